@@ -1,0 +1,1 @@
+"""The benchmarks behind ``tierstore bench``; they use public names only."""

@@ -1,0 +1,27 @@
+// A row's key: the table in the upper 16 bits, the id in the lower 48.
+#pragma once
+
+#include <cstdint>
+
+namespace tierstore {
+
+inline constexpr int kIdBits = 48;
+inline constexpr std::uint64_t kIdMask = (std::uint64_t{1} << kIdBits) - 1;
+
+inline constexpr std::uint64_t MakeKey(std::uint32_t table, std::uint64_t id) {
+  return (std::uint64_t{table} << kIdBits) | id;
+}
+inline constexpr std::uint32_t KeyTable(std::uint64_t key) { return static_cast<std::uint32_t>(key >> kIdBits); }
+inline constexpr std::uint64_t KeyId(std::uint64_t key) { return key & kIdMask; }
+
+// Finaliser of MurmurHash3: a bijection of 64 bits that mixes every input bit into every output bit.
+inline constexpr std::uint64_t HashKey(std::uint64_t key) {
+  key ^= key >> 33;
+  key *= 0xff51afd7ed558ccdULL;
+  key ^= key >> 33;
+  key *= 0xc4ceb9fe1a85ec53ULL;
+  key ^= key >> 33;
+  return key;
+}
+
+}  // namespace tierstore

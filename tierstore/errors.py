@@ -1,0 +1,43 @@
+"""Errors that users of tierstore can catch. Wrong arguments raise ``ValueError`` or ``TypeError`` subclasses too."""
+
+from __future__ import annotations
+
+
+class TierStoreError(Exception):
+    """Base of every error that tierstore raises on purpose."""
+
+
+class ConfigError(TierStoreError, ValueError):
+    """A configuration that cannot work; the message says what would."""
+
+
+class InputError(TierStoreError, ValueError):
+    """Ids, offsets, lengths or weights that do not fit the table; nothing was changed."""
+
+
+class StoreMismatchError(TierStoreError):
+    """A directory holds another table, row layout, optimizer or engine than the one asked for; it is untouched."""
+
+
+class StoreLockedError(TierStoreError):
+    """Another process (or object) has the store open."""
+
+
+class StoreCorruptError(TierStoreError):
+    """A record, segment or manifest is damaged; the message names file, offset, table and id."""
+
+
+class StoreFullError(TierStoreError, OSError):
+    """The disk is full or the byte cap of the SSD tier is reached; committed data is intact."""
+
+
+class StoreIOError(TierStoreError, OSError):
+    """The operating system refused a read or write; the original errno is kept."""
+
+
+class TierFullError(TierStoreError, MemoryError):
+    """The memory tiers cannot hold the rows touched and there is no tier below."""
+
+
+class ClosedError(TierStoreError, RuntimeError):
+    """Use of a table or store after close()."""
