@@ -1,0 +1,176 @@
+"""Configuration of the tiers: budgets, where the store lives, and how rows move."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any
+
+from tierstore.errors import ConfigError
+
+ENGINE_NAMES = ["native", "rocksdb", "lmdb", "memory"]
+"""Names that ``TierConfig(engine=...)`` accepts; ``tierstore.store.register_engine`` adds to it."""
+
+_UNITS = {"B": 1}
+for _power, _letter in enumerate("KMGTP", start=1):
+    _UNITS[f"{_letter}IB"] = 1 << (10 * _power)
+    _UNITS[f"{_letter}B"] = 10 ** (3 * _power)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
+MAX_DEPTH = 64
+
+
+def parse_bytes(size: int | str, name: str = "size") -> int:
+    """Bytes of ``size``: an integer, or a string such as "64MiB", "1.5 GiB", "64MB" (decimal) or "4096".
+
+    Raises ``ConfigError`` that starts with ``name`` and says which forms work.
+    """
+    if isinstance(size, Integral) and not isinstance(size, bool):
+        if size < 0:
+            raise ConfigError(f"{name} is {size}; a number of bytes cannot be negative")
+        return int(size)
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    unit = _UNITS.get(match.group(2).upper() or "B") if match else None
+    if match is None or unit is None:
+        raise ConfigError(
+            f"{name} is {size!r}; write bytes as an integer or a string with a unit, such as 67108864, "
+            f'"64MiB" (2**20 bytes each) or "64MB" (10**6 bytes each); units go up to PiB and PB'
+        )
+    number = match.group(1)
+    return int(number) * unit if number.isdigit() else int(float(number) * unit)
+
+
+def format_bytes(size: int) -> str:
+    """``size`` bytes for people, in binary units: ``"1.5 GiB"``, ``"64 MiB"``, ``"272 B"``."""
+    value, unit = float(size), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(value) < 1024 or unit == "PiB":
+            break
+        value /= 1024
+    text = f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+    return f"{text} {unit}"
+
+
+@dataclass(frozen=True)
+class TableOverride:
+    """What one table has different from the module's arguments; ``None`` keeps those."""
+
+    init: Any = None
+    """Rule of the initial values, as the module's ``init``."""
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class TierConfig:
+    """Budgets of the tiers, the store below them and the rules by which rows move.
+
+    Sizes are bytes or strings (:func:`parse_bytes`) and become ``int``. Budgets include metadata.
+
+    - ``hbm``: the cache that kernels work on. ``"all"`` keeps every touched row in memory with no tier below;
+      ``uvm`` and ``ssd`` are then 0.
+    - ``uvm``: host memory below it, 0 for none.
+    - ``ssd``: hard cap of the store's files, 0 for no store: memory must hold all touched rows.
+    - ``path``: folder of the store; ``None`` means a temporary one, deleted on close.
+    - ``engine``: the row store, one of :data:`ENGINE_NAMES`.
+    - ``policy``: which rows leave a memory tier: a name of ``cache_policies`` or a policy object.
+    - ``depth``: batches that are fetched ahead, 0 to 64, or "auto".
+    - ``window``: batches whose ids are looked at ahead, or "auto".
+    - ``tables``: per-table overrides by table name.
+    - ``check_gradients``: report NaN and infinite gradients as an error before they reach a row.
+    """
+
+    hbm: int | str = "64MiB"
+    uvm: int | str = 0
+    ssd: int | str = "1TiB"
+    path: str | os.PathLike[str] | None = None
+    engine: str = "native"
+    policy: Any = "lookahead"
+    depth: int | str = "auto"
+    window: int | str = "auto"
+    tables: Mapping[str, TableOverride] = field(default_factory=dict)
+    check_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        self._normalise_sizes()
+        self._check_path()
+        if self.engine not in ENGINE_NAMES:
+            raise ConfigError(f"unknown engine {self.engine!r}; known engines: {', '.join(ENGINE_NAMES)}")
+        self._check_policy()
+        self._normalise_count("depth", MAX_DEPTH)
+        self._normalise_count("window", None)
+        if not isinstance(self.tables, Mapping):
+            raise ConfigError("tables must map table names to TableOverride")
+        for name, override in self.tables.items():
+            if not isinstance(override, TableOverride):
+                raise ConfigError(f"tables[{name!r}] is {override!r}; it must be a TableOverride")
+
+    @property
+    def keeps_all(self) -> bool:
+        """True for ``hbm="all"``: one memory tier that grows with the rows touched."""
+        return self.hbm == "all"
+
+    def table(self, name: str) -> TableOverride:
+        """Overrides of a table, all ``None`` where there are none."""
+        return self.tables.get(name, TableOverride())
+
+    def check_tables(self, names: Iterable[str]) -> None:
+        """Raises ``ConfigError`` when ``tables`` names one that is not in ``names``."""
+        names = list(names)
+        unknown = [name for name in self.tables if name not in names]
+        if unknown:
+            raise ConfigError(f"overrides for unknown tables {unknown}; the tables are {names}")
+
+    def _normalise_sizes(self) -> None:
+        if self.hbm == "all":
+            object.__setattr__(self, "uvm", 0)
+            object.__setattr__(self, "ssd", 0)
+            return
+        for name in ("hbm", "uvm", "ssd"):
+            object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+        if self.hbm == 0:
+            raise ConfigError(
+                'hbm is 0, but kernels need a cache to work on; give it bytes, such as hbm="64MiB"'
+            )
+
+    def _check_path(self) -> None:
+        if self.path is None:
+            return
+        if not isinstance(self.path, str | os.PathLike):
+            raise ConfigError(f"path is {self.path!r}; it must be a folder's path or None")
+        object.__setattr__(self, "path", os.fspath(self.path))
+        if not self.path:
+            raise ConfigError("path is empty; leave it out (None) for a temporary folder")
+        if self.ssd == 0:
+            why = 'hbm="all" keeps every row in memory' if self.keeps_all else "ssd is 0"
+            raise ConfigError(
+                f"path is {self.path!r}, but {why}, so nothing would be stored there; leave one out"
+            )
+
+    def _check_policy(self) -> None:
+        if not isinstance(self.policy, str):
+            if not callable(getattr(self.policy, "compile", None)):
+                raise ConfigError(
+                    f"policy {self.policy!r} is neither a name nor an object with compile(capacity)"
+                )
+            return
+        import cache_policies  # here, since it brings numba along
+
+        get = getattr(cache_policies, "get", None)
+        if get is None:
+            return
+        try:
+            get(self.policy)
+        except (KeyError, ValueError) as error:
+            raise ConfigError(f"policy: {error.args[0]}") from error
+
+    def _normalise_count(self, name: str, most: int | None) -> None:
+        value = getattr(self, name)
+        if value == "auto":
+            return
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not whole or value < 0 or (most is not None and value > most):
+            bound = "of at least 0" if most is None else f"from 0 to {most}"
+            raise ConfigError(f'{name} is {value!r}; it must be "auto" or an integer {bound}')
+        object.__setattr__(self, name, int(value))

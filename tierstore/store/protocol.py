@@ -1,0 +1,132 @@
+"""The contract between memory tiers and the bottom tier: what a row store is, whatever its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.errors import ConfigError
+from tierstore.keys import MAX_ID, MAX_TABLE
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """What a store must know of a table; all of it is part of the identity of a store directory.
+
+    ``optimizer`` and ``init`` hold plain JSON values (str, int, float, bool, None, and lists or dicts of them)
+    that identify the optimizer's state layout and the rule of the initial values. Learning rate and other numbers
+    that may change during training do not belong there.
+    """
+
+    name: str
+    index: int
+    """Position of the table in keys, 0 ≤ index < 65 536; unique within a store."""
+    num_embeddings: int
+    embedding_dim: int
+    row_bytes: int
+    """Bytes of one record: weights, optimizer state and padding; a multiple of 16."""
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    init: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("a table needs a name")
+        if not 0 <= self.index <= MAX_TABLE:
+            raise ConfigError(f"table {self.name!r}: index {self.index} is not in [0, {MAX_TABLE}]")
+        if not 1 <= self.num_embeddings <= MAX_ID + 1:
+            raise ConfigError(
+                f"table {self.name!r}: num_embeddings {self.num_embeddings} is not in [1, 2**48]"
+            )
+        if self.embedding_dim < 1:
+            raise ConfigError(f"table {self.name!r}: embedding_dim {self.embedding_dim} must be at least 1")
+        if self.row_bytes % 16 or self.row_bytes < 4 * self.embedding_dim:
+            raise ConfigError(
+                f"table {self.name!r}: row_bytes {self.row_bytes} must be a multiple of 16 that holds "
+                f"{self.embedding_dim} float32 weights"
+            )
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Counters of one open store. The ``read_`` and ``written_`` ones count from the moment it was opened."""
+
+    engine: str
+    rows: int
+    """Rows stored, committed or not, each once. Engines that cannot count cheaply estimate it."""
+    disk_bytes: int
+    """Bytes that the engine's files occupy."""
+    live_bytes: int
+    """Bytes of the newest versions of all rows: rows times their row_bytes."""
+    index_bytes: int
+    """Memory that the engine holds for its index, buffers and caches, as far as it can tell."""
+    read_rows: int
+    """Rows found and returned by read()."""
+    read_bytes: int
+    """Bytes requested from the device; engines that cannot tell count the bytes of the rows they returned."""
+    read_requests: int
+    """Requests to the device; engines that cannot tell count the keys they looked up."""
+    written_rows: int
+    """Rows given to write()."""
+    written_bytes: int
+    """Bytes sent to the device, compaction included; engines that cannot tell count the bytes of the rows."""
+    io: str
+    """How bytes are moved: "io_uring", "pread", "rocksdb", "mmap", "memory"."""
+
+
+@runtime_checkable
+class RowStore(Protocol):
+    """Rows by key below the memory tiers.
+
+    All keys of one call belong to tables of one row size. Calls come from one thread at a time, though not
+    always the same one; ``close()`` may come from any thread at any time. After ``close()`` every method but
+    ``close()`` raises ``ClosedError``. Errors of the device are ``StoreIOError`` or ``StoreFullError``, damaged
+    data is ``StoreCorruptError``; each leaves the store usable, or closed, and never returns wrong bytes.
+    """
+
+    engine: str
+
+    def read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Copies the newest version of each row into ``out`` and tells which ones there are.
+
+        ``keys``: uint64 (n,) without repeats; ``out``: uint8 (n, row_bytes), C-contiguous, writable. Returns
+        bool (n,). Rows of ``out`` whose key is not stored have no defined content.
+        """
+        ...
+
+    def write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
+        """Stores ``rows``, uint8 (n, row_bytes), under ``keys``, uint64 (n,) without repeats.
+
+        The newest version wins and is visible to :meth:`read` at once, and is durable after the next
+        :meth:`commit`. The arrays are free for reuse when the call returns.
+        """
+        ...
+
+    def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
+        """Keys of all stored rows of ``table`` in chunks, each key once, in any order.
+
+        The store must not be written to while the iterator is in use.
+        """
+        ...
+
+    def commit(self, meta: bytes) -> int:
+        """Makes everything written so far durable, together with ``meta``, and returns the commit's number.
+
+        Numbers start at 1 and grow. Either all of it or nothing survives a crash: reopening gives the last
+        commit, whole, and nothing written after it.
+        """
+        ...
+
+    def meta(self) -> bytes:
+        """``meta`` of the last commit; ``b""`` before the first."""
+        ...
+
+    def stats(self) -> StoreStats: ...
+
+    def close(self) -> None:
+        """Releases all resources and does not commit. Calling it again does nothing."""
+        ...

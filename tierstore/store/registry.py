@@ -1,0 +1,58 @@
+"""Engines by name. An engine is a class (or function) that opens a folder and returns a :class:`RowStore`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.config import ENGINE_NAMES
+from tierstore.errors import ConfigError
+from tierstore.store.protocol import RowStore, TableSpec
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """What an engine is told besides its folder and tables."""
+
+    ssd_bytes: int
+    """Hard cap on the bytes of all files of the store."""
+    io: str = "auto"
+    """"auto", "io_uring" or "pread"; engines with one way to do IO ignore it."""
+
+
+EngineFactory = Callable[[Path, Sequence[TableSpec], StoreOptions], RowStore]
+"""Called with the engine's own folder, which exists, is locked, and holds nothing but files of this engine."""
+
+_FACTORIES: dict[str, EngineFactory | str] = {
+    "native": "tierstore.store.native:NativeStore",
+    "rocksdb": "tierstore.store.rocksdb_store:RocksDBStore",
+    "lmdb": "tierstore.store.lmdb_store:LMDBStore",
+    "memory": "tierstore.store.memory:MemoryStore",
+}
+
+
+def engine_names() -> list[str]:
+    """Names of all registered engines."""
+    return list(_FACTORIES)
+
+
+def register_engine(name: str, factory: EngineFactory | str) -> None:
+    """Adds an engine: a factory, or "module:attribute" of one, imported at first use."""
+    if name in _FACTORIES:
+        raise ConfigError(f"engine {name!r} is already registered")
+    _FACTORIES[name] = factory
+    ENGINE_NAMES.append(name)
+
+
+def get_engine(name: str) -> EngineFactory:
+    """The factory of an engine; ``ConfigError`` lists the known names when there is none of that name."""
+    factory = _FACTORIES.get(name)
+    if factory is None:
+        raise ConfigError(f"unknown engine {name!r}; known engines: {', '.join(_FACTORIES)}")
+    if isinstance(factory, str):
+        module, _, attribute = factory.partition(":")
+        factory = getattr(importlib.import_module(module), attribute)
+        _FACTORIES[name] = factory
+    return factory
