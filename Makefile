@@ -1,0 +1,75 @@
+# make demo     train on real data with tables 37 times larger than their memory budget, and check every bit
+# make test     run the tests            (PYTEST_ARGS="tests/cli -x" picks some)
+# make lint     ruff, mypy, clang-format (what CI checks); make format mends what they can
+# make wheel    build the wheel in an isolated environment, without torch
+# make clean    remove everything that these made
+#
+# Everything is installed in .venv, in place: an edit of a Python file needs no reinstall, one under csrc/ makes the
+# next call rebuild. PYTHON and TORCH choose the interpreter and the torch release.
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CSRC := $(shell find csrc -name '*.cc' -o -name '*.h')
+INSTALLED := $(VENV)/installed-torch-$(TORCH)
+TESTABLE := $(VENV)/testable-torch-$(TORCH)
+
+.PHONY: demo test lint format wheel clean
+.DELETE_ON_ERROR:
+
+demo: $(INSTALLED)
+	@rm -rf demo-out/store && mkdir -p demo-out
+	$(BIN)/tierstore train --data flights --hbm 1/37 --ssd demo-out/store --policy lookahead --depth auto \
+	  --epochs 1 --compare in-memory --json demo-out/result.json $(ARGS)
+
+test: $(TESTABLE)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(TESTABLE)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+
+format: $(TESTABLE)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CSRC)
+
+wheel: $(VENV)/created
+	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) build dist demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f tierstore/_core*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "tierstore needs Python 3.10 or newer as '$(PYTHON)'; name another with: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments; on Debian: apt-get install python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import os, sysconfig as s; os.stat(s.get_path("include") + "/Python.h")' 2>/dev/null || { \
+	  echo "the headers of '$(PYTHON)' are missing; on Debian: apt-get install python3-dev"; exit 1; }
+	@set -- $${CXX:-g++}; command -v "$$1" >/dev/null || { \
+	  echo "no C++20 compiler found; on Debian: apt-get install g++"; exit 1; }
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(INSTALLED): $(VENV)/created pyproject.toml setup.py $(CSRC)
+	@echo "Installing torch $(TORCH) and tierstore in $(VENV): minutes the first time, mostly downloads and the compiler."
+	$(PIP) install --quiet "torch==$(TORCH)" -e ".[plot,data]"
+	@rm -f $(VENV)/installed-* && touch $@
+
+# torchrec and fbgemm are the peers that tests compare with. torchrec asks for the CUDA build of fbgemm, so the two are
+# installed without what they ask for, and what `import torchrec` needs is named here.
+$(TESTABLE): $(INSTALLED)
+	$(PIP) install --quiet "torch==$(TORCH)" "tierstore[test,lint]" tensordict pyre-extensions torchmetrics==1.0.3 tqdm
+	$(PIP) install --quiet --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0
+	@rm -f $(VENV)/testable-* && touch $@
