@@ -24,6 +24,6 @@ core = Pybind11Extension(
 
 setup(
     ext_modules=[core],
-    packages=find_packages(include=["tierstore*", "cache_policies*"]) + ["tierstore_bench"],
+    packages=[*find_packages(include=["tierstore*", "cache_policies*"]), "tierstore_bench"],
     package_dir={"tierstore_bench": "bench"},
 )

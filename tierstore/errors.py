@@ -1,4 +1,4 @@
-"""Errors that users of tierstore can catch. Wrong arguments raise ``ValueError`` or ``TypeError`` subclasses too."""
+"""Errors that users of tierstore can catch. Wrong arguments raise subclasses of ``ValueError`` too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class InputError(TierStoreError, ValueError):
 
 
 class StoreMismatchError(TierStoreError):
-    """A directory holds another table, row layout, optimizer or engine than the one asked for; it is untouched."""
+    """A directory holds another table, row layout, optimizer or engine than asked for; it is untouched."""
 
 
 class StoreLockedError(TierStoreError):

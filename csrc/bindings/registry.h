@@ -1,5 +1,5 @@
-// Each area of the core (kernels, cache, store) has one file of bindings that registers itself here, so that a
-// new area touches no shared file:
+// Each area of the core (kernels, cache, store) has one file of bindings that registers itself here, so that
+// a new area touches no shared file:
 //
 //   TIERSTORE_BINDINGS(cache) { m.def(...); }
 #pragma once
@@ -26,7 +26,7 @@ struct RegisterBindings {
 
 }  // namespace tierstore
 
-#define TIERSTORE_BINDINGS(area)                                                  \
-  static void Bind_##area(pybind11::module_& m);                                  \
-  static const ::tierstore::RegisterBindings register_##area(&Bind_##area);       \
+#define TIERSTORE_BINDINGS(area)                                            \
+  static void Bind_##area(pybind11::module_& m);                            \
+  static const ::tierstore::RegisterBindings register_##area(&Bind_##area); \
   static void Bind_##area([[maybe_unused]] pybind11::module_& m)

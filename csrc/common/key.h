@@ -11,7 +11,9 @@ inline constexpr std::uint64_t kIdMask = (std::uint64_t{1} << kIdBits) - 1;
 inline constexpr std::uint64_t MakeKey(std::uint32_t table, std::uint64_t id) {
   return (std::uint64_t{table} << kIdBits) | id;
 }
-inline constexpr std::uint32_t KeyTable(std::uint64_t key) { return static_cast<std::uint32_t>(key >> kIdBits); }
+inline constexpr std::uint32_t KeyTable(std::uint64_t key) {
+  return static_cast<std::uint32_t>(key >> kIdBits);
+}
 inline constexpr std::uint64_t KeyId(std::uint64_t key) { return key & kIdMask; }
 
 // Finaliser of MurmurHash3: a bijection of 64 bits that mixes every input bit into every output bit.
