@@ -1,0 +1,212 @@
+// Bindings of the memory tiers: Batch, Tier, Plan, Window. Arrays that are returned are views that keep their
+// owner alive; callers do not write to them.
+#include "bindings/registry.h"
+#include "cache/batch.h"
+#include "cache/tier.h"
+#include "cache/window.h"
+
+namespace py = pybind11;
+
+namespace tierstore {
+namespace {
+
+template <typename T>
+using Array = py::array_t<T, py::array::c_style>;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+template <typename T>
+Array<T> View(const std::vector<T>& values, py::handle owner) {
+  return Array<T>(static_cast<py::ssize_t>(values.size()), values.data(), owner);
+}
+
+template <typename T>
+Array<T> Copy(const std::vector<T>& values) {
+  return Array<T>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+template <auto Member>
+auto PlanView() {
+  return [](py::object self) { return View(self.cast<Plan&>().*Member, self); };
+}
+
+py::tuple MakeBatch(const py::list& segments) {
+  std::vector<IdSegment> list;
+  for (const py::handle item : segments) {
+    const auto t = item.cast<py::tuple>();
+    list.push_back({reinterpret_cast<const void*>(t[0].cast<std::uintptr_t>()), t[1].cast<std::int64_t>(),
+                    t[2].cast<bool>(), t[3].cast<std::uint32_t>(), t[4].cast<std::int64_t>(),
+                    t[5].cast<std::int64_t>()});
+  }
+  auto batch = std::make_shared<Batch>();
+  BadId bad;
+  {
+    py::gil_scoped_release unlocked;
+    bad = Deduplicate(list, batch.get());
+  }
+  return py::make_tuple(batch, bad.segment, bad.position, bad.id);
+}
+
+PolicyHooks HooksFrom(std::uintptr_t state, const py::dict& hooks) {
+  PolicyHooks out;
+  out.state = reinterpret_cast<void*>(state);
+  const auto address = [&](const char* name) { return hooks[name].cast<std::uintptr_t>(); };
+  out.touch = reinterpret_cast<PolicyHooks::Use>(address("touch"));
+  out.insert = reinterpret_cast<PolicyHooks::Use>(address("insert"));
+  out.announce = reinterpret_cast<PolicyHooks::Announce>(address("announce"));
+  out.remove = reinterpret_cast<PolicyHooks::Remove>(address("remove"));
+  out.evict = reinterpret_cast<PolicyHooks::Evict>(address("evict"));
+  return out;
+}
+
+std::unique_ptr<Tier> MakeTier(std::int64_t capacity, std::int64_t row_bytes, bool grows,
+                               std::uintptr_t state, const py::object& hooks) {
+  TierConfig config{capacity, row_bytes, grows, {}};
+  if (!hooks.is_none()) config.policy = HooksFrom(state, hooks.cast<py::dict>());
+  return std::make_unique<Tier>(config);
+}
+
+py::tuple DepartureArrays(const Departures& rows) {
+  return py::make_tuple(Copy(rows.slots), Copy(rows.keys), Copy(rows.dirty), Copy(rows.next_use));
+}
+
+void BindPlan(py::module_& m) {
+  py::class_<Plan>(m, "Plan")
+      .def_readonly("now", &Plan::now)
+      .def_readonly("needed", &Plan::needed)
+      .def_property_readonly("slots", PlanView<&Plan::slots>())
+      .def_property_readonly("misses", PlanView<&Plan::misses>())
+      .def_property_readonly("next_use", PlanView<&Plan::next_use>())
+      .def_property_readonly("victims", [](const Plan& plan) { return DepartureArrays(plan.victims); });
+}
+
+void BindTier(py::module_& m) {
+  py::class_<Tier>(m, "Tier")
+      .def(py::init(&MakeTier), py::arg("capacity"), py::arg("row_bytes"), py::arg("grows"),
+           py::arg("policy_state"), py::arg("policy_hooks"))
+      .def_property_readonly_static("BYTES_PER_SLOT", [](py::object) { return Tier::kBytesPerSlot; })
+      .def(
+          "begin",
+          [](Tier& tier, const Array<std::uint64_t>& keys, const std::optional<Array<std::int64_t>>& next_use,
+             std::int64_t now) {
+            if (next_use && next_use->size() != keys.size())
+              throw std::invalid_argument("next_use: wrong length");
+            auto plan = std::make_unique<Plan>();
+            py::gil_scoped_release unlocked;
+            tier.Begin(keys.data(), next_use ? next_use->data() : nullptr, keys.size(), now, plan.get());
+            return plan;
+          },
+          py::arg("keys"), py::arg("next_use"), py::arg("now"))
+      .def(
+          "evict", [](Tier& tier, std::int64_t since, Plan& plan) { return tier.Evict(since, &plan); },
+          py::arg("pinned_since"), py::arg("plan"), Unlocked())
+      .def(
+          "assign",
+          [](Tier& tier, const Array<std::uint64_t>& keys, Plan& plan) {
+            py::gil_scoped_release unlocked;
+            tier.Assign(keys.data(), &plan);
+          },
+          py::arg("keys"), py::arg("plan"))
+      .def(
+          "abort", [](Tier& tier, Plan& plan) { tier.Abort(&plan); }, Unlocked())
+      .def(
+          "unassign", [](Tier& tier, Plan& plan) { tier.Unassign(&plan); }, Unlocked())
+      .def("release",
+           [](Tier& tier, const Array<std::int32_t>& slots) { tier.Release(slots.data(), slots.size()); })
+      .def("drain", [](Tier& tier) { return DepartureArrays(tier.Drain()); })
+      .def("find",
+           [](const Tier& tier, const Array<std::uint64_t>& keys) {
+             Array<std::int32_t> slots(keys.size());
+             std::int32_t* out = slots.mutable_data();
+             py::gil_scoped_release unlocked;
+             tier.Find(keys.data(), keys.size(), out);
+             return slots;
+           })
+      .def("remove",
+           [](Tier& tier, const Array<std::int32_t>& slots) { tier.Remove(slots.data(), slots.size()); })
+      .def("announce",
+           [](Tier& tier, const Array<std::uint64_t>& keys, std::int64_t next_use, std::int64_t now) {
+             py::gil_scoped_release unlocked;
+             const std::vector<std::int64_t> uses(static_cast<std::size_t>(keys.size()), next_use);
+             tier.Announce(keys.data(), uses.data(), keys.size(), now);
+           })
+      .def("mark_dirty",
+           [](Tier& tier, const Array<std::int32_t>& slots) {
+             py::gil_scoped_release unlocked;
+             tier.MarkDirty(slots.data(), slots.size());
+           })
+      .def("mark_clean",
+           [](Tier& tier, const Array<std::int32_t>& slots) { tier.MarkClean(slots.data(), slots.size()); })
+      .def("set_dirty",
+           [](Tier& tier, const Array<std::int32_t>& slots, const Array<std::uint8_t>& dirty) {
+             if (slots.size() != dirty.size()) throw std::invalid_argument("set_dirty: lengths differ");
+             tier.SetDirty(slots.data(), dirty.data(), slots.size());
+           })
+      .def("dirty_of",
+           [](const Tier& tier, const Array<std::int32_t>& slots) {
+             Array<std::uint8_t> out(slots.size());
+             for (py::ssize_t i = 0; i < slots.size(); ++i)
+               out.mutable_data()[i] = tier.dirty()[slots.data()[i]];
+             return out;
+           })
+      .def("keys_of",
+           [](const Tier& tier, const Array<std::int32_t>& slots) {
+             Array<std::uint64_t> out(slots.size());
+             for (py::ssize_t i = 0; i < slots.size(); ++i)
+               out.mutable_data()[i] = tier.keys()[slots.data()[i]];
+             return out;
+           })
+      .def(
+          "resident_slots", [](const Tier& tier, bool dirty) { return Copy(tier.ResidentSlots(dirty)); },
+          py::arg("only_dirty"))
+      .def_property_readonly("rows_addr",
+                             [](const Tier& t) { return reinterpret_cast<std::uintptr_t>(t.rows()); })
+      .def_property_readonly("capacity", &Tier::capacity)
+      .def_property_readonly("row_bytes", &Tier::row_bytes)
+      .def_property_readonly("pad_in_use", &Tier::pad_in_use)
+      .def_property_readonly("metadata_bytes", &Tier::metadata_bytes)
+      .def("__len__", &Tier::size);
+}
+
+void BindWindow(py::module_& m) {
+  py::class_<Window>(m, "Window")
+      .def(py::init<>())
+      .def("announce",
+           [](Window& window, std::int64_t seq, std::shared_ptr<Batch> batch) {
+             std::vector<std::uint64_t> keys;
+             {
+               py::gil_scoped_release unlocked;
+               keys = window.Announce(seq, std::move(batch));
+             }
+             return Copy(keys);
+           })
+      .def("take",
+           [](Window& window, std::int64_t seq) {
+             std::vector<std::int64_t> next_use;
+             {
+               py::gil_scoped_release unlocked;
+               next_use = window.Take(seq);
+             }
+             return Copy(next_use);
+           })
+      .def("clear", [](Window& window) { return Copy(window.Clear()); })
+      .def_property_readonly("lookups", &Window::lookups)
+      .def_property_readonly("distinct_rows", &Window::distinct_rows)
+      .def_property_readonly("memory_bytes", &Window::memory_bytes);
+}
+
+}  // namespace
+}  // namespace tierstore
+
+TIERSTORE_BINDINGS(cache) {
+  using namespace tierstore;
+  py::class_<Batch, std::shared_ptr<Batch>>(m, "Batch")
+      .def_property_readonly("unique", [](py::object self) { return View(self.cast<Batch&>().unique, self); })
+      .def_property_readonly("inverse",
+                             [](py::object self) { return View(self.cast<Batch&>().inverse, self); });
+  m.def("make_batch", &MakeBatch, py::arg("segments"),
+        "Deduplicates ids. segments: (address, count, is_int32, table, bound, padding id or -1) per feature. "
+        "Returns (batch, bad segment or -1, its position, the id).");
+  BindPlan(m);
+  BindTier(m);
+  BindWindow(m);
+}

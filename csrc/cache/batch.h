@@ -1,0 +1,35 @@
+// The ids of one lookup, deduplicated: unique keys in order of first occurrence, and for every position the
+// index of its unique key.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace tierstore {
+
+// Ids of one feature. `bound` is the table's number of rows; ids equal to `padding` are skipped.
+struct IdSegment {
+  const void* ids = nullptr;
+  std::int64_t count = 0;
+  bool is_int32 = false;
+  std::uint32_t table = 0;
+  std::int64_t bound = 0;
+  std::int64_t padding = -1;
+};
+
+struct Batch {
+  std::vector<std::uint64_t> unique;
+  std::vector<std::int32_t> inverse;  // -1: skipped (padding)
+};
+
+// The first id that is out of its table's range, or segment == -1.
+struct BadId {
+  std::int64_t segment = -1;
+  std::int64_t position = 0;
+  std::int64_t id = 0;
+};
+
+// Fills `batch`; on a bad id nothing of it may be used. Throws std::length_error past 2^31 - 1 positions.
+BadId Deduplicate(const std::vector<IdSegment>& segments, Batch* batch);
+
+}  // namespace tierstore

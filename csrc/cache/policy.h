@@ -1,0 +1,30 @@
+// A policy's hooks as the tier calls them; the contract is in docs/design.md. A null table means that nothing
+// is ever evicted (the tier holds every row), so nothing needs to be remembered.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace tierstore {
+
+inline constexpr std::int64_t kNotKnown = std::numeric_limits<std::int64_t>::max();
+
+struct PolicyHooks {
+  using Use = void (*)(void* state, const std::int32_t* slots, const std::uint64_t* keys,
+                       const std::int64_t* next_use, std::int64_t n, std::int64_t now);
+  using Announce = void (*)(void* state, const std::int32_t* slots, const std::int64_t* next_use,
+                            std::int64_t n, std::int64_t now);
+  using Remove = void (*)(void* state, const std::int32_t* slots, std::int64_t n);
+  using Evict = std::int64_t (*)(void* state, std::int64_t n, const std::int64_t* last_use,
+                                 std::int64_t pinned_since, std::int32_t* victims);
+  void* state = nullptr;
+  Use touch = nullptr;
+  Use insert = nullptr;
+  Announce announce = nullptr;
+  Remove remove = nullptr;
+  Evict evict = nullptr;
+
+  explicit operator bool() const { return evict != nullptr; }
+};
+
+}  // namespace tierstore

@@ -1,0 +1,81 @@
+#include "cache/slot_index.h"
+
+#include <algorithm>
+
+#include "common/key.h"
+
+namespace tierstore {
+
+SlotIndex::SlotIndex(const std::uint64_t* keys, std::int64_t capacity)
+    : keys_(keys),
+      entries_(static_cast<std::size_t>(std::max<std::int64_t>(capacity, 48) * 4 / 3 + 1), kEmpty) {}
+
+std::uint32_t SlotIndex::Tag(std::uint64_t key) { return static_cast<std::uint32_t>(HashKey(key) >> 32); }
+
+void SlotIndex::Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const {
+  constexpr std::int64_t kBlock = 32;
+  std::uint32_t tags[kBlock];
+  std::uint64_t homes[kBlock];
+  for (std::int64_t begin = 0; begin < n; begin += kBlock) {
+    const std::int64_t count = std::min(kBlock, n - begin);
+    for (std::int64_t i = 0; i < count; ++i) {
+      tags[i] = Tag(keys[begin + i]);
+      homes[i] = Home(tags[i]);
+      __builtin_prefetch(&entries_[homes[i]]);
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::uint64_t entry = entries_[homes[i]];
+      if (entry != kEmpty && EntryTag(entry) == tags[i]) __builtin_prefetch(&keys_[EntrySlot(entry)]);
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      std::int32_t found = -1;
+      for (std::uint64_t at = homes[i]; entries_[at] != kEmpty; at = Next(at)) {
+        const std::uint64_t entry = entries_[at];
+        if (EntryTag(entry) == tags[i] && keys_[EntrySlot(entry)] == keys[begin + i]) {
+          found = static_cast<std::int32_t>(EntrySlot(entry));
+          break;
+        }
+      }
+      slots[begin + i] = found;
+    }
+  }
+}
+
+void SlotIndex::Place(std::uint64_t entry) {
+  std::uint64_t at = Home(EntryTag(entry));
+  while (entries_[at] != kEmpty) at = Next(at);
+  entries_[at] = entry;
+}
+
+void SlotIndex::Grow() {
+  std::vector<std::uint64_t> old(entries_.size() * 2, kEmpty);
+  old.swap(entries_);
+  for (const std::uint64_t entry : old) {
+    if (entry != kEmpty) Place(entry);
+  }
+}
+
+void SlotIndex::Insert(std::int32_t slot) {
+  if (static_cast<std::uint64_t>(++size_) * 4 > entries_.size() * 3 + 4) Grow();
+  Place(std::uint64_t{Tag(keys_[slot])} << 32 | static_cast<std::uint32_t>(slot));
+}
+
+void SlotIndex::Erase(std::int32_t slot) {
+  std::uint64_t hole = Home(Tag(keys_[slot]));
+  while (EntrySlot(entries_[hole]) != static_cast<std::uint32_t>(slot)) hole = Next(hole);
+  // Move later entries of the probe run back into the hole, so that no tombstones are needed.
+  const std::uint64_t size = entries_.size();
+  for (std::uint64_t at = Next(hole); entries_[at] != kEmpty; at = Next(at)) {
+    const std::uint64_t home = Home(EntryTag(entries_[at]));
+    const std::uint64_t from_home = at >= home ? at - home : at + size - home;
+    const std::uint64_t from_hole = at >= hole ? at - hole : at + size - hole;
+    if (from_home >= from_hole) {
+      entries_[hole] = entries_[at];
+      hole = at;
+    }
+  }
+  entries_[hole] = kEmpty;
+  --size_;
+}
+
+}  // namespace tierstore

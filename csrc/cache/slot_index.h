@@ -1,0 +1,47 @@
+// Which slot holds a key: open addressing with linear probing over 8-byte entries (32-bit tag, 32-bit slot).
+// The keys themselves stay in the tier's own array, which is consulted only when a tag matches.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace tierstore {
+
+class SlotIndex {
+ public:
+  // `keys` maps slot → key; it belongs to the tier, outlives the index and does not move.
+  SlotIndex(const std::uint64_t* keys, std::int64_t capacity);
+
+  static constexpr double kBytesPerSlot = 8.0 * 4 / 3;
+
+  // slots[i] = slot of keys[i], or -1.
+  void Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const;
+  // keys_[slot] must already hold the key, which must be absent from the index.
+  void Insert(std::int32_t slot);
+  // keys_[slot] must still hold the key.
+  void Erase(std::int32_t slot);
+
+  std::int64_t size() const { return size_; }
+  std::int64_t memory_bytes() const {
+    return static_cast<std::int64_t>(entries_.size() * sizeof(std::uint64_t));
+  }
+
+ private:
+  static constexpr std::uint64_t kEmpty = ~std::uint64_t{0};
+
+  static std::uint32_t Tag(std::uint64_t key);
+  static std::uint32_t EntryTag(std::uint64_t entry) { return static_cast<std::uint32_t>(entry >> 32); }
+  static std::uint32_t EntrySlot(std::uint64_t entry) { return static_cast<std::uint32_t>(entry); }
+  std::uint64_t Home(std::uint32_t tag) const {
+    return static_cast<std::uint64_t>(tag) * entries_.size() >> 32;
+  }
+  std::uint64_t Next(std::uint64_t at) const { return at + 1 == entries_.size() ? 0 : at + 1; }
+  void Place(std::uint64_t entry);
+  void Grow();
+
+  const std::uint64_t* keys_;
+  std::vector<std::uint64_t> entries_;
+  std::int64_t size_ = 0;
+};
+
+}  // namespace tierstore

@@ -1,0 +1,280 @@
+#include "cache/tier.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace tierstore {
+namespace {
+// Memory is made accessible in steps of so many slots; pages cost nothing before they are written.
+constexpr std::int64_t kGrowthStep = 4096;
+}  // namespace
+
+Tier::Tier(const TierConfig& config)
+    : config_(config),
+      limit_(static_cast<std::size_t>(config.capacity + kMaxPad)),
+      arena_(limit_ * static_cast<std::size_t>(config.row_bytes)),
+      keys_(limit_),
+      last_use_(limit_),
+      next_use_(limit_),
+      dirty_(limit_),
+      resident_(limit_),
+      index_(keys_.data(), config.grows ? 0 : config.capacity) {
+  if (config.capacity < 1 || config.row_bytes < 16 || config.row_bytes % 16 != 0) {
+    throw std::invalid_argument("a tier needs at least one slot, and rows of a multiple of 16 bytes");
+  }
+  if (!config.grows) CommitSlots(config.capacity);
+}
+
+void Tier::CommitSlots(std::int64_t slots) {
+  if (slots <= committed_) return;
+  committed_ = slots + kGrowthStep;
+  const auto size = std::min(static_cast<std::size_t>(committed_), limit_);
+  arena_.Commit(size * static_cast<std::size_t>(config_.row_bytes));
+  keys_.Commit(size);
+  last_use_.Commit(size);
+  next_use_.Commit(size);
+  dirty_.Commit(size);
+  resident_.Commit(size);
+}
+
+void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now,
+                 Plan* plan) {
+  plan->now = now;
+  plan->slots.resize(static_cast<std::size_t>(n));
+  if (next_use != nullptr)
+    plan->next_use.assign(next_use, next_use + n);
+  else
+    plan->next_use.assign(static_cast<std::size_t>(n), kNotKnown);
+  index_.Find(keys, n, plan->slots.data());
+
+  std::vector<std::int32_t> hits;
+  std::vector<std::uint64_t> hit_keys;
+  std::vector<std::int64_t> hit_next;
+  hits.reserve(static_cast<std::size_t>(n));
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::int32_t slot = plan->slots[i];
+    if (slot < 0) {
+      plan->misses.push_back(static_cast<std::int32_t>(i));
+      continue;
+    }
+    last_use_[slot] = std::max(last_use_[slot], now);
+    next_use_[slot] = plan->next_use[i];
+    if (slot >= config_.capacity) {
+      ++pad_users_[slot - config_.capacity];
+    } else if (config_.policy) {
+      hits.push_back(slot);
+      hit_keys.push_back(keys[i]);
+      hit_next.push_back(plan->next_use[i]);
+    }
+  }
+  if (!hits.empty()) {
+    config_.policy.touch(config_.policy.state, hits.data(), hit_keys.data(), hit_next.data(),
+                         static_cast<std::int64_t>(hits.size()), now);
+  }
+  const auto available = static_cast<std::int64_t>(free_.size()) + config_.capacity - fresh_;
+  plan->needed = std::max<std::int64_t>(0, static_cast<std::int64_t>(plan->misses.size()) - available);
+}
+
+std::int64_t Tier::Evict(std::int64_t pinned_since, Plan* plan) {
+  if (plan->needed == 0 || !config_.policy) return plan->needed;
+  std::vector<std::int32_t> chosen(static_cast<std::size_t>(plan->needed));
+  const std::int64_t found =
+      config_.policy.evict(config_.policy.state, plan->needed, last_use_.data(), pinned_since, chosen.data());
+  if (found < 0 || found > plan->needed)
+    throw std::runtime_error("policy: evict() returned an impossible count");
+  Departures& victims = plan->victims;
+  for (std::int64_t i = 0; i < found; ++i) {
+    const std::int32_t slot = chosen[i];
+    if (slot < 0 || slot >= config_.capacity || !Resident(slot)) {
+      throw std::runtime_error("policy: evict() returned slot " + std::to_string(slot) +
+                               ", which holds no row or was returned twice");
+    }
+    if (last_use_[slot] >= pinned_since) {
+      throw std::runtime_error("policy: evict() returned slot " + std::to_string(slot) + ", which is pinned");
+    }
+    // Not resident, but found by the index until Assign: reads go on while the row is copied out.
+    resident_[slot] = 0;
+    victims.slots.push_back(slot);
+    victims.keys.push_back(keys_[slot]);
+    victims.dirty.push_back(dirty_[slot]);
+    victims.next_use.push_back(next_use_[slot]);
+  }
+  plan->needed -= found;
+  return plan->needed;
+}
+
+std::int32_t Tier::TakePadSlot() {
+  if (!pad_free_.empty()) {
+    const std::int32_t slot = pad_free_.back();
+    pad_free_.pop_back();
+    return slot;
+  }
+  const std::int64_t pad = static_cast<std::int64_t>(pad_users_.size());
+  if (pad >= kMaxPad) throw std::runtime_error("a batch overflows its tier by more than 2^26 rows");
+  pad_users_.push_back(-1);
+  CommitSlots(config_.capacity + pad + 1);
+  return static_cast<std::int32_t>(config_.capacity + pad);
+}
+
+void Tier::Assign(const std::uint64_t* keys, Plan* plan) {
+  for (const std::int32_t slot : plan->victims.slots) index_.Erase(slot);
+  free_.insert(free_.end(), plan->victims.slots.rbegin(), plan->victims.slots.rend());
+
+  std::vector<std::int32_t> slots;
+  std::vector<std::uint64_t> inserted;
+  std::vector<std::int64_t> next_use;
+  for (const std::int32_t miss : plan->misses) {
+    std::int32_t slot;
+    if (!free_.empty()) {
+      slot = free_.back();
+      free_.pop_back();
+    } else if (fresh_ < config_.capacity) {
+      slot = static_cast<std::int32_t>(fresh_++);
+      CommitSlots(fresh_);
+    } else {
+      slot = TakePadSlot();
+    }
+    plan->slots[miss] = slot;
+    keys_[slot] = keys[miss];
+    last_use_[slot] = plan->now;
+    next_use_[slot] = plan->next_use[miss];
+    dirty_[slot] = 0;
+    resident_[slot] = 1;
+    index_.Insert(slot);
+    if (slot >= config_.capacity) {
+      pad_users_[slot - config_.capacity] = 1;
+    } else if (config_.policy) {
+      slots.push_back(slot);
+      inserted.push_back(keys[miss]);
+      next_use.push_back(plan->next_use[miss]);
+    }
+  }
+  if (!slots.empty()) {
+    config_.policy.insert(config_.policy.state, slots.data(), inserted.data(), next_use.data(),
+                          static_cast<std::int64_t>(slots.size()), plan->now);
+  }
+}
+
+void Tier::Abort(Plan* plan) {
+  const Departures& victims = plan->victims;
+  for (const std::int32_t slot : victims.slots) resident_[slot] = 1;
+  if (!victims.slots.empty()) {
+    config_.policy.insert(config_.policy.state, victims.slots.data(), victims.keys.data(),
+                          victims.next_use.data(), static_cast<std::int64_t>(victims.slots.size()),
+                          plan->now);
+  }
+  std::erase_if(plan->slots, [](std::int32_t slot) { return slot < 0; });
+  Release(plan->slots.data(), static_cast<std::int64_t>(plan->slots.size()));
+}
+
+void Tier::Unassign(Plan* plan) {
+  std::vector<std::int32_t> gone;
+  for (const std::int32_t miss : plan->misses) {
+    const std::int32_t slot = plan->slots[miss];
+    if (slot < config_.capacity) {
+      gone.push_back(slot);
+    } else {
+      ForgetPadSlot(slot);
+    }
+    plan->slots[miss] = -1;
+  }
+  Remove(gone.data(), static_cast<std::int64_t>(gone.size()));
+  plan->victims = {};
+  Abort(plan);
+}
+
+void Tier::ForgetPadSlot(std::int32_t slot) {
+  index_.Erase(slot);
+  resident_[slot] = 0;
+  pad_users_[slot - config_.capacity] = -1;
+  pad_free_.push_back(slot);
+}
+
+void Tier::Release(const std::int32_t* slots, std::int64_t n) {
+  if (pad_users_.empty()) return;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::int64_t pad = slots[i] - config_.capacity;
+    if (pad >= 0 && --pad_users_[pad] == 0) pad_drainable_.push_back(slots[i]);
+  }
+}
+
+Departures Tier::Drain() {
+  Departures out;
+  std::vector<std::int32_t> drainable;
+  drainable.swap(pad_drainable_);
+  for (const std::int32_t slot : drainable) {
+    if (pad_users_[slot - config_.capacity] != 0) continue;  // used again since, or listed twice
+    out.slots.push_back(slot);
+    out.keys.push_back(keys_[slot]);
+    out.dirty.push_back(dirty_[slot]);
+    out.next_use.push_back(next_use_[slot]);
+    ForgetPadSlot(slot);
+  }
+  return out;
+}
+
+void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    index_.Erase(slots[i]);
+    resident_[slots[i]] = 0;
+    free_.push_back(slots[i]);
+  }
+  if (config_.policy && n > 0) config_.policy.remove(config_.policy.state, slots, n);
+}
+
+void Tier::Announce(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n,
+                    std::int64_t now) {
+  std::vector<std::int32_t> slots(static_cast<std::size_t>(n));
+  std::vector<std::int64_t> uses;
+  index_.Find(keys, n, slots.data());
+  std::size_t kept = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::int32_t slot = slots[i];
+    if (slot < 0) continue;
+    next_use_[slot] = next_use[i];
+    if (slot >= config_.capacity || !Resident(slot)) continue;
+    slots[kept++] = slot;
+    uses.push_back(next_use[i]);
+  }
+  if (config_.policy && kept > 0) {
+    config_.policy.announce(config_.policy.state, slots.data(), uses.data(), static_cast<std::int64_t>(kept),
+                            now);
+  }
+}
+
+void Tier::MarkDirty(const std::int32_t* slots, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) dirty_[slots[i]] = 1;
+}
+
+void Tier::MarkClean(const std::int32_t* slots, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) dirty_[slots[i]] = 0;
+}
+
+void Tier::SetDirty(const std::int32_t* slots, const std::uint8_t* dirty, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) dirty_[slots[i]] = dirty[i];
+}
+
+std::vector<std::int32_t> Tier::ResidentSlots(bool only_dirty) const {
+  std::vector<std::int32_t> slots;
+  const auto collect = [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t slot = begin; slot < end; ++slot) {
+      if (Resident(static_cast<std::int32_t>(slot)) && (dirty_[slot] || !only_dirty)) {
+        slots.push_back(static_cast<std::int32_t>(slot));
+      }
+    }
+  };
+  collect(0, fresh_);
+  collect(config_.capacity, config_.capacity + static_cast<std::int64_t>(pad_users_.size()));
+  return slots;
+}
+
+std::int64_t Tier::pad_in_use() const {
+  return static_cast<std::int64_t>(pad_users_.size() - pad_free_.size());
+}
+
+std::int64_t Tier::metadata_bytes() const {
+  return index_.memory_bytes() +
+         static_cast<std::int64_t>(static_cast<double>(fresh_) * (kBytesPerSlot - SlotIndex::kBytesPerSlot));
+}
+
+}  // namespace tierstore

@@ -1,0 +1,117 @@
+// A memory tier: an arena of rows, the index of which slot holds which key, and the policy that chooses
+// victims.
+//
+// One thread plans at a time and holds the tier's lock (the caller's) while it calls anything here except
+// MarkDirty, which the computing thread calls for slots that its own unreleased lookup pins. Rows are moved
+// by the caller: the tier hands out slots.
+//
+// Slots 0 .. capacity-1 belong to the policy. Slots behind them are the transient pad: rows of a batch that
+// does not fit; they are counted in and out by their lookups and leave through Drain().
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cache/policy.h"
+#include "cache/reserved_memory.h"
+#include "cache/slot_index.h"
+
+namespace tierstore {
+
+struct TierConfig {
+  std::int64_t capacity = 0;   // slots
+  std::int64_t row_bytes = 0;  // a multiple of 16
+  bool grows = false;          // memory is taken as slots are first used, not at once
+  PolicyHooks policy;
+};
+
+// Rows that leave a tier, in the order in which they must be copied out.
+struct Departures {
+  std::vector<std::int32_t> slots;
+  std::vector<std::uint64_t> keys;
+  std::vector<std::uint8_t> dirty;
+  std::vector<std::int64_t> next_use;
+};
+
+struct Plan {
+  std::int64_t now = 0;
+  std::vector<std::int32_t> slots;   // of every unique key, valid after Assign
+  std::vector<std::int32_t> misses;  // indices of unique keys that were not resident
+  Departures victims;                // to be copied out before the misses are filled
+  std::int64_t needed = 0;           // victims still to be found; those not found go to the pad
+  std::vector<std::int64_t> next_use;
+};
+
+class Tier {
+ public:
+  static constexpr std::int64_t kMaxPad = std::int64_t{1} << 26;
+  // What a slot costs beside its row and its policy: key, last use, next use, dirty flag, index entry, free
+  // list.
+  static constexpr double kBytesPerSlot = 8 + 8 + 8 + 1 + 1 + 4 + SlotIndex::kBytesPerSlot;
+
+  explicit Tier(const TierConfig& config);
+
+  // Planning. `keys` without repeats; `next_use` may be null. Begin touches the hits; Evict looks for the
+  // victims that are still needed among slots last used before `pinned_since`; Assign gives every miss a slot
+  // (past capacity: pad) and forgets the victims. Between Begin and Assign all rows are still found where
+  // they were.
+  void Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now,
+             Plan* plan);
+  std::int64_t Evict(std::int64_t pinned_since, Plan* plan);
+  void Assign(const std::uint64_t* keys, Plan* plan);
+  // Undo, when rows could not be moved: before Assign the victims stay; after it the misses are forgotten.
+  void Abort(Plan* plan);
+  void Unassign(Plan* plan);
+
+  // A lookup that used `slots` is over: pad slots without further users become drainable.
+  void Release(const std::int32_t* slots, std::int64_t n);
+  // Rows of the pad that no lookup uses any more; they are forgotten (copy them out before anything else).
+  Departures Drain();
+
+  void Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const {
+    index_.Find(keys, n, slots);
+  }
+  // Takes rows out of the tier other than by eviction; `slots` must be resident and not in the pad.
+  void Remove(const std::int32_t* slots, std::int64_t n);
+  // The window has learned the next use of these keys; those not resident are ignored.
+  void Announce(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now);
+
+  void MarkDirty(const std::int32_t* slots, std::int64_t n);
+  void MarkClean(const std::int32_t* slots, std::int64_t n);
+  void SetDirty(const std::int32_t* slots, const std::uint8_t* dirty, std::int64_t n);
+  std::vector<std::int32_t> ResidentSlots(bool only_dirty) const;
+
+  const std::uint64_t* keys() const { return keys_.data(); }
+  const std::uint8_t* dirty() const { return dirty_.data(); }
+  std::byte* rows() const { return arena_.data(); }
+  std::int64_t capacity() const { return config_.capacity; }
+  std::int64_t row_bytes() const { return config_.row_bytes; }
+  std::int64_t size() const { return index_.size(); }
+  std::int64_t pad_in_use() const;
+  std::int64_t metadata_bytes() const;
+
+ private:
+  void CommitSlots(std::int64_t slots);
+  std::int32_t TakePadSlot();
+  void ForgetPadSlot(std::int32_t slot);
+  bool Resident(std::int32_t slot) const { return resident_[static_cast<std::size_t>(slot)] != 0; }
+
+  TierConfig config_;
+  std::size_t limit_;  // slots, the pad's included, for which address space is reserved
+  ReservedMemory arena_;
+  ReservedArray<std::uint64_t> keys_;
+  ReservedArray<std::int64_t> last_use_;
+  ReservedArray<std::int64_t> next_use_;
+  ReservedArray<std::uint8_t> dirty_;
+  ReservedArray<std::uint8_t> resident_;
+  SlotIndex index_;
+  std::int64_t committed_ = 0;           // slots with memory behind them
+  std::vector<std::int32_t> free_;       // slots given back; used before fresh ones
+  std::int64_t fresh_ = 0;               // slots from here to capacity were never used
+  std::vector<std::int32_t> pad_users_;  // per pad slot: lookups that use it; -1 when free
+  std::vector<std::int32_t> pad_free_;
+  std::vector<std::int32_t> pad_drainable_;
+};
+
+}  // namespace tierstore

@@ -1,0 +1,52 @@
+// The window: lookups that are announced but not yet planned. It knows for every row in it when it is used
+// next.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "cache/batch.h"
+
+namespace tierstore {
+
+class Window {
+ public:
+  // Adds a lookup; sequence numbers must increase. Returns the keys whose only occurrence in the window this
+  // is: if they are resident, their tier learns now that they are used at `seq`.
+  std::vector<std::uint64_t> Announce(std::int64_t seq, std::shared_ptr<const Batch> batch);
+
+  // Takes the oldest lookup, which must be `seq`, out of the window, and gives the next use of each of its
+  // unique keys (kNotKnown where the window holds none).
+  std::vector<std::int64_t> Take(std::int64_t seq);
+
+  // Forgets all lookups; returns the keys whose announced use will not come.
+  std::vector<std::uint64_t> Clear();
+
+  std::int64_t lookups() const { return static_cast<std::int64_t>(pending_.size()); }
+  std::int64_t distinct_rows() const { return live_; }
+  std::int64_t memory_bytes() const;
+
+ private:
+  struct Pending {
+    std::int64_t seq;
+    std::shared_ptr<const Batch> batch;
+    std::vector<std::int32_t> next;  // how many lookups later the key is used again; 0: not in the window
+    std::int64_t latest;             // keys of which this lookup is the latest occurrence
+  };
+  // An entry names an occurrence: (low 32 bits of ordinal, index in the lookup's unique keys).
+  static constexpr std::uint64_t kEmpty = ~std::uint64_t{0};
+
+  Pending* Lookup(std::uint64_t entry);
+  const std::uint64_t* KeyOf(std::uint64_t entry);
+  void Rebuild(std::int64_t extra);
+
+  std::deque<Pending> pending_;
+  std::uint32_t first_ordinal_ = 0;  // of pending_.front()
+  std::vector<std::uint64_t> entries_;
+  std::int64_t used_ = 0;  // entries that are not empty, dead ones included
+  std::int64_t live_ = 0;
+};
+
+}  // namespace tierstore
