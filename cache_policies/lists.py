@@ -1,0 +1,44 @@
+"""Intrusive circular doubly linked lists over flat int32 arrays.
+
+Node ``i`` of a list is a slot; a list's head is a sentinel node with an index behind the slots.
+``next[sentinel]`` is the oldest element, ``prev[sentinel]`` the newest, and both are the sentinel when the
+list is empty.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+
+def new_lists(capacity: int, lists: int) -> tuple[np.ndarray, np.ndarray]:
+    """``(prev, next)`` for ``capacity`` slots and ``lists`` empty lists with sentinels ``capacity ..``."""
+    prev = np.zeros(capacity + lists, np.int32)
+    next_ = np.zeros(capacity + lists, np.int32)
+    prev[capacity:] = next_[capacity:] = np.arange(capacity, capacity + lists, dtype=np.int32)
+    return prev, next_
+
+
+@njit(error_model="numpy")
+def unlink(prev, next, node):
+    before, after = prev[node], next[node]
+    next[before] = after
+    prev[after] = before
+
+
+@njit(error_model="numpy")
+def push_newest(prev, next, sentinel, node):
+    newest = prev[sentinel]
+    prev[node] = newest
+    next[node] = sentinel
+    next[newest] = node
+    prev[sentinel] = node
+
+
+@njit(error_model="numpy")
+def push_oldest(prev, next, sentinel, node):
+    oldest = next[sentinel]
+    next[node] = oldest
+    prev[node] = sentinel
+    prev[oldest] = node
+    next[sentinel] = node

@@ -1,0 +1,233 @@
+"""From a policy's Python hooks to C function pointers: signatures, compilation, the compile cache."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import types as pytypes
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+from numba import carray, njit, types
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
+from numba.core.dispatcher import Dispatcher
+from numba.core.errors import NumbaError
+from numba.extending import intrinsic
+
+from cache_policies.policy import HOOKS, Policy, PolicyError
+
+_log = logging.getLogger(__name__)
+
+_state, _n = types.voidptr, types.int64
+_i32, _i64, _u64 = (types.CPointer(t) for t in (types.int32, types.int64, types.uint64))
+_SIGNATURES = {
+    "touch": types.void(_state, _i32, _u64, _i64, _n, types.int64),
+    "insert": types.void(_state, _i32, _u64, _i64, _n, types.int64),
+    "announce": types.void(_state, _i32, _i64, _n, types.int64),
+    "remove": types.void(_state, _i32, _n),
+    "evict": types.int64(_state, _n, _i64, types.int64, _i32),
+}
+_PARAMETERS = {
+    "touch": (
+        "state, slots, keys, next_use, n, now",
+        "carray(slots, n), carray(keys, n), carray(next_use, n), now",
+    ),
+    "insert": (
+        "state, slots, keys, next_use, n, now",
+        "carray(slots, n), carray(keys, n), carray(next_use, n), now",
+    ),
+    "announce": ("state, slots, next_use, n, now", "carray(slots, n), carray(next_use, n), now"),
+    "remove": ("state, slots, n", "carray(slots, n)"),
+    "evict": (
+        "state, n, last_use, pinned_since, victims",
+        "n, carray(last_use, table[0]), pinned_since, carray(victims, n)",
+    ),
+}
+
+
+@intrinsic
+def _pointer(typingctx: Any, address: Any) -> Any:
+    """int64 address → void pointer."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(address), codegen
+
+
+class CompiledPolicy:
+    """A policy's state for one cache and the addresses of its hooks. Owns the arrays; keep it alive while
+    they run.
+
+    ``state_address`` is the ``void* state`` of every hook: an int64 table of capacity, then address and
+    length of each array. Hooks may be called from any thread, one at a time, with or without the GIL. The
+    methods of the same names call them on NumPy arrays.
+    """
+
+    def __init__(self, policy: Policy, capacity: int) -> None:
+        arrays = policy.state(capacity)
+        for field, array in arrays.items():
+            if not (isinstance(array, np.ndarray) and array.ndim == 1 and array.flags.c_contiguous):
+                raise PolicyError(
+                    f"policy {policy.name!r}: state {field!r} must be a contiguous 1-d NumPy array"
+                )
+        self.name = policy.name
+        self.uses_window = policy.uses_window
+        self.capacity = capacity
+        self.arrays = arrays
+        self.nbytes = sum(array.nbytes for array in arrays.values())
+        rows = [(array.ctypes.data, array.size) for array in arrays.values()]
+        self._table = np.array([capacity, *(number for row in rows for number in row)], np.int64)
+        self.state_address: int = self._table.ctypes.data
+        self.hooks: dict[str, int] = _addresses(policy, {name: array.dtype for name, array in arrays.items()})
+        self._call = {hook: _ctypes_function(hook, address) for hook, address in self.hooks.items()}
+
+    def touch(self, slots: np.ndarray, keys: np.ndarray, next_use: np.ndarray, now: int) -> None:
+        self._call["touch"](self.state_address, *map(_address, (slots, keys, next_use)), slots.size, now)
+
+    def insert(self, slots: np.ndarray, keys: np.ndarray, next_use: np.ndarray, now: int) -> None:
+        self._call["insert"](self.state_address, *map(_address, (slots, keys, next_use)), slots.size, now)
+
+    def announce(self, slots: np.ndarray, next_use: np.ndarray, now: int) -> None:
+        self._call["announce"](self.state_address, _address(slots), _address(next_use), slots.size, now)
+
+    def remove(self, slots: np.ndarray) -> None:
+        self._call["remove"](self.state_address, _address(slots), slots.size)
+
+    def evict(self, n: int, last_use: np.ndarray, pinned_since: int) -> np.ndarray:
+        victims = np.empty(n, np.int32)
+        count = self._call["evict"](
+            self.state_address, n, _address(last_use), pinned_since, _address(victims)
+        )
+        return victims[:count]
+
+
+def _address(array: np.ndarray) -> int:
+    assert array.flags.c_contiguous
+    assert array.dtype in (np.int32, np.int64, np.uint64)
+    return array.ctypes.data
+
+
+def _ctypes_function(hook: str, address: int) -> Any:
+    signature = _SIGNATURES[hook]
+    kinds = [ctypes.c_int64 if t == types.int64 else ctypes.c_void_p for t in signature.args]
+    result = ctypes.c_int64 if signature.return_type == types.int64 else None
+    return ctypes.CFUNCTYPE(result, *kinds)(address)
+
+
+_compiled: dict[
+    str, dict[str, Any]
+] = {}  # digest of code and layout → hook → cfunc, for the life of the process
+
+
+def _addresses(policy: Policy, fields: dict[str, np.dtype]) -> dict[str, int]:
+    functions = {hook: _function(policy, hook) for hook in HOOKS}
+    digest = _digest([*functions.values(), repr(list(fields.items()))])
+    if digest not in _compiled:
+        _compiled[digest] = {
+            hook: _compile(policy, hook, function, fields, digest) for hook, function in functions.items()
+        }
+    return {hook: function.address for hook, function in _compiled[digest].items()}
+
+
+def _function(policy: Policy, hook: str) -> Any:
+    function = getattr(type(policy), hook)
+    return function.py_func if isinstance(function, Dispatcher) else function
+
+
+def _compile(policy: Policy, hook: str, function: Any, fields: dict[str, np.dtype], digest: str) -> Any:
+    """The C function of one hook: rebuilds the arrays from the table and calls the compiled hook."""
+    parameters, arguments = _PARAMETERS[hook]
+    dtypes = {f"dtype_{name}": np.dtype(dtype).type for name, dtype in fields.items()}
+    views = ", ".join(
+        f"carray(pointer(table[{2 * i + 1}]), table[{2 * i + 2}], dtype_{name})"
+        for i, name in enumerate(fields)
+    )
+    name = f"{policy.name}_{hook}" if policy.name.isidentifier() else hook
+    source = (
+        f"def {name}({parameters}):\n"
+        f"    table = carray(state, {2 * len(fields) + 1}, int64)\n"
+        f"    return hook(State({views}), {arguments})\n"
+    )
+    scope: dict[str, Any] = {
+        "State": namedtuple("State", fields),  # type: ignore[misc]
+        "hook": njit(function, error_model="numpy", nogil=True),
+        "carray": carray,
+        "pointer": _pointer,
+        "int64": np.int64,
+        "__name__": __name__,
+        **dtypes,
+    }
+    exec(compile(source, __file__, "exec"), scope)
+    return _build(scope[name], policy, hook, digest)
+
+
+def _build(wrapper: Any, policy: Policy, hook: str, digest: str) -> Any:
+    """Compile through the on-disk cache; where that cannot be used, without."""
+    signature = _SIGNATURES[hook]
+    function = CFunc(wrapper, (signature.args, signature.return_type), {}, {"error_model": "numpy"})
+    try:
+        function._cache = _HookCache(wrapper, digest)  # type: ignore[attr-defined]
+    except (RuntimeError, OSError) as error:
+        _log.debug("compiled hooks of policy %s are not cached: %s", policy.name, error)
+    try:
+        function.compile()
+    except NumbaError as error:
+        raise PolicyError(f"policy {policy.name!r}: hook {hook!r} does not compile: {error}") from error
+    return function
+
+
+class _HookCache(FunctionCache):
+    """numba's on-disk cache, keyed by everything that a hook's machine code depends on instead of one file's
+    date.
+    """
+
+    def __init__(self, function: Any, digest: str) -> None:
+        super().__init__(function)
+        self._digest = digest
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return (sig, codegen.magic_tuple(), self._digest)
+
+
+def _digest(parts: list[Any]) -> str:
+    """SHA-256 of functions (their code, defaults, and all functions and numbers they reach) and strings."""
+    sha, seen = hashlib.sha256(), set[int]()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Dispatcher):
+            value = value.py_func
+        if not isinstance(value, pytypes.FunctionType):
+            sha.update(repr(value).encode())
+        elif id(value) not in seen:
+            seen.add(id(value))
+            add_code(value.__code__, value)
+
+    def add_code(code: Any, function: Any) -> None:
+        sha.update(code.co_code)
+        for constant in code.co_consts:
+            if isinstance(constant, pytypes.CodeType):
+                add_code(constant, function)
+            else:
+                sha.update(repr(constant).encode())
+        sha.update(repr((code.co_names, code.co_varnames, function.__defaults__)).encode())
+        for cell in function.__closure__ or ():
+            add(cell.cell_contents)
+        for name in code.co_names:
+            reached = function.__globals__.get(name)
+            if isinstance(reached, pytypes.ModuleType):
+                for attribute in code.co_names:
+                    add_plain(getattr(reached, attribute, None))
+            else:
+                add_plain(reached)
+
+    def add_plain(value: Any) -> None:
+        if isinstance(value, (Dispatcher, pytypes.FunctionType, int, float, str, tuple, np.generic)):
+            add(value)
+
+    for part in parts:
+        add(part)
+    return sha.hexdigest()

@@ -1,0 +1,102 @@
+"""What a policy is: flat arrays and five hooks, written in plain Python and compiled by numba.
+
+A policy class gives its arrays in ``state`` and defines the hooks as static methods whose first argument
+``s`` is a named tuple of those arrays. The live engine and the simulator call the same compiled hooks through
+C function pointers (``docs/design.md``, "Policy contract"); the order of calls within one plan is
+``announce``, ``touch``, ``evict``, ``insert``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from cache_policies.native import CompiledPolicy
+
+#: ``next_use`` of a row that no known batch uses.
+UNKNOWN = np.iinfo(np.int64).max
+
+HOOKS = ("touch", "insert", "announce", "remove", "evict")
+_MAX_CAPACITY = 2**31 - 2**18  # slots and list sentinels are int32
+
+
+class PolicyError(ValueError):
+    """A policy that does not exist, cannot be compiled or broke the contract; the message names it and says
+    how.
+    """
+
+
+class Policy:
+    """Base class of eviction policies.
+
+    Subclasses set ``name``, return their arrays from ``state`` and define ``touch``, ``insert``, ``remove``
+    and ``evict`` (and ``announce`` if ``uses_window``) in the subset of Python that numba compiles. Arrays
+    never grow; single numbers live in arrays of length 1. ``now``, ``next_use`` and ``last_use`` are int64
+    sequence numbers that grow without bound; a slot's ``last_use`` changes only together with ``touch`` or
+    ``insert``.
+    """
+
+    name: ClassVar[str] = ""
+    uses_window: ClassVar[bool] = False
+    #: Offline policies need the future of the whole trace: they run in the simulator only.
+    offline: ClassVar[bool] = False
+
+    def state(self, capacity: int) -> dict[str, np.ndarray]:
+        """The policy's arrays (C-contiguous, native dtypes) for slots ``0 .. capacity-1``, all empty."""
+        raise NotImplementedError(f"policy {self.name!r} defines no state(capacity)")
+
+    @staticmethod
+    def touch(s: Any, slots: Any, keys: Any, next_use: Any, now: Any) -> None:
+        """Resident ``slots`` (int32, each once) were used by plan ``now``; ``keys`` uint64, ``next_use``
+        int64.
+        """
+
+    @staticmethod
+    def insert(s: Any, slots: Any, keys: Any, next_use: Any, now: Any) -> None:
+        """``slots`` were given to rows that were not resident; arguments as in ``touch``."""
+
+    @staticmethod
+    def announce(s: Any, slots: Any, next_use: Any, now: Any) -> None:
+        """The window learnt when resident ``slots`` are used next (``UNKNOWN``: that use was called off)."""
+
+    @staticmethod
+    def remove(s: Any, slots: Any) -> None:
+        """``slots`` were emptied other than by ``evict``."""
+
+    @staticmethod
+    def evict(s: Any, n: Any, last_use: Any, pinned_since: Any, victims: Any) -> Any:
+        """Write up to ``n`` slots with ``last_use[slot] < pinned_since`` to ``victims``, drop them from the
+        state and return how many; fewer than ``n`` only if no other unpinned slot is resident.
+        """
+        return 0
+
+    @property
+    def bytes_per_slot(self) -> float:
+        """Bytes of state that one more slot costs (measured on the arrays of large capacities)."""
+        low, high = 1 << 20, 1 << 21
+        return (self.state_bytes(high) - self.state_bytes(low)) / (high - low)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of state at large capacities besides ``bytes_per_slot``; small capacities may cost less."""
+        capacity = 1 << 20
+        return int(np.ceil(self.state_bytes(capacity) - self.bytes_per_slot * capacity))
+
+    def state_bytes(self, capacity: int) -> int:
+        """Exact bytes of the arrays for ``capacity`` slots."""
+        return sum(array.nbytes for array in self.state(capacity).values())
+
+    def compile(self, capacity: int) -> CompiledPolicy:
+        """Allocate the state for ``capacity`` slots and compile the hooks (cached on disk where possible)."""
+        from cache_policies.native import CompiledPolicy
+
+        if not 1 <= capacity <= _MAX_CAPACITY:
+            raise PolicyError(
+                f"policy {self.name!r}: capacity must be 1 to {_MAX_CAPACITY} slots, got {capacity}"
+            )
+        return CompiledPolicy(self, int(capacity))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"

@@ -1,0 +1,43 @@
+"""Names of policies. A new policy is one file and one line here."""
+
+from __future__ import annotations
+
+import importlib
+
+from cache_policies.policy import Policy, PolicyError
+
+_BUILTIN = {
+    "lookahead": "lookahead.Lookahead",
+    "lru": "lru.Lru",
+    "lfu": "lfu.Lfu",
+}
+_registered: dict[str, type[Policy]] = {}
+
+
+def names() -> list[str]:
+    """Names that ``get`` knows."""
+    return [*_BUILTIN, *_registered]
+
+
+def get(policy: str | Policy | type[Policy]) -> Policy:
+    """The policy of that name with its default parameters; a policy (or its class) is passed through."""
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, type) and issubclass(policy, Policy):
+        return policy()
+    if policy in _registered:
+        return _registered[policy]()
+    if policy not in _BUILTIN:
+        raise PolicyError(f"unknown policy {policy!r}; known: {', '.join(names())}")
+    module, name = _BUILTIN[policy].split(".")
+    return getattr(importlib.import_module(f"cache_policies.{module}"), name)()
+
+
+def register(policy: type[Policy]) -> type[Policy]:
+    """Class decorator that makes a policy known to ``get`` and the command line by its ``name``."""
+    if not policy.name or policy.name in _BUILTIN:
+        raise PolicyError(
+            f"{policy.__name__}.name = {policy.name!r} is empty or a built-in's; choose another"
+        )
+    _registered[policy.name] = policy
+    return policy

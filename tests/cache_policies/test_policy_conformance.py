@@ -1,0 +1,150 @@
+"""What every policy must do, registered ones and a user's own alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_driver import Driver
+from policy_oracles import ORACLES
+
+import cache_policies
+from cache_policies import PolicyError
+
+ONLINE = [name for name in cache_policies.names() if not cache_policies.get(name).offline]
+
+delta = st.none() | st.integers(1, 6)
+plan = st.fixed_dictionaries(
+    {
+        "announce": st.lists(st.tuples(st.integers(0, 40), delta), max_size=6),
+        "touch": st.lists(st.tuples(st.integers(0, 40), delta), max_size=8),
+        "insert": st.lists(delta, max_size=8),
+        "remove": st.lists(st.integers(0, 40), max_size=2),
+        "depth": st.integers(0, 3),
+        "extra": st.integers(0, 3),
+    }
+)
+
+
+def run_plan(driver: Driver, step: dict) -> None:
+    """One plan as the engine runs it; indices pick among the resident slots."""
+
+    def pick(pairs):
+        resident = sorted(driver.row_in)
+        return {resident[i % len(resident)]: d for i, d in pairs} if resident else {}
+
+    announced = pick(step["announce"])
+    driver.announce(list(announced), list(announced.values()))
+    touched = pick(step["touch"])
+    driver.touch(list(touched), list(touched.values()))
+    lacking = len(step["insert"]) - len(driver.free) + step["extra"]
+    if lacking > 0:
+        driver.evict(lacking, driver.now - step["depth"])
+    driver.insert(min(len(step["insert"]), len(driver.free)), step["insert"])
+    removed = pick([(i, None) for i in step["remove"]])
+    driver.remove(list(removed))
+    driver.now += 1
+
+
+@pytest.mark.parametrize("name", ONLINE)
+@given(capacity=st.integers(1, 12), plans=st.lists(plan, max_size=40))
+@settings(max_examples=150, deadline=None)
+def test_any_history_keeps_the_contract_and_matches_the_oracle(name, capacity, plans):
+    driver = Driver(name, capacity, ORACLES.get(name))
+    for step in plans:
+        run_plan(driver, step)
+    driver.evict(capacity, driver.now)
+    assert not driver.row_in
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_large_random_history(name):
+    rng = np.random.default_rng(7)
+    driver = Driver(name, 300, ORACLES.get(name))
+    for _ in range(150):
+        numbers = rng.integers(0, 10**6, 200).tolist()
+        uses = [int(d) if d < 40 else None for d in rng.integers(1, 60, 200)]
+        run_plan(
+            driver,
+            {
+                "announce": list(zip(numbers[:30], uses, strict=False)),
+                "touch": list(zip(numbers[30:110], uses[30:], strict=False)),
+                "insert": uses[110 : 110 + int(rng.integers(0, 80))],
+                "remove": numbers[:2],
+                "depth": int(rng.integers(0, 4)),
+                "extra": 0,
+            },
+        )
+
+
+@pytest.mark.parametrize("name", ONLINE)
+class TestEdges:
+    def test_empty_cache_has_no_victims(self, name):
+        assert Driver(name, 4).evict(4, 10) == []
+
+    def test_capacity_one(self, name):
+        driver = Driver(name, 1)
+        for _ in range(5):
+            driver.insert(1)
+            driver.touch([0])
+            assert driver.evict(3, driver.now) == []
+            driver.now += 1
+            assert driver.evict(3, driver.now) == [0]
+
+    def test_all_pinned(self, name):
+        driver = Driver(name, 8)
+        driver.insert(8)
+        assert driver.evict(8, 0) == []
+        driver.now = 3
+        driver.touch([2, 5])
+        assert set(driver.evict(8, 3)) == {0, 1, 3, 4, 6, 7}
+
+    def test_repeated_touches(self, name):
+        driver = Driver(name, 3)
+        driver.insert(3)
+        for now in range(1, 200):
+            driver.now = now
+            driver.touch([now % 2], [1])
+        assert len(driver.evict(5, 1000)) == 3
+
+    def test_remove_and_insert_again(self, name):
+        driver = Driver(name, 5)
+        for _ in range(4):
+            driver.insert(5)
+            driver.remove([0, 3, 4])
+            driver.insert(2)
+            driver.now += 1
+            driver.remove(sorted(driver.row_in))
+        assert driver.evict(5, driver.now) == []
+
+    def test_sequence_numbers_beyond_32_bits(self, name):
+        driver = Driver(name, 4)
+        driver.now = 2**40
+        driver.insert(4, [1, 2, 3, None])
+        driver.now += 5000
+        driver.announce([0], [4000])
+        driver.touch([1], [3])
+        assert set(driver.evict(4, driver.now)) == {0, 2, 3}
+
+    def test_states_are_apart(self, name):
+        one, other = Driver(name, 4), Driver(name, 4)
+        one.insert(4)
+        assert other.evict(4, 10) == []
+
+    def test_stated_memory_is_true(self, name):
+        policy = cache_policies.get(name)
+        for capacity in (1, 100, 5000, 1 << 18, 1 << 21):
+            stated = policy.fixed_bytes + policy.bytes_per_slot * capacity
+            assert policy.compile(capacity).nbytes <= stated + 1e-6
+        assert policy.compile(1 << 21).nbytes >= 0.99 * (policy.bytes_per_slot * (1 << 21))
+
+    @pytest.mark.parametrize("capacity", [0, -1, 2**31])
+    def test_capacity_out_of_range(self, name, capacity):
+        with pytest.raises(PolicyError, match="capacity"):
+            cache_policies.get(name).compile(capacity)
+
+
+def test_unknown_policy_lists_the_known():
+    with pytest.raises(PolicyError, match="lookahead, lru"):
+        cache_policies.get("mru")
