@@ -1,0 +1,32 @@
+// Initial values of rows: a pure function of (seed, id, column), so they depend neither on the order in which
+// rows are first touched nor on the table's place in a collection, on slots, threads or the machine.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/rows.h"
+
+namespace tierstore {
+
+enum class InitKind : std::uint8_t { kConstant = 0, kUniform = 1, kNormal = 2 };
+
+// How the weights of each table start, one entry per table (key >> 48):
+// - constant: a
+// - uniform in [a, b): min(a + u * (b - a), the float before b), in float32, u = (x >> 8) / 2^24
+// - normal: float32(a + b * z) in float64, z = NormalQuantile((x + 0.5) / 2^32)
+// where x is word `column mod 4` of Philox4x32-10 with key `seed` and counter (id mod 2^32, id >> 32, column
+// div 4, 0).
+struct TableInit {
+  const InitKind* kinds;
+  const float* a;
+  const float* b;
+  const std::uint64_t* seeds;
+  std::int64_t num_tables;
+};
+
+// Writes whole records: `dim` weights, `state_floats` times `state_value`, zero padding. Row i goes to slot
+// slots[i], or i when slots is null; slots must not repeat. Every key's table must be below num_tables.
+void InitRows(Rows rows, const std::int32_t* slots, const std::uint64_t* keys, std::int64_t n,
+              std::int64_t dim, std::int64_t state_floats, float state_value, const TableInit& tables);
+
+}  // namespace tierstore

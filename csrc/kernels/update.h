@@ -1,0 +1,46 @@
+// Backward kernels: per unique row, the sum of its gradients and one fused optimizer step.
+//
+// The gradients of a row are added in ascending order of position, in pieces of kReducePositions that are
+// each summed from zero and then added in order. The pieces are the same for every thread count, so the bits
+// are too.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/bags.h"
+#include "kernels/optimizer.h"
+#include "kernels/rows.h"
+
+namespace tierstore {
+
+inline constexpr std::int64_t kReducePositions = 1024;
+
+// The rows of a batch and, by CountPositions and PlacePositions, who uses them. slots must not repeat.
+struct Touched {
+  Rows rows;
+  std::int64_t dim;
+  const std::int32_t* slots;
+  std::int64_t num_slots;
+  const std::int32_t* csr_start;
+  const std::int32_t* csr_positions;
+};
+
+// Gradient of position p: that of its bag (laid out as the forward's output), times weights[p] unless weights
+// is null, over the bag's count of positions for a mean; for max, only the columns whose argmax is p.
+struct PooledGrads {
+  Bags bags;
+  const float* weights;
+  const std::int32_t* argmax;
+  const float* grad;
+};
+
+// Both return the unique rows, ascending, whose gradient is not finite: with check_finite they are left as
+// they were, without it nothing is checked or returned.
+std::vector<std::int32_t> UpdatePooled(const Touched& touched, const PooledGrads& grads,
+                                       const OptimizerStep& step, bool check_finite);
+// The gradient of position p is grad[p * stride ...].
+std::vector<std::int32_t> UpdateRows(const Touched& touched, std::int64_t num_positions, const float* grad,
+                                     std::int64_t stride, const OptimizerStep& step, bool check_finite);
+
+}  // namespace tierstore

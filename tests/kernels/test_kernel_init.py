@@ -1,0 +1,105 @@
+"""Initial rows: same bits as the NumPy oracle, right distributions, no trace of order or place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_oracle import initial_weights, normal_quantile, philox
+
+from tierstore import _core as core
+
+CONSTANT, UNIFORM, NORMAL = 0, 1, 2
+
+
+def init(
+    keys: np.ndarray,
+    dim: int,
+    tables: list[tuple[int, float, float, int]],
+    slots: np.ndarray | None = None,
+    state: tuple[int, float] = (0, 0.0),
+    num_slots: int | None = None,
+) -> np.ndarray:
+    width = -(-(dim + state[0]) // 4) * 4
+    rows = np.full((num_slots or len(keys), width), 77, np.float32)
+    kinds, a, b, seeds = (np.array(x, t) for x, t in zip(zip(*tables, strict=True), "BffQ", strict=True))
+    core.init_rows(rows.ctypes.data, width * 4, slots, keys, dim, *state, kinds, a, b, seeds)
+    return rows
+
+
+def test_philox_matches_the_published_vectors() -> None:
+    """Known answers of the reference implementation (Random123, kat_vectors) that have a zero fourth word."""
+    assert philox([0], [0], [0], 0).tolist() == [[0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]]
+
+
+def test_normal_quantile_is_accurate() -> None:
+    special = pytest.importorskip("scipy.special")
+    p = np.concatenate(
+        [np.linspace(1e-6, 1 - 1e-6, 20001), 2.0 ** -np.arange(1.0, 34.0), 1 - 2.0 ** -np.arange(1.0, 34)]
+    )
+    np.testing.assert_allclose(normal_quantile(p), special.ndtri(p), rtol=2e-14, atol=1e-15)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 200),
+    st.integers(0, 2),
+    st.floats(-10, 10, width=32),
+    st.floats(0, 4, width=32),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**32),
+)
+def test_init_matches_the_oracle(dim: int, kind: int, a: float, span: float, seed: int, draw: int) -> None:
+    rng = np.random.default_rng(draw)
+    ids = rng.integers(0, 2**48, 9, dtype=np.uint64)
+    b = float(np.float32(a) + np.float32(span))
+    expected = initial_weights(ids, dim, kind, a, b, seed)
+    for isa in core.supported_isas():
+        core.force_isa(isa)
+        rows = init(ids, dim, [(kind, a, b, seed)], state=(3, 0.5))
+        np.testing.assert_array_equal(rows[:, :dim].view(np.uint32), expected.view(np.uint32))
+        np.testing.assert_array_equal(rows[:, dim : dim + 3], np.float32(0.5))
+        np.testing.assert_array_equal(rows[:, dim + 3 :], 0)
+    core.force_isa("auto")
+
+
+def test_values_depend_on_neither_order_nor_slot_nor_table_position() -> None:
+    ids = np.arange(5000, dtype=np.uint64)
+    alone = init(ids, 10, [(NORMAL, 0, 1, 42)])
+    order = np.random.default_rng(0).permutation(len(ids))
+    slots = np.random.default_rng(1).permutation(6000)[: len(ids)].astype(np.int32)
+    keys = (np.uint64(2) << np.uint64(48)) | ids[order]
+    tables = [(CONSTANT, 1, 0, 0), (UNIFORM, 0, 1, 7), (NORMAL, 0, 1, 42)]
+    rows = init(keys, 10, tables, slots, num_slots=6000)
+    np.testing.assert_array_equal(rows[slots], alone[order])
+    untouched = np.setdiff1d(np.arange(6000), slots)
+    np.testing.assert_array_equal(rows[untouched], 77)
+
+
+def test_distributions() -> None:
+    ids = np.arange(20_000, dtype=np.uint64)
+    uniform = init(ids, 16, [(UNIFORM, -0.25, 0.75, 3)])
+    assert uniform.min() >= -0.25
+    assert uniform.max() < 0.75
+    assert abs(uniform.mean() - 0.25) < 2e-3
+    assert abs(uniform.std() - 12**-0.5) < 2e-3
+    normal = init(ids, 16, [(NORMAL, 2.0, 3.0, 3)])
+    assert abs(normal.mean() - 2) < 0.03
+    assert abs(normal.std() - 3) < 0.03
+    standard = (normal - 2) / 3
+    assert abs((standard**4).mean() - 3) < 0.1
+    correlation = np.corrcoef(normal[:5000].T)
+    assert np.abs(correlation - np.eye(16)).max() < 0.06
+
+
+def test_bad_arguments() -> None:
+    keys = np.array([1 << 48], np.uint64)
+    with pytest.raises(ValueError, match="table"):
+        init(keys, 4, [(CONSTANT, 1, 0, 0)])
+    with pytest.raises(ValueError, match="kinds"):
+        init(np.zeros(1, np.uint64), 4, [(3, 1, 0, 0)])
+    with pytest.raises(ValueError, match="slots"):
+        init(np.zeros(1, np.uint64), 4, [(CONSTANT, 1, 0, 0)], slots=np.zeros(2, np.int32))
+    with pytest.raises(TypeError):
+        init(np.zeros(1, np.int64), 4, [(CONSTANT, 1, 0, 0)])
