@@ -1,14 +1,20 @@
 """The bottom tier: row stores behind one protocol, and the directories they live in."""
 
+from tierstore.store.directory import DirectoryStore, open_store
+from tierstore.store.identity import StoreIdentity, read_identity
 from tierstore.store.protocol import RowStore, StoreStats, TableSpec
 from tierstore.store.registry import StoreOptions, engine_names, get_engine, register_engine
 
 __all__ = [
+    "DirectoryStore",
     "RowStore",
+    "StoreIdentity",
     "StoreOptions",
     "StoreStats",
     "TableSpec",
     "engine_names",
     "get_engine",
+    "open_store",
+    "read_identity",
     "register_engine",
 ]

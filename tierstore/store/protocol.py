@@ -17,9 +17,9 @@ from tierstore.keys import MAX_ID, MAX_TABLE
 class TableSpec:
     """What a store must know of a table; all of it is part of the identity of a store directory.
 
-    ``optimizer`` and ``init`` hold plain JSON values (str, int, float, bool, None, and lists or dicts of them)
-    that identify the optimizer's state layout and the rule of the initial values. Learning rate and other numbers
-    that may change during training do not belong there.
+    ``optimizer`` and ``init`` hold plain JSON values (str, int, float, bool, None, and lists or dicts of
+    them) that identify the optimizer's state layout and the rule of the initial values. Learning rate and
+    other numbers that may change during training do not belong there.
     """
 
     name: str
@@ -84,8 +84,8 @@ class RowStore(Protocol):
 
     All keys of one call belong to tables of one row size. Calls come from one thread at a time, though not
     always the same one; ``close()`` may come from any thread at any time. After ``close()`` every method but
-    ``close()`` raises ``ClosedError``. Errors of the device are ``StoreIOError`` or ``StoreFullError``, damaged
-    data is ``StoreCorruptError``; each leaves the store usable, or closed, and never returns wrong bytes.
+    ``close()`` raises ``ClosedError``. Errors of the device are ``StoreIOError`` or ``StoreFullError``,
+    damaged data is ``StoreCorruptError``; each leaves the store usable, or closed; wrong bytes never return.
     """
 
     engine: str

@@ -23,7 +23,7 @@ class StoreOptions:
 
 
 EngineFactory = Callable[[Path, Sequence[TableSpec], StoreOptions], RowStore]
-"""Called with the engine's own folder, which exists, is locked, and holds nothing but files of this engine."""
+"""Called with the engine's own folder, which exists, is locked, and holds only files of this engine."""
 
 _FACTORIES: dict[str, EngineFactory | str] = {
     "native": "tierstore.store.native:NativeStore",

@@ -1,0 +1,33 @@
+"""Every engine through the front door: a factory of open stores that closes what a test leaves open."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from store_model import CAP, TABLES
+
+from tierstore.store import engine_names, open_store
+
+ENGINES = [
+    name for name in engine_names() if name != "native" or importlib.util.find_spec("tierstore.store.native")
+]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    return request.param
+
+
+@pytest.fixture
+def opened(tmp_path, engine):
+    """``opened()`` opens the test's own directory with the engine under test."""
+    stores = []
+
+    def make(tables=TABLES, ssd_bytes=CAP):
+        stores.append(open_store(tmp_path / "store", engine, tables, ssd_bytes))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()

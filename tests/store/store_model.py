@@ -1,0 +1,54 @@
+"""What the store tests share: tables of several row sizes, rows with recognisable content, checks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tierstore.keys import MAX_ID, make_keys
+from tierstore.store import RowStore, TableSpec
+
+CAP = 1 << 30
+TABLES = (
+    TableSpec("small", 0, 1000, 4, 16),
+    TableSpec("wide", 1, MAX_ID + 1, 64, 272, {"name": "RowWiseAdagrad"}, 1, {"rule": "uniform"}),
+    TableSpec("other", 7, MAX_ID + 1, 64, 272),
+    TableSpec("last", 65535, MAX_ID + 1, 300, 1200),
+)
+ROW_BYTES = {spec.index: spec.row_bytes for spec in TABLES}
+
+
+def make_rows(keys: np.ndarray, row_bytes: int, version: int = 0) -> np.ndarray:
+    """Rows uint8 (n, row_bytes) that are a function of key and version."""
+    words = np.arange(row_bytes // 8, dtype=np.uint64) + np.uint64(version * 1_000_003)
+    mixed = (keys[:, None] + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) ^ words * np.uint64(
+        0xC2B2AE3D27D4EB4F
+    )
+    return np.ascontiguousarray(mixed).view(np.uint8).reshape(len(keys), row_bytes)
+
+
+def put(store: RowStore, table: int, ids, version: int = 0) -> None:
+    keys = make_keys(table, ids)
+    store.write(keys, make_rows(keys, ROW_BYTES[table], version))
+
+
+def get(store: RowStore, table: int, ids) -> tuple[np.ndarray, np.ndarray]:
+    keys = make_keys(table, ids)
+    out = np.full((len(keys), ROW_BYTES[table]), 0xEE, np.uint8)
+    return store.read(keys, out), out
+
+
+def assert_holds(store: RowStore, table: int, ids, version: int = 0) -> None:
+    """All rows of ``ids`` are there, in ``version``."""
+    found, out = get(store, table, ids)
+    assert found.dtype == np.bool_
+    assert found.all()
+    assert np.array_equal(out, make_rows(make_keys(table, ids), ROW_BYTES[table], version))
+
+
+def stored_ids(store: RowStore, table: int) -> list[int]:
+    """Ids of all stored rows of ``table``, sorted, from keys()."""
+    chunks = list(store.keys(table))
+    for chunk in chunks:
+        assert chunk.dtype == np.uint64
+        assert (chunk >> np.uint64(48) == table).all()
+    return sorted(int(key) & MAX_ID for chunk in chunks for key in chunk.tolist())

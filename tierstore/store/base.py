@@ -1,0 +1,215 @@
+"""What engines share: checks of arguments, the closed state, counters. Engines fill in the ``_`` methods."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.errors import ClosedError, InputError, StoreCorruptError
+from tierstore.keys import ID_BITS
+from tierstore.store.protocol import StoreStats, TableSpec
+
+
+class RowSizes:
+    """Row sizes by table index, and the check that arrays of a call fit them."""
+
+    def __init__(self, tables: Sequence[TableSpec]) -> None:
+        self._sizes = np.zeros(1 + max((spec.index for spec in tables), default=-1), np.int64)
+        for spec in tables:
+            self._sizes[spec.index] = spec.row_bytes
+
+    def known(self) -> list[int]:
+        """All row sizes, ascending."""
+        return np.unique(self._sizes[self._sizes > 0]).tolist()
+
+    def of_table(self, table: int) -> int:
+        """Row size of ``table``; ``InputError`` when the store has no such table."""
+        size = self._sizes[table] if 0 <= table < len(self._sizes) else 0
+        if size == 0:
+            raise InputError(f"table index {table} is unknown to this store; it has {self._indices()}")
+        return int(size)
+
+    def of_keys(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Row size of every key's table, int64 (n,); all tables must be known."""
+        return self._sizes[keys >> np.uint64(ID_BITS)]
+
+    def check(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8], name: str) -> None:
+        """Raises ``InputError`` unless keys are uint64 (n,) and rows uint8 (n, row_bytes), C-contiguous.
+
+        ``name`` is what messages call ``rows``.
+        """
+        _check_array(keys, "keys", np.uint64, 1)
+        _check_array(rows, name, np.uint8, 2)
+        if len(keys) != len(rows):
+            raise InputError(f"{len(keys)} keys, but {name} has {len(rows)} rows")
+        if not len(keys):
+            return
+        tables = keys >> np.uint64(ID_BITS)
+        self.of_table(int(tables.max()))
+        sizes = self._sizes[tables]
+        wrong = np.flatnonzero(sizes != rows.shape[1])
+        if wrong.size:
+            table = int(tables[wrong[0]])
+            raise InputError(
+                f"{name} has rows of {rows.shape[1]} bytes, but those of table {table} have "
+                f"{self.of_table(table)}; all keys of one call must belong to tables of one row size"
+            )
+
+    def _indices(self) -> str:
+        indices = np.flatnonzero(self._sizes)
+        some = ", ".join(map(str, indices[:8].tolist()))
+        return f"tables {some}{', …' if len(indices) > 8 else ''}" if some else "no tables"
+
+
+def _check_array(array: object, name: str, dtype: type[np.generic], ndim: int) -> None:
+    if not isinstance(array, np.ndarray):
+        raise InputError(f"{name} must be a NumPy array, not {type(array).__name__}")
+    if array.dtype != dtype:
+        raise InputError(f"{name} must be {np.dtype(dtype)}, not {array.dtype}")
+    if array.ndim != ndim:
+        raise InputError(f"{name} must have {ndim} dimension{'s' * (ndim > 1)}, not {array.ndim}")
+    if not array.flags.c_contiguous:
+        raise InputError(f"{name} must be C-contiguous; np.ascontiguousarray({name}) is")
+
+
+def as_bytes(rows: NDArray[np.uint8]) -> list[bytes]:
+    """Each row of uint8 (n, row_bytes) as a bytes object."""
+    return rows.view(f"V{rows.shape[1]}").ravel().tolist()
+
+
+def scatter(values: list[bytes], positions: NDArray[np.int64], out: NDArray[np.uint8], path: Path) -> None:
+    """Copies ``values[i]``, of row_bytes each, to ``out[positions[i]]``."""
+    data = b"".join(values)
+    if len(data) != len(values) * out.shape[1]:
+        raise StoreCorruptError(
+            f"{path} has rows that are not {out.shape[1]} bytes long, as their table's are"
+        )
+    out[positions] = np.frombuffer(data, np.uint8).reshape(-1, out.shape[1])
+
+
+class StoreBase(ABC):
+    """A :class:`RowStore` whose public methods check, count and lock, and leave the rest to the engine."""
+
+    engine: str
+    io: str
+
+    def __init__(self, tables: Sequence[TableSpec]) -> None:
+        self._sizes = RowSizes(tables)
+        self._lock = threading.RLock()
+        self._closed = ""  # why, once it is
+        self._read_rows = self._read_bytes = self._read_requests = 0
+        self._written_rows = self._written_bytes = 0
+
+    def read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        with self._open():
+            self._sizes.check(keys, out, "out")
+            if not out.flags.writeable:
+                raise InputError("out must be writable")
+            if not len(keys):
+                return np.zeros(0, np.bool_)
+            found = self._read(keys, out)
+            count = int(np.count_nonzero(found))
+            self._read_rows += count
+            self._read_bytes += count * out.shape[1]
+            self._read_requests += len(keys)
+            return found
+
+    def write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
+        with self._open():
+            self._sizes.check(keys, rows, "rows")
+            if len(keys):
+                self._write(keys, rows)
+                self._written_rows += len(keys)
+                self._written_bytes += rows.size
+
+    def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
+        with self._open():
+            self._sizes.of_table(table)
+        return self._checked(self._keys(table))
+
+    def commit(self, meta: bytes) -> int:
+        with self._open():
+            if not isinstance(meta, bytes):
+                raise InputError(f"meta must be bytes, not {type(meta).__name__}")
+            return self._commit(meta)
+
+    def meta(self) -> bytes:
+        with self._open():
+            return self._meta()
+
+    def stats(self) -> StoreStats:
+        with self._open():
+            rows, live, disk, index = self._space()
+            return StoreStats(
+                engine=self.engine,
+                rows=rows,
+                disk_bytes=disk,
+                live_bytes=live,
+                index_bytes=index,
+                read_rows=self._read_rows,
+                read_bytes=self._read_bytes,
+                read_requests=self._read_requests,
+                written_rows=self._written_rows,
+                written_bytes=self._written_bytes,
+                io=self.io,
+            )
+
+    def close(self) -> None:
+        self._shut("the store was closed")
+
+    def __enter__(self) -> StoreBase:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]: ...
+
+    @abstractmethod
+    def _write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None: ...
+
+    @abstractmethod
+    def _keys(self, table: int) -> Iterator[NDArray[np.uint64]]: ...
+
+    @abstractmethod
+    def _commit(self, meta: bytes) -> int: ...
+
+    @abstractmethod
+    def _meta(self) -> bytes: ...
+
+    @abstractmethod
+    def _space(self) -> tuple[int, int, int, int]:
+        """Rows, live bytes, bytes on disk, bytes of memory."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Frees everything; called once."""
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Holds the lock that keeps close() out, of a store that is open."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"{self._closed}; open it again to go on from its last commit")
+            yield
+
+    def _shut(self, why: str) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = why
+                self._release()
+
+    def _checked(self, chunks: Iterator[NDArray[np.uint64]]) -> Iterator[NDArray[np.uint64]]:
+        while True:
+            with self._open():
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            yield chunk

@@ -1,0 +1,198 @@
+"""Store directories: created, recognised, locked, and opened with the engine they were made for.
+
+A directory holds ``TIERSTORE.json`` (:mod:`tierstore.store.identity`), ``LOCK`` (held with flock as long
+as the store is open; its text is the holder's process id) and a folder named after the engine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.errors import ConfigError, StoreCorruptError, StoreLockedError, StoreMismatchError
+from tierstore.store import identity as identities
+from tierstore.store.files import open_regular, store_errors, sync_directory, walk_files
+from tierstore.store.identity import StoreIdentity
+from tierstore.store.protocol import RowStore, StoreStats, TableSpec
+from tierstore.store.registry import StoreOptions, get_engine
+
+_LOCK = "LOCK"
+_MAY_BE_IN_A_NEW_ONE = {_LOCK, identities.FILE_NAME + ".tmp", "lost+found"}
+
+
+def open_store(
+    path: str | os.PathLike[str] | None,
+    engine: str,
+    tables: Sequence[TableSpec],
+    ssd_bytes: int,
+    *,
+    io: str = "auto",
+) -> DirectoryStore:
+    """Opens the store directory ``path`` for ``tables``, at its last commit; creates it where there is none.
+
+    ``path`` None makes a temporary directory that is deleted on close, or when the process ends in good
+    order. ``ssd_bytes`` caps all files of the store. ``io`` is "auto", "io_uring" or "pread". Tables that
+    the directory does not have yet are added, if it has no others than those asked for.
+
+    Raises ``StoreMismatchError`` (and touches nothing) when the directory is for other tables or another
+    engine, or holds something else; ``StoreLockedError`` when it is open elsewhere; ``ConfigError`` when
+    ``path`` is a file; ``StoreIOError`` or ``StoreFullError`` when the system refuses.
+    """
+    factory = get_engine(engine)
+    wanted = StoreIdentity(engine, identities.plain(tables))
+    doing = f"opening a store in {'a temporary directory' if path is None else os.fspath(path)}"
+    with store_errors(doing), ExitStack() as undo:
+        folder = _temporary(undo) if path is None else _make_folders(Path(path), undo)
+        _recognise(folder, wanted)  # before there is a lock file, so that a foreign folder stays untouched
+        lock = undo.enter_context(_lock(folder))
+        found = _recognise(folder, wanted)
+        os.pwrite(lock.fileno(), b"%-20d" % os.getpid(), 0)
+        if found is None:
+            undo.callback(_remove_new, folder, engine)
+            identities.write_identity(folder, wanted)
+        inner = factory(_engine_folder(folder, engine), wanted.tables, StoreOptions(ssd_bytes, io))
+        undo.callback(inner.close)
+        if found not in (None, wanted):
+            identities.write_identity(folder, wanted)
+        undo.pop_all()
+    return DirectoryStore(folder, inner, lock, temporary=path is None)
+
+
+class DirectoryStore:
+    """A row store together with the directory that it holds the lock of. A :class:`RowStore`."""
+
+    def __init__(self, path: Path, inner: RowStore, lock: FileIO, temporary: bool) -> None:
+        self.path = path
+        self.inner = inner
+        """The engine's own object."""
+        self.engine = inner.engine
+        self._lock = lock
+        self._closing = threading.Lock()
+        self._delete = weakref.finalize(self, _delete_temporary, path, os.getpid()) if temporary else None
+
+    def read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        return self.inner.read(keys, out)
+
+    def write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
+        self.inner.write(keys, rows)
+
+    def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
+        return self.inner.keys(table)
+
+    def commit(self, meta: bytes) -> int:
+        return self.inner.commit(meta)
+
+    def meta(self) -> bytes:
+        return self.inner.meta()
+
+    def stats(self) -> StoreStats:
+        return self.inner.stats()
+
+    def close(self) -> None:
+        with self._closing:
+            if self._lock.closed:
+                return
+            try:
+                self.inner.close()
+            finally:
+                self._lock.close()
+                if self._delete:
+                    self._delete()
+
+    def __enter__(self) -> DirectoryStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _temporary(undo: ExitStack) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="tierstore-"))
+    undo.callback(_delete_temporary, folder, os.getpid())
+    return folder
+
+
+def _delete_temporary(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child must not delete what its parent works with
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_folders(folder: Path, undo: ExitStack) -> Path:
+    """Creates ``folder`` and its parents where they are missing, durably."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"path {folder} is a file; give the path of a folder")
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    for new in reversed(missing):
+        new.mkdir(exist_ok=True)
+        undo.callback(_remove_if_empty, new)
+        sync_directory(new.parent)
+    return folder
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _remove_new(folder: Path, engine: str) -> None:
+    """Takes back the files of a store directory whose first opening failed."""
+    shutil.rmtree(folder / engine, ignore_errors=True)
+    for name in (identities.FILE_NAME, _LOCK):
+        with suppress(OSError):
+            (folder / name).unlink()
+
+
+def _engine_folder(folder: Path, engine: str) -> Path:
+    own = folder / engine
+    if own.is_symlink():
+        raise StoreCorruptError(f"{own} is a symbolic link; a store does not follow links")
+    own.mkdir(exist_ok=True)
+    for _ in walk_files(own):  # raises at links, which engines would follow
+        pass
+    return own
+
+
+def _recognise(folder: Path, wanted: StoreIdentity) -> StoreIdentity | None:
+    """The identity that ``folder`` has, if it fits the one wanted; None when the folder is empty."""
+    names = os.listdir(folder)
+    if identities.FILE_NAME in names:
+        found = identities.read_identity(folder)
+        identities.check(folder, found, wanted)
+        return found
+    foreign = sorted(set(names) - _MAY_BE_IN_A_NEW_ONE)
+    if foreign:
+        raise StoreMismatchError(
+            f"{folder} is not a store directory and not empty (it has {', '.join(foreign[:3])}"
+            f"{', …' if len(foreign) > 3 else ''}); give an empty or new folder"
+        )
+    return None
+
+
+def _lock(folder: Path) -> FileIO:
+    """Takes the lock of ``folder``; closing the file releases it."""
+    file = FileIO(open_regular(folder / _LOCK, os.O_RDWR | os.O_CREAT), "r+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(file.fileno(), 20, 0).decode("ascii", "replace").strip()
+        file.close()
+        if holder == str(os.getpid()):
+            who = "another object of this process"
+        else:
+            who = f"process {holder}" if holder.isdigit() else "another process"
+        raise StoreLockedError(f"{folder} is in use by {who}; close it there, or give another path") from None
+    except BaseException:
+        file.close()
+        raise
+    return file

@@ -1,0 +1,115 @@
+"""What store directories and the Python engines ask of the operating system, and what its errors become."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tierstore.errors import StoreCorruptError, StoreFullError, StoreIOError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+def store_error(error: OSError, doing: str) -> StoreIOError | StoreFullError:
+    """The error for users of an ``OSError`` met while ``doing`` something; it keeps the errno."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno in _FULL:
+        return StoreFullError(error.errno, f"{doing}: {reason}; free some space, committed rows are intact")
+    if error.errno in _READ_ONLY:
+        return StoreIOError(error.errno, f"{doing}: {reason}; give a path that this user may write to")
+    return StoreIOError(error.errno, f"{doing}: {reason}")
+
+
+@contextmanager
+def store_errors(doing: str) -> Iterator[None]:
+    """Turns every plain ``OSError`` of its body into a ``StoreIOError`` or ``StoreFullError``."""
+    try:
+        yield
+    except (StoreIOError, StoreFullError):
+        raise
+    except OSError as error:
+        raise store_error(error, doing) from error
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in ``path`` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Replaces ``path`` by a file with ``chunks``, durably: a crash leaves either the old or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        with open(os.open(temporary, flags, 0o666), "wb", buffering=0) as file:
+            for chunk in chunks:
+                write_fully(file.fileno(), memoryview(chunk).cast("B"))
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def write_fully(fd: int, data: memoryview) -> None:
+    """``os.write`` until all of ``data`` is written."""
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of the regular file ``path``; a link in its place is refused, and so is anything else."""
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise StoreCorruptError(f"{path} is a symbolic link; a store does not follow links") from error
+        raise
+    if not os.path.isfile(fd):
+        os.close(fd)
+        raise StoreCorruptError(f"{path} is not a regular file")
+    return fd
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """The bytes of the regular file ``path``; refuses links and files of more than ``most`` bytes."""
+    with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise StoreCorruptError(f"{path} has {size} bytes, more than the {most} that it may have")
+        return file.read(most)
+
+
+def walk_files(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """All regular files below ``folder``; ``StoreCorruptError`` at a link or any other kind of file."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_symlink():
+                raise StoreCorruptError(f"{entry.path} is a symbolic link; a store does not follow links")
+            if entry.is_dir():
+                yield from walk_files(Path(entry.path))
+            elif entry.is_file():
+                yield entry
+            else:
+                raise StoreCorruptError(f"{entry.path} is neither a file nor a folder")
+
+
+def disk_bytes(folder: Path) -> int:
+    """Bytes that the files below ``folder`` occupy, each inode once, less those that vanish meanwhile."""
+    sizes: dict[int, int] = {}
+    for entry in walk_files(folder):
+        try:
+            status = entry.stat()
+        except FileNotFoundError:
+            continue
+        sizes[status.st_ino] = status.st_blocks * 512
+    return sum(sizes.values())

@@ -1,0 +1,145 @@
+"""``TIERSTORE.json``: which engine and tables a store directory is for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
+from tierstore.store.files import read_regular, write_atomically
+from tierstore.store.protocol import TableSpec
+
+FILE_NAME = "TIERSTORE.json"
+FORMAT = 1
+_MOST_BYTES = 256 << 20
+_FIELDS = {field.name: field.type for field in fields(TableSpec)}
+_TYPES = {"str": str, "int": int, "Mapping[str, Any]": dict}
+
+
+@dataclass(frozen=True)
+class StoreIdentity:
+    """Contents of ``TIERSTORE.json``."""
+
+    engine: str
+    tables: tuple[TableSpec, ...]
+    format: int = FORMAT
+
+
+def read_identity(path: str | Path) -> StoreIdentity:
+    """The identity of the store directory ``path``, without opening or locking the store.
+
+    Raises ``StoreMismatchError`` when there is none, or one of a newer version; ``StoreCorruptError``
+    when it is damaged.
+    """
+    file = Path(path) / FILE_NAME
+    try:
+        data = read_regular(file, _MOST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        raise StoreMismatchError(f"{path} is not a store directory: it has no {FILE_NAME}") from None
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise StoreCorruptError(f"{file} is damaged: {error}") from error
+    return _parse(file, content)
+
+
+def write_identity(path: Path, identity: StoreIdentity) -> None:
+    """Writes ``TIERSTORE.json`` into ``path``, atomically and durably."""
+    content = {
+        "format": identity.format,
+        "engine": identity.engine,
+        "tables": [asdict(spec) for spec in identity.tables],
+    }
+    write_atomically(path / FILE_NAME, [json.dumps(content, indent=1, allow_nan=False).encode()])
+
+
+def plain(tables: Sequence[TableSpec]) -> tuple[TableSpec, ...]:
+    """``tables`` as they come back from JSON (lists for tuples), ordered by index.
+
+    Raises ``ConfigError`` at two tables of one name or index and at values that JSON cannot hold.
+    """
+    seen: dict[object, str] = {}
+    result = []
+    for spec in sorted(tables, key=lambda spec: spec.index):
+        for label in (spec.name, spec.index):
+            if label in seen:
+                raise ConfigError(
+                    f"tables {seen[label]!r} and {spec.name!r} have the same name or index {label!r}"
+                )
+            seen[label] = spec.name
+        try:
+            result.append(TableSpec(**json.loads(json.dumps(asdict(spec), allow_nan=False))))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"table {spec.name!r}: its specification cannot be stored: {error}") from error
+    return tuple(result)
+
+
+def check(path: Path, found: StoreIdentity, wanted: StoreIdentity) -> None:
+    """Raises ``StoreMismatchError`` that says what differs unless ``path``, which holds ``found``, fits.
+
+    The engine and every stored table must be as wanted; tables that are not stored yet may be added to them.
+    """
+    if found.engine != wanted.engine:
+        raise StoreMismatchError(
+            f'{path} was written by engine "{found.engine}", not "{wanted.engine}"; open it with '
+            f'engine="{found.engine}" or give another path'
+        )
+    by_name = {spec.name: spec for spec in wanted.tables}
+    for stored in found.tables:
+        if stored.name not in by_name:
+            raise StoreMismatchError(
+                f"{path} holds rows of table {stored.name!r}, which was not asked for (asked: "
+                f"{sorted(by_name)}); give another path, or ask for all of its tables"
+            )
+        _compare(path, stored, by_name[stored.name])
+
+
+def _compare(path: Path, stored: TableSpec, asked: TableSpec) -> None:
+    differing = [name for name in _FIELDS if getattr(stored, name) != getattr(asked, name)]
+    if differing:
+        details = "; ".join(
+            f"{name} is {getattr(stored, name)!r} there, but {getattr(asked, name)!r} was asked for"
+            for name in differing
+        )
+        raise StoreMismatchError(
+            f"{path} does not fit table {asked.name!r}: {details}; give another path, or the table as stored"
+        )
+
+
+def _parse(file: Path, content: Any) -> StoreIdentity:
+    def need(holds: bool, what: str) -> None:
+        if not holds:
+            raise StoreCorruptError(f"{file} is damaged: {what}")
+
+    need(isinstance(content, dict), "it is not a JSON object")
+    version = content.get("format")
+    need(_is(version, int) and version >= 1, f"format {version!r} is not a version number")
+    if version > FORMAT:
+        raise StoreMismatchError(
+            f"{file} has format {version}, but this tierstore reads up to format {FORMAT}; upgrade it"
+        )
+    engine, tables = content.get("engine"), content.get("tables")
+    need(_is(engine, str), f"engine {engine!r} is not a name")
+    need(isinstance(tables, list), "tables is not a list")
+    return StoreIdentity(engine, tuple(_parse_table(file, table) for table in tables), version)
+
+
+def _parse_table(file: Path, table: Any) -> TableSpec:
+    if not isinstance(table, dict) or table.keys() != _FIELDS.keys():
+        raise StoreCorruptError(
+            f"{file} is damaged: a table does not have exactly the fields {list(_FIELDS)}"
+        )
+    for name, kind in _FIELDS.items():
+        if not _is(table[name], _TYPES[str(kind)]):
+            raise StoreCorruptError(f"{file} is damaged: {name} {table[name]!r} of a table is no {kind}")
+    try:
+        return TableSpec(**table)
+    except ConfigError as error:
+        raise StoreCorruptError(f"{file} is damaged: {error}") from error
+
+
+def _is(value: object, kind: type) -> bool:
+    return isinstance(value, Mapping if kind is dict else kind) and not isinstance(value, bool)

@@ -1,0 +1,213 @@
+"""The engine `rocksdb`: a log-structured merge tree, through the package rocksdict.
+
+RocksDB runs without a write-ahead log in the folder ``live``. A commit flushes the memtables and makes a
+checkpoint, ``commit-N``: a folder of hard links to the sorted files, which are never changed, and a copy
+of the small ones. The newest commit folder is the state after a crash or a close: opening replaces
+``live`` by links to it. So a commit costs what changed since the last one, and nothing written later can
+show. The files of the last commit stay on disk until the next one, even when compaction has replaced them
+in ``live``.
+
+Keys are big-endian, so that tables are ranges. The key of one zero byte, which sorts before all others,
+holds the commit record: u64 number, then the meta bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import islice, repeat
+from operator import is_not
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rocksdict
+from numpy.typing import NDArray
+
+from tierstore.config import format_bytes
+from tierstore.errors import StoreCorruptError, StoreFullError, StoreIOError, TierStoreError
+from tierstore.keys import ID_BITS, MAX_ID
+from tierstore.store.base import StoreBase, as_bytes, scatter
+from tierstore.store.files import disk_bytes, store_errors, sync_directory
+from tierstore.store.protocol import TableSpec
+from tierstore.store.registry import StoreOptions
+
+_COMMIT = b"\0"
+_NUMBER = struct.Struct("<Q")
+_COMMIT_FOLDER = re.compile(r"commit-(\d{12})")
+_CHUNK = 65_536
+_MIB = 1 << 20
+_WRITE_BUFFER = 64 * _MIB
+_BLOCK_CACHE = 8 * _MIB
+_BIG_ENDIAN = np.dtype(">u8")
+
+
+def _db_options() -> rocksdict.Options:
+    """Tuned for random reads and overwrites of small rows; docs/engines.md gives the reason of each."""
+    blocks = rocksdict.BlockBasedOptions()
+    blocks.set_block_size(4096)
+    blocks.set_bloom_filter(10, False)
+    blocks.set_block_cache(rocksdict.Cache(_BLOCK_CACHE))
+    blocks.set_format_version(5)
+    blocks.set_checksum_type(rocksdict.ChecksumType.crc32c())
+    options = rocksdict.Options(raw_mode=True)
+    options.create_if_missing(True)
+    options.set_block_based_table_factory(blocks)
+    options.set_compression_type(rocksdict.DBCompressionType.none())
+    options.set_use_direct_reads(True)
+    options.set_use_direct_io_for_flush_and_compaction(True)
+    options.set_write_buffer_size(_WRITE_BUFFER)
+    options.set_max_write_buffer_number(2)
+    options.set_max_background_jobs(2)
+    options.set_max_open_files(-1)
+    options.set_keep_log_file_num(1)
+    options.set_stats_dump_period_sec(0)
+    return options
+
+
+class RocksDBStore(StoreBase):
+    """Rows in one RocksDB database."""
+
+    engine = "rocksdb"
+    io = "rocksdb"
+
+    def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
+        super().__init__(tables)
+        self._path = path
+        self._cap = options.ssd_bytes
+        self._unchecked_bytes = 0
+        self._number = _restore(path)
+        with self._rocksdb_errors("opening"):
+            self._db = rocksdict.Rdict(str(path / "live"), _db_options())
+            self._write_options = rocksdict.WriteOptions()
+            self._write_options.disable_wal = True  # type: ignore[method-assign,assignment]  # wrong stub
+            self._read_options = rocksdict.ReadOptions()
+            self._read_options.set_verify_checksums(True)
+            record = self._db.get(_COMMIT) or _NUMBER.pack(0)
+        if _NUMBER.unpack_from(record)[0] != self._number:
+            self._db.close()
+            raise StoreCorruptError(f"{path}: commit {self._number} holds the record of another commit")
+        self._committed_meta = record[_NUMBER.size :]
+
+    def _read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        with self._rocksdb_errors("reading"):
+            values: Any = self._db.get(_names(keys), read_opt=self._read_options)
+        found = np.fromiter(map(is_not, values, repeat(None)), np.bool_, len(values))
+        scatter(list(filter(None, values)), np.flatnonzero(found), out, self._path)
+        return found
+
+    def _write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
+        self._check_cap(rows.size)
+        batch = rocksdict.WriteBatch(raw_mode=True)
+        deque(map(batch.put, _names(keys), as_bytes(rows)), maxlen=0)  # runs the map and keeps nothing
+        with self._rocksdb_errors("writing"):
+            self._db.write(batch, self._write_options)
+
+    def _keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
+        start, last = table << ID_BITS, table << ID_BITS | MAX_ID
+        while start <= last:
+            with self._rocksdb_errors("reading"):
+                following: Iterator[Any] = iter(self._db.keys(from_key=start.to_bytes(8, "big")))
+                names = b"".join(islice(following, _CHUNK))
+            chunk = np.frombuffer(names, _BIG_ENDIAN).astype(np.uint64)
+            chunk = chunk[chunk <= last]
+            if not len(chunk):
+                return
+            start = int(chunk[-1]) + 1
+            yield chunk
+
+    def _commit(self, meta: bytes) -> int:
+        number = self._number + 1
+        with self._rocksdb_errors("committing"), store_errors(f"committing {self._path}"):
+            self._db.put(_COMMIT, _NUMBER.pack(number) + meta, write_opt=self._write_options)
+            rocksdict.Checkpoint(self._db).create_checkpoint(str(self._path / _folder_name(number)))
+            sync_directory(self._path)
+            if self._number:
+                shutil.rmtree(self._path / _folder_name(self._number))
+        self._number = number
+        self._committed_meta = meta
+        return number
+
+    def _meta(self) -> bytes:
+        return self._committed_meta
+
+    def _space(self) -> tuple[int, int, int, int]:
+        with self._rocksdb_errors("reading"):
+            rows = max(0, self._property("estimate-num-keys") - 1)  # less the commit record
+            memory = self._property("cur-size-all-mem-tables") + self._property("estimate-table-readers-mem")
+            memory += self._property("block-cache-usage")
+            live = self._property("estimate-live-data-size") + self._property("cur-size-active-mem-table")
+        sizes = self._sizes.known()
+        return rows, rows * sizes[0] if len(sizes) == 1 else live, disk_bytes(self._path), memory
+
+    def _release(self) -> None:
+        self._db.close()
+
+    def _property(self, name: str) -> int:
+        return self._db.property_int_value(f"rocksdb.{name}") or 0
+
+    def _check_cap(self, new_bytes: int) -> None:
+        """Looks at the disk every few megabytes, since RocksDB has no cap of its own."""
+        self._unchecked_bytes += new_bytes
+        if self._unchecked_bytes < min(_WRITE_BUFFER, self._cap // 16):
+            return
+        used = disk_bytes(self._path) + self._property("cur-size-all-mem-tables")
+        if used + new_bytes > self._cap:
+            raise StoreFullError(
+                f"{self._path} takes {format_bytes(used)} of its cap of {format_bytes(self._cap)}; raise "
+                "ssd, or commit more often, since the files of the last commit stay beside the newer ones"
+            )
+        self._unchecked_bytes = 0
+
+    @contextmanager
+    def _rocksdb_errors(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except (TierStoreError, OSError):
+            raise
+        except Exception as error:  # rocksdict raises no narrower class
+            text = f"{doing} {self._path}: {error}"
+            if "No space" in str(error) or "quota" in str(error):
+                raise StoreFullError(f"{text}; free some space, committed rows are intact") from error
+            if "Corruption" in str(error):
+                raise StoreCorruptError(text) from error
+            raise StoreIOError(text) from error
+
+
+def _restore(path: Path) -> int:
+    """Makes ``live`` the state of the newest commit, removes all else and returns its number (or 0)."""
+    with store_errors(f"opening {path}"):
+        numbers = [int(match[1]) for match in map(_COMMIT_FOLDER.fullmatch, os.listdir(path)) if match]
+        newest = max(numbers, default=0)
+        for name in os.listdir(path):
+            if name != _folder_name(newest):
+                shutil.rmtree(path / name)
+        live = path / "live"
+        live.mkdir()
+        if newest:
+            for entry in os.scandir(path / _folder_name(newest)):
+                _link_or_copy(entry.path, live / entry.name)
+    return newest
+
+
+def _link_or_copy(source: str, target: Path) -> None:
+    """Sorted files never change and are linked, where that works; the others RocksDB goes on writing."""
+    if source.endswith(".sst"):
+        with suppress(OSError):
+            os.link(source, target)
+            return
+    if not source.endswith(".json"):  # settings of the Python package, which opening writes anew
+        shutil.copyfile(source, target)
+
+
+def _folder_name(number: int) -> str:
+    return f"commit-{number:012d}"
+
+
+def _names(keys: NDArray[np.uint64]) -> list[Any]:
+    return keys.astype(_BIG_ENDIAN).view("V8").tolist()
