@@ -1,0 +1,18 @@
+"""Jagged and keyed tensors: bags of ids per feature, and dense tensors per key. Knows torch only."""
+
+from tierstore.sparse import pytree
+from tierstore.sparse.collate import collate_jagged, collate_keyed_jagged
+from tierstore.sparse.convert import as_keyed_jagged_tensor
+from tierstore.sparse.jagged import JaggedTensor
+from tierstore.sparse.keyed import KeyedTensor
+from tierstore.sparse.keyed_jagged import KeyedJaggedTensor
+
+__all__ = [
+    "JaggedTensor",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
+    "as_keyed_jagged_tensor",
+    "collate_jagged",
+    "collate_keyed_jagged",
+    "pytree",
+]

@@ -1,0 +1,176 @@
+"""KeyedTensor: dense tensors of several keys side by side in one tensor, such as pooled embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tierstore.errors import InputError
+from tierstore.sparse.jagged import Device
+from tierstore.sparse.text import summary_text, values_text
+
+
+class KeyedTensor:
+    """Dense tensors of several keys, concatenated along ``key_dim``, with torchrec's constructor and methods.
+
+    Args:
+        keys: names.
+        length_per_key: size of every key along ``key_dim``.
+        values: the concatenation, typically (B, sum of lengths).
+        key_dim: the dimension that is divided between the keys.
+        offset_per_key, index_per_key: results of the methods of these names, where they are known already.
+    """
+
+    def __init__(
+        self,
+        keys: list[str],
+        length_per_key: list[int],
+        values: Tensor,
+        key_dim: int = 1,
+        offset_per_key: list[int] | None = None,
+        index_per_key: dict[str, int] | None = None,
+    ) -> None:
+        if len(keys) != len(length_per_key):
+            raise InputError(f"KeyedTensor: {len(keys)} keys need as many lengths, got {len(length_per_key)}")
+        if keys:
+            if not -values.dim() <= key_dim < values.dim():
+                raise InputError(
+                    f"KeyedTensor: key_dim {key_dim} is outside values of shape {tuple(values.shape)}"
+                )
+            if sum(length_per_key) != values.size(key_dim):
+                raise InputError(
+                    f"KeyedTensor: the lengths per key add up to {sum(length_per_key)} but dimension "
+                    f"{key_dim} of the values has size {values.size(key_dim)}"
+                )
+        self._assign(keys, length_per_key, values, key_dim, offset_per_key, index_per_key)
+
+    def _assign(
+        self,
+        keys: list[str],
+        length_per_key: list[int],
+        values: Tensor,
+        key_dim: int,
+        offset_per_key: list[int] | None = None,
+        index_per_key: dict[str, int] | None = None,
+    ) -> None:
+        self._keys = keys
+        self._length_per_key = length_per_key
+        self._values = values
+        self._key_dim = key_dim
+        self._offset_per_key = offset_per_key
+        self._index_per_key = index_per_key
+
+    @staticmethod
+    def from_tensor_list(
+        keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
+    ) -> KeyedTensor:
+        """Concatenates one tensor per key along ``cat_dim``."""
+        lengths = [tensor.shape[key_dim] for tensor in tensors]
+        return KeyedTensor(keys, lengths, torch.cat(tensors, dim=cat_dim), key_dim)
+
+    def keys(self) -> list[str]:
+        """Names."""
+        return self._keys
+
+    def values(self) -> Tensor:
+        """The concatenation of all keys."""
+        return self._values
+
+    def key_dim(self) -> int:
+        """The dimension that is divided between the keys."""
+        return self._key_dim
+
+    def device(self) -> torch.device:
+        """Device of the values."""
+        return self._values.device
+
+    def length_per_key(self) -> list[int]:
+        """Size of every key along ``key_dim``."""
+        return self._length_per_key
+
+    def offset_per_key(self) -> list[int]:
+        """Where every key starts along ``key_dim``, and the end of the last."""
+        if self._offset_per_key is None:
+            self._offset_per_key = [0, *accumulate(self._length_per_key)]
+        return self._offset_per_key
+
+    def index_per_key(self) -> dict[str, int]:
+        """Position of every key."""
+        if self._index_per_key is None:
+            self._index_per_key = {key: index for index, key in enumerate(self._keys)}
+        return self._index_per_key
+
+    def _key_indices(self) -> dict[str, int]:
+        return self.index_per_key()
+
+    def __getitem__(self, key: str) -> Tensor:
+        """The tensor of one key (a view); KeyError if there is no such key."""
+        if key not in self.index_per_key():
+            raise KeyError(f"no key {key!r} in this KeyedTensor; it has {self._keys}")
+        index = self.index_per_key()[key]
+        return self._values.narrow(self._key_dim, self.offset_per_key()[index], self._length_per_key[index])
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """The tensor of every key (views)."""
+        return {key: self[key] for key in self._keys}
+
+    @staticmethod
+    def regroup(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
+        """One tensor per group: its keys, of any of the ``keyed_tensors``, side by side. Differentiable.
+
+        A key that several of them have is taken from the last.
+        """
+        holder = {key: keyed for keyed in keyed_tensors for key in keyed._keys}
+        missing = sorted({key for group in groups for key in group if key not in holder})
+        if missing:
+            raise KeyError(f"regroup: no keyed tensor has {missing}; there are {sorted(holder)}")
+        return [_side_by_side(keyed_tensors, [holder[key][key] for key in group]) for group in groups]
+
+    @staticmethod
+    def regroup_as_dict(
+        keyed_tensors: list[KeyedTensor], groups: list[list[str]], keys: list[str]
+    ) -> dict[str, Tensor]:
+        """Like ``regroup``, with a name for every group."""
+        if len(groups) != len(keys):
+            raise InputError(f"regroup_as_dict: {len(groups)} groups need as many keys, got {len(keys)}")
+        return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
+
+    def size_in_bytes(self) -> int:
+        """Bytes of the values."""
+        return self._values.element_size() * self._values.numel()
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tells the allocator that ``stream`` uses the values (see torch.Tensor.record_stream)."""
+        self._values.record_stream(stream)  # type: ignore[arg-type]
+
+    def to(self, device: Device, non_blocking: bool = False) -> KeyedTensor:
+        """A copy on ``device``."""
+        return self._with_values(self._values.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> KeyedTensor:
+        """A copy in page-locked host memory."""
+        return self._with_values(self._values.pin_memory())
+
+    def _with_values(self, values: Tensor) -> KeyedTensor:
+        return KeyedTensor(
+            self._keys, self._length_per_key, values, self._key_dim, self._offset_per_key, self._index_per_key
+        )
+
+    def __str__(self) -> str:
+        if not self._keys:
+            return "KeyedTensor()\n"
+        lines = [f'    "{key}": {values_text(self[key])}' for key in self._keys]
+        return "KeyedTensor({\n" + ",\n".join(lines) + "\n})\n"
+
+    def __repr__(self) -> str:
+        dim = "" if self._key_dim == 1 else f", key_dim={self._key_dim}"
+        lengths = dict(zip(self._keys, self._length_per_key, strict=True))
+        return f"KeyedTensor({lengths}{dim}, {summary_text(self._values)})"
+
+
+def _side_by_side(keyed_tensors: Sequence[KeyedTensor], parts: list[Tensor]) -> Tensor:
+    first = keyed_tensors[0]
+    return torch.cat(parts, dim=first.key_dim()) if parts else first.values().narrow(first.key_dim(), 0, 0)

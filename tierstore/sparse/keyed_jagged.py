@@ -1,0 +1,467 @@
+"""KeyedJaggedTensor: the bags of several features (keys) in one flat tensor of values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tierstore.errors import InputError
+from tierstore.sparse import checks, rearrange
+from tierstore.sparse.jagged import Device, JaggedBase, JaggedTensor
+from tierstore.sparse.text import bags_text, summary_text
+
+InverseIndices = tuple[list[str], Tensor]
+
+
+class KeyedJaggedTensor(JaggedBase):
+    """A batch of bags per key, with torchrec's constructor and methods.
+
+    Values, weights, lengths and offsets run over all bags of the first key, then all of the second, ...
+
+    Args:
+        keys: names of the features.
+        values: (N,) or (N, ...), values of all bags.
+        weights: optional, one per value.
+        lengths: integers, (bags,): number of values per bag. Lengths or offsets or both.
+        offsets: integers, (bags + 1,): where every bag starts, beginning with 0.
+        stride: batch size: bags per key. Derived from the number of bags if not given.
+        stride_per_key_per_rank: batch sizes that differ between keys, as a row per key and a column per rank.
+        stride_per_key, length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict:
+            results of the methods of the same names (jt_dict: ``to_dict``), where they are known already.
+        inverse_indices: (keys, (len(keys), B) integers): for keys whose batch was deduplicated, which of
+            its bags every one of the B examples has.
+
+    Construction checks shapes, dtypes and devices; the ``..._sync`` constructors and ``sync()`` also that the
+    lengths add up to the number of values; ``validate()`` reads all the data. All raise InputError.
+    """
+
+    def __init__(
+        self,
+        keys: list[str],
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
+        stride_per_key: list[int] | None = None,
+        length_per_key: list[int] | None = None,
+        lengths_offset_per_key: list[int] | None = None,
+        offset_per_key: list[int] | None = None,
+        index_per_key: dict[str, int] | None = None,
+        jt_dict: dict[str, JaggedTensor] | None = None,
+        inverse_indices: InverseIndices | None = None,
+    ) -> None:
+        checks.check_parts("KeyedJaggedTensor", values, weights, lengths, offsets)
+        lengths, offsets = checks.flat_lengths(lengths), checks.normal_offsets(offsets)
+        checks.check_counts("KeyedJaggedTensor", lengths, offsets)
+        strides = _strides_tensor(stride_per_key_per_rank)
+        bags = lengths.numel() if lengths is not None else offsets.numel() - 1  # type: ignore[union-attr]
+        checks.check_key_counts(keys, bags, stride, strides)
+        checks.check_inverse_shape(inverse_indices)
+        self._assign(keys, values, weights, lengths, offsets, stride, strides, inverse_indices)
+        self._know(
+            stride_per_key, length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict
+        )
+
+    def _assign(
+        self,
+        keys: list[str],
+        values: Tensor,
+        weights: Tensor | None,
+        lengths: Tensor | None,
+        offsets: Tensor | None,
+        stride: int | None,
+        strides: Tensor | None,
+        inverse_indices: InverseIndices | None,
+    ) -> KeyedJaggedTensor:
+        """Sets the defining parts unchecked: they are known to fit, or are a pytree walk's stand-ins."""
+        self._keys = keys
+        self._values, self._weights, self._lengths, self._offsets = values, weights, lengths, offsets
+        self._stride = stride
+        self._stride_per_key_per_rank = strides
+        self._inverse_indices = inverse_indices
+        self._know()
+        return self
+
+    def _know(
+        self,
+        stride_per_key: list[int] | None = None,
+        length_per_key: list[int] | None = None,
+        lengths_offset_per_key: list[int] | None = None,
+        offset_per_key: list[int] | None = None,
+        index_per_key: dict[str, int] | None = None,
+        jt_dict: dict[str, JaggedTensor] | None = None,
+    ) -> None:
+        """Sets what can be derived from the defining parts, as far as it is known already."""
+        self._stride_per_key = stride_per_key
+        self._length_per_key = length_per_key
+        self._lengths_offset_per_key = lengths_offset_per_key
+        self._offset_per_key = offset_per_key
+        self._index_per_key = index_per_key
+        self._jt_dict = jt_dict
+
+    @staticmethod
+    def from_lengths_sync(
+        keys: list[str],
+        values: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
+        inverse_indices: InverseIndices | None = None,
+    ) -> KeyedJaggedTensor:
+        """From lengths; computes (and checks) the lengths and offsets per key, which reads the lengths."""
+        return KeyedJaggedTensor(
+            keys,
+            values,
+            weights,
+            lengths=lengths,
+            stride=stride,
+            stride_per_key_per_rank=stride_per_key_per_rank,
+            inverse_indices=inverse_indices,
+        ).sync()
+
+    @staticmethod
+    def from_offsets_sync(
+        keys: list[str],
+        values: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
+        inverse_indices: InverseIndices | None = None,
+    ) -> KeyedJaggedTensor:
+        """From offsets; computes (and checks) the lengths and offsets per key, which reads the offsets."""
+        return KeyedJaggedTensor(
+            keys,
+            values,
+            weights,
+            offsets=offsets,
+            stride=stride,
+            stride_per_key_per_rank=stride_per_key_per_rank,
+            inverse_indices=inverse_indices,
+        ).sync()
+
+    @staticmethod
+    def from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
+        """Of one JaggedTensor per key; where their batch sizes differ, the strides of the result do."""
+        if not jt_dict:
+            return KeyedJaggedTensor.empty()
+        parts = list(jt_dict.values())
+        weighted = [key for key, part in jt_dict.items() if part.weights_or_none() is not None]
+        if weighted and len(weighted) < len(parts):
+            bare = next(key for key in jt_dict if key not in weighted)
+            raise InputError(f"from_jt_dict: key {weighted[0]!r} has weights but {bare!r} has none")
+        strides = [part.lengths().numel() for part in parts]
+        uniform = len(set(strides)) == 1
+        return KeyedJaggedTensor(
+            list(jt_dict),
+            torch.cat([part.values() for part in parts]),
+            torch.cat([part.weights() for part in parts]) if weighted else None,
+            lengths=torch.cat([part.lengths() for part in parts]),
+            stride=strides[0] if uniform else None,
+            stride_per_key_per_rank=None if uniform else [[stride] for stride in strides],
+        ).sync()
+
+    @staticmethod
+    def empty(
+        is_weighted: bool = False,
+        device: Device | None = None,
+        values_dtype: torch.dtype | None = None,
+        weights_dtype: torch.dtype | None = None,
+        lengths_dtype: torch.dtype = torch.int32,
+    ) -> KeyedJaggedTensor:
+        """No keys and no values."""
+        return KeyedJaggedTensor(
+            [],
+            torch.empty(0, dtype=values_dtype, device=device),
+            torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None,
+            lengths=torch.empty(0, dtype=lengths_dtype, device=device),
+            stride=0,
+        )
+
+    @staticmethod
+    def empty_like(kjt: KeyedJaggedTensor, device: Device | None = None) -> KeyedJaggedTensor:
+        """Without a device: no keys and no values, but the batch size, dtypes and device of ``kjt``.
+        With one: uninitialised tensors of the same shapes there, as targets of ``copy_``.
+        """
+        weights = kjt.weights_or_none()
+        if device is None:
+            return KeyedJaggedTensor(
+                [],
+                kjt.values().new_empty(0),
+                None if weights is None else weights.new_empty(0),
+                lengths=kjt.lengths().new_empty(0),
+                stride=kjt.stride(),
+            )
+        return kjt._mapped(lambda part: torch.empty_like(part, device=device))
+
+    @staticmethod
+    def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        """The keys of all, one after another; all or none have weights, strides per key, inverse indices."""
+        return rearrange.concat(kjt_list)
+
+    def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
+        """The first ``segments[0]`` keys, then the next ``segments[1]``, and so on. Views, no copies."""
+        return rearrange.split(self, segments)
+
+    def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
+        """The keys at ``indices`` in that order; a key may be left out or occur more than once.
+
+        ``indices_tensor`` (the same indices as a tensor) is accepted for torchrec's sake and not needed.
+        """
+        return rearrange.permute(self, indices)
+
+    def keys(self) -> list[str]:
+        """Names of the features."""
+        return self._keys
+
+    def stride(self) -> int:
+        """Batch size: bags per key; where they differ that of the inverse indices, or else the largest."""
+        if self._stride is None:
+            self._stride = self._derived_stride()
+        return self._stride
+
+    def _derived_stride(self) -> int:
+        if not self._keys:
+            return 0
+        strides = self._stride_per_key_per_rank
+        if strides is not None and strides.numel():
+            inverse = self._inverse_indices
+            if inverse is not None and inverse[1].numel():
+                return inverse[1].size(-1)
+            return int(strides.sum(dim=1).max())
+        return self._bags() // len(self._keys)
+
+    def _bags(self) -> int:
+        lengths, offsets = self._lengths, self._offsets
+        return lengths.numel() if lengths is not None else offsets.numel() - 1  # type: ignore[union-attr]
+
+    def stride_per_key(self) -> list[int]:
+        """Number of bags of every key."""
+        if self._stride_per_key is None:
+            strides = self._stride_per_key_per_rank
+            if strides is None:
+                self._stride_per_key = [self.stride()] * len(self._keys)
+            else:
+                self._stride_per_key = strides.sum(dim=1).tolist() if strides.dim() == 2 else []
+        return self._stride_per_key
+
+    def stride_per_key_per_rank(self) -> list[list[int]]:
+        """Bags per key and rank, where they differ; otherwise []."""
+        strides = self._stride_per_key_per_rank
+        return [] if strides is None else strides.tolist()
+
+    def variable_stride_per_key(self) -> bool:
+        """Whether the keys may have different numbers of bags."""
+        return self._stride_per_key_per_rank is not None
+
+    def inverse_indices(self) -> InverseIndices:
+        """(keys, (len(keys), B) integers): which bag of its key every example has; InputError if none."""
+        if self._inverse_indices is None:
+            raise InputError(
+                "this KeyedJaggedTensor has no inverse indices; construct it with inverse_indices=..."
+            )
+        return self._inverse_indices
+
+    def inverse_indices_or_none(self) -> InverseIndices | None:
+        """The inverse indices, or None."""
+        return self._inverse_indices
+
+    def length_per_key(self) -> list[int]:
+        """Number of values of every key; reads the lengths on first use."""
+        if self._length_per_key is None:
+            self._length_per_key = self._summed_lengths()
+        return self._length_per_key
+
+    def _summed_lengths(self) -> list[int]:
+        lengths = self._lengths
+        if lengths is None:  # what sync() needs once need not stay
+            assert self._offsets is not None
+            lengths = torch.diff(self._offsets)
+        if not self._keys or not lengths.numel():
+            return [0] * len(self._keys)
+        if self.variable_stride_per_key():
+            return torch.stack([part.sum() for part in lengths.split(self.stride_per_key())]).tolist()
+        return lengths.view(len(self._keys), -1).sum(dim=1).tolist()
+
+    def length_per_key_or_none(self) -> list[int] | None:
+        """The lengths per key if they were given or already computed."""
+        return self._length_per_key
+
+    def offset_per_key(self) -> list[int]:
+        """Where the values of every key start, and the end of the last; reads the lengths on first use."""
+        if self._offset_per_key is None:
+            self._offset_per_key = [0, *accumulate(self.length_per_key())]
+        return self._offset_per_key
+
+    def offset_per_key_or_none(self) -> list[int] | None:
+        """The offsets per key if they were given or already computed."""
+        return self._offset_per_key
+
+    def lengths_offset_per_key(self) -> list[int]:
+        """Where the bags (lengths) of every key start, and the end of the last."""
+        if self._lengths_offset_per_key is None:
+            self._lengths_offset_per_key = [0, *accumulate(self.stride_per_key())]
+        return self._lengths_offset_per_key
+
+    def index_per_key(self) -> dict[str, int]:
+        """Position of every key."""
+        if self._index_per_key is None:
+            self._index_per_key = {key: index for index, key in enumerate(self._keys)}
+        return self._index_per_key
+
+    def _key_indices(self) -> dict[str, int]:
+        return self.index_per_key()
+
+    def __getitem__(self, key: str) -> JaggedTensor:
+        """The bags of one key (views); KeyError if there is no such key."""
+        if key not in self.index_per_key():
+            raise KeyError(f"no key {key!r} in this KeyedJaggedTensor; it has {self._keys}")
+        index = self.index_per_key()[key]
+        values, bags = self.offset_per_key(), self.lengths_offset_per_key()
+        inside = slice(values[index], values[index + 1])
+        return JaggedTensor._unchecked(
+            self._values[inside],
+            None if self._weights is None else self._weights[inside],
+            self.lengths()[bags[index] : bags[index + 1]],
+            None,
+        )
+
+    def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
+        """The bags of every key (views). The dict is kept and returned again by the next call."""
+        if self._jt_dict is None:
+            self._jt_dict = {key: self[key] for key in self._keys}
+        if compute_offsets:
+            for part in self._jt_dict.values():
+                part.offsets()
+        return self._jt_dict
+
+    def flatten_lengths(self) -> KeyedJaggedTensor:
+        """The same with lengths in one dimension (they always are) and nothing else but them computed."""
+        return self._mapped(lambda part: part)
+
+    def sync(self) -> KeyedJaggedTensor:
+        """Computes lengths and offsets per key; InputError if the lengths do not add up to the values."""
+        lengths = self.length_per_key()
+        if self._values.device.type != "meta":
+            checks.check_sums(self._keys, lengths, self._values.size(0))
+        self.offset_per_key()
+        return self
+
+    def unsync(self) -> KeyedJaggedTensor:
+        """Forgets the lengths and offsets per key."""
+        self._length_per_key = None
+        self._offset_per_key = None
+        return self
+
+    def validate(self) -> KeyedJaggedTensor:
+        """Reads lengths, offsets and inverse indices; InputError names key, bag and numbers. Returns self."""
+        repeated = {key for key in self._keys if self._keys.count(key) > 1}
+        if repeated:
+            raise InputError(f"KeyedJaggedTensor: keys must be unique, but {sorted(repeated)} are repeated")
+        strides = self.stride_per_key()
+        checks.check_bags(
+            "KeyedJaggedTensor", self._lengths, self._offsets, self._values.size(0), self._keys, strides
+        )
+        checks.check_sums(self._keys, self._summed_lengths(), self._values.size(0))
+        checks.check_inverse_indices(self._keys, strides, self._inverse_indices)
+        return self
+
+    def to(
+        self, device: Device, non_blocking: bool = False, dtype: torch.dtype | None = None
+    ) -> KeyedJaggedTensor:
+        """A copy on ``device``; ``dtype`` is for the weights only."""
+        moved = self._mapped(lambda part: part.to(device, non_blocking=non_blocking))
+        if dtype is not None and moved._weights is not None:
+            moved._weights = moved._weights.to(dtype)
+        return moved
+
+    def pin_memory(self) -> KeyedJaggedTensor:
+        """A copy in page-locked host memory."""
+        return self._mapped(lambda part: part.pin_memory())
+
+    def _mapped(self, change) -> KeyedJaggedTensor:  # type: ignore[no-untyped-def]
+        """The same with every tensor of the data changed; what is known of the keys stays known."""
+        inverse = self._inverse_indices
+        result = object.__new__(KeyedJaggedTensor)._assign(
+            self._keys,
+            change(self._values),
+            None if self._weights is None else change(self._weights),
+            None if self._lengths is None else change(self._lengths),
+            None if self._offsets is None else change(self._offsets),
+            self._stride,
+            self._stride_per_key_per_rank,
+            None if inverse is None else (inverse[0], change(inverse[1])),
+        )
+        result._know(
+            self._stride_per_key,
+            self._length_per_key,
+            self._lengths_offset_per_key,
+            self._offset_per_key,
+            self._index_per_key,
+        )
+        return result
+
+    def copy_(self, kjt: KeyedJaggedTensor, non_blocking: bool = False) -> KeyedJaggedTensor:
+        """Copies the data of ``kjt``, which must have the same keys and shapes, into this one's tensors."""
+        self._copy_tensors(kjt, non_blocking)
+        if self._inverse_indices is not None and kjt._inverse_indices is not None:
+            self._inverse_indices[1].copy_(kjt._inverse_indices[1], non_blocking=non_blocking)
+        self._stride_per_key_per_rank = kjt._stride_per_key_per_rank
+        self._stride_per_key = kjt._stride_per_key
+        self._length_per_key = kjt._length_per_key
+        self._lengths_offset_per_key = kjt._lengths_offset_per_key
+        self._offset_per_key = kjt._offset_per_key
+        self._jt_dict = None
+        return self
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that are present, values first."""
+        return super().tensors() + ([] if self._inverse_indices is None else [self._inverse_indices[1]])
+
+    def size_in_bytes(self) -> int:
+        """Bytes of all tensors that are present, with those that describe strides."""
+        strides = self._stride_per_key_per_rank
+        return super().size_in_bytes() + (0 if strides is None else strides.element_size() * strides.numel())
+
+    def __str__(self) -> str:
+        if not self._keys:
+            return "KeyedJaggedTensor()\n"
+        offsets, bounds = self.offsets().tolist(), self.lengths_offset_per_key()
+        lines = []
+        for index, key in enumerate(self._keys):
+            own: Sequence[int] = offsets[bounds[index] : bounds[index + 1] + 1]
+            values = bags_text(self._values, own)
+            if self._weights is None:
+                lines.append(f'    "{key}": {values}')
+            else:
+                weights = bags_text(self._weights, own)
+                lines.append(
+                    f'    "{key}": {{\n        "values": {values},\n        "weights": {weights}\n    }}'
+                )
+        return "KeyedJaggedTensor({\n" + ",\n".join(lines) + "\n})\n"
+
+    def __repr__(self) -> str:
+        if isinstance(self._values, Tensor):
+            size = f"stride_per_key={self.stride_per_key()}" if self.variable_stride_per_key() else ""
+            size = size or f"stride={self.stride()}"
+        else:
+            size = f"stride={self._stride}"
+        return f"KeyedJaggedTensor(keys={self._keys}, {size}, {summary_text(self._values, self._weights)})"
+
+
+def _strides_tensor(strides: Tensor | list[list[int]] | None) -> Tensor | None:
+    """(keys, ranks) int32 on the host."""
+    if strides is None or isinstance(strides, Tensor):
+        return strides
+    try:
+        return torch.tensor(strides, dtype=torch.int32, device="cpu")
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"KeyedJaggedTensor: stride_per_key_per_rank needs equally long lists of integers, got {strides}"
+        ) from error
