@@ -1,6 +1,6 @@
 """Embedding tables larger than memory, trained bit for bit as if in memory.
 
-Names are imported when they are first used, so that ``import tierstore`` (and ``tierstore --help``) costs nothing.
+Names are imported when they are first used: ``import tierstore`` and ``tierstore --help`` cost little.
 """
 
 from __future__ import annotations

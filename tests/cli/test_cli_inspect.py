@@ -1,0 +1,61 @@
+"""``tierstore inspect``: on a store, on one in use, on what is none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tierstore.cli.main import main
+from tierstore.keys import make_keys
+from tierstore.store import DirectoryStore, TableSpec, open_store
+
+TABLES = [
+    TableSpec("users", 0, 10**12 >> 4, 8, 48, {"name": "rowwise_adagrad"}),
+    TableSpec("items", 1, 1000, 8, 48, {"name": "rowwise_adagrad"}),
+]
+
+
+def filled_store(path: Path) -> DirectoryStore:
+    store = open_store(path, "lmdb", TABLES, 1 << 30)
+    store.write(make_keys(0, np.arange(5)), np.zeros((5, 48), np.uint8))
+    store.write(make_keys(1, np.arange(2)), np.zeros((2, 48), np.uint8))
+    store.commit(b'{"batches": 7}')
+    return store
+
+
+def files_of(path: Path) -> dict[str, int]:
+    return {str(file.relative_to(path)): file.stat().st_size for file in path.rglob("*") if file.is_file()}
+
+
+def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled_store(tmp_path).close()
+    assert main(["inspect", str(tmp_path), "--count"]) == 0
+    output = capsys.readouterr().out
+    assert "engine lmdb" in output
+    assert "rows: 7" in output
+    assert '{"batches": 7}' in output
+    users, items = (
+        next(line.split() for line in output.splitlines() if name in line) for name in ("users", "items")
+    )
+    assert users == ["users", "62,500,000,000", "8", "48", "5", "rowwise_adagrad"]
+    assert items[4] == "2"
+
+
+def test_a_store_in_use_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with filled_store(tmp_path):
+        before = files_of(tmp_path)
+        assert main(["inspect", str(tmp_path)]) == 0
+        assert files_of(tmp_path) == before
+    output = capsys.readouterr().out
+    assert f"rows: not read, since it is in use by process {os.getpid()}" in output
+    assert "items" in output
+
+
+def test_a_folder_that_is_no_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "it has no TIERSTORE.json" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["notes.txt"]

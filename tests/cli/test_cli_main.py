@@ -1,0 +1,125 @@
+"""The command itself: start-up time, version, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tierstore
+from tierstore.cli import bench, inspect
+from tierstore.cli.main import main
+from tierstore.errors import ConfigError
+
+
+def tierstore_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tierstore.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_help_imports_nothing_heavy_and_is_quick() -> None:
+    code = (
+        "import sys\nfrom tierstore.cli.main import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'numpy', 'numba', 'rich') if m in sys.modules])"
+    )
+    best = 10.0
+    for _ in range(3):
+        started = time.perf_counter()
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        best = min(best, time.perf_counter() - started)
+    assert result.stdout.rstrip().endswith("[]")
+    assert "inspect" in result.stdout
+    assert best < 1.0  # 0.1 s on an idle machine; the bound leaves room for a busy one
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"tierstore {tierstore.__version__}\n"
+
+
+def test_without_a_command_the_usage_is_shown() -> None:
+    result = tierstore_command()
+    assert result.returncode == 2
+    assert "usage: tierstore" in result.stderr
+
+
+def test_an_error_for_users_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path / "nowhere")]) == 2
+    streams = capsys.readouterr()
+    assert streams.err.startswith("error: ")
+    assert streams.err.count("\n") == 1
+    assert "nowhere is not a store directory" in streams.err
+
+
+def test_debug_raises(tmp_path: Path) -> None:
+    with pytest.raises(tierstore.StoreMismatchError):
+        main(["--debug", "inspect", str(tmp_path)])
+
+
+def test_other_value_errors_point_to_debug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(args: object) -> int:
+        raise ValueError("two\nlines")
+
+    monkeypatch.setattr(inspect, "run", fail)
+    assert main(["inspect", "x"]) == 2
+    assert capsys.readouterr().err == "error: two lines (tierstore --debug shows where)\n"
+
+
+def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inspect, "run", interrupt)
+    assert main(["inspect", "x"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"'{sys.executable}' -m tierstore.cli bench | true; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in result.stderr
+    assert "Exception ignored" not in result.stderr
+
+
+class TestBench:
+    @pytest.fixture(autouse=True)
+    def _benchmarks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        package = tmp_path / "tierstore_bench"
+        package.mkdir()
+        (package / "__init__.py").write_text("")
+        (package / "_shared.py").write_text("")
+        (package / "row_reads.py").write_text(
+            "SUMMARY = 'Reads rows.'\n"
+            "def add_arguments(parser): parser.add_argument('--rows', type=int, required=True)\n"
+            "def run(args): print('rows', args.rows); return 3\n"
+        )
+        for name in [name for name in sys.modules if name.split(".")[0] == "tierstore_bench"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    def test_runs_by_name_and_returns_its_code(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["bench", "row-reads", "--rows", "5"]) == 3
+        assert capsys.readouterr().out == "rows 5\n"
+
+    def test_lists_them(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["bench"]) == 0
+        output = capsys.readouterr().out
+        assert "row-reads        Reads rows." in output
+        assert "shared" not in output
+
+    def test_its_own_help(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main(["bench", "row-reads", "--help"])
+        assert "usage: tierstore bench row-reads" in capsys.readouterr().out
+
+    def test_an_unknown_one(self) -> None:
+        with pytest.raises(ConfigError, match="no benchmark 'speed'; there are: row-reads"):
+            bench.find_benchmark("speed")

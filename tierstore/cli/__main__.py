@@ -1,0 +1,7 @@
+"""``python -m tierstore.cli``: the ``tierstore`` command where its script is not on the path."""
+
+import sys
+
+from tierstore.cli.main import main
+
+sys.exit(main())

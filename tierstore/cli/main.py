@@ -1,0 +1,71 @@
+"""Entry of the ``tierstore`` command: finds the sub-command, turns errors into one line and an exit code.
+
+Exit codes: 0 done, 1 the work was done and its result is bad (say, not bit-identical), 2 wrong usage or an
+error that tierstore names, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import tierstore
+from tierstore.errors import TierStoreError
+
+COMMANDS = ("inspect", "bench")
+"""Modules of this package, each with ``add_parser(subparsers)`` and ``run(args) -> int``. What takes time to
+import they import in ``run``."""
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line; each sub-command sets ``args.run``."""
+    parser = argparse.ArgumentParser(
+        prog="tierstore",
+        description="Embedding tables larger than memory for PyTorch, trained bit for bit as if in memory.",
+    )
+    parser.add_argument("--version", action="version", version=f"tierstore {tierstore.__version__}")
+    parser.add_argument("--debug", action="store_true", help="show Python tracebacks of errors")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        module = import_module(f"tierstore.cli.{name}")
+        module.add_parser(subparsers).set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output left (`| head`). Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (TierStoreError, ValueError, OSError) as error:
+        if args.debug:
+            raise
+        print(f"error: {error_text(error)}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def error_text(error: Exception) -> str:
+    """The message of an error on one line, with the way to learn more unless it is one of tierstore's own."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, TierStoreError):
+        return text
+    return f"{text} (tierstore --debug shows where)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What a user sees while training runs: one live line on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TextIO
+
+LIVE_INTERVAL = 0.25
+"""Seconds between refreshes of the live line."""
+LOG_INTERVAL = 5.0
+"""Seconds between lines where there is no terminal."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a training run stands. Rates are of the whole run so far, ``loss`` is of recent batches."""
+
+    batches: int
+    batches_total: int | None
+    examples: int
+    seconds: float
+    stall_seconds: float
+    loss: float
+    auc: float
+    hit_rate: Mapping[str, float] = field(default_factory=dict)
+    """Hits per access by tier."""
+
+    @property
+    def examples_per_s(self) -> float:
+        return self.examples / self.seconds if self.seconds else 0.0
+
+    @property
+    def stall(self) -> float:
+        """Share of the time in which the loop waited for its next batch."""
+        return self.stall_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def done(self) -> float | None:
+        """Share of the batches done; None when the number is not known."""
+        return self.batches / self.batches_total if self.batches_total else None
+
+    def text(self) -> str:
+        """One line: ``42% batch 1,234/2,950 · 210,000 examples/s · loss 0.4321 · AUC 0.7012 · ...``."""
+        done = "" if self.done is None else f"{self.done:4.0%} "
+        total = "" if self.batches_total is None else f"/{self.batches_total:,}"
+        parts = [
+            f"{done}batch {self.batches:,}{total}",
+            f"{self.examples_per_s:,.0f} examples/s",
+            f"loss {self.loss:.4f}",
+            f"AUC {self.auc:.4f}",
+        ]
+        if self.hit_rate:
+            parts.append("hits " + " ".join(f"{tier} {rate:.1%}" for tier, rate in self.hit_rate.items()))
+        parts.append(f"stall {self.stall:.0%}")
+        return " · ".join(parts)
+
+
+class Display:
+    """Shows :class:`Progress`; a context manager, so that the terminal is left in order whatever happens.
+
+    ``due()`` is cheap: ask it every batch, and collect a ``Progress`` only when it says so.
+    """
+
+    def __init__(self, title: str, stream: TextIO | None = None) -> None:
+        self._title = title
+        self._stream = stream if stream is not None else sys.stderr
+        self._live: Any = None
+        self._interval = LIVE_INTERVAL if self._stream.isatty() else LOG_INTERVAL
+        self._shown_at = 0.0
+        self._last: str | None = None
+
+    def __enter__(self) -> Display:
+        if self._stream.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(file=self._stream, highlight=False), auto_refresh=False)
+            self._live.start()
+        self._shown_at = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def due(self) -> bool:
+        return time.perf_counter() - self._shown_at >= self._interval
+
+    def show(self, progress: Progress) -> None:
+        line = f"{self._title}: {progress.text()}"
+        self._shown_at = time.perf_counter()
+        if line == self._last:
+            return
+        self._last = line
+        if self._live is None:
+            print(line, file=self._stream, flush=True)
+        else:
+            from rich.text import Text
+
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
