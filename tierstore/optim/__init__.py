@@ -1,0 +1,39 @@
+"""Fused optimizers: specifications, and (imported when asked for: it needs torch) the view of one in use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tierstore.optim.specs import (
+    OPTIMIZERS,
+    SGD,
+    Adagrad,
+    Adam,
+    OptimizerSpec,
+    RowWiseAdagrad,
+    from_dict,
+    make,
+)
+
+if TYPE_CHECKING:
+    from tierstore.optim.fused import FusedOptimizer
+
+__all__ = [
+    "OPTIMIZERS",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "FusedOptimizer",
+    "OptimizerSpec",
+    "RowWiseAdagrad",
+    "from_dict",
+    "make",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "FusedOptimizer":
+        raise AttributeError(f"module 'tierstore.optim' has no attribute {name!r}")
+    from tierstore.optim.fused import FusedOptimizer
+
+    return FusedOptimizer

@@ -1,0 +1,79 @@
+"""The torch-shaped view: schedulers drive it, and its state goes through a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from tierstore import _core as core
+from tierstore import optim
+from tierstore.errors import ConfigError
+from tierstore.optim import FusedOptimizer
+
+
+def update_of_one(step: core.OptimizerStep) -> float:
+    """What a step does to a row with weight 0 and gradient 1."""
+    row, grad = np.zeros(4, np.float32), np.ones(1, np.float32)
+    csr = np.array([0, 1], np.int32), np.array([0], np.int32)
+    core.update_rows(row.ctypes.data, 16, 1, np.zeros(1, np.int32), *csr, grad.ctypes.data, 1, step)
+    return float(row[0])
+
+
+def test_schedulers_change_the_next_update() -> None:
+    optimizer = FusedOptimizer(optim.SGD(lr=1.0))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    seen = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            seen.append(update_of_one(optimizer.advance()))
+            scheduler.step()
+    assert seen == [-1.0, -0.5, -0.25]
+    optimizer.param_groups[0]["lr"] = 3.0
+    assert update_of_one(optimizer.advance()) == -3.0
+
+
+def test_every_hyperparameter_is_read() -> None:
+    optimizer = FusedOptimizer(optim.Adam(lr=1.0, eps=0.0))
+    assert set(optimizer.param_groups[0]) >= {"lr", "betas", "eps", "weight_decay"}
+    assert update_of_one(optimizer.advance()) == pytest.approx(-1.0)
+    optimizer.param_groups[0].update(eps=1.0, betas=(0.0, 0.0))
+    assert update_of_one(optimizer.advance()) == -0.5
+
+
+def test_step_and_zero_grad_do_nothing() -> None:
+    optimizer = FusedOptimizer(optim.SGD())
+    optimizer.zero_grad()
+    assert optimizer.step() is None
+    assert optimizer.step(lambda: 5) == 5
+    assert optimizer.num_updates == 0
+
+
+def test_state_goes_through_a_checkpoint() -> None:
+    optimizer = FusedOptimizer(optim.Adam(lr=0.5))
+    for _ in range(4):
+        optimizer.advance()
+    optimizer.param_groups[0]["lr"] = 0.25
+    restored = FusedOptimizer(optim.Adam())
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert restored.num_updates == 4
+    assert update_of_one(restored.advance()) == update_of_one(optimizer.advance())
+    assert pickle.loads(pickle.dumps(optimizer)).num_updates == 5
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="adagrad"):
+        FusedOptimizer(optim.Adagrad()).load_state_dict(FusedOptimizer(optim.SGD()).state_dict())
+    plain = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    with pytest.raises(ConfigError, match="fused sgd"):
+        FusedOptimizer(optim.SGD()).load_state_dict(plain.state_dict())
+
+
+def test_one_group_only() -> None:
+    with pytest.raises(ConfigError, match="one parameter group"):
+        FusedOptimizer(optim.SGD()).add_param_group({"params": [torch.zeros(1)]})

@@ -1,0 +1,74 @@
+"""A torch.optim.Optimizer over rows that the backward pass has already updated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from tierstore._core import OptimizerStep
+from tierstore.errors import ConfigError
+from tierstore.optim.specs import OptimizerSpec
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Hyperparameters and update count of a module whose backward pass applies the optimizer.
+
+    ``param_groups[0]`` is read at every backward pass, so learning-rate schedulers and direct assignments
+    work; ``step()`` and ``zero_grad()`` do nothing. ``state_dict()`` has the hyperparameters and the update
+    count; the optimizer's state proper lies in the rows and is committed with them.
+
+    ``parameters`` is what the parameter group shows; without any, an empty placeholder.
+    """
+
+    def __init__(self, spec: OptimizerSpec, parameters: Iterable[torch.Tensor] = ()) -> None:
+        self.spec = spec
+        self.num_updates = 0
+        """Backward passes that updated rows so far; Adam's bias correction counts these."""
+        shown = list(parameters) or [torch.empty(0)]
+        super().__init__(shown, spec.hyperparameters())
+
+    def advance(self) -> OptimizerStep:
+        """Counts one update and returns the native core's arguments for it. Called by the backward pass."""
+        self.num_updates += 1
+        # What torch's schedulers look at to tell that an update came before them.
+        self._opt_called = True
+        return self.step_args(self.num_updates)
+
+    def step_args(self, step: int) -> OptimizerStep:
+        """The native core's arguments for update number ``step``, with the present hyperparameters."""
+        group = self.param_groups[0]
+        return self.spec.step_args(step=step, **{name: group[name] for name in self.spec.hyperparameters()})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Runs ``closure`` if there is one; the backward pass has already updated the rows."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: gradients of rows are never kept."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.param_groups:
+            raise ConfigError("a fused optimizer has one parameter group; its tables belong to their module")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "name": self.spec.name, "num_updates": self.num_updates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes hyperparameters and update count over. Raises ``ConfigError`` for another optimizer's state."""
+        state = dict(state_dict)
+        name, num_updates = state.pop("name", None), state.pop("num_updates", None)
+        if name != self.spec.name or not isinstance(num_updates, int):
+            raise ConfigError(
+                f"this is not the state of a fused {self.spec.name} optimizer (but of {name!r})"
+            )
+        super().load_state_dict(state)
+        self.num_updates = num_updates
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "spec": self.spec, "num_updates": self.num_updates}

@@ -1,0 +1,222 @@
+"""Fused optimizers as data: hyperparameters, state kept beside the weights, and what a store remembers.
+
+The arithmetic is in ``csrc/kernels/optimizer.h``; it runs once per touched row in the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, TypeVar
+
+from tierstore._core import OptimizerStep
+from tierstore.errors import ConfigError
+
+_DECAY_MODES = {"l2": 1, "decoupled": 2}
+_ROW_ALIGNMENT = 16
+
+Rows = TypeVar("Rows")
+"""A NumPy array or tensor, float32 (n, row_bytes / 4)."""
+
+
+class OptimizerSpec:
+    """What every optimizer here has. Concrete ones are frozen dataclasses of their hyperparameters.
+
+    A row is ``embedding_dim`` float32 weights, the state's floats in the order of ``state_names``, and zeros up
+    to a multiple of 16 bytes.
+    """
+
+    name: ClassVar[str]
+    """Under which stores and the command line know it."""
+    kind: ClassVar[int]
+    """Number of it in the native core."""
+    state_names: ClassVar[tuple[str, ...]] = ()
+    """Names of the state's parts, as torch.optim calls them, in their order in the row."""
+    state_per_row: ClassVar[bool] = False
+    """True when a part is one float per row, False when it is one per weight."""
+
+    def state_floats(self, dim: int) -> int:
+        """Floats of state beside ``dim`` weights."""
+        return len(self.state_names) * (1 if self.state_per_row else dim)
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of a row, a multiple of 16. Raises ``ConfigError`` unless ``dim`` is a positive integer."""
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
+            raise ConfigError(f"embedding_dim is {dim!r}; it must be a positive integer")
+        return -(-4 * (dim + self.state_floats(dim)) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+
+    @property
+    def initial_state(self) -> float:
+        """Value of every float of the state of a row that was never updated."""
+        return 0.0
+
+    def state_columns(self, dim: int) -> dict[str, slice]:
+        """Which floats of a row belong to each named part of the state."""
+        width = 1 if self.state_per_row else dim
+        return {
+            name: slice(dim + i * width, dim + (i + 1) * width) for i, name in enumerate(self.state_names)
+        }
+
+    def split_state(self, rows: Rows, dim: int) -> dict[str, Rows]:
+        """Views of the named parts of the state in ``rows``: (n,) if one float per row, else (n, dim)."""
+        columns: Any = {n: c.start if self.state_per_row else c for n, c in self.state_columns(dim).items()}
+        return {name: rows[:, column] for name, column in columns.items()}  # type: ignore[index]
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """What a parameter group holds and may change during training: everything but the identity."""
+        return {k: v for k, v in asdict(self).items() if k not in self.identity}  # type: ignore[call-overload]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What stored rows depend on, and what must therefore be the same when a store is opened again."""
+        return {"name": self.name}
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, in types that JSON has; :func:`from_dict` is the inverse."""
+        return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
+
+    def step_args(self, lr: float | None = None, step: int = 1, **changes: Any) -> OptimizerStep:
+        """The native core's arguments for update number ``step`` (from 1), with ``lr`` and any other
+        hyperparameters in ``changes`` in place of this object's."""
+        values = {**self.hyperparameters(), **changes}
+        if lr is not None:
+            values["lr"] = lr
+        beta1, beta2 = values.get("betas", (0.0, 0.0))
+        mode = _DECAY_MODES[values["weight_decay_mode"]] if values["weight_decay"] else 0
+        eps = values.get("eps", 0.0)
+        lr = float(values["lr"])
+        return OptimizerStep(self.kind, lr, eps, values["weight_decay"], mode, beta1, beta2, step)
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            if item.name not in ("betas", "weight_decay_mode"):
+                object.__setattr__(self, item.name, _not_negative(self.name, item.name, value))
+        mode = getattr(self, "weight_decay_mode", "l2")
+        if mode not in _DECAY_MODES:
+            known = " or ".join(map(repr, _DECAY_MODES))
+            raise ConfigError(f"{self.name}: weight_decay_mode is {mode!r}; it must be {known}")
+
+
+def _not_negative(owner: str, name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, str | bool) or not math.isfinite(number) or number < 0:
+        raise ConfigError(f"{owner}: {name} is {value!r}; it must be a finite number of at least 0")
+    return number
+
+
+@dataclass(frozen=True)
+class SGD(OptimizerSpec):
+    """``w -= lr * g``; no state.
+
+    ``weight_decay_mode`` "l2" adds ``weight_decay * w`` to the gradient, "decoupled" multiplies the weights
+    by ``1 - lr * weight_decay``. Either touches only the rows of a batch, when they are updated.
+    """
+
+    lr: float = 0.01
+    weight_decay: float = 0.0
+    weight_decay_mode: str = "l2"
+
+    name: ClassVar[str] = "sgd"
+    kind: ClassVar[int] = 0
+
+
+@dataclass(frozen=True)
+class _AdagradSpec(OptimizerSpec):
+    lr: float = 0.01
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    weight_decay_mode: str = "l2"
+
+    state_names: ClassVar[tuple[str, ...]] = ("sum",)
+
+    @property
+    def initial_state(self) -> float:
+        return self.initial_accumulator_value
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"name": self.name, "initial_accumulator_value": self.initial_accumulator_value}
+
+
+@dataclass(frozen=True)
+class RowWiseAdagrad(_AdagradSpec):
+    """Adagrad with one sum per row: ``sum += mean(g^2); w -= lr / (sqrt(sum) + eps) * g``.
+
+    The semantics, and defaults, of fbgemm's EXACT_ROWWISE_ADAGRAD; ``weight_decay_mode`` as for :class:`SGD`.
+    """
+
+    name: ClassVar[str] = "rowwise_adagrad"
+    kind: ClassVar[int] = 1
+    state_per_row: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Adagrad(_AdagradSpec):
+    """``sum += g^2; w -= lr * g / (sqrt(sum) + eps)`` per weight.
+
+    torch.optim.Adagrad for the rows of a batch, with fbgemm's default ``eps``; ``weight_decay_mode`` as for
+    :class:`SGD`."""
+
+    name: ClassVar[str] = "adagrad"
+    kind: ClassVar[int] = 2
+
+
+@dataclass(frozen=True)
+class Adam(OptimizerSpec):
+    """Adam on the rows of a batch; bias correction counts the module's updates, not the row's, as in fbgemm.
+
+    Also as in fbgemm, weight decay is decoupled unless asked otherwise; "l2" is torch.optim.Adam's.
+    """
+
+    lr: float = 0.001
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    weight_decay_mode: str = "decoupled"
+
+    name: ClassVar[str] = "adam"
+    kind: ClassVar[int] = 3
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            beta1, beta2 = (float(beta) for beta in self.betas)
+        except (TypeError, ValueError):
+            beta1 = beta2 = math.nan
+        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+            raise ConfigError(f"adam: betas is {self.betas!r}; it must be two numbers in [0, 1)")
+        object.__setattr__(self, "betas", (beta1, beta2))
+
+
+OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
+    spec.name: spec for spec in (SGD, RowWiseAdagrad, Adagrad, Adam)
+}
+"""Every optimizer by its name."""
+
+
+def make(name: str, **hyperparameters: Any) -> OptimizerSpec:
+    """The optimizer called ``name``. Raises ``ConfigError`` for an unknown name or hyperparameter."""
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"unknown optimizer {name!r}; known optimizers: {', '.join(OPTIMIZERS)}")
+    spec = OPTIMIZERS[name]
+    known = [item.name for item in fields(spec)]  # type: ignore[arg-type]
+    unknown = sorted(set(hyperparameters) - set(known))
+    if unknown:
+        raise ConfigError(f"{name} has no {', '.join(unknown)}; it has {', '.join(known)}")
+    return spec(**hyperparameters)
+
+
+def from_dict(values: Mapping[str, Any]) -> OptimizerSpec:
+    """Inverse of :meth:`OptimizerSpec.to_dict`. An identity alone gives the defaults for the rest."""
+    rest = dict(values)
+    name = rest.pop("name", None)
+    if name is None:
+        raise ConfigError(f"an optimizer needs a name; got {dict(values)!r}")
+    return make(name, **rest)
