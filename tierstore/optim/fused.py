@@ -60,7 +60,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {**super().state_dict(), "name": self.spec.name, "num_updates": self.num_updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes hyperparameters and update count over. Raises ``ConfigError`` for another optimizer's state."""
+        """Takes hyperparameters and update count. Raises ``ConfigError`` for another optimizer's state."""
         state = dict(state_dict)
         name, num_updates = state.pop("name", None), state.pop("num_updates", None)
         if name != self.spec.name or not isinstance(num_updates, int):

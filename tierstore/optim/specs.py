@@ -23,8 +23,8 @@ Rows = TypeVar("Rows")
 class OptimizerSpec:
     """What every optimizer here has. Concrete ones are frozen dataclasses of their hyperparameters.
 
-    A row is ``embedding_dim`` float32 weights, the state's floats in the order of ``state_names``, and zeros up
-    to a multiple of 16 bytes.
+    A row is ``embedding_dim`` float32 weights, the state's floats in the order of ``state_names``, and zeros
+    up to a multiple of 16 bytes.
     """
 
     name: ClassVar[str]
