@@ -3,6 +3,20 @@ only.
 """
 
 from cache_policies.policy import UNKNOWN, Policy, PolicyError
+from cache_policies.prepared import PreparedTrace, prepare, prepare_flat
 from cache_policies.registry import get, names, register
+from cache_policies.simulator import Simulation, simulate
 
-__all__ = ["UNKNOWN", "Policy", "PolicyError", "get", "names", "register"]
+__all__ = [
+    "UNKNOWN",
+    "Policy",
+    "PolicyError",
+    "PreparedTrace",
+    "Simulation",
+    "get",
+    "names",
+    "prepare",
+    "prepare_flat",
+    "register",
+    "simulate",
+]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numba import carray, njit, types
+from numba.core import cgutils
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
 from numba.core.dispatcher import Dispatcher
@@ -56,6 +57,30 @@ def _pointer(typingctx: Any, address: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(address), codegen
+
+
+def _caller(result: Any) -> Any:
+    @intrinsic
+    def call(typingctx: Any, address: Any, arguments: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            word = cgutils.ir.IntType(64)
+            returns = word if result == types.int64 else cgutils.ir.VoidType()
+            function = cgutils.ir.FunctionType(returns, [word] * len(arguments))
+            values = [
+                context.cast(builder, builder.extract_value(args[1], i), kind, types.int64)
+                for i, kind in enumerate(arguments)
+            ]
+            called = builder.call(builder.inttoptr(args[0], function.as_pointer()), values)
+            return called if result == types.int64 else context.get_dummy_value()
+
+        return result(types.int64, arguments), codegen
+
+    return call
+
+
+#: Call a hook from compiled code: ``(address, tuple of numbers and array addresses)``.
+call_void = _caller(types.void)
+call_int64 = _caller(types.int64)
 
 
 class CompiledPolicy:

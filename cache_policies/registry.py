@@ -10,6 +10,7 @@ _BUILTIN = {
     "lookahead": "lookahead.Lookahead",
     "lru": "lru.Lru",
     "lfu": "lfu.Lfu",
+    "belady": "belady.Belady",
 }
 _registered: dict[str, type[Policy]] = {}
 

@@ -1,0 +1,25 @@
+"""Offline optimum."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cache_policies import buckets
+from cache_policies.lookahead import Lookahead
+
+
+class Belady(Lookahead):
+    """Evicts the row whose next use is furthest, of the whole trace; rows never used again go first.
+
+    MIN (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966) with the rows of a
+    batch requested together: no policy misses fewer when every missed row must take a slot.
+    """
+
+    name = "belady"
+    offline = True
+
+    def state(self, capacity: int) -> dict[str, np.ndarray]:
+        return {
+            "frequency": np.zeros(capacity, np.uint32),
+            **buckets.new_buckets(capacity, pool=capacity + 1),
+        }

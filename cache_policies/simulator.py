@@ -1,0 +1,268 @@
+"""What a policy misses on a trace: the live engine's plans without the rows.
+
+Batch ``i`` is plan ``i``. Before it, the window announces the batches up to ``i + window``; then hits are
+touched, misses take free slots (lowest first) and after these the victims of ``evict``, and are inserted in
+order of first occurrence. Rows used since plan ``i - depth`` are pinned; if that leaves too few victims the
+depth shrinks for this plan, and if batch ``i`` alone does not fit, its last misses overflow: they are used
+from a transient pad and are not resident afterwards. The hooks that run are the ones that the live engine
+runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from cache_policies import registry
+from cache_policies.native import call_int64, call_void
+from cache_policies.policy import UNKNOWN, Policy, PolicyError
+from cache_policies.prepared import NEVER, PreparedTrace, prepare
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Counts of one run. ``misses`` are of unique rows of a batch: repeats within a batch never miss."""
+
+    policy: str
+    capacity: int
+    batches: int
+    accesses: int
+    uniques: int
+    misses: int
+    compulsory: int  # first use of a row in the trace
+    overflowed: int  # misses of batches that alone do not fit
+    shrunk_plans: int  # plans that could not keep the full depth
+
+    @property
+    def miss_ratio(self) -> float:
+        """Per access."""
+        return self.misses / max(1, self.accesses)
+
+    @property
+    def unique_miss_ratio(self) -> float:
+        """Per unique row of a batch."""
+        return self.misses / max(1, self.uniques)
+
+    @property
+    def capacity_miss_ratio(self) -> float:
+        """Per unique row of a batch, compulsory misses left out (a row never written needs no read)."""
+        return (self.misses - self.compulsory) / max(1, self.uniques)
+
+
+def simulate(
+    batches: Iterable[np.ndarray] | PreparedTrace,
+    policy: str | Policy | type[Policy],
+    capacity: int,
+    *,
+    depth: int = 0,
+    window: int = 0,
+) -> Simulation:
+    """Run ``policy`` with ``capacity`` slots over ``batches`` of keys (1-d integer arrays, or a prepared
+    trace).
+
+    ``depth``: how many earlier batches are still in flight; ``window``: how many later ones are known. Raises
+    ``PolicyError`` for an unknown policy, and for one whose ``evict`` breaks the contract. Releases the GIL.
+    """
+    trace = prepare(batches)
+    policy = registry.get(policy)
+    if depth < 0 or window < 0:
+        raise PolicyError(f"depth and window must not be negative, got {depth} and {window}")
+    if policy.offline:
+        window = trace.batches
+    announces = policy.uses_window and 0 < window < trace.batches
+    compiled = policy.compile(capacity)
+    hooks = compiled.hooks
+    largest = trace.largest_batch
+    counts, fault = _run(
+        (trace.rows, trace.next_batch, trace.offsets, trace.keys),
+        (compiled.state_address, hooks["announce"], hooks["touch"], hooks["evict"], hooks["insert"]),
+        _new_cache(trace.footprint, capacity, announces),
+        (_new_slots(largest), _new_slots(largest), np.empty(largest, np.int32), np.empty(largest, np.int32)),
+        depth,
+        window,
+    )
+    if fault:
+        raise PolicyError(
+            f"policy {policy.name!r} broke the contract in plan {counts[0]}: evict {_FAULTS[fault]}"
+        )
+    return Simulation(policy.name, capacity, trace.batches, trace.accesses, trace.uniques, *counts)
+
+
+_FAULTS = {
+    1: "returned more slots than it was asked for, or a negative number",
+    2: "returned a slot that does not exist",
+    3: "returned an empty slot, or one slot twice",
+    4: "returned a pinned slot",
+}
+
+
+class _Cache(NamedTuple):
+    """What the engine keeps beside the policy: who is where, and when each slot was used last."""
+
+    slot_of: np.ndarray  # int32 per row, -1 if not resident
+    row_in: np.ndarray  # int32 per slot, -1 if free
+    last_use: np.ndarray  # int64 per slot
+    pending: np.ndarray  # int32 per row: the last announced batch with it (empty if nothing is announced)
+
+
+class _Slots(NamedTuple):
+    """Arguments of a hook, filled for each plan."""
+
+    slot: np.ndarray
+    key: np.ndarray
+    next_use: np.ndarray
+
+
+def _new_cache(footprint: int, capacity: int, announces: bool) -> _Cache:
+    return _Cache(
+        np.full(footprint, -1, np.int32),
+        np.full(capacity, -1, np.int32),
+        np.full(capacity, -1, np.int64),
+        np.full(footprint if announces else 0, -1, np.int32),
+    )
+
+
+def _new_slots(n: int) -> _Slots:
+    return _Slots(np.empty(n, np.int32), np.empty(n, np.uint64), np.empty(n, np.int64))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _run(trace, hooks, cache, buffers, depth, window):
+    """All plans; ``((plan or misses, compulsory, overflowed, shrunk plans), fault)``."""
+    rows, next_batch, offsets, keys = trace
+    state, announce, touch, evict, insert = hooks
+    hit, miss, missed, victims = buffers
+    batches = offsets.size - 1 if offsets.size else rows.size
+    announces = cache.pending.size > 0
+    used, seen = 0, 0
+    misses, compulsory, overflowed, shrunk = 0, 0, 0, 0
+    for i in range(-window if announces else 0, batches):
+        if announces and i + window < batches:
+            first, last = _bounds(offsets, i + window)
+            n = _announced(rows[first:last], i, i + window, cache, hit)
+            if n:
+                call_void(announce, (state, hit.slot.ctypes.data, hit.next_use.ctypes.data, n, i))
+        if i < 0:
+            continue
+        first, last = _bounds(offsets, i)
+        hits = _split(rows[first:last], next_batch[first:last], keys, i, i + window, cache, hit, miss, missed)
+        lacking = last - first - hits
+        if hits:
+            _notify(touch, state, hit, hits, i)
+        if lacking == 0:
+            continue
+        misses += lacking
+        for row in missed[:lacking]:  # rows are numbered by first use
+            if row >= seen:
+                compulsory += 1
+                seen = row + 1
+        free = min(lacking, cache.row_in.size - used)
+        got, since, fault = _make_room(evict, state, lacking - free, i - depth, i, cache, victims)
+        if fault:
+            return (i, 0, 0, 0), fault
+        shrunk += since > i - depth
+        for k in range(free + got):
+            slot = used + k if k < free else victims[k - free]
+            miss.slot[k] = slot
+            cache.row_in[slot] = missed[k]
+            cache.slot_of[missed[k]] = slot
+            cache.last_use[slot] = i
+        used += free
+        overflowed += lacking - free - got
+        if free + got:
+            _notify(insert, state, miss, free + got, i)
+    return (misses, compulsory, overflowed, shrunk), 0
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _bounds(offsets, batch):
+    return (offsets[batch], offsets[batch + 1]) if offsets.size else (batch, batch + 1)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _notify(hook, state, slots, n, now):
+    call_void(
+        hook, (state, slots.slot.ctypes.data, slots.key.ctypes.data, slots.next_use.ctypes.data, n, now)
+    )
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _announced(rows, now, batch, cache, announced):
+    """Collect the resident rows of a newly known batch that no batch in between uses."""
+    n = 0
+    for row in rows:
+        if cache.pending[row] < now and cache.slot_of[row] >= 0:
+            announced.slot[n] = cache.slot_of[row]
+            announced.next_use[n] = batch
+            n += 1
+        cache.pending[row] = batch
+    return n
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _split(rows, next_batch, keys, now, known, cache, hit, miss, missed):
+    """Sort the rows of a batch into hits and misses; number of hits."""
+    hits, lacking = 0, 0
+    for k in range(rows.size):
+        row = rows[k]
+        use = np.int64(next_batch[k])
+        if use > known or use == NEVER:
+            use = UNKNOWN
+        slot = cache.slot_of[row]
+        if slot >= 0:
+            cache.last_use[slot] = now
+            hit.slot[hits], hit.key[hits], hit.next_use[hits] = slot, keys[row], use
+            hits += 1
+        else:
+            missed[lacking], miss.key[lacking], miss.next_use[lacking] = row, keys[row], use
+            lacking += 1
+    return hits
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _make_room(evict, state, need, pinned_since, now, cache, victims):
+    """Evict up to ``need`` rows, pinning fewer batches if it must; (victims, pinned since, fault)."""
+    got = 0
+    while need:
+        space = victims[got:]
+        last_use = cache.last_use
+        n = call_int64(evict, (state, need - got, last_use.ctypes.data, pinned_since, space.ctypes.data))
+        fault = _check(space, n, need - got, cache.row_in, last_use, pinned_since)
+        if fault:
+            return got, pinned_since, fault
+        for slot in space[:n]:
+            cache.slot_of[cache.row_in[slot]] = -1
+            cache.row_in[slot] = -1
+        got += n
+        if got == need or pinned_since == now:
+            break
+        pinned_since += 1
+    return got, pinned_since, 0
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _check(victims, n, asked, row_in, last_use, pinned_since):
+    """Number of the fault in ``n`` returned victims, 0 if there is none; leaves the arrays as they were."""
+    if n < 0 or n > asked:
+        return 1
+    fault = 0
+    for k in range(n):
+        slot = victims[k]
+        if slot < 0 or slot >= row_in.size:
+            fault = 2
+        elif row_in[slot] < 0:
+            fault = 3
+        elif last_use[slot] >= pinned_since:
+            fault = 4
+        if fault:
+            for earlier in victims[:k]:
+                row_in[earlier] = -2 - row_in[earlier]
+            return fault
+        row_in[slot] = -2 - row_in[slot]
+    for slot in victims[:n]:
+        row_in[slot] = -2 - row_in[slot]
+    return 0

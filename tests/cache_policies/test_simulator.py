@@ -1,0 +1,278 @@
+"""The simulator against a plain model of the live engine's plans, and its own invariants."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_oracles import ORACLES
+
+import cache_policies
+from cache_policies import UNKNOWN, Policy, PolicyError, prepare, prepare_flat, simulate
+from cache_policies.lru import Lru
+
+batches_of_keys = st.lists(st.lists(st.integers(0, 14), max_size=9), max_size=25)
+
+
+def arrays(batches) -> list[np.ndarray]:
+    return [np.array(batch, np.int64) for batch in batches]
+
+
+def model(batches, oracle, capacity, depth, window) -> dict[str, int]:
+    """Plans as docs/design.md tells them, with dictionaries; windows are looked through anew each time."""
+    batches = [list(dict.fromkeys(batch)) for batch in batches]
+    slot_of: dict[int, int] = {}
+    free = list(range(capacity))
+    last_use = [-1] * capacity
+    seen: set[int] = set()
+    counts = {"misses": 0, "compulsory": 0, "overflowed": 0, "shrunk_plans": 0}
+
+    def next_use(key, after):
+        known = (j for j in range(after + 1, min(after + window + 1, len(batches))) if key in batches[j])
+        return next(known, UNKNOWN)
+
+    for i, batch in enumerate(batches):
+        new = i + window
+        if window and i and new < len(batches):
+            between = {key for batch in batches[i:new] for key in batch}
+            fresh = [key for key in batches[new] if key in slot_of and key not in between]
+            oracle.announce([slot_of[key] for key in fresh], [new] * len(fresh), i)
+        hits = [key for key in batch if key in slot_of]
+        missed = [key for key in batch if key not in slot_of]
+        for key in hits:
+            last_use[slot_of[key]] = i
+        oracle.touch([slot_of[key] for key in hits], hits, [next_use(key, i) for key in hits], i)
+        slots, free = free[: len(missed)], free[len(missed) :]
+        shrunk = False
+        for pinned_since in range(i - depth, i + 1):
+            if len(slots) == len(missed):
+                break
+            shrunk = pinned_since > i - depth
+            victims = oracle.evict(len(missed) - len(slots), last_use, pinned_since)
+            slot_of = {key: slot for key, slot in slot_of.items() if slot not in victims}
+            slots += victims
+        placed = missed[: len(slots)]
+        for key, slot in zip(placed, slots, strict=True):
+            slot_of[key] = slot
+            last_use[slot] = i
+        oracle.insert(slots, placed, [next_use(key, i) for key in placed], i)
+        counts["misses"] += len(missed)
+        counts["compulsory"] += len(set(missed) - seen)
+        counts["overflowed"] += len(missed) - len(placed)
+        counts["shrunk_plans"] += shrunk
+        seen.update(missed)
+    return counts
+
+
+def counts_of(simulation) -> dict[str, int]:
+    return {
+        name: getattr(simulation, name) for name in ("misses", "compulsory", "overflowed", "shrunk_plans")
+    }
+
+
+@pytest.mark.parametrize("name", ORACLES)
+@given(
+    batches=batches_of_keys, capacity=st.integers(1, 14), depth=st.integers(0, 3), window=st.integers(0, 5)
+)
+@settings(max_examples=120, deadline=None)
+def test_counts_equal_the_model(name, batches, capacity, depth, window):
+    expected = model(batches, ORACLES[name](capacity), capacity, depth, window)
+    assert counts_of(simulate(arrays(batches), name, capacity, depth=depth, window=window)) == expected
+
+
+@given(batches=batches_of_keys, capacity=st.integers(1, 14), depth=st.integers(0, 2))
+@settings(max_examples=100, deadline=None)
+def test_belady_is_lookahead_that_sees_everything(batches, capacity, depth):
+    whole = simulate(arrays(batches), "lookahead", capacity, depth=depth, window=len(batches))
+    assert counts_of(simulate(arrays(batches), "belady", capacity, depth=depth)) == counts_of(whole)
+
+
+def fewest_misses(requests, capacity) -> int:
+    """Optimum over every choice of victims, one request at a time."""
+    costs = {frozenset(): 0}
+    for key in requests:
+        after: dict[frozenset, int] = {}
+        for resident, cost in costs.items():
+            if key in resident:
+                choices = [resident]
+            elif len(resident) < capacity:
+                choices = [resident | {key}]
+            else:
+                choices = [resident - {victim} | {key} for victim in resident]
+            for choice in choices:
+                total = cost + (key not in resident)
+                after[choice] = min(total, after.get(choice, total))
+        costs = after
+    return min(costs.values())
+
+
+@given(requests=st.lists(st.integers(0, 5), max_size=14), capacity=st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
+def test_belady_is_the_optimum(requests, capacity):
+    trace = prepare_flat(np.array(requests, np.int64), 1)
+    assert simulate(trace, "belady", capacity).misses == fewest_misses(requests, capacity)
+
+
+@pytest.mark.parametrize("name", cache_policies.names())
+def test_slot_for_every_row_leaves_compulsory_misses_only(name):
+    rng = np.random.default_rng(1)
+    batches = [rng.zipf(1.3, 200) % 5000 for _ in range(30)]
+    trace = prepare(batches)
+    result = simulate(trace, name, trace.footprint, depth=2, window=4)
+    assert result.misses == result.compulsory == trace.footprint
+    assert result.capacity_miss_ratio == 0
+    assert result.accesses == 6000
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 1000])
+def test_flat_traces_equal_batches(batch_size):
+    keys = np.random.default_rng(2).integers(0, 300, 5000).astype(np.int32)
+    cut = [keys[i : i + batch_size] for i in range(0, keys.size, batch_size)]
+    assert simulate(prepare_flat(keys, batch_size), "lru", 50) == simulate(cut, "lru", 50)
+
+
+def test_keys_of_64_bits_and_empty_batches():
+    batches = [np.array([2**64 - 1, 2**63, 0], np.uint64), np.empty(0, np.int64), np.array([0, 0], np.uint8)]
+    result = simulate(batches, "lru", 3)
+    assert (result.batches, result.accesses, result.uniques, result.misses) == (3, 5, 4, 3)
+
+
+def test_many_distinct_rows_grow_the_table():
+    keys = np.random.default_rng(3).permutation(3_000_000)
+    trace = prepare_flat(np.concatenate([keys, keys]), 65536)
+    assert trace.footprint == 3_000_000
+    np.testing.assert_array_equal(trace.keys, keys.astype(np.uint64))
+    assert simulate(trace, "lru", 10).misses == trace.uniques
+
+
+def test_empty_trace():
+    assert simulate([], "lru", 3).miss_ratio == 0
+    assert simulate(prepare_flat(np.empty(0, np.int64), 1), "belady", 3).misses == 0
+
+
+@pytest.mark.parametrize("batch", [np.array([-1]), np.array([0.5]), np.zeros((2, 2), np.int64)])
+def test_bad_batches(batch):
+    with pytest.raises(PolicyError):
+        simulate([batch], "lru", 3)
+
+
+@pytest.mark.parametrize("setting", [{"depth": -1}, {"window": -1}])
+def test_bad_settings(setting):
+    with pytest.raises(PolicyError, match="negative"):
+        simulate([np.array([1])], "lru", 3, **setting)
+
+
+class ReturnsPinned(Lru):
+    name = "returns_pinned"
+
+    @staticmethod
+    def evict(s, n, last_use, pinned_since, victims):
+        count = 0
+        for slot in range(n):
+            victims[count] = slot
+            count += 1
+        return count
+
+
+class ReturnsTwice(ReturnsPinned):
+    name = "returns_twice"
+
+    @staticmethod
+    def evict(s, n, last_use, pinned_since, victims):
+        victims[:] = 1
+        return n
+
+
+class ReturnsNowhere(ReturnsPinned):
+    name = "returns_nowhere"
+
+    @staticmethod
+    def evict(s, n, last_use, pinned_since, victims):
+        victims[0] = -1
+        return 1
+
+
+class ReturnsTooMany(ReturnsPinned):
+    name = "returns_too_many"
+
+    @staticmethod
+    def evict(s, n, last_use, pinned_since, victims):
+        return n + 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (ReturnsPinned, "pinned slot"),
+        (ReturnsTwice, "one slot twice"),
+        (ReturnsNowhere, "does not exist"),
+        (ReturnsTooMany, "more slots"),
+    ],
+)
+def test_misbehaving_policies_are_named(policy, message):
+    batches = [np.arange(4), np.array([0, 8, 9])]
+    with pytest.raises(PolicyError, match=rf"{policy.name}.*plan \d.*{message}"):
+        simulate(batches, policy, 4)
+
+
+def test_hooks_that_do_not_compile_are_named():
+    class Sorted(Lru):
+        name = "sorted"
+
+        @staticmethod
+        def remove(s, slots):
+            print(s, sep=None.x)
+
+    with pytest.raises(PolicyError, match=r"'sorted'.*'remove'"):
+        Sorted().compile(3)
+
+
+def test_state_must_be_flat_arrays():
+    class Square(Policy):
+        name = "square"
+
+        def state(self, capacity):
+            return {"a": np.zeros((capacity, 2))}
+
+    with pytest.raises(PolicyError, match="'a'"):
+        Square().compile(3)
+
+
+CACHE_PROBE = """
+import sys, cache_policies.native as native
+from cache_policies.lru import Lru
+from numba import njit
+
+@njit
+def limit():
+    return {limit}
+
+class Mine(Lru):
+    name = "mine_for_the_cache_test"
+
+    @staticmethod
+    def evict(s, n, last_use, pinned_since, victims):
+        return limit()
+
+compiled = Mine().compile(4)
+import numpy as np
+hits = [f.cache_hits for hooks in native._compiled.values() for f in hooks.values()]
+print(compiled.evict(4, np.zeros(4, np.int64), 1).size, sum(hits))
+"""
+
+
+def test_compiled_hooks_are_cached_and_follow_the_code_they_call(tmp_path):
+    def run(limit: int) -> str:
+        source = CACHE_PROBE.replace("{limit}", str(limit))
+        environment = {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": ":".join(p for p in sys.path if p)}
+        return subprocess.run(
+            [sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=True
+        ).stdout.split()
+
+    assert run(0) == ["0", "0"]
+    assert run(0) == ["0", "5"]  # all hooks came from the disk
+    assert run(2)[0] == "2"  # a helper function changed
