@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 
 from tierstore.keys import MAX_ID, make_keys
-from tierstore.store import RowStore, TableSpec
+from tierstore.store import DirectoryStore, RowStore, TableSpec, open_store
 
 CAP = 1 << 30
 TABLES = (
@@ -45,6 +50,26 @@ def assert_holds(store: RowStore, table: int, ids, version: int = 0) -> None:
     assert np.array_equal(out, make_rows(make_keys(table, ids), ROW_BYTES[table], version))
 
 
+def open_memory(path, tables=TABLES) -> DirectoryStore:
+    return open_store(path, "memory", tables, CAP)
+
+
+def make_store(path, tables=TABLES) -> None:
+    """A store directory of the engine `memory` with ten rows in its table 1."""
+    with open_memory(path, tables) as store:
+        put(store, 1, range(10))
+        store.commit(b"made")
+
+
+def folder_contents(path: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file below ``path`` with its bytes and time of change."""
+    return {
+        str(file.relative_to(path)): (file.read_bytes(), file.stat().st_mtime_ns)
+        for file in path.rglob("*")
+        if file.is_file()
+    }
+
+
 def stored_ids(store: RowStore, table: int) -> list[int]:
     """Ids of all stored rows of ``table``, sorted, from keys()."""
     chunks = list(store.keys(table))
@@ -52,3 +77,10 @@ def stored_ids(store: RowStore, table: int) -> list[int]:
         assert chunk.dtype == np.uint64
         assert (chunk >> np.uint64(48) == table).all()
     return sorted(int(key) & MAX_ID for chunk in chunks for key in chunk.tolist())
+
+
+def run_child(code: str, *arguments: object, **options) -> subprocess.Popen:
+    """A Python process that runs ``code`` and can import what the tests can."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [Path(__file__).parent, *sys.path]))}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, **options)

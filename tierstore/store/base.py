@@ -200,6 +200,15 @@ class StoreBase(ABC):
                 raise ClosedError(f"{self._closed}; open it again to go on from its last commit")
             yield
 
+    @contextmanager
+    def _breaking(self, doing: str) -> Iterator[None]:
+        """For engines that cannot go on after a failed change: any error of the body closes the store."""
+        try:
+            yield
+        except BaseException as error:
+            self._shut(f"the store lost the rows written since its last commit when {doing} failed ({error})")
+            raise
+
     def _shut(self, why: str) -> None:
         with self._lock:
             if not self._closed:

@@ -124,7 +124,10 @@ def _parse(file: Path, content: Any) -> StoreIdentity:
     engine, tables = content.get("engine"), content.get("tables")
     need(_is(engine, str), f"engine {engine!r} is not a name")
     need(isinstance(tables, list), "tables is not a list")
-    return StoreIdentity(engine, tuple(_parse_table(file, table) for table in tables), version)
+    try:
+        return StoreIdentity(engine, plain([_parse_table(file, table) for table in tables]), version)
+    except ConfigError as error:
+        raise StoreCorruptError(f"{file} is damaged: {error}") from error
 
 
 def _parse_table(file: Path, table: Any) -> TableSpec:
@@ -135,10 +138,7 @@ def _parse_table(file: Path, table: Any) -> TableSpec:
     for name, kind in _FIELDS.items():
         if not _is(table[name], _TYPES[str(kind)]):
             raise StoreCorruptError(f"{file} is damaged: {name} {table[name]!r} of a table is no {kind}")
-    try:
-        return TableSpec(**table)
-    except ConfigError as error:
-        raise StoreCorruptError(f"{file} is damaged: {error}") from error
+    return TableSpec(**table)
 
 
 def _is(value: object, kind: type) -> bool:

@@ -13,6 +13,7 @@ store.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from tierstore.config import format_bytes
 from tierstore.errors import StoreCorruptError, StoreFullError, StoreIOError
 from tierstore.keys import ID_BITS, MAX_ID
 from tierstore.store.base import StoreBase, as_bytes, scatter
-from tierstore.store.files import disk_bytes
+from tierstore.store.files import disk_bytes, store_errors
 from tierstore.store.protocol import TableSpec
 from tierstore.store.registry import StoreOptions
 
@@ -91,7 +92,11 @@ class LMDBStore(StoreBase):
         order = np.argsort(keys, kind="stable")
         names = keys[order].view("V8").tolist()
         values = as_bytes(rows[order])
-        with self._breaking("writing"), self._txn.cursor(self._rows[rows.shape[1]]) as cursor:
+        with (
+            self._breaking("writing"),
+            self._lmdb_errors("writing"),
+            self._txn.cursor(self._rows[rows.shape[1]]) as cursor,
+        ):
             cursor.putmulti(zip(names, values, strict=True))
         self._changed_rows += len(keys)
 
@@ -113,7 +118,7 @@ class LMDBStore(StoreBase):
             yield chunk
 
     def _commit(self, meta: bytes) -> int:
-        with self._breaking("committing"):
+        with self._breaking("committing"), self._lmdb_errors("committing"):
             self._txn.put(_COMMIT, _NUMBER.pack(self._number + 1) + meta, db=self._records)
             self._txn.commit()
             self._txn = self._env.begin(write=True)
@@ -144,15 +149,15 @@ class LMDBStore(StoreBase):
         if length < needed:
             raise StoreCorruptError(f"{self._path / 'data.mdb'} is cut off: {length} bytes of {needed}")
 
-    @contextmanager
-    def _breaking(self, doing: str) -> Iterator[None]:
-        """As :meth:`_lmdb_errors`, and any error closes the store, since the transaction is lost with it."""
+    def _need_room(self) -> None:
+        """Raises the system's error when the file cannot grow; LMDB itself calls a full disk an IO error."""
+        fd = os.open(self._path / "data.mdb", os.O_RDWR | os.O_NOFOLLOW)
         try:
-            with self._lmdb_errors(doing):
-                yield
-        except BaseException as error:
-            self._shut(f"the store lost the rows written since its last commit when {doing} failed ({error})")
-            raise
+            length = os.fstat(fd).st_size
+            os.posix_fallocate(fd, length, 1 << 20)
+            os.ftruncate(fd, length)
+        finally:
+            os.close(fd)
 
     @contextmanager
     def _lmdb_errors(self, doing: str) -> Iterator[None]:
@@ -173,4 +178,6 @@ class LMDBStore(StoreBase):
         ) as error:
             raise StoreCorruptError(f"{doing} {self._path}: {error}") from error
         except lmdb.Error as error:
+            with store_errors(f"{doing} {self._path}"):
+                self._need_room()
             raise StoreIOError(f"{doing} {self._path}: {error}") from error

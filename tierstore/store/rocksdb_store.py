@@ -8,7 +8,8 @@ show. The files of the last commit stay on disk until the next one, even when co
 in ``live``.
 
 Keys are big-endian, so that tables are ranges. The key of one zero byte, which sorts before all others,
-holds the commit record: u64 number, then the meta bytes.
+holds the commit record: u64 number, then the meta bytes. After an error of the device RocksDB refuses further
+writes until it is opened again, so such an error closes the store.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from tierstore.store.registry import StoreOptions
 _COMMIT = b"\0"
 _NUMBER = struct.Struct("<Q")
 _COMMIT_FOLDER = re.compile(r"commit-(\d{12})")
+_FULL = re.compile("No space left|quota exceeded|File too large")
 _CHUNK = 65_536
 _MIB = 1 << 20
 _WRITE_BUFFER = 64 * _MIB
@@ -105,7 +107,7 @@ class RocksDBStore(StoreBase):
         self._check_cap(rows.size)
         batch = rocksdict.WriteBatch(raw_mode=True)
         deque(map(batch.put, _names(keys), as_bytes(rows)), maxlen=0)  # runs the map and keeps nothing
-        with self._rocksdb_errors("writing"):
+        with self._breaking("writing"), self._rocksdb_errors("writing"):
             self._db.write(batch, self._write_options)
 
     def _keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
@@ -123,7 +125,11 @@ class RocksDBStore(StoreBase):
 
     def _commit(self, meta: bytes) -> int:
         number = self._number + 1
-        with self._rocksdb_errors("committing"), store_errors(f"committing {self._path}"):
+        with (
+            self._breaking("committing"),
+            self._rocksdb_errors("committing"),
+            store_errors(f"committing {self._path}"),
+        ):
             self._db.put(_COMMIT, _NUMBER.pack(number) + meta, write_opt=self._write_options)
             rocksdict.Checkpoint(self._db).create_checkpoint(str(self._path / _folder_name(number)))
             sync_directory(self._path)
@@ -172,7 +178,7 @@ class RocksDBStore(StoreBase):
             raise
         except Exception as error:  # rocksdict raises no narrower class
             text = f"{doing} {self._path}: {error}"
-            if "No space" in str(error) or "quota" in str(error):
+            if _FULL.search(str(error)):
                 raise StoreFullError(f"{text}; free some space, committed rows are intact") from error
             if "Corruption" in str(error):
                 raise StoreCorruptError(text) from error

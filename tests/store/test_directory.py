@@ -1,0 +1,223 @@
+"""Store directories: identity, lock, temporary ones, and everything a path can be that is not a store."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from store_model import (
+    CAP,
+    TABLES,
+    assert_holds,
+    folder_contents,
+    make_store,
+    open_memory,
+    put,
+    run_child,
+    stored_ids,
+)
+
+from tierstore.errors import (
+    ConfigError,
+    StoreCorruptError,
+    StoreFullError,
+    StoreIOError,
+    StoreLockedError,
+    StoreMismatchError,
+)
+from tierstore.store import files, open_store, read_identity, register_engine, registry
+
+
+def test_new_directory_with_missing_parents(tmp_path):
+    path = tmp_path / "a" / "b"
+    make_store(path)
+    assert sorted(os.listdir(path)) == ["LOCK", "TIERSTORE.json", "memory"]
+    identity = read_identity(path)
+    assert (identity.engine, identity.format) == ("memory", 1)
+    assert identity.tables == TABLES
+    with open_memory(path) as store:
+        assert_holds(store, 1, range(10))
+
+
+def test_foreign_directory_stays_as_it_is(tmp_path):
+    (tmp_path / "holiday.jpg").write_bytes(b"x")
+    with pytest.raises(
+        StoreMismatchError, match=r"not a store directory and not empty \(it has holiday.jpg\)"
+    ):
+        open_memory(tmp_path)
+    assert os.listdir(tmp_path) == ["holiday.jpg"]
+    with pytest.raises(StoreMismatchError, match=r"has no TIERSTORE\.json"):
+        read_identity(tmp_path)
+
+
+def test_empty_directory_and_leftovers_of_a_crash_while_creating(tmp_path):
+    (tmp_path / "LOCK").write_bytes(b"12345               ")
+    (tmp_path / "TIERSTORE.json.tmp").write_bytes(b'{"for')
+    (tmp_path / "lost+found").mkdir()
+    make_store(tmp_path)
+    open_memory(tmp_path).close()
+
+
+def test_path_is_a_file_or_below_one(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"x")
+    with pytest.raises(ConfigError, match="is a file"):
+        open_memory(file)
+    with pytest.raises(StoreIOError, match="Not a directory"):
+        open_memory(file / "below")
+
+
+def test_failed_creation_leaves_nothing(tmp_path, monkeypatch):
+    def broken(path, tables, options):
+        (path / "half").write_bytes(b"x")
+        raise StoreIOError("no luck")
+
+    monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
+    monkeypatch.setattr(registry, "ENGINE_NAMES", list(registry.ENGINE_NAMES))
+    register_engine("broken", broken)
+    with pytest.raises(StoreIOError, match="no luck"):
+        open_store(tmp_path / "a" / "b", "broken", TABLES, CAP)
+    assert os.listdir(tmp_path) == []
+
+
+def test_locked_by_this_process(tmp_path):
+    store = open_memory(tmp_path)
+    with pytest.raises(StoreLockedError, match="another object of this process"):
+        open_memory(tmp_path)
+    store.close()
+    open_memory(tmp_path).close()
+
+
+def test_locked_by_another_process(tmp_path):
+    code = (
+        "import sys; from store_model import *; from tierstore.store import open_store\n"
+        "store = open_store(sys.argv[1], 'memory', TABLES, CAP); print('open', flush=True); sys.stdin.read()"
+    )
+    child = run_child(code, tmp_path, stdin=subprocess.PIPE)
+    with child:
+        assert child.stdout.readline() == "open\n"
+        with pytest.raises(StoreLockedError, match=f"in use by process {child.pid}; close it there"):
+            open_memory(tmp_path)
+        child.stdin.close()
+    open_memory(tmp_path).close()
+
+
+def test_locked_by_someone_unknown(tmp_path):
+    make_store(tmp_path)
+    with open(tmp_path / "LOCK", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(StoreLockedError, match="another process"):
+            open_memory(tmp_path)
+
+
+def test_temporary_directory_is_deleted_on_close():
+    store = open_memory(None)
+    path = store.path
+    put(store, 1, range(10))
+    store.commit(b"")
+    assert path.is_dir()
+    store.close()
+    assert not path.exists()
+
+
+def test_temporary_directory_is_deleted_at_exit_but_not_by_a_forked_child(tmp_path):
+    code = (
+        "import os, sys; from store_model import *; from tierstore.store import open_store\n"
+        "store = open_store(None, 'memory', TABLES, CAP); print(store.path, flush=True)\n"
+        "if os.fork() == 0: sys.exit(0)\n"
+        "os.wait(); print(store.path.is_dir(), flush=True)"
+    )
+    child = run_child(code, tmp_path)
+    out, _ = child.communicate(timeout=60)
+    path, still_there = out.split()
+    assert still_there == "True"
+    assert not Path(path).exists()
+
+
+@contextmanager
+def plain_user():
+    """Not root for a while, since root may write everywhere."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@pytest.fixture
+def reachable():
+    """A new directory that every user can reach, unlike tmp_path."""
+    with tempfile.TemporaryDirectory() as path:
+        os.chmod(path, 0o755)
+        yield Path(path)
+
+
+def test_read_only_directory(reachable):
+    path = reachable / "s"
+    make_store(path)
+    for name, mode in [("LOCK", 0o444), ("memory", 0o555), (".", 0o555)]:
+        (path / name).chmod(mode)
+    before = folder_contents(path)
+    for target in (path, path / "new"):
+        with (
+            plain_user(),
+            pytest.raises(StoreIOError, match="Permission denied; give a path that this user") as info,
+        ):
+            open_memory(target)
+        assert info.value.errno == errno.EACCES
+    assert folder_contents(path) == before
+
+
+def test_read_only_file_system(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(files.os, "open", refuse)
+    with pytest.raises(StoreIOError, match="Read-only file system; give a path"):
+        open_memory(tmp_path)
+
+
+def test_full_disk_while_creating(tmp_path, monkeypatch):
+    def refuse(fd, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "write", refuse)
+    with pytest.raises(StoreFullError, match="No space left on device; free some space"):
+        open_memory(tmp_path / "s")
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == []
+    make_store(tmp_path / "s")
+
+
+@pytest.mark.parametrize("name", ["TIERSTORE.json", "LOCK", "memory", "memory/rows"])
+def test_links_are_not_followed(tmp_path, name):
+    path, elsewhere = tmp_path / "s", tmp_path / "elsewhere"
+    make_store(path)
+    (path / name).rename(elsewhere)
+    (path / name).symlink_to(elsewhere)
+    before = elsewhere.stat().st_mtime_ns
+    with pytest.raises(StoreCorruptError, match=f"{name} is a symbolic link"):
+        open_memory(path)
+    assert elsewhere.stat().st_mtime_ns == before
+
+
+def test_identity_that_is_no_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "TIERSTORE.json")
+    with pytest.raises(StoreCorruptError, match="not a regular file"):
+        open_memory(tmp_path)
+
+
+def test_store_path_itself_may_be_a_link(tmp_path):
+    make_store(tmp_path / "real")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with open_memory(tmp_path / "link") as store:
+        assert stored_ids(store, 1) == list(range(10))
