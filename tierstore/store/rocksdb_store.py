@@ -14,6 +14,7 @@ writes until it is opened again, so such an error closes the store.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -37,6 +38,8 @@ from tierstore.store.base import StoreBase, as_bytes, scatter
 from tierstore.store.files import disk_bytes, store_errors, sync_directory
 from tierstore.store.protocol import TableSpec
 from tierstore.store.registry import StoreOptions
+
+log = logging.getLogger(__name__)
 
 _COMMIT = b"\0"
 _NUMBER = struct.Struct("<Q")
@@ -152,7 +155,10 @@ class RocksDBStore(StoreBase):
         return rows, rows * sizes[0] if len(sizes) == 1 else live, disk_bytes(self._path), memory
 
     def _release(self) -> None:
-        self._db.close()
+        try:
+            self._db.close()
+        except Exception as error:  # it flushes what the next opening removes, so nothing is lost by that
+            log.warning("closing %s: %s", self._path, error)
 
     def _property(self, name: str) -> int:
         return self._db.property_int_value(f"rocksdb.{name}") or 0
