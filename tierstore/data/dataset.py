@@ -1,0 +1,147 @@
+"""What a dataset is: batches of dense features, ids per table, and labels, in a reproducible order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tierstore.sparse import KeyedJaggedTensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples of one training step. A pytree, so prefetchers and ``tree_map`` see its tensors.
+
+    dense: float32 (B, dense_dim). sparse: int64 values, one key per table, named like the table.
+    labels: float32 (B,), 0 or 1.
+    """
+
+    dense: Tensor
+    sparse: KeyedJaggedTensor
+    labels: Tensor
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        return Batch(
+            self.dense.to(device, non_blocking=non_blocking),
+            self.sparse.to(torch.device(device), non_blocking=non_blocking),
+            self.labels.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> Batch:
+        return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
+
+    def record_stream(self, stream: Any) -> None:
+        """Tells the CUDA allocator that ``stream`` uses the tensors of this batch."""
+        for part in (self.dense, self.sparse, self.labels):
+            part.record_stream(stream)
+
+    def __len__(self) -> int:
+        return self.labels.shape[0]
+
+
+def _flatten(batch: Batch) -> tuple[list[Any], None]:
+    return [batch.dense, batch.sparse, batch.labels], None
+
+
+def _flatten_with_keys(batch: Batch) -> tuple[list[Any], None]:
+    names = ("dense", "sparse", "labels")
+    return [(pytree.GetAttrKey(name), getattr(batch, name)) for name in names], None
+
+
+pytree.register_pytree_node(
+    Batch,
+    _flatten,
+    lambda leaves, context: Batch(*leaves),
+    serialized_type_name="tierstore.data.Batch",
+    flatten_with_keys_fn=_flatten_with_keys,
+)
+
+
+@dataclass(frozen=True)
+class TableInfo:
+    """An embedding table that a dataset needs: valid ids are 0 <= id < num_embeddings."""
+
+    name: str
+    num_embeddings: int
+
+
+class Dataset(Protocol):
+    """A source of batches. Every batch is the same whenever, and however often, it is drawn.
+
+    num_train, num_test: examples per pass; None when unknown (a stream not read yet) or endless.
+    """
+
+    name: str
+    tables: tuple[TableInfo, ...]
+    dense_dim: int
+    num_train: int | None
+    num_test: int | None
+
+    def train(self, batch_size: int, *, epochs: int = 1, start_batch: int = 0) -> Iterator[Batch]:
+        """Training batches, in order; the last one of an epoch may be smaller.
+
+        ``start_batch`` leaves that many batches out, cheaply (they count over epochs): to resume.
+        """
+        ...
+
+    def test(self, batch_size: int) -> Iterator[Batch]:
+        """Batches of the examples held out."""
+        ...
+
+
+def one_id_per_table(
+    tables: tuple[TableInfo, ...], dense: np.ndarray, ids: np.ndarray, labels: np.ndarray
+) -> Batch:
+    """A batch of one id per table and example: dense (B, D), ids (tables, B) of any integer type, labels
+    (B,).
+    """
+    size = labels.shape[0]
+    sparse = KeyedJaggedTensor(
+        [table.name for table in tables],
+        torch.from_numpy(ids.astype(np.int64).reshape(-1)),
+        lengths=torch.ones(len(tables) * size, dtype=torch.int64),
+        offsets=torch.arange(len(tables) * size + 1, dtype=torch.int64),
+        stride=size,
+    )
+    return Batch(
+        torch.from_numpy(np.ascontiguousarray(dense, dtype=np.float32)),
+        sparse,
+        torch.from_numpy(labels.astype(np.float32)),
+    )
+
+
+def check_batching(batch_size: int, epochs: int = 1, start_batch: int = 0) -> None:
+    """Raises ValueError for counts that make no sense."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+    if epochs < 0 or start_batch < 0:
+        raise ValueError(f"epochs and start_batch must not be negative, not {epochs} and {start_batch}")
+
+
+def batch_ranges(
+    examples: int, batch_size: int, epochs: int = 1, start_batch: int = 0
+) -> Iterator[tuple[int, int]]:
+    """(first, end) of every batch of ``epochs`` passes over ``examples``, from batch ``start_batch`` on."""
+    check_batching(batch_size, epochs, start_batch)
+    per_epoch = -(-examples // batch_size)
+    for number in range(start_batch, per_epoch * epochs):
+        first = number % per_epoch * batch_size
+        yield first, min(first + batch_size, examples)
+
+
+def in_order(
+    examples: int,
+    make: Callable[[int, int], Batch],
+    batch_size: int,
+    epochs: int = 1,
+    start_batch: int = 0,
+) -> Iterator[Batch]:
+    """Batches ``make(first, end)`` of examples that can be reached by number."""
+    for first, end in batch_ranges(examples, batch_size, epochs, start_batch):
+        yield make(first, end)
