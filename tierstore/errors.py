@@ -41,3 +41,7 @@ class TierFullError(TierStoreError, MemoryError):
 
 class ClosedError(TierStoreError, RuntimeError):
     """Use of a table or store after close()."""
+
+
+class GradientError(TierStoreError, ArithmeticError):
+    """A gradient was NaN or infinite (``TierConfig(check_gradients=True)``); those rows were not updated."""

@@ -1,5 +1,7 @@
 // Bindings of the memory tiers: Batch, Tier, Plan, Window. Arrays that are returned are views that keep their
 // owner alive; callers do not write to them.
+#include <numeric>
+
 #include "bindings/registry.h"
 #include "cache/batch.h"
 #include "cache/tier.h"
@@ -101,18 +103,20 @@ void BindTier(py::module_& m) {
           py::arg("pinned_since"), py::arg("plan"), Unlocked())
       .def(
           "assign",
-          [](Tier& tier, const Array<std::uint64_t>& keys, Plan& plan) {
+          [](Tier& tier, const Array<std::uint64_t>& keys, bool use_pad, Plan& plan) {
             py::gil_scoped_release unlocked;
-            tier.Assign(keys.data(), &plan);
+            tier.Assign(keys.data(), use_pad, &plan);
           },
-          py::arg("keys"), py::arg("plan"))
+          py::arg("keys"), py::arg("use_pad"), py::arg("plan"))
       .def(
           "abort", [](Tier& tier, Plan& plan) { tier.Abort(&plan); }, Unlocked())
       .def(
           "unassign", [](Tier& tier, Plan& plan) { tier.Unassign(&plan); }, Unlocked())
       .def("release",
            [](Tier& tier, const Array<std::int32_t>& slots) { tier.Release(slots.data(), slots.size()); })
-      .def("drain", [](Tier& tier) { return DepartureArrays(tier.Drain()); })
+      .def("drainable", [](const Tier& tier) { return DepartureArrays(tier.Drainable()); })
+      .def("drained",
+           [](Tier& tier, const Array<std::int32_t>& slots) { tier.Drained(slots.data(), slots.size()); })
       .def("find",
            [](const Tier& tier, const Array<std::uint64_t>& keys) {
              Array<std::int32_t> slots(keys.size());
@@ -206,6 +210,16 @@ TIERSTORE_BINDINGS(cache) {
   m.def("make_batch", &MakeBatch, py::arg("segments"),
         "Deduplicates ids. segments: (address, count, is_int32, table, bound, padding id or -1) per feature. "
         "Returns (batch, bad segment or -1, its position, the id).");
+  m.def(
+      "batch_of_unique",
+      [](const Array<std::uint64_t>& keys) {
+        auto batch = std::make_shared<Batch>();
+        batch->unique.assign(keys.data(), keys.data() + keys.size());
+        batch->inverse.resize(static_cast<std::size_t>(keys.size()));
+        std::iota(batch->inverse.begin(), batch->inverse.end(), 0);
+        return batch;
+      },
+      "A batch of keys (uint64) without repeats.");
   BindPlan(m);
   BindTier(m);
   BindWindow(m);

@@ -116,7 +116,7 @@ std::int32_t Tier::TakePadSlot() {
   return static_cast<std::int32_t>(config_.capacity + pad);
 }
 
-void Tier::Assign(const std::uint64_t* keys, Plan* plan) {
+void Tier::Assign(const std::uint64_t* keys, bool use_pad, Plan* plan) {
   for (const std::int32_t slot : plan->victims.slots) index_.Erase(slot);
   free_.insert(free_.end(), plan->victims.slots.rbegin(), plan->victims.slots.rend());
 
@@ -131,8 +131,10 @@ void Tier::Assign(const std::uint64_t* keys, Plan* plan) {
     } else if (fresh_ < config_.capacity) {
       slot = static_cast<std::int32_t>(fresh_++);
       CommitSlots(fresh_);
-    } else {
+    } else if (use_pad) {
       slot = TakePadSlot();
+    } else {
+      break;  // the slots of this miss and those behind it stay -1
     }
     plan->slots[miss] = slot;
     keys_[slot] = keys[miss];
@@ -198,19 +200,25 @@ void Tier::Release(const std::int32_t* slots, std::int64_t n) {
   }
 }
 
-Departures Tier::Drain() {
+Departures Tier::Drainable() const {
   Departures out;
-  std::vector<std::int32_t> drainable;
-  drainable.swap(pad_drainable_);
-  for (const std::int32_t slot : drainable) {
-    if (pad_users_[slot - config_.capacity] != 0) continue;  // used again since, or listed twice
+  for (const std::int32_t slot : pad_drainable_) {
+    if (pad_users_[slot - config_.capacity] != 0) continue;  // used again since
     out.slots.push_back(slot);
     out.keys.push_back(keys_[slot]);
     out.dirty.push_back(dirty_[slot]);
     out.next_use.push_back(next_use_[slot]);
-    ForgetPadSlot(slot);
   }
   return out;
+}
+
+void Tier::Drained(const std::int32_t* slots, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) ForgetPadSlot(slots[i]);
+  pad_drainable_.clear();
+  if (pad_in_use() > 0) return;
+  pad_users_.clear();
+  pad_free_.clear();
+  arena_.Discard(static_cast<std::size_t>(config_.capacity * config_.row_bytes));
 }
 
 void Tier::Remove(const std::int32_t* slots, std::int64_t n) {

@@ -6,7 +6,7 @@
 // by the caller: the tier hands out slots.
 //
 // Slots 0 .. capacity-1 belong to the policy. Slots behind them are the transient pad: rows of a batch that
-// does not fit; they are counted in and out by their lookups and leave through Drain().
+// does not fit; they are counted in and out by their lookups and leave through Drainable().
 #pragma once
 
 #include <cstdint>
@@ -59,15 +59,16 @@ class Tier {
   void Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now,
              Plan* plan);
   std::int64_t Evict(std::int64_t pinned_since, Plan* plan);
-  void Assign(const std::uint64_t* keys, Plan* plan);
+  void Assign(const std::uint64_t* keys, bool use_pad, Plan* plan);
   // Undo, when rows could not be moved: before Assign the victims stay; after it the misses are forgotten.
   void Abort(Plan* plan);
   void Unassign(Plan* plan);
 
   // A lookup that used `slots` is over: pad slots without further users become drainable.
   void Release(const std::int32_t* slots, std::int64_t n);
-  // Rows of the pad that no lookup uses any more; they are forgotten (copy them out before anything else).
-  Departures Drain();
+  // Rows of the pad that no lookup uses any more; once they are written down, Drained() forgets them.
+  Departures Drainable() const;
+  void Drained(const std::int32_t* slots, std::int64_t n);
 
   void Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const {
     index_.Find(keys, n, slots);

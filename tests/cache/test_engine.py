@@ -1,0 +1,246 @@
+"""The engine against the same kernels with every row in memory: outputs and rows must be equal bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tierstore import TierConfig, optim
+from tierstore.cache.chain import Segment
+from tierstore.cache.engine import Engine, Table
+from tierstore.cache.memory_tier import bytes_for
+from tierstore.errors import ClosedError, ConfigError, InputError, TierFullError
+from tierstore.initializers import uniform
+from tierstore.modules.base import TieredModule
+from tierstore.modules.lookup import Lookup, PooledPart
+
+ROWS = 2000
+
+
+class Bags(TieredModule):
+    """The smallest module: sum pooling over fixed-size bags of every table, one feature per table."""
+
+    def lookup_inputs(self, ids: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(ids)
+
+    def make_lookup(self, ids: list[torch.Tensor]) -> Lookup:
+        bags = ids[0].shape[0]
+        parts, column = [], 0
+        columns = []
+        for table in self.engine.tables:
+            columns.append(column)
+            column += table.embedding_dim
+        for chain in self.engine.chains:
+            members = [i for i in range(len(ids)) if self.engine.chain_of(i) is chain]
+            segments = [
+                Segment(
+                    f"f{i}", i, ids[i].data_ptr(), ids[i].numel(), False, self.engine.tables[i].num_embeddings
+                )
+                for i in members
+            ]
+            counts = np.concatenate([np.full(bags, ids[i].shape[1]) for i in members])
+            parts.append(
+                PooledPart(
+                    chain,
+                    chain.batch(segments),
+                    [],
+                    offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+                    bag_start=np.arange(len(members) + 1, dtype=np.int64) * bags,
+                    out_offset=np.array([columns[i] for i in members], np.int64),
+                    out_stride=np.full(len(members), column, np.int64),
+                    modes=np.zeros(len(members), np.uint8),
+                )
+            )
+        return Lookup(parts, (bags, column))
+
+    def forward(self, ids: list[torch.Tensor]) -> torch.Tensor:
+        return self._pooled(self._find_lookup(ids), None)
+
+
+def build(config: TierConfig, optimizer: optim.OptimizerSpec, dims: tuple[int, ...]) -> Bags:
+    tables = [Table(f"t{i}", ROWS, dim, uniform(-0.5, 0.5)) for i, dim in enumerate(dims)]
+    engine = Engine(tables, config, optimizer, seed=3)
+    return Bags(engine, range(len(tables)), optimizer)
+
+
+def train(module: Bags, batches: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    outputs = []
+    for ids in batches:
+        out = module(ids)
+        (out.sin() * torch.arange(out.numel()).view_as(out).cos()).sum().backward()
+        outputs.append(out.detach().clone())
+    return outputs
+
+
+def everything(module: Bags) -> list[torch.Tensor]:
+    ids = torch.arange(ROWS)
+    found = []
+    for table in module.engine.tables:
+        found.append(module.rows(ids, table.name))
+        found += module.optimizer_rows(ids, table.name).values()
+    return found
+
+
+def random_batches(seed: int, count: int, tables: int, bags: int, hot: int) -> list[list[torch.Tensor]]:
+    rng = np.random.default_rng(seed)
+    return [
+        [torch.from_numpy((rng.zipf(1.2, (bags, hot)) * (7 + t)) % ROWS) for t in range(tables)]
+        for _ in range(count)
+    ]
+
+
+def budget(
+    slots: int, optimizer: optim.OptimizerSpec = optim.SGD(), dim: int = 5, policy: str = "lookahead"
+) -> int:
+    """Bytes of a memory tier of ``slots`` rows."""
+    return bytes_for(slots, optimizer.row_bytes(dim), policy)
+
+
+CHAINS: dict[str, dict[str, int]] = {  # slots; 0: no such tier
+    "hbm": {"hbm": 5000, "uvm": 0, "ssd": 0},
+    "hbm+ssd": {"hbm": 100, "uvm": 0, "ssd": 1},
+    "hbm+uvm+ssd": {"hbm": 100, "uvm": 60, "ssd": 1},
+    "hbm+uvm": {"hbm": 100, "uvm": 5000, "ssd": 0},
+    "overflow": {"hbm": 20, "uvm": 0, "ssd": 1},
+}
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "lookahead"])
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("optimizer", [optim.SGD(lr=0.1), optim.RowWiseAdagrad(lr=0.1), optim.Adam(lr=0.1)])
+def test_tiers_equal_memory(chain: str, policy: str, optimizer: optim.OptimizerSpec) -> None:
+    batches = random_batches(0, 25, 2, 8, 3)
+    expected = build(TierConfig(hbm="all"), optimizer, (5, 5))
+    reference = train(expected, batches)
+    slots = CHAINS[chain]
+    config = TierConfig(
+        hbm=budget(slots["hbm"], optimizer, 5, policy),
+        uvm=budget(slots["uvm"], optimizer, 5, policy) if slots["uvm"] else 0,
+        ssd="1GiB" if slots["ssd"] else 0,
+        policy=policy,
+        engine="memory",
+    )
+    with build(config, optimizer, (5, 5)) as module:
+        for got, want in zip(train(module, batches), reference, strict=True):
+            assert torch.equal(got, want)
+        for got, want in zip(everything(module), everything(expected), strict=True):
+            assert torch.equal(got, want)
+        stats = module.stats()
+        if chain not in ("hbm", "hbm+uvm"):
+            assert stats["evicted_rows"] > 0
+            assert stats["tiers"]["ssd"]["row_hits"] > 0
+        if chain == "overflow":
+            assert stats["overflow_rows"] > 0
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 1000),
+    dims=st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=3),
+    hbm=st.integers(8_000, 40_000),
+    uvm=st.sampled_from([0, 20_000]),
+    policy=st.sampled_from(["lru", "lfu", "lookahead"]),
+    joint=st.integers(1, 4),
+)
+def test_backward_may_come_later(
+    seed: int, dims: list[int], hbm: int, uvm: int, policy: str, joint: int
+) -> None:
+    """Several forwards before one backward: their rows stay pinned, whatever the budget."""
+    optimizer = optim.Adagrad(lr=0.1)
+
+    def run(config: TierConfig) -> list[torch.Tensor]:
+        with build(config, optimizer, tuple(dims)) as module:
+            for begin in range(0, 8, joint):
+                outs = [module(ids) for ids in random_batches(seed + begin, joint, len(dims), 6, 2)]
+                if begin == 4:
+                    outs.pop()  # a graph dropped without a backward pass
+                sum((out.cos().sum() for out in outs), torch.zeros(())).backward() if outs else None
+            return everything(module)
+
+    want = run(TierConfig(hbm="all"))
+    got = run(TierConfig(hbm=hbm, uvm=uvm, engine="memory", policy=policy))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_reading_changes_nothing() -> None:
+    batches = random_batches(1, 6, 1, 8, 3)
+    with build(TierConfig(hbm=budget(40), engine="memory"), optim.SGD(lr=0.1), (8,)) as module:
+        train(module, batches[:3])
+        touched = torch.cat(list(module.touched_ids()))
+        module.reset_stats()
+        module.eval()
+        outputs = [module(ids) for ids in batches]
+        assert not any(out.requires_grad for out in outputs)
+        assert sorted(torch.cat(list(module.touched_ids())).tolist()) == sorted(touched.tolist())
+        stats = module.stats()
+        assert stats["evicted_rows"] == stats["written_rows"] == stats["lookups"] == 0
+        for ids, out in zip(batches, outputs, strict=True):
+            assert torch.allclose(out, module.rows(ids[0].flatten()).view(8, 3, 8).sum(1))
+
+
+def test_commit_close_reopen(tmp_path) -> None:
+    optimizer = optim.Adam(lr=0.05)
+    batches = random_batches(2, 10, 2, 8, 3)
+    whole = build(TierConfig(hbm="all"), optimizer, (4, 6))
+    reference = train(whole, batches)
+    for engine in ("rocksdb", "lmdb"):
+        config = TierConfig(hbm=budget(60, optimizer, 6) * 2, path=tmp_path / engine, engine=engine)
+        with build(config, optimizer, (4, 6)) as module:
+            got = train(module, batches[:5])
+            module.commit({"step": 5})
+        with build(config, optimizer, (4, 6)) as module:
+            assert module.engine.committed_extra() in ({"step": 5}, {})
+            got += train(module, batches[5:])
+            assert all(torch.equal(a, b) for a, b in zip(got, reference, strict=True))
+            for a, b in zip(everything(module), everything(whole), strict=True):
+                assert torch.equal(a, b)
+
+
+def test_load_rows_round_trip() -> None:
+    with build(TierConfig(hbm=budget(40), engine="memory"), optim.Adagrad(lr=0.1), (3,)) as module:
+        ids = torch.randperm(ROWS)
+        weight, state = torch.randn(ROWS, 3), {"sum": torch.rand(ROWS, 3)}
+        module.load_rows(ids, weight, state)
+        assert torch.equal(module.rows(ids), weight)
+        assert torch.equal(module.optimizer_rows(ids)["sum"], state["sum"])
+        with pytest.raises(InputError, match="repeat"):
+            module.load_rows(torch.tensor([1, 1]), torch.zeros(2, 3))
+        with pytest.raises(InputError, match=r"weight has shape \(1, 2\)"):
+            module.load_rows(torch.tensor([1]), torch.zeros(1, 2))
+
+
+def test_bad_ids_change_nothing() -> None:
+    with build(TierConfig(hbm=budget(40), engine="memory"), optim.SGD(lr=0.1), (3,)) as module:
+        for bad in (-1, ROWS):
+            ids = torch.tensor([[0, 5], [bad, 7]])
+            with pytest.raises(
+                InputError, match=rf"f0: id {bad} at position 2 is out of range \[0, {ROWS}\)"
+            ):
+                module([ids])
+        assert list(module.touched_ids()) == []
+
+
+def test_memory_only_tier_says_when_it_is_full() -> None:
+    optimizer = optim.SGD(lr=0.1)
+    with build(TierConfig(hbm=budget(60, optimizer, 64), ssd=0), optimizer, (64,)) as module:
+        with pytest.raises(TierFullError, match="raise hbm, or set ssd"):
+            train(module, random_batches(0, 50, 1, 5, 3))
+        before = everything(module)
+        known = next(iter(module.touched_ids()))
+        module([known[:1].view(1, 1)])  # rows that are there can be used on
+        assert all(torch.equal(a, b) for a, b in zip(before, everything(module), strict=True))
+
+
+def test_budget_below_the_minimum_and_use_after_close() -> None:
+    with pytest.raises(ConfigError, match=r"below the minimum for these tables: \d+ bytes"):
+        build(TierConfig(hbm=100, engine="memory"), optim.SGD(lr=0.1), (3,))
+    module = build(TierConfig(hbm=budget(40), engine="memory"), optim.SGD(lr=0.1), (3,))
+    module.close()
+    module.close()
+    with pytest.raises(ClosedError):
+        module(random_batches(0, 1, 1, 2, 2)[0])
+    with pytest.raises(ClosedError):
+        module.rows(torch.tensor([1]))

@@ -1,0 +1,84 @@
+"""How the budgets of the memory tiers are divided among chains (one per row layout)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from tierstore.cache.memory_tier import MIN_SLOTS, bytes_for, slots_for
+from tierstore.config import TierConfig, format_bytes
+from tierstore.errors import ConfigError
+
+_HUGE = 1 << 62
+
+
+@dataclass(frozen=True)
+class ChainDemand:
+    """Rows (of all its tables) and bytes per row of one chain."""
+
+    name: str
+    rows: int
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """Slots of one memory tier; ``holds_all``: every row fits, so nothing is ever evicted."""
+
+    slots: int
+    holds_all: bool
+
+
+def divide(budget: int, demands: Sequence[ChainDemand], policy: Any, tier: str) -> list[TierPlan]:
+    """Slots per chain for ``budget`` bytes: in proportion to the tables' bytes, never more than all of
+    a chain's rows.
+
+    Raises ``ConfigError`` that names the minimum if the budget cannot hold ``MIN_SLOTS`` rows per chain.
+    """
+    least = [bytes_for(min(MIN_SLOTS, d.rows), d.row_bytes, policy) for d in demands]
+    if sum(least) > budget:
+        raise ConfigError(
+            f"the {tier} budget of {budget} bytes is below the minimum for these tables: {sum(least)} bytes "
+            f"({format_bytes(sum(least))}: {MIN_SLOTS} rows and their metadata for each of "
+            f"{len(demands)} row layouts)"
+        )
+    most = [min(_HUGE, bytes_for(d.rows, d.row_bytes, policy)) for d in demands]
+    weight = [d.rows * d.row_bytes for d in demands]
+    share = _fill(budget, least, most, weight)
+    plans = []
+    for demand, bytes_, enough in zip(demands, share, most, strict=True):
+        if bytes_ >= enough:
+            plans.append(TierPlan(demand.rows, True))
+        else:
+            plans.append(TierPlan(min(demand.rows, slots_for(bytes_, demand.row_bytes, policy)), False))
+    return plans
+
+
+def _fill(budget: int, least: list[int], most: list[int], weight: list[int]) -> list[int]:
+    """Shares in proportion to ``weight`` within [least, most]; what a capped chain cannot use goes to
+    the others."""
+    share = list(least)
+    while True:
+        open_ = [i for i in range(len(share)) if share[i] < most[i]]
+        rest = budget - sum(share)
+        if not open_ or rest < len(open_):
+            return share
+        total = sum(weight[i] for i in open_)
+        before = sum(share)
+        for i in open_:
+            share[i] = min(most[i], share[i] + rest * weight[i] // total)
+        if sum(share) == before:
+            return share
+
+
+def fast_tiers(config: TierConfig, demands: Sequence[ChainDemand]) -> list[TierPlan]:
+    """The ``hbm`` tiers. With ``hbm="all"`` each may grow to all its rows, or to what the machine's
+    memory holds."""
+    if config.keeps_all:
+        memory = psutil.virtual_memory().total
+        return [TierPlan(min(d.rows, max(MIN_SLOTS, memory // d.row_bytes)), True) for d in demands]
+    assert isinstance(config.hbm, int)
+    return divide(config.hbm, demands, config.policy, "hbm")

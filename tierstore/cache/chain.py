@@ -1,0 +1,514 @@
+"""The chain of tiers for tables of one row layout: fast tier → host tier → row store.
+
+Rows are in exactly one memory tier or in none; the store holds the last version that was written down,
+which is the
+valid one unless a memory tier has the row. Locks: ``sequence.planner()`` is held by whoever changes
+which rows are
+where; ``_moving`` guards the tiers' data structures and is never held while waiting for a release.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore import _core
+from tierstore.cache.memory_tier import Keys, MemoryTier
+from tierstore.cache.sequence import Sequence
+from tierstore.cache.stats import ChainCounters, TierCounters
+from tierstore.cache.ticket import ReadRows, Ticket
+from tierstore.config import format_bytes
+from tierstore.errors import ClosedError, InputError, TierFullError
+from tierstore.initializers import KINDS, Init
+from tierstore.keys import split
+from tierstore.store.protocol import RowStore
+
+logger = logging.getLogger("tierstore")
+
+_CHUNK = 1 << 16  # rows moved at a time where the number of rows is not bounded by a batch
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Ids of one feature: ``address`` of ``count`` contiguous int64 (int32 if ``is_int32``) numbers."""
+
+    name: str
+    table: int
+    address: int
+    count: int
+    is_int32: bool
+    bound: int
+    padding: int = -1
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """What the rows of a chain look like, and how untouched rows of each table begin.
+
+    The arrays are indexed by table; entries of tables in other chains are not used.
+    """
+
+    dim: int
+    row_bytes: int
+    state_floats: int
+    state_value: float
+    kinds: NDArray[np.uint8]
+    a: NDArray[np.float32]
+    b: NDArray[np.float32]
+    seeds: NDArray[np.uint64]
+
+    @classmethod
+    def of(
+        cls,
+        dim: int,
+        row_bytes: int,
+        state_floats: int,
+        state_value: float,
+        inits: List[Init],
+        seeds: List[int],
+    ) -> RowLayout:
+        return cls(
+            dim, row_bytes, state_floats, state_value,
+            np.array([KINDS[init.kind] for init in inits], np.uint8),
+            np.array([init.a for init in inits], np.float32),
+            np.array([init.b for init in inits], np.float32),
+            np.array(seeds, np.uint64),
+        )  # fmt: skip
+
+    def initialise(self, address: int, slots: NDArray[np.int32] | None, keys: Keys) -> None:
+        _core.init_rows(
+            address, self.row_bytes, slots, keys, self.dim, self.state_floats, self.state_value,
+            self.kinds, self.a, self.b, self.seeds,
+        )  # fmt: skip
+
+
+class Chain:
+    """Tiers of tables with one row layout. ``host`` and ``store`` may be missing."""
+
+    def __init__(
+        self,
+        name: str,
+        layout: RowLayout,
+        fast: MemoryTier,
+        host: MemoryTier | None,
+        store: RowStore | None,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.fast = fast
+        self.host = host
+        self.store = store
+        self.sequence = Sequence()
+        self.window = _core.Window()
+        self._planned = -1
+        self._moving = threading.RLock()
+        self._returned: list[Ticket] = []
+        self._closed = False
+        self._warned_overflow = False
+        self.reset_stats()
+
+    # -- what is counted -----------------------------------------------------------------
+
+    def reset_stats(self) -> None:
+        self.counters = ChainCounters()
+        self.tiers: dict[str, TierCounters] = {"hbm": TierCounters()}
+        if self.host is not None:
+            self.tiers["uvm"] = TierCounters()
+        if self.store is not None:
+            self.tiers["ssd"] = TierCounters()
+
+    def _count(
+        self, plan: Any, ticket: Ticket, in_host: NDArray[Any] | None, in_store: NDArray[Any] | None
+    ) -> None:
+        assert ticket.csr is not None
+        weight = np.diff(ticket.csr[0])
+        accesses, misses = int(ticket.csr[0][-1]), plan.misses
+        missed = weight[misses]
+        self.counters.lookups += 1
+        rows, below = len(weight), len(misses)
+        reach = int(missed.sum())
+        self.tiers["hbm"].count(rows, rows - below, accesses, accesses - reach)
+        for tier, hit in (("uvm", in_host), ("ssd", in_store)):
+            if hit is None:
+                continue
+            hits, hit_accesses = int(hit.sum()), int(missed[hit].sum())
+            self.tiers[tier].count(below, hits, reach, hit_accesses)
+            missed = missed[~hit]
+            below, reach = below - hits, reach - hit_accesses
+        self.counters.initialised_rows += below
+
+    # -- lookups -------------------------------------------------------------------------
+
+    def batch(self, segments: List[Segment]) -> Any:
+        """Deduplicated ids of a lookup; ``InputError`` names the feature, the id and the bound of a
+        wrong one."""
+        self._check_open()
+        batch, bad, position, value = _core.make_batch(
+            [(s.address, s.count, s.is_int32, s.table, s.bound, s.padding) for s in segments]
+        )
+        if bad >= 0:
+            segment = segments[bad]
+            raise InputError(
+                f"{segment.name}: id {value} at position {position} is out of range [0, {segment.bound})"
+            )
+        return batch
+
+    def lookup(self, batch: Any) -> Ticket:
+        """Plans and fetches now, in the calling thread."""
+        self._check_open()
+        # While a window is announced its numbers are taken: share the newest planned one.
+        shared = self.window.lookups > 0 and self._planned >= 0
+        seq = self._planned if shared else self.sequence.take()
+        ticket = Ticket(self, batch, seq)
+        self.plan(ticket, pinned_since=seq)
+        return ticket
+
+    def announce(self, seq: int, batch: Any) -> None:
+        """Lookup ``seq`` will come: its ids become part of the window."""
+        with self._moving:
+            self._check_open()
+            first_seen = self.window.announce(seq, batch)
+            for tier in self._memory_tiers():
+                if tier.uses_window:
+                    tier.native.announce(first_seen, seq, self._planned)
+
+    def forget_window(self) -> None:
+        """Announced lookups that were not planned will not come."""
+        with self._moving:
+            keys = self.window.clear()
+            for tier in self._memory_tiers():
+                if tier.uses_window:
+                    tier.native.announce(keys, np.iinfo(np.int64).max, self._planned)
+
+    def plan(
+        self,
+        ticket: Ticket,
+        pinned_since: int,
+        *,
+        announced: bool = False,
+        stop: Callable[[], bool] | None = None,
+    ) -> None:
+        """Brings the ticket's rows into the fast tier and pins them.
+
+        Rows used by lookups from ``pinned_since`` on stay. If room is short, waits for further
+        releases, and at last
+        uses the transient pad. Raises what the tiers raise; then nothing has changed.
+        """
+        with self.sequence.planner():
+            self.sequence.open(ticket.seq)
+            try:
+                self._plan(ticket, pinned_since, announced, stop)
+            except BaseException:
+                self.sequence.close(ticket.seq)
+                raise
+        ticket.grant()
+
+    def _plan(
+        self, ticket: Ticket, pinned_since: int, announced: bool, stop: Callable[[], bool] | None
+    ) -> None:
+        seq, keys = ticket.seq, ticket.batch.unique
+        fast = self.fast.native
+        with self._moving:
+            self._check_open()
+            self._drain_pad()
+            next_use = self.window.take(seq) if announced else None
+            ticket.csr = _core.build_csr(ticket.batch.inverse, len(keys))
+            plan = fast.begin(keys, next_use, seq)
+            self._planned = max(self._planned, seq)
+        try:
+            self._find_victims(plan, pinned_since, stop)
+        except BaseException:
+            with self._moving:
+                fast.abort(plan)
+            raise
+        with self._moving:
+            self._move(ticket, plan, keys)
+
+    def _find_victims(self, plan: Any, pinned_since: int, stop: Callable[[], bool] | None) -> None:
+        """Without holding ``_moving`` while it waits: until the rows move, they are found where they were."""
+        since, seq = pinned_since, plan.now
+        while True:
+            with self._moving:
+                needed = self.fast.native.evict(min(since, self.sequence.oldest_in_use(seq)), plan)
+            if not needed or since >= seq:
+                break
+            since += 1
+            if not self.sequence.wait_released(since, seq, is_planner=True, stop=stop):
+                since = seq
+        self.counters.shrunk_plans += since > pinned_since
+
+    def _move(self, ticket: Ticket, plan: Any, keys: Keys) -> None:
+        fast = self.fast.native
+        missing = keys[plan.misses]
+        lifted = self._lift(missing)
+        try:
+            self._check_overflow(plan.needed)
+            slots, victims, dirty, next_use = plan.victims
+            if len(slots):
+                rows = np.empty((len(slots), self.layout.row_bytes), np.uint8)
+                self.fast.copy_out(slots, rows)
+                self._demote(victims, rows, dirty, next_use, ticket.seq)
+        except BaseException:
+            fast.abort(plan)
+            self._restore(lifted, missing, ticket.seq)
+            raise
+        self.counters.evicted_rows += len(slots)
+        fast.assign(keys, True, plan)
+        ticket.slots, ticket.rows_addr = plan.slots, self.fast.rows_addr
+        try:
+            in_store = self._fill(plan.slots[plan.misses], missing, lifted)
+        except BaseException:
+            fast.unassign(plan)
+            self._restore(lifted, missing, ticket.seq)
+            raise
+        self._count(plan, ticket, None if lifted is None else lifted.found, in_store)
+
+    def _check_overflow(self, rows: int) -> None:
+        if not rows:
+            return
+        if self.host is None and self.store is None:
+            raise TierFullError(
+                f"{self.name}: the hbm tier is full ({self.fast.capacity} rows of {self.layout.row_bytes} "
+                "bytes) and there is no tier below; raise hbm, or set ssd"
+            )
+        self.counters.overflow_rows += rows
+        if not self._warned_overflow:
+            self._warned_overflow = True
+            logger.warning(
+                "%s: the rows in use at once exceed the hbm tier (%d rows) by %d; they use a transient pad "
+                "of %s outside the budget. Raise hbm, or use smaller batches. (said once)",
+                self.name,
+                self.fast.capacity,
+                rows,
+                format_bytes(rows * self.layout.row_bytes),
+            )
+
+    def released(self, ticket: Ticket) -> None:
+        """Called by tickets; must not block on a plan in progress, so the pad is settled by the next plan."""
+        if self.fast.native.pad_in_use:
+            self._returned.append(ticket)
+        self.sequence.close(ticket.seq)
+
+    # -- moving rows ---------------------------------------------------------------------
+
+    def _memory_tiers(self) -> Iterator[MemoryTier]:
+        yield self.fast
+        if self.host is not None:
+            yield self.host
+
+    def _drain_pad(self) -> None:
+        """Writes down rows of the pad that no lookup uses any more."""
+        native = self.fast.native
+        if not native.pad_in_use:
+            self._returned.clear()
+            return
+        returned, self._returned = self._returned, []
+        for ticket in returned:
+            native.release(ticket.slots)
+        slots, keys, dirty, next_use = native.drainable()
+        if len(slots):
+            rows = np.empty((len(slots), self.layout.row_bytes), np.uint8)
+            self.fast.copy_out(slots, rows)
+            self._demote(keys, rows, dirty, next_use, self._planned)
+            native.drained(slots)
+
+    def _lift(self, missing: Keys) -> _Lifted | None:
+        """Takes the rows among ``missing`` that the host tier holds out of it."""
+        if self.host is None:
+            return None
+        slots = self.host.find(missing)
+        found = slots >= 0
+        slots = slots[found]
+        rows = np.empty((len(slots), self.layout.row_bytes), np.uint8)
+        self.host.copy_out(slots, rows)
+        dirty = self.host.native.dirty_of(slots)
+        self.host.native.remove(slots)
+        return _Lifted(found, rows, dirty)
+
+    def _restore(self, lifted: _Lifted | None, missing: Keys, seq: int) -> None:
+        if lifted is not None and lifted.found.any():
+            never = np.full(len(lifted.rows), np.iinfo(np.int64).max)
+            self._demote(missing[lifted.found], lifted.rows, lifted.dirty, never, seq)
+
+    def _demote(
+        self,
+        keys: Keys,
+        rows: NDArray[np.uint8],
+        dirty: NDArray[np.uint8],
+        next_use: NDArray[np.int64],
+        seq: int,
+    ) -> None:
+        """Hands rows that left the fast tier to the tier below."""
+        if self.host is None:
+            self._write_down(keys, rows, dirty)
+            return
+        native = self.host.native
+        plan = native.begin(keys, next_use, seq)
+        native.evict(np.iinfo(np.int64).max, plan)
+        # Rows that find no room in the host tier go past it.
+        past = plan.misses[len(keys) - plan.needed :]
+        slots, victims, victim_dirty, _ = plan.victims
+        try:
+            if len(slots):
+                leaving = np.empty((len(slots), self.layout.row_bytes), np.uint8)
+                self.host.copy_out(slots, leaving)
+                self._write_down(victims, leaving, victim_dirty)
+            if len(past):
+                self._write_down(keys[past], rows[past], dirty[past])
+        except BaseException:
+            native.abort(plan)
+            raise
+        native.assign(keys, False, plan)
+        stay = plan.slots >= 0
+        slots = plan.slots if stay.all() else plan.slots[stay]
+        self.host.copy_in(slots, rows if stay.all() else rows[stay])
+        native.set_dirty(slots, dirty if stay.all() else dirty[stay])
+
+    def _write_down(self, keys: Keys, rows: NDArray[np.uint8], dirty: NDArray[np.uint8]) -> None:
+        """Stores the dirty ones; clean rows are in the store already, or were never updated."""
+        changed = dirty.astype(bool)
+        if not changed.any():
+            return
+        if self.store is None:
+            raise TierFullError(
+                f"{self.name}: the memory tiers are full and there is no store below; raise hbm or uvm, "
+                "or set ssd"
+            )
+        if not changed.all():
+            keys, rows = keys[changed], rows[changed]
+        self.store.write(keys, rows)
+        self.counters.written_rows += len(keys)
+
+    def _fill(self, slots: NDArray[np.int32], keys: Keys, lifted: _Lifted | None) -> NDArray[np.bool_] | None:
+        """Puts rows at ``slots`` of the fast tier: from ``lifted``, the store, or initial values.
+
+        Returns which of the rows that were not lifted the store held (None without a store).
+        """
+        if lifted is not None:
+            self.fast.copy_in(slots[lifted.found], lifted.rows)
+            self.fast.native.set_dirty(slots[lifted.found], lifted.dirty)
+            slots, keys = slots[~lifted.found], keys[~lifted.found]
+        found = self._fill_from_store(self.fast.rows_addr, slots, keys)
+        fresh = np.ones(len(keys), bool) if found is None else ~found
+        if fresh.any():
+            self.layout.initialise(self.fast.rows_addr, slots[fresh], keys[fresh])
+        return found
+
+    def _fill_from_store(
+        self, address: int, slots: NDArray[np.int32], keys: Keys
+    ) -> NDArray[np.bool_] | None:
+        if self.store is None:
+            return None
+        if not len(keys):
+            return np.zeros(0, bool)
+        rows = np.empty((len(keys), self.layout.row_bytes), np.uint8)
+        found = self.store.read(keys, rows)
+        source = np.flatnonzero(found).astype(np.int32)
+        _core.copy_in(address, self.layout.row_bytes, slots[found], rows.ctypes.data, source)
+        return found
+
+    # -- reads and writes outside training -----------------------------------------------
+
+    def read(self, batch: Any) -> ReadRows:
+        """A copy of the rows wherever they are; no tier changes, no row is created."""
+        keys = batch.unique
+        rows = np.empty((len(keys), self.layout.row_bytes), np.uint8)
+        left = np.arange(len(keys), dtype=np.int32)
+        with self._moving:
+            self._check_open()
+            for tier in self._memory_tiers():
+                slots = tier.find(keys[left])
+                here = slots >= 0
+                buffer = np.empty((int(here.sum()), self.layout.row_bytes), np.uint8)
+                tier.copy_out(slots[here], buffer)
+                _core.copy_in(rows.ctypes.data, self.layout.row_bytes, left[here], buffer.ctypes.data)
+                left = left[~here]
+            found = self._fill_from_store(rows.ctypes.data, left, keys[left])
+            self.counters.read_rows += len(keys)
+        fresh = left if found is None else left[~found]
+        self.layout.initialise(rows.ctypes.data, fresh, keys[fresh])
+        return ReadRows(self, batch, rows)
+
+    def overwrite(self, batch: Any, change: Callable[[NDArray[np.uint8], slice], None]) -> None:
+        """Changes rows in place: ``change(rows, part)`` gets rows of ``batch.unique[part]``, (n,
+        row_bytes)."""
+        keys = batch.unique
+        step = max(1, min(_CHUNK, self.fast.capacity // 2))
+        for begin in range(0, len(keys), step):
+            part = slice(begin, min(begin + step, len(keys)))
+            chunk = _core.batch_of_unique(np.ascontiguousarray(keys[part]))
+            ticket = self.lookup(chunk)
+            try:
+                rows = np.empty((len(ticket.slots), self.layout.row_bytes), np.uint8)
+                self.fast.copy_out(ticket.slots, rows)
+                change(rows, part)
+                self.fast.copy_in(ticket.slots, rows)
+                self.mark_updated(ticket)
+            finally:
+                ticket.release()
+
+    def mark_updated(self, ticket: Ticket) -> None:
+        """The ticket's rows were changed. Needs no lock: the rows are pinned by the ticket."""
+        self.fast.native.mark_dirty(ticket.slots)
+
+    def flush(self) -> None:
+        """Writes every dirty row down to the store; rows stay where they are."""
+        if self.store is None:
+            return
+        with self.sequence.planner(), self._moving:
+            self._check_open()
+            self._drain_pad()
+            for tier in self._memory_tiers():
+                slots = tier.native.resident_slots(only_dirty=True)
+                for begin in range(0, len(slots), _CHUNK):
+                    part = slots[begin : begin + _CHUNK]
+                    rows = np.empty((len(part), self.layout.row_bytes), np.uint8)
+                    tier.copy_out(part, rows)
+                    self.store.write(tier.native.keys_of(part), rows)
+                    self.counters.written_rows += len(part)
+                    tier.native.mark_clean(part)
+
+    def touched_ids(self, table: int) -> Iterator[NDArray[np.int64]]:
+        """Ids of ``table`` that some tier holds, in chunks, each once."""
+        with self._moving:
+            self._check_open()
+            seen = np.empty(0, np.uint64)
+            for tier in self._memory_tiers():
+                seen = np.concatenate(
+                    [seen, tier.native.keys_of(tier.native.resident_slots(only_dirty=False))]
+                )
+        tables, ids = split(seen)
+        seen = np.sort(seen[tables == table])
+        if len(seen):
+            yield ids[tables == table]
+        if self.store is not None:
+            for keys in self.store.keys(table):
+                extra = keys[~np.isin(keys, seen, assume_unique=True)] if len(seen) else keys
+                if len(extra):
+                    yield split(extra)[1]
+
+    # -- end -----------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the tables are closed; build the module again to use them")
+
+    def close(self) -> None:
+        with self._moving:
+            self._closed = True
+
+
+@dataclass(frozen=True)
+class _Lifted:
+    """Rows taken out of the host tier: which of the missing keys, their rows and dirty flags."""
+
+    found: NDArray[np.bool_]
+    rows: NDArray[np.uint8]
+    dirty: NDArray[np.uint8]

@@ -1,0 +1,305 @@
+"""The engine of a module (or of a whole offloaded model): its tables, their tiers and the one store below."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore import _core
+from tierstore.cache.budget import ChainDemand, TierPlan, divide, fast_tiers
+from tierstore.cache.chain import Chain, RowLayout, Segment
+from tierstore.cache.memory_tier import MemoryTier
+from tierstore.cache.stats import ChainCounters, TierCounters
+from tierstore.config import TierConfig
+from tierstore.errors import ClosedError, ConfigError, InputError
+from tierstore.initializers import Init, as_init, table_seed
+from tierstore.store.directory import open_store
+from tierstore.store.protocol import RowStore, TableSpec
+
+logger = logging.getLogger("tierstore")
+
+META_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as modules ask for it."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    init: Init
+
+
+class Engine:
+    """Tables, tiers and store. ``optimizer`` is a specification of :mod:`tierstore.optim`.
+
+    Lookups are thread-safe with respect to one another; ``close`` waits for a plan in progress.
+    """
+
+    def __init__(self, tables: Sequence[Table], config: TierConfig, optimizer: Any, seed: int = 0) -> None:
+        if not tables:
+            raise ConfigError("at least one table is needed")
+        config.check_tables(table.name for table in tables)
+        if len({table.name for table in tables}) < len(tables):
+            raise ConfigError(f"table names must differ: {[table.name for table in tables]}")
+        self.config = config
+        self.optimizer = optimizer
+        self.tables = list(tables)
+        self.specs = [self._spec(index, table, seed) for index, table in enumerate(tables)]
+        self.updates: dict[str, int] = {}
+        """Fused optimizer steps so far of each module that uses the engine; committed with the rows."""
+        self._closing = threading.Lock()
+        self.closed = False
+        groups = self._groups()
+        demands = [
+            ChainDemand(
+                name, sum(tables[i].num_embeddings for i in members), self.specs[members[0]].row_bytes
+            )
+            for name, members in groups.items()
+        ]
+        fast = fast_tiers(config, demands)
+        host = divide(int(config.uvm), demands, config.policy, "uvm") if config.uvm else [None] * len(demands)
+        self.store: RowStore | None = None
+        if config.ssd:
+            self.store = open_store(config.path, config.engine, self.specs, int(config.ssd))
+        try:
+            self.chains = [
+                self._chain(*item) for item in zip(demands, groups.values(), fast, host, strict=True)
+            ]
+            self._load_meta()
+        except BaseException:
+            if self.store is not None:
+                self.store.close()
+            raise
+        self._chain_of: dict[int, Chain] = {
+            table: chain
+            for chain, members in zip(self.chains, groups.values(), strict=True)
+            for table in members
+        }
+
+    # -- construction --------------------------------------------------------------------
+
+    def _spec(self, index: int, table: Table, seed: int) -> TableSpec:
+        override = self.config.table(table.name)
+        return TableSpec(
+            name=table.name,
+            index=index,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            row_bytes=self.optimizer.row_bytes(table.embedding_dim),
+            optimizer=self.optimizer.identity,
+            seed=seed if override.seed is None else override.seed,
+            init=as_init(override.init, table.init).to_dict(),
+        )
+
+    def _groups(self) -> dict[str, list[int]]:
+        groups: dict[str, list[int]] = {}
+        for spec in self.specs:
+            groups.setdefault(f"dim{spec.embedding_dim}", []).append(spec.index)
+        return groups
+
+    def _chain(self, demand: ChainDemand, members: list[int], fast: TierPlan, host: TierPlan | None) -> Chain:
+        policy = self.config.policy
+        dim = self.specs[members[0]].embedding_dim
+        layout = RowLayout.of(
+            dim,
+            demand.row_bytes,
+            self.optimizer.state_floats(dim),
+            self.optimizer.initial_state,
+            [Init(**spec.init) for spec in self.specs],
+            [table_seed(spec.seed, spec.name) for spec in self.specs],
+        )
+        tiers = [
+            None
+            if plan is None
+            else MemoryTier(
+                name, plan.slots, demand.row_bytes, None if plan.holds_all else policy, grows=plan.holds_all
+            )
+            for name, plan in (("hbm", fast), ("uvm", host))
+        ]
+        assert tiers[0] is not None
+        return Chain(demand.name, layout, tiers[0], tiers[1], self.store)
+
+    def _load_meta(self) -> None:
+        meta = self.store.meta() if self.store is not None else b""
+        self.updates = (
+            {name: int(n) for name, n in json.loads(meta).get("updates", {}).items()} if meta else {}
+        )
+
+    # -- lookups -------------------------------------------------------------------------
+
+    def chain_of(self, table: int) -> Chain:
+        return self._chain_of[table]
+
+    def check_open(self) -> None:
+        if self.closed:
+            raise ClosedError("the tables are closed; build the module again to use them")
+
+    def table_index(self, name: str | None) -> int:
+        """Index of a table by name; None is allowed where there is only one."""
+        if name is None:
+            if len(self.tables) > 1:
+                raise InputError(f"name a table; there are {[table.name for table in self.tables]}")
+            return 0
+        for index, table in enumerate(self.tables):
+            if table.name == name:
+                return index
+        raise InputError(
+            f"there is no table {name!r}; the tables are {[table.name for table in self.tables]}"
+        )
+
+    def _batch_of(self, table: int, ids: NDArray[np.int64]) -> Any:
+        segment = Segment(
+            self.tables[table].name,
+            table,
+            ids.ctypes.data,
+            len(ids),
+            False,
+            self.tables[table].num_embeddings,
+        )
+        return self._chain_of[table].batch([segment])
+
+    # -- rows ----------------------------------------------------------------------------
+
+    def read_rows(
+        self, table: int, ids: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Weights (n, dim) and optimizer state (n, state floats) of ``ids`` (n,), copies; nothing changes."""
+        self.check_open()
+        ids = np.ascontiguousarray(ids, np.int64)
+        rows = self._chain_of[table].read(self._batch_of(table, ids))
+        layout = self._chain_of[table].layout
+        values = rows.data.view(np.float32)[rows.inverse]
+        return values[:, : layout.dim], values[:, layout.dim : layout.dim + layout.state_floats]
+
+    def write_rows(
+        self,
+        table: int,
+        ids: NDArray[np.int64],
+        weight: NDArray[np.float32] | None,
+        state: NDArray[np.float32] | None,
+    ) -> None:
+        """Overwrites weights and/or optimizer state of ``ids``, which must not repeat; None leaves that
+        part."""
+        self.check_open()
+        ids = np.ascontiguousarray(ids, np.int64)
+        batch = self._batch_of(table, ids)
+        if len(batch.unique) != len(ids):
+            raise InputError(f"{self.tables[table].name}: ids repeat; every row can be given one value only")
+        layout = self._chain_of[table].layout
+
+        def change(rows: NDArray[np.uint8], part: slice) -> None:
+            values = rows.view(np.float32)
+            if weight is not None:
+                values[:, : layout.dim] = weight[part]
+            if state is not None:
+                values[:, layout.dim : layout.dim + layout.state_floats] = state[part]
+
+        self._chain_of[table].overwrite(batch, change)
+
+    def touched_ids(self, table: int) -> Iterator[NDArray[np.int64]]:
+        """Ids that some tier holds a row of, in chunks, each once; all others have their initial values."""
+        self.check_open()
+        return self._chain_of[table].touched_ids(table)
+
+    # -- state ---------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Writes all dirty rows down to the store (not durable before :meth:`commit`)."""
+        self.check_open()
+        for chain in self.chains:
+            chain.flush()
+
+    def commit(self, extra: dict[str, Any] | None = None) -> int:
+        """Flushes and makes everything durable as one commit; returns its number. ``extra``: plain JSON
+        values."""
+        self.check_open()
+        if self.store is None:
+            raise ConfigError("there is no ssd tier to commit to; set ssd and path in TierConfig")
+        self.flush()
+        meta = {
+            "version": META_VERSION,
+            "updates": self.updates,
+            "extra": extra or {},
+        }
+        return self.store.commit(json.dumps(meta).encode())
+
+    def committed_extra(self) -> dict[str, Any]:
+        """``extra`` of the last commit."""
+        meta = self.store.meta() if self.store is not None else b""
+        return json.loads(meta).get("extra", {}) if meta else {}
+
+    def close(self, *, commit: bool = True) -> None:
+        """Commits (if there is a store with a path) and releases everything. Calling it again does
+        nothing."""
+        with self._closing:
+            if self.closed:
+                return
+            try:
+                if commit and self.store is not None and self.config.path is not None:
+                    self.commit()
+            finally:
+                self.closed = True
+                for chain in self.chains:
+                    chain.close()
+                if self.store is not None:
+                    self.store.close()
+
+    # -- statistics ----------------------------------------------------------------------
+
+    def reset_stats(self) -> None:
+        for chain in self.chains:
+            chain.reset_stats()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the last reset, sizes now: ``tiers`` (hit rates per access and per unique
+        row), ``memory``
+        (bytes), ``store``, and the counters of :class:`ChainCounters`; ``chains`` has the same per row
+        layout."""
+        counters = ChainCounters()
+        tiers: dict[str, TierCounters] = {}
+        for chain in self.chains:
+            counters.add(chain.counters)
+            for name, tier in chain.tiers.items():
+                total = tiers.setdefault(name, TierCounters())
+                total.count(tier.rows, tier.row_hits, tier.accesses, tier.access_hits)
+        report: dict[str, Any] = {
+            **counters.report(),
+            "tiers": {name: tier.report() for name, tier in tiers.items()},
+            "memory": self._memory(),
+            "store": None,
+            "chains": {
+                chain.name: {
+                    **chain.counters.report(),
+                    "tiers": {name: tier.report() for name, tier in chain.tiers.items()},
+                    "slots": chain.fast.capacity,
+                    "row_bytes": chain.layout.row_bytes,
+                }
+                for chain in self.chains
+            },
+        }
+        if self.store is not None and not self.closed:
+            report["store"] = vars(self.store.stats())
+        return report
+
+    def _memory(self) -> dict[str, int]:
+        return {
+            "hbm": sum(chain.fast.memory_bytes() for chain in self.chains),
+            "uvm": sum(chain.host.memory_bytes() for chain in self.chains if chain.host is not None),
+            "window": sum(chain.window.memory_bytes for chain in self.chains),
+        }
+
+
+def set_num_threads(count: int) -> None:
+    """Threads that the native kernels may use, at least 1; results do not depend on it."""
+    if count < 1:
+        raise ConfigError(f"the number of threads is {count}; it must be at least 1")
+    _core.set_num_threads(count)

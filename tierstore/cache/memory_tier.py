@@ -1,0 +1,89 @@
+"""One memory tier: the native arena and slot index, and the compiled policy that chooses its victims."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import cache_policies
+from tierstore import _core
+
+Slots = NDArray[np.int32]
+Keys = NDArray[np.uint64]
+
+MIN_SLOTS = 16
+_EXACT_UP_TO = 1 << 16
+_MAX_SLOTS = (1 << 31) - (1 << 26) - 1  # slots are int32, and the pad's come behind
+
+
+def _policy(policy: Any) -> Any:
+    return cache_policies.get(policy) if isinstance(policy, str) else policy
+
+
+def policy_bytes(policy: Any, slots: int) -> int:
+    """Bytes of the policy's arrays for ``slots``: exact where that is cheap to find out."""
+    exact = getattr(policy, "state_bytes", None)
+    if exact is not None and slots <= _EXACT_UP_TO:
+        return int(exact(max(1, slots)))
+    return math.ceil(policy.bytes_per_slot * slots + policy.fixed_bytes)
+
+
+def bytes_for(slots: int, row_bytes: int, policy: Any) -> int:
+    """What ``slots`` rows cost, index and policy included."""
+    return math.ceil(slots * (row_bytes + _core.Tier.BYTES_PER_SLOT)) + policy_bytes(_policy(policy), slots)
+
+
+def slots_for(budget: int, row_bytes: int, policy: Any) -> int:
+    """How many rows ``budget`` bytes hold, index and policy included."""
+    low, high = 0, min(_MAX_SLOTS, budget // row_bytes)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if bytes_for(middle, row_bytes, policy) <= budget:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+class MemoryTier:
+    """Rows of one layout in memory. Not thread-safe; see :class:`tierstore.cache.chain.Chain`.
+
+    ``policy`` None means that the tier holds every row that it is given and never evicts.
+    """
+
+    def __init__(
+        self, name: str, capacity: int, row_bytes: int, policy: Any | None, *, grows: bool = False
+    ) -> None:
+        self.name = name
+        self.capacity = capacity
+        self.row_bytes = row_bytes
+        # The compiled policy owns the arrays that the native tier points to: keep it as long as the tier.
+        self._policy = None if policy is None else _policy(policy).compile(capacity)
+        self.uses_window = policy is not None and _policy(policy).uses_window
+        self.policy_bytes = 0 if policy is None else policy_bytes(_policy(policy), capacity)
+        state, hooks = (0, None) if self._policy is None else (self._policy.state_address, self._policy.hooks)
+        self.native = _core.Tier(capacity, row_bytes, grows, state, hooks)
+
+    def __len__(self) -> int:
+        return len(self.native)
+
+    @property
+    def rows_addr(self) -> int:
+        return self.native.rows_addr
+
+    def find(self, keys: Keys) -> Slots:
+        """Slots of ``keys``, -1 where a row is not here."""
+        return self.native.find(keys)
+
+    def copy_out(self, slots: Slots, out: NDArray[np.uint8]) -> None:
+        _core.copy_out(self.rows_addr, self.row_bytes, slots, out.ctypes.data)
+
+    def copy_in(self, slots: Slots, rows: NDArray[np.uint8]) -> None:
+        _core.copy_in(self.rows_addr, self.row_bytes, slots, rows.ctypes.data)
+
+    def memory_bytes(self) -> int:
+        """Bytes taken by rows, index and policy for what the tier holds now."""
+        return len(self) * self.row_bytes + self.native.metadata_bytes + self.policy_bytes

@@ -1,0 +1,63 @@
+"""Counters of one chain of tiers. Per access and per unique row of a lookup: dedup takes the easy hits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass
+class TierCounters:
+    """What reached one tier, and what it had: every miss of one tier is a lookup in the next."""
+
+    rows: int = 0
+    """Unique rows looked up here, summed over lookups."""
+    row_hits: int = 0
+    accesses: int = 0
+    """Positions (ids of the input) that these rows stand for."""
+    access_hits: int = 0
+
+    def count(self, rows: int, row_hits: int, accesses: int, access_hits: int) -> None:
+        self.rows += rows
+        self.row_hits += row_hits
+        self.accesses += accesses
+        self.access_hits += access_hits
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "rows": self.rows,
+            "row_hits": self.row_hits,
+            "accesses": self.accesses,
+            "access_hits": self.access_hits,
+            "hit_rate": {
+                "per_access": self.access_hits / self.accesses if self.accesses else None,
+                "per_unique": self.row_hits / self.rows if self.rows else None,
+            },
+        }
+
+
+@dataclass
+class ChainCounters:
+    """Everything a chain counts; plain attributes, written by the planner only unless said otherwise."""
+
+    lookups: int = 0
+    initialised_rows: int = 0
+    """Rows that no tier held: never updated before, so they are computed, not read."""
+    evicted_rows: int = 0
+    written_rows: int = 0
+    """Dirty rows handed to the store."""
+    overflow_rows: int = 0
+    """Rows that did not fit beside what was in flight and used the transient pad."""
+    shrunk_plans: int = 0
+    """Plans that had to wait for more releases than their depth asks for."""
+    stall_seconds: float = 0.0
+    """Time that the computing thread waited for rows."""
+    read_rows: int = 0
+    """Rows read without a plan (eval, no_grad, rows())."""
+
+    def add(self, other: ChainCounters) -> None:
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+    def report(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}

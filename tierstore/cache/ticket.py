@@ -1,0 +1,90 @@
+"""What a lookup gives to the kernels: where each unique row is, for as long as the lookup is in use."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from tierstore.cache.chain import Chain
+
+
+class Rows:
+    """Rows of one deduplicated lookup at ``rows_addr``: unique row u is at slot ``slots[u]``, position p uses
+    ``inverse[p]`` (-1: skipped)."""
+
+    def __init__(self, chain: Chain, batch: Any) -> None:
+        self.chain = chain
+        self.batch = batch
+        self.rows_addr = 0
+        self.slots: NDArray[np.int32] = np.empty(0, np.int32)
+
+    @property
+    def inverse(self) -> NDArray[np.int32]:
+        return self.batch.inverse
+
+
+class ReadRows(Rows):
+    """A private copy of rows, for lookups that change nothing."""
+
+    def __init__(self, chain: Chain, batch: Any, data: NDArray[np.uint8]) -> None:
+        super().__init__(chain, batch)
+        self.data = data
+        self.rows_addr = data.ctypes.data
+        self.slots = np.arange(len(data), dtype=np.int32)
+
+
+class Ticket(Rows):
+    """Rows pinned in the fast tier from their plan to :meth:`release`. Filled in by the planning thread."""
+
+    def __init__(self, chain: Chain, batch: Any, seq: int) -> None:
+        super().__init__(chain, batch)
+        self.seq = seq
+        self.csr: tuple[NDArray[Any], NDArray[np.int32]] | None = None
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._held = False
+        self._lock = threading.Lock()
+
+    def grant(self) -> None:
+        """The rows are in place and pinned."""
+        self._held = True
+        self._ready.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._ready.set()
+
+    @property
+    def done(self) -> bool:
+        return self._ready.is_set()
+
+    def wait(self) -> Ticket:
+        """Returns when the rows are in place; raises what planning or fetching raised, with its cause."""
+        if not self._ready.is_set():
+            self.chain.sequence.demand(self.seq)
+            begin = time.perf_counter()
+            self._ready.wait()
+            self.chain.counters.stall_seconds += time.perf_counter() - begin
+        if self._error is not None:
+            raise self._error
+        return self
+
+    @property
+    def held(self) -> bool:
+        return self._held
+
+    def release(self) -> None:
+        """Ends the lookup. Calling it again does nothing; it never blocks on a plan in progress."""
+        with self._lock:
+            held, self._held = self._held, False
+        if held:
+            self.chain.released(self)
+
+    def __del__(self) -> None:
+        if self._held:
+            self.release()

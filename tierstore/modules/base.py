@@ -1,0 +1,237 @@
+"""What every tiered module has: an engine, a fused optimizer, and lookups that may have been made ahead."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tierstore import optim
+from tierstore.cache.engine import Engine
+from tierstore.errors import InputError
+from tierstore.modules.lookup import (
+    Lookup,
+    PooledFunction,
+    SequenceFunction,
+    pooled_forward,
+    sequence_forward,
+)
+from tierstore.optim.fused import FusedOptimizer
+
+logger = logging.getLogger("tierstore")
+
+# What identifies a tensor's content without looking at it. The tensor itself must be kept alive
+# meanwhile, so that
+# its memory is not used for another.
+Signature = tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]
+
+
+def signature(tensors: Sequence[Tensor]) -> Signature:
+    return tuple((t.data_ptr(), tuple(t.shape), tuple(t.stride()), t._version) for t in tensors)
+
+
+@dataclass(eq=False)
+class Ahead:
+    """A lookup made ahead for the forward call whose inputs have this signature."""
+
+    inputs: tuple[Tensor, ...]
+    signature: Signature
+    lookup: Lookup
+
+
+class TieredModule(nn.Module):
+    """Base of the modules whose tables live in tiers.
+
+    ``optimizer`` None freezes the tables: forward reads, backward stops here. Otherwise every backward
+    pass updates the
+    rows of its lookup, once each. In ``eval()`` mode or under ``no_grad`` forward reads through the
+    tiers and changes
+    nothing.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tables: Sequence[int],
+        optimizer: optim.OptimizerSpec | None,
+        owns_engine: bool = True,
+    ) -> None:
+        super().__init__()
+        self.engine = engine
+        self._tables = list(tables)
+        self._owns_engine = owns_engine
+        self._frozen = optimizer is None
+        self.fused_optimizer = FusedOptimizer(optimizer or optim.SGD())
+        """A ``torch.optim.Optimizer`` whose ``param_groups`` are read at every backward pass."""
+        self.check_gradients = engine.config.check_gradients
+        self._key = engine.tables[self._tables[0]].name
+        self.fused_optimizer.num_updates = engine.updates.get(self._key, 0)
+        # Not a parameter: it only makes autograd call the backward functions.
+        self._anchor = torch.zeros(0, requires_grad=True)
+        self._ahead: deque[Ahead] = deque()
+
+    # -- lookups -------------------------------------------------------------------------
+
+    @abstractmethod
+    def lookup_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """The tensors among forward's arguments that determine the lookup (ids, offsets or lengths)."""
+
+    @abstractmethod
+    def make_lookup(self, *args: Any, **kwargs: Any) -> Lookup:
+        """Checks and deduplicates forward's arguments (per-sample weights excepted); changes nothing.
+
+        Raises ``InputError`` that names the feature and what is wrong with it.
+        """
+
+    def expect(self, inputs: tuple[Tensor, ...], lookup: Lookup) -> Ahead:
+        """Keeps a lookup made ahead for the forward call with these inputs."""
+        ahead = Ahead(inputs, signature(inputs), lookup)
+        self._ahead.append(ahead)
+        return ahead
+
+    def drop(self, ahead: Ahead) -> None:
+        """Forward will not come (or came): gives the rows back if no graph needs them."""
+        if ahead in self._ahead:
+            self._ahead.remove(ahead)
+            ahead.lookup.release()
+
+    def _find_lookup(self, *args: Any, **kwargs: Any) -> Lookup:
+        if self._ahead:
+            wanted = signature(self.lookup_inputs(*args, **kwargs))
+            for ahead in self._ahead:
+                if ahead.signature == wanted:
+                    self._ahead.remove(ahead)
+                    return ahead.lookup
+        return self.make_lookup(*args, **kwargs)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a forward call now would be followed by an update."""
+        return self.training and not self._frozen and torch.is_grad_enabled()
+
+    def _pooled(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
+        parts: Any = lookup.parts
+        per_part = [None if weights is None else part.weights_of(weights) for part in parts]
+        if self.trains:
+            lookup.acquire()
+            return PooledFunction.apply(self._anchor, self, lookup, *per_part)
+        lookup.read()
+        out = torch.empty(lookup.out_shape, dtype=torch.float32)
+        kept = [None if w is None else w.detach().to(torch.float32).contiguous() for w in per_part]
+        pooled_forward(parts, out, kept)
+        return out
+
+    def _sequence(self, lookup: Lookup) -> tuple[Tensor, ...]:
+        if self.trains:
+            lookup.acquire()
+            return SequenceFunction.apply(self._anchor, self, lookup)
+        lookup.read()
+        return sequence_forward(lookup.parts)
+
+    def count_update(self) -> Any:
+        step = self.fused_optimizer.advance()
+        self.engine.updates[self._key] = self.fused_optimizer.num_updates
+        return step
+
+    def table_name(self, table: int) -> str:
+        return self.engine.tables[table].name
+
+    # -- rows ----------------------------------------------------------------------------
+
+    def _table(self, name: str | None) -> int:
+        if name is None and len(self._tables) == 1:
+            return self._tables[0]
+        return self.engine.table_index(name)
+
+    @staticmethod
+    def _ids(ids: Any) -> np.ndarray:
+        tensor = torch.as_tensor(ids)
+        if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 1:
+            raise InputError(f"ids must be a 1-D int64 or int32 tensor, not {tensor.dim()}-D {tensor.dtype}")
+        return tensor.detach().cpu().to(torch.int64).numpy()
+
+    def rows(self, ids: Any, table: str | None = None) -> Tensor:
+        """Weights of ``ids`` (n,) as float32 (n, dim): a copy. Untouched ids have their initial values."""
+        weights, _ = self.engine.read_rows(self._table(table), self._ids(ids))
+        return torch.from_numpy(np.ascontiguousarray(weights))
+
+    def optimizer_rows(self, ids: Any, table: str | None = None) -> dict[str, Tensor]:
+        """Optimizer state of ``ids`` by name: float32, (n,) for state kept per row, else (n, dim). A copy."""
+        index = self._table(table)
+        weights, state = self.engine.read_rows(index, self._ids(ids))
+        spec = self.fused_optimizer.spec
+        both = np.concatenate([weights, state], axis=1)
+        parts = spec.split_state(both, self.engine.tables[index].embedding_dim)
+        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in parts.items()}
+
+    def load_rows(
+        self, ids: Any, weight: Tensor, optimizer: dict[str, Tensor] | None = None, table: str | None = None
+    ) -> None:
+        """Overwrites rows: ``weight`` (n, dim); ``optimizer`` as :meth:`optimizer_rows` gives it, None
+        keeps the state."""
+        index, keys = self._table(table), self._ids(ids)
+        dim = self.engine.tables[index].embedding_dim
+        values = self._matrix("weight", weight, (len(keys), dim))
+        state = None if optimizer is None else self._state(optimizer, len(keys), dim)
+        self.engine.write_rows(index, keys, values, state)
+
+    @staticmethod
+    def _matrix(name: str, tensor: Any, shape: tuple[int, ...]) -> np.ndarray:
+        value = torch.as_tensor(tensor).detach().cpu()
+        if tuple(value.shape) != shape:
+            raise InputError(f"{name} has shape {tuple(value.shape)}; it must be {shape}")
+        return value.to(torch.float32).contiguous().numpy()
+
+    def _state(self, optimizer: dict[str, Tensor], count: int, dim: int) -> np.ndarray:
+        spec = self.fused_optimizer.spec
+        if set(optimizer) != set(spec.state_names):
+            raise InputError(
+                f"optimizer state has {sorted(optimizer)}; {spec.name} has {sorted(spec.state_names)}"
+            )
+        shape = (count,) if spec.state_per_row else (count, dim)
+        columns = [self._matrix(name, optimizer[name], shape).reshape(count, -1) for name in spec.state_names]
+        return np.concatenate(columns, axis=1) if columns else np.empty((count, 0), np.float32)
+
+    def touched_ids(self, table: str | None = None) -> Iterator[Tensor]:
+        """Ids that some tier holds a row of, int64 (n,) chunks, each id once; others have their initial
+        values."""
+        for ids in self.engine.touched_ids(self._table(table)):
+            yield torch.from_numpy(ids)
+
+    # -- state ---------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Hit rates per tier, rows moved, stalls, memory and store figures of the engine; see
+        :meth:`Engine.stats`."""
+        return self.engine.stats()
+
+    def reset_stats(self) -> None:
+        self.engine.reset_stats()
+
+    def flush(self) -> None:
+        """Writes all dirty rows down to the store."""
+        self.engine.flush()
+
+    def commit(self, extra: dict[str, Any] | None = None) -> int:
+        """Makes all rows (weights and optimizer state) durable; returns the commit's number."""
+        return self.engine.commit(extra)
+
+    def close(self, *, commit: bool = True) -> None:
+        """Commits (if the configuration names a path) and closes the engine; the module cannot be used
+        any more."""
+        while self._ahead:
+            self._ahead.popleft().lookup.release()
+        self.engine.close(commit=commit)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, kind: Any, *exc: object) -> None:
+        self.close(commit=kind is None)

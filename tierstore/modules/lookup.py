@@ -1,0 +1,246 @@
+"""From ids to output and back: the autograd functions over rows that are pinned in the fast tier.
+
+The fused optimizer runs inside the backward pass; no gradient of a table is ever materialised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tierstore import _core
+from tierstore.cache.chain import Chain
+from tierstore.cache.ticket import Rows, Ticket
+from tierstore.errors import GradientError
+from tierstore.keys import split
+from tierstore.optim.fused import FusedOptimizer
+
+MODES = {"sum": 0, "mean": 1, "max": 2}
+
+
+class Updates(Protocol):
+    """What the backward pass needs of its module."""
+
+    fused_optimizer: FusedOptimizer
+    check_gradients: bool
+
+    def count_update(self) -> Any:
+        """Counts one optimizer step and returns the native core's arguments for it."""
+        ...
+
+    def table_name(self, table: int) -> str: ...
+
+
+@dataclass
+class Part:
+    """The share of one lookup that one chain (row layout) serves.
+
+    ``spans``: which positions of the module's ids are this part's, as (begin, end), in order.
+    """
+
+    chain: Chain
+    batch: Any
+    spans: list[tuple[int, int]]
+    rows: Rows | None = None
+
+    def weights_of(self, weights: Tensor) -> Tensor:
+        """The per-sample weights, float32, of this part's positions."""
+        pieces = [weights[begin:end] for begin, end in self.spans]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+@dataclass
+class PooledPart(Part):
+    """Bags grouped by feature; arrays as ``_core.lookup_pooled`` takes them."""
+
+    offsets: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    bag_start: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
+    out_offset: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    out_stride: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    modes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        return self.offsets, self.bag_start, self.out_offset, self.out_stride, self.modes
+
+
+@dataclass
+class SequencePart(Part):
+    """One output row of ``chain.layout.dim`` floats per position."""
+
+
+@dataclass
+class Lookup:
+    """A module's input made ready for the tiers: deduplicated, checked, nothing fetched yet."""
+
+    parts: Sequence[Part]
+    out_shape: tuple[int, ...] = ()
+
+    def acquire(self) -> None:
+        """Pins the rows of every part in the fast tier; waits for those that were planned ahead."""
+        try:
+            for part in self.parts:
+                if isinstance(part.rows, Ticket):
+                    part.rows.wait()
+                else:
+                    part.rows = part.chain.lookup(part.batch)
+        except BaseException:
+            self.release()
+            raise
+
+    def read(self) -> None:
+        """Copies the rows of every part; changes nothing. Tickets of a plan made ahead are given back."""
+        self.release()
+        for part in self.parts:
+            part.rows = part.chain.read(part.batch)
+
+    def release(self) -> None:
+        for part in self.parts:
+            if isinstance(part.rows, Ticket):
+                part.rows.release()
+
+
+def _held_again(part: Part) -> Ticket:
+    """The part's rows, pinned once more if a former backward pass has released them
+    (``retain_graph=True``)."""
+    assert isinstance(part.rows, Ticket)
+    if not part.rows.held:
+        part.rows = part.chain.lookup(part.batch)
+    return part.rows
+
+
+def _row_arguments(part: Part) -> tuple[int, int, int, NDArray[np.int32]]:
+    assert part.rows is not None
+    return part.rows.rows_addr, part.chain.layout.row_bytes, part.chain.layout.dim, part.rows.slots
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def pooled_forward(
+    parts: Sequence[PooledPart], out: Tensor, weights: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Fills ``out`` (float32, contiguous); returns the argmax (int32, bags x dim) of parts that have
+    max pooling."""
+    argmaxes: list[Tensor | None] = []
+    for part, weight in zip(parts, weights, strict=True):
+        argmax = None
+        if (part.modes == MODES["max"]).any():
+            argmax = torch.empty((len(part.offsets) - 1) * part.chain.layout.dim, dtype=torch.int32)
+        assert part.rows is not None
+        _core.lookup_pooled(
+            *_row_arguments(part),
+            part.rows.inverse,
+            *part.layout,
+            _address(weight),
+            out.data_ptr(),
+            _address(argmax),
+        )
+        argmaxes.append(argmax)
+    return argmaxes
+
+
+class PooledFunction(torch.autograd.Function):
+    """``apply(anchor, module, lookup, *weights)`` → output of ``lookup.out_shape``. One weight tensor
+    or None per part."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, module: Updates, lookup: Lookup, *weights: Tensor | None) -> Tensor:
+        out = torch.empty(lookup.out_shape, dtype=torch.float32)
+        # autograd hands the same tensors over again as saved ones; detached copies are what the kernels read.
+        kept = [None if w is None else w.detach().to(torch.float32).contiguous() for w in weights]
+        ctx.argmaxes = pooled_forward(lookup.parts, out, kept)  # type: ignore[arg-type]
+        ctx.module, ctx.lookup, ctx.weights = module, lookup, kept
+        ctx.weight_types = [None if w is None else w.dtype for w in weights]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        grad = grads[0].to(torch.float32).contiguous()
+        step = ctx.module.count_update()
+        weight_grads: list[Tensor | None] = []
+        wrong = []
+        for index, part in enumerate(ctx.lookup.parts):
+            weight, argmax = ctx.weights[index], ctx.argmaxes[index]
+            ticket = _held_again(part)
+            weight_grad = None
+            if weight is not None and ctx.needs_input_grad[3 + index]:
+                weight_grad = torch.empty_like(weight)  # of the rows before their update
+                _core.weight_grads(
+                    *_row_arguments(part),
+                    ticket.inverse,
+                    *part.layout,
+                    grad.data_ptr(),
+                    weight_grad.data_ptr(),
+                )
+                weight_grad = weight_grad.to(ctx.weight_types[index])
+            weight_grads.append(weight_grad)
+            assert ticket.csr is not None
+            part.chain.mark_updated(ticket)
+            bad = _core.update_pooled(
+                *_row_arguments(part), *ticket.csr, *part.layout, _address(weight), _address(argmax),
+                grad.data_ptr(), step, ctx.module.check_gradients,
+            )  # fmt: skip
+            wrong.append((part, bad))
+            ticket.release()
+        _report_wrong(ctx.module, wrong)
+        return (None, None, None, *weight_grads)
+
+
+class SequenceFunction(torch.autograd.Function):
+    """``apply(anchor, module, lookup)`` → one (positions, dim) tensor per part."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, module: Updates, lookup: Lookup) -> tuple[Tensor, ...]:
+        ctx.module, ctx.lookup = module, lookup
+        return sequence_forward(lookup.parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        step = ctx.module.count_update()
+        wrong = []
+        for part, grad in zip(ctx.lookup.parts, grads, strict=True):
+            grad = grad.to(torch.float32).contiguous()
+            ticket = _held_again(part)
+            assert ticket.csr is not None
+            part.chain.mark_updated(ticket)
+            bad = _core.update_rows(
+                *_row_arguments(part), *ticket.csr, grad.data_ptr(), part.chain.layout.dim, step,
+                ctx.module.check_gradients,
+            )  # fmt: skip
+            wrong.append((part, bad))
+            ticket.release()
+        _report_wrong(ctx.module, wrong)
+        return (None, None, None)
+
+
+def sequence_forward(parts: Sequence[Part]) -> tuple[Tensor, ...]:
+    outs = []
+    for part in parts:
+        assert part.rows is not None
+        dim = part.chain.layout.dim
+        out = torch.empty((len(part.rows.inverse), dim), dtype=torch.float32)
+        _core.lookup_rows(*_row_arguments(part), part.rows.inverse, out.data_ptr(), dim)
+        outs.append(out)
+    return tuple(outs)
+
+
+def _report_wrong(module: Updates, wrong: list[tuple[Part, NDArray[np.int32]]]) -> None:
+    found = []
+    for part, unique in wrong:
+        if len(unique):
+            tables, ids = split(part.batch.unique[unique])
+            found += [f"{module.table_name(int(t))} id {i}" for t, i in zip(tables[:8], ids[:8], strict=True)]
+    if found:
+        total = sum(len(unique) for _, unique in wrong)
+        raise GradientError(
+            f"the gradient of {total} row(s) is NaN or infinite; they were not updated, all others were: "
+            f"{', '.join(found[:8])}{' ...' if total > 8 else ''}. Look at the loss and the learning rate."
+        )
