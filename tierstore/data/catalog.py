@@ -44,9 +44,9 @@ def load(spec: str, *, path: str | None = None, seed: int = 0, **options: Any) -
 def _load_synthetic(spec: str, parts: list[str], seed: int, given: dict[str, Any]) -> Dataset:
     from tierstore.data.presets import PRESETS  # compiles with numba
 
-    build: Callable[..., Dataset] | None = PRESETS.get(parts[0]) if parts else None
-    if build is None:
+    if not parts or parts[0] not in PRESETS:
         raise ConfigError(f"unknown data {spec!r}; known are {', '.join(names())}")
+    build: Callable[..., Dataset] = PRESETS[parts[0]]
     _check_options(spec, build, given)
     positional = [p for p in inspect.signature(build).parameters.values() if p.kind is not p.KEYWORD_ONLY]
     if len(parts) - 1 > len(positional):

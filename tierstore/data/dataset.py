@@ -77,11 +77,16 @@ class Dataset(Protocol):
     num_train, num_test: examples per pass; None when unknown (a stream not read yet) or endless.
     """
 
-    name: str
-    tables: tuple[TableInfo, ...]
-    dense_dim: int
-    num_train: int | None
-    num_test: int | None
+    @property
+    def name(self) -> str: ...
+    @property
+    def tables(self) -> tuple[TableInfo, ...]: ...
+    @property
+    def dense_dim(self) -> int: ...
+    @property
+    def num_train(self) -> int | None: ...
+    @property
+    def num_test(self) -> int | None: ...
 
     def train(self, batch_size: int, *, epochs: int = 1, start_batch: int = 0) -> Iterator[Batch]:
         """Training batches, in order; the last one of an epoch may be smaller.

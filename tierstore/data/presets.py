@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tierstore.data.popularity import stream_seed, uniform
 from tierstore.data.synthetic import SyntheticDataset, SyntheticTable
 from tierstore.errors import ConfigError
@@ -107,4 +109,6 @@ def meta2022(
     return SyntheticDataset("synthetic:meta2022", tuple(specs), seed, drift, examples)
 
 
-PRESETS = {"zipf": zipf, "mixed": mixed, "criteo": criteo, "meta2021": meta2021, "meta2022": meta2022}
+PRESETS: dict[str, Callable[..., SyntheticDataset]] = {
+    preset.__name__: preset for preset in (zipf, mixed, criteo, meta2021, meta2022)
+}

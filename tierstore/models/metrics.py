@@ -1,0 +1,79 @@
+"""Area under the ROC curve: the chance that a positive example is scored above a negative one, ties half."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+Values = torch.Tensor | np.ndarray
+
+
+def binary_auc(labels: Values, scores: Values) -> float:
+    """The exact AUC of ``scores`` (n,) for ``labels`` (n,) that are 0 or 1; NaN if there is one class
+    only.
+    """
+    return AUC().update(labels, scores).value()
+
+
+class AUC:
+    """AUC of a stream of examples.
+
+    Exact while there are up to ``exact`` distinct scores; then neighbouring scores are taken together, in
+    pairs, so memory is bounded by 24 bytes times ``exact`` and the error by the share of the pairs so made
+    equal.
+    """
+
+    def __init__(self, exact: int = 10_000_000) -> None:
+        self._exact = exact
+        self._pending: list[tuple[np.ndarray, np.ndarray]] = []
+        self._scores = np.empty(0)
+        self._counts = np.empty((2, 0))  # of negatives and of positives, per distinct score
+        self._waiting = 0
+
+    def update(self, labels: Values, scores: Values) -> AUC:
+        """Adds examples, labels (n,) and scores (n,); returns self. ValueError for NaN scores and odd
+        labels.
+        """
+        label, score = _flat(labels), _flat(scores)
+        if label.shape != score.shape:
+            raise ValueError(f"labels and scores must have one shape, not {label.shape} and {score.shape}")
+        if np.isnan(score).any():
+            raise ValueError("scores contain NaN: training has diverged")
+        positive = label == 1
+        if not (positive | (label == 0)).all():
+            raise ValueError("labels must be 0 or 1")
+        self._pending.append((score, positive))
+        self._waiting += len(score)
+        if self._waiting > max(1 << 16, len(self._scores)):  # so all merges together take O(n log n)
+            self._merge()
+        return self
+
+    def value(self) -> float:
+        """The AUC of all examples so far."""
+        self._merge()
+        negatives, positives = self._counts
+        pairs = negatives.sum() * positives.sum()
+        if pairs == 0:
+            return float("nan")
+        below = np.cumsum(negatives) - negatives
+        return float((positives * (below + negatives / 2)).sum() / pairs)
+
+    def _merge(self) -> None:
+        if not self._pending:
+            return
+        scores = np.concatenate([self._scores, *(score for score, _ in self._pending)])
+        new = np.concatenate([positive for _, positive in self._pending])
+        weights = np.concatenate([self._counts, [~new, new]], axis=1)
+        self._pending, self._waiting = [], 0
+        self._scores, group = np.unique(scores, return_inverse=True)
+        self._counts = np.stack([np.bincount(group, weight, len(self._scores)) for weight in weights])
+        while len(self._scores) > self._exact:
+            starts = np.arange(0, len(self._scores), 2)
+            self._counts = np.add.reduceat(self._counts, starts, axis=1)
+            self._scores = self._scores[starts]
+
+
+def _flat(values: Values) -> np.ndarray:
+    if isinstance(values, torch.Tensor):
+        return values.detach().cpu().double().numpy().reshape(-1)
+    return np.asarray(values, dtype=np.float64).reshape(-1)

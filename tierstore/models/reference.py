@@ -1,0 +1,79 @@
+"""Plain PyTorch tables: what tiered tables are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tierstore.errors import ConfigError
+from tierstore.modules.configs import EmbeddingBagConfig, PoolingType
+from tierstore.sparse import KeyedJaggedTensor, KeyedTensor
+
+
+class DenseEmbeddingBags(nn.Module):
+    """An embedding bag collection of ``nn.EmbeddingBag``, one per table: everything in memory, no own
+    kernels.
+
+    State-dict names, output keys and their order are those of ``EmbeddingBagCollection``.
+
+    Args:
+        tables: what the tables are; initial values follow their ``init_rule()``, by torch's random numbers.
+        sparse: whether gradients of the weights are sparse, as ``torch.optim.SparseAdam``, ``SGD`` and
+        ``Adagrad``
+            take them.
+        device: where the weights are made.
+    """
+
+    def __init__(
+        self, tables: Sequence[EmbeddingBagConfig], sparse: bool = False, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        self._configs = list(tables)
+        self.embedding_bags = nn.ModuleDict()
+        for config in self._configs:
+            if config.name in self.embedding_bags:
+                raise ConfigError(f"two tables are called {config.name!r}")
+            self.embedding_bags[config.name] = nn.EmbeddingBag(
+                config.num_embeddings,
+                config.embedding_dim,
+                mode=PoolingType(config.pooling.value).value.lower(),
+                sparse=sparse,
+                include_last_offset=True,
+                device=device,
+                _weight=_initial(config, device),
+            )
+        features = [feature for config in self._configs for feature in config.feature_names]
+        self._keys = [
+            f"{feature}@{config.name}" if features.count(feature) > 1 else feature
+            for config in self._configs
+            for feature in config.feature_names
+        ]
+        self._dims = [config.embedding_dim for config in self._configs for _ in config.feature_names]
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        return self._configs
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Pooled rows, (B, sum of the dims of all output keys)."""
+        pooled = []
+        for config in self._configs:
+            bags = self.embedding_bags[config.name]
+            for feature in config.feature_names:
+                jagged = features[feature]
+                pooled.append(bags(jagged.values(), jagged.offsets()))
+        return KeyedTensor(self._keys, self._dims, torch.cat(pooled, dim=1))
+
+    @torch.no_grad()
+    def load_rows(self, table: str, ids: Tensor, weight: Tensor) -> None:
+        """Sets rows of a table: ids int64 (n,), weight float32 (n, embedding_dim)."""
+        self.embedding_bags[table].weight[ids] = weight  # type: ignore[index, operator]
+
+
+def _initial(config: EmbeddingBagConfig, device: torch.device | None) -> Tensor:
+    weight = torch.empty(config.num_embeddings, config.embedding_dim, device=device)
+    kind, first, second = config.init_rule()
+    if kind == "uniform":
+        return nn.init.uniform_(weight, first, second)
+    return nn.init.normal_(weight, first, second) if kind == "normal" else nn.init.constant_(weight, first)
