@@ -20,6 +20,8 @@ class StoreOptions:
     """Hard cap on the bytes of all files of the store."""
     io: str = "auto"
     """"auto", "io_uring" or "pread"; engines with one way to do IO ignore it."""
+    read_threads: int = 16
+    """Threads over which rocksdb and lmdb, whose reads block, spread a batch; 1 for none beside the caller."""
 
 
 EngineFactory = Callable[[Path, Sequence[TableSpec], StoreOptions], RowStore]

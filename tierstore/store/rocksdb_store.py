@@ -36,6 +36,7 @@ from tierstore.errors import StoreCorruptError, StoreFullError, StoreIOError, Ti
 from tierstore.keys import ID_BITS, MAX_ID
 from tierstore.store.base import StoreBase, as_bytes, scatter
 from tierstore.store.files import disk_bytes, store_errors, sync_directory
+from tierstore.store.parallel import Readers
 from tierstore.store.protocol import TableSpec
 from tierstore.store.registry import StoreOptions
 
@@ -85,6 +86,7 @@ class RocksDBStore(StoreBase):
         super().__init__(tables)
         self._path = path
         self._cap = options.ssd_bytes
+        self._readers = Readers(options.read_threads)
         self._unchecked_bytes = 0
         self._number = _restore(path)
         with self._rocksdb_errors("opening"):
@@ -100,11 +102,17 @@ class RocksDBStore(StoreBase):
         self._committed_meta = record[_NUMBER.size :]
 
     def _read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        order = np.argsort(keys)  # neighbours may share a block
         with self._rocksdb_errors("reading"):
-            values: Any = self._db.get(_names(keys), read_opt=self._read_options)
-        found = np.fromiter(map(is_not, values, repeat(None)), np.bool_, len(values))
-        scatter(list(filter(None, values)), np.flatnonzero(found), out, self._path)
+            values = self._readers.map(self._get, _names(keys[order]))
+        found = np.empty(len(keys), np.bool_)
+        found[order] = np.fromiter(map(is_not, values, repeat(None)), np.bool_, len(values))
+        scatter(list(filter(None, values)), order[found[order]], out, self._path)
         return found
+
+    def _get(self, names: Sequence[Any]) -> list[Any]:
+        values: Any = self._db.get(names, read_opt=self._read_options)
+        return values
 
     def _write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
         self._check_cap(rows.size)
@@ -155,6 +163,7 @@ class RocksDBStore(StoreBase):
         return rows, rows * sizes[0] if len(sizes) == 1 else live, disk_bytes(self._path), memory
 
     def _release(self) -> None:
+        self._readers.close()
         try:
             self._db.close()
         except Exception as error:  # it flushes what the next opening removes, so nothing is lost by that

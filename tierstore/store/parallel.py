@@ -1,0 +1,36 @@
+"""Threads that wait for the device, for engines whose own calls read one block after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_CHUNK = 128  # enough that handing a chunk over costs little beside its reads
+SMALLEST = 2 * _CHUNK
+"""Batches below this are not worth the threads."""
+
+
+class Readers:
+    """A pool of ``threads`` that is started at the first large batch; one thread means none beside the caller."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
+
+    def map(self, read: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]) -> list[Result]:
+        """``read(items)``, which returns a list in order, computed in chunks by all threads."""
+        if self._threads <= 1 or len(items) < SMALLEST:
+            return read(items)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, "tierstore-read")
+        chunks = [items[start : start + _CHUNK] for start in range(0, len(items), _CHUNK)]
+        return list(chain.from_iterable(self._pool.map(read, chunks)))
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
