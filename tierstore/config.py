@@ -157,13 +157,9 @@ class TierConfig:
             return
         import cache_policies  # here, since it brings numba along
 
-        get = getattr(cache_policies, "get", None)
-        if get is None:
-            return
-        try:
-            get(self.policy)
-        except (KeyError, ValueError) as error:
-            raise ConfigError(f"policy: {error.args[0]}") from error
+        known = cache_policies.names()
+        if self.policy not in known:
+            raise ConfigError(f"unknown policy {self.policy!r}; known policies: {', '.join(known)}")
 
     def _normalise_count(self, name: str, most: int | None) -> None:
         value = getattr(self, name)

@@ -86,6 +86,7 @@ def test_everything_in_memory_has_no_tier_below():
         ({"depth": True}, '"auto" or an integer'),
         ({"window": -1}, "at least 0"),
         ({"policy": 3}, "compile"),
+        ({"policy": "clairvoyant"}, "known policies: lookahead, lru, lfu"),
         ({"tables": {"t": 1}}, "TableOverride"),
         ({"tables": [1]}, "map table names"),
     ],

@@ -89,6 +89,20 @@ def read_regular(path: Path, most: int) -> bytes:
         return file.read(most)
 
 
+def supports_direct_io(folder: Path) -> bool:
+    """Whether files in ``folder`` can be opened past the page cache, which some file systems refuse."""
+    probe = folder / "direct-io-probe"
+    try:
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_NOFOLLOW, 0o666))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+    return True
+
+
 def walk_files(folder: Path) -> Iterator[os.DirEntry[str]]:
     """All regular files below ``folder``; ``StoreCorruptError`` at a link or any other kind of file."""
     with os.scandir(folder) as entries:

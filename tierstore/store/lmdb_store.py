@@ -98,7 +98,7 @@ class LMDBStore(StoreBase):
         return found
 
     @staticmethod
-    def _get(transaction: Any, database: Any, names: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    def _get(transaction: Any, database: Any, names: list[bytes]) -> list[tuple[bytes, bytes]]:
         with transaction.cursor(database) as cursor:
             return cursor.getmulti(names)
 
@@ -109,8 +109,8 @@ class LMDBStore(StoreBase):
         self._get(self._txn, database, sample)
         return time.perf_counter() - start > len(sample) * _COLD_SECONDS
 
-    def _touch(self, database: Any, names: Sequence[bytes]) -> list[None]:
-        """Brings pages of the last commit to memory, beside other threads; the caller then reads what is newest.
+    def _touch(self, database: Any, names: list[bytes]) -> list[None]:
+        """Brings pages of the last commit to memory; the caller then reads what is newest.
 
         Only a transaction of the last commit may be used beside others, and most pages are still those of it.
         """

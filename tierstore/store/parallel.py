@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import TypeVar
@@ -16,13 +16,13 @@ SMALLEST = 2 * _CHUNK
 
 
 class Readers:
-    """A pool of ``threads`` that is started at the first large batch; one thread means none beside the caller."""
+    """A pool of ``threads``, started at the first large batch; 1 means none beside the caller."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
 
-    def map(self, read: Callable[[Sequence[Item]], list[Result]], items: Sequence[Item]) -> list[Result]:
+    def map(self, read: Callable[[list[Item]], list[Result]], items: list[Item]) -> list[Result]:
         """``read(items)``, which returns a list in order, computed in chunks by all threads."""
         if self._threads <= 1 or len(items) < SMALLEST:
             return read(items)

@@ -21,7 +21,7 @@ class StoreOptions:
     io: str = "auto"
     """"auto", "io_uring" or "pread"; engines with one way to do IO ignore it."""
     read_threads: int = 16
-    """Threads over which rocksdb and lmdb, whose reads block, spread a batch; 1 for none beside the caller."""
+    """Threads over which rocksdb and lmdb, whose reads block, spread a batch; 1 means the caller alone."""
 
 
 EngineFactory = Callable[[Path, Sequence[TableSpec], StoreOptions], RowStore]

@@ -14,6 +14,7 @@ writes until it is opened again, so such an error closes the store.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -35,7 +36,7 @@ from tierstore.config import format_bytes
 from tierstore.errors import StoreCorruptError, StoreFullError, StoreIOError, TierStoreError
 from tierstore.keys import ID_BITS, MAX_ID
 from tierstore.store.base import StoreBase, as_bytes, scatter
-from tierstore.store.files import disk_bytes, store_errors, sync_directory
+from tierstore.store.files import disk_bytes, store_errors, supports_direct_io, sync_directory
 from tierstore.store.parallel import Readers
 from tierstore.store.protocol import TableSpec
 from tierstore.store.registry import StoreOptions
@@ -53,7 +54,7 @@ _BLOCK_CACHE = 8 * _MIB
 _BIG_ENDIAN = np.dtype(">u8")
 
 
-def _db_options() -> rocksdict.Options:
+def _db_options(direct_io: bool) -> rocksdict.Options:
     """Tuned for random reads and overwrites of small rows; docs/engines.md gives the reason of each."""
     blocks = rocksdict.BlockBasedOptions()
     blocks.set_block_size(4096)
@@ -65,8 +66,8 @@ def _db_options() -> rocksdict.Options:
     options.create_if_missing(True)
     options.set_block_based_table_factory(blocks)
     options.set_compression_type(rocksdict.DBCompressionType.none())
-    options.set_use_direct_reads(True)
-    options.set_use_direct_io_for_flush_and_compaction(True)
+    options.set_use_direct_reads(direct_io)
+    options.set_use_direct_io_for_flush_and_compaction(direct_io)
     options.set_write_buffer_size(_WRITE_BUFFER)
     options.set_max_write_buffer_number(2)
     options.set_max_background_jobs(2)
@@ -90,11 +91,13 @@ class RocksDBStore(StoreBase):
         self._unchecked_bytes = 0
         self._number = _restore(path)
         with self._rocksdb_errors("opening"):
-            self._db = rocksdict.Rdict(str(path / "live"), _db_options())
+            direct_io = supports_direct_io(path / "live")
+            self._db = rocksdict.Rdict(str(path / "live"), _db_options(direct_io))
             self._write_options = rocksdict.WriteOptions()
             self._write_options.disable_wal = True  # type: ignore[method-assign,assignment]  # wrong stub
             self._read_options = rocksdict.ReadOptions()
             self._read_options.set_verify_checksums(True)
+            self._read_options.set_async_io(True)
             record = self._db.get(_COMMIT) or _NUMBER.pack(0)
         if _NUMBER.unpack_from(record)[0] != self._number:
             self._db.close()
@@ -110,7 +113,7 @@ class RocksDBStore(StoreBase):
         scatter(list(filter(None, values)), order[found[order]], out, self._path)
         return found
 
-    def _get(self, names: Sequence[Any]) -> list[Any]:
+    def _get(self, names: list[Any]) -> list[Any]:
         values: Any = self._db.get(names, read_opt=self._read_options)
         return values
 
@@ -194,7 +197,7 @@ class RocksDBStore(StoreBase):
         except Exception as error:  # rocksdict raises no narrower class
             text = f"{doing} {self._path}: {error}"
             if _FULL.search(str(error)):
-                raise StoreFullError(f"{text}; free some space, committed rows are intact") from error
+                raise StoreFullError(errno.ENOSPC, f"{text}; free some space") from error
             if "Corruption" in str(error):
                 raise StoreCorruptError(text) from error
             raise StoreIOError(text) from error
