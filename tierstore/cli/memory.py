@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,20 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
-def rss_bytes() -> int:
-    """Resident bytes of this process now."""
-    return _status_bytes("VmRSS")
+class PeakRss:
+    """The most resident bytes of this process since this object was made.
 
+    Where the kernel does not let the peak be reset, it is that since the start: an upper bound.
+    """
 
-def peak_rss_bytes() -> int:
-    """Most resident bytes since the last :func:`reset_peak_rss` that worked, or since the start."""
-    return _status_bytes("VmHWM")
+    def __init__(self) -> None:
+        with suppress(OSError):
+            _CLEAR_REFS.write_text("5")
+        self.before_bytes = _status_bytes("VmRSS")
+        """Resident when it began."""
 
-
-def reset_peak_rss() -> bool:
-    """Makes the peak start again at the present value; False where the kernel refuses."""
-    try:
-        _CLEAR_REFS.write_text("5")
-    except OSError:
-        return False
-    return True
+    def peak_bytes(self) -> int:
+        return _status_bytes("VmHWM")
 
 
 def _status_bytes(field: str) -> int:

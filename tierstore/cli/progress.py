@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TextIO
 
-LIVE_INTERVAL = 0.25
+LIVE_INTERVAL = 0.5
 """Seconds between refreshes of the live line."""
 LOG_INTERVAL = 5.0
 """Seconds between lines where there is no terminal."""

@@ -1,0 +1,187 @@
+"""Parts of ``tierstore train`` on their own: budgets, comparison, display, interrupts, result files."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tierstore import data
+from tierstore.cli import checkpoint
+from tierstore.cli.compare import same_bits, touched_ids
+from tierstore.cli.interrupt import GracefulInterrupt
+from tierstore.cli.memory import PeakRss
+from tierstore.cli.progress import Display, Progress
+from tierstore.cli.report import JsonFile
+from tierstore.cli.setup import budget
+from tierstore.cli.train import add_parser
+from tierstore.cli.trainer import Schedule
+from tierstore.errors import ConfigError
+
+
+class TestBudget:
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("1/37", 1000),
+            ("1 / 37", 1000),
+            ("2.5%", 925),
+            ("100%", 37000),
+            ("64MiB", "64MiB"),
+            ("4096", "4096"),
+        ],
+    )
+    def test_fractions_are_of_the_tables_bytes(self, text: str, expected: int | str) -> None:
+        assert budget(text, 37000, "--hbm") == expected
+
+    @pytest.mark.parametrize("text", ["3/2", "0/4", "0%", "101%", "1/0"])
+    def test_fractions_that_make_no_sense(self, text: str) -> None:
+        with pytest.raises(ConfigError, match="--hbm"):
+            budget(text, 37000, "--hbm")
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    return parser.parse_args(["train", *arguments])
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("arguments", "what"),
+        [
+            (["--depth", "deep"], "'deep' is neither a whole number nor 'auto'"),
+            (["--window", "-1"], "expected one argument"),
+            (["--batch-size", "0"], "'0' is not a whole number of at least 1"),
+            (["--epochs", "1.5"], "'1.5' is not a whole number of at least 1"),
+            (["--compare", "gpu"], "invalid choice: 'gpu'"),
+        ],
+    )
+    def test_wrong_values_are_named(
+        self, arguments: list[str], what: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as stop:
+            parse(*arguments)
+        assert stop.value.code == 2
+        assert what in capsys.readouterr().err
+
+    def test_the_options_are_these(self) -> None:
+        """Frozen, so that growth is a visible change."""
+        assert sorted(vars(parse())) == [
+            *("batch_size", "compare", "data", "depth", "dim", "engine", "epochs", "hbm", "json", "lr"),
+            *("max_rows", "optimizer", "path", "policy", "resume", "rows", "seed", "ssd", "ssd_cap", "steps"),
+            *("tables", "tensorboard", "threads", "uvm", "window"),
+        ]
+
+
+class TestCompare:
+    def test_touched_ids_are_distinct_and_all(self) -> None:
+        dataset = data.load("synthetic:zipf:1.1", rows=500, tables=2)
+        batches = list(Schedule(batch_size=64, steps=5).draw(dataset))
+        ids = touched_ids(batches)
+        for key in ids:
+            seen = np.concatenate([batch.sparse[key].values().numpy() for batch in batches])
+            assert ids[key].tolist() == sorted(set(seen.tolist()))
+
+    def test_bits_count_not_values(self) -> None:
+        zero, nan = torch.zeros(3), torch.tensor([1.0, math.nan])
+        assert same_bits(nan, nan.clone())
+        assert not same_bits(zero, -zero)
+        assert not same_bits(zero, zero.double())
+        assert not same_bits(zero, zero.reshape(3, 1))
+
+
+class TestSchedule:
+    def test_steps_bound_the_batches(self) -> None:
+        dataset = data.load("synthetic:zipf:1.1", rows=100, tables=1)
+        schedule = Schedule(batch_size=8, steps=5)
+        whole = [batch.sparse.values().tolist() for batch in schedule.draw(dataset)]
+        rest = [batch.sparse.values().tolist() for batch in schedule.draw(dataset, 3)]
+        assert len(whole) == 5
+        assert rest == whole[3:]
+        assert list(schedule.draw(dataset, 9)) == []
+
+
+class TestDisplay:
+    line = Progress(126, 296, 129024, 4.0, 0.08, 0.44321, 0.69049, {"hbm": 0.931, "ssd": 0.41})
+
+    def test_the_line(self) -> None:
+        assert self.line.text() == (
+            " 43% batch 126/296 · 32,256 examples/s · loss 0.4432 · AUC 0.6905"
+            " · hits hbm 93.1% ssd 41.0% · stall 2%"
+        )
+
+    def test_before_the_first_batch_nothing_divides_by_zero(self) -> None:
+        text = Progress(0, None, 0, 0.0, 0.0, 0.0, 0.5).text()
+        assert text == "batch 0 · 0 examples/s · loss 0.0000 · AUC 0.5000 · stall 0%"
+
+    def test_without_a_terminal_plain_lines(self) -> None:
+        stream = io.StringIO()
+        with Display("tiered", stream) as display:
+            assert not display.due()
+            display.show(self.line)
+            display.show(self.line)  # says nothing new
+        assert stream.getvalue() == f"tiered: {self.line.text()}\n"
+
+
+class TestInterrupt:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_the_first_signal_is_noted(self, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+        before = signal.getsignal(number)
+        with GracefulInterrupt() as interrupt:
+            assert interrupt.signal is None
+            os.kill(os.getpid(), number)
+            assert interrupt.signal == number
+            assert signal.getsignal(number) == before  # the next one acts as always
+        assert "once more to stop at once" in capsys.readouterr().err
+
+    def test_the_second_ctrl_c_stops(self) -> None:
+        with GracefulInterrupt():
+            os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+class TestJsonFile:
+    def test_replaces_whole(self, tmp_path: Path) -> None:
+        file = tmp_path / "new" / "out.json"
+        JsonFile(file).write({"auc": 0.5})
+        assert json.loads(file.read_text()) == {"auc": 0.5}
+        assert os.listdir(file.parent) == ["out.json"]
+
+    def test_a_folder_is_refused_before_training(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="is a folder"):
+            JsonFile(tmp_path)
+
+
+class TestCheckpointFolder:
+    def test_resume_needs_a_folder_with_a_store(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="needs --ssd"):
+            checkpoint.check_folder(None, resume=True)
+        with pytest.raises(ConfigError, match="holds no store"):
+            checkpoint.check_folder(tmp_path, resume=True)
+
+    def test_a_store_is_not_overwritten(self, tmp_path: Path) -> None:
+        checkpoint.check_folder(tmp_path, resume=False)
+        (tmp_path / "TIERSTORE.json").write_text("{}")
+        with pytest.raises(ConfigError, match="already holds a store"):
+            checkpoint.check_folder(tmp_path, resume=False)
+        checkpoint.check_folder(tmp_path, resume=True)
+
+
+def test_peak_rss_starts_again() -> None:
+    first = PeakRss()
+    block = np.ones(8 << 20)  # 64 MiB
+    grown = first.peak_bytes() - first.before_bytes
+    del block
+    second = PeakRss()
+    assert grown > 50 << 20
+    assert second.peak_bytes() - second.before_bytes < 30 << 20

@@ -1,0 +1,185 @@
+"""The result of ``tierstore train``: JSON, the closing table, TensorBoard scalars."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tierstore.cli.compare import Comparison
+from tierstore.cli.progress import Progress
+from tierstore.config import format_bytes
+from tierstore.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Figures of one run. Rates are of the training loop; ``auc`` and ``base_rate`` of the held-out part."""
+
+    progress: Progress
+    auc: float
+    base_rate: float
+    hit_rate: dict[str, dict[str, float | None]]
+    """By tier: ``per_access`` and ``per_unique`` row of a batch."""
+    ssd_bytes: int
+    rss_before_bytes: int
+    """Resident after imports and opening the data, before the tiers were made."""
+    peak_rss_bytes: int
+    """Most resident from then to the end of the evaluation."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything one call of ``tierstore train`` found out."""
+
+    config: dict[str, Any]
+    machine: dict[str, Any]
+    table_bytes: int
+    budget_bytes: int
+    tiered: RunResult
+    in_memory: RunResult | None = None
+    comparison: Comparison | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        tiered, memory, comparison = self.tiered, self.in_memory, self.comparison
+        memory_speed = memory.progress.examples_per_s if memory else None
+        return {
+            "final_loss": _number(tiered.progress.loss),
+            "auc": _number(tiered.auc),
+            "base_rate": _number(tiered.base_rate),
+            "bit_identical": comparison.bit_identical if comparison else None,
+            "examples_per_s": tiered.progress.examples_per_s,
+            "in_memory_examples_per_s": memory_speed,
+            "ratio": tiered.progress.examples_per_s / memory_speed if memory_speed else None,
+            "hit_rate": tiered.hit_rate,
+            "stall": tiered.progress.stall,
+            "peak_rss_bytes": tiered.peak_rss_bytes,
+            "rss_before_bytes": tiered.rss_before_bytes,
+            "budget_bytes": self.budget_bytes,
+            "table_bytes": self.table_bytes,
+            "ssd_bytes": tiered.ssd_bytes,
+            "rows_compared": comparison.rows if comparison else None,
+            "difference": comparison.difference if comparison else None,
+            "batches": tiered.progress.batches,
+            "examples": tiered.progress.examples,
+            "seconds": tiered.progress.seconds,
+            "config": self.config,
+            "machine": self.machine,
+        }
+
+    def table(self) -> Any:
+        """The closing table, a rich renderable: one column per run."""
+        from rich import box
+        from rich.table import Table
+
+        runs = [self.tiered, *([self.in_memory] if self.in_memory else [])]
+        grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for title in ["", "tiered", "in memory"][: len(runs) + 1]:
+            grid.add_column(title, justify="right" if title else "left", no_wrap=True)
+        for label, cells in _lines(runs):
+            grid.add_row(label, *cells)
+        return grid
+
+    def sentences(self) -> list[str]:
+        """The result in words, one line each."""
+        times = self.table_bytes / self.budget_bytes if self.budget_bytes else math.inf
+        lines = [
+            f"tables {format_bytes(self.table_bytes)}, {times:.3g} times the memory budget of "
+            f"{format_bytes(self.budget_bytes)}; AUC {self.tiered.auc:.4f}, where guessing the base rate "
+            f"({self.tiered.base_rate:.1%} positive) gives 0.5"
+        ]
+        if self.comparison is not None and self.in_memory is not None:
+            ratio = self.tiered.progress.examples_per_s / max(self.in_memory.progress.examples_per_s, 1e-9)
+            lines.append(f"{ratio:.2f} times the speed of training with everything in memory")
+            lines.append(_verdict(self.comparison))
+        return lines
+
+
+def _verdict(comparison: Comparison) -> str:
+    if comparison.bit_identical:
+        what = f"{comparison.rows:,} rows touched, their optimizer state, the dense parameters"
+        return f"bit_identical: true ({what})"
+    return f"bit_identical: false; first difference: {comparison.difference}"
+
+
+def _lines(runs: list[RunResult]) -> list[tuple[str, list[str]]]:
+    def line(label: str, cell: Any) -> tuple[str, list[str]]:
+        return label, [cell(run) for run in runs]
+
+    def hits(tier: str, kind: str) -> Any:
+        def cell(run: RunResult) -> str:
+            rate = run.hit_rate.get(tier, {}).get(kind)
+            return "" if rate is None else f"{rate:.2%}"
+
+        return cell
+
+    lines = [
+        line("examples/s", lambda run: f"{run.progress.examples_per_s:,.0f}"),
+        line("training loss", lambda run: f"{run.progress.loss:.5f}"),
+        line("AUC, held out", lambda run: f"{run.auc:.5f}"),
+        line("AUC, as it trained", lambda run: f"{run.progress.auc:.5f}"),
+    ]
+    for tier in runs[0].hit_rate:
+        lines.append(line(f"hits in {tier}, per access", hits(tier, "per_access")))
+        lines.append(line(f"hits in {tier}, per unique row", hits(tier, "per_unique")))
+    lines.append(line("waiting for batches", lambda run: f"{run.progress.stall:.1%}"))
+    lines.append(line("peak RSS", lambda run: format_bytes(run.peak_rss_bytes)))
+    lines.append(line("  of it before the tiers", lambda run: format_bytes(run.rss_before_bytes)))
+    lines.append(line("on SSD", lambda run: format_bytes(run.ssd_bytes)))
+    return lines
+
+
+def _number(value: float) -> float | None:
+    """``value`` for JSON, which knows no NaN: None for it and the infinities."""
+    return value if math.isfinite(value) else None
+
+
+class JsonFile:
+    """A result file; made sure of before the training that it is for, and replaced whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        if path.is_dir():
+            raise ConfigError(f"--json {path} is a folder; give the path of a file")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(f"--json {path} cannot be written; give another path")
+
+    def write(self, content: dict[str, Any]) -> None:
+        temporary = self._path.with_name(f".{self._path.name}.tmp")
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, self._path)
+
+
+class Scalars:
+    """TensorBoard scalars of the progress; without a folder it does nothing."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._writer: Any = None
+        if folder is None:
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError("--tensorboard needs its package; pip install 'tierstore[plot]'") from error
+        self._writer = SummaryWriter(log_dir=str(folder))
+
+    def write(self, progress: Progress) -> None:
+        if self._writer is None:
+            return
+        values = {
+            "train/loss": progress.loss,
+            "train/auc": progress.auc,
+            "speed/examples_per_s": progress.examples_per_s,
+            "speed/stall": progress.stall,
+            **{f"hit_rate/{tier}": rate for tier, rate in progress.hit_rate.items()},
+        }
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, progress.batches)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,103 @@
+"""From the options of ``tierstore train`` to its parts: tier budgets, data set, model, dense optimizer."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+
+import torch
+
+import tierstore
+from tierstore import data, models
+from tierstore.cli.trainer import Schedule, Trainer
+from tierstore.config import TierConfig
+from tierstore.data import Dataset
+from tierstore.errors import ConfigError
+from tierstore.optim import OptimizerSpec
+
+DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rowwise_adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+}
+"""For the dense parameters, by the name of the rows' optimizer."""
+
+LOWER_LAYERS, UPPER_LAYERS = [128], [128, 64, 1]
+"""Sizes of the DLRM's perceptrons; the lower one ends with the embedding dimension."""
+
+_FRACTION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:/\s*(\d+)|(%))\s*")
+
+
+def load_dataset(args: argparse.Namespace) -> Dataset:
+    """The data set of ``--data``, with those of its options that were given."""
+    path = None if args.path is None else str(args.path)
+    return data.load(
+        args.data, path=path, seed=args.seed, rows=args.rows, tables=args.tables, max_rows=args.max_rows
+    )
+
+
+def table_bytes(dataset: Dataset, dim: int, optimizer: OptimizerSpec) -> int:
+    """Bytes of all rows of all tables, weights and optimizer state, whether they are ever touched or not."""
+    return sum(table.num_embeddings for table in dataset.tables) * optimizer.row_bytes(dim)
+
+
+def budget(text: str, of: int, option: str) -> int | str:
+    """The size that an option asks for: a fraction or percentage of ``of`` in bytes, others as they are."""
+    match = _FRACTION.fullmatch(text)
+    if match is None:
+        return text
+    number, divisor, percent = match.groups()
+    if divisor is not None and int(divisor) == 0:
+        raise ConfigError(f"{option} {text}: cannot divide by 0")
+    share = Fraction(number) / (100 if percent else int(divisor))
+    if not 0 < share <= 1:
+        raise ConfigError(f"{option} {text}: a fraction of the tables' bytes must be above 0 and at most 1")
+    return int(share * of)
+
+
+def tier_config(args: argparse.Namespace, all_bytes: int) -> TierConfig:
+    """The tiers of ``--hbm``, ``--uvm``, ``--ssd`` and their like, for tables of ``all_bytes``."""
+    return TierConfig(
+        hbm=budget(args.hbm, all_bytes, "--hbm"),
+        uvm=budget(args.uvm, all_bytes, "--uvm"),
+        ssd=args.ssd_cap,
+        path=args.ssd,
+        engine=args.engine,
+        policy=args.policy,
+        depth=args.depth,
+        window=args.window,
+    )
+
+
+@contextmanager
+def open_trainer(
+    args: argparse.Namespace, dataset: Dataset, optimizer: OptimizerSpec, config: TierConfig
+) -> Iterator[Trainer]:
+    """A model of the seed's initial weights with its tiers, which are closed at the end whatever happens.
+
+    Closing commits nothing: what is to be kept, :func:`tierstore.cli.checkpoint.save` commits.
+    """
+    tables = [
+        tierstore.EmbeddingBagConfig(
+            name=table.name,
+            embedding_dim=args.dim,
+            num_embeddings=table.num_embeddings,
+            feature_names=[table.name],
+        )
+        for table in dataset.tables
+    ]
+    torch.manual_seed(args.seed)
+    embeddings = tierstore.EmbeddingBagCollection(
+        tables=tables, config=config, optimizer=optimizer, seed=args.seed
+    )
+    try:
+        model = models.DLRM(embeddings, dataset.dense_dim, [*LOWER_LAYERS, args.dim], UPPER_LAYERS)
+        step = DENSE_OPTIMIZERS[optimizer.name](model.parameters(), lr=args.lr)  # type: ignore[call-arg]
+        schedule = Schedule(args.batch_size, args.epochs, args.steps, args.depth, args.window)
+        yield Trainer(model, embeddings, step, schedule)
+    finally:
+        embeddings.close(commit=False)

@@ -1,0 +1,109 @@
+"""``tierstore train``: trains a DLRM whose tables exceed their memory budget, and can check every bit."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+EPILOG = """\
+data sets: flights | movielens | criteo (--path) | synthetic:zipf:S | synthetic:criteo | synthetic:meta2021
+sizes: bytes, or 64MiB, 1.5GiB; --hbm also takes a fraction of the tables' bytes (1/37, 2.7%) or all
+"""
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "train",
+        help="train a DLRM with tables larger than memory",
+        description="Trains a DLRM whose embedding tables live in tiers, and tells how fast and how well.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_data(parser.add_argument_group("data"))
+    _add_tiers(parser.add_argument_group("tiers"))
+    _add_training(parser.add_argument_group("training"))
+    _add_output(parser.add_argument_group("result"))
+    return parser
+
+
+def _add_data(group: Any) -> None:
+    group.add_argument("--data", default="flights", metavar="NAME", help="data set (default: flights)")
+    group.add_argument(
+        "--path", "--data-path", type=Path, metavar="PATH", help="file or folder of the data set"
+    )
+    group.add_argument("--rows", type=int, metavar="N", help="synthetic: rows per table")
+    group.add_argument("--tables", type=int, metavar="N", help="synthetic: number of tables")
+    group.add_argument(
+        "--max-rows", type=int, metavar="N", help="synthetic:criteo: cap of the rows per table"
+    )
+
+
+def _add_tiers(group: Any) -> None:
+    group.add_argument("--hbm", default="64MiB", metavar="SIZE", help="fast memory (default: 64MiB)")
+    group.add_argument("--uvm", default="0", metavar="SIZE", help="host memory below it (default: 0)")
+    group.add_argument(
+        "--ssd", type=Path, metavar="DIR", help="folder of the row store (default: a temporary one)"
+    )
+    group.add_argument(
+        "--ssd-cap", default="1TiB", metavar="SIZE", help="most that the store may take; 0 for no store"
+    )
+    group.add_argument(
+        "--engine", default="native", metavar="NAME", help="row store: native, rocksdb, lmdb, memory"
+    )
+    group.add_argument(
+        "--policy", default="lookahead", metavar="NAME", help="eviction policy (default: lookahead)"
+    )
+    group.add_argument(
+        "--depth", type=_count_or_auto, default="auto", metavar="K", help="batches fetched ahead"
+    )
+    group.add_argument(
+        "--window", type=_count_or_auto, default="auto", metavar="W", help="batches looked at ahead"
+    )
+    group.add_argument("--threads", type=_positive, metavar="N", help="threads to compute with")
+
+
+def _add_training(group: Any) -> None:
+    group.add_argument("--epochs", type=_positive, default=1, metavar="N")
+    group.add_argument("--steps", type=_positive, metavar="N", help="stop after N batches")
+    group.add_argument("--batch-size", type=_positive, default=1024, metavar="N", help="(default: 1024)")
+    group.add_argument(
+        "--dim", type=_positive, default=32, metavar="D", help="embedding dimension (default: 32)"
+    )
+    group.add_argument(
+        "--optimizer",
+        default="rowwise-adagrad",
+        metavar="NAME",
+        help="sgd, adagrad, rowwise-adagrad (default) or adam",
+    )
+    group.add_argument("--lr", type=float, default=0.05, metavar="X", help="learning rate (default: 0.05)")
+    group.add_argument("--seed", type=int, default=0, metavar="N")
+    group.add_argument("--resume", action="store_true", help="go on with what --ssd DIR holds")
+
+
+def _add_output(group: Any) -> None:
+    group.add_argument(
+        "--compare", choices=["in-memory"], help="train again all in memory and compare every bit"
+    )
+    group.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    group.add_argument("--tensorboard", type=Path, metavar="DIR", help="write scalars for TensorBoard there")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _count_or_auto(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor 'auto'")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    from tierstore.cli.experiment import Experiment
+
+    return Experiment(args).run()

@@ -1,0 +1,143 @@
+"""One training run as ``tierstore train`` does it: prefetch, step, progress, evaluation."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import tierstore
+from tierstore.cli.progress import Progress
+from tierstore.data import Batch, Dataset
+from tierstore.models import AUC
+
+RECENT_BATCHES = 100
+"""Batches over which the reported training loss is averaged."""
+
+# Distinct scores that the AUCs keep apart: enough for four digits while it runs, which must take no time, and
+# for all that a held-out part may have in memory that counts against what is promised.
+_PROGRESS_SCORES = 1 << 14
+_TEST_SCORES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which batches a run trains on, and how far ahead it looks."""
+
+    batch_size: int
+    epochs: int = 1
+    steps: int | None = None
+    """Batches to train on in all, or None for all of ``epochs``."""
+    depth: int | str = "auto"
+    window: int | str = "auto"
+
+    def batches(self, dataset: Dataset) -> int | None:
+        """Batches of the whole run; None when the data set does not know its length."""
+        if dataset.num_train is None:
+            return self.steps
+        known = -(-dataset.num_train // self.batch_size) * self.epochs
+        return known if self.steps is None else min(known, self.steps)
+
+    def draw(self, dataset: Dataset, start_batch: int = 0) -> Iterator[Batch]:
+        """The batches of the run from ``start_batch`` on."""
+        batches = dataset.train(self.batch_size, epochs=self.epochs, start_batch=start_batch)
+        return batches if self.steps is None else islice(batches, max(self.steps - start_batch, 0))
+
+
+class Trainer:
+    """Trains a model whose sparse part is one tiered collection, and counts what it sees.
+
+    ``model(dense, sparse)`` gives logits, float32 (B,) or (B, 1). The rows of ``embeddings`` are updated
+    by the backward pass, the dense parameters by ``optimizer``.
+    """
+
+    def __init__(
+        self, model: nn.Module, embeddings: Any, optimizer: torch.optim.Optimizer, schedule: Schedule
+    ) -> None:
+        self.model = model
+        self.embeddings = embeddings
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.batches = 0
+        """Batches trained on, those before a resumed run included."""
+        self._batches_total: int | None = None
+        self._examples = 0
+        self._seconds = 0.0
+        self._stall_seconds = 0.0
+        self._losses: deque[float] = deque(maxlen=RECENT_BATCHES)
+        self._auc = AUC(exact=_PROGRESS_SCORES)
+        self._auc_so_far = math.nan
+
+    def train(self, dataset: Dataset, after_step: Callable[[], bool] = lambda: True) -> bool:
+        """Trains from batch ``self.batches`` on; ``after_step`` may end it between two batches by False.
+
+        Returns whether it reached the end. Rows and dense parameters are then as after whole batches.
+        """
+        self.model.train()
+        self._batches_total = self.schedule.batches(dataset)
+        loader = self.schedule.draw(dataset, self.batches)
+        ahead = tierstore.prefetch(loader, self.model, depth=self.schedule.depth, window=self.schedule.window)
+        clock = time.perf_counter
+        started = asked = clock()
+        for batch in ahead:
+            self._stall_seconds += clock() - asked
+            self._step(batch)
+            asked = clock()
+            self._seconds = asked - started
+            if not after_step():
+                return False
+        self._auc_so_far = self._auc.value()
+        return True
+
+    def _step(self, batch: Batch) -> None:
+        logits = self.model(batch.dense, batch.sparse).reshape(-1)
+        loss = functional.binary_cross_entropy_with_logits(logits, batch.labels)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        self._auc.update(batch.labels, logits)  # of predictions made before learning from them
+        # Asked for at fixed batches, not when shown: asking merges scores, and results must not depend on time.
+        if math.isnan(self._auc_so_far) or self.batches % 32 == 31:
+            self._auc_so_far = self._auc.value()
+        self._losses.append(loss.item())
+        self._examples += len(batch)
+        self.batches += 1
+
+    def evaluate(self, dataset: Dataset) -> tuple[float, float]:
+        """AUC of the held-out part and its share of positive labels; changes no row."""
+        auc, positives, examples = AUC(exact=_TEST_SCORES), 0.0, 0
+        self.model.eval()
+        with torch.no_grad():
+            for batch in dataset.test(self.schedule.batch_size):
+                auc.update(batch.labels, self.model(batch.dense, batch.sparse))
+                positives += float(batch.labels.sum())
+                examples += len(batch)
+        return auc.value(), positives / max(examples, 1)
+
+    def progress(self) -> Progress:
+        return Progress(
+            batches=self.batches,
+            batches_total=self._batches_total,
+            examples=self._examples,
+            seconds=self._seconds,
+            stall_seconds=self._stall_seconds,
+            loss=sum(self._losses) / max(len(self._losses), 1),
+            auc=self._auc_so_far,
+            hit_rate={
+                tier: rates["per_access"]
+                for tier, rates in self.hit_rate().items()
+                if rates["per_access"] is not None
+            },
+        )
+
+    def hit_rate(self) -> dict[str, dict[str, float | None]]:
+        """By tier, the share found of what reached it: ``per_access`` and ``per_unique`` row of a batch."""
+        return {tier: counted["hit_rate"] for tier, counted in self.embeddings.stats()["tiers"].items()}
