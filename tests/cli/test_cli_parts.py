@@ -59,7 +59,7 @@ class TestOptions:
         ("arguments", "what"),
         [
             (["--depth", "deep"], "'deep' is neither a whole number nor 'auto'"),
-            (["--window", "-1"], "expected one argument"),
+            (["--window", "-1"], "'-1' is neither a whole number"),
             (["--batch-size", "0"], "'0' is not a whole number of at least 1"),
             (["--epochs", "1.5"], "'1.5' is not a whole number of at least 1"),
             (["--compare", "gpu"], "invalid choice: 'gpu'"),

@@ -104,10 +104,10 @@ class Experiment:
                 self.saved = True
         if not finished or interrupt.signal is not None:
             return None
-        progress, hit_rate = trainer.progress(), trainer.hit_rate()
+        progress, stats = trainer.progress(), trainer.embeddings.stats()
+        hit_rate = {name: tier["hit_rate"] for name, tier in stats["tiers"].items()}
+        ssd_bytes = stats["store"]["disk_bytes"] if stats["store"] else 0
         auc, base_rate = trainer.evaluate(self.dataset)
-        store = trainer.embeddings.stats()["store"]
-        ssd_bytes = store["disk_bytes"] if store else 0
         return RunResult(progress, auc, base_rate, hit_rate, ssd_bytes, rss.before_bytes, rss.peak_bytes())
 
     def _tell(self, report: Report) -> None:

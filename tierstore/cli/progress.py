@@ -35,7 +35,7 @@ class Progress:
 
     @property
     def stall(self) -> float:
-        """Share of the time in which the loop waited for its next batch."""
+        """Share of the time in which training waited for rows."""
         return self.stall_seconds / self.seconds if self.seconds else 0.0
 
     @property

@@ -125,7 +125,7 @@ def _lines(runs: list[RunResult]) -> list[tuple[str, list[str]]]:
     for tier in runs[0].hit_rate:
         lines.append(line(f"hits in {tier}, per access", hits(tier, "per_access")))
         lines.append(line(f"hits in {tier}, per unique row", hits(tier, "per_unique")))
-    lines.append(line("waiting for batches", lambda run: f"{run.progress.stall:.1%}"))
+    lines.append(line("waiting for rows", lambda run: f"{run.progress.stall:.1%}"))
     lines.append(line("peak RSS", lambda run: format_bytes(run.peak_rss_bytes)))
     lines.append(line("  of it before the tiers", lambda run: format_bytes(run.rss_before_bytes)))
     lines.append(line("on SSD", lambda run: format_bytes(run.ssd_bytes)))

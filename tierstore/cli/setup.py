@@ -97,7 +97,7 @@ def open_trainer(
     try:
         model = models.DLRM(embeddings, dataset.dense_dim, [*LOWER_LAYERS, args.dim], UPPER_LAYERS)
         step = DENSE_OPTIMIZERS[optimizer.name](model.parameters(), lr=args.lr)  # type: ignore[call-arg]
-        schedule = Schedule(args.batch_size, args.epochs, args.steps, args.depth, args.window)
+        schedule = Schedule(args.batch_size, args.epochs, args.steps)
         yield Trainer(model, embeddings, step, schedule)
     finally:
         embeddings.close(commit=False)

@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -30,14 +31,12 @@ _TEST_SCORES = 1 << 20
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which batches a run trains on, and how far ahead it looks."""
+    """Which batches a run trains on."""
 
     batch_size: int
     epochs: int = 1
     steps: int | None = None
     """Batches to train on in all, or None for all of ``epochs``."""
-    depth: int | str = "auto"
-    window: int | str = "auto"
 
     def batches(self, dataset: Dataset) -> int | None:
         """Batches of the whole run; None when the data set does not know its length."""
@@ -71,7 +70,6 @@ class Trainer:
         self._batches_total: int | None = None
         self._examples = 0
         self._seconds = 0.0
-        self._stall_seconds = 0.0
         self._losses: deque[float] = deque(maxlen=RECENT_BATCHES)
         self._auc = AUC(exact=_PROGRESS_SCORES)
         self._auc_so_far = math.nan
@@ -84,16 +82,14 @@ class Trainer:
         self.model.train()
         self._batches_total = self.schedule.batches(dataset)
         loader = self.schedule.draw(dataset, self.batches)
-        ahead = tierstore.prefetch(loader, self.model, depth=self.schedule.depth, window=self.schedule.window)
-        clock = time.perf_counter
-        started = asked = clock()
-        for batch in ahead:
-            self._stall_seconds += clock() - asked
-            self._step(batch)
-            asked = clock()
-            self._seconds = asked - started
-            if not after_step():
-                return False
+        ahead: Any = tierstore.prefetch(loader, self.model)
+        started = time.perf_counter()
+        with closing(ahead):  # one that was left early still has batches in flight
+            for batch in ahead:
+                self._step(batch)
+                self._seconds = time.perf_counter() - started
+                if not after_step():
+                    return False
         self._auc_so_far = self._auc.value()
         return True
 
@@ -104,7 +100,7 @@ class Trainer:
         loss.backward()
         self.optimizer.step()
         self._auc.update(batch.labels, logits)  # of predictions made before learning from them
-        # Asked for at fixed batches, not when shown: asking merges scores, and results must not depend on time.
+        # Asked for at fixed batches, not when shown: asking merges scores, and the clock must not matter.
         if math.isnan(self._auc_so_far) or self.batches % 32 == 31:
             self._auc_so_far = self._auc.value()
         self._losses.append(loss.item())
@@ -123,21 +119,19 @@ class Trainer:
         return auc.value(), positives / max(examples, 1)
 
     def progress(self) -> Progress:
+        stats = self.embeddings.stats()
         return Progress(
             batches=self.batches,
             batches_total=self._batches_total,
             examples=self._examples,
             seconds=self._seconds,
-            stall_seconds=self._stall_seconds,
+            stall_seconds=stats["stall_seconds"],
             loss=sum(self._losses) / max(len(self._losses), 1),
             auc=self._auc_so_far,
-            hit_rate={
-                tier: rates["per_access"]
-                for tier, rates in self.hit_rate().items()
-                if rates["per_access"] is not None
-            },
+            hit_rate=_per_access(stats),
         )
 
-    def hit_rate(self) -> dict[str, dict[str, float | None]]:
-        """By tier, the share found of what reached it: ``per_access`` and ``per_unique`` row of a batch."""
-        return {tier: counted["hit_rate"] for tier, counted in self.embeddings.stats()["tiers"].items()}
+
+def _per_access(stats: dict[str, Any]) -> dict[str, float]:
+    rates = {name: tier["hit_rate"]["per_access"] for name, tier in stats["tiers"].items()}
+    return {name: rate for name, rate in rates.items() if rate is not None}
