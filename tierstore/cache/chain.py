@@ -109,7 +109,7 @@ class Chain:
         self.window = _core.Window()
         self._planned = -1
         self._moving = threading.RLock()
-        self._returned: list[Ticket] = []
+        self._returned: list[NDArray[np.int32]] = []
         self._closed = False
         self._warned_overflow = False
         self.reset_stats()
@@ -293,8 +293,13 @@ class Chain:
     def released(self, ticket: Ticket) -> None:
         """Called by tickets; must not block on a plan in progress, so the pad is settled by the next plan."""
         if self.fast.native.pad_in_use:
-            self._returned.append(ticket)
+            self._returned.append(ticket.slots)
         self.sequence.close(ticket.seq)
+
+    def orphaned(self, ticket: Ticket) -> None:
+        """As :meth:`released`, without taking a lock: the graph that held the ticket was dropped."""
+        self._returned.append(ticket.slots)
+        self.sequence.orphans.append(ticket.seq)
 
     # -- moving rows ---------------------------------------------------------------------
 
@@ -310,8 +315,8 @@ class Chain:
             self._returned.clear()
             return
         returned, self._returned = self._returned, []
-        for ticket in returned:
-            native.release(ticket.slots)
+        for slots in returned:
+            native.release(slots)
         slots, keys, dirty, next_use = native.drainable()
         if len(slots):
             rows = np.empty((len(slots), self.layout.row_bytes), np.uint8)

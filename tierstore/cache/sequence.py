@@ -10,9 +10,11 @@ order of forward and backward calls can deadlock.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+_ORPHAN_SECONDS = 0.05  # how often a waiting thread looks for orphans, which cannot wake it
 
 
 class Sequence:
@@ -22,6 +24,8 @@ class Sequence:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._next = 0
+        self.orphans: deque[int] = deque()
+        """Numbers whose lookup was dropped by the garbage collector; counted as closed at the next look."""
         self._in_use: Counter[int] = Counter()
         self._planning = False
         self._waiting = 0
@@ -47,15 +51,23 @@ class Sequence:
     def close(self, seq: int) -> None:
         """Lookup ``seq`` is over."""
         with self._changed:
-            self._in_use[seq] -= 1
-            if self._in_use[seq] <= 0:
-                del self._in_use[seq]
+            self._close(seq)
             self._changed.notify_all()
+
+    def _close(self, seq: int) -> None:
+        self._in_use[seq] -= 1
+        if self._in_use[seq] <= 0:
+            del self._in_use[seq]
+
+    def _oldest(self, default: int) -> int:
+        while self.orphans:
+            self._close(self.orphans.popleft())
+        return min(list(self._in_use), default=default)
 
     def oldest_in_use(self, default: int) -> int:
         """The smallest number in use; ``default`` if there is none."""
         with self._changed:
-            return min(self._in_use, default=default)
+            return self._oldest(default)
 
     def wait_released(
         self, below: int, planning: int, *, is_planner: bool = False, stop: Callable[[], bool] | None = None
@@ -75,8 +87,9 @@ class Sequence:
             )
 
         with self._changed:
-            self._changed.wait_for(lambda: min(self._in_use, default=below) >= below or needed())
-            return min(self._in_use, default=below) >= below
+            while not (self._oldest(below) >= below or needed()):
+                self._changed.wait(_ORPHAN_SECONDS)
+            return self._oldest(below) >= below
 
     def wake(self) -> None:
         """Lets waiting threads test their conditions again."""

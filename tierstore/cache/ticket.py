@@ -48,43 +48,54 @@ class Ticket(Rows):
         self._ready = threading.Event()
         self._error: BaseException | None = None
         self._held = False
+        self._unwanted = False
         self._lock = threading.Lock()
 
     def grant(self) -> None:
-        """The rows are in place and pinned."""
-        self._held = True
+        """The rows are in place and pinned; if nobody wants them any more, they are released at once."""
+        with self._lock:
+            self._held = not self._unwanted
+        if self._unwanted:
+            self.chain.released(self)
         self._ready.set()
 
     def fail(self, error: BaseException) -> None:
+        """Planning or fetching raised: :meth:`wait` raises it, once."""
         self._error = error
         self._ready.set()
 
-    @property
-    def done(self) -> bool:
-        return self._ready.is_set()
+    def cancel(self) -> None:
+        """The lookup will not be planned ahead any more."""
+        self._ready.set()
 
-    def wait(self) -> Ticket:
-        """Returns when the rows are in place; raises what planning or fetching raised, with its cause."""
+    def wait(self) -> bool:
+        """Returns True when the rows are in place, False if the plan was cancelled (look up on demand then).
+
+        Raises what planning or fetching raised.
+        """
         if not self._ready.is_set():
             self.chain.sequence.demand(self.seq)
             begin = time.perf_counter()
             self._ready.wait()
             self.chain.counters.stall_seconds += time.perf_counter() - begin
-        if self._error is not None:
-            raise self._error
-        return self
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._held
 
     @property
     def held(self) -> bool:
         return self._held
 
     def release(self) -> None:
-        """Ends the lookup. Calling it again does nothing; it never blocks on a plan in progress."""
+        """Ends the lookup, also before it is planned. Calling it again does nothing; it never waits for a
+        plan."""
         with self._lock:
-            held, self._held = self._held, False
+            held, self._held, self._unwanted = self._held, False, True
         if held:
             self.chain.released(self)
 
     def __del__(self) -> None:
+        # Runs wherever the garbage collector runs, so it takes no locks.
         if self._held:
-            self.release()
+            self.chain.orphaned(self)

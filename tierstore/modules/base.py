@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,8 @@ class TieredModule(nn.Module):
         # Not a parameter: it only makes autograd call the backward functions.
         self._anchor = torch.zeros(0, requires_grad=True)
         self._ahead: deque[Ahead] = deque()
+        self.observer: Callable[[TieredModule, tuple[Any, ...], dict[str, Any]], None] | None = None
+        """Told of every forward call while a prefetcher learns which ids come from where in a batch."""
 
     # -- lookups -------------------------------------------------------------------------
 
@@ -90,6 +92,18 @@ class TieredModule(nn.Module):
         Raises ``InputError`` that names the feature and what is wrong with it.
         """
 
+    def lookup_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int | str]:
+        """Places (positions or names) of forward's arguments that :meth:`make_lookup` needs; others may be
+        anything."""
+        return {*range(len(args)), *kwargs} - {"per_sample_weights"}
+
+    def feature_names(self) -> list[str]:
+        """Features that a collection takes out of a keyed jagged tensor; none for other modules."""
+        return []
+
+    def table_names(self) -> list[str]:
+        return [self.engine.tables[index].name for index in self._tables]
+
     def expect(self, inputs: tuple[Tensor, ...], lookup: Lookup) -> Ahead:
         """Keeps a lookup made ahead for the forward call with these inputs."""
         ahead = Ahead(inputs, signature(inputs), lookup)
@@ -103,6 +117,8 @@ class TieredModule(nn.Module):
             ahead.lookup.release()
 
     def _find_lookup(self, *args: Any, **kwargs: Any) -> Lookup:
+        if self.observer is not None:
+            self.observer(self, args, kwargs)
         if self._ahead:
             wanted = signature(self.lookup_inputs(*args, **kwargs))
             for ahead in self._ahead:

@@ -86,9 +86,7 @@ class Lookup:
         """Pins the rows of every part in the fast tier; waits for those that were planned ahead."""
         try:
             for part in self.parts:
-                if isinstance(part.rows, Ticket):
-                    part.rows.wait()
-                else:
+                if not (isinstance(part.rows, Ticket) and part.rows.wait()):
                     part.rows = part.chain.lookup(part.batch)
         except BaseException:
             self.release()

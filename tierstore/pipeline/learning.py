@@ -1,0 +1,169 @@
+"""Which module gets which part of a batch: learned from one forward pass, never by tracing the model.
+
+A batch is any nesting of dicts, lists, tuples and objects with attributes; its leaves are tensors and keyed
+jagged
+tensors. A plain module's inputs are recognised by identity (the same memory, shape and strides as a leaf); a
+collection's by identity of the jagged tensor's values, or by its feature names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tierstore.modules.base import TieredModule
+
+Step = tuple[str, Any]  # ("item", key) or ("attr", name)
+Path = tuple[Step, ...]
+_MAX_DEPTH = 8
+
+
+def is_keyed_jagged(value: Any) -> bool:
+    """Ours or torchrec's."""
+    return hasattr(value, "keys") and hasattr(value, "lengths_or_none") and hasattr(value, "stride_per_key")
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Tensors and keyed jagged tensors in a batch, each with the way to it."""
+    if isinstance(value, Tensor) or is_keyed_jagged(value):
+        yield path, value
+        return
+    if len(path) >= _MAX_DEPTH:
+        return
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, (*path, ("item", key)))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from leaves(item, (*path, ("item", index)))
+    else:
+        for name, item in getattr(value, "__dict__", {}).items():
+            yield from leaves(item, (*path, ("attr", name)))
+
+
+def follow(batch: Any, path: Path) -> Any:
+    """The leaf at ``path``. Raises LookupError, AttributeError or TypeError if the batch has another
+    structure."""
+    for kind, key in path:
+        batch = batch[key] if kind == "item" else getattr(batch, key)
+    return batch
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (
+        a.device == b.device
+        and a.dtype == b.dtype
+        and a.data_ptr() == b.data_ptr()
+        and a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.numel() > 0
+    )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward call that a module is going to get: ``arguments(batch)`` gives its (args, kwargs)."""
+
+    module: TieredModule
+    arguments: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+class Recorder:
+    """Collects the forward calls of ``modules`` between :meth:`start` and :meth:`learn`."""
+
+    def __init__(self, modules: list[TieredModule]) -> None:
+        self.modules = modules
+        self.calls: list[Call] = []
+        self.unknown: list[TieredModule] = []
+        self._seen: list[tuple[TieredModule, tuple[Any, ...], dict[str, Any]]] = []
+
+    def start(self) -> None:
+        self._seen.clear()
+        for module in self.modules:
+            module.observer = self._observe
+
+    def _observe(self, module: TieredModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.trains:
+            self._seen.append((module, args, kwargs))
+
+    def stop(self) -> None:
+        for module in self.modules:
+            module.observer = None
+
+    def learn(self, batch: Any) -> bool:
+        """Fills ``calls`` (those that can be foretold from a batch) and ``unknown`` (modules with one that
+        cannot).
+
+        False if no module was called in training, so that there was nothing to learn from.
+        """
+        self.stop()
+        found = list(leaves(batch))
+        calls: list[Call] = []
+        unknown: dict[int, TieredModule] = {}
+        for module, args, kwargs in self._seen:
+            arguments = _recipe(module, args, kwargs, found)
+            if arguments is None:
+                unknown[id(module)] = module
+            else:
+                calls.append(Call(module, arguments))
+        # A module of which one call cannot be foretold runs on demand altogether.
+        self.calls = [call for call in calls if id(call.module) not in unknown]
+        self.unknown = list(unknown.values())
+        seen = bool(self._seen)
+        self._seen.clear()
+        return seen
+
+
+def _recipe(
+    module: TieredModule, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[tuple[Path, Any]]
+) -> Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]] | None:
+    """How to get this call's arguments out of another batch, or None."""
+    sources: dict[Any, Path] = {}
+    for place, value in [*enumerate(args), *kwargs.items()]:
+        if not (isinstance(value, Tensor) or is_keyed_jagged(value)):
+            continue
+        path = _path_of(module, value, found)
+        if path is not None:
+            sources[place] = path
+        elif place in module.lookup_arguments(args, kwargs):
+            return None
+    if not sources:
+        return None
+
+    def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def value_of(place: Any, value: Any) -> Any:
+            if place in sources:
+                return follow(batch, sources[place])
+            return None if isinstance(value, Tensor) else value
+
+        return (
+            tuple(value_of(index, value) for index, value in enumerate(constants[0])),
+            {name: value_of(name, value) for name, value in constants[1].items()},
+        )
+
+    # Keep no tensor of the first batch alive.
+    hollow = torch.empty(0)
+    constants = (
+        tuple(hollow if _holds_memory(value) else value for value in args),
+        {name: hollow if _holds_memory(value) else value for name, value in kwargs.items()},
+    )
+    return arguments
+
+
+def _holds_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) or is_keyed_jagged(value)
+
+
+def _path_of(module: TieredModule, value: Any, found: list[tuple[Path, Any]]) -> Path | None:
+    if isinstance(value, Tensor):
+        return next((path for path, leaf in found if isinstance(leaf, Tensor) and _same(leaf, value)), None)
+    jagged = [(path, leaf) for path, leaf in found if is_keyed_jagged(leaf)]
+    for path, leaf in jagged:
+        if leaf is value or _same(leaf.values(), value.values()):
+            return path
+    wanted = set(module.feature_names())
+    return next((path for path, leaf in jagged if wanted and wanted <= set(leaf.keys())), None)

@@ -1,0 +1,305 @@
+"""``tierstore.prefetch``: the loader's own batches, in order, with the rows of the coming ones on their
+way."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tierstore.cache.engine import Engine
+from tierstore.config import MAX_DEPTH
+from tierstore.errors import ConfigError
+from tierstore.modules.base import TieredModule
+from tierstore.pipeline.learning import Call, Recorder, is_keyed_jagged, leaves
+from tierstore.pipeline.session import Planned, Session
+
+logger = logging.getLogger("tierstore")
+
+Batch = TypeVar("Batch")
+Inputs = Mapping["str | nn.Module", Callable[[Any], Any]]
+
+MAX_WINDOW = 256
+WINDOW_BYTES = 64 << 20
+"""What the batches of an automatic window, and what is kept of their ids, may take together."""
+WINDOW_COVER = 3
+"""Distinct rows in the window per slot of the fast tier beyond which more window brings nothing
+(docs/policies.md)."""
+AUTO_DEPTH = 2
+
+_claims = threading.Lock()
+_claimed: set[int] = set()
+
+
+def prefetch(
+    loader: Iterable[Batch],
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    depth: int | str | None = None,
+    window: int | str | None = None,
+    inputs: Inputs | None = None,
+) -> Iterator[Batch]:
+    """Yields the batches of ``loader`` in order while a worker thread brings the rows of the next ones into
+    memory.
+
+    ``depth``: batches that are planned and fetched ahead (0: none); ``window``: batches whose ids are known
+    ahead, which
+    is what the ``lookahead`` policy looks at. "auto" (the default, from ``TierConfig``) chooses both from
+    the first
+    batches, so that a run is reproducible. ``inputs`` maps a module (or its name in ``model``) to a function
+    from a batch to
+    the arguments of its forward call; without it, they are learned from the first batch, which is then not
+    prefetched.
+    Modules that cannot be learned run on demand, and a warning says so once.
+
+    The iterator may be left at any time; close it, or drop it, to end the prefetch.
+
+    Raises ``ConfigError`` for a wrong depth or window, or a model without tiered modules.
+    """
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    modules = _tiered_modules(models)
+    config = modules[0].engine.config
+    depth = _number("depth", config.depth if depth is None else depth, MAX_DEPTH)
+    window = _number("window", config.window if window is None else window, 1 << 20)
+    given = _given_calls(models, inputs) if inputs is not None else None
+    return _run(iter(loader), modules, depth, window, given)
+
+
+def _number(name: str, value: int | str, most: int) -> int | None:
+    if value == "auto":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise ConfigError(f'{name} is {value!r}; it must be "auto" or an integer from 0 to {most}')
+    return value
+
+
+def _tiered_modules(models: Sequence[nn.Module]) -> list[TieredModule]:
+    found = {id(m): m for model in models for m in model.modules() if isinstance(m, TieredModule)}
+    if not found:
+        raise ConfigError(
+            "the model has no tiered module; build it with tierstore's modules, or call "
+            "tierstore.offload(model, ...)"
+        )
+    return list(found.values())
+
+
+def _given_calls(models: Sequence[nn.Module], inputs: Inputs) -> list[Call]:
+    by_name = {name: module for model in models for name, module in model.named_modules()}
+    calls = []
+    for key, function in inputs.items():
+        module = by_name.get(key) if isinstance(key, str) else key
+        if not isinstance(module, TieredModule):
+            names = [name for name, m in by_name.items() if isinstance(m, TieredModule)]
+            raise ConfigError(f"inputs: {key!r} is not a tiered module of the model; those are {names}")
+
+        def arguments(batch: Any, function: Callable[[Any], Any] = function) -> Any:
+            value = function(batch)
+            return (value if isinstance(value, tuple) else (value,)), {}
+
+        calls.append(Call(module, arguments))
+    return calls
+
+
+def _claim(modules: list[TieredModule]) -> list[Engine]:
+    """Engines that no other prefetch is using; those of the others serve this one on demand."""
+    engines = {id(module.engine): module.engine for module in modules}
+    free = []
+    with _claims:
+        for key, engine in engines.items():
+            if key in _claimed:
+                logger.info("another prefetch runs on these tables; this one looks their rows up on demand")
+            else:
+                _claimed.add(key)
+                free.append(engine)
+    return free
+
+
+def _run(
+    loader: Iterator[Batch],
+    modules: list[TieredModule],
+    depth: int | None,
+    window: int | None,
+    given: list[Call] | None,
+) -> Iterator[Batch]:
+    engines = _claim(modules)
+    try:
+        usable = {id(engine) for engine in engines}
+        ours = [module for module in modules if id(module.engine) in usable]
+        calls = given
+        if calls is None:
+            recorder = Recorder(ours)
+            try:
+                yield from _learn(loader, recorder)
+            finally:
+                recorder.stop()
+            calls = recorder.calls
+        else:
+            calls = [call for call in calls if id(call.module.engine) in usable]
+        if not calls:
+            yield from loader
+            return
+        session = Session(engines, calls)
+        try:
+            yield from _ahead(loader, session, depth, window)
+        finally:
+            session.close()
+    finally:
+        with _claims:
+            _claimed.difference_update(id(engine) for engine in engines)
+
+
+def _learn(loader: Iterator[Batch], recorder: Recorder) -> Iterator[Batch]:
+    """Yields batches until one has shown what each module gets (a batch may be used without training)."""
+    for batch in loader:
+        recorder.start()
+        yield batch
+        if recorder.learn(batch):
+            break
+    for module in recorder.unknown:
+        logger.warning(
+            "%s (tables %s): what it looks up cannot be told from the batch, so it is not prefetched; give "
+            "prefetch(..., inputs={module: function of the batch}). (said once)",
+            type(module).__name__,
+            ", ".join(module.table_names()),
+        )
+
+
+def _ahead(
+    loader: Iterator[Batch], session: Session, depth: int | None, window: int | None
+) -> Iterator[Batch]:
+    def pull() -> Planned | None:
+        try:
+            return session.add(next(loader))
+        except StopIteration:
+            session.exhausted()
+            return None
+
+    more = _fill(session, pull, depth, window)
+    while (planned := session.next()) is not None:
+        try:
+            yield planned.batch
+        finally:
+            session.finish(planned)
+        while more and session.pulled_ahead <= session.depth + session.window:
+            more = pull() is not None
+
+
+def _fill(
+    session: Session, pull: Callable[[], Planned | None], depth: int | None, window: int | None
+) -> bool:
+    """Pulls the first window, chooses what is automatic, and lets the session begin. False: the loader has
+    ended."""
+    held, first = 0, None
+    more = True
+    while True:
+        planned = pull()
+        if planned is None:
+            more = False
+            break
+        session.wait_prepared(planned)
+        first = first or planned
+        held += _bytes(planned.batch)
+        if window is not None:
+            if session.pulled_ahead > window:
+                break
+        elif session.pulled_ahead > MAX_WINDOW or held > WINDOW_BYTES or _covered(session):
+            break
+    chosen = max(0, session.pulled_ahead - 1) if window is None else window
+    deep = _auto_depth(session, first) if depth is None else depth
+    session.start(deep, chosen)
+    logger.debug("prefetch: depth %d, window %d", deep, chosen)
+    while more and session.pulled_ahead <= deep + chosen:
+        more = pull() is not None
+    return more
+
+
+def _covered(session: Session) -> bool:
+    """Whether the window says of every chain that evicts all that its policy can use."""
+    return all(
+        not chain.fast.uses_window or chain.window.distinct_rows >= WINDOW_COVER * chain.fast.capacity
+        for chain in session.chains
+    )
+
+
+def _auto_depth(session: Session, first: Planned | None) -> int:
+    """As many batches as fit in half of the fast tier beside the one in use, at most ``AUTO_DEPTH``."""
+    fits = AUTO_DEPTH
+    for ticket in first.tickets if first is not None else []:
+        rows = max(1, len(ticket.batch.unique))
+        fits = min(fits, ticket.chain.fast.capacity // (2 * rows) - 1)
+    return max(1, fits)
+
+
+def _bytes(batch: Any) -> int:
+    total = 0
+    for _, leaf in leaves(batch):
+        if isinstance(leaf, Tensor):
+            total += leaf.nbytes
+        elif is_keyed_jagged(leaf):
+            total += leaf.values().nbytes * 2  # and what the window keeps of its ids
+    return total
+
+
+class PrefetchPipeline:
+    """TorchRec-shaped training loop: ``progress(iterator)`` does one step and returns the model's output.
+
+    ``model(batch)`` returns ``(loss, output)``; ``optimizer`` updates the dense parameters (rows are updated
+    in
+    the backward pass). Batches are moved to ``device`` with their own ``to``. ``StopIteration`` ends the
+    epoch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device | str = "cpu",
+        *,
+        depth: int | str | None = None,
+        window: int | str | None = None,
+        inputs: Inputs | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.device = torch.device(device)
+        self._options: dict[str, Any] = {"depth": depth, "window": window, "inputs": inputs}
+        self._source: Any = None
+        self._batches: Iterator[Any] | None = None
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """One training step (in ``eval()`` mode: one forward pass) on the next batch of the iterator."""
+        if self._batches is None or dataloader_iter is not self._source:
+            self.close()
+            self._source = dataloader_iter
+            self._batches = prefetch(
+                (self._to_device(b) for b in dataloader_iter), self.model, **self._options
+            )
+        try:
+            batch = next(self._batches)
+        except BaseException:
+            self.close()
+            raise
+        if not self.model.training:
+            with torch.no_grad():
+                return self.model(batch)[1]
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        loss, output = self.model(batch)
+        loss.sum().backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return output
+
+    def _to_device(self, batch: Any) -> Any:
+        return batch.to(self.device) if hasattr(batch, "to") else batch
+
+    def close(self) -> None:
+        """Ends the prefetch; the next :meth:`progress` starts anew."""
+        batches, self._batches, self._source = self._batches, None, None
+        close: Callable[[], None] | None = getattr(batches, "close", None)
+        if close is not None:
+            close()
