@@ -6,12 +6,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from tierstore.data.criteo import load_criteo
 from tierstore.data.dataset import Dataset
 from tierstore.data.flights import load_flights
+from tierstore.data.movielens import load_movielens
 from tierstore.errors import ConfigError
 
 _RECORDED: dict[str, Callable[..., Dataset]] = {
     "flights": load_flights,
+    "movielens": load_movielens,
+    "criteo": load_criteo,
 }
 _SYNTHETIC = ("zipf:S", "zipf:S:Q", "mixed", "criteo", "meta2021", "meta2022")
 

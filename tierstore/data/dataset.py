@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -138,15 +138,3 @@ def batch_ranges(
     for number in range(start_batch, per_epoch * epochs):
         first = number % per_epoch * batch_size
         yield first, min(first + batch_size, examples)
-
-
-def in_order(
-    examples: int,
-    make: Callable[[int, int], Batch],
-    batch_size: int,
-    epochs: int = 1,
-    start_batch: int = 0,
-) -> Iterator[Batch]:
-    """Batches ``make(first, end)`` of examples that can be reached by number."""
-    for first, end in batch_ranges(examples, batch_size, epochs, start_batch):
-        yield make(first, end)

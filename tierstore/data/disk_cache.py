@@ -6,7 +6,8 @@ import logging
 import os
 import tempfile
 import zipfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,15 +26,16 @@ def cache_directory() -> Path | None:
     return None
 
 
-def cached_arrays(key: str, build: Callable[[], Arrays]) -> Arrays:
-    """``build()``, or what it gave the last time under ``key`` (a file name that tells all it depends on).
+def cached_arrays(key: str, sources: Sequence[Path], build: Callable[[], Arrays]) -> Arrays:
+    """``build()``, or what it gave the last time for the same ``sources``, unchanged since, under ``key``.
 
     A cache that cannot be read or written is only logged; concurrent writers replace the file whole.
     """
     directory = cache_directory()
     if directory is None:
         return build()
-    file = directory / f"{key}.npz"
+    states = "".join(f"{f.resolve()}:{f.stat().st_size}:{f.stat().st_mtime_ns};" for f in sources)
+    file = directory / f"{key}-{zlib.crc32(states.encode()):08x}.npz"
     arrays = _read(file)
     if arrays is None:
         arrays = build()

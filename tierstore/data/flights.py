@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import io
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,11 +24,10 @@ import numpy as np
 from tierstore.data.crossing import hashed_cross
 from tierstore.data.dataset import TableInfo
 from tierstore.data.disk_cache import Arrays, cached_arrays
-from tierstore.data.recorded import RecordedDataset
+from tierstore.data.recorded import ColumnDataset
 from tierstore.errors import ConfigError, InputError
 
 LATE_MINUTES = 15
-TRAIN_SHARE = 0.9
 FORMAT = 1  # counts the changes of features(): part of the cache's file name
 
 SINGLES = (
@@ -64,19 +62,14 @@ _ROWS_AT_ONCE = 1 << 15  # bounds the memory of parsing
 _HALF_DAY, _DAY = 12 * 60, 24 * 60
 
 
-def load_flights(path: str | None = None) -> RecordedDataset:
+def load_flights(path: str | None = None) -> ColumnDataset:
     """From the installed package, or from a folder ``path`` with its flights.csv(.zip) and weather.csv."""
     folder = Path(path) if path else _installed_folder()
     flights, weather = _find(folder, "flights.csv.zip", "flights.csv"), _find(folder, "weather.csv")
-    identity = "".join(
-        f"{f.resolve()}:{f.stat().st_size}:{f.stat().st_mtime_ns};" for f in (flights, weather)
-    )
-    key = f"flights-{FORMAT}-{zlib.crc32(identity.encode()):08x}"
-    arrays = cached_arrays(key, lambda: features(flights, weather))
+    arrays = cached_arrays(f"flights-{FORMAT}", (flights, weather), lambda: features(flights, weather))
     names = [*SINGLES, *("_".join(columns) for columns, _ in CROSSES)]
     tables = tuple(TableInfo(n, int(r)) for n, r in zip(names, arrays["num_embeddings"], strict=True))
-    num_train = int(len(arrays["labels"]) * TRAIN_SHARE)
-    return RecordedDataset("flights", tables, arrays["ids"], arrays["dense"], arrays["labels"], num_train)
+    return ColumnDataset("flights", tables, arrays["labels"], arrays["ids"], arrays["dense"])
 
 
 def _installed_folder() -> Path:

@@ -1,4 +1,4 @@
-"""A dataset held in memory: columns of ids, dense features and labels, in the order of time."""
+"""Datasets held in memory, in the order of time."""
 
 from __future__ import annotations
 
@@ -7,26 +7,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierstore.data.dataset import Batch, TableInfo, check_batching, in_order, one_id_per_table
+from tierstore.data.dataset import Batch, TableInfo, batch_ranges, check_batching, one_id_per_table
+
+TRAIN_SHARE = 0.9
 
 
 @dataclass(frozen=True)
-class RecordedDataset:
-    """Examples in the order of time: the first ``num_train`` train, the rest tests.
-
-    ids: int32 (tables, n); dense: float32 (n, D); labels: uint8 (n,).
-    """
+class TimeOrdered:
+    """Base of datasets whose examples are known by number: the first ``num_train`` train, the rest tests."""
 
     name: str
     tables: tuple[TableInfo, ...]
-    ids: np.ndarray
-    dense: np.ndarray
-    labels: np.ndarray
-    num_train: int
+    labels: np.ndarray  # uint8 (n,)
 
     @property
-    def dense_dim(self) -> int:
-        return self.dense.shape[1]
+    def num_train(self) -> int:
+        return int(len(self.labels) * TRAIN_SHARE)
 
     @property
     def num_test(self) -> int:
@@ -34,14 +30,32 @@ class RecordedDataset:
 
     def train(self, batch_size: int, *, epochs: int = 1, start_batch: int = 0) -> Iterator[Batch]:
         check_batching(batch_size, epochs, start_batch)
-        return in_order(self.num_train, self._batch, batch_size, epochs, start_batch)
+        ranges = batch_ranges(self.num_train, batch_size, epochs, start_batch)
+        return (self.examples(first, end) for first, end in ranges)
 
     def test(self, batch_size: int) -> Iterator[Batch]:
         check_batching(batch_size)
         skip = self.num_train
-        return in_order(self.num_test, lambda first, end: self._batch(skip + first, skip + end), batch_size)
+        ranges = batch_ranges(self.num_test, batch_size)
+        return (self.examples(skip + first, skip + end) for first, end in ranges)
 
-    def _batch(self, first: int, end: int) -> Batch:
+    def examples(self, first: int, end: int) -> Batch:
+        """The batch of examples first .. end - 1."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ColumnDataset(TimeOrdered):
+    """One id per table and example. ids: int32 (tables, n); dense: any float type, (n, D)."""
+
+    ids: np.ndarray
+    dense: np.ndarray
+
+    @property
+    def dense_dim(self) -> int:
+        return self.dense.shape[1]
+
+    def examples(self, first: int, end: int) -> Batch:
         return one_id_per_table(
             self.tables, self.dense[first:end], self.ids[:, first:end], self.labels[first:end]
         )
