@@ -1,0 +1,151 @@
+// Bindings of the row store. tierstore/store/native.py checks shapes and gives the arguments their defaults.
+#include "store/store.h"
+
+#include "bindings/registry.h"
+#include "io/errors.h"
+#include "store/errors.h"
+
+namespace py = pybind11;
+
+namespace tierstore {
+namespace {
+
+using Keys = py::array_t<std::uint64_t, py::array::c_style>;
+using Rows = py::array_t<std::uint8_t, py::array::c_style>;
+
+ReadEngine ParseReadEngine(const std::string& name) {
+  if (name == "auto") return ReadEngine::kAuto;
+  if (name == "io_uring") return ReadEngine::kIoUring;
+  if (name == "pread") return ReadEngine::kPread;
+  throw InputError("io is '" + name + "'; it must be 'auto', 'io_uring' or 'pread'");
+}
+
+// `config` is a tierstore.store.native.NativeConfig.
+StoreConfig ParseConfig(const py::object& config) {
+  StoreConfig out;
+  out.cap_bytes = config.attr("cap_bytes").cast<std::uint64_t>();
+  out.segment_bytes = config.attr("segment_bytes").cast<std::uint64_t>();
+  out.read_engine = ParseReadEngine(config.attr("io").cast<std::string>());
+  out.queue_depth = config.attr("queue_depth").cast<unsigned>();
+  out.direct = config.attr("direct").cast<bool>();
+  out.keep_commits = config.attr("keep").cast<std::size_t>();
+  out.at_commit = config.attr("at").cast<std::uint64_t>();
+  out.write_buffer_bytes = config.attr("write_buffer_bytes").cast<std::size_t>();
+  return out;
+}
+
+void Raise(const char* name, const py::object& arguments) {
+  const py::object type = py::module_::import("tierstore.errors").attr(name);
+  PyErr_SetObject(type.ptr(), arguments.ptr());
+}
+
+void TranslateException(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const IoError& error) {
+    Raise(error.IsFull() ? "StoreFullError" : "StoreIOError", py::make_tuple(error.code(), error.what()));
+  } catch (const FullError& error) {
+    Raise("StoreFullError", py::make_tuple(ENOSPC, error.what()));
+  } catch (const CorruptError& error) {
+    Raise("StoreCorruptError", py::make_tuple(error.what()));
+  } catch (const ClosedError& error) {
+    Raise("ClosedError", py::make_tuple(error.what()));
+  } catch (const InputError& error) {
+    Raise("InputError", py::make_tuple(error.what()));
+  }
+}
+
+std::unique_ptr<Store> Open(const std::string& directory, const py::object& config,
+                            const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables) {
+  const StoreConfig parsed = ParseConfig(config);
+  py::gil_scoped_release release;
+  return std::make_unique<Store>(PosixEnv(), directory, parsed, tables);
+}
+
+py::array_t<bool> Read(Store& store, const Keys& keys, Rows& rows) {
+  py::array_t<bool> found(keys.size());
+  std::byte* data = reinterpret_cast<std::byte*>(rows.mutable_data());
+  const std::span<const std::uint64_t> span(keys.data(), static_cast<std::size_t>(keys.size()));
+  bool* const flags = found.mutable_data();
+  const auto row_bytes = static_cast<std::uint32_t>(rows.shape(1));
+  {
+    py::gil_scoped_release release;
+    store.Read(span, data, row_bytes, flags);
+  }
+  return found;
+}
+
+void Write(Store& store, const Keys& keys, const Rows& rows) {
+  const auto* data = reinterpret_cast<const std::byte*>(rows.data());
+  const std::span<const std::uint64_t> span(keys.data(), static_cast<std::size_t>(keys.size()));
+  const auto row_bytes = static_cast<std::uint32_t>(rows.shape(1));
+  py::gil_scoped_release release;
+  store.Write(span, data, row_bytes);
+}
+
+// (keys, next cursor or None)
+py::tuple ListKeys(Store& store, std::uint32_t table, std::uint64_t cursor, std::size_t limit) {
+  std::vector<std::uint64_t> keys;
+  {
+    py::gil_scoped_release release;
+    cursor = store.Keys(table, cursor, limit, keys);
+  }
+  Keys out(static_cast<py::ssize_t>(keys.size()), keys.data());
+  return py::make_tuple(out, cursor == TableIndex::kEnd ? py::object(py::none()) : py::cast(cursor));
+}
+
+std::uint64_t MakeCommit(Store& store, const py::bytes& meta, const std::string& tag) {
+  std::string copy = meta;
+  py::gil_scoped_release release;
+  return store.Commit(std::move(copy), tag);
+}
+
+// (id, tag, unix nanoseconds, meta) of each
+py::list ListCommits(Store& store) {
+  py::list out;
+  for (const CommitRecord& commit : store.Commits()) {
+    out.append(py::make_tuple(commit.id, commit.tag, commit.unix_nanoseconds, py::bytes(commit.meta)));
+  }
+  return out;
+}
+
+py::dict Stats(Store& store) {
+  const StoreCounters counters = store.Stats();
+  py::dict out;
+  out["rows"] = counters.rows;
+  out["live_bytes"] = counters.live_bytes;
+  out["disk_bytes"] = counters.disk_bytes;
+  out["kept_bytes"] = counters.kept_bytes;
+  out["index_bytes"] = counters.index_bytes;
+  out["buffer_bytes"] = counters.buffer_bytes;
+  out["segments"] = counters.segments;
+  out["read_rows"] = counters.read_rows;
+  out["read_bytes"] = counters.read_bytes;
+  out["read_requests"] = counters.read_requests;
+  out["written_rows"] = counters.written_rows;
+  out["written_bytes"] = counters.written_bytes;
+  out["relocated_rows"] = counters.relocated_rows;
+  out["io"] = counters.io;
+  return out;
+}
+
+}  // namespace
+
+TIERSTORE_BINDINGS(store) {
+  py::register_local_exception_translator(&TranslateException);
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<Store>(m, "NativeStore")
+      .def(py::init(&Open), py::arg("directory"), py::arg("config"), py::arg("tables"))
+      .def("read", &Read, py::arg("keys").noconvert(), py::arg("rows").noconvert())
+      .def("write", &Write, py::arg("keys").noconvert(), py::arg("rows").noconvert())
+      .def("keys", &ListKeys, py::arg("table"), py::arg("cursor"), py::arg("limit"))
+      .def("commit", &MakeCommit, py::arg("meta"), py::arg("tag"))
+      .def("commits", &ListCommits)
+      .def("drop_commit", &Store::DropCommit, py::arg("id"), Release())
+      .def("meta", [](Store& store) { return py::bytes(store.Meta()); })
+      .def("stats", &Stats)
+      .def("compact", &Store::Compact, Release())
+      .def("close", &Store::Close, Release());
+}
+
+}  // namespace tierstore

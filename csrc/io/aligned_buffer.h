@@ -1,0 +1,42 @@
+// Memory for direct IO: block-aligned, zero, resident only where touched, movable.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <new>
+#include <utility>
+
+#include "io/env.h"
+
+namespace tierstore {
+
+class AlignedBuffer {
+ public:
+  AlignedBuffer() = default;
+  explicit AlignedBuffer(std::size_t size) : size_((size + kBlockBytes - 1) / kBlockBytes * kBlockBytes) {
+    void* address = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (address == MAP_FAILED) throw std::bad_alloc();
+    data_ = static_cast<std::byte*>(address);
+  }
+  AlignedBuffer(AlignedBuffer&& other) noexcept
+      : size_(std::exchange(other.size_, 0)), data_(std::exchange(other.data_, nullptr)) {}
+  AlignedBuffer& operator=(AlignedBuffer&& other) noexcept {
+    std::swap(size_, other.size_);
+    std::swap(data_, other.data_);
+    return *this;
+  }
+  ~AlignedBuffer() {
+    if (data_ != nullptr) munmap(data_, size_);
+  }
+
+  std::byte* data() { return data_; }
+  const std::byte* data() const { return data_; }
+  std::size_t size() const { return size_; }
+
+ private:
+  std::size_t size_ = 0;
+  std::byte* data_ = nullptr;
+};
+
+}  // namespace tierstore

@@ -1,0 +1,92 @@
+// Env: the only way of the row store to files. The posix one is for use; others play a file system for tests.
+//
+// An Env and its files may be used by several threads at once; one BatchReader by one thread at a time. All
+// functions throw IoError. Files must not outlive their Env.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace tierstore {
+
+// Offsets, sizes and memory of direct IO are multiples of this.
+inline constexpr std::size_t kBlockBytes = 4096;
+
+enum class OpenMode {
+  kRead,    // must exist
+  kUpdate,  // must exist; read and write
+  kCreate,  // must not exist; read and write
+};
+
+class File {
+ public:
+  virtual ~File() = default;
+
+  // Reads up to `size` bytes and returns how many there were: fewer only at the end of the file.
+  virtual std::size_t Read(std::uint64_t offset, void* data, std::size_t size) = 0;
+  // Writes all bytes, or throws and leaves any part of them written.
+  virtual void Write(std::uint64_t offset, const void* data, std::size_t size) = 0;
+  // Returns when the contents and the size are durable. A name is durable after Env::SyncDirectory.
+  virtual void Sync() = 0;
+  virtual void Truncate(std::uint64_t size) = 0;
+  virtual std::uint64_t Size() = 0;
+  virtual const std::string& path() const = 0;
+};
+
+struct ReadRequest {
+  File* file;
+  std::uint64_t offset;  // multiple of kBlockBytes
+  std::uint32_t size;    // multiple of kBlockBytes, at most kMaxReadBytes
+};
+
+inline constexpr std::size_t kMaxReadBytes = 64 << 10;
+
+class BatchReader {
+ public:
+  // Request number, its bytes (block-aligned, valid during the call), how many: fewer than asked for only at
+  // the end of the file.
+  using Done = std::function<void(std::size_t request, const std::byte* data, std::size_t size)>;
+
+  virtual ~BatchReader() = default;
+
+  // Reads all requests, many at a time, and calls `done` on the calling thread for each as it arrives, in any
+  // order. Throws the first error, of the device or of `done`, after all that was begun has ended.
+  virtual void Read(std::span<const ReadRequest> requests, const Done& done) = 0;
+
+  // How requests are made: "io_uring", "pread", or a name of a test double.
+  virtual const char* name() const = 0;
+};
+
+enum class ReadEngine { kAuto, kIoUring, kPread };
+
+class Env {
+ public:
+  virtual ~Env() = default;
+
+  // `direct` asks for IO past the page cache; where the file system refuses that, buffered IO is used.
+  virtual std::unique_ptr<File> Open(const std::string& path, OpenMode mode, bool direct) = 0;
+  virtual bool Exists(const std::string& path) = 0;
+  // Names of the entries, without "." and "..", in no particular order.
+  virtual std::vector<std::string> List(const std::string& directory) = 0;
+  // Replaces `to` if there is one.
+  virtual void Rename(const std::string& from, const std::string& to) = 0;
+  // An absent file is not an error. Open files stay readable.
+  virtual void Remove(const std::string& path) = 0;
+  virtual void SyncDirectory(const std::string& directory) = 0;
+  // `queue_depth`: requests in flight. kIoUring throws where the kernel refuses it; kAuto uses it where it
+  // can.
+  virtual std::unique_ptr<BatchReader> NewBatchReader(ReadEngine engine, unsigned queue_depth) = 0;
+};
+
+// The file system of the machine. Lives as long as the process.
+Env& PosixEnv();
+
+// Reads one request after the other through File::Read: for Envs that have no device.
+std::unique_ptr<BatchReader> NewSerialReader();
+
+}  // namespace tierstore

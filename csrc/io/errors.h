@@ -1,0 +1,24 @@
+// Failures of the operating system (or of an Env that plays one), with their errno.
+#pragma once
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace tierstore {
+
+class IoError : public std::runtime_error {
+ public:
+  // `what` says what was tried, as in "write 4096 bytes at offset 0".
+  IoError(int code, const std::string& path, const std::string& what)
+      : std::runtime_error(path + ": " + what + ": " + std::strerror(code)), code_(code) {}
+
+  int code() const { return code_; }
+  bool IsFull() const { return code_ == ENOSPC || code_ == EDQUOT; }
+
+ private:
+  int code_;
+};
+
+}  // namespace tierstore

@@ -1,0 +1,115 @@
+// The reader for kernels and containers without io_uring: each thread has one read in flight.
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+#include "io/posix_env.h"
+#include "io/read_slots.h"
+
+namespace tierstore {
+namespace {
+
+class PreadReader final : public BatchReader {
+ public:
+  explicit PreadReader(unsigned threads) : threads_(threads), slots_(threads) {}
+
+  ~PreadReader() override {
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    work_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
+  void Read(std::span<const ReadRequest> requests, const Done& done) override {
+    StartWorkers();
+    slots_.Prepare(requests);
+    std::exception_ptr error;
+    std::size_t next = 0, in_flight = 0;
+    std::deque<Job> arrived;
+    while (true) {
+      {
+        std::unique_lock lock(mutex_);
+        for (; error == nullptr && next < requests.size() && slots_.HasFree(); ++next, ++in_flight) {
+          const unsigned slot = slots_.Take(next);
+          queued_.push_back(Job{slot, &requests[next], slots_.data(slot), 0, nullptr});
+          work_.notify_one();
+        }
+        if (in_flight == 0) break;
+        finished_.wait(lock, [&] { return !done_.empty(); });
+        arrived.swap(done_);
+      }
+      for (const Job& job : arrived) {
+        --in_flight;
+        if (error == nullptr) error = Deliver(job, slots_[job.slot].request, done);
+        slots_.Release(job.slot);
+      }
+      arrived.clear();
+    }
+    if (error != nullptr) std::rethrow_exception(error);
+  }
+
+  const char* name() const override { return "pread"; }
+
+ private:
+  struct Job {
+    unsigned slot;
+    const ReadRequest* request;
+    std::byte* data;
+    std::size_t got;
+    std::exception_ptr error;
+  };
+
+  static std::exception_ptr Deliver(const Job& job, std::size_t request, const Done& done) {
+    if (job.error != nullptr) return job.error;
+    try {
+      done(request, job.data, job.got);
+    } catch (...) {
+      return std::current_exception();
+    }
+    return nullptr;
+  }
+
+  void StartWorkers() {
+    while (workers_.size() < threads_) workers_.emplace_back([this] { Work(); });
+  }
+
+  void Work() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      work_.wait(lock, [this] { return stop_ || !queued_.empty(); });
+      if (stop_) return;
+      Job job = queued_.front();
+      queued_.pop_front();
+      lock.unlock();
+      try {
+        job.got = job.request->file->Read(job.request->offset, job.data, job.request->size);
+      } catch (...) {
+        job.error = std::current_exception();
+      }
+      lock.lock();
+      done_.push_back(job);
+      finished_.notify_one();
+    }
+  }
+
+  const unsigned threads_;
+  ReadSlots slots_;
+  std::vector<std::thread> workers_;
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable work_, finished_;
+  std::deque<Job> queued_, done_;
+  bool stop_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<BatchReader> NewPreadReader(unsigned threads) {
+  return std::make_unique<PreadReader>(threads);
+}
+
+}  // namespace tierstore

@@ -1,0 +1,95 @@
+#include <exception>
+
+#include "io/errors.h"
+#include "io/posix_env.h"
+#include "io/read_slots.h"
+#include "io/uring.h"
+
+namespace tierstore {
+namespace {
+
+class UringReader final : public BatchReader {
+ public:
+  UringReader(std::unique_ptr<Uring> ring, unsigned depth) : slots_(depth), ring_(std::move(ring)) {
+    fixed_ = ring_->RegisterBuffer(slots_.arena().data(), slots_.arena().size());
+  }
+
+  void Read(std::span<const ReadRequest> requests, const Done& done) override {
+    if (broken_ != 0) throw IoError(broken_, "io_uring", "enter the ring (reopen the store)");
+    requests_ = requests;
+    slots_.Prepare(requests);
+    error_ = nullptr;
+    in_flight_ = 0;
+    std::size_t next = 0;
+    while (true) {
+      for (; error_ == nullptr && next < requests.size() && slots_.HasFree(); ++next)
+        Submit(slots_.Take(next));
+      if (in_flight_ == 0) break;
+      // Waiting for several at once saves system calls and leaves the queue deep enough.
+      const int code = ring_->SubmitAndWait(std::min(in_flight_, 8u));
+      if (code != 0) {
+        broken_ = code;  // what is in flight cannot be awaited; its memory lives as long as the ring
+        throw IoError(code, "io_uring", "enter the ring (reopen the store)");
+      }
+      for (UringCqe cqe; ring_->Reap(cqe);) Complete(cqe, done);
+    }
+    if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
+  }
+
+  const char* name() const override { return "io_uring"; }
+
+ private:
+  void Submit(unsigned slot) {
+    const ReadRequest& request = requests_[slots_[slot].request];
+    const std::size_t got = slots_[slot].got;
+    UringSqe& sqe = ring_->NextSqe();
+    sqe.opcode = fixed_ ? kUringReadFixed : kUringRead;
+    sqe.fd = static_cast<PosixFile*>(request.file)->descriptor();
+    sqe.offset = request.offset + got;
+    sqe.address = reinterpret_cast<std::uint64_t>(slots_.data(slot) + got);
+    sqe.length = static_cast<std::uint32_t>(request.size - got);
+    sqe.user_data = slot;
+    ++in_flight_;
+  }
+
+  void Complete(const UringCqe& cqe, const Done& done) {
+    const auto slot = static_cast<unsigned>(cqe.user_data);
+    const std::size_t index = slots_[slot].request;
+    const ReadRequest& request = requests_[index];
+    --in_flight_;
+    if (cqe.result == -EINTR || cqe.result == -EAGAIN) return Submit(slot);
+    if (cqe.result > 0) slots_[slot].got += static_cast<std::size_t>(cqe.result);
+    if (cqe.result > 0 && slots_[slot].got < request.size) return Submit(slot);
+    if (error_ == nullptr) {
+      try {
+        if (cqe.result < 0) {
+          throw IoError(
+              -cqe.result, request.file->path(),
+              "read " + std::to_string(request.size) + " bytes at offset " + std::to_string(request.offset));
+        }
+        done(index, slots_.data(slot), slots_[slot].got);
+      } catch (...) {
+        error_ = std::current_exception();
+      }
+    }
+    slots_.Release(slot);
+  }
+
+  ReadSlots slots_;
+  std::unique_ptr<Uring> ring_;  // dies before the memory that it may still write to
+  bool fixed_ = false;
+  int broken_ = 0;
+  std::span<const ReadRequest> requests_;
+  std::exception_ptr error_;
+  unsigned in_flight_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<BatchReader> NewUringReader(unsigned queue_depth) {
+  auto ring = Uring::Create(queue_depth);
+  if (ring == nullptr) return nullptr;
+  return std::make_unique<UringReader>(std::move(ring), queue_depth);
+}
+
+}  // namespace tierstore

@@ -1,0 +1,256 @@
+// Appending: room in the active segments, new segments within the byte cap, handing chunks to the writer.
+#include <algorithm>
+
+#include "common/key.h"
+#include "store/store.h"
+
+namespace tierstore {
+
+// Room for 1 to `want` records, all in one chunk. May wait, with the mutex released. Nothing is used until
+// Advance.
+Store::Span Store::Reserve(Lock& lock, RowClass& row_class, bool relocated, std::uint32_t want) {
+  while (true) {
+    SegmentPtr segment = row_class.active[relocated];
+    if (segment != nullptr && segment->slots == row_class.slots_per_segment) {
+      Seal(segment);
+      continue;
+    }
+    if (segment == nullptr) segment = NewSegment(lock, row_class, relocated);
+    if (segment->chunks.empty() || segment->chunks.back()->last) {
+      if (NewChunk(lock, segment) == nullptr) continue;
+    }
+    Chunk& chunk = *segment->chunks.back();
+    const std::uint32_t in_chunk = row_class.slots_per_chunk - segment->slots % row_class.slots_per_chunk;
+    const std::uint32_t in_segment = row_class.slots_per_segment - segment->slots;
+    return Span{segment.get(), &chunk, segment->slots, std::min({want, in_chunk, in_segment})};
+  }
+}
+
+std::byte* Store::RecordAt(const Span& span, std::uint32_t i) const {
+  const Geometry& geometry = span.segment->row_class->geometry;
+  return span.chunk->buffer.data() + (geometry.Offset(span.first + i) - span.chunk->offset);
+}
+
+// The span's first n records are complete.
+void Store::Advance(const Span& span, std::uint32_t n, const std::uint64_t* keys,
+                    const std::uint32_t* epochs) {
+  if (n == 0) return;
+  Segment& segment = *span.segment;
+  RowClass& row_class = *segment.row_class;
+  segment.slots += n;
+  segment.live += n;
+  segment.footer.keys.insert(segment.footer.keys.end(), keys, keys + n);
+  if (segment.relocated) segment.footer.epochs.insert(segment.footer.epochs.end(), epochs, epochs + n);
+  Chunk& chunk = *span.chunk;
+  chunk.filled =
+      row_class.geometry.Offset(segment.slots - 1) + row_class.geometry.record_bytes - chunk.offset;
+  const SegmentPtr& shared = row_class.active[segment.relocated];
+  if (segment.slots == row_class.slots_per_segment) {
+    Seal(shared);
+  } else if (segment.slots % row_class.slots_per_chunk == 0) {
+    const std::shared_ptr<Chunk> full = segment.chunks.back();
+    queue_.Enqueue(shared, full, Chunk::kBytes);
+    queue_.Close(shared, full);
+  }
+}
+
+// The newest version of each key is now at its location. The new segment's live count has them already.
+void Store::Put(const std::uint64_t* keys, const std::uint32_t* locations, std::size_t n,
+                RowClass& row_class) {
+  std::uint32_t previous[256];
+  for (std::size_t at = 0; at < n;) {
+    std::size_t run = 1;
+    while (at + run < n && run < std::size(previous) && KeyTable(keys[at + run]) == KeyTable(keys[at])) ++run;
+    Table& table = *tables_[KeyTable(keys[at])];
+    table.index.Put(keys + at, locations + at, run, previous);
+    for (std::size_t i = 0; i < run; ++i) {
+      if (previous[i] != TableIndex::kAbsent) CountLive(row_class, previous[i], -1);
+    }
+    at += run;
+  }
+}
+
+SegmentPtr Store::NewSegment(Lock& lock, RowClass& row_class, bool relocated) {
+  const std::uint64_t bytes = row_class.MaxSegmentBytes(relocated);
+  if (!relocated) WaitForSpace(lock, bytes);
+  const auto free = std::find(row_class.segments.begin(), row_class.segments.end(), nullptr);
+  const auto ordinal = static_cast<std::uint32_t>(free - row_class.segments.begin());
+  if (((std::uint64_t{ordinal} + 1) << row_class.slot_bits) > TableIndex::kMaxLocation) {
+    throw FullError(directory_ + ": no more than 2^32 row versions of one size fit a store");
+  }
+  auto segment = std::make_shared<Segment>();
+  segment->number = next_segment_;
+  segment->relocated = relocated;
+  segment->row_class = &row_class;
+  segment->ordinal = ordinal;
+  segment->crc_prefix = RecordCrcPrefix(store_id_, segment->number);
+  segment->path = directory_ + "/" + SegmentName(segment->number);
+  segment->file = env_.Open(segment->path, OpenMode::kCreate, config_.direct);
+  ++next_segment_;
+  names_unsynced_ = true;
+  segment->reserved_bytes = bytes;
+  reserved_bytes_ += bytes;
+
+  auto header = std::make_shared<Chunk>();
+  header->buffer = AlignedBuffer(kSegmentHeaderBytes);
+  const Bytes encoded =
+      SegmentHeader{row_class.geometry.row_bytes, segment->number, relocated, store_id_}.Encode();
+  std::memcpy(header->buffer.data(), encoded.data(), encoded.size());
+  header->filled = encoded.size();
+  segment->chunks.push_back(header);
+  queue_.Enqueue(segment, header, header->filled);
+  queue_.Close(segment, header);
+
+  if (free == row_class.segments.end()) {
+    row_class.segments.push_back(segment);
+  } else {
+    *free = segment;
+  }
+  segments_[segment->number] = segment;
+  row_class.active[relocated] = segment;
+  return segment;
+}
+
+// A chunk for the segment's next slot; nullptr when there is no room in it, or the segment is no longer the
+// active one after the wait.
+std::shared_ptr<Chunk> Store::NewChunk(Lock& lock, const SegmentPtr& segment) {
+  RowClass& row_class = *segment->row_class;
+  const Geometry& geometry = row_class.geometry;
+  const std::uint32_t first = segment->slots / row_class.slots_per_chunk * row_class.slots_per_chunk;
+  auto chunk = queue_.NewChunk(lock, geometry.Offset(first), /*background=*/segment->relocated);
+  if (row_class.active[segment->relocated] != segment) return nullptr;
+  // The buffer may have served before; records overwrite all of it but the ends of the frames.
+  const std::size_t used = std::size_t{geometry.records_per_frame} * geometry.record_bytes;
+  for (std::size_t at = 0; at < Chunk::kBytes; at += geometry.frame_bytes) {
+    std::memset(chunk->buffer.data() + at + used, 0, geometry.frame_bytes - used);
+  }
+  segment->chunks.push_back(chunk);
+  if (segment->slots != first) {  // appending resumes where a commit ended
+    chunk->begin = chunk->filled = chunk->queued = chunk->written =
+        geometry.EndOffset(segment->slots) - chunk->offset;
+    FillWithVoids(*segment, *chunk);
+    segment->flushed_slots = segment->slots;
+    if (segment->slots == row_class.slots_per_segment) {
+      Seal(segment);
+      return nullptr;
+    }
+    if (segment->slots % row_class.slots_per_chunk == 0) {
+      queue_.Close(segment, chunk);
+      return nullptr;
+    }
+  }
+  return chunk;
+}
+
+// Skips the slots that begin in the block that the last record ends in.
+void Store::FillWithVoids(Segment& segment, Chunk& chunk) {
+  const RowClass& row_class = *segment.row_class;
+  const Geometry& geometry = row_class.geometry;
+  const std::uint32_t next =
+      std::min(geometry.SlotAt(geometry.EndOffset(segment.slots)), row_class.slots_per_segment);
+  constexpr std::uint64_t kNoKey = 0;
+  constexpr std::uint32_t kNoEpoch = 0;
+  for (; segment.slots < next; ++segment.slots) {
+    std::byte* record = chunk.buffer.data() + (geometry.Offset(segment.slots) - chunk.offset);
+    std::memset(record, 0, geometry.record_bytes);
+    SealRecords(&record, &kNoKey, &kNoEpoch, segment.slots, 1, geometry, segment.crc_prefix);
+    segment.footer.voids.push_back(segment.slots);
+    segment.footer.keys.push_back(kNoKey);
+    if (segment.relocated) segment.footer.epochs.push_back(kNoEpoch);
+    chunk.filled = geometry.Offset(segment.slots) + geometry.record_bytes - chunk.offset;
+  }
+}
+
+// Queues what an active segment holds, up to a block boundary behind which appending goes on.
+void Store::Flush(const SegmentPtr& held) {
+  const SegmentPtr segment = held;
+  if (segment->slots == segment->flushed_slots) return;
+  const RowClass& row_class = *segment->row_class;
+  const std::shared_ptr<Chunk> chunk = segment->chunks.back();
+  const std::size_t end = row_class.geometry.EndOffset(segment->slots) - chunk->offset;
+  segment->durable_slots = segment->slots;
+  FillWithVoids(*segment, *chunk);
+  segment->flushed_slots = segment->slots;
+  queue_.Enqueue(segment, chunk, end);
+  if (segment->slots == row_class.slots_per_segment) {
+    Seal(segment);
+  } else if (segment->slots % row_class.slots_per_chunk == 0) {
+    queue_.Close(segment, chunk);
+  }
+}
+
+// The segment is full: queues its last chunk and its footer.
+void Store::Seal(const SegmentPtr& held) {
+  const SegmentPtr segment = held;  // `held` may be the active pointer, which is cleared
+  RowClass& row_class = *segment->row_class;
+  const std::uint64_t end = row_class.geometry.EndOffset(segment->slots);
+  if (!segment->chunks.empty() && !segment->chunks.back()->last) {
+    const std::shared_ptr<Chunk> chunk = segment->chunks.back();
+    if (end > chunk->offset + chunk->queued) queue_.Enqueue(segment, chunk, end - chunk->offset);
+    queue_.Close(segment, chunk);
+  }
+  const Bytes encoded =
+      segment->footer.Encode({row_class.geometry.row_bytes, segment->number, segment->relocated, store_id_});
+  segment->footer = Footer{};
+  auto footer = std::make_shared<Chunk>();
+  footer->buffer = AlignedBuffer(encoded.size());
+  std::memcpy(footer->buffer.data(), encoded.data(), encoded.size());
+  footer->offset = end;
+  footer->filled = encoded.size();
+  segment->chunks.push_back(footer);
+  segment->sealed = true;
+  segment->durable_slots = segment->slots;
+  reserved_bytes_ -= segment->reserved_bytes;
+  segment->reserved_bytes = end + encoded.size();
+  reserved_bytes_ += segment->reserved_bytes;
+  row_class.active[segment->relocated].reset();
+  queue_.Enqueue(segment, footer, encoded.size());
+  queue_.Close(segment, footer);
+  WakeCompactor();
+}
+
+// What only compaction may use, so that it can always begin.
+std::uint64_t Store::SpaceReserve() const {
+  std::uint64_t largest = 0;
+  for (const auto& [row_bytes, row_class] : classes_)
+    largest = std::max(largest, row_class->MaxSegmentBytes(true));
+  return largest;
+}
+
+bool Store::HasSpace(std::uint64_t bytes) const {
+  return reserved_bytes_ + manifest_bytes_ + bytes + SpaceReserve() <= config_.cap_bytes;
+}
+
+void Store::WaitForSpace(Lock& lock, std::uint64_t bytes) {
+  while (!HasSpace(bytes)) {
+    CheckOpen();
+    queue_.ThrowPending();
+    wanted_bytes_ = bytes;
+    const std::uint64_t scans = fruitless_scans_;
+    WakeCompactor();
+    space_.wait(lock,
+                [&] { return stop_ || queue_.HasError() || fruitless_scans_ > scans || HasSpace(bytes); });
+    wanted_bytes_ = 0;
+    if (fruitless_scans_ > scans && !HasSpace(bytes) && !stop_ && !queue_.HasError()) ThrowFull(bytes);
+  }
+}
+
+void Store::ThrowFull(std::uint64_t bytes) const {
+  std::uint64_t live = 0, kept = 0;
+  for (const auto& [number, segment] : segments_) {
+    live += std::uint64_t{segment->live} * segment->row_class->geometry.record_bytes;
+    if (segment->pins > 0) kept += segment->reserved_bytes;
+  }
+  std::string commits;
+  for (const CommitRecord& commit : commits_)
+    commits += (commits.empty() ? "" : ", ") + std::to_string(commit.id);
+  throw FullError(directory_ + ": the cap of " + std::to_string(config_.cap_bytes) +
+                  " bytes is reached: " + std::to_string(reserved_bytes_ + manifest_bytes_) +
+                  " bytes are in use, " + std::to_string(live) + " of them by live rows, and " +
+                  std::to_string(bytes + SpaceReserve()) + " more are needed; segments of " +
+                  std::to_string(kept) + " bytes are kept for commits (" +
+                  (commits.empty() ? "none" : commits) +
+                  ") until newer ones replace them. Raise the cap, commit, or drop commits");
+}
+
+}  // namespace tierstore

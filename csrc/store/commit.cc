@@ -1,0 +1,155 @@
+// Commits: what is named by the manifest, kept, and given up again.
+#include <algorithm>
+#include <chrono>
+
+#include "io/errors.h"
+#include "store/store.h"
+
+namespace tierstore {
+
+std::uint64_t Store::Commit(std::string meta, std::string tag) {
+  std::lock_guard call(call_);
+  CheckOpen();
+  Lock lock(mutex_);
+  queue_.ThrowPending();
+  ThrowIfCommitsFail();
+  for (auto& [row_bytes, row_class] : classes_) {
+    for (SegmentPtr& active : row_class->active) {
+      if (active != nullptr) Flush(active);
+    }
+  }
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  CommitRecord record{next_commit_, std::chrono::duration_cast<std::chrono::nanoseconds>(now).count(),
+                      std::move(tag), std::move(meta), CaptureExtents()};
+  Pin(record.segments, 1);  // from now on compaction leaves the files in place
+  try {
+    queue_.Drain(lock);
+    SyncSegments(lock, record.segments);
+    std::vector<CommitRecord> kept = commits_;
+    kept.push_back(record);
+    if (kept.size() > config_.keep_commits) kept.erase(kept.begin(), kept.end() - config_.keep_commits);
+    ++next_commit_;
+    SaveManifest(lock, std::move(kept));
+  } catch (...) {
+    if (commit_failure_.empty()) Pin(record.segments, -1);
+    throw;
+  }
+  meta_ = record.meta;
+  return record.id;
+}
+
+std::vector<CommitRecord> Store::Commits() {
+  std::lock_guard call(call_);
+  CheckOpen();
+  Lock lock(mutex_);
+  return commits_;
+}
+
+std::string Store::Meta() {
+  std::lock_guard call(call_);
+  CheckOpen();
+  Lock lock(mutex_);
+  return meta_;
+}
+
+void Store::DropCommit(std::uint64_t id) {
+  std::lock_guard call(call_);
+  CheckOpen();
+  Lock lock(mutex_);
+  queue_.ThrowPending();
+  ThrowIfCommitsFail();
+  std::vector<CommitRecord> kept = commits_;
+  std::erase_if(kept, [id](const CommitRecord& commit) { return commit.id == id; });
+  if (kept.size() == commits_.size()) throw InputError("commit " + std::to_string(id) + " is not kept");
+  if (commits_.back().id == id) {
+    throw InputError("commit " + std::to_string(id) + " is the newest; a store keeps at least that one");
+  }
+  SaveManifest(lock, std::move(kept));
+}
+
+// Segments that hold newest versions, with what of them is, or is queued to be, in the file.
+std::vector<SegmentExtent> Store::CaptureExtents() {
+  std::vector<SegmentExtent> extents;
+  for (const auto& [number, segment] : segments_) {
+    if (!segment->retired && segment->live > 0)
+      extents.push_back({number, segment->durable_slots, !segment->sealed});
+  }
+  return extents;
+}
+
+void Store::SyncSegments(Lock& lock, const std::vector<SegmentExtent>& extents) {
+  std::vector<SegmentPtr> unsynced;
+  for (const SegmentExtent& extent : extents) {
+    const SegmentPtr& segment = segments_.at(extent.number);
+    if (std::exchange(segment->unsynced, false)) unsynced.push_back(segment);
+  }
+  const bool names = std::exchange(names_unsynced_, false);
+  lock.unlock();
+  try {
+    for (const SegmentPtr& segment : unsynced) segment->file->Sync();
+    if (names) env_.SyncDirectory(directory_);
+  } catch (const IoError& error) {
+    lock.lock();
+    // What the kernel could not write it may have dropped, and will not report again.
+    commit_failure_ =
+        std::string("an earlier sync failed (") + error.what() + "), so what it was for may be lost";
+    throw;
+  }
+  lock.lock();
+}
+
+// Replaces the kept commits, in memory once the file is durable.
+void Store::SaveManifest(Lock& lock, std::vector<CommitRecord> commits) {
+  const Manifest manifest{store_id_, next_commit_, next_segment_, commits};
+  lock.unlock();
+  std::uint64_t bytes = 0;
+  bool begun = false;
+  try {
+    bytes = manifest.WriteTemporary(env_, directory_);
+    begun = true;
+    Manifest::Install(env_, directory_);
+  } catch (const IoError& error) {
+    lock.lock();
+    if (begun)
+      commit_failure_ = std::string("the last one may or may not be in force (") + error.what() + ")";
+    throw;
+  }
+  lock.lock();
+  manifest_bytes_ = bytes;
+  manifest_bytes_written_ += bytes;
+  commits_.swap(commits);
+  for (const CommitRecord& old : commits) {
+    const auto same = [&](const CommitRecord& commit) { return commit.id == old.id; };
+    if (std::none_of(commits_.begin(), commits_.end(), same)) Pin(old.segments, -1);
+  }
+}
+
+void Store::ThrowIfCommitsFail() const {
+  if (!commit_failure_.empty()) {
+    throw IoError(EIO, directory_,
+                  "commit: " + commit_failure_ + "; reopen the store to go on from its last commit");
+  }
+}
+
+void Store::Pin(const std::vector<SegmentExtent>& extents, int change) {
+  for (const SegmentExtent& extent : extents) {
+    const SegmentPtr& segment = segments_.at(extent.number);
+    segment->pins += static_cast<std::uint32_t>(change);
+    if (segment->pins == 0 && segment->retired) doomed_.push_back(segment);
+  }
+  if (change < 0) WakeCompactor();
+}
+
+// A sealed segment without newest versions leaves the index's address space, and the disk once no commit
+// names it.
+void Store::RetireIfDead(const SegmentPtr& held) {
+  const SegmentPtr segment = held;  // `held` may be the class's own pointer, which is cleared
+  if (!segment->sealed || !segment->chunks.empty() || segment->retired) return;
+  WakeCompactor();
+  if (segment->live > 0) return;
+  segment->retired = true;
+  segment->row_class->segments[segment->ordinal].reset();
+  if (segment->pins == 0) doomed_.push_back(segment);
+}
+
+}  // namespace tierstore

@@ -1,0 +1,204 @@
+// Compaction: one thread that copies the newest versions out of segments that hold few of them, so that their
+// space comes back. When space is short it serves the writer that waits; otherwise it keeps dead bytes below
+// live ones.
+#include <algorithm>
+
+#include "common/key.h"
+#include "io/aligned_buffer.h"
+#include "io/errors.h"
+#include "store/store.h"
+
+namespace tierstore {
+namespace {
+
+constexpr std::uint32_t kSlotsPerBatch = 256;
+constexpr std::uint64_t kLowSpaceSegments = 4;  // compaction begins when no more than these fit
+
+double LiveShare(const Segment& segment) {
+  return static_cast<double>(segment.live) / static_cast<double>(segment.slots);
+}
+
+}  // namespace
+
+void Store::WakeCompactor() {
+  compactor_signal_ = true;
+  compactor_work_.notify_one();
+}
+
+void Store::CompactLoop() {
+  Lock lock(mutex_);
+  while (!stop_) {
+    compactor_signal_ = false;
+    RemoveDoomed(lock);
+    if (const SegmentPtr victim = PickVictim()) {
+      try {
+        CompactSegment(lock, victim);
+        continue;
+      } catch (const Interrupted&) {
+      } catch (const IoError& error) {
+        if (!error.IsFull()) victim->damaged = true;
+        queue_.Report(std::current_exception());
+      } catch (...) {
+        victim->damaged = true;
+        queue_.Report(std::current_exception());
+      }
+    } else {
+      const auto is_being_written = [](const auto& entry) {
+        return entry.second->sealed && !entry.second->chunks.empty();
+      };
+      if (doomed_.empty() && std::none_of(segments_.begin(), segments_.end(), is_being_written))
+        ++fruitless_scans_;
+    }
+    space_.notify_all();
+    compactor_work_.wait(lock, [this] { return stop_ || compactor_signal_; });
+  }
+}
+
+SegmentPtr Store::PickVictim() {
+  std::uint64_t live = 0, dead = 0, deferred = 0;
+  SegmentPtr best, best_unpinned;
+  for (const auto& [number, segment] : segments_) {
+    if (segment->retired) {
+      if (segment->pins > 0) deferred += segment->reserved_bytes;
+      continue;
+    }
+    const std::uint64_t record_bytes = segment->row_class->geometry.record_bytes;
+    live += segment->live * record_bytes;
+    dead += (segment->slots - segment->live) * record_bytes;
+    if (!segment->sealed || !segment->chunks.empty() || segment->damaged) continue;
+    if ((segment->slots - segment->live) * 32 < segment->slots || !CanRelocate(*segment)) continue;
+    if (best == nullptr || LiveShare(*segment) < LiveShare(*best)) best = segment;
+    if (segment->pins > 0) continue;
+    if (best_unpinned == nullptr || LiveShare(*segment) < LiveShare(*best_unpinned)) best_unpinned = segment;
+  }
+  const std::uint64_t unit = SpaceReserve(), used = reserved_bytes_ + manifest_bytes_;
+  const std::uint64_t free = used < config_.cap_bytes ? config_.cap_bytes - used : 0;
+  const bool much_garbage = compact_all_ ? dead * 10 > live + dead : dead > live + kLowSpaceSegments * unit;
+  const bool low = free < kLowSpaceSegments * unit || wanted_bytes_ > 0;
+  // Relocating from a segment that a commit keeps takes space now and gives it back with a later commit.
+  const bool low_after_commit = free + deferred < kLowSpaceSegments * unit;
+  if (best != nullptr && free >= 2 * unit && (much_garbage || low_after_commit) && LiveShare(*best) <= 0.9) {
+    return best;
+  }
+  return low || much_garbage ? best_unpinned : nullptr;
+}
+
+bool Store::CanRelocate(const Segment& victim) const {
+  const RowClass& row_class = *victim.row_class;
+  const SegmentPtr& target = row_class.active[1];
+  if (target != nullptr && row_class.slots_per_segment - target->slots >= victim.live) return true;
+  return reserved_bytes_ + manifest_bytes_ + row_class.MaxSegmentBytes(true) <= config_.cap_bytes;
+}
+
+void Store::CompactSegment(Lock& lock, const SegmentPtr& victim) {
+  const RowClass& row_class = *victim->row_class;
+  const Geometry geometry = row_class.geometry;
+  const std::uint32_t step = row_class.slots_per_chunk, slots = victim->slots;
+  AlignedBuffer buffer(Chunk::kBytes);
+  for (std::uint32_t first = 0; first < slots && victim->live > 0 && !stop_; first += step) {
+    const std::uint32_t last = std::min(slots, first + step);
+    const std::uint64_t offset = geometry.Offset(first), size = geometry.EndOffset(last) - offset;
+    lock.unlock();
+    std::size_t got = 0;
+    try {
+      got = victim->file->Read(offset, buffer.data(), size);
+    } catch (...) {
+      lock.lock();
+      throw;
+    }
+    lock.lock();
+    if (got != size) {
+      throw CorruptError(victim->path + ": the file ends at offset " + std::to_string(offset + got) +
+                         ", within its rows");
+    }
+    RelocateRecords(lock, victim, buffer.data(), first, last);
+  }
+  if (victim->live == 0 || stop_) return;
+  victim->damaged = true;
+  throw CorruptError(
+      victim->path + ": compaction found " + std::to_string(victim->live) +
+      " rows damaged (checksum or key mismatch) and left them; the others are safe elsewhere. Run "
+      "`tierstore verify` to have them named");
+}
+
+// Slots first to last of the victim, whose bytes `data` holds.
+void Store::RelocateRecords(Lock& lock, const SegmentPtr& victim, const std::byte* data, std::uint32_t first,
+                            std::uint32_t last) {
+  RowClass& row_class = *victim->row_class;
+  const Geometry& geometry = row_class.geometry;
+  const auto record_of = [&](std::uint32_t slot) {
+    return data + (geometry.Offset(slot) - geometry.Offset(first));
+  };
+  const auto is_newest = [&](std::uint32_t slot) {
+    const std::uint64_t key = LoadRecordHeader(record_of(slot)).key;
+    Table* table = FindTable(KeyTable(key));
+    return table != nullptr && table->row_class == &row_class &&
+           table->index.Find(key) == row_class.Location(*victim, slot);
+  };
+  std::uint64_t keys[kSlotsPerBatch];
+  std::uint32_t epochs[kSlotsPerBatch], locations[kSlotsPerBatch];
+  std::byte* records[kSlotsPerBatch];
+  std::vector<std::uint32_t> slots;
+  for (std::uint32_t slot = first; slot < last; ++slot) {
+    if (is_newest(slot) && RecordIsIntact(record_of(slot), slot, geometry, victim->crc_prefix))
+      slots.push_back(slot);
+  }
+  for (std::size_t at = 0; at < slots.size() && !victim->retired;) {
+    const auto want = static_cast<std::uint32_t>(std::min<std::size_t>(slots.size() - at, kSlotsPerBatch));
+    const Span span = Reserve(lock, row_class, true, want);
+    std::uint32_t n = 0;
+    for (std::uint32_t i = 0; i < span.count; ++i) {
+      const std::uint32_t slot = slots[at + i];
+      if (!is_newest(slot)) continue;  // overwritten while the mutex was free
+      const RecordHeader header = LoadRecordHeader(record_of(slot));
+      keys[n] = header.key;
+      epochs[n] = header.epoch;
+      locations[n] = row_class.Location(*span.segment, span.first + n);
+      records[n] = RecordAt(span, n);
+      std::memcpy(records[n], record_of(slot), geometry.record_bytes);
+      ++n;
+    }
+    SealRecords(records, keys, epochs, span.first, n, geometry, span.segment->crc_prefix);
+    Advance(span, n, keys, epochs);
+    Put(keys, locations, n, row_class);
+    relocated_rows_ += n;
+    at += span.count;
+  }
+}
+
+void Store::RemoveDoomed(Lock& lock) {
+  while (!doomed_.empty()) {
+    const SegmentPtr segment = doomed_.back();
+    doomed_.pop_back();
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      env_.Remove(segment->path);  // a read under way still has it open
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    if (error != nullptr) {
+      queue_.Report(error);  // the bytes stay counted
+      continue;
+    }
+    reserved_bytes_ -= segment->reserved_bytes;
+    segments_.erase(segment->number);
+    space_.notify_all();
+  }
+}
+
+void Store::Compact() {
+  std::lock_guard call(call_);
+  CheckOpen();
+  Lock lock(mutex_);
+  queue_.ThrowPending();
+  compact_all_ = true;
+  const std::uint64_t scans = fruitless_scans_;
+  WakeCompactor();
+  space_.wait(lock, [&] { return stop_ || queue_.HasError() || fruitless_scans_ > scans; });
+  compact_all_ = false;
+  queue_.ThrowPending();
+}
+
+}  // namespace tierstore

@@ -1,0 +1,28 @@
+// What the row store throws besides IoError. The bindings turn each into its class of tierstore/errors.py.
+#pragma once
+
+#include <stdexcept>
+
+namespace tierstore {
+
+// Damaged bytes; the message names file, offset and, where known, table and id.
+class CorruptError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The byte cap cannot be kept. Nothing is lost; reads and commits go on.
+class FullError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Use after Close.
+class ClosedError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// An argument that the store cannot take; nothing was changed.
+class InputError : public std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
+}  // namespace tierstore

@@ -1,0 +1,221 @@
+#include "store/index.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+namespace tierstore {
+namespace {
+
+constexpr std::uint64_t kMask48 = (std::uint64_t{1} << 48) - 1;
+constexpr std::uint64_t kMul1 = 0xd9e4a5c3b12fULL, kMul2 = 0x9c3f27e1ad5bULL;
+
+// Inverse of an odd number modulo 2^48, by Newton's iteration.
+constexpr std::uint64_t Inverse(std::uint64_t odd) {
+  std::uint64_t x = odd;
+  for (int i = 0; i < 6; ++i) x *= 2 - odd * x;
+  return x & kMask48;
+}
+
+constexpr std::size_t kInitialCapacity = 128;
+constexpr std::size_t kSlack = 256;
+constexpr std::size_t kSmall = 1 << 14;      // below this, growth is coarser
+constexpr std::size_t kMovesPerInsert = 32;  // positions swept; growth ends after capacity/32 insertions
+constexpr std::size_t kPrefetch = 16;
+constexpr std::size_t kHugePageFloor = 64 << 20;
+
+}  // namespace
+
+std::uint64_t TableIndex::Permute(std::uint64_t id) {
+  id &= kMask48;
+  id = ((id ^ (id >> 24)) * kMul1) & kMask48;
+  id = ((id ^ (id >> 24)) * kMul2) & kMask48;
+  return id ^ (id >> 24);
+}
+
+std::uint64_t TableIndex::Unpermute(std::uint64_t h) {
+  h ^= h >> 24;  // its own inverse, since 24 is half of 48
+  h = (h * Inverse(kMul2)) & kMask48;
+  h ^= h >> 24;
+  h = (h * Inverse(kMul1)) & kMask48;
+  return h ^ (h >> 24);
+}
+
+TableIndex::TableIndex() { Map(kSlack, kInitialCapacity); }
+
+TableIndex::~TableIndex() { munmap(base_, mapped_bytes_); }
+
+// An entry is the hash in 6 bytes and the location plus one in 4; all zero is empty.
+inline bool TableIndex::IsEmpty(Position p) const {
+  std::uint32_t stored;
+  std::memcpy(&stored, At(p) + 6, sizeof stored);
+  return stored == 0;
+}
+
+inline std::uint64_t TableIndex::HashAt(Position p) const {
+  std::uint64_t word;
+  std::memcpy(&word, At(p), sizeof word);
+  return word & kMask48;
+}
+
+inline std::uint32_t TableIndex::LocationAt(Position p) const {
+  std::uint32_t stored;
+  std::memcpy(&stored, At(p) + 6, sizeof stored);
+  return stored - 1;
+}
+
+inline void TableIndex::Set(Position p, std::uint64_t h, std::uint32_t location) {
+  const std::uint32_t stored = location + 1;
+  std::memcpy(At(p), &h, 6);
+  std::memcpy(At(p) + 6, &stored, sizeof stored);
+}
+
+inline void TableIndex::Clear(Position p) { std::memset(At(p), 0, kEntryBytes); }
+
+inline TableIndex::Position TableIndex::Home(std::uint64_t h) const {
+  const auto scale = [this](std::uint64_t hash, std::size_t capacity) {
+    return static_cast<Position>(
+        slack_ + static_cast<std::size_t>((static_cast<unsigned __int128>(hash) * capacity) >> 48));
+  };
+  return h >= bound_ ? scale(h, capacity_) : std::min(scale(h, old_capacity_), old_end_);
+}
+
+TableIndex::Position TableIndex::Seek(std::uint64_t h) const {
+  // Position 0 is always empty, so the search ends. An entry smaller than h means absent: the empty position
+  // 0 then stands for "not there".
+  Position p = Home(h);
+  while (!IsEmpty(p)) {
+    const std::uint64_t there = HashAt(p);
+    if (there == h) return p;
+    if (there < h) return 0;
+    --p;
+  }
+  return p;
+}
+
+std::uint32_t TableIndex::Find(std::uint64_t id) const { return LocationAt(Seek(Permute(id))); }
+
+void TableIndex::Find(const std::uint64_t* ids, std::size_t n, std::uint32_t* locations) const {
+  for (std::size_t i = 0; i < std::min(n, kPrefetch); ++i) __builtin_prefetch(At(Home(Permute(ids[i]))));
+  for (std::size_t i = 0; i < n; ++i) {
+    if (i + kPrefetch < n) __builtin_prefetch(At(Home(Permute(ids[i + kPrefetch]))));
+    locations[i] = Find(ids[i]);
+  }
+}
+
+void TableIndex::Put(const std::uint64_t* ids, const std::uint32_t* locations, std::size_t n,
+                     std::uint32_t* previous) {
+  for (std::size_t i = 0; i < n; ++i) {
+    if (i + kPrefetch < n) __builtin_prefetch(At(Home(Permute(ids[i + kPrefetch]))), 1);
+    previous[i] = Put(ids[i], locations[i]);
+  }
+}
+
+std::uint32_t TableIndex::Put(std::uint64_t id, std::uint32_t location) {
+  const std::uint64_t h = Permute(id);
+  const Position p = Seek(h);
+  if (!IsEmpty(p)) {
+    const std::uint32_t previous = LocationAt(p);
+    Set(p, h, location);
+    return previous;
+  }
+  if (old_end_ < 0 && count_ >= capacity_ / 10 * 9) BeginGrowth();
+  if (old_end_ >= 0) MoveSome(kMovesPerInsert);
+  Insert(h, location);
+  ++count_;
+  return kAbsent;
+}
+
+// h is not there. Entries between its place and the next empty one to the left, all smaller, move left by
+// one.
+void TableIndex::Insert(std::uint64_t h, std::uint32_t location) {
+  while (true) {
+    Position place = Home(h);
+    while (!IsEmpty(place) && HashAt(place) > h) --place;
+    Position empty = place;
+    while (!IsEmpty(empty)) --empty;
+    if (empty > 0) {
+      std::memmove(At(empty), At(empty + 1), static_cast<std::size_t>(place - empty) * kEntryBytes);
+      Set(place, h, location);
+      // What the new part takes from the old one.
+      if (h >= bound_ && empty <= old_end_) --old_end_;
+      return;
+    }
+    // Position 0 must stay empty.
+    if (old_end_ >= 0) {
+      MoveSome(slack_ + capacity_);
+    } else {
+      WidenSlack();
+    }
+  }
+}
+
+std::uint64_t TableIndex::List(std::uint64_t cursor, std::size_t limit, std::vector<std::uint64_t>& ids,
+                               std::vector<std::uint32_t>* locations) const {
+  if (cursor > kMask48) return kEnd;
+  const auto end = static_cast<Position>(slack_ + std::max(capacity_, old_capacity_));
+  // All entries right of the first smaller one, seen from home, are not smaller.
+  Position p = Home(cursor);
+  while (!IsEmpty(p) && HashAt(p) >= cursor) --p;
+  for (; p < end; ++p) {
+    if (IsEmpty(p) || HashAt(p) < cursor) continue;
+    if (limit-- == 0) return HashAt(p);
+    ids.push_back(Unpermute(HashAt(p)));
+    if (locations != nullptr) locations->push_back(LocationAt(p));
+  }
+  return kEnd;
+}
+
+void TableIndex::Map(std::size_t slack, std::size_t capacity) {
+  // Eight bytes are loaded at once, also from the last entry.
+  const std::size_t bytes = ((slack + capacity) * kEntryBytes + 8 + 4095) / 4096 * 4096;
+  if (bytes > mapped_bytes_) {
+    void* address = base_ == nullptr
+                        ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+                        : mremap(base_, mapped_bytes_, bytes, MREMAP_MAYMOVE);
+    if (address == MAP_FAILED) throw std::bad_alloc();
+    base_ = static_cast<std::byte*>(address);
+    mapped_bytes_ = bytes;
+    if (bytes >= kHugePageFloor) madvise(base_, bytes, MADV_HUGEPAGE);
+  }
+  slack_ = slack;
+  capacity_ = capacity;
+}
+
+void TableIndex::BeginGrowth() {
+  const std::size_t old = capacity_;
+  Map(slack_, old + (old < kSmall ? old / 2 : old / 16));
+  old_capacity_ = old;
+  bound_ = kMask48 + 1;
+  old_end_ = static_cast<Position>(slack_ + old) - 1;
+}
+
+void TableIndex::MoveSome(std::size_t positions) {
+  for (; positions > 0 && old_end_ >= 0; --positions) {
+    const Position p = old_end_--;
+    if (IsEmpty(p)) continue;
+    const std::uint64_t h = HashAt(p);
+    const std::uint32_t location = LocationAt(p);
+    Clear(p);
+    bound_ = h;
+    // The nearest free position left of home is at or right of p: everything right of p has moved already.
+    Position to = Home(h);
+    while (!IsEmpty(to)) --to;
+    Set(to, h, location);
+  }
+  if (old_end_ < 0) {
+    bound_ = 0;
+    old_capacity_ = 0;
+  }
+}
+
+void TableIndex::WidenSlack() {
+  const std::size_t slack = slack_, used = (slack + capacity_) * kEntryBytes;
+  Map(2 * slack, capacity_);
+  std::memmove(At(static_cast<Position>(slack)), base_, used);
+  std::memset(base_, 0, slack * kEntryBytes);
+}
+
+}  // namespace tierstore

@@ -1,0 +1,56 @@
+// The manifest: the one file that says what is committed. It is written whole to a temporary name, synced and
+// renamed, so there is always exactly one, old or new. docs/formats.md specifies its bytes.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "io/env.h"
+#include "store/format.h"
+
+namespace tierstore {
+
+struct SegmentExtent {
+  std::uint32_t number;
+  std::uint32_t slots;  // the first so many slots belong to the commit
+  bool appending;       // rows were being appended to it, so its number is the highest epoch of its row size
+};
+
+struct CommitRecord {
+  std::uint64_t id = 0;
+  std::int64_t unix_nanoseconds = 0;
+  std::string tag;   // "" for none
+  std::string meta;  // any bytes
+  std::vector<SegmentExtent> segments;
+};
+
+struct Manifest {
+  StoreId store{};
+  std::uint64_t next_commit = 1;
+  std::uint32_t next_segment = 1;
+  std::vector<CommitRecord> commits;  // kept ones, oldest first
+
+  Bytes Encode() const;
+  static Manifest Decode(std::span<const std::byte> in, const std::string& path);
+
+  // Nothing when there is none yet.
+  static std::optional<Manifest> Load(Env& env, const std::string& directory);
+  // First step of replacing the manifest: writes the temporary file, durably. Returns its size.
+  std::uint64_t WriteTemporary(Env& env, const std::string& directory) const;
+  // Second step. Returns when the new one is durable. When it throws, either may be in force.
+  static void Install(Env& env, const std::string& directory);
+};
+
+inline constexpr char kManifestName[] = "MANIFEST";
+inline constexpr char kManifestTemporaryName[] = "MANIFEST.tmp";
+
+std::string SegmentName(std::uint32_t number);  // "00000042.seg"
+// The number in a segment's name; nothing for other names.
+std::optional<std::uint32_t> ParseSegmentName(const std::string& name);
+
+// Contents of a small file, at most `limit` bytes.
+Bytes ReadWholeFile(Env& env, const std::string& path, std::uint64_t limit);
+
+}  // namespace tierstore

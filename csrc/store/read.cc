@@ -1,0 +1,150 @@
+// Batched reads: look all rows up, copy those that are still in memory, read the others in the order of their
+// positions, with blocks that are near one another in one request.
+#include <algorithm>
+
+#include "common/key.h"
+#include "io/aligned_buffer.h"
+#include "store/store.h"
+
+namespace tierstore {
+namespace {
+
+constexpr std::size_t kRowsPerLookup = 1024;
+// Reading on costs less than another request up to about here.
+constexpr std::uint64_t kMergeGapBytes = 8 << 10;
+
+[[noreturn]] void ThrowDamaged(const Segment& segment, std::uint64_t offset, std::uint64_t key,
+                               const char* why) {
+  throw CorruptError(segment.path + ": the record at offset " + std::to_string(offset) + " (table " +
+                     std::to_string(KeyTable(key)) + ", id " + std::to_string(KeyId(key)) +
+                     ") is damaged: " + why);
+}
+
+// Copies the row out of a record that `size` bytes at `data` begin with.
+void CopyRow(const Segment& segment, std::uint32_t slot, std::uint64_t key, const std::byte* data,
+             std::size_t size, std::byte* row) {
+  const Geometry& geometry = segment.row_class->geometry;
+  const std::uint64_t offset = geometry.Offset(slot);
+  if (size < geometry.record_bytes) ThrowDamaged(segment, offset, key, "the file ends before its end");
+  if (!RecordIsIntact(data, slot, geometry, segment.crc_prefix)) {
+    ThrowDamaged(segment, offset, key, "checksum mismatch");
+  }
+  if (LoadRecordHeader(data).key != key) ThrowDamaged(segment, offset, key, "it holds another key");
+  std::memcpy(row, data + kRecordHeaderBytes, geometry.row_bytes);
+}
+
+}  // namespace
+
+// Rows that must come from files. The segments are held, so compaction may go on meanwhile.
+struct Store::PendingRead {
+  RowClass* row_class = nullptr;
+  std::vector<std::uint64_t> items;  // location << 32 | position in the call; sorted: by place
+  std::vector<SegmentPtr> segments;  // by ordinal, those of the items
+};
+
+void Store::Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found) {
+  std::lock_guard call(call_);
+  CheckOpen();
+  PendingRead pending;
+  {
+    Lock lock(mutex_);
+    queue_.ThrowPending();
+    for (std::size_t at = 0; at < keys.size();) {
+      std::size_t n = 1;
+      while (at + n < keys.size() && n < kRowsPerLookup && KeyTable(keys[at + n]) == KeyTable(keys[at])) ++n;
+      Resolve(keys.subspan(at, n), rows, row_bytes, found + at, at, pending);
+      at += n;
+    }
+  }
+  Fetch(pending, keys, rows);
+  read_rows_ += static_cast<std::uint64_t>(std::count(found, found + keys.size(), true));
+}
+
+// Keys of one table, from position `base` of the call on.
+void Store::Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes,
+                    bool* found, std::size_t base, PendingRead& pending) {
+  const std::uint32_t number = KeyTable(keys[0]);
+  if (FindTable(number) == nullptr) {
+    std::fill_n(found, keys.size(), false);
+    return;
+  }
+  const Table& table = TableFor(number, row_bytes);
+  RowClass& row_class = *table.row_class;
+  pending.row_class = &row_class;
+  pending.segments.resize(row_class.segments.size());
+  std::uint32_t locations[kRowsPerLookup];
+  table.index.Find(keys.data(), keys.size(), locations);
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    found[i] = locations[i] != TableIndex::kAbsent;
+    if (!found[i]) continue;
+    const SegmentPtr& segment = row_class.SegmentOf(locations[i]);
+    if (!segment->chunks.empty()) {
+      const std::uint64_t offset = row_class.geometry.Offset(row_class.SlotOf(locations[i]));
+      if (const Chunk* chunk = segment->ChunkAt(offset)) {
+        std::memcpy(rows + (base + i) * row_bytes,
+                    chunk->buffer.data() + (offset - chunk->offset) + kRecordHeaderBytes, row_bytes);
+        continue;
+      }
+    }
+    SegmentPtr& held = pending.segments[segment->ordinal];
+    if (held == nullptr) held = segment;
+    pending.items.push_back(std::uint64_t{locations[i]} << 32 | (base + i));
+  }
+}
+
+void Store::Fetch(PendingRead& pending, std::span<const std::uint64_t> keys, std::byte* rows) {
+  if (pending.items.empty()) return;
+  std::sort(pending.items.begin(), pending.items.end());
+  const RowClass& row_class = *pending.row_class;
+  const Geometry& geometry = row_class.geometry;
+  const auto segment_of = [&](std::uint64_t item) -> const Segment& {
+    return *pending.segments[static_cast<std::uint32_t>(item >> 32) >> row_class.slot_bits];
+  };
+  const auto slot_of = [&](std::uint64_t item) {
+    return row_class.SlotOf(static_cast<std::uint32_t>(item >> 32));
+  };
+
+  std::vector<ReadRequest> requests;
+  std::vector<std::size_t> first;  // item of each request
+  for (std::size_t i = 0; i < pending.items.size(); ++i) {
+    File* const file = segment_of(pending.items[i]).file.get();
+    const std::uint64_t offset = geometry.Offset(slot_of(pending.items[i]));
+    const std::uint64_t begin = offset / kBlockBytes * kBlockBytes;
+    const std::uint64_t end = (offset + geometry.record_bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+    if (!requests.empty()) {
+      ReadRequest& last = requests.back();
+      if (last.file == file && begin <= last.offset + last.size + kMergeGapBytes &&
+          end - last.offset <= kMaxReadBytes) {
+        last.size = std::max(last.size, static_cast<std::uint32_t>(end - last.offset));
+        continue;
+      }
+    }
+    requests.push_back({file, begin, static_cast<std::uint32_t>(end - begin)});
+    first.push_back(i);
+  }
+  first.push_back(pending.items.size());
+
+  const auto deliver = [&](std::size_t request, const std::byte* data, std::size_t size) {
+    for (std::size_t i = first[request]; i < first[request + 1]; ++i) {
+      const std::uint64_t item = pending.items[i];
+      const auto position = static_cast<std::uint32_t>(item);
+      const std::size_t at =
+          std::min<std::size_t>(geometry.Offset(slot_of(item)) - requests[request].offset, size);
+      CopyRow(segment_of(item), slot_of(item), keys[position], data + at, size - at,
+              rows + std::size_t{position} * geometry.row_bytes);
+    }
+  };
+  if (geometry.record_bytes + kBlockBytes > kMaxReadBytes) {
+    // Rows so large that each is a request of its own, too large for the reader's buffers.
+    AlignedBuffer buffer(geometry.record_bytes + 2 * kBlockBytes);
+    for (std::size_t i = 0; i < requests.size(); ++i) {
+      deliver(i, buffer.data(), requests[i].file->Read(requests[i].offset, buffer.data(), requests[i].size));
+    }
+  } else {
+    reader_->Read(requests, deliver);
+  }
+  read_requests_ += requests.size();
+  for (const ReadRequest& request : requests) read_bytes_ += request.size;
+}
+
+}  // namespace tierstore

@@ -1,0 +1,86 @@
+// Segments in memory: their state, and the chunks of rows that are not yet in their file.
+//
+// Everything here is guarded by the store's mutex, but for what says otherwise.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "io/aligned_buffer.h"
+#include "io/env.h"
+#include "store/format.h"
+
+namespace tierstore {
+
+// A stretch of a segment's file in memory. Its bytes from `begin` on are valid up to `filled`; those up to
+// `queued` are on their way to the file and no longer change, those up to `written` are there.
+struct Chunk {
+  static constexpr std::size_t kBytes = kMaxFrameBytes;  // whole frames, so no record is in two chunks
+
+  AlignedBuffer buffer;
+  std::uint64_t offset = 0;  // in the file
+  std::size_t begin = 0, filled = 0, queued = 0, written = 0;
+  bool pooled = false;  // the buffer goes back to the queue's spares
+  bool last = false;    // nothing will be added
+};
+
+struct RowClass;
+
+struct Segment {
+  std::uint32_t number = 0;
+  bool relocated = false;
+  RowClass* row_class = nullptr;
+  std::uint32_t ordinal = 0;  // in row_class->segments
+  std::uint32_t crc_prefix = 0;
+  std::unique_ptr<File> file;  // safe to use without the mutex; null for one that only old commits name
+  std::string path;
+
+  std::uint32_t slots = 0;          // used, voids included
+  std::uint32_t durable_slots = 0;  // those that the next commit may name
+  std::uint32_t flushed_slots = 0;  // `slots` after the last flush
+  std::uint32_t live = 0;           // rows whose newest version is here
+  std::uint32_t pins = 0;           // kept commits that name it, and a commit under way
+  std::uint32_t pinned_slots = 0;   // the most that a kept commit names; found when opening
+  bool sealed = false;
+  bool retired = false;              // holds no newest version; waits for its pins to go
+  bool unsynced = false;             // written to since the last sync
+  bool damaged = false;              // compaction met a damaged record here; not tried again
+  std::uint64_t reserved_bytes = 0;  // what it counts against the cap
+  std::uint64_t file_bytes = 0;      // what is written
+
+  std::vector<std::shared_ptr<Chunk>> chunks;  // ascending offsets
+  Footer footer;                               // collected until the segment is sealed
+
+  // The chunk whose valid bytes hold this offset, or nullptr when they are in the file.
+  const Chunk* ChunkAt(std::uint64_t at) const {
+    for (const auto& chunk : chunks) {
+      if (at >= chunk->offset + chunk->begin && at < chunk->offset + chunk->filled) return chunk.get();
+    }
+    return nullptr;
+  }
+};
+
+using SegmentPtr = std::shared_ptr<Segment>;
+
+// All segments of one row size. A location in the index is ordinal << slot_bits | slot.
+struct RowClass {
+  Geometry geometry;
+  std::uint32_t slots_per_segment = 0;
+  unsigned slot_bits = 0;
+  std::uint32_t slots_per_chunk = 0;
+  std::vector<SegmentPtr> segments;  // by ordinal; null where free
+  SegmentPtr active[2];              // appended to: [0] rows from outside, [1] relocated ones
+
+  std::uint32_t Location(const Segment& segment, std::uint32_t slot) const {
+    return segment.ordinal << slot_bits | slot;
+  }
+  const SegmentPtr& SegmentOf(std::uint32_t location) const { return segments[location >> slot_bits]; }
+  std::uint32_t SlotOf(std::uint32_t location) const { return location & ((1u << slot_bits) - 1); }
+  std::uint64_t MaxSegmentBytes(bool relocated) const {
+    return geometry.EndOffset(slots_per_segment) + Footer::MaxBytes(slots_per_segment, relocated);
+  }
+};
+
+}  // namespace tierstore

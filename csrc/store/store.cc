@@ -1,0 +1,175 @@
+#include "store/store.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "common/key.h"
+
+namespace tierstore {
+namespace {
+
+constexpr std::uint64_t kMinSegmentBytes = 128 << 10;
+constexpr std::uint64_t kSegmentsPerCap = 256;  // fine enough that half-filled segments do not matter
+constexpr std::uint32_t kRowsPerSpan = 256;
+constexpr std::size_t kMaxTables = std::size_t{1} << (64 - kIdBits);
+
+}  // namespace
+
+Store::Store(Env& env, std::string directory, const StoreConfig& config,
+             const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables)
+    : env_(env),
+      directory_(std::move(directory)),
+      config_(config),
+      pid_(getpid()),
+      reader_(env.NewBatchReader(config.read_engine, config.queue_depth)),
+      queue_(mutex_, config.write_buffer_bytes,
+             [this](const SegmentPtr& segment) { RetireIfDead(segment); }) {
+  segment_bytes_ = config_.segment_bytes != 0
+                       ? std::min(config_.segment_bytes, kMaxSegmentBytes)
+                       : std::clamp(config_.cap_bytes / kSegmentsPerCap, kMinSegmentBytes, kMaxSegmentBytes);
+  Recover(tables);
+  compactor_ = std::thread([this] { CompactLoop(); });
+}
+
+Store::~Store() { Close(); }
+
+void Store::Close() {
+  if (getpid() != pid_) return;
+  closed_ = true;
+  Lock lock(mutex_);
+  stop_ = true;
+  compactor_work_.notify_all();
+  space_.notify_all();
+  queue_.Stop(lock);  // calls that wait for it throw
+  lock.unlock();
+  std::lock_guard call(call_);
+  if (compactor_.joinable()) compactor_.join();
+  lock.lock();
+  for (auto& [number, segment] : segments_) segment->file.reset();
+  segments_.clear();
+  doomed_.clear();
+  classes_.clear();
+  tables_.clear();
+  reader_.reset();
+}
+
+void Store::CheckOpen() const {
+  if (closed_) throw ClosedError("the store is closed");
+  if (getpid() != pid_) {
+    throw ClosedError(
+        "the store was opened before this process was forked; open it in the process that uses it");
+  }
+}
+
+RowClass& Store::ClassFor(std::uint32_t row_bytes) {
+  auto& slot = classes_[row_bytes];
+  if (slot == nullptr) {
+    slot = std::make_unique<RowClass>();
+    slot->geometry = Geometry::For(row_bytes);
+    slot->slots_per_segment = slot->geometry.SlotsIn(segment_bytes_);
+    slot->slot_bits = static_cast<unsigned>(std::bit_width(slot->slots_per_segment - 1));
+    slot->slots_per_chunk = static_cast<std::uint32_t>(Chunk::kBytes / slot->geometry.frame_bytes) *
+                            slot->geometry.records_per_frame;
+  }
+  return *slot;
+}
+
+Store::Table& Store::TableFor(std::uint32_t table, std::uint32_t row_bytes) {
+  if (row_bytes == 0 || row_bytes > kMaxRowBytes) {
+    throw InputError("rows of " + std::to_string(row_bytes) + " bytes cannot be stored; 1 to " +
+                     std::to_string(kMaxRowBytes) + " can");
+  }
+  if (table >= kMaxTables) throw InputError("table " + std::to_string(table) + " is not below 65536");
+  if (table >= tables_.size()) tables_.resize(table + 1);
+  auto& entry = tables_[table];
+  if (entry == nullptr) entry.reset(new Table{&ClassFor(row_bytes), {}});
+  const std::uint32_t expected = entry->row_class->geometry.row_bytes;
+  if (expected != row_bytes) {
+    throw InputError("table " + std::to_string(table) + " has rows of " + std::to_string(expected) +
+                     " bytes, not " + std::to_string(row_bytes));
+  }
+  return *entry;
+}
+
+void Store::CountLive(RowClass& row_class, std::uint32_t location, int change) {
+  const SegmentPtr& segment = row_class.SegmentOf(location);
+  segment->live += static_cast<std::uint32_t>(change);
+  if (segment->live == 0 && segment->sealed) RetireIfDead(segment);
+}
+
+void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, std::uint32_t row_bytes) {
+  std::lock_guard call(call_);
+  CheckOpen();
+  Lock lock(mutex_);
+  queue_.ThrowPending();
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    if (i == 0 || KeyTable(keys[i]) != KeyTable(keys[i - 1])) TableFor(KeyTable(keys[i]), row_bytes);
+  }
+  if (keys.empty()) return;
+  RowClass& row_class = ClassFor(row_bytes);
+  std::byte* records[kRowsPerSpan];
+  std::uint32_t epochs[kRowsPerSpan], locations[kRowsPerSpan];
+  for (std::size_t at = 0; at < keys.size();) {
+    const auto want = static_cast<std::uint32_t>(std::min<std::size_t>(keys.size() - at, kRowsPerSpan));
+    const Span span = Reserve(lock, row_class, false, want);
+    for (std::uint32_t i = 0; i < span.count; ++i) {
+      records[i] = RecordAt(span, i);
+      epochs[i] = span.segment->number;
+      locations[i] = row_class.Location(*span.segment, span.first + i);
+      std::memcpy(records[i] + kRecordHeaderBytes, rows + (at + i) * row_bytes, row_bytes);
+    }
+    SealRecords(records, &keys[at], epochs, span.first, span.count, row_class.geometry,
+                span.segment->crc_prefix);
+    Advance(span, span.count, &keys[at], nullptr);
+    Put(&keys[at], locations, span.count, row_class);
+    written_rows_ += span.count;
+    at += span.count;
+  }
+}
+
+std::uint64_t Store::Keys(std::uint32_t table, std::uint64_t cursor, std::size_t limit,
+                          std::vector<std::uint64_t>& keys) {
+  std::lock_guard call(call_);
+  CheckOpen();
+  Lock lock(mutex_);
+  queue_.ThrowPending();
+  const Table* entry = FindTable(table);
+  if (entry == nullptr) return TableIndex::kEnd;
+  const std::size_t before = keys.size();
+  cursor = entry->index.List(cursor, limit, keys, nullptr);
+  for (std::size_t i = before; i < keys.size(); ++i) keys[i] = MakeKey(table, keys[i]);
+  return cursor;
+}
+
+StoreCounters Store::Stats() {
+  std::lock_guard call(call_);
+  CheckOpen();
+  Lock lock(mutex_);
+  StoreCounters counters;
+  for (const auto& table : tables_) {
+    if (table == nullptr) continue;
+    counters.rows += table->index.size();
+    counters.live_bytes += table->index.size() * table->row_class->geometry.row_bytes;
+    counters.index_bytes += table->index.bytes();
+  }
+  counters.disk_bytes = manifest_bytes_;
+  for (const auto& [number, segment] : segments_) {
+    counters.disk_bytes += segment->file_bytes;
+    if (segment->retired) counters.kept_bytes += segment->file_bytes;
+    counters.buffer_bytes += segment->footer.keys.capacity() * 8 + segment->footer.epochs.capacity() * 4;
+  }
+  counters.buffer_bytes += queue_.memory_bytes();
+  counters.segments = segments_.size();
+  counters.read_rows = read_rows_;
+  counters.read_bytes = read_bytes_;
+  counters.read_requests = read_requests_;
+  counters.written_rows = written_rows_;
+  counters.written_bytes = queue_.written_bytes() + manifest_bytes_written_;
+  counters.relocated_rows = relocated_rows_;
+  counters.io = reader_->name();
+  return counters;
+}
+
+}  // namespace tierstore

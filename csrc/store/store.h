@@ -1,0 +1,188 @@
+// The native row store: rows of fixed sizes by 64-bit key (table << 48 | id), in append-only segments, with
+// an index in memory and commits that survive crashes. docs/design.md has the idea, docs/formats.md the
+// bytes.
+//
+// Read, Write, Keys, Commit, DropCommit and Stats may be called from any thread and exclude one another;
+// Close may be called at any time and makes calls under way throw ClosedError. Two threads work in the
+// background: one writes, one compacts. Their errors are thrown by the next call, once.
+//
+// Throws IoError, CorruptError, FullError, ClosedError and InputError (store/errors.h). A call that throws
+// has no effect, except that Write may have stored a leading part of its rows.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <span>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "io/env.h"
+#include "store/index.h"
+#include "store/manifest.h"
+#include "store/segment.h"
+#include "store/write_queue.h"
+
+namespace tierstore {
+
+struct StoreConfig {
+  std::uint64_t cap_bytes = std::uint64_t{1} << 40;  // of all files
+  std::uint64_t segment_bytes = 0;                   // at most; 0: from the cap
+  ReadEngine read_engine = ReadEngine::kAuto;
+  unsigned queue_depth = 128;
+  bool direct = true;            // IO past the page cache where the file system can
+  std::size_t keep_commits = 1;  // older ones are dropped by the next commit
+  std::uint64_t at_commit = 0;   // opened at this one; 0: the last
+  std::size_t write_buffer_bytes = 16 << 20;
+  std::optional<StoreId> store_id;  // of a new store; random unless given
+};
+
+struct StoreCounters {
+  std::uint64_t rows = 0, live_bytes = 0, disk_bytes = 0, index_bytes = 0, buffer_bytes = 0;
+  std::uint64_t segments = 0, kept_bytes = 0;  // kept: only for the sake of commits
+  std::uint64_t read_rows = 0, read_bytes = 0, read_requests = 0;
+  std::uint64_t written_rows = 0, written_bytes = 0, relocated_rows = 0;
+  std::string io;
+};
+
+class Store {
+ public:
+  // The directory must exist and be no one else's. `tables`: (table, row_bytes) pairs that are known
+  // beforehand.
+  Store(Env& env, std::string directory, const StoreConfig& config,
+        const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables);
+  ~Store();
+
+  // rows[i] (at `rows` + i·row_bytes) and found[i] of each key. Rows that are not found are left as they are.
+  void Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found);
+  // Of keys that come twice the last one stays.
+  void Write(std::span<const std::uint64_t> keys, const std::byte* rows, std::uint32_t row_bytes);
+  // Appends keys of a table from `cursor` (0 at first) on; returns the next cursor or TableIndex::kEnd.
+  std::uint64_t Keys(std::uint32_t table, std::uint64_t cursor, std::size_t limit,
+                     std::vector<std::uint64_t>& keys);
+
+  // Makes everything written so far durable and returns the commit's id.
+  std::uint64_t Commit(std::string meta, std::string tag);
+  std::vector<CommitRecord> Commits();
+  // Forgets a commit that is not the newest; InputError when there is none of that id.
+  void DropCommit(std::uint64_t id);
+  // Of the commit that the store was opened at or made last; "" before the first.
+  std::string Meta();
+
+  StoreCounters Stats();
+  // Compacts until less than a tenth of the rows' slots is dead, as far as the cap and the kept commits let
+  // it.
+  void Compact();
+  void Close();
+
+ private:
+  struct Table {
+    RowClass* row_class;
+    TableIndex index;
+  };
+  struct Span {  // room for records
+    Segment* segment;
+    Chunk* chunk;
+    std::uint32_t first, count;
+  };
+  struct PendingRead;
+
+  // store.cc
+  void CheckOpen() const;
+  RowClass& ClassFor(std::uint32_t row_bytes);
+  Table& TableFor(std::uint32_t table, std::uint32_t row_bytes);
+  Table* FindTable(std::uint32_t table) { return table < tables_.size() ? tables_[table].get() : nullptr; }
+  void CountLive(RowClass& row_class, std::uint32_t location, int change);
+
+  // read.cc
+  void Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found,
+               std::size_t base, PendingRead& pending);
+  void Fetch(PendingRead& pending, std::span<const std::uint64_t> keys, std::byte* rows);
+
+  // append.cc
+  Span Reserve(Lock& lock, RowClass& row_class, bool relocated, std::uint32_t want);
+  std::byte* RecordAt(const Span& span, std::uint32_t i) const;
+  void Advance(const Span& span, std::uint32_t n, const std::uint64_t* keys, const std::uint32_t* epochs);
+  void Put(const std::uint64_t* keys, const std::uint32_t* locations, std::size_t n, RowClass& row_class);
+  SegmentPtr NewSegment(Lock& lock, RowClass& row_class, bool relocated);
+  std::shared_ptr<Chunk> NewChunk(Lock& lock, const SegmentPtr& segment);
+  void FillWithVoids(Segment& segment, Chunk& chunk);
+  void Flush(const SegmentPtr& segment);
+  void Seal(const SegmentPtr& segment);
+  bool HasSpace(std::uint64_t bytes) const;
+  void WaitForSpace(Lock& lock, std::uint64_t bytes);
+  std::uint64_t SpaceReserve() const;
+  [[noreturn]] void ThrowFull(std::uint64_t bytes) const;
+
+  // commit.cc
+  std::vector<SegmentExtent> CaptureExtents();
+  void SyncSegments(Lock& lock, const std::vector<SegmentExtent>& extents);
+  void SaveManifest(Lock& lock, std::vector<CommitRecord> commits);
+  void ThrowIfCommitsFail() const;
+  void Pin(const std::vector<SegmentExtent>& extents, int change);
+  void RetireIfDead(const SegmentPtr& segment);
+
+  // compact.cc
+  void CompactLoop();
+  SegmentPtr PickVictim();
+  bool CanRelocate(const Segment& victim) const;
+  void CompactSegment(Lock& lock, const SegmentPtr& victim);
+  void RelocateRecords(Lock& lock, const SegmentPtr& victim, const std::byte* data, std::uint32_t first,
+                       std::uint32_t last);
+  void RemoveDoomed(Lock& lock);
+  void WakeCompactor();
+
+  // recover.cc
+  void Recover(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables);
+  Manifest LoadOrCreateManifest(const std::vector<std::string>& names);
+  void OpenSegments(const Manifest& manifest);
+  SegmentPtr OpenSegment(const SegmentExtent& extent);
+  void RebuildIndex();
+  Footer ReadFooterOrScan(Segment& segment);
+  void ResumeAppending(RowClass& row_class);
+
+  Env& env_;
+  const std::string directory_;
+  const StoreConfig config_;
+  const pid_t pid_;  // a forked child must not touch the parent's threads and files
+  StoreId store_id_{};
+  std::atomic<bool> closed_{false};
+
+  std::mutex call_;                      // held during every public call but Close; taken before mutex_
+  std::unique_ptr<BatchReader> reader_;  // used with call_ held
+  std::atomic<std::uint64_t> read_rows_{0}, read_bytes_{0}, read_requests_{0};
+
+  std::mutex mutex_;  // guards all that follows
+  std::vector<std::unique_ptr<Table>> tables_;
+  std::map<std::uint32_t, std::unique_ptr<RowClass>> classes_;  // by row_bytes
+  std::map<std::uint32_t, SegmentPtr> segments_;                // by number; all that have a file
+  std::uint32_t next_segment_ = 1;
+  bool names_unsynced_ = false;  // a segment was created since the directory was synced
+  std::vector<CommitRecord> commits_;
+  std::uint64_t next_commit_ = 1;
+  std::string meta_;
+  std::string commit_failure_;  // why no commit can be made any more; "" when they can
+  std::uint64_t segment_bytes_ = 0, manifest_bytes_ = 0, manifest_bytes_written_ = 0;
+  std::uint64_t reserved_bytes_ = 0;  // by all segments
+  std::uint64_t written_rows_ = 0, relocated_rows_ = 0;
+
+  std::condition_variable compactor_work_, space_;
+  std::vector<SegmentPtr> doomed_;  // to be removed
+  bool compactor_signal_ = false, compact_all_ = false, stop_ = false;
+  std::uint64_t fruitless_scans_ = 0;  // times that the compactor found nothing to win
+  std::uint64_t wanted_bytes_ = 0;     // a writer waits for so much space
+
+  WriteQueue queue_;
+  std::thread compactor_;
+};
+
+}  // namespace tierstore

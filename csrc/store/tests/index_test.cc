@@ -1,0 +1,105 @@
+// TableIndex against std::unordered_map, over id patterns that crowd the array, with listings in between;
+// prints bytes per row and times. Fails by abort.
+#include "store/index.h"
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <unordered_map>
+
+using tierstore::TableIndex;
+
+#define CHECK(condition)                                                   \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                        \
+    }                                                                      \
+  } while (false)
+
+namespace {
+
+void CheckEqual(const TableIndex& index, const std::unordered_map<std::uint64_t, std::uint32_t>& model,
+                std::size_t chunk) {
+  CHECK(index.size() == model.size());
+  std::vector<std::uint64_t> ids;
+  std::vector<std::uint32_t> locations;
+  for (std::uint64_t cursor = 0; cursor != TableIndex::kEnd;)
+    cursor = index.List(cursor, chunk, ids, &locations);
+  CHECK(ids.size() == model.size());
+  for (std::size_t i = 0; i < ids.size(); ++i) CHECK(model.at(ids[i]) == locations[i]);
+  for (const auto& [id, location] : model) CHECK(index.Find(id) == location);
+}
+
+// `draw` gives ids; a share of absent ones is looked up too.
+template <class Draw>
+void Random(Draw draw, int steps, int check_every) {
+  TableIndex index;
+  std::unordered_map<std::uint64_t, std::uint32_t> model;
+  std::mt19937_64 random(steps);
+  for (int step = 1; step <= steps; ++step) {
+    const std::uint64_t id = draw(random);
+    const auto location = static_cast<std::uint32_t>(random() % TableIndex::kMaxLocation);
+    const auto found = model.find(id);
+    CHECK(index.Find(id) == (found == model.end() ? TableIndex::kAbsent : found->second));
+    CHECK(index.Put(id, location) == (found == model.end() ? TableIndex::kAbsent : found->second));
+    model[id] = location;
+    if (step % check_every == 0) CheckEqual(index, model, 1 + random() % 1000);
+  }
+  CheckEqual(index, model, 777);
+}
+
+void Measure(std::size_t n) {
+  using Clock = std::chrono::steady_clock;
+  TableIndex index;
+  std::vector<std::uint64_t> ids(256);
+  std::vector<std::uint32_t> locations(256), previous(256);
+  double worst = 0, slowest = 0;
+  const auto start = Clock::now();
+  for (std::size_t at = 0; at < n; at += ids.size()) {
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = (at + i) * 0x9e3779b97f4aULL;
+    const auto before = Clock::now();
+    index.Put(ids.data(), locations.data(), ids.size(), previous.data());
+    slowest = std::max(slowest, std::chrono::duration<double>(Clock::now() - before).count());
+    if (at > 1000000)
+      worst = std::max(worst, static_cast<double>(index.bytes()) / static_cast<double>(index.size()));
+  }
+  const double insert = std::chrono::duration<double>(Clock::now() - start).count() / static_cast<double>(n);
+  const auto middle = Clock::now();
+  std::size_t found = 0;
+  for (std::size_t at = 0; at < n; at += ids.size()) {
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = ((at + i) * 7919 % n) * 0x9e3779b97f4aULL;
+    index.Find(ids.data(), ids.size(), locations.data());
+    for (const std::uint32_t location : locations) found += location != TableIndex::kAbsent;
+  }
+  const double find = std::chrono::duration<double>(Clock::now() - middle).count() / static_cast<double>(n);
+  std::printf(
+      "%zu rows: %.2f bytes/row now, %.2f at worst; put %.0f ns, find %.0f ns; slowest 256 puts %.3f ms\n", n,
+      static_cast<double>(index.bytes()) / static_cast<double>(index.size()), worst, insert * 1e9, find * 1e9,
+      slowest * 1e3);
+  CHECK(worst <= 12.0);
+  CHECK(found > 0);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (std::uint64_t id : {0ULL, 1ULL, 0xffffffffffffULL, 0x123456789abcULL}) {
+    CHECK(TableIndex::Unpermute(TableIndex::Permute(id)) == id);
+  }
+  Random([](auto& random) { return random() % 500; }, 20000, 500);
+  Random([](auto& random) { return random() >> 16; }, 200000, 40000);
+  Random([](auto& random) { return random() % 100000; }, 300000, 50000);
+  // All at the left end, and all at the right one.
+  Random([](auto& random) { return TableIndex::Unpermute(random() % 3000); }, 20000, 1000);
+  Random([](auto& random) { return TableIndex::Unpermute(0xffffffffffffULL - random() % 3000); }, 20000,
+         1000);
+  Random(
+      [](auto& random) {
+        return TableIndex::Unpermute((random() % 7) * 0x2aaaaaaaaaaaULL % 0xfffffffff000ULL + random() % 400);
+      },
+      20000, 1000);
+  Measure(argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 2000000);
+  std::puts("ok");
+}

@@ -1,0 +1,78 @@
+// The background writer: one thread that writes chunks to their files in the order in which they were queued.
+//
+// It shares the store's mutex: every function is called with it held (through the lock, where one is passed,
+// which is released while waiting). When a write fails the thread stops at it; ThrowPending hands the error
+// to one call and lets the thread try that write again, so nothing that was accepted is lost while the store
+// is open.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "store/segment.h"
+
+namespace tierstore {
+
+using Lock = std::unique_lock<std::mutex>;
+
+// Ends work of a background thread when the store closes or an error waits to be thrown.
+struct Interrupted {};
+
+class WriteQueue {
+ public:
+  // `written` is called with the mutex held when a chunk has left memory.
+  WriteQueue(std::mutex& mutex, std::size_t max_queued_bytes, std::function<void(const SegmentPtr&)> written);
+  ~WriteQueue();
+
+  // Begins a chunk at `offset`; waits while too much is queued. Throws the pending error instead, or, in the
+  // background, Interrupted.
+  std::shared_ptr<Chunk> NewChunk(Lock& lock, std::uint64_t offset, bool background);
+  // Queues the chunk's bytes from `queued` to `end`, a multiple of kBlockBytes within the chunk.
+  void Enqueue(const SegmentPtr& segment, const std::shared_ptr<Chunk>& chunk, std::size_t end);
+  // Nothing will be added to the chunk: it leaves memory once all that is queued of it is written.
+  void Close(const SegmentPtr& segment, const std::shared_ptr<Chunk>& chunk);
+  // Waits until all that is queued now is written, or throws.
+  void Drain(Lock& lock);
+  void ThrowPending();
+  bool HasError() const { return error_ != nullptr; }
+  // Puts an error of another background thread in line, unless there is one.
+  void Report(std::exception_ptr error);
+  // Drops what is queued and ends the thread; later calls that would wait throw ClosedError.
+  void Stop(Lock& lock);
+
+  std::uint64_t written_bytes() const { return written_bytes_; }
+  std::size_t memory_bytes() const { return memory_bytes_; }
+
+ private:
+  struct Task {
+    SegmentPtr segment;
+    std::shared_ptr<Chunk> chunk;
+    std::size_t begin, end;
+  };
+
+  void Run();
+  void Finish(const Task& task);
+  void ReleaseIfDone(const SegmentPtr& segment, const std::shared_ptr<Chunk>& chunk);
+
+  std::mutex& mutex_;
+  const std::size_t max_queued_bytes_;
+  const std::function<void(const SegmentPtr&)> written_;
+  std::condition_variable work_, progress_;
+  std::deque<Task> tasks_;  // the first one is being written
+  std::vector<AlignedBuffer> spare_;
+  std::size_t queued_bytes_ = 0, memory_bytes_ = 0;
+  std::uint64_t enqueued_ = 0, finished_ = 0, written_bytes_ = 0;
+  std::exception_ptr error_;  // not yet handed out
+  bool paused_ = false;       // the first task has failed
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+}  // namespace tierstore
