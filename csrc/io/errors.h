@@ -15,7 +15,8 @@ class IoError : public std::runtime_error {
       : std::runtime_error(path + ": " + what + ": " + std::strerror(code)), code_(code) {}
 
   int code() const { return code_; }
-  bool IsFull() const { return code_ == ENOSPC || code_ == EDQUOT; }
+  // No room on the device, in the quota, or in the largest file allowed.
+  bool IsFull() const { return code_ == ENOSPC || code_ == EDQUOT || code_ == EFBIG; }
 
  private:
   int code_;

@@ -1,10 +1,25 @@
 // Appending: room in the active segments, new segments within the byte cap, handing chunks to the writer.
 #include <algorithm>
+#include <cstdio>
 
 #include "common/key.h"
 #include "store/store.h"
 
 namespace tierstore {
+namespace {
+
+// "1.5 GiB", "24 MiB", "272 B": as tierstore.config.format_bytes writes them.
+std::string FormatBytes(std::uint64_t bytes) {
+  static constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+  double value = static_cast<double>(bytes);
+  std::size_t unit = 0;
+  for (; value >= 1024 && unit + 1 < std::size(kUnits); ++unit) value /= 1024;
+  char text[32];
+  std::snprintf(text, sizeof text, value < 1000 ? "%.4g %s" : "%.0f %s", value, kUnits[unit]);
+  return text;
+}
+
+}  // namespace
 
 // Room for 1 to `want` records, all in one chunk. May wait, with the mutex released. Nothing is used until
 // Advance.
@@ -244,11 +259,10 @@ void Store::ThrowFull(std::uint64_t bytes) const {
   std::string commits;
   for (const CommitRecord& commit : commits_)
     commits += (commits.empty() ? "" : ", ") + std::to_string(commit.id);
-  throw FullError(directory_ + ": the cap of " + std::to_string(config_.cap_bytes) +
-                  " bytes is reached: " + std::to_string(reserved_bytes_ + manifest_bytes_) +
-                  " bytes are in use, " + std::to_string(live) + " of them by live rows, and " +
-                  std::to_string(bytes + SpaceReserve()) + " more are needed; segments of " +
-                  std::to_string(kept) + " bytes are kept for commits (" +
+  throw FullError(directory_ + ": the cap of " + FormatBytes(config_.cap_bytes) +
+                  " is reached: " + FormatBytes(reserved_bytes_ + manifest_bytes_) + " are in use, " +
+                  FormatBytes(live) + " of them by live rows, and " + FormatBytes(bytes + SpaceReserve()) +
+                  " more are needed; segments of " + FormatBytes(kept) + " are kept for commits (" +
                   (commits.empty() ? "none" : commits) +
                   ") until newer ones replace them. Raise the cap, commit, or drop commits");
 }

@@ -34,7 +34,7 @@ def test_full_device(tmp_path, engine):
             put(store, 1, range(start, start + 10_000), version=2)
             store.commit(b"filled %d" % (start + 10_000))
 
-    with files_no_larger_than(8 << 20), pytest.raises(StoreFullError):
+    with files_no_larger_than(2 << 20), pytest.raises(StoreFullError):
         fill()
     try:  # either still usable, or clearly closed
         put(store, 7, range(10))

@@ -1,0 +1,147 @@
+"""The ``native`` engine: our own log-structured store (csrc/store), the one made for embedding rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore import _core
+from tierstore.errors import ConfigError, InputError
+from tierstore.store.base import RowSizes
+from tierstore.store.protocol import StoreStats, TableSpec
+from tierstore.store.registry import StoreOptions
+
+_KEYS_PER_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class NativeConfig:
+    """What the native store is opened with. ``StoreOptions`` gives the first two; the rest suits most."""
+
+    cap_bytes: int
+    """Hard cap on the bytes of all its files."""
+    io: str = "auto"
+    """"io_uring", "pread" (a pool of threads), or "auto": io_uring where the kernel allows it."""
+    keep: int = 1
+    """Commits kept; a new one drops the oldest beyond that. What a kept commit names stays on disk."""
+    at: int = 0
+    """Commit to open at, 0 for the last one."""
+    queue_depth: int = 128
+    """Reads in flight with io_uring; "pread" has at most 32 threads."""
+    direct: bool = True
+    """Bypass the page cache where the file system can."""
+    segment_bytes: int = 0
+    """At most so many per file; 0 chooses by the cap, from 128 KiB to 64 MiB."""
+    write_buffer_bytes: int = 16 << 20
+    """Rows may wait in so much memory to be written, besides one buffer of 1 MiB for each open segment."""
+
+    def __post_init__(self) -> None:
+        if self.io not in ("auto", "io_uring", "pread"):
+            raise ConfigError(f"io is {self.io!r}; it must be 'auto', 'io_uring' or 'pread'")
+        if self.keep < 1:
+            raise ConfigError(f"keep is {self.keep}; a store keeps at least its last commit")
+        if not 1 <= self.queue_depth <= 1024:
+            raise ConfigError(f"queue_depth is {self.queue_depth}; it must be from 1 to 1024")
+        for name in ("cap_bytes", "segment_bytes", "write_buffer_bytes", "at"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it cannot be negative")
+
+
+@dataclass(frozen=True)
+class CommitInfo:
+    """One kept commit."""
+
+    id: int
+    tag: str
+    unix_nanoseconds: int
+    meta: bytes
+
+
+class NativeStore:
+    """A :class:`~tierstore.store.protocol.RowStore` over segments of records and an index in memory.
+
+    ``path`` is a folder of its own that exists and is locked by the caller. Opening gives the last commit (or
+    ``config.at``); what was written after it is gone. Calls may come from any thread and exclude one another;
+    ``close`` interrupts them.
+    """
+
+    engine = "native"
+
+    def __init__(
+        self,
+        path: Path,
+        tables: Sequence[TableSpec],
+        options: StoreOptions | None = None,
+        config: NativeConfig | None = None,
+    ) -> None:
+        if config is None:
+            if options is None:
+                raise ConfigError("NativeStore needs options or a config")
+            config = NativeConfig(cap_bytes=options.ssd_bytes, io=options.io)
+        self._sizes = RowSizes(tables)
+        self._core = _core.NativeStore(str(path), config, [(spec.index, spec.row_bytes) for spec in tables])
+
+    def read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        self._sizes.check(keys, out, "out")
+        if not out.flags.writeable:
+            raise InputError("out must be writable")
+        return self._core.read(keys, out)
+
+    def write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
+        self._sizes.check(keys, rows, "rows")
+        self._core.write(keys, rows)
+
+    def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
+        self._sizes.of_table(table)
+        return self._list_keys(table)
+
+    def commit(self, meta: bytes, tag: str = "") -> int:
+        """Makes everything written so far durable; ``tag`` is a name for people. See the protocol."""
+        if not isinstance(meta, bytes):
+            raise InputError(f"meta must be bytes, not {type(meta).__name__}")
+        return self._core.commit(meta, tag)
+
+    def commits(self) -> list[CommitInfo]:
+        """The kept commits, oldest first."""
+        return [CommitInfo(*fields) for fields in self._core.commits()]
+
+    def drop_commit(self, id: int) -> None:
+        """Gives up a commit that is not the newest; ``InputError`` when there is none of that id."""
+        self._core.drop_commit(id)
+
+    def compact(self) -> None:
+        """Wins back the space of superseded rows, as far as kept commits and the cap let it."""
+        self._core.compact()
+
+    def meta(self) -> bytes:
+        return self._core.meta()
+
+    def counters(self) -> dict[str, int | str]:
+        """All counters of the core, also those that :class:`StoreStats` has no place for."""
+        return self._core.stats()
+
+    def stats(self) -> StoreStats:
+        counters = self._core.stats()
+        index_bytes = counters["index_bytes"] + counters["buffer_bytes"]
+        shared = {name: counters[name] for name in StoreStats.__dataclass_fields__ if name in counters}
+        return StoreStats(**{**shared, "engine": self.engine, "index_bytes": index_bytes})
+
+    def close(self) -> None:
+        self._core.close()
+
+    def __enter__(self) -> NativeStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _list_keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
+        cursor: int | None = 0
+        while cursor is not None:
+            chunk, cursor = self._core.keys(table, cursor, _KEYS_PER_CHUNK)
+            if len(chunk):
+                yield chunk
