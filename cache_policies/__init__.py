@@ -2,6 +2,7 @@
 only.
 """
 
+from cache_policies.admission import Admission, get_admission
 from cache_policies.policy import UNKNOWN, Policy, PolicyError
 from cache_policies.prepared import PreparedTrace, prepare, prepare_flat
 from cache_policies.registry import get, names, register
@@ -9,11 +10,13 @@ from cache_policies.simulator import Simulation, simulate
 
 __all__ = [
     "UNKNOWN",
+    "Admission",
     "Policy",
     "PolicyError",
     "PreparedTrace",
     "Simulation",
     "get",
+    "get_admission",
     "names",
     "prepare",
     "prepare_flat",

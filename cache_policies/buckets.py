@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from cache_policies import hashing
 from cache_policies.lists import new_lists, push_newest, push_oldest, unlink
 
 POOL = 1 << 17
@@ -33,46 +34,11 @@ def new_buckets(capacity: int, pool: int = POOL) -> dict[str, np.ndarray]:
         "position": np.zeros(pool, np.int32),  # of the bucket in the heap
         "heap": np.arange(pool, dtype=np.int32),  # heap, then free buckets
         "used": np.zeros(1, np.int64),  # buckets in use = size of the heap
-        "table": np.zeros(2 * pool + 1, np.int32),  # key → bucket + 1, open addressing
+        "table": hashing.new_table(pool),
     }
 
 
-@njit(error_model="numpy")
-def _home(table, key):
-    mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)
-    return np.int64(((mixed >> np.uint64(32)) * np.uint64(table.size)) >> np.uint64(32))
-
-
-@njit(error_model="numpy")
-def _find(s, key):
-    """Position in the table of ``key``, or of the empty entry where it belongs."""
-    at = _home(s.table, key)
-    while s.table[at] != 0 and s.key[s.table[at] - 1] != key:
-        at += 1
-        if at == s.table.size:
-            at = 0
-    return at
-
-
-@njit(error_model="numpy")
-def _forget(s, key):
-    """Delete ``key`` from the table, moving later entries of its run back."""
-    hole = _find(s, key)
-    at = hole
-    while True:
-        at += 1
-        if at == s.table.size:
-            at = 0
-        if s.table[at] == 0:
-            break
-        home = _home(s.table, s.key[s.table[at] - 1])
-        if (at - home + s.table.size) % s.table.size >= (at - hole + s.table.size) % s.table.size:
-            s.table[hole] = s.table[at]
-            hole = at
-    s.table[hole] = 0
-
-
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def _sift_up(s, at, bucket):
     while at > 0:
         parent = (at - 1) >> 1
@@ -85,7 +51,7 @@ def _sift_up(s, at, bucket):
     s.position[bucket] = at
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def _sift_down(s, at, bucket):
     size = s.used[0]
     while 2 * at + 1 < size:
@@ -101,7 +67,7 @@ def _sift_down(s, at, bucket):
     s.position[bucket] = at
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def _take_from_heap(s, bucket):
     """Remove ``bucket`` from the heap; it is left just behind the heap's end."""
     s.used[0] -= 1
@@ -116,10 +82,10 @@ def _take_from_heap(s, bucket):
             _sift_down(s, at, last)
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def _bucket_of(s, key):
     """The bucket of ``key``, made if need be; ``NO_BUCKET`` when all are in use."""
-    at = _find(s, key)
+    at = hashing.find(s.table, s.key, key)
     if s.table[at] != 0:
         return s.table[at] - 1
     size = s.used[0]
@@ -133,15 +99,15 @@ def _bucket_of(s, key):
     return bucket
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def _drop_if_empty(s, bucket):
     sentinel = s.bucket.size + bucket
     if s.next[sentinel] == sentinel:
-        _forget(s, s.key[bucket])
+        hashing.erase(s.table, s.key, s.key[bucket])
         _take_from_heap(s, bucket)
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def add(s, slot, key):
     """A slot that is in no bucket becomes the newest of ``key``."""
     bucket = _bucket_of(s, key)
@@ -152,14 +118,14 @@ def add(s, slot, key):
     push_newest(s.prev, s.next, s.bucket.size + bucket, slot)
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def take(s, slot):
     """Remove a slot from its bucket."""
     unlink(s.prev, s.next, slot)
     _drop_if_empty(s, s.bucket[slot])
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def move(s, slot, key):
     """A slot that is in some bucket becomes the newest of ``key``."""
     old = s.bucket[slot]
@@ -174,7 +140,7 @@ def move(s, slot, key):
         _drop_if_empty(s, old)
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def place(s, slot, key):
     """A slot that is in some bucket, and is not used now, becomes the oldest of ``key``."""
     move(s, slot, key)
@@ -183,12 +149,12 @@ def place(s, slot, key):
     push_oldest(s.prev, s.next, s.bucket.size + s.bucket[slot], slot)
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def key_of(s, slot):
     return s.key[s.bucket[slot]]
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def evict(s, n, last_use, pinned_since, victims):
     """Take the first ``n`` unpinned slots in order of key; returns how many there were.
 
@@ -212,7 +178,7 @@ def evict(s, n, last_use, pinned_since, victims):
             slot = after
         if s.next[sentinel] == sentinel:
             free = s.used[0] + aside - 1
-            _forget(s, s.key[bucket])
+            hashing.erase(s.table, s.key, s.key[bucket])
             _take_from_heap(s, bucket)
             s.heap[s.used[0]], s.heap[free] = s.heap[free], bucket
         elif count < n:

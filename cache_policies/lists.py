@@ -19,14 +19,14 @@ def new_lists(capacity: int, lists: int) -> tuple[np.ndarray, np.ndarray]:
     return prev, next_
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def unlink(prev, next, node):
     before, after = prev[node], next[node]
     next[before] = after
     prev[after] = before
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def push_newest(prev, next, sentinel, node):
     newest = prev[sentinel]
     prev[node] = newest
@@ -35,7 +35,7 @@ def push_newest(prev, next, sentinel, node):
     prev[sentinel] = node
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def push_oldest(prev, next, sentinel, node):
     oldest = next[sentinel]
     next[node] = oldest

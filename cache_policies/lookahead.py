@@ -11,7 +11,7 @@ from cache_policies.policy import UNKNOWN, Policy
 _FIRST = -(1 << 62)  # before the negated sequence number of any known use
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def _key(next_use, frequency):
     """Eviction order: rows without a known next use by frequency, then the others, furthest use first."""
     return _FIRST + frequency if next_use == UNKNOWN else -next_use

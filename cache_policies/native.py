@@ -18,7 +18,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.errors import NumbaError
 from numba.extending import intrinsic
 
-from cache_policies.policy import HOOKS, Policy, PolicyError
+from cache_policies.policy import Hooked, PolicyError
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ _SIGNATURES = {
     "announce": types.void(_state, _i32, _i64, _n, types.int64),
     "remove": types.void(_state, _i32, _n),
     "evict": types.int64(_state, _n, _i64, types.int64, _i32),
+    "admit": types.void(_state, _u64, _n, types.int64, types.CPointer(types.uint8)),
 }
 _PARAMETERS = {
     "touch": (
@@ -46,6 +47,7 @@ _PARAMETERS = {
         "state, n, last_use, pinned_since, victims",
         "n, carray(last_use, table[0]), pinned_since, carray(victims, n)",
     ),
+    "admit": ("state, keys, n, now, admitted", "carray(keys, n), now, carray(admitted, n)"),
 }
 
 
@@ -83,31 +85,29 @@ call_void = _caller(types.void)
 call_int64 = _caller(types.int64)
 
 
-class CompiledPolicy:
-    """A policy's state for one cache and the addresses of its hooks. Owns the arrays; keep it alive while
-    they run.
+class Compiled:
+    """State for one cache and the addresses of the hooks. Owns the arrays; keep it alive while hooks run.
 
     ``state_address`` is the ``void* state`` of every hook: an int64 table of capacity, then address and
     length of each array. Hooks may be called from any thread, one at a time, with or without the GIL. The
     methods of the same names call them on NumPy arrays.
     """
 
-    def __init__(self, policy: Policy, capacity: int) -> None:
-        arrays = policy.state(capacity)
+    def __init__(self, owner: Hooked, capacity: int) -> None:
+        arrays = owner.state(capacity)
         for field, array in arrays.items():
             if not (isinstance(array, np.ndarray) and array.ndim == 1 and array.flags.c_contiguous):
                 raise PolicyError(
-                    f"policy {policy.name!r}: state {field!r} must be a contiguous 1-d NumPy array"
+                    f"{owner.kind} {owner.name!r}: state {field!r} must be a contiguous 1-d NumPy array"
                 )
-        self.name = policy.name
-        self.uses_window = policy.uses_window
+        self.name = owner.name
         self.capacity = capacity
         self.arrays = arrays
         self.nbytes = sum(array.nbytes for array in arrays.values())
         rows = [(array.ctypes.data, array.size) for array in arrays.values()]
         self._table = np.array([capacity, *(number for row in rows for number in row)], np.int64)
         self.state_address: int = self._table.ctypes.data
-        self.hooks: dict[str, int] = _addresses(policy, {name: array.dtype for name, array in arrays.items()})
+        self.hooks: dict[str, int] = _addresses(owner, {name: array.dtype for name, array in arrays.items()})
         self._call = {hook: _ctypes_function(hook, address) for hook, address in self.hooks.items()}
 
     def touch(self, slots: np.ndarray, keys: np.ndarray, next_use: np.ndarray, now: int) -> None:
@@ -118,6 +118,10 @@ class CompiledPolicy:
 
     def announce(self, slots: np.ndarray, next_use: np.ndarray, now: int) -> None:
         self._call["announce"](self.state_address, _address(slots), _address(next_use), slots.size, now)
+
+    def admit(self, keys: np.ndarray, now: int, admitted: np.ndarray) -> None:
+        if "admit" in self.hooks:
+            self._call["admit"](self.state_address, _address(keys), keys.size, now, _address(admitted))
 
     def remove(self, slots: np.ndarray) -> None:
         self._call["remove"](self.state_address, _address(slots), slots.size)
@@ -132,7 +136,7 @@ class CompiledPolicy:
 
 def _address(array: np.ndarray) -> int:
     assert array.flags.c_contiguous
-    assert array.dtype in (np.int32, np.int64, np.uint64)
+    assert array.dtype in (np.int32, np.int64, np.uint64, np.uint8)
     return array.ctypes.data
 
 
@@ -143,27 +147,26 @@ def _ctypes_function(hook: str, address: int) -> Any:
     return ctypes.CFUNCTYPE(result, *kinds)(address)
 
 
-_compiled: dict[
-    str, dict[str, Any]
-] = {}  # digest of code and layout → hook → cfunc, for the life of the process
+# Digest of code and layout → hook → compiled C function, for the life of the process.
+_compiled: dict[str, dict[str, Any]] = {}
 
 
-def _addresses(policy: Policy, fields: dict[str, np.dtype]) -> dict[str, int]:
-    functions = {hook: _function(policy, hook) for hook in HOOKS}
+def _addresses(owner: Hooked, fields: dict[str, np.dtype]) -> dict[str, int]:
+    functions = {hook: _function(owner, hook) for hook in owner.hook_names()}
     digest = _digest([*functions.values(), repr(list(fields.items()))])
     if digest not in _compiled:
         _compiled[digest] = {
-            hook: _compile(policy, hook, function, fields, digest) for hook, function in functions.items()
+            hook: _compile(owner, hook, function, fields, digest) for hook, function in functions.items()
         }
     return {hook: function.address for hook, function in _compiled[digest].items()}
 
 
-def _function(policy: Policy, hook: str) -> Any:
-    function = getattr(type(policy), hook)
+def _function(owner: Hooked, hook: str) -> Any:
+    function = getattr(type(owner), hook)
     return function.py_func if isinstance(function, Dispatcher) else function
 
 
-def _compile(policy: Policy, hook: str, function: Any, fields: dict[str, np.dtype], digest: str) -> Any:
+def _compile(owner: Hooked, hook: str, function: Any, fields: dict[str, np.dtype], digest: str) -> Any:
     """The C function of one hook: rebuilds the arrays from the table and calls the compiled hook."""
     parameters, arguments = _PARAMETERS[hook]
     dtypes = {f"dtype_{name}": np.dtype(dtype).type for name, dtype in fields.items()}
@@ -171,7 +174,7 @@ def _compile(policy: Policy, hook: str, function: Any, fields: dict[str, np.dtyp
         f"carray(pointer(table[{2 * i + 1}]), table[{2 * i + 2}], dtype_{name})"
         for i, name in enumerate(fields)
     )
-    name = f"{policy.name}_{hook}" if policy.name.isidentifier() else hook
+    name = f"{owner.name}_{hook}" if owner.name.isidentifier() else hook
     source = (
         f"def {name}({parameters}):\n"
         f"    table = carray(state, {2 * len(fields) + 1}, int64)\n"
@@ -187,21 +190,21 @@ def _compile(policy: Policy, hook: str, function: Any, fields: dict[str, np.dtyp
         **dtypes,
     }
     exec(compile(source, __file__, "exec"), scope)
-    return _build(scope[name], policy, hook, digest)
+    return _build(scope[name], owner, hook, digest)
 
 
-def _build(wrapper: Any, policy: Policy, hook: str, digest: str) -> Any:
+def _build(wrapper: Any, owner: Hooked, hook: str, digest: str) -> Any:
     """Compile through the on-disk cache; where that cannot be used, without."""
     signature = _SIGNATURES[hook]
     function = CFunc(wrapper, (signature.args, signature.return_type), {}, {"error_model": "numpy"})
     try:
         function._cache = _HookCache(wrapper, digest)  # type: ignore[attr-defined]
     except (RuntimeError, OSError) as error:
-        _log.debug("compiled hooks of policy %s are not cached: %s", policy.name, error)
+        _log.debug("compiled hooks of %s are not cached: %s", owner.name, error)
     try:
         function.compile()
     except NumbaError as error:
-        raise PolicyError(f"policy {policy.name!r}: hook {hook!r} does not compile: {error}") from error
+        raise PolicyError(f"{owner.kind} {owner.name!r}: hook {hook!r} does not compile: {error}") from None
     return function
 
 
@@ -224,8 +227,11 @@ def _digest(parts: list[Any]) -> str:
 
     def add(value: Any) -> None:
         if isinstance(value, Dispatcher):
+            sha.update(repr(sorted(value.targetoptions.items())).encode())
             value = value.py_func
-        if not isinstance(value, pytypes.FunctionType):
+        if isinstance(value, np.ndarray):
+            sha.update(value.tobytes())
+        elif not isinstance(value, pytypes.FunctionType):
             sha.update(repr(value).encode())
         elif id(value) not in seen:
             seen.add(id(value))
@@ -250,7 +256,9 @@ def _digest(parts: list[Any]) -> str:
                 add_plain(reached)
 
     def add_plain(value: Any) -> None:
-        if isinstance(value, (Dispatcher, pytypes.FunctionType, int, float, str, tuple, np.generic)):
+        if isinstance(
+            value, (Dispatcher, pytypes.FunctionType, int, float, str, tuple, np.generic, np.ndarray)
+        ):
             add(value)
 
     for part in parts:

@@ -1,9 +1,9 @@
-"""What a policy is: flat arrays and five hooks, written in plain Python and compiled by numba.
+"""What a policy is: flat arrays and hooks, written in plain Python and compiled by numba.
 
 A policy class gives its arrays in ``state`` and defines the hooks as static methods whose first argument
 ``s`` is a named tuple of those arrays. The live engine and the simulator call the same compiled hooks through
 C function pointers (``docs/design.md``, "Policy contract"); the order of calls within one plan is
-``announce``, ``touch``, ``evict``, ``insert``.
+``announce``, ``touch``, ``admit``, ``evict``, ``insert``.
 """
 
 from __future__ import annotations
@@ -13,39 +13,84 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 if TYPE_CHECKING:
-    from cache_policies.native import CompiledPolicy
+    from cache_policies.native import Compiled
 
 #: ``next_use`` of a row that no known batch uses.
 UNKNOWN = np.iinfo(np.int64).max
 
-HOOKS = ("touch", "insert", "announce", "remove", "evict")
 _MAX_CAPACITY = 2**31 - 2**18  # slots and list sentinels are int32
 
 
 class PolicyError(ValueError):
-    """A policy that does not exist, cannot be compiled or broke the contract; the message names it and says
-    how.
-    """
+    """A policy that does not exist, does not compile or broke the contract; the message names it."""
 
 
-class Policy:
-    """Base class of eviction policies.
+class Hooked:
+    """Arrays and the hooks that work on them: what policies and admission filters have in common.
 
-    Subclasses set ``name``, return their arrays from ``state`` and define ``touch``, ``insert``, ``remove``
-    and ``evict`` (and ``announce`` if ``uses_window``) in the subset of Python that numba compiles. Arrays
-    never grow; single numbers live in arrays of length 1. ``now``, ``next_use`` and ``last_use`` are int64
-    sequence numbers that grow without bound; a slot's ``last_use`` changes only together with ``touch`` or
-    ``insert``.
+    Hooks are static methods in the subset of Python that numba compiles. Arrays never grow; single numbers
+    live in arrays of length 1.
     """
 
     name: ClassVar[str] = ""
+    kind: ClassVar[str] = "policy"
+
+    def state(self, capacity: int) -> dict[str, np.ndarray]:
+        """The arrays (1-d, C-contiguous) for slots ``0 .. capacity-1``, all empty."""
+        raise NotImplementedError(f"{self.kind} {self.name!r} defines no state(capacity)")
+
+    @classmethod
+    def hook_names(cls) -> list[str]:
+        """The hooks that the engine is given."""
+        raise NotImplementedError
+
+    def state_bytes(self, capacity: int) -> int:
+        """Exact bytes of the arrays for ``capacity`` slots."""
+        return sum(array.nbytes for array in self.state(capacity).values())
+
+    @property
+    def bytes_per_slot(self) -> float:
+        """Bytes of state that one more slot costs (measured on the arrays of large capacities)."""
+        low, high = 1 << 20, 1 << 21
+        return (self.state_bytes(high) - self.state_bytes(low)) / (high - low)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of state beside ``bytes_per_slot`` (rounded up a little); small capacities may cost less."""
+        capacity = 1 << 20
+        return 64 + max(0, int(self.state_bytes(capacity) - self.bytes_per_slot * capacity))
+
+    def compile(self, capacity: int) -> Compiled:
+        """Allocate the state for ``capacity`` slots and compile the hooks (cached on disk where possible)."""
+        from cache_policies.native import Compiled
+
+        if not 1 <= capacity <= _MAX_CAPACITY:
+            raise PolicyError(
+                f"{self.kind} {self.name!r}: capacity must be 1 to {_MAX_CAPACITY} slots, got {capacity}"
+            )
+        return Compiled(self, int(capacity))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class Policy(Hooked):
+    """Base class of eviction policies.
+
+    Subclasses set ``name``, return their arrays from ``state`` and define ``insert``, ``remove`` and
+    ``evict``, mostly ``touch``, and ``announce`` if ``uses_window``. ``now``, ``next_use`` and ``last_use``
+    are int64 sequence numbers that grow without bound; a slot's ``last_use`` changes only together with
+    ``touch`` or ``insert``.
+    """
+
     uses_window: ClassVar[bool] = False
     #: Offline policies need the future of the whole trace: they run in the simulator only.
     offline: ClassVar[bool] = False
 
-    def state(self, capacity: int) -> dict[str, np.ndarray]:
-        """The policy's arrays (C-contiguous, native dtypes) for slots ``0 .. capacity-1``, all empty."""
-        raise NotImplementedError(f"policy {self.name!r} defines no state(capacity)")
+    @classmethod
+    def hook_names(cls) -> list[str]:
+        optional = [] if cls.admit is Policy.admit else ["admit"]
+        return ["touch", "insert", "announce", "remove", "evict", *optional]
 
     @staticmethod
     def touch(s: Any, slots: Any, keys: Any, next_use: Any, now: Any) -> None:
@@ -72,31 +117,7 @@ class Policy:
         """
         return 0
 
-    @property
-    def bytes_per_slot(self) -> float:
-        """Bytes of state that one more slot costs (measured on the arrays of large capacities)."""
-        low, high = 1 << 20, 1 << 21
-        return (self.state_bytes(high) - self.state_bytes(low)) / (high - low)
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Bytes of state at large capacities besides ``bytes_per_slot``; small capacities may cost less."""
-        capacity = 1 << 20
-        return int(np.ceil(self.state_bytes(capacity) - self.bytes_per_slot * capacity))
-
-    def state_bytes(self, capacity: int) -> int:
-        """Exact bytes of the arrays for ``capacity`` slots."""
-        return sum(array.nbytes for array in self.state(capacity).values())
-
-    def compile(self, capacity: int) -> CompiledPolicy:
-        """Allocate the state for ``capacity`` slots and compile the hooks (cached on disk where possible)."""
-        from cache_policies.native import CompiledPolicy
-
-        if not 1 <= capacity <= _MAX_CAPACITY:
-            raise PolicyError(
-                f"policy {self.name!r}: capacity must be 1 to {_MAX_CAPACITY} slots, got {capacity}"
-            )
-        return CompiledPolicy(self, int(capacity))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+    @staticmethod
+    def admit(s: Any, keys: Any, now: Any, admitted: Any) -> None:
+        """Plan ``now`` lacks the rows ``keys``; called before ``evict``, if the policy defines it. Clearing
+        ``admitted[i]`` (uint8; 1, or 0 if a filter refused before) refuses row ``i`` a slot."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
+from cache_policies import hashing
 from cache_policies.policy import PolicyError
 
 #: ``next_batch`` of a row that the rest of the trace does not use.
@@ -117,7 +118,7 @@ class _Builder:
         self.batches = 0
         self.keys = np.empty(1 << 12, np.uint64)
         self.seen = np.empty(1 << 12, np.int32)  # last batch of each row
-        self.table = np.zeros(1 << 13, np.int32)  # key → row + 1
+        self.table = hashing.new_table(1 << 12)
         self.rows: list[np.ndarray] = []
         self.sizes: list[np.ndarray] = []
 
@@ -147,8 +148,7 @@ class _Builder:
             self.seen = np.concatenate(
                 [self.seen[: self.footprint], np.empty(size - self.footprint, np.int32)]
             )
-        if 2 * room > self.table.size:
-            self.table = np.zeros(1 << int(2 * room - 1).bit_length(), np.int32)
+            self.table = hashing.new_table(self.keys.size)
             _rehash(self.table, self.keys[: self.footprint])
 
     def finish(self) -> PreparedTrace:
@@ -166,30 +166,18 @@ class _Builder:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _slot_of(key, mask):
-    return np.int64(((key * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(20)) & np.uint64(mask))
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
 def _rehash(table, keys):
-    mask = table.size - 1
     for row in range(keys.size):
-        at = _slot_of(keys[row], mask)
-        while table[at] != 0:
-            at = (at + 1) & mask
-        table[at] = row + 1
+        table[hashing.find(table, keys, keys[row])] = row + 1
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _dedup(keys, offsets, table, known, seen, footprint, first_batch, rows, sizes):
-    mask = table.size - 1
     count = 0
     for i in range(offsets.size - 1):
         start = count
         for key in keys[offsets[i] : offsets[i + 1]]:
-            at = _slot_of(key, mask)
-            while table[at] != 0 and known[table[at] - 1] != key:
-                at = (at + 1) & mask
+            at = hashing.find(table, known, key)
             row = table[at] - 1
             if row < 0:
                 row = np.int32(footprint)

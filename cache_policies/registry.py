@@ -10,6 +10,14 @@ _BUILTIN = {
     "lookahead": "lookahead.Lookahead",
     "lru": "lru.Lru",
     "lfu": "lfu.Lfu",
+    "lfu_aged": "lfu_aged.LfuAged",
+    "fifo": "fifo.Fifo",
+    "clock": "clock.Clock",
+    "sieve": "sieve.Sieve",
+    "s3_fifo": "s3_fifo.S3Fifo",
+    "arc": "arc.Arc",
+    "w_tinylfu": "w_tinylfu.WTinyLfu",
+    "static_top": "static_top.StaticTop",
     "belady": "belady.Belady",
 }
 _registered: dict[str, type[Policy]] = {}

@@ -18,6 +18,7 @@ import numpy as np
 from numba import njit
 
 from cache_policies import registry
+from cache_policies.admission import Admission, get_admission
 from cache_policies.native import call_int64, call_void
 from cache_policies.policy import UNKNOWN, Policy, PolicyError
 from cache_policies.prepared import NEVER, PreparedTrace, prepare
@@ -35,6 +36,7 @@ class Simulation:
     misses: int
     compulsory: int  # first use of a row in the trace
     overflowed: int  # misses of batches that alone do not fit
+    refused: int  # misses that admission gave no slot
     shrunk_plans: int  # plans that could not keep the full depth
 
     @property
@@ -60,11 +62,13 @@ def simulate(
     *,
     depth: int = 0,
     window: int = 0,
+    admission: str | Admission = "always",
 ) -> Simulation:
     """Run ``policy`` with ``capacity`` slots over ``batches`` of keys (1-d integer arrays, or a prepared
     trace).
 
-    ``depth``: how many earlier batches are still in flight; ``window``: how many later ones are known. Raises
+    ``depth``: how many earlier batches are still in flight; ``window``: how many later ones are known;
+    ``admission``: a filter, as ``"counter(2)"``. Raises
     ``PolicyError`` for an unknown policy, and for one whose ``evict`` breaks the contract. Releases the GIL.
     """
     trace = prepare(batches)
@@ -76,10 +80,15 @@ def simulate(
     announces = policy.uses_window and 0 < window < trace.batches
     compiled = policy.compile(capacity)
     hooks = compiled.hooks
+    gate = get_admission(admission).compile(capacity)
     largest = trace.largest_batch
     counts, fault = _run(
         (trace.rows, trace.next_batch, trace.offsets, trace.keys),
         (compiled.state_address, hooks["announce"], hooks["touch"], hooks["evict"], hooks["insert"]),
+        (
+            (gate.state_address, 0 if gate.name == "always" else gate.hooks["admit"]),
+            (compiled.state_address, hooks.get("admit", 0)),
+        ),
         _new_cache(trace.footprint, capacity, announces),
         (_new_slots(largest), _new_slots(largest), np.empty(largest, np.int32), np.empty(largest, np.int32)),
         depth,
@@ -131,15 +140,16 @@ def _new_slots(n: int) -> _Slots:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _run(trace, hooks, cache, buffers, depth, window):
-    """All plans; ``((plan or misses, compulsory, overflowed, shrunk plans), fault)``."""
+def _run(trace, hooks, gates, cache, buffers, depth, window):
+    """All plans; ``((plan or misses, compulsory, overflowed, refused, shrunk plans), fault)``."""
     rows, next_batch, offsets, keys = trace
     state, announce, touch, evict, insert = hooks
     hit, miss, missed, victims = buffers
     batches = offsets.size - 1 if offsets.size else rows.size
     announces = cache.pending.size > 0
     used, seen = 0, 0
-    misses, compulsory, overflowed, shrunk = 0, 0, 0, 0
+    misses, compulsory, overflowed, refused, shrunk = 0, 0, 0, 0, 0
+    admitted = np.empty(missed.size, np.uint8)
     for i in range(-window if announces else 0, batches):
         if announces and i + window < batches:
             first, last = _bounds(offsets, i + window)
@@ -160,10 +170,13 @@ def _run(trace, hooks, cache, buffers, depth, window):
             if row >= seen:
                 compulsory += 1
                 seen = row + 1
+        kept = _admitted(gates, lacking, i, miss, missed, admitted)
+        refused += lacking - kept
+        lacking = kept
         free = min(lacking, cache.row_in.size - used)
         got, since, fault = _make_room(evict, state, lacking - free, i - depth, i, cache, victims)
         if fault:
-            return (i, 0, 0, 0), fault
+            return (i, 0, 0, 0, 0), fault
         shrunk += since > i - depth
         for k in range(free + got):
             slot = used + k if k < free else victims[k - free]
@@ -175,22 +188,22 @@ def _run(trace, hooks, cache, buffers, depth, window):
         overflowed += lacking - free - got
         if free + got:
             _notify(insert, state, miss, free + got, i)
-    return (misses, compulsory, overflowed, shrunk), 0
+    return (misses, compulsory, overflowed, refused, shrunk), 0
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def _bounds(offsets, batch):
     return (offsets[batch], offsets[batch + 1]) if offsets.size else (batch, batch + 1)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def _notify(hook, state, slots, n, now):
     call_void(
         hook, (state, slots.slot.ctypes.data, slots.key.ctypes.data, slots.next_use.ctypes.data, n, now)
     )
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def _announced(rows, now, batch, cache, announced):
     """Collect the resident rows of a newly known batch that no batch in between uses."""
     n = 0
@@ -203,7 +216,7 @@ def _announced(rows, now, batch, cache, announced):
     return n
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def _split(rows, next_batch, keys, now, known, cache, hit, miss, missed):
     """Sort the rows of a batch into hits and misses; number of hits."""
     hits, lacking = 0, 0
@@ -223,7 +236,24 @@ def _split(rows, next_batch, keys, now, known, cache, hit, miss, missed):
     return hits
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
+def _admitted(gates, n, now, miss, missed, admitted):
+    """Drop the misses that a gate refuses; number of the others."""
+    if gates[0][1] == 0 and gates[1][1] == 0:
+        return n
+    admitted[:n] = 1
+    for state, admit in gates:
+        if admit:
+            call_void(admit, (state, miss.key.ctypes.data, n, now, admitted.ctypes.data))
+    kept = 0
+    for k in range(n):
+        if admitted[k]:
+            missed[kept], miss.key[kept], miss.next_use[kept] = missed[k], miss.key[k], miss.next_use[k]
+            kept += 1
+    return kept
+
+
+@njit(error_model="numpy", forceinline=True)
 def _make_room(evict, state, need, pinned_since, now, cache, victims):
     """Evict up to ``need`` rows, pinning fewer batches if it must; (victims, pinned since, fault)."""
     got = 0
@@ -244,7 +274,7 @@ def _make_room(evict, state, need, pinned_since, now, cache, victims):
     return got, pinned_since, 0
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(error_model="numpy", forceinline=True)
 def _check(victims, n, asked, row_in, last_use, pinned_since):
     """Number of the fault in ``n`` returned victims, 0 if there is none; leaves the arrays as they were."""
     if n < 0 or n > asked:

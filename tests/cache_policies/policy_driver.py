@@ -34,11 +34,15 @@ class Driver:
         keys = np.array([self.row_in[slot] for slot in slots], np.uint64)
         self._both("touch", np.array(slots, np.int32), keys, self._uses(deltas, len(slots)), self.now)
 
+    def admit(self, keys) -> None:
+        self.hooks.admit(np.array(keys, np.uint64), self.now, np.ones(len(keys), np.uint8))
+
     def insert(self, n: int, deltas=(), keys=None) -> list[int]:
-        slots, self.free = self.free[:n], self.free[n:]
         if keys is None:
-            keys = range(self.next_key, self.next_key + len(slots))
-            self.next_key += len(slots)
+            keys = list(range(self.next_key, self.next_key + n))
+            self.next_key += n
+        slots, self.free = self.free[:n], self.free[n:]
+        keys = keys[: len(slots)]
         self.row_in.update(zip(slots, keys, strict=True))
         self.last_use[slots] = self.now
         uses = self._uses(deltas, len(slots))

@@ -4,7 +4,10 @@ time.
 
 from __future__ import annotations
 
+import math
+
 from cache_policies import UNKNOWN
+from cache_policies.lfu_aged import LfuAged
 
 
 class Oracle:
@@ -68,4 +71,104 @@ class LookaheadOracle(Oracle):
         return (1, -row["next"], row["learnt"])
 
 
-ORACLES: dict[str, type[Oracle]] = {"lru": LruOracle, "lfu": LfuOracle, "lookahead": LookaheadOracle}
+class FifoOracle(Oracle):
+    """``arrived`` is what a touch leaves alone."""
+
+    def touch(self, slots, keys, next_use, now):
+        for slot in slots:
+            self.rows[slot]["seen"] = True
+
+    def insert(self, slots, keys, next_use, now):
+        for slot, key in zip(slots, keys, strict=True):
+            self.rows[slot] = {"arrived": self.tick(), "seen": False, "key": key}
+
+    def announce(self, slots, next_use, now):
+        pass
+
+    def rank(self, slot):
+        return (self.rows[slot]["arrived"],)
+
+
+class ClockOracle(FifoOracle):
+    """Goes around a plain list; the hand stands before its first element."""
+
+    def evict(self, n, last_use, pinned_since):
+        queue = sorted(self.rows, key=self.rank)
+        victims: list[int] = []
+        while len(victims) < n and any(last_use[slot] < pinned_since for slot in queue):
+            slot = queue.pop(0)
+            pinned = last_use[slot] >= pinned_since
+            if not pinned and not self.rows[slot]["seen"]:
+                victims.append(slot)
+                continue
+            if not pinned:
+                self.rows[slot]["seen"] = False
+            queue.append(slot)
+        self.remove(victims)
+        for slot in queue:
+            self.rows[slot]["arrived"] = self.tick()
+        return victims
+
+
+class SieveOracle(FifoOracle):
+    hand = None  # a slot, or None for the oldest
+
+    def remove(self, slots):
+        for slot in slots:
+            queue = sorted(self.rows, key=self.rank)
+            if self.hand == slot:
+                self.hand = (*queue, None)[queue.index(slot) + 1]
+            del self.rows[slot]
+
+    def evict(self, n, last_use, pinned_since):
+        victims: list[int] = []
+        while len(victims) < n and any(last_use[slot] < pinned_since for slot in self.rows):
+            queue = sorted(self.rows, key=self.rank)
+            at = queue.index(self.hand) if self.hand in self.rows else 0
+            slot, self.hand = queue[at], (*queue, None)[at + 1]
+            if last_use[slot] >= pinned_since:
+                continue
+            if self.rows[slot]["seen"]:
+                self.rows[slot]["seen"] = False
+            else:
+                victims.append(slot)
+                del self.rows[slot]
+        return victims
+
+
+class LfuAgedOracle(Oracle):
+    """Sums the weights of all uses anew, in exact arithmetic up to the quantum of the policy."""
+
+    def __init__(self, capacity):
+        super().__init__(capacity)
+        self.count = 0
+        self.half_life = LfuAged().half_life * capacity
+
+    def touch(self, slots, keys, next_use, now):
+        super().touch(slots, keys, next_use, now)
+        for slot in slots:
+            self.count += 1
+            self.rows[slot].setdefault("times", []).append(self.count)
+
+    def insert(self, slots, keys, next_use, now):
+        super().insert(slots, keys, next_use, now)
+        for slot in slots:
+            self.count += 1
+            self.rows[slot]["times"] = [self.count]
+
+    def rank(self, slot):
+        weight = sum(2.0 ** (time / self.half_life) for time in self.rows[slot]["times"])
+        return (math.floor(8 * math.log2(weight)), self.rows[slot]["used"])
+
+
+ORACLES: dict[str, type[Oracle]] = {
+    "lookahead": LookaheadOracle,
+    "lru": LruOracle,
+    "lfu": LfuOracle,
+    "lfu_aged": LfuAgedOracle,
+    "fifo": FifoOracle,
+    "clock": ClockOracle,
+    "sieve": SieveOracle,
+    "static_top": LruOracle,  # no frequencies are given
+    "belady": LookaheadOracle,
+}

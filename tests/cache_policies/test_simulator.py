@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_oracles import ORACLES
 
 import cache_policies
 from cache_policies import UNKNOWN, Policy, PolicyError, prepare, prepare_flat, simulate
 from cache_policies.lru import Lru
+from tests.cache_policies.policy_oracles import ORACLES
 
 batches_of_keys = st.lists(st.lists(st.integers(0, 14), max_size=9), max_size=25)
 
@@ -74,11 +74,11 @@ def counts_of(simulation) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("name", [name for name in ORACLES if name != "belady"])
 @given(
     batches=batches_of_keys, capacity=st.integers(1, 14), depth=st.integers(0, 3), window=st.integers(0, 5)
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_counts_equal_the_model(name, batches, capacity, depth, window):
     expected = model(batches, ORACLES[name](capacity), capacity, depth, window)
     assert counts_of(simulate(arrays(batches), name, capacity, depth=depth, window=window)) == expected

@@ -1,0 +1,68 @@
+"""Second chance."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cache_policies.lists import new_lists, push_newest, unlink
+from cache_policies.policy import Policy
+
+
+class Clock(Policy):
+    """A hand goes around the rows in order of arrival, spares those used since it last came by, and evicts
+    the first other one.
+
+    CLOCK with one reference bit (Corbató, "A paging experiment with the Multics system", 1968), kept as a
+    queue in which the hand stands between newest and oldest. The hand passes pinned rows and leaves their bit
+    as it is.
+    """
+
+    name = "clock"
+
+    def state(self, capacity: int) -> dict[str, np.ndarray]:
+        prev, next_ = new_lists(capacity, 1)
+        return {
+            "prev": prev,
+            "next": next_,
+            "used": np.zeros(capacity, np.bool_),
+            "resident": np.zeros(1, np.int64),
+        }
+
+    @staticmethod
+    def touch(s, slots, keys, next_use, now):
+        for slot in slots:
+            s.used[slot] = True
+
+    @staticmethod
+    def insert(s, slots, keys, next_use, now):
+        for slot in slots:
+            push_newest(s.prev, s.next, s.used.size, slot)
+            s.used[slot] = False
+        s.resident[0] += slots.size
+
+    @staticmethod
+    def remove(s, slots):
+        for slot in slots:
+            unlink(s.prev, s.next, slot)
+        s.resident[0] -= slots.size
+
+    @staticmethod
+    def evict(s, n, last_use, pinned_since, victims):
+        sentinel = s.used.size
+        count, pinned = 0, 0  # pinned rows in a row: when they are all, nothing is left to evict
+        while count < n and pinned < s.resident[0]:
+            slot = s.next[sentinel]
+            unlink(s.prev, s.next, slot)
+            if last_use[slot] >= pinned_since:
+                push_newest(s.prev, s.next, sentinel, slot)
+                pinned += 1
+                continue
+            pinned = 0
+            if s.used[slot]:
+                s.used[slot] = False
+                push_newest(s.prev, s.next, sentinel, slot)
+            else:
+                victims[count] = slot
+                count += 1
+                s.resident[0] -= 1
+        return count

@@ -1,0 +1,173 @@
+"""W-TinyLFU."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from cache_policies.hashing import mix
+from cache_policies.lists import new_lists, push_newest, unlink
+from cache_policies.policy import Policy
+
+_WINDOW, _PROBATION, _PROTECTED = 0, 1, 2
+_ROWS = 4  # of the sketch
+_MOST = 15  # counters have four bits
+_MULTIPLIERS = np.array(
+    [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64
+)
+_SAMPLE = 10  # uses per slot between halvings
+
+
+@njit(error_model="numpy", forceinline=True)
+def _counter(hash_, row, width):
+    """Which of a row's ``width`` counters belongs to a 32-bit hash."""
+    word = ((np.uint64(hash_) + np.uint64(1)) * _MULTIPLIERS[row]) >> np.uint64(32)
+    return row * width + np.int64((word * np.uint64(width)) >> np.uint64(32))
+
+
+@njit(error_model="numpy", forceinline=True)
+def _estimate(s, hash_):
+    width = 2 * s.sketch.size // _ROWS
+    least = _MOST
+    for row in range(_ROWS):
+        at = _counter(hash_, row, width)
+        least = min(least, (s.sketch[at >> 1] >> ((at & 1) * 4)) & _MOST)
+    return least
+
+
+@njit(error_model="numpy", forceinline=True)
+def _count(s, hash_):
+    width = 2 * s.sketch.size // _ROWS
+    for row in range(_ROWS):
+        at = _counter(hash_, row, width)
+        shift = (at & 1) * 4
+        if (s.sketch[at >> 1] >> shift) & _MOST < _MOST:
+            s.sketch[at >> 1] += np.uint8(1 << shift)
+    s.counted[0] += 1
+    if s.counted[0] >= _SAMPLE * s.hash.size:
+        s.counted[0] //= 2
+        for i in range(s.sketch.size):
+            s.sketch[i] = (s.sketch[i] >> 1) & 0x77
+
+
+@njit(error_model="numpy", forceinline=True)
+def _join(s, slot, queue):
+    push_newest(s.prev, s.next, s.hash.size + queue, slot)
+    s.queue[slot] = queue
+    s.length[queue] += 1
+
+
+@njit(error_model="numpy", forceinline=True)
+def _leave(s, slot):
+    unlink(s.prev, s.next, slot)
+    s.length[s.queue[slot]] -= 1
+
+
+@njit(error_model="numpy", forceinline=True)
+def _behind(s, last, queue, last_use, pinned_since):
+    """The oldest unpinned slot of a list behind ``last`` (the sentinel: of all), or the sentinel."""
+    slot = s.next[last]
+    while slot != s.hash.size + queue and last_use[slot] >= pinned_since:
+        slot = s.next[slot]
+    return slot
+
+
+@njit(error_model="numpy", forceinline=True)
+def _choose(s, incoming, last_use, pinned_since):
+    """The next victim when the window will get ``incoming`` more rows; -1 if all are pinned."""
+    capacity = s.hash.size
+    window = capacity + _WINDOW
+    main = s.length[_PROBATION] + s.length[_PROTECTED]
+    while s.length[_WINDOW] > 0 and s.length[_WINDOW] + incoming >= s.share[_WINDOW] and main < s.main[0]:
+        slot = s.next[window]
+        _leave(s, slot)
+        _join(s, slot, _PROBATION)
+        main += 1
+    victim = np.int32(capacity)
+    for queue in (_PROBATION, _PROTECTED):
+        if victim >= capacity:
+            victim = _behind(s, capacity + queue, queue, last_use, pinned_since)
+    if s.length[_WINDOW] > 0 and s.length[_WINDOW] + incoming >= s.share[_WINDOW]:
+        candidate = s.next[window]
+        pinned = last_use[candidate] >= pinned_since
+        if victim >= capacity:
+            victim = _behind(s, window, _WINDOW, last_use, pinned_since)
+        elif pinned or _estimate(s, s.hash[candidate]) > _estimate(s, s.hash[victim]):
+            _leave(s, candidate)
+            _join(s, candidate, _PROBATION)
+        else:
+            victim = candidate
+    elif victim >= capacity:
+        victim = _behind(s, window, _WINDOW, last_use, pinned_since)
+    if victim >= capacity:
+        return np.int32(-1)
+    _leave(s, victim)
+    return victim
+
+
+class WTinyLfu(Policy):
+    """New rows pass a small LRU window; then the window's oldest row and the main part's next victim are
+    compared by how often they were used lately, and the rarer one leaves.
+
+    Einziger, Friedman, Manes, "TinyLFU: a highly efficient cache admission policy", ACM ToS 2017: a window of
+    1 % of the slots, a segmented LRU of 20 % probation and 80 % protected rows, and a sketch of four rows of
+    4-bit counters (16 per slot, halved after ten uses per slot) that also remembers rows which are not
+    resident. The main part takes rows without contest while it has room. Ties keep the main part's row.
+    """
+
+    name = "w_tinylfu"
+
+    def __init__(self, window: float = 0.01, protected: float = 0.8) -> None:
+        self.window = window
+        self.protected = protected
+
+    def state(self, capacity: int) -> dict[str, np.ndarray]:
+        prev, next_ = new_lists(capacity, 3)
+        window = max(1, int(capacity * self.window))
+        main = capacity - window
+        return {
+            "prev": prev,
+            "next": next_,
+            "queue": np.zeros(capacity, np.uint8),
+            "hash": np.zeros(capacity, np.uint32),
+            "sketch": np.zeros(8 * capacity, np.uint8),
+            "counted": np.zeros(1, np.int64),
+            "length": np.zeros(3, np.int64),
+            "share": np.array([window, 0, int(main * self.protected)]),
+            "main": np.array([main]),
+        }
+
+    @staticmethod
+    def touch(s, slots, keys, next_use, now):
+        capacity = s.hash.size
+        for slot in slots:
+            _count(s, s.hash[slot])
+            queue = s.queue[slot]
+            _leave(s, slot)
+            _join(s, slot, _WINDOW if queue == _WINDOW else _PROTECTED)
+            if s.length[_PROTECTED] > s.share[_PROTECTED]:
+                demoted = s.next[capacity + _PROTECTED]
+                _leave(s, demoted)
+                _join(s, demoted, _PROBATION)
+
+    @staticmethod
+    def insert(s, slots, keys, next_use, now):
+        for i in range(slots.size):
+            slot = slots[i]
+            s.hash[slot] = np.uint32(mix(keys[i]) >> np.uint64(32))
+            _count(s, s.hash[slot])
+            _join(s, slot, _WINDOW)
+
+    @staticmethod
+    def remove(s, slots):
+        for slot in slots:
+            _leave(s, slot)
+
+    @staticmethod
+    def evict(s, n, last_use, pinned_since, victims):
+        for count in range(n):
+            victim = _choose(s, count, last_use, pinned_since)
+            if victim < 0:
+                return count
+            victims[count] = victim
+        return n
