@@ -1,0 +1,29 @@
+"""``tierstore bench store`` on a store of a few rows: every figure is there and makes sense."""
+
+import argparse
+import json
+
+from bench import store as bench_store
+
+
+def test_all_figures_of_two_engines(tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    bench_store.add_arguments(parser)
+    out = tmp_path / "out.json"
+    arguments = "--rows 2000 --batch 500 --seconds 0.02 --rounds 1 --engines lmdb,memory --device-file 8MiB"
+    arguments += f" --dir {tmp_path} --json {out}"
+    assert bench_store.run(parser.parse_args(arguments.split())) == 0
+    figures = json.loads(out.read_text())
+    for engine in ("lmdb", "memory"):
+        for key in (
+            "load.rows_per_s",
+            "read.rows_per_s",
+            "overwrite.rows_per_s",
+            "reopen_s",
+            "commit_1pct_s",
+        ):
+            assert figures[f"{engine}.{key}"] > 0
+    assert figures["device.read_iops"] > 0
+    assert figures["ratio.read_vs_memory"] > 0
+    assert "lmdb.read.rows_per_s" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
