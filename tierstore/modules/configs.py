@@ -66,9 +66,9 @@ class BaseEmbeddingConfig:
         data_type: DataType.FP32.
         feature_names: keys of the input that are looked up in this table; [name] if left out.
         weight_init_max, weight_init_min: bounds of uniform initial values; ±sqrt(1 / num_embeddings) if None.
-        init_fn: initial values as a function of torch.nn.init: uniform_, normal_, constant_, zeros_ or ones_, or
-            a functools.partial that fixes its arguments. Rows are made one by one, when they are touched, so
-            other functions cannot be honoured.
+        init_fn: initial values as a function of torch.nn.init: uniform_, normal_, constant_, zeros_ or ones_,
+            or a functools.partial that fixes its arguments. Rows are made one by one, when they are touched,
+            so other functions cannot be honoured.
         use_virtual_table: accepted, since every table is one: only touched rows take space.
 
     The other fields are torchrec's too, and refused (ConfigError) when they are set.
@@ -129,9 +129,9 @@ class BaseEmbeddingConfig:
         rule = rule_of_init_fn(self.init_fn)
         if rule is None:
             raise self._error(
-                f"init_fn {self.init_fn!r} cannot be honoured, for rows are made one by one when they are touched; "
-                "use uniform_, normal_, constant_, zeros_ or ones_ of torch.nn.init (functools.partial fixes "
-                "their arguments), or write rows with load_rows()"
+                f"init_fn {self.init_fn!r} cannot be honoured: rows are made one by one, when they are "
+                "touched; use uniform_, normal_, constant_, zeros_ or ones_ of torch.nn.init (or a "
+                "functools.partial that fixes their arguments), or write rows with load_rows()"
             )
         return rule
 
