@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import torch
 from hypothesis import strategies as st
-from jagged_batches import Batch, batches, given, peer, same_jagged, same_keyed_jagged, same_tensor
 
+from tests.sparse.jagged_batches import (
+    Batch,
+    batches,
+    given,
+    peer,
+    same_jagged,
+    same_keyed_jagged,
+    same_tensor,
+)
 from tierstore.sparse import JaggedTensor, KeyedJaggedTensor, as_keyed_jagged_tensor
 
 

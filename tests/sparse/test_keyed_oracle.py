@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import strategies as st
-from jagged_batches import given, peer, same_tensor
 
+from tests.sparse.jagged_batches import given, peer, same_tensor
 from tierstore.errors import InputError
 from tierstore.sparse import KeyedTensor
 

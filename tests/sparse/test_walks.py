@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 import torch
-from jagged_batches import Batch, batches, given, same_keyed_jagged, same_tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from tests.sparse.jagged_batches import Batch, batches, given, same_keyed_jagged, same_tensor
 from tierstore.errors import InputError
 from tierstore.sparse import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 

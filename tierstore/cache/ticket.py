@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore import _core
+
 if TYPE_CHECKING:
     from tierstore.cache.chain import Chain
 
@@ -26,6 +28,12 @@ class Rows:
     @property
     def inverse(self) -> NDArray[np.int32]:
         return self.batch.inverse
+
+    def copied(self) -> ReadRows:
+        """The rows as they are now."""
+        data = np.empty((len(self.slots), self.chain.layout.row_bytes), np.uint8)
+        _core.copy_out(self.rows_addr, self.chain.layout.row_bytes, self.slots, data.ctypes.data)
+        return ReadRows(self.chain, self.batch, data)
 
 
 class ReadRows(Rows):

@@ -1,0 +1,28 @@
+"""nn.Module front ends: drop-ins for torch's embeddings and torchrec's collections, and offload()."""
+
+from tierstore.modules.configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+    from_torchrec,
+)
+from tierstore.modules.embedding import TieredEmbedding
+from tierstore.modules.embedding_bag import TieredEmbeddingBag
+from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
+from tierstore.modules.embedding_collection import EmbeddingCollection
+from tierstore.modules.offload import Offloaded, offload
+
+__all__ = [
+    "DataType",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
+    "Offloaded",
+    "PoolingType",
+    "TieredEmbedding",
+    "TieredEmbeddingBag",
+    "from_torchrec",
+    "offload",
+]

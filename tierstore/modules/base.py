@@ -128,6 +128,11 @@ class TieredModule(nn.Module):
         return self.make_lookup(*args, **kwargs)
 
     @property
+    def frozen(self) -> bool:
+        """Whether the tables are never updated."""
+        return self._frozen
+
+    @property
     def trains(self) -> bool:
         """Whether a forward call now would be followed by an update."""
         return self.training and not self._frozen and torch.is_grad_enabled()
@@ -139,6 +144,8 @@ class TieredModule(nn.Module):
             lookup.acquire()
             return PooledFunction.apply(self._anchor, self, lookup, *per_part)
         lookup.read()
+        if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+            return PooledFunction.apply(self._anchor, None, lookup, *per_part)
         out = torch.empty(lookup.out_shape, dtype=torch.float32)
         kept = [None if w is None else w.detach().to(torch.float32).contiguous() for w in per_part]
         pooled_forward(parts, out, kept)

@@ -131,7 +131,8 @@ def pooled_forward(
     for part, weight in zip(parts, weights, strict=True):
         argmax = None
         if (part.modes == MODES["max"]).any():
-            argmax = torch.empty((len(part.offsets) - 1) * part.chain.layout.dim, dtype=torch.int32)
+            # one more, since an empty tensor has no address
+            argmax = torch.empty((len(part.offsets) - 1) * part.chain.layout.dim + 1, dtype=torch.int32)
         assert part.rows is not None
         _core.lookup_pooled(
             *_row_arguments(part),
@@ -147,39 +148,61 @@ def pooled_forward(
 
 class PooledFunction(torch.autograd.Function):
     """``apply(anchor, module, lookup, *weights)`` → output of ``lookup.out_shape``. One weight tensor
-    or None per part."""
+    or None per part. ``module`` None: rows are not updated, only the weights have gradients."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, module: Updates, lookup: Lookup, *weights: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, module: Updates | None, lookup: Lookup, *weights: Tensor | None
+    ) -> Tensor:
         out = torch.empty(lookup.out_shape, dtype=torch.float32)
         # autograd hands the same tensors over again as saved ones; detached copies are what the kernels read.
         kept = [None if w is None else w.detach().to(torch.float32).contiguous() for w in weights]
         ctx.argmaxes = pooled_forward(lookup.parts, out, kept)  # type: ignore[arg-type]
         ctx.module, ctx.lookup, ctx.weights = module, lookup, kept
+        # so that autograd notices weights changed in place, and a second backward pass that was not asked for
+        ctx.save_for_backward(anchor, *(w for w in weights if w is not None))
+        # the weights' gradients are those of the rows as they are now, which other backward passes may change
+        ctx.rows = [
+            part.rows.copied() if part.rows is not None and ctx.needs_input_grad[3 + index] else None
+            for index, part in enumerate(lookup.parts)
+        ]
         ctx.weight_types = [None if w is None else w.dtype for w in weights]
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        assert ctx.saved_tensors
         grad = grads[0].to(torch.float32).contiguous()
+        weight_grads = [PooledFunction._weight_grad(ctx, index, grad) for index in range(len(ctx.weights))]
+        if ctx.module is not None:
+            PooledFunction._update(ctx, grad)
+        return (None, None, None, *weight_grads)
+
+    @staticmethod
+    def _weight_grad(ctx: Any, index: int, grad: Tensor) -> Tensor | None:
+        part, rows, weight = ctx.lookup.parts[index], ctx.rows[index], ctx.weights[index]
+        if rows is None:
+            return None
+        out = torch.empty_like(weight)
+        layout = part.chain.layout
+        _core.weight_grads(
+            rows.rows_addr,
+            layout.row_bytes,
+            layout.dim,
+            rows.slots,
+            rows.inverse,
+            *part.layout,
+            grad.data_ptr(),
+            out.data_ptr(),
+        )
+        return out.to(ctx.weight_types[index])
+
+    @staticmethod
+    def _update(ctx: Any, grad: Tensor) -> None:
         step = ctx.module.count_update()
-        weight_grads: list[Tensor | None] = []
         wrong = []
-        for index, part in enumerate(ctx.lookup.parts):
-            weight, argmax = ctx.weights[index], ctx.argmaxes[index]
+        for part, weight, argmax in zip(ctx.lookup.parts, ctx.weights, ctx.argmaxes, strict=True):
             ticket = _held_again(part)
-            weight_grad = None
-            if weight is not None and ctx.needs_input_grad[3 + index]:
-                weight_grad = torch.empty_like(weight)  # of the rows before their update
-                _core.weight_grads(
-                    *_row_arguments(part),
-                    ticket.inverse,
-                    *part.layout,
-                    grad.data_ptr(),
-                    weight_grad.data_ptr(),
-                )
-                weight_grad = weight_grad.to(ctx.weight_types[index])
-            weight_grads.append(weight_grad)
             assert ticket.csr is not None
             part.chain.mark_updated(ticket)
             bad = _core.update_pooled(
@@ -189,7 +212,6 @@ class PooledFunction(torch.autograd.Function):
             wrong.append((part, bad))
             ticket.release()
         _report_wrong(ctx.module, wrong)
-        return (None, None, None, *weight_grads)
 
 
 class SequenceFunction(torch.autograd.Function):
@@ -198,10 +220,12 @@ class SequenceFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, module: Updates, lookup: Lookup) -> tuple[Tensor, ...]:
         ctx.module, ctx.lookup = module, lookup
+        ctx.save_for_backward(anchor)
         return sequence_forward(lookup.parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        assert ctx.saved_tensors
         step = ctx.module.count_update()
         wrong = []
         for part, grad in zip(ctx.lookup.parts, grads, strict=True):

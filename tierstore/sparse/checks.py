@@ -126,6 +126,12 @@ def check_sums(keys: Sequence[str], length_per_key: Sequence[int], size: int) ->
     )
 
 
+def check_first_offset(offsets: Tensor | None, what: str = KJT) -> None:
+    """Offsets, if there are any, begin with 0."""
+    if offsets is not None and int(offsets[0]) != 0:
+        raise InputError(f"{what}: offsets must begin with 0, got {int(offsets[0])}")
+
+
 def check_bags(
     what: str,
     lengths: Tensor | None,
@@ -152,8 +158,7 @@ def check_bags(
             raise InputError(f"{what}: the lengths add up to {total} but there are {size} values")
     if offsets is None:
         return
-    if int(offsets[0]) != 0:
-        raise InputError(f"{what}: offsets must begin with 0, got {int(offsets[0])}")
+    check_first_offset(offsets, what)
     steps = torch.diff(offsets.long())
     if steps.numel() and int(steps.min()) < 0:
         worst = int((steps < 0).to(torch.uint8).argmax())

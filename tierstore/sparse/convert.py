@@ -11,7 +11,7 @@ _NEEDED = (
     "keys",
     "values",
     "weights_or_none",
-    "lengths_or_none",
+    "lengths",
     "offsets_or_none",
     "stride_per_key_per_rank",
 )
@@ -27,8 +27,9 @@ def as_keyed_jagged_tensor(x: Any) -> KeyedJaggedTensor:
             f"expected a KeyedJaggedTensor (tierstore's or torchrec's), got {type(x).__name__}, which has no "
             f"{', '.join(missing)}"
         )
-    lengths, offsets = x.lengths_or_none(), x.offsets_or_none()
-    if lengths is not None and offsets is not None and offsets.numel() != lengths.numel() + 1:
+    # lengths() keeps what it computes, so x gives the same tensor every time, by which prefetching knows it
+    lengths, offsets = x.lengths(), x.offsets_or_none()
+    if offsets is not None and offsets.numel() != lengths.numel() + 1:
         offsets = None  # torchrec's split() leaves empty ones behind
     variable = x.variable_stride_per_key()
     return KeyedJaggedTensor(

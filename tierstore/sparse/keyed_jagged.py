@@ -349,6 +349,7 @@ class KeyedJaggedTensor(JaggedBase):
         """Computes lengths and offsets per key; InputError if the lengths do not add up to the values."""
         lengths = self.length_per_key()
         if self._values.device.type != "meta":
+            checks.check_first_offset(self._offsets)
             checks.check_sums(self._keys, lengths, self._values.size(0))
         self.offset_per_key()
         return self

@@ -1,0 +1,149 @@
+"""TieredEmbedding: torch.nn.Embedding whose rows live in tiers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tierstore.cache.engine import Table
+from tierstore.config import TierConfig
+from tierstore.errors import ConfigError
+from tierstore.initializers import as_init, normal
+from tierstore.modules.base import TieredModule
+from tierstore.modules.inputs import NO_PADDING, FeatureLookup, Ids, checked_ids, sequence_lookup
+from tierstore.modules.tables import (
+    HasWeight,
+    SharedEngine,
+    check_placement,
+    check_unsupported,
+    is_fresh,
+    load_table,
+    open_tables,
+)
+from tierstore.optim import SGD, OptimizerSpec
+
+
+class SingleTable(HasWeight, TieredModule):
+    """What TieredEmbedding and TieredEmbeddingBag share: one table, perhaps with a row for padding."""
+
+    def __init__(
+        self,
+        table: Table,
+        padding_idx: int | None,
+        weight: Tensor | None,
+        config: TierConfig | None,
+        optimizer: OptimizerSpec | None,
+        seed: int,
+        shared: SharedEngine | None,
+    ) -> None:
+        rows, dim = table.num_embeddings, table.embedding_dim
+        if padding_idx is not None and not -rows <= padding_idx < rows:
+            raise ConfigError(f"padding_idx {padding_idx} is outside the {rows} rows of table {table.name!r}")
+        engine, indices = open_tables([table], config, optimizer, seed, shared)
+        super().__init__(engine, indices, optimizer, owns_engine=shared is None)
+        self.num_embeddings = rows
+        self.embedding_dim = dim
+        self.name = table.name
+        self.padding_idx = None if padding_idx is None else padding_idx % rows
+        self._padding_row: Tensor | None = None
+        if is_fresh(engine):  # rows of a store that is opened again stay as they are
+            if weight is not None:
+                load_table(self, table, weight, "_weight")
+            elif self.padding_idx is not None:
+                self.load_rows(torch.tensor([self.padding_idx]), torch.zeros(1, dim))
+        self._find_padding_row()
+        engine.reset_stats()
+
+    @property
+    def table(self) -> Table:
+        return self.engine.tables[self._tables[0]]
+
+    @property
+    def _padding(self) -> int:
+        return NO_PADDING if self.padding_idx is None else self.padding_idx
+
+    def _find_padding_row(self) -> None:
+        """Padding ids are not looked up, so what they yield is kept here: None for zeros."""
+        if self.padding_idx is not None:
+            row = self.rows(torch.tensor([self.padding_idx]))[0]
+            self._padding_row = row if row.any() else None
+
+    def load_rows(
+        self,
+        ids: Any,
+        weight: Tensor,
+        optimizer: dict[str, Tensor] | None = None,
+        table: str | None = None,
+    ) -> None:
+        super().load_rows(ids, weight, optimizer, table)
+        self._find_padding_row()
+
+    load_rows.__doc__ = TieredModule.load_rows.__doc__
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, name={self.name!r}"
+
+
+class TieredEmbedding(SingleTable):
+    """Rows by id: torch.nn.Embedding with its positional arguments, and rows in tiers.
+
+    The backward pass applies ``optimizer`` to the rows looked up; there is no ``weight`` parameter.
+
+    Args:
+        num_embeddings, embedding_dim: of the table; up to 2**48 rows, only those that are touched take space.
+        padding_idx: ids that yield this row, zeros unless it is loaded, and never update it.
+        max_norm, scale_grad_by_freq: must stay at their defaults (ConfigError).
+        norm_type, sparse: accepted, without effect: gradients are never materialised.
+        _weight: initial rows (num_embeddings, embedding_dim); ignored when a committed store is opened again.
+        _freeze: no updates, as with ``optimizer=None``.
+        device, dtype: None or the CPU and float32.
+        config: budgets and places of the tiers; ``TierConfig()`` if None.
+        optimizer: one of tierstore.optim, None to freeze the table.
+        seed, init: initial rows are a function of these and ``name``; ``init`` is one of
+            tierstore.initializers, normal(0, 1) if None. Tables of one model should differ in name or seed.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        config: TierConfig | None = None,
+        optimizer: OptimizerSpec | None = SGD(),  # noqa: B008  (immutable)
+        seed: int = 0,
+        init: Any = None,
+        name: str = "embedding",
+        _shared: SharedEngine | None = None,
+    ) -> None:
+        check_unsupported(max_norm, scale_grad_by_freq)
+        check_placement(device, dtype)
+        table = Table(name, num_embeddings, embedding_dim, as_init(init, normal(0.0, 1.0)))
+        super().__init__(table, padding_idx, _weight, config, None if _freeze else optimizer, seed, _shared)
+
+    def lookup_inputs(self, input: Tensor) -> tuple[Tensor, ...]:
+        return (input,)
+
+    def make_lookup(self, input: Tensor) -> FeatureLookup:
+        ids = checked_ids(f"{self.name}: ids", input).view(-1)
+        return sequence_lookup(self.engine, [Ids(self.name, self._tables[0], ids, padding=self._padding)])
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Rows of ``input``, int64 or int32 of any shape (*), as float32 (*, embedding_dim)."""
+        lookup = self._find_lookup(input)
+        (rows,) = self._sequence(lookup)
+        rows = rows.view(*input.shape, self.embedding_dim)
+        if self._padding_row is None:
+            return rows
+        return torch.where(torch.eq(input, self._padding).unsqueeze(-1), self._padding_row, rows)

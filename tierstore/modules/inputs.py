@@ -1,0 +1,138 @@
+"""From checked ids and bags to a Lookup: one part per row layout, features in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tierstore.cache.chain import Chain, Segment
+from tierstore.cache.engine import Engine
+from tierstore.errors import InputError
+from tierstore.modules.lookup import Lookup, PooledPart, SequencePart
+
+NO_PADDING = -1
+
+
+@dataclass(frozen=True)
+class Ids:
+    """What one feature looks up: ``ids`` (n,) in ``table``; the first is the module's id number ``begin``."""
+
+    name: str
+    table: int
+    ids: Tensor
+    begin: int = 0
+    padding: int = NO_PADDING
+
+
+@dataclass(frozen=True)
+class Bags(Ids):
+    """Ids in bags of ``lengths`` (bags,), pooled; bag b goes to float ``out_offset + b * out_stride``."""
+
+    lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    mode: int = 0
+    out_offset: int = 0
+    out_stride: int = 0
+
+
+@dataclass
+class FeatureLookup(Lookup):
+    """A lookup that knows the numbers of each part's features, and how many bags (or ids) features have."""
+
+    features: list[list[int]] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+
+Feature = TypeVar("Feature", bound=Ids)
+
+
+def checked_ids(name: str, ids: Tensor) -> Tensor:
+    """``ids`` in contiguous memory; InputError unless int64 or int32 (or empty) and on the CPU."""
+    if not isinstance(ids, Tensor):
+        raise InputError(f"{name} must be a torch.Tensor, not {type(ids).__name__}")
+    if ids.device.type != "cpu":
+        raise InputError(f"{name} are on {ids.device}, but the tables on the CPU; move them with .cpu()")
+    if not ids.numel():
+        return torch.empty(ids.shape, dtype=torch.int64)
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"{name} must be int64 or int32, got {ids.dtype}")
+    return ids.contiguous()
+
+
+def pooled_lookup(engine: Engine, features: Sequence[Bags], out_shape: tuple[int, ...]) -> FeatureLookup:
+    """Deduplicates and checks the ids of pooled features; InputError names the feature of a wrong one."""
+    grouped = _by_chain(engine, features)
+    parts = []
+    for chain, members in grouped:
+        own = [features[number] for number in members]
+        lengths = np.concatenate([feature.lengths for feature in own])
+        parts.append(
+            PooledPart(
+                chain,
+                chain.batch([_segment(engine, feature) for feature in own]),
+                _spans(own),
+                offsets=_from_zero(lengths),
+                bag_start=_from_zero([len(feature.lengths) for feature in own]),
+                out_offset=np.array([feature.out_offset for feature in own], np.int64),
+                out_stride=np.array([feature.out_stride for feature in own], np.int64),
+                modes=np.array([feature.mode for feature in own], np.uint8),
+            )
+        )
+    return FeatureLookup(
+        parts, out_shape, [members for _, members in grouped], [len(feature.lengths) for feature in features]
+    )
+
+
+def sequence_lookup(engine: Engine, features: Sequence[Ids]) -> FeatureLookup:
+    """Deduplicates and checks the ids of features whose rows are returned one by one."""
+    grouped = _by_chain(engine, features)
+    parts = [
+        SequencePart(chain, chain.batch([_segment(engine, features[number]) for number in members]), [])
+        for chain, members in grouped
+    ]
+    return FeatureLookup(
+        parts, (), [members for _, members in grouped], [feature.ids.numel() for feature in features]
+    )
+
+
+def _by_chain(engine: Engine, features: Sequence[Ids]) -> list[tuple[Chain, list[int]]]:
+    groups: dict[int, tuple[Chain, list[int]]] = {}
+    for number, feature in enumerate(features):
+        chain = engine.chain_of(feature.table)
+        groups.setdefault(id(chain), (chain, []))[1].append(number)
+    return list(groups.values())
+
+
+def _segment(engine: Engine, feature: Ids) -> Segment:
+    return Segment(
+        feature.name,
+        feature.table,
+        feature.ids.data_ptr(),
+        feature.ids.numel(),
+        feature.ids.dtype == torch.int32,
+        engine.tables[feature.table].num_embeddings,
+        feature.padding,
+    )
+
+
+def _spans(features: Sequence[Ids]) -> list[tuple[int, int]]:
+    """Which of the module's ids the features have; neighbours are joined, so that weights need no copy."""
+    spans: list[tuple[int, int]] = []
+    for feature in features:
+        begin, end = feature.begin, feature.begin + feature.ids.numel()
+        if spans and spans[-1][1] == begin:
+            spans[-1] = (spans[-1][0], end)
+        else:
+            spans.append((begin, end))
+    return spans
+
+
+def _from_zero(counts: NDArray[np.int64] | list[int]) -> NDArray[np.int64]:
+    ends = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=ends[1:])
+    return ends

@@ -1,0 +1,255 @@
+"""offload(): replaces the embedding modules of a model by tiered ones, in place, with their weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from tierstore.cache.engine import Engine, Table
+from tierstore.config import TierConfig, format_bytes
+from tierstore.errors import ConfigError
+from tierstore.initializers import normal
+from tierstore.modules.base import TieredModule
+from tierstore.modules.collection import Collection, table_of
+from tierstore.modules.configs import from_torchrec
+from tierstore.modules.embedding import TieredEmbedding
+from tierstore.modules.embedding_bag import TieredEmbeddingBag
+from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
+from tierstore.modules.embedding_collection import EmbeddingCollection
+from tierstore.modules.tables import (
+    SharedEngine,
+    check_placement,
+    check_unsupported,
+    is_fresh,
+    load_table,
+)
+from tierstore.optim import SGD, OptimizerSpec
+from tierstore.optim.fused import FusedOptimizer
+
+logger = logging.getLogger("tierstore")
+
+# torchrec's collections are known by these, without importing it: (how it calls its tables, their modules)
+_COLLECTIONS = (("embedding_bag_configs", "embedding_bags"), ("embedding_configs", "embeddings"))
+
+
+class Offloaded(Mapping[str, TieredModule]):
+    """What was replaced: tiered modules by their path in the model. They share one engine, with all budgets.
+
+    Leaving it as a context manager closes it, which commits if the configuration names a path.
+    """
+
+    def __init__(self, engine: Engine, modules: dict[str, TieredModule]) -> None:
+        self.engine = engine
+        self._modules = modules
+
+    def __getitem__(self, path: str) -> TieredModule:
+        return self._modules[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    @property
+    def optimizers(self) -> list[FusedOptimizer]:
+        """One per module that is not frozen; learning-rate schedulers take them."""
+        return [module.fused_optimizer for module in self._modules.values() if not module.frozen]
+
+    def stats(self) -> dict[str, Any]:
+        """As TieredModule.stats, of all modules together."""
+        return self.engine.stats()
+
+    def reset_stats(self) -> None:
+        """As TieredModule.reset_stats."""
+        self.engine.reset_stats()
+
+    def flush(self) -> None:
+        """As TieredModule.flush."""
+        self.engine.flush()
+
+    def commit(self, extra: dict[str, Any] | None = None) -> int:
+        """As TieredModule.commit, of all modules together."""
+        return self.engine.commit(extra)
+
+    def close(self, *, commit: bool = True) -> None:
+        """As TieredModule.close, of all modules together."""
+        for module in self._modules.values():
+            module.close(commit=commit)
+
+    def __enter__(self) -> Offloaded:
+        return self
+
+    def __exit__(self, kind: Any, *exc: object) -> None:
+        self.close(commit=kind is None)
+
+    def __repr__(self) -> str:
+        size = sum(4 * table.num_embeddings * table.embedding_dim for table in self.engine.tables)
+        return f"Offloaded({len(self.engine.tables)} tables of {format_bytes(size)} in {list(self._modules)})"
+
+
+def offload(
+    model: nn.Module,
+    config: TierConfig | None = None,
+    optimizer: OptimizerSpec | None = SGD(),  # noqa: B008  (immutable)
+    *,
+    seed: int = 0,
+) -> Offloaded:
+    """Replaces every nn.Embedding, nn.EmbeddingBag and unsharded torchrec collection of ``model``, in place.
+
+    Weights are kept; modules whose weights do not require gradients stay frozen; subclasses are left alone.
+    Then backward passes apply ``optimizer`` to the rows, so build the optimizer of the rest of the model from
+    ``model.parameters()`` afterwards. If ``config.path`` holds a commit, its rows are used, not the model's.
+
+    Raises ConfigError, having changed nothing, if there is nothing to replace, or something that cannot be:
+    weights that other modules share, or that are not float32 on the CPU; max_norm; scale_grad_by_freq.
+    """
+    found = _find(model)
+    for path, module in found.items():
+        _check(path, module, model)
+    tables = [table for path, module in found.items() for table in _tables(path, module)]
+    engine = Engine(tables, TierConfig() if config is None else config, optimizer or SGD(), seed)
+    try:
+        replaced = {
+            path: _replacement(path, module, engine, None if _is_frozen(path, module) else optimizer)
+            for path, module in found.items()
+        }
+        engine.reset_stats()
+    except BaseException:
+        engine.close(commit=False)
+        raise
+    new_of = {id(found[path]): module for path, module in replaced.items()}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in new_of:
+                setattr(parent, name, new_of[id(child)])
+    return Offloaded(engine, replaced)
+
+
+def _find(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules to replace by the first of their paths; tables of a collection are part of it."""
+    found: dict[str, nn.Module] = {}
+    inside: set[int] = set()
+    for path, module in model.named_modules():
+        if id(module) in inside:
+            continue
+        if isinstance(module, TieredModule) or _collection_kind(module) is not None:
+            inside.update(id(child) for child in module.modules())
+        if type(module) in (nn.Embedding, nn.EmbeddingBag) or _collection_kind(module) is not None:
+            if not path:
+                raise ConfigError(
+                    f"the model itself is a {type(module).__name__} and cannot be replaced in place; build "
+                    "its tiered counterpart, or wrap it in a module"
+                )
+            found[path] = module
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            logger.warning("offload: %s is a %s and was left alone", path, type(module).__name__)
+    if not found:
+        raise ConfigError("the model has no nn.Embedding, nn.EmbeddingBag or torchrec collection to offload")
+    return found
+
+
+def _collection_kind(module: nn.Module) -> tuple[str, str] | None:
+    if isinstance(module, TieredModule):
+        return None
+    for configs, tables in _COLLECTIONS:
+        if callable(getattr(module, configs, None)) and isinstance(
+            getattr(module, tables, None), nn.ModuleDict
+        ):
+            return configs, tables
+    return None
+
+
+def _embeddings(path: str, module: nn.Module) -> dict[str, Any]:
+    """The nn.Embedding(Bag)s of a module by path."""
+    kind = _collection_kind(module)
+    if kind is None:
+        return {path: module}
+    return {f"{path}.{kind[1]}.{name}": child for name, child in getattr(module, kind[1]).items()}
+
+
+def _check(path: str, module: nn.Module, model: nn.Module) -> None:
+    for own, embedding in _embeddings(path, module).items():
+        if not isinstance(embedding, nn.Embedding | nn.EmbeddingBag):
+            raise ConfigError(
+                f"{own} is a {type(embedding).__name__}; only float32 embeddings can be offloaded"
+            )
+        try:
+            check_unsupported(embedding.max_norm, embedding.scale_grad_by_freq)
+            check_placement(embedding.weight.device, embedding.weight.dtype)
+        except ConfigError as error:
+            raise ConfigError(f"{own}: {error}") from None
+        _check_not_shared(own, embedding, model)
+    _is_frozen(path, module)
+
+
+def _check_not_shared(path: str, embedding: Any, model: nn.Module) -> None:
+    owners = {
+        id(child): name
+        for name, child in model.named_modules()
+        if child is not embedding and any(p is embedding.weight for p in child.parameters(recurse=False))
+    }
+    if owners:
+        raise ConfigError(
+            f"{path} shares its weight with {', '.join(owners.values())}, which would be left with a tensor "
+            "that is no longer trained; untie them"
+        )
+
+
+def _is_frozen(path: str, module: nn.Module) -> bool:
+    trained = {own: e.weight.requires_grad for own, e in _embeddings(path, module).items()}
+    if any(trained.values()) and not all(trained.values()):
+        raise ConfigError(
+            f"{path} has frozen and trained tables {trained}; set requires_grad alike in one collection"
+        )
+    return not any(trained.values())
+
+
+def _configs(module: nn.Module) -> list[Any]:
+    """Tables of a torchrec collection, as ours; initial values do not matter, for the weights are loaded."""
+    kind = _collection_kind(module)
+    assert kind is not None
+    return [from_torchrec(replace(config, init_fn=None)) for config in getattr(module, kind[0])()]
+
+
+def _tables(path: str, module: Any) -> list[Table]:
+    """The tables of a module, named by their paths."""
+    if _collection_kind(module) is None:
+        return [Table(path, module.num_embeddings, module.embedding_dim, normal(0.0, 1.0))]
+    return [replace(table_of(config), name=f"{path}.{config.name}") for config in _configs(module)]
+
+
+def _replacement(path: str, module: Any, engine: Engine, optimizer: OptimizerSpec | None) -> TieredModule:
+    if _collection_kind(module) is None:
+        new = _embedding(path, module, optimizer, SharedEngine(engine))
+    else:
+        new = _collection(path, module, optimizer, SharedEngine(engine, f"{path}."))
+    return new.train(module.training)
+
+
+def _embedding(path: str, old: Any, optimizer: OptimizerSpec | None, shared: SharedEngine) -> TieredModule:
+    size = (old.num_embeddings, old.embedding_dim)
+    options: dict[str, Any] = {"_weight": old.weight, "padding_idx": old.padding_idx, "name": path}
+    options |= {"optimizer": optimizer, "_shared": shared}
+    if isinstance(old, nn.Embedding):
+        return TieredEmbedding(*size, **options)
+    return TieredEmbeddingBag(*size, mode=old.mode, include_last_offset=old.include_last_offset, **options)
+
+
+def _collection(path: str, old: Any, optimizer: OptimizerSpec | None, shared: SharedEngine) -> TieredModule:
+    new: Collection
+    if hasattr(old, "embedding_bag_configs"):
+        new = EmbeddingBagCollection(_configs(old), old.is_weighted(), optimizer=optimizer, _shared=shared)
+    else:
+        new = EmbeddingCollection(
+            _configs(old), need_indices=old.need_indices(), optimizer=optimizer, _shared=shared
+        )
+    if is_fresh(shared.engine):
+        for own, embedding in _embeddings(path, old).items():
+            view: Any = new.get_submodule(own.removeprefix(f"{path}."))
+            load_table(view, view.table, embedding.weight, own)
+    return new

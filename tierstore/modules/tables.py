@@ -1,0 +1,148 @@
+"""Tables as modules see them: their engine, which may be shared, and their place in a state dict."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tierstore.cache.engine import Engine, Table
+from tierstore.config import TierConfig, format_bytes
+from tierstore.errors import ConfigError, InputError
+from tierstore.optim import SGD, OptimizerSpec
+
+logger = logging.getLogger("tierstore")
+
+STATE_DICT_LIMIT = 1 << 30
+"""Tables whose weights have up to so many bytes are in state dicts as dense tensors. Larger ones are there as
+tensors without data (device "meta"): commit() keeps their rows."""
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class SharedEngine:
+    """An engine that several modules use; its tables are named ``prefix`` + their name in the module."""
+
+    engine: Engine
+    prefix: str = ""
+
+
+def open_tables(
+    tables: Sequence[Table],
+    config: TierConfig | None,
+    optimizer: OptimizerSpec | None,
+    seed: int,
+    shared: SharedEngine | None,
+) -> tuple[Engine, list[int]]:
+    """The engine of a module's tables and their indices in it."""
+    if shared is not None:
+        return shared.engine, [shared.engine.table_index(shared.prefix + table.name) for table in tables]
+    if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
+        raise ConfigError(
+            f"optimizer is {optimizer!r}; the backward pass applies it to the rows, so it must be one of "
+            "tierstore.optim, such as tierstore.optim.RowWiseAdagrad(lr=0.01), or None to freeze the tables"
+        )
+    engine = Engine(tables, TierConfig() if config is None else config, optimizer or SGD(), seed)
+    return engine, list(range(len(tables)))
+
+
+def check_placement(device: Any, dtype: torch.dtype | None = None) -> None:
+    """Tables are float32 in the CPU's memory and below; ConfigError for anything else."""
+    if device is not None and torch.device(device).type != "cpu":
+        raise ConfigError(
+            f"device is {device}; tables live in the tiers of this host, use device='cpu' or None"
+        )
+    if dtype not in (None, torch.float32):
+        raise ConfigError(f"dtype is {dtype}; tables hold float32")
+
+
+def check_unsupported(max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    """Options of torch's embeddings that change rows or gradients in ways the kernels do not."""
+    if max_norm is not None:
+        raise ConfigError("max_norm is not supported: lookups do not change rows")
+    if scale_grad_by_freq:
+        raise ConfigError("scale_grad_by_freq is not supported: gradients of a row are summed")
+
+
+def is_fresh(engine: Engine) -> bool:
+    """Whether no rows were committed to the engine's store before it was opened."""
+    return engine.store is None or not engine.store.meta()
+
+
+def save_table(module: Any, table: Table, destination: dict[str, Any], key: str) -> None:
+    """Puts the weights of a table into a state dict. ``module`` has ``rows``."""
+    shape = (table.num_embeddings, table.embedding_dim)
+    size = 4 * shape[0] * shape[1]
+    if size > STATE_DICT_LIMIT:
+        logger.warning(
+            "%s (%s if dense) is in this state dict without its rows: they are in tiers, commit() keeps them",
+            key,
+            format_bytes(size),
+        )
+        destination[key] = torch.empty(shape, device="meta")
+        return
+    weight = torch.empty(shape)
+    for begin in range(0, shape[0], _CHUNK):
+        ids = torch.arange(begin, min(begin + _CHUNK, shape[0]))
+        weight[ids[0] : ids[-1] + 1] = module.rows(ids)
+    destination[key] = weight
+
+
+def load_table(module: Any, table: Table, weight: Tensor, key: str) -> None:
+    """Writes all rows of a table from a dense tensor; one without data (STATE_DICT_LIMIT) changes nothing."""
+    shape = (table.num_embeddings, table.embedding_dim)
+    if tuple(weight.shape) != shape:
+        raise InputError(f"size mismatch for {key}: got {tuple(weight.shape)}, the table has {shape}")
+    if weight.device.type == "meta":
+        logger.warning("%s has no rows in this state dict; the table keeps its own", key)
+        return
+    for begin in range(0, shape[0], _CHUNK):
+        end = min(begin + _CHUNK, shape[0])
+        module.load_rows(torch.arange(begin, end), weight[begin:end])
+
+
+class HasWeight(nn.Module):
+    """A module of one table, which is ``weight`` in its state dict; it has ``rows`` and ``load_rows``."""
+
+    @property
+    def table(self) -> Table:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                "the rows of this table are in tiers, not in a weight tensor; read them with rows(ids), "
+                "write them with load_rows(ids, weight)"
+            )
+        return super().__getattr__(name)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        save_table(self, self.table, destination, prefix + "weight")
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + "weight"
+        others = {name: value for name, value in state_dict.items() if name != key}
+        super()._load_from_state_dict(
+            others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if key not in state_dict:
+            missing_keys.append(key)
+            return
+        try:
+            load_table(self, self.table, state_dict[key], key)
+        except InputError as error:
+            error_msgs.append(str(error))
