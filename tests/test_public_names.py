@@ -10,7 +10,18 @@ import tierstore
 PUBLIC_NAMES = [
     "ClosedError",
     "ConfigError",
+    "DataType",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
     "InputError",
+    "JaggedTensor",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
+    "Offloaded",
+    "PoolingType",
+    "PrefetchPipeline",
     "StoreCorruptError",
     "StoreFullError",
     "StoreIOError",
@@ -20,7 +31,11 @@ PUBLIC_NAMES = [
     "TierConfig",
     "TierFullError",
     "TierStoreError",
+    "TieredEmbedding",
+    "TieredEmbeddingBag",
     "__version__",
+    "offload",
+    "prefetch",
 ]
 
 

@@ -24,6 +24,27 @@ if TYPE_CHECKING:
         TierFullError,
         TierStoreError,
     )
+    from tierstore.modules import (
+        DataType,
+        EmbeddingBagCollection,
+        EmbeddingBagConfig,
+        EmbeddingCollection,
+        EmbeddingConfig,
+        Offloaded,
+        PoolingType,
+        TieredEmbedding,
+        TieredEmbeddingBag,
+        offload,
+    )
+    from tierstore.pipeline.prefetch import (
+        PrefetchPipeline,
+        prefetch,
+    )
+    from tierstore.sparse import (
+        JaggedTensor,
+        KeyedJaggedTensor,
+        KeyedTensor,
+    )
 
 _HOME = {
     "config": ["TableOverride", "TierConfig"],
@@ -39,14 +60,46 @@ _HOME = {
         "TierFullError",
         "TierStoreError",
     ],
+    "modules": [
+        "DataType",
+        "EmbeddingBagCollection",
+        "EmbeddingBagConfig",
+        "EmbeddingCollection",
+        "EmbeddingConfig",
+        "Offloaded",
+        "PoolingType",
+        "TieredEmbedding",
+        "TieredEmbeddingBag",
+        "offload",
+    ],
+    "pipeline.prefetch": [
+        "PrefetchPipeline",
+        "prefetch",
+    ],
+    "sparse": [
+        "JaggedTensor",
+        "KeyedJaggedTensor",
+        "KeyedTensor",
+    ],
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-_SUBMODULES = ["data", "errors", "interop", "models", "optim"]
+_SUBMODULES = ["data", "errors", "initializers", "interop", "models", "modules", "optim", "sparse"]
 
 __all__ = [
     "ClosedError",
     "ConfigError",
+    "DataType",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
     "InputError",
+    "JaggedTensor",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
+    "Offloaded",
+    "PoolingType",
+    "PrefetchPipeline",
     "StoreCorruptError",
     "StoreFullError",
     "StoreIOError",
@@ -56,7 +109,11 @@ __all__ = [
     "TierConfig",
     "TierFullError",
     "TierStoreError",
+    "TieredEmbedding",
+    "TieredEmbeddingBag",
     "__version__",
+    "offload",
+    "prefetch",
 ]
 
 

@@ -11,7 +11,7 @@ from tierstore.modules.embedding import TieredEmbedding
 from tierstore.modules.embedding_bag import TieredEmbeddingBag
 from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.embedding_collection import EmbeddingCollection
-from tierstore.modules.offload import Offloaded, offload
+from tierstore.modules.offloading import Offloaded, offload
 
 __all__ = [
     "DataType",
