@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,3 +78,39 @@ def _initial(config: EmbeddingBagConfig, device: torch.device | None) -> Tensor:
     if kind == "uniform":
         return nn.init.uniform_(weight, first, second)
     return nn.init.normal_(weight, first, second) if kind == "normal" else nn.init.constant_(weight, first)
+
+
+class RowWiseAdagrad(torch.optim.Optimizer):
+    """Adagrad with one sum per row, ``sum += mean(g^2); w -= lr g / (sqrt(sum) + eps)``, in plain torch
+    operations.
+
+    For parameters (rows, dim) with sparse gradients, of which it touches the rows named, or dense ones.
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.01, eps: float = 1e-8) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update; a closure is not supported."""
+        if closure is not None:
+            raise ValueError("RowWiseAdagrad.step takes no closure")
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group["lr"], group["eps"])
+
+    def _update(self, parameter: Tensor, lr: float, eps: float) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["sum"] = torch.zeros_like(parameter[:, 0])
+        gradient: Tensor = parameter.grad  # type: ignore[assignment]
+        if not gradient.is_sparse:
+            state["sum"] += gradient.square().mean(dim=1)
+            parameter -= lr * gradient / (state["sum"].sqrt() + eps).unsqueeze(1)
+            return
+        gradient = gradient.coalesce()
+        rows, values = gradient.indices()[0], gradient.values()
+        sums = state["sum"][rows] + values.square().mean(dim=1)
+        state["sum"][rows] = sums
+        parameter.index_put_((rows,), parameter[rows] - lr * values / (sums.sqrt() + eps).unsqueeze(1))
