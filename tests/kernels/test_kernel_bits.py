@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_oracle import (
+
+from tests.kernels.kernel_oracle import (
     Batch,
     Step,
     lookup_pooled,
@@ -16,7 +17,6 @@ from kernel_oracle import (
     update,
     weight_grads,
 )
-
 from tierstore import _core as core
 
 MACHINES = [(isa, threads) for isa in core.supported_isas() for threads in (1, 3)]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_oracle import initial_weights, normal_quantile, philox
 from scipy.special import ndtri
 
+from tests.kernels.kernel_oracle import initial_weights, normal_quantile, philox
 from tierstore import _core as core
 
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2

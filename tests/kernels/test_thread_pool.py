@@ -1,4 +1,4 @@
-"""The thread pool of the core, seen through a kernel: concurrent callers, forks, changes of the thread count."""
+"""The thread pool of the core, seen through a kernel: concurrent callers, forks, changed thread counts."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from store_model import CAP, TABLES
 
+from tests.store.store_model import CAP, TABLES
 from tierstore.store import engine_names, open_store
 
 ENGINES = [

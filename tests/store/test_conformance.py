@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 import pytest
-from store_model import CAP, ROW_BYTES, TABLES, assert_holds, get, make_rows, put, stored_ids
 
+from tests.store.store_model import CAP, ROW_BYTES, TABLES, assert_holds, get, make_rows, put, stored_ids
 from tierstore.errors import ClosedError, InputError, StoreFullError
 from tierstore.keys import MAX_ID, make_keys
 from tierstore.store import RowStore, StoreStats

@@ -8,8 +8,8 @@ import signal
 import time
 
 import numpy as np
-from store_model import CAP, TABLES, assert_holds, put, run_child, stored_ids
 
+from tests.store.store_model import CAP, TABLES, assert_holds, put, run_child, stored_ids
 from tierstore.store import RowStore, open_store
 
 KILLS = 5

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from store_model import (
+
+from tests.store.store_model import (
     CAP,
     TABLES,
     assert_holds,
@@ -22,7 +23,6 @@ from store_model import (
     run_child,
     stored_ids,
 )
-
 from tierstore.errors import (
     ConfigError,
     StoreCorruptError,

@@ -6,8 +6,8 @@ import resource
 from contextlib import contextmanager
 
 import pytest
-from store_model import CAP, TABLES, assert_holds, put, stored_ids
 
+from tests.store.store_model import CAP, TABLES, assert_holds, put, stored_ids
 from tierstore.errors import ClosedError, StoreFullError
 from tierstore.store import open_store
 

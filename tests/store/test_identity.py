@@ -7,8 +7,8 @@ import os
 from dataclasses import replace
 
 import pytest
-from store_model import CAP, TABLES, folder_contents, make_store, open_memory
 
+from tests.store.store_model import CAP, TABLES, folder_contents, make_store, open_memory
 from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
 from tierstore.store import TableSpec, open_store, read_identity
 

@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from store_model import CAP, ROW_BYTES, TABLES, get, make_rows, put, stored_ids
 
+from tests.store.store_model import CAP, ROW_BYTES, TABLES, get, make_rows, put, stored_ids
 from tierstore.keys import MAX_ID, make_keys
 from tierstore.store import open_store
 
