@@ -31,10 +31,12 @@ test: $(TESTABLE)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(TESTABLE)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/python -m mypy
-	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+	@failed=0; \
+	$(BIN)/ruff check . || failed=1; \
+	$(BIN)/ruff format --check . || failed=1; \
+	$(BIN)/python -m mypy || failed=1; \
+	$(BIN)/clang-format --dry-run -Werror $(CSRC) || failed=1; \
+	exit $$failed
 
 format: $(TESTABLE)
 	$(BIN)/ruff check --fix .
