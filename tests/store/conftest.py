@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from tests.store.store_model import CAP, TABLES
 from tierstore.store import engine_names, open_store
 
-ENGINES = [
-    name for name in engine_names() if name != "native" or importlib.util.find_spec("tierstore.store.native")
-]
 
-
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=engine_names())
 def engine(request):
     return request.param
 

@@ -81,6 +81,9 @@ def stored_ids(store: RowStore, table: int) -> list[int]:
 
 def run_child(code: str, *arguments: object, **options) -> subprocess.Popen:
     """A Python process that runs ``code`` and can import what the tests can."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [Path(__file__).parent, *sys.path]))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, [Path(__file__).parents[2], *sys.path])),
+    }
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, **options)

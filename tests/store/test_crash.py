@@ -50,7 +50,7 @@ def assert_is_commit(store: RowStore, step: int) -> None:
 
 def test_killed_at_random_moments(tmp_path, engine):
     path, pause = tmp_path / "store", random.Random(os.urandom(8))
-    code = "import sys, test_crash; test_crash.write_for_ever(*sys.argv[1:])"
+    code = "import sys; from tests.store import test_crash; test_crash.write_for_ever(*sys.argv[1:])"
     step = 0
     for _ in range(KILLS):
         child = run_child(code, path, engine)

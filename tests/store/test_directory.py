@@ -96,7 +96,7 @@ def test_locked_by_this_process(tmp_path):
 
 def test_locked_by_another_process(tmp_path):
     code = (
-        "import sys; from store_model import *; from tierstore.store import open_store\n"
+        "import sys; from tests.store.store_model import *; from tierstore.store import open_store\n"
         "store = open_store(sys.argv[1], 'memory', TABLES, CAP); print('open', flush=True); sys.stdin.read()"
     )
     child = run_child(code, tmp_path, stdin=subprocess.PIPE)
@@ -128,7 +128,7 @@ def test_temporary_directory_is_deleted_on_close():
 
 def test_temporary_directory_is_deleted_at_exit_but_not_by_a_forked_child(tmp_path):
     code = (
-        "import os, sys; from store_model import *; from tierstore.store import open_store\n"
+        "import os, sys; from tests.store.store_model import *; from tierstore.store import open_store\n"
         "store = open_store(None, 'memory', TABLES, CAP); print(store.path, flush=True)\n"
         "if os.fork() == 0: sys.exit(0)\n"
         "os.wait(); print(store.path.is_dir(), flush=True)"

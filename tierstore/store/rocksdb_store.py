@@ -89,7 +89,8 @@ class RocksDBStore(StoreBase):
         self._cap = options.ssd_bytes
         self._readers = Readers(options.read_threads)
         self._unchecked_bytes = 0
-        self._number = _restore(path)
+        with store_errors(f"opening {path}"):
+            self._number = _restore(path)
         with self._rocksdb_errors("opening"):
             direct_io = supports_direct_io(path / "live")
             self._db = rocksdict.Rdict(str(path / "live"), _db_options(direct_io))
@@ -99,10 +100,11 @@ class RocksDBStore(StoreBase):
             self._read_options.set_verify_checksums(True)
             self._read_options.set_async_io(True)
             record = self._db.get(_COMMIT) or _NUMBER.pack(0)
-        if _NUMBER.unpack_from(record)[0] != self._number:
+        if record[: _NUMBER.size] != _NUMBER.pack(self._number):
             self._db.close()
-            raise StoreCorruptError(f"{path}: commit {self._number} holds the record of another commit")
+            raise StoreCorruptError(f"{path / _folder_name(self._number)} does not hold that commit's record")
         self._committed_meta = record[_NUMBER.size :]
+        self._remove_other_commits()
 
     def _read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         order = np.argsort(keys)  # neighbours may share a block
@@ -147,10 +149,9 @@ class RocksDBStore(StoreBase):
             self._db.put(_COMMIT, _NUMBER.pack(number) + meta, write_opt=self._write_options)
             rocksdict.Checkpoint(self._db).create_checkpoint(str(self._path / _folder_name(number)))
             sync_directory(self._path)
-            if self._number:
-                shutil.rmtree(self._path / _folder_name(self._number))
         self._number = number
         self._committed_meta = meta
+        self._remove_other_commits()
         return number
 
     def _meta(self) -> bytes:
@@ -171,6 +172,14 @@ class RocksDBStore(StoreBase):
             self._db.close()
         except Exception as error:  # it flushes what the next opening removes, so nothing is lost by that
             log.warning("closing %s: %s", self._path, error)
+
+    def _remove_other_commits(self) -> None:
+        for number in _commit_numbers(self._path):
+            if number != self._number:
+                try:
+                    shutil.rmtree(self._path / _folder_name(number))
+                except OSError as error:  # the newest commit is safe, and the next one tries again
+                    log.warning("removing commit %d of %s: %s", number, self._path, error)
 
     def _property(self, name: str) -> int:
         return self._db.property_int_value(f"rocksdb.{name}") or 0
@@ -203,19 +212,21 @@ class RocksDBStore(StoreBase):
             raise StoreIOError(text) from error
 
 
+def _commit_numbers(path: Path) -> list[int]:
+    return [int(match[1]) for match in map(_COMMIT_FOLDER.fullmatch, os.listdir(path)) if match]
+
+
 def _restore(path: Path) -> int:
-    """Makes ``live`` the state of the newest commit, removes all else and returns its number (or 0)."""
-    with store_errors(f"opening {path}"):
-        numbers = [int(match[1]) for match in map(_COMMIT_FOLDER.fullmatch, os.listdir(path)) if match]
-        newest = max(numbers, default=0)
-        for name in os.listdir(path):
-            if name != _folder_name(newest):
-                shutil.rmtree(path / name)
-        live = path / "live"
-        live.mkdir()
-        if newest:
-            for entry in os.scandir(path / _folder_name(newest)):
-                _link_or_copy(entry.path, live / entry.name)
+    """Makes ``live`` the state of the newest commit, and returns that one's number, 0 where there is none."""
+    for name in os.listdir(path):
+        if name == "live" or name.endswith(".tmp"):
+            shutil.rmtree(path / name)
+    live = path / "live"
+    live.mkdir()
+    newest = max(_commit_numbers(path), default=0)
+    if newest:
+        for entry in os.scandir(path / _folder_name(newest)):
+            _link_or_copy(entry.path, live / entry.name)
     return newest
 
 
