@@ -132,6 +132,20 @@ def test_weight_gradients_are_those_of_the_rows_at_forward() -> None:
             close(mine.grad, other.grad)
 
 
+def test_gradients_of_the_weights_alone_do_not_train_the_rows() -> None:
+    ours, theirs = pair_of("sum", 4, PAIRS[0], False, None)
+    ids = torch.tensor([[1, 2, 3], [3, 3, 9]])
+    mine, other = (torch.full((2, 3), 0.5, requires_grad=True) for _ in range(2))
+    with ours:
+        loss = scramble(ours(ids, None, mine))
+        (grad,) = torch.autograd.grad(loss, [mine], retain_graph=True)
+        close(grad, torch.autograd.grad(scramble(theirs(ids, None, other)), [other])[0])
+        close(all_rows(ours, ROWS), theirs.weight)
+        assert ours.fused_optimizer.num_updates == 0
+        loss.backward()
+        assert ours.fused_optimizer.num_updates == 1
+
+
 def test_half_precision_weights_keep_their_dtype() -> None:
     ours, theirs = pair_of("sum", 4, PAIRS[0], False, None)
     weights = torch.rand(2, 2, dtype=torch.float64).requires_grad_()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,8 @@ from torch import nn
 
 from tests.modules.module_oracles import PAIRS, Pair, all_rows, close, load_all, scramble, small_tiers
 from tierstore import initializers, optim
-from tierstore.modules import TieredEmbedding
+from tierstore.errors import InputError
+from tierstore.modules import TieredEmbedding, TieredEmbeddingBag
 
 ROWS = 120
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
@@ -76,6 +79,26 @@ def test_the_padding_row_is_zero_until_it_is_loaded_and_never_trained() -> None:
         ours.train()(ids).sum().backward()
         assert ours.rows([5]).tolist() == row.tolist()
         assert not torch.equal(ours.rows([6]), theirs.weight[6:7])
+
+
+def test_from_pretrained_has_torchs_arguments() -> None:
+    weight = torch.rand(ROWS, 4)
+    options = {"config": small_tiers([4], optim.SGD())}
+    ids = torch.tensor([[3, 5, 5], [9, 3, 0]])
+    for ours, theirs in ((TieredEmbedding, nn.Embedding), (TieredEmbeddingBag, nn.EmbeddingBag)):
+        expected = list(inspect.signature(theirs.from_pretrained).parameters)
+        assert list(inspect.signature(ours.from_pretrained).parameters)[:-1] == expected
+        constructor = inspect.signature(theirs).parameters
+        for (name, mine), other in zip(
+            inspect.signature(ours).parameters.items(), constructor.values(), strict=False
+        ):
+            assert (name, mine.default, mine.kind) == (other.name, other.default, other.kind)
+        for freeze in (True, False):
+            with ours.from_pretrained(weight, freeze, padding_idx=5, **options) as module:
+                close(module(ids), theirs.from_pretrained(weight, freeze, padding_idx=5)(ids))
+                assert module.frozen == freeze
+    with pytest.raises(InputError, match="two dimensions"):
+        TieredEmbedding.from_pretrained(torch.rand(3))
 
 
 def test_initial_values_and_weight_arguments() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -224,6 +226,12 @@ def test_tables_of_a_collection_are_named(kind: str) -> None:
         assert view.rows([7]).tolist() == module.rows([7], "t1").tolist() == [[1, 1, 1]]
         assert set(view.optimizer_rows([7])) == {"exp_avg", "exp_avg_sq"}
         assert "60, 3" in repr(view)
+
+
+def test_modules_are_not_copied_or_pickled(module: Any) -> None:
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled.*load_state_dict"):
+            copied(torch.nn.Sequential(module) if copied is not copy.copy else module)
 
 
 def test_hooks_and_names_of_the_module_tree(module: Any, kind: str) -> None:

@@ -253,6 +253,12 @@ class TieredModule(nn.Module):
             self._ahead.popleft().lookup.release()
         self.engine.close(commit=commit)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled, for its rows are in tiers; build another "
+            "and give it the rows with load_state_dict() or load_rows(), or open the folder of its commits"
+        )
+
     def __enter__(self) -> Any:
         return self
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tierstore.cache.engine import Table
 from tierstore.config import TierConfig
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import as_init, normal
 from tierstore.modules.base import TieredModule
 from tierstore.modules.inputs import NO_PADDING, FeatureLookup, Ids, checked_ids, sequence_lookup
@@ -87,6 +87,12 @@ class SingleTable(HasWeight, TieredModule):
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, name={self.name!r}"
 
 
+def size_of(embeddings: Tensor) -> tuple[int, int]:
+    if embeddings.dim() != 2:
+        raise InputError(f"embeddings must have two dimensions, got shape {tuple(embeddings.shape)}")
+    return embeddings.size(0), embeddings.size(1)
+
+
 class TieredEmbedding(SingleTable):
     """Rows by id: torch.nn.Embedding with its positional arguments, and rows in tiers.
 
@@ -131,6 +137,23 @@ class TieredEmbedding(SingleTable):
         check_placement(device, dtype)
         table = Table(name, num_embeddings, embedding_dim, as_init(init, normal(0.0, 1.0)))
         super().__init__(table, padding_idx, _weight, config, None if _freeze else optimizer, seed, _shared)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        **options: Any,
+    ) -> TieredEmbedding:
+        """With these rows (num_embeddings, embedding_dim); ``options``: the keyword-only arguments."""
+        rows, dim = size_of(embeddings)
+        arguments = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, embeddings, freeze)
+        return cls(rows, dim, *arguments, **options)
 
     def lookup_inputs(self, input: Tensor) -> tuple[Tensor, ...]:
         return (input,)

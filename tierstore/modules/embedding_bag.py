@@ -13,7 +13,7 @@ from tierstore.cache.engine import Table
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import as_init, normal
-from tierstore.modules.embedding import SingleTable
+from tierstore.modules.embedding import SingleTable, size_of
 from tierstore.modules.inputs import Bags, FeatureLookup, checked_ids, pooled_lookup
 from tierstore.modules.lookup import MODES
 from tierstore.modules.tables import SharedEngine, check_placement, check_unsupported
@@ -67,6 +67,26 @@ class TieredEmbeddingBag(SingleTable):
         super().__init__(table, padding_idx, _weight, config, optimizer, seed, _shared)
         self.mode = mode
         self.include_last_offset = include_last_offset
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        **options: Any,
+    ) -> TieredEmbeddingBag:
+        """With these rows (num_embeddings, embedding_dim); ``options``: the keyword-only arguments."""
+        rows, dim = size_of(embeddings)
+        arguments = (max_norm, norm_type, scale_grad_by_freq, mode, sparse, embeddings)
+        options |= {"optimizer": None} if freeze else {}
+        return cls(rows, dim, *arguments, include_last_offset, padding_idx, **options)
 
     def lookup_inputs(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None

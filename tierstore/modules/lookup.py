@@ -174,7 +174,7 @@ class PooledFunction(torch.autograd.Function):
         assert ctx.saved_tensors
         grad = grads[0].to(torch.float32).contiguous()
         weight_grads = [PooledFunction._weight_grad(ctx, index, grad) for index in range(len(ctx.weights))]
-        if ctx.module is not None:
+        if ctx.module is not None and _reaches_rows(ctx):
             PooledFunction._update(ctx, grad)
         return (None, None, None, *weight_grads)
 
@@ -241,6 +241,11 @@ class SequenceFunction(torch.autograd.Function):
             ticket.release()
         _report_wrong(ctx.module, wrong)
         return (None, None, None)
+
+
+def _reaches_rows(ctx: Any) -> bool:
+    """False under ``torch.autograd.grad`` of the per-sample weights alone, which must not train the rows."""
+    return torch._C._will_engine_execute_node(ctx.next_functions[0][0])  # type: ignore[attr-defined]
 
 
 def sequence_forward(parts: Sequence[Part]) -> tuple[Tensor, ...]:

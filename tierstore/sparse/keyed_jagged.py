@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from tierstore.errors import InputError
 from tierstore.sparse import checks, rearrange
 from tierstore.sparse.jagged import Device, JaggedBase, JaggedTensor
-from tierstore.sparse.text import bags_text, summary_text
+from tierstore.sparse.text import key_text, summary_text
 
 InverseIndices = tuple[list[str], Tensor]
 
@@ -151,21 +150,7 @@ class KeyedJaggedTensor(JaggedBase):
         """Of one JaggedTensor per key; where their batch sizes differ, the strides of the result do."""
         if not jt_dict:
             return KeyedJaggedTensor.empty()
-        parts = list(jt_dict.values())
-        weighted = [key for key, part in jt_dict.items() if part.weights_or_none() is not None]
-        if weighted and len(weighted) < len(parts):
-            bare = next(key for key in jt_dict if key not in weighted)
-            raise InputError(f"from_jt_dict: key {weighted[0]!r} has weights but {bare!r} has none")
-        strides = [part.lengths().numel() for part in parts]
-        uniform = len(set(strides)) == 1
-        return KeyedJaggedTensor(
-            list(jt_dict),
-            torch.cat([part.values() for part in parts]),
-            torch.cat([part.weights() for part in parts]) if weighted else None,
-            lengths=torch.cat([part.lengths() for part in parts]),
-            stride=strides[0] if uniform else None,
-            stride_per_key_per_rank=None if uniform else [[stride] for stride in strides],
-        ).sync()
+        return rearrange.from_parts(KeyedJaggedTensor, jt_dict).sync()
 
     @staticmethod
     def empty(
@@ -434,17 +419,10 @@ class KeyedJaggedTensor(JaggedBase):
         if not self._keys:
             return "KeyedJaggedTensor()\n"
         offsets, bounds = self.offsets().tolist(), self.lengths_offset_per_key()
-        lines = []
-        for index, key in enumerate(self._keys):
-            own: Sequence[int] = offsets[bounds[index] : bounds[index + 1] + 1]
-            values = bags_text(self._values, own)
-            if self._weights is None:
-                lines.append(f'    "{key}": {values}')
-            else:
-                weights = bags_text(self._weights, own)
-                lines.append(
-                    f'    "{key}": {{\n        "values": {values},\n        "weights": {weights}\n    }}'
-                )
+        lines = [
+            key_text(key, self._values, self._weights, offsets[start : end + 1])
+            for key, (start, end) in zip(self._keys, pairwise(bounds), strict=True)
+        ]
         return "KeyedJaggedTensor({\n" + ",\n".join(lines) + "\n})\n"
 
     def __repr__(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,26 @@ from torch import Tensor
 from tierstore.errors import InputError
 
 if TYPE_CHECKING:
+    from tierstore.sparse.jagged import JaggedTensor
     from tierstore.sparse.keyed_jagged import InverseIndices, KeyedJaggedTensor
+
+
+def from_parts(kind: type[KeyedJaggedTensor], parts: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
+    """See KeyedJaggedTensor.from_jt_dict."""
+    weighted = [key for key, part in parts.items() if part.weights_or_none() is not None]
+    if weighted and len(weighted) < len(parts):
+        bare = next(key for key in parts if key not in weighted)
+        raise InputError(f"from_jt_dict: key {weighted[0]!r} has weights but {bare!r} has none")
+    strides = [len(part) for part in parts.values()]
+    uniform = len(set(strides)) == 1
+    return kind(
+        list(parts),
+        torch.cat([part.values() for part in parts.values()]),
+        torch.cat([part.weights() for part in parts.values()]) if weighted else None,
+        lengths=torch.cat([part.lengths() for part in parts.values()]),
+        stride=strides[0] if uniform else None,
+        stride_per_key_per_rank=None if uniform else [[stride] for stride in strides],
+    )
 
 
 def concat(kjts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:

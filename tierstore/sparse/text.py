@@ -19,6 +19,14 @@ def bags_text(values: Tensor, offsets: Sequence[int]) -> str:
     return _joined(bags, f"... {rest:,} more bags" if rest else "")
 
 
+def key_text(key: str, values: Tensor, weights: Tensor | None, offsets: Sequence[int]) -> str:
+    """One key of a KeyedJaggedTensor with its bags, and their weights if there are any."""
+    bags = bags_text(values, offsets)
+    if weights is None:
+        return f'    "{key}": {bags}'
+    return f'    "{key}": {{\n        "values": {bags},\n        "weights": {bags_text(weights, offsets)}\n    }}'
+
+
 def values_text(values: Tensor) -> str:
     """``[1, 2, 3]`` of a tensor of any shape."""
     shown = values[:MAX_VALUES].tolist()
