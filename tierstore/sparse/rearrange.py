@@ -22,7 +22,7 @@ def from_parts(kind: type[KeyedJaggedTensor], parts: Mapping[str, JaggedTensor])
     if weighted and len(weighted) < len(parts):
         bare = next(key for key in parts if key not in weighted)
         raise InputError(f"from_jt_dict: key {weighted[0]!r} has weights but {bare!r} has none")
-    strides = [len(part) for part in parts.values()]
+    strides = [part.lengths().numel() for part in parts.values()]
     uniform = len(set(strides)) == 1
     return kind(
         list(parts),

@@ -24,7 +24,8 @@ def key_text(key: str, values: Tensor, weights: Tensor | None, offsets: Sequence
     bags = bags_text(values, offsets)
     if weights is None:
         return f'    "{key}": {bags}'
-    return f'    "{key}": {{\n        "values": {bags},\n        "weights": {bags_text(weights, offsets)}\n    }}'
+    rest = bags_text(weights, offsets)
+    return f'    "{key}": {{\n        "values": {bags},\n        "weights": {rest}\n    }}'
 
 
 def values_text(values: Tensor) -> str:
