@@ -56,10 +56,10 @@ void TranslateException(std::exception_ptr pointer) {
 }
 
 std::unique_ptr<Store> Open(const std::string& directory, const py::object& config,
-                            const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables) {
+                            const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables, Env* env) {
   const StoreConfig parsed = ParseConfig(config);
   py::gil_scoped_release release;
-  return std::make_unique<Store>(PosixEnv(), directory, parsed, tables);
+  return std::make_unique<Store>(env == nullptr ? PosixEnv() : *env, directory, parsed, tables);
 }
 
 py::array_t<bool> Read(Store& store, const Keys& keys, Rows& rows) {
@@ -135,7 +135,8 @@ TIERSTORE_BINDINGS(store) {
   py::register_local_exception_translator(&TranslateException);
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<Store>(m, "NativeStore")
-      .def(py::init(&Open), py::arg("directory"), py::arg("config"), py::arg("tables"))
+      .def(py::init(&Open), py::arg("directory"), py::arg("config"), py::arg("tables"),
+           py::arg("env") = nullptr, py::keep_alive<1, 5>())
       .def("read", &Read, py::arg("keys").noconvert(), py::arg("rows").noconvert())
       .def("write", &Write, py::arg("keys").noconvert(), py::arg("rows").noconvert())
       .def("keys", &ListKeys, py::arg("table"), py::arg("cursor"), py::arg("limit"))

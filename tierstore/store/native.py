@@ -66,7 +66,7 @@ class NativeStore:
 
     ``path`` is a folder of its own that exists and is locked by the caller. Opening gives the last commit (or
     ``config.at``); what was written after it is gone. Calls may come from any thread and exclude one another;
-    ``close`` interrupts them.
+    ``close`` interrupts them. ``env`` is a test double of the file system.
     """
 
     engine = "native"
@@ -77,13 +77,15 @@ class NativeStore:
         tables: Sequence[TableSpec],
         options: StoreOptions | None = None,
         config: NativeConfig | None = None,
+        env: _core.Env | None = None,
     ) -> None:
         if config is None:
             if options is None:
                 raise ConfigError("NativeStore needs options or a config")
             config = NativeConfig(cap_bytes=options.ssd_bytes, io=options.io)
         self._sizes = RowSizes(tables)
-        self._core = _core.NativeStore(str(path), config, [(spec.index, spec.row_bytes) for spec in tables])
+        row_sizes = [(spec.index, spec.row_bytes) for spec in tables]
+        self._core = _core.NativeStore(str(path), config, row_sizes, env)
 
     def read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         self._sizes.check(keys, out, "out")

@@ -1,0 +1,60 @@
+// Bindings of the Envs that stand in for a file system in tests.
+#include "io/env.h"
+
+#include "bindings/registry.h"
+#include "io/fault_env.h"
+#include "io/memory_env.h"
+
+namespace py = pybind11;
+
+namespace tierstore {
+namespace {
+
+MemoryEnv::Unsynced ParseUnsynced(const std::string& name) {
+  if (name == "lost") return MemoryEnv::Unsynced::kLost;
+  if (name == "kept") return MemoryEnv::Unsynced::kKept;
+  if (name == "random") return MemoryEnv::Unsynced::kRandom;
+  throw py::value_error("unsynced must be 'lost', 'kept' or 'random'");
+}
+
+py::bytes Contents(MemoryEnv& env, const std::string& path) {
+  const std::vector<std::byte> data = env.Contents(path);
+  return {reinterpret_cast<const char*>(data.data()), data.size()};
+}
+
+void SetContents(MemoryEnv& env, const std::string& path, const py::bytes& contents) {
+  const std::string_view view = contents;
+  const auto* data = reinterpret_cast<const std::byte*>(view.data());
+  env.SetContents(path, {data, data + view.size()});
+}
+
+}  // namespace
+
+TIERSTORE_BINDINGS(env) {
+  py::class_<Env>(m, "Env");
+  py::class_<MemoryEnv, Env>(m, "MemoryEnv")
+      .def(py::init<>())
+      .def("list", &MemoryEnv::List)
+      .def("operations", &MemoryEnv::operations)
+      .def(
+          "after_crash",
+          [](MemoryEnv& env, std::size_t operations, const std::string& unsynced, std::uint64_t seed) {
+            return env.AfterCrash(operations, ParseUnsynced(unsynced), seed);
+          },
+          py::arg("operations"), py::arg("unsynced"), py::arg("seed") = 0)
+      .def("contents", &Contents)
+      .def("set_contents", &SetContents)
+      .def("remove", &MemoryEnv::Remove);
+  py::class_<FaultEnv, Env>(m, "FaultEnv")
+      .def(py::init<Env&>(), py::keep_alive<1, 2>())
+      .def("fail", &FaultEnv::Fail, py::arg("kind"), py::arg("nth"), py::arg("errno"),
+           py::arg("forever") = false)
+      .def("set_capacity", &FaultEnv::SetCapacity)
+      .def("flip_bits", &FaultEnv::FlipBits)
+      .def("shorten_reads", &FaultEnv::ShortenReads)
+      .def("slow_down", &FaultEnv::SlowDown)
+      .def("heal", &FaultEnv::Heal)
+      .def("counts", &FaultEnv::Counts);
+}
+
+}  // namespace tierstore

@@ -1,0 +1,65 @@
+// An Env around another that fails on request: errors at the nth operation of a kind, a device that is full,
+// reads that come short or with a bit flipped, a device that is slow.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <mutex>
+
+#include "io/env.h"
+
+namespace tierstore {
+
+class FaultEnv final : public Env {
+ public:
+  // Kinds of operations: "open", "create", "read", "write", "sync", "truncate", "rename", "remove", "list",
+  // "sync_directory".
+  explicit FaultEnv(Env& base) : base_(base) {}
+
+  std::unique_ptr<File> Open(const std::string& path, OpenMode mode, bool direct) override;
+  bool Exists(const std::string& path) override { return base_.Exists(path); }
+  std::vector<std::string> List(const std::string& directory) override;
+  void Rename(const std::string& from, const std::string& to) override;
+  void Remove(const std::string& path) override;
+  void SyncDirectory(const std::string& directory) override;
+  std::unique_ptr<BatchReader> NewBatchReader(ReadEngine, unsigned) override { return NewSerialReader(); }
+
+  // The nth operation of this kind from now on (1 is the next) fails with `code`; and all later ones if
+  // `forever`.
+  void Fail(const std::string& kind, std::uint64_t nth, int code, bool forever);
+  // Writes that would make the files larger than this together fail with ENOSPC, half done.
+  void SetCapacity(std::uint64_t bytes);
+  // Reads flip one bit of every nth byte range that they return; 0: none.
+  void FlipBits(std::uint64_t every_nth_read);
+  // The file seems to end in the middle of every nth read; 0: none.
+  void ShortenReads(std::uint64_t every_nth_read);
+  void SlowDown(double seconds_per_operation);
+  // Ends all faults.
+  void Heal();
+  std::map<std::string, std::uint64_t> Counts();
+
+ private:
+  friend class FaultFile;
+
+  struct Rule {
+    std::uint64_t countdown;
+    int code;
+    bool forever;
+  };
+
+  // Counts the operation; throws when it is to fail.
+  void Begin(const std::string& kind, const std::string& path);
+  // How much of a growth by `bytes` there is room for.
+  std::uint64_t Grow(std::uint64_t bytes);
+  std::size_t Distort(std::byte* data, std::size_t size);
+
+  Env& base_;
+  std::mutex mutex_;  // guards all that follows
+  std::map<std::string, std::uint64_t> counts_;
+  std::multimap<std::string, Rule> rules_;
+  std::uint64_t capacity_ = ~std::uint64_t{0}, used_ = 0;
+  std::uint64_t flip_every_ = 0, shorten_every_ = 0, reads_ = 0;
+  double delay_seconds_ = 0;
+};
+
+}  // namespace tierstore
