@@ -224,29 +224,24 @@ void Store::Seal(const SegmentPtr& held) {
   WakeCompactor();
 }
 
-// What only compaction may use, so that it can always begin.
-std::uint64_t Store::SpaceReserve() const {
-  std::uint64_t largest = 0;
-  for (const auto& [row_bytes, row_class] : classes_)
-    largest = std::max(largest, row_class->MaxSegmentBytes(true));
-  return largest;
-}
-
 bool Store::HasSpace(std::uint64_t bytes) const {
   return reserved_bytes_ + manifest_bytes_ + bytes + SpaceReserve() <= config_.cap_bytes;
 }
 
+// Waits for space under the cap, and for compaction where it has fallen behind.
 void Store::WaitForSpace(Lock& lock, std::uint64_t bytes) {
-  while (!HasSpace(bytes)) {
+  const auto may_go_on = [&] { return HasSpace(bytes) && !TakeSurvey().Lags(); };
+  while (!may_go_on()) {
     CheckOpen();
     queue_.ThrowPending();
-    wanted_bytes_ = bytes;
+    if (!HasSpace(bytes)) wanted_bytes_ = bytes;
     const std::uint64_t scans = fruitless_scans_;
     WakeCompactor();
-    space_.wait(lock,
-                [&] { return stop_ || queue_.HasError() || fruitless_scans_ > scans || HasSpace(bytes); });
+    space_.wait(lock, [&] { return stop_ || queue_.HasError() || fruitless_scans_ > scans || may_go_on(); });
     wanted_bytes_ = 0;
-    if (fruitless_scans_ > scans && !HasSpace(bytes) && !stop_ && !queue_.HasError()) ThrowFull(bytes);
+    if (fruitless_scans_ == scans || stop_ || queue_.HasError()) continue;
+    if (HasSpace(bytes)) return;
+    ThrowFull(bytes);
   }
 }
 

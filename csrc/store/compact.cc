@@ -54,33 +54,61 @@ void Store::CompactLoop() {
   }
 }
 
-SegmentPtr Store::PickVictim() {
-  std::uint64_t live = 0, dead = 0, deferred = 0;
-  SegmentPtr best, best_unpinned;
+// What only compaction may use, so that it can always begin.
+std::uint64_t Store::SpaceReserve() const {
+  std::uint64_t largest = 0;
+  for (const auto& [row_bytes, row_class] : classes_)
+    largest = std::max(largest, row_class->MaxSegmentBytes(true));
+  return largest;
+}
+
+// Bytes of superseded rows that are tolerated: as many as live ones, which makes uniform overwrites cost
+// about 1.26 times their bytes. Where commits keep segments, what they keep and what replaces it must both
+// fit the cap.
+Store::Survey Store::TakeSurvey() const {
+  Survey survey;
   for (const auto& [number, segment] : segments_) {
     if (segment->retired) {
-      if (segment->pins > 0) deferred += segment->reserved_bytes;
+      if (segment->pins > 0) survey.deferred += segment->reserved_bytes;
       continue;
     }
     const std::uint64_t record_bytes = segment->row_class->geometry.record_bytes;
-    live += segment->live * record_bytes;
-    dead += (segment->slots - segment->live) * record_bytes;
-    if (!segment->sealed || !segment->chunks.empty() || segment->damaged) continue;
+    survey.live += segment->live * record_bytes;
+    survey.dead += (segment->slots - segment->live) * record_bytes;
+  }
+  const std::uint64_t used = reserved_bytes_ + manifest_bytes_;
+  survey.unit = SpaceReserve();
+  survey.free = used < config_.cap_bytes ? config_.cap_bytes - used : 0;
+  survey.tolerated = survey.live;
+  if (!commits_.empty()) {
+    const std::uint64_t spare =
+        config_.cap_bytes > 2 * survey.live ? (config_.cap_bytes - 2 * survey.live) / 2 : 0;
+    survey.tolerated = std::clamp(spare, survey.live / 4, survey.live);
+  }
+  survey.tolerated += 2 * survey.unit;
+  return survey;
+}
+
+SegmentPtr Store::PickVictim() {
+  SegmentPtr best, best_unpinned;
+  for (const auto& [number, segment] : segments_) {
+    if (segment->retired || !segment->sealed || !segment->chunks.empty() || segment->damaged) continue;
     if ((segment->slots - segment->live) * 32 < segment->slots || !CanRelocate(*segment)) continue;
     if (best == nullptr || LiveShare(*segment) < LiveShare(*best)) best = segment;
     if (segment->pins > 0) continue;
     if (best_unpinned == nullptr || LiveShare(*segment) < LiveShare(*best_unpinned)) best_unpinned = segment;
   }
-  const std::uint64_t unit = SpaceReserve(), used = reserved_bytes_ + manifest_bytes_;
-  const std::uint64_t free = used < config_.cap_bytes ? config_.cap_bytes - used : 0;
-  const bool much_garbage = compact_all_ ? dead * 10 > live + dead : dead > live + kLowSpaceSegments * unit;
-  const bool low = free < kLowSpaceSegments * unit || wanted_bytes_ > 0;
+  const Survey survey = TakeSurvey();
+  const bool much_garbage =
+      compact_all_ ? survey.dead * 10 > survey.live + survey.dead : survey.dead > survey.tolerated;
+  const std::uint64_t low = kLowSpaceSegments * survey.unit;
   // Relocating from a segment that a commit keeps takes space now and gives it back with a later commit.
-  const bool low_after_commit = free + deferred < kLowSpaceSegments * unit;
-  if (best != nullptr && free >= 2 * unit && (much_garbage || low_after_commit) && LiveShare(*best) <= 0.9) {
+  const bool low_after_commit = survey.free + survey.deferred < low;
+  if (best != nullptr && survey.free >= 2 * survey.unit && (much_garbage || low_after_commit) &&
+      LiveShare(*best) <= 0.9) {
     return best;
   }
-  return low || much_garbage ? best_unpinned : nullptr;
+  return survey.free < low || wanted_bytes_ > 0 || much_garbage ? best_unpinned : nullptr;
 }
 
 bool Store::CanRelocate(const Segment& victim) const {

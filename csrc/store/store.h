@@ -95,6 +95,14 @@ class Store {
     std::uint32_t first, count;
   };
   struct PendingRead;
+  struct Survey {                      // of all segments' bytes
+    std::uint64_t live = 0, dead = 0;  // newest and superseded versions, outside of retired segments
+    std::uint64_t deferred = 0;        // in retired segments that commits keep
+    std::uint64_t free = 0;            // below the cap
+    std::uint64_t unit = 0;            // the largest segment
+    std::uint64_t tolerated = 0;       // dead ones that compaction leaves
+    bool Lags() const { return dead > tolerated + 4 * unit; }
+  };
 
   // store.cc
   void CheckOpen() const;
@@ -120,7 +128,6 @@ class Store {
   void Seal(const SegmentPtr& segment);
   bool HasSpace(std::uint64_t bytes) const;
   void WaitForSpace(Lock& lock, std::uint64_t bytes);
-  std::uint64_t SpaceReserve() const;
   [[noreturn]] void ThrowFull(std::uint64_t bytes) const;
 
   // commit.cc
@@ -133,6 +140,8 @@ class Store {
 
   // compact.cc
   void CompactLoop();
+  std::uint64_t SpaceReserve() const;
+  Survey TakeSurvey() const;
   SegmentPtr PickVictim();
   bool CanRelocate(const Segment& victim) const;
   void CompactSegment(Lock& lock, const SegmentPtr& victim);

@@ -1,0 +1,130 @@
+"""Every state in which a crash can leave the disk reopens at exactly the last commit.
+
+A workload runs on the file system in memory, which records its operations. A crash image is a prefix of them
+with any of the unsynced ones lost, and writes among those torn. TIERSTORE_CRASH_STATES says how many.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tierstore import _core
+from tierstore.keys import make_keys
+from tierstore.store import TableSpec
+from tierstore.store.native import NativeConfig, NativeStore
+
+STATES = int(os.environ.get("TIERSTORE_CRASH_STATES", "2400"))
+WORKLOADS = 8
+TABLES = (TableSpec("a", 0, 1 << 40, 4, 16), TableSpec("b", 1, 1 << 40, 64, 272))
+ROW_BYTES = {0: 16, 1: 272}
+IDS = {0: 900, 1: 160}
+State = dict[tuple[int, int], int]
+
+
+@dataclass
+class Committed:
+    """A commit: the operations before and behind the call, and what it must hold."""
+
+    begun: int
+    done: int
+    meta: bytes
+    rows: State
+
+
+def rows_of(table: int, ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
+    rows = np.zeros((len(ids), ROW_BYTES[table] // 8), np.uint64)
+    rows[:, 0] = versions
+    rows[:, -1] = ids * 1_000_003 + versions
+    return rows.view(np.uint8)
+
+
+def open_on(env, keep: int) -> NativeStore:
+    config = NativeConfig(cap_bytes=600_000 * keep**2, segment_bytes=16_384, keep=keep)
+    return NativeStore("disk", TABLES, config=config, env=env)
+
+
+def contents(store: NativeStore) -> State:
+    """All rows with their versions, read back and compared with what keys() lists."""
+    state: State = {}
+    for table in ROW_BYTES:
+        ids = np.arange(IDS[table])
+        out = np.zeros((len(ids), ROW_BYTES[table]), np.uint8)
+        found = store.read(make_keys(table, ids), out)
+        versions = out.view(np.uint64)[:, 0]
+        assert np.array_equal(out[found], rows_of(table, ids[found], versions[found]))
+        state.update(zip([(table, i) for i in ids[found].tolist()], versions[found].tolist(), strict=True))
+        listed = [int(key) & ((1 << 48) - 1) for chunk in store.keys(table) for key in chunk]
+        assert sorted(listed) == ids[found].tolist()
+    return state
+
+
+def write_some(store: NativeStore, rng: random.Random, rows: State, version: int) -> None:
+    table = rng.choice([0, 1, 1])
+    ids = np.array(rng.sample(range(IDS[table]), rng.randint(1, IDS[table] // 2)))
+    store.write(make_keys(table, ids), rows_of(table, ids, np.full(len(ids), version)))
+    rows.update({(table, i): version for i in ids.tolist()})
+
+
+def run_workload(env, seed: int, keep: int) -> list[Committed]:
+    """Random writes, commits, reopenings and compactions."""
+    rng = random.Random(seed)
+    store, rows = open_on(env, keep), {}
+    commits = [Committed(0, 0, b"", {})]
+    for step in range(40):
+        write_some(store, rng, rows, step + 1)
+        action = rng.random()
+        if action < 0.35:
+            begun = env.operations()
+            meta = b"step %d" % step
+            store.commit(meta)
+            commits.append(Committed(begun, env.operations(), meta, dict(rows)))
+        elif action < 0.45:
+            store.close()
+            store, rows = open_on(env, keep), dict(commits[-1].rows)
+        elif action < 0.55:
+            store.compact()
+    store.close()
+    return commits
+
+
+def check_image(image, at: int, commits: list[Committed], keep: int, go_on: random.Random | None) -> None:
+    with open_on(image, keep) as store:
+        meta = store.meta()
+        # What was durable before the crash, or the commit that was under way.
+        allowed = [
+            c
+            for i, c in enumerate(commits)
+            if c.begun <= at and not (commits[i + 1 :] and commits[i + 1].done <= at)
+        ]
+        (commit,) = [c for c in allowed if c.meta == meta]
+        rows = dict(commit.rows)
+        assert contents(store) == rows
+        if go_on is None:
+            return
+        for version in range(100, 106):
+            write_some(store, go_on, rows, version)
+        store.commit(b"went on")
+    with open_on(image, keep) as store:
+        assert store.meta() == b"went on"
+        assert contents(store) == rows
+
+
+@pytest.mark.parametrize("seed", range(WORKLOADS))
+def test_crash_states(seed):
+    env, keep = _core.MemoryEnv(), 1 + seed % 2
+    commits = run_workload(env, seed, keep)
+    operations = env.operations()
+    assert len(commits) > 3
+    rng = random.Random(seed + STATES)
+    for number in range(STATES // WORKLOADS):
+        # The moments around commits are the interesting ones.
+        near = rng.choice(commits[1:])
+        at = rng.choice([rng.randint(0, operations), rng.randint(near.begun, near.done)])
+        unsynced = rng.choice(["lost", "kept", "random", "random", "random"])
+        image = env.after_crash(at, unsynced, rng.getrandbits(64))
+        check_image(image, at, commits, keep, rng if number % 5 == 0 else None)
