@@ -55,10 +55,11 @@ void WriteQueue::Drain(Lock& lock) {
 
 void WriteQueue::ThrowPending() {
   if (stop_) throw ClosedError("the store is closed");
-  if (error_ == nullptr) return;
-  paused_ = false;
-  work_.notify_one();
-  std::rethrow_exception(std::exchange(error_, nullptr));
+  if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
+  if (paused_) {
+    paused_ = false;
+    work_.notify_one();
+  }
 }
 
 void WriteQueue::Report(std::exception_ptr error) {
