@@ -3,20 +3,26 @@ only.
 """
 
 from cache_policies.admission import Admission, get_admission
+from cache_policies.curves import Point, miss_curves
 from cache_policies.policy import UNKNOWN, Policy, PolicyError
 from cache_policies.prepared import PreparedTrace, prepare, prepare_flat
 from cache_policies.registry import get, names, register
+from cache_policies.reuse import ReuseCurve, lru_curve
 from cache_policies.simulator import Simulation, simulate
 
 __all__ = [
     "UNKNOWN",
     "Admission",
+    "Point",
     "Policy",
     "PolicyError",
     "PreparedTrace",
+    "ReuseCurve",
     "Simulation",
     "get",
     "get_admission",
+    "lru_curve",
+    "miss_curves",
     "names",
     "prepare",
     "prepare_flat",

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import types as pytypes
 from collections import namedtuple
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -166,6 +167,12 @@ def _function(owner: Hooked, hook: str) -> Any:
     return function.py_func if isinstance(function, Dispatcher) else function
 
 
+@cache
+def _state_class(fields: tuple[str, ...]) -> type:
+    """The tuple that hooks see; one class for all hooks, so that what they share is compiled once."""
+    return namedtuple("State", fields)  # type: ignore[misc, no-any-return]
+
+
 def _compile(owner: Hooked, hook: str, function: Any, fields: dict[str, np.dtype], digest: str) -> Any:
     """The C function of one hook: rebuilds the arrays from the table and calls the compiled hook."""
     parameters, arguments = _PARAMETERS[hook]
@@ -181,7 +188,7 @@ def _compile(owner: Hooked, hook: str, function: Any, fields: dict[str, np.dtype
         f"    return hook(State({views}), {arguments})\n"
     )
     scope: dict[str, Any] = {
-        "State": namedtuple("State", fields),  # type: ignore[misc]
+        "State": _state_class(tuple(fields)),
         "hook": njit(function, error_model="numpy", nogil=True),
         "carray": carray,
         "pointer": _pointer,

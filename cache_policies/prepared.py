@@ -32,7 +32,12 @@ class PreparedTrace:
     next_batch: np.ndarray
     offsets: np.ndarray
     keys: np.ndarray
-    accesses: int
+    row_accesses: np.ndarray
+
+    @property
+    def accesses(self) -> int:
+        """Uses of all rows, repeats within a batch included."""
+        return int(self.row_accesses.sum())
 
     @property
     def batches(self) -> int:
@@ -79,6 +84,24 @@ def prepare_flat(keys: np.ndarray, batch_size: int) -> PreparedTrace:
     return builder.finish()
 
 
+def select(trace: PreparedTrace, chosen: np.ndarray) -> PreparedTrace:
+    """The trace of some rows only: ``chosen`` is a bool per row. Batches keep their numbers."""
+    kept = chosen[trace.rows]
+    number = np.cumsum(chosen, dtype=np.int32) - 1
+    offsets = trace.offsets
+    if not offsets.size:
+        offsets = np.arange(trace.rows.size + 1)
+    before = np.zeros(kept.size + 1, np.int64)
+    np.cumsum(kept, out=before[1:])
+    return PreparedTrace(
+        number[trace.rows[kept]],
+        trace.next_batch[kept],
+        before[offsets],
+        trace.keys[chosen],
+        trace.row_accesses[chosen],
+    )
+
+
 def _as_keys(keys: np.ndarray) -> np.ndarray:
     keys = np.asarray(keys)
     if keys.ndim != 1 or keys.dtype.kind not in "iu":
@@ -113,11 +136,11 @@ class _Builder:
 
     def __init__(self, single: bool = False) -> None:
         self.single = single
-        self.accesses = 0
         self.footprint = 0
         self.batches = 0
         self.keys = np.empty(1 << 12, np.uint64)
         self.seen = np.empty(1 << 12, np.int32)  # last batch of each row
+        self.uses = np.zeros(1 << 12, np.int64)
         self.table = hashing.new_table(1 << 12)
         self.rows: list[np.ndarray] = []
         self.sizes: list[np.ndarray] = []
@@ -128,26 +151,22 @@ class _Builder:
         sizes = np.empty(offsets.size - 1, np.int64)
         batch = np.int64(self.batches)
         self.footprint, count = _dedup(
-            keys, offsets, self.table, self.keys, self.seen, self.footprint, batch, rows, sizes
+            keys, offsets, self.table, self.keys, self.seen, self.uses, self.footprint, batch, rows, sizes
         )
         self.rows.append(rows[:count].copy() if count < rows.size else rows)
         if not self.single:
             self.sizes.append(sizes)
         self.batches += sizes.size
-        self.accesses += keys.size
 
     def _reserve(self, room: int) -> None:
         """Make place for ``room`` distinct keys."""
         if room > np.iinfo(np.int32).max:
             raise PolicyError("more than 2^31 distinct rows; sample the trace")
         if room > self.keys.size:
-            size = max(room, 2 * self.keys.size)
-            self.keys = np.concatenate(
-                [self.keys[: self.footprint], np.empty(size - self.footprint, np.uint64)]
-            )
-            self.seen = np.concatenate(
-                [self.seen[: self.footprint], np.empty(size - self.footprint, np.int32)]
-            )
+            more = max(room, 2 * self.keys.size) - self.keys.size
+            self.keys = np.concatenate([self.keys, np.empty(more, np.uint64)])
+            self.seen = np.concatenate([self.seen, np.empty(more, np.int32)])
+            self.uses = np.concatenate([self.uses, np.zeros(more, np.int64)])
             self.table = hashing.new_table(self.keys.size)
             _rehash(self.table, self.keys[: self.footprint])
 
@@ -162,7 +181,8 @@ class _Builder:
                 np.cumsum(np.concatenate(self.sizes), out=offsets[1:])
         next_batch = np.empty(rows.size, np.int32)
         _next_batches(rows, offsets, next_batch, np.full(self.footprint, NEVER, np.int32))
-        return PreparedTrace(rows, next_batch, offsets, self.keys[: self.footprint].copy(), self.accesses)
+        keys, uses = self.keys[: self.footprint].copy(), self.uses[: self.footprint].copy()
+        return PreparedTrace(rows, next_batch, offsets, keys, uses)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -172,7 +192,7 @@ def _rehash(table, keys):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _dedup(keys, offsets, table, known, seen, footprint, first_batch, rows, sizes):
+def _dedup(keys, offsets, table, known, seen, uses, footprint, first_batch, rows, sizes):
     count = 0
     for i in range(offsets.size - 1):
         start = count
@@ -185,6 +205,7 @@ def _dedup(keys, offsets, table, known, seen, footprint, first_batch, rows, size
                 seen[row] = -1
                 footprint += 1
                 table[at] = footprint
+            uses[row] += 1
             if seen[row] != first_batch + i:
                 seen[row] = first_batch + i
                 rows[count] = row

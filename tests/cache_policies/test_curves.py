@@ -1,0 +1,114 @@
+"""Curves: reuse distances against simulation, samples against the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cache_policies import PolicyError, miss_curves, prepare, prepare_flat, simulate
+from cache_policies.curves import auto_rate
+from cache_policies.prepared import select
+from cache_policies.reuse import lru_curve, sample, sampled
+from tests.cache_policies.libcachesim_traces import drifting, looping, skewed, uniform
+
+SIZES = [1, 2, 3, 10, 50, 400, 2000, 5000, 10_000]
+
+
+@pytest.mark.parametrize("keys", [skewed, drifting, looping])
+def test_reuse_distances_give_exact_lru_at_every_size(keys):
+    trace = prepare_flat(keys(), 1)
+    curve = lru_curve(trace)
+    assert curve.misses(SIZES).tolist() == [simulate(trace, "lru", size).misses for size in SIZES]
+    assert curve.first == trace.footprint
+    np.testing.assert_array_equal(curve.miss_ratio(SIZES), curve.unique_miss_ratio(SIZES))
+
+
+def test_renumbered_positions_keep_the_distances():
+    keys = np.tile(np.arange(700), 30)  # many more uses than positions
+    assert lru_curve(prepare_flat(keys, 1)).misses([699, 700]).tolist() == [21_000, 700]
+
+
+def test_batches_differ_from_the_live_order_by_little():
+    trace = prepare_flat(skewed(), 256)
+    curve = lru_curve(trace)
+    sizes = [400, 1000, 3000]
+    live = [simulate(trace, "lru", size).unique_miss_ratio for size in sizes]
+    np.testing.assert_allclose(curve.unique_miss_ratio(sizes), live, atol=0.01)
+    assert curve.misses([trace.footprint])[0] == trace.footprint
+    assert curve.capacity_miss_ratio([trace.footprint])[0] == 0
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """400 000 uses of 200 000 rows in batches."""
+    u = uniform(1_200_000)
+    return prepare_flat((200_000 * u * u * u * u).astype(np.int64), 4096)
+
+
+def test_samples_are_close_to_the_whole(wide):
+    sizes = (np.array([0.01, 0.03, 0.1, 0.3]) * wide.footprint).astype(int)
+    part = lru_curve(wide, 0.1)
+    assert part.counts.sum() + part.first < 0.2 * wide.uniques
+    error = part.unique_miss_ratio(sizes) - lru_curve(wide).unique_miss_ratio(sizes)
+    assert np.abs(error).mean() < 0.01
+
+
+@pytest.mark.parametrize("policy", ["lru", "lookahead", "s3_fifo", "belady"])
+def test_small_simulations_are_close_to_the_whole(wide, policy):
+    sizes = [wide.footprint // 30, wide.footprint // 10]
+    options = {"window": 16, "depth": 1}
+    exact = miss_curves(wide, [policy], sizes, rate=1, **options)
+    small = miss_curves(wide, [policy], sizes, rate=0.1, **options)
+    for whole, part in zip(exact, small, strict=True):
+        assert part.unique_miss_ratio == pytest.approx(whole.unique_miss_ratio, abs=0.02)
+        assert part.size_rows == whole.size_rows
+
+
+def test_exact_points_are_simulations():
+    batches = [np.arange(i, i + 50) for i in range(40)]
+    steps = []
+    points = miss_curves(
+        batches, ["lru", "fifo"], [10, 60], rate=1, progress=lambda *step: steps.append(step), threads=1
+    )
+    assert [(p.policy, p.size_rows) for p in points] == [("lru", 10), ("lru", 60), ("fifo", 10), ("fifo", 60)]
+    for point in points:
+        result = simulate(batches, point.policy, point.size_rows)
+        assert (point.misses, point.overflowed) == (result.misses, result.overflowed)
+        assert point.capacity_miss_ratio == result.capacity_miss_ratio
+    assert steps[-1] == (4, 4)
+
+
+def test_selecting_rows_keeps_their_uses_and_batches():
+    batches = [np.array([5, 6, 5, 7]), np.array([7]), np.array([6, 5])]
+    trace = prepare(batches)
+    part = select(trace, np.isin(trace.keys, [5, 7]))
+    again = prepare([batch[np.isin(batch, [5, 7])] for batch in batches])
+    for one, other in zip(part.__dict__.values(), again.__dict__.values(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_samples_are_spatial_and_nested():
+    keys = np.arange(100_000, dtype=np.uint64)
+    few, many = sampled(keys, 0.01), sampled(keys, 0.1)
+    assert 800 < few.sum() < 1200
+    assert not (few & ~many).any()
+    assert sampled(keys, 1).all()
+    trace = prepare_flat(keys, 64)
+    assert sample(trace, 1) is trace
+
+
+def test_long_traces_are_sampled(wide):
+    assert auto_rate(wide, 1) == 1
+    assert auto_rate(wide, 100_000) == pytest.approx(20_000 / wide.footprint)
+
+
+@pytest.mark.parametrize("arguments", [(["lru"], []), ([], [5]), (["lru"], [0]), (["mru"], [5])])
+def test_bad_requests(arguments):
+    with pytest.raises(PolicyError):
+        miss_curves([np.arange(5)], *arguments)
+
+
+@pytest.mark.parametrize("rate", [0, -0.1, 1.5])
+def test_bad_rates(rate):
+    with pytest.raises(PolicyError, match="rate"):
+        lru_curve(prepare([np.arange(5)]), rate)
