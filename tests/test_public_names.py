@@ -15,6 +15,7 @@ PUBLIC_NAMES = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "GradientError",
     "InputError",
     "JaggedTensor",
     "KeyedJaggedTensor",
@@ -36,6 +37,7 @@ PUBLIC_NAMES = [
     "__version__",
     "offload",
     "prefetch",
+    "set_num_threads",
 ]
 
 

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from tierstore.cache.engine import set_num_threads
     from tierstore.config import TableOverride, TierConfig
     from tierstore.errors import (
         ClosedError,
         ConfigError,
+        GradientError,
         InputError,
         StoreCorruptError,
         StoreFullError,
@@ -47,10 +49,12 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
+    "cache.engine": ["set_num_threads"],
     "config": ["TableOverride", "TierConfig"],
     "errors": [
         "ClosedError",
         "ConfigError",
+        "GradientError",
         "InputError",
         "StoreCorruptError",
         "StoreFullError",
@@ -93,6 +97,7 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "GradientError",
     "InputError",
     "JaggedTensor",
     "KeyedJaggedTensor",
@@ -114,6 +119,7 @@ __all__ = [
     "__version__",
     "offload",
     "prefetch",
+    "set_num_threads",
 ]
 
 
