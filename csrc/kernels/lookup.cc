@@ -7,25 +7,37 @@
 namespace tierstore {
 namespace {
 
-constexpr std::int64_t kPrefetchPositions = 16;
 constexpr std::int64_t kPiecePositions = 512;
+constexpr std::int64_t kBagsAhead = 4;  // whose output is prefetched
 
-TIERSTORE_INLINE void PrefetchPosition(const Gather& g, std::int64_t p) {
-  const std::int32_t u = g.inverse[p];
-  if (u >= 0) Prefetch<false>(g.rows.At(g.slots[u]), g.dim * 4);
-}
+// Rows by position, for loops over consecutive positions: each read prefetches what a later one needs.
+class RowReader {
+ public:
+  TIERSTORE_INLINE RowReader(const Gather& gather, std::int64_t num_positions)
+      : gather_(gather), ahead_(PrefetchAhead(gather.dim * 4)), end_(num_positions - ahead_) {}
 
-// Calls body(row, p) for the positions of a bag that are not skipped. The caller sets `prefetch` in one of
-// its passes.
-template <typename Body>
-TIERSTORE_INLINE void ForRows(const Gather& g, std::int64_t begin, std::int64_t end,
-                              std::int64_t prefetch_end, const Body& body) {
-  for (std::int64_t p = begin; p < end; ++p) {
-    if (p + kPrefetchPositions < prefetch_end) PrefetchPosition(g, p + kPrefetchPositions);
-    const std::int32_t u = g.inverse[p];
-    if (u >= 0) body(g.rows.At(g.slots[u]), p);
+  // The row of p from column c, of which a block is needed; null when p is skipped.
+  template <typename B>
+  TIERSTORE_INLINE const float* At(std::int64_t p, B, std::int64_t c) const {
+    return Read(p, c, 4 * B::kLanes * B::kVectors);
   }
-}
+  // The whole row of p.
+  TIERSTORE_INLINE const float* At(std::int64_t p) const { return Read(p, 0, 4 * gather_.dim); }
+
+ private:
+  TIERSTORE_INLINE const float* Read(std::int64_t p, std::int64_t c, std::int64_t bytes) const {
+    if (p < end_) {
+      const std::int32_t later = gather_.inverse[p + ahead_];
+      if (later >= 0) Prefetch<false>(gather_.rows.At(gather_.slots[later]) + c, bytes);
+    }
+    const std::int32_t u = gather_.inverse[p];
+    return u >= 0 ? gather_.rows.At(gather_.slots[u]) + c : nullptr;
+  }
+
+  const Gather gather_;
+  const std::int64_t ahead_;
+  const std::int64_t end_;
+};
 
 struct PooledKernel {
   struct Args {
@@ -38,13 +50,15 @@ struct PooledKernel {
 
   template <int W>
   TIERSTORE_INLINE static void Run(const Args& args, std::int64_t begin, std::int64_t end) {
+    const RowReader rows(args.gather, args.bags.num_positions());
     FeatureCursor feature(args.bags, begin);
     for (std::int64_t bag = begin; bag < end; ++bag) {
       feature.MoveTo(bag);
+      Prefetch<true>(args.out + feature.OutputOf(bag + kBagsAhead), args.gather.dim * 4);
       float* out = args.out + feature.OutputOf(bag);
       const std::int64_t first = args.bags.offsets[bag], last = args.bags.offsets[bag + 1];
       if (feature.pooling() == Pooling::kMax) {
-        MaxBag<W>(args, first, last, out,
+        MaxBag<W>(args, rows, first, last, out,
                   args.argmax != nullptr ? args.argmax + bag * args.gather.dim : nullptr);
         continue;
       }
@@ -54,31 +68,30 @@ struct PooledKernel {
         if (used > 0) divisor = static_cast<float>(used);
       }
       if (args.weights == nullptr) {
-        SumBag<W, false>(args, first, last, divisor, out);
+        SumBag<W, false>(args, rows, first, last, divisor, out);
       } else {
-        SumBag<W, true>(args, first, last, divisor, out);
+        SumBag<W, true>(args, rows, first, last, divisor, out);
       }
     }
   }
 
   template <int W, bool kWeighted>
-  TIERSTORE_INLINE static void SumBag(const Args& args, std::int64_t first, std::int64_t last, float divisor,
-                                      float* out) {
-    const Gather& g = args.gather;
-    ForColumns<W>(g.dim, [&](auto block, std::int64_t c) __attribute__((always_inline)) {
+  TIERSTORE_INLINE static void SumBag(const Args& args, const RowReader& rows, std::int64_t first,
+                                      std::int64_t last, float divisor, float* out) {
+    ForColumns<W>(args.gather.dim, [&](auto block, std::int64_t c) __attribute__((always_inline)) {
       using B = decltype(block);
       using V = typename VecTypes<B::kLanes>::Float;
       V sums[B::kVectors] = {};
-      const std::int64_t prefetch_end = c == 0 ? args.bags.num_positions() : 0;
-      ForRows(g, first, last, prefetch_end,
-              [&](const float* row, std::int64_t p) __attribute__((always_inline)) {
-                for (int i = 0; i < B::kVectors; ++i) {
-                  V x;
-                  Load(x, row + c + i * B::kLanes);
-                  if constexpr (kWeighted) x *= args.weights[p];
-                  sums[i] += x;
-                }
-              });
+      for (std::int64_t p = first; p < last; ++p) {
+        const float* row = rows.At(p, block, c);
+        if (row == nullptr) continue;
+        for (int i = 0; i < B::kVectors; ++i) {
+          V x;
+          Load(x, row + i * B::kLanes);
+          if constexpr (kWeighted) x *= args.weights[p];
+          sums[i] += x;
+        }
+      }
       for (int i = 0; i < B::kVectors; ++i) {
         if (divisor != 1.0f) sums[i] /= divisor;
         Store(out + c + i * B::kLanes, sums[i]);
@@ -87,28 +100,27 @@ struct PooledKernel {
   }
 
   template <int W>
-  TIERSTORE_INLINE static void MaxBag(const Args& args, std::int64_t first, std::int64_t last, float* out,
-                                      std::int32_t* argmax) {
-    const Gather& g = args.gather;
-    ForColumns<W>(g.dim, [&](auto block, std::int64_t c) __attribute__((always_inline)) {
+  TIERSTORE_INLINE static void MaxBag(const Args& args, const RowReader& rows, std::int64_t first,
+                                      std::int64_t last, float* out, std::int32_t* argmax) {
+    ForColumns<W>(args.gather.dim, [&](auto block, std::int64_t c) __attribute__((always_inline)) {
       using B = decltype(block);
       using V = typename VecTypes<B::kLanes>::Float;
       using I = typename VecTypes<B::kLanes>::Int;
       V best[B::kVectors] = {};
       I where[B::kVectors];
       for (int i = 0; i < B::kVectors; ++i) where[i] = I{} - 1;
-      const std::int64_t prefetch_end = c == 0 ? args.bags.num_positions() : 0;
-      ForRows(g, first, last, prefetch_end,
-              [&](const float* row, std::int64_t p) __attribute__((always_inline)) {
-                const I here = I{} + static_cast<std::int32_t>(p);
-                for (int i = 0; i < B::kVectors; ++i) {
-                  V x;
-                  Load(x, row + c + i * B::kLanes);
-                  const auto better = (x > best[i]) | (x != x) | (where[i] < 0);
-                  best[i] = better ? x : best[i];
-                  where[i] = better ? here : where[i];
-                }
-              });
+      for (std::int64_t p = first; p < last; ++p) {
+        const float* row = rows.At(p, block, c);
+        if (row == nullptr) continue;
+        const I here = I{} + static_cast<std::int32_t>(p);
+        for (int i = 0; i < B::kVectors; ++i) {
+          V x;
+          Load(x, row + i * B::kLanes);
+          const auto better = (x > best[i]) | (x != x) | (where[i] < 0);
+          best[i] = better ? x : best[i];
+          where[i] = better ? here : where[i];
+        }
+      }
       for (int i = 0; i < B::kVectors; ++i) {
         Store(out + c + i * B::kLanes, best[i]);
         if (argmax != nullptr) Store(argmax + c + i * B::kLanes, where[i]);
@@ -127,18 +139,16 @@ struct RowsKernel {
 
   template <int W>
   TIERSTORE_INLINE static void Run(const Args& args, std::int64_t begin, std::int64_t end) {
-    const Gather& g = args.gather;
+    const RowReader rows(args.gather, args.n);
     for (std::int64_t p = begin; p < end; ++p) {
-      if (p + kPrefetchPositions < args.n) PrefetchPosition(g, p + kPrefetchPositions);
-      const std::int32_t u = g.inverse[p];
-      const float* row = u >= 0 ? g.rows.At(g.slots[u]) : nullptr;
       float* out = args.out + p * args.out_stride;
-      ForColumns<W>(g.dim, [&](auto block, std::int64_t c) __attribute__((always_inline)) {
+      ForColumns<W>(args.gather.dim, [&](auto block, std::int64_t c) __attribute__((always_inline)) {
         using B = decltype(block);
         using V = typename VecTypes<B::kLanes>::Float;
+        const float* row = rows.At(p, block, c);
         for (int i = 0; i < B::kVectors; ++i) {
           V x = {};
-          if (row != nullptr) Load(x, row + c + i * B::kLanes);
+          if (row != nullptr) Load(x, row + i * B::kLanes);
           Store(out + c + i * B::kLanes, x);
         }
       });
@@ -156,21 +166,24 @@ struct WeightGradsKernel {
 
   template <int W>
   TIERSTORE_INLINE static void Run(const Args& args, std::int64_t begin, std::int64_t end) {
-    const Gather& g = args.gather;
+    const RowReader rows(args.gather, args.bags.num_positions());
     FeatureCursor feature(args.bags, begin);
     for (std::int64_t bag = begin; bag < end; ++bag) {
       feature.MoveTo(bag);
       const float* grad = args.grad + feature.OutputOf(bag);
       const std::int64_t first = args.bags.offsets[bag], last = args.bags.offsets[bag + 1];
-      std::fill(args.out + first, args.out + last, 0.0f);
-      if (feature.pooling() == Pooling::kMax) continue;
+      if (feature.pooling() == Pooling::kMax) {
+        std::fill(args.out + first, args.out + last, 0.0f);
+        continue;
+      }
       float scale = 1.0f;
       if (feature.pooling() == Pooling::kMean) {
-        scale = 1.0f / static_cast<float>(CountUsed(g.inverse, first, last));
+        scale = 1.0f / static_cast<float>(CountUsed(args.gather.inverse, first, last));
       }
-      ForRows(g, first, last, args.bags.num_positions(),
-              [&](const float* row, std::int64_t p)
-                  __attribute__((always_inline)) { args.out[p] = Dot<W>(grad, row, g.dim) * scale; });
+      for (std::int64_t p = first; p < last; ++p) {
+        const float* row = rows.At(p);
+        args.out[p] = row != nullptr ? Dot<W>(grad, row, args.gather.dim) * scale : 0.0f;
+      }
     }
   }
 };

@@ -40,43 +40,72 @@ struct OptimizerStep {
   std::int64_t StateFloats(std::int64_t dim) const;
 };
 
+// body(g, w, column) for every vector of columns; g and w are loaded before and w is stored after it.
+template <int W, typename Body>
+TIERSTORE_INLINE void ForWeights(std::int64_t dim, const float* g, float* w, const Body& body) {
+  ForColumns<W>(dim, [&](auto block, std::int64_t first) __attribute__((always_inline)) {
+    using B = decltype(block);
+    using V = typename VecTypes<B::kLanes>::Float;
+    for (int i = 0; i < B::kVectors; ++i) {
+      const std::int64_t c = first + i * B::kLanes;
+      V gradient, weight;
+      Load(gradient, g + c);
+      Load(weight, w + c);
+      body(block, gradient, weight, c);
+      Store(w + c, weight);
+    }
+  });
+}
+
 // Applies `step` to a row: w[dim], followed by its state. Overwrites g.
 template <int W>
-TIERSTORE_INLINE void ApplyStep(const OptimizerStep& step, std::int64_t dim, float* __restrict g,
-                                float* __restrict w) {
-  float* __restrict state = w + dim;
-  const float lr = step.lr, eps = step.eps, keep = step.keep;
+TIERSTORE_INLINE void ApplyStep(const OptimizerStep& step, std::int64_t dim, float* g, float* w) {
+  float* state = w + dim;
   if (step.l2 != 0.0f) {
-    const float l2 = step.l2;
-    for (std::int64_t c = 0; c < dim; ++c) g[c] += l2 * w[c];
+    for (std::int64_t c = 0; c < dim; ++c) g[c] += step.l2 * w[c];
   }
   switch (step.kind) {
     case OptimizerKind::kSgd:
-      for (std::int64_t c = 0; c < dim; ++c) w[c] = keep * w[c] - lr * g[c];
+      ForWeights<W>(dim, g, w,
+                    [&](auto, auto& gradient, auto& weight, std::int64_t)
+                        __attribute__((always_inline)) { weight = step.keep * weight - step.lr * gradient; });
       break;
     case OptimizerKind::kRowWiseAdagrad: {
       state[0] += Dot<W>(g, g, dim) / static_cast<float>(dim);
-      const float rate = lr / (std::sqrt(state[0]) + eps);
-      for (std::int64_t c = 0; c < dim; ++c) w[c] = keep * w[c] - rate * g[c];
+      const float rate = step.lr / (std::sqrt(state[0]) + step.eps);
+      ForWeights<W>(dim, g, w,
+                    [&](auto, auto& gradient, auto& weight, std::int64_t)
+                        __attribute__((always_inline)) { weight = step.keep * weight - rate * gradient; });
       break;
     }
     case OptimizerKind::kAdagrad:
-      for (std::int64_t c = 0; c < dim; ++c) {
-        state[c] += g[c] * g[c];
-        w[c] = keep * w[c] - lr * g[c] / (std::sqrt(state[c]) + eps);
-      }
+      ForWeights<W>(dim, g, w,
+                    [&](auto block, auto& gradient, auto& weight, std::int64_t c)
+                        __attribute__((always_inline)) {
+                          constexpr int kLanes = decltype(block)::kLanes;
+                          typename VecTypes<kLanes>::Float sum;
+                          Load(sum, state + c);
+                          sum += gradient * gradient;
+                          Store(state + c, sum);
+                          weight = step.keep * weight - step.lr * gradient / (Sqrt<kLanes>(sum) + step.eps);
+                        });
       break;
-    case OptimizerKind::kAdam: {
-      float* __restrict v = state + dim;
-      const float beta1 = step.beta1, beta2 = step.beta2, rest1 = step.rest1, rest2 = step.rest2;
-      const float adam_lr = step.adam_lr, inv_sqrt_v = step.adam_inv_sqrt_v;
-      for (std::int64_t c = 0; c < dim; ++c) {
-        state[c] = beta1 * state[c] + rest1 * g[c];
-        v[c] = beta2 * v[c] + rest2 * (g[c] * g[c]);
-        w[c] = keep * w[c] - adam_lr * state[c] / (std::sqrt(v[c]) * inv_sqrt_v + eps);
-      }
+    case OptimizerKind::kAdam:
+      ForWeights<W>(dim, g, w,
+                    [&](auto block, auto& gradient, auto& weight, std::int64_t c)
+                        __attribute__((always_inline)) {
+                          constexpr int kLanes = decltype(block)::kLanes;
+                          typename VecTypes<kLanes>::Float m, v;
+                          Load(m, state + c);
+                          Load(v, state + dim + c);
+                          m = step.beta1 * m + step.rest1 * gradient;
+                          v = step.beta2 * v + step.rest2 * (gradient * gradient);
+                          Store(state + c, m);
+                          Store(state + dim + c, v);
+                          weight = step.keep * weight -
+                                   step.adam_lr * m / (Sqrt<kLanes>(v) * step.adam_inv_sqrt_v + step.eps);
+                        });
       break;
-    }
   }
 }
 

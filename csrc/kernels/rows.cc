@@ -10,17 +10,12 @@ namespace tierstore {
 namespace {
 
 constexpr std::int64_t kPieceBytes = 256 << 10;
-constexpr std::int64_t kPrefetchBytes = 4 << 10;
-
-std::int64_t Ahead(std::int64_t row_bytes) {
-  return std::clamp<std::int64_t>(kPrefetchBytes / row_bytes, 2, 32);
-}
 
 }  // namespace
 
 void CopyOut(Rows rows, const std::int32_t* slots, std::int64_t n, std::uint8_t* to) {
   const std::int64_t bytes = rows.row_bytes;
-  const std::int64_t ahead = Ahead(bytes);
+  const std::int64_t ahead = PrefetchAhead(bytes);
   ParallelFor(0, n, std::max<std::int64_t>(1, kPieceBytes / bytes),
               [&](std::int64_t begin, std::int64_t end) {
                 for (std::int64_t i = begin; i < end; ++i) {
@@ -33,7 +28,7 @@ void CopyOut(Rows rows, const std::int32_t* slots, std::int64_t n, std::uint8_t*
 void CopyIn(Rows rows, const std::int32_t* slots, const std::int32_t* source, std::int64_t n,
             const std::uint8_t* from) {
   const std::int64_t bytes = rows.row_bytes;
-  const std::int64_t ahead = Ahead(bytes);
+  const std::int64_t ahead = PrefetchAhead(bytes);
   ParallelFor(0, n, std::max<std::int64_t>(1, kPieceBytes / bytes),
               [&](std::int64_t begin, std::int64_t end) {
                 for (std::int64_t i = begin; i < end; ++i) {

@@ -11,7 +11,6 @@
 namespace tierstore {
 namespace {
 
-constexpr std::int64_t kPrefetchRows = 6;
 constexpr std::int64_t kPrefetchPositions = 12;
 constexpr std::int64_t kPieceBytes = 128 << 10;
 
@@ -51,8 +50,8 @@ TIERSTORE_INLINE void Reduce(const Source& source, const std::int32_t* positions
     using I = typename VecTypes<B::kLanes>::Int;
     V sums[B::kVectors] = {};
     for (const std::int32_t* p = positions; p < positions + count; ++p) {
-      if (c == 0 && p + kPrefetchPositions < positions_end) {
-        Prefetch<false>(source.At(p[kPrefetchPositions]).grad, dim * 4);
+      if (p + kPrefetchPositions < positions_end) {
+        Prefetch<false>(source.At(p[kPrefetchPositions]).grad + c, 4 * B::kLanes * B::kVectors);
       }
       const Share share = source.At(*p);
       for (int i = 0; i < B::kVectors; ++i) {
@@ -67,6 +66,13 @@ TIERSTORE_INLINE void Reduce(const Source& source, const std::int32_t* positions
       }
     }
     for (int i = 0; i < B::kVectors; ++i) Store(g + c + i * B::kLanes, sums[i]);
+  });
+}
+
+TIERSTORE_INLINE void PrefetchRow(const float* row, std::int64_t floats) {
+  ForColumns<16>(floats, [&](auto block, std::int64_t c) __attribute__((always_inline)) {
+    using B = decltype(block);
+    Prefetch<true>(row + c, 4 * B::kLanes * B::kVectors);
   });
 }
 
@@ -135,10 +141,11 @@ struct ColdRowsKernel {
   TIERSTORE_INLINE static void Run(const Args& args, std::int64_t begin, std::int64_t end) {
     const Touched& t = args.common.touched;
     const std::int32_t* positions_end = t.csr_positions + t.csr_start[t.num_slots];
-    const std::int64_t row_bytes = 4 * (t.dim + args.common.step.StateFloats(t.dim));
+    const std::int64_t row_floats = t.dim + args.common.step.StateFloats(t.dim);
+    const std::int64_t ahead = PrefetchAhead(4 * row_floats);
     float* g = Scratch(t.dim);
     for (std::int64_t u = begin; u < end; ++u) {
-      if (u + kPrefetchRows < t.num_slots) Prefetch<true>(t.rows.At(t.slots[u + kPrefetchRows]), row_bytes);
+      if (u + ahead < t.num_slots) PrefetchRow(t.rows.At(t.slots[u + ahead]), row_floats);
       const std::int64_t count = args.common.Count(u);
       if (count == 0 || count > kReducePositions) continue;
       Reduce<W>(args.source, t.csr_positions + t.csr_start[u], count, positions_end, t.dim, g);

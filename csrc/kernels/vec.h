@@ -1,6 +1,7 @@
 // Vectors of W floats that every instruction set rounds alike, and loops over the columns of a row.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -56,15 +57,43 @@ TIERSTORE_INLINE void ForColumns(std::int64_t dim, const Body& body) {
   for (; c < dim; ++c) body(Block<1, 1>{}, c);
 }
 
+template <int W>
+TIERSTORE_INLINE typename VecTypes<W>::Float Sqrt(const typename VecTypes<W>::Float& x) {
+  typename VecTypes<W>::Float root;
+  if constexpr (W == 1) {
+    root = std::sqrt(x);
+  } else {
+    for (int i = 0; i < W; ++i) root[i] = std::sqrt(x[i]);
+  }
+  return root;
+}
+
 // A sum over columns has the same 16 partial sums on every instruction set: column c goes to lane c mod 16,
-// and the lanes are combined as ((l0+l8)+(l4+l12)) + ((l2+l10)+(l6+l14)) + the same of the odd ones.
+// and then lane i is added to lane i - 8, i - 4, i - 2 and i - 1 in turn.
 inline constexpr int kSumLanes = 16;
 
-TIERSTORE_INLINE float CombineLanes(float* lanes) {
-  for (int width = kSumLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+template <typename Half, typename V>
+TIERSTORE_INLINE Half AddHalves(const V& v) {
+  Half low, high;
+  Load(low, &v);
+  Load(high, reinterpret_cast<const char*>(&v) + sizeof(Half));
+  return low + high;
+}
+
+template <int W>
+TIERSTORE_INLINE float CombineLanes(const typename VecTypes<W>::Float (&sums)[kSumLanes / W]) {
+  using V4 = VecTypes<4>::Float;
+  using V8 = VecTypes<8>::Float;
+  V4 quarter;
+  if constexpr (W == 16) {
+    quarter = AddHalves<V4>(AddHalves<V8>(sums[0]));
+  } else if constexpr (W == 8) {
+    quarter = AddHalves<V4>(sums[0] + sums[1]);
+  } else {
+    static_assert(W == 4);
+    quarter = (sums[0] + sums[2]) + (sums[1] + sums[3]);
   }
-  return lanes[0];
+  return (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
 }
 
 // Sum over columns of x[c] * y[c].
@@ -73,29 +102,41 @@ TIERSTORE_INLINE float Dot(const float* x, const float* y, std::int64_t dim) {
   constexpr int kVectors = kSumLanes / W;
   using V = typename VecTypes<W>::Float;
   V sums[kVectors] = {};
-  std::int64_t c = 0;
-  for (; c + kSumLanes <= dim; c += kSumLanes) {
+  const auto add = [&](const float* a, const float* b) __attribute__((always_inline)) {
     for (int i = 0; i < kVectors; ++i) {
-      V a, b;
-      Load(a, x + c + i * W);
-      Load(b, y + c + i * W);
-      sums[i] += a * b;
+      V p, q;
+      Load(p, a + i * W);
+      Load(q, b + i * W);
+      sums[i] += p * q;
     }
+  };
+  std::int64_t c = 0;
+  for (; c + kSumLanes <= dim; c += kSumLanes) add(x + c, y + c);
+  if (c < dim) {
+    // Adding zero to the other lanes changes no bit: a sum that starts from +0 is never -0.
+    float a[kSumLanes] = {}, b[kSumLanes] = {};
+    for (std::int64_t i = 0; c + i < dim; ++i) a[i] = x[c + i], b[i] = y[c + i];
+    add(a, b);
   }
-  float lanes[kSumLanes];
-  Store(lanes, sums);
-  for (int i = 0; c < dim; ++c, ++i) lanes[i] += x[c] * y[c];
-  return CombineLanes(lanes);
+  return CombineLanes<W>(sums);
 }
 
-inline constexpr std::uintptr_t kCacheLine = 64;
+inline constexpr std::int64_t kCacheLine = 64;
 
+// How many items of `bytes` bytes to prefetch ahead: enough to hide the latency of memory, few enough to stay
+// in the first-level cache until they are used.
+inline std::int64_t PrefetchAhead(std::int64_t bytes) {
+  constexpr std::int64_t kBytesAhead = 10 << 10;
+  return std::clamp<std::int64_t>(kBytesAhead / bytes, 2, 32);
+}
+
+// The number of steps must not depend on the address, which arrives late from memory: a mispredicted end of
+// this loop would cost more than the prefetch saves.
 template <bool kWrite>
 TIERSTORE_INLINE void Prefetch(const void* address, std::int64_t bytes) {
-  const auto begin = reinterpret_cast<std::uintptr_t>(address);
-  for (std::uintptr_t line = begin & ~(kCacheLine - 1); line < begin + bytes; line += kCacheLine) {
-    __builtin_prefetch(reinterpret_cast<const void*>(line), kWrite, 3);
-  }
+  const char* begin = static_cast<const char*>(address);
+  for (std::int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(begin + i, kWrite, 3);
+  __builtin_prefetch(begin + bytes - 1, kWrite, 3);
 }
 
 }  // namespace tierstore

@@ -1,4 +1,4 @@
-"""The thread pool of the core, seen through a kernel: concurrent callers, forks, changed thread counts."""
+"""The thread pool of the core, seen through a kernel: concurrent callers, forks, changing thread counts."""
 
 from __future__ import annotations
 
