@@ -1,0 +1,203 @@
+"""The ways to hold embedding tables that ``tierstore bench baselines`` compares, behind one small class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tierstore
+from tierstore import EmbeddingBagConfig, TierConfig
+from tierstore.data import Batch
+from tierstore.errors import ConfigError
+from tierstore.models import AUC, DLRM, DenseEmbeddingBags, DLRMTrain
+from tierstore.models.reference import RowWiseAdagrad
+from tierstore.optim import RowWiseAdagrad as FusedRowWiseAdagrad
+from tierstore.sparse import KeyedJaggedTensor, KeyedTensor
+
+LOWER_LAYERS, UPPER_LAYERS = [128], [128, 64, 1]  # as in tierstore train; the lower one ends with the dim
+EPS = 1e-8
+_ROWS_AT_ONCE = 1 << 18
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all systems have in common; the optimizer is row-wise Adagrad, of the dense part Adagrad."""
+
+    tables: list[EmbeddingBagConfig]
+    dense_in_features: int
+    lr: float
+    seed: int
+    hbm: int | str
+    path: str | None = None
+    policy: str = "lookahead"
+
+
+class FbgemmBags(nn.Module):
+    """fbgemm-gpu's table-batched embeddings on the CPU, KeyedJaggedTensor -> KeyedTensor, updated in
+    backward.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+            ComputeDevice,
+            SplitTableBatchedEmbeddingBagsCodegen,
+        )
+
+        self._tables = setting.tables
+        self.bags = SplitTableBatchedEmbeddingBagsCodegen(
+            [
+                (t.num_embeddings, t.embedding_dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
+                for t in setting.tables
+            ],
+            optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            learning_rate=setting.lr,
+            eps=EPS,
+            pooling_mode=PoolingMode.SUM,
+            device=torch.device("cpu"),
+        )
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        return self._tables
+
+    def load_rows(self, table: str, ids: Tensor, weight: Tensor) -> None:
+        index = [config.name for config in self._tables].index(table)
+        self.bags.split_embedding_weights()[index][ids] = weight
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        names = [config.name for config in self._tables]
+        assert features.keys() == names
+        pooled = self.bags(features.values(), features.offsets())
+        return KeyedTensor(names, [config.embedding_dim for config in self._tables], pooled)
+
+
+class System:
+    """One model in training. ``optimizers`` step after every backward pass; ``ahead`` wraps the batches."""
+
+    def __init__(
+        self,
+        embeddings: nn.Module,
+        setting: Setting,
+        sparse_optimizer: bool = False,
+        ahead: bool = False,
+    ) -> None:
+        self.embeddings = embeddings
+        torch.manual_seed(setting.seed)  # the same dense weights, whatever the tables drew
+        model = DLRM(
+            embeddings,
+            setting.dense_in_features,
+            [*LOWER_LAYERS, setting.tables[0].embedding_dim],
+            UPPER_LAYERS,
+        )
+        self.model = DLRMTrain(model)
+        rows = {id(parameter) for parameter in embeddings.parameters()}
+        dense = [parameter for parameter in model.parameters() if id(parameter) not in rows]
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.Adagrad(dense, lr=setting.lr)]
+        if sparse_optimizer:
+            self.optimizers.append(RowWiseAdagrad(embeddings.parameters(), setting.lr, EPS))
+        self._ahead = ahead
+        self.losses: list[float] = []
+
+    def train(self, batches: list[Batch]) -> None:
+        if not self._ahead:
+            self._steps(batches)
+            return
+        ahead: Any = tierstore.prefetch(batches, self.model)
+        with closing(ahead):
+            self._steps(ahead)
+
+    def _steps(self, batches: Iterable[Batch]) -> None:
+        self.model.train()
+        for batch in batches:
+            loss, _ = self.model(batch)
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.losses.append(loss.item())
+
+    def auc(self, batches: Iterable[Batch]) -> float:
+        """AUC of the logits, without training."""
+        auc = AUC()
+        self.model.eval()
+        with torch.no_grad():
+            for batch in batches:
+                _, (_, logits, labels) = self.model(batch)
+                auc.update(labels, logits)
+        return auc.value()
+
+    def close(self) -> None:
+        close: Callable[..., Any] | None = getattr(self.embeddings, "close", None)
+        if close is not None:
+            close(commit=False)
+
+
+def _torch_sparse(setting: Setting) -> System:
+    bags = DenseEmbeddingBags(setting.tables, sparse=True)
+    _load_initial_rows(bags, setting)
+    return System(bags, setting, sparse_optimizer=True)
+
+
+def _torch_dense(setting: Setting) -> System:
+    bags = DenseEmbeddingBags(setting.tables, sparse=False)
+    _load_initial_rows(bags, setting)
+    return System(bags, setting, sparse_optimizer=True)
+
+
+def _fbgemm(setting: Setting) -> System:
+    try:
+        bags = FbgemmBags(setting)
+    except ImportError as error:
+        raise ConfigError(
+            f"system 'fbgemm' needs fbgemm-gpu: pip install 'tierstore[fbgemm]' ({error})"
+        ) from error
+    _load_initial_rows(bags, setting)
+    return System(bags, setting)
+
+
+def _in_memory(setting: Setting) -> System:
+    return System(_collection(setting, TierConfig(hbm="all")), setting)
+
+
+def _tiered(setting: Setting) -> System:
+    config = TierConfig(hbm=setting.hbm, path=setting.path, policy=setting.policy)
+    return System(_collection(setting, config), setting, ahead=True)
+
+
+def _collection(setting: Setting, config: TierConfig) -> Any:
+    return tierstore.EmbeddingBagCollection(
+        setting.tables,
+        config=config,
+        optimizer=FusedRowWiseAdagrad(lr=setting.lr, eps=EPS),
+        seed=setting.seed,
+    )
+
+
+def _load_initial_rows(bags: Any, setting: Setting) -> None:
+    """Gives ``bags`` the rows that tierstore's tables begin with."""
+    collection = _collection(setting, TierConfig(hbm="all"))
+    try:
+        for table in setting.tables:
+            for first in range(0, table.num_embeddings, _ROWS_AT_ONCE):
+                ids = torch.arange(first, min(first + _ROWS_AT_ONCE, table.num_embeddings))
+                bags.load_rows(table.name, ids, collection.rows(ids, table.name))
+    finally:
+        collection.close(commit=False)
+
+
+SYSTEMS: dict[str, Callable[[Setting], System]] = {
+    "torch-sparse": _torch_sparse,
+    "torch-dense": _torch_dense,
+    "fbgemm": _fbgemm,
+    "in-memory": _in_memory,
+    "tiered": _tiered,
+}
+"""torch-*: nn.EmbeddingBag with sparse or dense gradients; fbgemm: its TBE; the last two: tierstore."""

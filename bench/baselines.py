@@ -1,0 +1,172 @@
+"""``tierstore bench baselines``: the same training in plain PyTorch, fbgemm-gpu and tierstore, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+SUMMARY = "train one model by nn.EmbeddingBag, fbgemm-gpu and tierstore in turns; compare speed and AUC"
+
+DEFAULT_SYSTEMS = "torch-sparse,fbgemm,in-memory,tiered"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", default="flights", metavar="NAME", help="data set (default: flights)")
+    data.add_argument("--path", metavar="PATH", help="file or folder of the data set")
+    data.add_argument("--rows", type=int, metavar="N", help="synthetic: rows per table")
+    data.add_argument("--tables", type=int, metavar="N", help="synthetic: number of tables")
+    data.add_argument("--max-rows", type=int, metavar="N", help="synthetic:criteo, criteo: cap of the rows")
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=int, metavar="N", help="batches to train on (default: one epoch)")
+    training.add_argument("--batch-size", type=int, default=1024, metavar="N", help="(default: 1024)")
+    training.add_argument(
+        "--dim", type=int, default=32, metavar="D", help="embedding dimension (default: 32)"
+    )
+    training.add_argument("--lr", type=float, default=0.02, metavar="X", help="learning rate (default: 0.02)")
+    training.add_argument("--seed", type=int, default=0, metavar="N")
+    training.add_argument("--threads", type=int, metavar="N", help="threads to compute with")
+    tiers = parser.add_argument_group("tiers of the system 'tiered'")
+    tiers.add_argument("--hbm", default="1/37", metavar="SIZE", help="bytes, or fraction of the tables'")
+    tiers.add_argument("--ssd", metavar="DIR", help="folder of its row store (default: a temporary one)")
+    tiers.add_argument("--policy", default="lookahead", metavar="NAME")
+    measuring = parser.add_argument_group("measuring")
+    measuring.add_argument(
+        "--systems",
+        default=DEFAULT_SYSTEMS,
+        metavar="A,B",
+        help=f"(default: {DEFAULT_SYSTEMS}; also: torch-dense)",
+    )
+    measuring.add_argument(
+        "--rounds", type=int, default=8, metavar="N", help="turns of each system (default: 8)"
+    )
+    measuring.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    import tierstore
+    from tierstore import data
+    from tierstore.errors import ConfigError
+
+    from ._systems import SYSTEMS
+
+    names = args.systems.split(",")
+    unknown = [name for name in names if name not in SYSTEMS]
+    if unknown:
+        raise ConfigError(f"no system {', '.join(unknown)}; there are: {', '.join(SYSTEMS)}")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+        tierstore.set_num_threads(args.threads)
+    dataset = data.load(
+        args.data, path=args.path, seed=args.seed, rows=args.rows, tables=args.tables, max_rows=args.max_rows
+    )
+    steps = args.steps or (dataset.num_train and -(-dataset.num_train // args.batch_size))
+    if not steps:
+        raise ConfigError(f"data {args.data!r} does not tell its length; give --steps")
+    setting = _setting(args, dataset)
+    systems = {}
+    try:
+        for name in names:
+            systems[name] = SYSTEMS[name](setting)
+        rounds = _take_turns(systems, dataset, args, steps)
+        result = _result(systems, rounds, dataset, args)
+    finally:
+        for system in systems.values():
+            system.close()
+    _print(result)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def _setting(args: argparse.Namespace, dataset: Any) -> Any:
+    from tierstore import EmbeddingBagConfig
+    from tierstore.optim import RowWiseAdagrad
+
+    from ._systems import Setting
+
+    tables = [
+        EmbeddingBagConfig(table.num_embeddings, args.dim, table.name, feature_names=[table.name])
+        for table in dataset.tables
+    ]
+    table_bytes = sum(table.num_embeddings for table in tables) * RowWiseAdagrad().row_bytes(args.dim)
+    hbm = int(Fraction(args.hbm) * table_bytes) if "/" in args.hbm else args.hbm
+    return Setting(tables, dataset.dense_dim, args.lr, args.seed, hbm, args.ssd, args.policy)
+
+
+def _take_turns(
+    systems: dict[str, Any], dataset: Any, args: argparse.Namespace, steps: int
+) -> list[dict[str, float]]:
+    """Trains every system on the same batches, a round's share at a time; examples/s by system, per round.
+
+    The batches of a round are drawn before its clock starts. The order turns, so that no system is always
+    first.
+    """
+    batches = islice(dataset.train(args.batch_size, epochs=1), steps)
+    per_round = -(-steps // args.rounds)
+    rounds: list[dict[str, float]] = []
+    while drawn := list(islice(batches, per_round)):
+        examples = sum(len(batch) for batch in drawn)
+        names = list(systems)
+        turn = len(rounds) % len(names)
+        speeds = {}
+        for name in names[turn:] + names[:turn]:
+            start = time.perf_counter()
+            systems[name].train(drawn)
+            speeds[name] = examples / (time.perf_counter() - start)
+        rounds.append(speeds)
+        shown = ", ".join(f"{name} {speeds[name]:,.0f}" for name in names)
+        print(f"round {len(rounds)}: examples/s: {shown}", file=sys.stderr, flush=True)
+    return rounds
+
+
+def _result(
+    systems: dict[str, Any], rounds: list[dict[str, float]], dataset: Any, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Figures by system; the first round, which also warms up, counts only if there is no other."""
+    counted = rounds[1:] or rounds
+    base = next(iter(systems))
+    figures = {}
+    for name, system in systems.items():
+        figures[name] = {
+            "examples_per_s": statistics.median(speeds[name] for speeds in counted),
+            f"ratio_to_{base}": statistics.median(speeds[name] / speeds[base] for speeds in counted),
+            "examples_per_s_by_round": [speeds[name] for speeds in rounds],
+            "auc": system.auc(dataset.test(args.batch_size)),
+            "last_loss": statistics.fmean(system.losses[-100:]),
+        }
+    options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "run"}
+    return {"options": options, "machine": _machine(), "systems": figures}
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cpu": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _print(result: dict[str, Any]) -> None:
+    ratio = next(key for figures in result["systems"].values() for key in figures if key.startswith("ratio"))
+    print(f"{'system':<14}{'examples/s':>12}{ratio.replace('_', ' '):>24}{'AUC':>10}{'last loss':>11}")
+    for name, figures in result["systems"].items():
+        print(
+            f"{name:<14}{figures['examples_per_s']:>12,.0f}{figures[ratio]:>24.2f}"
+            f"{figures['auc']:>10.4f}{figures['last_loss']:>11.4f}"
+        )
