@@ -76,7 +76,7 @@ def _add_training(group: Any) -> None:
         metavar="NAME",
         help="sgd, adagrad, rowwise-adagrad (default) or adam",
     )
-    group.add_argument("--lr", type=float, default=0.05, metavar="X", help="learning rate (default: 0.05)")
+    group.add_argument("--lr", type=float, default=0.02, metavar="X", help="learning rate (default: 0.02)")
     group.add_argument("--seed", type=int, default=0, metavar="N")
     group.add_argument("--resume", action="store_true", help="go on with what --ssd DIR holds")
 
