@@ -26,6 +26,7 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "modules": BASICS | {"_core", "sparse", "optim", "store", "cache"},
     "pipeline": BASICS | {"sparse", "optim", "store", "cache", "modules"},
     "data": BASICS | {"sparse", "modules"},
+    "trace": BASICS | {"sparse", "data", "cache_policies"},
     "models": BASICS | {"sparse", "optim", "modules", "data"},
     "interop": BASICS | {"sparse", "optim", "modules"},
 }

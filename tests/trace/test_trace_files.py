@@ -1,0 +1,223 @@
+"""Traces in files of all kinds: what is read, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from tierstore.errors import ConfigError, InputError
+from tierstore.keys import make_keys
+from tierstore.trace import open_trace
+from tierstore.trace.files import ORACLE_GENERAL
+
+IDS = np.array([5, 3, 5, 9, 3, 3, 7])
+
+
+def keys_of(path, batch_size=3, **options) -> list[list[int]]:
+    return [batch.tolist() for batch in open_trace(path, batch_size=batch_size, **options).key_batches()]
+
+
+ONE_TABLE = [[5, 3, 5], [9, 3, 3], [7]]
+
+
+def write_npy(path):
+    np.save(path, IDS)
+
+
+def write_npz(path):
+    np.savez(path, ids=IDS.astype(np.uint16))
+
+
+def write_text(path):
+    path.write_text("\n".join(map(str, IDS)) + "\n")
+
+
+def write_text_gz(path):
+    path.write_bytes(gzip.compress("\n".join(map(str, IDS)).encode()))
+
+
+def write_csv(path):
+    path.write_text("id\n" + "\n".join(map(str, IDS)))
+
+
+def write_oracle_general(path):
+    requests = np.zeros(IDS.size, ORACLE_GENERAL)
+    requests["id"] = IDS
+    requests.tofile(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.npy", write_npy),
+        ("a.npz", write_npz),
+        ("a.txt", write_text),
+        ("a.txt.gz", write_text_gz),
+        ("a.csv", write_csv),
+        ("a.oracleGeneral", write_oracle_general),
+        ("a.oracleGeneral.bin", write_oracle_general),
+    ],
+)
+def test_one_table_in_batches(tmp_path, name, write):
+    write(tmp_path / name)
+    assert keys_of(tmp_path / name) == ONE_TABLE
+    assert keys_of(tmp_path / name, batches=1) == ONE_TABLE[:1]
+    trace = open_trace(tmp_path / name, batch_size=3)
+    assert (trace.num_batches, len(trace.tables)) == (3, 1)
+    assert [b.tolist() for b in trace.key_batches()] == [b.tolist() for b in trace.key_batches()]  # read anew
+
+
+def test_columns_are_tables(tmp_path):
+    columns = np.array([[1, 2], [3, 4], [1, 6]])
+    expected = [[*make_keys(0, columns[:2, 0]), *make_keys(1, columns[:2, 1])]]
+    expected.append([*make_keys(0, [1]), *make_keys(1, [6])])
+    np.save(tmp_path / "a.npy", columns)
+    np.savez(tmp_path / "a.npz", a=columns[:, 0], b=columns[:, 1].astype(np.int8))
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n3,4\n1,6\n")
+    for name in ("a.npy", "a.npz", "a.csv"):
+        assert keys_of(tmp_path / name, 2) == expected
+    assert open_trace(tmp_path / "a.csv").tables == ("a", "b")
+    assert keys_of(tmp_path / "a.csv", 5, columns=["b"]) == [[2, 4, 6]]
+
+
+def test_words_in_csv_are_numbered_by_first_occurrence(tmp_path):
+    (tmp_path / "a.csv").write_text('who,what\nann,"x,y"\nbob,\nann,z\n')
+    assert keys_of(tmp_path / "a.csv", 3) == [[0, 1, 0, *make_keys(1, [0, 1, 2])]]
+
+
+def write_meta(path, compress=False):
+    lengths = torch.tensor([[2, 0, 1], [1, 1, 1]])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.reshape(-1).cumsum(0)])
+    torch.save((torch.tensor([10, 11, 12, 20, 21, 22]), offsets, lengths), path)
+    if compress:
+        path.write_bytes(gzip.compress(path.read_bytes()))
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.pt.gz"])
+def test_meta_tuples_are_cut_by_examples(tmp_path, name):
+    write_meta(tmp_path / name, compress=name.endswith("gz"))
+    second = [make_keys(1, [20, 21, 22])[i] for i in range(3)]
+    assert keys_of(tmp_path / name, 2) == [[10, 11, second[0], second[1]], [12, second[2]]]
+
+
+def test_criteo_logs_are_datasets_in_disguise(tmp_path):
+    line = "\t".join(["1", *["2"] * 13, *[f"{i:08x}" for i in range(26)]])
+    (tmp_path / "a.tsv").write_text("\n".join([line] * 40) + "\n")
+    trace = open_trace(tmp_path / "a.tsv", batch_size=8)
+    assert len(trace.tables) == 26
+    assert next(trace.key_batches()).size == 8 * 26
+
+
+def test_datasets_have_traces():
+    trace = open_trace("synthetic:zipf:1.0", batch_size=64, batches=3, tables=2, rows=500, seed=4)
+    batches = list(trace.key_batches())
+    assert [batch.size for batch in batches] == [128] * 3
+    assert trace.num_embeddings == (500, 500)
+    assert {int(key) >> 48 for key in batches[0]} == {0, 1}
+
+
+if importlib.util.find_spec("pyarrow"):
+
+    def test_parquet_columns(tmp_path):
+        import pyarrow
+        import pyarrow.parquet
+
+        columns = {"a": [1, 2, 3], "b": ["x", "y", "x"], "c": [[1, 2], [], [3]], "d": [0.5, 1, 2]}
+        pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+        b, c = make_keys(1, [0, 1, 0]).tolist(), make_keys(2, [1, 2, 3]).tolist()
+        expected = [[1, 2, *b[:2], *c[:2]], [3, b[2], c[2]]]
+        assert keys_of(tmp_path / "a.parquet", 2, columns=["a", "b", "c"]) == expected
+        with pytest.raises(InputError, match="column d is double"):
+            keys_of(tmp_path / "a.parquet")
+
+else:
+
+    def test_parquet_says_what_it_needs(tmp_path):
+        (tmp_path / "a.parquet").write_bytes(b"PAR1")
+        with pytest.raises(ConfigError, match="pip install pyarrow"):
+            open_trace(tmp_path / "a.parquet")
+
+
+def test_wide_ids_of_foreign_traces_are_hashed(tmp_path):
+    requests = np.zeros(4, ORACLE_GENERAL)
+    requests["id"] = [2**64 - 1, 2**63, 2**64 - 1, 7]
+    requests.tofile(tmp_path / "a.oracleGeneral")
+    ((one, two, three, four),) = keys_of(tmp_path / "a.oracleGeneral", 4)
+    assert one == three != two
+    assert four == 7
+    assert max(one, two) < 2**48
+
+
+BAD_FILES = {
+    "empty.npy": (b"", "is empty"),
+    "empty.txt": (b"", "is empty"),
+    "cut.npy": (b"\x93NUMPY\x01\x00", "no complete .npy"),
+    "cut.npz": (b"PK\x03\x04", "no complete .npz"),
+    "cut.oracleGeneral": (b"x" * 25, "truncated"),
+    "cut.pt": (b"PK\x03\x04", "indices, offsets, lengths"),
+    "cut.txt.gz": (gzip.compress(b"1\n2\n")[:-9], "no id"),
+    "words.txt": (b"1\nx\n", "no id"),
+    "wide.txt": (b"1\n9223372036854775808\n", "fits int64"),
+    "wide.csv": (b"a\n9223372036854775808\n", "does not fit int64"),
+    "two.txt": (b"1 2\n3 4\n", "one id per line"),
+    "ragged.csv": (b"a,b\n1,2\n3\n", "line 3: 1 values"),
+    "bare.csv": (b"a,b\n", "is empty"),
+    "what.xyz": (b"1", "cannot tell"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files_are_refused(tmp_path, name):
+    content, message = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises((InputError, ConfigError), match=message):
+        keys_of(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"a": np.arange(3), "b": np.arange(4)}, "equally long"),
+        ({"a": np.arange(3.0)}, "must be integers"),
+        ({"a": np.array([2**63], np.uint64)}, "does not fit int64"),
+        ({"a": np.array([-1])}, "must not be negative"),
+        ({"a": np.empty(0, np.int64)}, "is empty"),
+    ],
+)
+def test_bad_arrays_are_refused(tmp_path, arrays, message):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(InputError, match=message):
+        keys_of(tmp_path / "a.npz")
+
+
+def test_meta_tuples_that_do_not_fit_are_refused(tmp_path):
+    torch.save((torch.arange(3), torch.arange(3), torch.ones(2, 2)), tmp_path / "a.pt")
+    with pytest.raises(InputError, match="do not fit together"):
+        keys_of(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("nowhere.npy", {}, "no file or dataset"),
+        ("synthetic:zipf:1", {}, "is endless"),
+        ("synthetic:zipf:1", {"batches": 0}, "at least 1"),
+        ("flights", {"batch_size": 0}, "batch size"),
+    ],
+)
+def test_bad_requests(source, options, message):
+    with pytest.raises((InputError, ConfigError), match=message):
+        open_trace(source, **options)
+
+
+def test_columns_must_exist(tmp_path):
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match="no column 'c'"):
+        open_trace(tmp_path / "a.csv", columns=["c"])
+    np.save(tmp_path / "a.npy", IDS)
+    with pytest.raises(ConfigError, match=r"in .csv and .parquet"):
+        open_trace(tmp_path / "a.npy", columns=["c"])

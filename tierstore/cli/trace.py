@@ -1,0 +1,147 @@
+"""``tierstore trace record|describe``: traces of embedding lookups (docs/traces.md)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "trace",
+        help="record or describe which rows the batches use",
+        description="Records or describes which rows of the embedding tables the batches use.",
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    describe = actions.add_parser("describe", help="unique ratio, reuse, popularity, drift of a trace")
+    add_source(describe)
+    describe.add_argument("--json", type=Path, metavar="FILE", help="write the description here too")
+    record = actions.add_parser("record", help="write a trace to a file, in full or sampled")
+    add_source(record)
+    record.add_argument("--out", type=Path, required=True, metavar="FILE.npz", help="the file to write")
+    record.add_argument(
+        "--rate",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="share of the rows to keep, by a hash (default: 1)",
+    )
+    return parser
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """The options that say which trace: ``open_source`` reads them."""
+    parser.add_argument("source", metavar="SOURCE", help="a trace file, or a dataset as synthetic:zipf:0.95")
+    parser.add_argument("--batch-size", type=int, default=4096, metavar="N", help="examples per batch (4096)")
+    parser.add_argument("--batches", type=int, metavar="N", help="read at most N batches")
+    parser.add_argument("--columns", metavar="A,B", help="of CSV and parquet files: the columns to read")
+    data = parser.add_argument_group("options of datasets (docs/datasets.md)")
+    data.add_argument("--path", metavar="PATH", help="where recorded data lies")
+    data.add_argument("--seed", type=int, default=0, metavar="N", help="of generated data (default: 0)")
+    data.add_argument("--tables", type=int, metavar="N", help="number of tables of generated data")
+    data.add_argument("--rows", type=int, metavar="N", help="rows per table of generated data")
+    data.add_argument("--max-rows", type=int, metavar="N", help="rows of the largest table")
+    data.add_argument("--hotness", type=float, metavar="X", help="mean ids per example and table")
+    data.add_argument("--drift", type=float, metavar="X", help="share of the rows that change per batch")
+
+
+def open_source(args: argparse.Namespace) -> Any:
+    """The trace that the options of ``add_source`` name."""
+    from tierstore.trace import open_trace
+
+    options = {
+        name: getattr(args, name)
+        for name in ("tables", "rows", "max_rows", "hotness", "drift")
+        if getattr(args, name) is not None
+    }
+    return open_trace(
+        args.source,
+        batch_size=args.batch_size,
+        batches=args.batches,
+        columns=args.columns.split(",") if args.columns else None,
+        path=args.path,
+        seed=args.seed,
+        **options,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    return _describe(args) if args.action == "describe" else _record(args)
+
+
+def _describe(args: argparse.Namespace) -> int:
+    from tierstore.trace import describe
+
+    trace = open_source(args)
+    with _progress("reading", trace.num_batches) as advance:
+        description = describe(trace, advance)
+    if args.json:
+        args.json.write_text(json.dumps(description.to_json(), indent=1) + "\n")
+    _print(description)
+    return 0
+
+
+def _record(args: argparse.Namespace) -> int:
+    from tierstore.trace import TraceRecorder
+
+    trace = open_source(args)
+    known = trace.num_embeddings or (0,) * len(trace.tables)
+    with (
+        TraceRecorder(args.out, dict(zip(trace.tables, known, strict=True)), args.rate) as recorder,
+        _progress("recording", trace.num_batches) as advance,
+    ):
+        for segments in trace.batches():
+            recorder.record({trace.tables[table]: ids for table, ids in segments})
+            advance(recorder.batches)
+    print(f"{args.out}: {recorder.batches:,} batches, {args.out.stat().st_size / 1e6:,.1f} MB")
+    return 0
+
+
+def _progress(text: str, total: int | None) -> Any:
+    from contextlib import contextmanager
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    @contextmanager
+    def shown() -> Any:
+        columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task(text, total=total)
+            yield lambda done: progress.update(task, completed=done)
+
+    return shown()
+
+
+def _print(d: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tierstore.trace.describe import REUSE_EDGES
+
+    lines = [
+        f"{d.name}: {d.tables} tables, {d.batches:,} batches, "
+        f"{d.accesses:,} accesses to {d.footprint:,} rows",
+        f"unique ratio of a batch {d.unique_ratio:.3f}; {d.used_once:.1%} of the rows are used once",
+        "share of accesses to the most used rows: "
+        + ", ".join(f"top {share}: {value:.1%}" for share, value in d.coverage.items()),
+    ]
+    if d.drift is not None:
+        lines.append(f"drift: early favourites lose {d.drift:.1%} of their share of accesses until the end")
+    if d.zipf:
+        lines.append(
+            f"Zipf-Mandelbrot over all tables: (rank + {d.zipf.q:g})^-{d.zipf.s:g}, from {d.zipf.rows:,} "
+            f"rows used at least {d.zipf.least} times"
+        )
+    print(*lines, sep="\n")
+    table = Table(
+        "used per batch", "rows", "accesses", title="reuse within a batch (mean)", title_justify="left"
+    )
+    edges = [*(f"up to {edge:,}" for edge in REUSE_EDGES), "more"]
+    for edge, rows, accesses in zip(edges, d.rows_by_reuse, d.accesses_by_reuse, strict=True):
+        if rows or accesses:
+            table.add_row(edge, f"{rows:.1%}", f"{accesses:.1%}")
+    Console(file=sys.stdout, highlight=False).print(table)

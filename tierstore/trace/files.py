@@ -1,0 +1,219 @@
+"""Traces in files of others: arrays, text, tables, libCacheSim's binary, Meta's dlrm_datasets."""
+
+from __future__ import annotations
+
+import gzip
+import zipfile
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tierstore.errors import ConfigError, InputError
+from tierstore.trace.trace import Segment, Trace, cut
+
+# libCacheSim's oracleGeneral: time, id, size, and the position of the next request of the id.
+ORACLE_GENERAL = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
+
+
+def open_npy(path: Path, batch_size: int) -> Trace:
+    """Integers: (n,) is one table, (n, tables) a column per table. Read through a memory map."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise InputError(f"{path} is no complete .npy file: {error}") from error
+    return _from_columns(path, {path.stem: array} if array.ndim == 1 else _columns(path, array), batch_size)
+
+
+def open_npz(path: Path, batch_size: int) -> Trace:
+    """Arrays of integers (n,), all as long, one per table; the names are the tables'."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise InputError(f"{path} is no complete .npz file: {error}") from error
+    if len(arrays) == 1 and next(iter(arrays.values())).ndim == 2:
+        arrays = _columns(path, next(iter(arrays.values())))
+    return _from_columns(path, arrays, batch_size)
+
+
+def open_oracle_general(path: Path, batch_size: int) -> Trace:
+    """Requests of 24 bytes, uncompressed; ids of 2^48 and more are hashed."""
+    size = path.stat().st_size
+    if size % ORACLE_GENERAL.itemsize:
+        raise InputError(
+            f"{path}: {size} bytes are no whole number of requests of {ORACLE_GENERAL.itemsize}; is it "
+            "truncated, or compressed (.zst: unpack it first)?"
+        )
+    if not size:
+        raise InputError(f"{path} is empty")
+    requests = np.memmap(path, ORACLE_GENERAL, mode="r")
+    return _trace(path, ("objects",), [requests["id"]], batch_size)
+
+
+def open_text(path: Path, batch_size: int) -> Trace:
+    """One id per line, in decimal; plain or .gz."""
+    with _text(path) as lines:
+        ids = _parse_numbers(path, lines)
+    return _from_columns(path, {path.name.split(".")[0]: ids}, batch_size)
+
+
+def open_csv(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trace:
+    """A header, then one example per line; each column (or each of ``columns``) is a table.
+
+    Columns of integers are ids; others are numbered by first occurrence, the empty value among them.
+    """
+    import csv
+
+    with _text(path) as lines:
+        reader = csv.reader(lines)
+        header = next(reader, None)
+        if not header:
+            raise InputError(f"{path} is empty; it needs a header and rows")
+        chosen = _choose(path, header, columns)
+        values: list[list[str]] = [[] for _ in chosen]
+        positions = [header.index(name) for name in chosen]
+        for row in reader:
+            if len(row) != len(header):
+                raise InputError(
+                    f"{path}, line {reader.line_num}: {len(row)} values, but the header has {len(header)}"
+                )
+            for column, position in zip(values, positions, strict=True):
+                column.append(row[position])
+    arrays = {name: _ids(path, name, column) for name, column in zip(chosen, values, strict=True)}
+    return _from_columns(path, arrays, batch_size)
+
+
+def open_parquet(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trace:
+    """Columns of integers, strings or lists of integers (multi-hot), one per table. Needs pyarrow."""
+    try:
+        pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{path}: reading parquet needs the package pyarrow (pip install pyarrow)"
+        ) from error
+    try:
+        file = parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        raise InputError(f"{path} is no complete parquet file: {error}") from error
+    names = _choose(path, file.schema_arrow.names, columns)
+    known: list[dict[Any, int]] = [{} for _ in names]
+
+    def batches() -> Iterator[list[Segment]]:
+        for part in file.iter_batches(batch_size, columns=list(names)):
+            yield [(t, _arrow_ids(path, names[t], part.column(t), known[t])) for t in range(len(names))]
+
+    return Trace(str(path), tuple(names), batches, -(-file.metadata.num_rows // batch_size))
+
+
+def open_meta(path: Path, batch_size: int) -> Trace:
+    """Meta's dlrm_datasets: (indices, offsets, lengths) of one large batch, lengths (tables, examples); .pt
+    or .pt.gz.
+
+    Loaded with ``weights_only``: the file cannot run code.
+    """
+    import torch
+
+    try:
+        with _binary(path) as file:
+            indices, offsets, lengths = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds
+        raise InputError(f"{path} holds no (indices, offsets, lengths): {error}") from error
+    indices, offsets, lengths = (np.asarray(part) for part in (indices, offsets, lengths))
+    if lengths.ndim != 2 or offsets.size != lengths.size + 1 or offsets[-1] != indices.size:
+        raise InputError(
+            f"{path}: lengths {lengths.shape}, {offsets.size} offsets up to {offsets[-1:]} and "
+            f"{indices.size} indices do not fit together"
+        )
+    tables, examples = lengths.shape
+
+    def batches() -> Iterator[list[Segment]]:
+        for first in range(0, examples, batch_size):
+            end = min(first + batch_size, examples)
+            yield [
+                (t, indices[offsets[t * examples + first] : offsets[t * examples + end]])
+                for t in range(tables)
+            ]
+
+    return Trace(str(path), tuple(f"t{t}" for t in range(tables)), batches, -(-examples // batch_size))
+
+
+def _columns(path: Path, array: np.ndarray) -> dict[str, np.ndarray]:
+    if array.ndim != 2:
+        raise InputError(f"{path}: ids must be (n,) or (n, tables), not {array.shape}")
+    return {f"t{t}": array[:, t] for t in range(array.shape[1])}
+
+
+def _from_columns(path: Path, arrays: dict[str, np.ndarray], batch_size: int) -> Trace:
+    lengths = {name: array.shape for name, array in arrays.items()}
+    if not arrays or any(array.ndim != 1 for array in arrays.values()) or len(set(lengths.values())) > 1:
+        raise InputError(f"{path}: the columns of a trace must be 1-d and equally long; shapes are {lengths}")
+    for name, array in arrays.items():
+        if array.dtype.kind not in "iu":
+            raise InputError(f"{path}: column {name} is {array.dtype}; ids must be integers")
+        if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+            raise InputError(f"{path}: id {array.max()} in column {name} does not fit int64")
+    return _trace(path, tuple(arrays), list(arrays.values()), batch_size)
+
+
+def _trace(path: Path, tables: tuple[str, ...], columns: list[np.ndarray], batch_size: int) -> Trace:
+    if not len(columns[0]):
+        raise InputError(f"{path} is empty: a trace needs at least one id")
+    return Trace(str(path), tables, cut(columns, batch_size), -(-len(columns[0]) // batch_size))
+
+
+def _text(path: Path) -> Any:
+    return gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="")
+
+
+def _binary(path: Path) -> Any:
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+
+
+def _parse_numbers(path: Path, lines: Any) -> np.ndarray:
+    import warnings
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of an empty file: told by the caller
+            ids = np.loadtxt(lines, dtype=np.int64, ndmin=1, comments=None)
+    except (ValueError, OverflowError, EOFError, OSError) as error:
+        raise InputError(f"{path}: a line is no id that fits int64: {error}") from error
+    if ids.ndim != 1:
+        raise InputError(f"{path}: one id per line, not {ids.shape[1]} (name it .csv if it is one)")
+    return ids
+
+
+def _choose(path: Path, header: Sequence[str], columns: Sequence[str] | None) -> list[str]:
+    chosen = list(columns or header)
+    missing = [name for name in chosen if name not in header]
+    if missing:
+        raise ConfigError(f"{path} has no column {missing[0]!r}; there are {', '.join(header)}")
+    return chosen
+
+
+def _ids(path: Path, name: str, values: list[str]) -> np.ndarray:
+    try:
+        return np.array(values, np.int64)
+    except OverflowError as error:
+        raise InputError(f"{path}: an id of column {name} does not fit int64") from error
+    except ValueError:
+        first: dict[str, int] = {}
+        return np.array([first.setdefault(value, len(first)) for value in values], np.int64)
+
+
+def _arrow_ids(path: Path, name: str, column: Any, known: dict[Any, int]) -> np.ndarray:
+    import pyarrow
+
+    kind = column.type
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        return _arrow_ids(path, name, column.flatten(), known)
+    if pyarrow.types.is_integer(kind):
+        if column.null_count:
+            raise InputError(f"{path}: column {name} has nulls; fill them in first")
+        return column.to_numpy()
+    if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
+        return np.array([known.setdefault(value, len(known)) for value in column.to_pylist()], np.int64)
+    raise InputError(f"{path}: column {name} is {kind}; ids must be integers, strings or lists of integers")

@@ -1,0 +1,190 @@
+"""Recorded traces: an ``.npz`` that is written while training runs (docs/traces.md).
+
+Members: ``tierstore_trace.json`` (as bytes) names the format, the tables and the sampling rate; then for
+every chunk of batches ``c`` the arrays ``ids/c`` (all ids, batch after batch, table after table, uint32 where
+they fit, else uint64) and ``counts/c`` (uint32, batches by tables: how many ids of each). Chunks are appended
+as they fill, so a recording that was cut short can be read up to its last chunk after ``zip -FF``.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import numpy as np
+
+from cache_policies.reuse import sampled
+from tierstore.errors import ClosedError, InputError
+from tierstore.keys import make_keys
+from tierstore.trace.trace import Segment, Trace
+
+HEADER = "tierstore_trace.json"
+VERSION = 1
+_CHUNK_IDS = 1 << 21
+
+
+class TraceRecorder:
+    """Writes the ids of every batch to ``path``.
+
+    ``tables`` maps names to rows (0: not known). ``rate`` below 1 keeps that share of the rows, chosen by a
+    hash of table and id, with all of their uses (SHARDS): the recorded trace has the miss ratios of the full
+    one at caches ``rate`` times the size. Ids are copied by ``record``; a thread compresses and writes. A
+    context manager.
+    """
+
+    def __init__(self, path: str | Path, tables: Mapping[str, int], rate: float = 1.0) -> None:
+        if not 0 < rate <= 1:
+            raise InputError(f"trace: rate must be above 0 and at most 1, not {rate}")
+        if not tables:
+            raise InputError("trace: give the tables to record")
+        self.tables = tuple(tables)
+        self.rate = rate
+        self.batches = 0
+        self._index = {name: i for i, name in enumerate(self.tables)}
+        self._ids: list[np.ndarray] = []
+        self._counts: list[np.ndarray] = []
+        self._held = 0
+        self._queue: Queue[tuple[list[np.ndarray], list[np.ndarray]] | None] = Queue(maxsize=4)
+        self._error: BaseException | None = None
+        self._file = zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
+        header = {"version": VERSION, "tables": dict(tables), "rate": rate}
+        self._file.writestr(HEADER, json.dumps(header))
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._write, name="tierstore-trace", daemon=True
+        )
+        self._thread.start()
+
+    def record(self, ids: Mapping[str, Any]) -> None:
+        """One batch: table name → its ids (NumPy array or CPU tensor of integers, any shape)."""
+        if self._thread is None:
+            raise ClosedError("trace: the recorder is closed")
+        if self._error is not None:
+            raise self._error
+        unknown = set(ids) - set(self._index)
+        if unknown:
+            raise InputError(f"trace: unknown tables {sorted(unknown)}; there are {list(self.tables)}")
+        counts = np.zeros(len(self.tables), np.uint32)
+        for table, name in enumerate(self.tables):
+            if name not in ids:
+                continue
+            values = np.asarray(ids[name]).reshape(-1)
+            if self.rate < 1:
+                values = values[sampled(make_keys(table, values), self.rate)]
+            counts[table] = values.size
+            self._ids.append(np.array(values))
+            self._held += values.size
+        self._counts.append(counts)
+        self.batches += 1
+        if self._held >= _CHUNK_IDS:
+            self._flush()
+
+    def watch(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yields ``batches`` unchanged and records the KeyedJaggedTensor in each (itself, or its
+        ``sparse``).
+        """
+        for batch in batches:
+            features = getattr(batch, "sparse", batch)
+            names: list[str] = features.keys()
+            self.record({key: features[key].values().cpu().numpy() for key in names})
+            yield batch
+
+    def close(self) -> None:
+        """Writes what is left; raises the error that the writing thread met, if any."""
+        if self._thread is None:
+            return
+        self._flush()
+        self._queue.put(None)
+        self._thread.join()
+        self._thread = None
+        self._file.close()
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> TraceRecorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _flush(self) -> None:
+        if self._counts:
+            self._queue.put((self._ids, self._counts))
+        self._ids, self._counts, self._held = [], [], 0
+
+    def _write(self) -> None:
+        chunk = 0
+        while (item := self._queue.get()) is not None:
+            if self._error is not None:
+                continue  # only to empty the queue: record() raises
+            try:
+                ids = np.concatenate(item[0]) if item[0] else np.empty(0, np.int64)
+                narrow = not ids.size or int(ids.max()) < 2**32
+                self._append(f"ids/{chunk}.npy", ids.astype(np.uint32 if narrow else np.uint64))
+                self._append(f"counts/{chunk}.npy", np.stack(item[1]))
+                chunk += 1
+            except BaseException as error:  # handed to record() or close()
+                self._error = error
+
+    def _append(self, name: str, array: np.ndarray) -> None:
+        with self._file.open(name, "w", force_zip64=True) as member:
+            np.lib.format.write_array(member, array, allow_pickle=False)
+
+
+def open_recorded(path: Path) -> Trace:
+    """The trace in ``path``; InputError if it is damaged or of another format."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            header = json.loads(archive.read(HEADER))
+            names = set(archive.namelist())
+            tables: dict[str, int] = header["tables"]
+            chunks = sum(name.startswith("counts/") for name in names)
+            counts = [_read(archive, f"counts/{c}.npy") for c in range(chunks)]
+        version = header["version"]
+    except (KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        raise InputError(f"{path} is no complete recorded trace: {error}") from error
+    if version != VERSION:
+        raise InputError(f"{path} has trace format {version}; this tierstore reads {VERSION}")
+    for array in counts:
+        if array.ndim != 2 or array.shape[1] != len(tables):
+            raise InputError(f"{path}: counts of shape {array.shape} do not fit {len(tables)} tables")
+
+    def batches() -> Iterator[Sequence[Segment]]:
+        with zipfile.ZipFile(path) as archive:
+            for c, count in enumerate(counts):
+                yield from _segments(path, _read_ids(path, archive, c), count)
+
+    return Trace(
+        str(path),
+        tuple(tables),
+        batches,
+        sum(len(count) for count in counts),
+        tuple(int(rows) for rows in tables.values()),
+        float(header["rate"]),
+    )
+
+
+def _read(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    with archive.open(name) as member:
+        return np.lib.format.read_array(member, allow_pickle=False)
+
+
+def _read_ids(path: Path, archive: zipfile.ZipFile, chunk: int) -> np.ndarray:
+    try:
+        return _read(archive, f"ids/{chunk}.npy")
+    except (KeyError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        raise InputError(f"{path}: chunk {chunk} is damaged: {error}") from error
+
+
+def _segments(path: Path, ids: np.ndarray, counts: np.ndarray) -> Iterator[list[Segment]]:
+    ends = np.cumsum(counts.reshape(-1).astype(np.int64))
+    if ids.size != (ends[-1] if ends.size else 0):
+        raise InputError(f"{path}: {ids.size} ids where the counts say {ends[-1] if ends.size else 0}")
+    tables = counts.shape[1]
+    parts = np.split(ids, ends[:-1])
+    for first in range(0, len(parts), tables):
+        yield [(table, part) for table, part in enumerate(parts[first : first + tables]) if part.size]

@@ -1,0 +1,138 @@
+"""Traces by name: files of all kinds, and the datasets of ``tierstore.data``."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tierstore import data
+from tierstore.data.dataset import Dataset
+from tierstore.errors import ConfigError, InputError
+from tierstore.trace import files, recorded
+from tierstore.trace.trace import Segment, Trace, check_batch_size
+
+#: What ``open_trace`` tells files apart by.
+SUFFIXES = {
+    ".npz": "recorded by tierstore, or arrays of one length, one per table",
+    ".npy": "ids (n,) or (n, tables)",
+    ".parquet": "columns",
+    ".csv, .csv.gz": "columns under a header",
+    ".txt, .txt.gz": "an id per line",
+    ".oracleGeneral, .oracleGeneral.bin": "libCacheSim's binary",
+    ".pt, .pt.gz": "Meta's dlrm_datasets",
+    ".tsv, .tsv.gz": "Criteo's logs",
+}
+
+
+def open_trace(
+    source: str | Path,
+    *,
+    batch_size: int = 4096,
+    batches: int | None = None,
+    columns: Sequence[str] | None = None,
+    path: str | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Trace:
+    """The trace in a file (its kind is told by the name), or of the training part of a dataset.
+
+    ``batch_size``: examples (lines, requests) per batch; a recorded trace keeps the batches it was recorded
+    in. ``batches``: at most so many. ``columns``: of CSV and parquet, the tables to read. ``path``, ``seed``
+    and other options go to ``tierstore.data.load``. ConfigError and InputError say what is wrong.
+    """
+    check_batch_size(batch_size)
+    if batches is not None and batches < 1:
+        raise ConfigError(f"the number of batches must be at least 1, not {batches}")
+    name = str(source)
+    file = Path(name)
+    if file.is_file():
+        if options:
+            raise ConfigError(f"{name} is a file: options {', '.join(options)} are for datasets")
+        trace = _open_file(file, batch_size, columns)
+    elif _is_dataset(name):
+        trace = from_dataset(data.load(name, path=path, seed=seed, **options), batch_size)
+    else:
+        raise ConfigError(
+            f"no file or dataset {name!r}; datasets are {', '.join(data.names())}; files are told by "
+            + ", ".join(SUFFIXES)
+        )
+    if batches is not None:
+        trace = _first(trace, batches)
+    if trace.num_batches is None and _endless(name):
+        raise ConfigError(f"{name} is endless: say how many batches (--batches)")
+    return trace
+
+
+def from_dataset(dataset: Dataset, batch_size: int) -> Trace:
+    """One pass over the training examples of a dataset."""
+
+    def batches() -> Iterator[Sequence[Segment]]:
+        for batch in dataset.train(batch_size):
+            ids = batch.sparse.values().numpy()
+            ends = batch.sparse.offset_per_key()
+            yield [(t, ids[ends[t] : ends[t + 1]]) for t in range(len(ends) - 1)]
+
+    return Trace(
+        dataset.name,
+        tuple(table.name for table in dataset.tables),
+        batches,
+        None if dataset.num_train is None else -(-dataset.num_train // batch_size),
+        tuple(table.num_embeddings for table in dataset.tables),
+    )
+
+
+def _open_file(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trace:
+    name = path.name.lower().removesuffix(".gz")
+    if columns is not None and not name.endswith((".csv", ".parquet")):
+        raise ConfigError(f"{path}: columns can be chosen in .csv and .parquet files only")
+    if path.stat().st_size == 0:
+        raise InputError(f"{path} is empty")
+    if name.endswith(".npz"):
+        return recorded.open_recorded(path) if _is_recorded(path) else files.open_npz(path, batch_size)
+    if name.endswith(".npy"):
+        return files.open_npy(path, batch_size)
+    if name.endswith(".parquet"):
+        return files.open_parquet(path, batch_size, columns)
+    if name.endswith(".csv"):
+        return files.open_csv(path, batch_size, columns)
+    if name.endswith(".txt"):
+        return files.open_text(path, batch_size)
+    if name.removesuffix(".bin").endswith((".oraclegeneral", "oraclegeneral")):
+        return files.open_oracle_general(path, batch_size)
+    if name.endswith(".pt"):
+        return files.open_meta(path, batch_size)
+    if name.endswith(".tsv"):
+        return from_dataset(data.load("criteo", path=str(path), hashed=False), batch_size)
+    raise ConfigError(f"{path}: cannot tell what it is; names of trace files end in {', '.join(SUFFIXES)}")
+
+
+def _is_recorded(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return recorded.HEADER in archive.namelist()
+    except zipfile.BadZipFile as error:
+        raise InputError(f"{path} is no complete .npz file: {error}") from error
+
+
+def _is_dataset(name: str) -> bool:
+    first = name.split(":")[0]
+    return any(first == known.split(":")[0] for known in data.names())
+
+
+def _endless(name: str) -> bool:
+    return name.startswith("synthetic:")
+
+
+def _first(trace: Trace, limit: int) -> Trace:
+    known = limit if trace.num_batches is None else min(limit, trace.num_batches)
+    return Trace(
+        trace.name,
+        trace.tables,
+        lambda: islice(trace.batches(), limit),
+        known,
+        trace.num_embeddings,
+        trace.rate,
+    )

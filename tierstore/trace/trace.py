@@ -1,0 +1,83 @@
+"""What a trace is: which rows of which tables every batch uses, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from cache_policies.hashing import mix
+from tierstore.errors import InputError
+from tierstore.keys import ID_BITS, MAX_ID, MAX_TABLE
+
+#: The ids that one batch looks up in one table: (table index, int64 or uint64 ids in order, repeats
+#: included).
+Segment = tuple[int, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Batches of ids, read anew by every call of ``batches``.
+
+    ``tables`` are names; ``num_embeddings`` rows per table where known (0 if not). ``num_batches`` is None
+    where it is not known before reading. ``rate`` is the share of rows that was recorded (sampled by a hash
+    of the key).
+    """
+
+    name: str
+    tables: tuple[str, ...]
+    batches: Callable[[], Iterator[Sequence[Segment]]]
+    num_batches: int | None = None
+    num_embeddings: tuple[int, ...] = ()
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.tables) <= MAX_TABLE + 1:
+            raise InputError(f"{self.name}: a trace has 1 to {MAX_TABLE + 1} tables, not {len(self.tables)}")
+
+    def key_batches(self, tables: Sequence[int] | None = None) -> Iterator[np.ndarray]:
+        """The uint64 keys (``table << 48 | id``) of each batch; of ``tables`` only, if given.
+
+        Ids of 2^48 and more (hashes, in foreign traces) are hashed to 48 bits. InputError for negative ids.
+        """
+        chosen = range(len(self.tables)) if tables is None else tables
+        for segments in self.batches():
+            parts = [_keys(self.name, table, ids) for table, ids in segments if table in chosen]
+            yield np.concatenate(parts) if parts else np.empty(0, np.uint64)
+
+
+def _keys(name: str, table: int, ids: np.ndarray) -> np.ndarray:
+    if ids.dtype.kind == "i" and ids.size and ids.min() < 0:
+        raise InputError(f"{name}: id {ids.min()} in table {table}; ids must not be negative")
+    ids = ids.astype(np.uint64)
+    wide = ids > np.uint64(MAX_ID)
+    if wide.any():
+        ids[wide] = _folded(ids[wide])
+    return ids | np.uint64(table << ID_BITS)
+
+
+@njit(cache=True)
+def _folded(ids: np.ndarray) -> np.ndarray:
+    out = np.empty_like(ids)
+    for i in range(ids.size):
+        out[i] = mix(ids[i]) >> np.uint64(64 - ID_BITS)
+    return out
+
+
+def cut(ids: Sequence[np.ndarray], batch_size: int) -> Callable[[], Iterator[list[Segment]]]:
+    """Batches of ``batch_size`` rows from columns of equal length, one per table."""
+
+    def batches() -> Iterator[list[Segment]]:
+        for first in range(0, len(ids[0]), batch_size):
+            yield [
+                (table, np.asarray(column[first : first + batch_size])) for table, column in enumerate(ids)
+            ]
+
+    return batches
+
+
+def check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise InputError(f"batch size must be at least 1, not {batch_size}")
