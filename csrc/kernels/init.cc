@@ -13,11 +13,11 @@
 namespace tierstore {
 namespace {
 
-constexpr int kCounters = 16;
-constexpr int kColumns = 4 * kCounters;
-
+// Random bits of kColumns columns from `column`, a multiple of 4.
+template <int kColumns>
 TIERSTORE_INLINE void RandomColumns(std::uint64_t id, std::int64_t column, std::uint64_t seed,
                                     std::uint32_t (&bits)[kColumns]) {
+  constexpr int kCounters = kColumns / 4;
   std::uint32_t words[4][kCounters];
   Philox<kCounters>(static_cast<std::uint32_t>(id), static_cast<std::uint32_t>(id >> 32),
                     static_cast<std::uint32_t>(column / 4), seed, words);
@@ -26,24 +26,23 @@ TIERSTORE_INLINE void RandomColumns(std::uint64_t id, std::int64_t column, std::
   }
 }
 
-TIERSTORE_INLINE void FillUniform(const std::uint32_t (&bits)[kColumns], float a, float b, int columns,
-                                  float* out) {
+template <int kColumns>
+TIERSTORE_INLINE void Uniform(const std::uint32_t (&bits)[kColumns], float a, float b,
+                              float (&out)[kColumns]) {
   const float span = b - a;
   const float below = a < b ? std::nextafter(b, a) : a;
-  float values[kColumns];
   for (int i = 0; i < kColumns; ++i) {
     const float value = a + static_cast<float>(static_cast<std::int32_t>(bits[i] >> 8)) * 0x1p-24f * span;
-    values[i] = value < below ? value : below;
+    out[i] = value < below ? value : below;
   }
-  std::memcpy(out, values, columns * sizeof(float));
 }
 
-TIERSTORE_INLINE void FillNormal(const std::uint32_t (&bits)[kColumns], double mean, double std, int columns,
-                                 float* out) {
-  for (int i = 0; i < columns; ++i) {
-    const double z = NormalQuantile((static_cast<double>(bits[i]) + 0.5) * 0x1p-32);
-    out[i] = static_cast<float>(mean + std * z);
-  }
+template <int kColumns>
+TIERSTORE_INLINE void Normal(const std::uint32_t (&bits)[kColumns], double mean, double std,
+                             float (&out)[kColumns]) {
+  double numbers[kColumns];
+  NormalNumbers(bits, numbers);
+  for (int i = 0; i < kColumns; ++i) out[i] = static_cast<float>(mean + std * numbers[i]);
 }
 
 struct InitKernel {
@@ -71,21 +70,29 @@ struct InitKernel {
 
   TIERSTORE_INLINE static void FillWeights(const Args& args, std::uint64_t key, float* row) {
     const std::uint32_t table = KeyTable(key);
-    const float a = args.tables.a[table], b = args.tables.b[table];
     if (args.tables.kinds[table] == InitKind::kConstant) {
-      std::fill(row, row + args.dim, a);
+      std::fill(row, row + args.dim, args.tables.a[table]);
       return;
     }
-    for (std::int64_t c = 0; c < args.dim; c += kColumns) {
-      std::uint32_t bits[kColumns];
-      RandomColumns(KeyId(key), c, args.tables.seeds[table], bits);
-      const int columns = static_cast<int>(std::min<std::int64_t>(kColumns, args.dim - c));
-      if (args.tables.kinds[table] == InitKind::kUniform) {
-        FillUniform(bits, a, b, columns, row + c);
-      } else {
-        FillNormal(bits, a, b, columns, row + c);
-      }
+    std::int64_t c = 0;
+    for (; args.dim - c > 16; c += 64)
+      FillColumns<64>(args.tables, table, KeyId(key), c, args.dim - c, row + c);
+    for (; c < args.dim; c += 16) FillColumns<16>(args.tables, table, KeyId(key), c, args.dim - c, row + c);
+  }
+
+  // At most `limit` columns from `column` are written.
+  template <int kColumns>
+  TIERSTORE_INLINE static void FillColumns(const TableInit& tables, std::uint32_t table, std::uint64_t id,
+                                           std::int64_t column, std::int64_t limit, float* out) {
+    std::uint32_t bits[kColumns];
+    RandomColumns(id, column, tables.seeds[table], bits);
+    float values[kColumns];
+    if (tables.kinds[table] == InitKind::kUniform) {
+      Uniform(bits, tables.a[table], tables.b[table], values);
+    } else {
+      Normal(bits, tables.a[table], tables.b[table], values);
     }
+    std::memcpy(out, values, std::min<std::int64_t>(kColumns, limit) * sizeof(float));
   }
 };
 

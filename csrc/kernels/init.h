@@ -13,7 +13,7 @@ enum class InitKind : std::uint8_t { kConstant = 0, kUniform = 1, kNormal = 2 };
 // How the weights of each table start, one entry per table (key >> 48):
 // - constant: a
 // - uniform in [a, b): min(a + u * (b - a), the float before b), in float32, u = (x >> 8) / 2^24
-// - normal: float32(a + b * z) in float64, z = NormalQuantile((x + 0.5) / 2^32)
+// - normal: float32(a + b * z) in float64, z the standard normal quantile of (x + 0.5) / 2^32
 // where x is word `column mod 4` of Philox4x32-10 with key `seed` and counter (id mod 2^32, id >> 32, column
 // div 4, 0).
 struct TableInit {

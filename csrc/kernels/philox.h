@@ -8,29 +8,25 @@
 
 namespace tierstore {
 
-// Outputs of N counters (c0, c1, first_block + i, 0), i < N, under `key`; out[j][i] is word j of counter i.
-// In this order the N generators run in the lanes of a vector.
+// out[j][i] = word j of counter (c0, c1, first_block + i, 0) under `key`, i < N. The N generators run in the
+// lanes of vectors.
 template <int N>
 TIERSTORE_INLINE void Philox(std::uint32_t c0, std::uint32_t c1, std::uint32_t first_block, std::uint64_t key,
                              std::uint32_t (&out)[4][N]) {
-  constexpr std::uint64_t kMultiplier0 = 0xD2511F53, kMultiplier1 = 0xCD9E8D57;
+  constexpr std::uint32_t kMultiplier0 = 0xD2511F53, kMultiplier1 = 0xCD9E8D57;
   constexpr std::uint32_t kWeyl0 = 0x9E3779B9, kWeyl1 = 0xBB67AE85;
   for (int i = 0; i < N; ++i) {
-    out[0][i] = c0;
-    out[1][i] = c1;
-    out[2][i] = first_block + static_cast<std::uint32_t>(i);
-    out[3][i] = 0;
-  }
-  std::uint32_t k0 = static_cast<std::uint32_t>(key), k1 = static_cast<std::uint32_t>(key >> 32);
-  for (int round = 0; round < 10; ++round, k0 += kWeyl0, k1 += kWeyl1) {
-    for (int i = 0; i < N; ++i) {
-      const std::uint64_t product0 = kMultiplier0 * out[0][i];
-      const std::uint64_t product1 = kMultiplier1 * out[2][i];
-      out[0][i] = static_cast<std::uint32_t>(product1 >> 32) ^ out[1][i] ^ k0;
-      out[1][i] = static_cast<std::uint32_t>(product1);
-      out[2][i] = static_cast<std::uint32_t>(product0 >> 32) ^ out[3][i] ^ k1;
-      out[3][i] = static_cast<std::uint32_t>(product0);
+    std::uint32_t k0 = static_cast<std::uint32_t>(key), k1 = static_cast<std::uint32_t>(key >> 32);
+    std::uint32_t x0 = c0, x1 = c1, x2 = first_block + static_cast<std::uint32_t>(i), x3 = 0;
+    for (int round = 0; round < 10; ++round, k0 += kWeyl0, k1 += kWeyl1) {
+      const std::uint64_t product0 = static_cast<std::uint64_t>(kMultiplier0) * x0;
+      const std::uint64_t product1 = static_cast<std::uint64_t>(kMultiplier1) * x2;
+      x0 = static_cast<std::uint32_t>(product1 >> 32) ^ x1 ^ k0;
+      x1 = static_cast<std::uint32_t>(product1);
+      x2 = static_cast<std::uint32_t>(product0 >> 32) ^ x3 ^ k1;
+      x3 = static_cast<std::uint32_t>(product0);
     }
+    out[0][i] = x0, out[1][i] = x1, out[2][i] = x2, out[3][i] = x3;
   }
 }
 

@@ -58,12 +58,6 @@ AS241 = {
     "d": "1.0 2.05319162663775882187e0 1.67638483018380384940e0 "
     "6.89767334985100004550e-1 1.48103976427480074590e-1 1.51986665636164571966e-2 "
     "5.47593808499534494600e-4 1.05075007164441684324e-9",
-    "e": "6.65790464350110377720e0 5.46378491116411436990e0 1.78482653991729133580e0 "
-    "2.96560571828504891230e-1 2.65321895265761230930e-2 1.24266094738807843860e-3 "
-    "2.71155556874348757815e-5 2.01033439929228813265e-7",
-    "f": "1.0 5.99832206555887937690e-1 1.36929880922735805310e-1 "
-    "1.48753612908506148525e-2 7.86869131145613259100e-4 1.84631831751005468180e-5 "
-    "1.42151175831644588870e-7 2.04426310338993978564e-15",
 }
 
 
@@ -76,15 +70,12 @@ def polynomial(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def normal_quantile(p: np.ndarray) -> np.ndarray:
-    """Inverse of the standard normal distribution function (AS 241, PPND16), float64."""
+    """Inverse of the standard normal distribution function (AS 241, PPND16), float64, for 1.4e-11 < p < 1."""
     q = p - 0.5
-    r = 0.180625 - q * q
+    r = 0.425 * 0.425 - q * q
     central = q * polynomial("a", r) / polynomial("b", r)
-    r = np.sqrt(-portable_log(np.where(q < 0, p, 1.0 - p)))
-    near, far = r - 1.6, r - 5.0
-    tail = np.where(
-        r <= 5.0, polynomial("c", near) / polynomial("d", near), polynomial("e", far) / polynomial("f", far)
-    )
+    r = np.sqrt(-portable_log(np.where(q < 0, p, 1.0 - p))) - 1.6
+    tail = polynomial("c", r) / polynomial("d", r)
     return np.where(np.abs(q) <= 0.425, central, np.where(q < 0, -tail, tail))
 
 

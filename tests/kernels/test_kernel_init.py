@@ -64,6 +64,19 @@ def test_init_matches_the_oracle(dim: int, kind: int, a: float, span: float, see
     core.force_isa("auto")
 
 
+@pytest.mark.parametrize(
+    ("kind", "a", "b", "expected"),
+    [
+        (UNIFORM, -0.1, 0.1, "0x1.649c72p-4 -0x1.fadcap-7 0x1.463cap-8 -0x1.7c5c54p-5 -0x1.0711cp-6"),
+        (NORMAL, 0.0, 1.0, "0x1.843ffep+0 -0x1.8f8e4p-3 0x1.ff6df2p-5 -0x1.3d1a18p-1 -0x1.9ef51cp-3"),
+    ],
+)
+def test_golden_values(kind: int, a: float, b: float, expected: str) -> None:
+    """Rows that were never updated are not stored, so their values are part of the format of every store."""
+    row = init(np.array([7], np.uint64), 5, [(kind, a, b, 2**63 + 12345)])[0]
+    assert row[:5].tolist() == [float.fromhex(x) for x in expected.split()]
+
+
 def test_values_depend_on_neither_order_nor_slot_nor_table_position() -> None:
     ids = np.arange(5000, dtype=np.uint64)
     alone = init(ids, 10, [(NORMAL, 0, 1, 42)])
