@@ -1,0 +1,185 @@
+"""``tierstore train`` from end to end, small: bit identity, resume, errors, what it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tierstore.cli.main import main
+from tierstore.cli.trainer import Trainer
+
+JSON_KEYS = [
+    *(
+        "final_loss",
+        "auc",
+        "base_rate",
+        "bit_identical",
+        "examples_per_s",
+        "in_memory_examples_per_s",
+        "ratio",
+    ),
+    *("hit_rate", "stall", "peak_rss_bytes", "rss_before_bytes", "budget_bytes", "table_bytes", "ssd_bytes"),
+    *("rows_compared", "difference", "batches", "examples", "seconds", "config", "machine"),
+]
+DATA = ["--data", "synthetic:zipf:1.05", "--rows", "4000", "--tables", "3"]
+SMALL = [*DATA, "--hbm", "1/8", "--dim", "8", "--batch-size", "64", "--steps", "24"]
+
+
+def train(*arguments: str | Path) -> int:
+    return main(["train", *SMALL, *map(str, arguments)])
+
+
+def test_small_tables_are_trained_to_the_same_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    assert train("--compare", "in-memory", "--json", out) == 0
+    result = json.loads(out.read_text())
+    assert list(result) == JSON_KEYS
+    assert result["bit_identical"] is True
+    assert result["batches"] == 24
+    assert result["examples"] == 24 * 64
+    assert result["rows_compared"] > 500
+    assert result["ratio"] == result["examples_per_s"] / result["in_memory_examples_per_s"]
+    assert result["table_bytes"] == 3 * 4000 * 48
+    assert result["budget_bytes"] == result["table_bytes"] // 8
+    assert list(result["hit_rate"]) == ["hbm", "ssd"]
+    assert 0 < result["hit_rate"]["hbm"]["per_unique"] <= result["hit_rate"]["hbm"]["per_access"] < 1
+    assert result["config"]["data"] == "synthetic:zipf:1.05"
+    streams = capsys.readouterr()
+    assert "bit_identical: true" in streams.out
+    assert "tiered: 100% batch 24/24" in streams.err
+
+
+@pytest.mark.parametrize("engine", ["native", "rocksdb", "lmdb", "memory"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_every_engine(engine: str, optimizer: str, tmp_path: Path) -> None:
+    more = [] if engine == "memory" else ["--ssd", tmp_path / "store"]
+    options = [
+        "--engine",
+        engine,
+        "--optimizer",
+        optimizer,
+        "--policy",
+        "lru",
+        "--depth",
+        "1",
+        "--uvm",
+        "1/10",
+    ]
+    assert train(*options, *more, "--compare", "in-memory", "--steps", "12") == 0
+
+
+def test_all_in_memory_needs_no_store(tmp_path: Path) -> None:
+    assert train("--hbm", "all", "--json", tmp_path / "out.json") == 0
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["ssd_bytes"] == 0
+    assert result["bit_identical"] is None
+
+
+def test_a_difference_is_found_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate = Trainer.evaluate
+
+    def spoil(trainer: Trainer, dataset: Any) -> Any:
+        if trainer.embeddings.engine.config.keeps_all:
+            ids = next(trainer.embeddings.touched_ids("t1"))[:1]
+            trainer.embeddings.load_rows(ids, torch.zeros(1, 8), table="t1")
+        return evaluate(trainer, dataset)
+
+    monkeypatch.setattr(Trainer, "evaluate", spoil)
+    assert train("--compare", "in-memory", "--json", tmp_path / "out.json") == 1
+    assert json.loads((tmp_path / "out.json").read_text())["bit_identical"] is False
+    assert "bit_identical: false; first difference: weight of row" in capsys.readouterr().out
+
+
+class TestStopping:
+    @pytest.fixture
+    def _ctrl_c_in_batch_10(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        step = Trainer._step
+
+        def interrupted(trainer: Trainer, batch: Any) -> None:
+            if trainer.batches == 9:
+                os.kill(os.getpid(), signal.SIGINT)
+            step(trainer, batch)
+
+        monkeypatch.setattr(Trainer, "_step", interrupted)
+
+    @pytest.mark.usefixtures("_ctrl_c_in_batch_10")
+    def test_ctrl_c_saves_and_resume_goes_on_exactly(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        store = tmp_path / "store"
+        assert train("--ssd", store) == 130
+        assert f"saved in {store}; to go on, repeat the command with --resume" in capsys.readouterr().err
+        assert main(["inspect", str(store)]) == 0
+        assert '"batches": 10' in capsys.readouterr().out
+        monkeypatch.undo()
+        assert (
+            train("--ssd", store, "--resume", "--compare", "in-memory", "--json", tmp_path / "out.json") == 0
+        )
+        assert json.loads((tmp_path / "out.json").read_text())["examples"] == 14 * 64
+        assert [file.name for file in store.glob("dense-*")] == ["dense-24.pt"]
+
+    @pytest.mark.usefixtures("_ctrl_c_in_batch_10")
+    def test_without_a_folder_it_says_that_nothing_is_kept(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert train() == 130
+        assert "nothing is kept" in capsys.readouterr().err
+
+    def test_resume_wants_the_same_options(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert train("--ssd", tmp_path / "store") == 0
+        assert train("--ssd", tmp_path / "store") == 2
+        assert "already holds a store" in capsys.readouterr().err
+        assert train("--ssd", tmp_path / "store", "--resume", "--lr", "0.5") == 2
+        assert "had --lr 0.05" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--data", "movies"], "unknown data 'movies'; known are flights"),
+        (["--hbm", "lots"], "hbm is 'lots'"),
+        (["--hbm", "3/2"], "--hbm 3/2"),
+        (["--hbm", "4KiB"], "hbm"),
+        (["--policy", "magic"], "magic"),
+        (["--engine", "paper"], "unknown engine 'paper'"),
+        (["--optimizer", "newton"], "unknown optimizer 'newton'; known optimizers"),
+        (["--lr", "-1"], "lr is -1.0"),
+        (["--resume"], "--resume needs --ssd"),
+        (["--hbm", "all", "--ssd", "somewhere"], "nothing would be stored there"),
+        (["--depth", "1000"], "depth is 1000"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    arguments: list[str],
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train(*arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert what in error
+    assert error.count("\n") == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_tensorboard_gets_scalars(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    assert train("--tensorboard", tmp_path / "runs") == 0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "runs"))
+    events.Reload()
+    assert {"train/loss", "train/auc", "hit_rate/hbm", "speed/examples_per_s"} <= set(
+        events.Tags()["scalars"]
+    )
