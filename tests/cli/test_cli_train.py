@@ -31,6 +31,11 @@ DATA = ["--data", "synthetic:zipf:1.05", "--rows", "4000", "--tables", "3"]
 SMALL = [*DATA, "--hbm", "1/8", "--dim", "8", "--batch-size", "64", "--steps", "24"]
 
 
+@pytest.fixture(autouse=True)
+def _few_examples_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierstore.data.synthetic.TEST_EXAMPLES", 512)
+
+
 def train(*arguments: str | Path) -> int:
     return main(["train", *SMALL, *map(str, arguments)])
 
@@ -138,7 +143,7 @@ class TestStopping:
         assert train("--ssd", tmp_path / "store") == 2
         assert "already holds a store" in capsys.readouterr().err
         assert train("--ssd", tmp_path / "store", "--resume", "--lr", "0.5") == 2
-        assert "had --lr 0.05" in capsys.readouterr().err
+        assert "had --lr 0.02" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -147,7 +152,7 @@ class TestStopping:
         (["--data", "movies"], "unknown data 'movies'; known are flights"),
         (["--hbm", "lots"], "hbm is 'lots'"),
         (["--hbm", "3/2"], "--hbm 3/2"),
-        (["--hbm", "4KiB"], "hbm"),
+        (["--hbm", "100"], "hbm"),
         (["--policy", "magic"], "magic"),
         (["--engine", "paper"], "unknown engine 'paper'"),
         (["--optimizer", "newton"], "unknown optimizer 'newton'; known optimizers"),

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-import tierstore
 from tierstore import optim
+from tierstore.cache.engine import set_num_threads
 from tierstore.cli import checkpoint
 from tierstore.cli.compare import compare, touched_ids
 from tierstore.cli.interrupt import GracefulInterrupt
 from tierstore.cli.memory import PeakRss, machine
 from tierstore.cli.progress import Display
 from tierstore.cli.report import JsonFile, Report, RunResult, Scalars
-from tierstore.cli.setup import load_dataset, open_trainer, table_bytes, tier_config
+from tierstore.cli.setup import finish_imports, load_dataset, open_trainer, table_bytes, tier_config
 from tierstore.cli.trainer import Trainer
 from tierstore.config import TierConfig
 
@@ -34,7 +34,7 @@ class Experiment:
         self.json = JsonFile(args.json) if args.json else None
         if args.threads:
             torch.set_num_threads(args.threads)
-            tierstore.set_num_threads(args.threads)
+            set_num_threads(args.threads)
         self.optimizer = optim.make(args.optimizer.replace("-", "_"), lr=args.lr)
         self.dataset = load_dataset(args)
         self.table_bytes = table_bytes(self.dataset, args.dim, self.optimizer)
@@ -60,6 +60,7 @@ class Experiment:
 
     def _runs(self, interrupt: GracefulInterrupt) -> Report | None:
         """The report, or None when a signal ended it."""
+        finish_imports()
         args, rss = self.args, PeakRss()
         with self._open(self.config) as tiered:
             if args.resume:

@@ -30,11 +30,14 @@ def build_parser() -> argparse.ArgumentParser:
         description="Embedding tables larger than memory for PyTorch, trained bit for bit as if in memory.",
     )
     parser.add_argument("--version", action="version", version=f"tierstore {tierstore.__version__}")
-    parser.add_argument("--debug", action="store_true", help="show Python tracebacks of errors")
+    debug = {"action": "store_true", "help": "show Python tracebacks of errors"}
+    parser.add_argument("--debug", **debug)  # type: ignore[arg-type]
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
         module = import_module(f"tierstore.cli.{name}")
-        module.add_parser(subparsers).set_defaults(run=module.run)
+        subparser = module.add_parser(subparsers)
+        subparser.add_argument("--debug", default=argparse.SUPPRESS, **debug)
+        subparser.set_defaults(run=module.run)
     return parser
 
 
