@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,15 @@ JSON_KEYS = [
     *("rows_compared", "difference", "batches", "examples", "seconds", "config", "machine"),
 ]
 DATA = ["--data", "synthetic:zipf:1.05", "--rows", "4000", "--tables", "3"]
-SMALL = [*DATA, "--hbm", "1/8", "--dim", "8", "--batch-size", "64", "--steps", "24"]
+SMALL = [*DATA, "--hbm", "1/8", "--dim", "8", "--batch-size", "64", "--steps", "24", "--threads", "1"]
 
 
 @pytest.fixture(autouse=True)
-def _few_examples_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
     monkeypatch.setattr("tierstore.data.synthetic.TEST_EXAMPLES", 512)
+    yield
+    torch.set_num_threads(threads)
 
 
 def train(*arguments: str | Path) -> int:
