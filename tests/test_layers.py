@@ -19,6 +19,8 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "keys": {"errors"},
     "config": {"errors", "keys", "cache_policies"},
     "initializers": {"errors"},
+    "placement": {"errors"},
+    "planner": {"errors", "config", "placement"},
     "sparse": BASICS,
     "optim": BASICS | {"_core"},
     "store": BASICS | {"_core"},
@@ -36,7 +38,11 @@ PROJECT_IMPORTS["cli"] = EVERYTHING | {"tierstore_bench"}
 PROJECT_IMPORTS["bench"] = EVERYTHING
 
 # Layers that live without some third-party packages, or with few.
-ONLY_THIRD_PARTY = {"cache_policies": {"numpy", "numba"}, "sparse": {"torch", "numpy"}}
+ONLY_THIRD_PARTY = {
+    "cache_policies": {"numpy", "numba"},
+    "sparse": {"torch", "numpy"},
+    "planner": {"numpy", "scipy", "torch"},
+}
 NEVER_IMPORTED = {"store": {"torch"}, "errors": {"torch"}, "keys": {"torch"}}
 
 # Folders of csrc: what each may include of the others.

@@ -45,3 +45,12 @@ class ClosedError(TierStoreError, RuntimeError):
 
 class GradientError(TierStoreError, ArithmeticError):
     """A gradient was NaN or infinite (``TierConfig(check_gradients=True)``); those rows were not updated."""
+
+
+class InfeasiblePlanError(TierStoreError, ValueError):
+    """The tables do not fit the machines. ``binding`` is the resource that is short, ``missing_bytes`` how
+    much of it is missing, ``report`` the dictionary of ``tierstore plan --json``."""
+
+    def __init__(self, message: str, binding: str, missing_bytes: int, report: dict | None = None) -> None:
+        super().__init__(message)
+        self.binding, self.missing_bytes, self.report = binding, missing_bytes, report or {}

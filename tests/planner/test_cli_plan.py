@@ -1,0 +1,100 @@
+"""``tierstore plan``: its files, its JSON, its exit codes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from tierstore.cli.main import main
+
+TABLES = [
+    {"name": "users", "num_embeddings": 200_000_000, "embedding_dim": 64, "pooling_factor": 2.0},
+    {"name": "items", "num_embeddings": "1e6", "embedding_dim": 32, "feature_names": ["i", "j"]},
+    {"name": "days", "num_embeddings": 7, "embedding_dim": 32, "popularity": {"s": 0.5, "q": 0}},
+]
+TOPOLOGY = {
+    "hosts": 1,
+    "ranks_per_host": 2,
+    "hbm_per_rank": "2GiB",
+    "host_memory_per_host": "16GiB",
+    "ssd_per_host": "1TB",
+    "ssd_read_iops": "1e5",
+}
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "tables.yaml").write_text(yaml.safe_dump(TABLES))
+    (tmp_path / "topology.yaml").write_text(yaml.safe_dump(TOPOLOGY))
+    return tmp_path
+
+
+def plan(files, *arguments: str) -> int:
+    command = ["plan", "--tables", f"{files}/tables.yaml", "--topology", f"{files}/topology.yaml"]
+    return main([*command, "--search-seconds", "0.2", *arguments])
+
+
+def test_the_json_has_the_promised_keys(files, capsys):
+    assert (
+        plan(files, "--json", f"{files}/out.json", "--plot", f"{files}/out.png", "--batch-size", "1000") == 0
+    )
+    report = json.loads((files / "out.json").read_text())
+    promised = {"feasible", "binding", "plan_seconds", "predicted_step_s", "tables", "ranks", "hosts"}
+    assert promised <= report.keys()
+    assert report["feasible"] is True
+    assert [table["name"] for table in report["tables"]] == ["users", "items", "days"]
+    for table in report["tables"]:
+        assert {"sharding_type", "shards", "predicted_hit_rate"} <= table.keys()
+        for shard in table["shards"]:
+            assert {"rank", "hbm_bytes", "uvm_bytes", "ssd_bytes"} <= shard.keys()
+    assert len(report["ranks"]) == 2
+    assert len(report["hosts"]) == 1
+    assert (files / "out.png").stat().st_size > 10_000
+    text = capsys.readouterr().out
+    assert "what would help most" in text
+    assert "assumed, not measured" in text
+
+
+def test_recorded_curves_and_constraints_are_used(files):
+    recorded = {"sizes_rows": [1e6], "unique_miss_ratio": [0.01], "unique_rows": 500, "accesses": 2000}
+    (files / "mrc.json").write_text(json.dumps({"tables": {"users": recorded}}))
+    (files / "demands.yaml").write_text(yaml.safe_dump({"users": {"sharding_types": ["column_wise"]}}))
+    extra = ["--stats", f"{files}/mrc.json", "--constraints", f"{files}/demands.yaml"]
+    assert plan(files, "--json", f"{files}/out.json", *extra) == 0
+    users = json.loads((files / "out.json").read_text())["tables"][0]
+    assert users["sharding_type"] == "column_wise"
+    assert users["predicted_hit_rate"] >= 0.99
+
+
+def test_what_does_not_fit_exits_with_1_and_says_what_is_missing(files, capsys):
+    (files / "topology.yaml").write_text(yaml.safe_dump({**TOPOLOGY, "ssd_per_host": "1GB"}))
+    assert plan(files, "--json", f"{files}/out.json") == 1
+    report = json.loads((files / "out.json").read_text())
+    assert (report["feasible"], report["binding"]) == (False, "ssd")
+    assert report["missing_bytes"] > 1e10
+    assert "ssd is short of" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("tables.yaml", "[", "is not YAML"),
+        ("tables.yaml", "a: 1", "expected a list"),
+        ("tables.yaml", "- {name: a}", "num_embeddings, embedding_dim missing"),
+        (
+            "tables.yaml",
+            "- {name: a, num_embeddings: 5, embedding_dim: 4, rows: 3}",
+            "unknown fields ['rows']",
+        ),
+        ("tables.yaml", "- {name: a, num_embeddings: x, embedding_dim: 4}", "num_embeddings is 'x'"),
+        ("topology.yaml", "hosts: 1", "hbm_per_rank, host_memory_per_host missing"),
+        ("topology.yaml", "gpus: 1", "unknown fields ['gpus']"),
+        ("topology.yaml", "- 1", "a topology is a mapping"),
+    ],
+)
+def test_bad_files_are_one_line_and_exit_code_2(files, capsys, file, text, message):
+    (files / file).write_text(text)
+    assert plan(files) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,204 @@
+"""Plans: what fits is placed whole, what does not is named, constraints hold, and the numbers add up."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import cache_policies
+from tests.planner.machines import random_tables, table, topology
+from tierstore import optim
+from tierstore.errors import ConfigError, InfeasiblePlanError
+from tierstore.placement import ShardingPlan, ShardingType
+from tierstore.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from tierstore.planner.costs import POLICY_BYTES_PER_SLOT, TIER_BYTES_PER_SLOT
+from tierstore.planner.tables import STATE_FLOATS, row_bytes
+
+
+def planner(machines: Topology, **changes) -> EmbeddingShardingPlanner:
+    return EmbeddingShardingPlanner(machines, **{"batch_size": 256, "search_seconds": 0.3, **changes})
+
+
+def test_the_constants_are_the_runtimes():
+    from tierstore import _core
+
+    assert pytest.approx(_core.Tier.BYTES_PER_SLOT) == TIER_BYTES_PER_SLOT
+    assert cache_policies.get("lookahead").bytes_per_slot == POLICY_BYTES_PER_SLOT
+    for name, floats in STATE_FLOATS.items():
+        spec = optim.specs.make(name)
+        assert [floats(dim) for dim in (1, 7, 64)] == [spec.state_floats(dim) for dim in (1, 7, 64)]
+        assert [row_bytes(dim, name) for dim in (1, 7, 64)] == [spec.row_bytes(dim) for dim in (1, 7, 64)]
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_shards_cover_each_table_once_and_memories_are_not_exceeded(seed, hosts):
+    machines = topology(hosts, 2, hbm_per_rank="512MiB", host_memory_per_host="1GiB")
+    tables = random_tables(8, seed)
+    plan = planner(machines).plan(tables)
+    plan.check(tables, machines.world_size)
+    for spec, placed in zip(tables, plan.tables, strict=True):
+        assert placed.name == spec.name
+        area = sum(shard.rows * shard.columns for shard in placed.shards)
+        copies = machines.world_size if placed.sharding_type is ShardingType.DATA_PARALLEL else 1
+        assert area == spec.num_embeddings * spec.embedding_dim * copies
+        assert 0 <= placed.predicted_hit_rate <= 1
+    for rank in range(machines.world_size):
+        assert sum(shard.hbm_bytes for _, shard in plan.on_rank(rank)) <= machines.hbm_per_rank
+    for host in range(hosts):
+        shards = [s for rank in (2 * host, 2 * host + 1) for _, s in plan.on_rank(rank)]
+        assert sum(shard.uvm_bytes for shard in shards) <= machines.host_memory_per_host
+        assert sum(shard.ssd_bytes for shard in shards) <= machines.ssd_per_host
+    places = [*plan.report["ranks"], *plan.report["hosts"]]
+    longest = max(max(place["stage_seconds"].values()) for place in places)
+    assert plan.report["predicted_step_s"] == pytest.approx(longest)
+
+
+def test_a_table_that_fits_in_hbm_takes_no_ssd_and_one_that_does_not_spills_down():
+    plan = planner(topology()).plan([table("small", 10_000), table("large", 400_000_000)])
+    small, large = plan.table("small"), plan.table("large")
+    assert small.predicted_hit_rate == 1
+    assert sum(shard.ssd_bytes for shard in small.shards) == 0
+    assert sum(shard.ssd_bytes for shard in large.shards) > 400_000_000 * 272
+    assert sum(shard.uvm_bytes for shard in large.shards) > 4 << 30
+    assert plan.report["tables"][1]["tiers"] == ["hbm", "uvm", "ssd"]
+    assert "ssd" in plan.report["tables"][1]["why"]
+
+
+def test_more_memory_never_makes_the_plan_slower():
+    tables = random_tables(6, 3, 6, 8)
+    steps = [
+        planner(topology(hbm_per_rank=size)).plan(tables).report["predicted_step_s"]
+        for size in ("256MiB", "1GiB", "4GiB", "64GiB")
+    ]
+    assert all(after <= before * 1.02 for before, after in pairwise(steps))
+
+
+@pytest.mark.parametrize(
+    ("changes", "binding"),
+    [
+        ({"ssd_per_host": "10GB"}, "ssd"),
+        ({"ssd_per_host": 0}, "host_memory"),
+        ({"host_memory_per_host": "512MiB"}, "host_memory"),
+        ({"hbm_per_rank": "256KiB"}, "hbm"),
+    ],
+)
+def test_what_does_not_fit_names_the_resource_and_how_much_is_missing(changes, binding):
+    tables = [table(rows=400_000_000, pooling_factor=20)]
+    machines = topology(**changes)
+    with pytest.raises(InfeasiblePlanError, match=binding) as caught:
+        planner(machines).plan(tables)
+    error = caught.value
+    assert error.binding == binding
+    assert error.missing_bytes > 0
+    assert error.report["feasible"] is False
+    field = {"ssd": "ssd_per_host", "host_memory": "host_memory_per_host", "hbm": "hbm_per_rank"}[binding]
+    enough = int(getattr(machines, field) + 1.05 * error.missing_bytes)
+    planner(topology(**{**changes, field: enough})).plan(tables)
+
+
+@pytest.mark.parametrize("kind", [kind.value for kind in ShardingType])
+def test_every_sharding_type_can_be_asked_for(kind):
+    demand = {"t": ParameterConstraints(sharding_types=[kind])}
+    plan = planner(topology(2, 2), constraints=demand).plan([table(rows=10_001, dim=65), table("u")])
+    placed = plan.table("t")
+    assert placed.sharding_type.value == kind
+    cells = np.zeros((10_001, 65), np.int8)
+    for s in placed.shards:
+        cells[s.row_start : s.row_start + s.rows, s.column_start : s.column_start + s.columns] += 1
+    assert (cells == (4 if kind == "data_parallel" else 1)).all()
+    if kind in ("table_row_wise", "table_column_wise"):
+        assert len({shard.rank // 2 for shard in placed.shards}) == 1
+
+
+def test_constraints_hold():
+    demands = {
+        "a": ParameterConstraints(device_group=[1]),
+        "b": ParameterConstraints(tiers=["hbm"]),
+        "c": ParameterConstraints(min_hbm_bytes="100MiB"),
+    }
+    machines = topology(hbm_per_rank="600MiB")
+    plan = planner(machines, constraints=demands).plan([table(name, 1_500_000) for name in "abcd"])
+    assert {shard.rank for shard in plan.table("a").shards} == {1}
+    assert plan.table("b").predicted_hit_rate == 1
+    assert sum(shard.hbm_bytes for shard in plan.table("c").shards) >= 100 << 20
+
+
+def test_plans_are_the_same_each_time_and_survive_json(tmp_path):
+    tables = random_tables(4, 1)
+    first, second = (planner(topology(), search_seconds=20).plan(tables) for _ in range(2))
+    assert first == second
+    first.save(tmp_path / "plan.json")
+    assert ShardingPlan.load(tmp_path / "plan.json") == first
+
+
+def test_a_plan_for_another_model_or_world_size_is_refused():
+    plan = planner(topology()).plan([table("a"), table("b")])
+    with pytest.raises(ConfigError, match="2 ranks and there are 3"):
+        plan.check([table("a"), table("b")], 3)
+    with pytest.raises(ConfigError, match=r"no table .c. in the plan.*.b. of the plan is not in"):
+        plan.check([table("a"), table("c")], 2)
+    with pytest.raises(ConfigError, match="in the model and"):
+        plan.check([table("a", 5), table("b")], 2)
+    with pytest.raises(ConfigError, match="not a sharding plan"):
+        ShardingPlan.from_dict({"tables": [{"name": "a"}], "world_size": 1, "ranks_per_host": 1})
+
+
+def test_modules_of_ours_and_of_torchrec_are_planned_alike():
+    import torch
+    import torchrec
+
+    from tierstore import EmbeddingBagCollection, EmbeddingBagConfig
+
+    class Model(torch.nn.Module):
+        def __init__(self, collection):
+            super().__init__()
+            self.ebc, self.over = collection, torch.nn.Linear(10, 10)
+
+    sizes = [("a", 1000, ["f", "g"]), ("b", 50, ["h"])]
+    theirs = [
+        torchrec.EmbeddingBagConfig(num_embeddings=rows, embedding_dim=16, name=name, feature_names=features)
+        for name, rows, features in sizes
+    ]
+    configs = [EmbeddingBagConfig(rows, 16, name, feature_names=features) for name, rows, features in sizes]
+    ours = planner(topology()).plan(Model(EmbeddingBagCollection(configs)))
+    assert planner(topology()).plan(Model(torchrec.EmbeddingBagCollection(tables=theirs))) == ours
+    assert list(ours.plan) == ["ebc"]
+    assert list(ours.plan["ebc"]) == ["a", "b"]
+    assert planner(topology()).collective_plan(Model(EmbeddingBagCollection(configs))) == ours
+
+
+def plan_with(demands=None, stats=None, **changes):
+    return planner(topology(), constraints=demands, stats=stats).plan([table(**changes)])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: planner(topology()).plan([table("a"), table("a")]), "more than once"),
+        (lambda: planner(topology()).plan([]), "no tables"),
+        (lambda: planner(topology()).plan("tables"), "cannot plan a str"),
+        (lambda: planner(topology()).plan([object()]), "no num_embeddings"),
+        (lambda: plan_with({"x": ParameterConstraints()}), "unknown tables"),
+        (lambda: plan_with(stats={"x": {}}), "stats name unknown"),
+        (lambda: plan_with(stats={"t": {"sizes_rows": [1]}}), "stats of table 't'"),
+        (lambda: plan_with({"t": ParameterConstraints(device_group=[7])}), "ranks below 2"),
+        (lambda: plan_with({"t": ParameterConstraints(["row_wise"])}, rows=1), "allow no sharding type"),
+        (lambda: ParameterConstraints(sharding_types=["diagonal"]), "must be some of"),
+        (lambda: ParameterConstraints(tiers=["ssd"]), "tiers is"),
+        (lambda: topology(hosts=0), "positive integer"),
+        (lambda: topology(hbm_per_rank="many"), "hbm_per_rank"),
+        (lambda: topology(ssd_read_iops=-1), "ssd_read_iops"),
+        (lambda: topology(ssd_read_curve=[(4096, 0)]), "positive sizes"),
+        (lambda: planner(topology(), batch_size=0), "batch_size"),
+        (lambda: EmbeddingShardingPlanner({"hosts": 1}), "must be a tierstore.planner.Topology"),
+        (lambda: table(rows=0), "num_embeddings"),
+        (lambda: table(pooling_factor=float("nan")), "pooling_factor"),
+        (lambda: table(optimizer="lion"), "unknown optimizer"),
+    ],
+)
+def test_bad_input_says_what_is_wrong(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

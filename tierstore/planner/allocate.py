@@ -1,0 +1,149 @@
+"""Divides each rank's device memory and each host's memory among the shards placed there, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.planner.costs import RANK_BUFFERS, ShardCost, Workload
+from tierstore.planner.curves import Floats
+from tierstore.planner.cuts import Cut
+from tierstore.planner.prices import Steps, hbm_steps, memory_steps
+from tierstore.planner.topology import Topology
+
+_WHOLE = 1e-6  # rows: what rounding may leave of a shard that is held whole
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A table's cut on its ranks."""
+
+    table: int
+    cut: Cut
+    ranks: Sequence[int]
+
+
+@dataclass(eq=False)
+class Allocation:
+    """Rows of each shard in device memory, and in device and host memory together (float64, (shards,)).
+
+    Shards are in the order of the placements and their ranks. ``missing``: bytes by which the memories are
+    too small, by resource and place: {("hbm", rank): n, ("host_memory", host): n, ("ssd", host): n}.
+    """
+
+    costs: list[ShardCost]
+    table: list[int]
+    rank: NDArray[np.int64]
+    hbm_rows: Floats
+    memory_rows: Floats
+    missing: dict[tuple[str, int], int]
+
+    def __post_init__(self) -> None:
+        self.rows = self.field("rows")
+        self.slot = self.field("slot_bytes")
+
+    def field(self, name: str) -> Floats:
+        """One of the fields of ShardCost for every shard."""
+        known: dict[int, float] = {}
+        return np.array([known.setdefault(id(c), getattr(c, name)) for c in self.costs], dtype=np.float64)
+
+    @property
+    def stored(self) -> NDArray[np.bool_]:
+        """Which shards need the SSD."""
+        return self.memory_rows < self.rows - _WHOLE
+
+    def hbm_bytes(self) -> NDArray[np.int64]:
+        return (self.hbm_rows * self.slot).astype(np.int64) + self.field("fixed_hbm").astype(np.int64)
+
+    def uvm_bytes(self) -> NDArray[np.int64]:
+        held = (self.memory_rows - self.hbm_rows) * self.slot + self.field("fixed_host")
+        return (held + self.field("index_bytes") * self.stored).astype(np.int64)
+
+    def ssd_bytes(self) -> NDArray[np.int64]:
+        return (self.field("ssd_bytes") * self.stored).astype(np.int64)
+
+    def misses(self, rows: Floats) -> Floats:
+        """Misses per unique row of each shard, if it held ``rows`` (shards,); equal shards ask once."""
+        known: dict[tuple[int, float], float] = {}
+        result = np.empty(len(rows))
+        for i, (cost, n) in enumerate(zip(self.costs, rows.tolist(), strict=True)):
+            key = id(cost), n
+            if key not in known:
+                known[key] = cost.curve.at(n)
+            result[i] = known[key]
+        return result
+
+
+def allocate(topology: Topology, work: Workload, placed: Sequence[Placed]) -> Allocation:
+    """Device memory by marginal gain of link time, then host memory by marginal gain of SSD time."""
+    costs = [item.cut.cost for item in placed for _ in item.ranks]
+    table = [item.table for item in placed for _ in item.ranks]
+    rank = np.array([r for item in placed for r in item.ranks], dtype=np.int64)
+    result = Allocation(costs, table, rank, np.zeros(len(costs)), np.zeros(len(costs)), {})
+    replicas = result.slot == 0
+    result.hbm_rows[replicas] = result.memory_rows[replicas] = result.rows[replicas]
+    fixed = np.bincount(rank, result.field("fixed_hbm"), topology.world_size) + work.dense_bytes
+    steps: dict[int, Steps] = {}
+    for r in range(topology.world_size):
+        here = np.flatnonzero((rank == r) & ~replicas)
+        for i in here:
+            if id(costs[i]) not in steps:
+                steps[id(costs[i])] = hbm_steps(costs[i])
+        fast = [steps[id(costs[i])] for i in here]
+        rows, missing = _fill(fast, result.slot[here], float(topology.hbm_per_rank - fixed[r]))
+        result.hbm_rows[here] = rows
+        if missing > 0:
+            result.missing["hbm", r] = int(missing) + 1
+    for h in range(topology.hosts):
+        _fill_host(topology, result, np.flatnonzero((rank // topology.ranks_per_host == h) & ~replicas), h)
+    return result
+
+
+def _fill_host(topology: Topology, result: Allocation, here: NDArray[np.int64], host: int) -> None:
+    costs = [result.costs[i] for i in here]
+    known: dict[tuple[int, float], Steps] = {}
+    steps = []
+    for cost, rows in zip(costs, result.hbm_rows[here].tolist(), strict=True):
+        key = id(cost), rows
+        if key not in known:
+            known[key] = memory_steps(cost, rows)
+        steps.append(known[key])
+    buffers = RANK_BUFFERS * topology.ranks_per_host if topology.ssd_per_host else 0
+    room = topology.host_memory_per_host - buffers - sum(cost.fixed_host for cost in costs)
+    room += float((result.hbm_rows[here] * result.slot[here]).sum())
+    held, missing = _fill(steps, result.slot[here], room)
+    result.memory_rows[here] = np.maximum(held, result.hbm_rows[here])
+    if missing > 0:
+        result.missing["host_memory", host] = int(missing) + 1
+    stored = int(result.ssd_bytes()[here].sum()) - int(topology.ssd_per_host)
+    if stored > 0:
+        result.missing["ssd", host] = stored
+
+
+def _fill(steps: Sequence[Steps], slot: Floats, room: float) -> tuple[Floats, float]:
+    """(Rows of each shard, bytes missing for the floors) for ``room`` bytes, dearest segments first."""
+    rows = np.array([step.rows[0] for step in steps])
+    room -= sum(float(step.bytes[0]) for step in steps)
+    if room < 0 or not steps:
+        return rows, max(0.0, -room)
+    lengths = [len(step.bytes) - 1 for step in steps]
+    owner = np.repeat(np.arange(len(steps)), lengths)
+    if not len(owner):
+        return rows, 0.0
+    sizes = np.concatenate([np.diff(step.bytes) for step in steps])
+    falling = np.concatenate([np.minimum.accumulate(step.density) for step in steps])
+    order = np.argsort(-falling, kind="stable")
+    whole = np.cumsum(sizes[order]) <= room
+    bought = int(whole.argmin()) if not whole.all() else len(order)
+    count = np.bincount(owner[order[:bought]], minlength=len(steps))
+    rows = np.array([step.rows[k] for step, k in zip(steps, count, strict=True)])
+    if bought < len(order):
+        i = int(owner[order[bought]])
+        rest = room - float(sizes[order[:bought]].sum())
+        last = steps[i].rows[count[i] + 1]
+        # Part of a step; on the way to holding everything the index is still there.
+        rows[i] = min(rows[i] + np.floor(rest / max(slot[i], 1.0)), max(last - 1, rows[i]))
+    return rows, 0.0

@@ -1,0 +1,153 @@
+"""The load of every rank and host under a placement, kept up to date as shards come and go."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.planner.costs import RANK_BUFFERS, Load, Workload
+from tierstore.planner.curves import Floats
+from tierstore.planner.cuts import Cut
+from tierstore.planner.prices import GRID, Priced
+from tierstore.planner.topology import Topology
+
+Ranks = NDArray[np.int64]
+RANK_STAGES = ("compute", "index", "intra_host", "inter_host", "host_link")
+HOST_STAGES = ("ssd", "host_memory")
+_OVERFLOW = 1e12
+
+
+class Cluster:
+    """Sums over the shards placed so far; caches are divided as prices say (:mod:`prices`).
+
+    ``seconds`` (ranks, 4) are those of :data:`RANK_STAGES` but the link, which depends on the caches.
+    """
+
+    def __init__(self, topology: Topology, work: Workload) -> None:
+        self.topology, self.work = topology, work
+        world, hosts = topology.world_size, topology.hosts
+        self.host_of = np.arange(world) // topology.ranks_per_host
+        self.seconds = np.zeros((world, 4))
+        self.seconds[:, 0] = work.dense_seconds
+        self.fixed_hbm = np.full(world, float(work.dense_bytes))
+        self.hbm_bytes, self.link_s = np.zeros((world, GRID)), np.zeros((world, GRID))
+        buffers = RANK_BUFFERS * topology.ranks_per_host if topology.ssd_per_host else 0
+        self.fixed_host = np.full(hosts, float(buffers))
+        self.memory_bytes, self.ssd_s = np.zeros((hosts, GRID)), np.zeros((hosts, GRID))
+        self.ssd_bytes, self.moved = np.zeros((hosts, GRID)), np.zeros((hosts, GRID))
+        self.hbm_size = float(topology.hbm_per_rank)
+        self.host_size = float(topology.host_memory_per_host)
+        self.ssd_size = float(topology.ssd_per_host)
+
+    def place(self, cut: Cut, part: Priced, ranks: Ranks, sign: float = 1.0) -> None:
+        """Adds (or with ``sign`` -1 takes away) a table cut as ``cut`` onto ``ranks``, one shard each."""
+        self.add_everywhere(cut.everywhere, sign)
+        cost = cut.cost
+        self.seconds[ranks] += sign * _vector(cost.load)
+        self.fixed_hbm[ranks] += sign * cost.fixed_hbm
+        self.hbm_bytes[ranks] += sign * part.hbm_bytes
+        self.link_s[ranks] += sign * part.link_s
+        counts = np.bincount(self.host_of[ranks], minlength=len(self.fixed_host)).astype(np.float64)
+        hosts = np.flatnonzero(counts)
+        times = sign * counts[hosts, None]
+        self.fixed_host[hosts] += times[:, 0] * cost.fixed_host
+        self.memory_bytes[hosts] += times * part.memory_bytes
+        self.ssd_s[hosts] += times * part.ssd_s
+        self.ssd_bytes[hosts] += times * part.ssd_bytes
+        self.moved[hosts] += times * part.moved
+
+    def add_everywhere(self, load: Load, sign: float = 1.0) -> None:
+        self.seconds += sign * _vector(load)
+
+    def loads(self) -> tuple[Floats, Floats, Floats, Floats]:
+        """Seconds (ranks, 5) and (hosts, 2), and by how much memories overflow, as shares of their size:
+        (ranks,) and (hosts,)."""
+        rank, used, link_bytes, over = self._ranks(self.seconds, self.fixed_hbm, self.hbm_bytes, self.link_s)
+        per_host = (len(self.fixed_host), -1)
+        host, host_over = self._hosts(
+            self.fixed_host,
+            self.memory_bytes,
+            self.ssd_s,
+            self.ssd_bytes,
+            self.moved,
+            used.reshape(per_host).sum(axis=1),
+            link_bytes.reshape(per_host).sum(axis=1),
+        )
+        return rank, host, over, host_over
+
+    def _ranks(
+        self, seconds: Floats, fixed: Floats, bytes_: Floats, link: Floats
+    ) -> tuple[Floats, Floats, Floats, Floats]:
+        room = self.hbm_size - fixed
+        over = np.maximum(0, bytes_[:, 0] - room) / self.hbm_size
+        link_s = _at(bytes_, link, room)
+        link_bytes = link_s * self.topology.host_link_bw
+        result = np.column_stack([seconds, link_s])
+        result[:, 0] += link_bytes / self.topology.hbm_bw
+        return result, np.clip(room, 0, bytes_[:, -1]), link_bytes, over
+
+    def _hosts(
+        self,
+        fixed: Floats,
+        bytes_: Floats,
+        ssd: Floats,
+        ssd_bytes: Floats,
+        moved: Floats,
+        hbm: Floats,
+        link_bytes: Floats,
+    ) -> tuple[Floats, Floats]:
+        room = self.host_size - fixed + hbm
+        over = np.maximum(0, bytes_[:, 0] - room) / max(self.host_size, 1.0)
+        stored = _at(bytes_, ssd_bytes, room)
+        over = over + np.maximum(0, stored - self.ssd_size) / max(self.ssd_size, 1.0)
+        memory = (link_bytes + _at(bytes_, moved, room)) / self.topology.host_memory_bw
+        return np.column_stack([_at(bytes_, ssd, room), memory]), over
+
+    def one_more(self, cut: Cut, part: Priced, unit: float, power: float) -> Floats:
+        """By how much :func:`badness` grows with one shard on each rank: float64 (ranks,)."""
+        per_host, cost = self.topology.ranks_per_host, cut.cost
+        rank0, used0, link0, over0 = self._ranks(self.seconds, self.fixed_hbm, self.hbm_bytes, self.link_s)
+        rank1, used1, link1, over1 = self._ranks(
+            self.seconds + _vector(cost.load),
+            self.fixed_hbm + cost.fixed_hbm,
+            self.hbm_bytes + part.hbm_bytes,
+            self.link_s + part.link_s,
+        )
+        grows = badness(rank1, over1, unit, power) - badness(rank0, over0, unit, power)
+        shape = (len(self.fixed_host), per_host)
+        used, link = used0.reshape(shape).sum(axis=1), link0.reshape(shape).sum(axis=1)
+        host0, host_over0 = self._hosts(
+            self.fixed_host, self.memory_bytes, self.ssd_s, self.ssd_bytes, self.moved, used, link
+        )
+        # The ranks of a host differ a little in what the shard makes them use; their mean will do for it.
+        host1, host_over1 = self._hosts(
+            self.fixed_host + cost.fixed_host,
+            self.memory_bytes + part.memory_bytes,
+            self.ssd_s + part.ssd_s,
+            self.ssd_bytes + part.ssd_bytes,
+            self.moved + part.moved,
+            used + (used1 - used0).reshape(shape).mean(axis=1),
+            link + (link1 - link0).reshape(shape).mean(axis=1),
+        )
+        host = badness(host1, host_over1, unit, power) - badness(host0, host_over0, unit, power)
+        return grows + host[self.host_of]
+
+
+def badness(seconds: Floats, over: Floats, unit: float, power: float) -> Floats:
+    """A smooth maximum to be summed over ranks and hosts, float64 (n,); what does not fit outweighs time."""
+    return ((seconds / unit) ** power).sum(axis=1) + _OVERFLOW * over * (1 + over)
+
+
+def _vector(load: Load) -> Floats:
+    return np.array([load.compute, load.index, load.intra, load.inter])
+
+
+def _at(bytes_: Floats, values: Floats, room: Floats) -> Floats:
+    """``values`` (n, GRID) where ``bytes_`` (n, GRID, not falling) reach ``room`` (n,), linear between."""
+    n, last = np.arange(len(room)), bytes_.shape[1] - 1
+    below = np.clip((bytes_ <= room[:, None]).sum(axis=1) - 1, 0, last)
+    above = np.minimum(below + 1, last)
+    low = bytes_[n, below]
+    gap = bytes_[n, above] - low
+    share = np.clip((room - low) / np.where(gap > 0, gap, 1), 0, 1) * (gap > 0)
+    return values[n, below] * (1 - share) + values[n, above] * share

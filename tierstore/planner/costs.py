@@ -1,0 +1,200 @@
+"""What a shard costs, in bytes of every tier and seconds of every resource: docs/planner.md derives it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tierstore.errors import ConfigError
+from tierstore.planner.curves import MissCurve
+from tierstore.planner.tables import ParameterConstraints, TableSpec, row_bytes
+from tierstore.planner.topology import Topology
+
+# Constants of the runtime; tests compare the first three with it.
+TIER_BYTES_PER_SLOT = 30 + 8 * 4 / 3
+POLICY_BYTES_PER_SLOT = 17  # lookahead
+RECORD_HEADER = 16
+INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
+RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
+ID_BYTES, WEIGHT_BYTES, FLOAT = 8, 4, 4
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one step does beside the tables.
+
+    - ``batch_size``: examples per rank and step.
+    - ``dense_seconds``: compute of the unsharded part per step, ``dense_bytes``: device memory it takes
+      (parameters, gradients, optimizer state, activations); measured or stated by the user.
+    - ``depth``: batches prefetched ahead, whose rows are pinned.
+    - ``rows_per_read``: rows that one SSD read brings (1: nothing is coalesced).
+    - ``write_amplification``, ``disk_slack``: bytes written, bytes kept, per live byte of the store.
+    """
+
+    batch_size: int = 512
+    dense_seconds: float = 0.0
+    dense_bytes: int = 0
+    depth: int = 1
+    rows_per_read: float = 1.0
+    write_amplification: float = 1.5
+    disk_slack: float = 1.25
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.batch_size, int) and not isinstance(self.batch_size, bool)
+        if not whole or self.batch_size < 1:
+            raise ConfigError(f"batch_size is {self.batch_size!r}; it must be a positive integer")
+        for name in ("dense_seconds", "dense_bytes", "depth"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must not be negative")
+        for name in ("rows_per_read", "write_amplification", "disk_slack"):
+            if not 1 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least 1")
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """Seconds per step that do not depend on cache sizes."""
+
+    compute: float = 0.0
+    index: float = 0.0
+    intra: float = 0.0
+    inter: float = 0.0
+
+    def __add__(self, other: Load) -> Load:
+        return Load(
+            self.compute + other.compute,
+            self.index + other.index,
+            self.intra + other.intra,
+            self.inter + other.inter,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ShardCost:
+    """One shard. ``curve``: misses per unique row, by rows held. A cache has ``floor`` rows at least.
+
+    ``link_s``, ``ssd_s``: seconds of the rank's link, of the host's drives, per missing row; ``link_bytes``,
+    ``ssd_bytes_moved``: host-memory traffic of one. ``index_bytes`` (host memory) and ``ssd_bytes`` are due
+    unless all rows stay in memory. ``fixed_*`` are buffers.
+    """
+
+    rows: int
+    columns: int
+    row_bytes: int
+    slot_bytes: float
+    unique: float
+    curve: MissCurve
+    floor: float
+    hbm_floor: float
+    load: Load
+    fixed_hbm: int
+    fixed_host: int
+    index_bytes: int
+    ssd_bytes: int
+    link_s: float
+    ssd_s: float
+    link_bytes: float
+    ssd_bytes_moved: float
+    in_hbm: bool = False
+    in_memory: bool = False
+
+
+def shard_cost(
+    table: TableSpec,
+    topology: Topology,
+    work: Workload,
+    demand: ParameterConstraints,
+    row_cuts: int,
+    column_cuts: int,
+    link: Load,
+) -> ShardCost:
+    """One of ``row_cuts`` x ``column_cuts`` equal shards; ``link`` has its exchange seconds."""
+    size = work.batch_size * topology.world_size
+    rows = -(-table.rows // row_cuts)
+    columns = -(-table.embedding_dim // column_cuts)
+    bytes_ = row_bytes(columns, table.optimizer)
+    unique, curve = table.demand(size)
+    unique, accesses = unique / row_cuts, table.accesses(size) / row_cuts
+    curve = curve.scaled(rows / float(curve.rows[-1]))
+    slot = bytes_ + TIER_BYTES_PER_SLOT + POLICY_BYTES_PER_SLOT
+    pieces = row_cuts * column_cuts
+    floor = min(rows, (work.depth + 1) * unique)
+    record = -(-(RECORD_HEADER + bytes_) // 8) * 8
+    outputs = accesses if not table.pooled else size * len(table.feature_names)
+    ids = ID_BYTES + (WEIGHT_BYTES if table.weighted else 0)
+    moved = accesses * columns * FLOAT * 2 + unique * bytes_ * 2
+    staged = (work.depth + 1) * unique * curve.at(floor) * bytes_
+    return ShardCost(
+        rows=rows,
+        columns=columns,
+        row_bytes=bytes_,
+        slot_bytes=slot,
+        unique=unique,
+        curve=curve,
+        floor=max(floor, min(rows, (demand.min_hbm_bytes + demand.min_uvm_bytes) / pieces / slot)),
+        hbm_floor=rows
+        if demand.stays_in_hbm
+        else max(floor, min(rows, demand.min_hbm_bytes / pieces / slot)),
+        load=link + Load(moved / topology.hbm_bw, accesses / topology.index_rows_per_s),
+        fixed_hbm=int((work.depth + 1) * accesses * ids + 2 * outputs * columns * FLOAT),
+        fixed_host=int(staged),
+        index_bytes=rows * INDEX_BYTES_PER_ROW,
+        ssd_bytes=int(rows * record * work.disk_slack),
+        link_s=2 * bytes_ / topology.host_link_bw,
+        ssd_s=_ssd_seconds(record, topology, work),
+        link_bytes=2 * bytes_,
+        ssd_bytes_moved=2 * record,
+        in_hbm=demand.stays_in_hbm,
+        in_memory=demand.stays_in_memory or topology.ssd_per_host == 0,
+    )
+
+
+def read_bytes(record: int) -> int:
+    """Bytes that the native store reads for one record: the blocks of 4 KiB that it lies in. In frames of one
+    block none crosses its end; in larger frames (docs/formats.md) records lie anywhere."""
+    if record <= 4096 and 4096 % record <= 4096 // 50:
+        return 4096
+    return 4096 + record - 1
+
+
+def _ssd_seconds(record: int, topology: Topology, work: Workload) -> float:
+    """Reading one record, and writing it later: every row that is touched becomes dirty."""
+    read = topology.read_seconds(read_bytes(record)) / work.rows_per_read
+    return read + work.write_amplification * record / topology.ssd_write_bw
+
+
+def replica_cost(table: TableSpec, topology: Topology, work: Workload) -> ShardCost:
+    """One replica of a data-parallel table: all rows and a dense gradient on the device."""
+    local = table.accesses(work.batch_size)
+    bytes_ = row_bytes(table.embedding_dim, table.optimizer)
+    gradient = table.num_embeddings * table.embedding_dim * FLOAT
+    total = table.num_embeddings * bytes_
+    per_host, hosts = topology.ranks_per_host, topology.hosts
+    link = Load(
+        intra=2 * gradient * (per_host - 1) / per_host / topology.intra_host_bw,
+        inter=2 * gradient / per_host * (hosts - 1) / hosts / topology.inter_host_bw,
+    )
+    # Zero the gradient, add to it, reduce it, and read and write the rows.
+    moved = 2 * local * table.embedding_dim * FLOAT + 3 * gradient + 2 * total
+    curve = MissCurve.through([0], [1], table.num_embeddings)
+    return ShardCost(
+        rows=table.num_embeddings,
+        columns=table.embedding_dim,
+        row_bytes=bytes_,
+        slot_bytes=0.0,
+        unique=0.0,
+        curve=curve,
+        floor=table.num_embeddings,
+        hbm_floor=table.num_embeddings,
+        load=link + Load(moved / topology.hbm_bw),
+        fixed_hbm=total + gradient,
+        fixed_host=0,
+        index_bytes=0,
+        ssd_bytes=0,
+        link_s=0.0,
+        ssd_s=0.0,
+        link_bytes=0.0,
+        ssd_bytes_moved=0.0,
+        in_hbm=True,
+        in_memory=True,
+    )

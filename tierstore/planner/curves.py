@@ -1,0 +1,143 @@
+"""Miss-ratio curves: what share of a batch's unique rows a memory of a given number of rows does not hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.errors import ConfigError
+
+Floats = NDArray[np.float64]
+
+# What one batch of Meta's published tables looks like on average (docs/planner.md): used for tables of which
+# nothing is known.
+PRESET_S, PRESET_Q = 1.1, 100.0
+
+_EXACT_RANKS = 64
+_CELLS = 400
+_POINTS = 36
+
+
+@dataclass(frozen=True, eq=False)
+class MissCurve:
+    """A convex, non-increasing curve through (``rows[i]``, ``misses[i]``), float64, from 0 rows on.
+
+    A table can reach every point of the lower convex hull of its measured curve, since the planner spends
+    bytes along the hull only; between points the curve is linear, behind the last one constant.
+    """
+
+    rows: Floats
+    misses: Floats
+
+    def at(self, rows: float) -> float:
+        """Miss ratio of a memory of ``rows`` rows."""
+        return float(np.interp(rows, self.rows, self.misses))
+
+    def scaled(self, factor: float) -> MissCurve:
+        """The curve of a part of the table that has ``factor`` of its rows and of its accesses."""
+        return MissCurve(self.rows * factor, self.misses)
+
+    @classmethod
+    def through(cls, rows: Sequence[float], misses: Sequence[float], table_rows: int) -> MissCurve:
+        """The hull of measured points; a memory of all ``table_rows`` rows misses nothing, one of 0 all.
+
+        Raises ConfigError for points that are no miss-ratio curve.
+        """
+        x, y = np.asarray(rows, dtype=np.float64), np.asarray(misses, dtype=np.float64)
+        if x.ndim != 1 or x.shape != y.shape or not len(x):
+            raise ConfigError("a miss-ratio curve needs as many miss ratios as sizes, and one at least")
+        if not (np.isfinite(x).all() and np.isfinite(y).all() and (x >= 0).all()):
+            raise ConfigError("a miss-ratio curve has a size or a ratio that is negative or not a number")
+        if not ((y >= 0) & (y <= 1)).all():
+            raise ConfigError("miss ratios must be from 0 to 1")
+        order = np.argsort(x, kind="stable")
+        inside = x[order] < table_rows
+        x = np.concatenate([[0.0], x[order][inside], [float(table_rows)]])
+        y = np.concatenate([[1.0], y[order][inside], [0.0]])
+        return cls(*lower_hull(x, np.minimum.accumulate(y)))
+
+
+@dataclass(frozen=True)
+class Popularity:
+    """P(k-th most popular of N rows) ~ (k + q)^-s."""
+
+    s: float = PRESET_S
+    q: float = PRESET_Q
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.s <= 10 and 0 <= self.q < math.inf):
+            raise ConfigError(f"popularity needs 0 <= s <= 10 and q >= 0, not s={self.s!r}, q={self.q!r}")
+
+    def unique_rows(self, rows: int, accesses: float) -> float:
+        """Expected number of different rows among ``accesses`` independent draws."""
+        return _distinct(self.s, self.q, rows, accesses)[0]
+
+    def curve(self, rows: int, accesses: float) -> MissCurve:
+        """Misses per unique row of a batch of ``accesses``, if the memory holds the most popular rows.
+
+        That is what exact frequency counts reach on independent draws; next-use eviction does better.
+        """
+        return _distinct(self.s, self.q, rows, accesses)[1]
+
+
+@lru_cache(maxsize=8192)
+def _distinct(s: float, q: float, rows: int, accesses: float) -> tuple[float, MissCurve]:
+    edges = _edges(rows)
+    counts = np.diff(edges)
+    mass = np.maximum(_integral(edges[1:] - 0.5, s, q) - _integral(edges[:-1] - 0.5, s, q), 0)
+    expected = counts * -np.expm1(-accesses * mass / mass.sum() / counts)
+    unique = float(expected.sum())
+    left = np.concatenate([[1.0], 1 - np.cumsum(expected) / unique])
+    left[-1] = 0.0
+    x, y = edges - edges[0], np.maximum(left, 0)
+    if len(x) > _POINTS:  # the curve is convex, so points of it are corners of their hull but for rounding
+        keep = _spread(x, y)
+        x, y = x[keep], y[keep]
+    return unique, MissCurve(*lower_hull(x, y))
+
+
+def _edges(rows: int) -> Floats:
+    """Boundaries of cells of ranks 1 .. rows: one rank each at first, then of growing width."""
+    if rows <= _EXACT_RANKS:
+        return np.arange(1.0, rows + 2)
+    wide = np.unique(np.floor(np.geomspace(_EXACT_RANKS + 1, rows + 1, _CELLS)))
+    return np.concatenate([np.arange(1.0, _EXACT_RANKS + 1), wide])
+
+
+def _integral(x: Floats, s: float, q: float) -> Floats:
+    """Integral of (x + q)^-s, up to a constant."""
+    if abs(s - 1) < 1e-9:
+        return np.log(x + q)
+    return np.expm1((1 - s) * np.log(x + q)) / (1 - s)
+
+
+def _spread(x: Floats, y: Floats) -> NDArray[np.int64]:
+    """Indices of some points: half evenly spread over the misses, half over the logarithm of the size."""
+    by_miss = np.searchsorted(-y, -np.linspace(1, 0, _POINTS // 2))
+    by_size = np.searchsorted(x, np.geomspace(max(x[1], 1), x[-1], _POINTS // 2))
+    picks = np.concatenate([[0, len(x) - 1], by_miss, by_size])
+    return np.unique(np.clip(picks, 0, len(x) - 1))
+
+
+def lower_hull(x: Floats, y: Floats) -> tuple[Floats, Floats]:
+    """The corners of the lower convex hull of points with increasing ``x``; of equal ones the lowest."""
+    keep: list[int] = []
+    for i in range(len(x)):
+        if keep and x[i] == x[keep[-1]]:
+            if y[i] >= y[keep[-1]]:
+                continue
+            keep.pop()
+        while len(keep) > 1 and _above(x, y, keep[-2], keep[-1], i):
+            keep.pop()
+        keep.append(i)
+    return np.array(x[keep], dtype=np.float64), np.array(y[keep], dtype=np.float64)
+
+
+def _above(x: Floats, y: Floats, a: int, b: int, c: int) -> bool:
+    """True if point b is not below the line from a to c."""
+    return bool((y[b] - y[a]) * (x[c] - x[a]) >= (y[c] - y[a]) * (x[b] - x[a]))

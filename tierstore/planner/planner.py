@@ -1,0 +1,240 @@
+"""The planner: tables and a topology in, a plan of cuts, ranks and bytes per tier out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tierstore.config import format_bytes
+from tierstore.errors import ConfigError, InfeasiblePlanError
+from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
+from tierstore.planner.allocate import Allocation, Placed, allocate
+from tierstore.planner.costs import Workload
+from tierstore.planner.cuts import cuts_of
+from tierstore.planner.predict import Prediction, hit_rate, predict
+from tierstore.planner.report import report_of
+from tierstore.planner.search import Search
+from tierstore.planner.tables import ParameterConstraints, TableSpec, prepared, spec_of_config
+from tierstore.planner.topology import Topology
+
+_ADAM_COPIES = 4  # parameter, gradient and two moments of the dense part
+_SSD_TARGETS = (None, 0.98, 0.9, 0.75)
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """Everything that was decided, for reports and tests."""
+
+    topology: Topology
+    work: Workload
+    tables: Sequence[TableSpec]
+    placed: Sequence[Placed]
+    caches: Allocation
+    prediction: Prediction
+    seconds: float
+
+
+class EmbeddingShardingPlanner:
+    """Decides for every table how it is cut, which ranks hold its shards, and their bytes in each tier.
+
+    - ``topology``: the machines; ``constraints``: by table name; ``stats``: recorded miss-ratio curves by
+      table name (docs/planner.md has their form); tables without any are taken to have the preset popularity.
+    - ``batch_size``: examples per rank and step. ``workload`` says it together with the dense part's cost.
+    - ``search_seconds``: what the search may take at most; it stops earlier when nothing gets better.
+
+    Equal arguments give equal plans as long as the search is not cut off by the clock.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        batch_size: int | None = None,
+        workload: Workload | None = None,
+        stats: Mapping[str, Mapping[str, Any]] | None = None,
+        search_seconds: float = 5.0,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(topology, Topology):
+            raise ConfigError(
+                f"topology is {type(topology).__name__}; it must be a tierstore.planner.Topology"
+            )
+        work = workload or Workload()
+        self.work = work if batch_size is None else replace(work, batch_size=batch_size)
+        self.topology = topology
+        self.constraints = dict(constraints or {})
+        self.stats = dict(stats or {})
+        self.search_seconds, self.seed = search_seconds, seed
+
+    def plan(self, module: Any, sharders: Sequence[Any] | None = None) -> ShardingPlan:
+        """A plan for the collections in ``module``, or for a sequence of table configurations.
+
+        ``sharders`` is accepted for torchrec's callers; every embedding collection is planned. The dense
+        part of a module counts four times its parameters' bytes unless ``workload`` says ``dense_bytes``.
+        Raises InfeasiblePlanError if the tables do not fit, ConfigError for constraints that cannot be met.
+        """
+        tables, work = self._tables(module)
+        start = time.perf_counter()
+        solution = self.solve(tables, work)
+        if solution.caches.missing:
+            raise self._infeasible(solution)
+        tables_placed = placements(solution)
+        report = report_of(solution, tables_placed, start)
+        return ShardingPlan(tables_placed, self.topology.world_size, self.topology.ranks_per_host, report)
+
+    def collective_plan(
+        self, module: Any, sharders: Sequence[Any] | None = None, pg: Any = None
+    ) -> ShardingPlan:
+        """Plans on rank 0 of the process group and gives every rank the same plan, or the same error."""
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            return self.plan(module, sharders)
+        if dist.get_world_size(pg) != self.topology.world_size:
+            raise ConfigError(
+                f"the topology has {self.topology.world_size} ranks and the process group "
+                f"{dist.get_world_size(pg)}"
+            )
+        outcome: list[Any] = [None]
+        if dist.get_rank(pg) == 0:
+            try:
+                outcome = [self.plan(module, sharders)]
+            except Exception as error:  # every rank must leave the broadcast, and raise what rank 0 met
+                outcome = [error]
+        dist.broadcast_object_list(outcome, src=dist.get_global_rank(pg, 0) if pg else 0, group=pg)
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
+
+    def solve(self, tables: Sequence[TableSpec], work: Workload | None = None) -> Solution:
+        """The best solution found; ``caches.missing`` is not empty if the tables do not fit."""
+        start = time.perf_counter()
+        work = work or self.work
+        first: Solution | None = None
+        for target in _SSD_TARGETS:
+            demands = self._demands(tables, work, target)
+            placed = self._search(tables, work, demands)
+            caches = allocate(self.topology, work, placed)
+            prediction = predict(self.topology, work, placed, caches)
+            found = Solution(
+                self.topology, work, tables, placed, caches, prediction, time.perf_counter() - start
+            )
+            if not caches.missing:
+                return found
+            first = first or found
+            if not any(resource == "ssd" for resource, _ in first.caches.missing):
+                break
+        assert first is not None
+        return first
+
+    def _search(
+        self, tables: Sequence[TableSpec], work: Workload, demands: Sequence[ParameterConstraints]
+    ) -> list[Placed]:
+        cuts = [cuts_of(table, self.topology, work, d) for table, d in zip(tables, demands, strict=True)]
+        everyone = np.arange(self.topology.world_size)
+        allowed = [
+            everyone if d.device_group is None else np.unique(np.array(d.device_group)) for d in demands
+        ]
+        search = Search(self.topology, work, cuts, allowed, self.search_seconds, self.seed)
+        return [
+            Placed(t, cuts[t][choice.cut], choice.ranks.tolist()) for t, choice in enumerate(search.run())
+        ]
+
+    def _demands(
+        self, tables: Sequence[TableSpec], work: Workload, target: float | None
+    ) -> list[ParameterConstraints]:
+        """The constraints; with a ``target``, so many small tables must stay in memory that the others
+        take at most this share of the SSD."""
+        demands = [self.constraints.get(table.name, ParameterConstraints()) for table in tables]
+        room = self.topology.ssd_per_host * self.topology.hosts
+        if not room or target is None:
+            return demands
+        costs = [cuts_of(t, self.topology, work, d)[0].cost for t, d in zip(tables, demands, strict=True)]
+        stored = [0 if cost.in_memory else cost.ssd_bytes for cost in costs]
+        excess = sum(stored) - target * room
+        for i in sorted(range(len(tables)), key=lambda i: costs[i].rows * costs[i].slot_bytes):
+            if excess <= 0:
+                break
+            if stored[i]:
+                demands[i] = replace(demands[i], tiers=("hbm", "uvm"))
+                excess -= stored[i]
+        return demands
+
+    def _tables(self, module: Any) -> tuple[list[TableSpec], Workload]:
+        work = self.work
+        if hasattr(module, "named_modules"):
+            tables, dense = tables_of_module(module)
+            if not work.dense_bytes:
+                work = replace(work, dense_bytes=dense)
+        elif isinstance(module, Iterable) and not isinstance(module, str | Mapping):
+            tables = [spec_of_config(item) for item in module]
+        else:
+            raise ConfigError(f"cannot plan a {type(module).__name__}: give a module or table configurations")
+        return prepared(tables, self.constraints, self.stats, self.topology.world_size), work
+
+    def _infeasible(self, solution: Solution) -> InfeasiblePlanError:
+        report = report_of(solution, placements(solution), time.perf_counter() - solution.seconds)
+        return InfeasiblePlanError(
+            f"the tables do not fit: {report['binding']} is short of "
+            f"{format_bytes(report['missing_bytes'])} ({report['binding_detail']})",
+            report["binding"],
+            report["missing_bytes"],
+            report,
+        )
+
+
+def tables_of_module(module: Any) -> tuple[list[TableSpec], int]:
+    """The tables of all embedding collections in a module, ours or torchrec's; device bytes of the rest."""
+    tables: list[TableSpec] = []
+    inside: list[str] = []
+    for path, part in module.named_modules():
+        configs = getattr(part, "embedding_bag_configs", None) or getattr(part, "embedding_configs", None)
+        if configs is None or any(path.startswith(f"{outer}.") for outer in inside if outer):
+            continue
+        weighted = getattr(part, "is_weighted", False)
+        weighted = bool(weighted() if callable(weighted) else weighted)
+        tables += [
+            spec_of_config(config, path, weighted) for config in (configs() if callable(configs) else configs)
+        ]
+        inside.append(path)
+    if not tables:
+        raise ConfigError("the module has no embedding collection to plan")
+    dense = 0
+    for name, parameter in module.named_parameters():
+        if not any(not outer or name.startswith(f"{outer}.") for outer in inside):
+            dense += parameter.numel() * parameter.element_size() * _ADAM_COPIES
+    return tables, dense
+
+
+def placements(solution: Solution) -> tuple[TablePlacement, ...]:
+    """The solution as plain placements, in the order of the tables."""
+    caches = solution.caches
+    columns = [caches.hbm_bytes(), caches.uvm_bytes(), caches.ssd_bytes()]
+    columns += [caches.hbm_rows.astype(np.int64), (caches.memory_rows - caches.hbm_rows).astype(np.int64)]
+    sizes = np.column_stack(columns).tolist()
+    result, first = [], 0
+    for item in solution.placed:
+        spec, end = solution.tables[item.table], first + len(item.ranks)
+        shards = tuple(_shard(spec, item, j, sizes[first + j]) for j in range(len(item.ranks)))
+        rate = round(hit_rate(caches, slice(first, end)), 6)
+        size = spec.num_embeddings, spec.embedding_dim
+        result.append(TablePlacement(spec.name, item.cut.kind, shards, rate, spec.module, *size))
+        first = end
+    return tuple(result)
+
+
+def _shard(spec: TableSpec, item: Placed, j: int, sizes: Sequence[int]) -> ShardPlacement:
+    """Shard ``j`` of a table: shards are ordered by columns, then rows, and differ by one row or column at
+    most. ``sizes``: bytes of the tiers, then rows of the memory tiers."""
+    cut = item.cut
+    column, row = (0, 0) if cut.kind is ShardingType.DATA_PARALLEL else divmod(j, cut.row_cuts)
+    rows = [part * spec.num_embeddings // cut.row_cuts for part in (row, row + 1)]
+    columns = [part * spec.embedding_dim // cut.column_cuts for part in (column, column + 1)]
+    return ShardPlacement(
+        int(item.ranks[j]), rows[0], rows[1] - rows[0], columns[0], columns[1] - columns[0], *sizes
+    )

@@ -1,0 +1,91 @@
+"""Seconds of every stage on every rank and host for a placement and its caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.planner.allocate import Allocation, Placed
+from tierstore.planner.cluster import HOST_STAGES, RANK_STAGES
+from tierstore.planner.costs import RANK_BUFFERS, Load, Workload
+from tierstore.planner.curves import Floats
+from tierstore.planner.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """Seconds per step: ``ranks`` (ranks, 5) by RANK_STAGES, ``hosts`` (hosts, 2) by HOST_STAGES; bytes in
+    use: ``hbm`` (ranks,), ``host_memory`` and ``ssd`` (hosts,). The pipeline overlaps stages, so a step takes
+    as long as the longest of them."""
+
+    ranks: Floats
+    hosts: Floats
+    hbm: Floats
+    host_memory: Floats
+    ssd: Floats
+
+    @property
+    def step(self) -> float:
+        return max(float(self.ranks.max()), float(self.hosts.max()))
+
+    def slowest(self) -> tuple[str, str]:
+        """(Stage, place) that sets the step: ("ssd", "host 3")."""
+        if self.ranks.max() >= self.hosts.max():
+            where, stage = np.unravel_index(int(self.ranks.argmax()), self.ranks.shape)
+            return RANK_STAGES[stage], f"rank {where}"
+        where, stage = np.unravel_index(int(self.hosts.argmax()), self.hosts.shape)
+        return HOST_STAGES[stage], f"host {where}"
+
+
+def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches: Allocation) -> Prediction:
+    """Sums up the shards of ``placed`` with the rows that ``caches`` gives them."""
+    world, hosts = topology.world_size, topology.hosts
+    ranks, host = np.zeros((world, 5)), np.zeros((hosts, 2))
+    ranks[:, 0] = work.dense_seconds
+    for item in placed:
+        ranks[:, :4] += _vector(item.cut.everywhere)
+    unique = caches.field("unique")
+    on_link = unique * caches.misses(caches.hbm_rows)
+    on_ssd = unique * caches.misses(caches.memory_rows)
+    where = caches.rank
+    on_host = where // topology.ranks_per_host
+    for item in placed:
+        ranks[item.ranks, :4] += _vector(item.cut.cost.load)
+    link = _sums(where, on_link * caches.field("link_bytes"), world)
+    ranks[:, 4] = link / topology.host_link_bw
+    ranks[:, 0] += link / topology.hbm_bw
+    host[:, 0] = _sums(on_host, on_ssd * caches.field("ssd_s"), hosts)
+    moved = _sums(on_host, on_ssd * caches.field("ssd_bytes_moved"), hosts)
+    moved += link.reshape(hosts, -1).sum(axis=1)
+    host[:, 1] = moved / topology.host_memory_bw
+    buffers = RANK_BUFFERS * topology.ranks_per_host if topology.ssd_per_host else 0
+    return Prediction(
+        ranks,
+        host,
+        _sums(where, caches.hbm_bytes(), world) + work.dense_bytes,
+        _sums(on_host, caches.uvm_bytes(), hosts) + buffers,
+        _sums(on_host, caches.ssd_bytes(), hosts),
+    )
+
+
+def hit_rate(caches: Allocation, shards: slice) -> float:
+    """Share of a step's unique rows of some shards (those of a table) that they find in device memory."""
+    costs, rows = caches.costs[shards], caches.hbm_rows[shards]
+    unique = sum(cost.unique for cost in costs)
+    if not unique:
+        return 1.0
+    misses = {key: float(key[0].curve.at(key[1])) for key in set(zip(costs, rows.tolist(), strict=True))}
+    lost = sum(cost.unique * misses[cost, n] for cost, n in zip(costs, rows.tolist(), strict=True))
+    return 1.0 - lost / unique
+
+
+def _sums(where: NDArray[np.int64], values: NDArray[Any], count: int) -> Floats:
+    return np.bincount(where, weights=values, minlength=count).astype(np.float64)
+
+
+def _vector(load: Load) -> list[float]:
+    return [load.compute, load.index, load.intra, load.inter]

@@ -1,0 +1,138 @@
+"""Caches by price: what a shard would hold, and miss, if a byte of memory cost so many seconds per step.
+
+At one price for all shards of a memory, what each holds is what the best division of that memory gives it. So
+bytes and seconds as functions of the price add up over shards, and a rank or host is known by their sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.planner.costs import ShardCost
+from tierstore.planner.curves import Floats
+
+GRID = 48
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """The best ways to spend bytes on a shard: corners of a convex curve of seconds over bytes, float64.
+
+    ``rows``: held at the corner; ``stored``: False when no row needs the SSD there (only the last corner).
+    """
+
+    bytes: Floats
+    seconds: Floats
+    rows: Floats
+    stored: NDArray[np.bool_]
+
+    @property
+    def density(self) -> Floats:
+        """Seconds saved per byte between corners, falling."""
+        gain = self.seconds[:-1] - self.seconds[1:]
+        return gain / np.maximum(np.diff(self.bytes), 1e-9)
+
+
+def hbm_steps(cost: ShardCost) -> Steps:
+    """Device bytes against seconds of the link."""
+    rows, misses = _from(cost, cost.rows if cost.in_hbm else cost.hbm_floor)
+    return Steps(
+        rows * cost.slot_bytes, misses * cost.unique * cost.link_s, rows, np.zeros(len(rows), np.bool_)
+    )
+
+
+def memory_steps(cost: ShardCost, at_least: float = 0.0) -> Steps:
+    """Memory bytes (device, host and the store's index) against seconds of the drives, from ``at_least`` rows
+    on. With all rows in memory the index goes away, so the last corner may come early."""
+    rows, misses = _from(cost, cost.rows if cost.in_memory else max(cost.floor, cost.hbm_floor, at_least))
+    seconds = misses * cost.unique * cost.ssd_s
+    bytes_ = rows * cost.slot_bytes + cost.index_bytes
+    bytes_[-1] -= cost.index_bytes
+    stored = np.ones(len(rows), np.bool_)
+    stored[-1] = False
+    if len(rows) > 2 or (len(rows) == 2 and bytes_[1] <= bytes_[0]):
+        # The curve without its last corner is convex: cut across to that corner where it pays to.
+        across = np.full(len(rows) - 1, np.inf)
+        apart = bytes_[-1] - bytes_[:-1]
+        np.divide(seconds[:-1] - seconds[-1], apart, out=across, where=apart > 0)
+        along = -np.diff(seconds) / np.maximum(np.diff(bytes_), 1e-9)
+        along[-1] = -np.inf
+        first = int(np.argmax((across >= along) | (apart <= 0)))
+        keep = [*range(first + (apart[first] > 0)), len(rows) - 1]
+        return Steps(bytes_[keep], seconds[keep], rows[keep], stored[keep])
+    return Steps(bytes_, seconds, rows, stored)
+
+
+def _from(cost: ShardCost, floor: float) -> tuple[Floats, Floats]:
+    """Corners of the miss curve behind ``floor`` rows, and the point there."""
+    floor = min(floor, float(cost.rows))
+    beyond = cost.curve.rows > floor
+    rows = np.concatenate([[floor], cost.curve.rows[beyond]])
+    misses = np.concatenate([[cost.curve.at(floor)], cost.curve.misses[beyond]])
+    return rows, misses
+
+
+@dataclass(frozen=True, eq=False)
+class PriceGrid:
+    """Falling prices, seconds per byte: the first buys nothing but floors, the last everything."""
+
+    link: Floats
+    ssd: Floats
+
+
+def price_grid(costs: Iterable[ShardCost]) -> PriceGrid:
+    """Prices between the highest and the lowest density of all shards."""
+    link, ssd = [], []
+    for cost in costs:
+        link.append(hbm_steps(cost).density)
+        ssd.append(memory_steps(cost).density)
+    return PriceGrid(_grid(link), _grid(ssd))
+
+
+def _grid(densities: list[Floats]) -> Floats:
+    values = np.concatenate([*densities, np.zeros(0)])
+    values = values[values > 0]
+    if not len(values):
+        return np.concatenate([np.full(GRID - 1, np.inf), [-1.0]])
+    # Quantiles follow where tables really compete for bytes; the ends are kept.
+    inner = np.quantile(np.log(values), np.linspace(1, 0, GRID - 2))
+    return np.concatenate([[np.inf], np.exp(inner), [-1.0]])
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """A shard's needs along a :class:`PriceGrid`, each float64 (GRID,)."""
+
+    hbm_bytes: Floats
+    link_s: Floats
+    memory_bytes: Floats
+    ssd_s: Floats
+    ssd_bytes: Floats
+    moved: Floats
+    """Host-memory bytes per step on behalf of the SSD."""
+
+
+def priced(cost: ShardCost, grid: PriceGrid) -> Priced:
+    """What ``cost`` needs at every price."""
+    fast, slow = hbm_steps(cost), memory_steps(cost)
+    i = _bought(fast, grid.link)
+    j = _bought(slow, grid.ssd)
+    misses = slow.seconds[j] / cost.ssd_s if cost.ssd_s else np.zeros(len(j))
+    return Priced(
+        fast.bytes[i],
+        fast.seconds[i],
+        slow.bytes[j],
+        slow.seconds[j],
+        np.where(slow.stored[j], float(cost.ssd_bytes), 0.0),
+        misses * cost.ssd_bytes_moved,
+    )
+
+
+def _bought(steps: Steps, prices: Floats) -> NDArray[np.int64]:
+    """Index of the corner reached at each price."""
+    density = np.minimum.accumulate(steps.density)
+    return np.searchsorted(-density, -prices * (1 - 1e-12), side="right")

@@ -1,0 +1,242 @@
+"""What a plan is like, as a dictionary for JSON: fills, seconds, reasons, and what would help most."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tierstore.config import format_bytes
+from tierstore.placement import ShardingType, TablePlacement
+from tierstore.planner.allocate import Allocation, Placed
+from tierstore.planner.cluster import HOST_STAGES, RANK_STAGES, Cluster
+from tierstore.planner.prices import price_grid, priced
+from tierstore.planner.topology import Topology
+
+if TYPE_CHECKING:
+    from tierstore.planner.planner import Solution
+
+_GIB = 1 << 30
+
+
+def report_of(solution: Solution, tables: Sequence[TablePlacement], started: float) -> dict[str, Any]:
+    """The dictionary of ``tierstore plan --json``; docs/planner.md explains its keys. Planning began at
+    ``started`` (perf_counter)."""
+
+    prediction, missing = solution.prediction, solution.caches.missing
+    binding, place = prediction.slowest()
+    result: dict[str, Any] = {
+        "feasible": not missing,
+        "binding": binding,
+        "binding_detail": f"{place} sets the step with its {binding}",
+        "missing_bytes": 0,
+        "plan_seconds": 0.0,
+        "predicted_step_s": prediction.step,
+        "batch_size_per_rank": solution.work.batch_size,
+        "assumed_rates": list(solution.topology.assumed),
+        "world_size": solution.topology.world_size,
+        "ranks_per_host": solution.topology.ranks_per_host,
+        "tables": [],
+        "ranks": _ranks(solution),
+        "hosts": _hosts(solution),
+        "what_would_help": [],
+    }
+    if missing:
+        result |= _shortage(missing, solution.topology)
+    whys = reasons(solution)
+    for placement, why in zip(tables, whys, strict=True):
+        result["tables"].append(
+            {
+                "name": placement.name,
+                "module": placement.module,
+                "num_embeddings": placement.num_embeddings,
+                "embedding_dim": placement.embedding_dim,
+                "sharding_type": placement.sharding_type.value,
+                "shards": [vars(shard) for shard in placement.shards],
+                "predicted_hit_rate": placement.predicted_hit_rate,
+                **why,
+            }
+        )
+    if not missing:
+        result["what_would_help"] = what_would_help(solution)
+    result["plan_seconds"] = time.perf_counter() - started
+    return result
+
+
+def _shortage(missing: dict[tuple[str, int], int], topology: Topology) -> dict[str, Any]:
+    totals: dict[str, int] = defaultdict(int)
+    for (resource, _), size in missing.items():
+        totals[resource] += size
+    sizes = {
+        "hbm": topology.hbm_per_rank * topology.world_size,
+        "host_memory": topology.host_memory_per_host * topology.hosts,
+        "ssd": topology.ssd_per_host * topology.hosts,
+    }
+    binding = max(totals, key=lambda name: totals[name] / max(1, sizes[name]))
+    places = {place: size for (resource, place), size in missing.items() if resource == binding}
+    worst = max(places, key=lambda place: places[place])
+    where, of = ("rank", topology.world_size) if binding == "hbm" else ("host", topology.hosts)
+    return {
+        "binding": binding,
+        "missing_bytes": totals[binding],
+        "missing": dict(totals),
+        "binding_detail": f"{len(places)} of {of} {where}s "
+        f"lack it, most of all {where} {worst}: {format_bytes(places[worst])}",
+    }
+
+
+def _ranks(solution: Solution) -> list[dict[str, Any]]:
+    prediction, topology = solution.prediction, solution.topology
+    return [
+        {
+            "rank": r,
+            "host": topology.host_of(r),
+            "hbm_bytes": int(prediction.hbm[r]),
+            "hbm_fill": float(prediction.hbm[r] / topology.hbm_per_rank),
+            "stage_seconds": dict(zip(RANK_STAGES, prediction.ranks[r].tolist(), strict=True)),
+        }
+        for r in range(topology.world_size)
+    ]
+
+
+def _hosts(solution: Solution) -> list[dict[str, Any]]:
+    prediction, topology = solution.prediction, solution.topology
+    return [
+        {
+            "host": h,
+            "host_memory_bytes": int(prediction.host_memory[h]),
+            "host_memory_fill": float(prediction.host_memory[h] / max(1, topology.host_memory_per_host)),
+            "ssd_bytes": int(prediction.ssd[h]),
+            "ssd_fill": float(prediction.ssd[h] / max(1, topology.ssd_per_host)),
+            "stage_seconds": dict(zip(HOST_STAGES, prediction.hosts[h].tolist(), strict=True)),
+        }
+        for h in range(topology.hosts)
+    ]
+
+
+# Why a table is where it is
+
+
+def reasons(solution: Solution) -> list[dict[str, Any]]:
+    """For each table its tier, and what the neighbouring tiers would mean for it."""
+    caches, result, first = solution.caches, [], 0
+    stored = caches.stored
+    for item in solution.placed:
+        shards = range(first, first + len(item.ranks))
+        first += len(item.ranks)
+        result.append(_reason(solution, item, caches, shards, bool(stored[shards.start])))
+    return result
+
+
+def _reason(
+    solution: Solution, item: Placed, caches: Allocation, shards: range, stored: bool
+) -> dict[str, Any]:
+    cost = item.cut.cost
+    if item.cut.kind is ShardingType.DATA_PARALLEL:
+        size = cost.fixed_hbm
+        return {
+            "tiers": ["hbm"],
+            "why": f"a replica of {format_bytes(size)} per rank needs no exchange of ids and rows",
+        }
+    hbm = float(np.mean(caches.hbm_rows[shards.start : shards.stop]))
+    memory = float(np.mean(caches.memory_rows[shards.start : shards.stop]))
+    lower = cost.unique * cost.link_s * float(cost.curve.at(cost.floor) - cost.curve.at(hbm))
+    higher = cost.unique * cost.link_s * cost.curve.at(hbm)
+    no_host = cost.unique * cost.ssd_s * float(cost.curve.at(hbm) - cost.curve.at(memory))
+    tiers = ["hbm"] + ["uvm"] * (memory > hbm + 1) + ["ssd"] * stored
+    step = solution.prediction.step
+    parts = []
+    if hbm < cost.rows - 1:
+        more = (cost.rows - hbm) * cost.slot_bytes * len(shards)
+        parts.append(f"all in hbm: {format_bytes(int(more))} more for -{_share(higher, step)} link time")
+    if lower > 0:
+        parts.append(f"without its hbm: +{_share(lower, step)} link time")
+    if no_host > 0:
+        parts.append(f"without its host memory: +{_share(no_host, step)} ssd time")
+    if stored:
+        parts.append(
+            f"{cost.curve.at(memory):.1%} of its {cost.unique * len(shards):,.0f} unique rows "
+            "per step are read from ssd"
+        )
+    return {
+        "tiers": tiers,
+        "predicted_memory_hit_rate": 1 - cost.curve.at(memory),
+        "one_tier_lower_link_s": lower,
+        "all_in_hbm_link_s": -higher,
+        "without_host_memory_ssd_s": no_host,
+        "why": "; ".join(parts) or "every row is in hbm",
+    }
+
+
+def _share(seconds: float, step: float) -> str:
+    return f"{seconds * 1e3:.3g} ms ({seconds / step:.1%} of the step)"
+
+
+# What would help
+
+
+_FASTER = {
+    "hbm_bw": "twice the HBM bandwidth",
+    "index_rows_per_s": "twice the rate of the slot index",
+    "intra_host_bw": "twice the bandwidth within a host",
+    "inter_host_bw": "twice the bandwidth between hosts",
+    "host_link_bw": "twice the bandwidth between host and device",
+    "host_memory_bw": "twice the host memory bandwidth",
+}
+_STAGE_RATES = ("hbm_bw", "index_rows_per_s", "intra_host_bw", "inter_host_bw")
+
+
+def what_would_help(solution: Solution) -> list[dict[str, Any]]:
+    """Changes of the machines by what the step would become with the same cuts and ranks, best first."""
+    cluster = Cluster(solution.topology, solution.work)
+    grid = price_grid(item.cut.cost for item in solution.placed)
+    for item in solution.placed:
+        ranks = np.asarray(item.ranks, dtype=np.int64)
+        cluster.place(item.cut, priced(item.cut.cost, grid), ranks)
+    before, step = _longest(cluster), solution.prediction.step
+    result = []
+    for text, changes in _changes(solution.topology):
+        after = step * _longest(_changed(cluster, solution, changes)) / before
+        if after < step * 0.999:
+            result.append({"change": text, "step_s": after, "step_change": after / step - 1})
+    return sorted(result, key=lambda item: item["step_s"])
+
+
+def _changes(topology: Topology) -> list[tuple[str, dict[str, Any]]]:
+    hbm = max(_GIB, int(topology.hbm_per_rank) // 10 // _GIB * _GIB)
+    host = max(_GIB, int(topology.host_memory_per_host) // 4 // _GIB * _GIB)
+    return [
+        (f"+{format_bytes(hbm)} HBM per rank", {"hbm_per_rank": topology.hbm_per_rank + hbm}),
+        (
+            f"+{format_bytes(host)} host memory per host",
+            {"host_memory_per_host": topology.host_memory_per_host + host},
+        ),
+        ("twice the SSD reads and writes per second", {"ssd_read_iops": 2 * topology.ssd_read_iops}),
+        *((text, {name: 2 * getattr(topology, name)}) for name, text in _FASTER.items()),
+    ]
+
+
+def _changed(cluster: Cluster, solution: Solution, changes: dict[str, Any]) -> Cluster:
+    """``cluster`` with other machines: caches are divided anew, cuts and ranks stay."""
+    old, new = solution.topology, replace(solution.topology, **changes)
+    slower = {
+        name: getattr(old, name) / getattr(new, name)
+        for name in (*_STAGE_RATES, "host_link_bw", "ssd_read_iops")
+    }
+    result = copy.copy(cluster)
+    result.topology = new
+    result.hbm_size, result.host_size = float(new.hbm_per_rank), float(new.host_memory_per_host)
+    result.seconds = cluster.seconds * [slower[name] for name in _STAGE_RATES]
+    result.link_s = cluster.link_s * slower["host_link_bw"]
+    result.ssd_s = cluster.ssd_s * slower["ssd_read_iops"]
+    return result
+
+
+def _longest(cluster: Cluster) -> float:
+    rank, host, *_ = cluster.loads()
+    return max(float(rank.max()), float(host.max()), 1e-12)

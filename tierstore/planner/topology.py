@@ -1,0 +1,176 @@
+"""The machines: how many ranks and hosts, bytes of each tier, and how fast bytes and rows move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from tierstore.config import parse_bytes
+from tierstore.errors import ConfigError
+
+_SIZES = ("hbm_per_rank", "host_memory_per_host", "ssd_per_host")
+_RATES = (
+    *("hbm_bw", "host_link_bw", "host_memory_bw", "ssd_bw", "ssd_write_bw", "ssd_read_iops"),
+    *("intra_host_bw", "inter_host_bw", "index_rows_per_s"),
+)
+
+ASSUMED = math.nan
+"""Default of a rate: take the assumed one."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """``hosts`` equal machines with ``ranks_per_host`` ranks each; rank r is on host r // ranks_per_host.
+
+    Sizes are bytes, or strings ("80GiB") that become bytes. ``hbm_per_rank`` is a rank's own; host memory and
+    SSD are shared by the ranks of a host. Rates are per second:
+
+    - ``hbm_bw``: bytes, device memory of a rank.
+    - ``host_link_bw``: bytes between device and host memory of a rank, both directions together.
+    - ``host_memory_bw``: bytes, host memory, all ranks of a host together.
+    - ``ssd_bw``, ``ssd_write_bw``: bytes of large reads and writes of a host's drives together.
+    - ``ssd_read_iops``: random reads of at most 4 KiB of a host; ``ssd_read_curve``: measured pairs (bytes of
+      a read, reads per second), which take precedence.
+    - ``intra_host_bw``, ``inter_host_bw``: bytes that a rank receives from ranks of its own, of other hosts.
+    - ``index_rows_per_s``: ids that a rank deduplicates and looks up in its slot index.
+
+    ``assumed`` names the rates that were neither given nor measured: reports print them.
+    """
+
+    hosts: int = 1
+    ranks_per_host: int = 1
+    hbm_per_rank: int = 0
+    host_memory_per_host: int = 0
+    ssd_per_host: int = 0
+    hbm_bw: float = ASSUMED
+    host_link_bw: float = ASSUMED
+    host_memory_bw: float = ASSUMED
+    ssd_bw: float = ASSUMED
+    ssd_write_bw: float = ASSUMED
+    ssd_read_iops: float = ASSUMED
+    intra_host_bw: float = ASSUMED
+    inter_host_bw: float = ASSUMED
+    index_rows_per_s: float = ASSUMED
+    ssd_read_curve: Sequence[tuple[int, float]] = ()
+    device: str = "cuda"
+    assumed: tuple[str, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cuda", "cpu"):
+            raise ConfigError(f'device is {self.device!r}; it must be "cuda" or "cpu"')
+        for name in ("hosts", "ranks_per_host"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"topology: {name} is {value!r}; it must be a positive integer")
+        for name in _SIZES:
+            object.__setattr__(self, name, parse_bytes(getattr(self, name), f"topology: {name}"))
+        if self.hbm_per_rank == 0:
+            raise ConfigError("topology: hbm_per_rank is 0; kernels need a cache to work on")
+        self._fill_rates()
+        object.__setattr__(self, "ssd_read_curve", _checked_curve(self.ssd_read_curve))
+
+    def _fill_rates(self) -> None:
+        assumed = []
+        for name in _RATES:
+            value = getattr(self, name)
+            if value is None or value != value:
+                value = ASSUMED_RATES[self.device][name]
+                assumed.append(name)
+            elif isinstance(value, str):
+                value = parse_bytes(value, f"topology: {name}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ConfigError(f"topology: {name} is {value!r}; it must be a positive number per second")
+            object.__setattr__(self, name, float(value))
+        object.__setattr__(self, "assumed", tuple(assumed))
+
+    @property
+    def world_size(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def local_world_size(self) -> int:
+        return self.ranks_per_host
+
+    def host_of(self, rank: int) -> int:
+        return rank // self.ranks_per_host
+
+    def read_seconds(self, size: int) -> float:
+        """Seconds that a host's drives need for one of many random reads of ``size`` bytes."""
+        curve = self.ssd_read_curve or ((4096, self.ssd_read_iops),)
+        sizes, rates = zip(*curve, strict=True)
+        for i, (at, rate) in enumerate(zip(sizes, rates, strict=True)):
+            if size <= at:
+                if i == 0:
+                    return 1 / rate
+                share = (size - sizes[i - 1]) / (at - sizes[i - 1])
+                return (1 - share) / rates[i - 1] + share / rate
+        return max(1 / rates[-1], size / self.ssd_bw)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Topology:
+        """From the mapping of a topology.yaml. Raises ConfigError for unknown and missing fields."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"a topology is a mapping of fields, got {type(values).__name__}")
+        known = {item.name for item in fields(cls) if item.init}
+        unknown = sorted(set(values) - known - {"measured"})
+        if unknown:
+            raise ConfigError(f"topology: unknown fields {unknown}; known: {sorted(known)}")
+        missing = [name for name in ("hbm_per_rank", "host_memory_per_host") if name not in values]
+        if missing:
+            raise ConfigError(f"topology: {', '.join(missing)} missing")
+        return cls(**{key: _number(value) for key, value in values.items() if key in known})
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads "3e9" as a string."""
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            return value
+        return int(number) if number.is_integer() else number
+    return value
+
+
+def _checked_curve(curve: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    try:
+        points = sorted((int(size), float(rate)) for size, rate in curve)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"topology: ssd_read_curve must be pairs (bytes, reads per second): {error}"
+        ) from None
+    if any(size < 1 or not 0 < rate < math.inf for size, rate in points):
+        raise ConfigError("topology: ssd_read_curve must have positive sizes and rates")
+    if len({size for size, _ in points}) < len(points):
+        raise ConfigError("topology: ssd_read_curve names a size twice")
+    return tuple(points)
+
+
+# Round figures of data sheets for one current accelerator, its host and its drives; of a server without one
+# for "cpu". They are stated, not measured: `tierstore bench device` replaces them.
+ASSUMED_RATES: dict[str, dict[str, float]] = {
+    "cuda": {
+        "hbm_bw": 2.0e12,
+        "host_link_bw": 50e9,
+        "host_memory_bw": 200e9,
+        "ssd_bw": 20e9,
+        "ssd_write_bw": 10e9,
+        "ssd_read_iops": 3e6,
+        "intra_host_bw": 200e9,
+        "inter_host_bw": 25e9,
+        "index_rows_per_s": 50e6,
+    },
+    "cpu": {
+        "hbm_bw": 20e9,
+        "host_link_bw": 10e9,
+        "host_memory_bw": 40e9,
+        "ssd_bw": 2e9,
+        "ssd_write_bw": 1e9,
+        "ssd_read_iops": 100e3,
+        "intra_host_bw": 4e9,
+        "inter_host_bw": 1e9,
+        "index_rows_per_s": 10e6,
+    },
+}
