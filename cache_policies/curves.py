@@ -33,6 +33,7 @@ class Point:
     size_rows: int
     rate: float
     misses: float
+    access_misses: float
     accesses: int
     uniques: int
     footprint: int
@@ -41,7 +42,7 @@ class Point:
     @property
     def miss_ratio(self) -> float:
         """Per access."""
-        return self.misses / max(1, self.accesses)
+        return self.access_misses / max(1, self.accesses)
 
     @property
     def unique_miss_ratio(self) -> float:
@@ -114,9 +115,10 @@ def _point(trace: PreparedTrace, size: int, rate: float, result: Simulation) -> 
         result.policy,
         size,
         rate,
-        result.misses if rate == 1 else result.misses / rate,
+        result.misses / rate,
+        result.access_misses / rate,
         trace.accesses,
         trace.uniques,
-        trace.footprint if rate == 1 else round(result.compulsory / rate),
+        round(result.compulsory / rate),
         result.overflowed / rate,
     )

@@ -23,21 +23,27 @@ class PreparedTrace:
     """Row ``r`` is the r-th distinct key of the trace; every batch lists its rows once, in order of first
     use.
 
-    ``rows`` int32 and ``next_batch`` int32 (``NEVER`` if none) per unique row of a batch, all batches after
-    another; batch ``i`` is ``offsets[i]:offsets[i+1]``, or row ``i`` alone when ``offsets`` is empty (one
-    access per batch). ``keys`` uint64 per row. ``accesses`` counts repeats too.
+    ``rows`` int32, ``uses`` uint32 (accesses of the row in the batch) and ``next_batch`` int32 (``NEVER`` if
+    none) per unique row of a batch, all batches after another; batch ``i`` is ``offsets[i]:offsets[i+1]``.
+    One access per batch: ``offsets`` and ``uses`` are empty, batch ``i`` is row ``i`` alone. ``keys`` uint64
+    per row.
     """
 
     rows: np.ndarray
+    uses: np.ndarray
     next_batch: np.ndarray
     offsets: np.ndarray
     keys: np.ndarray
-    row_accesses: np.ndarray
 
     @property
     def accesses(self) -> int:
         """Uses of all rows, repeats within a batch included."""
-        return int(self.row_accesses.sum())
+        return int(self.uses.sum(dtype=np.int64)) if self.offsets.size else self.rows.size
+
+    def row_accesses(self) -> np.ndarray:
+        """How often each row is used, repeats within a batch included: int64 per row."""
+        weights = self.uses if self.offsets.size else None
+        return np.bincount(self.rows, weights, self.footprint).astype(np.int64)
 
     @property
     def batches(self) -> int:
@@ -88,17 +94,16 @@ def select(trace: PreparedTrace, chosen: np.ndarray) -> PreparedTrace:
     """The trace of some rows only: ``chosen`` is a bool per row. Batches keep their numbers."""
     kept = chosen[trace.rows]
     number = np.cumsum(chosen, dtype=np.int32) - 1
-    offsets = trace.offsets
-    if not offsets.size:
-        offsets = np.arange(trace.rows.size + 1)
+    single = not trace.offsets.size
+    offsets = np.arange(trace.rows.size + 1) if single else trace.offsets
     before = np.zeros(kept.size + 1, np.int64)
     np.cumsum(kept, out=before[1:])
     return PreparedTrace(
         number[trace.rows[kept]],
+        np.ones(before[-1], np.uint32) if single else trace.uses[kept],
         trace.next_batch[kept],
         before[offsets],
         trace.keys[chosen],
-        trace.row_accesses[chosen],
     )
 
 
@@ -138,25 +143,28 @@ class _Builder:
         self.single = single
         self.footprint = 0
         self.batches = 0
+        self.uniques = 0
         self.keys = np.empty(1 << 12, np.uint64)
-        self.seen = np.empty(1 << 12, np.int32)  # last batch of each row
-        self.uses = np.zeros(1 << 12, np.int64)
+        self.last = np.empty(1 << 12, np.int64)  # position of each row's last use among all unique uses
         self.table = hashing.new_table(1 << 12)
         self.rows: list[np.ndarray] = []
+        self.uses: list[np.ndarray] = []
         self.sizes: list[np.ndarray] = []
 
     def add(self, keys: np.ndarray, offsets: np.ndarray) -> None:
         self._reserve(self.footprint + keys.size)
         rows = np.empty(keys.size, np.int32)
+        uses = np.empty(keys.size, np.uint32)
         sizes = np.empty(offsets.size - 1, np.int64)
-        batch = np.int64(self.batches)
         self.footprint, count = _dedup(
-            keys, offsets, self.table, self.keys, self.seen, self.uses, self.footprint, batch, rows, sizes
+            keys, offsets, self.table, self.keys, self.last, self.footprint, self.uniques, rows, uses, sizes
         )
         self.rows.append(rows[:count].copy() if count < rows.size else rows)
         if not self.single:
+            self.uses.append(uses[:count].copy() if count < uses.size else uses)
             self.sizes.append(sizes)
         self.batches += sizes.size
+        self.uniques += count
 
     def _reserve(self, room: int) -> None:
         """Make place for ``room`` distinct keys."""
@@ -165,24 +173,28 @@ class _Builder:
         if room > self.keys.size:
             more = max(room, 2 * self.keys.size) - self.keys.size
             self.keys = np.concatenate([self.keys, np.empty(more, np.uint64)])
-            self.seen = np.concatenate([self.seen, np.empty(more, np.int32)])
-            self.uses = np.concatenate([self.uses, np.zeros(more, np.int64)])
+            self.last = np.concatenate([self.last, np.empty(more, np.int64)])
             self.table = hashing.new_table(self.keys.size)
             _rehash(self.table, self.keys[: self.footprint])
 
     def finish(self) -> PreparedTrace:
-        del self.table, self.seen
-        rows = np.concatenate(self.rows) if self.rows else np.empty(0, np.int32)
-        self.rows = []
+        del self.table, self.last
+        rows = _joined_parts(self.rows, np.int32)
+        uses = _joined_parts(self.uses, np.uint32)
         offsets = np.empty(0, np.int64)
         if not self.single:
             offsets = np.zeros(self.batches + 1, np.int64)
-            if self.sizes:
-                np.cumsum(np.concatenate(self.sizes), out=offsets[1:])
+            np.cumsum(_joined_parts(self.sizes, np.int64), out=offsets[1:])
         next_batch = np.empty(rows.size, np.int32)
         _next_batches(rows, offsets, next_batch, np.full(self.footprint, NEVER, np.int32))
-        keys, uses = self.keys[: self.footprint].copy(), self.uses[: self.footprint].copy()
-        return PreparedTrace(rows, next_batch, offsets, keys, uses)
+        return PreparedTrace(rows, uses, next_batch, offsets, self.keys[: self.footprint].copy())
+
+
+def _joined_parts(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+    """One array of ``parts``, which are given up."""
+    joined = np.concatenate(parts) if parts else np.empty(0, dtype)
+    parts.clear()
+    return joined
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -192,7 +204,10 @@ def _rehash(table, keys):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _dedup(keys, offsets, table, known, seen, uses, footprint, first_batch, rows, sizes):
+def _dedup(keys, offsets, table, known, last, footprint, before, rows, uses, sizes):
+    """Fill ``rows``, ``uses``, ``sizes``; ``before`` unique uses came in earlier chunks. (footprint, unique
+    uses)
+    """
     count = 0
     for i in range(offsets.size - 1):
         start = count
@@ -202,13 +217,15 @@ def _dedup(keys, offsets, table, known, seen, uses, footprint, first_batch, rows
             if row < 0:
                 row = np.int32(footprint)
                 known[row] = key
-                seen[row] = -1
+                last[row] = -1
                 footprint += 1
                 table[at] = footprint
-            uses[row] += 1
-            if seen[row] != first_batch + i:
-                seen[row] = first_batch + i
+            if last[row] >= before + start:
+                uses[last[row] - before] += 1
+            else:
+                last[row] = before + count
                 rows[count] = row
+                uses[count] = 1
                 count += 1
         sizes[i] = count - start
     return footprint, count

@@ -23,23 +23,32 @@ from cache_policies.prepared import PreparedTrace, select
 class ReuseCurve:
     """Misses of LRU by size.
 
-    ``counts[d]`` are uses at distance ``d`` (in sampled rows), ``first`` those of rows not seen before, both
-    per unique row of a batch; ``rate`` is the share of rows that were sampled. ``uniques`` and ``accesses``
-    are of the whole trace: what a sample has caught more or less of the hottest rows than its share counts as
-    hits (SHARDS-adj).
+    ``counts[d]`` are uses at distance ``d`` (in sampled rows) per unique row of a batch, ``first`` those of
+    rows not seen before; ``access_counts`` and ``first_accesses`` are the accesses behind them. ``rate`` is
+    the share of rows that were sampled; ``uniques`` and ``accesses`` are of the whole trace: what a sample
+    has caught more or less of the hottest rows than its share counts as hits (SHARDS-adj).
     """
 
     counts: np.ndarray
     first: int
+    access_counts: np.ndarray
+    first_accesses: int
     uniques: int
     accesses: int
     rate: float
 
     def misses(self, sizes: np.ndarray | list[int]) -> np.ndarray:
         """Misses in the whole trace with ``sizes`` slots; whole numbers if all rows were sampled."""
-        hits = np.concatenate([[0], np.cumsum(self.counts)])
+        return self._missed(self.counts, self.first, sizes)
+
+    def access_misses(self, sizes: np.ndarray | list[int]) -> np.ndarray:
+        """As ``misses``, of accesses: each use of a row that was missed by its batch."""
+        return self._missed(self.access_counts, self.first_accesses, sizes)
+
+    def _missed(self, counts: np.ndarray, first: int, sizes: np.ndarray | list[int]) -> np.ndarray:
+        hits = np.concatenate([[0], np.cumsum(counts)])
         scaled = np.ceil(np.asarray(sizes, np.float64) * self.rate).astype(np.int64)
-        missed = hits[-1] + self.first - hits[np.minimum(scaled, self.counts.size)]
+        missed = hits[-1] + first - hits[np.minimum(scaled, counts.size)]
         return missed if self.rate == 1 else missed / self.rate
 
     def unique_miss_ratio(self, sizes: np.ndarray | list[int]) -> np.ndarray:
@@ -52,7 +61,7 @@ class ReuseCurve:
 
     def miss_ratio(self, sizes: np.ndarray | list[int]) -> np.ndarray:
         """Per access."""
-        return self.misses(sizes) / max(1, self.accesses)
+        return self.access_misses(sizes) / max(1, self.accesses)
 
 
 def sampled(keys: np.ndarray, rate: float) -> np.ndarray:
@@ -88,9 +97,14 @@ def lru_curve(trace: PreparedTrace, rate: float = 1.0) -> ReuseCurve:
     rows, distances = part.rows, np.empty(part.rows.size, np.int32)
     offsets = part.offsets if part.offsets.size else np.arange(rows.size + 1)
     _distances(rows, offsets, part.footprint, distances)
-    seen = distances[distances >= 0]
-    counts = np.bincount(seen, minlength=1)
-    return ReuseCurve(counts, rows.size - seen.size, trace.uniques, trace.accesses, rate)
+    seen = distances >= 0
+    counts = np.bincount(distances[seen], minlength=1)
+    if part.uses.size:
+        access_counts = np.bincount(distances[seen], part.uses[seen], 1).astype(np.int64)
+    else:
+        access_counts = counts
+    first, first_accesses = int(rows.size - counts.sum()), int(part.accesses - access_counts.sum())
+    return ReuseCurve(counts, first, access_counts, first_accesses, trace.uniques, trace.accesses, rate)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -26,7 +26,11 @@ from cache_policies.prepared import NEVER, PreparedTrace, prepare
 
 @dataclass(frozen=True)
 class Simulation:
-    """Counts of one run. ``misses`` are of unique rows of a batch: repeats within a batch never miss."""
+    """Counts of one run.
+
+    A use misses if its row is not resident when its batch is planned: ``misses`` of unique rows of a batch
+    (what must be fetched), ``access_misses`` of all accesses, repeats within the batch included.
+    """
 
     policy: str
     capacity: int
@@ -34,7 +38,8 @@ class Simulation:
     accesses: int
     uniques: int
     misses: int
-    compulsory: int  # first use of a row in the trace
+    access_misses: int
+    compulsory: int  # misses that are the first use of a row in the trace
     overflowed: int  # misses of batches that alone do not fit
     refused: int  # misses that admission gave no slot
     shrunk_plans: int  # plans that could not keep the full depth
@@ -42,7 +47,7 @@ class Simulation:
     @property
     def miss_ratio(self) -> float:
         """Per access."""
-        return self.misses / max(1, self.accesses)
+        return self.access_misses / max(1, self.accesses)
 
     @property
     def unique_miss_ratio(self) -> float:
@@ -62,28 +67,32 @@ def simulate(
     *,
     depth: int = 0,
     window: int = 0,
+    on_demand: int = 0,
     admission: str | Admission = "always",
 ) -> Simulation:
     """Run ``policy`` with ``capacity`` slots over ``batches`` of keys (1-d integer arrays, or a prepared
     trace).
 
     ``depth``: how many earlier batches are still in flight; ``window``: how many later ones are known;
-    ``admission``: a filter, as ``"counter(2)"``. Raises
-    ``PolicyError`` for an unknown policy, and for one whose ``evict`` breaks the contract. Releases the GIL.
+    ``on_demand``: how many first batches are planned without either (a live prefetch learns from one);
+    ``admission``: a filter, as ``"counter(2)"``. Raises ``PolicyError`` for an unknown policy, and for one
+    whose ``evict`` breaks the contract. Releases the GIL.
     """
     trace = prepare(batches)
     policy = registry.get(policy)
-    if depth < 0 or window < 0:
-        raise PolicyError(f"depth and window must not be negative, got {depth} and {window}")
+    if min(depth, window, on_demand) < 0:
+        raise PolicyError(
+            f"depth, window and on_demand must not be negative, got {depth}, {window} and {on_demand}"
+        )
     if policy.offline:
-        window = trace.batches
-    announces = policy.uses_window and 0 < window < trace.batches
+        window, on_demand = trace.batches, 0
+    announces = policy.uses_window and window > 0 and (window < trace.batches or on_demand > 0)
     compiled = policy.compile(capacity)
     hooks = compiled.hooks
     gate = get_admission(admission).compile(capacity)
     largest = trace.largest_batch
     counts, fault = _run(
-        (trace.rows, trace.next_batch, trace.offsets, trace.keys),
+        (trace.rows, trace.uses, trace.next_batch, trace.offsets, trace.keys),
         (compiled.state_address, hooks["announce"], hooks["touch"], hooks["evict"], hooks["insert"]),
         (
             (gate.state_address, 0 if gate.name == "always" else gate.hooks["admit"]),
@@ -91,8 +100,7 @@ def simulate(
         ),
         _new_cache(trace.footprint, capacity, announces),
         (_new_slots(largest), _new_slots(largest), np.empty(largest, np.int32), np.empty(largest, np.int32)),
-        depth,
-        window,
+        (depth, window, on_demand),
     )
     if fault:
         raise PolicyError(
@@ -140,32 +148,36 @@ def _new_slots(n: int) -> _Slots:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _run(trace, hooks, gates, cache, buffers, depth, window):
-    """All plans; ``((plan or misses, compulsory, overflowed, refused, shrunk plans), fault)``."""
-    rows, next_batch, offsets, keys = trace
+def _run(trace, hooks, gates, cache, buffers, setting):
+    """All plans; ``((plan or misses, access misses, compulsory, overflowed, refused, shrunk plans),
+    fault)``.
+    """
+    rows, uses, next_batch, offsets, keys = trace
+    depth, window, on_demand = setting
     state, announce, touch, evict, insert = hooks
     hit, miss, missed, victims = buffers
     batches = offsets.size - 1 if offsets.size else rows.size
     announces = cache.pending.size > 0
-    used, seen = 0, 0
-    misses, compulsory, overflowed, refused, shrunk = 0, 0, 0, 0, 0
+    used, seen, announced = 0, 0, on_demand
+    misses, access_misses, compulsory, overflowed, refused, shrunk = 0, 0, 0, 0, 0, 0
     admitted = np.empty(missed.size, np.uint8)
-    for i in range(-window if announces else 0, batches):
-        if announces and i + window < batches:
-            first, last = _bounds(offsets, i + window)
-            n = _announced(rows[first:last], i, i + window, cache, hit)
+    for i in range(batches):
+        while announces and i >= on_demand and announced <= i + window and announced < batches:
+            first, last = _bounds(offsets, announced)
+            n = _announced(rows[first:last], i, announced, cache, hit)
             if n:
                 call_void(announce, (state, hit.slot.ctypes.data, hit.next_use.ctypes.data, n, i))
-        if i < 0:
-            continue
+            announced += 1
+        known = i + window if i >= on_demand else i
         first, last = _bounds(offsets, i)
-        hits = _split(rows[first:last], next_batch[first:last], keys, i, i + window, cache, hit, miss, missed)
+        hits = _split(rows[first:last], next_batch[first:last], keys, i, known, cache, hit, miss, missed)
         lacking = last - first - hits
         if hits:
             _notify(touch, state, hit, hits, i)
         if lacking == 0:
             continue
         misses += lacking
+        access_misses += _missed_accesses(rows[first:last], uses[first:last], missed, lacking)
         for row in missed[:lacking]:  # rows are numbered by first use
             if row >= seen:
                 compulsory += 1
@@ -174,10 +186,11 @@ def _run(trace, hooks, gates, cache, buffers, depth, window):
         refused += lacking - kept
         lacking = kept
         free = min(lacking, cache.row_in.size - used)
-        got, since, fault = _make_room(evict, state, lacking - free, i - depth, i, cache, victims)
+        pinned = min(i, max(i - depth, on_demand))
+        got, since, fault = _make_room(evict, state, lacking - free, pinned, i, cache, victims)
         if fault:
-            return (i, 0, 0, 0, 0), fault
-        shrunk += since > i - depth
+            return (i, 0, 0, 0, 0, 0), fault
+        shrunk += since > pinned
         for k in range(free + got):
             slot = used + k if k < free else victims[k - free]
             miss.slot[k] = slot
@@ -188,7 +201,7 @@ def _run(trace, hooks, gates, cache, buffers, depth, window):
         overflowed += lacking - free - got
         if free + got:
             _notify(insert, state, miss, free + got, i)
-    return (misses, compulsory, overflowed, refused, shrunk), 0
+    return (misses, access_misses, compulsory, overflowed, refused, shrunk), 0
 
 
 @njit(error_model="numpy", forceinline=True)
@@ -234,6 +247,19 @@ def _split(rows, next_batch, keys, now, known, cache, hit, miss, missed):
             missed[lacking], miss.key[lacking], miss.next_use[lacking] = row, keys[row], use
             lacking += 1
     return hits
+
+
+@njit(error_model="numpy", forceinline=True)
+def _missed_accesses(rows, uses, missed, n):
+    """Accesses of the first ``n`` of ``missed``, which are in order of ``rows``."""
+    if uses.size == 0:
+        return n
+    accesses, k = 0, 0
+    for at in range(rows.size):
+        if k < n and rows[at] == missed[k]:
+            accesses += uses[at]
+            k += 1
+    return accesses
 
 
 @njit(error_model="numpy", forceinline=True)

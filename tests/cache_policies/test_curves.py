@@ -32,8 +32,9 @@ def test_batches_differ_from_the_live_order_by_little():
     trace = prepare_flat(skewed(), 256)
     curve = lru_curve(trace)
     sizes = [400, 1000, 3000]
-    live = [simulate(trace, "lru", size).unique_miss_ratio for size in sizes]
-    np.testing.assert_allclose(curve.unique_miss_ratio(sizes), live, atol=0.01)
+    live = [simulate(trace, "lru", size) for size in sizes]
+    np.testing.assert_allclose(curve.unique_miss_ratio(sizes), [s.unique_miss_ratio for s in live], atol=0.01)
+    np.testing.assert_allclose(curve.miss_ratio(sizes), [s.miss_ratio for s in live], atol=0.01)
     assert curve.misses([trace.footprint])[0] == trace.footprint
     assert curve.capacity_miss_ratio([trace.footprint])[0] == 0
 

@@ -22,25 +22,27 @@ def arrays(batches) -> list[np.ndarray]:
     return [np.array(batch, np.int64) for batch in batches]
 
 
-def model(batches, oracle, capacity, depth, window) -> dict[str, int]:
+def model(batches, oracle, capacity, depth, window, on_demand=0) -> dict[str, int]:
     """Plans as docs/design.md tells them, with dictionaries; windows are looked through anew each time."""
+    raw = batches
     batches = [list(dict.fromkeys(batch)) for batch in batches]
     slot_of: dict[int, int] = {}
     free = list(range(capacity))
     last_use = [-1] * capacity
     seen: set[int] = set()
-    counts = {"misses": 0, "compulsory": 0, "overflowed": 0, "shrunk_plans": 0}
+    counts = {"misses": 0, "access_misses": 0, "compulsory": 0, "overflowed": 0, "shrunk_plans": 0}
 
     def next_use(key, after):
-        known = (j for j in range(after + 1, min(after + window + 1, len(batches))) if key in batches[j])
-        return next(known, UNKNOWN)
+        end = after + window + 1 if after >= on_demand else after
+        return next((j for j in range(after + 1, min(end, len(batches))) if key in batches[j]), UNKNOWN)
 
     for i, batch in enumerate(batches):
-        new = i + window
-        if window and i and new < len(batches):
+        learnt = [i + window] if i > on_demand else range(i, i + window + 1) if i == on_demand else []
+        for new in [j for j in learnt if j < len(batches)]:
             between = {key for batch in batches[i:new] for key in batch}
             fresh = [key for key in batches[new] if key in slot_of and key not in between]
-            oracle.announce([slot_of[key] for key in fresh], [new] * len(fresh), i)
+            if window:
+                oracle.announce([slot_of[key] for key in fresh], [new] * len(fresh), i)
         hits = [key for key in batch if key in slot_of]
         missed = [key for key in batch if key not in slot_of]
         for key in hits:
@@ -48,10 +50,11 @@ def model(batches, oracle, capacity, depth, window) -> dict[str, int]:
         oracle.touch([slot_of[key] for key in hits], hits, [next_use(key, i) for key in hits], i)
         slots, free = free[: len(missed)], free[len(missed) :]
         shrunk = False
-        for pinned_since in range(i - depth, i + 1):
+        first_pinned = min(i, max(i - depth, on_demand))
+        for pinned_since in range(first_pinned, i + 1):
             if len(slots) == len(missed):
                 break
-            shrunk = pinned_since > i - depth
+            shrunk = pinned_since > first_pinned
             victims = oracle.evict(len(missed) - len(slots), last_use, pinned_since)
             slot_of = {key: slot for key, slot in slot_of.items() if slot not in victims}
             slots += victims
@@ -61,6 +64,7 @@ def model(batches, oracle, capacity, depth, window) -> dict[str, int]:
             last_use[slot] = i
         oracle.insert(slots, placed, [next_use(key, i) for key in placed], i)
         counts["misses"] += len(missed)
+        counts["access_misses"] += sum(raw[i].count(key) for key in missed)
         counts["compulsory"] += len(set(missed) - seen)
         counts["overflowed"] += len(missed) - len(placed)
         counts["shrunk_plans"] += shrunk
@@ -70,18 +74,25 @@ def model(batches, oracle, capacity, depth, window) -> dict[str, int]:
 
 def counts_of(simulation) -> dict[str, int]:
     return {
-        name: getattr(simulation, name) for name in ("misses", "compulsory", "overflowed", "shrunk_plans")
+        name: getattr(simulation, name) for name in ("misses", "access_misses", "compulsory", "overflowed", "shrunk_plans")
     }
 
 
+settings_of_plans = {
+    "capacity": st.integers(1, 14),
+    "depth": st.integers(0, 3),
+    "window": st.integers(0, 5),
+    "on_demand": st.integers(0, 2),
+}
+
+
 @pytest.mark.parametrize("name", [name for name in ORACLES if name != "belady"])
-@given(
-    batches=batches_of_keys, capacity=st.integers(1, 14), depth=st.integers(0, 3), window=st.integers(0, 5)
-)
+@given(batches=batches_of_keys, setting=st.fixed_dictionaries(settings_of_plans))
 @settings(max_examples=60, deadline=None)
-def test_counts_equal_the_model(name, batches, capacity, depth, window):
-    expected = model(batches, ORACLES[name](capacity), capacity, depth, window)
-    assert counts_of(simulate(arrays(batches), name, capacity, depth=depth, window=window)) == expected
+def test_counts_equal_the_model(name, batches, setting):
+    capacity = setting.pop("capacity")
+    expected = model(batches, ORACLES[name](capacity), capacity, **setting)
+    assert counts_of(simulate(arrays(batches), name, capacity, **setting)) == expected
 
 
 @given(batches=batches_of_keys, capacity=st.integers(1, 14), depth=st.integers(0, 2))

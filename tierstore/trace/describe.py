@@ -74,7 +74,8 @@ def describe(trace: Trace, progress: Callable[[int], None] | None = None) -> Des
     if not prepared.accesses:
         raise InputError(f"{trace.name}: the trace has no accesses")
     rows, accesses = histograms.means()
-    counts = np.sort(prepared.row_accesses)[::-1]
+    row_accesses = prepared.row_accesses()
+    counts = np.sort(row_accesses)[::-1]
     return Description(
         name=trace.name,
         tables=len(trace.tables),
@@ -88,7 +89,7 @@ def describe(trace: Trace, progress: Callable[[int], None] | None = None) -> Des
         coverage={f"{share:.1%}": _coverage(counts, share) for share in _TOP_SHARES},
         drift=halves.result(),
         zipf=fit_zipf(counts),
-        per_table=_per_table(trace, prepared),
+        per_table=_per_table(trace, prepared, row_accesses),
     )
 
 
@@ -121,12 +122,12 @@ def _coverage(counts: np.ndarray, share: float) -> float:
     return float(counts[:top].sum() / counts.sum())
 
 
-def _per_table(trace: Trace, prepared: PreparedTrace) -> dict[str, dict[str, Any]]:
+def _per_table(trace: Trace, prepared: PreparedTrace, row_accesses: np.ndarray) -> dict[str, dict[str, Any]]:
     table_of = (prepared.keys >> np.uint64(ID_BITS)).astype(np.int64)
     rows = np.bincount(table_of, minlength=len(trace.tables))
-    accesses = np.bincount(table_of, prepared.row_accesses, len(trace.tables)).astype(np.int64)
+    accesses = np.bincount(table_of, row_accesses, len(trace.tables)).astype(np.int64)
     uniques = np.bincount(table_of[prepared.rows], minlength=len(trace.tables))
-    by_table = np.split(prepared.row_accesses[np.argsort(table_of, kind="stable")], np.cumsum(rows)[:-1])
+    by_table = np.split(row_accesses[np.argsort(table_of, kind="stable")], np.cumsum(rows)[:-1])
     known = trace.num_embeddings or (0,) * len(trace.tables)
     return {
         name: {
