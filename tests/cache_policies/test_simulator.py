@@ -73,9 +73,8 @@ def model(batches, oracle, capacity, depth, window, on_demand=0) -> dict[str, in
 
 
 def counts_of(simulation) -> dict[str, int]:
-    return {
-        name: getattr(simulation, name) for name in ("misses", "access_misses", "compulsory", "overflowed", "shrunk_plans")
-    }
+    names = ("misses", "access_misses", "compulsory", "overflowed", "shrunk_plans")
+    return {name: getattr(simulation, name) for name in names}
 
 
 settings_of_plans = {
