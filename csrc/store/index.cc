@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <utility>
 
 namespace tierstore {
 namespace {
@@ -22,7 +23,8 @@ constexpr std::uint64_t Inverse(std::uint64_t odd) {
 constexpr std::size_t kInitialCapacity = 128;
 constexpr std::size_t kSlack = 256;
 constexpr std::size_t kSmall = 1 << 14;      // below this, growth is coarser
-constexpr std::size_t kMovesPerInsert = 32;  // positions swept; growth ends after capacity/32 insertions
+constexpr std::size_t kMovesPerInsert = 32;  // positions; growth ends after capacity/32 insertions
+constexpr std::size_t kMovesAtOnce = 4096;
 constexpr std::size_t kPrefetch = 16;
 constexpr std::size_t kHugePageFloor = 64 << 20;
 
@@ -121,8 +123,12 @@ std::uint32_t TableIndex::Put(std::uint64_t id, std::uint32_t location) {
     Set(p, h, location);
     return previous;
   }
-  if (old_end_ < 0 && count_ >= capacity_ / 10 * 9) BeginGrowth();
-  if (old_end_ >= 0) MoveSome(kMovesPerInsert);
+  if (old_end_ >= 0) {
+    debt_ += kMovesPerInsert;
+    if (debt_ >= kMovesAtOnce) MoveSome(std::exchange(debt_, 0));
+  } else if (count_ >= capacity_ / 10 * 9) {
+    BeginGrowth();
+  }
   Insert(h, location);
   ++count_;
   return kAbsent;
@@ -139,8 +145,10 @@ void TableIndex::Insert(std::uint64_t h, std::uint32_t location) {
     if (empty > 0) {
       std::memmove(At(empty), At(empty + 1), static_cast<std::size_t>(place - empty) * kEntryBytes);
       Set(place, h, location);
-      // What the new part takes from the old one.
-      if (h >= bound_ && empty <= old_end_) --old_end_;
+      if (h >= bound_) {
+        if (empty <= old_end_) --old_end_;  // the new part takes a position from the old one
+        new_begin_ = std::min(new_begin_, empty <= old_end_ + 1 ? old_end_ + 1 : empty);
+      }
       return;
     }
     // Position 0 must stay empty.
@@ -190,21 +198,38 @@ void TableIndex::BeginGrowth() {
   old_capacity_ = old;
   bound_ = kMask48 + 1;
   old_end_ = static_cast<Position>(slack_ + old) - 1;
+  new_begin_ = static_cast<Position>(slack_ + capacity_);
+  debt_ = 0;
 }
 
+// Entries from the right end of the old part on move to their home by the new capacity or, where that is
+// taken, to the left of what has moved. Every tenth position is empty, at random: so without branches on
+// that.
 void TableIndex::MoveSome(std::size_t positions) {
-  for (; positions > 0 && old_end_ >= 0; --positions) {
-    const Position p = old_end_--;
-    if (IsEmpty(p)) continue;
-    const std::uint64_t h = HashAt(p);
-    const std::uint32_t location = LocationAt(p);
-    Clear(p);
-    bound_ = h;
-    // The nearest free position left of home is at or right of p: everything right of p has moved already.
-    Position to = Home(h);
-    while (!IsEmpty(to)) --to;
-    Set(to, h, location);
+  const Position stop = std::max<Position>(old_end_ - static_cast<Position>(positions), -1);
+  const std::size_t capacity = capacity_;
+  const auto slack = static_cast<Position>(slack_);
+  Position begin = new_begin_;
+  std::uint64_t bound = bound_;
+  for (Position p = old_end_; p > stop; --p) {
+    std::byte* from = At(p);
+    std::uint64_t head;
+    std::uint16_t tail;
+    std::memcpy(&head, from, 8);
+    std::memcpy(&tail, from + 8, 2);
+    const bool occupied = (head >> 48 | tail) != 0;
+    const std::uint64_t h = head & kMask48;
+    const auto home = slack + static_cast<Position>((static_cast<unsigned __int128>(h) * capacity) >> 48);
+    const Position to = occupied ? std::min(home, begin - 1) : p;
+    std::memset(from, 0, kEntryBytes);
+    std::memcpy(At(to), &head, 8);
+    std::memcpy(At(to) + 8, &tail, 2);
+    begin = occupied ? to : begin;
+    bound = occupied ? h : bound;
   }
+  old_end_ = stop;
+  new_begin_ = begin;
+  bound_ = bound;
   if (old_end_ < 0) {
     bound_ = 0;
     old_capacity_ = 0;

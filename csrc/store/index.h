@@ -79,6 +79,8 @@ class TableIndex {
   std::size_t old_capacity_ = 0;
   std::uint64_t bound_ = 0;
   Position old_end_ = -1;
+  Position new_begin_ = 0;  // of the leftmost entry that has moved
+  std::size_t debt_ = 0;    // positions that should have been moved by now
 };
 
 }  // namespace tierstore
