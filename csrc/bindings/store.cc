@@ -31,6 +31,7 @@ StoreConfig ParseConfig(const py::object& config) {
   out.keep_commits = config.attr("keep").cast<std::size_t>();
   out.at_commit = config.attr("at").cast<std::uint64_t>();
   out.write_buffer_bytes = config.attr("write_buffer_bytes").cast<std::size_t>();
+  out.snapshot_min_rows = config.attr("snapshot_min_rows").cast<std::uint64_t>();
   return out;
 }
 
@@ -125,6 +126,8 @@ py::dict Stats(Store& store) {
   out["written_rows"] = counters.written_rows;
   out["written_bytes"] = counters.written_bytes;
   out["relocated_rows"] = counters.relocated_rows;
+  out["snapshot_failures"] = counters.snapshot_failures;
+  out["rebuilt_rows"] = counters.rebuilt_rows;
   out["io"] = counters.io;
   return out;
 }

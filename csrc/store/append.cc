@@ -72,6 +72,7 @@ void Store::Advance(const Span& span, std::uint32_t n, const std::uint64_t* keys
 // The newest version of each key is now at its location. The new segment's live count has them already.
 void Store::Put(const std::uint64_t* keys, const std::uint32_t* locations, std::size_t n,
                 RowClass& row_class) {
+  changed_ = changed_ || n > 0;
   std::uint32_t previous[256];
   for (std::size_t at = 0; at < n;) {
     std::size_t run = 1;
@@ -225,7 +226,7 @@ void Store::Seal(const SegmentPtr& held) {
 }
 
 bool Store::HasSpace(std::uint64_t bytes) const {
-  return reserved_bytes_ + manifest_bytes_ + bytes + SpaceReserve() <= config_.cap_bytes;
+  return UsedBytes() + bytes + SpaceReserve() <= config_.cap_bytes;
 }
 
 // Waits for space under the cap, and for compaction where it has fallen behind.
@@ -255,8 +256,8 @@ void Store::ThrowFull(std::uint64_t bytes) const {
   for (const CommitRecord& commit : commits_)
     commits += (commits.empty() ? "" : ", ") + std::to_string(commit.id);
   throw FullError(directory_ + ": the cap of " + FormatBytes(config_.cap_bytes) +
-                  " is reached: " + FormatBytes(reserved_bytes_ + manifest_bytes_) + " are in use, " +
-                  FormatBytes(live) + " of them by live rows, and " + FormatBytes(bytes + SpaceReserve()) +
+                  " is reached: " + FormatBytes(UsedBytes()) + " are in use, " + FormatBytes(live) +
+                  " of them by live rows, and " + FormatBytes(bytes + SpaceReserve()) +
                   " more are needed; segments of " + FormatBytes(kept) + " are kept for commits (" +
                   (commits.empty() ? "none" : commits) +
                   ") until newer ones replace them. Raise the cap, commit, or drop commits");

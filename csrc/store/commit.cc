@@ -6,6 +6,12 @@
 #include "store/store.h"
 
 namespace tierstore {
+namespace {
+
+// A snapshot is written when so many times its size has been written since the last one: 5 % on top.
+constexpr double kSnapshotLag = 20;
+
+}  // namespace
 
 std::uint64_t Store::Commit(std::string meta, std::string tag) {
   std::lock_guard call(call_);
@@ -18,10 +24,21 @@ std::uint64_t Store::Commit(std::string meta, std::string tag) {
       if (active != nullptr) Flush(active);
     }
   }
+  const bool snapshot = SnapshotIsDue(kSnapshotLag);
+  std::vector<const TableIndex*> indexes;
+  SnapshotHeader header;
   const auto now = std::chrono::system_clock::now().time_since_epoch();
-  CommitRecord record{next_commit_, std::chrono::duration_cast<std::chrono::nanoseconds>(now).count(),
-                      std::move(tag), std::move(meta), CaptureExtents()};
+  CommitRecord record{
+      next_commit_,   history_,        std::chrono::duration_cast<std::chrono::nanoseconds>(now).count(),
+      std::move(tag), std::move(meta), CaptureExtents()};
   Pin(record.segments, 1);  // from now on compaction leaves the files in place
+  current_commit_ = record.id;
+  commit_history_ = history_;
+  changed_ = false;
+  if (snapshot) {
+    header = CaptureSnapshot(indexes);
+    compaction_held_ = true;
+  }
   try {
     queue_.Drain(lock);
     SyncSegments(lock, record.segments);
@@ -32,10 +49,19 @@ std::uint64_t Store::Commit(std::string meta, std::string tag) {
     SaveManifest(lock, std::move(kept));
   } catch (...) {
     if (commit_failure_.empty()) Pin(record.segments, -1);
+    changed_ = true;
+    ReleaseCompaction();
     throw;
   }
   meta_ = record.meta;
+  if (snapshot) WriteSnapshot(lock, header, indexes);
+  ReleaseCompaction();
   return record.id;
+}
+
+void Store::ReleaseCompaction() {
+  compaction_held_ = false;
+  compaction_resumed_.notify_all();
 }
 
 std::vector<CommitRecord> Store::Commits() {

@@ -76,7 +76,7 @@ Store::Survey Store::TakeSurvey() const {
     survey.live += segment->live * record_bytes;
     survey.dead += (segment->slots - segment->live) * record_bytes;
   }
-  const std::uint64_t used = reserved_bytes_ + manifest_bytes_;
+  const std::uint64_t used = UsedBytes();
   survey.unit = SpaceReserve();
   survey.free = used < config_.cap_bytes ? config_.cap_bytes - used : 0;
   survey.tolerated = survey.live;
@@ -115,7 +115,7 @@ bool Store::CanRelocate(const Segment& victim) const {
   const RowClass& row_class = *victim.row_class;
   const SegmentPtr& target = row_class.active[1];
   if (target != nullptr && row_class.slots_per_segment - target->slots >= victim.live) return true;
-  return reserved_bytes_ + manifest_bytes_ + row_class.MaxSegmentBytes(true) <= config_.cap_bytes;
+  return UsedBytes() + row_class.MaxSegmentBytes(true) <= config_.cap_bytes;
 }
 
 void Store::CompactSegment(Lock& lock, const SegmentPtr& victim) {
@@ -173,7 +173,9 @@ void Store::RelocateRecords(Lock& lock, const SegmentPtr& victim, const std::byt
   }
   for (std::size_t at = 0; at < slots.size() && !victim->retired;) {
     const auto want = static_cast<std::uint32_t>(std::min<std::size_t>(slots.size() - at, kSlotsPerBatch));
+    compaction_resumed_.wait(lock, [this] { return stop_ || !compaction_held_; });
     const Span span = Reserve(lock, row_class, true, want);
+    if (compaction_held_) continue;
     std::uint32_t n = 0;
     for (std::uint32_t i = 0; i < span.count; ++i) {
       const std::uint32_t slot = slots[at + i];

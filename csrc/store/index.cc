@@ -176,6 +176,33 @@ std::uint64_t TableIndex::List(std::uint64_t cursor, std::size_t limit, std::vec
   return kEnd;
 }
 
+std::size_t TableIndex::Dump(std::int64_t& cursor, Entry* out, std::size_t limit) const {
+  std::size_t n = 0;
+  while (n < limit && cursor > 0) {
+    --cursor;
+    if (!IsEmpty(cursor)) out[n++] = {HashAt(cursor), LocationAt(cursor)};
+  }
+  return n;
+}
+
+void TableIndex::Reserve(std::size_t entries) {
+  if (count_ == 0 && entries > capacity_ / 10 * 8) Map(slack_, entries + entries / 7);
+  new_begin_ = static_cast<Position>(slack_ + capacity_);
+}
+
+bool TableIndex::Append(const Entry* entries, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::uint64_t h = entries[i].hash;
+    if (h > kMask48 || entries[i].location > kMaxLocation) return false;
+    const Position to = std::min(Home(h), new_begin_ - 1);
+    if (to <= 0 || (count_ > 0 && HashAt(new_begin_) <= h)) return false;
+    Set(to, h, entries[i].location);
+    new_begin_ = to;
+    ++count_;
+  }
+  return true;
+}
+
 void TableIndex::Map(std::size_t slack, std::size_t capacity) {
   // Eight bytes are loaded at once, also from the last entry.
   const std::size_t bytes = ((slack + capacity) * kEntryBytes + 8 + 4095) / 4096 * 4096;

@@ -12,6 +12,7 @@
 // Not thread-safe. Memory is mapped, not allocated: what bytes() says is what the process holds.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -42,6 +43,21 @@ class TableIndex {
   static constexpr std::uint64_t kEnd = ~std::uint64_t{0};
   std::uint64_t List(std::uint64_t cursor, std::size_t limit, std::vector<std::uint64_t>& ids,
                      std::vector<std::uint32_t>* locations) const;
+
+  // All entries in descending order of h, for snapshots: Dump copies the next ones (0 at the end) and moves
+  // the cursor, which begins as DumpBegin(); nothing may be put meanwhile. Restore fills an empty index:
+  // Reserve, then Append in the same order; false when an entry is not in order or one too many, and the
+  // index must be discarded.
+  struct Entry {
+    std::uint64_t hash;
+    std::uint32_t location;
+  };
+  std::int64_t DumpBegin() const {
+    return static_cast<std::int64_t>(slack_ + std::max(capacity_, old_capacity_));
+  }
+  std::size_t Dump(std::int64_t& cursor, Entry* out, std::size_t limit) const;
+  void Reserve(std::size_t entries);
+  bool Append(const Entry* entries, std::size_t n);
 
   std::size_t size() const { return count_; }
   std::size_t bytes() const { return mapped_bytes_; }

@@ -9,7 +9,7 @@ namespace {
 
 constexpr char kMagic[9] = "TSTMANIF";
 constexpr std::uint64_t kMaxManifestBytes = 1 << 30;
-constexpr std::size_t kMinCommitBytes = 8 + 8 + 4 + 4 + 4, kExtentBytes = 8;
+constexpr std::size_t kMinCommitBytes = 8 + 8 + 8 + 4 + 4 + 4, kExtentBytes = 8;
 constexpr std::uint32_t kAppendingFlag = 1u << 31;
 
 }  // namespace
@@ -19,7 +19,11 @@ Bytes Manifest::Encode() const {
   out.Raw(kMagic, 8).Put(kFormatVersion).Raw(store.data(), store.size());
   out.Put(next_commit).Put(next_segment).Put(static_cast<std::uint32_t>(commits.size()));
   for (const CommitRecord& commit : commits) {
-    out.Put(commit.id).Put(commit.unix_nanoseconds).String(commit.tag).String(commit.meta);
+    out.Put(commit.id)
+        .Put(commit.history)
+        .Put(commit.unix_nanoseconds)
+        .String(commit.tag)
+        .String(commit.meta);
     out.Put(static_cast<std::uint32_t>(commit.segments.size()));
     for (const SegmentExtent& extent : commit.segments) {
       out.Put(extent.number).Put(extent.slots | (extent.appending ? kAppendingFlag : 0));
@@ -44,6 +48,7 @@ Manifest Manifest::Decode(std::span<const std::byte> in, const std::string& path
   manifest.commits.resize(decoder.Count(kMinCommitBytes));
   for (CommitRecord& commit : manifest.commits) {
     commit.id = decoder.Get<std::uint64_t>();
+    commit.history = decoder.Get<std::uint64_t>();
     commit.unix_nanoseconds = decoder.Get<std::int64_t>();
     commit.tag = decoder.String();
     commit.meta = decoder.String();

@@ -20,6 +20,7 @@ struct SegmentExtent {
 
 struct CommitRecord {
   std::uint64_t id = 0;
+  std::uint64_t history = 0;  // grows when a store goes on from another commit than its newest
   std::int64_t unix_nanoseconds = 0;
   std::string tag;   // "" for none
   std::string meta;  // any bytes

@@ -48,8 +48,9 @@ void Store::Recover(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& 
   for (const CommitRecord& commit : commits_) {
     for (const SegmentExtent& extent : commit.segments) named.insert(extent.number);
   }
-  if (env_.Exists(directory_ + "/" + kManifestTemporaryName)) {
-    env_.Remove(directory_ + "/" + kManifestTemporaryName);
+  for (const char* temporary : {kManifestTemporaryName, kSnapshotTemporaryName}) {
+    if (std::find(names.begin(), names.end(), temporary) != names.end())
+      env_.Remove(directory_ + "/" + temporary);
   }
   for (const std::string& name : names) {
     const auto number = ParseSegmentName(name);
@@ -94,7 +95,11 @@ void Store::OpenSegments(const Manifest& manifest) {
     current = &commits_.back();
   }
   std::map<std::uint32_t, SegmentExtent> now;  // the current commit's segments
+  for (const CommitRecord& commit : commits_) history_ = std::max(history_, commit.history);
   if (current != nullptr) {
+    current_commit_ = current->id;
+    commit_history_ = current->history;
+    history_ = current == &commits_.back() ? current->history : history_ + 1;
     meta_ = current->meta;
     for (const SegmentExtent& extent : current->segments) now[extent.number] = extent;
   }
@@ -151,50 +156,9 @@ SegmentPtr Store::OpenSegment(const SegmentExtent& extent) {
   return segment;
 }
 
-// Footers, or records where there is no footer, in any order of segments: of two versions of a row the one
-// with the higher epoch is newer. With equal epochs a relocated one is: compaction copies the newest of a
-// finished segment.
-void Store::RebuildIndex() {
-  for (auto& [row_bytes, row_class] : classes_) {
-    std::vector<std::vector<std::uint32_t>> epochs(
-        row_class->segments.size());  // by ordinal; of relocated ones
-    const auto age_of = [&](std::uint32_t location) {
-      const Segment& segment = *row_class->SegmentOf(location);
-      const std::uint32_t slot = row_class->SlotOf(location);
-      const std::uint64_t epoch = segment.relocated ? epochs[segment.ordinal][slot] : segment.number;
-      return std::uint64_t{epoch} << 32 | std::uint64_t{segment.relocated} << 31 | slot;
-    };
-    for (const SegmentPtr& segment : row_class->segments) {
-      Footer footer = ReadFooterOrScan(*segment);
-      epochs[segment->ordinal] = std::move(footer.epochs);
-      auto void_slot = footer.voids.begin();
-      for (std::uint32_t slot = 0; slot < segment->slots; ++slot) {
-        if (void_slot != footer.voids.end() && *void_slot == slot) {
-          ++void_slot;
-          continue;
-        }
-        TableIndex& index = TableFor(KeyTable(footer.keys[slot]), row_bytes).index;
-        const std::uint32_t location = row_class->Location(*segment, slot);
-        const std::uint32_t previous = index.Put(footer.keys[slot], location);
-        ++segment->live;
-        if (previous == TableIndex::kAbsent) continue;
-        std::uint32_t loser = previous;
-        if (age_of(previous) > age_of(location)) {
-          index.Put(footer.keys[slot], previous);
-          loser = location;
-        }
-        --row_class->SegmentOf(loser)->live;
-      }
-    }
-    // Only now: rows may lose until the last segment is read.
-    ResumeAppending(*row_class);
-    for (SegmentPtr segment : row_class->segments) {
-      if (segment != nullptr) RetireIfDead(segment);
-    }
-  }
-}
-
-Footer Store::ReadFooterOrScan(Segment& segment) {
+// At least the keys (and epochs) of the segment's slots from `first_slot` on; those before it may be missing
+// (0).
+Footer Store::ReadFooterOrScan(Segment& segment, std::uint32_t first_slot) {
   const RowClass& row_class = *segment.row_class;
   const Geometry& geometry = row_class.geometry;
   const SegmentHeader header{geometry.row_bytes, segment.number, segment.relocated, store_id_};
@@ -203,7 +167,10 @@ Footer Store::ReadFooterOrScan(Segment& segment) {
   }
   Footer footer;
   AlignedBuffer buffer(Chunk::kBytes);
-  for (std::uint32_t first = 0; first < segment.slots; first += row_class.slots_per_chunk) {
+  const std::uint32_t skipped = first_slot / row_class.slots_per_chunk * row_class.slots_per_chunk;
+  footer.keys.resize(skipped);
+  if (segment.relocated) footer.epochs.resize(skipped);
+  for (std::uint32_t first = skipped; first < segment.slots; first += row_class.slots_per_chunk) {
     const std::uint32_t last = std::min(segment.slots, first + row_class.slots_per_chunk);
     const std::uint64_t offset = geometry.Offset(first), size = geometry.EndOffset(last) - offset;
     const std::size_t got = segment.file->Read(offset, buffer.data(), size);
@@ -227,12 +194,12 @@ Footer Store::ReadFooterOrScan(Segment& segment) {
 // Goes on appending where the commit ended, unless a kept commit names more of the segment.
 void Store::ResumeAppending(RowClass& row_class) {
   for (const SegmentPtr& segment : row_class.segments) {
-    if (segment->sealed) continue;
+    if (segment == nullptr || segment->sealed) continue;
     segment->sealed = true;
     if (segment->slots >= row_class.slots_per_segment || segment->pinned_slots > segment->slots) continue;
     if (segment->live == 0 || row_class.active[segment->relocated] != nullptr) continue;
     const std::uint64_t end = row_class.geometry.EndOffset(segment->slots);
-    Footer footer = ReadFooterOrScan(*segment);
+    Footer footer = ReadFooterOrScan(*segment, 0);
     footer.keys.resize(segment->slots);
     if (segment->relocated) footer.epochs.resize(segment->slots);
     std::erase_if(footer.voids, [&](std::uint32_t slot) { return slot >= segment->slots; });

@@ -28,6 +28,7 @@
 
 #include "io/env.h"
 #include "store/index.h"
+#include "store/index_snapshot.h"
 #include "store/manifest.h"
 #include "store/segment.h"
 #include "store/write_queue.h"
@@ -43,12 +44,14 @@ struct StoreConfig {
   std::size_t keep_commits = 1;  // older ones are dropped by the next commit
   std::uint64_t at_commit = 0;   // opened at this one; 0: the last
   std::size_t write_buffer_bytes = 16 << 20;
-  std::optional<StoreId> store_id;  // of a new store; random unless given
+  std::uint64_t snapshot_min_rows = 1 << 17;  // smaller stores open fast without
+  std::optional<StoreId> store_id;            // of a new store; random unless given
 };
 
 struct StoreCounters {
   std::uint64_t rows = 0, live_bytes = 0, disk_bytes = 0, index_bytes = 0, buffer_bytes = 0;
-  std::uint64_t segments = 0, kept_bytes = 0;  // kept: only for the sake of commits
+  std::uint64_t segments = 0, kept_bytes = 0;             // kept: only for the sake of commits
+  std::uint64_t snapshot_failures = 0, rebuilt_rows = 0;  // rebuilt: read from footers or records when opened
   std::uint64_t read_rows = 0, read_bytes = 0, read_requests = 0;
   std::uint64_t written_rows = 0, written_bytes = 0, relocated_rows = 0;
   std::string io;
@@ -95,6 +98,7 @@ class Store {
     std::uint32_t first, count;
   };
   struct PendingRead;
+  struct Replay;
   struct Survey {                      // of all segments' bytes
     std::uint64_t live = 0, dead = 0;  // newest and superseded versions, outside of retired segments
     std::uint64_t deferred = 0;        // in retired segments that commits keep
@@ -132,11 +136,21 @@ class Store {
 
   // commit.cc
   std::vector<SegmentExtent> CaptureExtents();
+  void ReleaseCompaction();
   void SyncSegments(Lock& lock, const std::vector<SegmentExtent>& extents);
   void SaveManifest(Lock& lock, std::vector<CommitRecord> commits);
   void ThrowIfCommitsFail() const;
+  std::uint64_t UsedBytes() const { return reserved_bytes_ + manifest_bytes_ + snapshot_bytes_; }
   void Pin(const std::vector<SegmentExtent>& extents, int change);
   void RetireIfDead(const SegmentPtr& segment);
+
+  // snapshots.cc
+  bool SnapshotIsDue(double lag) const;
+  SnapshotHeader CaptureSnapshot(std::vector<const TableIndex*>& indexes) const;
+  void WriteSnapshot(Lock& lock, const SnapshotHeader& header, const std::vector<const TableIndex*>& indexes);
+  bool LoadSnapshot(Replay& replay);
+  bool LoadSnapshotTables(SnapshotReader& reader, Replay& replay);
+  void ForgetIndex(Replay& replay);
 
   // compact.cc
   void CompactLoop();
@@ -155,8 +169,13 @@ class Store {
   Manifest LoadOrCreateManifest(const std::vector<std::string>& names);
   void OpenSegments(const Manifest& manifest);
   SegmentPtr OpenSegment(const SegmentExtent& extent);
+  Footer ReadFooterOrScan(Segment& segment, std::uint32_t first_slot);
+
+  // rebuild.cc
   void RebuildIndex();
-  Footer ReadFooterOrScan(Segment& segment);
+  void ReplaySegment(Segment& segment, Replay& replay);
+  void ReplayRun(Segment& segment, const std::uint64_t* keys, const std::uint32_t* slots, std::size_t n,
+                 Replay& replay);
   void ResumeAppending(RowClass& row_class);
 
   Env& env_;
@@ -180,11 +199,18 @@ class Store {
   std::uint64_t next_commit_ = 1;
   std::string meta_;
   std::string commit_failure_;  // why no commit can be made any more; "" when they can
+  std::uint64_t current_commit_ = 0, commit_history_ = 0;  // the last commit made or opened
+  std::uint64_t history_ = 0;                              // of the next commit
+  bool changed_ = false;                                   // the index, since that commit was captured
+  std::uint64_t snapshot_bytes_ = 0, snapshot_bytes_written_ = 0, snapshot_failures_ = 0, rebuilt_rows_ = 0;
+  std::uint64_t unsnapshotted_bytes_ = 0,
+                snapshot_mark_ = 0;  // not in the snapshot at opening; written until it
   std::uint64_t segment_bytes_ = 0, manifest_bytes_ = 0, manifest_bytes_written_ = 0;
   std::uint64_t reserved_bytes_ = 0;  // by all segments
   std::uint64_t written_rows_ = 0, relocated_rows_ = 0;
 
-  std::condition_variable compactor_work_, space_;
+  std::condition_variable compactor_work_, compaction_resumed_, space_;
+  bool compaction_held_ = false;    // the index must not change
   std::vector<SegmentPtr> doomed_;  // to be removed
   bool compactor_signal_ = false, compact_all_ = false, stop_ = false;
   std::uint64_t fruitless_scans_ = 0;  // times that the compactor found nothing to win

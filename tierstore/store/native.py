@@ -39,6 +39,9 @@ class NativeConfig:
     write_buffer_bytes: int = 16 << 20
     """Rows may wait in so much memory to be written, besides one buffer of 1 MiB for each open segment."""
 
+    snapshot_min_rows: int = 1 << 17
+    """Rows from which on the index is saved beside the data; smaller stores open fast without."""
+
     def __post_init__(self) -> None:
         if self.io not in ("auto", "io_uring", "pread"):
             raise ConfigError(f"io is {self.io!r}; it must be 'auto', 'io_uring' or 'pread'")

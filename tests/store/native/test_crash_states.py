@@ -19,7 +19,7 @@ from tierstore.store import TableSpec
 from tierstore.store.native import NativeConfig, NativeStore
 
 STATES = int(os.environ.get("TIERSTORE_CRASH_STATES", "2400"))
-WORKLOADS = 8
+WORKLOADS = max(8, STATES // 2000)
 TABLES = (TableSpec("a", 0, 1 << 40, 4, 16), TableSpec("b", 1, 1 << 40, 64, 272))
 ROW_BYTES = {0: 16, 1: 272}
 IDS = {0: 900, 1: 160}
@@ -44,7 +44,11 @@ def rows_of(table: int, ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
 
 
 def open_on(env, keep: int) -> NativeStore:
-    config = NativeConfig(cap_bytes=600_000 * keep**2, segment_bytes=16_384, keep=keep)
+    # With keep=2 the index is saved as often as can be.
+    rows = 1 if keep == 2 else 1 << 20
+    config = NativeConfig(
+        cap_bytes=600_000 * keep**2, segment_bytes=16_384, keep=keep, snapshot_min_rows=rows
+    )
     return NativeStore("disk", TABLES, config=config, env=env)
 
 

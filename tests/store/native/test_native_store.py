@@ -182,6 +182,51 @@ def test_segments_without_manifest_are_left_alone(opened, tmp_path):
     assert list(tmp_path.glob("*.seg"))
 
 
+def test_the_index_is_saved_and_taken_back(opened, tmp_path):
+    options = {"snapshot_min_rows": 1, "segment_bytes": 1 << 16}
+    store = opened(**options)
+    put(store, 0, range(500), 1)
+    put(store, 1, range(5000), 1)
+    store.commit(b"")  # much has been written: with a snapshot
+    assert store.counters()["snapshot_failures"] == 0
+    put(store, 1, range(100), 2)
+    store.commit(b"")  # little has been written: without
+    put(store, 1, range(100), 3)
+    store.close()
+    assert (tmp_path / "INDEX").exists()
+    for _ in range(2):
+        store = opened(**options)
+        assert store.counters()["rebuilt_rows"] == 100
+        assert store.stats().rows == 5500
+        assert holds(store, 0, range(500), 1)
+        assert holds(store, 1, range(100), 2)
+        assert holds(store, 1, range(100, 5000), 1)
+        store.close()
+    (tmp_path / "INDEX").unlink()
+    store = opened(**options)
+    assert store.counters()["rebuilt_rows"] == 5600
+    assert holds(store, 1, range(100), 2)
+    store.close()  # a good moment to save it
+    assert opened(**options).counters()["rebuilt_rows"] == 0
+
+
+def test_a_snapshot_of_another_history_is_not_used(opened):
+    options = {"snapshot_min_rows": 1, "keep": 3}
+    store = opened(**options)
+    put(store, 1, range(1000), 1)
+    first = store.commit(b"")
+    put(store, 1, range(1000), 2)
+    store.commit(b"")
+    store.close()  # saves the index of the second commit
+    store = opened(**options, at=first)
+    put(store, 1, range(10), 3)
+    store.commit(b"")
+    store.close()
+    store = opened(**options)
+    assert holds(store, 1, range(10), 3)
+    assert holds(store, 1, range(10, 1000), 1)
+
+
 def test_index_memory(opened):
     store = opened(cap_bytes=1 << 30)
     rng = np.random.default_rng(0)

@@ -1,0 +1,147 @@
+#include "store/index_snapshot.h"
+
+#include "common/crc32c.h"
+#include "io/errors.h"
+
+namespace tierstore {
+namespace {
+
+constexpr char kMagic[9] = "TSTINDEX";
+constexpr std::size_t kPreambleBytes = 8 + 4 + 4;  // magic, version, bytes of the header behind it
+constexpr std::uint32_t kMaxHeaderBytes = 256 << 20;
+constexpr std::size_t kEntryBytes = 10;
+
+Bytes EncodeHeader(const SnapshotHeader& header) {
+  Encoder body;
+  body.Raw(header.store.data(), header.store.size()).Put(header.commit).Put(header.history);
+  body.Put(static_cast<std::uint32_t>(header.classes.size()));
+  for (const auto& row_class : header.classes) {
+    body.Put(row_class.row_bytes).Put(row_class.slot_bits);
+    body.Put(static_cast<std::uint32_t>(row_class.segments.size()));
+    for (const auto& segment : row_class.segments) body.Put(segment.number).Put(segment.slots);
+  }
+  body.Put(static_cast<std::uint32_t>(header.tables.size()));
+  for (const auto& table : header.tables) body.Put(table.table).Put(table.row_bytes).Put(table.entries);
+  Encoder out;
+  out.Raw(kMagic, 8).Put(kFormatVersion).Put(static_cast<std::uint32_t>(body.bytes().size()));
+  out.Raw(body.bytes().data(), body.bytes().size());
+  out.Put(Crc32c(out.bytes().data(), out.bytes().size()));
+  return std::move(out.bytes());
+}
+
+SnapshotHeader DecodeBody(Decoder& in) {
+  SnapshotHeader header;
+  std::memcpy(header.store.data(), in.Take(header.store.size()), header.store.size());
+  header.commit = in.Get<std::uint64_t>();
+  header.history = in.Get<std::uint64_t>();
+  header.classes.resize(in.Count(12));
+  for (auto& row_class : header.classes) {
+    row_class.row_bytes = in.Get<std::uint32_t>();
+    row_class.slot_bits = in.Get<std::uint32_t>();
+    row_class.segments.resize(in.Count(8));
+    for (auto& segment : row_class.segments) {
+      segment.number = in.Get<std::uint32_t>();
+      segment.slots = in.Get<std::uint32_t>();
+    }
+    if (row_class.slot_bits > 20) in.Fail("impossible slot bits");
+  }
+  header.tables.resize(in.Count(16));
+  for (auto& table : header.tables) {
+    table.table = in.Get<std::uint32_t>();
+    table.row_bytes = in.Get<std::uint32_t>();
+    table.entries = in.Get<std::uint64_t>();
+  }
+  if (!in.AtEnd()) in.Fail("holds more than it should");
+  return header;
+}
+
+std::uint64_t EntryAreaBytes(std::uint64_t entries) {
+  const std::uint64_t groups =
+      (entries + SnapshotReader::kEntriesPerGroup - 1) / SnapshotReader::kEntriesPerGroup;
+  return entries * kEntryBytes + groups * 4;
+}
+
+}  // namespace
+
+std::uint64_t SnapshotHeader::FileBytes() const {
+  std::uint64_t bytes = EncodeHeader(*this).size();
+  for (const Table& table : tables) bytes += EntryAreaBytes(table.entries);
+  return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+}
+
+std::uint64_t SaveSnapshot(Env& env, const std::string& directory, bool direct, const SnapshotHeader& header,
+                           const std::vector<const TableIndex*>& indexes) {
+  const std::string temporary = directory + "/" + kSnapshotTemporaryName;
+  env.Remove(temporary);
+  auto file = env.Open(temporary, OpenMode::kCreate, direct);
+  SequentialWriter out(*file);
+  const Bytes encoded = EncodeHeader(header);
+  out.Append(encoded.data(), encoded.size());
+  std::vector<TableIndex::Entry> entries(SnapshotReader::kEntriesPerGroup);
+  Bytes group(SnapshotReader::kEntriesPerGroup * kEntryBytes);
+  for (const TableIndex* index : indexes) {
+    std::int64_t cursor = index->DumpBegin();
+    while (const std::size_t n = index->Dump(cursor, entries.data(), entries.size())) {
+      for (std::size_t i = 0; i < n; ++i) {
+        std::memcpy(&group[i * kEntryBytes], &entries[i].hash, 6);
+        std::memcpy(&group[i * kEntryBytes + 6], &entries[i].location, 4);
+      }
+      const std::uint32_t crc = Crc32c(group.data(), n * kEntryBytes);
+      out.Append(group.data(), n * kEntryBytes);
+      out.Append(&crc, sizeof crc);
+    }
+  }
+  const std::uint64_t bytes = out.Finish();
+  file->Sync();
+  file.reset();
+  env.Rename(temporary, directory + "/" + kSnapshotName);
+  env.SyncDirectory(directory);
+  return bytes;
+}
+
+std::unique_ptr<SnapshotReader> SnapshotReader::Open(Env& env, const std::string& directory, bool direct,
+                                                     const StoreId& store) {
+  const std::string path = directory + "/" + kSnapshotName;
+  try {
+    if (!env.Exists(path)) return nullptr;
+    std::unique_ptr<SnapshotReader> reader(new SnapshotReader(env.Open(path, OpenMode::kRead, direct)));
+    return reader->ReadHeader(store) ? std::move(reader) : nullptr;
+  } catch (const CorruptError&) {
+    return nullptr;
+  }
+}
+
+bool SnapshotReader::ReadHeader(const StoreId& store) {
+  Bytes head(kPreambleBytes);
+  if (!in_.Read(head.data(), head.size())) return false;
+  std::uint32_t version, body_bytes;
+  std::memcpy(&version, &head[8], 4);
+  std::memcpy(&body_bytes, &head[12], 4);
+  if (std::memcmp(head.data(), kMagic, 8) != 0 || version != kFormatVersion) return false;
+  if (body_bytes > kMaxHeaderBytes || body_bytes > file_->Size()) return false;
+  head.resize(kPreambleBytes + body_bytes);
+  std::uint32_t crc;
+  if (!in_.Read(&head[kPreambleBytes], body_bytes) || !in_.Read(&crc, 4)) return false;
+  if (Crc32c(head.data(), head.size()) != crc) return false;
+  Decoder body({&head[kPreambleBytes], body_bytes}, kSnapshotName);
+  header_ = DecodeBody(body);
+  for (const auto& table : header_.tables) {
+    if (table.entries > file_->Size() / kEntryBytes) return false;
+  }
+  return header_.store == store && header_.FileBytes() == file_->Size();
+}
+
+bool SnapshotReader::Read(TableIndex::Entry* out, std::size_t n) {
+  group_.resize(n * kEntryBytes);
+  std::uint32_t crc;
+  if (!in_.Read(group_.data(), group_.size()) || !in_.Read(&crc, 4)) return false;
+  if (Crc32c(group_.data(), group_.size()) != crc) return false;
+  for (std::size_t i = 0; i < n; ++i) {
+    out[i].hash = 0;
+    std::memcpy(&out[i].hash, &group_[i * kEntryBytes], 6);
+    std::memcpy(&out[i].location, &group_[i * kEntryBytes + 6], 4);
+  }
+  return true;
+}
+
+}  // namespace tierstore
