@@ -76,7 +76,8 @@ void Store::ReplayRun(Segment& segment, const std::uint64_t* keys, const std::ui
   RowClass& row_class = *segment.row_class;
   TableIndex& index = TableFor(KeyTable(keys[0]), row_class.geometry.row_bytes).index;
   std::uint32_t previous[kKeysPerRun];
-  index.Find(keys, n, previous);  // brings the entries into the cache; a key may come twice, so one by one below
+  index.Find(keys, n,
+             previous);  // brings the entries into the cache; a key may come twice, so one by one below
   for (std::size_t i = 0; i < n; ++i) {
     const std::uint32_t there = index.Put(keys[i], row_class.Location(segment, slots[i]));
     ++segment.live;

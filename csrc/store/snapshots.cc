@@ -12,7 +12,7 @@ bool Store::SnapshotIsDue(double lag) const {
   std::uint64_t rows = 0;
   for (const auto& table : tables_) rows += table == nullptr ? 0 : table->index.size();
   const std::uint64_t bytes = rows * 10;
-  const std::uint64_t written = unsnapshotted_bytes_ + queue_.written_bytes() - snapshot_mark_;
+  const std::uint64_t written = unsnapshotted_bytes_ + queue_.enqueued_bytes() - snapshot_mark_;
   return rows >= config_.snapshot_min_rows &&
          static_cast<double>(written) >= lag * static_cast<double>(bytes) &&
          UsedBytes() + bytes + SpaceReserve() <= config_.cap_bytes;
@@ -43,7 +43,7 @@ SnapshotHeader Store::CaptureSnapshot(std::vector<const TableIndex*>& indexes) c
 // thrown.
 void Store::WriteSnapshot(Lock& lock, const SnapshotHeader& header,
                           const std::vector<const TableIndex*>& indexes) {
-  const std::uint64_t mark = queue_.written_bytes();
+  const std::uint64_t mark = queue_.enqueued_bytes();
   lock.unlock();
   std::uint64_t bytes = 0;
   try {

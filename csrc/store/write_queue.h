@@ -47,6 +47,7 @@ class WriteQueue {
   // Drops what is queued and ends the thread; later calls that would wait throw ClosedError.
   void Stop(Lock& lock);
 
+  std::uint64_t enqueued_bytes() const { return written_bytes_ + queued_bytes_; }
   std::uint64_t written_bytes() const { return written_bytes_; }
   std::size_t memory_bytes() const { return memory_bytes_; }
 
