@@ -37,6 +37,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--dense-memory", default="0", help="device memory of the dense part, as bytes or 4GiB"
     )
+    parser.add_argument("--depth", type=int, default=1, help="batches fetched ahead (default: 1)")
     parser.add_argument("--rows-per-read", type=float, default=1.0, help="rows that one SSD read brings")
     parser.add_argument(
         "--search-seconds", type=float, default=5.0, help="most time for the search (default: 5)"
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         batch_size=args.batch_size,
         dense_seconds=args.dense_seconds,
         dense_bytes=parse_bytes(args.dense_memory, "--dense-memory"),
+        depth=args.depth,
         rows_per_read=args.rows_per_read,
     )
     planner = EmbeddingShardingPlanner(

@@ -77,8 +77,15 @@ class Allocation:
         return result
 
 
-def allocate(topology: Topology, work: Workload, placed: Sequence[Placed]) -> Allocation:
-    """Device memory by marginal gain of link time, then host memory by marginal gain of SSD time."""
+def allocate(
+    topology: Topology,
+    work: Workload,
+    placed: Sequence[Placed],
+    for_ssd: bool = False,
+    gradual: bool = False,
+) -> Allocation:
+    """Device memory by marginal gain of link time (``for_ssd``: of SSD time, which weighs large rows less),
+    then host memory by marginal gain of SSD time (``gradual``: as in :func:`memory_steps`)."""
     costs = [item.cut.cost for item in placed for _ in item.ranks]
     table = [item.table for item in placed for _ in item.ranks]
     rank = np.array([r for item in placed for r in item.ranks], dtype=np.int64)
@@ -91,25 +98,28 @@ def allocate(topology: Topology, work: Workload, placed: Sequence[Placed]) -> Al
         here = np.flatnonzero((rank == r) & ~replicas)
         for i in here:
             if id(costs[i]) not in steps:
-                steps[id(costs[i])] = hbm_steps(costs[i])
+                steps[id(costs[i])] = hbm_steps(costs[i], for_ssd)
         fast = [steps[id(costs[i])] for i in here]
         rows, missing = _fill(fast, result.slot[here], float(topology.hbm_per_rank - fixed[r]))
         result.hbm_rows[here] = rows
         if missing > 0:
             result.missing["hbm", r] = int(missing) + 1
     for h in range(topology.hosts):
-        _fill_host(topology, result, np.flatnonzero((rank // topology.ranks_per_host == h) & ~replicas), h)
+        here = np.flatnonzero((rank // topology.ranks_per_host == h) & ~replicas)
+        _fill_host(topology, result, here, h, gradual)
     return result
 
 
-def _fill_host(topology: Topology, result: Allocation, here: NDArray[np.int64], host: int) -> None:
+def _fill_host(
+    topology: Topology, result: Allocation, here: NDArray[np.int64], host: int, gradual: bool
+) -> None:
     costs = [result.costs[i] for i in here]
     known: dict[tuple[int, float], Steps] = {}
     steps = []
     for cost, rows in zip(costs, result.hbm_rows[here].tolist(), strict=True):
         key = id(cost), rows
         if key not in known:
-            known[key] = memory_steps(cost, rows)
+            known[key] = memory_steps(cost, rows, gradual)
         steps.append(known[key])
     buffers = RANK_BUFFERS * topology.ranks_per_host if topology.ssd_per_host else 0
     room = topology.host_memory_per_host - buffers - sum(cost.fixed_host for cost in costs)

@@ -119,8 +119,7 @@ class EmbeddingShardingPlanner:
         for target in _SSD_TARGETS:
             demands = self._demands(tables, work, target)
             placed = self._search(tables, work, demands)
-            caches = allocate(self.topology, work, placed)
-            prediction = predict(self.topology, work, placed, caches)
+            caches, prediction = self._divide(work, placed)
             found = Solution(
                 self.topology, work, tables, placed, caches, prediction, time.perf_counter() - start
             )
@@ -131,6 +130,16 @@ class EmbeddingShardingPlanner:
                 break
         assert first is not None
         return first
+
+    def _divide(self, work: Workload, placed: Sequence[Placed]) -> tuple[Allocation, Prediction]:
+        """The best of some ways to divide the memories; all but the first are for when SSDs set the step."""
+        results = []
+        for for_ssd, gradual in ((False, False), (True, False), (False, True), (True, True)):
+            caches = allocate(self.topology, work, placed, for_ssd, gradual)
+            results.append((caches, predict(self.topology, work, placed, caches)))
+            if results[0][1].slowest()[0] != "ssd":
+                break
+        return min(results, key=lambda item: (sum(item[0].missing.values()), item[1].step))
 
     def _search(
         self, tables: Sequence[TableSpec], work: Workload, demands: Sequence[ParameterConstraints]

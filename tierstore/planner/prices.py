@@ -37,23 +37,25 @@ class Steps:
         return gain / np.maximum(np.diff(self.bytes), 1e-9)
 
 
-def hbm_steps(cost: ShardCost) -> Steps:
-    """Device bytes against seconds of the link."""
+def hbm_steps(cost: ShardCost, for_ssd: bool = False) -> Steps:
+    """Device bytes against seconds of the link, or of the drives if it is these that the step waits for."""
     rows, misses = _from(cost, cost.rows if cost.in_hbm else cost.hbm_floor)
-    return Steps(
-        rows * cost.slot_bytes, misses * cost.unique * cost.link_s, rows, np.zeros(len(rows), np.bool_)
-    )
+    seconds = misses * cost.unique * (cost.ssd_s if for_ssd else cost.link_s)
+    return Steps(rows * cost.slot_bytes, seconds, rows, np.zeros(len(rows), np.bool_))
 
 
-def memory_steps(cost: ShardCost, at_least: float = 0.0) -> Steps:
+def memory_steps(cost: ShardCost, at_least: float = 0.0, gradual: bool = False) -> Steps:
     """Memory bytes (device, host and the store's index) against seconds of the drives, from ``at_least`` rows
-    on. With all rows in memory the index goes away, so the last corner may come early."""
+    on. With all rows in memory the index goes away, so the last corner may come early, in one long step that
+    is worth little unless it is taken whole; ``gradual`` goes there by way of all other corners."""
     rows, misses = _from(cost, cost.rows if cost.in_memory else max(cost.floor, cost.hbm_floor, at_least))
     seconds = misses * cost.unique * cost.ssd_s
     bytes_ = rows * cost.slot_bytes + cost.index_bytes
-    bytes_[-1] -= cost.index_bytes
     stored = np.ones(len(rows), np.bool_)
     stored[-1] = False
+    if gradual and len(rows) > 1:
+        return Steps(bytes_, seconds, rows, stored)
+    bytes_[-1] -= cost.index_bytes
     if len(rows) > 2 or (len(rows) == 2 and bytes_[1] <= bytes_[0]):
         # The curve without its last corner is convex: cut across to that corner where it pays to.
         across = np.full(len(rows) - 1, np.inf)

@@ -160,7 +160,7 @@ def _reason(
         parts.append(f"without its host memory: +{_share(no_host, step)} ssd time")
     if stored:
         parts.append(
-            f"{cost.curve.at(memory):.1%} of its {cost.unique * len(shards):,.0f} unique rows "
+            f"{cost.curve.at(memory):.1%} of its {cost.unique * item.cut.row_cuts:,.0f} unique rows "
             "per step are read from ssd"
         )
     return {

@@ -114,7 +114,7 @@ class Topology:
         if not isinstance(values, Mapping):
             raise ConfigError(f"a topology is a mapping of fields, got {type(values).__name__}")
         known = {item.name for item in fields(cls) if item.init}
-        unknown = sorted(set(values) - known - {"measured"})
+        unknown = sorted(set(values) - known - {"measured", "measured_through_page_cache"})
         if unknown:
             raise ConfigError(f"topology: unknown fields {unknown}; known: {sorted(known)}")
         missing = [name for name in ("hbm_per_rank", "host_memory_per_host") if name not in values]

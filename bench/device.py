@@ -1,0 +1,212 @@
+"""``tierstore bench device``: measures this machine, and writes a topology for the planner."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from tierstore.config import format_bytes, parse_bytes
+
+SUMMARY = "memory and SSD figures of this machine, as a topology for tierstore plan"
+_SIZES = (4096, 8192, 16384, 32768, 65536, 262144)
+_LARGE = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, help="write the topology there")
+    parser.add_argument(
+        "--dir", type=Path, help="folder on the drive to measure (default: the temporary one)"
+    )
+    parser.add_argument("--file-size", default="1GiB", help="of the file that is read (default: 1GiB)")
+    parser.add_argument("--queue-depth", type=int, default=64, help="reads in flight (default: 64)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement (default: 1)")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks that share the machine (default: 1)")
+
+
+def run(args: argparse.Namespace) -> int:
+    topology = measure(args)
+    for key, value in topology.items():
+        print(f"{key:<22} {_text(key, value)}")
+    if args.json:
+        args.json.write_text(json.dumps(topology, indent=1))
+        print(f"written: {args.json}; give it to tierstore plan --topology")
+    return 0
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a Topology of one host that were measured. Bandwidths between hosts are not."""
+    memory = psutil.virtual_memory().total
+    copy = memory_bandwidth(args.seconds)
+    result: dict[str, Any] = {
+        "hosts": 1,
+        "ranks_per_host": args.ranks,
+        "hbm_per_rank": memory // 4 // args.ranks,
+        "host_memory_per_host": memory // 2,
+        "host_memory_bw": copy,
+        "index_rows_per_s": index_rate(args.seconds),
+        "device": "cpu",
+    }
+    # On a CPU the fast tier is an arena in the same memory, and the link is a copy within it.
+    result |= {"hbm_bw": copy / args.ranks, "host_link_bw": copy / args.ranks}
+    result |= cuda_figures(args.seconds)
+    with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=args.dir) as folder:
+        result["ssd_per_host"] = psutil.disk_usage(folder).free
+        result |= drive_figures(Path(folder) / "device", args)
+    result["measured"] = {
+        "queue_depth": args.queue_depth,
+        "file_size": args.file_size,
+        "unix_time": int(time.time()),
+    }
+    return result
+
+
+def memory_bandwidth(seconds: float) -> float:
+    """Bytes read and written per second by copies of an array larger than the caches, on two threads."""
+    arrays = [(np.ones(1 << 24), np.empty(1 << 24)) for _ in range(min(2, os.cpu_count() or 1))]
+
+    def copy(pair: tuple[np.ndarray, np.ndarray]) -> None:
+        np.copyto(pair[1], pair[0])
+
+    with ThreadPoolExecutor(len(arrays)) as pool:
+        return _rate(
+            lambda: sum(2 * pair[0].nbytes for pair, _ in zip(arrays, pool.map(copy, arrays), strict=True)),
+            seconds,
+        )
+
+
+def index_rate(seconds: float) -> float:
+    """Ids per second that one thread deduplicates, as the planner of a batch does."""
+    from tierstore import _core
+
+    ids = np.random.default_rng(0).zipf(1.2, 1 << 17).astype(np.uint64) % np.uint64(1 << 24)
+    tier = _core.Tier(1 << 17, 16, True, 0, None)
+
+    def plan() -> int:
+        unique, inverse = np.unique(ids, return_inverse=True)
+        tier.find(unique)
+        return len(inverse)
+
+    return _rate(plan, seconds)
+
+
+def cuda_figures(seconds: float) -> dict[str, Any]:
+    """Device memory and link of the first GPU; nothing where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    device = torch.device("cuda", 0)
+    host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    ours = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    other = torch.empty_like(ours)
+
+    def timed(copy: Callable[[], object], size: int) -> float:
+        def once() -> int:
+            copy()
+            torch.cuda.synchronize()
+            return size
+
+        return _rate(once, seconds)
+
+    return {
+        "device": "cuda",
+        "ranks_per_host": torch.cuda.device_count(),
+        "hbm_per_rank": int(torch.cuda.get_device_properties(0).total_memory * 0.9),
+        "hbm_bw": timed(lambda: other.copy_(ours), 2 << 28),
+        "host_link_bw": timed(lambda: ours.copy_(host, non_blocking=True), 1 << 28),
+    }
+
+
+def drive_figures(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Writes a file, then reads it at random in several sizes, past the page cache where possible."""
+    size = parse_bytes(args.file_size, "--file-size")
+    write = write_bandwidth(path, size)
+    curve = []
+    fd, direct = _open_direct(path)
+    try:
+        for block in _SIZES:
+            curve.append((block, random_reads(fd, size, block, args.queue_depth, args.seconds)))
+        large = random_reads(fd, size, min(_LARGE, size), min(8, args.queue_depth), args.seconds)
+    finally:
+        os.close(fd)
+    # A larger read never brings fewer bytes; noise may say so.
+    rates = np.minimum.accumulate([rate for _, rate in curve])
+    return {
+        "ssd_write_bw": write,
+        "ssd_bw": max(large * min(_LARGE, size), max(block * rate for block, rate in curve)),
+        "ssd_read_iops": float(rates[0]),
+        "ssd_read_curve": [[block, float(rate)] for (block, _), rate in zip(curve, rates, strict=True)],
+        **({} if direct else {"measured_through_page_cache": True}),
+    }
+
+
+def write_bandwidth(path: Path, size: int) -> float:
+    """Bytes per second of large sequential writes, flush included; leaves the file behind."""
+    block = np.random.default_rng(0).integers(0, 256, _LARGE, dtype=np.uint8).tobytes()
+    start = time.perf_counter()
+    with open(path, "wb", buffering=0) as file:
+        for at in range(0, size, _LARGE):
+            file.write(block[: min(_LARGE, size - at)])
+        os.fsync(file.fileno())
+    return size / (time.perf_counter() - start)
+
+
+def random_reads(fd: int, size: int, block: int, depth: int, seconds: float) -> float:
+    """Reads per second of ``block`` bytes at random aligned places, ``depth`` threads at a time."""
+    places, stop = max(1, size // block), threading.Event()
+
+    def read_until_stopped(seed: int) -> int:
+        random, count = np.random.default_rng(seed), 0
+        buffer = mmap.mmap(-1, block)  # aligned to a page, as direct reads demand
+        while not stop.is_set():
+            for place in random.integers(0, places, 64).tolist():
+                os.preadv(fd, [buffer], place * block)
+                count += 1
+                if stop.is_set():
+                    break
+        return count
+
+    with ThreadPoolExecutor(depth) as pool:
+        start = time.perf_counter()
+        jobs = [pool.submit(read_until_stopped, seed) for seed in range(depth)]
+        time.sleep(seconds)
+        stop.set()
+        return sum(job.result() for job in jobs) / (time.perf_counter() - start)
+
+
+def _open_direct(path: Path) -> tuple[int, bool]:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT), True
+    except OSError:  # tmpfs and some network file systems
+        return os.open(path, os.O_RDONLY), False
+
+
+def _rate(call: Callable[[], int], seconds: float) -> float:
+    """What ``call`` returns, summed, per second."""
+    call()
+    total, start = 0, time.perf_counter()
+    while (spent := time.perf_counter() - start) < seconds or not total:
+        total += call()
+    return total / max(spent, 1e-9)
+
+
+def _text(key: str, value: Any) -> str:
+    if isinstance(value, int) and key.startswith(("hbm_per", "host_memory_per", "ssd_per")):
+        return format_bytes(value)
+    if isinstance(value, float):
+        return f"{format_bytes(int(value))}/s" if key.endswith("_bw") else f"{value:,.0f}/s"
+    if key == "ssd_read_curve":
+        return ", ".join(f"{size // 1024} KiB {rate:,.0f}/s" for size, rate in value)
+    return str(value)

@@ -1,0 +1,174 @@
+"""Plans the 100 TB model, then simulates the cluster's steps event by event and compares.
+
+    python examples/plan_100tb/simulate.py topology_8.yaml      (or topology_128.yaml)
+
+The plan predicts the step as its longest stage. The simulation knows nothing of that: each batch goes through
+its stages on every rank; stages wait for one another, for the batch before and for shared drives; all-to-alls
+start when the last rank is ready; misses are drawn anew for every batch and shard, and service times vary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tierstore.cli.plan import read_yaml
+from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
+from tierstore.planner.planner import Solution
+from tierstore.planner.tables import specs_of_yaml
+
+HERE = Path(__file__).parent
+
+
+@dataclass
+class Server:
+    """Serves jobs one at a time, in order of arrival."""
+
+    queue: deque[tuple[float, Callable[[], None]]] = field(default_factory=deque)
+    busy: bool = False
+
+
+class Simulation:
+    """Steps of a planned cluster. ``jitter``: relative standard deviation of every service time."""
+
+    def __init__(self, solution: Solution, depth: int, jitter: float, seed: int = 0) -> None:
+        self.depth, self.jitter = depth, jitter
+        self.random = np.random.default_rng(seed)
+        self.topology = topology = solution.topology
+        self.world, self.per_host = topology.world_size, topology.ranks_per_host
+        self.now, self.events, self.count = 0.0, [], 0
+        caches = solution.caches
+        unique = caches.field("unique")
+        self.rank_of = caches.rank
+        self.link_misses = unique * caches.misses(caches.hbm_rows)
+        self.ssd_misses = unique * caches.misses(caches.memory_rows)
+        self.link_s, self.ssd_s = caches.field("link_s"), caches.field("ssd_s")
+        compute, self.index, self.intra, self.inter, link = solution.prediction.ranks.T
+        self.kernels = compute - link * topology.host_link_bw / topology.hbm_bw
+        self.moves = topology.host_link_bw / topology.hbm_bw
+        names = ("index", "network", "link", "device")
+        self.servers = {(name, r): Server() for name in names for r in range(self.world)}
+        self.servers |= {("ssd", h): Server() for h in range(topology.hosts)}
+        self.finished: list[float] = []
+
+    def run(self, batches: int) -> float:
+        """Mean seconds per step, the first third left out."""
+        self.batches, self.started = batches, 0
+        for _ in range(min(self.depth + 1, batches)):
+            self._start_batch()
+        while self.events:
+            self.now, _, action = heapq.heappop(self.events)
+            action()
+        skip = batches // 3
+        return (self.finished[-1] - self.finished[skip - 1]) / (batches - skip)
+
+    # A batch: ids are exchanged and indexed, misses read and moved, outputs exchanged, rows computed on.
+
+    def _start_batch(self) -> None:
+        self.started += 1
+        link = self._drawn(self.link_misses, self.link_s)
+        ssd = self._drawn(self.ssd_misses, self.ssd_s)
+        gathered = Barrier(self.world, lambda: self._exchange(link))
+        for r in range(self.world):
+            self._fetch(r, float(link[r]), float(ssd[r]), gathered)
+
+    def _drawn(self, mean: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """Seconds per rank of this batch's misses."""
+        misses = self.random.poisson(np.minimum(mean, 1e15)) if len(mean) else mean
+        return np.bincount(self.rank_of, misses * seconds, self.world)
+
+    def _fetch(self, r: int, link: float, ssd: float, gathered: Barrier) -> None:
+        host = r // self.per_host
+
+        def to_link() -> None:
+            self._serve(("link", r), link, gathered.arrive)
+
+        def to_ssd() -> None:
+            self._serve(("ssd", host), ssd, to_link)
+
+        self._serve(("index", r), float(self.index[r]), to_ssd)
+
+    def _exchange(self, link: np.ndarray) -> None:
+        """All ranks take part, and all are done when the slowest is."""
+        done = Barrier(self.world, lambda: self._compute(link))
+        for r in range(self.world):
+            seconds = max(float(self.intra[r]), float(self.inter[r]))
+            self._serve(("network", r), seconds, done.arrive)
+
+    def _compute(self, link: np.ndarray) -> None:
+        done = Barrier(self.world, self._finish_batch)
+        for r in range(self.world):
+            self._serve(("device", r), float(self.kernels[r] + link[r] * self.moves), done.arrive)
+
+    def _finish_batch(self) -> None:
+        self.finished.append(self.now)
+        if self.started < self.batches:
+            self._start_batch()
+
+    # Servers and time
+
+    def _serve(self, name: tuple[str, int], seconds: float, then: Callable[[], None]) -> None:
+        server = self.servers[name]
+        factor = max(0.1, 1 + self.jitter * self.random.standard_normal())
+        server.queue.append((seconds * factor, then))
+        if not server.busy:
+            self._next(server)
+
+    def _next(self, server: Server) -> None:
+        server.busy = bool(server.queue)
+        if server.queue:
+            seconds, then = server.queue.popleft()
+
+            def done() -> None:
+                self._next(server)
+                then()
+
+            self.count += 1
+            heapq.heappush(self.events, (self.now + seconds, self.count, done))
+
+
+class Barrier:
+    """Calls ``then`` when ``count`` have arrived."""
+
+    def __init__(self, count: int, then: Callable[[], None]) -> None:
+        self.missing, self.then = count, then
+
+    def arrive(self) -> None:
+        self.missing -= 1
+        if not self.missing:
+            self.then()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("topology", help="a file beside this one, or any path")
+    parser.add_argument("--batch-size", type=int, default=2048)
+    parser.add_argument("--depth", type=int, default=4, help="batches fetched ahead (default: 4)")
+    parser.add_argument("--batches", type=int, default=60)
+    parser.add_argument("--jitter", type=float, default=0.05)
+    args = parser.parse_args()
+    path = HERE / args.topology if (HERE / args.topology).exists() else Path(args.topology)
+    topology = Topology.from_dict(read_yaml(path))
+    planner = EmbeddingShardingPlanner(topology, workload=Workload(args.batch_size, depth=args.depth))
+    solution = planner.solve(specs_of_yaml(read_yaml(HERE / "tables.yaml")))
+    assert not solution.caches.missing, solution.caches.missing
+    predicted = solution.prediction.step
+    print(f"planned in {solution.seconds:.2f} s; set by {' of '.join(solution.prediction.slowest())}")
+    for depth in sorted({0, 1, args.depth}):
+        simulated = Simulation(solution, depth, args.jitter).run(args.batches)
+        print(
+            f"depth {depth}: predicted {predicted * 1e3:.2f} ms, simulated {simulated * 1e3:.2f} ms "
+            f"({simulated / predicted - 1:+.1%})"
+        )
+
+
+if __name__ == "__main__":
+    main()

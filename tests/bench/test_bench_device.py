@@ -1,0 +1,21 @@
+"""``tierstore bench device``: what it writes is a topology that the planner takes."""
+
+import argparse
+import json
+
+from bench import device
+from tierstore.planner import Topology
+
+
+def test_the_written_file_is_a_topology(tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    device.add_arguments(parser)
+    out = tmp_path / "topology.json"
+    arguments = f"--json {out} --dir {tmp_path} --file-size 4MiB --seconds 0.02 --queue-depth 4"
+    assert device.run(parser.parse_args(arguments.split())) == 0
+    topology = Topology.from_dict(json.loads(out.read_text()))
+    assert topology.hosts == 1
+    assert set(topology.assumed) <= {"intra_host_bw", "inter_host_bw"}
+    assert topology.read_seconds(4096) <= topology.read_seconds(65536)
+    assert "ssd_read_iops" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["topology.json"]
