@@ -1,0 +1,170 @@
+"""``tierstore bench kernels``: lookup and fused update against fbgemm's and against copying, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tierstore import _core, optim
+
+SUMMARY = "milliseconds of lookup and update per batch, beside fbgemm-gpu's and a copy of as many bytes"
+_BATCHES = 4
+_FBGEMM_OPTIMIZERS = {
+    "sgd": "EXACT_SGD",
+    "adagrad": "EXACT_ADAGRAD",
+    "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tables", type=int, default=26, help="(default: 26)")
+    parser.add_argument("--rows", type=int, default=100_000, help="per table (default: 100000)")
+    parser.add_argument("--dim", type=int, default=64, help="(default: 64)")
+    parser.add_argument("--batch-size", type=int, default=2048, help="(default: 2048)")
+    parser.add_argument("--pooling", type=int, default=4, help="ids per bag (default: 4)")
+    parser.add_argument("--optimizer", default="rowwise_adagrad", choices=sorted(optim.OPTIMIZERS))
+    parser.add_argument("--threads", type=int, default=2, help="of either library (default: 2)")
+    parser.add_argument("--rounds", type=int, default=7, help="the median of all batches counts (default: 7)")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    torch.set_num_threads(args.threads)
+    _core.set_num_threads(args.threads)
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, args.rows, (args.tables, args.batch_size * args.pooling)) for _ in range(_BATCHES)]
+    grad = torch.randn(args.batch_size, args.tables * args.dim)
+    contenders: list[Any] = [Ours(args, ids, grad, rng)]
+    if args.optimizer in _FBGEMM_OPTIMIZERS and find_spec("fbgemm_gpu"):
+        contenders.append(Fbgemm(args, ids, grad))
+    samples: dict[str, list[float]] = {}
+    for turn in range(args.rounds + 1):
+        for batch in range(_BATCHES):  # interleaved, so that a busy minute does not hit one of them only
+            for contender in contenders:
+                for key, seconds in contender.step(batch).items():
+                    if turn:  # the first one warms up
+                        samples.setdefault(key, []).append(1e3 * seconds)
+    figures = {key: float(np.median(values)) for key, values in samples.items()}
+    figures |= ratios(figures)
+    for key, value in figures.items():
+        print(f"{key:<28} {value:>10.2f}")
+    if args.json:
+        args.json.write_text(json.dumps({**vars(args), "json": None, **figures}, indent=1))
+    return 0
+
+
+def ratios(figures: dict[str, float]) -> dict[str, float]:
+    """How many times faster than fbgemm: transposing the batch counts as backward, dedup as neither."""
+    if "fbgemm.forward_ms" not in figures:
+        return {}
+    forward, backward = figures["lookup_ms"], figures["csr_ms"] + figures["update_ms"]
+    theirs = figures["fbgemm.forward_ms"], figures["fbgemm.backward_ms"]
+    return {
+        "ratio.forward": theirs[0] / forward,
+        "ratio.backward": theirs[1] / backward,
+        "ratio.both": sum(theirs) / (forward + backward),
+    }
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
+
+
+class Ours:
+    """All tables in one arena, every row in a random slot, as after long use of a cache."""
+
+    def __init__(self, args: argparse.Namespace, ids: list[np.ndarray], grad: Any, rng: Any) -> None:
+        self.args, self.grad, self.ids = args, grad, ids
+        self.spec = optim.make(args.optimizer)
+        self.row_bytes = self.spec.row_bytes(args.dim)
+        total = args.tables * args.rows
+        self.arena = np.full((total, self.row_bytes // 4), 0.01, np.float32)
+        slot_of = rng.permutation(total).astype(np.int32)
+        self.slots = [slot_of[self._rows(self.dedup(batch).unique)] for batch in ids]
+        bags = args.tables * args.batch_size
+        per_table = np.arange(args.tables, dtype=np.int64)
+        self.bags = (
+            np.arange(bags + 1, dtype=np.int64) * args.pooling,
+            np.arange(args.tables + 1, dtype=np.int64) * args.batch_size,
+            per_table * args.dim,
+            np.full(args.tables, args.tables * args.dim, np.int64),
+            np.zeros(args.tables, np.uint8),
+        )
+        self.copy = np.ones((bags * args.pooling, self.row_bytes), np.uint8)
+
+    def _rows(self, keys: np.ndarray) -> np.ndarray:
+        return (keys >> np.uint64(48)) * np.uint64(self.args.rows) + (keys & np.uint64((1 << 48) - 1))
+
+    def dedup(self, ids: np.ndarray) -> Any:
+        segments = [(row.ctypes.data, len(row), False, t, self.args.rows, -1) for t, row in enumerate(ids)]
+        return _core.make_batch(segments)[0]
+
+    def step(self, index: int) -> dict[str, float]:
+        import torch
+
+        slots, table = self.slots[index], (self.arena.ctypes.data, self.row_bytes, self.args.dim)
+        dedup, batch = timed(lambda: self.dedup(self.ids[index]))
+
+        def lookup() -> Any:
+            out = torch.empty_like(self.grad)
+            _core.lookup_pooled(*table, slots, batch.inverse, *self.bags, 0, out.data_ptr())
+            return out
+
+        def update() -> None:
+            step = self.spec.step_args()
+            _core.update_pooled(*table, slots, *csr, *self.bags, 0, 0, self.grad.data_ptr(), step)
+
+        looked_up, _ = timed(lookup)
+        transposed, csr = timed(lambda: _core.build_csr(batch.inverse, len(slots)))
+        updated, _ = timed(update)
+        gathered, _ = timed(lambda: _core.copy_out(*table[:2], slots, self.copy.ctypes.data))
+        rows = self.arena[: len(slots)].view(np.uint8)
+        copied, _ = timed(lambda: np.copyto(self.copy[: len(slots)], rows))
+        return {
+            "dedup_ms": dedup,
+            "lookup_ms": looked_up,
+            "csr_ms": transposed,
+            "update_ms": updated,
+            "gather_rows_ms": gathered,
+            "memcpy_rows_ms": copied,
+        }
+
+
+class Fbgemm:
+    """The same tables in fbgemm's table-batched embedding on the CPU."""
+
+    def __init__(self, args: argparse.Namespace, ids: list[np.ndarray], grad: Any) -> None:
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
+            from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+        place = (training.EmbeddingLocation.HOST, training.ComputeDevice.CPU)
+        self.tables = training.SplitTableBatchedEmbeddingBagsCodegen(
+            [(args.rows, args.dim, *place)] * args.tables,
+            optimizer=EmbOptimType[_FBGEMM_OPTIMIZERS[args.optimizer]],
+            learning_rate=0.01,
+        )
+        self.tables.init_embedding_weights_uniform(-0.1, 0.1)
+        self.ids = [torch.from_numpy(batch.reshape(-1)) for batch in ids]
+        self.offsets = torch.arange(args.tables * args.batch_size + 1) * args.pooling
+        self.grad = grad
+
+    def step(self, index: int) -> dict[str, float]:
+        forward, out = timed(lambda: self.tables(self.ids[index], self.offsets))
+        backward, _ = timed(lambda: out.backward(self.grad))
+        return {"fbgemm.forward_ms": forward, "fbgemm.backward_ms": backward}
