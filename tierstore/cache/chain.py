@@ -110,6 +110,7 @@ class Chain:
         self._planned = -1
         self._moving = threading.RLock()
         self._returned: list[NDArray[np.int32]] = []
+        self._buffers: dict[str, NDArray[np.uint8]] = {}
         self._closed = False
         self._warned_overflow = False
         self.reset_stats()
@@ -252,7 +253,7 @@ class Chain:
             self._check_overflow(plan.needed)
             slots, victims, dirty, next_use = plan.victims
             if len(slots):
-                rows = np.empty((len(slots), self.layout.row_bytes), np.uint8)
+                rows = self._buffer("victims", len(slots))
                 self.fast.copy_out(slots, rows)
                 self._demote(victims, rows, dirty, next_use, ticket.seq)
         except BaseException:
@@ -303,6 +304,20 @@ class Chain:
 
     # -- moving rows ---------------------------------------------------------------------
 
+    def _buffer(self, name: str, rows: int) -> NDArray[np.uint8]:
+        """Room for ``rows`` rows on their way between tiers, kept from plan to plan; ``_moving`` guards it.
+
+        Fresh arrays of a few MiB each would scatter over malloc's heap and stay resident.
+        """
+        held = self._buffers.get(name)
+        if held is None or len(held) < rows:
+            self._buffers[name] = held = np.empty((rows + rows // 4, self.layout.row_bytes), np.uint8)
+        return held[:rows]
+
+    def buffer_bytes(self) -> int:
+        """Bytes of rows on their way between tiers."""
+        return sum(held.nbytes for held in self._buffers.values())
+
     def _memory_tiers(self) -> Iterator[MemoryTier]:
         yield self.fast
         if self.host is not None:
@@ -319,7 +334,7 @@ class Chain:
             native.release(slots)
         slots, keys, dirty, next_use = native.drainable()
         if len(slots):
-            rows = np.empty((len(slots), self.layout.row_bytes), np.uint8)
+            rows = self._buffer("victims", len(slots))
             self.fast.copy_out(slots, rows)
             self._demote(keys, rows, dirty, next_use, self._planned)
             native.drained(slots)
@@ -331,7 +346,7 @@ class Chain:
         slots = self.host.find(missing)
         found = slots >= 0
         slots = slots[found]
-        rows = np.empty((len(slots), self.layout.row_bytes), np.uint8)
+        rows = self._buffer("lifted", len(slots))
         self.host.copy_out(slots, rows)
         dirty = self.host.native.dirty_of(slots)
         self.host.native.remove(slots)
@@ -362,7 +377,7 @@ class Chain:
         slots, victims, victim_dirty, _ = plan.victims
         try:
             if len(slots):
-                leaving = np.empty((len(slots), self.layout.row_bytes), np.uint8)
+                leaving = self._buffer("leaving", len(slots))
                 self.host.copy_out(slots, leaving)
                 self._write_down(victims, leaving, victim_dirty)
             if len(past):
@@ -413,7 +428,7 @@ class Chain:
             return None
         if not len(keys):
             return np.zeros(0, bool)
-        rows = np.empty((len(keys), self.layout.row_bytes), np.uint8)
+        rows = self._buffer("fetched", len(keys))
         found = self.store.read(keys, rows)
         source = np.flatnonzero(found).astype(np.int32)
         _core.copy_in(address, self.layout.row_bytes, slots[found], rows.ctypes.data, source)

@@ -26,6 +26,7 @@ from tierstore.store.protocol import RowStore, TableSpec
 logger = logging.getLogger("tierstore")
 
 META_VERSION = 1
+_MALLOC_THRESHOLD = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ class Engine:
         """Fused optimizer steps so far of each module that uses the engine; committed with the rows."""
         self._closing = threading.Lock()
         self.closed = False
+        if not config.keeps_all:
+            # A budget promises what the process takes, and malloc's heap would grow to twice what is in use.
+            _core.fix_malloc_threshold(_MALLOC_THRESHOLD)
         groups = self._groups()
         demands = [
             ChainDemand(
@@ -294,6 +298,7 @@ class Engine:
         return {
             "hbm": sum(chain.fast.memory_bytes() for chain in self.chains),
             "uvm": sum(chain.host.memory_bytes() for chain in self.chains if chain.host is not None),
+            "buffers": sum(chain.buffer_bytes() for chain in self.chains),
             "window": sum(chain.window.memory_bytes for chain in self.chains),
         }
 

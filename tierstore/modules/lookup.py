@@ -49,6 +49,11 @@ class Part:
     spans: list[tuple[int, int]]
     rows: Rows | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the part keeps from the moment it is made ready: ids, their next uses, bags."""
+        return 12 * len(self.batch.unique) + self.batch.inverse.nbytes
+
     def weights_of(self, weights: Tensor) -> Tensor:
         """The per-sample weights, float32, of this part's positions."""
         pieces = [weights[begin:end] for begin, end in self.spans]
@@ -64,6 +69,10 @@ class PooledPart(Part):
     out_offset: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     out_stride: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     modes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.offsets.nbytes
 
     @property
     def layout(self) -> tuple[Any, ...]:

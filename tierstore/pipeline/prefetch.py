@@ -15,7 +15,7 @@ from tierstore.cache.engine import Engine
 from tierstore.config import MAX_DEPTH
 from tierstore.errors import ConfigError
 from tierstore.modules.base import TieredModule
-from tierstore.pipeline.learning import Call, Recorder, is_keyed_jagged, leaves
+from tierstore.pipeline.learning import Call, Recorder, leaves
 from tierstore.pipeline.session import Planned, Session
 
 logger = logging.getLogger("tierstore")
@@ -202,7 +202,7 @@ def _fill(
             break
         session.wait_prepared(planned)
         first = first or planned
-        held += _bytes(planned.batch)
+        held += _bytes(planned)
         if window is not None:
             if session.pulled_ahead > window:
                 break
@@ -234,14 +234,17 @@ def _auto_depth(session: Session, first: Planned | None) -> int:
     return max(1, fits)
 
 
-def _bytes(batch: Any) -> int:
-    total = 0
-    for _, leaf in leaves(batch):
+def _bytes(planned: Planned) -> int:
+    """What a batch that waits for its turn takes: its tensors, and what is kept of its lookups."""
+    tensors: list[Tensor] = []
+    for _, leaf in leaves(planned.batch):
         if isinstance(leaf, Tensor):
-            total += leaf.nbytes
-        elif is_keyed_jagged(leaf):
-            total += leaf.values().nbytes * 2  # and what the window keeps of its ids
-    return total
+            tensors.append(leaf)
+        else:
+            parts = (leaf.values(), leaf.weights_or_none(), leaf.lengths_or_none(), leaf.offsets_or_none())
+            tensors += [part for part in parts if part is not None]
+    lookups = sum(part.nbytes for _, _, lookup in planned.lookups for part in lookup.parts)
+    return sum(tensor.nbytes for tensor in tensors) + lookups
 
 
 class PrefetchPipeline:

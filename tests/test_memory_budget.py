@@ -1,0 +1,28 @@
+"""Budgets are bytes: training takes at most the memory before the tiers, plus the budget, plus 200 MiB."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SLACK = 200 << 20
+
+
+@pytest.mark.parametrize(("hbm", "uvm"), [("16MiB", "0"), ("32MiB", "64MiB"), ("256MiB", "0")])
+def test_peak_memory_of_training(hbm: str, uvm: str, tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    data = "train --data synthetic:zipf:0.8 --tables 8 --rows 1000000 --dim 64 --batch-size 4096 --steps 30"
+    tiers = ["--hbm", hbm, "--uvm", uvm, "--ssd", str(tmp_path / "store"), "--threads", "1"]
+    command = [sys.executable, "-m", "tierstore.cli", *data.split(), *tiers, "--json", str(result)]
+    subprocess.run(command, check=True, capture_output=True)
+    figures = json.loads(result.read_text())
+    used = figures["peak_rss_bytes"] - figures["rss_before_bytes"]
+    assert figures["table_bytes"] > 6 * figures["budget_bytes"]
+    assert figures["ssd_bytes"] > 0
+    assert used <= figures["budget_bytes"] + SLACK
+    # The budget is really used, so that the bound above says something.
+    assert used > figures["budget_bytes"] // 2
