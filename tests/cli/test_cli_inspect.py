@@ -22,7 +22,7 @@ def filled_store(path: Path) -> DirectoryStore:
     store = open_store(path, "lmdb", TABLES, 1 << 30)
     store.write(make_keys(0, np.arange(5)), np.zeros((5, 48), np.uint8))
     store.write(make_keys(1, np.arange(2)), np.zeros((2, 48), np.uint8))
-    store.commit(b'{"batches": 7}')
+    store.commit(b'{"extra": {"batches": 7, "dense": ["a"]}}')
     return store
 
 
@@ -36,7 +36,7 @@ def test_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     output = capsys.readouterr().out
     assert "engine lmdb" in output
     assert "rows: 7" in output
-    assert '{"batches": 7}' in output
+    assert "  batches: 7\n  dense: ['a']\n" in output
     users, items = (
         next(line.split() for line in output.splitlines() if name in line) for name in ("users", "items")
     )

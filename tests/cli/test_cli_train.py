@@ -25,7 +25,8 @@ JSON_KEYS = [
         "in_memory_examples_per_s",
         "ratio",
     ),
-    *("hit_rate", "stall", "peak_rss_bytes", "rss_before_bytes", "budget_bytes", "table_bytes", "ssd_bytes"),
+    *("hit_rate", "stall", "peak_rss_bytes", "rss_before_bytes", "budget_bytes", "table_bytes"),
+    *("touched_bytes", "ssd_bytes"),
     *("rows_compared", "difference", "batches", "examples", "seconds", "config", "machine"),
 ]
 DATA = ["--data", "synthetic:zipf:1.05", "--rows", "4000", "--tables", "3"]
@@ -129,7 +130,7 @@ class TestStopping:
         assert train("--ssd", store) == 130
         assert f"saved in {store}; to go on, repeat the command with --resume" in capsys.readouterr().err
         assert main(["inspect", str(store)]) == 0
-        assert '"batches": 10' in capsys.readouterr().out
+        assert "  batches: 10\n" in capsys.readouterr().out
         monkeypatch.undo()
         assert (
             train("--ssd", store, "--resume", "--compare", "in-memory", "--json", tmp_path / "out.json") == 0
@@ -153,6 +154,8 @@ class TestStopping:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
+        (["--json", "/proc/nowhere/out.json"], "--json /proc/nowhere/out.json: No such file"),
+        (["--tensorboard", "/etc/passwd"], "--tensorboard /etc/passwd: "),
         (["--data", "movies"], "unknown data 'movies'; known are flights"),
         (["--hbm", "lots"], "hbm is 'lots'"),
         (["--hbm", "3/2"], "--hbm 3/2"),
@@ -180,6 +183,19 @@ def test_wrong_input_is_one_line(
     assert what in error
     assert error.count("\n") == 1
     assert os.listdir(tmp_path) == []
+
+
+def test_endless_data_needs_an_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--data", "synthetic:zipf:1.1"]) == 2
+    assert "never ends; say after how many batches to stop, by --steps" in capsys.readouterr().err
+
+
+def test_a_full_disk_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = tmp_path / "store"
+    assert train("--ssd", store, "--ssd-cap", "64KiB", "--hbm", "8KiB") == 2
+    error = capsys.readouterr().err
+    assert f"{store} holds what was committed before this run, and nothing of it" in error
+    assert "error: " in error.splitlines()[-1]
 
 
 def test_tensorboard_gets_scalars(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ from tierstore.cli.interrupt import GracefulInterrupt
 from tierstore.cli.memory import PeakRss, machine
 from tierstore.cli.progress import Display
 from tierstore.cli.report import JsonFile, Report, RunResult, Scalars
-from tierstore.cli.setup import finish_imports, load_dataset, open_trainer, table_bytes, tier_config
+from tierstore.cli.setup import finish_imports, load_dataset, open_trainer, tier_config
 from tierstore.cli.trainer import Trainer
 from tierstore.config import TierConfig
+from tierstore.errors import TierStoreError
 
 EXIT_DIFFERENT = 1
 
@@ -32,23 +33,25 @@ class Experiment:
         self.args = args
         checkpoint.check_folder(args.ssd, args.resume)
         self.json = JsonFile(args.json) if args.json else None
-        if args.threads:
-            torch.set_num_threads(args.threads)
-            set_num_threads(args.threads)
+        torch.set_num_threads(args.threads)
+        set_num_threads(args.threads)
         self.optimizer = optim.make(args.optimizer.replace("-", "_"), lr=args.lr)
         self.dataset = load_dataset(args)
-        self.table_bytes = table_bytes(self.dataset, args.dim, self.optimizer)
+        self.row_bytes = self.optimizer.row_bytes(args.dim)
+        self.table_bytes = sum(table.num_embeddings for table in self.dataset.tables) * self.row_bytes
+        """Of all rows, weights and optimizer state, whether they are ever touched or not."""
         self.config = tier_config(args, self.table_bytes)
         self.scalars = Scalars(args.tensorboard)
-        self.saved = False
+        self.started = self.saved = False
 
     def run(self) -> int:
         """0; 1 if a comparison found a difference; 128 + signal if stopped."""
         interrupt = GracefulInterrupt()
         try:
             report = self._runs(interrupt)
-        except KeyboardInterrupt:
-            self._tell_what_is_left()
+        except (KeyboardInterrupt, TierStoreError):
+            if self.started:
+                self._tell_what_is_left()
             raise
         finally:
             self.scalars.close()
@@ -77,7 +80,8 @@ class Experiment:
                         return None
                     print("comparing every row touched ...", file=sys.stderr, flush=True)
                     comparison = compare(tiered, memory, touched_ids(tiered.schedule.draw(self.dataset)))
-        return Report(self._options(), machine(), self.table_bytes, self._budget(), first, second, comparison)
+        sizes = (self.table_bytes, self.row_bytes, self._budget())
+        return Report(self._options(), machine(), *sizes, first, second, comparison)
 
     def _open(self, config: TierConfig) -> Any:
         return open_trainer(self.args, self.dataset, self.optimizer, config)
@@ -86,6 +90,7 @@ class Experiment:
         self, trainer: Trainer, title: str, interrupt: GracefulInterrupt, scalars: Scalars, rss: PeakRss
     ) -> RunResult | None:
         """Trains, saves and evaluates; None when a signal ended the training (what it reached is saved)."""
+        self.started = True
         with Display(title) as display, interrupt:
 
             def show() -> None:
@@ -114,7 +119,7 @@ class Experiment:
     def _tell(self, report: Report) -> None:
         from rich.console import Console
 
-        console = Console(highlight=False, soft_wrap=True)
+        console = Console(highlight=False, markup=False, soft_wrap=True)
         console.print(report.table())
         for line in report.sentences():
             console.print(line)

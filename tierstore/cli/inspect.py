@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     from tierstore.store import read_identity
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     identity = read_identity(args.directory)
     console.print(f"{args.directory}: store of engine {identity.engine}, format {identity.format}")
     console.print(f"files: {format_bytes(_file_bytes(args.directory))}")
@@ -85,11 +86,20 @@ def _print_stats(console: Any, store: DirectoryStore) -> None:
     console.print(
         f"rows: {stats.rows:,}, {format_bytes(stats.live_bytes)}; index {format_bytes(stats.index_bytes)}"
     )
-    meta = store.meta()
-    with suppress(UnicodeDecodeError):
-        console.print(
-            f"last commit: {meta.decode('utf-8')[:1000]}" if meta else "last commit: no training counters"
-        )
+    for line in _commit_lines(store.meta()):
+        console.print(line)
+
+
+def _commit_lines(meta: bytes) -> list[str]:
+    """What a training run said of its last commit, one fact a line."""
+    if not meta:
+        return ["last commit: none, or one without training counters"]
+    try:
+        said = json.loads(meta)
+    except ValueError:
+        return [f"last commit: {len(meta)} bytes that are not tierstore's own"]
+    facts = said.get("extra") or said if isinstance(said, dict) else {"content": said}
+    return ["last commit:", *(f"  {name}: {value}" for name, value in facts.items())]
 
 
 def _print_tables(console: Any, tables: Sequence[Any], rows: Mapping[str, int]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,7 @@ class Report:
     config: dict[str, Any]
     machine: dict[str, Any]
     table_bytes: int
+    row_bytes: int
     budget_bytes: int
     tiered: RunResult
     in_memory: RunResult | None = None
@@ -60,6 +64,7 @@ class Report:
             "rss_before_bytes": tiered.rss_before_bytes,
             "budget_bytes": self.budget_bytes,
             "table_bytes": self.table_bytes,
+            "touched_bytes": comparison.rows * self.row_bytes if comparison else None,
             "ssd_bytes": tiered.ssd_bytes,
             "rows_compared": comparison.rows if comparison else None,
             "difference": comparison.difference if comparison else None,
@@ -85,17 +90,25 @@ class Report:
 
     def sentences(self) -> list[str]:
         """The result in words, one line each."""
-        times = self.table_bytes / self.budget_bytes if self.budget_bytes else math.inf
+        times, budget = self.table_bytes / self.budget_bytes, format_bytes(self.budget_bytes)
+        fits = (
+            f"{times:.3g} times the memory budget of {budget}"
+            if times > 1
+            else f"all within {budget} of memory"
+        )
         lines = [
-            f"tables {format_bytes(self.table_bytes)}, {times:.3g} times the memory budget of "
-            f"{format_bytes(self.budget_bytes)}; AUC {self.tiered.auc:.4f}, where guessing the base rate "
-            f"({self.tiered.base_rate:.1%} positive) gives 0.5"
+            f"tables: {format_bytes(self.table_bytes)}{self._touched()}, {fits}",
+            f"AUC: {self.tiered.auc:.4f}; guessing has 0.5 ({self.tiered.base_rate:.1%} are positive)",
         ]
         if self.comparison is not None and self.in_memory is not None:
             ratio = self.tiered.progress.examples_per_s / max(self.in_memory.progress.examples_per_s, 1e-9)
-            lines.append(f"{ratio:.2f} times the speed of training with everything in memory")
+            lines.append(f"speed: {ratio:.2f} times that of training with everything in memory")
             lines.append(_verdict(self.comparison))
         return lines
+
+    def _touched(self) -> str:
+        rows = self.comparison.rows if self.comparison else 0
+        return f" ({format_bytes(rows * self.row_bytes)} of it touched)" if rows else ""
 
 
 def _verdict(comparison: Comparison) -> str:
@@ -137,6 +150,15 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+@contextmanager
+def option_errors(option: str, path: Path) -> Iterator[None]:
+    """Turns an error of the system at the path that an option gave into one that names the option."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}; give another path") from error
+
+
 class JsonFile:
     """A result file; made sure of before the training that it is for, and replaced whole."""
 
@@ -144,9 +166,10 @@ class JsonFile:
         self._path = path
         if path.is_dir():
             raise ConfigError(f"--json {path} is a folder; give the path of a file")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ConfigError(f"--json {path} cannot be written; give another path")
+        with option_errors("--json", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def write(self, content: dict[str, Any]) -> None:
         temporary = self._path.with_name(f".{self._path.name}.tmp")
@@ -165,7 +188,8 @@ class Scalars:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError("--tensorboard needs its package; pip install 'tierstore[plot]'") from error
-        self._writer = SummaryWriter(log_dir=str(folder))
+        with option_errors("--tensorboard", folder):
+            self._writer = SummaryWriter(log_dir=str(folder))
 
     def write(self, progress: Progress) -> None:
         if self._writer is None:

@@ -46,14 +46,12 @@ def finish_imports() -> None:
 def load_dataset(args: argparse.Namespace) -> Dataset:
     """The data set of ``--data``, with those of its options that were given."""
     path = None if args.path is None else str(args.path)
-    return data.load(
+    dataset = data.load(
         args.data, path=path, seed=args.seed, rows=args.rows, tables=args.tables, max_rows=args.max_rows
     )
-
-
-def table_bytes(dataset: Dataset, dim: int, optimizer: OptimizerSpec) -> int:
-    """Bytes of all rows of all tables, weights and optimizer state, whether they are ever touched or not."""
-    return sum(table.num_embeddings for table in dataset.tables) * optimizer.row_bytes(dim)
+    if dataset.num_train is None and args.steps is None and args.data.startswith("synthetic"):
+        raise ConfigError(f"--data {args.data} never ends; say after how many batches to stop, by --steps")
+    return dataset
 
 
 def budget(text: str, of: int, option: str) -> int | str:

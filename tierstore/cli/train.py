@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,12 @@ def _add_tiers(group: Any) -> None:
     group.add_argument(
         "--window", type=_count_or_auto, default="auto", metavar="W", help="batches looked at ahead"
     )
-    group.add_argument("--threads", type=_positive, metavar="N", help="threads to compute with")
+    group.add_argument(
+        "--threads",
+        type=_positive,
+        metavar="N",
+        help="threads to compute with (default: a core less than there are, which prefetch uses)",
+    )
 
 
 def _add_training(group: Any) -> None:
@@ -106,4 +112,5 @@ def _count_or_auto(text: str) -> int | str:
 def run(args: argparse.Namespace) -> int:
     from tierstore.cli.experiment import Experiment
 
+    args.threads = args.threads or max(1, len(os.sched_getaffinity(0)) - 1)
     return Experiment(args).run()
