@@ -3,7 +3,7 @@ only.
 """
 
 from cache_policies.admission import Admission, get_admission
-from cache_policies.curves import Point, miss_curves
+from cache_policies.curves import Point, miss_curves, window_for
 from cache_policies.policy import UNKNOWN, Policy, PolicyError
 from cache_policies.prepared import PreparedTrace, prepare, prepare_flat
 from cache_policies.registry import get, names, register
@@ -28,4 +28,5 @@ __all__ = [
     "prepare_flat",
     "register",
     "simulate",
+    "window_for",
 ]

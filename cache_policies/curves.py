@@ -31,6 +31,7 @@ class Point:
 
     policy: str
     size_rows: int
+    window: int
     rate: float
     misses: float
     access_misses: float
@@ -70,7 +71,7 @@ def miss_curves(
     *,
     rate: float | None = None,
     depth: int = 0,
-    window: int = 0,
+    window: int | str = 0,
     admission: str | Admission = "always",
     threads: int = 2,
     progress: Callable[[int, int], None] | None = None,
@@ -89,11 +90,13 @@ def miss_curves(
     rate = auto_rate(trace, len(runs)) if rate is None else rate
     part = sample(trace, rate)
 
-    def run(policy: Policy, size: int) -> Simulation:
-        slots = max(1, min(round(size * rate), part.footprint + part.largest_batch, _LARGEST))
-        return simulate(part, policy, slots, depth=depth, window=window, admission=admission)
+    def run(policy: Policy, size: int) -> Point:
+        slots = max(1, min(round(size * rate), part.footprint + part.largest_batch))
+        known = window_for(part, slots) if window == "auto" else int(window)
+        result = simulate(part, policy, slots, depth=depth, window=known, admission=admission)
+        return _point(trace, size, known, rate, result)
 
-    results: dict[int, Simulation] = {}
+    results: dict[int, Point] = {}
     with ThreadPoolExecutor(max(1, threads)) as pool:
         futures = {pool.submit(run, *arguments): i for i, arguments in enumerate(runs)}
         try:
@@ -104,16 +107,29 @@ def miss_curves(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return [_point(trace, size, rate, results[i]) for i, (_, size) in enumerate(runs)]
+    return [results[i] for i in range(len(runs))]
 
 
-_LARGEST = 2**30
+def window_for(trace: PreparedTrace, slots: int, cover: float = 3.0, most: int = 256) -> int:
+    """The smallest window whose batches, the planned one included, use ``cover`` times ``slots`` distinct
+    rows at the beginning of the trace, at most ``most``: what a live prefetch chooses (docs/policies.md).
+    """
+    ends = (
+        trace.offsets[1 : most + 2]
+        if trace.offsets.size
+        else np.arange(1, min(most + 1, trace.rows.size) + 1)
+    )
+    for window, end in enumerate(ends):
+        if end and trace.rows[:end].max() + 1 >= cover * slots:  # rows are numbered by first use
+            return window
+    return max(0, len(ends) - 1)
 
 
-def _point(trace: PreparedTrace, size: int, rate: float, result: Simulation) -> Point:
+def _point(trace: PreparedTrace, size: int, window: int, rate: float, result: Simulation) -> Point:
     return Point(
         result.policy,
         size,
+        window,
         rate,
         result.misses / rate,
         result.access_misses / rate,

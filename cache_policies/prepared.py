@@ -92,18 +92,33 @@ def prepare_flat(keys: np.ndarray, batch_size: int) -> PreparedTrace:
 
 def select(trace: PreparedTrace, chosen: np.ndarray) -> PreparedTrace:
     """The trace of some rows only: ``chosen`` is a bool per row. Batches keep their numbers."""
-    kept = chosen[trace.rows]
     number = np.cumsum(chosen, dtype=np.int32) - 1
+    positions = np.flatnonzero(chosen[trace.rows])
+    return _part(trace, positions, number[trace.rows[positions]], trace.keys[chosen])
+
+
+def split(trace: PreparedTrace, group: np.ndarray, groups: int) -> Iterator[PreparedTrace]:
+    """The traces of each group of rows alone: ``group`` is 0 to ``groups`` - 1 per row."""
+    uses = np.argsort(group[trace.rows], kind="stable")
+    rows = np.argsort(group, kind="stable")
+    use_ends = np.cumsum(np.bincount(group[trace.rows], minlength=groups))[:-1]
+    row_ends = np.cumsum(np.bincount(group, minlength=groups))[:-1]
+    number = np.empty(trace.footprint, np.int32)
+    for positions, members in zip(np.split(uses, use_ends), np.split(rows, row_ends), strict=True):
+        number[members] = np.arange(members.size, dtype=np.int32)
+        yield _part(trace, positions, number[trace.rows[positions]], trace.keys[members])
+
+
+def _part(trace: PreparedTrace, positions: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> PreparedTrace:
+    """The uses at ``positions`` (ascending) of ``trace``, whose ``rows`` are numbered anew."""
     single = not trace.offsets.size
     offsets = np.arange(trace.rows.size + 1) if single else trace.offsets
-    before = np.zeros(kept.size + 1, np.int64)
-    np.cumsum(kept, out=before[1:])
     return PreparedTrace(
-        number[trace.rows[kept]],
-        np.ones(before[-1], np.uint32) if single else trace.uses[kept],
-        trace.next_batch[kept],
-        before[offsets],
-        trace.keys[chosen],
+        rows,
+        np.ones(positions.size, np.uint32) if single else trace.uses[positions],
+        trace.next_batch[positions],
+        np.searchsorted(positions, offsets),
+        keys,
     )
 
 

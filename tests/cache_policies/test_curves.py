@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cache_policies import PolicyError, miss_curves, prepare, prepare_flat, simulate
+from cache_policies import PolicyError, miss_curves, prepare, prepare_flat, simulate, window_for
 from cache_policies.curves import auto_rate
-from cache_policies.prepared import select
+from cache_policies.prepared import select, split
 from cache_policies.reuse import lru_curve, sample, sampled
 from tests.cache_policies.libcachesim_traces import drifting, looping, skewed, uniform
 
@@ -88,6 +88,17 @@ def test_selecting_rows_keeps_their_uses_and_batches():
         np.testing.assert_array_equal(one, other)
 
 
+def test_groups_of_rows_are_selections():
+    trace = prepare_flat((uniform(3000) * 40).astype(np.int64), 50)
+    group = trace.keys.astype(np.int64) % 4
+    parts = list(split(trace, group, 5))
+    for g, part in enumerate(parts):
+        alone = select(trace, group == g)
+        for one, other in zip(part.__dict__.values(), alone.__dict__.values(), strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert parts[4].footprint == 0
+
+
 def test_samples_are_spatial_and_nested():
     keys = np.arange(100_000, dtype=np.uint64)
     few, many = sampled(keys, 0.01), sampled(keys, 0.1)
@@ -113,3 +124,14 @@ def test_bad_requests(arguments):
 def test_bad_rates(rate):
     with pytest.raises(PolicyError, match="rate"):
         lru_curve(prepare([np.arange(5)]), rate)
+
+
+def test_the_window_covers_three_times_the_cache():
+    trace = prepare([np.arange(10 * i, 10 * i + 15) for i in range(40)])  # 15, 25, 35 ... distinct rows
+    assert [window_for(trace, slots) for slots in (1, 5, 8, 12)] == [0, 0, 1, 3]
+    assert window_for(trace, 10**6) == 39
+    assert window_for(trace, 10**6, most=20) == 20
+    assert window_for(prepare_flat(np.arange(50), 1), 5) == 14
+    assert window_for(prepare([]), 5) == 0
+    (point,) = miss_curves(trace, ["lookahead"], [8], window="auto", rate=1)
+    assert point.window == 1

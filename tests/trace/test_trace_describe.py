@@ -10,7 +10,7 @@ import pytest
 
 from tierstore.errors import InputError
 from tierstore.trace import describe, open_trace
-from tierstore.trace.describe import REUSE_EDGES, fit_zipf
+from tierstore.trace.description import REUSE_EDGES, fit_zipf
 
 
 def write(path: Path, ids) -> Path:

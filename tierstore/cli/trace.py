@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tierstore.trace.options import add_source, open_source
+
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
@@ -30,42 +32,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="share of the rows to keep, by a hash (default: 1)",
     )
     return parser
-
-
-def add_source(parser: argparse.ArgumentParser) -> None:
-    """The options that say which trace: ``open_source`` reads them."""
-    parser.add_argument("source", metavar="SOURCE", help="a trace file, or a dataset as synthetic:zipf:0.95")
-    parser.add_argument("--batch-size", type=int, default=4096, metavar="N", help="examples per batch (4096)")
-    parser.add_argument("--batches", type=int, metavar="N", help="read at most N batches")
-    parser.add_argument("--columns", metavar="A,B", help="of CSV and parquet files: the columns to read")
-    data = parser.add_argument_group("options of datasets (docs/datasets.md)")
-    data.add_argument("--path", metavar="PATH", help="where recorded data lies")
-    data.add_argument("--seed", type=int, default=0, metavar="N", help="of generated data (default: 0)")
-    data.add_argument("--tables", type=int, metavar="N", help="number of tables of generated data")
-    data.add_argument("--rows", type=int, metavar="N", help="rows per table of generated data")
-    data.add_argument("--max-rows", type=int, metavar="N", help="rows of the largest table")
-    data.add_argument("--hotness", type=float, metavar="X", help="mean ids per example and table")
-    data.add_argument("--drift", type=float, metavar="X", help="share of the rows that change per batch")
-
-
-def open_source(args: argparse.Namespace) -> Any:
-    """The trace that the options of ``add_source`` name."""
-    from tierstore.trace import open_trace
-
-    options = {
-        name: getattr(args, name)
-        for name in ("tables", "rows", "max_rows", "hotness", "drift")
-        if getattr(args, name) is not None
-    }
-    return open_trace(
-        args.source,
-        batch_size=args.batch_size,
-        batches=args.batches,
-        columns=args.columns.split(",") if args.columns else None,
-        path=args.path,
-        seed=args.seed,
-        **options,
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,7 +86,7 @@ def _print(d: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from tierstore.trace.describe import REUSE_EDGES
+    from tierstore.trace.description import REUSE_EDGES
 
     lines = [
         f"{d.name}: {d.tables} tables, {d.batches:,} batches, "

@@ -1,8 +1,43 @@
 """Traces of embedding lookups: recording them, reading them from many kinds of files, describing them."""
 
-from tierstore.trace.describe import Description, describe
-from tierstore.trace.recorded import TraceRecorder
-from tierstore.trace.source import from_dataset, open_trace
-from tierstore.trace.trace import Trace
+from __future__ import annotations
 
-__all__ = ["Description", "Trace", "TraceRecorder", "describe", "from_dataset", "open_trace"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tierstore.trace.description import Description, describe
+    from tierstore.trace.export import TableCurve, planner_input, table_curves
+    from tierstore.trace.recorded import TraceRecorder
+    from tierstore.trace.source import from_dataset, open_trace
+    from tierstore.trace.trace import Trace
+
+# Imported at first use: commands that only parse their options must not wait for torch and numba.
+_MODULES = {
+    "Description": "description",
+    "TableCurve": "export",
+    "Trace": "trace",
+    "TraceRecorder": "recorded",
+    "describe": "description",
+    "from_dataset": "source",
+    "open_trace": "source",
+    "planner_input": "export",
+    "table_curves": "export",
+}
+__all__ = [
+    "Description",
+    "TableCurve",
+    "Trace",
+    "TraceRecorder",
+    "describe",
+    "from_dataset",
+    "open_trace",
+    "planner_input",
+    "table_curves",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,0 +1,133 @@
+"""``tierstore bench hit-rate``: figures, files and refusals."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from bench import hit_rate
+from cache_policies import PolicyError, simulate
+from tierstore.errors import ConfigError, TierStoreError
+from tierstore.trace import open_trace
+
+SOURCE = ["synthetic:zipf:1.0", "--batches", "30", "--batch-size", "128", "--tables", "2", "--rows", "2000"]
+FAST = ["--iops", "50000", "--policies", "lookahead,lru"]
+
+
+def run(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    hit_rate.add_arguments(parser)
+    return hit_rate.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def test_results_are_the_simulators(tmp_path, capsys):
+    out = tmp_path / "r.json"
+    assert run(*SOURCE, *FAST, "--sizes", "5%,700,256KiB", "--window", 4, "--depth", 1, "--json", out) == 0
+    text = capsys.readouterr().out
+    document = json.loads(out.read_text())
+    trace = open_trace("synthetic:zipf:1.0", batch_size=128, batches=30, tables=2, rows=2000)
+    batches = list(trace.key_batches())
+    assert len(document["results"]) == 6
+    for result in document["results"]:
+        expected = simulate(batches, result["policy"], result["size_rows"], depth=1, window=4)
+        assert result["miss_ratio"] == expected.miss_ratio
+        assert result["unique_miss_ratio"] == expected.unique_miss_ratio
+        assert result["capacity_miss_ratio"] == expected.capacity_miss_ratio
+        assert f"{expected.unique_miss_ratio:.4f}" in text
+    sizes = {result["size_rows"]: result for result in document["results"]}
+    assert 700 in sizes
+    assert round(document["footprint"] * 0.05) in sizes
+    by_bytes = [r for r in document["results"] if 0.97 * 2**18 < r["size_bytes"] <= 2**18]
+    assert len(by_bytes) == 2  # policies need different memory, so different numbers of rows fit
+    floor = {point["size_rows"]: point["capacity_miss_ratio"] for point in document["floors"]["belady"]}
+    assert all(r["capacity_miss_ratio"] >= floor[r["size_rows"]] for r in document["results"])
+    assert document["floors"]["compulsory_unique_miss_ratio"] == document["footprint"] / document["uniques"]
+    assert document["floors"]["reads_per_s"] == 50_000
+
+
+def test_advice_reaches_what_it_promises(tmp_path, capsys):
+    out = tmp_path / "r.json"
+    assert run(*SOURCE, *FAST, "--sizes", "10%", "--recommend", "--json", out) == 0
+    text = capsys.readouterr().out
+    assert "Recommended:" in text
+    assert "with policy lookahead and a window of" in text
+    advice = json.loads(out.read_text())["recommendation"]
+    assert advice["capacity_miss_ratio"] <= 0.01
+    assert advice["size_rows"] > 100
+    assert advice["ssd_reads_per_s"] > 0
+
+
+def test_tables_and_exports(tmp_path, capsys):
+    export, out = tmp_path / "e.json", tmp_path / "r.json"
+    assert run(*SOURCE, *FAST, "--per-table", "--export", export, "--json", out) == 0
+    assert "each table alone" in capsys.readouterr().out
+    assert list(json.loads(export.read_text())["tables"]) == ["t0", "t1"]
+    table = json.loads(out.read_text())["tables"]["t0"]
+    assert table["lru"][-1]["capacity_miss_ratio"] == 0
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".html"])
+def test_plots(tmp_path, suffix):
+    if importlib.util.find_spec("matplotlib") is None:
+        with pytest.raises(ConfigError, match="matplotlib"):
+            run(*SOURCE, *FAST, "--plot", tmp_path / f"p{suffix}")
+        return
+    path = tmp_path / f"p{suffix}"
+    assert run(*SOURCE, *FAST, "--sizes", "2%,20%", "--recommend", "--plot", path) == 0
+    content = path.read_bytes()
+    assert len(content) > 5000
+    if suffix == ".html":
+        assert b"<svg" in content
+        assert b"lookahead" in content or b"<path" in content
+
+
+def test_samples_say_so(capsys):
+    assert run(*SOURCE, *FAST, "--sample", "0.5", "--sizes", "10%") == 0
+    assert "estimated from 50.00% of the rows" in capsys.readouterr().out
+
+
+def test_all_policies_and_batches_that_do_not_fit(capsys):
+    options = ["--iops", "1e5", "--policies", "all", "--sizes", "30,10%", "--admission", "bloom"]
+    assert run(*SOURCE, *options) == 0
+    text = capsys.readouterr().out
+    assert "30!" in text
+    assert "use" in text
+    for name in ("arc", "static_top", "belady", "lfu_aged"):
+        assert name in text
+
+
+def test_the_device_is_measured(tmp_path):
+    assert hit_rate.measure_iops(str(tmp_path)) > 10
+
+
+def test_sizes_beyond_the_footprint_leave_compulsory_misses(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(1000) % 50)
+    out = tmp_path / "r.json"
+    assert run(tmp_path / "a.npy", *FAST, "--sizes", "10000", "--json", out) == 0
+    assert {r["capacity_miss_ratio"] for r in json.loads(out.read_text())["results"]} == {0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sizes", "0"], "is no size"),
+        (["--sizes", "0%"], "is no size"),
+        (["--sizes", "ten"], "--sizes"),
+        (["--sizes", "100B"], "does not hold a single row"),
+        (["--policies", "mru"], "unknown policy 'mru'; known: lookahead"),
+        (["--policies", "belady"], "at least one online policy"),
+        (["--window", "-1"], "--window"),
+        (["--sample", "2"], "--sample"),
+        (["--admission", "never"], "unknown admission filter"),
+        (["--plot", "x.bmp"], "must end in"),
+        (["--row-bytes", "0"], "must be positive"),
+        (["--depth", "-1"], "must not be negative"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises((TierStoreError, PolicyError), match=message):
+        run(*SOURCE, *FAST, *options)
