@@ -146,6 +146,11 @@ def test_memory_only_tier_says_when_it_is_full() -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, everything(module), strict=True))
 
 
+def test_offline_policies_are_for_simulations() -> None:
+    with pytest.raises(ConfigError, match="for simulations only"):
+        build(TierConfig(hbm=budget(40), engine="memory", policy="belady"), optim.SGD(lr=0.1), (3,))
+
+
 def test_budget_below_the_minimum_and_use_after_close() -> None:
     with pytest.raises(ConfigError, match=r"below the minimum for these tables: \d+ bytes"):
         build(TierConfig(hbm=100, engine="memory"), optim.SGD(lr=0.1), (3,))

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 import cache_policies
 from tierstore import _core
+from tierstore.errors import ConfigError
 
 Slots = NDArray[np.int32]
 Keys = NDArray[np.uint64]
@@ -20,7 +21,13 @@ _MAX_SLOTS = (1 << 31) - (1 << 26) - 1  # slots are int32, and the pad's come be
 
 
 def _policy(policy: Any) -> Any:
-    return cache_policies.get(policy) if isinstance(policy, str) else policy
+    policy = cache_policies.get(policy) if isinstance(policy, str) else policy
+    if getattr(policy, "offline", False):
+        raise ConfigError(
+            f"policy {policy.name!r} needs the whole future of a trace, so it is for simulations only; "
+            "'lookahead' uses as much of the future as training knows"
+        )
+    return policy
 
 
 def policy_bytes(policy: Any, slots: int) -> int:
