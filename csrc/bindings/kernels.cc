@@ -51,12 +51,14 @@ Array<T> ToArray(const std::vector<T>& values) {
 void BindInitRows(Address base, std::int64_t row_bytes, const std::optional<Array<std::int32_t>>& slots,
                   const Array<std::uint64_t>& keys, std::int64_t dim, std::int64_t state_floats,
                   float state_value, const Array<std::uint8_t>& kinds, const Array<float>& a,
-                  const Array<float>& b, const Array<std::uint64_t>& seeds) {
+                  const Array<float>& b, const Array<std::uint64_t>& seeds,
+                  const std::optional<Array<std::int64_t>>& columns) {
   Require(dim >= 1 && state_floats >= 0, "dim must be at least 1 and state_floats at least 0");
   const Rows rows = MakeRows(base, row_bytes, dim + state_floats);
   Require(!slots || slots->size() == keys.size(), "slots and keys differ in length");
   Require(a.size() == kinds.size() && b.size() == kinds.size() && seeds.size() == kinds.size(),
           "kinds, a, b and seeds differ in length");
+  Require(!columns || columns->size() == kinds.size(), "columns and kinds differ in length");
   for (py::ssize_t t = 0; t < kinds.size(); ++t) {
     Require(kinds.data()[t] <= static_cast<std::uint8_t>(InitKind::kNormal),
             "kinds must be 0 (constant), 1 (uniform) or 2 (normal)");
@@ -64,8 +66,12 @@ void BindInitRows(Address base, std::int64_t row_bytes, const std::optional<Arra
   for (py::ssize_t i = 0; i < keys.size(); ++i) {
     Require(KeyTable(keys.data()[i]) < kinds.size(), "a key's table has no entry in kinds");
   }
-  const TableInit tables{reinterpret_cast<const InitKind*>(kinds.data()), a.data(), b.data(), seeds.data(),
-                         kinds.size()};
+  const TableInit tables{reinterpret_cast<const InitKind*>(kinds.data()),
+                         a.data(),
+                         b.data(),
+                         seeds.data(),
+                         kinds.size(),
+                         columns ? columns->data() : nullptr};
   py::gil_scoped_release release;
   InitRows(rows, slots ? slots->data() : nullptr, keys.data(), keys.size(), dim, state_floats, state_value,
            tables);
@@ -248,11 +254,12 @@ TIERSTORE_BINDINGS(kernels) {
 
   m.def("init_rows", &BindInitRows, py::arg("rows_addr"), py::arg("row_bytes"), py::arg("slots").noconvert(),
         array("keys"), py::arg("dim"), py::arg("state_floats"), py::arg("state_value"), array("kinds"),
-        array("a"), array("b"), array("seeds"),
+        array("a"), array("b"), array("seeds"), py::arg("columns").noconvert() = py::none(),
         "Write the initial records of keys (uint64[n]) at slots (int32[n], or None: 0..n-1). kinds (uint8), "
         "a, b "
         "(float32) and seeds (uint64) have one entry per table (key >> 48): 0 constant a, 1 uniform [a, b), "
-        "2 normal with mean a and standard deviation b.");
+        "2 normal with mean a and standard deviation b. columns (int64): the first column of each table, if "
+        "it is a part of a wider one.");
   m.def("copy_out", &BindCopyOut, py::arg("rows_addr"), py::arg("row_bytes"), array("slots"),
         py::arg("out_addr"), "Copy whole rows at slots (int32[n]) to n * row_bytes contiguous bytes.");
   m.def("copy_in", &BindCopyIn, py::arg("rows_addr"), py::arg("row_bytes"), array("slots"),

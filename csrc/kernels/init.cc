@@ -74,16 +74,24 @@ struct InitKernel {
       std::fill(row, row + args.dim, args.tables.a[table]);
       return;
     }
+    const std::uint64_t id = KeyId(key);
+    const std::int64_t first = args.tables.columns != nullptr ? args.tables.columns[table] : 0;
     std::int64_t c = 0;
+    if (first % 4 != 0) {  // a counter gives four columns
+      const int skip = static_cast<int>(first % 4);
+      FillColumns<16>(args.tables, table, id, first - skip, skip, args.dim, row);
+      c = 16 - skip;
+    }
     for (; args.dim - c > 16; c += 64)
-      FillColumns<64>(args.tables, table, KeyId(key), c, args.dim - c, row + c);
-    for (; c < args.dim; c += 16) FillColumns<16>(args.tables, table, KeyId(key), c, args.dim - c, row + c);
+      FillColumns<64>(args.tables, table, id, first + c, 0, args.dim - c, row + c);
+    for (; c < args.dim; c += 16)
+      FillColumns<16>(args.tables, table, id, first + c, 0, args.dim - c, row + c);
   }
 
-  // At most `limit` columns from `column` are written.
+  // Of the kColumns from `column` on, at most `limit` behind the first `skip` are written.
   template <int kColumns>
   TIERSTORE_INLINE static void FillColumns(const TableInit& tables, std::uint32_t table, std::uint64_t id,
-                                           std::int64_t column, std::int64_t limit, float* out) {
+                                           std::int64_t column, int skip, std::int64_t limit, float* out) {
     std::uint32_t bits[kColumns];
     RandomColumns(id, column, tables.seeds[table], bits);
     float values[kColumns];
@@ -92,7 +100,7 @@ struct InitKernel {
     } else {
       Normal(bits, tables.a[table], tables.b[table], values);
     }
-    std::memcpy(out, values, std::min<std::int64_t>(kColumns, limit) * sizeof(float));
+    std::memcpy(out, values + skip, std::min<std::int64_t>(kColumns - skip, limit) * sizeof(float));
   }
 };
 

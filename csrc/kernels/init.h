@@ -15,13 +15,14 @@ enum class InitKind : std::uint8_t { kConstant = 0, kUniform = 1, kNormal = 2 };
 // - uniform in [a, b): min(a + u * (b - a), the float before b), in float32, u = (x >> 8) / 2^24
 // - normal: float32(a + b * z) in float64, z the standard normal quantile of (x + 0.5) / 2^32
 // where x is word `column mod 4` of Philox4x32-10 with key `seed` and counter (id mod 2^32, id >> 32, column
-// div 4, 0).
+// div 4, 0). A table that is a range of another one's columns begins at column columns[table] of it.
 struct TableInit {
   const InitKind* kinds;
   const float* a;
   const float* b;
   const std::uint64_t* seeds;
   std::int64_t num_tables;
+  const std::int64_t* columns = nullptr;  // first column of each table; null: 0
 };
 
 // Writes whole records: `dim` weights, `state_floats` times `state_value`, zero padding. Row i goes to slot

@@ -116,3 +116,17 @@ def test_bad_arguments() -> None:
         init(np.zeros(1, np.uint64), 4, [(CONSTANT, 1, 0, 0)], slots=np.zeros(2, np.int32))
     with pytest.raises(TypeError):
         init(np.zeros(1, np.int64), 4, [(CONSTANT, 1, 0, 0)])
+
+
+@pytest.mark.parametrize("kind", [1, 2])
+@pytest.mark.parametrize("first", [0, 1, 3, 4, 14, 66])
+@pytest.mark.parametrize("dim", [1, 5, 16, 90])
+def test_a_range_of_columns_begins_where_it_is_in_the_whole_table(kind: int, first: int, dim: int) -> None:
+    keys = np.array([5, (1 << 40) + 3], np.uint64)
+    one = (np.array([kind], np.uint8), np.array([-1.0], np.float32), np.array([1.0], np.float32))
+    seed = np.array([77], np.uint64)
+    whole, part = np.zeros((2, 160), np.float32), np.zeros((2, 92), np.float32)
+    core.init_rows(whole.ctypes.data, 160 * 4, None, keys, 160, 0, 0.0, *one, seed)
+    core.init_rows(part.ctypes.data, 92 * 4, None, keys, dim, 0, 0.0, *one, seed, np.array([first], np.int64))
+    np.testing.assert_array_equal(part[:, :dim], whole[:, first : first + dim])
+    assert not part[:, dim:].any()

@@ -63,6 +63,8 @@ class RowLayout:
     a: NDArray[np.float32]
     b: NDArray[np.float32]
     seeds: NDArray[np.uint64]
+    columns: NDArray[np.int64] | None = None
+    """First column of each table that is a range of a wider one's; None: all begin at 0."""
 
     @classmethod
     def of(
@@ -73,6 +75,7 @@ class RowLayout:
         state_value: float,
         inits: List[Init],
         seeds: List[int],
+        columns: List[int] | None = None,
     ) -> RowLayout:
         return cls(
             dim, row_bytes, state_floats, state_value,
@@ -80,12 +83,13 @@ class RowLayout:
             np.array([init.a for init in inits], np.float32),
             np.array([init.b for init in inits], np.float32),
             np.array(seeds, np.uint64),
+            None if columns is None else np.array(columns, np.int64),
         )  # fmt: skip
 
     def initialise(self, address: int, slots: NDArray[np.int32] | None, keys: Keys) -> None:
         _core.init_rows(
             address, self.row_bytes, slots, keys, self.dim, self.state_floats, self.state_value,
-            self.kinds, self.a, self.b, self.seeds,
+            self.kinds, self.a, self.b, self.seeds, self.columns,
         )  # fmt: skip
 
 

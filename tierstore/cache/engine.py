@@ -31,12 +31,19 @@ _MALLOC_THRESHOLD = 4 << 20
 
 @dataclass(frozen=True)
 class Table:
-    """A table as modules ask for it."""
+    """A table as modules ask for it, or a shard of one.
+
+    A shard keeps the ids of its table, of which at most ``rows`` occur; its initial values are those of
+    ``origin`` (the table's name) from column ``column`` on.
+    """
 
     name: str
     num_embeddings: int
     embedding_dim: int
     init: Init
+    origin: str | None = None
+    column: int = 0
+    rows: int | None = None
 
 
 class Engine:
@@ -48,7 +55,7 @@ class Engine:
     def __init__(self, tables: Sequence[Table], config: TierConfig, optimizer: Any, seed: int = 0) -> None:
         if not tables:
             raise ConfigError("at least one table is needed")
-        config.check_tables(table.name for table in tables)
+        config.check_tables(table.origin or table.name for table in tables)
         if len({table.name for table in tables}) < len(tables):
             raise ConfigError(f"table names must differ: {[table.name for table in tables]}")
         self.config = config
@@ -64,9 +71,7 @@ class Engine:
             _core.fix_malloc_threshold(_MALLOC_THRESHOLD)
         groups = self._groups()
         demands = [
-            ChainDemand(
-                name, sum(tables[i].num_embeddings for i in members), self.specs[members[0]].row_bytes
-            )
+            ChainDemand(name, sum(_rows(tables[i]) for i in members), self.specs[members[0]].row_bytes)
             for name, members in groups.items()
         ]
         fast = fast_tiers(config, demands)
@@ -92,7 +97,7 @@ class Engine:
     # -- construction --------------------------------------------------------------------
 
     def _spec(self, index: int, table: Table, seed: int) -> TableSpec:
-        override = self.config.table(table.name)
+        override = self.config.table(table.origin or table.name)
         return TableSpec(
             name=table.name,
             index=index,
@@ -119,7 +124,11 @@ class Engine:
             self.optimizer.state_floats(dim),
             self.optimizer.initial_state,
             [Init(**spec.init) for spec in self.specs],
-            [table_seed(spec.seed, spec.name) for spec in self.specs],
+            [
+                table_seed(spec.seed, table.origin or table.name)
+                for spec, table in zip(self.specs, self.tables, strict=True)
+            ],
+            [table.column for table in self.tables],
         )
         tiers = [
             None
@@ -301,6 +310,10 @@ class Engine:
             "buffers": sum(chain.buffer_bytes() for chain in self.chains),
             "window": sum(chain.window.memory_bytes for chain in self.chains),
         }
+
+
+def _rows(table: Table) -> int:
+    return table.num_embeddings if table.rows is None else table.rows
 
 
 def set_num_threads(count: int) -> None:

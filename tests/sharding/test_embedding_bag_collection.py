@@ -1,0 +1,90 @@
+"""Sharded EmbeddingBagCollections against the single process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tierstore
+from tests.sharding import cases
+from tests.sharding.ranks import run
+from tierstore import InputError, PoolingType, optim
+from tierstore.sharding import (
+    ShardingEnv,
+    column_wise,
+    construct_plan,
+    data_parallel,
+    row_wise,
+    shard,
+    table_wise,
+)
+
+
+def every_cut(world: int) -> None:
+    env = ShardingEnv.from_process_group()
+    last = world - 1
+    rows = {2: [13, 37], 3: [20, 0, 30]}[world]
+    kinds = {
+        "table_wise": {
+            "t0": table_wise(last),
+            "t1": table_wise(0),
+            "t2": table_wise(last),
+            "t3": table_wise(0),
+        },
+        "row_wise": {"t0": row_wise(rows), "t1": row_wise(), "t2": row_wise(), "t3": row_wise()},
+        "column_wise": {
+            "t0": column_wise([last, 0], [5, 1]),
+            "t1": column_wise([0, last, 0]),
+            "t2": column_wise([last, 0]),
+            "t3": column_wise([0]),
+        },
+        "data_parallel": dict.fromkeys(["t0", "t1", "t2", "t3"], data_parallel()),
+        "mixed": {
+            "t0": row_wise(rows),
+            "t1": column_wise([0, last]),
+            "t2": data_parallel(),
+            "t3": table_wise(last),
+        },
+    }
+    single = cases.batches(world, 3, longest=1)
+    several = cases.batches(world, 3, longest=4, empty=last)
+    sums, means = cases.tables(), cases.tables(PoolingType.MEAN)
+    adagrad, adam, sgd = optim.RowWiseAdagrad(lr=0.1), optim.Adam(lr=0.05), optim.SGD(lr=0.1)
+    for name, cuts in kinds.items():
+        exact = name not in ("row_wise", "mixed")  # else partial sums of a bag come from several ranks
+        cases.check(env, cuts, sums, single, adam if name in ("column_wise", "mixed") else adagrad)
+        cases.check(env, cuts, sums, several, sgd, tiers=cases.TIGHT, weighted=True, exact=exact)
+        cases.check(env, cuts, means, several, adam, exact=exact)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_cut_is_the_single_process(world: int) -> None:
+    run(world, every_cut, world)
+
+
+def wrong_inputs() -> None:
+    env = ShardingEnv.from_process_group()
+    configs = cases.tables()
+    whole = tierstore.EmbeddingBagCollection(configs, config=cases.MEMORY)
+    cuts = {"t0": row_wise(), "t1": table_wise(1), "t2": column_wise([0, 1]), "t3": data_parallel()}
+    parts = shard(whole, construct_plan(configs, cuts, 2), env)
+    batch = cases.batches(2, 1)[0].of([env.rank])
+    wrong = cases.batches(2, 1)[0].of([env.rank])
+    if env.rank == 1:
+        wrong.values()[0] = 57
+    with pytest.raises(
+        InputError, match=r"rank 1: feature 'c': id 57 at position 0 is out of range \[0, 57\)"
+    ):
+        parts(wrong)
+    missing = batch if env.rank == 0 else batch.permute([0, 1, 3])
+    with pytest.raises(InputError, match="rank 1: feature 'd' of table 't3' is missing"):
+        parts(missing)
+    with pytest.raises(InputError, match="rank 0: "):
+        parts(batch if env.rank else "nonsense")
+    parts(batch).values().sum().backward()  # and it goes on
+    with torch.no_grad():
+        parts.eval()(batch)
+
+
+def test_every_rank_raises_the_error_of_one() -> None:
+    run(2, wrong_inputs)

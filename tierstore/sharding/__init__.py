@@ -1,0 +1,39 @@
+"""Tables cut over the ranks of a torch.distributed job, every shard in tiers of its own."""
+
+from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
+from tierstore.sharding.collection import ShardedCollection
+from tierstore.sharding.cuts import (
+    Cut,
+    column_wise,
+    construct_plan,
+    data_parallel,
+    grid_shard,
+    row_wise,
+    table_column_wise,
+    table_row_wise,
+    table_wise,
+)
+from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
+from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.parallel import DistributedModelParallel, shard
+
+__all__ = [
+    "Cut",
+    "DistributedModelParallel",
+    "ShardPlacement",
+    "ShardedCollection",
+    "ShardedEmbeddingBagCollection",
+    "ShardingEnv",
+    "ShardingPlan",
+    "ShardingType",
+    "TablePlacement",
+    "column_wise",
+    "construct_plan",
+    "data_parallel",
+    "grid_shard",
+    "row_wise",
+    "shard",
+    "table_column_wise",
+    "table_row_wise",
+    "table_wise",
+]

@@ -1,0 +1,284 @@
+"""What the sharded collections share: their part of the tables, and lookups that ask other ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tierstore.cache.engine import Engine, Table
+from tierstore.config import TierConfig
+from tierstore.errors import InputError
+from tierstore.initializers import constant
+from tierstore.modules.base import TieredModule
+from tierstore.modules.collection import Collection, FeatureIds, TableView, _check_names, _features, table_of
+from tierstore.modules.configs import from_torchrec
+from tierstore.modules.inputs import FeatureLookup
+from tierstore.optim import SGD, OptimizerSpec
+from tierstore.placement import ShardingPlan, ShardingType
+from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.input_exchange import InputExchange, check_range
+from tierstore.sharding.output_exchange import Floats
+from tierstore.sharding.routing import Routing, shard_name
+
+logger = logging.getLogger("tierstore")
+
+_NO_SHARD = "(no shard)"
+_INT32_ROWS = 1 << 31
+
+
+@dataclass
+class ShardedLookup(FeatureLookup):
+    """A lookup in this rank's shards for all ranks; ``exchange`` knows who asked for what."""
+
+    exchange: InputExchange = field(kw_only=True)
+
+
+class ShardedTableView(TableView):
+    """One whole table of a sharded collection; its rows are read and written by all ranks together."""
+
+    _collection: ShardedCollection
+
+    @property
+    def table(self) -> Table:
+        return table_of(self._collection.configs[self._index])
+
+
+class ShardedCollection(Collection):
+    """Base of the sharded collections. All ranks make it, with the same arguments, and call it together.
+
+    ``config`` has the budgets of one rank, unless the plan states bytes; its ``path`` gets a folder per rank.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Any],
+        plan: ShardingPlan,
+        env: ShardingEnv,
+        views: str,
+        config: TierConfig | None,
+        optimizer: OptimizerSpec | None,
+        seed: int,
+    ) -> None:
+        configs: list[Any] = [from_torchrec(table) for table in tables]
+        _check_names(configs)
+        plan = _only(plan, [table.name for table in configs])
+        plan.check(configs, env.world_size)
+        features = _features(configs, {table.name: number for number, table in enumerate(configs)})
+        routing = Routing(features, plan, env.rank)
+        engine = _open(env, routing, configs, config, optimizer, seed)
+        TieredModule.__init__(self, engine, range(len(engine.tables)), optimizer)
+        self.configs, self.env, self.plan, self.routing = configs, env, plan, routing
+        self._configs = configs
+        self._features = features
+        self._bounds = [feature.config.num_embeddings for feature in features]
+        self._id_type = torch.int32 if max(self._bounds) <= _INT32_ROWS else torch.int64
+        self._local = [engine.table_index(request.table) for request in routing.own]
+        self._warn_of_states()
+        view_of = {table.name: ShardedTableView(self, table, at) for at, table in enumerate(configs)}
+        self.add_module(views, nn.ModuleDict(view_of))
+
+    def _warn_of_states(self) -> None:
+        cut = [
+            table.name
+            for table in self.plan.tables
+            if any(s.columns < table.embedding_dim for s in table.shards)
+        ]
+        if cut and not self.frozen and self.fused_optimizer.spec.state_per_row and self.env.rank == 0:
+            logger.warning(
+                "%s keeps one number per row, and tables %s are cut by columns: each range of columns keeps "
+                "its own (as in torchrec), so they do not train exactly as in one process",
+                self.fused_optimizer.spec.name,
+                cut,
+            )
+
+    def table_names(self) -> list[str]:
+        return [table.name for table in self.configs]
+
+    # -- lookups -------------------------------------------------------------------------
+
+    def begin_exchange(self, features: Any) -> InputExchange:
+        """Begins to send the ids of a batch to the ranks that hold their rows."""
+        found: list[FeatureIds] = []
+        error: Exception | None = None
+        try:
+            found = self._checked(features)
+            check_range(found, self._bounds)
+        except Exception as raised:  # every rank raises it, so that none waits for this one
+            error = raised
+        return InputExchange(self.env, self.routing, self._id_type, found, error)
+
+    def make_lookup(self, features: Any) -> ShardedLookup:
+        """Exchanges the ids with the other ranks, which must do the same, and deduplicates what arrives.
+
+        Raises InputError on every rank if the input of one is wrong.
+        """
+        return self.finish_exchange(self.begin_exchange(features))
+
+    @abstractmethod
+    def finish_exchange(self, exchange: InputExchange) -> ShardedLookup:
+        """The lookup of what all ranks ask this one for."""
+
+    @abstractmethod
+    def _checked(self, features: Any) -> list[FeatureIds]:
+        """This rank's features; InputError if something is wrong with them."""
+
+    def _floats(self, answered: list[list[int]], expected: list[int]) -> Floats:
+        """``answered``: floats by own request and rank; ``expected``: floats by answer."""
+        totals = np.zeros((2, self.env.world_size), np.int64)
+        for request, floats in zip(self.routing.own, answered, strict=True):
+            totals[int(request.replica)] += floats
+        expect = [0] * self.env.world_size
+        for answer, count in zip(self.routing.answers, expected, strict=True):
+            if not answer.replica:
+                expect[answer.rank] += count
+        return Floats(totals[0].tolist(), expect, totals[1].tolist())
+
+    def _assembled(self, feature: int, answers: Sequence[Tensor]) -> list[Tensor]:
+        """A feature's columns in order, each (n, width): partial sums are added in the order of the rows."""
+        columns = []
+        for numbers in self.routing.columns[feature]:
+            total = answers[numbers[0]]
+            for number in numbers[1:]:
+                total = total + answers[number]
+            columns.append(total)
+        return columns
+
+    # -- rows ----------------------------------------------------------------------------
+
+    def _table(self, name: str | None) -> int:
+        names = [table.name for table in self.configs]
+        if (name is None and len(names) > 1) or (name is not None and name not in names):
+            raise InputError(f"there is no table {name!r}; name one of {names}")
+        return 0 if name is None else names.index(name)
+
+    def rows(self, ids: Any, table: str | None = None) -> Tensor:
+        """As TieredModule.rows. All ranks call it with the same ids."""
+        return self._read(ids, table)[0]
+
+    def optimizer_rows(self, ids: Any, table: str | None = None) -> dict[str, Tensor]:
+        """As TieredModule.optimizer_rows. All ranks call it with the same ids. State kept per row is that of
+        the first columns, if the table is cut by columns."""
+        return self._read(ids, table)[1]
+
+    def _read(self, ids: Any, table: str | None) -> tuple[Tensor, dict[str, Tensor]]:
+        config, keys = self.configs[self._table(table)], self._ids(ids)
+        spec = self.fused_optimizer.spec
+        weight = torch.zeros((len(keys), config.embedding_dim))
+        width = 1 if spec.state_per_row else config.embedding_dim
+        state = {name: torch.zeros((len(keys), width)) for name in spec.state_names}
+        for shard in self._shards(config.name):
+            if shard.replica and self.env.rank:
+                continue
+            at = np.flatnonzero(shard.holds(keys))
+            values, kept = (torch.from_numpy(part) for part in self.engine.read_rows(shard.local, keys[at]))
+            weight[at, shard.columns] = values
+            for number, name in enumerate(spec.state_names):
+                if not spec.state_per_row:
+                    columns = slice(number * values.shape[1], (number + 1) * values.shape[1])
+                    state[name][at, shard.columns] = kept[:, columns]
+                elif shard.columns.start == 0:
+                    state[name][at, 0] = kept[:, number]
+        self.env.sum_bits(weight)
+        for value in state.values():
+            self.env.sum_bits(value)
+        return weight, {name: v[:, 0] if spec.state_per_row else v for name, v in state.items()}
+
+    def load_rows(
+        self, ids: Any, weight: Tensor, optimizer: dict[str, Tensor] | None = None, table: str | None = None
+    ) -> None:
+        """As TieredModule.load_rows. All ranks call it with the same arguments; each keeps its share."""
+        config, keys = self.configs[self._table(table)], self._ids(ids)
+        dim = config.embedding_dim
+        values = self._matrix("weight", weight, (len(keys), dim))
+        state = None if optimizer is None else self._state(optimizer, len(keys), dim)
+        per_row = self.fused_optimizer.spec.state_per_row
+        for shard in self._shards(config.name):
+            at = np.flatnonzero(shard.holds(keys))
+            part = None
+            if state is not None:
+                part = state[at]
+                if not per_row:
+                    columns = shard.columns
+                    part = part.reshape(len(at), -1, dim)[:, :, columns].reshape(len(at), -1)
+            self.engine.write_rows(shard.local, keys[at], values[at, shard.columns], part)
+
+    def touched_ids(self, table: str | None = None) -> Iterator[Tensor]:
+        """As TieredModule.touched_ids, of the shards on this rank."""
+        local = {shard.local for shard in self._shards(self.configs[self._table(table)].name)}
+        for index in sorted(local)[:1]:  # ranges of columns are touched together
+            for ids in self.engine.touched_ids(index):
+                yield torch.from_numpy(ids)
+
+    def _shards(self, name: str) -> Iterator[_Shard]:
+        placement = self.plan.table(name)
+        for shard in placement.shards:
+            if shard.rank == self.env.rank:
+                yield _Shard(
+                    self.engine.table_index(shard_name(name, placement.embedding_dim, shard)),
+                    slice(shard.column_start, shard.column_start + shard.columns),
+                    (shard.row_start, shard.row_start + shard.rows),
+                    placement.sharding_type is ShardingType.DATA_PARALLEL,
+                )
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A shard on this rank; ``local``: number of its table in the engine."""
+
+    local: int
+    columns: slice
+    rows: tuple[int, int]
+    replica: bool
+
+    def holds(self, ids: np.ndarray) -> np.ndarray:
+        return (ids >= self.rows[0]) & (ids < self.rows[1])
+
+
+def _only(plan: ShardingPlan, names: Sequence[str]) -> ShardingPlan:
+    """The part of a model's plan that is about one collection."""
+    return replace(plan, tables=tuple(table for table in plan.tables if table.name in names))
+
+
+def _open(
+    env: ShardingEnv,
+    routing: Routing,
+    configs: Sequence[Any],
+    config: TierConfig | None,
+    optimizer: OptimizerSpec | None,
+    seed: int,
+) -> Engine:
+    """The engine of this rank's shards; ConfigError on every rank if one of them fails."""
+    error: Exception | None = None
+    try:
+        tables = routing.local_tables(configs)
+        return Engine(*_of_rank(env, routing, tables, config or TierConfig()), optimizer or SGD(), seed)
+    except Exception as raised:
+        error = raised
+        raise
+    finally:
+        env.agree(error)
+
+
+def _of_rank(
+    env: ShardingEnv, routing: Routing, tables: list[Table], config: TierConfig
+) -> tuple[list[Table], TierConfig]:
+    """This rank's tables and tiers. A rank without shards takes part with one row that nobody asks for."""
+    if not tables:
+        return [Table(_NO_SHARD, 1, 1, constant(0.0))], TierConfig(hbm="all")
+    names = {table.origin for table in tables}
+    changes: dict[str, Any] = {"tables": {name: o for name, o in config.tables.items() if name in names}}
+    if config.path is not None:
+        changes["path"] = os.path.join(config.path, f"rank{env.rank:05d}")
+    shards = [shard for table in routing.plan.tables for shard in table.shards if shard.rank == env.rank]
+    for tier in ("hbm", "uvm", "ssd"):
+        if any(shard.hbm_bytes for shard in shards):
+            changes[tier] = sum(getattr(shard, f"{tier}_bytes") for shard in shards)
+    return tables, replace(config, **changes)

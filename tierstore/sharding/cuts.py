@@ -1,0 +1,139 @@
+"""Plans by hand: how to cut a table, in torchrec's words. The planner makes the same plans by cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tierstore.errors import ConfigError
+from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
+
+Rectangle = tuple[int, int, int, int, int]
+"""rank, row_start, rows, column_start, columns"""
+
+
+class Cut:
+    """How one table is cut: its type, and a function of (rows, columns, ranks, ranks per host)."""
+
+    def __init__(
+        self, sharding_type: ShardingType, rectangles: Callable[[int, int, int, int], list[Rectangle]]
+    ) -> None:
+        self.sharding_type = sharding_type
+        self.rectangles = rectangles
+
+    def place(self, table: Any, module: str, world_size: int, ranks_per_host: int) -> TablePlacement:
+        """The placement of a table (a configuration) with no bytes stated: the budgets of TierConfig hold."""
+        rows, columns = table.num_embeddings, table.embedding_dim
+        shards = tuple(
+            ShardPlacement(*rectangle, hbm_bytes=0, uvm_bytes=0, ssd_bytes=0)
+            for rectangle in self.rectangles(rows, columns, world_size, ranks_per_host)
+            if rectangle[2] and rectangle[4]
+        )
+        return TablePlacement(
+            table.name, self.sharding_type, shards, module=module, num_embeddings=rows, embedding_dim=columns
+        )
+
+
+def data_parallel() -> Cut:
+    """Every rank has the whole table."""
+    return Cut(
+        ShardingType.DATA_PARALLEL,
+        lambda rows, columns, world, _: [(r, 0, rows, 0, columns) for r in range(world)],
+    )
+
+
+def table_wise(rank: int) -> Cut:
+    """The whole table on one rank."""
+    return Cut(ShardingType.TABLE_WISE, lambda rows, columns, *_: [(rank, 0, rows, 0, columns)])
+
+
+def row_wise(sizes: Sequence[int] | None = None) -> Cut:
+    """Consecutive rows on every rank: ``sizes`` of them, or equal shares (the last ones shorter)."""
+
+    def cut(rows: int, columns: int, world: int, _: int) -> list[Rectangle]:
+        parts = _parts(rows, world, sizes, "rows")
+        return [(rank, at, size, 0, columns) for rank, (at, size) in enumerate(parts)]
+
+    return Cut(ShardingType.ROW_WISE, cut)
+
+
+def column_wise(ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Cut:
+    """Consecutive columns on ``ranks``, of which one may have several; ``sizes`` or equal shares."""
+
+    def cut(rows: int, columns: int, *_: int) -> list[Rectangle]:
+        parts = _parts(columns, len(ranks), sizes, "columns")
+        return [(rank, 0, rows, at, size) for rank, (at, size) in zip(ranks, parts, strict=True)]
+
+    return Cut(ShardingType.COLUMN_WISE, cut)
+
+
+def table_row_wise(host: int, sizes: Sequence[int] | None = None) -> Cut:
+    """Consecutive rows on the ranks of one host."""
+
+    def cut(rows: int, columns: int, _: int, local: int) -> list[Rectangle]:
+        parts = _parts(rows, local, sizes, "rows")
+        return [(host * local + i, at, size, 0, columns) for i, (at, size) in enumerate(parts)]
+
+    return Cut(ShardingType.TABLE_ROW_WISE, cut)
+
+
+def table_column_wise(host: int, sizes: Sequence[int] | None = None) -> Cut:
+    """Consecutive columns on the ranks of one host."""
+
+    def cut(rows: int, columns: int, _: int, local: int) -> list[Rectangle]:
+        parts = _parts(columns, local, sizes, "columns")
+        return [(host * local + i, 0, rows, at, size) for i, (at, size) in enumerate(parts)]
+
+    return Cut(ShardingType.TABLE_COLUMN_WISE, cut)
+
+
+def grid_shard(hosts: Sequence[int], sizes: Sequence[int] | None = None) -> Cut:
+    """Consecutive columns on ``hosts``, each cut by rows over the host's ranks."""
+
+    def cut(rows: int, columns: int, _: int, local: int) -> list[Rectangle]:
+        return [
+            (host * local + i, row, size, column, width)
+            for host, (column, width) in zip(
+                hosts, _parts(columns, len(hosts), sizes, "columns"), strict=True
+            )
+            for i, (row, size) in enumerate(_parts(rows, local, None, "rows"))
+        ]
+
+    return Cut(ShardingType.GRID_SHARD, cut)
+
+
+def construct_plan(
+    module: Any, cuts: Mapping[str, Cut], world_size: int, ranks_per_host: int | None = None, name: str = ""
+) -> ShardingPlan:
+    """The plan that cuts every table of ``module`` (a collection, or its configurations) as ``cuts`` says.
+
+    ``name``: the module's path in the model. Raises ConfigError for a table without a cut or a cut without a
+    table, and for shares that do not add up.
+    """
+    tables = configs_of(module)
+    names = [table.name for table in tables]
+    wrong = [n for n in names if n not in cuts] or [n for n in cuts if n not in names]
+    if wrong:
+        raise ConfigError(f"cuts are given for {sorted(cuts)}, but the tables are {sorted(names)}")
+    local = world_size if ranks_per_host is None else ranks_per_host
+    placed = tuple(cuts[table.name].place(table, name, world_size, local) for table in tables)
+    return ShardingPlan(placed, world_size, local)
+
+
+def configs_of(module: Any) -> list[Any]:
+    """Table configurations of a collection (ours or torchrec's), or a list of them as it is."""
+    for method in ("embedding_bag_configs", "embedding_configs"):
+        if hasattr(module, method):
+            return list(getattr(module, method)())
+    return list(module)
+
+
+def _parts(total: int, count: int, sizes: Sequence[int] | None, what: str) -> list[tuple[int, int]]:
+    """(start, size) of ``count`` consecutive parts."""
+    if sizes is None:
+        share = -(-total // count)
+        sizes = [max(0, min(share, total - i * share)) for i in range(count)]
+    if len(sizes) != count or sum(sizes) != total or min(sizes) < 0:
+        raise ConfigError(f"{list(sizes)} {what} do not divide {total} among {count} parts")
+    starts = [sum(sizes[:i]) for i in range(count)]
+    return list(zip(starts, sizes, strict=True))

@@ -1,0 +1,188 @@
+"""The ids of a batch on their way to the ranks that hold the rows.
+
+Three steps, each done by all ranks in the same order: the constructor announces sizes, :meth:`send` sends the
+ids, :meth:`receive` waits for those of the other ranks. Between the steps other work can be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tierstore.errors import InputError
+from tierstore.modules.collection import FeatureIds
+from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.routing import Routing
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one request got of this rank's batch: ``ids``, bag lengths, and which positions of the batch's
+    values they are."""
+
+    ids: Tensor
+    lengths: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What one rank asks one request of this rank for. ``begin``: number of its first id among all."""
+
+    ids: Tensor
+    lengths: NDArray[np.int64]
+    begin: int
+
+
+class InputExchange:
+    """One batch. ``found``: this rank's features; ``error``: why there are none (every rank then raises)."""
+
+    def __init__(
+        self,
+        env: ShardingEnv,
+        routing: Routing,
+        dtype: torch.dtype,
+        found: Sequence[FeatureIds],
+        error: Exception | None,
+    ) -> None:
+        self._env, self._routing, self._dtype = env, routing, dtype
+        self._error = error
+        self.sent: list[list[Sent]] = [] if error else _divide(routing, found)
+        """By rank, by request of that rank."""
+        self.lengths = [] if error else [feature.lengths for feature in found]
+        """Of this rank's bags, by feature."""
+        meta = torch.zeros(1 + len(routing.features) + env.world_size, dtype=torch.int64)
+        meta[0] = int(error is not None)
+        for number, feature in enumerate([] if error else found):
+            assert feature.lengths is not None
+            meta[1 + number] = len(feature.lengths)
+        for rank, pieces in enumerate(self.sent):
+            meta[1 + len(routing.features) + rank] = sum(piece.ids.numel() for piece in pieces)
+        self._all_meta = torch.empty((env.world_size, len(meta)), dtype=torch.int64)
+        self._work: Any = dist.all_gather(list(self._all_meta), meta, group=env.inputs, async_op=True)
+        self._meta = meta  # alive until it is sent
+        self._started = False
+
+    def send(self) -> None:
+        """Sends the ids. Raises InputError on all ranks if one of them has a wrong input. Doing it again does
+        nothing."""
+        if self._started:
+            return
+        self._started = True
+        self._work.wait()
+        meta = self._all_meta.numpy()
+        if meta[:, 0].any():
+            self._env.raise_together(self._error, self._env.inputs, InputError)
+        count = len(self._routing.features)
+        self.bags = meta[:, 1 : 1 + count]
+        """(ranks, features): how many bags each rank's batch has."""
+        asked = [request.feature for request in self._routing.own]
+        self._arriving = meta[:, 1 + count + self._env.rank]
+        arriving = self.bags[:, asked].sum(axis=1) + self._arriving
+        leaving = [sum(len(p.lengths) + p.ids.numel() for p in pieces) for pieces in self.sent]
+        buffers = [
+            part
+            for pieces in self.sent
+            for part in (*(_tensor(p.lengths) for p in pieces), *(p.ids for p in pieces))
+        ]
+        self._outgoing = _joined(buffers, self._dtype)
+        self._incoming = torch.empty(int(arriving.sum()), dtype=self._dtype)
+        self._sizes = arriving
+        self._work = dist.all_to_all_single(
+            self._incoming, self._outgoing, arriving.tolist(), leaving, group=self._env.inputs, async_op=True
+        )
+
+    def receive(self) -> list[list[Arrived]]:
+        """By request of this rank, by rank that asks."""
+        self.send()
+        self._work.wait()
+        own = self._routing.own
+        arrived: list[list[Arrived]] = [[] for _ in own]
+        begin = 0
+        for rank, buffer in enumerate(self._incoming.split(self._sizes.tolist())):
+            at = 0
+            lengths = []
+            for request in own:
+                bags = int(self.bags[rank, request.feature])
+                lengths.append(buffer[at : at + bags].numpy().astype(np.int64))
+                at += bags
+            for number, own_lengths in enumerate(lengths):
+                ids = int(own_lengths.sum())
+                arrived[number].append(Arrived(buffer[at : at + ids], own_lengths, begin))
+                at += ids
+                begin += ids
+        self.arrived = arrived
+        return arrived
+
+    def positions(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Of the ids sent, in their order: positions in the batch's values; and which are not for a replica
+        on another rank."""
+        positions, counted = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
+        for rank, (pieces, requests) in enumerate(zip(self.sent, self._routing.by_rank, strict=True)):
+            for piece, request in zip(pieces, requests, strict=True):
+                here = not request.replica or rank == self._env.rank
+                positions.append(piece.positions)
+                counted.append(np.full(len(piece.positions), here))
+        return np.concatenate(positions), np.concatenate(counted)
+
+    def weight_sizes(self) -> tuple[list[int], list[int]]:
+        """How many ids arrived from every rank, and were sent to it."""
+        return self._arriving.tolist(), [sum(p.ids.numel() for p in pieces) for pieces in self.sent]
+
+
+def check_range(features: Sequence[FeatureIds], bounds: Sequence[int]) -> None:
+    """InputError that names the feature, the first id out of range and its position."""
+    for feature, bound in zip(features, bounds, strict=True):
+        if not feature.ids.numel():
+            continue
+        low, high = torch.aminmax(feature.ids)
+        if low < 0 or high >= bound:
+            at = int(((feature.ids < 0) | (feature.ids >= bound)).to(torch.uint8).argmax())
+            raise InputError(
+                f"{feature.name}: id {int(feature.ids[at])} at position {at} is out of range [0, {bound})"
+            )
+
+
+def _divide(routing: Routing, features: Sequence[FeatureIds]) -> list[list[Sent]]:
+    """By rank, by request of that rank, what it gets of this rank's batch."""
+    pieces: dict[tuple[int, tuple[int, int] | None], Sent] = {}
+    for number, feature in enumerate(features):
+        assert feature.lengths is not None
+        positions = np.arange(feature.begin, feature.begin + feature.ids.numel())
+        pieces[number, None] = Sent(feature.ids, feature.lengths, positions)
+        for ranges in routing.row_ranges[number]:
+            for rows, piece in zip(ranges, _by_rows(feature, ranges), strict=True):
+                pieces[number, rows] = piece
+    return [[pieces[r.feature, r.rows] for r in requests] for requests in routing.by_rank]
+
+
+def _by_rows(feature: FeatureIds, ranges: Sequence[tuple[int, int]]) -> list[Sent]:
+    """A feature's ids divided by ranges that cover all rows, in order of position within each."""
+    assert feature.lengths is not None
+    ids, bags = feature.ids.numpy(), len(feature.lengths)
+    bucket = np.searchsorted(np.array([begin for begin, _ in ranges]), ids, side="right") - 1
+    # numpy sorts small integers by radix
+    order = np.argsort(bucket.astype(np.uint8 if len(ranges) < 256 else np.uint16), kind="stable")
+    places = bucket * bags + np.repeat(np.arange(bags), feature.lengths)
+    lengths = np.bincount(places, minlength=bags * len(ranges)).reshape(len(ranges), bags)
+    ends = np.cumsum(lengths.sum(axis=1))
+    pieces = []
+    for number, end in enumerate(ends.tolist()):
+        part = order[end - int(lengths[number].sum()) : end]
+        pieces.append(Sent(torch.from_numpy(ids[part]), lengths[number], part + feature.begin))
+    return pieces
+
+
+def _tensor(lengths: NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(lengths)
+
+
+def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([part.to(dtype) for part in parts]) if parts else torch.empty(0, dtype=dtype)

@@ -1,0 +1,180 @@
+"""From unsharded to sharded: ``shard`` for a collection, DistributedModelParallel for a model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tierstore.config import TierConfig
+from tierstore.errors import ConfigError
+from tierstore.modules.collection import Collection
+from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
+from tierstore.placement import ShardingPlan
+from tierstore.sharding.collection import ShardedCollection
+from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
+from tierstore.sharding.env import ShardingEnv
+
+logger = logging.getLogger("tierstore")
+
+
+def shard(
+    module: Collection,
+    plan: ShardingPlan,
+    env: ShardingEnv | None = None,
+    *,
+    config: TierConfig | None = None,
+) -> ShardedCollection:
+    """The sharded counterpart of an unsharded collection, which is closed. All ranks call it.
+
+    Rows that ``module`` has touched are taken over, on every rank from its own copy; all others have the same
+    initial values sharded and unsharded. ``config`` replaces that of ``module``, in particular its ``path``
+    (below which every rank gets a folder): an unsharded module with a path can be open in one process only.
+
+    Raises ConfigError, on all ranks, for a plan that does not fit the module or the number of ranks.
+    """
+    env = ShardingEnv.from_process_group() if env is None else env
+    if isinstance(module, ShardedCollection) or not isinstance(module, EmbeddingBagCollection):
+        raise ConfigError(f"a {type(module).__name__} cannot be sharded; give an EmbeddingBagCollection")
+    if config is None:
+        config = module.engine.config
+        if config.path is not None:
+            raise ConfigError(
+                f"the module's rows are in {config.path}; build it without a path on every rank and give "
+                "shard(..., config=TierConfig(path=...)), below which each rank gets a folder of its own"
+            )
+    sharded = ShardedEmbeddingBagCollection(
+        module.embedding_bag_configs(),
+        plan,
+        env,
+        module.is_weighted(),
+        config=config,
+        optimizer=None if module.frozen else module.fused_optimizer.spec,
+        seed=module.engine.specs[0].seed,
+    )
+    _take_over(sharded, module)
+    return sharded.train(module.training)
+
+
+def _take_over(sharded: ShardedCollection, module: Collection) -> None:
+    for table in module.table_names():
+        for ids in module.touched_ids(table):
+            state = module.optimizer_rows(ids, table)
+            sharded.load_rows(ids, module.rows(ids, table), state, table)
+    sharded.fused_optimizer.load_state_dict(module.fused_optimizer.state_dict())
+    module.close(commit=False)
+
+
+class DistributedModelParallel(nn.Module):
+    """A model whose collections are sharded and whose other parameters are replicated by DDP.
+
+    ``module`` is changed in place. Names in state dicts and of parameters are those of ``module``.
+
+    Args:
+        module: with EmbeddingBagCollections of tierstore, the same on all ranks.
+        env: the ranks; all of the default process group if None.
+        device: None or the CPU.
+        plan: where the tables are; names of tables must differ over the whole model.
+        sharders: None; there is one way to shard each collection.
+        config: tiers of one rank; those of each collection if None.
+        find_unused_parameters: as for DDP.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        env: ShardingEnv | None = None,
+        device: torch.device | str | None = None,
+        plan: ShardingPlan | None = None,
+        sharders: Any = None,
+        *,
+        config: TierConfig | None = None,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        if device is not None and torch.device(device).type != "cpu":
+            raise ConfigError(f"device is {device}; sharded tables live in the tiers of the hosts: use None")
+        if sharders:
+            raise ConfigError("sharders must be None: every collection has one way to be sharded")
+        if plan is None:
+            raise ConfigError("a plan is needed; make one with tierstore.sharding.construct_plan(...)")
+        self.env = ShardingEnv.from_process_group() if env is None else env
+        self.plan = plan
+        self._sharded: dict[str, ShardedCollection] = {}
+        module = self._shard_all(module, config)
+        self._wrapped = self._replicate(module, find_unused_parameters)
+
+    def _shard_all(self, module: nn.Module, config: TierConfig | None) -> nn.Module:
+        found = {
+            name: child
+            for name, child in module.named_modules()
+            if isinstance(child, EmbeddingBagCollection) and not isinstance(child, ShardedCollection)
+        }
+        names = [table for child in found.values() for table in child.table_names()]
+        unplanned = {table.name for table in self.plan.tables} - set(names)
+        if unplanned or len(set(names)) < len(names):
+            raise ConfigError(
+                f"the plan's tables {sorted(unplanned)} are not in the model"
+                if unplanned
+                else f"names of tables must differ over the whole model: {names}"
+            )
+        for name, child in found.items():
+            new = shard(child, self.plan, self.env, config=config)
+            self._sharded[name] = new
+            if not name:
+                return new
+            parent, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(parent), attribute, new)
+        return module
+
+    def _replicate(self, module: nn.Module, find_unused_parameters: bool) -> nn.Module:
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return module
+        return DistributedDataParallel(
+            module, process_group=self.env.process_group, find_unused_parameters=find_unused_parameters
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """The model itself, without DDP."""
+        wrapped = self._wrapped
+        return wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+
+    @property
+    def sharded(self) -> dict[str, ShardedCollection]:
+        """The sharded collections by their path in the model."""
+        return dict(self._sharded)
+
+    @property
+    def fused_optimizer(self) -> Any:
+        """The optimizer of the sharded tables, which their backward passes apply: for schedulers.
+
+        Of one collection; a list with several."""
+        optimizers = [c.fused_optimizer for c in self._sharded.values() if not c.frozen]
+        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapped(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the unsharded model, on every rank; all ranks call it."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Of the unsharded model; all ranks call it, with the same rows."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
+
+    def close(self, *, commit: bool = True) -> None:
+        """Closes the tables of this rank."""
+        for collection in self._sharded.values():
+            collection.close(commit=commit)

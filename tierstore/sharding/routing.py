@@ -1,0 +1,154 @@
+"""Which rank is asked for what: the plan of a collection as a list of requests, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tierstore.cache.engine import Table
+from tierstore.errors import ConfigError
+from tierstore.modules.collection import FeatureTable, table_of
+from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
+
+
+@dataclass(frozen=True)
+class Request:
+    """One feature looked up in one shard. ``table``: the shard's name in its rank's engine.
+
+    ``rows``: (first, end) of a shard that has not all rows; ``replica``: every rank has the table.
+    """
+
+    feature: int
+    rank: int
+    table: str
+    column: int
+    width: int
+    rows: tuple[int, int] | None
+    replica: bool
+
+
+class Routing:
+    """Requests by rank, in the order in which they are sent: that of the features, then of the shards."""
+
+    def __init__(self, features: Sequence[FeatureTable], plan: ShardingPlan, rank: int) -> None:
+        self.features = list(features)
+        self.plan = plan
+        self.rank = rank
+        self.world_size = plan.world_size
+        for name in dict.fromkeys(feature.config.name for feature in features):
+            check_placement_of(plan.table(name), plan.world_size)
+        self.by_rank: list[list[Request]] = [[] for _ in range(plan.world_size)]
+        for number, feature in enumerate(features):
+            for request in _requests(number, plan.table(feature.config.name)):
+                self.by_rank[request.rank].append(request)
+        self.own = self.by_rank[rank]
+        self.cut_by_rows = [False] * len(self.features)
+        for request in (r for requests in self.by_rank for r in requests):
+            self.cut_by_rows[request.feature] |= request.rows is not None
+        self.row_ranges = [self._row_ranges(number) for number in range(len(self.features))]
+        self.answers = [r for requests in self.by_rank for r in requests if not r.replica]
+        """What this rank gets, in order of arrival, but for its own replicas, which follow."""
+        self.answers += [r for r in self.own if r.replica]
+        self.columns = self._columns()
+
+    def _row_ranges(self, feature: int) -> list[list[tuple[int, int]]]:
+        """The different ways in which ranges of a feature's columns are cut by rows."""
+        cuts: dict[int, list[tuple[int, int]]] = {}
+        for request in (r for requests in self.by_rank for r in requests if r.feature == feature):
+            if request.rows is not None:
+                cuts.setdefault(request.column, []).append(request.rows)
+        return [list(cut) for cut in dict.fromkeys(tuple(sorted(cut)) for cut in cuts.values())]
+
+    def _columns(self) -> list[list[list[int]]]:
+        """For every feature, for every range of columns in order, the numbers of its answers by first row."""
+        found: list[dict[int, list[int]]] = [{} for _ in self.features]
+        for number, answer in enumerate(self.answers):
+            found[answer.feature].setdefault(answer.column, []).append(number)
+        first = [answer.rows[0] if answer.rows else 0 for answer in self.answers]
+        return [
+            [sorted(numbers, key=first.__getitem__) for _, numbers in sorted(columns.items())]
+            for columns in found
+        ]
+
+    def local_tables(self, configs: Sequence[Any]) -> list[Table]:
+        """What this rank's engine holds: one table per range of columns, with the ids of the whole table."""
+        found: dict[str, Table] = {}
+        for config in configs:
+            whole = table_of(config)
+            for shard in self.plan.table(config.name).shards:
+                if shard.rank != self.rank:
+                    continue
+                name = shard_name(config.name, config.embedding_dim, shard)
+                rows = shard.rows + (found[name].rows or 0 if name in found else 0)
+                found[name] = Table(
+                    name,
+                    whole.num_embeddings,
+                    shard.columns,
+                    whole.init,
+                    whole.name,
+                    shard.column_start,
+                    rows,
+                )
+        return list(found.values())
+
+
+def shard_name(table: str, embedding_dim: int, shard: ShardPlacement) -> str:
+    """Name of a shard's table in the engine of its rank: the table's own unless it is cut by columns."""
+    if shard.columns == embedding_dim:
+        return table
+    return f"{table}[{shard.column_start}:{shard.column_start + shard.columns}]"
+
+
+def _requests(number: int, table: TablePlacement) -> list[Request]:
+    replica = table.sharding_type is ShardingType.DATA_PARALLEL
+    return [
+        Request(
+            number,
+            shard.rank,
+            shard_name(table.name, table.embedding_dim, shard),
+            shard.column_start,
+            shard.columns,
+            None if shard.rows == table.num_embeddings else (shard.row_start, shard.row_start + shard.rows),
+            replica,
+        )
+        for shard in sorted(table.shards, key=lambda s: (s.column_start, s.row_start, s.rank))
+    ]
+
+
+def check_placement_of(table: TablePlacement, world_size: int) -> None:
+    """Raises ConfigError unless the shards cover every row and column of the table once (data parallel: on
+    every rank)."""
+
+    def wrong(why: str) -> ConfigError:
+        return ConfigError(
+            f"plan of table {table.name!r} ({table.sharding_type}): {why}; make the plan again"
+        )
+
+    if not all(0 <= shard.rank < world_size for shard in table.shards):
+        raise wrong(f"it names a rank outside [0, {world_size})")
+    if table.sharding_type is ShardingType.DATA_PARALLEL:
+        whole = [
+            s for s in table.shards if (s.rows, s.columns) == (table.num_embeddings, table.embedding_dim)
+        ]
+        if sorted(s.rank for s in whole) != list(range(world_size)) or len(whole) < len(table.shards):
+            raise wrong("every rank must have the whole table")
+        return
+    pieces: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for shard in table.shards:
+        piece = (shard.column_start, shard.column_start + shard.columns)
+        pieces.setdefault(piece, []).append((shard.row_start, shard.row_start + shard.rows))
+    if not _tiles(list(pieces), table.embedding_dim):
+        raise wrong(f"its shards do not cover the {table.embedding_dim} columns once each")
+    for rows in pieces.values():
+        if not _tiles(rows, table.num_embeddings):
+            raise wrong(f"its shards do not cover the {table.num_embeddings} rows once each")
+
+
+def _tiles(ranges: list[tuple[int, int]], total: int) -> bool:
+    at = 0
+    for begin, end in sorted(ranges):
+        if begin != at or end <= begin:
+            return False
+        at = end
+    return at == total
