@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import tierstore
-from tierstore import EmbeddingBagConfig, KeyedJaggedTensor, PoolingType, TierConfig, optim
+from tierstore import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, PoolingType, TierConfig, optim
 from tierstore.sharding import ShardingEnv, construct_plan, shard
 from tierstore.sharding.cuts import Cut
 
@@ -63,7 +65,7 @@ def batches(world: int, steps: int, longest: int = 4, empty: int | None = None, 
 def check(
     env: ShardingEnv,
     cuts: dict[str, Cut],
-    configs: list[EmbeddingBagConfig],
+    configs: list[Any],
     data: list[Batch],
     optimizer: optim.OptimizerSpec,
     *,
@@ -74,22 +76,31 @@ def check(
 ) -> None:
     """Trains both and compares outputs, gradients of weights, and rows with their state: bit for bit if
     ``exact``, else to 1e-6."""
-    whole = tierstore.EmbeddingBagCollection(configs, weighted, config=MEMORY, optimizer=optimizer, seed=3)
-    twin = tierstore.EmbeddingBagCollection(configs, weighted, config=MEMORY, optimizer=optimizer, seed=3)
+    whole, twin = (_collection(configs, weighted, optimizer) for _ in range(2))
     plan = construct_plan(whole, cuts, env.world_size, ranks_per_host)
     parts = shard(twin, plan, env, config=tiers)
     limit = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-6, "atol": 1e-6}
     everyone = list(range(env.world_size))
     for step, batch in enumerate(data):
         full, own = batch.of(everyone, weighted), batch.of([env.rank], weighted)
+        for kjt in (full, own):
+            if weighted:
+                kjt.weights().requires_grad_()
         expected, found = whole(full), parts(own)
-        assert found.keys() == expected.keys()
-        counts = [len(batch.lengths["a"][rank]) for rank in everyone]
-        mine = slice(sum(counts[: env.rank]), sum(counts[: env.rank + 1]))
-        torch.testing.assert_close(found.values(), expected.values()[mine], **limit)
-        target = torch.randn(expected.values().shape, generator=torch.Generator().manual_seed(step))
-        (expected.values() * (target / env.world_size)).sum().backward()
-        (found.values() * target[mine]).sum().backward()
+        assert list(found.keys()) == list(expected.keys())
+        noise = torch.Generator().manual_seed(step)
+        losses = [torch.zeros(()), torch.zeros(())]
+        for name, values, part, mine in _outputs(expected, found, batch, env.rank):
+            torch.testing.assert_close(
+                part, values[mine], **limit, msg=lambda text, name=name: f"{name}: {text}"
+            )
+            target = torch.randn(values.shape, generator=noise)
+            losses[0] = losses[0] + (values * (target / env.world_size)).sum()
+            losses[1] = losses[1] + (part * target[mine]).sum()
+        losses[0].backward()
+        losses[1].backward()
+        if weighted:
+            _check_weights(full, own, batch, env)
     for config in configs:
         ids = torch.arange(config.num_embeddings)
         torch.testing.assert_close(parts.rows(ids, config.name), whole.rows(ids, config.name), **limit)
@@ -99,3 +110,41 @@ def check(
     assert parts.state_dict().keys() == whole.state_dict().keys()
     whole.close()
     parts.close()
+
+
+def _collection(configs: list[Any], weighted: bool, optimizer: optim.OptimizerSpec) -> Any:
+    options = {"config": MEMORY, "optimizer": optimizer, "seed": 3}
+    if isinstance(configs[0], EmbeddingConfig):
+        return tierstore.EmbeddingCollection(configs, need_indices=True, **options)
+    return tierstore.EmbeddingBagCollection(configs, weighted, **options)
+
+
+def _outputs(
+    expected: Any, found: Any, batch: Batch, rank: int
+) -> Iterator[tuple[str, Tensor, Tensor, slice]]:
+    """Name, the single process's values, this rank's, and which of the former they must be."""
+    if isinstance(expected, dict):
+        for name, jagged in expected.items():
+            torch.testing.assert_close(found[name].lengths(), batch.lengths[name[0]][rank])
+            assert found[name].weights().equal(batch.ids[name[0]][rank])  # need_indices
+            yield name, jagged.values(), found[name].values(), _mine(batch.ids[name[0]], rank)
+    else:
+        yield "pooled", expected.values(), found.values(), _mine(batch.lengths["a"], rank)
+
+
+def _mine(parts: list[Tensor], rank: int) -> slice:
+    begin = sum(len(part) for part in parts[:rank])
+    return slice(begin, begin + len(parts[rank]))
+
+
+def _check_weights(full: KeyedJaggedTensor, own: KeyedJaggedTensor, batch: Batch, env: ShardingEnv) -> None:
+    """Gradients of per-sample weights are those of this rank's own loss, not divided."""
+    expected, found = full.weights().grad, own.weights().grad
+    assert expected is not None
+    assert found is not None
+    at, parts = 0, []
+    for pieces in batch.ids.values():
+        mine = _mine(pieces, env.rank)
+        parts.append(expected[at + mine.start : at + mine.stop])
+        at += sum(len(piece) for piece in pieces)
+    torch.testing.assert_close(found, torch.cat(parts) * env.world_size, rtol=1e-5, atol=1e-5)

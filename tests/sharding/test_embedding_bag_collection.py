@@ -14,8 +14,11 @@ from tierstore.sharding import (
     column_wise,
     construct_plan,
     data_parallel,
+    grid_shard,
     row_wise,
     shard,
+    table_column_wise,
+    table_row_wise,
     table_wise,
 )
 
@@ -60,6 +63,20 @@ def every_cut(world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_cut_is_the_single_process(world: int) -> None:
     run(world, every_cut, world)
+
+
+def cuts_of_hosts() -> None:
+    env = ShardingEnv.from_process_group()
+    cuts = {"t0": table_row_wise(1), "t1": table_column_wise(1), "t2": grid_shard([1, 0]), "t3": row_wise()}
+    data = cases.batches(4, 2, longest=1)
+    cases.check(env, cuts, cases.tables(), data, optim.Adam(lr=0.05), tiers=cases.TIGHT, ranks_per_host=2)
+    data = cases.batches(4, 2, empty=1)
+    means = cases.tables(PoolingType.MEAN)
+    cases.check(env, cuts, means, data, optim.SGD(lr=0.1), exact=False, ranks_per_host=2)
+
+
+def test_cuts_within_and_over_hosts() -> None:
+    run(4, cuts_of_hosts)
 
 
 def wrong_inputs() -> None:

@@ -14,6 +14,7 @@ from tierstore.sharding.cuts import (
     table_wise,
 )
 from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
+from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.parallel import DistributedModelParallel, shard
 
@@ -23,6 +24,7 @@ __all__ = [
     "ShardPlacement",
     "ShardedCollection",
     "ShardedEmbeddingBagCollection",
+    "ShardedEmbeddingCollection",
     "ShardingEnv",
     "ShardingPlan",
     "ShardingType",

@@ -131,7 +131,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         keyed = as_keyed_jagged_tensor(features)
         exchange = lookup.exchange
         weights = self._weights(keyed)
-        local = self._pooled(lookup, None if weights is None else self._exchanged_weights(weights, exchange))
+        local = self._local_output(lookup, weights, exchange)
         counts = exchange.bags[self.env.rank].tolist()
         expected = [counts[answer.feature] * answer.width for answer in self.routing.answers]
         floats = self._floats(self._answered(exchange).tolist(), expected)
@@ -157,6 +157,13 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
                 columns = [column.index_select(0, inverse[number]) for column in columns]
             blocks += columns
         return torch.cat(blocks, dim=1)
+
+    def _local_output(self, lookup: ShardedLookup, weights: Tensor | None, exchange: InputExchange) -> Tensor:
+        if weights is None:
+            return self._pooled(lookup, None)
+        arrived = self._exchanged_weights(weights, exchange)
+        # a rank without shards must join the exchange of the weights' gradients too
+        return torch.cat([self._pooled(lookup, arrived), arrived[:0]])
 
     def _exchanged_weights(self, weights: Tensor, exchange: InputExchange) -> Tensor:
         """The weights of the ids that arrived, in their order."""

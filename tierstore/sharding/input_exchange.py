@@ -121,6 +121,13 @@ class InputExchange:
         self.arrived = arrived
         return arrived
 
+    def sent_by_answer(self) -> list[Sent]:
+        """What was sent for each of the routing's answers."""
+        rank = self._env.rank
+        pairs = [list(zip(r, s, strict=True)) for r, s in zip(self._routing.by_rank, self.sent, strict=True)]
+        others = [piece for of_rank in pairs for request, piece in of_rank if not request.replica]
+        return others + [piece for request, piece in pairs[rank] if request.replica]
+
     def positions(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Of the ids sent, in their order: positions in the batch's values; and which are not for a replica
         on another rank."""

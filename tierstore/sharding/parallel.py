@@ -14,9 +14,11 @@ from tierstore.config import TierConfig
 from tierstore.errors import ConfigError
 from tierstore.modules.collection import Collection
 from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
+from tierstore.modules.embedding_collection import EmbeddingCollection
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.collection import ShardedCollection
 from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
+from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
 from tierstore.sharding.env import ShardingEnv
 
 logger = logging.getLogger("tierstore")
@@ -38,8 +40,11 @@ def shard(
     Raises ConfigError, on all ranks, for a plan that does not fit the module or the number of ranks.
     """
     env = ShardingEnv.from_process_group() if env is None else env
-    if isinstance(module, ShardedCollection) or not isinstance(module, EmbeddingBagCollection):
-        raise ConfigError(f"a {type(module).__name__} cannot be sharded; give an EmbeddingBagCollection")
+    if not _can_be_sharded(module):
+        raise ConfigError(
+            f"a {type(module).__name__} cannot be sharded; give an EmbeddingBagCollection or an "
+            "EmbeddingCollection of tierstore"
+        )
     if config is None:
         config = module.engine.config
         if config.path is not None:
@@ -47,17 +52,23 @@ def shard(
                 f"the module's rows are in {config.path}; build it without a path on every rank and give "
                 "shard(..., config=TierConfig(path=...)), below which each rank gets a folder of its own"
             )
-    sharded = ShardedEmbeddingBagCollection(
-        module.embedding_bag_configs(),
-        plan,
-        env,
-        module.is_weighted(),
-        config=config,
-        optimizer=None if module.frozen else module.fused_optimizer.spec,
-        seed=module.engine.specs[0].seed,
-    )
+    options: dict[str, Any] = {"config": config, "seed": module.engine.specs[0].seed}
+    options["optimizer"] = None if module.frozen else module.fused_optimizer.spec
+    sharded: ShardedCollection
+    if isinstance(module, EmbeddingBagCollection):
+        tables = module.embedding_bag_configs()
+        sharded = ShardedEmbeddingBagCollection(tables, plan, env, module.is_weighted(), **options)
+    else:
+        assert isinstance(module, EmbeddingCollection)
+        tables = module.embedding_configs()
+        sharded = ShardedEmbeddingCollection(tables, plan, env, module.need_indices(), **options)
     _take_over(sharded, module)
     return sharded.train(module.training)
+
+
+def _can_be_sharded(module: nn.Module) -> bool:
+    kinds = (EmbeddingBagCollection, EmbeddingCollection)
+    return isinstance(module, kinds) and not isinstance(module, ShardedCollection)
 
 
 def _take_over(sharded: ShardedCollection, module: Collection) -> None:
@@ -75,7 +86,7 @@ class DistributedModelParallel(nn.Module):
     ``module`` is changed in place. Names in state dicts and of parameters are those of ``module``.
 
     Args:
-        module: with EmbeddingBagCollections of tierstore, the same on all ranks.
+        module: with collections of tierstore, the same on all ranks.
         env: the ranks; all of the default process group if None.
         device: None or the CPU.
         plan: where the tables are; names of tables must differ over the whole model.
@@ -112,7 +123,7 @@ class DistributedModelParallel(nn.Module):
         found = {
             name: child
             for name, child in module.named_modules()
-            if isinstance(child, EmbeddingBagCollection) and not isinstance(child, ShardedCollection)
+            if isinstance(child, Collection) and _can_be_sharded(child)
         }
         names = [table for child in found.values() for table in child.table_names()]
         unplanned = {table.name for table in self.plan.tables} - set(names)
