@@ -81,6 +81,11 @@ class TieredModule(nn.Module):
 
     # -- lookups -------------------------------------------------------------------------
 
+    collective = False
+    """Whether ranks look rows up together. Such modules have ``begin_exchange(*args)``, called by all ranks
+    in the order of the batches, which gives an object with ``send()``; ``finish_exchange(object)``, which
+    gives the lookup; and ``least(value)``, the smallest ``value`` of any rank."""
+
     @abstractmethod
     def lookup_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """The tensors among forward's arguments that determine the lookup (ids, offsets or lengths)."""

@@ -206,10 +206,10 @@ def _fill(
         if window is not None:
             if session.pulled_ahead > window:
                 break
-        elif session.pulled_ahead > MAX_WINDOW or held > WINDOW_BYTES or _covered(session):
+        elif session.any_rank(session.pulled_ahead > MAX_WINDOW or held > WINDOW_BYTES or _covered(session)):
             break
     chosen = max(0, session.pulled_ahead - 1) if window is None else window
-    deep = _auto_depth(session, first) if depth is None else depth
+    deep = session.least(_auto_depth(session, first)) if depth is None else depth
     session.start(deep, chosen)
     logger.debug("prefetch: depth %d, window %d", deep, chosen)
     while more and session.pulled_ahead <= deep + chosen:

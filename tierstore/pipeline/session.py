@@ -6,6 +6,9 @@ are drawn
 in a reproducible order); the worker deduplicates their ids, announces them to the window and plans them in
 order, at
 most ``depth`` batches ahead of the one in use.
+
+Collectives of sharded modules are begun by the training thread alone, at points that depend on nothing but
+the number of batches, so that all ranks begin them in the same order; the worker waits for their ends.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class Planned:
     tickets: list[Ticket] = field(default_factory=list)
     first: dict[int, int] = field(default_factory=dict)  # id(chain) → number of its first lookup
     expected: list[tuple[TieredModule, Ahead]] = field(default_factory=list)
+    exchanges: dict[int, Any] = field(default_factory=dict)  # number of the call → exchange with other ranks
     prepared: bool = False
 
 
@@ -51,6 +55,7 @@ class Session:
         self.window = 0
         self._coming: deque[Planned] = deque()  # pulled, not yet used; the first is the next to be used
         self._changed = threading.Condition()
+        self._announced: deque[Planned] = deque()  # the training thread's: sizes are being exchanged
         self._to_prepare: deque[Planned] = deque()
         self._to_plan: deque[Planned] = deque()
         self._recent: deque[dict[int, int]] = deque()  # first numbers of the last planned batches
@@ -66,14 +71,54 @@ class Session:
     def add(self, batch: Any) -> Planned:
         """A batch was pulled."""
         planned = Planned(batch)
-        with self._changed:
-            self._coming.append(planned)
-            self._to_prepare.append(planned)
-            self._changed.notify_all()
+        self._coming.append(planned)
+        self._send()
+        for number, call in enumerate(self.calls):
+            if call.module.collective:
+                self._begin_exchange(planned, number, call)
+        self._announced.append(planned)
+        if not planned.exchanges:
+            self._send()
         return planned
+
+    def _begin_exchange(self, planned: Planned, number: int, call: Call) -> None:
+        try:
+            args, kwargs = call.arguments(planned.batch)
+        except (LookupError, AttributeError, TypeError) as error:
+            logger.debug("no prefetch for a batch: %s", error)
+            return
+        module: Any = call.module
+        planned.exchanges[number] = module.begin_exchange(*args, **kwargs)
+
+    def _send(self) -> None:
+        """Hands batches to the worker, whose sizes the ranks have announced to one another meanwhile."""
+        while self._announced:
+            planned = self._announced.popleft()
+            for number, exchange in list(planned.exchanges.items()):
+                try:
+                    exchange.send()
+                except TierStoreError as error:  # on all ranks, and the forward call will raise it
+                    logger.debug("no prefetch for a batch: %s", error)
+                    del planned.exchanges[number]
+            with self._changed:
+                self._to_prepare.append(planned)
+                self._changed.notify_all()
+
+    def least(self, value: int) -> int:
+        """The smallest ``value`` of any rank, where ranks look rows up together; else ``value`` itself."""
+        for call in self.calls:
+            if call.module.collective:
+                module: Any = call.module
+                return int(module.least(value))
+        return value
+
+    def any_rank(self, condition: bool) -> bool:
+        """Whether ``condition`` holds on any rank, where ranks look rows up together."""
+        return not self.least(int(not condition))
 
     def exhausted(self) -> None:
         """The loader has no more batches."""
+        self._send()
         with self._changed:
             self._exhausted = True
             self._changed.notify_all()
@@ -85,6 +130,8 @@ class Session:
             self._changed.notify_all()
 
     def wait_prepared(self, planned: Planned) -> None:
+        if planned in self._announced:
+            self._send()
         with self._changed:
             self._changed.wait_for(lambda: planned.prepared)
 
@@ -151,18 +198,23 @@ class Session:
 
     def _prepare(self, planned: Planned) -> None:
         if not self._broken:
-            for call in self.calls:
-                self._prepare_call(planned, call)
+            for number, call in enumerate(self.calls):
+                self._prepare_call(planned, call, planned.exchanges.pop(number, None))
         with self._changed:
             planned.prepared = True
             self._to_plan.append(planned)
             self._changed.notify_all()
 
-    def _prepare_call(self, planned: Planned, call: Call) -> None:
+    def _prepare_call(self, planned: Planned, call: Call, exchange: Any) -> None:
+        module: Any = call.module
+        if module.collective and exchange is None:
+            return
         try:
             args, kwargs = call.arguments(planned.batch)
-            inputs = call.module.lookup_inputs(*args, **kwargs)
-            lookup = call.module.make_lookup(*args, **kwargs)
+            inputs = module.lookup_inputs(*args, **kwargs)
+            lookup = (
+                module.make_lookup(*args, **kwargs) if exchange is None else module.finish_exchange(exchange)
+            )
         except (TierStoreError, LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             # Whatever is wrong with this batch, the forward call will say, in the user's own thread.
             logger.debug("no prefetch for a batch: %s", error)
@@ -177,7 +229,7 @@ class Session:
             part.rows = ticket
             planned.first.setdefault(id(part.chain), seq)
             planned.tickets.append(ticket)
-        planned.lookups.append((call.module, inputs, lookup))
+        planned.lookups.append((module, inputs, lookup))
 
     def _plan(self, planned: Planned) -> None:
         self._recent.append(planned.first)

@@ -104,6 +104,12 @@ class ShardedCollection(Collection):
 
     # -- lookups -------------------------------------------------------------------------
 
+    collective = True
+
+    def least(self, value: int) -> int:
+        """The smallest ``value`` of any rank. All ranks call it."""
+        return self.env.least(value)
+
     def begin_exchange(self, features: Any) -> InputExchange:
         """Begins to send the ids of a batch to the ranks that hold their rows."""
         found: list[FeatureIds] = []

@@ -59,6 +59,12 @@ class ShardingEnv:
             "; ".join(f"rank {r}: {text}" for r, text in enumerate(found) if text is not None)
         ) from error
 
+    def least(self, value: int) -> int:
+        """The smallest ``value`` of any rank. All ranks call it."""
+        smallest = torch.tensor([value])
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self.inputs)
+        return int(smallest.item())
+
     def sum_bits(self, tensor: Tensor) -> Tensor:
         """Adds up a float32 tensor of which every element is non-zero bits on at most one rank; in place.
 

@@ -1,0 +1,119 @@
+"""Prefetch of sharded collections: the same rows, whatever is fetched ahead; no rank waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tierstore
+from tests.sharding import cases
+from tests.sharding.ranks import run
+from tierstore import EmbeddingConfig, InputError, KeyedJaggedTensor, TierConfig, optim
+from tierstore.sharding import (
+    DistributedModelParallel,
+    ShardingEnv,
+    column_wise,
+    construct_plan,
+    data_parallel,
+    row_wise,
+)
+
+CUTS = {"t0": row_wise(), "t1": column_wise([1, 0]), "t2": data_parallel(), "t3": row_wise([10, 61])}
+SECOND = {"s": row_wise([30, 27])}
+TIERS = TierConfig(hbm="8KiB", ssd="64MiB", engine="memory")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        sgd = optim.Adagrad(lr=0.1)
+        self.bags = tierstore.EmbeddingBagCollection(cases.tables(), config=cases.MEMORY, optimizer=sgd)
+        sequence = EmbeddingConfig(57, 4, "s", feature_names=["c"])
+        self.rows = tierstore.EmbeddingCollection([sequence], config=cases.MEMORY, optimizer=sgd)
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        pooled, rows = self.bags(features).values(), self.rows(features)["c"].values()
+        return pooled.square().sum() + rows.square().sum(), pooled
+
+
+def model(env: ShardingEnv) -> DistributedModelParallel:
+    plan = construct_plan(cases.tables(), CUTS, 2)
+    second = construct_plan([EmbeddingConfig(57, 4, "s", feature_names=["c"])], SECOND, 2)
+    plan = type(plan)((*plan.tables, *second.tables), 2, 2)
+    return DistributedModelParallel(Model(), env, plan=plan, config=TIERS)
+
+
+def ahead() -> None:
+    env = ShardingEnv.from_process_group()
+    data = [batch.of([env.rank]) for batch in cases.batches(2, 9, empty=1)]
+    ends = []
+    for options in (None, {"depth": 2, "window": 3}, {}):
+        dmp = model(env)
+        on_demand = count_calls(dmp.sharded["bags"], "make_lookup")
+        loader = data if options is None else tierstore.prefetch(data, dmp, **options)
+        for step, features in enumerate(loader):
+            dmp(features)[0].backward()
+            if step == 4:  # another use of the tables while batches are on their way
+                dmp.eval()
+                dmp(data[0])
+                dmp.train()
+        ends.append(dmp.state_dict())
+        assert len(on_demand) == (len(data) + 1 if options is None else 2)  # the first batch is learned from
+        dmp.close()
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], rtol=0, atol=0)
+    left_early(env, data)
+    pipeline(env, data, ends[0])
+
+
+def count_calls(module: Any, name: str) -> list[None]:
+    calls: list[None] = []
+    original = getattr(module, name)
+
+    def counted(*args: Any) -> Any:
+        calls.append(None)
+        return original(*args)
+
+    setattr(module, name, counted)
+    return calls
+
+
+def train(dmp: DistributedModelParallel, loader: Iterable[KeyedJaggedTensor]) -> None:
+    for features in loader:
+        dmp(features)[0].backward()
+
+
+def left_early(env: ShardingEnv, data: list[KeyedJaggedTensor]) -> None:
+    dmp = model(env)
+    for step, features in enumerate(tierstore.prefetch(data, dmp, depth=1, window=4)):
+        dmp(features)[0].backward()
+        if step == 2:
+            break
+    wrong = [*data[:3], data[3], *data[4:]]
+    if env.rank:
+        bad = data[4].values().clone()
+        bad[:1] = -7
+        wrong[4] = KeyedJaggedTensor(data[4].keys(), bad, lengths=data[4].lengths())
+    with pytest.raises(InputError, match="rank 1: feature 'c': id -7 at position 0"):
+        train(dmp, tierstore.prefetch(wrong, dmp, depth=2, window=2))
+    dmp.close()
+
+
+def pipeline(env: ShardingEnv, data: list[KeyedJaggedTensor], expected: dict[str, torch.Tensor]) -> None:
+    dmp = model(env)
+    steps = tierstore.PrefetchPipeline(dmp, None, depth=1, window=2)
+    source = iter(data)
+    for _ in data:
+        steps.progress(source)
+    with pytest.raises(StopIteration):
+        steps.progress(source)
+    torch.testing.assert_close(dmp.state_dict(), expected, rtol=0, atol=0)
+    dmp.close()
+
+
+def test_prefetch_changes_nothing() -> None:
+    run(2, ahead)
