@@ -49,10 +49,21 @@ class Table:
 class Engine:
     """Tables, tiers and store. ``optimizer`` is a specification of :mod:`tierstore.optim`.
 
+    ``keep`` and ``at`` are those of the store's options.
+
     Lookups are thread-safe with respect to one another; ``close`` waits for a plan in progress.
     """
 
-    def __init__(self, tables: Sequence[Table], config: TierConfig, optimizer: Any, seed: int = 0) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        config: TierConfig,
+        optimizer: Any,
+        seed: int = 0,
+        *,
+        keep: int = 1,
+        at: int = 0,
+    ) -> None:
         if not tables:
             raise ConfigError("at least one table is needed")
         config.check_tables(table.origin or table.name for table in tables)
@@ -78,7 +89,7 @@ class Engine:
         host = divide(int(config.uvm), demands, config.policy, "uvm") if config.uvm else [None] * len(demands)
         self.store: RowStore | None = None
         if config.ssd:
-            self.store = open_store(config.path, config.engine, self.specs, int(config.ssd))
+            self.store = open_store(config.path, config.engine, self.specs, int(config.ssd), keep=keep, at=at)
         try:
             self.chains = [
                 self._chain(*item) for item in zip(demands, groups.values(), fast, host, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from tierstore.cache.engine import Engine, Table
 from tierstore.config import TierConfig
-from tierstore.errors import InputError
+from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import constant
 from tierstore.modules.base import TieredModule
 from tierstore.modules.collection import Collection, FeatureIds, TableView, _check_names, _features, table_of
@@ -23,6 +22,7 @@ from tierstore.modules.configs import from_torchrec
 from tierstore.modules.inputs import FeatureLookup
 from tierstore.optim import SGD, OptimizerSpec
 from tierstore.placement import ShardingPlan, ShardingType
+from tierstore.sharding.commits import Commits, Place
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.input_exchange import InputExchange, check_range
 from tierstore.sharding.output_exchange import Floats
@@ -66,6 +66,8 @@ class ShardedCollection(Collection):
         config: TierConfig | None,
         optimizer: OptimizerSpec | None,
         seed: int,
+        commits: Commits | None = None,
+        name: str = "",
     ) -> None:
         configs: list[Any] = [from_torchrec(table) for table in tables]
         _check_names(configs)
@@ -73,10 +75,16 @@ class ShardedCollection(Collection):
         plan.check(configs, env.world_size)
         features = _features(configs, {table.name: number for number, table in enumerate(configs)})
         routing = Routing(features, plan, env.rank)
-        engine = _open(env, routing, configs, config, optimizer, seed)
+        config = config or TierConfig()
+        if commits is None and config.path is not None:
+            commits = Commits(config.path, env)
+        place = None if commits is None else commits.place(name, plan, config.engine)
+        engine = _open(env, routing, configs, config, optimizer, seed, place)
         TieredModule.__init__(self, engine, range(len(engine.tables)), optimizer)
+        self.tiers = config
         self.configs, self.env, self.plan, self.routing = configs, env, plan, routing
         self._configs = configs
+        self._commits = commits
         self._features = features
         self._bounds = [feature.config.num_embeddings for feature in features]
         self._id_type = torch.int32 if max(self._bounds) <= _INT32_ROWS else torch.int64
@@ -84,6 +92,8 @@ class ShardedCollection(Collection):
         self._warn_of_states()
         view_of = {table.name: ShardedTableView(self, table, at) for at, table in enumerate(configs)}
         self.add_module(views, nn.ModuleDict(view_of))
+        if commits is not None:
+            commits.join(name, self)
 
     def _warn_of_states(self) -> None:
         cut = [
@@ -98,6 +108,31 @@ class ShardedCollection(Collection):
                 self.fused_optimizer.spec.name,
                 cut,
             )
+
+    def commit(self, extra: dict[str, Any] | None = None) -> int:
+        """Makes the rows of all ranks durable, as one commit: after a crash all ranks are at it, or none.
+        With DistributedModelParallel, those of all collections. All ranks call it; returns its number.
+
+        Raises ConfigError on all ranks without a path, or if one of them fails.
+        """
+        if self._commits is None:
+            raise ConfigError("there is no place to commit to; give TierConfig(path=...)")
+        return self._commits.commit(extra)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no rows of an earlier commit were found."""
+        return self._commits is None or not self._commits.restored(self)
+
+    def committed_extra(self) -> dict[str, Any]:
+        """``extra`` of the last commit of all ranks."""
+        return {} if self._commits is None else self._commits.extra
+
+    def close(self, *, commit: bool = True) -> None:
+        """Commits (if there is a path; all ranks do it) and closes the engine of this rank."""
+        if commit and self._commits is not None and not self.engine.closed:
+            self._commits.commit(self._commits.extra)
+        super().close(commit=False)
 
     def table_names(self) -> list[str]:
         return [table.name for table in self.configs]
@@ -180,7 +215,7 @@ class ShardedCollection(Collection):
         weight = torch.zeros((len(keys), config.embedding_dim))
         width = 1 if spec.state_per_row else config.embedding_dim
         state = {name: torch.zeros((len(keys), width)) for name in spec.state_names}
-        for shard in self._shards(config.name):
+        for shard in self.local_shards(config.name):
             if shard.replica and self.env.rank:
                 continue
             at = np.flatnonzero(shard.holds(keys))
@@ -206,7 +241,7 @@ class ShardedCollection(Collection):
         values = self._matrix("weight", weight, (len(keys), dim))
         state = None if optimizer is None else self._state(optimizer, len(keys), dim)
         per_row = self.fused_optimizer.spec.state_per_row
-        for shard in self._shards(config.name):
+        for shard in self.local_shards(config.name):
             at = np.flatnonzero(shard.holds(keys))
             part = None
             if state is not None:
@@ -218,12 +253,13 @@ class ShardedCollection(Collection):
 
     def touched_ids(self, table: str | None = None) -> Iterator[Tensor]:
         """As TieredModule.touched_ids, of the shards on this rank."""
-        local = {shard.local for shard in self._shards(self.configs[self._table(table)].name)}
+        local = {shard.local for shard in self.local_shards(self.configs[self._table(table)].name)}
         for index in sorted(local)[:1]:  # ranges of columns are touched together
             for ids in self.engine.touched_ids(index):
                 yield torch.from_numpy(ids)
 
-    def _shards(self, name: str) -> Iterator[_Shard]:
+    def local_shards(self, name: str) -> Iterator[_Shard]:
+        """The shards of a table on this rank."""
         placement = self.plan.table(name)
         for shard in placement.shards:
             if shard.rank == self.env.rank:
@@ -257,15 +293,20 @@ def _open(
     env: ShardingEnv,
     routing: Routing,
     configs: Sequence[Any],
-    config: TierConfig | None,
+    config: TierConfig,
     optimizer: OptimizerSpec | None,
     seed: int,
+    place: Place | None,
 ) -> Engine:
     """The engine of this rank's shards; ConfigError on every rank if one of them fails."""
     error: Exception | None = None
     try:
         tables = routing.local_tables(configs)
-        return Engine(*_of_rank(env, routing, tables, config or TierConfig()), optimizer or SGD(), seed)
+        tables, config = _of_rank(env, routing, tables, config, place)
+        engine = Engine(tables, config, optimizer or SGD(), seed, keep=2, at=0 if place is None else place.at)
+        if place is not None:
+            place.check(engine)
+        return engine
     except Exception as raised:
         error = raised
         raise
@@ -274,15 +315,14 @@ def _open(
 
 
 def _of_rank(
-    env: ShardingEnv, routing: Routing, tables: list[Table], config: TierConfig
+    env: ShardingEnv, routing: Routing, tables: list[Table], config: TierConfig, place: Place | None
 ) -> tuple[list[Table], TierConfig]:
     """This rank's tables and tiers. A rank without shards takes part with one row that nobody asks for."""
     if not tables:
         return [Table(_NO_SHARD, 1, 1, constant(0.0))], TierConfig(hbm="all")
     names = {table.origin for table in tables}
     changes: dict[str, Any] = {"tables": {name: o for name, o in config.tables.items() if name in names}}
-    if config.path is not None:
-        changes["path"] = os.path.join(config.path, f"rank{env.rank:05d}")
+    changes["path"] = None if place is None else place.folder
     shards = [shard for table in routing.plan.tables for shard in table.shards if shard.rank == env.rank]
     for tier in ("hbm", "uvm", "ssd"):
         if any(shard.hbm_bytes for shard in shards):

@@ -19,6 +19,7 @@ from tierstore.modules.lookup import MODES
 from tierstore.optim import SGD, OptimizerSpec
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.collection import ShardedCollection, ShardedLookup
+from tierstore.sharding.commits import Commits
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.input_exchange import InputExchange
 from tierstore.sharding.output_exchange import OutputExchange, WeightExchange
@@ -48,8 +49,12 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         config: TierConfig | None = None,
         optimizer: OptimizerSpec | None = SGD(),  # noqa: B008  (immutable)
         seed: int = 0,
+        _commits: Commits | None = None,
+        _name: str = "",
     ) -> None:
-        ShardedCollection.__init__(self, tables, plan, env, "embedding_bags", config, optimizer, seed)
+        ShardedCollection.__init__(
+            self, tables, plan, env, "embedding_bags", config, optimizer, seed, _commits, _name
+        )
         self._is_weighted = is_weighted
         self._pooled_by: list[PoolingType] = [feature.config.pooling for feature in self._features]  # type: ignore[attr-defined]
         for number, pooling in enumerate(self._pooled_by):

@@ -17,6 +17,7 @@ from tierstore.modules.inputs import Ids, sequence_lookup
 from tierstore.optim import SGD, OptimizerSpec
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.collection import ShardedCollection, ShardedLookup
+from tierstore.sharding.commits import Commits
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.input_exchange import InputExchange
 from tierstore.sharding.output_exchange import OutputExchange
@@ -45,8 +46,12 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
         config: TierConfig | None = None,
         optimizer: OptimizerSpec | None = SGD(),  # noqa: B008  (immutable)
         seed: int = 0,
+        _commits: Commits | None = None,
+        _name: str = "",
     ) -> None:
-        ShardedCollection.__init__(self, tables, plan, env, "embeddings", config, optimizer, seed)
+        ShardedCollection.__init__(
+            self, tables, plan, env, "embeddings", config, optimizer, seed, _commits, _name
+        )
         self._need_indices = need_indices
 
     def embedding_configs(self) -> list[EmbeddingConfig]:

@@ -17,6 +17,7 @@ from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.embedding_collection import EmbeddingCollection
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.collection import ShardedCollection
+from tierstore.sharding.commits import Commits
 from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
 from tierstore.sharding.env import ShardingEnv
@@ -30,10 +31,13 @@ def shard(
     env: ShardingEnv | None = None,
     *,
     config: TierConfig | None = None,
+    _commits: Commits | None = None,
+    _name: str = "",
 ) -> ShardedCollection:
     """The sharded counterpart of an unsharded collection, which is closed. All ranks call it.
 
-    Rows that ``module`` has touched are taken over, on every rank from its own copy; all others have the same
+    A commit below the path of ``config`` is restored, whatever its plan and number of ranks. Without one,
+    rows that ``module`` has touched are taken over, on every rank from its own copy; all others have the same
     initial values sharded and unsharded. ``config`` replaces that of ``module``, in particular its ``path``
     (below which every rank gets a folder): an unsharded module with a path can be open in one process only.
 
@@ -52,7 +56,8 @@ def shard(
                 f"the module's rows are in {config.path}; build it without a path on every rank and give "
                 "shard(..., config=TierConfig(path=...)), below which each rank gets a folder of its own"
             )
-    options: dict[str, Any] = {"config": config, "seed": module.engine.specs[0].seed}
+    options: dict[str, Any] = {"_commits": _commits, "_name": _name}
+    options |= {"config": config, "seed": module.engine.specs[0].seed}
     options["optimizer"] = None if module.frozen else module.fused_optimizer.spec
     sharded: ShardedCollection
     if isinstance(module, EmbeddingBagCollection):
@@ -62,7 +67,9 @@ def shard(
         assert isinstance(module, EmbeddingCollection)
         tables = module.embedding_configs()
         sharded = ShardedEmbeddingCollection(tables, plan, env, module.need_indices(), **options)
-    _take_over(sharded, module)
+    if sharded.is_fresh:
+        _take_over(sharded, module)
+    module.close(commit=False)
     return sharded.train(module.training)
 
 
@@ -77,7 +84,6 @@ def _take_over(sharded: ShardedCollection, module: Collection) -> None:
             state = module.optimizer_rows(ids, table)
             sharded.load_rows(ids, module.rows(ids, table), state, table)
     sharded.fused_optimizer.load_state_dict(module.fused_optimizer.state_dict())
-    module.close(commit=False)
 
 
 class DistributedModelParallel(nn.Module):
@@ -116,6 +122,8 @@ class DistributedModelParallel(nn.Module):
         self.env = ShardingEnv.from_process_group() if env is None else env
         self.plan = plan
         self._sharded: dict[str, ShardedCollection] = {}
+        path = None if config is None else config.path
+        self._commits = None if path is None else Commits(path, self.env)
         module = self._shard_all(module, config)
         self._wrapped = self._replicate(module, find_unused_parameters)
 
@@ -134,7 +142,7 @@ class DistributedModelParallel(nn.Module):
                 else f"names of tables must differ over the whole model: {names}"
             )
         for name, child in found.items():
-            new = shard(child, self.plan, self.env, config=config)
+            new = shard(child, self.plan, self.env, config=config, _commits=self._commits, _name=name)
             self._sharded[name] = new
             if not name:
                 return new
@@ -185,7 +193,20 @@ class DistributedModelParallel(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return self.module.named_buffers(*args, **kwargs)
 
+    def commit(self, extra: dict[str, Any] | None = None) -> int:
+        """As ShardedCollection.commit, of all collections."""
+        if self._commits is None:
+            raise ConfigError("there is no place to commit to; give config=TierConfig(path=...)")
+        return self._commits.commit(extra)
+
+    def committed_extra(self) -> dict[str, Any]:
+        """``extra`` of the last commit of all ranks; {} if there is none."""
+        return {} if self._commits is None else self._commits.extra
+
     def close(self, *, commit: bool = True) -> None:
-        """Closes the tables of this rank."""
+        """Commits (if there is a path; all ranks do it) and closes the tables of this rank."""
+        if commit and self._commits is not None:
+            self._commits.commit(self._commits.extra)
+            commit = False
         for collection in self._sharded.values():
             collection.close(commit=commit)

@@ -39,13 +39,15 @@ def open_store(
     *,
     io: str = "auto",
     read_threads: int = 16,
+    keep: int = 1,
+    at: int = 0,
 ) -> DirectoryStore:
     """Opens the store directory ``path`` for ``tables``, at its last commit; creates it where there is none.
 
     ``path`` None makes a temporary directory that is deleted on close, or when the process ends in good
-    order. ``ssd_bytes`` caps all files of the store; ``io`` and ``read_threads`` are those of
-    :class:`StoreOptions`. Tables that the directory does not have yet are added, if it has no others than
-    those asked for.
+    order. ``ssd_bytes`` caps all files of the store; ``io``, ``read_threads``, ``keep`` and ``at`` are
+    those of :class:`StoreOptions`. Tables that the directory does not have yet are added, if it has no others
+    than those asked for.
 
     Raises ``StoreMismatchError`` (and touches nothing) when the directory is for other tables or another
     engine, or holds something else; ``StoreLockedError`` when it is open elsewhere; ``ConfigError`` when
@@ -63,9 +65,8 @@ def open_store(
         if found is None:
             undo.callback(_remove_new, folder, engine)
             identities.write_identity(folder, wanted)
-        inner = factory(
-            _engine_folder(folder, engine), wanted.tables, StoreOptions(ssd_bytes, io, read_threads)
-        )
+        options = StoreOptions(ssd_bytes, io, read_threads, keep, at)
+        inner = factory(_engine_folder(folder, engine), wanted.tables, options)
         undo.callback(inner.close)
         if found not in (None, wanted):
             identities.write_identity(folder, wanted)

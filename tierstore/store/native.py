@@ -85,7 +85,7 @@ class NativeStore:
         if config is None:
             if options is None:
                 raise ConfigError("NativeStore needs options or a config")
-            config = NativeConfig(cap_bytes=options.ssd_bytes, io=options.io)
+            config = NativeConfig(options.ssd_bytes, options.io, keep=options.keep, at=options.at)
         self._sizes = RowSizes(tables)
         row_sizes = [(spec.index, spec.row_bytes) for spec in tables]
         self._core = _core.NativeStore(str(path), config, row_sizes, env)

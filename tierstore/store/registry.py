@@ -22,6 +22,10 @@ class StoreOptions:
     """"auto", "io_uring" or "pread"; engines with one way to do IO ignore it."""
     read_threads: int = 16
     """Threads over which rocksdb and lmdb, whose reads block, spread a batch; 1 means the caller alone."""
+    keep: int = 1
+    """Commits to keep; engines that keep only the last one ignore it."""
+    at: int = 0
+    """Number of the kept commit to open at, 0 for the last; engines that keep only the last one ignore it."""
 
 
 EngineFactory = Callable[[Path, Sequence[TableSpec], StoreOptions], RowStore]

@@ -1,0 +1,179 @@
+"""One commit of all ranks: each rank's store commits, then one file says which of these commits are it.
+
+``<path>/COMMIT.json``, replaced atomically by rank 0, names the last commit that all ranks have made, and for
+each collection its folder (``<generation>/<collection>/rank00000`` ...), its plan, and every rank's commit in
+its store. Stores keep their last two commits, so the one that the file names exists until it names the next.
+Folders that the file does not name can be deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from tierstore.cache.engine import Engine
+from tierstore.errors import StoreCorruptError, StoreMismatchError
+from tierstore.placement import ShardingPlan
+from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.restore import restore
+from tierstore.store.files import read_regular, write_atomically
+
+if TYPE_CHECKING:
+    from tierstore.sharding.collection import ShardedCollection
+
+FILE_NAME = "COMMIT.json"
+FORMAT = 1
+_MOST_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A collection in the last commit."""
+
+    folder: str
+    engine: str
+    plan: ShardingPlan
+    ranks: list[int]
+    """Number of the commit in the store of every rank; 0: it has no shards."""
+    updates: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's store is, and at which of its commits it opens."""
+
+    folder: str
+    at: int
+    number: int
+    """Of the commit of all ranks; 0 if there is none that this store takes part in."""
+
+    def check(self, engine: Engine) -> None:
+        """StoreMismatchError unless the store is at the commit of all ranks: some engines keep only one."""
+        if not self.number or engine.store is None:
+            return
+        found = engine.committed_extra().get("commit")
+        if found != self.number:
+            raise StoreMismatchError(
+                f"{self.folder} is at commit {found} and the last one of all ranks is {self.number}; engine "
+                f"{engine.config.engine!r} keeps only its own last commit: restore a copy of the folder"
+            )
+
+
+class Commits:
+    """The commits below ``path``, of one or several collections. All ranks make it and call its methods."""
+
+    def __init__(self, path: str | os.PathLike[str], env: ShardingEnv) -> None:
+        self.path = Path(path)
+        self._env = env
+        record = self._read()
+        self.number: int = record.get("number", 0)
+        """Of the last commit of all ranks, 0 before the first."""
+        self.extra: dict[str, Any] = record.get("extra", {})
+        self._saved = {name: _saved(entry) for name, entry in record.get("collections", {}).items()}
+        self._collections: dict[str, ShardedCollection] = {}
+        self._folders: dict[str, str] = {}
+        self._restored: set[int] = set()
+
+    def _read(self) -> dict[str, Any]:
+        """Rank 0's file, told to all: ranks on other hosts may not see it."""
+        # a name that no interrupted job has used: what is in its folders belongs to no commit
+        record: list[Any] = [None, None, token_hex(4)]
+        if self._env.rank == 0:
+            try:
+                record[0] = json.loads(read_regular(self.path / FILE_NAME, _MOST_BYTES))
+                if record[0].get("format") != FORMAT:
+                    record[:2] = [None, f"{self.path / FILE_NAME} has another format than {FORMAT}"]
+            except (FileNotFoundError, NotADirectoryError):
+                record[0] = {}
+            except (ValueError, RecursionError, AttributeError) as error:
+                record[1] = f"{self.path / FILE_NAME} is damaged: {error}"
+        first = dist.get_global_rank(self._env.outputs, 0)
+        dist.broadcast_object_list(record, src=first, group=self._env.outputs)
+        if record[1] is not None:
+            raise StoreCorruptError(record[1])
+        found: dict[str, Any] = record[0]
+        self._generation = f"{found.get('number', 0) + 1:06d}-{record[2]}"
+        return found
+
+    def place(self, name: str, plan: ShardingPlan, engine: str) -> Place:
+        """Where this rank's store of a collection is: in a new folder if the last commit has another plan."""
+        saved = self._saved.get(name)
+        rank = f"rank{self._env.rank:05d}"
+        if saved is not None and (_geometry(saved.plan), saved.engine) == (_geometry(plan), engine):
+            self._folders[name] = saved.folder
+            at = saved.ranks[self._env.rank]
+            return Place(str(self.path / saved.folder / rank), at, self.number if at else 0)
+        self._folders[name] = f"{self._generation}/{name or 'tables'}"
+        return Place(str(self.path / self._folders[name] / rank), 0, 0)
+
+    def join(self, name: str, collection: ShardedCollection) -> None:
+        """The collection takes part from now on; its rows are those of the last commit, if that has them."""
+        self._collections[name] = collection
+        saved = self._saved.get(name)
+        if saved is None:
+            return
+        self._restored.add(id(collection))
+        if saved.folder != self._folders[name]:
+            restore(collection, self.path / saved.folder, saved.plan, saved.ranks)
+        collection.fused_optimizer.num_updates = saved.updates
+
+    def restored(self, collection: ShardedCollection) -> bool:
+        """Whether the collection began with the rows of a commit."""
+        return id(collection) in self._restored
+
+    def commit(self, extra: dict[str, Any] | None = None) -> int:
+        """One commit of all ranks; returns its number. ``extra``: plain JSON values, rank 0's are kept."""
+        number = self.number + 1
+        own: dict[str, int] = {}
+        error: Exception | None = None
+        try:
+            for name, collection in self._collections.items():
+                engine = collection.engine
+                own[name] = 0 if engine.store is None else engine.commit({"commit": number})
+        except Exception as raised:  # the other ranks must not wait, nor count this commit as made
+            error = raised
+        self._env.agree(error)
+        everyone: list[Any] = [None] * self._env.world_size
+        dist.all_gather_object(everyone, own, group=self._env.outputs)
+        try:
+            if self._env.rank == 0:
+                self._write(number, everyone, extra or {})
+        except Exception as raised:
+            error = raised
+        self._env.agree(error)
+        self.number, self.extra = number, extra or {}
+        return number
+
+    def _write(self, number: int, everyone: list[dict[str, int]], extra: dict[str, Any]) -> None:
+        collections = {
+            name: {
+                "folder": self._folders[name],
+                "engine": collection.tiers.engine,
+                "plan": collection.plan.to_dict(),
+                "ranks": [own[name] for own in everyone],
+                "updates": collection.fused_optimizer.num_updates,
+            }
+            for name, collection in self._collections.items()
+        }
+        record = {"format": FORMAT, "number": number, "extra": extra, "collections": collections}
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path / FILE_NAME, [json.dumps(record, allow_nan=False).encode()])
+
+
+def _saved(entry: dict[str, Any]) -> Saved:
+    plan = ShardingPlan.from_dict(entry["plan"])
+    return Saved(entry["folder"], entry["engine"], plan, entry["ranks"], entry["updates"])
+
+
+def _geometry(plan: ShardingPlan) -> Any:
+    tables = {
+        table.name: [(s.rank, s.row_start, s.rows, s.column_start, s.columns) for s in table.shards]
+        for table in plan.tables
+    }
+    return plan.world_size, tables

@@ -1,0 +1,109 @@
+"""Rows of a commit of another plan, number of ranks or engine, read into the present shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from tierstore.errors import StoreMismatchError
+from tierstore.keys import split
+from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement
+from tierstore.sharding.routing import shard_name
+from tierstore.store.directory import open_store
+from tierstore.store.identity import read_identity
+from tierstore.store.protocol import RowStore, TableSpec
+
+if TYPE_CHECKING:
+    from tierstore.sharding.collection import ShardedCollection
+
+_NO_CAP = 1 << 60
+
+
+def restore(collection: ShardedCollection, folder: Path, plan: ShardingPlan, commits: list[int]) -> None:
+    """Reads what this rank's shards need from the stores of all ranks of ``plan``, which all ranks must see.
+
+    ``commits``: which commit of each store. All ranks call it: they take turns, for a store is open once.
+    """
+    env = collection.env
+    turns = max(env.world_size, plan.world_size)
+    for turn in range(turns):
+        old = (env.rank + turn) % turns
+        error: Exception | None = None
+        try:
+            if old < plan.world_size and commits[old]:
+                _read_rank(collection, folder / f"rank{old:05d}", plan, old, commits[old])
+        except Exception as raised:  # the others must not wait
+            error = raised
+        env.agree(error, StoreMismatchError)
+    dist.barrier(group=env.outputs)
+
+
+def _read_rank(
+    collection: ShardedCollection, folder: Path, plan: ShardingPlan, rank: int, commit: int
+) -> None:
+    identity = read_identity(folder)
+    specs = {spec.name: spec for spec in identity.tables}
+    with open_store(folder, identity.engine, identity.tables, _NO_CAP, keep=2, at=commit) as store:
+        for table in plan.tables:
+            if table.sharding_type is ShardingType.DATA_PARALLEL and rank:
+                continue  # its replicas are equal
+            parts = {
+                shard_name(table.name, table.embedding_dim, shard): shard
+                for shard in table.shards
+                if shard.rank == rank
+            }
+            for name, shard in parts.items():
+                _read_table(collection, store, table.name, specs[name], shard)
+
+
+def _read_table(
+    collection: ShardedCollection, store: RowStore, table: str, spec: TableSpec, shard: ShardPlacement
+) -> None:
+    optimizer = collection.fused_optimizer.spec
+    if dict(spec.optimizer) != optimizer.identity:
+        raise StoreMismatchError(
+            f"table {table!r} was committed with optimizer {dict(spec.optimizer)}, not {optimizer.identity}"
+        )
+    width = spec.embedding_dim
+    for keys in store.keys(spec.index):
+        rows = np.empty((len(keys), spec.row_bytes), np.uint8)
+        assert store.read(keys, rows).all()
+        values = rows.view(np.float32)
+        ids = split(keys)[1]
+        state = values[:, width : width + optimizer.state_floats(width)]
+        _put(collection, table, ids, values[:, :width], state, shard.column_start)
+
+
+def _put(
+    collection: ShardedCollection,
+    table: str,
+    ids: NDArray[np.int64],
+    weight: NDArray[np.float32],
+    state: NDArray[np.float32],
+    column: int,
+) -> None:
+    """Writes into this rank's shards the columns of ``weight`` and ``state``, which begin at ``column``."""
+    per_row = collection.fused_optimizer.spec.state_per_row
+    for shard in collection.local_shards(table):
+        begin = max(column, shard.columns.start)
+        end = min(column + weight.shape[1], shard.columns.stop)
+        at = np.flatnonzero(shard.holds(ids))
+        if begin >= end or not len(at):
+            continue
+        new_weight, new_state = (np.array(part) for part in collection.engine.read_rows(shard.local, ids[at]))
+        to, source = _shift(begin, end, shard.columns.start), _shift(begin, end, column)
+        new_weight[:, to] = weight[at, source]
+        if not per_row:
+            new = new_state.reshape(len(at), -1, new_weight.shape[1])
+            new[:, :, to] = state[at].reshape(len(at), -1, weight.shape[1])[:, :, source]
+        elif begin == shard.columns.start:
+            new_state[:] = state[at]
+        collection.engine.write_rows(shard.local, ids[at], new_weight, new_state)
+
+
+def _shift(begin: int, end: int, origin: int) -> slice:
+    return slice(begin - origin, end - origin)
