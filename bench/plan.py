@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tierstore.errors import ConfigError
 from tierstore.planner import (
     EmbeddingShardingPlanner,
     MissCurve,
@@ -18,8 +19,10 @@ from tierstore.planner import (
     TableSpec,
     Topology,
 )
+from tierstore.planner.allocate import Placed, allocate
 from tierstore.planner.bound import optimum, relaxed
 from tierstore.planner.cuts import cuts_of
+from tierstore.planner.predict import predict
 from tierstore.planner.tables import TableStats
 
 SUMMARY = "time and quality of plans, against the optimum, an LP bound and torchrec"
@@ -134,18 +137,20 @@ def against_bound(tables_count: int) -> dict[str, float]:
 
 
 def against_torchrec(count: int) -> dict[str, float]:
-    """Planning seconds of both for the same tables and machine: 8 ranks on one host."""
+    """Planning seconds of both for the same tables and machine (8 ranks on one host), and the step of both by
+    our cost model; torchrec's cuts and ranks get our division of the memories, which can only help them."""
+    import torch
     import torchrec
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import EmbeddingShardingPlanner as TheirPlanner
+    from torchrec.distributed.planner import ParameterConstraints as TheirConstraints
     from torchrec.distributed.planner import Topology as TheirTopology
 
-    tables = large_tables(count)
-    machines = large_topology(1)
+    tables, machines = large_tables(count), large_topology(1)
     ours = EmbeddingShardingPlanner(machines, batch_size=512)
     start = time.perf_counter()
-    ours.plan(tables)
-    middle = time.perf_counter()
+    plan = ours.plan(tables)
+    figures = {"torchrec.tables": count, "ours.plan_s": time.perf_counter() - start}
     configs = [
         torchrec.EmbeddingBagConfig(
             num_embeddings=table.num_embeddings,
@@ -155,12 +160,34 @@ def against_torchrec(count: int) -> dict[str, float]:
         )
         for table in tables
     ]
-    gib = 1 << 30
-    arguments: dict[str, Any] = {"world_size": 8, "local_world_size": 8, "compute_device": "cuda"}
-    theirs = TheirPlanner(topology=TheirTopology(**arguments, hbm_cap=80 * gib, ddr_cap=1024 * gib))
-    import torch
-
     module = torchrec.EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-    begun = time.perf_counter()
-    theirs.plan(module, [EmbeddingBagCollectionSharder()])
-    return {"torchrec.plan_s": time.perf_counter() - begun, "ours.plan_s": middle - start}
+    sizes: dict[str, Any] = {"hbm_cap": machines.hbm_per_rank, "ddr_cap": machines.host_memory_per_host // 8}
+    theirs = TheirPlanner(
+        topology=TheirTopology(world_size=8, local_world_size=8, compute_device="cuda", **sizes),
+        batch_size=512,
+        constraints={t.name: TheirConstraints(pooling_factors=[t.pooling_factor]) for t in tables},
+    )
+    start = time.perf_counter()
+    their_plan = theirs.plan(module, [EmbeddingBagCollectionSharder()])
+    figures["torchrec.plan_s"] = time.perf_counter() - start
+    (by_table,) = their_plan.plan.values()
+    placed = [placed_as(i, table, by_table[table.name], ours, machines) for i, table in enumerate(tables)]
+    caches = allocate(machines, ours.work, placed)
+    figures["torchrec.fits"] = float(not caches.missing)
+    figures["torchrec.step_s"] = predict(machines, ours.work, placed, caches).step
+    figures["ours.step_s"] = plan.report["predicted_step_s"]
+    return figures
+
+
+def placed_as(
+    number: int, table: TableSpec, theirs: Any, planner: EmbeddingShardingPlanner, machines: Topology
+) -> Placed:
+    """One of our tables, cut and placed as in a torchrec plan."""
+    shards = len(theirs.ranks)
+    columns = table.embedding_dim // shards if "column" in theirs.sharding_type else 1
+    demand = ParameterConstraints([theirs.sharding_type], min_partition=columns)
+    for cut in cuts_of(table, machines, planner.work, demand):
+        if cut.shards == shards or cut.spread == "all":
+            ranks = sorted(set(theirs.ranks)) if cut.spread != "all" else range(machines.world_size)
+            return Placed(number, cut, list(ranks))
+    raise ConfigError(f"no cut of ours is like {theirs.sharding_type} on {theirs.ranks}")

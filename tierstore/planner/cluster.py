@@ -33,7 +33,8 @@ class Cluster:
         self.hbm_bytes, self.link_s = np.zeros((world, GRID)), np.zeros((world, GRID))
         buffers = RANK_BUFFERS * topology.ranks_per_host if topology.ssd_per_host else 0
         self.fixed_host = np.full(hosts, float(buffers))
-        self.memory_bytes, self.ssd_s = np.zeros((hosts, GRID)), np.zeros((hosts, GRID))
+        self.held_bytes = np.zeros((world, GRID))
+        self.index_bytes, self.ssd_s = np.zeros((hosts, GRID)), np.zeros((hosts, GRID))
         self.ssd_bytes, self.moved = np.zeros((hosts, GRID)), np.zeros((hosts, GRID))
         self.hbm_size = float(topology.hbm_per_rank)
         self.host_size = float(topology.host_memory_per_host)
@@ -47,11 +48,12 @@ class Cluster:
         self.fixed_hbm[ranks] += sign * cost.fixed_hbm
         self.hbm_bytes[ranks] += sign * part.hbm_bytes
         self.link_s[ranks] += sign * part.link_s
+        self.held_bytes[ranks] += sign * part.held_bytes
         counts = np.bincount(self.host_of[ranks], minlength=len(self.fixed_host)).astype(np.float64)
         hosts = np.flatnonzero(counts)
         times = sign * counts[hosts, None]
         self.fixed_host[hosts] += times[:, 0] * cost.fixed_host
-        self.memory_bytes[hosts] += times * part.memory_bytes
+        self.index_bytes[hosts] += times * part.index_bytes
         self.ssd_s[hosts] += times * part.ssd_s
         self.ssd_bytes[hosts] += times * part.ssd_bytes
         self.moved[hosts] += times * part.moved
@@ -62,29 +64,37 @@ class Cluster:
     def loads(self) -> tuple[Floats, Floats, Floats, Floats]:
         """Seconds (ranks, 5) and (hosts, 2), and by how much memories overflow, as shares of their size:
         (ranks,) and (hosts,)."""
-        rank, used, link_bytes, over = self._ranks(self.seconds, self.fixed_hbm, self.hbm_bytes, self.link_s)
-        per_host = (len(self.fixed_host), -1)
+        rank, link_bytes, over = self._ranks(self.seconds, self.fixed_hbm, self.hbm_bytes, self.link_s)
         host, host_over = self._hosts(
             self.fixed_host,
-            self.memory_bytes,
+            self._by_host(self._below(self.held_bytes, self.fixed_hbm)) + self.index_bytes,
             self.ssd_s,
             self.ssd_bytes,
             self.moved,
-            used.reshape(per_host).sum(axis=1),
-            link_bytes.reshape(per_host).sum(axis=1),
+            self._by_host(link_bytes),
         )
         return rank, host, over, host_over
 
+    def _by_host(self, values: Floats) -> Floats:
+        """Sums over the ranks of each host."""
+        return values.reshape(len(self.fixed_host), self.topology.ranks_per_host, *values.shape[1:]).sum(
+            axis=1
+        )
+
+    def _below(self, held: Floats, fixed: Floats) -> Floats:
+        """What does not fit the device of what a rank's shards hold, and is in host memory: (ranks, GRID)."""
+        return np.maximum(held - np.maximum(self.hbm_size - fixed, 0)[:, None], 0)
+
     def _ranks(
         self, seconds: Floats, fixed: Floats, bytes_: Floats, link: Floats
-    ) -> tuple[Floats, Floats, Floats, Floats]:
+    ) -> tuple[Floats, Floats, Floats]:
         room = self.hbm_size - fixed
         over = np.maximum(0, bytes_[:, 0] - room) / self.hbm_size
         link_s = _at(bytes_, link, room)
         link_bytes = link_s * self.topology.host_link_bw
         result = np.column_stack([seconds, link_s])
         result[:, 0] += link_bytes / self.topology.hbm_bw
-        return result, np.clip(room, 0, bytes_[:, -1]), link_bytes, over
+        return result, link_bytes, over
 
     def _hosts(
         self,
@@ -93,10 +103,11 @@ class Cluster:
         ssd: Floats,
         ssd_bytes: Floats,
         moved: Floats,
-        hbm: Floats,
         link_bytes: Floats,
     ) -> tuple[Floats, Floats]:
-        room = self.host_size - fixed + hbm
+        room = self.host_size - fixed
+        # A shard that comes to be held whole gives its index back, which may make a sum fall.
+        bytes_ = np.maximum.accumulate(bytes_, axis=1)
         over = np.maximum(0, bytes_[:, 0] - room) / max(self.host_size, 1.0)
         stored = _at(bytes_, ssd_bytes, room)
         over = over + np.maximum(0, stored - self.ssd_size) / max(self.ssd_size, 1.0)
@@ -105,32 +116,30 @@ class Cluster:
 
     def one_more(self, cut: Cut, part: Priced, unit: float, power: float) -> Floats:
         """By how much :func:`badness` grows with one shard on each rank: float64 (ranks,)."""
-        per_host, cost = self.topology.ranks_per_host, cut.cost
-        rank0, used0, link0, over0 = self._ranks(self.seconds, self.fixed_hbm, self.hbm_bytes, self.link_s)
-        rank1, used1, link1, over1 = self._ranks(
+        cost = cut.cost
+        rank0, link0, over0 = self._ranks(self.seconds, self.fixed_hbm, self.hbm_bytes, self.link_s)
+        rank1, link1, over1 = self._ranks(
             self.seconds + _vector(cost.load),
             self.fixed_hbm + cost.fixed_hbm,
             self.hbm_bytes + part.hbm_bytes,
             self.link_s + part.link_s,
         )
         grows = badness(rank1, over1, unit, power) - badness(rank0, over0, unit, power)
-        shape = (len(self.fixed_host), per_host)
-        used, link = used0.reshape(shape).sum(axis=1), link0.reshape(shape).sum(axis=1)
-        host0, host_over0 = self._hosts(
-            self.fixed_host, self.memory_bytes, self.ssd_s, self.ssd_bytes, self.moved, used, link
+        below0 = self._below(self.held_bytes, self.fixed_hbm)
+        below1 = self._below(self.held_bytes + part.held_bytes, self.fixed_hbm + cost.fixed_hbm)
+        bytes0, link = self._by_host(below0) + self.index_bytes, self._by_host(link0)
+        host0 = self._hosts(self.fixed_host, bytes0, self.ssd_s, self.ssd_bytes, self.moved, link)
+        # One row per rank from here on: its host, if the shard were on that rank.
+        at = self.host_of
+        host1 = self._hosts(
+            self.fixed_host[at] + cost.fixed_host,
+            bytes0[at] + below1 - below0 + part.index_bytes,
+            self.ssd_s[at] + part.ssd_s,
+            self.ssd_bytes[at] + part.ssd_bytes,
+            self.moved[at] + part.moved,
+            link[at] + link1 - link0,
         )
-        # The ranks of a host differ a little in what the shard makes them use; their mean will do for it.
-        host1, host_over1 = self._hosts(
-            self.fixed_host + cost.fixed_host,
-            self.memory_bytes + part.memory_bytes,
-            self.ssd_s + part.ssd_s,
-            self.ssd_bytes + part.ssd_bytes,
-            self.moved + part.moved,
-            used + (used1 - used0).reshape(shape).mean(axis=1),
-            link + (link1 - link0).reshape(shape).mean(axis=1),
-        )
-        host = badness(host1, host_over1, unit, power) - badness(host0, host_over0, unit, power)
-        return grows + host[self.host_of]
+        return grows + badness(*host1, unit, power) - badness(*host0, unit, power)[at]
 
 
 def badness(seconds: Floats, over: Floats, unit: float, power: float) -> Floats:

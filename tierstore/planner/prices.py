@@ -107,11 +107,13 @@ def _grid(densities: list[Floats]) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """A shard's needs along a :class:`PriceGrid`, each float64 (GRID,)."""
+    """A shard's needs along a :class:`PriceGrid`, each float64 (GRID,): bytes on the device at prices of link
+    time; bytes held on device and host together, and of the store's index, at prices of SSD time."""
 
     hbm_bytes: Floats
     link_s: Floats
-    memory_bytes: Floats
+    held_bytes: Floats
+    index_bytes: Floats
     ssd_s: Floats
     ssd_bytes: Floats
     moved: Floats
@@ -127,7 +129,8 @@ def priced(cost: ShardCost, grid: PriceGrid) -> Priced:
     return Priced(
         fast.bytes[i],
         fast.seconds[i],
-        slow.bytes[j],
+        slow.rows[j] * cost.slot_bytes,
+        np.where(slow.stored[j], float(cost.index_bytes), 0.0),
         slow.seconds[j],
         np.where(slow.stored[j], float(cost.ssd_bytes), 0.0),
         misses * cost.ssd_bytes_moved,

@@ -90,7 +90,8 @@ class Search:
             pooled.seconds += share * np.array([load.compute, load.index, load.intra, load.inter])
             pooled.hbm_bytes += share * part.hbm_bytes
             pooled.link_s += share * part.link_s
-            for name in ("memory_bytes", "ssd_s", "ssd_bytes", "moved"):
+            pooled.held_bytes += share * part.held_bytes
+            for name in ("index_bytes", "ssd_s", "ssd_bytes", "moved"):
                 getattr(pooled, name).__iadd__(cut.shards / hosts * getattr(part, name))
         rank, host, *_ = pooled.loads()
         return max(float(rank.max()), float(host.max()), 1e-9)
@@ -102,7 +103,7 @@ class Search:
         load = cost.load
         seconds = max(load.compute, load.index, load.intra, load.inter, float(part.ssd_s[0]) / 4)
         hbm = (cost.fixed_hbm + part.hbm_bytes[0]) / self.cluster.hbm_size
-        host = part.memory_bytes[0] / max(1.0, self.cluster.host_size)
+        host = (part.held_bytes[0] + part.index_bytes[0]) / max(1.0, self.cluster.host_size)
         stored = part.ssd_bytes[0] / max(1.0, self.cluster.ssd_size)
         if max(seconds / self.unit, hbm, host, stored) < _LIGHT:
             room = 0.002 * self.cluster.hbm_size
