@@ -110,8 +110,6 @@ void BindTier(py::module_& m) {
           py::arg("keys"), py::arg("use_pad"), py::arg("plan"))
       .def(
           "abort", [](Tier& tier, Plan& plan) { tier.Abort(&plan); }, Unlocked())
-      .def(
-          "unassign", [](Tier& tier, Plan& plan) { tier.Unassign(&plan); }, Unlocked())
       .def("release",
            [](Tier& tier, const Array<std::int32_t>& slots) { tier.Release(slots.data(), slots.size()); })
       .def("drainable", [](const Tier& tier) { return DepartureArrays(tier.Drainable()); })

@@ -169,22 +169,6 @@ void Tier::Abort(Plan* plan) {
   Release(plan->slots.data(), static_cast<std::int64_t>(plan->slots.size()));
 }
 
-void Tier::Unassign(Plan* plan) {
-  std::vector<std::int32_t> gone;
-  for (const std::int32_t miss : plan->misses) {
-    const std::int32_t slot = plan->slots[miss];
-    if (slot < config_.capacity) {
-      gone.push_back(slot);
-    } else {
-      ForgetPadSlot(slot);
-    }
-    plan->slots[miss] = -1;
-  }
-  Remove(gone.data(), static_cast<std::int64_t>(gone.size()));
-  plan->victims = {};
-  Abort(plan);
-}
-
 void Tier::ForgetPadSlot(std::int32_t slot) {
   index_.Erase(slot);
   resident_[slot] = 0;

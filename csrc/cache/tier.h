@@ -60,9 +60,8 @@ class Tier {
              Plan* plan);
   std::int64_t Evict(std::int64_t pinned_since, Plan* plan);
   void Assign(const std::uint64_t* keys, bool use_pad, Plan* plan);
-  // Undo, when rows could not be moved: before Assign the victims stay; after it the misses are forgotten.
+  // Before Assign, when rows could not be moved: the victims stay.
   void Abort(Plan* plan);
-  void Unassign(Plan* plan);
 
   // A lookup that used `slots` is over: pad slots without further users become drainable.
   void Release(const std::int32_t* slots, std::int64_t n);

@@ -129,9 +129,7 @@ class Chain:
         if self.store is not None:
             self.tiers["ssd"] = TierCounters()
 
-    def _count(
-        self, plan: Any, ticket: Ticket, in_host: NDArray[Any] | None, in_store: NDArray[Any] | None
-    ) -> None:
+    def _count(self, plan: Any, ticket: Ticket, found: _Below) -> None:
         assert ticket.csr is not None
         weight = np.diff(ticket.csr[0])
         accesses, misses = int(ticket.csr[0][-1]), plan.misses
@@ -140,7 +138,7 @@ class Chain:
         rows, below = len(weight), len(misses)
         reach = int(missed.sum())
         self.tiers["hbm"].count(rows, rows - below, accesses, accesses - reach)
-        for tier, hit in (("uvm", in_host), ("ssd", in_store)):
+        for tier, hit in (("uvm", found.in_host), ("ssd", found.in_store)):
             if hit is None:
                 continue
             hits, hit_accesses = int(hit.sum()), int(missed[hit].sum())
@@ -250,9 +248,14 @@ class Chain:
         self.counters.shrunk_plans += since > pinned_since
 
     def _move(self, ticket: Ticket, plan: Any, keys: Keys) -> None:
+        """Whatever can fail comes before anything that cannot be undone without the store."""
         fast = self.fast.native
         missing = keys[plan.misses]
-        lifted = self._lift(missing)
+        try:
+            below = self._collect(missing)
+        except BaseException:
+            fast.abort(plan)
+            raise
         try:
             self._check_overflow(plan.needed)
             slots, victims, dirty, next_use = plan.victims
@@ -262,18 +265,13 @@ class Chain:
                 self._demote(victims, rows, dirty, next_use, ticket.seq)
         except BaseException:
             fast.abort(plan)
-            self._restore(lifted, missing, ticket.seq)
+            self._restore(below, missing, ticket.seq)
             raise
         self.counters.evicted_rows += len(slots)
         fast.assign(keys, True, plan)
         ticket.slots, ticket.rows_addr = plan.slots, self.fast.rows_addr
-        try:
-            in_store = self._fill(plan.slots[plan.misses], missing, lifted)
-        except BaseException:
-            fast.unassign(plan)
-            self._restore(lifted, missing, ticket.seq)
-            raise
-        self._count(plan, ticket, None if lifted is None else lifted.found, in_store)
+        self._fill(plan.slots[plan.misses], missing, below)
+        self._count(plan, ticket, below)
 
     def _check_overflow(self, rows: int) -> None:
         if not rows:
@@ -343,23 +341,30 @@ class Chain:
             self._demote(keys, rows, dirty, next_use, self._planned)
             native.drained(slots)
 
-    def _lift(self, missing: Keys) -> _Lifted | None:
-        """Takes the rows among ``missing`` that the host tier holds out of it."""
-        if self.host is None:
-            return None
-        slots = self.host.find(missing)
-        found = slots >= 0
-        slots = slots[found]
-        rows = self._buffer("lifted", len(slots))
-        self.host.copy_out(slots, rows)
+    def _collect(self, missing: Keys) -> _Below:
+        """What the tiers below hold of ``missing``: read from the store, and taken out of the host tier."""
+        in_host = None if self.host is None else self.host.find(missing)
+        asked = missing if in_host is None else missing[in_host < 0]
+        in_store, fetched = None, None
+        if self.store is not None:
+            fetched = self._buffer("fetched", len(asked))
+            in_store = self.store.read(asked, fetched) if len(asked) else np.zeros(0, bool)
+        if self.host is None or in_host is None:
+            return _Below(in_store, fetched)
+        slots = in_host[in_host >= 0]
+        lifted = self._buffer("lifted", len(slots))
+        self.host.copy_out(slots, lifted)
         dirty = self.host.native.dirty_of(slots)
         self.host.native.remove(slots)
-        return _Lifted(found, rows, dirty)
+        return _Below(in_store, fetched, in_host >= 0, lifted, dirty)
 
-    def _restore(self, lifted: _Lifted | None, missing: Keys, seq: int) -> None:
-        if lifted is not None and lifted.found.any():
-            never = np.full(len(lifted.rows), np.iinfo(np.int64).max)
-            self._demote(missing[lifted.found], lifted.rows, lifted.dirty, never, seq)
+    def _restore(self, below: _Below, missing: Keys, seq: int) -> None:
+        """Puts lifted rows back; the host tier has room, since they were just taken out of it."""
+        if below.lifted is not None and len(below.lifted):
+            assert below.in_host is not None
+            assert below.dirty is not None
+            never = np.full(len(below.lifted), np.iinfo(np.int64).max)
+            self._demote(missing[below.in_host], below.lifted, below.dirty, never, seq)
 
     def _demote(
         self,
@@ -410,33 +415,22 @@ class Chain:
         self.store.write(keys, rows)
         self.counters.written_rows += len(keys)
 
-    def _fill(self, slots: NDArray[np.int32], keys: Keys, lifted: _Lifted | None) -> NDArray[np.bool_] | None:
-        """Puts rows at ``slots`` of the fast tier: from ``lifted``, the store, or initial values.
+    def _fill(self, slots: NDArray[np.int32], keys: Keys, below: _Below) -> None:
+        """Puts rows at ``slots`` of the fast tier: those from below, and initial values for the others."""
+        if below.in_host is not None:
+            lifted = slots[below.in_host]
+            self.fast.copy_in(lifted, below.lifted)
+            self.fast.native.set_dirty(lifted, below.dirty)
+            slots, keys = slots[~below.in_host], keys[~below.in_host]
+        if below.in_store is not None:
+            source = np.flatnonzero(below.in_store).astype(np.int32)
+            self._scatter(self.fast.rows_addr, slots[below.in_store], below.fetched, source)
+            slots, keys = slots[~below.in_store], keys[~below.in_store]
+        if len(keys):
+            self.layout.initialise(self.fast.rows_addr, slots, keys)
 
-        Returns which of the rows that were not lifted the store held (None without a store).
-        """
-        if lifted is not None:
-            self.fast.copy_in(slots[lifted.found], lifted.rows)
-            self.fast.native.set_dirty(slots[lifted.found], lifted.dirty)
-            slots, keys = slots[~lifted.found], keys[~lifted.found]
-        found = self._fill_from_store(self.fast.rows_addr, slots, keys)
-        fresh = np.ones(len(keys), bool) if found is None else ~found
-        if fresh.any():
-            self.layout.initialise(self.fast.rows_addr, slots[fresh], keys[fresh])
-        return found
-
-    def _fill_from_store(
-        self, address: int, slots: NDArray[np.int32], keys: Keys
-    ) -> NDArray[np.bool_] | None:
-        if self.store is None:
-            return None
-        if not len(keys):
-            return np.zeros(0, bool)
-        rows = self._buffer("fetched", len(keys))
-        found = self.store.read(keys, rows)
-        source = np.flatnonzero(found).astype(np.int32)
-        _core.copy_in(address, self.layout.row_bytes, slots[found], rows.ctypes.data, source)
-        return found
+    def _scatter(self, address: int, slots: NDArray[np.int32], rows: Any, source: NDArray[np.int32]) -> None:
+        _core.copy_in(address, self.layout.row_bytes, slots, rows.ctypes.data, source)
 
     # -- reads and writes outside training -----------------------------------------------
 
@@ -454,10 +448,13 @@ class Chain:
                 tier.copy_out(slots[here], buffer)
                 _core.copy_in(rows.ctypes.data, self.layout.row_bytes, left[here], buffer.ctypes.data)
                 left = left[~here]
-            found = self._fill_from_store(rows.ctypes.data, left, keys[left])
+            if self.store is not None and len(left):
+                fetched = self._buffer("fetched", len(left))
+                found = self.store.read(keys[left], fetched)
+                self._scatter(rows.ctypes.data, left[found], fetched, np.flatnonzero(found).astype(np.int32))
+                left = left[~found]
             self.counters.read_rows += len(keys)
-        fresh = left if found is None else left[~found]
-        self.layout.initialise(rows.ctypes.data, fresh, keys[fresh])
+        self.layout.initialise(rows.ctypes.data, left, keys[left])
         return ReadRows(self, batch, rows)
 
     def overwrite(self, batch: Any, change: Callable[[NDArray[np.uint8], slice], None]) -> None:
@@ -530,9 +527,14 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class _Lifted:
-    """Rows taken out of the host tier: which of the missing keys, their rows and dirty flags."""
+class _Below:
+    """What the tiers below hold of some missing keys. ``in_host`` (None: no host tier) tells which keys
+    ``lifted`` has
+    the rows of, and ``in_store`` which of the others ``fetched`` has; row i of ``fetched`` is the i-th
+    other's."""
 
-    found: NDArray[np.bool_]
-    rows: NDArray[np.uint8]
-    dirty: NDArray[np.uint8]
+    in_store: NDArray[np.bool_] | None
+    fetched: NDArray[np.uint8] | None
+    in_host: NDArray[np.bool_] | None = None
+    lifted: NDArray[np.uint8] | None = None
+    dirty: NDArray[np.uint8] | None = None
