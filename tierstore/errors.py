@@ -54,3 +54,6 @@ class InfeasiblePlanError(TierStoreError, ValueError):
     def __init__(self, message: str, binding: str, missing_bytes: int, report: dict | None = None) -> None:
         super().__init__(message)
         self.binding, self.missing_bytes, self.report = binding, missing_bytes, report or {}
+
+    def __reduce__(self) -> tuple:
+        return type(self), (str(self), self.binding, self.missing_bytes, self.report)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -68,9 +70,9 @@ def test_a_table_that_fits_in_hbm_takes_no_ssd_and_one_that_does_not_spills_down
 
 
 def test_more_memory_never_makes_the_plan_slower():
-    tables = random_tables(6, 3, 6, 8)
+    tables = random_tables(4, 3, 6, 8)
     steps = [
-        planner(topology(hbm_per_rank=size)).plan(tables).report["predicted_step_s"]
+        planner(topology(hbm_per_rank=size), search_seconds=60).plan(tables).report["predicted_step_s"]
         for size in ("256MiB", "1GiB", "4GiB", "64GiB")
     ]
     assert all(after <= before * 1.02 for before, after in pairwise(steps))
@@ -163,11 +165,46 @@ def test_modules_of_ours_and_of_torchrec_are_planned_alike():
         for name, rows, features in sizes
     ]
     configs = [EmbeddingBagConfig(rows, 16, name, feature_names=features) for name, rows, features in sizes]
-    ours = planner(topology()).plan(Model(EmbeddingBagCollection(configs)))
-    assert planner(topology()).plan(Model(torchrec.EmbeddingBagCollection(tables=theirs))) == ours
+    ours = planner(topology(), search_seconds=60).plan(Model(EmbeddingBagCollection(configs)))
+    assert (
+        planner(topology(), search_seconds=60).plan(Model(torchrec.EmbeddingBagCollection(tables=theirs)))
+        == ours
+    )
     assert list(ours.plan) == ["ebc"]
     assert list(ours.plan["ebc"]) == ["a", "b"]
-    assert planner(topology()).collective_plan(Model(EmbeddingBagCollection(configs))) == ours
+    assert (
+        planner(topology(), search_seconds=60).collective_plan(Model(EmbeddingBagCollection(configs))) == ours
+    )
+
+
+COLLECTIVE = """
+import sys
+import torch.distributed as dist
+from tests.planner.machines import table, topology
+from tierstore.errors import InfeasiblePlanError
+from tierstore.planner import EmbeddingShardingPlanner
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+planner = EmbeddingShardingPlanner(topology(), batch_size=64, search_seconds=0.1)
+print(planner.collective_plan([table("a"), table("b", 5_000)]).to_dict())
+try:
+    EmbeddingShardingPlanner(topology(ssd_per_host="1MB")).collective_plan([table(rows=400_000_000)])
+except InfeasiblePlanError as error:
+    print(error, error.missing_bytes)
+"""
+
+
+def test_all_ranks_get_one_plan_or_one_error(tmp_path):
+    command = [sys.executable, "-c", COLLECTIVE]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "meet")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    assert outputs[0] == outputs[1]
+    assert "ssd is short of" in outputs[0]
+    assert all(process.returncode == 0 for process in ranks)
 
 
 def plan_with(demands=None, stats=None, **changes):

@@ -68,7 +68,10 @@ def cuts_of(table: TableSpec, topology: Topology, work: Workload, demand: Parame
             f"{topology.ranks_per_host} ranks (asked for {list(allowed or ['any'])}, {table.num_embeddings} "
             f"rows, {table.embedding_dim} columns of which a shard has {demand.min_partition or MIN_COLUMNS})"
         )
-    return [_cut(table, topology, work, demand, ranks, *shape) for shape in shapes]
+    cuts = [_cut(table, topology, work, demand, ranks, *shape) for shape in shapes]
+    # A replica that no device can hold is no way out, not even of a model that does not fit.
+    fitting = [cut for cut in cuts if cut.cost.unique or cut.cost.fixed_hbm <= topology.hbm_per_rank]
+    return fitting or cuts
 
 
 Shape = tuple[ShardingType, int, int, str]
