@@ -417,7 +417,7 @@ class Chain:
 
     def _fill(self, slots: NDArray[np.int32], keys: Keys, below: _Below) -> None:
         """Puts rows at ``slots`` of the fast tier: those from below, and initial values for the others."""
-        if below.in_host is not None:
+        if below.in_host is not None and below.lifted is not None:
             lifted = slots[below.in_host]
             self.fast.copy_in(lifted, below.lifted)
             self.fast.native.set_dirty(lifted, below.dirty)
