@@ -3,6 +3,7 @@ only.
 """
 
 from cache_policies.admission import Admission, get_admission
+from cache_policies.check import check
 from cache_policies.curves import Point, miss_curves, window_for
 from cache_policies.policy import UNKNOWN, Policy, PolicyError
 from cache_policies.prepared import PreparedTrace, prepare, prepare_flat
@@ -19,6 +20,7 @@ __all__ = [
     "PreparedTrace",
     "ReuseCurve",
     "Simulation",
+    "check",
     "get",
     "get_admission",
     "lru_curve",

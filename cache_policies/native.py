@@ -224,6 +224,13 @@ class _HookCache(FunctionCache):
         super().__init__(function)
         self._digest = digest
 
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception as error:  # a damaged file, or a module that this process cannot import
+            _log.debug("cached hook is not usable and compiled anew: %s", error)
+            return None
+
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return (sig, codegen.magic_tuple(), self._digest)
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 import cache_policies
 from cache_policies import PolicyError
+from cache_policies.lists import push_newest, unlink
+from cache_policies.lru import Lru
 from tests.cache_policies.policy_driver import Driver
 from tests.cache_policies.policy_oracles import ORACLES
 
@@ -148,6 +150,47 @@ class TestEdges:
     def test_capacity_out_of_range(self, name, capacity):
         with pytest.raises(PolicyError, match="capacity"):
             cache_policies.get(name).compile(capacity)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_check_for_ones_own_policies_finds_nothing(name):
+    cache_policies.check(name, plans=60)
+
+
+class ForgetsRows(Lru):
+    """Returns the rows of one slot never."""
+
+    name = "forgets_rows"
+
+    @staticmethod
+    def insert(s, slots, keys, next_use, now):
+        for slot in slots:
+            if slot != 1:
+                push_newest(s.prev, s.next, s.next.size - 1, slot)
+            else:
+                s.prev[1] = s.next[1] = 1
+
+
+class IgnoresPins(Lru):
+    name = "ignores_pins"
+
+    @staticmethod
+    def evict(s, n, last_use, pinned_since, victims):
+        sentinel = s.next.size - 1
+        count = 0
+        while count < n and s.next[sentinel] != sentinel:
+            victims[count] = s.next[sentinel]
+            unlink(s.prev, s.next, victims[count])
+            count += 1
+        return count
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"), [(ForgetsRows, "evict returned"), (IgnoresPins, "a pinned slot")]
+)
+def test_the_check_finds_broken_promises(policy, message):
+    with pytest.raises(PolicyError, match=message):
+        cache_policies.check(policy)
 
 
 def test_unknown_policy_lists_the_known():

@@ -286,3 +286,6 @@ def test_compiled_hooks_are_cached_and_follow_the_code_they_call(tmp_path):
     assert run(0) == ["0", "0"]
     assert run(0) == ["0", "5"]  # all hooks came from the disk
     assert run(2)[0] == "2"  # a helper function changed
+    for file in tmp_path.rglob("*.nbc"):
+        file.write_bytes(b"damaged")
+    assert run(2) == ["2", "0"]  # compiled anew
