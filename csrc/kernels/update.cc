@@ -120,12 +120,12 @@ struct Common {
   std::int64_t Count(std::int64_t u) const { return touched.csr_start[u + 1] - touched.csr_start[u]; }
 
   template <int W>
-  TIERSTORE_INLINE void Apply(std::int64_t u, float* g) const {
-    if (check_finite && !AllFinite(g, touched.dim)) {
+  TIERSTORE_INLINE void Apply(std::int64_t u, std::int64_t dim, float* g) const {
+    if (check_finite && !AllFinite(g, dim)) {
       rejected->Add(u);
       return;
     }
-    ApplyStep<W>(step, touched.dim, g, touched.rows.At(touched.slots[u]));
+    ApplyStep<W>(step, dim, g, touched.rows.At(touched.slots[u]));
   }
 };
 
@@ -139,17 +139,23 @@ struct ColdRowsKernel {
 
   template <int W>
   TIERSTORE_INLINE static void Run(const Args& args, std::int64_t begin, std::int64_t end) {
+    WithDim(args.common.touched.dim,
+            [&](auto dim) __attribute__((always_inline)) { Run<W>(args, dim, begin, end); });
+  }
+
+  template <int W>
+  TIERSTORE_INLINE static void Run(const Args& args, std::int64_t dim, std::int64_t begin, std::int64_t end) {
     const Touched& t = args.common.touched;
     const std::int32_t* positions_end = t.csr_positions + t.csr_start[t.num_slots];
-    const std::int64_t row_floats = t.dim + args.common.step.StateFloats(t.dim);
+    const std::int64_t row_floats = dim + args.common.step.StateFloats(dim);
     const std::int64_t ahead = PrefetchAhead(4 * row_floats);
-    float* g = Scratch(t.dim);
+    float* g = Scratch(dim);
     for (std::int64_t u = begin; u < end; ++u) {
       if (u + ahead < t.num_slots) PrefetchRow(t.rows.At(t.slots[u + ahead]), row_floats);
       const std::int64_t count = args.common.Count(u);
       if (count == 0 || count > kReducePositions) continue;
-      Reduce<W>(args.source, t.csr_positions + t.csr_start[u], count, positions_end, t.dim, g);
-      args.common.template Apply<W>(u, g);
+      Reduce<W>(args.source, t.csr_positions + t.csr_start[u], count, positions_end, dim, g);
+      args.common.template Apply<W>(u, dim, g);
     }
   }
 };
@@ -203,7 +209,7 @@ struct HotApplyKernel {
       for (const float* partial = g + dim; partial < stop; partial += dim) {
         for (std::int64_t c = 0; c < dim; ++c) g[c] += partial[c];
       }
-      args.common.Apply<W>(args.rows[i].u, g);
+      args.common.Apply<W>(args.rows[i].u, dim, g);
     }
   }
 };

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "kernels/isa.h"
 
@@ -55,6 +56,23 @@ TIERSTORE_INLINE void ForColumns(std::int64_t dim, const Body& body) {
     if (dim - c >= 4) body(Block<4, 1>{}, c), c += 4;
   }
   for (; c < dim; ++c) body(Block<1, 1>{}, c);
+}
+
+// Calls body(dim), with the usual dims as constants, for which loops over columns unroll.
+template <typename Body>
+TIERSTORE_INLINE void WithDim(std::int64_t dim, const Body& body) {
+  switch (dim) {
+    case 16:
+      return body(std::integral_constant<std::int64_t, 16>{});
+    case 32:
+      return body(std::integral_constant<std::int64_t, 32>{});
+    case 64:
+      return body(std::integral_constant<std::int64_t, 64>{});
+    case 128:
+      return body(std::integral_constant<std::int64_t, 128>{});
+    default:
+      return body(dim);
+  }
 }
 
 template <int W>
