@@ -48,7 +48,9 @@ def make_rows(rng: np.random.Generator, num_slots: int, floats: int, special: bo
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[np.random.Generator, int, int, Batch, int]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    dim = draw(st.one_of(st.integers(1, 40), st.sampled_from([16, 32, 63, 64, 65, 100, 127, 128, 129, 150, 300])))
+    dim = draw(
+        st.one_of(st.integers(1, 40), st.sampled_from([16, 32, 63, 64, 65, 100, 127, 128, 129, 150, 300]))
+    )
     features = draw(st.integers(1, 4))
     bags_per_feature = rng.integers(0, 6, features)
     lengths = rng.integers(0, draw(st.integers(1, 12)), bags_per_feature.sum())
