@@ -45,14 +45,14 @@ class Batch:
         )
 
 
-def batches(world: int, steps: int, longest: int = 4, empty: int | None = None, seed: int = 0) -> list[Batch]:
-    """Ranks have 5, 6, 7 ... bags; rank ``empty`` has none in every second batch. Ids repeat."""
-    rng = np.random.default_rng(seed)
+def batches(world: int, steps: int, longest: int = 4, empty: int | None = None, grow: int = 1) -> list[Batch]:
+    """Ranks have 5, 5 + ``grow``, 5 + 2 ``grow`` ... bags; ``empty`` none in every second batch. Ids repeat."""
+    rng = np.random.default_rng(0)
     rows = {"c": 57, "a": 50, "d": 71, "b": 50}  # not the order of the tables
     found = []
     for step in range(steps):
         batch = Batch({}, {}, {})
-        sizes = [0 if rank == empty and step % 2 else 5 + rank for rank in range(world)]
+        sizes = [0 if rank == empty and step % 2 else 5 + grow * rank for rank in range(world)]
         for name, bound in rows.items():
             lengths = [torch.from_numpy(rng.integers(0, longest + 1, size)) for size in sizes]
             batch.lengths[name] = lengths

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import tierstore
 from tests.sharding import cases
@@ -105,3 +108,43 @@ def wrong_inputs() -> None:
 
 def test_every_rank_raises_the_error_of_one() -> None:
     run(2, wrong_inputs)
+
+
+def count_bytes() -> None:
+    """What goes to the other rank is what docs/sharding.md says."""
+    env = ShardingEnv.from_process_group()
+    configs = cases.tables()
+    cuts = {"t0": row_wise(), "t1": table_wise(1), "t2": column_wise([0, 1], [3, 5]), "t3": data_parallel()}
+    whole = tierstore.EmbeddingBagCollection(configs, config=cases.MEMORY)
+    parts = shard(whole, construct_plan(configs, cuts, 2), env)
+    batch = cases.batches(2, 1)[0]
+    sent: list[int] = []
+    original = dist.all_to_all_single
+
+    def counted(
+        out: torch.Tensor, given: torch.Tensor, into: list[int], leaving: list[int], **more: Any
+    ) -> Any:
+        sent.append(leaving[1 - env.rank] * given.element_size())
+        return original(out, given, into, leaving, **more)
+
+    dist.all_to_all_single = counted
+    try:
+        parts(batch.of([env.rank])).values().sum().backward()
+    finally:
+        dist.all_to_all_single = original
+    own, others = 5 + env.rank, 6 - env.rank  # bags per feature
+    split = (0, 25) if env.rank == 1 else (25, 50)
+    ids = {name: len(of_rank[env.rank]) for name, of_rank in batch.ids.items()}
+    by_rows = [
+        int(((of[env.rank] >= split[0]) & (of[env.rank] < split[1])).sum())
+        for of in (batch.ids["a"], batch.ids["b"])
+    ]
+    asked = sum(by_rows) + ids["a"] + ids["d"] + (ids["c"] if env.rank == 0 else 0)
+    requests = 5 if env.rank == 0 else 4  # a and b of t0, a of t2, d of t3; rank 1 has t1 too
+    width = 6 + 6 + (3 + 0 if env.rank == 0 else 5 + 10)  # columns that this rank answers with
+    other = 6 + 6 + (5 + 10 if env.rank == 0 else 3 + 0)
+    assert sent == [4 * (requests * own + asked), 4 * width * others, 4 * other * own, 4 * 6 * own]
+
+
+def test_bytes_exchanged() -> None:
+    run(2, count_bytes)

@@ -61,8 +61,8 @@ def shard(
     options["optimizer"] = None if module.frozen else module.fused_optimizer.spec
     sharded: ShardedCollection
     if isinstance(module, EmbeddingBagCollection):
-        tables = module.embedding_bag_configs()
-        sharded = ShardedEmbeddingBagCollection(tables, plan, env, module.is_weighted(), **options)
+        bags = module.embedding_bag_configs()
+        sharded = ShardedEmbeddingBagCollection(bags, plan, env, module.is_weighted(), **options)
     else:
         assert isinstance(module, EmbeddingCollection)
         tables = module.embedding_configs()
