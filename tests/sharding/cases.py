@@ -46,7 +46,7 @@ class Batch:
 
 
 def batches(world: int, steps: int, longest: int = 4, empty: int | None = None, grow: int = 1) -> list[Batch]:
-    """Ranks have 5, 5 + ``grow``, 5 + 2 ``grow`` ... bags; ``empty`` none in every second batch. Ids repeat."""
+    """Ranks have 5, 5 + ``grow`` ... bags; rank ``empty`` none in every second batch. Ids repeat."""
     rng = np.random.default_rng(0)
     rows = {"c": 57, "a": 50, "d": 71, "b": 50}  # not the order of the tables
     found = []
