@@ -74,11 +74,11 @@ def _fill(budget: int, least: list[int], most: list[int], weight: list[int]) -> 
             return share
 
 
-def fast_tiers(config: TierConfig, demands: Sequence[ChainDemand]) -> list[TierPlan]:
+def fast_tiers(config: TierConfig, demands: Sequence[ChainDemand], policy: Any) -> list[TierPlan]:
     """The ``hbm`` tiers. With ``hbm="all"`` each may grow to all its rows, or to what the machine's
     memory holds."""
     if config.keeps_all:
         memory = psutil.virtual_memory().total
         return [TierPlan(min(d.rows, max(MIN_SLOTS, memory // d.row_bytes)), True) for d in demands]
     assert isinstance(config.hbm, int)
-    return divide(config.hbm, demands, config.policy, "hbm")
+    return divide(config.hbm, demands, policy, "hbm")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tierstore import _core
 from tierstore.cache.budget import ChainDemand, TierPlan, divide, fast_tiers
 from tierstore.cache.chain import Chain, RowLayout, Segment
-from tierstore.cache.memory_tier import MemoryTier
+from tierstore.cache.memory_tier import MemoryTier, as_policy
 from tierstore.cache.stats import ChainCounters, TierCounters
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError
@@ -85,8 +85,9 @@ class Engine:
             ChainDemand(name, sum(_rows(tables[i]) for i in members), self.specs[members[0]].row_bytes)
             for name, members in groups.items()
         ]
-        fast = fast_tiers(config, demands)
-        host = divide(int(config.uvm), demands, config.policy, "uvm") if config.uvm else [None] * len(demands)
+        self.policy = as_policy(config.policy)
+        fast = fast_tiers(config, demands, self.policy)
+        host = divide(int(config.uvm), demands, self.policy, "uvm") if config.uvm else [None] * len(demands)
         self.store: RowStore | None = None
         if config.ssd:
             self.store = open_store(config.path, config.engine, self.specs, int(config.ssd), keep=keep, at=at)
@@ -127,7 +128,7 @@ class Engine:
         return groups
 
     def _chain(self, demand: ChainDemand, members: list[int], fast: TierPlan, host: TierPlan | None) -> Chain:
-        policy = self.config.policy
+        policy = self.policy
         dim = self.specs[members[0]].embedding_dim
         layout = RowLayout.of(
             dim,

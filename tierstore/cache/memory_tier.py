@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -20,7 +21,8 @@ _EXACT_UP_TO = 1 << 16
 _MAX_SLOTS = (1 << 31) - (1 << 26) - 1  # slots are int32, and the pad's come behind
 
 
-def _policy(policy: Any) -> Any:
+def as_policy(policy: Any) -> Any:
+    """The policy object of a name (an object stays as it is); ``ConfigError`` for offline ones."""
     policy = cache_policies.get(policy) if isinstance(policy, str) else policy
     if getattr(policy, "offline", False):
         raise ConfigError(
@@ -35,12 +37,19 @@ def policy_bytes(policy: Any, slots: int) -> int:
     exact = getattr(policy, "state_bytes", None)
     if exact is not None and slots <= _EXACT_UP_TO:
         return int(exact(max(1, slots)))
-    return math.ceil(policy.bytes_per_slot * slots + policy.fixed_bytes)
+    per_slot, fixed = _estimate(policy)
+    return math.ceil(per_slot * slots + fixed)
+
+
+@functools.lru_cache(maxsize=8)
+def _estimate(policy: Any) -> tuple[float, float]:
+    """Asked once per policy object, which may measure large arrays for it."""
+    return policy.bytes_per_slot, policy.fixed_bytes
 
 
 def bytes_for(slots: int, row_bytes: int, policy: Any) -> int:
     """What ``slots`` rows cost, index and policy included."""
-    return math.ceil(slots * (row_bytes + _core.Tier.BYTES_PER_SLOT)) + policy_bytes(_policy(policy), slots)
+    return math.ceil(slots * (row_bytes + _core.Tier.BYTES_PER_SLOT)) + policy_bytes(as_policy(policy), slots)
 
 
 def slots_for(budget: int, row_bytes: int, policy: Any) -> int:
@@ -68,9 +77,9 @@ class MemoryTier:
         self.capacity = capacity
         self.row_bytes = row_bytes
         # The compiled policy owns the arrays that the native tier points to: keep it as long as the tier.
-        self._policy = None if policy is None else _policy(policy).compile(capacity)
-        self.uses_window = policy is not None and _policy(policy).uses_window
-        self.policy_bytes = 0 if policy is None else policy_bytes(_policy(policy), capacity)
+        self._policy = None if policy is None else as_policy(policy).compile(capacity)
+        self.uses_window = policy is not None and as_policy(policy).uses_window
+        self.policy_bytes = 0 if policy is None else policy_bytes(as_policy(policy), capacity)
         state, hooks = (0, None) if self._policy is None else (self._policy.state_address, self._policy.hooks)
         self.native = _core.Tier(capacity, row_bytes, grows, state, hooks)
 
