@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+import tierstore
 from tierstore import optim
-from tierstore.cache.engine import set_num_threads
 from tierstore.cli import checkpoint
 from tierstore.cli.compare import compare, touched_ids
 from tierstore.cli.interrupt import GracefulInterrupt
@@ -34,7 +34,7 @@ class Experiment:
         checkpoint.check_folder(args.ssd, args.resume)
         self.json = JsonFile(args.json) if args.json else None
         torch.set_num_threads(args.threads)
-        set_num_threads(args.threads)
+        tierstore.set_num_threads(args.threads)
         self.optimizer = optim.make(args.optimizer.replace("-", "_"), lr=args.lr)
         self.dataset = load_dataset(args)
         self.row_bytes = self.optimizer.row_bytes(args.dim)
