@@ -25,9 +25,10 @@ SnapshotHeader Store::CaptureSnapshot(std::vector<const TableIndex*>& indexes) c
     entry.row_bytes = row_bytes;
     entry.slot_bits = row_class->slot_bits;
     for (const SegmentPtr& segment : row_class->segments) {
-      const bool named = segment != nullptr && segment->live > 0;
-      entry.segments.push_back(named ? SnapshotHeader::Segment{segment->number, segment->durable_slots}
-                                     : SnapshotHeader::Segment{0, 0});
+      // Also those without newest versions: rows that come to them later must not bring their old ones back.
+      entry.segments.push_back(segment == nullptr
+                                   ? SnapshotHeader::Segment{0, 0}
+                                   : SnapshotHeader::Segment{segment->number, segment->durable_slots});
     }
   }
   for (std::uint32_t number = 0; number < tables_.size(); ++number) {

@@ -8,15 +8,9 @@
 #include <random>
 #include <unordered_map>
 
-using tierstore::TableIndex;
+#include "store/tests/check.h"
 
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                        \
-    }                                                                      \
-  } while (false)
+using tierstore::TableIndex;
 
 namespace {
 

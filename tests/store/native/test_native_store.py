@@ -210,6 +210,32 @@ def test_the_index_is_saved_and_taken_back(opened, tmp_path):
     assert opened(**options).counters()["rebuilt_rows"] == 0
 
 
+def test_old_versions_do_not_come_back_with_a_snapshot(opened):
+    """A relocated segment is without newest versions when the index is saved, and gets new ones afterwards."""
+    options = {"snapshot_min_rows": 1, "segment_bytes": 1 << 16}
+    store = opened(**options)
+    moving = np.arange(420) % 42 < 10
+    put(store, 1, range(1000, 2470), 1)  # whole segments of 210 rows
+    put(store, 1, range(420), 1)
+    put(store, 1, np.flatnonzero(~moving), 2)
+    store.compact()
+    relocated = store.counters()["relocated_rows"]
+    assert 0 < relocated < 200  # in one segment, which is not full
+    put(store, 1, range(420), 3)
+    store.commit(b"")  # saves the index
+    put(store, 1, 1000 + np.flatnonzero(~moving), 4)
+    store.compact()
+    assert store.counters()["relocated_rows"] > relocated
+    store.commit(b"")
+    put(store, 0, [0], 1)  # so that closing does not save the index
+    store.close()
+    store = opened(**options)
+    assert 0 < store.counters()["rebuilt_rows"] < 600
+    assert holds(store, 1, range(420), 3)
+    assert holds(store, 1, 1000 + np.flatnonzero(moving), 1)
+    assert holds(store, 1, 1000 + np.flatnonzero(~moving), 4)
+
+
 def test_a_snapshot_of_another_history_is_not_used(opened):
     options = {"snapshot_min_rows": 1, "keep": 3}
     store = opened(**options)

@@ -1,0 +1,156 @@
+// Random workloads on a Store against a model, on the file system in memory and on the real one, with both
+// ways of reading; crash images on the way; Close from another thread. Meant to run under sanitizers (make
+// sanitize).
+//
+//   store_test DIRECTORY [STEPS] [SEED]
+#include "store/store.h"
+
+#include <filesystem>
+#include <map>
+#include <random>
+#include <thread>
+
+#include "common/key.h"
+#include "io/memory_env.h"
+#include "store/errors.h"
+#include "store/tests/check.h"
+
+using namespace tierstore;
+
+namespace {
+
+using Model = std::map<std::uint64_t, std::uint64_t>;  // version by key
+
+constexpr std::uint32_t kRowBytes[] = {16, 272, 2080};
+constexpr std::uint64_t kIds[] = {3000, 600, 60};
+
+void FillRow(std::uint64_t key, std::uint64_t version, std::uint32_t row_bytes, std::byte* row) {
+  for (std::uint32_t at = 0; at < row_bytes; at += 8) {
+    const std::uint64_t word = at == 0 ? version : HashKey(key + version * 1000003 + at);
+    std::memcpy(row + at, &word, 8);
+  }
+}
+
+StoreConfig Config(ReadEngine engine) {
+  StoreConfig config;
+  config.cap_bytes = 8 << 20;
+  config.segment_bytes = 48 << 10;
+  config.read_engine = engine;
+  config.queue_depth = 16;
+  config.snapshot_min_rows = 1;
+  config.write_buffer_bytes = 256 << 10;
+  return config;
+}
+
+std::unique_ptr<Store> OpenStore(Env& env, const std::string& directory, ReadEngine engine) {
+  return std::make_unique<Store>(env, directory, Config(engine),
+                                 std::vector<std::pair<std::uint32_t, std::uint32_t>>{});
+}
+
+void WriteSome(Store& store, std::mt19937_64& random, std::uint64_t version, Model& model) {
+  const std::uint32_t table = static_cast<std::uint32_t>(random() % 3);
+  std::map<std::uint64_t, bool> chosen;
+  for (std::uint64_t n = 1 + random() % (kIds[table] / 2); n > 0; --n)
+    chosen[MakeKey(table, random() % kIds[table])];
+  std::vector<std::uint64_t> keys;
+  for (const auto& [key, unused] : chosen) keys.push_back(key);
+  std::vector<std::byte> rows(keys.size() * kRowBytes[table]);
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    FillRow(keys[i], version, kRowBytes[table], &rows[i * kRowBytes[table]]);
+    model[keys[i]] = version;
+  }
+  store.Write(keys, rows.data(), kRowBytes[table]);
+}
+
+void CheckAll(Store& store, const Model& model) {
+  CHECK(store.Stats().rows == model.size());
+  for (std::uint32_t table = 0; table < 3; ++table) {
+    const std::uint32_t row_bytes = kRowBytes[table];
+    std::vector<std::uint64_t> keys(kIds[table]);
+    for (std::uint64_t id = 0; id < kIds[table]; ++id) keys[id] = MakeKey(table, id);
+    std::vector<std::byte> rows(keys.size() * row_bytes), expected(row_bytes);
+    const auto found = std::make_unique<bool[]>(keys.size());
+    store.Read(keys, rows.data(), row_bytes, found.get());
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+      const auto entry = model.find(keys[i]);
+      CHECK(found[i] == (entry != model.end()));
+      if (!found[i]) continue;
+      FillRow(keys[i], entry->second, row_bytes, expected.data());
+      CHECK(std::memcmp(expected.data(), &rows[i * row_bytes], row_bytes) == 0);
+    }
+  }
+}
+
+void RunWorkload(Env& env, const std::string& directory, ReadEngine engine, int steps, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  auto store = OpenStore(env, directory, engine);
+  Model now, committed;
+  for (int step = 1; step <= steps; ++step) {
+    const std::uint64_t action = random() % 100;
+    if (action < 70) {
+      WriteSome(*store, random, static_cast<std::uint64_t>(step), now);
+    } else if (action < 85) {
+      CheckAll(*store, now);
+    } else if (action < 92) {
+      store->Commit("step " + std::to_string(step), "");
+      committed = now;
+      if (auto* memory = dynamic_cast<MemoryEnv*>(&env)) {
+        auto image = memory->AfterCrash(memory->operations(), MemoryEnv::Unsynced::kRandom, random());
+        CheckAll(*OpenStore(*image, directory, engine), committed);
+      }
+    } else if (action < 97) {
+      store->Compact();
+    } else {
+      store.reset();
+      store = OpenStore(env, directory, engine);
+      now = committed;
+    }
+  }
+  CheckAll(*store, now);
+}
+
+// Close while another thread works: its call ends, or throws ClosedError.
+void CloseMeanwhile(Env& env, const std::string& directory, ReadEngine engine, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  Store store(env, directory, Config(engine), {});
+  std::thread worker([&] {
+    std::mt19937_64 random_writes(seed);
+    Model model;
+    try {
+      for (std::uint64_t version = 1;; ++version) {
+        WriteSome(store, random_writes, version, model);
+        if (version % 7 == 0) CheckAll(store, model);
+        if (version % 5 == 0) store.Commit("", "");
+      }
+    } catch (const ClosedError&) {
+    }
+  });
+  std::this_thread::sleep_for(std::chrono::microseconds(random() % 30000));
+  store.Close();
+  worker.join();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CHECK(argc > 1);
+  const std::filesystem::path root = argv[1];
+  const int steps = argc > 2 ? std::atoi(argv[2]) : 300;
+  const std::uint64_t first = argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 1;
+  const auto fresh = [&](const char* name) {
+    std::filesystem::remove_all(root / name);
+    std::filesystem::create_directories(root / name);
+    return (root / name).string();
+  };
+  for (std::uint64_t seed = first; seed < first + 3; ++seed) {
+    MemoryEnv memory;
+    RunWorkload(memory, "disk", ReadEngine::kAuto, steps, seed);
+    RunWorkload(PosixEnv(), fresh("auto"), ReadEngine::kAuto, steps, seed);
+    RunWorkload(PosixEnv(), fresh("pread"), ReadEngine::kPread, steps, seed);
+    for (std::uint64_t i = 0; i < 10; ++i) {
+      CloseMeanwhile(PosixEnv(), fresh("close"), i % 2 == 0 ? ReadEngine::kAuto : ReadEngine::kPread,
+                     seed * 100 + i);
+    }
+  }
+  std::puts("ok");
+}
