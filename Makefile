@@ -2,6 +2,8 @@
 # make test     run the tests            (PYTEST_ARGS="tests/cli -x" picks some)
 # make lint     ruff, mypy, clang-format (what CI checks); make format mends what they can
 # make wheel    build the wheel in an isolated environment, without torch
+# make sanitize    the native store's own tests and fuzzing under ASan, UBSan and TSan
+# make crash-test  100,000 crash states of the store (CI tries some thousand)
 # make clean    remove everything that these made
 #
 # Everything is installed in .venv, in place: an edit of a Python file needs no reinstall, one under csrc/ makes the
@@ -19,7 +21,7 @@ CSRC := $(shell find csrc -name '*.cc' -o -name '*.h')
 INSTALLED := $(VENV)/installed-torch-$(TORCH)
 TESTABLE := $(VENV)/testable-torch-$(TORCH)
 
-.PHONY: demo test lint format wheel clean
+.PHONY: demo test lint format wheel clean sanitize crash-test
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -45,6 +47,27 @@ format: $(TESTABLE)
 
 wheel: $(VENV)/created
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
+
+# Plain programs, so that nothing but the store is instrumented.
+SANITIZED := $(wildcard csrc/common/crc32c.cc csrc/io/*.cc csrc/store/*.cc)
+SANITIZE_OUT := build/sanitize
+
+$(SANITIZE_OUT)/%-address: csrc/store/tests/%.cc $(SANITIZED) $(CSRC)
+	@mkdir -p $(@D)
+	$(CXX) -std=c++20 -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -pthread -Icsrc $< $(SANITIZED) -o $@
+
+$(SANITIZE_OUT)/%-thread: csrc/store/tests/%.cc $(SANITIZED) $(CSRC)
+	@mkdir -p $(@D)
+	$(CXX) -std=c++20 -g -O1 -fsanitize=thread -pthread -Icsrc $< $(SANITIZED) -o $@
+
+sanitize: $(addprefix $(SANITIZE_OUT)/,index_test-address store_test-address fuzz_formats-address store_test-thread)
+	$(SANITIZE_OUT)/index_test-address 200000
+	$(SANITIZE_OUT)/store_test-address $(SANITIZE_OUT)/stores 300
+	$(SANITIZE_OUT)/store_test-thread $(SANITIZE_OUT)/stores 200
+	$(SANITIZE_OUT)/fuzz_formats-address 100000
+
+crash-test: $(TESTABLE)
+	TIERSTORE_CRASH_STATES=100000 $(BIN)/python -m pytest --timeout 7200 tests/store/native/test_crash_states.py
 
 clean:
 	rm -rf $(VENV) build dist demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -211,7 +211,7 @@ def test_the_index_is_saved_and_taken_back(opened, tmp_path):
 
 
 def test_old_versions_do_not_come_back_with_a_snapshot(opened):
-    """A relocated segment is without newest versions when the index is saved, and gets new ones afterwards."""
+    """A relocated segment is without newest versions when the index is saved, and gets new ones later."""
     options = {"snapshot_min_rows": 1, "segment_bytes": 1 << 16}
     store = opened(**options)
     moving = np.arange(420) % 42 < 10
