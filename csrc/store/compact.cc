@@ -145,8 +145,8 @@ void Store::CompactSegment(Lock& lock, const SegmentPtr& victim) {
   victim->damaged = true;
   throw CorruptError(
       victim->path + ": compaction found " + std::to_string(victim->live) +
-      " rows damaged (checksum or key mismatch) and left them; the others are safe elsewhere. Run "
-      "`tierstore verify` to have them named");
+      " rows damaged (checksum or key mismatch) and left them; the others are safe elsewhere. Reading a "
+      "damaged row names it");
 }
 
 // Slots first to last of the victim, whose bytes `data` holds.
