@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -177,19 +178,21 @@ def device_reads(file: Path, args: argparse.Namespace, threads: int = 32) -> flo
                 handle.write(os.urandom(1 << 20))
             os.fsync(handle.fileno())
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    end = time.perf_counter() + args.seconds
+    ready = threading.Barrier(threads)
 
-    def read_until_end(seed: int) -> int:
+    def reads_per_second(seed: int) -> float:
         buffer, count = mmap.mmap(-1, _PAGE), 0
-        offsets = np.random.default_rng(seed).integers(0, size // _PAGE, 1 << 20) * _PAGE
-        while time.perf_counter() < end:
+        offsets = np.random.default_rng(seed).integers(0, size // _PAGE, 1 << 16) * _PAGE
+        ready.wait()
+        start = now = time.perf_counter()
+        while count == 0 or now < start + args.seconds:
             os.preadv(fd, [buffer], int(offsets[count % len(offsets)]))
-            count += 1
-        return count
+            count, now = count + 1, time.perf_counter()
+        return count / (now - start)
 
     try:
         with ThreadPoolExecutor(threads) as pool:
-            return sum(pool.map(read_until_end, range(threads))) / args.seconds
+            return sum(pool.map(reads_per_second, range(threads)))
     finally:
         os.close(fd)
 
