@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from tierstore import TierConfig, optim
-from tierstore.cache.chain import Segment
 from tierstore.cache.engine import Engine, Table
+from tierstore.cache.layout import Segment
 from tierstore.cache.memory_tier import bytes_for
 from tierstore.initializers import uniform
 from tierstore.modules.base import TieredModule

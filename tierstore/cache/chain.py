@@ -1,10 +1,9 @@
 """The chain of tiers for tables of one row layout: fast tier → host tier → row store.
 
 Rows are in exactly one memory tier or in none; the store holds the last version that was written down,
-which is the
-valid one unless a memory tier has the row. Locks: ``sequence.planner()`` is held by whoever changes
-which rows are
-where; ``_moving`` guards the tiers' data structures and is never held while waiting for a release.
+which is the valid one unless a memory tier has the row. Locks: ``sequence.planner()`` is held by whoever
+changes which rows are where; ``_moving`` guards the tiers' data structures and is never held while waiting
+for a release.
 """
 
 from __future__ import annotations
@@ -20,77 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
+from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import Keys, MemoryTier
 from tierstore.cache.sequence import Sequence
 from tierstore.cache.stats import ChainCounters, TierCounters
 from tierstore.cache.ticket import ReadRows, Ticket
 from tierstore.config import format_bytes
 from tierstore.errors import ClosedError, InputError, TierFullError
-from tierstore.initializers import KINDS, Init
 from tierstore.keys import split
 from tierstore.store.protocol import RowStore
 
 logger = logging.getLogger("tierstore")
 
 _CHUNK = 1 << 16  # rows moved at a time where the number of rows is not bounded by a batch
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Ids of one feature: ``address`` of ``count`` contiguous int64 (int32 if ``is_int32``) numbers."""
-
-    name: str
-    table: int
-    address: int
-    count: int
-    is_int32: bool
-    bound: int
-    padding: int = -1
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """What the rows of a chain look like, and how untouched rows of each table begin.
-
-    The arrays are indexed by table; entries of tables in other chains are not used.
-    """
-
-    dim: int
-    row_bytes: int
-    state_floats: int
-    state_value: float
-    kinds: NDArray[np.uint8]
-    a: NDArray[np.float32]
-    b: NDArray[np.float32]
-    seeds: NDArray[np.uint64]
-    columns: NDArray[np.int64] | None = None
-    """First column of each table that is a range of a wider one's; None: all begin at 0."""
-
-    @classmethod
-    def of(
-        cls,
-        dim: int,
-        row_bytes: int,
-        state_floats: int,
-        state_value: float,
-        inits: List[Init],
-        seeds: List[int],
-        columns: List[int] | None = None,
-    ) -> RowLayout:
-        return cls(
-            dim, row_bytes, state_floats, state_value,
-            np.array([KINDS[init.kind] for init in inits], np.uint8),
-            np.array([init.a for init in inits], np.float32),
-            np.array([init.b for init in inits], np.float32),
-            np.array(seeds, np.uint64),
-            None if columns is None else np.array(columns, np.int64),
-        )  # fmt: skip
-
-    def initialise(self, address: int, slots: NDArray[np.int32] | None, keys: Keys) -> None:
-        _core.init_rows(
-            address, self.row_bytes, slots, keys, self.dim, self.state_floats, self.state_value,
-            self.kinds, self.a, self.b, self.seeds, self.columns,
-        )  # fmt: skip
 
 
 class Chain:
@@ -200,9 +141,8 @@ class Chain:
     ) -> None:
         """Brings the ticket's rows into the fast tier and pins them.
 
-        Rows used by lookups from ``pinned_since`` on stay. If room is short, waits for further
-        releases, and at last
-        uses the transient pad. Raises what the tiers raise; then nothing has changed.
+        Rows used by lookups from ``pinned_since`` on stay. If room is short, waits for further releases,
+        and at last uses the transient pad. Raises what the tiers raise; then nothing has changed.
         """
         with self.sequence.planner():
             self.sequence.open(ticket.seq)
@@ -529,9 +469,8 @@ class Chain:
 @dataclass(frozen=True)
 class _Below:
     """What the tiers below hold of some missing keys. ``in_host`` (None: no host tier) tells which keys
-    ``lifted`` has
-    the rows of, and ``in_store`` which of the others ``fetched`` has; row i of ``fetched`` is the i-th
-    other's."""
+    ``lifted`` has the rows of, and ``in_store`` which of the others ``fetched`` has; row i of ``fetched``
+    is the i-th other's."""
 
     in_store: NDArray[np.bool_] | None
     fetched: NDArray[np.uint8] | None

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from tierstore import _core
 from tierstore.cache.budget import ChainDemand, TierPlan, divide, fast_tiers
-from tierstore.cache.chain import Chain, RowLayout, Segment
+from tierstore.cache.chain import Chain
+from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import MemoryTier, as_policy
 from tierstore.cache.stats import ChainCounters, TierCounters
 from tierstore.config import TierConfig
@@ -285,10 +286,9 @@ class Engine:
             chain.reset_stats()
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the last reset, sizes now: ``tiers`` (hit rates per access and per unique
-        row), ``memory``
-        (bytes), ``store``, and the counters of :class:`ChainCounters`; ``chains`` has the same per row
-        layout."""
+        """Counters since the last reset, sizes now: ``tiers`` (hit rates per access and per unique row),
+        ``memory`` (bytes), ``store``, and the counters of :class:`ChainCounters`; ``chains`` has the same
+        per row layout."""
         counters = ChainCounters()
         tiers: dict[str, TierCounters] = {}
         for chain in self.chains:

@@ -1,10 +1,8 @@
 """The order of lookups: which are planned, which are still in use, and who may plan now.
 
 One planner at a time; lookups are numbered, and every number is *released* once its rows have no update
-pending.
-Planning ahead waits for releases here; a thread that needs a lookup now makes such a wait end early, so
-that no
-order of forward and backward calls can deadlock.
+pending. Planning ahead waits for releases here; a thread that needs a lookup now makes such a wait end
+early, so that no order of forward and backward calls can deadlock.
 """
 
 from __future__ import annotations
@@ -75,8 +73,8 @@ class Sequence:
         """Waits until no number below ``below`` is in use.
 
         False, early, when somebody cannot go on before ``planning`` is planned, when the caller is the
-        planner and
-        somebody else has to plan, or when ``stop()`` (tested at every change; see :meth:`wake`).
+        planner and somebody else has to plan, or when ``stop()`` (tested at every change; see
+        :meth:`wake`).
         """
 
         def needed() -> bool:

@@ -49,11 +49,9 @@ class Ahead:
 class TieredModule(nn.Module):
     """Base of the modules whose tables live in tiers.
 
-    ``optimizer`` None freezes the tables: forward reads, backward stops here. Otherwise every backward
-    pass updates the
-    rows of its lookup, once each. In ``eval()`` mode or under ``no_grad`` forward reads through the
-    tiers and changes
-    nothing.
+    ``optimizer`` None freezes the tables: forward reads, backward stops here. Otherwise every backward pass
+    updates the rows of its lookup, once each. In ``eval()`` mode or under ``no_grad`` forward reads through
+    the tiers and changes nothing.
     """
 
     def __init__(
@@ -61,12 +59,10 @@ class TieredModule(nn.Module):
         engine: Engine,
         tables: Sequence[int],
         optimizer: optim.OptimizerSpec | None,
-        owns_engine: bool = True,
     ) -> None:
         super().__init__()
         self.engine = engine
         self._tables = list(tables)
-        self._owns_engine = owns_engine
         self._frozen = optimizer is None
         self.fused_optimizer = FusedOptimizer(optimizer or optim.SGD())
         """A ``torch.optim.Optimizer`` whose ``param_groups`` are read at every backward pass."""

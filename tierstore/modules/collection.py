@@ -90,7 +90,7 @@ class Collection(TieredModule):
         self_configs = [from_torchrec(table) for table in tables]
         _check_names(self_configs)
         engine, indices = open_tables([table_of(c) for c in self_configs], config, optimizer, seed, shared)
-        super().__init__(engine, indices, optimizer, owns_engine=shared is None)
+        super().__init__(engine, indices, optimizer)
         self._configs: list[Any] = self_configs
         self._index_of = {c.name: index for c, index in zip(self_configs, indices, strict=True)}
         self._features = _features(self_configs, self._index_of)

@@ -42,7 +42,7 @@ class SingleTable(HasWeight, TieredModule):
         if padding_idx is not None and not -rows <= padding_idx < rows:
             raise ConfigError(f"padding_idx {padding_idx} is outside the {rows} rows of table {table.name!r}")
         engine, indices = open_tables([table], config, optimizer, seed, shared)
-        super().__init__(engine, indices, optimizer, owns_engine=shared is None)
+        super().__init__(engine, indices, optimizer)
         self.num_embeddings = rows
         self.embedding_dim = dim
         self.name = table.name

@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tierstore.cache.chain import Chain, Segment
+from tierstore.cache.chain import Chain
 from tierstore.cache.engine import Engine
+from tierstore.cache.layout import Segment
 from tierstore.errors import InputError
 from tierstore.modules.lookup import Lookup, PooledPart, SequencePart
 

@@ -1,9 +1,8 @@
 """Which module gets which part of a batch: learned from one forward pass, never by tracing the model.
 
 A batch is any nesting of dicts, lists, tuples and objects with attributes; its leaves are tensors and keyed
-jagged
-tensors. A plain module's inputs are recognised by identity (the same memory, shape and strides as a leaf); a
-collection's by identity of the jagged tensor's values, or by its feature names.
+jagged tensors. A plain module's inputs are recognised by identity (the same memory, shape and strides as a
+leaf); a collection's by identity of the jagged tensor's values, or by its feature names.
 """
 
 from __future__ import annotations

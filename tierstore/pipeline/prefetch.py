@@ -47,14 +47,11 @@ def prefetch(
     memory.
 
     ``depth``: batches that are planned and fetched ahead (0: none); ``window``: batches whose ids are known
-    ahead, which
-    is what the ``lookahead`` policy looks at. "auto" (the default, from ``TierConfig``) chooses both from
-    the first
-    batches, so that a run is reproducible. ``inputs`` maps a module (or its name in ``model``) to a function
-    from a batch to
-    the arguments of its forward call; without it, they are learned from the first batch, which is then not
-    prefetched.
-    Modules that cannot be learned run on demand, and a warning says so once.
+    ahead, which is what the ``lookahead`` policy looks at. "auto" (the default, from ``TierConfig``)
+    chooses both from the first batches, so that a run is reproducible. ``inputs`` maps a module (or its
+    name in ``model``) to a function from a batch to the arguments of its forward call; without it, they are
+    learned from the first batch, which is then not prefetched. Modules that cannot be learned run on
+    demand, and a warning says so once.
 
     The iterator may be left at any time; close it, or drop it, to end the prefetch.
 
@@ -250,10 +247,9 @@ def _bytes(planned: Planned) -> int:
 class PrefetchPipeline:
     """TorchRec-shaped training loop: ``progress(iterator)`` does one step and returns the model's output.
 
-    ``model(batch)`` returns ``(loss, output)``; ``optimizer`` updates the dense parameters (rows are updated
-    in
-    the backward pass). Batches are moved to ``device`` with their own ``to``. ``StopIteration`` ends the
-    epoch.
+    ``model(batch)`` returns ``(loss, output)``; ``optimizer`` updates the dense parameters (rows are
+    updated in the backward pass). Batches are moved to ``device`` with their own ``to``. ``StopIteration``
+    ends the epoch.
     """
 
     def __init__(

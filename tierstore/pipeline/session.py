@@ -2,10 +2,8 @@
 between batches.
 
 The training thread pulls batches from the loader (so the loader needs no thread-safety, and random numbers
-are drawn
-in a reproducible order); the worker deduplicates their ids, announces them to the window and plans them in
-order, at
-most ``depth`` batches ahead of the one in use.
+are drawn in a reproducible order); the worker deduplicates their ids, announces them to the window and
+plans them in order, at most ``depth`` batches ahead of the one in use.
 
 Collectives of sharded modules are begun by the training thread alone, at points that depend on nothing but
 the number of batches, so that all ranks begin them in the same order; the worker waits for their ends.
