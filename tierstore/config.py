@@ -60,6 +60,11 @@ class TableOverride:
     init: Any = None
     """Rule of the initial values, as the module's ``init``."""
     seed: int | None = None
+    hbm: int | None = None
+    """Bytes that the table brings to the ``hbm`` budget: budgets are divided among row layouts by what their
+    tables bring, else by the tables' sizes. Tables of one layout share what they have."""
+    uvm: int | None = None
+    """The same of ``uvm``."""
 
 
 @dataclass(frozen=True)

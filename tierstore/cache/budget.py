@@ -17,11 +17,19 @@ _HUGE = 1 << 62
 
 @dataclass(frozen=True)
 class ChainDemand:
-    """Rows (of all its tables) and bytes per row of one chain."""
+    """Rows (of all its tables) and bytes per row of one chain; what its tables bring to each budget, if that
+    is stated (``TableOverride``)."""
 
     name: str
     rows: int
     row_bytes: int
+    hbm: int | None = None
+    uvm: int | None = None
+
+    def weight(self, tier: str) -> int:
+        """Its part of a budget is in proportion to this."""
+        stated: int | None = getattr(self, tier)
+        return self.rows * self.row_bytes if stated is None else stated
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,8 @@ class TierPlan:
 
 
 def divide(budget: int, demands: Sequence[ChainDemand], policy: Any, tier: str) -> list[TierPlan]:
-    """Slots per chain for ``budget`` bytes: in proportion to the tables' bytes, never more than all of
-    a chain's rows.
+    """Slots per chain for ``budget`` bytes: in proportion to the tables' bytes (or to what they bring), never
+    more than all of a chain's rows.
 
     Raises ``ConfigError`` that names the minimum if the budget cannot hold ``MIN_SLOTS`` rows per chain.
     """
@@ -46,7 +54,7 @@ def divide(budget: int, demands: Sequence[ChainDemand], policy: Any, tier: str) 
             f"{len(demands)} row layouts)"
         )
     most = [min(_HUGE, bytes_for(d.rows, d.row_bytes, policy)) for d in demands]
-    weight = [d.rows * d.row_bytes for d in demands]
+    weight = [d.weight(tier) for d in demands]
     share = _fill(budget, least, most, weight)
     plans = []
     for demand, bytes_, enough in zip(demands, share, most, strict=True):
@@ -66,7 +74,7 @@ def _fill(budget: int, least: list[int], most: list[int], weight: list[int]) -> 
         rest = budget - sum(share)
         if not open_ or rest < len(open_):
             return share
-        total = sum(weight[i] for i in open_)
+        total = max(1, sum(weight[i] for i in open_))
         before = sum(share)
         for i in open_:
             share[i] = min(most[i], share[i] + rest * weight[i] // total)

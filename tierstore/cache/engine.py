@@ -82,10 +82,7 @@ class Engine:
             # A budget promises what the process takes, and malloc's heap would grow to twice what is in use.
             _core.fix_malloc_threshold(_MALLOC_THRESHOLD)
         groups = self._groups()
-        demands = [
-            ChainDemand(name, sum(_rows(tables[i]) for i in members), self.specs[members[0]].row_bytes)
-            for name, members in groups.items()
-        ]
+        demands = [self._demand(name, members) for name, members in groups.items()]
         self.policy = as_policy(config.policy)
         fast = fast_tiers(config, demands, self.policy)
         host = divide(int(config.uvm), demands, self.policy, "uvm") if config.uvm else [None] * len(demands)
@@ -127,6 +124,14 @@ class Engine:
         for spec in self.specs:
             groups.setdefault(f"dim{spec.embedding_dim}", []).append(spec.index)
         return groups
+
+    def _demand(self, name: str, members: list[int]) -> ChainDemand:
+        tables = [self.tables[i] for i in members]
+        brought: list[int | None] = []
+        for tier in ("hbm", "uvm"):
+            stated = [getattr(self.config.table(t.origin or t.name), tier) for t in tables]
+            brought.append(None if None in stated else sum(stated))
+        return ChainDemand(name, sum(map(_rows, tables)), self.specs[members[0]].row_bytes, *brought)
 
     def _chain(self, demand: ChainDemand, members: list[int], fast: TierPlan, host: TierPlan | None) -> Chain:
         policy = self.policy

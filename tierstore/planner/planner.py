@@ -207,8 +207,10 @@ def tables_of_module(module: Any) -> tuple[list[TableSpec], int]:
             continue
         weighted = getattr(part, "is_weighted", False)
         weighted = bool(weighted() if callable(weighted) else weighted)
+        optimizer = _optimizer_of(part)
         tables += [
-            spec_of_config(config, path, weighted) for config in (configs() if callable(configs) else configs)
+            replace(spec_of_config(config, path, weighted), **optimizer)
+            for config in (configs() if callable(configs) else configs)
         ]
         inside.append(path)
     if not tables:
@@ -218,6 +220,12 @@ def tables_of_module(module: Any) -> tuple[list[TableSpec], int]:
         if not any(not outer or name.startswith(f"{outer}.") for outer in inside):
             dense += parameter.numel() * parameter.element_size() * _ADAM_COPIES
     return tables, dense
+
+
+def _optimizer_of(collection: Any) -> dict[str, str]:
+    """The optimizer of a collection of ours; torchrec's do not know theirs."""
+    name = getattr(getattr(getattr(collection, "engine", None), "optimizer", None), "name", None)
+    return {} if name is None else {"optimizer": name}
 
 
 def placements(solution: Solution) -> tuple[TablePlacement, ...]:

@@ -26,6 +26,7 @@ from tierstore.sharding.commits import Commits, Place
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.input_exchange import InputExchange, check_range
 from tierstore.sharding.output_exchange import Floats
+from tierstore.sharding.planning import tiers_of_rank
 from tierstore.sharding.routing import Routing, shard_name
 
 logger = logging.getLogger("tierstore")
@@ -302,8 +303,9 @@ def _open(
     error: Exception | None = None
     try:
         tables = routing.local_tables(configs)
-        tables, config = _of_rank(env, routing, tables, config, place)
-        engine = Engine(tables, config, optimizer or SGD(), seed, keep=2, at=0 if place is None else place.at)
+        optimizer = optimizer or SGD()
+        tables, config = _of_rank(env, routing, tables, config, place, optimizer)
+        engine = Engine(tables, config, optimizer, seed, keep=2, at=0 if place is None else place.at)
         if place is not None:
             place.check(engine)
         return engine
@@ -315,7 +317,12 @@ def _open(
 
 
 def _of_rank(
-    env: ShardingEnv, routing: Routing, tables: list[Table], config: TierConfig, place: Place | None
+    env: ShardingEnv,
+    routing: Routing,
+    tables: list[Table],
+    config: TierConfig,
+    place: Place | None,
+    optimizer: OptimizerSpec,
 ) -> tuple[list[Table], TierConfig]:
     """This rank's tables and tiers. A rank without shards takes part with one row that nobody asks for."""
     if not tables:
@@ -323,8 +330,5 @@ def _of_rank(
     names = {table.origin for table in tables}
     changes: dict[str, Any] = {"tables": {name: o for name, o in config.tables.items() if name in names}}
     changes["path"] = None if place is None else place.folder
-    shards = [shard for table in routing.plan.tables for shard in table.shards if shard.rank == env.rank]
-    for tier in ("hbm", "uvm", "ssd"):
-        if any(shard.hbm_bytes for shard in shards):
-            changes[tier] = sum(getattr(shard, f"{tier}_bytes") for shard in shards)
-    return tables, replace(config, **changes)
+    config = replace(config, **changes)
+    return tables, replace(config, **tiers_of_rank(routing.plan.tables, env.rank, tables, config, optimizer))

@@ -21,6 +21,7 @@ from tierstore.sharding.commits import Commits
 from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
 from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.planning import plan_of
 
 logger = logging.getLogger("tierstore")
 
@@ -95,7 +96,8 @@ class DistributedModelParallel(nn.Module):
         module: with collections of tierstore, the same on all ranks.
         env: the ranks; all of the default process group if None.
         device: None or the CPU.
-        plan: where the tables are; names of tables must differ over the whole model.
+        plan: where the tables are; names of tables must differ over the whole model. If None, the planner's
+            for the budgets of ``config`` (:func:`tierstore.sharding.planning.plan_of`).
         sharders: None; there is one way to shard each collection.
         config: tiers of one rank; those of each collection if None.
         find_unused_parameters: as for DDP.
@@ -117,10 +119,8 @@ class DistributedModelParallel(nn.Module):
             raise ConfigError(f"device is {device}; sharded tables live in the tiers of the hosts: use None")
         if sharders:
             raise ConfigError("sharders must be None: every collection has one way to be sharded")
-        if plan is None:
-            raise ConfigError("a plan is needed; make one with tierstore.sharding.construct_plan(...)")
         self.env = ShardingEnv.from_process_group() if env is None else env
-        self.plan = plan
+        self.plan = plan_of(module, self.env, config) if plan is None else plan
         self._sharded: dict[str, ShardedCollection] = {}
         path = None if config is None else config.path
         self._commits = None if path is None else Commits(path, self.env)

@@ -1,0 +1,86 @@
+"""DistributedModelParallel without a plan asks the planner, and its ranks keep the plan's budgets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tierstore
+from tests.sharding import cases
+from tests.sharding.ranks import run
+from tests.sharding.test_parallel import Model
+from tierstore import TierConfig
+from tierstore.cache.memory_tier import bytes_for
+from tierstore.errors import InfeasiblePlanError
+from tierstore.sharding import DistributedModelParallel, ShardingPlan
+
+TIERS = {
+    "all": TierConfig(hbm="all"),
+    "tiers": TierConfig(hbm="1MiB", uvm="64KiB", ssd="64MiB", engine="memory"),
+}
+
+
+def configs() -> list[tierstore.EmbeddingBagConfig]:
+    """Tables of which a rank's tiers hold a part; batches use few of their rows."""
+    return [replace(config, num_embeddings=40_000) for config in cases.tables()]
+
+
+def trains_as_one_process(tiers: str) -> None:
+    rank = torch.distributed.get_rank()
+    one, many = Model(configs()), Model(configs())
+    dmp = DistributedModelParallel(many, config=TIERS[tiers])
+    assert isinstance(dmp.plan, ShardingPlan)
+    assert [table.name for table in dmp.plan.tables] == [config.name for config in configs()]
+    assert dmp.plan.plan.keys() == {"sparse"}
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, dmp)]
+    for batch in cases.batches(2, 3):
+        for model, optimizer, ranks, scale in (
+            (one, optimizers[0], [0, 1], 2),
+            (dmp, optimizers[1], [rank], 1),
+        ):
+            optimizer.zero_grad()
+            (model(batch.of(ranks)).square().sum() / scale).backward()
+            optimizer.step()
+    torch.testing.assert_close(dmp.state_dict(), one.state_dict(), rtol=1e-6, atol=1e-6)
+    keeps_its_budgets(dmp)
+    dmp.close()
+    one.sparse.close()
+
+
+def keeps_its_budgets(dmp: DistributedModelParallel) -> None:
+    """Slots of every row layout are those that the plan gives its tables, or a few more."""
+    collection = dmp.sharded["sparse"]
+    planned: dict[int, int] = {}
+    for _, shard in dmp.plan.on_rank(collection.env.rank):
+        planned[shard.columns] = planned.get(shard.columns, 0) + shard.hbm_rows
+    chains = collection.engine.chains
+    for chain in chains:
+        rows = planned.get(chain.layout.dim, 0)
+        assert rows <= chain.fast.capacity
+        if collection.tiers.hbm != "all":
+            spare = len(chains) * bytes_for(64, chain.layout.row_bytes, collection.engine.policy)
+            assert (chain.fast.capacity - rows) * chain.layout.row_bytes <= spare
+
+
+def too_small() -> None:
+    with pytest.raises(InfeasiblePlanError, match=r"the tables do not fit: .* is short of") as caught:
+        DistributedModelParallel(Model(configs()), config=TierConfig(hbm="1MiB", uvm=0, ssd=0))
+    assert caught.value.missing_bytes > 0
+
+
+def a_module_without_tables() -> None:
+    with pytest.raises(tierstore.ConfigError, match="no embedding collection"):
+        DistributedModelParallel(torch.nn.Linear(3, 3))
+
+
+def everything() -> None:
+    for tiers in TIERS:
+        trains_as_one_process(tiers)
+    too_small()
+    a_module_without_tables()
+
+
+def test_without_a_plan_the_planner_makes_one() -> None:
+    run(2, everything)

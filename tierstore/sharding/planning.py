@@ -1,0 +1,159 @@
+"""From ranks to a plan and from a plan to budgets: what the planner is told, what a rank makes of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+from torch import nn
+
+from tierstore.cache.engine import Table
+from tierstore.cache.memory_tier import MIN_SLOTS, bytes_for
+from tierstore.config import TableOverride, TierConfig
+from tierstore.errors import ConfigError
+from tierstore.modules.collection import Collection
+from tierstore.placement import ShardingPlan, ShardPlacement, TablePlacement
+from tierstore.planner import EmbeddingShardingPlanner, Topology
+from tierstore.planner.costs import INDEX_BYTES_PER_ROW, RANK_BUFFERS
+from tierstore.sharding.cuts import configs_of
+from tierstore.sharding.env import ShardingEnv
+
+logger = logging.getLogger("tierstore")
+
+_RECORD_HEADER, _DISK_SLACK, _STORE_SLACK = 16, 1.5, 64 << 20
+_LEAST_HBM = 1 << 20
+_STAGING = 256 << 20  # of host memory per rank, for rows on their way
+
+
+def plan_of(module: nn.Module, env: ShardingEnv, config: TierConfig | None) -> ShardingPlan:
+    """The planner's plan for the collections of ``module`` on the ranks of ``env``; all ranks call it.
+
+    The budgets are those of ``config``, which each rank has, or of the collections' own together. Rates of
+    the machines are assumed: measure them and call the planner yourself for a better plan.
+    """
+    collections = [child for child in module.modules() if isinstance(child, Collection)]
+    if not collections:
+        raise ConfigError("the module has no embedding collection to plan; give tierstore's")
+    budgets = [config] if config is not None else [child.engine.config for child in collections]
+    rows = sum(table.num_embeddings for child in collections for table in configs_of(child))
+    planner = EmbeddingShardingPlanner(topology_of(env, budgets, rows))
+    plan = planner.collective_plan(module, pg=env.process_group)
+    if env.rank == 0:
+        logger.info(
+            "planned %d tables on %d ranks, with assumed rates; tierstore bench device measures them, and "
+            "EmbeddingShardingPlanner(topology).collective_plan(model) takes them",
+            len(plan.tables),
+            env.world_size,
+        )
+    if any(budget.keeps_all for budget in budgets):
+        return without_bytes(plan)
+    return within(plan, sum(int(budget.uvm) for budget in budgets))
+
+
+def topology_of(env: ShardingEnv, budgets: Sequence[TierConfig], rows: int) -> Topology:
+    """The ranks of a job as the planner sees them; all ranks call it. ``budgets``: of one rank."""
+    local = _ranks_per_host(env)
+    hosts = env.world_size // local
+    if any(budget.keeps_all for budget in budgets):
+        return Topology(hosts, local, psutil.virtual_memory().total // local, 0, 0, device="cpu")
+    hbm, uvm, ssd = (sum(int(getattr(budget, tier)) for budget in budgets) for tier in ("hbm", "uvm", "ssd"))
+    # The store's index and a rank's buffers are no part of uvm (docs/design.md).
+    beside = rows * INDEX_BYTES_PER_ROW // hosts + (RANK_BUFFERS + _STAGING) * local if ssd else 0
+    return Topology(hosts, local, max(hbm, _LEAST_HBM), uvm * local + beside, ssd * local, device="cpu")
+
+
+def _ranks_per_host(env: ShardingEnv) -> int:
+    """What torchrun says, if it divides the ranks; else ranks that share a host name, if all hosts have as
+    many."""
+    names: list[Any] = [None] * env.world_size
+    dist.all_gather_object(
+        names, (os.uname().nodename, os.environ.get("LOCAL_WORLD_SIZE")), group=env.process_group
+    )
+    local = int(names[0][1] or 0)
+    if local and env.world_size % local == 0:
+        return local
+    runs = {name: sum(other[0] == name[0] for other in names) for name in names}
+    counts = set(runs.values())
+    return counts.pop() if len(counts) == 1 else 1
+
+
+def without_bytes(plan: ShardingPlan) -> ShardingPlan:
+    """The plan's cuts and ranks alone: budgets are those of TierConfig."""
+
+    def bare(table: TablePlacement) -> TablePlacement:
+        none = {f"{tier}_bytes": 0 for tier in ("hbm", "uvm", "ssd")} | {"hbm_rows": 0, "uvm_rows": 0}
+        return replace(table, shards=tuple(replace(shard, **none) for shard in table.shards))
+
+    return replace(plan, tables=tuple(map(bare, plan.tables)))
+
+
+def within(plan: ShardingPlan, uvm: int) -> ShardingPlan:
+    """The plan with at most ``uvm`` bytes in the host tier of each rank."""
+    used = [0] * plan.world_size
+    for table in plan.tables:
+        for shard in table.shards:
+            used[shard.rank] += shard.uvm_bytes
+
+    def fitted(shard: ShardPlacement) -> ShardPlacement:
+        share = min(1.0, uvm / max(1, used[shard.rank]))
+        return replace(shard, uvm_bytes=int(shard.uvm_bytes * share), uvm_rows=int(shard.uvm_rows * share))
+
+    tables = (replace(table, shards=tuple(map(fitted, table.shards))) for table in plan.tables)
+    return replace(plan, tables=tuple(tables))
+
+
+def tiers_of_rank(
+    placements: Iterable[TablePlacement], rank: int, tables: Sequence[Table], config: TierConfig, spec: Any
+) -> dict[str, Any]:
+    """Fields of the TierConfig of one rank: the budgets of its shards, if the plan states any.
+
+    A plan's bytes include buffers, which the budgets of tiers do not; so a shard that states rows brings what
+    its slots take. ``spec``: of the optimizer.
+    """
+    shards = [(table, shard) for table in placements for shard in table.shards if shard.rank == rank]
+    if not any(shard.hbm_bytes for _, shard in shards):
+        return {}
+    brought: dict[str, dict[str, int]] = {table.name: {"hbm": 0, "uvm": 0} for table, _ in shards}
+    for table, shard in shards:
+        row_bytes = spec.row_bytes(shard.columns)
+        for tier in ("hbm", "uvm"):
+            brought[table.name][tier] += _slot_bytes(shard, tier, row_bytes, config.policy)
+    overrides = dict(config.tables)
+    for name, tiers in brought.items():
+        pieces = sum((table.origin or table.name) == name for table in tables)
+        shares = {tier: size // max(1, pieces) for tier, size in tiers.items()}
+        overrides[name] = replace(overrides.get(name, TableOverride()), **shares)
+    # Every row layout takes a few slots of a tier, even if no table of it brings any.
+    least = sum(bytes_for(MIN_SLOTS, spec.row_bytes(dim), config.policy) for dim in _dims(tables))
+    sums = {tier: sum(tiers[tier] for tiers in brought.values()) for tier in ("hbm", "uvm")}
+    return {
+        "tables": overrides,
+        "hbm": sums["hbm"] + least,
+        "uvm": sums["uvm"] + least if sums["uvm"] else 0,
+        "ssd": _ssd_bytes(shards, spec, config),
+    }
+
+
+def _slot_bytes(shard: ShardPlacement, tier: str, row_bytes: int, policy: Any) -> int:
+    rows: int = getattr(shard, f"{tier}_rows")
+    stated: int = getattr(shard, f"{tier}_bytes")
+    return bytes_for(rows, row_bytes, policy) if rows or shard.hbm_rows else stated
+
+
+def _ssd_bytes(shards: Sequence[tuple[TablePlacement, ShardPlacement]], spec: Any, config: TierConfig) -> int:
+    """Those of the plan, and with a path to commit to also room for the rows that stay in memory."""
+    total = sum(shard.ssd_bytes for _, shard in shards)
+    if config.path is not None:
+        held = [shard for _, shard in shards if not shard.ssd_bytes]
+        records = [shard.rows * (spec.row_bytes(shard.columns) + _RECORD_HEADER) for shard in held]
+        total += int(sum(records) * _DISK_SLACK) + _STORE_SLACK
+    return total
+
+
+def _dims(tables: Sequence[Table]) -> set[int]:
+    return {table.embedding_dim for table in tables}
