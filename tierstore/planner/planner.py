@@ -222,7 +222,7 @@ def tables_of_module(module: Any) -> tuple[list[TableSpec], int]:
     return tables, dense
 
 
-def _optimizer_of(collection: Any) -> dict[str, str]:
+def _optimizer_of(collection: Any) -> dict[str, Any]:
     """The optimizer of a collection of ours; torchrec's do not know theirs."""
     name = getattr(getattr(getattr(collection, "engine", None), "optimizer", None), "name", None)
     return {} if name is None else {"optimizer": name}
