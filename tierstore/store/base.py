@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -13,7 +15,10 @@ from numpy.typing import NDArray
 
 from tierstore.errors import ClosedError, InputError, StoreCorruptError
 from tierstore.keys import ID_BITS
-from tierstore.store.protocol import StoreStats, TableSpec
+from tierstore.store.protocol import CommitInfo, StoreStats, TableSpec
+
+_TAG = re.compile(r"[ -.0-~]{0,100}")  # so that it can be part of a file's name
+_TAG_BYTES = struct.Struct("<H")
 
 
 class RowSizes:
@@ -78,6 +83,27 @@ def _check_array(array: object, name: str, dtype: type[np.generic], ndim: int) -
         raise InputError(f"{name} must be C-contiguous; np.ascontiguousarray({name}) is")
 
 
+def check_commit(meta: bytes, tag: str) -> None:
+    """Raises ``InputError`` unless both can be kept with a commit."""
+    if not isinstance(meta, bytes):
+        raise InputError(f"meta must be bytes, not {type(meta).__name__}")
+    if not isinstance(tag, str) or not _TAG.fullmatch(tag):
+        raise InputError(f"tag must be at most 100 printable ASCII characters without '/', not {tag!r}")
+
+
+def pack_tag(tag: str, meta: bytes) -> bytes:
+    """One string of bytes for both."""
+    name = tag.encode()
+    return _TAG_BYTES.pack(len(name)) + name + meta
+
+
+def unpack_tag(data: bytes) -> tuple[str, bytes]:
+    """What was packed; ``ValueError`` (or its like of ``struct``) for other bytes."""
+    (size,) = _TAG_BYTES.unpack_from(data)
+    start = _TAG_BYTES.size
+    return data[start : start + size].decode(), data[start + size :]
+
+
 def as_bytes(rows: NDArray[np.uint8]) -> list[bytes]:
     """Each row of uint8 (n, row_bytes) as a bytes object."""
     return rows.view(f"V{rows.shape[1]}").ravel().tolist()
@@ -133,11 +159,23 @@ class StoreBase(ABC):
             self._sizes.of_table(table)
         return self._checked(self._keys(table))
 
-    def commit(self, meta: bytes) -> int:
+    def commit(self, meta: bytes, tag: str = "") -> int:
         with self._open():
-            if not isinstance(meta, bytes):
-                raise InputError(f"meta must be bytes, not {type(meta).__name__}")
-            return self._commit(meta)
+            check_commit(meta, tag)
+            return self._commit(meta, tag)
+
+    def commits(self) -> list[CommitInfo]:
+        with self._open():
+            return self._commits()
+
+    def drop_commit(self, id: int) -> None:
+        with self._open():
+            kept = [commit.id for commit in self._commits()]
+            if id not in kept:
+                raise InputError(f"commit {id} is not kept")
+            if id == kept[-1]:
+                raise InputError(f"commit {id} is the newest; a store keeps at least that one")
+            self._drop(id)
 
     def meta(self) -> bytes:
         with self._open():
@@ -179,7 +217,14 @@ class StoreBase(ABC):
     def _keys(self, table: int) -> Iterator[NDArray[np.uint64]]: ...
 
     @abstractmethod
-    def _commit(self, meta: bytes) -> int: ...
+    def _commit(self, meta: bytes, tag: str) -> int: ...
+
+    @abstractmethod
+    def _commits(self) -> list[CommitInfo]: ...
+
+    def _drop(self, id: int) -> None:
+        """Gives up a kept commit that is not the newest."""
+        raise NotImplementedError
 
     @abstractmethod
     def _meta(self) -> bytes: ...

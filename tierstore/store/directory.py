@@ -24,7 +24,7 @@ from tierstore.errors import ConfigError, StoreCorruptError, StoreLockedError, S
 from tierstore.store import identity as identities
 from tierstore.store.files import open_regular, store_errors, sync_directory, walk_files
 from tierstore.store.identity import StoreIdentity
-from tierstore.store.protocol import RowStore, StoreStats, TableSpec
+from tierstore.store.protocol import CommitInfo, RowStore, StoreStats, TableSpec
 from tierstore.store.registry import StoreOptions, get_engine
 
 _LOCK = "LOCK"
@@ -95,8 +95,14 @@ class DirectoryStore:
     def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
         return self.inner.keys(table)
 
-    def commit(self, meta: bytes) -> int:
-        return self.inner.commit(meta)
+    def commit(self, meta: bytes, tag: str = "") -> int:
+        return self.inner.commit(meta, tag)
+
+    def commits(self) -> list[CommitInfo]:
+        return self.inner.commits()
+
+    def drop_commit(self, id: int) -> None:
+        self.inner.drop_commit(id)
 
     def meta(self) -> bytes:
         return self.inner.meta()

@@ -7,7 +7,7 @@ are kept in process memory until the commit, up to 512 MiB (a constant of LMDB);
 some to unused places of the file.
 
 There is one database per row size, with native-endian integer keys, and one for the commit record (key
-``commit``: u64 number, then the meta bytes). An error inside a transaction breaks it, so it closes the
+``commit``: u64 number, then tag and meta). An error inside a transaction breaks it, so it closes the
 store.
 """
 
@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 from tierstore.config import format_bytes
 from tierstore.errors import StoreCorruptError, StoreFullError, StoreIOError
 from tierstore.keys import ID_BITS, MAX_ID
-from tierstore.store.base import StoreBase, as_bytes, scatter
+from tierstore.store.base import StoreBase, as_bytes, pack_tag, scatter, unpack_tag
 from tierstore.store.files import disk_bytes, store_errors
 from tierstore.store.parallel import SMALLEST, Readers
-from tierstore.store.protocol import TableSpec
-from tierstore.store.registry import StoreOptions
+from tierstore.store.protocol import CommitInfo, TableSpec
+from tierstore.store.registry import StoreOptions, check_at
 
 _COMMIT = b"commit"
 _NUMBER = struct.Struct("<Q")
@@ -75,12 +75,18 @@ class LMDBStore(StoreBase):
                     size: self._env.open_db(b"rows-%d" % size, integerkey=True, create=True) for size in sizes
                 }
                 self._txn = self._env.begin(write=True)
-                record = self._txn.get(_COMMIT, db=self._records) or _NUMBER.pack(0)
+                record = self._txn.get(_COMMIT, db=self._records)
+            self._number, self._committed = self._parse(record) if record else (0, ("", b""))
+            check_at(path, options.at, self._number)
         except BaseException:
             self._env.close()
             raise
-        self._number = _NUMBER.unpack_from(record)[0]
-        self._committed_meta = record[_NUMBER.size :]
+
+    def _parse(self, record: bytes) -> tuple[int, tuple[str, bytes]]:
+        try:
+            return _NUMBER.unpack_from(record)[0], unpack_tag(record[_NUMBER.size :])
+        except (ValueError, struct.error) as error:
+            raise StoreCorruptError(f"{self._path}: its commit record is damaged: {error}") from error
 
     def _read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         order = np.argsort(keys)  # neighbours in the tree share pages
@@ -147,18 +153,22 @@ class LMDBStore(StoreBase):
             start = int(chunk[-1]) + 1
             yield chunk
 
-    def _commit(self, meta: bytes) -> int:
+    def _commit(self, meta: bytes, tag: str) -> int:
         with self._breaking("committing"), self._lmdb_errors("committing"):
-            self._txn.put(_COMMIT, _NUMBER.pack(self._number + 1) + meta, db=self._records)
+            self._txn.put(_COMMIT, _NUMBER.pack(self._number + 1) + pack_tag(tag, meta), db=self._records)
             self._txn.commit()
             self._txn = self._env.begin(write=True)
         self._number += 1
-        self._committed_meta = meta
+        self._committed = tag, meta
         self._changed_rows = 0
         return self._number
 
+    def _commits(self) -> list[CommitInfo]:
+        tag, meta = self._committed
+        return [CommitInfo(self._number, tag, 0, meta)] if self._number else []
+
     def _meta(self) -> bytes:
-        return self._committed_meta
+        return self._committed[1]
 
     def _space(self) -> tuple[int, int, int, int]:
         with self._lmdb_errors("reading"):

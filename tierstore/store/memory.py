@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from tierstore.config import format_bytes
 from tierstore.errors import StoreCorruptError, StoreFullError
 from tierstore.keys import ID_BITS
-from tierstore.store.base import StoreBase
+from tierstore.store.base import StoreBase, pack_tag, unpack_tag
 from tierstore.store.files import disk_bytes, read_regular, store_errors, write_atomically
-from tierstore.store.protocol import TableSpec
-from tierstore.store.registry import StoreOptions
+from tierstore.store.protocol import CommitInfo, TableSpec
+from tierstore.store.registry import StoreOptions, check_at
 
-_MAGIC = b"TSROWS01"
+_MAGIC = b"TSROWS02"
 _HEADER = struct.Struct("<8sQQQ")
 _SECTION = struct.Struct("<QQ")
 _CHECKSUM = struct.Struct("<I")
@@ -87,12 +87,13 @@ class MemoryStore(StoreBase):
         self._file = path / "rows"
         self._cap = options.ssd_bytes
         self._arenas = {size: _Arena(size) for size in self._sizes.known()}
-        self._commits = 0
-        self._committed_meta = b""
+        self._number = 0
+        self._committed: tuple[str, bytes] = ("", b"")
         if self._file.exists():
             with store_errors(f"reading {self._file}"):
                 data = read_regular(self._file, self._file.stat().st_size)
             self._load(memoryview(data))
+        check_at(path, options.at, self._number)
 
     def _read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         return self._arenas[out.shape[1]].read(keys, out)
@@ -112,15 +113,19 @@ class MemoryStore(StoreBase):
         for start in range(0, len(keys), _CHUNK):
             yield keys[start : start + _CHUNK]
 
-    def _commit(self, meta: bytes) -> int:
+    def _commit(self, meta: bytes, tag: str) -> int:
         with store_errors(f"writing {self._file}"):
-            write_atomically(self._file, self._dump(meta))
-        self._commits += 1
-        self._committed_meta = meta
-        return self._commits
+            write_atomically(self._file, self._dump(pack_tag(tag, meta)))
+        self._number += 1
+        self._committed = tag, meta
+        return self._number
+
+    def _commits(self) -> list[CommitInfo]:
+        tag, meta = self._committed
+        return [CommitInfo(self._number, tag, 0, meta)] if self._number else []
 
     def _meta(self) -> bytes:
-        return self._committed_meta
+        return self._committed[1]
 
     def _space(self) -> tuple[int, int, int, int]:
         rows = sum(len(arena.positions) for arena in self._arenas.values())
@@ -142,7 +147,7 @@ class MemoryStore(StoreBase):
 
     def _sections(self, meta: bytes) -> Iterator[bytes | memoryview]:
         filled = {size: arena for size, arena in self._arenas.items() if arena.positions}
-        yield _HEADER.pack(_MAGIC, self._commits + 1, len(meta), len(filled))
+        yield _HEADER.pack(_MAGIC, self._number + 1, len(meta), len(filled))
         for size, arena in filled.items():
             yield _SECTION.pack(size, len(arena.positions))
             yield arena.keys().astype("<u8").data
@@ -155,7 +160,7 @@ class MemoryStore(StoreBase):
             raise StoreCorruptError(
                 f"{self._file} is damaged: its checksum does not match its {len(data)} bytes"
             )
-        magic, self._commits, meta_bytes, sections = _HEADER.unpack_from(body)
+        magic, self._number, meta_bytes, sections = _HEADER.unpack_from(body)
         if magic != _MAGIC:
             raise StoreCorruptError(f"{self._file} does not start with {_MAGIC.decode()}")
         offset = _HEADER.size
@@ -163,7 +168,12 @@ class MemoryStore(StoreBase):
             offset = self._load_section(body, offset)
         if len(body) - offset != meta_bytes:
             raise StoreCorruptError(f"{self._file}: {meta_bytes} bytes of meta expected at offset {offset}")
-        self._committed_meta = bytes(body[offset:])
+        try:
+            self._committed = unpack_tag(bytes(body[offset:]))
+        except (ValueError, struct.error) as error:
+            raise StoreCorruptError(
+                f"{self._file}: its commit has no valid tag at offset {offset}"
+            ) from error
 
     def _load_section(self, body: memoryview, offset: int) -> int:
         if len(body) - offset < _SECTION.size:

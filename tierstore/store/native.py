@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from tierstore import _core
 from tierstore.errors import ConfigError, InputError
-from tierstore.store.base import RowSizes
-from tierstore.store.protocol import StoreStats, TableSpec
+from tierstore.store.base import RowSizes, check_commit
+from tierstore.store.protocol import CommitInfo, StoreStats, TableSpec
 from tierstore.store.registry import StoreOptions
 
 _KEYS_PER_CHUNK = 1 << 16
@@ -27,7 +27,8 @@ class NativeConfig:
     io: str = "auto"
     """"io_uring", "pread" (a pool of threads), or "auto": io_uring where the kernel allows it."""
     keep: int = 1
-    """Commits kept; a new one drops the oldest beyond that. What a kept commit names stays on disk."""
+    """Commits kept beside those with a tag; a new one drops the oldest beyond that. What a kept commit names
+    stays on disk."""
     at: int = 0
     """Commit to open at, 0 for the last one."""
     queue_depth: int = 128
@@ -52,16 +53,6 @@ class NativeConfig:
         for name in ("cap_bytes", "segment_bytes", "write_buffer_bytes", "at"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it cannot be negative")
-
-
-@dataclass(frozen=True)
-class CommitInfo:
-    """One kept commit."""
-
-    id: int
-    tag: str
-    unix_nanoseconds: int
-    meta: bytes
 
 
 class NativeStore:
@@ -105,17 +96,13 @@ class NativeStore:
         return self._list_keys(table)
 
     def commit(self, meta: bytes, tag: str = "") -> int:
-        """Makes everything written so far durable; ``tag`` is a name for people. See the protocol."""
-        if not isinstance(meta, bytes):
-            raise InputError(f"meta must be bytes, not {type(meta).__name__}")
+        check_commit(meta, tag)
         return self._core.commit(meta, tag)
 
     def commits(self) -> list[CommitInfo]:
-        """The kept commits, oldest first."""
         return [CommitInfo(*fields) for fields in self._core.commits()]
 
     def drop_commit(self, id: int) -> None:
-        """Gives up a commit that is not the newest; ``InputError`` when there is none of that id."""
         self._core.drop_commit(id)
 
     def compact(self) -> None:

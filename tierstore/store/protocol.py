@@ -52,6 +52,18 @@ class TableSpec:
 
 
 @dataclass(frozen=True)
+class CommitInfo:
+    """One kept commit."""
+
+    id: int
+    tag: str
+    unix_nanoseconds: int
+    """When it was made; 0 where the engine does not know."""
+    meta: bytes
+    """b"" where the engine would have to open the commit to tell."""
+
+
+@dataclass(frozen=True)
 class StoreStats:
     """Counters of one open store. The ``read_`` and ``written_`` ones count from the moment it was opened."""
 
@@ -113,12 +125,22 @@ class RowStore(Protocol):
         """
         ...
 
-    def commit(self, meta: bytes) -> int:
+    def commit(self, meta: bytes, tag: str = "") -> int:
         """Makes everything written so far durable, together with ``meta``, and returns the commit's number.
 
         Numbers start at 1 and grow. Either all of it or nothing survives a crash: reopening gives the last
-        commit, whole, and nothing written after it.
+        commit, whole, and nothing written after it. A commit with a ``tag`` (at most 100 printable ASCII
+        characters without "/") is kept until it is dropped; others go when ``StoreOptions.keep`` newer ones are there. Engines that keep only
+        their last commit (``commits()`` never has two) drop tagged ones as well.
         """
+        ...
+
+    def commits(self) -> list[CommitInfo]:
+        """The kept commits, oldest first."""
+        ...
+
+    def drop_commit(self, id: int) -> None:
+        """Gives up a commit that is not the newest; ``InputError`` when there is none of that id."""
         ...
 
     def meta(self) -> bytes:

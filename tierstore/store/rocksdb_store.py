@@ -1,11 +1,11 @@
 """The engine `rocksdb`: a log-structured merge tree, through the package rocksdict.
 
 RocksDB runs without a write-ahead log in the folder ``live``. A commit flushes the memtables and makes a
-checkpoint, ``commit-N``: a folder of hard links to the sorted files, which are never changed, and a copy
-of the small ones. The newest commit folder is the state after a crash or a close: opening replaces
-``live`` by links to it. So a commit costs what changed since the last one, and nothing written later can
-show. The files of the last commit stay on disk until the next one, even when compaction has replaced them
-in ``live``.
+checkpoint, ``commit-N`` or ``commit-N TAG``: a folder of hard links to the sorted files, which are never
+changed, and a copy of the small ones. The newest commit folder is the state after a crash or a close:
+opening replaces ``live`` by links to it, or to another one that is asked for. So a commit costs what changed
+since the last one, and nothing written later can show. The files of a kept commit stay on disk, even when
+compaction has replaced them in ``live``.
 
 Keys are big-endian, so that tables are ranges. The key of one zero byte, which sorts before all others,
 holds the commit record: u64 number, then the meta bytes. After an error of the device RocksDB refuses further
@@ -33,19 +33,19 @@ import rocksdict
 from numpy.typing import NDArray
 
 from tierstore.config import format_bytes
-from tierstore.errors import StoreCorruptError, StoreFullError, StoreIOError, TierStoreError
+from tierstore.errors import InputError, StoreCorruptError, StoreFullError, StoreIOError, TierStoreError
 from tierstore.keys import ID_BITS, MAX_ID
 from tierstore.store.base import StoreBase, as_bytes, scatter
 from tierstore.store.files import disk_bytes, store_errors, supports_direct_io, sync_directory
 from tierstore.store.parallel import Readers
-from tierstore.store.protocol import TableSpec
+from tierstore.store.protocol import CommitInfo, TableSpec
 from tierstore.store.registry import StoreOptions
 
 log = logging.getLogger(__name__)
 
 _COMMIT = b"\0"
 _NUMBER = struct.Struct("<Q")
-_COMMIT_FOLDER = re.compile(r"commit-(\d{12})")
+_COMMIT_FOLDER = re.compile(r"commit-(\d{12})(?: ([ -.0-~]+))?")
 _FULL = re.compile("No space left|quota exceeded|File too large")
 _CHUNK = 65_536
 _MIB = 1 << 20
@@ -89,8 +89,10 @@ class RocksDBStore(StoreBase):
         self._cap = options.ssd_bytes
         self._readers = Readers(options.read_threads)
         self._unchecked_bytes = 0
+        self._keep = options.keep
         with store_errors(f"opening {path}"):
-            self._number = _restore(path)
+            self._number = _restore(path, options.at)
+            self._newest = max(_commit_folders(path), default=0)
         with self._rocksdb_errors("opening"):
             direct_io = supports_direct_io(path / "live")
             self._db = rocksdict.Rdict(str(path / "live"), _db_options(direct_io))
@@ -102,9 +104,10 @@ class RocksDBStore(StoreBase):
             record = self._db.get(_COMMIT) or _NUMBER.pack(0)
         if record[: _NUMBER.size] != _NUMBER.pack(self._number):
             self._db.close()
-            raise StoreCorruptError(f"{path / _folder_name(self._number)} does not hold that commit's record")
+            raise StoreCorruptError(
+                f"{path / _commit_folders(path)[self._number]} does not hold that commit's record"
+            )
         self._committed_meta = record[_NUMBER.size :]
-        self._remove_other_commits()
 
     def _read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         order = np.argsort(keys)  # neighbours may share a block
@@ -139,20 +142,30 @@ class RocksDBStore(StoreBase):
             start = int(chunk[-1]) + 1
             yield chunk
 
-    def _commit(self, meta: bytes) -> int:
-        number = self._number + 1
+    def _commit(self, meta: bytes, tag: str) -> int:
+        number = self._newest + 1
         with (
             self._breaking("committing"),
             self._rocksdb_errors("committing"),
             store_errors(f"committing {self._path}"),
         ):
             self._db.put(_COMMIT, _NUMBER.pack(number) + meta, write_opt=self._write_options)
-            rocksdict.Checkpoint(self._db).create_checkpoint(str(self._path / _folder_name(number)))
+            rocksdict.Checkpoint(self._db).create_checkpoint(str(self._path / _folder_name(number, tag)))
             sync_directory(self._path)
-        self._number = number
+        self._number = self._newest = number
         self._committed_meta = meta
-        self._remove_other_commits()
+        self._remove_old_commits()
         return number
+
+    def _commits(self) -> list[CommitInfo]:
+        return [
+            CommitInfo(number, tag, 0, self._committed_meta if number == self._number else b"")
+            for number, tag in sorted(_commit_tags(self._path).items())
+        ]
+
+    def _drop(self, id: int) -> None:
+        with store_errors(f"dropping commit {id} of {self._path}"):
+            _remove_folder(self._path / _commit_folders(self._path)[id])
 
     def _meta(self) -> bytes:
         return self._committed_meta
@@ -173,11 +186,11 @@ class RocksDBStore(StoreBase):
         except Exception as error:  # it flushes what the next opening removes, so nothing is lost by that
             log.warning("closing %s: %s", self._path, error)
 
-    def _remove_other_commits(self) -> None:
-        for number in _commit_numbers(self._path):
-            if number != self._number:
+    def _remove_old_commits(self) -> None:
+        for number, tag in sorted(_commit_tags(self._path).items())[: -self._keep]:
+            if not tag:
                 try:
-                    shutil.rmtree(self._path / _folder_name(number))
+                    _remove_folder(self._path / _folder_name(number, tag))
                 except OSError as error:  # the newest commit is safe, and the next one tries again
                     log.warning("removing commit %d of %s: %s", number, self._path, error)
 
@@ -212,22 +225,37 @@ class RocksDBStore(StoreBase):
             raise StoreIOError(text) from error
 
 
-def _commit_numbers(path: Path) -> list[int]:
-    return [int(match[1]) for match in map(_COMMIT_FOLDER.fullmatch, os.listdir(path)) if match]
+def _commit_tags(path: Path) -> dict[int, str]:
+    return {int(m[1]): m[2] or "" for m in map(_COMMIT_FOLDER.fullmatch, os.listdir(path)) if m}
 
 
-def _restore(path: Path) -> int:
-    """Makes ``live`` the state of the newest commit, and returns that one's number, 0 where there is none."""
+def _commit_folders(path: Path) -> dict[int, str]:
+    return {number: _folder_name(number, tag) for number, tag in _commit_tags(path).items()}
+
+
+def _remove_folder(folder: Path) -> None:
+    """Removes a commit; renamed first, so that half of one is never taken for a commit."""
+    doomed = folder.with_name(f"{folder.name.split()[0]}.tmp")
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _restore(path: Path, at: int) -> int:
+    """Makes ``live`` the state of commit ``at`` (0: the newest), and returns its number, 0 where there is
+    none."""
     for name in os.listdir(path):
         if name == "live" or name.endswith(".tmp"):
             shutil.rmtree(path / name)
     live = path / "live"
     live.mkdir()
-    newest = max(_commit_numbers(path), default=0)
-    if newest:
-        for entry in os.scandir(path / _folder_name(newest)):
+    folders = _commit_folders(path)
+    if at and at not in folders:
+        raise InputError(f"{path}: commit {at} is not kept")
+    number = at or max(folders, default=0)
+    if number:
+        for entry in os.scandir(path / folders[number]):
             _link_or_copy(entry.path, live / entry.name)
-    return newest
+    return number
 
 
 def _link_or_copy(source: str, target: Path) -> None:
@@ -240,8 +268,8 @@ def _link_or_copy(source: str, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _folder_name(number: int) -> str:
-    return f"commit-{number:012d}"
+def _folder_name(number: int, tag: str) -> str:
+    return f"commit-{number:012d}{' ' * bool(tag)}{tag}"
 
 
 def _names(keys: NDArray[np.uint64]) -> list[Any]:
