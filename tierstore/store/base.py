@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -15,10 +14,9 @@ from numpy.typing import NDArray
 
 from tierstore.errors import ClosedError, InputError, StoreCorruptError
 from tierstore.keys import ID_BITS
-from tierstore.store.protocol import CommitInfo, StoreStats, TableSpec
+from tierstore.store.protocol import CommitId, CommitInfo, StoreStats, TableSpec
 
-_TAG = re.compile(r"[ -.0-~]{0,100}")  # so that it can be part of a file's name
-_TAG_BYTES = struct.Struct("<H")
+_TAG = re.compile(r"[ -.0-~]{0,100}")  # so that it may be part of a file's name, or of a command line
 
 
 class RowSizes:
@@ -83,27 +81,6 @@ def _check_array(array: object, name: str, dtype: type[np.generic], ndim: int) -
         raise InputError(f"{name} must be C-contiguous; np.ascontiguousarray({name}) is")
 
 
-def check_commit(meta: bytes, tag: str) -> None:
-    """Raises ``InputError`` unless both can be kept with a commit."""
-    if not isinstance(meta, bytes):
-        raise InputError(f"meta must be bytes, not {type(meta).__name__}")
-    if not isinstance(tag, str) or not _TAG.fullmatch(tag):
-        raise InputError(f"tag must be at most 100 printable ASCII characters without '/', not {tag!r}")
-
-
-def pack_tag(tag: str, meta: bytes) -> bytes:
-    """One string of bytes for both."""
-    name = tag.encode()
-    return _TAG_BYTES.pack(len(name)) + name + meta
-
-
-def unpack_tag(data: bytes) -> tuple[str, bytes]:
-    """What was packed; ``ValueError`` (or its like of ``struct``) for other bytes."""
-    (size,) = _TAG_BYTES.unpack_from(data)
-    start = _TAG_BYTES.size
-    return data[start : start + size].decode(), data[start + size :]
-
-
 def as_bytes(rows: NDArray[np.uint8]) -> list[bytes]:
     """Each row of uint8 (n, row_bytes) as a bytes object."""
     return rows.view(f"V{rows.shape[1]}").ravel().tolist()
@@ -117,6 +94,14 @@ def scatter(values: list[bytes], positions: NDArray[np.int64], out: NDArray[np.u
             f"{path} has rows that are not {out.shape[1]} bytes long, as their table's are"
         )
     out[positions] = np.frombuffer(data, np.uint8).reshape(-1, out.shape[1])
+
+
+def check_commit(meta: object, tag: object) -> None:
+    """Raises ``InputError`` unless both can be kept with a commit."""
+    if not isinstance(meta, bytes):
+        raise InputError(f"meta must be bytes, not {type(meta).__name__}")
+    if tag is not None and not (isinstance(tag, str) and _TAG.fullmatch(tag)):
+        raise InputError(f"tag must be at most 100 printable ASCII characters without '/', not {tag!r}")
 
 
 class StoreBase(ABC):
@@ -159,7 +144,7 @@ class StoreBase(ABC):
             self._sizes.of_table(table)
         return self._checked(self._keys(table))
 
-    def commit(self, meta: bytes, tag: str = "") -> int:
+    def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
         with self._open():
             check_commit(meta, tag)
             return self._commit(meta, tag)
@@ -168,14 +153,13 @@ class StoreBase(ABC):
         with self._open():
             return self._commits()
 
-    def drop_commit(self, id: int) -> None:
+    def drop_commit(self, id: CommitId) -> None:
         with self._open():
-            kept = [commit.id for commit in self._commits()]
-            if id not in kept:
-                raise InputError(f"commit {id} is not kept")
-            if id == kept[-1]:
-                raise InputError(f"commit {id} is the newest; a store keeps at least that one")
-            self._drop(id)
+            self._drop_commit(id)
+
+    def compact(self) -> None:
+        with self._open():
+            self._compact()
 
     def meta(self) -> bytes:
         with self._open():
@@ -217,14 +201,16 @@ class StoreBase(ABC):
     def _keys(self, table: int) -> Iterator[NDArray[np.uint64]]: ...
 
     @abstractmethod
-    def _commit(self, meta: bytes, tag: str) -> int: ...
+    def _commit(self, meta: bytes, tag: str | None) -> CommitId: ...
 
     @abstractmethod
     def _commits(self) -> list[CommitInfo]: ...
 
-    def _drop(self, id: int) -> None:
-        """Gives up a kept commit that is not the newest."""
-        raise NotImplementedError
+    @abstractmethod
+    def _drop_commit(self, id: CommitId) -> None: ...
+
+    def _compact(self) -> None:  # noqa: B027  # most engines have nothing to do
+        """Wins back space; nothing to do unless the engine says otherwise."""
 
     @abstractmethod
     def _meta(self) -> bytes: ...

@@ -52,18 +52,6 @@ class TableSpec:
 
 
 @dataclass(frozen=True)
-class CommitInfo:
-    """One kept commit."""
-
-    id: int
-    tag: str
-    unix_nanoseconds: int
-    """When it was made; 0 where the engine does not know."""
-    meta: bytes
-    """b"" where the engine would have to open the commit to tell."""
-
-
-@dataclass(frozen=True)
 class StoreStats:
     """Counters of one open store. The ``read_`` and ``written_`` ones count from the moment it was opened."""
 
@@ -88,6 +76,22 @@ class StoreStats:
     """Bytes sent to the device, compaction included; engines that cannot tell count the bytes of the rows."""
     io: str
     """How bytes are moved: "io_uring", "pread", "rocksdb", "mmap", "memory"."""
+
+
+CommitId = int
+"""Number of a commit: from 1 on, growing."""
+
+
+@dataclass(frozen=True)
+class CommitInfo:
+    """One kept commit."""
+
+    id: CommitId
+    tag: str
+    """Its name for people; "" for none."""
+    unix_nanoseconds: int
+    """When it was made."""
+    meta: bytes
 
 
 @runtime_checkable
@@ -125,13 +129,13 @@ class RowStore(Protocol):
         """
         ...
 
-    def commit(self, meta: bytes, tag: str = "") -> int:
+    def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
         """Makes everything written so far durable, together with ``meta``, and returns the commit's number.
 
-        Numbers start at 1 and grow. Either all of it or nothing survives a crash: reopening gives the last
-        commit, whole, and nothing written after it. A commit with a ``tag`` (at most 100 printable ASCII
-        characters without "/") is kept until it is dropped; others go when ``StoreOptions.keep`` newer ones are there. Engines that keep only
-        their last commit (``commits()`` never has two) drop tagged ones as well.
+        Either all of it or nothing survives a crash: reopening gives the last commit, whole, and nothing
+        written after it. A commit with a ``tag``, by which it can be opened too (at most 100 printable
+        ASCII characters without "/"), is kept until it is dropped; others go when ``StoreOptions.keep`` newer
+        ones are there.
         """
         ...
 
@@ -139,8 +143,13 @@ class RowStore(Protocol):
         """The kept commits, oldest first."""
         ...
 
-    def drop_commit(self, id: int) -> None:
-        """Gives up a commit that is not the newest; ``InputError`` when there is none of that id."""
+    def drop_commit(self, id: CommitId) -> None:
+        """Gives up a kept commit, so that its space comes back; ``InputError`` unless it is kept and not the
+        newest."""
+        ...
+
+    def compact(self) -> None:
+        """Wins back the space of superseded rows, as far as kept commits allow it. Takes long."""
         ...
 
     def meta(self) -> bytes:
