@@ -49,7 +49,7 @@ class Simulation:
         self.link_misses = unique * caches.misses(caches.hbm_rows)
         self.ssd_misses = unique * caches.misses(caches.memory_rows)
         self.link_s, self.ssd_s = caches.field("link_s"), caches.field("ssd_s")
-        compute, self.index, self.intra, self.inter, link = solution.prediction.ranks.T
+        compute, self.index, self.intra, self.inter, link, _ = solution.prediction.ranks.T
         self.kernels = compute - link * topology.host_link_bw / topology.hbm_bw
         self.moves = topology.host_link_bw / topology.hbm_bw
         names = ("index", "network", "link", "device")

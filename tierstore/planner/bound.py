@@ -91,7 +91,7 @@ class _Program:
         self.topology, self.work, self.ranks, self.hosts = topology, work, ranks, hosts
         self.entries: list[tuple[int, int, float]] = []
         self.integral = [0]
-        self.rows = ranks * 6 + hosts * 4
+        self.rows = ranks * 7 + hosts * 4
         self.upper = np.zeros(self.rows)
         self.lower = np.full(self.rows, -np.inf)
         self.unit = 1e-3
@@ -100,12 +100,12 @@ class _Program:
         self.sizes = {"hbm": hbm, "host": host, "ssd": max(1.0, float(topology.ssd_per_host))}
         buffers = RANK_BUFFERS * topology.ranks_per_host if topology.ssd_per_host else 0
         for r in range(ranks):
-            for stage in range(5):
-                self._put(r * 6 + stage, 0, -1.0)
-            self.upper[r * 6] = -work.dense_seconds / self.unit
-            self.upper[r * 6 + 5] = (topology.hbm_per_rank - work.dense_bytes) / hbm
+            for stage in range(6):
+                self._put(r * 7 + stage, 0, -1.0)
+            self.upper[r * 7] = -work.dense_seconds / self.unit
+            self.upper[r * 7 + 6] = (topology.hbm_per_rank - work.dense_bytes) / hbm
         for h in range(hosts):
-            row = ranks * 6 + h * 4
+            row = ranks * 7 + h * 4
             self._put(row, 0, -1.0)
             self._put(row + 1, 0, -1.0)
             self.upper[row + 2] = (topology.host_memory_per_host - buffers) / host
@@ -125,26 +125,32 @@ class _Program:
     def _add_shard(self, chosen: int, cut: Cut, rank: int, many: float, host: int, many_host: float) -> None:
         cost, topology = cut.cost, self.topology
         self._stages(rank, chosen, cost.load, many)
-        hbm_row, host_row = rank * 6 + 5, self.ranks * 6 + host * 4
+        hbm_row, host_row = rank * 7 + 6, self.ranks * 7 + host * 4
         self._put(hbm_row, chosen, many * cost.fixed_hbm / self.sizes["hbm"])
         self._put(host_row + 2, chosen, many_host * cost.fixed_host / self.sizes["host"])
         if not cost.slot_bytes:
             return
         above = self._tie(-np.inf, 0.0)  # rows on the device are among the rows in memory
         fast, slow = hbm_steps(cost), memory_steps(cost)
-        rate, mem = topology.host_link_bw, topology.host_memory_bw
+        mem = topology.host_memory_bw
+        rate = cost.link_bytes / cost.link_s
+        fetchers = self._fetchers(rank, host)
         scale = float(cost.rows)
         for v, size, seconds, rows in self._segments(chosen, fast.bytes, fast.seconds, fast.rows):
             self._put(hbm_row, v, many * size / self.sizes["hbm"])
             self._put(host_row + 2, v, -many_host * rows * cost.slot_bytes / self.sizes["host"])
-            self._put(rank * 6 + 4, v, many * seconds / self.unit)
-            self._put(rank * 6, v, many * seconds * rate / topology.hbm_bw / self.unit)
+            self._put(rank * 7 + 4, v, many * seconds / self.unit)
+            if fetchers:
+                self._put(rank * 7 + 5, v, many * seconds / self.unit)
+            else:
+                self._put(rank * 7, v, many * seconds * rate / topology.hbm_bw / self.unit)
             self._put(host_row + 1, v, many_host * seconds * rate / mem / self.unit)
             self._put(above, v, rows / scale)
         moved = cost.ssd_bytes_moved / cost.ssd_s / mem
         for v, size, seconds, rows in self._segments(chosen, slow.bytes, slow.seconds, slow.rows):
             self._put(host_row + 2, v, many_host * size / self.sizes["host"])
-            self._put(host_row, v, many_host * seconds / self.unit)
+            for row in [host_row, *fetchers]:
+                self._put(row, v, many_host * seconds / self.unit)
             self._put(host_row + 1, v, many_host * seconds * moved / self.unit)
             self._put(above, v, -rows / scale)
         last = v
@@ -152,6 +158,14 @@ class _Program:
             stored = many_host * cost.ssd_bytes / self.sizes["ssd"]
             self._put(host_row + 3, chosen, stored)
             self._put(host_row + 3, last, -stored)
+
+    def _fetchers(self, rank: int, host: int) -> list[int]:
+        """Rows of the fetch stage of the ranks of a host; none where stages overlap."""
+        if not self.topology.one_fetcher:
+            return []
+        first, count = host * self.topology.ranks_per_host, self.topology.ranks_per_host
+        ranks = range(first, first + count) if self.ranks > 1 else [rank]
+        return [r * 7 + 5 for r in ranks]
 
     def _segments(
         self, chosen: int, bytes_: NDArray, seconds: NDArray, rows: NDArray
@@ -168,7 +182,9 @@ class _Program:
 
     def _stages(self, rank: int, variable: int, load: Load, many: float) -> None:
         for stage, seconds in enumerate((load.compute, load.index, load.intra, load.inter)):
-            self._put(rank * 6 + stage, variable, many * seconds / self.unit)
+            self._put(rank * 7 + stage, variable, many * seconds / self.unit)
+        if self.topology.one_fetcher:
+            self._put(rank * 7 + 5, variable, many * load.index / self.unit)
 
     def _variable(self, integral: bool = False) -> int:
         self.integral.append(int(integral))

@@ -12,7 +12,8 @@ from tierstore.planner.prices import GRID, Priced
 from tierstore.planner.topology import Topology
 
 Ranks = NDArray[np.int64]
-RANK_STAGES = ("compute", "index", "intra_host", "inter_host", "host_link")
+RANK_STAGES = ("compute", "index", "intra_host", "inter_host", "host_link", "fetch")
+"""``fetch``: index, link and SSD together, where one thread does them in turn; else 0."""
 HOST_STAGES = ("ssd", "host_memory")
 _OVERFLOW = 1e12
 
@@ -20,7 +21,7 @@ _OVERFLOW = 1e12
 class Cluster:
     """Sums over the shards placed so far; caches are divided as prices say (:mod:`prices`).
 
-    ``seconds`` (ranks, 4) are those of :data:`RANK_STAGES` but the link, which depends on the caches.
+    ``seconds`` (ranks, 4) are those of :data:`RANK_STAGES` that do not depend on the caches.
     """
 
     def __init__(self, topology: Topology, work: Workload) -> None:
@@ -31,6 +32,7 @@ class Cluster:
         self.seconds[:, 0] = work.dense_seconds
         self.fixed_hbm = np.full(world, float(work.dense_bytes))
         self.hbm_bytes, self.link_s = np.zeros((world, GRID)), np.zeros((world, GRID))
+        self.link_bytes = np.zeros((world, GRID))
         buffers = RANK_BUFFERS * topology.ranks_per_host if topology.ssd_per_host else 0
         self.fixed_host = np.full(hosts, float(buffers))
         self.held_bytes = np.zeros((world, GRID))
@@ -48,6 +50,7 @@ class Cluster:
         self.fixed_hbm[ranks] += sign * cost.fixed_hbm
         self.hbm_bytes[ranks] += sign * part.hbm_bytes
         self.link_s[ranks] += sign * part.link_s
+        self.link_bytes[ranks] += sign * part.link_bytes
         self.held_bytes[ranks] += sign * part.held_bytes
         counts = np.bincount(self.host_of[ranks], minlength=len(self.fixed_host)).astype(np.float64)
         hosts = np.flatnonzero(counts)
@@ -62,9 +65,11 @@ class Cluster:
         self.seconds += sign * _vector(load)
 
     def loads(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """Seconds (ranks, 5) and (hosts, 2), and by how much memories overflow, as shares of their size:
+        """Seconds (ranks, 6) and (hosts, 2), and by how much memories overflow, as shares of their size:
         (ranks,) and (hosts,)."""
-        rank, link_bytes, over = self._ranks(self.seconds, self.fixed_hbm, self.hbm_bytes, self.link_s)
+        rank, link_bytes, over = self._ranks(
+            self.seconds, self.fixed_hbm, self.hbm_bytes, self.link_s, self.link_bytes
+        )
         host, host_over = self._hosts(
             self.fixed_host,
             self._by_host(self._below(self.held_bytes, self.fixed_hbm)) + self.index_bytes,
@@ -73,7 +78,7 @@ class Cluster:
             self.moved,
             self._by_host(link_bytes),
         )
-        return rank, host, over, host_over
+        return self._with_fetch(rank, host[self.host_of]), host, over, host_over
 
     def _by_host(self, values: Floats) -> Floats:
         """Sums over the ranks of each host."""
@@ -86,15 +91,21 @@ class Cluster:
         return np.maximum(held - np.maximum(self.hbm_size - fixed, 0)[:, None], 0)
 
     def _ranks(
-        self, seconds: Floats, fixed: Floats, bytes_: Floats, link: Floats
+        self, seconds: Floats, fixed: Floats, bytes_: Floats, link: Floats, moved: Floats
     ) -> tuple[Floats, Floats, Floats]:
         room = self.hbm_size - fixed
         over = np.maximum(0, bytes_[:, 0] - room) / self.hbm_size
-        link_s = _at(bytes_, link, room)
-        link_bytes = link_s * self.topology.host_link_bw
-        result = np.column_stack([seconds, link_s])
-        result[:, 0] += link_bytes / self.topology.hbm_bw
+        link_s, link_bytes = _at(bytes_, link, room), _at(bytes_, moved, room)
+        result = np.column_stack([seconds, link_s, np.zeros(len(link_s))])
+        if not self.topology.one_fetcher:
+            result[:, 0] += link_bytes / self.topology.hbm_bw
         return result, link_bytes, over
+
+    def _with_fetch(self, rank: Floats, host: Floats) -> Floats:
+        """Fills in the last stage; ``host`` (ranks, 2) are the seconds of each rank's host."""
+        if self.topology.one_fetcher:
+            rank[:, 5] = rank[:, 1] + rank[:, 4] + host[:, 0]
+        return rank
 
     def _hosts(
         self,
@@ -117,21 +128,23 @@ class Cluster:
     def one_more(self, cut: Cut, part: Priced, unit: float, power: float) -> Floats:
         """By how much :func:`badness` grows with one shard on each rank: float64 (ranks,)."""
         cost = cut.cost
-        rank0, link0, over0 = self._ranks(self.seconds, self.fixed_hbm, self.hbm_bytes, self.link_s)
+        rank0, link0, over0 = self._ranks(
+            self.seconds, self.fixed_hbm, self.hbm_bytes, self.link_s, self.link_bytes
+        )
         rank1, link1, over1 = self._ranks(
             self.seconds + _vector(cost.load),
             self.fixed_hbm + cost.fixed_hbm,
             self.hbm_bytes + part.hbm_bytes,
             self.link_s + part.link_s,
+            self.link_bytes + part.link_bytes,
         )
-        grows = badness(rank1, over1, unit, power) - badness(rank0, over0, unit, power)
         below0 = self._below(self.held_bytes, self.fixed_hbm)
         below1 = self._below(self.held_bytes + part.held_bytes, self.fixed_hbm + cost.fixed_hbm)
         bytes0, link = self._by_host(below0) + self.index_bytes, self._by_host(link0)
-        host0 = self._hosts(self.fixed_host, bytes0, self.ssd_s, self.ssd_bytes, self.moved, link)
+        host0, host_over0 = self._hosts(self.fixed_host, bytes0, self.ssd_s, self.ssd_bytes, self.moved, link)
         # One row per rank from here on: its host, if the shard were on that rank.
         at = self.host_of
-        host1 = self._hosts(
+        host1, host_over1 = self._hosts(
             self.fixed_host[at] + cost.fixed_host,
             bytes0[at] + below1 - below0 + part.index_bytes,
             self.ssd_s[at] + part.ssd_s,
@@ -139,7 +152,9 @@ class Cluster:
             self.moved[at] + part.moved,
             link[at] + link1 - link0,
         )
-        return grows + badness(*host1, unit, power) - badness(*host0, unit, power)[at]
+        grows = badness(self._with_fetch(rank1, host1), over1, unit, power)
+        grows -= badness(self._with_fetch(rank0, host0[at]), over0, unit, power)
+        return grows + badness(host1, host_over1, unit, power) - badness(host0, host_over0, unit, power)[at]
 
 
 def badness(seconds: Floats, over: Floats, unit: float, power: float) -> Floats:

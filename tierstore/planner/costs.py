@@ -16,7 +16,8 @@ POLICY_BYTES_PER_SLOT = 17  # lookahead
 RECORD_HEADER = 16
 INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
-ID_BYTES, WEIGHT_BYTES, FLOAT = 8, 4, 4
+WEIGHT_BYTES, FLOAT = 4, 4
+_INT32_ROWS = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,12 @@ def shard_cost(
     pieces = row_cuts * column_cuts
     floor = min(rows, (work.depth + 1) * unique)
     record = -(-(RECORD_HEADER + bytes_) // 8) * 8
-    outputs = accesses if not table.pooled else size * len(table.feature_names)
-    ids = ID_BYTES + (WEIGHT_BYTES if table.weighted else 0)
+    outputs = vectors(table, size) / (1 if table.pooled else row_cuts)
+    ids = exchanged_ids(table, size, accesses)
+    each = topology.row_seconds
     moved = accesses * columns * FLOAT * 2 + unique * bytes_ * 2
+    compute = moved / topology.hbm_bw + accesses * each["lookup"] + unique * each["update"]
+    index = accesses / topology.index_rows_per_s + unique * each["plan"]
     staged = (work.depth + 1) * unique * curve.at(floor) * bytes_
     return ShardCost(
         rows=rows,
@@ -135,18 +139,32 @@ def shard_cost(
         hbm_floor=rows
         if demand.stays_in_hbm
         else max(floor, min(rows, demand.min_hbm_bytes / pieces / slot)),
-        load=link + Load(moved / topology.hbm_bw, accesses / topology.index_rows_per_s),
-        fixed_hbm=int((work.depth + 1) * accesses * ids + 2 * outputs * columns * FLOAT),
+        load=link + Load(compute, index),
+        fixed_hbm=int((work.depth + 1) * ids + 2 * outputs * columns * FLOAT),
         fixed_host=int(staged),
         index_bytes=rows * INDEX_BYTES_PER_ROW,
         ssd_bytes=int(rows * record * work.disk_slack),
-        link_s=2 * bytes_ / topology.host_link_bw,
+        link_s=2 * bytes_ / topology.host_link_bw + each["link"],
         ssd_s=_ssd_seconds(record, topology, work),
         link_bytes=2 * bytes_,
         ssd_bytes_moved=2 * record,
         in_hbm=demand.stays_in_hbm,
         in_memory=demand.stays_in_memory or topology.ssd_per_host == 0,
     )
+
+
+def vectors(table: TableSpec, global_batch: int) -> float:
+    """Output rows of a step: one per bag, or one per id."""
+    if not table.pooled:
+        return table.accesses(global_batch)
+    return float(global_batch * len(table.feature_names))
+
+
+def exchanged_ids(table: TableSpec, global_batch: int, accesses: float) -> float:
+    """Bytes of ``accesses`` ids of a global batch, of the lengths of all its bags, and of weights."""
+    size = 4 if table.num_embeddings <= _INT32_ROWS else 8
+    weights = WEIGHT_BYTES if table.weighted else 0
+    return accesses * (size + weights) + global_batch * len(table.feature_names) * size
 
 
 def read_bytes(record: int) -> int:
@@ -160,34 +178,40 @@ def read_bytes(record: int) -> int:
 def _ssd_seconds(record: int, topology: Topology, work: Workload) -> float:
     """Reading one record, and writing it later: every row that is touched becomes dirty."""
     read = topology.read_seconds(read_bytes(record)) / work.rows_per_read
-    return read + work.write_amplification * record / topology.ssd_write_bw
+    write = work.write_amplification * record / topology.ssd_write_bw
+    return read + write + topology.row_seconds["store"]
 
 
 def replica_cost(table: TableSpec, topology: Topology, work: Workload) -> ShardCost:
-    """One replica of a data-parallel table: all rows and a dense gradient on the device."""
-    local = table.accesses(work.batch_size)
+    """One replica of a data-parallel table: every rank gets the ids and gradients of all ranks, and makes the
+    same update (docs/sharding.md); no dense gradient is reduced."""
+    size = work.batch_size * topology.world_size
+    accesses, (unique, _) = table.accesses(size), table.demand(size)
     bytes_ = row_bytes(table.embedding_dim, table.optimizer)
-    gradient = table.num_embeddings * table.embedding_dim * FLOAT
-    total = table.num_embeddings * bytes_
-    per_host, hosts = topology.ranks_per_host, topology.hosts
-    link = Load(
-        intra=2 * gradient * (per_host - 1) / per_host / topology.intra_host_bw,
-        inter=2 * gradient / per_host * (hosts - 1) / hosts / topology.inter_host_bw,
+    ids = exchanged_ids(table, size, accesses)
+    gradients = vectors(table, size) * table.embedding_dim * FLOAT
+    near, far = topology.others()
+    each, width = topology.row_seconds, table.embedding_dim * FLOAT
+    moved = (accesses + accesses / topology.world_size) * width + 2 * unique * bytes_
+    load = Load(
+        compute=moved / topology.hbm_bw + accesses * each["lookup"] + unique * each["update"],
+        index=accesses / topology.index_rows_per_s + unique * each["plan"],
+        intra=(ids + gradients) * near / topology.intra_host_bw,
+        inter=(ids + gradients) * far / topology.inter_host_bw,
     )
-    # Zero the gradient, add to it, reduce it, and read and write the rows.
-    moved = 2 * local * table.embedding_dim * FLOAT + 3 * gradient + 2 * total
-    curve = MissCurve.through([0], [1], table.num_embeddings)
+    held = table.rows * (bytes_ + TIER_BYTES_PER_SLOT + POLICY_BYTES_PER_SLOT)
+    curve = MissCurve.through([0], [1], table.rows)
     return ShardCost(
-        rows=table.num_embeddings,
+        rows=table.rows,
         columns=table.embedding_dim,
         row_bytes=bytes_,
         slot_bytes=0.0,
         unique=0.0,
         curve=curve,
-        floor=table.num_embeddings,
-        hbm_floor=table.num_embeddings,
-        load=link + Load(moved / topology.hbm_bw),
-        fixed_hbm=total + gradient,
+        floor=table.rows,
+        hbm_floor=table.rows,
+        load=load,
+        fixed_hbm=int(held + (work.depth + 1) * ids + gradients),
         fixed_host=0,
         index_bytes=0,
         ssd_bytes=0,

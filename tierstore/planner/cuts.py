@@ -8,13 +8,13 @@ from tierstore.errors import ConfigError
 from tierstore.placement import ShardingType
 from tierstore.planner.costs import (
     FLOAT,
-    ID_BYTES,
-    WEIGHT_BYTES,
     Load,
     ShardCost,
     Workload,
+    exchanged_ids,
     replica_cost,
     shard_cost,
+    vectors,
 )
 from tierstore.planner.tables import ParameterConstraints, TableSpec
 from tierstore.planner.topology import Topology
@@ -131,32 +131,23 @@ def _cut(
 ) -> Cut:
     if kind is ShardingType.DATA_PARALLEL:
         return Cut(kind, 1, 1, spread, replica_cost(table, topology, work), Load())
-    shard, everywhere = _exchange(table, topology, work, rows, columns, spread)
+    shard, everywhere = _exchange(table, topology, work, rows, columns)
     cost = shard_cost(table, topology, work, demand, rows, columns, shard)
     return Cut(kind, rows, columns, spread, cost, everywhere)
 
 
 def _exchange(
-    table: TableSpec, topology: Topology, work: Workload, rows: int, columns: int, spread: str
+    table: TableSpec, topology: Topology, work: Workload, rows: int, columns: int
 ) -> tuple[Load, Load]:
     """Seconds of (a shard on its rank, every rank) for bytes received: ids and gradients come to the shard,
-    outputs to everyone. Partial sums of row cuts come one per row cut, within a host where the cut allows."""
-    world, per_host = topology.world_size, topology.ranks_per_host
-    near, far = (per_host - 1) / world, (world - per_host) / world
-    size = work.batch_size * world
-    accesses = table.accesses(size)
-    vectors = accesses if not table.pooled else size * len(table.feature_names)
-    out = vectors * table.embedding_dim * FLOAT
-    ids = accesses * (ID_BYTES + (WEIGHT_BYTES if table.weighted else 0)) / rows
-    partial = rows if table.pooled else 1
+    outputs to everyone. Partial sums of row cuts come one per row cut to the rank that asked."""
+    near, far = topology.others()
+    size = work.batch_size * topology.world_size
+    out = vectors(table, size) * table.embedding_dim * FLOAT
+    ids = exchanged_ids(table, size, table.accesses(size) / rows)
     grad = out / columns / (1 if table.pooled else rows)
-    if spread == "hosts" and table.pooled:
-        # Reduced within the host first: only 1/per_host of the batch per rank crosses hosts.
-        inside = 2 * grad * (per_host - 1) / per_host
-        shard = _load(topology, inside + ids * near, (grad / per_host + ids) * far)
-        return shard, _load(topology, out / world * near, out / world * far)
+    received = out * (rows if table.pooled else 1) / topology.world_size
     shard = _load(topology, (grad + ids) * near, (grad + ids) * far)
-    received = out * partial / world
     return shard, _load(topology, received * near, received * far)
 
 

@@ -137,7 +137,7 @@ class EmbeddingShardingPlanner:
         for for_ssd, gradual in ((False, False), (True, False), (False, True), (True, True)):
             caches = allocate(self.topology, work, placed, for_ssd, gradual)
             results.append((caches, predict(self.topology, work, placed, caches)))
-            if results[0][1].slowest()[0] != "ssd":
+            if results[0][1].slowest()[0] not in ("ssd", "fetch"):
                 break
         return min(results, key=lambda item: (sum(item[0].missing.values()), item[1].step))
 

@@ -18,7 +18,7 @@ from tierstore.planner.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """Seconds per step: ``ranks`` (ranks, 5) by RANK_STAGES, ``hosts`` (hosts, 2) by HOST_STAGES; bytes in
+    """Seconds per step: ``ranks`` (ranks, 6) by RANK_STAGES, ``hosts`` (hosts, 2) by HOST_STAGES; bytes in
     use: ``hbm`` (ranks,), ``host_memory`` and ``ssd`` (hosts,). The pipeline overlaps stages, so a step takes
     as long as the longest of them."""
 
@@ -44,7 +44,7 @@ class Prediction:
 def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches: Allocation) -> Prediction:
     """Sums up the shards of ``placed`` with the rows that ``caches`` gives them."""
     world, hosts = topology.world_size, topology.hosts
-    ranks, host = np.zeros((world, 5)), np.zeros((hosts, 2))
+    ranks, host = np.zeros((world, 6)), np.zeros((hosts, 2))
     ranks[:, 0] = work.dense_seconds
     for item in placed:
         ranks[:, :4] += _vector(item.cut.everywhere)
@@ -56,9 +56,12 @@ def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches
     for item in placed:
         ranks[item.ranks, :4] += _vector(item.cut.cost.load)
     link = _sums(where, on_link * caches.field("link_bytes"), world)
-    ranks[:, 4] = link / topology.host_link_bw
-    ranks[:, 0] += link / topology.hbm_bw
+    ranks[:, 4] = _sums(where, on_link * caches.field("link_s"), world)
     host[:, 0] = _sums(on_host, on_ssd * caches.field("ssd_s"), hosts)
+    if topology.one_fetcher:
+        ranks[:, 5] = ranks[:, 1] + ranks[:, 4] + np.repeat(host[:, 0], topology.ranks_per_host)
+    else:
+        ranks[:, 0] += link / topology.hbm_bw
     moved = _sums(on_host, on_ssd * caches.field("ssd_bytes_moved"), hosts)
     moved += link.reshape(hosts, -1).sum(axis=1)
     host[:, 1] = moved / topology.host_memory_bw

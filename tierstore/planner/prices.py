@@ -112,6 +112,7 @@ class Priced:
 
     hbm_bytes: Floats
     link_s: Floats
+    link_bytes: Floats
     held_bytes: Floats
     index_bytes: Floats
     ssd_s: Floats
@@ -129,6 +130,7 @@ def priced(cost: ShardCost, grid: PriceGrid) -> Priced:
     return Priced(
         fast.bytes[i],
         fast.seconds[i],
+        fast.seconds[i] / cost.link_s * cost.link_bytes if cost.link_s else np.zeros(len(i)),
         slow.rows[j] * cost.slot_bytes,
         np.where(slow.stored[j], float(cost.index_bytes), 0.0),
         slow.seconds[j],

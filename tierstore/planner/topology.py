@@ -16,6 +16,15 @@ _RATES = (
     *("intra_host_bw", "inter_host_bw", "index_rows_per_s"),
 )
 
+ROW_COSTS = {
+    "lookup": "each id looked up, forward and backward",
+    "update": "each distinct row of a batch that is updated",
+    "plan": "each distinct row found in the slot index and pinned",
+    "link": "each row that is not in device memory",
+    "store": "each row read from the store, and one written for it",
+}
+"""Keys of ``Topology.row_seconds``, and what each is of."""
+
 ASSUMED = math.nan
 """Default of a rate: take the assumed one."""
 
@@ -35,6 +44,7 @@ class Topology:
       a read, reads per second), which take precedence.
     - ``intra_host_bw``, ``inter_host_bw``: bytes that a rank receives from ranks of its own, of other hosts.
     - ``index_rows_per_s``: ids that a rank deduplicates and looks up in its slot index.
+    - ``row_seconds``: what a row costs beside its bytes, by :data:`ROW_COSTS`; zero where nothing is said.
 
     ``assumed`` names the rates that were neither given nor measured: reports print them.
     """
@@ -54,6 +64,7 @@ class Topology:
     inter_host_bw: float = ASSUMED
     index_rows_per_s: float = ASSUMED
     ssd_read_curve: Sequence[tuple[int, float]] = ()
+    row_seconds: Mapping[str, float] = field(default_factory=dict)
     device: str = "cuda"
     assumed: tuple[str, ...] = field(default=(), init=False)
 
@@ -70,6 +81,7 @@ class Topology:
             raise ConfigError("topology: hbm_per_rank is 0; kernels need a cache to work on")
         self._fill_rates()
         object.__setattr__(self, "ssd_read_curve", _checked_curve(self.ssd_read_curve))
+        object.__setattr__(self, "row_seconds", _checked_seconds(self.row_seconds))
 
     def _fill_rates(self) -> None:
         assumed = []
@@ -92,6 +104,16 @@ class Topology:
     @property
     def local_world_size(self) -> int:
         return self.ranks_per_host
+
+    @property
+    def one_fetcher(self) -> bool:
+        """Whether one thread of a rank deduplicates, moves and reads in turn, as the CPU engine's does."""
+        return self.device == "cpu"
+
+    def others(self) -> tuple[float, float]:
+        """(Other ranks of a rank's host, ranks of other hosts), as shares of all ranks."""
+        world = self.world_size
+        return (self.ranks_per_host - 1) / world, (world - self.ranks_per_host) / world
 
     def host_of(self, rank: int) -> int:
         return rank // self.ranks_per_host
@@ -132,6 +154,15 @@ def _number(value: Any) -> Any:
             return value
         return int(number) if number.is_integer() else number
     return value
+
+
+def _checked_seconds(values: Any) -> dict[str, float]:
+    if not isinstance(values, Mapping) or not set(values) <= set(ROW_COSTS):
+        raise ConfigError(f"topology: row_seconds must map some of {list(ROW_COSTS)} to seconds")
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ConfigError(f"topology: row_seconds[{name!r}] is {value!r}; it must be seconds")
+    return {name: float(values.get(name, 0.0)) for name in ROW_COSTS}
 
 
 def _checked_curve(curve: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
