@@ -102,12 +102,22 @@ std::uint64_t MakeCommit(Store& store, const py::bytes& meta, const std::string&
 }
 
 // (id, tag, unix nanoseconds, meta) of each
-py::list ListCommits(Store& store) {
+py::list ToPython(const std::vector<CommitRecord>& commits) {
   py::list out;
-  for (const CommitRecord& commit : store.Commits()) {
-    out.append(py::make_tuple(commit.id, commit.tag, commit.unix_nanoseconds, py::bytes(commit.meta)));
+  for (const CommitRecord& commit : commits) {
+    const py::bytes tag(commit.tag);
+    out.append(py::make_tuple(commit.id, tag.attr("decode")("utf-8", "replace"), commit.unix_nanoseconds,
+                              py::bytes(commit.meta)));
   }
   return out;
+}
+
+py::list ListCommits(Store& store) { return ToPython(store.Commits()); }
+
+// The same of a store that is not open; changes nothing.
+py::list KeptCommits(const std::string& directory, Env* env) {
+  const auto manifest = Manifest::Load(env == nullptr ? PosixEnv() : *env, directory);
+  return ToPython(manifest ? manifest->commits : std::vector<CommitRecord>{});
 }
 
 py::dict Stats(Store& store) {
@@ -136,6 +146,7 @@ py::dict Stats(Store& store) {
 
 TIERSTORE_BINDINGS(store) {
   py::register_local_exception_translator(&TranslateException);
+  m.def("kept_commits", &KeptCommits, py::arg("directory"), py::arg("env") = nullptr);
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<Store>(m, "NativeStore")
       .def(py::init(&Open), py::arg("directory"), py::arg("config"), py::arg("tables"),

@@ -44,7 +44,11 @@ std::uint64_t Store::Commit(std::string meta, std::string tag) {
     SyncSegments(lock, record.segments);
     std::vector<CommitRecord> kept = commits_;
     kept.push_back(record);
-    if (kept.size() > config_.keep_commits) kept.erase(kept.begin(), kept.end() - config_.keep_commits);
+    if (kept.size() > config_.keep_commits) {
+      const auto newest = kept.end() - static_cast<std::ptrdiff_t>(config_.keep_commits);
+      const auto named = [](const CommitRecord& commit) { return !commit.tag.empty(); };
+      kept.erase(std::stable_partition(kept.begin(), newest, named), newest);
+    }
     ++next_commit_;
     SaveManifest(lock, std::move(kept));
   } catch (...) {

@@ -41,7 +41,7 @@ struct StoreConfig {
   ReadEngine read_engine = ReadEngine::kAuto;
   unsigned queue_depth = 128;
   bool direct = true;            // IO past the page cache where the file system can
-  std::size_t keep_commits = 1;  // older ones are dropped by the next commit
+  std::size_t keep_commits = 1;  // older ones without a tag are dropped by the next commit
   std::uint64_t at_commit = 0;   // opened at this one; 0: the last
   std::size_t write_buffer_bytes = 16 << 20;
   std::uint64_t snapshot_min_rows = 1 << 17;  // smaller stores open fast without
@@ -73,7 +73,7 @@ class Store {
   std::uint64_t Keys(std::uint32_t table, std::uint64_t cursor, std::size_t limit,
                      std::vector<std::uint64_t>& keys);
 
-  // Makes everything written so far durable and returns the commit's id.
+  // Makes everything written so far durable and returns the commit's id. A tag keeps it until it is dropped.
   std::uint64_t Commit(std::string meta, std::string tag);
   std::vector<CommitRecord> Commits();
   // Forgets a commit that is not the newest; InputError when there is none of that id.

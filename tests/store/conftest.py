@@ -18,8 +18,8 @@ def opened(tmp_path, engine):
     """``opened()`` opens the test's own directory with the engine under test."""
     stores = []
 
-    def make(tables=TABLES, ssd_bytes=CAP):
-        stores.append(open_store(tmp_path / "store", engine, tables, ssd_bytes))
+    def make(tables=TABLES, ssd_bytes=CAP, **options):
+        stores.append(open_store(tmp_path / "store", engine, tables, ssd_bytes, **options))
         return stores[-1]
 
     yield make

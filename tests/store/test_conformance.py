@@ -132,6 +132,40 @@ def test_commit_close_reopen(opened):
     assert store.meta() == b""
 
 
+def test_commits_with_a_tag_are_kept_until_they_are_dropped(opened):
+    store = opened()
+    assert store.commits() == []
+    for version, tag in enumerate(["one: a", "", "", "two", ""], 1):
+        put(store, 1, range(100), version)
+        store.commit(b"%d" % version, tag)
+    kept = [(1, "one: a"), (4, "two"), (5, "")]
+    assert [(commit.id, commit.tag) for commit in store.commits()] == kept
+    assert store.commits()[-1].meta == b"5"
+    with pytest.raises(InputError, match="commit 5 is the newest"):
+        store.drop_commit(5)
+    with pytest.raises(InputError, match="commit 3 is not kept"):
+        store.drop_commit(3)
+    store.close()
+    with pytest.raises(InputError, match="commit 3 is not kept"):
+        opened(at=3)
+    for number, _ in kept:
+        store = opened(at=number)
+        assert store.meta() == b"%d" % number
+        assert_holds(store, 1, range(100), number)
+        store.close()
+    store = opened(at=kept[0][0])
+    put(store, 1, range(50), 9)
+    assert store.commit(b"branch", "three") == 6
+    for number, _ in kept:
+        if number < 5:
+            store.drop_commit(number)
+    store.close()
+    store = opened()
+    assert [(commit.id, commit.tag) for commit in store.commits()] == [(6, "three")]
+    assert_holds(store, 1, range(50), 9)
+    assert_holds(store, 1, range(50, 100), kept[0][0])
+
+
 def test_uncommitted_is_gone_after_close(opened):
     store = opened()
     put(store, 1, range(100), version=1)
@@ -318,6 +352,9 @@ def test_other_wrong_arguments(opened):
         store.keys(-1)
     with pytest.raises(InputError, match="meta must be bytes"):
         store.commit("text")
+    for tag in ("x" * 101, "a/b", "\n", "é", 7):
+        with pytest.raises(InputError, match="tag must be at most 100 printable"):
+            store.commit(b"", tag)
 
 
 def test_byte_cap_keeps_the_last_commit(opened):

@@ -38,19 +38,19 @@ def check(path, engine) -> bool:
 
 def test_memory_every_byte_flipped_and_every_length(tmp_path):
     make_store(tmp_path)
-    file = tmp_path / "memory" / "rows"
+    file = tmp_path / "memory" / "commit-000000000001"
     data = file.read_bytes()
     damaged = [data[:length] for length in range(0, len(data), 7)]
     damaged += [data[:i] + bytes([data[i] ^ 0x10]) + data[i + 1 :] for i in range(0, len(data), 3)]
     for content in damaged:
         file.write_bytes(content)
-        with pytest.raises(StoreCorruptError, match="rows is damaged"):
+        with pytest.raises(StoreCorruptError, match="commit-000000000001 "):
             open_memory(tmp_path)
 
 
 def test_rocksdb_flipped_bytes(tmp_path):
     make(tmp_path / "good", "rocksdb")
-    (commit,) = (tmp_path / "good" / "rocksdb").glob("commit-*")
+    (commit,) = (tmp_path / "good" / "rocksdb").glob("commit-*[0-9]")
     reported = 0
     rng = random.Random(0)
     files = [file for file in sorted(commit.iterdir()) if file.suffix == ".sst" or "MANIFEST" in file.name]
@@ -69,7 +69,7 @@ def test_rocksdb_flipped_bytes(tmp_path):
 @pytest.mark.parametrize("pattern", ["*.sst", "CURRENT", "MANIFEST-*"])
 def test_rocksdb_missing_file(tmp_path, pattern):
     make(tmp_path, "rocksdb")
-    (commit,) = (tmp_path / "rocksdb").glob("commit-*")
+    (commit,) = (tmp_path / "rocksdb").glob("commit-*[0-9]")
     next(commit.glob(pattern)).unlink()
     assert not check(tmp_path, "rocksdb")
 
@@ -88,7 +88,7 @@ def test_rocksdb_falls_back_on_nothing_it_was_not_told(tmp_path):
 def test_rocksdb_never_unpickles(tmp_path):
     """The package's settings file could ask for pickled values; it is not taken over."""
     make(tmp_path, "rocksdb")
-    (commit,) = (tmp_path / "rocksdb").glob("commit-*")
+    (commit,) = (tmp_path / "rocksdb").glob("commit-*[0-9]")
     (commit / "rocksdict-config.json").write_text(json.dumps({"raw_mode": False, "prefix_extractors": {}}))
     assert check(tmp_path, "rocksdb")
 

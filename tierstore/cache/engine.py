@@ -63,7 +63,7 @@ class Engine:
         seed: int = 0,
         *,
         keep: int = 1,
-        at: int = 0,
+        at: int | str = 0,
     ) -> None:
         if not tables:
             raise ConfigError("at least one table is needed")
@@ -249,9 +249,9 @@ class Engine:
         for chain in self.chains:
             chain.flush()
 
-    def commit(self, extra: dict[str, Any] | None = None) -> int:
+    def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
         """Flushes and makes everything durable as one commit; returns its number. ``extra``: plain JSON
-        values."""
+        values; ``tag``: a name by which the commit can be opened too."""
         self.check_open()
         if self.store is None:
             raise ConfigError("there is no ssd tier to commit to; set ssd and path in TierConfig")
@@ -261,7 +261,7 @@ class Engine:
             "updates": self.updates,
             "extra": extra or {},
         }
-        return self.store.commit(json.dumps(meta).encode())
+        return self.store.commit(json.dumps(meta).encode(), tag)
 
     def committed_extra(self) -> dict[str, Any]:
         """``extra`` of the last commit."""

@@ -243,9 +243,10 @@ class TieredModule(nn.Module):
         """Writes all dirty rows down to the store."""
         self.engine.flush()
 
-    def commit(self, extra: dict[str, Any] | None = None) -> int:
-        """Makes all rows (weights and optimizer state) durable; returns the commit's number."""
-        return self.engine.commit(extra)
+    def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
+        """Makes all rows (weights and optimizer state) durable; returns the commit's number. ``tag`` is
+        a name for it."""
+        return self.engine.commit(extra, tag)
 
     def close(self, *, commit: bool = True) -> None:
         """Commits (if the configuration names a path) and closes the engine; the module cannot be used

@@ -72,9 +72,9 @@ class Offloaded(Mapping[str, TieredModule]):
         """As TieredModule.flush."""
         self.engine.flush()
 
-    def commit(self, extra: dict[str, Any] | None = None) -> int:
+    def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
         """As TieredModule.commit, of all modules together."""
-        return self.engine.commit(extra)
+        return self.engine.commit(extra, tag)
 
     def close(self, *, commit: bool = True) -> None:
         """As TieredModule.close, of all modules together."""

@@ -110,7 +110,7 @@ class ShardedCollection(Collection):
                 cut,
             )
 
-    def commit(self, extra: dict[str, Any] | None = None) -> int:
+    def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
         """Makes the rows of all ranks durable, as one commit: after a crash all ranks are at it, or none.
         With DistributedModelParallel, those of all collections. All ranks call it; returns its number.
 
@@ -118,7 +118,7 @@ class ShardedCollection(Collection):
         """
         if self._commits is None:
             raise ConfigError("there is no place to commit to; give TierConfig(path=...)")
-        return self._commits.commit(extra)
+        return self._commits.commit(extra, tag)
 
     @property
     def is_fresh(self) -> bool:

@@ -127,15 +127,16 @@ class Commits:
         """Whether the collection began with the rows of a commit."""
         return id(collection) in self._restored
 
-    def commit(self, extra: dict[str, Any] | None = None) -> int:
-        """One commit of all ranks; returns its number. ``extra``: plain JSON values, rank 0's are kept."""
+    def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
+        """One commit of all ranks; returns its number. ``extra``: plain JSON values, rank 0's are kept.
+        ``tag`` names the commit of each rank's store."""
         number = self.number + 1
         own: dict[str, int] = {}
         error: Exception | None = None
         try:
             for name, collection in self._collections.items():
                 engine = collection.engine
-                own[name] = 0 if engine.store is None else engine.commit({"commit": number})
+                own[name] = 0 if engine.store is None else engine.commit({"commit": number}, tag)
         except Exception as raised:  # the other ranks must not wait, nor count this commit as made
             error = raised
         self._env.agree(error)

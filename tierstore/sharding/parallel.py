@@ -193,11 +193,11 @@ class DistributedModelParallel(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return self.module.named_buffers(*args, **kwargs)
 
-    def commit(self, extra: dict[str, Any] | None = None) -> int:
+    def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
         """As ShardedCollection.commit, of all collections."""
         if self._commits is None:
             raise ConfigError("there is no place to commit to; give config=TierConfig(path=...)")
-        return self._commits.commit(extra)
+        return self._commits.commit(extra, tag)
 
     def committed_extra(self) -> dict[str, Any]:
         """``extra`` of the last commit of all ranks; {} if there is none."""

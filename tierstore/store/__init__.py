@@ -2,10 +2,12 @@
 
 from tierstore.store.directory import DirectoryStore, open_store
 from tierstore.store.identity import StoreIdentity, read_identity
-from tierstore.store.protocol import RowStore, StoreStats, TableSpec
+from tierstore.store.protocol import CommitId, CommitInfo, RowStore, StoreStats, TableSpec
 from tierstore.store.registry import StoreOptions, engine_names, get_engine, register_engine
 
 __all__ = [
+    "CommitId",
+    "CommitInfo",
     "DirectoryStore",
     "RowStore",
     "StoreIdentity",

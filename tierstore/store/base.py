@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,9 @@ from numpy.typing import NDArray
 
 from tierstore.errors import ClosedError, InputError, StoreCorruptError
 from tierstore.keys import ID_BITS
-from tierstore.store.protocol import StoreStats, TableSpec
+from tierstore.store.protocol import CommitId, CommitInfo, StoreStats, TableSpec
+
+_TAG = re.compile(r"[ -.0-~]{0,100}")  # so that it may be part of a file's name, or of a command line
 
 
 class RowSizes:
@@ -93,6 +96,14 @@ def scatter(values: list[bytes], positions: NDArray[np.int64], out: NDArray[np.u
     out[positions] = np.frombuffer(data, np.uint8).reshape(-1, out.shape[1])
 
 
+def check_commit(meta: object, tag: object) -> None:
+    """Raises ``InputError`` unless both can be kept with a commit."""
+    if not isinstance(meta, bytes):
+        raise InputError(f"meta must be bytes, not {type(meta).__name__}")
+    if tag is not None and not (isinstance(tag, str) and _TAG.fullmatch(tag)):
+        raise InputError(f"tag must be at most 100 printable ASCII characters without '/', not {tag!r}")
+
+
 class StoreBase(ABC):
     """A :class:`RowStore` whose public methods check, count and lock, and leave the rest to the engine."""
 
@@ -133,11 +144,22 @@ class StoreBase(ABC):
             self._sizes.of_table(table)
         return self._checked(self._keys(table))
 
-    def commit(self, meta: bytes) -> int:
+    def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
         with self._open():
-            if not isinstance(meta, bytes):
-                raise InputError(f"meta must be bytes, not {type(meta).__name__}")
-            return self._commit(meta)
+            check_commit(meta, tag)
+            return self._commit(meta, tag)
+
+    def commits(self) -> list[CommitInfo]:
+        with self._open():
+            return self._commits()
+
+    def drop_commit(self, id: CommitId) -> None:
+        with self._open():
+            self._drop_commit(id)
+
+    def compact(self) -> None:
+        with self._open():
+            self._compact()
 
     def meta(self) -> bytes:
         with self._open():
@@ -179,7 +201,16 @@ class StoreBase(ABC):
     def _keys(self, table: int) -> Iterator[NDArray[np.uint64]]: ...
 
     @abstractmethod
-    def _commit(self, meta: bytes) -> int: ...
+    def _commit(self, meta: bytes, tag: str | None) -> CommitId: ...
+
+    @abstractmethod
+    def _commits(self) -> list[CommitInfo]: ...
+
+    @abstractmethod
+    def _drop_commit(self, id: CommitId) -> None: ...
+
+    def _compact(self) -> None:  # noqa: B027  # most engines have nothing to do
+        """Wins back space; nothing to do unless the engine says otherwise."""
 
     @abstractmethod
     def _meta(self) -> bytes: ...

@@ -24,35 +24,42 @@ from tierstore.errors import ConfigError, StoreCorruptError, StoreLockedError, S
 from tierstore.store import identity as identities
 from tierstore.store.files import open_regular, store_errors, sync_directory, walk_files
 from tierstore.store.identity import StoreIdentity
-from tierstore.store.protocol import RowStore, StoreStats, TableSpec
+from tierstore.store.protocol import CommitId, CommitInfo, RowStore, StoreStats, TableSpec
 from tierstore.store.registry import StoreOptions, get_engine
 
+NO_CAP = 1 << 62
 _LOCK = "LOCK"
 _MAY_BE_IN_A_NEW_ONE = {_LOCK, identities.FILE_NAME + ".tmp", "lost+found"}
 
 
 def open_store(
     path: str | os.PathLike[str] | None,
-    engine: str,
-    tables: Sequence[TableSpec],
-    ssd_bytes: int,
+    engine: str | None = None,
+    tables: Sequence[TableSpec] | None = None,
+    ssd_bytes: int = NO_CAP,
     *,
     io: str = "auto",
     read_threads: int = 16,
     keep: int = 1,
-    at: int = 0,
+    at: int | str = 0,
 ) -> DirectoryStore:
     """Opens the store directory ``path`` for ``tables``, at its last commit; creates it where there is none.
 
     ``path`` None makes a temporary directory that is deleted on close, or when the process ends in good
     order. ``ssd_bytes`` caps all files of the store; ``io``, ``read_threads``, ``keep`` and ``at`` are
     those of :class:`StoreOptions`. Tables that the directory does not have yet are added, if it has no others
-    than those asked for.
+    than those asked for. Without ``engine`` or ``tables`` the directory must exist, and its own are taken.
 
     Raises ``StoreMismatchError`` (and touches nothing) when the directory is for other tables or another
     engine, or holds something else; ``StoreLockedError`` when it is open elsewhere; ``ConfigError`` when
     ``path`` is a file; ``StoreIOError`` or ``StoreFullError`` when the system refuses.
     """
+    if engine is None or tables is None:
+        if path is None:
+            raise ConfigError("a new store needs an engine and tables")
+        own = identities.read_identity(path)
+        engine = own.engine if engine is None else engine
+        tables = own.tables if tables is None else tables
     factory = get_engine(engine)
     wanted = StoreIdentity(engine, identities.plain(tables))
     doing = f"opening a store in {'a temporary directory' if path is None else os.fspath(path)}"
@@ -95,8 +102,17 @@ class DirectoryStore:
     def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
         return self.inner.keys(table)
 
-    def commit(self, meta: bytes) -> int:
-        return self.inner.commit(meta)
+    def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
+        return self.inner.commit(meta, tag)
+
+    def commits(self) -> list[CommitInfo]:
+        return self.inner.commits()
+
+    def drop_commit(self, id: CommitId) -> None:
+        self.inner.drop_commit(id)
+
+    def compact(self) -> None:
+        self.inner.compact()
 
     def meta(self) -> bytes:
         return self.inner.meta()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -28,7 +29,7 @@ class StoreIdentity:
     format: int = FORMAT
 
 
-def read_identity(path: str | Path) -> StoreIdentity:
+def read_identity(path: str | os.PathLike[str]) -> StoreIdentity:
     """The identity of the store directory ``path``, without opening or locking the store.
 
     Raises ``StoreMismatchError`` when there is none, or one of a newer version; ``StoreCorruptError``

@@ -6,15 +6,19 @@ processes out, so LMDB's own is off; without it a transaction may also move betw
 are kept in process memory until the commit, up to 512 MiB (a constant of LMDB); after that LMDB writes
 some to unused places of the file.
 
+LMDB knows only its last commit. An older one that is to be kept is a copy of the tree, ``commit-N.mdb``,
+made just before the next commit, beside the record ``commit-N.record`` that lists it. A store opened at such
+a commit works on a copy of that, ``branch.mdb``, which the next commit puts in the place of ``data.mdb``.
+
 There is one database per row size, with native-endian integer keys, and one for the commit record (key
-``commit``: u64 number, then the meta bytes). An error inside a transaction breaks it, so it closes the
-store.
+``commit``, :mod:`tierstore.store.commits`). An error inside a transaction breaks it, so it closes the store.
 """
 
 from __future__ import annotations
 
 import os
-import struct
+import re
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,16 +31,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.config import format_bytes
-from tierstore.errors import StoreCorruptError, StoreFullError, StoreIOError
+from tierstore.errors import InputError, StoreCorruptError, StoreFullError, StoreIOError
 from tierstore.keys import ID_BITS, MAX_ID
 from tierstore.store.base import StoreBase, as_bytes, scatter
-from tierstore.store.files import disk_bytes, store_errors
+from tierstore.store.commits import (
+    check_droppable,
+    find_commit,
+    new_commit,
+    pack_commit,
+    read_commit,
+    superseded,
+    unpack_commit,
+)
+from tierstore.store.files import disk_bytes, open_regular, store_errors, sync_directory, write_atomically
 from tierstore.store.parallel import SMALLEST, Readers
-from tierstore.store.protocol import TableSpec
+from tierstore.store.protocol import CommitId, CommitInfo, TableSpec
 from tierstore.store.registry import StoreOptions
 
 _COMMIT = b"commit"
-_NUMBER = struct.Struct("<Q")
+_DATA, _BRANCH = "data.mdb", "branch.mdb"
+_COPY = re.compile(r"commit-(\d{12})\.mdb")
 _CHUNK = 65_536
 _MAX_MAP = 1 << 46  # x86-64 gives a process 2**47 bytes of addresses
 _MIN_MAP = 1 << 20
@@ -55,12 +69,47 @@ class LMDBStore(StoreBase):
         super().__init__(tables)
         self._path = path
         self._cap = options.ssd_bytes
+        self._keep = options.keep
         self._changed_rows = 0
+        with store_errors(f"opening {path}"):
+            _clean(path)
+            self._kept = [read_commit(path / _record_name(number)) for number in _copies(path)]
         self._readers = Readers(options.read_threads)
+        self._current = self._open_tree(path / _DATA)
+        if self._current is not None:
+            for copy in [copy for copy in self._kept if copy.id >= self._current.id]:
+                self._remove(copy)  # made for a commit that a crash cut short
+            self._kept.append(self._current)
+        if options.at:
+            self._branch(options.at)
+
+    def _branch(self, at: int | str) -> None:
+        """Goes on from a copy of the kept commit ``at``, if that is not the last one."""
+        try:
+            commit = find_commit(self._kept, at, self._path)
+        except InputError:
+            self._release()
+            raise
+        if commit is self._kept[-1]:
+            return
+        self._close_tree()
+        with store_errors(f"opening {self._path} at commit {commit.id}"):
+            shutil.copyfile(self._path / _copy_name(commit.id), self._path / _BRANCH)
+        self._current = self._open_tree(self._path / _BRANCH)
+        if self._current != commit:
+            self._release()
+            raise StoreCorruptError(
+                f"{self._path / _copy_name(commit.id)} does not hold that commit's record"
+            )
+
+    def _open_tree(self, file: Path) -> CommitInfo | None:
+        """Opens the environment ``file`` and begins a transaction; returns the commit that it holds."""
         sizes = self._sizes.known()
+        self._file = file
         with self._lmdb_errors("opening"):
             self._env = lmdb.open(
-                str(path),
+                str(file),
+                subdir=False,
                 map_size=min(max(self._cap, _MIN_MAP), _MAX_MAP) // 4096 * 4096,
                 max_dbs=len(sizes) + 1,
                 lock=False,
@@ -75,12 +124,11 @@ class LMDBStore(StoreBase):
                     size: self._env.open_db(b"rows-%d" % size, integerkey=True, create=True) for size in sizes
                 }
                 self._txn = self._env.begin(write=True)
-                record = self._txn.get(_COMMIT, db=self._records) or _NUMBER.pack(0)
+                record = self._txn.get(_COMMIT, db=self._records)
+            return unpack_commit(record, file)[0] if record else None
         except BaseException:
             self._env.close()
             raise
-        self._number = _NUMBER.unpack_from(record)[0]
-        self._committed_meta = record[_NUMBER.size :]
 
     def _read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         order = np.argsort(keys)  # neighbours in the tree share pages
@@ -147,18 +195,78 @@ class LMDBStore(StoreBase):
             start = int(chunk[-1]) + 1
             yield chunk
 
-    def _commit(self, meta: bytes) -> int:
-        with self._breaking("committing"), self._lmdb_errors("committing"):
-            self._txn.put(_COMMIT, _NUMBER.pack(self._number + 1) + meta, db=self._records)
+    def _commit(self, meta: bytes, tag: str | None) -> CommitId:
+        commit = new_commit(self._kept[-1].id + 1 if self._kept else 1, tag, meta)
+        branched = self._file.name == _BRANCH
+        if self._kept and not branched and (self._keep > 1 or self._kept[-1].tag):
+            with self._lmdb_errors("committing"), store_errors(f"copying commit {self._kept[-1].id}"):
+                self._copy_last()
+        with (
+            self._breaking("committing"),
+            self._lmdb_errors("committing"),
+            store_errors(f"committing {self._path}"),
+        ):
+            self._txn.put(_COMMIT, pack_commit(commit), db=self._records)
             self._txn.commit()
+            if branched:
+                self._replace_data()
             self._txn = self._env.begin(write=True)
-        self._number += 1
-        self._committed_meta = meta
+        self._kept.append(commit)
+        self._current = commit
         self._changed_rows = 0
-        return self._number
+        with store_errors(f"removing old commits of {self._path}"):
+            for old in superseded(self._kept, self._keep):
+                self._remove(old)
+        return commit.id
+
+    def _copy_last(self) -> None:
+        """Copies the last commit, which the next one is about to replace."""
+        last = self._kept[-1]
+        needed = disk_bytes(self._path) + self._file.stat().st_size
+        if needed > self._cap:
+            raise StoreFullError(
+                f"{self._path}: keeping commit {last.id} beside a new one takes {format_bytes(needed)} of "
+                f"its cap of {format_bytes(self._cap)}, since LMDB must copy it; raise ssd, or keep fewer"
+            )
+        write_atomically(self._path / _record_name(last.id), [pack_commit(last)])
+        temporary = self._path / (_copy_name(last.id) + ".tmp")
+        fd = open_regular(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            self._env.copyfd(fd, compact=True)
+            os.fsync(fd)
+        except BaseException:
+            temporary.unlink()
+            raise
+        finally:
+            os.close(fd)
+        temporary.rename(self._path / _copy_name(last.id))
+        sync_directory(self._path)
+
+    def _replace_data(self) -> None:
+        """Puts the branch in the place of the last commit, which becomes one of the copies."""
+        last = self._kept[-1]
+        write_atomically(self._path / _record_name(last.id), [pack_commit(last)])
+        (self._path / _DATA).rename(self._path / _copy_name(last.id))
+        self._file = self._file.rename(self._path / _DATA)
+        sync_directory(self._path)
+
+    def _commits(self) -> list[CommitInfo]:
+        return list(self._kept)
+
+    def _drop_commit(self, id: CommitId) -> None:
+        check_droppable(self._kept, id, self._path)
+        with store_errors(f"removing commit {id} of {self._path}"):
+            self._remove(find_commit(self._kept, id, self._path))
+
+    def _remove(self, commit: CommitInfo) -> None:
+        self._kept.remove(commit)
+        if (self._path / _copy_name(commit.id)).exists():
+            (self._path / _copy_name(commit.id)).unlink()
+            (self._path / _record_name(commit.id)).unlink(missing_ok=True)
+            sync_directory(self._path)
 
     def _meta(self) -> bytes:
-        return self._committed_meta
+        return self._current.meta if self._current else b""
 
     def _space(self) -> tuple[int, int, int, int]:
         with self._lmdb_errors("reading"):
@@ -170,19 +278,22 @@ class LMDBStore(StoreBase):
 
     def _release(self) -> None:
         self._readers.close()
+        self._close_tree()
+
+    def _close_tree(self) -> None:
         self._txn.abort()
         self._env.close()
 
     def _check_length(self) -> None:
         """A file shorter than its tree would kill the process at the first access beyond its end."""
         needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        length = (self._path / "data.mdb").stat().st_size
+        length = self._file.stat().st_size
         if length < needed:
-            raise StoreCorruptError(f"{self._path / 'data.mdb'} is cut off: {length} bytes of {needed}")
+            raise StoreCorruptError(f"{self._file} is cut off: {length} bytes of {needed}")
 
     def _need_room(self) -> None:
         """Raises the system's error when the file cannot grow; LMDB itself calls a full disk an IO error."""
-        fd = os.open(self._path / "data.mdb", os.O_RDWR | os.O_NOFOLLOW)
+        fd = os.open(self._file, os.O_RDWR | os.O_NOFOLLOW)
         try:
             length = os.fstat(fd).st_size
             os.posix_fallocate(fd, length, 1 << 20)
@@ -212,3 +323,28 @@ class LMDBStore(StoreBase):
             with store_errors(f"{doing} {self._path}"):
                 self._need_room()
             raise StoreIOError(f"{doing} {self._path}: {error}") from error
+
+
+def _clean(path: Path) -> None:
+    """Removes what a crash left, and ends a replacement of ``data.mdb`` by a branch that it cut short."""
+    data, branch = path / _DATA, path / _BRANCH
+    if not data.exists() and branch.exists() and _copies(path):
+        branch.rename(data)  # it is synced: only the names were still to be changed
+        sync_directory(path)
+    whole = {name(number) for number in _copies(path) for name in (_copy_name, _record_name)}
+    for name in os.listdir(path):
+        if name != _DATA and name not in whole:
+            (path / name).unlink()
+
+
+def _copies(path: Path) -> list[int]:
+    """Numbers of the commits that are copies, ascending."""
+    return sorted(int(match[1]) for match in map(_COPY.fullmatch, os.listdir(path)) if match)
+
+
+def _copy_name(number: int) -> str:
+    return f"commit-{number:012d}.mdb"
+
+
+def _record_name(number: int) -> str:
+    return f"commit-{number:012d}.record"

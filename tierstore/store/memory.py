@@ -1,12 +1,14 @@
 """The engine `memory`: rows in process memory, all in one file at each commit. A test double and baseline.
 
-The file ``rows`` (little-endian): header, then per row size a section, then the meta bytes, then the
-CRC-32 of all before it. Header: magic ``TSROWS01``, u64 commit number, u64 bytes of meta, u64 sections.
-Section: u64 row_bytes, u64 rows, the keys (u64 each), the rows.
+The file ``commit-N`` (little-endian): the commit record (:mod:`tierstore.store.commits`), u64 sections, the
+sections, the CRC-32 of all before it. Section: u64 row_bytes, u64 rows, the keys (u64 each), the rows. The
+file with the highest number is the last commit.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -16,15 +18,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.config import format_bytes
-from tierstore.errors import StoreCorruptError, StoreFullError
+from tierstore.errors import StoreCorruptError, StoreFullError, StoreMismatchError
 from tierstore.keys import ID_BITS
 from tierstore.store.base import StoreBase
-from tierstore.store.files import disk_bytes, read_regular, store_errors, write_atomically
-from tierstore.store.protocol import TableSpec
+from tierstore.store.commits import (
+    check_droppable,
+    find_commit,
+    new_commit,
+    pack_commit,
+    read_commit,
+    superseded,
+    unpack_commit,
+)
+from tierstore.store.files import disk_bytes, read_regular, store_errors, sync_directory, write_atomically
+from tierstore.store.protocol import CommitId, CommitInfo, TableSpec
 from tierstore.store.registry import StoreOptions
 
-_MAGIC = b"TSROWS01"
-_HEADER = struct.Struct("<8sQQQ")
+_FILE = re.compile(r"commit-(\d{12})")
+_SECTIONS = struct.Struct("<Q")
 _SECTION = struct.Struct("<QQ")
 _CHECKSUM = struct.Struct("<I")
 _CHUNK = 65_536
@@ -84,15 +95,21 @@ class MemoryStore(StoreBase):
     def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
         super().__init__(tables)
         self._path = path
-        self._file = path / "rows"
         self._cap = options.ssd_bytes
+        self._keep = options.keep
         self._arenas = {size: _Arena(size) for size in self._sizes.known()}
-        self._commits = 0
         self._committed_meta = b""
-        if self._file.exists():
-            with store_errors(f"reading {self._file}"):
-                data = read_regular(self._file, self._file.stat().st_size)
-            self._load(memoryview(data))
+        with store_errors(f"opening {path}"):
+            if (path / "rows").exists():
+                raise StoreMismatchError(f"{path} is of an earlier tierstore; it cannot be read any more")
+            numbers = sorted(int(match[1]) for match in map(_FILE.fullmatch, os.listdir(path)) if match)
+            self._kept = [read_commit(self._file(number)) for number in numbers]
+            if [commit.id for commit in self._kept] != numbers:
+                raise StoreCorruptError(
+                    f"{path}: commits {self._kept} are in files of other numbers {numbers}"
+                )
+            if options.at or self._kept:
+                self._load(find_commit(self._kept, options.at, path) if options.at else self._kept[-1])
 
     def _read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         return self._arenas[out.shape[1]].read(keys, out)
@@ -112,12 +129,29 @@ class MemoryStore(StoreBase):
         for start in range(0, len(keys), _CHUNK):
             yield keys[start : start + _CHUNK]
 
-    def _commit(self, meta: bytes) -> int:
-        with store_errors(f"writing {self._file}"):
-            write_atomically(self._file, self._dump(meta))
-        self._commits += 1
+    def _commit(self, meta: bytes, tag: str | None) -> CommitId:
+        commit = new_commit(self._kept[-1].id + 1 if self._kept else 1, tag, meta)
+        file = self._file(commit.id)
+        with store_errors(f"writing {file}"):
+            write_atomically(file, self._dump(commit))
+        self._kept.append(commit)
         self._committed_meta = meta
-        return self._commits
+        for old in superseded(self._kept, self._keep):
+            self._remove(old)
+        return commit.id
+
+    def _commits(self) -> list[CommitInfo]:
+        return list(self._kept)
+
+    def _drop_commit(self, id: CommitId) -> None:
+        check_droppable(self._kept, id, self._path)
+        self._remove(find_commit(self._kept, id, self._path))
+
+    def _remove(self, commit: CommitInfo) -> None:
+        with store_errors(f"removing commit {commit.id} of {self._path}"):
+            self._file(commit.id).unlink(missing_ok=True)
+            sync_directory(self._path)
+        self._kept.remove(commit)
 
     def _meta(self) -> bytes:
         return self._committed_meta
@@ -133,47 +167,53 @@ class MemoryStore(StoreBase):
     def _live_bytes(self) -> int:
         return sum(size * len(arena.positions) for size, arena in self._arenas.items())
 
-    def _dump(self, meta: bytes) -> Iterator[bytes | memoryview]:
+    def _file(self, number: int) -> Path:
+        return self._path / f"commit-{number:012d}"
+
+    def _dump(self, commit: CommitInfo) -> Iterator[bytes | memoryview]:
         crc = 0
-        for chunk in self._sections(meta):
+        for chunk in self._sections(commit):
             crc = zlib.crc32(chunk, crc)
             yield chunk
         yield _CHECKSUM.pack(crc)
 
-    def _sections(self, meta: bytes) -> Iterator[bytes | memoryview]:
+    def _sections(self, commit: CommitInfo) -> Iterator[bytes | memoryview]:
         filled = {size: arena for size, arena in self._arenas.items() if arena.positions}
-        yield _HEADER.pack(_MAGIC, self._commits + 1, len(meta), len(filled))
+        yield pack_commit(commit)
+        yield _SECTIONS.pack(len(filled))
         for size, arena in filled.items():
             yield _SECTION.pack(size, len(arena.positions))
             yield arena.keys().astype("<u8").data
             yield arena.rows.data
-        yield meta
 
-    def _load(self, data: memoryview) -> None:
+    def _load(self, commit: CommitInfo) -> None:
+        file = self._file(commit.id)
+        body = self._sections_of(file)
+        if len(body) < _SECTIONS.size:
+            raise StoreCorruptError(f"{file} ends behind its commit record")
+        offset = _SECTIONS.size
+        for _ in range(_SECTIONS.unpack_from(body)[0]):
+            offset = self._load_section(file, body, offset)
+        if offset != len(body):
+            raise StoreCorruptError(f"{file} holds {len(body) - offset} bytes more than its sections")
+        self._committed_meta = commit.meta
+
+    @staticmethod
+    def _sections_of(file: Path) -> memoryview:
+        """The checked bytes behind the commit record."""
+        data = memoryview(read_regular(file, file.stat().st_size))
         body, tail = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
-        if len(body) < _HEADER.size or _CHECKSUM.unpack(tail)[0] != zlib.crc32(body):
-            raise StoreCorruptError(
-                f"{self._file} is damaged: its checksum does not match its {len(data)} bytes"
-            )
-        magic, self._commits, meta_bytes, sections = _HEADER.unpack_from(body)
-        if magic != _MAGIC:
-            raise StoreCorruptError(f"{self._file} does not start with {_MAGIC.decode()}")
-        offset = _HEADER.size
-        for _ in range(sections):
-            offset = self._load_section(body, offset)
-        if len(body) - offset != meta_bytes:
-            raise StoreCorruptError(f"{self._file}: {meta_bytes} bytes of meta expected at offset {offset}")
-        self._committed_meta = bytes(body[offset:])
+        if len(tail) < _CHECKSUM.size or _CHECKSUM.unpack(tail)[0] != zlib.crc32(body):
+            raise StoreCorruptError(f"{file} is damaged: its checksum does not match its {len(data)} bytes")
+        return body[unpack_commit(body, file)[1] :]
 
-    def _load_section(self, body: memoryview, offset: int) -> int:
+    def _load_section(self, file: Path, body: memoryview, offset: int) -> int:
         if len(body) - offset < _SECTION.size:
-            raise StoreCorruptError(f"{self._file} ends within a section at offset {offset}")
+            raise StoreCorruptError(f"{file} ends within a section")
         size, count = _SECTION.unpack_from(body, offset)
         offset += _SECTION.size
         if size not in self._arenas or count * (8 + size) > len(body) - offset:
-            raise StoreCorruptError(
-                f"{self._file}: {count} rows of {size} bytes cannot be at offset {offset}"
-            )
+            raise StoreCorruptError(f"{file}: {count} rows of {size} bytes do not fit where it says they are")
         keys = np.frombuffer(body, "<u8", count, offset).astype(np.uint64)
         rows = np.frombuffer(body, np.uint8, count * size, offset + 8 * count).reshape(count, size)
         self._arenas[size].write(keys, rows)

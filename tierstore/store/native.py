@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from tierstore import _core
 from tierstore.errors import ConfigError, InputError
-from tierstore.store.base import RowSizes
-from tierstore.store.protocol import StoreStats, TableSpec
+from tierstore.store.base import RowSizes, check_commit
+from tierstore.store.commits import check_droppable, find_commit
+from tierstore.store.protocol import CommitId, CommitInfo, StoreStats, TableSpec
 from tierstore.store.registry import StoreOptions
 
 _KEYS_PER_CHUNK = 1 << 16
@@ -27,9 +28,10 @@ class NativeConfig:
     io: str = "auto"
     """"io_uring", "pread" (a pool of threads), or "auto": io_uring where the kernel allows it."""
     keep: int = 1
-    """Commits kept; a new one drops the oldest beyond that. What a kept commit names stays on disk."""
-    at: int = 0
-    """Commit to open at, 0 for the last one."""
+    """Commits kept beside those with a tag; a new one drops the oldest beyond that. What a kept commit names
+    stays on disk."""
+    at: int | str = 0
+    """Commit to open at, by number or tag; 0 for the last one."""
     queue_depth: int = 128
     """Reads in flight with io_uring; "pread" has at most 32 threads."""
     direct: bool = True
@@ -49,19 +51,9 @@ class NativeConfig:
             raise ConfigError(f"keep is {self.keep}; a store keeps at least its last commit")
         if not 1 <= self.queue_depth <= 1024:
             raise ConfigError(f"queue_depth is {self.queue_depth}; it must be from 1 to 1024")
-        for name in ("cap_bytes", "segment_bytes", "write_buffer_bytes", "at"):
+        for name in ("cap_bytes", "segment_bytes", "write_buffer_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it cannot be negative")
-
-
-@dataclass(frozen=True)
-class CommitInfo:
-    """One kept commit."""
-
-    id: int
-    tag: str
-    unix_nanoseconds: int
-    meta: bytes
 
 
 class NativeStore:
@@ -86,6 +78,10 @@ class NativeStore:
             if options is None:
                 raise ConfigError("NativeStore needs options or a config")
             config = NativeConfig(options.ssd_bytes, options.io, keep=options.keep, at=options.at)
+        if config.at:
+            kept = [CommitInfo(*fields) for fields in _core.kept_commits(str(path), env)]
+            config = replace(config, at=find_commit(kept, config.at, path).id)
+        self._path = path
         self._sizes = RowSizes(tables)
         row_sizes = [(spec.index, spec.row_bytes) for spec in tables]
         self._core = _core.NativeStore(str(path), config, row_sizes, env)
@@ -104,18 +100,15 @@ class NativeStore:
         self._sizes.of_table(table)
         return self._list_keys(table)
 
-    def commit(self, meta: bytes, tag: str = "") -> int:
-        """Makes everything written so far durable; ``tag`` is a name for people. See the protocol."""
-        if not isinstance(meta, bytes):
-            raise InputError(f"meta must be bytes, not {type(meta).__name__}")
-        return self._core.commit(meta, tag)
+    def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
+        check_commit(meta, tag)
+        return self._core.commit(meta, tag or "")
 
     def commits(self) -> list[CommitInfo]:
-        """The kept commits, oldest first."""
         return [CommitInfo(*fields) for fields in self._core.commits()]
 
-    def drop_commit(self, id: int) -> None:
-        """Gives up a commit that is not the newest; ``InputError`` when there is none of that id."""
+    def drop_commit(self, id: CommitId) -> None:
+        check_droppable(self.commits(), id, self._path)
         self._core.drop_commit(id)
 
     def compact(self) -> None:

@@ -78,6 +78,22 @@ class StoreStats:
     """How bytes are moved: "io_uring", "pread", "rocksdb", "mmap", "memory"."""
 
 
+CommitId = int
+"""Number of a commit: from 1 on, growing."""
+
+
+@dataclass(frozen=True)
+class CommitInfo:
+    """One kept commit."""
+
+    id: CommitId
+    tag: str
+    """Its name for people; "" for none."""
+    unix_nanoseconds: int
+    """When it was made."""
+    meta: bytes
+
+
 @runtime_checkable
 class RowStore(Protocol):
     """Rows by key below the memory tiers.
@@ -113,12 +129,27 @@ class RowStore(Protocol):
         """
         ...
 
-    def commit(self, meta: bytes) -> int:
+    def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
         """Makes everything written so far durable, together with ``meta``, and returns the commit's number.
 
-        Numbers start at 1 and grow. Either all of it or nothing survives a crash: reopening gives the last
-        commit, whole, and nothing written after it.
+        Either all of it or nothing survives a crash: reopening gives the last commit, whole, and nothing
+        written after it. A commit with a ``tag``, by which it can be opened too (at most 100 printable
+        ASCII characters without "/"), is kept until it is dropped; others go when ``StoreOptions.keep`` newer
+        ones are there.
         """
+        ...
+
+    def commits(self) -> list[CommitInfo]:
+        """The kept commits, oldest first."""
+        ...
+
+    def drop_commit(self, id: CommitId) -> None:
+        """Gives up a kept commit, so that its space comes back; ``InputError`` unless it is kept and not the
+        newest."""
+        ...
+
+    def compact(self) -> None:
+        """Wins back the space of superseded rows, as far as kept commits allow it. Takes long."""
         ...
 
     def meta(self) -> bytes:

@@ -23,9 +23,15 @@ class StoreOptions:
     read_threads: int = 16
     """Threads over which rocksdb and lmdb, whose reads block, spread a batch; 1 means the caller alone."""
     keep: int = 1
-    """Commits to keep; engines that keep only the last one ignore it."""
-    at: int = 0
-    """Number of the kept commit to open at, 0 for the last; engines that keep only the last one ignore it."""
+    """Commits to keep beside those with a tag: the next commit gives up the oldest beyond that.
+    docs/engines.md says what each engine pays for it."""
+    at: int | str = 0
+    """The kept commit to open at, by number or tag; 0 for the last. Commits made after it are kept, and the
+    next one goes on from here."""
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ConfigError(f"keep is {self.keep}; a store keeps at least its last commit")
 
 
 EngineFactory = Callable[[Path, Sequence[TableSpec], StoreOptions], RowStore]

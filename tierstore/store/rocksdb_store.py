@@ -3,13 +3,14 @@
 RocksDB runs without a write-ahead log in the folder ``live``. A commit flushes the memtables and makes a
 checkpoint, ``commit-N``: a folder of hard links to the sorted files, which are never changed, and a copy
 of the small ones. The newest commit folder is the state after a crash or a close: opening replaces
-``live`` by links to it. So a commit costs what changed since the last one, and nothing written later can
-show. The files of the last commit stay on disk until the next one, even when compaction has replaced them
-in ``live``.
+``live`` by links to it, or to another that is kept. So a commit costs what changed since the last one, and
+nothing written later can show. The files of a kept commit stay on disk, even when compaction has replaced
+them in ``live``.
 
 Keys are big-endian, so that tables are ranges. The key of one zero byte, which sorts before all others,
-holds the commit record: u64 number, then the meta bytes. After an error of the device RocksDB refuses further
-writes until it is opened again, so such an error closes the store.
+holds the commit record (:mod:`tierstore.store.commits`), which the file ``commit-N.record`` repeats, so that
+commits can be listed. It is there before the folder is, and only the folder counts. After an error of the
+device RocksDB refuses further writes until it is opened again, so such an error closes the store.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import logging
 import os
 import re
 import shutil
-import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -36,15 +36,28 @@ from tierstore.config import format_bytes
 from tierstore.errors import StoreCorruptError, StoreFullError, StoreIOError, TierStoreError
 from tierstore.keys import ID_BITS, MAX_ID
 from tierstore.store.base import StoreBase, as_bytes, scatter
-from tierstore.store.files import disk_bytes, store_errors, supports_direct_io, sync_directory
+from tierstore.store.commits import (
+    check_droppable,
+    find_commit,
+    new_commit,
+    pack_commit,
+    read_commit,
+    superseded,
+)
+from tierstore.store.files import (
+    disk_bytes,
+    store_errors,
+    supports_direct_io,
+    sync_directory,
+    write_atomically,
+)
 from tierstore.store.parallel import Readers
-from tierstore.store.protocol import TableSpec
+from tierstore.store.protocol import CommitId, CommitInfo, TableSpec
 from tierstore.store.registry import StoreOptions
 
 log = logging.getLogger(__name__)
 
 _COMMIT = b"\0"
-_NUMBER = struct.Struct("<Q")
 _COMMIT_FOLDER = re.compile(r"commit-(\d{12})")
 _FULL = re.compile("No space left|quota exceeded|File too large")
 _CHUNK = 65_536
@@ -87,10 +100,14 @@ class RocksDBStore(StoreBase):
         super().__init__(tables)
         self._path = path
         self._cap = options.ssd_bytes
+        self._keep = options.keep
         self._readers = Readers(options.read_threads)
         self._unchecked_bytes = 0
         with store_errors(f"opening {path}"):
-            self._number = _restore(path)
+            self._kept = [read_commit(path / _record_name(number)) for number in _commit_numbers(path)]
+            current = find_commit(self._kept, options.at, path) if options.at else None
+            current = current or (self._kept[-1] if self._kept else None)
+            _restore(path, current)
         with self._rocksdb_errors("opening"):
             direct_io = supports_direct_io(path / "live")
             self._db = rocksdict.Rdict(str(path / "live"), _db_options(direct_io))
@@ -99,12 +116,13 @@ class RocksDBStore(StoreBase):
             self._read_options = rocksdict.ReadOptions()
             self._read_options.set_verify_checksums(True)
             self._read_options.set_async_io(True)
-            record = self._db.get(_COMMIT) or _NUMBER.pack(0)
-        if record[: _NUMBER.size] != _NUMBER.pack(self._number):
+            record = self._db.get(_COMMIT)
+        if record != (pack_commit(current) if current else None):
             self._db.close()
-            raise StoreCorruptError(f"{path / _folder_name(self._number)} does not hold that commit's record")
-        self._committed_meta = record[_NUMBER.size :]
-        self._remove_other_commits()
+            raise StoreCorruptError(
+                f"{path / _folder_name(current.id if current else 0)} does not hold that commit's record"
+            )
+        self._committed_meta = current.meta if current else b""
 
     def _read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         order = np.argsort(keys)  # neighbours may share a block
@@ -139,20 +157,38 @@ class RocksDBStore(StoreBase):
             start = int(chunk[-1]) + 1
             yield chunk
 
-    def _commit(self, meta: bytes) -> int:
-        number = self._number + 1
+    def _commit(self, meta: bytes, tag: str | None) -> CommitId:
+        commit = new_commit(self._kept[-1].id + 1 if self._kept else 1, tag, meta)
+        record = pack_commit(commit)
         with (
             self._breaking("committing"),
             self._rocksdb_errors("committing"),
             store_errors(f"committing {self._path}"),
         ):
-            self._db.put(_COMMIT, _NUMBER.pack(number) + meta, write_opt=self._write_options)
-            rocksdict.Checkpoint(self._db).create_checkpoint(str(self._path / _folder_name(number)))
+            self._db.put(_COMMIT, record, write_opt=self._write_options)
+            write_atomically(self._path / _record_name(commit.id), [record])
+            rocksdict.Checkpoint(self._db).create_checkpoint(str(self._path / _folder_name(commit.id)))
             sync_directory(self._path)
-        self._number = number
+        self._kept.append(commit)
         self._committed_meta = meta
-        self._remove_other_commits()
-        return number
+        for old in superseded(self._kept, self._keep):
+            try:
+                self._remove(old)
+            except OSError as error:  # the newest commit is safe, and the next one tries again
+                log.warning("removing commit %d of %s: %s", old.id, self._path, error)
+        return commit.id
+
+    def _commits(self) -> list[CommitInfo]:
+        return list(self._kept)
+
+    def _drop_commit(self, id: CommitId) -> None:
+        check_droppable(self._kept, id, self._path)
+        with store_errors(f"removing commit {id} of {self._path}"):
+            self._remove(find_commit(self._kept, id, self._path))
+
+    def _compact(self) -> None:
+        with self._rocksdb_errors("compacting"):
+            self._db.compact_range(None, None)
 
     def _meta(self) -> bytes:
         return self._committed_meta
@@ -173,13 +209,15 @@ class RocksDBStore(StoreBase):
         except Exception as error:  # it flushes what the next opening removes, so nothing is lost by that
             log.warning("closing %s: %s", self._path, error)
 
-    def _remove_other_commits(self) -> None:
-        for number in _commit_numbers(self._path):
-            if number != self._number:
-                try:
-                    shutil.rmtree(self._path / _folder_name(number))
-                except OSError as error:  # the newest commit is safe, and the next one tries again
-                    log.warning("removing commit %d of %s: %s", number, self._path, error)
+    def _remove(self, commit: CommitInfo) -> None:
+        folder = self._path / _folder_name(commit.id)
+        if folder.exists():
+            unnamed = folder.with_name(folder.name + ".tmp")  # half a folder must not pass for a commit
+            folder.rename(unnamed)
+            shutil.rmtree(unnamed)
+        (self._path / _record_name(commit.id)).unlink(missing_ok=True)
+        sync_directory(self._path)
+        self._kept.remove(commit)
 
     def _property(self, name: str) -> int:
         return self._db.property_int_value(f"rocksdb.{name}") or 0
@@ -193,7 +231,7 @@ class RocksDBStore(StoreBase):
         if used + new_bytes > self._cap:
             raise StoreFullError(
                 f"{self._path} takes {format_bytes(used)} of its cap of {format_bytes(self._cap)}; raise "
-                "ssd, or commit more often, since the files of the last commit stay beside the newer ones"
+                "ssd, or commit more often, since the files of kept commits stay beside the newer ones"
             )
         self._unchecked_bytes = 0
 
@@ -213,21 +251,23 @@ class RocksDBStore(StoreBase):
 
 
 def _commit_numbers(path: Path) -> list[int]:
-    return [int(match[1]) for match in map(_COMMIT_FOLDER.fullmatch, os.listdir(path)) if match]
+    """Of all commits, ascending."""
+    return sorted(int(match[1]) for match in map(_COMMIT_FOLDER.fullmatch, os.listdir(path)) if match)
 
 
-def _restore(path: Path) -> int:
-    """Makes ``live`` the state of the newest commit, and returns that one's number, 0 where there is none."""
+def _restore(path: Path, commit: CommitInfo | None) -> None:
+    """Makes ``live`` the state of ``commit``, and removes what a crash left."""
+    whole = {_record_name(number) for number in _commit_numbers(path)}
     for name in os.listdir(path):
-        if name == "live" or name.endswith(".tmp"):
+        if name == "live" or (name.endswith(".tmp") and (path / name).is_dir()):
             shutil.rmtree(path / name)
+        elif name.endswith((".record", ".tmp")) and name not in whole:
+            (path / name).unlink()
     live = path / "live"
     live.mkdir()
-    newest = max(_commit_numbers(path), default=0)
-    if newest:
-        for entry in os.scandir(path / _folder_name(newest)):
+    if commit is not None:
+        for entry in os.scandir(path / _folder_name(commit.id)):
             _link_or_copy(entry.path, live / entry.name)
-    return newest
 
 
 def _link_or_copy(source: str, target: Path) -> None:
@@ -242,6 +282,10 @@ def _link_or_copy(source: str, target: Path) -> None:
 
 def _folder_name(number: int) -> str:
     return f"commit-{number:012d}"
+
+
+def _record_name(number: int) -> str:
+    return f"commit-{number:012d}.record"
 
 
 def _names(keys: NDArray[np.uint64]) -> list[Any]:

@@ -1,0 +1,100 @@
+"""Kept commits: how one is chosen by number or tag, and the record by which the Python engines remember one.
+
+The record (little-endian): magic ``TSCOMMIT``, u64 number, i64 nanoseconds since 1970, u32 bytes of tag, u32
+bytes of meta, tag (UTF-8), meta, CRC-32 of all before it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from tierstore.errors import InputError, StoreCorruptError
+from tierstore.store.files import open_regular
+from tierstore.store.protocol import CommitInfo
+
+_MAGIC = b"TSCOMMIT"
+_HEAD = struct.Struct("<8sQqII")
+_CHECKSUM = struct.Struct("<I")
+RECORD_OVERHEAD = _HEAD.size + _CHECKSUM.size
+"""Bytes of a record besides tag and meta."""
+
+
+def new_commit(id: int, tag: str | None, meta: bytes) -> CommitInfo:
+    """The record of a commit that is made now."""
+    return CommitInfo(id, tag or "", time.time_ns(), meta)
+
+
+def pack_commit(commit: CommitInfo) -> bytes:
+    """The record's bytes."""
+    tag = commit.tag.encode()
+    head = _HEAD.pack(_MAGIC, commit.id, commit.unix_nanoseconds, len(tag), len(commit.meta))
+    body = head + tag + commit.meta
+    return body + _CHECKSUM.pack(zlib.crc32(body))
+
+
+def unpack_commit(data: bytes | memoryview, where: str | Path) -> tuple[CommitInfo, int]:
+    """The record that ``data`` begins with, and its length; ``where`` is what errors name."""
+    if len(data) < RECORD_OVERHEAD:
+        raise StoreCorruptError(f"{where} ends within its commit record")
+    magic, id, nanoseconds, tag_bytes, meta_bytes = _HEAD.unpack_from(data)
+    end = _HEAD.size + tag_bytes + meta_bytes
+    if magic != _MAGIC or end + _CHECKSUM.size > len(data):
+        raise StoreCorruptError(f"{where} does not begin with a commit record")
+    if _CHECKSUM.unpack_from(data, end)[0] != zlib.crc32(data[:end]):
+        raise StoreCorruptError(f"{where} is damaged: the checksum of its commit record does not match")
+    try:
+        tag = bytes(data[_HEAD.size : _HEAD.size + tag_bytes]).decode()
+    except UnicodeDecodeError as error:
+        raise StoreCorruptError(f"{where} is damaged: its tag is not UTF-8") from error
+    meta = bytes(data[_HEAD.size + tag_bytes : end])
+    return CommitInfo(id, tag, nanoseconds, meta), end + _CHECKSUM.size
+
+
+def read_commit(path: Path) -> CommitInfo:
+    """The record that the file ``path`` begins with, without reading what is behind it."""
+    try:
+        fd = open_regular(path)
+    except FileNotFoundError:
+        raise StoreCorruptError(f"{path} is missing") from None
+    with open(fd, "rb") as file:
+        head = file.read(_HEAD.size)
+        if len(head) == _HEAD.size:
+            _, _, _, tag_bytes, meta_bytes = _HEAD.unpack(head)
+            size = os.fstat(file.fileno()).st_size
+            head += file.read(min(tag_bytes + meta_bytes + _CHECKSUM.size, size))
+    return unpack_commit(head, path)[0]
+
+
+def find_commit(commits: Sequence[CommitInfo], at: int | str, path: str | Path) -> CommitInfo:
+    """The kept commit of number ``at``, or the newest tagged ``at``; ``InputError`` lists what there is."""
+    for commit in reversed(commits):
+        if at == (commit.tag if isinstance(at, str) else commit.id):
+            return commit
+    raise InputError(
+        f"{path}: {'no commit tagged ' if isinstance(at, str) else 'commit '}{at!r} is not kept; "
+        f"{describe(commits)}"
+    )
+
+
+def check_droppable(commits: Sequence[CommitInfo], id: int, path: str | Path) -> None:
+    """Raises ``InputError`` unless commit ``id`` is kept and not the newest."""
+    if find_commit(commits, id, path) is commits[-1]:
+        raise InputError(f"{path}: commit {id} is the newest; a store keeps at least that one")
+
+
+def superseded(commits: Sequence[CommitInfo], keep: int) -> Sequence[CommitInfo]:
+    """Those of ``commits``, oldest first, that have no tag and are not among the last ``keep``."""
+    return [commit for commit in commits[: max(0, len(commits) - keep)] if not commit.tag]
+
+
+def describe(commits: Sequence[CommitInfo]) -> str:
+    """``kept commits: 3, 5 ("best")``, for messages."""
+    if not commits:
+        return "there is no commit yet"
+    some = ", ".join(f'{c.id} ("{c.tag}")' if c.tag else str(c.id) for c in commits[-8:])
+    return f"kept commits: {'…, ' if len(commits) > 8 else ''}{some}"
