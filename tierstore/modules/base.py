@@ -147,7 +147,7 @@ class TieredModule(nn.Module):
         lookup.read()
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             return PooledFunction.apply(self._anchor, None, lookup, *per_part)
-        out = torch.empty(lookup.out_shape, dtype=torch.float32)
+        out = lookup.new_output()
         kept = [None if w is None else w.detach().to(torch.float32).contiguous() for w in per_part]
         pooled_forward(parts, out, kept)
         return out

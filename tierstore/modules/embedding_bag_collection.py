@@ -47,12 +47,16 @@ class EmbeddingBagCollection(Collection):
         _shared: SharedEngine | None = None,
     ) -> None:
         super().__init__(tables, device, "embedding_bags", config, optimizer, seed, _shared)
+        self._set_pooling(is_weighted)
+
+    def _set_pooling(self, is_weighted: bool) -> None:
         self._is_weighted = is_weighted
         for table in self._configs:
             if is_weighted and table.pooling is PoolingType.MAX:
                 raise ConfigError(f"table {table.name!r}: max pooling has no weights; use is_weighted=False")
         pooling_of = {table.name: table.pooling for table in self._configs}
-        self._modes = [MODES[pooling_of[f.config.name].value.lower()] for f in self._features]
+        self._poolings = [pooling_of[feature.config.name] for feature in self._features]
+        self._modes = [MODES[pooling.value.lower()] for pooling in self._poolings]
         self._dims = [feature.config.embedding_dim for feature in self._features]
         self._columns = [0, *accumulate(self._dims)]
 
@@ -67,21 +71,26 @@ class EmbeddingBagCollection(Collection):
     def make_lookup(self, features: Any) -> FeatureLookup:
         keyed = as_keyed_jagged_tensor(features)
         found = self._feature_ids(keyed)
-        counts = [0 if f.lengths is None else len(f.lengths) for f in found]
-        expands = self._expands(keyed)
-        if len(set(counts)) > 1 and not expands:
+        places, shape = self._places(self._bag_counts(keyed, found), self._expands(keyed))
+        bags = [self._bags(number, f, *places[number]) for number, f in enumerate(found)]
+        return pooled_lookup(self.engine, bags, shape)
+
+    def _bag_counts(self, keyed: KeyedJaggedTensor, found: Sequence[FeatureIds]) -> list[int]:
+        """Bags of every feature; InputError if they differ without inverse indices."""
+        counts = [0 if feature.lengths is None else len(feature.lengths) for feature in found]
+        if len(set(counts)) > 1 and not self._expands(keyed):
             sizes = dict(zip([feature.name for feature in self._features], counts, strict=True))
             raise InputError(f"features have different batch sizes, and no inverse indices: {sizes}")
+        return counts
+
+    def _places(self, counts: Sequence[int], expands: bool) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+        """First float and stride of every feature's vectors in the output, and the output's shape."""
         if expands:
             # every feature's vectors in a block of its own, one after another
             starts = [0, *accumulate(n * dim for n, dim in zip(counts, self._dims, strict=True))]
-            places = list(zip(starts, self._dims, strict=False))
-            shape: tuple[int, ...] = (starts[-1],)
-        else:
-            places = [(column, self._columns[-1]) for column in self._columns]
-            shape = (counts[0] if counts else 0, self._columns[-1])
-        bags = [self._bags(number, f, *places[number]) for number, f in enumerate(found)]
-        return pooled_lookup(self.engine, bags, shape)
+            return list(zip(starts, self._dims, strict=False)), (starts[-1],)
+        columns = self._columns[-1]
+        return [(column, columns) for column in self._columns], (counts[0] if counts else 0, columns)
 
     def _bags(self, number: int, ids: FeatureIds, offset: int, stride: int) -> Bags:
         assert ids.lengths is not None

@@ -91,6 +91,10 @@ class Lookup:
     parts: Sequence[Part]
     out_shape: tuple[int, ...] = ()
 
+    def new_output(self) -> Tensor:
+        """Room for a pooled output, float32, not initialised."""
+        return torch.empty(self.out_shape, dtype=torch.float32)
+
     def acquire(self) -> None:
         """Pins the rows of every part in the fast tier; waits for those that were planned ahead."""
         try:
@@ -163,7 +167,7 @@ class PooledFunction(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor, module: Updates | None, lookup: Lookup, *weights: Tensor | None
     ) -> Tensor:
-        out = torch.empty(lookup.out_shape, dtype=torch.float32)
+        out = lookup.new_output()
         # autograd hands the same tensors over again as saved ones; detached copies are what the kernels read.
         kept = [None if w is None else w.detach().to(torch.float32).contiguous() for w in weights]
         ctx.argmaxes = pooled_forward(lookup.parts, out, kept)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
 from tierstore.sharding.collection import ShardedCollection
+from tierstore.sharding.comms import CommsConfig
 from tierstore.sharding.cuts import (
     Cut,
     column_wise,
@@ -19,6 +20,7 @@ from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.parallel import DistributedModelParallel, shard
 
 __all__ = [
+    "CommsConfig",
     "Cut",
     "DistributedModelParallel",
     "ShardPlacement",

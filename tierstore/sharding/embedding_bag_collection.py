@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
-from tierstore.config import TierConfig
-from tierstore.errors import ConfigError, InputError
+from tierstore.errors import ConfigError
 from tierstore.modules.collection import FeatureIds
 from tierstore.modules.configs import EmbeddingBagConfig, PoolingType
 from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.inputs import Bags, pooled_lookup
 from tierstore.modules.lookup import MODES
-from tierstore.optim import SGD, OptimizerSpec
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.collection import ShardedCollection, ShardedLookup
-from tierstore.sharding.commits import Commits
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.input_exchange import InputExchange
 from tierstore.sharding.output_exchange import OutputExchange, WeightExchange
 from tierstore.sparse import KeyedTensor, as_keyed_jagged_tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from tierstore.sharding.collection import Options
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
@@ -33,11 +37,11 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
     divided by the number of ranks. All ranks make it, and call forward and backward, in the same order.
 
     Args:
-        tables, is_weighted, optimizer, seed: as for EmbeddingBagCollection, the same on all ranks.
-        plan: which shards are on which rank; it may have other collections' tables too.
-        env: the ranks.
-        config: budgets of one rank, where the plan states no bytes; ``path`` gets a folder for every rank.
+        tables, is_weighted: as for EmbeddingBagCollection, the same on all ranks.
+        plan, env, options: as for ShardedCollection.
     """
+
+    _views = "embedding_bags"
 
     def __init__(
         self,
@@ -45,25 +49,17 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         plan: ShardingPlan,
         env: ShardingEnv,
         is_weighted: bool = False,
-        *,
-        config: TierConfig | None = None,
-        optimizer: OptimizerSpec | None = SGD(),  # noqa: B008  (immutable)
-        seed: int = 0,
-        _commits: Commits | None = None,
-        _name: str = "",
+        **options: Unpack[Options],
     ) -> None:
-        ShardedCollection.__init__(
-            self, tables, plan, env, "embedding_bags", config, optimizer, seed, _commits, _name
-        )
-        self._is_weighted = is_weighted
-        self._pooled_by: list[PoolingType] = [feature.config.pooling for feature in self._features]  # type: ignore[attr-defined]
-        for number, pooling in enumerate(self._pooled_by):
-            name = self._features[number].config.name
-            if pooling is PoolingType.MAX and self.routing.cut_by_rows[number]:
-                raise ConfigError(f"table {name!r}: max pooling cannot be cut by rows; use another cut")
-            if pooling is PoolingType.MAX and is_weighted:
-                raise ConfigError(f"table {name!r}: max pooling has no weights; use is_weighted=False")
-        self._dims = [feature.config.embedding_dim for feature in self._features]
+        ShardedCollection.__init__(self, tables, plan, env, **options)
+        self._set_pooling(is_weighted)
+        self._rows_only = self.comms.dedup
+        for number, pooling in enumerate(self._poolings):
+            if pooling is PoolingType.MAX and self.routing.cut_by_rows[number] and not self._rows_only:
+                raise ConfigError(
+                    f"table {self._features[number].config.name!r}: max pooling cannot be cut by rows; use "
+                    "another cut, or CommsConfig(dedup=True)"
+                )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         return self._configs
@@ -71,16 +67,16 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
     def _checked(self, features: Any) -> list[FeatureIds]:
         keyed = as_keyed_jagged_tensor(features)
         found = self._feature_ids(keyed)
-        counts = {f.name: 0 if f.lengths is None else len(f.lengths) for f in found}
-        if len(set(counts.values())) > 1 and not self._expands(keyed):
-            raise InputError(f"features have different batch sizes, and no inverse indices: {counts}")
+        self._bag_counts(keyed, found)
         self._weights(keyed)
         self._inverse_rows(keyed)
         return found
 
     def finish_exchange(self, exchange: InputExchange) -> ShardedLookup:
+        if self._rows_only:
+            return self._row_lookup(exchange)
         arrived = exchange.receive()
-        at = self._offsets(exchange)
+        at = self._offsets(self._answered(exchange))
         bags = [
             Bags(
                 f"{self._features[request.feature].name!r} of rank {rank}",
@@ -96,35 +92,20 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
             for rank, piece in enumerate(arrived[number])
         ]
         lookup = pooled_lookup(self.engine, bags, (int(self._answered(exchange).sum()),))
-        return ShardedLookup(
-            lookup.parts, lookup.out_shape, lookup.features, lookup.counts, exchange=exchange
-        )
+        return self._lookup(lookup, exchange)
+
+    def _divides(self, feature: int) -> bool:
+        """Means of tables cut by rows are sums here, divided by the rank that has the whole bag."""
+        return self._poolings[feature] is PoolingType.MEAN and self.routing.cut_by_rows[feature]
 
     def _mode(self, feature: int) -> int:
-        """Means of tables cut by rows are sums here, divided by the rank that has the whole bag."""
-        pooling = self._pooled_by[feature]
-        if pooling is PoolingType.MEAN and self.routing.cut_by_rows[feature]:
-            pooling = PoolingType.SUM
-        return MODES[pooling.value.lower()]
+        return MODES["sum"] if self._divides(feature) else self._modes[feature]
 
-    def _answered(self, exchange: InputExchange) -> np.ndarray:
+    def _answered(self, exchange: InputExchange) -> NDArray[np.int64]:
         """Floats by own request and rank that asks."""
         own = self.routing.own
         bags = exchange.bags.T[[request.feature for request in own]].reshape(len(own), self.env.world_size)
-        return bags * np.array([[request.width] for request in own], np.int64).reshape(len(own), 1)
-
-    def _offsets(self, exchange: InputExchange) -> np.ndarray:
-        """Where each answer begins: by rank, by request; behind them those of replicas, the same way."""
-        floats = self._answered(exchange)
-        replica = np.array([request.replica for request in self.routing.own], bool)
-        offsets = np.zeros_like(floats)
-        at = 0
-        for kind in (~replica, replica):
-            flat = floats[kind].T.reshape(-1)
-            ends = at + np.cumsum(flat)
-            offsets[kind] = (ends - flat).reshape(self.env.world_size, -1).T
-            at += int(flat.sum())
-        return offsets
+        return bags * self._widths
 
     def forward(self, features: Any) -> KeyedTensor:
         """Pooled rows, (B, sum of dims) float32, of this rank's part of the batch.
@@ -134,34 +115,23 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         lookup = self._find_lookup(features)
         assert isinstance(lookup, ShardedLookup)
         keyed = as_keyed_jagged_tensor(features)
-        exchange = lookup.exchange
-        weights = self._weights(keyed)
-        local = self._local_output(lookup, weights, exchange)
-        counts = exchange.bags[self.env.rank].tolist()
-        expected = [counts[answer.feature] * answer.width for answer in self.routing.answers]
-        floats = self._floats(self._answered(exchange).tolist(), expected)
-        received, replicas = OutputExchange.apply(local, self.env, floats)
-        split = torch.cat([received, replicas]) if len(replicas) else received
-        answers = [
-            block.view(counts[answer.feature], answer.width)
-            for block, answer in zip(split.split(expected), self.routing.answers, strict=True)
-        ]
-        values = self._columns_of_features(answers, exchange, self._inverse_rows(keyed))
+        exchange, weights, inverse = lookup.exchange, self._weights(keyed), self._inverse_rows(keyed)
+        counts = [len(lengths) for lengths in exchange.lengths]
+        if self._rows_only:
+            values = self._pooled_here(lookup, weights, inverse)
+        else:
+            places, shape = self._places(counts, inverse is not None)
+            divisors = [self._divisor(number, exchange) for number in range(len(counts))]
+            plan = self._output_plan(exchange, self._answered(exchange), counts, places, shape, divisors)
+            values = OutputExchange.apply(self._local_output(lookup, weights, exchange), plan)
+            if inverse is not None:
+                values = self._expanded(values, counts, inverse)
         return KeyedTensor([feature.output for feature in self._features], list(self._dims), values)
 
-    def _columns_of_features(
-        self, answers: list[Tensor], exchange: InputExchange, inverse: list[Tensor] | None
-    ) -> Tensor:
-        blocks: list[Tensor] = []
-        for number, pooling in enumerate(self._pooled_by):
-            columns = self._assembled(number, answers)
-            if pooling is PoolingType.MEAN and self.routing.cut_by_rows[number]:
-                lengths = torch.from_numpy(exchange.lengths[number]).clamp(min=1).unsqueeze(1)
-                columns = [column / lengths for column in columns]
-            if inverse is not None:
-                columns = [column.index_select(0, inverse[number]) for column in columns]
-            blocks += columns
-        return torch.cat(blocks, dim=1)
+    def _divisor(self, feature: int, exchange: InputExchange) -> Tensor | None:
+        if not self._divides(feature):
+            return None
+        return torch.from_numpy(exchange.lengths[feature]).clamp(min=1).unsqueeze(1)
 
     def _local_output(self, lookup: ShardedLookup, weights: Tensor | None, exchange: InputExchange) -> Tensor:
         if weights is None:
@@ -177,3 +147,23 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         if not counted.all():  # replicas on other ranks compute the same gradients once more
             picked = torch.where(torch.from_numpy(counted), picked, picked.detach())
         return WeightExchange.apply(picked, self.env, *exchange.weight_sizes())
+
+    def _pooled_here(
+        self, lookup: ShardedLookup, weights: Tensor | None, inverse: list[Tensor] | None
+    ) -> Tensor:
+        """Pools rows that were asked for one by one."""
+        exchange = lookup.exchange
+        blocks = []
+        for number, rows in enumerate(self._exchanged_rows(lookup)):
+            begin, lengths = exchange.begins[number], exchange.lengths[number]
+            at = exchange.inverse[number]
+            pooling = self._poolings[number]
+            own = None if weights is None else weights[begin : begin + len(at)].to(torch.float32)
+            mean = pooling is PoolingType.MEAN and own is not None
+            offsets = torch.from_numpy(np.cumsum(lengths) - lengths).to(at.dtype)
+            mode = "sum" if mean else pooling.value.lower()
+            block = embedding_bag(at, rows, offsets, mode=mode, per_sample_weights=own)
+            if mean:  # torch has weights with sums only
+                block = block / torch.from_numpy(lengths).clamp(min=1).unsqueeze(1)
+            blocks.append(block if inverse is None else block.index_select(0, inverse[number]))
+        return torch.cat(blocks, dim=1)

@@ -44,6 +44,11 @@ class ShardingEnv:
 
         return cls(dist.get_rank(group), len(ranks), group, new(), new())
 
+    @property
+    def others_first(self) -> list[int]:
+        """The other ranks, then this one."""
+        return [rank for rank in range(self.world_size) if rank != self.rank] + [self.rank]
+
     def agree(self, error: Exception | None, kind: type[TierStoreError] = ConfigError) -> None:
         """Raises ``kind`` on every rank if any rank has an error. All ranks call it."""
         failed = torch.tensor([int(error is not None)])

@@ -7,7 +7,7 @@ ids, :meth:`receive` waits for those of the other ranks. Between the steps other
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tierstore import _core
 from tierstore.errors import InputError
 from tierstore.modules.collection import FeatureIds
+from tierstore.modules.inputs import NO_PADDING
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.routing import Routing
+
+_ANY_ID = 1 << 48
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,10 @@ class Arrived:
 
 
 class InputExchange:
-    """One batch. ``found``: this rank's features; ``error``: why there are none (every rank then raises)."""
+    """One batch. ``found``: this rank's features; ``error``: why there are none (every rank then raises).
+
+    ``rows_only``: rows are asked for one by one, and no bags are told; ``dedup``: repeated ids once.
+    """
 
     def __init__(
         self,
@@ -51,16 +58,29 @@ class InputExchange:
         dtype: torch.dtype,
         found: Sequence[FeatureIds],
         error: Exception | None,
+        *,
+        rows_only: bool = False,
+        dedup: bool = False,
     ) -> None:
         self._env, self._routing, self._dtype = env, routing, dtype
         self._error = error
+        found = [] if error else found
+        self.lengths: list[NDArray[np.int64]] = [feature.lengths for feature in found]
+        """Of this rank's bags, by feature."""
+        self.begins = [feature.begin for feature in found]
+        """Position in the batch of every feature's first id."""
+        self.inverse: list[Tensor] = []
+        """By feature: which of the ids that are asked for each of the batch's is; only with ``dedup``."""
+        if dedup:
+            found, self.inverse = _without_repeats(found)
+        elif rows_only:
+            found = [replace(f, lengths=np.array([f.ids.numel()])) for f in found]
+        self.asked = found
         self.sent: list[list[Sent]] = [] if error else _divide(routing, found)
         """By rank, by request of that rank."""
-        self.lengths = [] if error else [feature.lengths for feature in found]
-        """Of this rank's bags, by feature."""
         meta = torch.zeros(1 + len(routing.features) + env.world_size, dtype=torch.int64)
         meta[0] = int(error is not None)
-        for number, feature in enumerate([] if error else found):
+        for number, feature in enumerate(found):
             assert feature.lengths is not None
             meta[1 + number] = len(feature.lengths)
         for rank, pieces in enumerate(self.sent):
@@ -142,6 +162,22 @@ class InputExchange:
     def weight_sizes(self) -> tuple[list[int], list[int]]:
         """How many ids arrived from every rank, and were sent to it."""
         return self._arriving.tolist(), [sum(p.ids.numel() for p in pieces) for pieces in self.sent]
+
+
+def _without_repeats(features: Sequence[FeatureIds]) -> tuple[list[FeatureIds], list[Tensor]]:
+    """Every feature's ids once, in order of first occurrence, and which of them each of the batch's is."""
+    found, inverse = [], []
+    begin = 0
+    for feature in features:
+        ids = feature.ids
+        batch, *_ = _core.make_batch(
+            [(ids.data_ptr(), ids.numel(), ids.dtype == torch.int32, 0, _ANY_ID, NO_PADDING)]
+        )
+        unique = torch.from_numpy(batch.unique.view(np.int64))
+        found.append(replace(feature, ids=unique, begin=begin, lengths=np.array([len(unique)])))
+        inverse.append(torch.from_numpy(batch.inverse))
+        begin += len(unique)
+    return found, inverse
 
 
 def check_range(features: Sequence[FeatureIds], bounds: Sequence[int]) -> None:

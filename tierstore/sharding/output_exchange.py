@@ -1,4 +1,9 @@
-"""Looked-up vectors on their way back to the ranks that asked, and their gradients the other way."""
+"""Looked-up vectors on their way back to the ranks that asked, and their gradients the other way.
+
+What a rank computes for all ranks is one buffer, *local*: answers to each of the other ranks, in their order,
+answers to itself; then, of tables that every rank has, the same again. What it gets from the other ranks is
+*received*, in their order. Answers are in the order of the requests, each (bags or ids, width).
+"""
 
 from __future__ import annotations
 
@@ -6,56 +11,243 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
+from tierstore.sharding.comms import CommsConfig, WireMemory
 from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.routing import Routing
 
 
 @dataclass(frozen=True)
-class Floats:
-    """Sizes of one exchange, in floats. A rank's own part of the buffer that it computes is, one after
-    another: for every rank the answers to it; for every rank the answers of replicas to it.
+class Source:
+    """One answer. ``start``: its first float in received, or in local if ``here``.
 
-    ``answered``: answers to every rank; ``expected``: answers from every rank; ``replicas``: answers of this
-    rank's replicas to every rank, of which those to the others are not sent (they have replicas), but whose
-    gradients all replicas get.
+    ``rows``: which vectors of the target they are, where shards have different ones; else they are summands.
+    ``replica``: its gradients go to all ranks.
     """
+
+    start: int
+    here: bool
+    replica: bool
+    rows: Tensor | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a range of a feature's columns is in the output: vector i at ``offset + i * stride``.
+
+    ``divisor``: (count, 1), by which the sum of the sources is divided.
+    """
+
+    offset: int
+    stride: int
+    count: int
+    width: int
+    sources: Sequence[Source]
+    divisor: Tensor | None = None
+
+    def of(self, output: Tensor) -> Tensor:
+        return output.as_strided((self.count, self.width), (self.stride, 1), self.offset)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Floats by rank. ``answered``: to the others, 0 to itself; ``expected``: from the others; ``own``: of
+    this rank's answers to itself; ``replicas``: of its replicas' answers to every rank."""
 
     answered: list[int]
     expected: list[int]
+    own: int
     replicas: list[int]
 
 
+@dataclass(frozen=True)
+class OutputPlan:
+    """One batch's exchange. ``shape`` of the output."""
+
+    env: ShardingEnv
+    comms: CommsConfig
+    wire: WireMemory
+    sizes: Sizes
+    targets: Sequence[Target]
+    shape: tuple[int, ...]
+
+
+def local_offsets(
+    floats: NDArray[np.int64], replica: NDArray[np.bool_], env: ShardingEnv
+) -> NDArray[np.int64]:
+    """Where in local each answer begins, by own request and rank; ``floats``: how long it is."""
+    offsets = np.zeros_like(floats)
+    at = 0
+    for kind in (~replica, replica):
+        for rank in env.others_first:
+            lengths = floats[kind, rank]
+            ends = at + np.cumsum(lengths)
+            offsets[kind, rank] = ends - lengths
+            at += int(lengths.sum())
+    return offsets
+
+
+def sizes_of(
+    env: ShardingEnv,
+    answered: NDArray[np.int64],
+    replica: NDArray[np.bool_],
+    routing: Routing,
+    expected: Sequence[int],
+) -> Sizes:
+    """``answered``: floats by own request and rank; ``expected``: floats by answer."""
+    to = answered[~replica].sum(axis=0).tolist()
+    own, to[env.rank] = to[env.rank], 0
+    coming = [0] * env.world_size
+    for answer, floats in zip(routing.answers, expected, strict=True):
+        if answer.rank != env.rank:
+            coming[answer.rank] += floats
+    return Sizes(to, coming, own, answered[replica].sum(axis=0).tolist())
+
+
+def sources_of(
+    env: ShardingEnv,
+    routing: Routing,
+    sizes: Sizes,
+    expected: Sequence[int],
+    rows: Sequence[Tensor | None],
+) -> list[Source]:
+    """Where each of the routing's answers is; ``rows`` of each."""
+    own_at = sum(sizes.answered)
+    replica_at = own_at + sizes.own + sum(sizes.replicas) - sizes.replicas[env.rank]
+    received_at = 0
+    found = []
+    for answer, floats, places in zip(routing.answers, expected, rows, strict=True):
+        if answer.replica:
+            found.append(Source(replica_at, True, True, places))
+            replica_at += floats
+        elif answer.rank == env.rank:
+            found.append(Source(own_at, True, False, places))
+            own_at += floats
+        else:
+            found.append(Source(received_at, False, False, places))
+            received_at += floats
+    return found
+
+
 class OutputExchange(torch.autograd.Function):
-    """``apply(local, env, floats)`` → (answers of all ranks, answers of the own replicas), both 1-D.
+    """``apply(local, plan)`` → output of ``plan.shape``.
 
     Gradients are divided by the number of ranks, as those of the dense parameters under DDP are.
     """
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, env: ShardingEnv, floats: Floats) -> tuple[Tensor, Tensor]:
-        ctx.env, ctx.floats = env, floats
-        sharded = sum(floats.answered)
-        received = torch.empty(sum(floats.expected))
-        dist.all_to_all_single(received, local[:sharded], floats.expected, floats.answered, group=env.outputs)
-        begin = sharded + sum(floats.replicas[: env.rank])
-        return received, local[begin : begin + floats.replicas[env.rank]].clone()
+    def forward(ctx: Any, local: Tensor, plan: OutputPlan) -> Tensor:
+        ctx.plan = plan
+        sizes, dtype = plan.sizes, plan.comms.forward_dtype
+        sent = local.detach()
+        if dtype is not torch.float32:
+            rounded = plan.wire.take("rounded", len(sent), dtype).copy_(sent)
+            sent = rounded
+        received = plan.wire.take("received", sum(sizes.expected), dtype)
+        work = _exchange(plan.env, received, sent[: sum(sizes.answered)], sizes.expected, sizes.answered)
+        output = torch.empty(plan.shape)
+        late = [target for target in plan.targets if not all(source.here for source in target.sources)]
+        for target in plan.targets:
+            if all(source.here for source in target.sources):
+                _assemble(target, output, received, sent)
+        _wait(work)
+        for target in late:
+            _assemble(target, output, received, sent)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        env, floats = ctx.env, ctx.floats
-        received, replica = (grad.contiguous() for grad in grads)
-        sharded = sum(floats.answered)
-        out = torch.empty(sharded + sum(floats.replicas))
-        dist.all_to_all_single(out[:sharded], received, floats.answered, floats.expected, group=env.outputs)
-        if len(out) > sharded:  # on all ranks or on none, for replicas answer every rank's batch
-            own = [len(replica)] * env.world_size
-            dist.all_to_all_single(
-                out[sharded:], replica.repeat(env.world_size), floats.replicas, own, group=env.outputs
-            )
-        return out.div_(env.world_size), None, None
+        plan, sizes = ctx.plan, ctx.plan.sizes
+        grad = grads[0].to(torch.float32).contiguous()
+        dtype = plan.comms.backward_dtype
+        answered = sum(sizes.answered)
+        local = plan.wire.take("gradients", answered + sizes.own + sum(sizes.replicas))
+        leaving = plan.wire.take("received", sum(sizes.expected), dtype)
+        _spread(plan, grad, leaving, local, own=False)
+        arriving = local[:answered] if dtype is torch.float32 else plan.wire.take("rounded", answered, dtype)
+        work = _exchange(plan.env, arriving, leaving, sizes.answered, sizes.expected)
+        _spread(plan, grad, leaving, local, own=True)
+        _wait(work)
+        if dtype is not torch.float32:
+            local[:answered].copy_(arriving)
+        _exchange_replicas(plan, local[answered + sizes.own :])
+        return local, None
+
+
+def _exchange(
+    env: ShardingEnv, out: Tensor, given: Tensor, arriving: Sequence[int], leaving: Sequence[int]
+) -> Any:
+    """Begins one all-to-all, in which nothing goes from a rank to itself."""
+    if env.world_size == 1:
+        return None
+    return dist.all_to_all_single(out, given, list(arriving), list(leaving), group=env.outputs, async_op=True)
+
+
+def _wait(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+def _assemble(target: Target, output: Tensor, received: Tensor, local: Tensor) -> None:
+    """Fills the target; partial sums are added in the order of the rows."""
+    into = target.of(output)
+    blocks = [_block(target, source, local if source.here else received) for source in target.sources]
+    if target.sources[0].rows is not None:
+        for source, block in zip(target.sources, blocks, strict=True):
+            assert source.rows is not None
+            into.index_copy_(0, source.rows, block.to(torch.float32))
+    elif len(blocks) == 1:
+        into.copy_(blocks[0])
+    else:
+        torch.add(blocks[0].to(torch.float32), blocks[1], out=into)
+        for block in blocks[2:]:
+            into.add_(block)
+    if target.divisor is not None:
+        into.div_(target.divisor)
+
+
+def _block(target: Target, source: Source, buffer: Tensor) -> Tensor:
+    count = target.count if source.rows is None else len(source.rows)
+    return buffer[source.start : source.start + count * target.width].view(count, target.width)
+
+
+def _spread(plan: OutputPlan, grad: Tensor, leaving: Tensor, local: Tensor, own: bool) -> None:
+    """Gradients of the output to where their rows are: into ``leaving``, or if ``own`` into ``local``."""
+    dtype = plan.comms.backward_dtype
+    for target in plan.targets:
+        for source in target.sources:
+            if source.here != own:
+                continue
+            part = target.of(grad)
+            if source.rows is not None:
+                part = part.index_select(0, source.rows)
+            if target.divisor is not None:
+                part = part / target.divisor
+            into = _block(target, source, local if own else leaving)
+            if own and dtype is not torch.float32:
+                into.copy_(part.div(plan.env.world_size).to(dtype))
+            else:
+                torch.div(part, plan.env.world_size, out=into)
+
+
+def _exchange_replicas(plan: OutputPlan, replicas: Tensor) -> None:
+    """Every rank's gradients to all replicas. ``replicas``: of the others' batches (to be filled), and the
+    own."""
+    env, sizes = plan.env, plan.sizes.replicas
+    if env.world_size == 1 or not sum(sizes):  # on all ranks or on none: replicas answer every rank's batch
+        return
+    dtype = plan.comms.backward_dtype
+    own = replicas[len(replicas) - sizes[env.rank] :].to(dtype)
+    others = [0 if rank == env.rank else size for rank, size in enumerate(sizes)]
+    given = [0 if rank == env.rank else len(own) for rank in range(env.world_size)]
+    arrived = torch.empty(sum(others), dtype=dtype)
+    _wait(_exchange(env, arrived, own.repeat(env.world_size - 1), others, given))
+    replicas[: sum(others)].copy_(arrived)
 
 
 class WeightExchange(torch.autograd.Function):

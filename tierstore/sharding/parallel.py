@@ -16,8 +16,9 @@ from tierstore.modules.collection import Collection
 from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.embedding_collection import EmbeddingCollection
 from tierstore.placement import ShardingPlan
-from tierstore.sharding.collection import ShardedCollection
+from tierstore.sharding.collection import Options, ShardedCollection
 from tierstore.sharding.commits import Commits
+from tierstore.sharding.comms import CommsConfig
 from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
 from tierstore.sharding.env import ShardingEnv
@@ -32,6 +33,7 @@ def shard(
     env: ShardingEnv | None = None,
     *,
     config: TierConfig | None = None,
+    comms: CommsConfig | None = None,
     _commits: Commits | None = None,
     _name: str = "",
 ) -> ShardedCollection:
@@ -41,6 +43,7 @@ def shard(
     rows that ``module`` has touched are taken over, on every rank from its own copy; all others have the same
     initial values sharded and unsharded. ``config`` replaces that of ``module``, in particular its ``path``
     (below which every rank gets a folder): an unsharded module with a path can be open in one process only.
+    ``comms``: how the ranks talk; None: exactly.
 
     Raises ConfigError, on all ranks, for a plan that does not fit the module or the number of ranks.
     """
@@ -57,9 +60,14 @@ def shard(
                 f"the module's rows are in {config.path}; build it without a path on every rank and give "
                 "shard(..., config=TierConfig(path=...)), below which each rank gets a folder of its own"
             )
-    options: dict[str, Any] = {"_commits": _commits, "_name": _name}
-    options |= {"config": config, "seed": module.engine.specs[0].seed}
-    options["optimizer"] = None if module.frozen else module.fused_optimizer.spec
+    options = Options(
+        config=config,
+        optimizer=None if module.frozen else module.fused_optimizer.spec,
+        seed=module.engine.specs[0].seed,
+        comms=comms,
+        _commits=_commits,
+        _name=_name,
+    )
     sharded: ShardedCollection
     if isinstance(module, EmbeddingBagCollection):
         bags = module.embedding_bag_configs()
@@ -100,6 +108,7 @@ class DistributedModelParallel(nn.Module):
             for the budgets of ``config`` (:func:`tierstore.sharding.planning.plan_of`).
         sharders: None; there is one way to shard each collection.
         config: tiers of one rank; those of each collection if None.
+        comms: how the ranks talk; None: exactly.
         find_unused_parameters: as for DDP.
     """
 
@@ -112,6 +121,7 @@ class DistributedModelParallel(nn.Module):
         sharders: Any = None,
         *,
         config: TierConfig | None = None,
+        comms: CommsConfig | None = None,
         find_unused_parameters: bool = False,
     ) -> None:
         super().__init__()
@@ -124,10 +134,12 @@ class DistributedModelParallel(nn.Module):
         self._sharded: dict[str, ShardedCollection] = {}
         path = None if config is None else config.path
         self._commits = None if path is None else Commits(path, self.env)
-        module = self._shard_all(module, config)
+        module = self._shard_all(module, config, comms)
         self._wrapped = self._replicate(module, find_unused_parameters)
 
-    def _shard_all(self, module: nn.Module, config: TierConfig | None) -> nn.Module:
+    def _shard_all(
+        self, module: nn.Module, config: TierConfig | None, comms: CommsConfig | None
+    ) -> nn.Module:
         found = {
             name: child
             for name, child in module.named_modules()
@@ -142,7 +154,9 @@ class DistributedModelParallel(nn.Module):
                 else f"names of tables must differ over the whole model: {names}"
             )
         for name, child in found.items():
-            new = shard(child, self.plan, self.env, config=config, _commits=self._commits, _name=name)
+            new = shard(
+                child, self.plan, self.env, config=config, comms=comms, _commits=self._commits, _name=name
+            )
             self._sharded[name] = new
             if not name:
                 return new

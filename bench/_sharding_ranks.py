@@ -1,0 +1,150 @@
+"""One rank of ``tierstore bench sharding``: the same steps by tierstore and torchrec, in turns."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tierstore
+from tierstore import EmbeddingBagConfig, KeyedJaggedTensor, TierConfig, optim
+from tierstore.errors import ConfigError
+from tierstore.sharding import ShardingEnv, column_wise, construct_plan, row_wise, shard, table_wise
+from tierstore.sharding.cuts import Cut
+
+LR = 0.1
+_DRAWN = 4
+"""Different batches; steps use them in turns."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One measurement. ``cut``: table_wise (tables dealt to the ranks in turns), row_wise or column_wise."""
+
+    cut: str
+    tables: int
+    rows: int
+    dim: int
+    batch_size: int
+    pooling: int
+    steps: int
+    torchrec: bool
+
+    def configs(self) -> list[EmbeddingBagConfig]:
+        return [
+            EmbeddingBagConfig(self.rows, self.dim, f"t{i}", feature_names=[f"f{i}"])
+            for i in range(self.tables)
+        ]
+
+    def cuts(self, world: int) -> dict[str, Cut]:
+        kinds: dict[str, Callable[[int], Cut]] = {
+            "table_wise": lambda i: table_wise(i % world),
+            "row_wise": lambda _: row_wise(),
+            "column_wise": lambda _: column_wise(list(range(world))),
+        }
+        if self.cut not in kinds:
+            raise ConfigError(f"no cut {self.cut!r}; there are: {', '.join(kinds)}")
+        return {f"t{i}": kinds[self.cut](i) for i in range(self.tables)}
+
+
+def measure(setting: Setting) -> dict[str, list[float]]:
+    """Seconds of every step, of the slowest rank, by system."""
+    torch.set_num_threads(1)
+    tierstore.set_num_threads(1)
+    env = ShardingEnv.from_process_group()
+    whole = tierstore.EmbeddingBagCollection(
+        setting.configs(), config=TierConfig(hbm="all"), optimizer=optim.SGD(lr=LR)
+    )
+    plan = construct_plan(whole, setting.cuts(env.world_size), env.world_size)
+    ours = shard(whole, plan, env)
+    steps: dict[str, Callable[[KeyedJaggedTensor], None]] = {"tierstore": lambda batch: _step(ours(batch))}
+    if setting.torchrec:
+        steps["torchrec"] = _torchrec_step(setting, env.world_size)
+    batches = [_batch(setting, env.rank, number) for number in range(_DRAWN)]
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(setting.steps + 2):
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step(batches[number % _DRAWN])
+            taken = torch.tensor([time.perf_counter() - start])
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            if number >= 2:  # before, rows are made and buffers grow
+                times[name].append(float(taken))
+    ours.close()
+    return times
+
+
+def _step(pooled: Any) -> None:
+    (pooled.values() * 0.01).sum().backward()
+
+
+def _batch(setting: Setting, rank: int, number: int) -> KeyedJaggedTensor:
+    drawn = torch.Generator().manual_seed(1000 * number + rank)
+    bags = setting.tables * setting.batch_size
+    lengths = torch.full((bags,), setting.pooling)
+    ids = torch.randint(0, setting.rows, (bags * setting.pooling,), generator=drawn)
+    return KeyedJaggedTensor([f"f{i}" for i in range(setting.tables)], ids, lengths=lengths)
+
+
+def _torchrec_step(setting: Setting, world: int) -> Callable[[KeyedJaggedTensor], None]:
+    warnings.simplefilter("ignore")
+    try:
+        import torchrec
+        from torch.distributed.optim import _apply_optimizer_in_backward
+        from torchrec.distributed import sharding_plan as plans
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        from torchrec.distributed.model_parallel import DistributedModelParallel
+        from torchrec.distributed.types import ShardingEnv as Env
+        from torchrec.distributed.types import ShardingPlan
+    except ImportError as error:
+        raise ConfigError(f"the comparison needs torchrec: use --no-torchrec ({error})") from error
+
+    collection = torchrec.EmbeddingBagCollection(
+        [
+            torchrec.EmbeddingBagConfig(
+                num_embeddings=t.num_embeddings,
+                embedding_dim=t.embedding_dim,
+                name=t.name,
+                feature_names=t.feature_names,
+            )
+            for t in setting.configs()
+        ],
+        device=torch.device("meta"),
+    )
+    _apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": LR})
+    cuts = {
+        "table_wise": lambda i: plans.table_wise(rank=i % world),
+        "row_wise": lambda _: plans.row_wise(),
+        "column_wise": lambda _: plans.column_wise(ranks=list(range(world))),
+    }[setting.cut]
+    sharder: Any = EmbeddingBagCollectionSharder()
+    plan = plans.construct_module_sharding_plan(
+        collection,
+        {f"t{i}": cuts(i) for i in range(setting.tables)},
+        sharder=sharder,
+        local_size=world,
+        world_size=world,
+        device_type="cpu",
+    )
+    model = DistributedModelParallel(
+        nn.Sequential(collection),
+        Env.from_process_group(dist.group.WORLD),
+        torch.device("cpu"),
+        ShardingPlan({"0": plan}),
+        [sharder],
+    )
+
+    def step(batch: KeyedJaggedTensor) -> None:
+        theirs = torchrec.KeyedJaggedTensor(
+            batch.keys(), batch.values(), lengths=batch.lengths().to(torch.int32)
+        )
+        _step(model(theirs).wait())
+
+    return step

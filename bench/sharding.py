@@ -1,0 +1,110 @@
+"""``tierstore bench sharding``: one training step of a sharded collection, against torchrec's, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+SUMMARY = "time a step of a sharded EmbeddingBagCollection (gloo, CPU), and torchrec's in turns"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes (default: 2)")
+    parser.add_argument(
+        "--cuts", default="table_wise,row_wise,column_wise", metavar="A,B", help="(default: all three)"
+    )
+    parser.add_argument("--tables", type=int, default=26, metavar="N", help="(default: 26)")
+    parser.add_argument("--rows", type=int, default=100_000, metavar="N", help="per table (default: 100000)")
+    parser.add_argument("--dim", type=int, default=64, metavar="D", help="(default: 64)")
+    parser.add_argument("--batch-size", type=int, default=1024, metavar="N", help="per rank (default: 1024)")
+    parser.add_argument("--pooling", type=int, default=4, metavar="N", help="ids per bag (default: 4)")
+    parser.add_argument("--steps", type=int, default=30, metavar="N", help="of each system (default: 30)")
+    parser.add_argument("--no-torchrec", action="store_true", help="measure tierstore alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ._sharding_ranks import Setting
+
+    results = {}
+    for cut in args.cuts.split(","):
+        setting = Setting(
+            cut,
+            args.tables,
+            args.rows,
+            args.dim,
+            args.batch_size,
+            args.pooling,
+            args.steps,
+            not args.no_torchrec,
+        )
+        results[cut] = _figures(_on_ranks(args.ranks, setting))
+        _print(cut, results[cut])
+    if args.json:
+        options = {key: str(value) for key, value in vars(args).items() if key != "run"}
+        result = {"date": time.strftime("%Y-%m-%d"), "options": options, "cuts": results}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def _on_ranks(world_size: int, setting: Any) -> dict[str, list[float]]:
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_rank, (world_size, folder, setting), nprocs=world_size, start_method="spawn")
+        found: dict[str, list[float]] = json.loads(Path(folder, "times.json").read_text())
+        return found
+
+
+def _rank(rank: int, world_size: int, folder: str, setting: Any) -> None:
+    import torch.distributed as dist
+
+    from ._sharding_ranks import measure
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=120),
+    )
+    try:
+        times = measure(setting)
+        if rank == 0:
+            Path(folder, "times.json").write_text(json.dumps(times))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _figures(times: dict[str, list[float]]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        name: {
+            "median_s": statistics.median(seconds),
+            "quartiles_s": statistics.quantiles(seconds, n=4)[::2] if len(seconds) > 1 else seconds,
+            "seconds": seconds,
+        }
+        for name, seconds in times.items()
+    }
+    if "torchrec" in times:
+        pairs = zip(times["tierstore"], times["torchrec"], strict=True)
+        found["ratio_of_medians"] = found["tierstore"]["median_s"] / found["torchrec"]["median_s"]
+        found["median_of_ratios"] = statistics.median(ours / theirs for ours, theirs in pairs)
+    return found
+
+
+def _print(cut: str, figures: dict[str, Any]) -> None:
+    shown = []
+    for name in ("tierstore", "torchrec"):
+        if name in figures:
+            low, high = (1e3 * figures[name]["quartiles_s"][at] for at in (0, -1))
+            shown.append(f"{name} {1e3 * figures[name]['median_s']:.1f} ms ({low:.1f} to {high:.1f})")
+    if "ratio_of_medians" in figures:
+        shown.append(f"ratio {figures['ratio_of_medians']:.2f} (of pairs {figures['median_of_ratios']:.2f})")
+    print(f"{cut:<12} {', '.join(shown)}", flush=True)
