@@ -65,7 +65,7 @@ class InputExchange:
         self._env, self._routing, self._dtype = env, routing, dtype
         self._error = error
         found = [] if error else found
-        self.lengths: list[NDArray[np.int64]] = [feature.lengths for feature in found]
+        self.lengths = [lengths_of(feature) for feature in found]
         """Of this rank's bags, by feature."""
         self.begins = [feature.begin for feature in found]
         """Position in the batch of every feature's first id."""
@@ -81,8 +81,7 @@ class InputExchange:
         meta = torch.zeros(1 + len(routing.features) + env.world_size, dtype=torch.int64)
         meta[0] = int(error is not None)
         for number, feature in enumerate(found):
-            assert feature.lengths is not None
-            meta[1 + number] = len(feature.lengths)
+            meta[1 + number] = len(lengths_of(feature))
         for rank, pieces in enumerate(self.sent):
             meta[1 + len(routing.features) + rank] = sum(piece.ids.numel() for piece in pieces)
         self._all_meta = torch.empty((env.world_size, len(meta)), dtype=torch.int64)
@@ -180,6 +179,11 @@ def _without_repeats(features: Sequence[FeatureIds]) -> tuple[list[FeatureIds], 
     return found, inverse
 
 
+def lengths_of(feature: FeatureIds) -> NDArray[np.int64]:
+    assert feature.lengths is not None
+    return feature.lengths
+
+
 def check_range(features: Sequence[FeatureIds], bounds: Sequence[int]) -> None:
     """InputError that names the feature, the first id out of range and its position."""
     for feature, bound in zip(features, bounds, strict=True):
@@ -197,9 +201,8 @@ def _divide(routing: Routing, features: Sequence[FeatureIds]) -> list[list[Sent]
     """By rank, by request of that rank, what it gets of this rank's batch."""
     pieces: dict[tuple[int, tuple[int, int] | None], Sent] = {}
     for number, feature in enumerate(features):
-        assert feature.lengths is not None
         positions = np.arange(feature.begin, feature.begin + feature.ids.numel())
-        pieces[number, None] = Sent(feature.ids, feature.lengths, positions)
+        pieces[number, None] = Sent(feature.ids, lengths_of(feature), positions)
         for ranges in routing.row_ranges[number]:
             for rows, piece in zip(ranges, _by_rows(feature, ranges), strict=True):
                 pieces[number, rows] = piece
@@ -208,19 +211,19 @@ def _divide(routing: Routing, features: Sequence[FeatureIds]) -> list[list[Sent]
 
 def _by_rows(feature: FeatureIds, ranges: Sequence[tuple[int, int]]) -> list[Sent]:
     """A feature's ids divided by ranges that cover all rows, in order of position within each."""
-    assert feature.lengths is not None
-    ids, bags = feature.ids.numpy(), len(feature.lengths)
-    bucket = np.searchsorted(np.array([begin for begin, _ in ranges]), ids, side="right") - 1
-    # numpy sorts small integers by radix
-    order = np.argsort(bucket.astype(np.uint8 if len(ranges) < 256 else np.uint16), kind="stable")
-    places = bucket * bags + np.repeat(np.arange(bags), feature.lengths)
-    lengths = np.bincount(places, minlength=bags * len(ranges)).reshape(len(ranges), bags)
-    ends = np.cumsum(lengths.sum(axis=1))
-    pieces = []
-    for number, end in enumerate(ends.tolist()):
-        part = order[end - int(lengths[number].sum()) : end]
-        pieces.append(Sent(torch.from_numpy(ids[part]), lengths[number], part + feature.begin))
-    return pieces
+    starts = np.array([begin for begin, _ in ranges], np.int64)
+    own = feature.ids.contiguous()
+    bags = lengths_of(feature)
+    ids, flat, positions = _core.divide_by_rows(
+        own.data_ptr(), own.dtype == torch.int32, own.numel(), np.ascontiguousarray(bags), starts
+    )
+    lengths = flat.reshape(len(ranges), len(bags))
+    positions += feature.begin
+    ends = np.cumsum(lengths.sum(axis=1)).tolist()
+    return [
+        Sent(torch.from_numpy(ids[begin:end]), lengths[number], positions[begin:end])
+        for number, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
+    ]
 
 
 def _tensor(lengths: NDArray[np.int64]) -> Tensor:

@@ -1,0 +1,34 @@
+"""Ids divided among the shards of a table cut by rows, against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tierstore import _core
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32])
+@pytest.mark.parametrize("starts", [[0], [0, 7], [0, 5, 5, 11, 40]])
+def test_ids_by_shard(dtype: type, starts: list[int]) -> None:
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(0, 4, 30)
+    ids = rng.integers(0, 50, lengths.sum()).astype(dtype)
+    found, per_bag, positions = _core.divide_by_rows(
+        ids.ctypes.data, dtype is np.int32, len(ids), lengths, np.array(starts)
+    )
+    shard = np.searchsorted(np.array(starts), ids, side="right") - 1
+    order = np.argsort(shard, kind="stable")
+    bag = np.repeat(np.arange(30), lengths)
+    np.testing.assert_array_equal(positions, order)
+    np.testing.assert_array_equal(found, ids[order])
+    for number in range(len(starts)):
+        expected = np.bincount(bag[shard == number], minlength=30)
+        np.testing.assert_array_equal(per_bag.reshape(len(starts), 30)[number], expected)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    ids = np.array([3, 1, 2])
+    for lengths, starts in (([1, 1], [0]), ([2, 2], [0]), ([4, -1], [0]), ([3], [2])):
+        with pytest.raises(ValueError, match="lengths do not fit|below all shards"):
+            _core.divide_by_rows(ids.ctypes.data, False, 3, np.array(lengths), np.array(starts))
