@@ -1,5 +1,4 @@
-"""Runs a function on several ranks: processes of this machine that live as long as the tests, with a limit on
-the time of every collective."""
+"""Runs a function on several ranks: processes of this machine that live as long as the tests."""
 
 from __future__ import annotations
 
@@ -17,86 +16,74 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = timedelta(seconds=20)
+"""For every collective."""
 _LONGEST_S = 120
 _context = multiprocessing.get_context("forkserver")
-# imported once, by the process that forks the ranks
-_context.set_forkserver_preload(["torch", "cache_policies", "tierstore.sharding", "tests.sharding.cases"])
-_groups: dict[int, Ranks] = {}
+# once, in the process that forks the ranks
+_context.set_forkserver_preload(
+    ["torch", "tierstore.sharding", "tests.sharding.cases", "tests.sharding.warm"]
+)
+_ranks: list[Rank] = []
+
+
+class Rank:
+    def __init__(self) -> None:
+        self.pipe, theirs = _context.Pipe()
+        self.process = _context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def answer(self) -> str | None:
+        try:
+            answer: str | None = self.pipe.recv()
+        except EOFError:
+            return "it died"
+        return answer
 
 
 def run(world_size: int, function: Callable[..., None], *args: Any) -> None:
-    """``function(*args)`` on every rank; raises what a rank raises. They are those of earlier calls, unless
-    one of these failed."""
-    if world_size not in _groups:
-        _groups[world_size] = Ranks(world_size)
-    try:
-        _groups[world_size].run(function, args)
-    except BaseException:
-        _groups.pop(world_size).end()
-        raise
-
-
-class Ranks:
-    """Processes with one process group."""
-
-    def __init__(self, world_size: int) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self._pipes: list[Connection] = []
-        self._processes = []
+    """``function(*args)`` on ranks of a new process group; raises AssertionError with what ranks raise."""
+    while len(_ranks) < world_size:
+        _ranks.append(Rank())
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder, "store"))
         for rank in range(world_size):
-            ours, theirs = _context.Pipe()
-            store = str(Path(self._folder.name, "store"))
-            process = _context.Process(target=_serve, args=(rank, world_size, store, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-
-    def run(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        waiting, failures = list(self._pipes), []
-        while waiting:
-            ready = wait(waiting, timeout=2 if failures else _LONGEST_S)
-            if not ready:
-                failures.append("a rank did not answer")
-                break
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                waiting.remove(pipe)
-                answer = _answer(pipe)
-                if answer is not None:
-                    failures.append(f"rank {self._pipes.index(pipe)}: {answer}")
-        if failures:
-            raise AssertionError("\n".join(failures))
-
-    def end(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._folder.cleanup()
+            _ranks[rank].pipe.send((rank, world_size, store, function, args))
+        failures = _failures({_ranks[rank].pipe: rank for rank in range(world_size)})
+    if failures:
+        _end_all()  # what they were doing is not known
+        raise AssertionError("\n".join(failures))
 
 
-def _answer(pipe: Connection) -> Any:
-    try:
-        return pipe.recv()
-    except EOFError:
-        return "it died"
+def _failures(waiting: dict[Connection, int]) -> list[str]:
+    failures: list[str] = []
+    while waiting:
+        ready = wait(list(waiting), timeout=2 if failures else _LONGEST_S)
+        if not ready:
+            return [*failures, f"ranks {sorted(waiting.values())} did not answer"]
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            answer = _ranks[rank].answer()
+            if answer is not None:
+                failures.append(f"rank {rank}: {answer}")
+    return failures
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=TIMEOUT
-    )
     while True:
         try:
-            function, args = pipe.recv()
+            rank, world_size, store, function, args = pipe.recv()
         except EOFError:  # the tests are over
             return
         try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=TIMEOUT
+            )
             function(*args)
             dist.barrier()
+            dist.destroy_process_group()
             pipe.send(None)
         except BaseException:
             pipe.send(traceback.format_exc())
@@ -104,5 +91,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    while _groups:
-        _groups.popitem()[1].end()
+    while _ranks:
+        rank = _ranks.pop()
+        rank.process.kill()
+        rank.process.join()
