@@ -1,9 +1,10 @@
-// Bindings of the Envs that stand in for a file system in tests.
+// Bindings of the Envs: one that changes nothing, and those that stand in for a file system in tests.
 #include "io/env.h"
 
 #include "bindings/registry.h"
 #include "io/fault_env.h"
 #include "io/memory_env.h"
+#include "io/read_only_env.h"
 
 namespace py = pybind11;
 
@@ -45,6 +46,10 @@ TIERSTORE_BINDINGS(env) {
       .def("contents", &Contents)
       .def("set_contents", &SetContents)
       .def("remove", &MemoryEnv::Remove);
+  py::class_<ReadOnlyEnv, Env>(m, "ReadOnlyEnv")
+      .def(py::init(
+               [](Env* base) { return std::make_unique<ReadOnlyEnv>(base == nullptr ? PosixEnv() : *base); }),
+           py::arg("base") = nullptr, py::keep_alive<1, 2>());
   py::class_<FaultEnv, Env>(m, "FaultEnv")
       .def(py::init<Env&>(), py::keep_alive<1, 2>())
       .def("fail", &FaultEnv::Fail, py::arg("kind"), py::arg("nth"), py::arg("errno"),

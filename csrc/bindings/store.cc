@@ -29,6 +29,7 @@ StoreConfig ParseConfig(const py::object& config) {
   out.queue_depth = config.attr("queue_depth").cast<unsigned>();
   out.direct = config.attr("direct").cast<bool>();
   out.keep_commits = config.attr("keep").cast<std::size_t>();
+  out.read_only = config.attr("read_only").cast<bool>();
   out.at_commit = config.attr("at").cast<std::uint64_t>();
   out.write_buffer_bytes = config.attr("write_buffer_bytes").cast<std::size_t>();
   out.snapshot_min_rows = config.attr("snapshot_min_rows").cast<std::uint64_t>();

@@ -15,7 +15,7 @@ constexpr double kSnapshotLag = 20;
 
 std::uint64_t Store::Commit(std::string meta, std::string tag) {
   std::lock_guard call(call_);
-  CheckOpen();
+  CheckWritable();
   Lock lock(mutex_);
   queue_.ThrowPending();
   ThrowIfCommitsFail();
@@ -84,7 +84,7 @@ std::string Store::Meta() {
 
 void Store::DropCommit(std::uint64_t id) {
   std::lock_guard call(call_);
-  CheckOpen();
+  CheckWritable();
   Lock lock(mutex_);
   queue_.ThrowPending();
   ThrowIfCommitsFail();

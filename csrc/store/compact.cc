@@ -220,7 +220,7 @@ void Store::RemoveDoomed(Lock& lock) {
 
 void Store::Compact() {
   std::lock_guard call(call_);
-  CheckOpen();
+  CheckWritable();
   Lock lock(mutex_);
   queue_.ThrowPending();
   compact_all_ = true;

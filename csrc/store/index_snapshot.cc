@@ -63,10 +63,14 @@ std::uint64_t EntryAreaBytes(std::uint64_t entries) {
 
 }  // namespace
 
-std::uint64_t SnapshotHeader::FileBytes() const {
+std::uint64_t SnapshotHeader::UsedBytes() const {
   std::uint64_t bytes = EncodeHeader(*this).size();
   for (const Table& table : tables) bytes += EntryAreaBytes(table.entries);
-  return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+  return bytes;
+}
+
+std::uint64_t SnapshotHeader::FileBytes() const {
+  return (UsedBytes() + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
 }
 
 std::uint64_t SaveSnapshot(Env& env, const std::string& directory, bool direct, const SnapshotHeader& header,

@@ -40,6 +40,7 @@ struct SnapshotHeader {
   std::vector<RowClass> classes;
   std::vector<Table> tables;
 
+  std::uint64_t UsedBytes() const;  // up to the zeros at the end
   std::uint64_t FileBytes() const;
 };
 

@@ -196,6 +196,7 @@ void Store::ResumeAppending(RowClass& row_class) {
   for (const SegmentPtr& segment : row_class.segments) {
     if (segment == nullptr || segment->sealed) continue;
     segment->sealed = true;
+    if (config_.read_only) continue;
     if (segment->slots >= row_class.slots_per_segment || segment->pinned_slots > segment->slots) continue;
     if (segment->live == 0 || row_class.active[segment->relocated] != nullptr) continue;
     const std::uint64_t end = row_class.geometry.EndOffset(segment->slots);

@@ -32,7 +32,7 @@ Store::Store(Env& env, std::string directory, const StoreConfig& config,
                        ? std::min(config_.segment_bytes, kMaxSegmentBytes)
                        : std::clamp(config_.cap_bytes / kSegmentsPerCap, kMinSegmentBytes, kMaxSegmentBytes);
   Recover(tables);
-  compactor_ = std::thread([this] { CompactLoop(); });
+  if (!config_.read_only) compactor_ = std::thread([this] { CompactLoop(); });
 }
 
 Store::~Store() { Close(); }
@@ -50,7 +50,7 @@ void Store::Close() {
   std::lock_guard call(call_);
   if (compactor_.joinable()) compactor_.join();
   lock.lock();
-  if (!changed_ && !segments_.empty() && SnapshotIsDue(kSnapshotLagAtClose)) {
+  if (!config_.read_only && !changed_ && !segments_.empty() && SnapshotIsDue(kSnapshotLagAtClose)) {
     std::vector<const TableIndex*> indexes;
     const SnapshotHeader header = CaptureSnapshot(indexes);
     WriteSnapshot(lock, header, indexes);
@@ -69,6 +69,11 @@ void Store::CheckOpen() const {
     throw ClosedError(
         "the store was opened before this process was forked; open it in the process that uses it");
   }
+}
+
+void Store::CheckWritable() const {
+  CheckOpen();
+  if (config_.read_only) throw InputError(directory_ + ": the store is opened read-only");
 }
 
 RowClass& Store::ClassFor(std::uint32_t row_bytes) {
@@ -109,7 +114,7 @@ void Store::CountLive(RowClass& row_class, std::uint32_t location, int change) {
 
 void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, std::uint32_t row_bytes) {
   std::lock_guard call(call_);
-  CheckOpen();
+  CheckWritable();
   Lock lock(mutex_);
   queue_.ThrowPending();
   for (std::size_t i = 0; i < keys.size(); ++i) {

@@ -43,6 +43,7 @@ struct StoreConfig {
   bool direct = true;            // IO past the page cache where the file system can
   std::size_t keep_commits = 1;  // older ones without a tag are dropped by the next commit
   std::uint64_t at_commit = 0;   // opened at this one; 0: the last
+  bool read_only = false;        // nothing is resumed, compacted or saved; goes with a ReadOnlyEnv
   std::size_t write_buffer_bytes = 16 << 20;
   std::uint64_t snapshot_min_rows = 1 << 17;  // smaller stores open fast without
   std::optional<StoreId> store_id;            // of a new store; random unless given
@@ -110,6 +111,7 @@ class Store {
 
   // store.cc
   void CheckOpen() const;
+  void CheckWritable() const;
   RowClass& ClassFor(std::uint32_t row_bytes);
   Table& TableFor(std::uint32_t table, std::uint32_t row_bytes);
   Table* FindTable(std::uint32_t table) { return table < tables_.size() ? tables_[table].get() : nullptr; }

@@ -4,19 +4,23 @@ from tierstore.store.directory import DirectoryStore, open_store
 from tierstore.store.identity import StoreIdentity, read_identity
 from tierstore.store.protocol import CommitId, CommitInfo, RowStore, StoreStats, TableSpec
 from tierstore.store.registry import StoreOptions, engine_names, get_engine, register_engine
+from tierstore.store.verification import Damage, VerifyReport, verify
 
 __all__ = [
     "CommitId",
     "CommitInfo",
+    "Damage",
     "DirectoryStore",
     "RowStore",
     "StoreIdentity",
     "StoreOptions",
     "StoreStats",
     "TableSpec",
+    "VerifyReport",
     "engine_names",
     "get_engine",
     "open_store",
     "read_identity",
     "register_engine",
+    "verify",
 ]

@@ -110,8 +110,9 @@ class StoreBase(ABC):
     engine: str
     io: str
 
-    def __init__(self, tables: Sequence[TableSpec]) -> None:
+    def __init__(self, tables: Sequence[TableSpec], read_only: bool = False) -> None:
         self._sizes = RowSizes(tables)
+        self._read_only = read_only
         self._lock = threading.RLock()
         self._closed = ""  # why, once it is
         self._read_rows = self._read_bytes = self._read_requests = 0
@@ -132,7 +133,7 @@ class StoreBase(ABC):
             return found
 
     def write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
-        with self._open():
+        with self._open_to_write():
             self._sizes.check(keys, rows, "rows")
             if len(keys):
                 self._write(keys, rows)
@@ -145,7 +146,7 @@ class StoreBase(ABC):
         return self._checked(self._keys(table))
 
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
-        with self._open():
+        with self._open_to_write():
             check_commit(meta, tag)
             return self._commit(meta, tag)
 
@@ -154,11 +155,11 @@ class StoreBase(ABC):
             return self._commits()
 
     def drop_commit(self, id: CommitId) -> None:
-        with self._open():
+        with self._open_to_write():
             self._drop_commit(id)
 
     def compact(self) -> None:
-        with self._open():
+        with self._open_to_write():
             self._compact()
 
     def meta(self) -> bytes:
@@ -229,6 +230,13 @@ class StoreBase(ABC):
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self._closed}; open it again to go on from its last commit")
+            yield
+
+    @contextmanager
+    def _open_to_write(self) -> Iterator[None]:
+        with self._open():
+            if self._read_only:
+                raise InputError("the store is opened read-only")
             yield
 
     @contextmanager

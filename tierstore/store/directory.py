@@ -42,13 +42,15 @@ def open_store(
     read_threads: int = 16,
     keep: int = 1,
     at: int | str = 0,
+    read_only: bool = False,
 ) -> DirectoryStore:
     """Opens the store directory ``path`` for ``tables``, at its last commit; creates it where there is none.
 
     ``path`` None makes a temporary directory that is deleted on close, or when the process ends in good
-    order. ``ssd_bytes`` caps all files of the store; ``io``, ``read_threads``, ``keep`` and ``at`` are
-    those of :class:`StoreOptions`. Tables that the directory does not have yet are added, if it has no others
-    than those asked for. Without ``engine`` or ``tables`` the directory must exist, and its own are taken.
+    order. ``ssd_bytes`` caps all files of the store; ``io``, ``read_threads``, ``keep``, ``at`` and
+    ``read_only`` are those of :class:`StoreOptions`; a store opened read-only must exist, and may be where
+    this user cannot write. Tables that the directory does not have yet are added, if it has no others than
+    those asked for. Without ``engine`` or ``tables`` the directory must exist, and its own are taken.
 
     Raises ``StoreMismatchError`` (and touches nothing) when the directory is for other tables or another
     engine, or holds something else; ``StoreLockedError`` when it is open elsewhere; ``ConfigError`` when
@@ -62,6 +64,9 @@ def open_store(
         tables = own.tables if tables is None else tables
     factory = get_engine(engine)
     wanted = StoreIdentity(engine, identities.plain(tables))
+    options = StoreOptions(ssd_bytes, io, read_threads, keep, at, read_only)
+    if read_only:
+        return _open_read_only(Path(path or ""), wanted, options)
     doing = f"opening a store in {'a temporary directory' if path is None else os.fspath(path)}"
     with store_errors(doing), ExitStack() as undo:
         folder = _temporary(undo) if path is None else _make_folders(Path(path), undo)
@@ -72,13 +77,23 @@ def open_store(
         if found is None:
             undo.callback(_remove_new, folder, engine)
             identities.write_identity(folder, wanted)
-        options = StoreOptions(ssd_bytes, io, read_threads, keep, at)
         inner = factory(_engine_folder(folder, engine), wanted.tables, options)
         undo.callback(inner.close)
         if found not in (None, wanted):
             identities.write_identity(folder, wanted)
         undo.pop_all()
     return DirectoryStore(folder, inner, lock, temporary=path is None)
+
+
+def _open_read_only(folder: Path, wanted: StoreIdentity, options: StoreOptions) -> DirectoryStore:
+    with store_errors(f"opening the store in {folder}"), ExitStack() as undo:
+        lock = undo.enter_context(lock_for_reading(folder))
+        identities.check(folder, identities.read_identity(folder), wanted)
+        own = folder / wanted.engine
+        check_no_links(own)
+        inner = get_engine(wanted.engine)(own, wanted.tables, options)
+        undo.pop_all()
+    return DirectoryStore(folder, inner, lock, temporary=False)
 
 
 class DirectoryStore:
@@ -174,13 +189,19 @@ def _remove_new(folder: Path, engine: str) -> None:
             (folder / name).unlink()
 
 
+def check_no_links(folder: Path) -> None:
+    """``StoreCorruptError`` when ``folder``, or anything in it, is a link, which engines would follow."""
+    if folder.is_symlink():
+        raise StoreCorruptError(f"{folder} is a symbolic link; a store does not follow links")
+    for _ in walk_files(folder):
+        pass
+
+
 def _engine_folder(folder: Path, engine: str) -> Path:
     own = folder / engine
-    if own.is_symlink():
-        raise StoreCorruptError(f"{own} is a symbolic link; a store does not follow links")
-    own.mkdir(exist_ok=True)
-    for _ in walk_files(own):  # raises at links, which engines would follow
-        pass
+    if not own.is_symlink():
+        own.mkdir(exist_ok=True)
+    check_no_links(own)
     return own
 
 
@@ -202,9 +223,25 @@ def _recognise(folder: Path, wanted: StoreIdentity) -> StoreIdentity | None:
 
 def _lock(folder: Path) -> FileIO:
     """Takes the lock of ``folder``; closing the file releases it."""
-    file = FileIO(open_regular(folder / _LOCK, os.O_RDWR | os.O_CREAT), "r+")
+    return _flock(folder, FileIO(open_regular(folder / _LOCK, os.O_RDWR | os.O_CREAT), "r+"), fcntl.LOCK_EX)
+
+
+def lock_for_reading(folder: Path) -> FileIO:
+    """Keeps others from writing to the store in ``folder``, without writing there; several may at a time.
+
+    ``StoreLockedError`` when it is open for writing, ``StoreMismatchError`` when it is no store directory.
+    """
+    identities.read_identity(folder)  # says so where there is none
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fd = open_regular(folder / _LOCK)
+    except FileNotFoundError:  # a copy without it, which nobody writes to
+        fd = open_regular(folder / identities.FILE_NAME)
+    return _flock(folder, FileIO(fd, "r"), fcntl.LOCK_SH)
+
+
+def _flock(folder: Path, file: FileIO, kind: int) -> FileIO:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(file.fileno(), 20, 0).decode("ascii", "replace").strip()
         file.close()

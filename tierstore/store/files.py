@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tierstore.errors import StoreCorruptError, StoreFullError, StoreIOError
 
@@ -87,6 +90,37 @@ def read_regular(path: Path, most: int) -> bytes:
         if size > most:
             raise StoreCorruptError(f"{path} has {size} bytes, more than the {most} that it may have")
         return file.read(most)
+
+
+def json_with_checksum(content: dict[str, Any]) -> bytes:
+    """``content`` as JSON that has a field ``crc32`` more, the checksum of the rest."""
+    return json.dumps({**content, "crc32": _crc_of(content)}, indent=1, allow_nan=False).encode()
+
+
+def parse_json(data: bytes, file: Path) -> dict[str, Any]:
+    """The object that ``data`` holds, without ``crc32``, which must match where there is one.
+
+    ``StoreCorruptError`` names ``file`` when it is anything else.
+    """
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise StoreCorruptError(f"{file} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise StoreCorruptError(f"{file} is damaged: it is not a JSON object")
+    if "crc32" in content and content.pop("crc32") != _crc_of(content):
+        raise StoreCorruptError(
+            f"{file} is damaged: its checksum does not match; restore it from a copy, or remove its crc32 "
+            "if the file was edited on purpose"
+        )
+    return content
+
+
+def _crc_of(content: dict[str, Any]) -> int:
+    try:
+        return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    except RecursionError:
+        return -1
 
 
 def supports_direct_io(folder: Path) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
-from tierstore.store.files import read_regular, write_atomically
+from tierstore.store.files import json_with_checksum, parse_json, read_regular, write_atomically
 from tierstore.store.protocol import TableSpec
 
 FILE_NAME = "TIERSTORE.json"
@@ -40,11 +40,7 @@ def read_identity(path: str | os.PathLike[str]) -> StoreIdentity:
         data = read_regular(file, _MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise StoreMismatchError(f"{path} is not a store directory: it has no {FILE_NAME}") from None
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise StoreCorruptError(f"{file} is damaged: {error}") from error
-    return _parse(file, content)
+    return parse_tables(file, parse_json(data, file))
 
 
 def write_identity(path: Path, identity: StoreIdentity) -> None:
@@ -54,7 +50,7 @@ def write_identity(path: Path, identity: StoreIdentity) -> None:
         "engine": identity.engine,
         "tables": [asdict(spec) for spec in identity.tables],
     }
-    write_atomically(path / FILE_NAME, [json.dumps(content, indent=1, allow_nan=False).encode()])
+    write_atomically(path / FILE_NAME, [json_with_checksum(content)])
 
 
 def plain(tables: Sequence[TableSpec]) -> tuple[TableSpec, ...]:
@@ -110,12 +106,13 @@ def _compare(path: Path, stored: TableSpec, asked: TableSpec) -> None:
         )
 
 
-def _parse(file: Path, content: Any) -> StoreIdentity:
+def parse_tables(file: Path, content: Any) -> StoreIdentity:
+    """The identity that the JSON object ``content`` of ``file`` describes; errors as of read_identity."""
+
     def need(holds: bool, what: str) -> None:
         if not holds:
             raise StoreCorruptError(f"{file} is damaged: {what}")
 
-    need(isinstance(content, dict), "it is not a JSON object")
     version = content.get("format")
     need(_is(version, int) and version >= 1, f"format {version!r} is not a version number")
     if version > FORMAT:

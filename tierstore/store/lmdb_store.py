@@ -66,13 +66,14 @@ class LMDBStore(StoreBase):
     io = "mmap"
 
     def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
-        super().__init__(tables)
+        super().__init__(tables, options.read_only)
         self._path = path
         self._cap = options.ssd_bytes
         self._keep = options.keep
         self._changed_rows = 0
         with store_errors(f"opening {path}"):
-            _clean(path)
+            if not options.read_only:
+                _clean(path)
             self._kept = [read_commit(path / _record_name(number)) for number in _copies(path)]
         self._readers = Readers(options.read_threads)
         self._current = self._open_tree(path / _DATA)
@@ -94,8 +95,10 @@ class LMDBStore(StoreBase):
             return
         self._close_tree()
         with store_errors(f"opening {self._path} at commit {commit.id}"):
-            shutil.copyfile(self._path / _copy_name(commit.id), self._path / _BRANCH)
-        self._current = self._open_tree(self._path / _BRANCH)
+            file = self._path / _copy_name(commit.id)
+            if not self._read_only:
+                file = Path(shutil.copyfile(file, self._path / _BRANCH))
+        self._current = self._open_tree(file)
         if self._current != commit:
             self._release()
             raise StoreCorruptError(
@@ -106,12 +109,18 @@ class LMDBStore(StoreBase):
         """Opens the environment ``file`` and begins a transaction; returns the commit that it holds."""
         sizes = self._sizes.known()
         self._file = file
+        map_size = min(max(self._cap, _MIN_MAP), _MAX_MAP)
+        if self._read_only:
+            with store_errors(f"opening {file}"):
+                map_size = max(file.stat().st_size, _MIN_MAP)
         with self._lmdb_errors("opening"):
             self._env = lmdb.open(
                 str(file),
                 subdir=False,
-                map_size=min(max(self._cap, _MIN_MAP), _MAX_MAP) // 4096 * 4096,
+                map_size=map_size // 4096 * 4096,
                 max_dbs=len(sizes) + 1,
+                readonly=self._read_only,
+                create=not self._read_only,
                 lock=False,
                 readahead=False,
                 meminit=False,
@@ -119,11 +128,13 @@ class LMDBStore(StoreBase):
         try:
             with self._lmdb_errors("opening"):
                 self._check_length()
-                self._records = self._env.open_db(b"records")
+                create = not self._read_only
+                self._records = self._env.open_db(b"records", create=create)
                 self._rows = {
-                    size: self._env.open_db(b"rows-%d" % size, integerkey=True, create=True) for size in sizes
+                    size: self._env.open_db(b"rows-%d" % size, integerkey=True, create=create)
+                    for size in sizes
                 }
-                self._txn = self._env.begin(write=True)
+                self._txn = self._env.begin(write=not self._read_only)
                 record = self._txn.get(_COMMIT, db=self._records)
             return unpack_commit(record, file)[0] if record else None
         except BaseException:
@@ -260,6 +271,8 @@ class LMDBStore(StoreBase):
 
     def _remove(self, commit: CommitInfo) -> None:
         self._kept.remove(commit)
+        if self._read_only:
+            return
         if (self._path / _copy_name(commit.id)).exists():
             (self._path / _copy_name(commit.id)).unlink()
             (self._path / _record_name(commit.id)).unlink(missing_ok=True)

@@ -93,7 +93,7 @@ class MemoryStore(StoreBase):
     io = "memory"
 
     def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
-        super().__init__(tables)
+        super().__init__(tables, options.read_only)
         self._path = path
         self._cap = options.ssd_bytes
         self._keep = options.keep

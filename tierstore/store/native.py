@@ -32,6 +32,8 @@ class NativeConfig:
     stays on disk."""
     at: int | str = 0
     """Commit to open at, by number or tag; 0 for the last one."""
+    read_only: bool = False
+    """Change nothing on disk; writing is an error."""
     queue_depth: int = 128
     """Reads in flight with io_uring; "pread" has at most 32 threads."""
     direct: bool = True
@@ -77,7 +79,9 @@ class NativeStore:
         if config is None:
             if options is None:
                 raise ConfigError("NativeStore needs options or a config")
-            config = NativeConfig(options.ssd_bytes, options.io, keep=options.keep, at=options.at)
+            config = NativeConfig(options.ssd_bytes, options.io, options.keep, options.at, options.read_only)
+        if config.read_only:
+            env = _core.ReadOnlyEnv(env)
         if config.at:
             kept = [CommitInfo(*fields) for fields in _core.kept_commits(str(path), env)]
             config = replace(config, at=find_commit(kept, config.at, path).id)

@@ -29,6 +29,9 @@ class StoreOptions:
     """The kept commit to open at, by number or tag; 0 for the last. Commits made after it are kept, and the
     next one goes on from here."""
 
+    read_only: bool = False
+    """Change nothing on disk, so that a store can be read where it may not be touched."""
+
     def __post_init__(self) -> None:
         if self.keep < 1:
             raise ConfigError(f"keep is {self.keep}; a store keeps at least its last commit")

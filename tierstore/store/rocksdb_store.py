@@ -20,8 +20,9 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice, repeat
 from operator import is_not
@@ -97,7 +98,7 @@ class RocksDBStore(StoreBase):
     io = "rocksdb"
 
     def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
-        super().__init__(tables)
+        super().__init__(tables, options.read_only)
         self._path = path
         self._cap = options.ssd_bytes
         self._keep = options.keep
@@ -107,10 +108,17 @@ class RocksDBStore(StoreBase):
             self._kept = [read_commit(path / _record_name(number)) for number in _commit_numbers(path)]
             current = find_commit(self._kept, options.at, path) if options.at else None
             current = current or (self._kept[-1] if self._kept else None)
-            _restore(path, current)
+            live, self._temporary = path / "live", None
+            if options.read_only:
+                self._temporary = tempfile.TemporaryDirectory(prefix="tierstore-")
+                live = Path(self._temporary.name) / "live"
+            else:
+                _clean(path)
+            _restore(path, current, live, os.symlink if options.read_only else os.link)
         with self._rocksdb_errors("opening"):
-            direct_io = supports_direct_io(path / "live")
-            self._db = rocksdict.Rdict(str(path / "live"), _db_options(direct_io))
+            db_options = _db_options(supports_direct_io(live))
+            db_options.set_disable_auto_compactions(options.read_only)
+            self._db = rocksdict.Rdict(str(live), db_options)
             self._write_options = rocksdict.WriteOptions()
             self._write_options.disable_wal = True  # type: ignore[method-assign,assignment]  # wrong stub
             self._read_options = rocksdict.ReadOptions()
@@ -150,12 +158,22 @@ class RocksDBStore(StoreBase):
             with self._rocksdb_errors("reading"):
                 following: Iterator[Any] = iter(self._db.keys(from_key=start.to_bytes(8, "big")))
                 names = b"".join(islice(following, _CHUNK))
+                if len(names) < 8 * _CHUNK:
+                    self._check_end(names[-8:] or start.to_bytes(8, "big"))
             chunk = np.frombuffer(names, _BIG_ENDIAN).astype(np.uint64)
             chunk = chunk[chunk <= last]
             if not len(chunk):
                 return
             start = int(chunk[-1]) + 1
             yield chunk
+
+    def _check_end(self, last: bytes) -> None:
+        """Raises where iteration ended because of damage behind the key ``last``, which it does silently."""
+        probe = self._db.iter(self._read_options)
+        probe.seek(last + b"\0")
+        probe.status()
+        if probe.valid():
+            raise StoreCorruptError(f"{self._path}: the keys behind {last.hex()} cannot be listed")
 
     def _commit(self, meta: bytes, tag: str | None) -> CommitId:
         commit = new_commit(self._kept[-1].id + 1 if self._kept else 1, tag, meta)
@@ -208,6 +226,8 @@ class RocksDBStore(StoreBase):
             self._db.close()
         except Exception as error:  # it flushes what the next opening removes, so nothing is lost by that
             log.warning("closing %s: %s", self._path, error)
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     def _remove(self, commit: CommitInfo) -> None:
         folder = self._path / _folder_name(commit.id)
@@ -255,26 +275,29 @@ def _commit_numbers(path: Path) -> list[int]:
     return sorted(int(match[1]) for match in map(_COMMIT_FOLDER.fullmatch, os.listdir(path)) if match)
 
 
-def _restore(path: Path, commit: CommitInfo | None) -> None:
-    """Makes ``live`` the state of ``commit``, and removes what a crash left."""
+def _clean(path: Path) -> None:
+    """Removes what the last process worked with, and what a crash left."""
     whole = {_record_name(number) for number in _commit_numbers(path)}
     for name in os.listdir(path):
         if name == "live" or (name.endswith(".tmp") and (path / name).is_dir()):
             shutil.rmtree(path / name)
         elif name.endswith((".record", ".tmp")) and name not in whole:
             (path / name).unlink()
-    live = path / "live"
+
+
+def _restore(path: Path, commit: CommitInfo | None, live: Path, link: Callable[[str, Path], None]) -> None:
+    """Makes the new folder ``live`` the state of ``commit``, with links to what never changes."""
     live.mkdir()
     if commit is not None:
         for entry in os.scandir(path / _folder_name(commit.id)):
-            _link_or_copy(entry.path, live / entry.name)
+            _link_or_copy(os.path.abspath(entry.path), live / entry.name, link)
 
 
-def _link_or_copy(source: str, target: Path) -> None:
+def _link_or_copy(source: str, target: Path, link: Callable[[str, Path], None]) -> None:
     """Sorted files never change and are linked, where that works; the others RocksDB goes on writing."""
     if source.endswith(".sst"):
         with suppress(OSError):
-            os.link(source, target)
+            link(source, target)
             return
     if not source.endswith(".json"):  # settings of the Python package, which opening writes anew
         shutil.copyfile(source, target)

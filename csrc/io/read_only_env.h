@@ -1,0 +1,28 @@
+// An Env around another that changes nothing: what would remove or cut off is left as it is, as if done, and
+// what would write throws EROFS. So a store can be opened at a commit and read where it may not be touched.
+#pragma once
+
+#include "io/env.h"
+
+namespace tierstore {
+
+class ReadOnlyEnv final : public Env {
+ public:
+  // `base` must live longer.
+  explicit ReadOnlyEnv(Env& base) : base_(base) {}
+
+  std::unique_ptr<File> Open(const std::string& path, OpenMode mode, bool direct) override;
+  bool Exists(const std::string& path) override { return base_.Exists(path); }
+  std::vector<std::string> List(const std::string& directory) override { return base_.List(directory); }
+  void Rename(const std::string& from, const std::string& to) override;
+  void Remove(const std::string&) override {}
+  void SyncDirectory(const std::string&) override {}
+  std::unique_ptr<BatchReader> NewBatchReader(ReadEngine engine, unsigned queue_depth) override {
+    return base_.NewBatchReader(engine, queue_depth);
+  }
+
+ private:
+  Env& base_;
+};
+
+}  // namespace tierstore

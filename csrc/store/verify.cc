@@ -1,0 +1,247 @@
+#include "store/verify.h"
+
+#include <algorithm>
+#include <memory>
+
+#include "common/key.h"
+#include "io/errors.h"
+#include "store/errors.h"
+#include "store/index_snapshot.h"
+#include "store/manifest.h"
+#include "store/verify_segment.h"
+
+namespace tierstore {
+namespace {
+
+// The saved index, and how many of its entries point to each segment and were found there.
+class SavedIndex {
+ public:
+  // nullptr when there is none; what is damaged is reported.
+  static std::unique_ptr<SavedIndex> Load(const VerifyContext& context, const Manifest& manifest);
+
+  // A record of a segment that is wholly read.
+  void Visit(std::uint32_t number, std::uint32_t row_bytes, std::uint32_t slot, std::uint64_t key);
+  // Reports what is not as the segment `number`, which is intact, says.
+  void Compare(const VerifyContext& context, const NamedSegment& segment);
+
+ private:
+  struct Tally {
+    std::uint32_t row_bytes = 0, ordinal = 0, slot_bits = 0;
+    std::uint32_t covered = 0;  // the first so many slots are in the index
+    std::uint64_t entries = 0, found = 0;
+    std::uint64_t unknown = 0;  // records that the index does not have
+  };
+
+  bool ReadTables(SnapshotReader& reader, const VerifyContext& context);
+
+  std::map<std::uint32_t, Tally> segments_;  // by number
+  std::map<std::uint32_t, std::unique_ptr<TableIndex>> tables_;
+};
+
+void Report(const VerifyContext& context, const char* file, std::uint64_t offset, std::uint64_t bytes,
+            std::string what) {
+  context.Add({file, offset, bytes, std::move(what), false, {}, {}, {}});
+}
+
+std::unique_ptr<SavedIndex> SavedIndex::Load(const VerifyContext& context, const Manifest& manifest) {
+  const std::string path = context.directory + "/" + kSnapshotName;
+  std::uint64_t size = 0;
+  try {
+    if (!context.env.Exists(path)) return nullptr;
+    auto file = context.env.Open(path, OpenMode::kRead, false);
+    size = file->Size();
+    const auto reader = SnapshotReader::Open(context.env, context.directory, false, context.store);
+    if (reader == nullptr) {
+      Report(context, kSnapshotName, 0, size, "the saved index is damaged or of another store");
+      return nullptr;
+    }
+    const SnapshotHeader& header = reader->header();
+    const std::uint64_t used = header.UsedBytes();
+    Bytes rest(size - used);
+    rest.resize(file->Read(used, rest.data(), rest.size()));
+    if (std::any_of(rest.begin(), rest.end(), [](std::byte byte) { return byte != std::byte{0}; }))
+      Report(context, kSnapshotName, used, rest.size(), "unused bytes that should be zero are not");
+
+    auto index = std::make_unique<SavedIndex>();
+    for (const auto& row_class : header.classes) {
+      for (std::uint32_t ordinal = 0; ordinal < row_class.segments.size(); ++ordinal) {
+        const auto& [number, slots] = row_class.segments[ordinal];
+        if (number != 0)
+          index->segments_[number] = {row_class.row_bytes, ordinal, row_class.slot_bits, slots, 0, 0, 0};
+      }
+    }
+    if (!index->ReadTables(*reader, context)) return nullptr;
+    context.advance(size);
+    const bool serves =
+        std::any_of(manifest.commits.begin(), manifest.commits.end(), [&](const CommitRecord& commit) {
+          return commit.history == header.history && commit.id >= header.commit;
+        });
+    return serves ? std::move(index) : nullptr;
+  } catch (const CorruptError& error) {
+    Report(context, kSnapshotName, 0, size, error.what());
+  } catch (const InputError& error) {
+    Report(context, kSnapshotName, 0, size, error.what());
+  } catch (const IoError& error) {
+    Report(context, kSnapshotName, 0, size, error.what());
+  }
+  return nullptr;
+}
+
+bool SavedIndex::ReadTables(SnapshotReader& reader, const VerifyContext& context) {
+  const SnapshotHeader& header = reader.header();
+  const std::uint64_t size = reader.file_bytes();
+  std::vector<TableIndex::Entry> entries(SnapshotReader::kEntriesPerGroup);
+  for (const auto& table : header.tables) {
+    const auto row_class =
+        std::find_if(header.classes.begin(), header.classes.end(),
+                     [&](const auto& candidate) { return candidate.row_bytes == table.row_bytes; });
+    if (row_class == header.classes.end()) {
+      Report(context, kSnapshotName, 0, size, "the saved index has a table of no row size");
+      return false;
+    }
+    auto& index = tables_[table.table];
+    index = std::make_unique<TableIndex>();
+    index->Reserve(table.entries);
+    for (std::uint64_t left = table.entries; left > 0;) {
+      const std::size_t n = std::min<std::uint64_t>(left, entries.size());
+      if (!reader.Read(entries.data(), n) || !index->Append(entries.data(), n)) {
+        Report(context, kSnapshotName, 0, size,
+               "entries of table " + std::to_string(table.table) + " in the saved index are damaged");
+        return false;
+      }
+      for (std::size_t i = 0; i < n; ++i) {
+        const std::uint32_t ordinal = entries[i].location >> row_class->slot_bits;
+        const std::uint32_t slot = entries[i].location & ((1u << row_class->slot_bits) - 1);
+        const bool exists = ordinal < row_class->segments.size() &&
+                            slot < row_class->segments[ordinal].slots &&
+                            row_class->segments[ordinal].number != 0;
+        if (!exists) {
+          Report(context, kSnapshotName, 0, size, "the saved index points to where nothing is");
+          return false;
+        }
+        ++segments_[row_class->segments[ordinal].number].entries;
+      }
+      left -= n;
+    }
+  }
+  return true;
+}
+
+void SavedIndex::Visit(std::uint32_t number, std::uint32_t row_bytes, std::uint32_t slot, std::uint64_t key) {
+  const auto segment = segments_.find(number);
+  if (segment == segments_.end()) return;
+  Tally& tally = segment->second;
+  if (slot >= tally.covered || tally.row_bytes != row_bytes) return;
+  const auto table = tables_.find(KeyTable(key));
+  const std::uint32_t location =
+      table == tables_.end() ? TableIndex::kAbsent : table->second->Find(KeyId(key));
+  if (location == TableIndex::kAbsent) {
+    ++tally.unknown;
+  } else if (location == (tally.ordinal << tally.slot_bits | slot)) {
+    ++tally.found;
+  }
+}
+
+void SavedIndex::Compare(const VerifyContext& context, const NamedSegment& segment) {
+  const auto found = segments_.find(segment.number);
+  if (found == segments_.end() || found->second.covered > segment.slots) return;
+  const Tally& tally = found->second;
+  context.report.index_entries += tally.found;
+  if (tally.unknown == 0 && tally.found == tally.entries) return;
+  Report(context, kSnapshotName, 0, 0,
+         "the saved index contradicts " + SegmentName(segment.number) + ": " +
+             std::to_string(tally.entries - tally.found) + " entries point to other rows there, and " +
+             std::to_string(tally.unknown) + " rows are not in it");
+}
+
+// Segments that kept commits name, by number.
+std::map<std::uint32_t, NamedSegment> SegmentsOf(const Manifest& manifest) {
+  std::map<std::uint32_t, NamedSegment> named;
+  for (const CommitRecord& commit : manifest.commits) {
+    for (const SegmentExtent& extent : commit.segments) {
+      NamedSegment& segment = named[extent.number];
+      segment.number = extent.number;
+      segment.slots = std::max(segment.slots, extent.slots);
+      segment.sealed = segment.sealed || !extent.appending;
+      segment.commits.emplace_back(commit.id, extent.slots);
+    }
+  }
+  return named;
+}
+
+std::uint64_t SizeOf(Env& env, const std::string& path) {
+  try {
+    return env.Exists(path) ? env.Open(path, OpenMode::kRead, false)->Size() : 0;
+  } catch (const IoError&) {
+    return 0;  // met again, and reported, when it is read
+  }
+}
+
+std::optional<Manifest> LoadManifest(const VerifyContext& context, bool has_segments) {
+  const auto lost = [&](std::string what) {
+    context.Add({kManifestName, 0, 0, std::move(what), true, {}, {}, {}});
+  };
+  try {
+    auto manifest = Manifest::Load(context.env, context.directory);
+    if (!manifest && has_segments) lost("is missing, though there are segments");
+    if (!manifest) return std::nullopt;
+    const auto later = [](const CommitRecord& a, const CommitRecord& b) { return a.id >= b.id; };
+    if (std::adjacent_find(manifest->commits.begin(), manifest->commits.end(), later) !=
+        manifest->commits.end())
+      lost("its commits are not in order");
+    return manifest;
+  } catch (const CorruptError& error) {
+    lost(error.what());
+  } catch (const IoError& error) {
+    lost(error.what());
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+VerifyReport VerifyStore(Env& env, const std::string& directory,
+                         const std::map<std::uint32_t, std::uint32_t>& row_bytes,
+                         const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
+  VerifyReport report;
+  std::vector<std::string> names = env.List(directory);
+  std::sort(names.begin(), names.end());
+  std::uint64_t total = 0;
+  VerifyContext context{env, directory, {}, 0, row_bytes, report, [&](std::uint64_t bytes) {
+                          report.bytes += bytes;
+                          progress(report.bytes, std::max(total, report.bytes));
+                        }};
+  const bool has_segments = std::any_of(names.begin(), names.end(),
+                                        [](const auto& name) { return ParseSegmentName(name).has_value(); });
+  const std::optional<Manifest> manifest = LoadManifest(context, has_segments);
+  const auto named = manifest ? SegmentsOf(*manifest) : std::map<std::uint32_t, NamedSegment>{};
+  for (const std::string& name : names) {
+    const auto number = ParseSegmentName(name);
+    const bool ours = name == kManifestName || name == kSnapshotName || (number && named.contains(*number));
+    if (ours) {
+      total += SizeOf(env, directory + "/" + name);
+      ++report.files;
+    } else if (manifest && (number || name == kManifestTemporaryName || name == kSnapshotTemporaryName)) {
+      report.leftovers.push_back(name);
+    } else if (!number) {
+      report.foreign.push_back(name);
+    }
+  }
+  if (!manifest) return report;
+  context.store = manifest->store;
+  context.next_segment = manifest->next_segment;
+  report.commits = manifest->commits.size();
+  context.advance(SizeOf(env, directory + "/" + kManifestName));
+
+  const auto index = SavedIndex::Load(context, *manifest);
+  for (const auto& [number, segment] : named) {
+    const SegmentVerifier::Visit visit = [&](std::uint32_t bytes, std::uint32_t slot, std::uint64_t key) {
+      if (index != nullptr) index->Visit(segment.number, bytes, slot, key);
+    };
+    const bool intact = SegmentVerifier(context, segment, visit).Verify();
+    if (intact && index != nullptr) index->Compare(context, segment);
+  }
+  return report;
+}
+
+}  // namespace tierstore

@@ -1,0 +1,241 @@
+"""Verification: every byte of a store directory read and checked, and what is damaged named.
+
+``native`` has a checksum over every record and structure, so each byte that a kept commit needs is covered.
+``memory`` and ``rocksdb`` are checked by their own checksums, of files and of blocks. ``lmdb`` has none: its
+tree is walked from end to end, in a process of its own, since LMDB trusts its pages and may be killed by bad
+ones.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tierstore import _core
+from tierstore.errors import StoreCorruptError, StoreIOError, TierStoreError
+from tierstore.keys import ID_BITS, MAX_ID
+from tierstore.store.directory import NO_CAP, check_no_links, lock_for_reading, open_store
+from tierstore.store.files import store_errors, walk_files
+from tierstore.store.identity import StoreIdentity, read_identity
+from tierstore.store.protocol import CommitInfo, TableSpec
+
+Progress = Callable[[int, int], None]
+"""Gets bytes done, and in all."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A stretch of a file that is not as it should be."""
+
+    file: str
+    """Path within the store directory."""
+    offset: int
+    bytes: int
+    what: str
+    lost: bool
+    """Whether committed rows, or the way to them, are lost; False: the store works without these bytes."""
+    commits: list[int]
+    """Kept commits that need the bytes."""
+    tables: list[str]
+    """Tables that may have rows there."""
+    rows: list[str]
+    """The first damaged rows, as "table NAME, id N", where a footer tells them."""
+
+
+@dataclass
+class VerifyReport:
+    """What verification found."""
+
+    path: str
+    engine: str
+    damage: list[Damage] = field(default_factory=list)
+    damage_total: int = 0
+    """All that were found; ``damage`` has the first thousand."""
+    files: int = 0
+    bytes: int = 0
+    rows: int = 0
+    """Row versions that were checked, superseded ones included."""
+    commits: list[int] = field(default_factory=list)
+    """The kept commits."""
+    leftovers: list[str] = field(default_factory=list)
+    """Files that a crash left; the next opening removes them."""
+    foreign: list[str] = field(default_factory=list)
+    """Files that are not the store's."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damage_total
+
+    @property
+    def whole_commits(self) -> list[int]:
+        """Kept commits that no damage touches."""
+        damaged = {commit for item in self.damage for commit in item.commits}
+        if any(item.lost and not item.commits for item in self.damage):
+            return []  # not even which commits there are is known
+        return [commit for commit in self.commits if commit not in damaged]
+
+    def advice(self) -> list[str]:
+        """What to do now, one sentence each."""
+        lines = []
+        if any(item.lost for item in self.damage):
+            lines.append(
+                "Rows are lost. Restore the directory from a copy or an export; the device may be failing, "
+                "so look at its health (smartctl) and the kernel's log first."
+            )
+            if self.whole_commits:
+                newest = self.whole_commits[-1]
+                lines.append(
+                    f"Commit {newest} is whole: open the store at={newest}, or save it with "
+                    f"tierstore export {self.path} TARGET --at {newest}"
+                )
+        if any("saved index" in item.what for item in self.damage):
+            index = Path(self.path) / self.engine / "INDEX"
+            lines.append(f"Remove {index}: it only makes opening faster, and is rebuilt.")
+        if any(not item.lost for item in self.damage) and not any(item.lost for item in self.damage):
+            lines.append("No row is lost. Commit, or export and import, to have it written anew.")
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"ok": self.ok, **asdict(self), "whole_commits": self.whole_commits, "advice": self.advice()}
+
+
+def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> VerifyReport:
+    """Checks the store directory ``path``, which must not be in use, and changes nothing in it.
+
+    ``progress`` is called now and then and may raise to stop. Raises ``StoreLockedError`` when the store is
+    open elsewhere, ``StoreMismatchError`` when there is none, ``StoreCorruptError`` when its TIERSTORE.json
+    is damaged, so that nothing else can be told. Damage elsewhere is in the report.
+    """
+    folder = Path(path)
+    with store_errors(f"verifying {folder}"), lock_for_reading(folder):
+        identity = read_identity(folder)
+        report = VerifyReport(os.fspath(folder), identity.engine)
+        own = folder / identity.engine
+        try:
+            check_no_links(own)
+        except (StoreCorruptError, FileNotFoundError) as error:
+            _lost(report, identity.engine, str(error))
+            return report
+        check = _CHECKS.get(identity.engine, _verify_by_opening)
+        check(own, identity, report, progress or (lambda done, total: None))
+        return report
+
+
+def _lost(report: VerifyReport, file: str, what: str, commits: Sequence[int] = ()) -> None:
+    report.damage.append(Damage(file, 0, 0, what, True, list(commits), [], []))
+    report.damage_total += 1
+
+
+def _verify_native(own: Path, identity: StoreIdentity, report: VerifyReport, progress: Progress) -> None:
+    row_bytes = {spec.index: spec.row_bytes for spec in identity.tables}
+    names = {spec.index: spec.name for spec in identity.tables}
+    found = _core.verify_store(str(own), row_bytes, progress)
+    fill_report(report, found, names)
+    if not any(item.file.endswith("MANIFEST") for item in report.damage):
+        report.commits = [commit[0] for commit in _core.kept_commits(str(own))]
+
+
+def fill_report(report: VerifyReport, found: Any, names: dict[int, str]) -> None:
+    """Takes over what the core found; ``names`` of the tables by index."""
+    report.damage += [_damage(report.engine, item, names) for item in found.findings]
+    report.damage_total += found.findings_total
+    report.files, report.bytes, report.rows = found.files, found.bytes, found.records
+    report.leftovers, report.foreign = found.leftovers, found.foreign
+
+
+def _damage(engine: str, item: Any, names: dict[int, str]) -> Damage:
+    def name(table: int) -> str:
+        return names.get(table, f"number {table}")
+
+    rows = [f"table {name(key >> ID_BITS)}, id {key & MAX_ID}" for key in item.keys]
+    tables = [name(table) for table in item.tables]
+    file = f"{engine}/{item.file}"
+    return Damage(file, item.offset, item.bytes, item.what, item.lost, item.commits, tables, rows)
+
+
+def _verify_by_opening(own: Path, identity: StoreIdentity, report: VerifyReport, progress: Progress) -> None:
+    """Opens each kept commit and reads all rows; in another process, which damaged files may kill."""
+    report.files, report.bytes = _size(own)
+    code = "import sys; from tierstore.store.verification import read_everything as f; f(sys.argv[1])"
+    command = [sys.executable, "-c", code, os.fspath(own.parent.absolute())]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        try:
+            for line in child.stdout:
+                _hear(line.rstrip("\n").split(" ", 2), report, progress)
+            said = child.stderr.read().strip().splitlines()
+        except BaseException:
+            child.kill()
+            raise
+    if child.returncode < 0:
+        _lost(report, identity.engine, f"reading it killed the process (signal {-child.returncode})")
+    elif child.returncode:
+        raise StoreIOError(f"verifying {own}: {said[-1] if said else 'the reading process failed'}")
+    progress(report.bytes, report.bytes)
+
+
+def _hear(words: list[str], report: VerifyReport, progress: Progress) -> None:
+    """A line of :func:`read_everything`."""
+    if words[0] == "commit":
+        report.commits.append(int(words[1]))
+    elif words[0] == "rows":
+        report.rows += int(words[1])
+        progress(int(int(words[2]) / 1e6 * report.bytes), report.bytes)
+    else:
+        commits = [int(words[1])] if words[1] != "0" else []
+        _lost(report, report.engine, words[2], commits)
+
+
+def read_everything(path: str) -> None:
+    """Reads all rows of each commit and prints, a line each: ``commit N``, ``rows COUNT MILLIONTHS-DONE``,
+    ``damage N WHAT``."""
+    try:
+        with open_store(path, read_only=True, ssd_bytes=NO_CAP) as store:
+            commits = store.commits()
+    except TierStoreError as error:
+        print("damage 0", " ".join(str(error).split()), flush=True)
+        return
+    for commit in commits:
+        print("commit", commit.id, flush=True)
+    for position, commit in enumerate(commits):
+        try:
+            _read_commit(path, commit, position, len(commits))
+        except TierStoreError as error:
+            print("damage", commit.id, " ".join(str(error).split()), flush=True)
+
+
+def _read_commit(path: str, commit: CommitInfo, position: int, commits: int) -> None:
+    import numpy as np
+
+    specs: Sequence[TableSpec] = read_identity(path).tables
+    with open_store(path, read_only=True, at=commit.id) as store:
+        for number, spec in enumerate(specs):
+            done = int(1e6 * (position + (number + 1) / len(specs)) / commits)
+            for keys in store.keys(spec.index):
+                for start in range(0, len(keys), _BATCH):
+                    batch = keys[start : start + _BATCH]
+                    if int(batch.max()) & MAX_ID >= spec.num_embeddings:
+                        raise StoreCorruptError(f"table {spec.name!r} has an id beyond its num_embeddings")
+                    if not store.read(batch, np.empty((len(batch), spec.row_bytes), np.uint8)).all():
+                        raise StoreCorruptError(f"rows of table {spec.name!r} are listed, but not there")
+                    print("rows", len(batch), done, flush=True)
+
+
+def _size(folder: Path) -> tuple[int, int]:
+    """Files below ``folder`` and their bytes."""
+    sizes = [entry.stat().st_size for entry in walk_files(folder)]
+    return len(sizes), sum(sizes)
+
+
+_BATCH = 8192
+_CHECKS: dict[str, Callable[[Path, StoreIdentity, VerifyReport, Progress], None]] = {"native": _verify_native}
