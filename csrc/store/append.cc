@@ -41,9 +41,20 @@ Store::Span Store::Reserve(Lock& lock, RowClass& row_class, bool relocated, std:
   }
 }
 
-std::byte* Store::RecordAt(const Span& span, std::uint32_t i) const {
+// Where each record of the span goes.
+void Store::LocateRecords(const Span& span, std::byte* records[]) const {
   const Geometry& geometry = span.segment->row_class->geometry;
-  return span.chunk->buffer.data() + (geometry.Offset(span.first + i) - span.chunk->offset);
+  std::byte* at = span.chunk->buffer.data() + (geometry.Offset(span.first) - span.chunk->offset);
+  std::uint32_t in_frame = span.first % geometry.records_per_frame;
+  const std::uint32_t rest = geometry.frame_bytes - geometry.records_per_frame * geometry.record_bytes;
+  for (std::uint32_t i = 0; i < span.count; ++i) {
+    records[i] = at;
+    at += geometry.record_bytes;
+    if (++in_frame == geometry.records_per_frame) {
+      in_frame = 0;
+      at += rest;
+    }
+  }
 }
 
 // The span's first n records are complete.

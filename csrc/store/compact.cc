@@ -177,6 +177,7 @@ void Store::RelocateRecords(Lock& lock, const SegmentPtr& victim, const std::byt
     const Span span = Reserve(lock, row_class, true, want);
     if (compaction_held_) continue;
     std::uint32_t n = 0;
+    LocateRecords(span, records);
     for (std::uint32_t i = 0; i < span.count; ++i) {
       const std::uint32_t slot = slots[at + i];
       if (!is_newest(slot)) continue;  // overwritten while the mutex was free
@@ -184,7 +185,6 @@ void Store::RelocateRecords(Lock& lock, const SegmentPtr& victim, const std::byt
       keys[n] = header.key;
       epochs[n] = header.epoch;
       locations[n] = row_class.Location(*span.segment, span.first + n);
-      records[n] = RecordAt(span, n);
       std::memcpy(records[n], record_of(slot), geometry.record_bytes);
       ++n;
     }

@@ -22,11 +22,29 @@ constexpr std::uint64_t Inverse(std::uint64_t odd) {
 
 constexpr std::size_t kInitialCapacity = 128;
 constexpr std::size_t kSlack = 256;
-constexpr std::size_t kSmall = 1 << 14;      // below this, growth is coarser
-constexpr std::size_t kMovesPerInsert = 32;  // positions; growth ends after capacity/32 insertions
+constexpr std::size_t kSmall = 1 << 14;       // below this, growth is coarser
+constexpr std::size_t kMovesPerInsert = 128;  // positions; growth ends after capacity/128 insertions
 constexpr std::size_t kMovesAtOnce = 4096;
 constexpr std::size_t kPrefetch = 16;
-constexpr std::size_t kHugePageFloor = 64 << 20;
+constexpr std::size_t kCacheLine = 64;
+constexpr std::size_t kHugePage = 2 << 20;
+
+constexpr std::size_t RoundUp(std::size_t bytes, std::size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+// Address space that begins at a huge page's boundary.
+std::byte* ReserveAligned(std::size_t bytes) {
+  void* address =
+      mmap(nullptr, bytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (address == MAP_FAILED) throw std::bad_alloc();
+  auto* const begin = static_cast<std::byte*>(address);
+  auto* const aligned =
+      reinterpret_cast<std::byte*>(RoundUp(reinterpret_cast<std::uintptr_t>(begin), kHugePage));
+  if (aligned > begin) munmap(begin, static_cast<std::size_t>(aligned - begin));
+  munmap(aligned + bytes, static_cast<std::size_t>(begin + kHugePage - aligned));
+  return aligned;
+}
 
 }  // namespace
 
@@ -47,7 +65,7 @@ std::uint64_t TableIndex::Unpermute(std::uint64_t h) {
 
 TableIndex::TableIndex() { Map(kSlack, kInitialCapacity); }
 
-TableIndex::~TableIndex() { munmap(base_, mapped_bytes_); }
+TableIndex::~TableIndex() { munmap(base_, reserved_bytes_); }
 
 // An entry is the hash in 6 bytes and the location plus one in 4; all zero is empty.
 inline bool TableIndex::IsEmpty(Position p) const {
@@ -110,7 +128,12 @@ void TableIndex::Find(const std::uint64_t* ids, std::size_t n, std::uint32_t* lo
 void TableIndex::Put(const std::uint64_t* ids, const std::uint32_t* locations, std::size_t n,
                      std::uint32_t* previous) {
   for (std::size_t i = 0; i < n; ++i) {
-    if (i + kPrefetch < n) __builtin_prefetch(At(Home(Permute(ids[i + kPrefetch]))), 1);
+    if (i + kPrefetch < n) {
+      // An entry may lie across two cache lines, and is as often in the one to the left.
+      const std::byte* const home = At(Home(Permute(ids[i + kPrefetch])));
+      __builtin_prefetch(home + kEntryBytes - 1, 1);
+      __builtin_prefetch(home + kEntryBytes - 1 - kCacheLine, 1);
+    }
     previous[i] = Put(ids[i], locations[i]);
   }
 }
@@ -205,18 +228,41 @@ bool TableIndex::Append(const Entry* entries, std::size_t n) {
 
 void TableIndex::Map(std::size_t slack, std::size_t capacity) {
   // Eight bytes are loaded at once, also from the last entry.
-  const std::size_t bytes = ((slack + capacity) * kEntryBytes + 8 + 4095) / 4096 * 4096;
-  if (bytes > mapped_bytes_) {
+  const std::size_t bytes = RoundUp((slack + capacity) * kEntryBytes + 8, 4096);
+  if (bytes > mapped_bytes_) Extend(bytes);
+  slack_ = slack;
+  capacity_ = capacity;
+}
+
+// A large index gets address space to grow into, aligned, so that it keeps its huge pages when it does grow
+// or move: most of what a lookup costs is the walk to a page that is not in the TLB.
+void TableIndex::Extend(std::size_t bytes) {
+  if (bytes < kHugePage) {
     void* address = base_ == nullptr
                         ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
                         : mremap(base_, mapped_bytes_, bytes, MREMAP_MAYMOVE);
     if (address == MAP_FAILED) throw std::bad_alloc();
     base_ = static_cast<std::byte*>(address);
-    mapped_bytes_ = bytes;
-    if (bytes >= kHugePageFloor) madvise(base_, bytes, MADV_HUGEPAGE);
+    reserved_bytes_ = mapped_bytes_ = bytes;
+    return;
   }
-  slack_ = slack;
-  capacity_ = capacity;
+  if (bytes > reserved_bytes_) {
+    const std::size_t reserve = RoundUp(4 * bytes, kHugePage);
+    std::byte* const to = ReserveAligned(reserve);
+    if (base_ != nullptr) {
+      if (mremap(base_, mapped_bytes_, mapped_bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, to) == MAP_FAILED) {
+        munmap(to, reserve);
+        throw std::bad_alloc();
+      }
+      munmap(base_ + mapped_bytes_, reserved_bytes_ - mapped_bytes_);
+    }
+    base_ = to;
+    reserved_bytes_ = reserve;
+  }
+  if (mprotect(base_ + mapped_bytes_, bytes - mapped_bytes_, PROT_READ | PROT_WRITE) != 0)
+    throw std::bad_alloc();
+  madvise(base_, bytes, MADV_HUGEPAGE);
+  mapped_bytes_ = bytes;
 }
 
 void TableIndex::BeginGrowth() {

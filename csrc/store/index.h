@@ -81,14 +81,15 @@ class TableIndex {
   Position Seek(std::uint64_t h) const;  // of h, or of an empty entry
   void Insert(std::uint64_t h, std::uint32_t location);
   void Map(std::size_t slack, std::size_t capacity);
+  void Extend(std::size_t bytes);
   void BeginGrowth();
   void MoveSome(std::size_t positions);
   void WidenSlack();
 
   std::byte* base_ = nullptr;
-  std::size_t mapped_bytes_ = 0;
-  std::size_t slack_ = 0;     // positions left of the first home
-  std::size_t capacity_ = 0;  // homes of entries with h ≥ bound_
+  std::size_t mapped_bytes_ = 0, reserved_bytes_ = 0;  // the latter in address space
+  std::size_t slack_ = 0;                              // positions left of the first home
+  std::size_t capacity_ = 0;                           // homes of entries with h ≥ bound_
   std::size_t count_ = 0;
 
   // While growing; otherwise old_end_ is -1 and bound_ 0.

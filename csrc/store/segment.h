@@ -17,7 +17,7 @@ namespace tierstore {
 // A stretch of a segment's file in memory. Its bytes from `begin` on are valid up to `filled`; those up to
 // `queued` are on their way to the file and no longer change, those up to `written` are there.
 struct Chunk {
-  static constexpr std::size_t kBytes = kMaxFrameBytes;  // whole frames, so no record is in two chunks
+  static constexpr std::size_t kBytes = 2 * kMaxFrameBytes;  // whole frames, so no record is in two chunks
 
   AlignedBuffer buffer;
   std::uint64_t offset = 0;  // in the file

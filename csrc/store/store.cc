@@ -127,14 +127,16 @@ void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, st
   for (std::size_t at = 0; at < keys.size();) {
     const auto want = static_cast<std::uint32_t>(std::min<std::size_t>(keys.size() - at, kRowsPerSpan));
     const Span span = Reserve(lock, row_class, false, want);
+    lock.unlock();  // only calls append to this segment, and only one call is under way
+    LocateRecords(span, records);
     for (std::uint32_t i = 0; i < span.count; ++i) {
-      records[i] = RecordAt(span, i);
       epochs[i] = span.segment->number;
       locations[i] = row_class.Location(*span.segment, span.first + i);
       std::memcpy(records[i] + kRecordHeaderBytes, rows + (at + i) * row_bytes, row_bytes);
     }
     SealRecords(records, &keys[at], epochs, span.first, span.count, row_class.geometry,
                 span.segment->crc_prefix);
+    lock.lock();
     Advance(span, span.count, &keys[at], nullptr);
     Put(&keys[at], locations, span.count, row_class);
     written_rows_ += span.count;

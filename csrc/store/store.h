@@ -124,7 +124,7 @@ class Store {
 
   // append.cc
   Span Reserve(Lock& lock, RowClass& row_class, bool relocated, std::uint32_t want);
-  std::byte* RecordAt(const Span& span, std::uint32_t i) const;
+  void LocateRecords(const Span& span, std::byte* records[]) const;
   void Advance(const Span& span, std::uint32_t n, const std::uint64_t* keys, const std::uint32_t* epochs);
   void Put(const std::uint64_t* keys, const std::uint32_t* locations, std::size_t n, RowClass& row_class);
   SegmentPtr NewSegment(Lock& lock, RowClass& row_class, bool relocated);

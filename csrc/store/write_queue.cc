@@ -7,13 +7,15 @@
 namespace tierstore {
 
 namespace {
-constexpr std::size_t kMaxSpare = 4;
-}
+// Bytes that a thread writes between two times that it takes the mutex, whose holder may keep it for as long
+// as a few of these writes take: the device must not wait for that.
+constexpr std::size_t kBytesPerTurn = 4 << 20;
+}  // namespace
 
 WriteQueue::WriteQueue(std::mutex& mutex, std::size_t max_queued_bytes,
                        std::function<void(const SegmentPtr&)> written)
     : mutex_(mutex), max_queued_bytes_(max_queued_bytes), written_(std::move(written)) {
-  thread_ = std::thread([this] { Run(); });
+  for (std::size_t i = 0; i < kThreads; ++i) threads_.emplace_back([this] { Run(); });
 }
 
 WriteQueue::~WriteQueue() {
@@ -58,7 +60,7 @@ void WriteQueue::ThrowPending() {
   if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
   if (paused_) {
     paused_ = false;
-    work_.notify_one();
+    work_.notify_all();
   }
 }
 
@@ -71,36 +73,56 @@ void WriteQueue::Stop(Lock& lock) {
   stop_ = true;
   work_.notify_all();
   progress_.notify_all();
-  if (!thread_.joinable()) return;
-  std::thread thread = std::move(thread_);
+  if (threads_.empty()) return;
+  std::vector<std::thread> threads = std::exchange(threads_, {});
   lock.unlock();
-  thread.join();
+  for (std::thread& thread : threads) thread.join();
   lock.lock();
   tasks_.clear();
 }
 
+// The next tasks for one thread; none while writes fail.
+std::vector<WriteQueue::Task*> WriteQueue::TakeTurn() {
+  std::vector<Task*> turn;
+  std::size_t bytes = 0;
+  for (auto task = tasks_.begin(); task != tasks_.end() && bytes < kBytesPerTurn && !paused_; ++task) {
+    if (task->state != Task::State::kWaiting) continue;
+    task->state = Task::State::kTaken;
+    bytes += task->end - task->begin;
+    turn.push_back(&*task);  // stays in its place while others come and go at the ends
+  }
+  return turn;
+}
+
 void WriteQueue::Run() {
   Lock lock(mutex_);
+  std::vector<Task*> turn;
   while (true) {
-    work_.wait(lock, [this] { return stop_ || (!tasks_.empty() && !paused_); });
+    work_.wait(lock, [&] { return stop_ || !(turn = TakeTurn()).empty(); });
     if (stop_) return;
-    const Task task = tasks_.front();
+    std::size_t written = 0;
     std::exception_ptr error;
     lock.unlock();
     try {
-      task.segment->file->Write(task.chunk->offset + task.begin, task.chunk->buffer.data() + task.begin,
-                                task.end - task.begin);
+      for (; written < turn.size(); ++written) {
+        const Task& task = *turn[written];
+        task.segment->file->Write(task.chunk->offset + task.begin, task.chunk->buffer.data() + task.begin,
+                                  task.end - task.begin);
+      }
     } catch (...) {
       error = std::current_exception();
     }
     lock.lock();
+    for (std::size_t i = 0; i < turn.size(); ++i) {
+      turn[i]->state = i < written ? Task::State::kDone : Task::State::kWaiting;
+    }
+    for (; !tasks_.empty() && tasks_.front().state == Task::State::kDone; tasks_.pop_front())
+      Finish(tasks_.front());
     if (error != nullptr) {
       paused_ = true;
       Report(error);
-    } else {
-      tasks_.pop_front();
-      Finish(task);
     }
+    progress_.notify_all();
   }
 }
 
@@ -113,7 +135,6 @@ void WriteQueue::Finish(const Task& task) {
   written_bytes_ += task.end - task.begin;
   ++finished_;
   ReleaseIfDone(task.segment, task.chunk);
-  progress_.notify_all();
 }
 
 void WriteQueue::Close(const SegmentPtr& segment, const std::shared_ptr<Chunk>& chunk) {
@@ -126,7 +147,7 @@ void WriteQueue::ReleaseIfDone(const SegmentPtr& segment, const std::shared_ptr<
   if (!chunk->last || chunk->written != chunk->queued) return;
   std::erase(segment->chunks, chunk);
   if (chunk->pooled) {
-    if (spare_.size() < kMaxSpare) {
+    if (spare_.size() * Chunk::kBytes < max_queued_bytes_) {
       spare_.push_back(std::move(chunk->buffer));
     } else {
       memory_bytes_ -= Chunk::kBytes;

@@ -1,9 +1,10 @@
-// The background writer: one thread that writes chunks to their files in the order in which they were queued.
+// The background writer: two threads that write chunks to their files, so that the device has the next write
+// when it has done one. Chunks leave memory in the order in which they were queued.
 //
 // It shares the store's mutex: every function is called with it held (through the lock, where one is passed,
-// which is released while waiting). When a write fails the thread stops at it; ThrowPending hands the error
-// to one call and lets the thread try that write again, so nothing that was accepted is lost while the store
-// is open.
+// which is released while waiting). When a write fails no new ones begin; ThrowPending hands the error to one
+// call and lets the threads try that write again, so nothing that was accepted is lost while the store is
+// open.
 #pragma once
 
 #include <condition_variable>
@@ -44,7 +45,7 @@ class WriteQueue {
   bool HasError() const { return error_ != nullptr; }
   // Puts an error of another background thread in line, unless there is one.
   void Report(std::exception_ptr error);
-  // Drops what is queued and ends the thread; later calls that would wait throw ClosedError.
+  // Drops what is queued and ends the threads; later calls that would wait throw ClosedError.
   void Stop(Lock& lock);
 
   std::uint64_t enqueued_bytes() const { return written_bytes_ + queued_bytes_; }
@@ -53,12 +54,17 @@ class WriteQueue {
 
  private:
   struct Task {
+    enum class State { kWaiting, kTaken, kDone };
+
     SegmentPtr segment;
     std::shared_ptr<Chunk> chunk;
     std::size_t begin, end;
+    State state = State::kWaiting;
   };
+  static constexpr std::size_t kThreads = 2;
 
   void Run();
+  std::vector<Task*> TakeTurn();
   void Finish(const Task& task);
   void ReleaseIfDone(const SegmentPtr& segment, const std::shared_ptr<Chunk>& chunk);
 
@@ -66,14 +72,14 @@ class WriteQueue {
   const std::size_t max_queued_bytes_;
   const std::function<void(const SegmentPtr&)> written_;
   std::condition_variable work_, progress_;
-  std::deque<Task> tasks_;  // the first one is being written
+  std::deque<Task> tasks_;  // not finished, in the order of queueing
   std::vector<AlignedBuffer> spare_;
   std::size_t queued_bytes_ = 0, memory_bytes_ = 0;
   std::uint64_t enqueued_ = 0, finished_ = 0, written_bytes_ = 0;
   std::exception_ptr error_;  // not yet handed out
-  bool paused_ = false;       // the first task has failed
+  bool paused_ = false;       // a write has failed
   bool stop_ = false;
-  std::thread thread_;
+  std::vector<std::thread> threads_;
 };
 
 }  // namespace tierstore

@@ -41,7 +41,7 @@ class NativeConfig:
     segment_bytes: int = 0
     """At most so many per file; 0 chooses by the cap, from 128 KiB to 64 MiB."""
     write_buffer_bytes: int = 16 << 20
-    """Rows may wait in so much memory to be written, besides one buffer of 1 MiB for each open segment."""
+    """Rows may wait in so much memory to be written, besides one buffer of 2 MiB for each open segment."""
 
     snapshot_min_rows: int = 1 << 17
     """Rows from which on the index is saved beside the data; smaller stores open fast without."""
