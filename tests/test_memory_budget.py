@@ -12,10 +12,18 @@ import pytest
 SLACK = 200 << 20
 
 
-@pytest.mark.parametrize(("hbm", "uvm"), [("16MiB", "0"), ("32MiB", "64MiB"), ("256MiB", "0")])
-def test_peak_memory_of_training(hbm: str, uvm: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hbm", "uvm", "data"),
+    [
+        ("16MiB", "0", "zipf:0.8 --rows 1000000 --steps 30"),
+        ("32MiB", "64MiB", "zipf:0.8 --rows 1000000 --steps 30"),
+        ("256MiB", "0", "zipf:0.8 --rows 1000000 --steps 30"),
+        ("1GiB", "0", "zipf:0.6 --rows 4000000 --steps 200"),  # some 6 M rows are touched
+    ],
+)
+def test_peak_memory_of_training(hbm: str, uvm: str, data: str, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
-    data = "train --data synthetic:zipf:0.8 --tables 8 --rows 1000000 --dim 64 --batch-size 4096 --steps 30"
+    data = f"train --data synthetic:{data} --tables 8 --dim 64 --batch-size 4096"
     tiers = ["--hbm", hbm, "--uvm", uvm, "--ssd", str(tmp_path / "store"), "--threads", "1"]
     command = [sys.executable, "-m", "tierstore.cli", *data.split(), *tiers, "--json", str(result)]
     subprocess.run(command, check=True, capture_output=True)

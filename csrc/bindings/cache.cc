@@ -16,9 +16,9 @@ template <typename T>
 using Array = py::array_t<T, py::array::c_style>;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
-template <typename T>
-Array<T> View(const std::vector<T>& values, py::handle owner) {
-  return Array<T>(static_cast<py::ssize_t>(values.size()), values.data(), owner);
+template <typename Vector>
+auto View(const Vector& values, py::handle owner) {
+  return Array<typename Vector::value_type>(static_cast<py::ssize_t>(values.size()), values.data(), owner);
 }
 
 template <typename T>
@@ -158,8 +158,11 @@ void BindTier(py::module_& m) {
              return out;
            })
       .def(
-          "resident_slots", [](const Tier& tier, bool dirty) { return Copy(tier.ResidentSlots(dirty)); },
-          py::arg("only_dirty"))
+          "resident_slots",
+          [](const Tier& tier, bool dirty, std::int64_t from, std::int64_t limit) {
+            return Copy(tier.ResidentSlots(dirty, from, limit));
+          },
+          py::arg("only_dirty"), py::arg("start"), py::arg("limit"))
       .def_property_readonly("rows_addr",
                              [](const Tier& t) { return reinterpret_cast<std::uintptr_t>(t.rows()); })
       .def_property_readonly("capacity", &Tier::capacity)

@@ -27,26 +27,29 @@ class ScratchTable {
       generation_ = 1;
     }
     mask_ = entries_.size() - 1;
+    keys_.clear();
   }
   void Prefetch(std::uint64_t hash) const { __builtin_prefetch(&entries_[hash & mask_], 1); }
 
-  std::int32_t FindOrAdd(std::uint64_t key, std::uint64_t hash, std::vector<std::uint64_t>* unique) {
+  std::int32_t FindOrAdd(std::uint64_t key, std::uint64_t hash) {
     std::size_t at = hash & mask_;
     while (true) {
       std::uint64_t& entry = entries_[at];
       if (static_cast<std::uint32_t>(entry >> 32) != generation_) {
-        const auto index = static_cast<std::uint32_t>(unique->size());
+        const auto index = static_cast<std::uint32_t>(keys_.size());
         entry = std::uint64_t{generation_} << 32 | index;
-        unique->push_back(key);
+        keys_.push_back(key);
         return static_cast<std::int32_t>(index);
       }
       const auto index = static_cast<std::uint32_t>(entry);
-      if ((*unique)[index] == key) return static_cast<std::int32_t>(index);
+      if (keys_[index] == key) return static_cast<std::int32_t>(index);
       at = (at + 1) & mask_;
     }
   }
+  const std::vector<std::uint64_t>& keys() const { return keys_; }
 
  private:
+  std::vector<std::uint64_t> keys_;  // unique, in order of first occurrence
   std::vector<std::uint64_t> entries_;
   std::size_t mask_ = 0;
   std::uint32_t generation_ = 0;
@@ -68,7 +71,7 @@ BadId AddSegment(const IdSegment& segment, std::int64_t number, ScratchTable* ta
     }
     for (std::int64_t i = 0; i < n; ++i) {
       const bool skip = segment.padding >= 0 && KeyId(keys[i]) == static_cast<std::uint64_t>(segment.padding);
-      batch->inverse.push_back(skip ? -1 : table->FindOrAdd(keys[i], hashes[i], &batch->unique));
+      batch->inverse.push_back(skip ? -1 : table->FindOrAdd(keys[i], hashes[i]));
     }
   }
   return {};
@@ -93,7 +96,7 @@ BadId Deduplicate(const std::vector<IdSegment>& segments, Batch* batch) {
                                            : AddSegment<std::int64_t>(segments[s], number, &table, batch);
     if (bad.segment >= 0) return bad;
   }
-  batch->unique.shrink_to_fit();
+  batch->unique.assign(table.keys().begin(), table.keys().end());
   return {};
 }
 

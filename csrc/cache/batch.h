@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/page_allocator.h"
+
 namespace tierstore {
 
 // Ids of one feature. `bound` is the table's number of rows; ids equal to `padding` are skipped.
@@ -18,8 +20,8 @@ struct IdSegment {
 };
 
 struct Batch {
-  std::vector<std::uint64_t> unique;
-  std::vector<std::int32_t> inverse;  // -1: skipped (padding)
+  PageVector<std::uint64_t> unique;
+  PageVector<std::int32_t> inverse;  // -1: skipped (padding)
 };
 
 // The first id that is out of its table's range, or segment == -1.

@@ -246,10 +246,11 @@ void Tier::SetDirty(const std::int32_t* slots, const std::uint8_t* dirty, std::i
   for (std::int64_t i = 0; i < n; ++i) dirty_[slots[i]] = dirty[i];
 }
 
-std::vector<std::int32_t> Tier::ResidentSlots(bool only_dirty) const {
+std::vector<std::int32_t> Tier::ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const {
   std::vector<std::int32_t> slots;
   const auto collect = [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t slot = begin; slot < end; ++slot) {
+    for (std::int64_t slot = std::max(begin, from); slot < end; ++slot) {
+      if (static_cast<std::int64_t>(slots.size()) == limit) return;
       if (Resident(static_cast<std::int32_t>(slot)) && (dirty_[slot] || !only_dirty)) {
         slots.push_back(static_cast<std::int32_t>(slot));
       }

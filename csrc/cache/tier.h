@@ -80,7 +80,8 @@ class Tier {
   void MarkDirty(const std::int32_t* slots, std::int64_t n);
   void MarkClean(const std::int32_t* slots, std::int64_t n);
   void SetDirty(const std::int32_t* slots, const std::uint8_t* dirty, std::int64_t n);
-  std::vector<std::int32_t> ResidentSlots(bool only_dirty) const;
+  // In increasing order, from slot `from` on, at most `limit`.
+  std::vector<std::int32_t> ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const;
 
   const std::uint64_t* keys() const { return keys_.data(); }
   const std::uint8_t* dirty() const { return dirty_.data(); }

@@ -44,12 +44,12 @@ void Window::Rebuild(std::int64_t extra) {
 std::vector<std::uint64_t> Window::Announce(std::int64_t seq, std::shared_ptr<const Batch> batch) {
   if (!pending_.empty() && pending_.back().seq >= seq)
     throw std::logic_error("window: sequence does not increase");
-  const std::vector<std::uint64_t>& keys = batch->unique;
+  const PageVector<std::uint64_t>& keys = batch->unique;
   const auto added = static_cast<std::int64_t>(keys.size());
   // At most 5/8 full, dead entries included, so that probe runs stay short and always end.
   if ((used_ + added) * 8 > static_cast<std::int64_t>(entries_.size()) * 5) Rebuild(added);
   const std::uint32_t ordinal = first_ordinal_ + static_cast<std::uint32_t>(pending_.size());
-  pending_.push_back({seq, batch, std::vector<std::int32_t>(keys.size(), 0), added});
+  pending_.push_back({seq, batch, PageVector<std::int32_t>(keys.size(), 0), added});
 
   constexpr std::size_t kBlock = 32;
   const std::size_t mask = entries_.size() - 1;

@@ -32,8 +32,8 @@ class Window {
   struct Pending {
     std::int64_t seq;
     std::shared_ptr<const Batch> batch;
-    std::vector<std::int32_t> next;  // how many lookups later the key is used again; 0: not in the window
-    std::int64_t latest;             // keys of which this lookup is the latest occurrence
+    PageVector<std::int32_t> next;  // how many lookups later the key is used again; 0: not in the window
+    std::int64_t latest;            // keys of which this lookup is the latest occurrence
   };
   // An entry names an occurrence: (low 32 bits of ordinal, index in the lookup's unique keys).
   static constexpr std::uint64_t kEmpty = ~std::uint64_t{0};

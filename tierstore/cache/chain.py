@@ -31,6 +31,7 @@ from tierstore.store.protocol import RowStore
 
 logger = logging.getLogger("tierstore")
 
+_PIECE = 1 << 13  # rows that leave for the store at a time
 _CHUNK = 1 << 16  # rows moved at a time where the number of rows is not bounded by a batch
 
 
@@ -199,10 +200,13 @@ class Chain:
         try:
             self._check_overflow(plan.needed)
             slots, victims, dirty, next_use = plan.victims
-            if len(slots):
-                rows = self._buffer("victims", len(slots))
-                self.fast.copy_out(slots, rows)
-                self._demote(victims, rows, dirty, next_use, ticket.seq)
+            # A row that was stored and then stays does no harm; in a memory tier it would be there twice.
+            step = _PIECE if self.host is None else len(slots)
+            for begin in range(0, len(slots), max(1, step)):
+                part = slice(begin, begin + step)
+                rows = self._buffer("victims", len(slots[part]))
+                self.fast.copy_out(slots[part], rows)
+                self._demote(victims[part], rows, dirty[part], next_use[part], ticket.seq)
         except BaseException:
             fast.abort(plan)
             self._restore(below, missing, ticket.seq)
@@ -427,24 +431,19 @@ class Chain:
             self._check_open()
             self._drain_pad()
             for tier in self._memory_tiers():
-                slots = tier.native.resident_slots(only_dirty=True)
-                for begin in range(0, len(slots), _CHUNK):
-                    part = slots[begin : begin + _CHUNK]
-                    rows = np.empty((len(part), self.layout.row_bytes), np.uint8)
-                    tier.copy_out(part, rows)
-                    self.store.write(tier.native.keys_of(part), rows)
-                    self.counters.written_rows += len(part)
-                    tier.native.mark_clean(part)
+                for slots in tier.resident(only_dirty=True):
+                    rows = np.empty((len(slots), self.layout.row_bytes), np.uint8)
+                    tier.copy_out(slots, rows)
+                    self.store.write(tier.native.keys_of(slots), rows)
+                    self.counters.written_rows += len(slots)
+                    tier.native.mark_clean(slots)
 
     def touched_ids(self, table: int) -> Iterator[NDArray[np.int64]]:
         """Ids of ``table`` that some tier holds, in chunks, each once."""
         with self._moving:
             self._check_open()
-            seen = np.empty(0, np.uint64)
-            for tier in self._memory_tiers():
-                seen = np.concatenate(
-                    [seen, tier.native.keys_of(tier.native.resident_slots(only_dirty=False))]
-                )
+            parts = [t.native.keys_of(slots) for t in self._memory_tiers() for slots in t.resident()]
+            seen = np.concatenate([np.empty(0, np.uint64), *parts])
         tables, ids = split(seen)
         seen = np.sort(seen[tables == table])
         if len(seen):

@@ -27,7 +27,6 @@ from tierstore.store.protocol import RowStore, TableSpec
 logger = logging.getLogger("tierstore")
 
 META_VERSION = 1
-_MALLOC_THRESHOLD = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,8 @@ class Engine:
         self.closed = False
         if not config.keeps_all:
             # A budget promises what the process takes, and malloc's heap would grow to twice what is in use.
-            _core.fix_malloc_threshold(_MALLOC_THRESHOLD)
+            # Mapping more costs time, so only where the index of the many rows below needs the room.
+            _core.fix_malloc_threshold(4 << 20 if int(config.hbm) + int(config.uvm) < 512 << 20 else 2 << 20)
         groups = self._groups()
         demands = [self._demand(name, members) for name, members in groups.items()]
         self.policy = as_policy(config.policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ Slots = NDArray[np.int32]
 Keys = NDArray[np.uint64]
 
 MIN_SLOTS = 16
+_PIECE = 1 << 13
 _EXACT_UP_TO = 1 << 16
 _MAX_SLOTS = (1 << 31) - (1 << 26) - 1  # slots are int32, and the pad's come behind
 
@@ -99,6 +101,13 @@ class MemoryTier:
 
     def copy_in(self, slots: Slots, rows: NDArray[np.uint8]) -> None:
         _core.copy_in(self.rows_addr, self.row_bytes, slots, rows.ctypes.data)
+
+    def resident(self, *, only_dirty: bool = False) -> Iterator[Slots]:
+        """Slots that hold rows, in order, in pieces; nothing may move meanwhile."""
+        start = 0
+        while len(slots := self.native.resident_slots(only_dirty, start, _PIECE)):
+            yield slots
+            start = int(slots[-1]) + 1
 
     def memory_bytes(self) -> int:
         """Bytes taken by rows, index and policy for what the tier holds now."""
