@@ -23,6 +23,7 @@ PUBLIC_NAMES = [
     "Offloaded",
     "PoolingType",
     "PrefetchPipeline",
+    "RankError",
     "StoreCorruptError",
     "StoreFullError",
     "StoreIOError",

@@ -47,6 +47,10 @@ class GradientError(TierStoreError, ArithmeticError):
     """A gradient was NaN or infinite (``TierConfig(check_gradients=True)``); those rows were not updated."""
 
 
+class RankError(TierStoreError, RuntimeError):
+    """Another rank of the job has died, or did not answer within the timeout."""
+
+
 class InfeasiblePlanError(TierStoreError, ValueError):
     """The tables do not fit the machines. ``binding`` is the resource that is short, ``missing_bytes`` how
     much of it is missing, ``report`` the dictionary of ``tierstore plan --json``."""

@@ -1,15 +1,11 @@
-"""One commit of all ranks; restored by other ranks, plans, budgets and engines; ranks killed in between."""
+"""One commit of all ranks; restored by other ranks, plans, budgets and engines."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
-import pytest
 import torch
-import torch.multiprocessing as mp
 
 import tierstore
 from tests.sharding import cases
@@ -97,43 +93,3 @@ def test_a_commit_is_restored_by_other_ranks_plans_and_engines(tmp_path: Path) -
     run(4, read, path, 4, "native")
     run(1, read, path, 1, "lmdb")
     assert json.loads((tmp_path / "COMMIT.json").read_text())["number"] == 6  # two of each job
-
-
-def killed(rank: int, store: str, path: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    env = ShardingEnv.from_process_group()
-    collection = build(env, CUTS, path)
-    done = collection.committed_extra().get("step", 0)
-    for step in range(done, 4):
-        train(collection, range(step, step + 1))
-        if rank == 1 and step == 2 and not done:
-            collection.engine.commit({"commit": 99})
-            os.kill(os.getpid(), signal.SIGKILL)
-        collection.commit({"step": step + 1})
-    if rank == 0:
-        torch.save(contents(collection), Path(path, "expected.pt"))
-    else:
-        contents(collection)
-    collection.close(commit=False)
-
-
-def test_a_killed_rank_leaves_the_last_commit_of_all(tmp_path: Path) -> None:
-    for attempt in range(2):
-        arguments = (str(tmp_path / f"store{attempt}"), str(tmp_path / "tables"))
-        context = mp.start_processes(killed, arguments, 2, join=False, start_method="forkserver")
-        if attempt == 0:
-            with pytest.raises((mp.ProcessExitedException, mp.ProcessRaisedException)):
-                context.join()
-            record = json.loads((tmp_path / "tables/COMMIT.json").read_text())
-            assert record["extra"] == {"step": 2}
-            continue
-        context.join()
-    killed_once = torch.load(tmp_path / "tables/expected.pt")
-    run(2, uninterrupted, str(tmp_path / "other"), killed_once)
-
-
-def uninterrupted(path: str, expected: dict[str, torch.Tensor]) -> None:
-    collection = build(ShardingEnv.from_process_group(), CUTS, path)
-    train(collection, range(4))
-    torch.testing.assert_close(contents(collection), expected, rtol=0, atol=0)
-    collection.close(commit=False)

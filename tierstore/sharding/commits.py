@@ -15,8 +15,6 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from tierstore.cache.engine import Engine
 from tierstore.errors import StoreCorruptError, StoreMismatchError
 from tierstore.placement import ShardingPlan
@@ -93,8 +91,7 @@ class Commits:
                 record[0] = {}
             except (ValueError, RecursionError, AttributeError) as error:
                 record[1] = f"{self.path / FILE_NAME} is damaged: {error}"
-        first = dist.get_global_rank(self._env.outputs, 0)
-        dist.broadcast_object_list(record, src=first, group=self._env.outputs)
+        self._env.broadcast_objects(record)
         if record[1] is not None:
             raise StoreCorruptError(record[1])
         found: dict[str, Any] = record[0]
@@ -140,8 +137,7 @@ class Commits:
         except Exception as raised:  # the other ranks must not wait, nor count this commit as made
             error = raised
         self._env.agree(error)
-        everyone: list[Any] = [None] * self._env.world_size
-        dist.all_gather_object(everyone, own, group=self._env.outputs)
+        everyone = self._env.gather_objects(own)
         try:
             if self._env.rank == 0:
                 self._write(number, everyone, extra or {})

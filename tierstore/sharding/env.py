@@ -1,7 +1,9 @@
-"""Who takes part: the ranks of a job, and the process groups that sharded collections talk over."""
+"""Who takes part: the ranks of a job, and everything that sharded collections say to one another."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -10,7 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tierstore.errors import ConfigError, TierStoreError
+from tierstore.errors import ConfigError, RankError, TierStoreError
+
+
+class Pending:
+    """A collective on its way. What it sends and fills must not be touched before :meth:`wait`."""
+
+    def __init__(self, work: Any, *kept: Tensor) -> None:
+        self._work, self._kept = work, kept
+
+    def wait(self) -> None:
+        """Raises RankError if a rank is lost. Waiting again does nothing."""
+        work, self._work, self._kept = self._work, None, ()
+        if work is not None:
+            with _all_ranks():
+                work.wait()
 
 
 @dataclass(frozen=True)
@@ -40,7 +56,8 @@ class ShardingEnv:
         ranks = dist.get_process_group_ranks(group)
 
         def new() -> Any:
-            return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+            with _all_ranks():
+                return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
 
         return cls(dist.get_rank(group), len(ranks), group, new(), new())
 
@@ -49,17 +66,54 @@ class ShardingEnv:
         """The other ranks, then this one."""
         return [rank for rank in range(self.world_size) if rank != self.rank] + [self.rank]
 
+    def all_to_all(
+        self, out: Tensor, given: Tensor, arriving: Sequence[int], leaving: Sequence[int], group: Any = None
+    ) -> Pending:
+        """Begins to send ``leaving[r]`` elements of ``given`` to each rank r, and to fill ``out`` with
+        ``arriving[r]`` from it; all ranks do. ``group``: ``outputs`` if None."""
+        if self.world_size == 1:
+            out.copy_(given)
+            return Pending(None)
+        with _all_ranks():
+            work = dist.all_to_all_single(
+                out, given, list(arriving), list(leaving), group=group or self.outputs, async_op=True
+            )
+        return Pending(work, out, given)
+
+    def gather(self, tensor: Tensor, group: Any = None) -> tuple[Pending, Tensor]:
+        """Begins to collect a tensor of the same shape of every rank: (ranks, *shape)."""
+        everyone = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype)
+        with _all_ranks():
+            work = dist.all_gather(list(everyone), tensor, group=group or self.outputs, async_op=True)
+        return Pending(work, tensor), everyone
+
+    def gather_objects(self, value: Any, group: Any = None) -> list[Any]:
+        """What every rank gives. All ranks call it."""
+        found: list[Any] = [None] * self.world_size
+        with _all_ranks():
+            dist.all_gather_object(found, value, group=group or self.outputs)
+        return found
+
+    def broadcast_objects(self, values: list[Any]) -> None:
+        """Replaces ``values`` by those of rank 0. All ranks call it."""
+        with _all_ranks():
+            dist.broadcast_object_list(values, src=dist.get_global_rank(self.outputs, 0), group=self.outputs)
+
+    def barrier(self) -> None:
+        with _all_ranks():
+            dist.barrier(group=self.outputs)
+
     def agree(self, error: Exception | None, kind: type[TierStoreError] = ConfigError) -> None:
         """Raises ``kind`` on every rank if any rank has an error. All ranks call it."""
         failed = torch.tensor([int(error is not None)])
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.outputs)
+        with _all_ranks():
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.outputs)
         if failed.item():
             self.raise_together(error, self.outputs, kind)
 
     def raise_together(self, error: Exception | None, group: Any, kind: type[TierStoreError]) -> NoReturn:
         """Raises ``kind`` on every rank, with what all ranks that have an error say."""
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, None if error is None else str(error), group=group)
+        found = self.gather_objects(None if error is None else str(error), group)
         raise kind(
             "; ".join(f"rank {r}: {text}" for r, text in enumerate(found) if text is not None)
         ) from error
@@ -67,12 +121,27 @@ class ShardingEnv:
     def least(self, value: int) -> int:
         """The smallest ``value`` of any rank. All ranks call it."""
         smallest = torch.tensor([value])
-        dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self.inputs)
+        with _all_ranks():
+            dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self.inputs)
         return int(smallest.item())
 
     def sum_bits(self, tensor: Tensor) -> Tensor:
         """Adds up a float32 tensor of which every element is non-zero bits on at most one rank; in place.
 
         Exact: the bits are added as integers."""
-        dist.all_reduce(tensor.view(torch.int32), group=self.outputs)
+        with _all_ranks():
+            dist.all_reduce(tensor.view(torch.int32), group=self.outputs)
         return tensor
+
+
+@contextmanager
+def _all_ranks() -> Iterator[None]:
+    """Around every collective: torch says that a rank is gone, or too late, with a bare RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(
+            f"another rank of the job has died or does not answer ({error}). Nothing of this step, or of a "
+            "commit under way, counts; start the job again, and it goes on from the last commit of all ranks "
+            "(set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun to restart ranks by itself)"
+        ) from error

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -84,9 +82,7 @@ class InputExchange:
             meta[1 + number] = len(lengths_of(feature))
         for rank, pieces in enumerate(self.sent):
             meta[1 + len(routing.features) + rank] = sum(piece.ids.numel() for piece in pieces)
-        self._all_meta = torch.empty((env.world_size, len(meta)), dtype=torch.int64)
-        self._work: Any = dist.all_gather(list(self._all_meta), meta, group=env.inputs, async_op=True)
-        self._meta = meta  # alive until it is sent
+        self._pending, self._all_meta = env.gather(meta, env.inputs)
         self._started = False
 
     def send(self) -> None:
@@ -95,7 +91,7 @@ class InputExchange:
         if self._started:
             return
         self._started = True
-        self._work.wait()
+        self._pending.wait()
         meta = self._all_meta.numpy()
         if meta[:, 0].any():
             self._env.raise_together(self._error, self._env.inputs, InputError)
@@ -111,17 +107,17 @@ class InputExchange:
             for pieces in self.sent
             for part in (*(_tensor(p.lengths) for p in pieces), *(p.ids for p in pieces))
         ]
-        self._outgoing = _joined(buffers, self._dtype)
+        outgoing = _joined(buffers, self._dtype)
         self._incoming = torch.empty(int(arriving.sum()), dtype=self._dtype)
         self._sizes = arriving
-        self._work = dist.all_to_all_single(
-            self._incoming, self._outgoing, arriving.tolist(), leaving, group=self._env.inputs, async_op=True
+        self._pending = self._env.all_to_all(
+            self._incoming, outgoing, arriving.tolist(), leaving, self._env.inputs
         )
 
     def receive(self) -> list[list[Arrived]]:
         """By request of this rank, by rank that asks."""
         self.send()
-        self._work.wait()
+        self._pending.wait()
         own = self._routing.own
         arrived: list[list[Arrived]] = [[] for _ in own]
         begin = 0

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -149,13 +148,13 @@ class OutputExchange(torch.autograd.Function):
             rounded = plan.wire.take("rounded", len(sent), dtype).copy_(sent)
             sent = rounded
         received = plan.wire.take("received", sum(sizes.expected), dtype)
-        work = _exchange(plan.env, received, sent[: sum(sizes.answered)], sizes.expected, sizes.answered)
+        work = plan.env.all_to_all(received, sent[: sum(sizes.answered)], sizes.expected, sizes.answered)
         output = torch.empty(plan.shape)
         late = [target for target in plan.targets if not all(source.here for source in target.sources)]
         for target in plan.targets:
             if all(source.here for source in target.sources):
                 _assemble(target, output, received, sent)
-        _wait(work)
+        work.wait()
         for target in late:
             _assemble(target, output, received, sent)
         return output
@@ -170,27 +169,13 @@ class OutputExchange(torch.autograd.Function):
         leaving = plan.wire.take("received", sum(sizes.expected), dtype)
         _spread(plan, grad, leaving, local, own=False)
         arriving = local[:answered] if dtype is torch.float32 else plan.wire.take("rounded", answered, dtype)
-        work = _exchange(plan.env, arriving, leaving, sizes.answered, sizes.expected)
+        work = plan.env.all_to_all(arriving, leaving, sizes.answered, sizes.expected)
         _spread(plan, grad, leaving, local, own=True)
-        _wait(work)
+        work.wait()
         if dtype is not torch.float32:
             local[:answered].copy_(arriving)
         _exchange_replicas(plan, local[answered + sizes.own :])
         return local, None
-
-
-def _exchange(
-    env: ShardingEnv, out: Tensor, given: Tensor, arriving: Sequence[int], leaving: Sequence[int]
-) -> Any:
-    """Begins one all-to-all, in which nothing goes from a rank to itself."""
-    if env.world_size == 1:
-        return None
-    return dist.all_to_all_single(out, given, list(arriving), list(leaving), group=env.outputs, async_op=True)
-
-
-def _wait(work: Any) -> None:
-    if work is not None:
-        work.wait()
 
 
 def _assemble(target: Target, output: Tensor, received: Tensor, local: Tensor) -> None:
@@ -246,7 +231,7 @@ def _exchange_replicas(plan: OutputPlan, replicas: Tensor) -> None:
     others = [0 if rank == env.rank else size for rank, size in enumerate(sizes)]
     given = [0 if rank == env.rank else len(own) for rank in range(env.world_size)]
     arrived = torch.empty(sum(others), dtype=dtype)
-    _wait(_exchange(env, arrived, own.repeat(env.world_size - 1), others, given))
+    env.all_to_all(arrived, own.repeat(env.world_size - 1), others, given).wait()
     replicas[: sum(others)].copy_(arrived)
 
 
@@ -262,14 +247,12 @@ class WeightExchange(torch.autograd.Function):
     ) -> Tensor:
         ctx.env, ctx.arriving, ctx.leaving, ctx.kind = env, list(arriving), list(leaving), weights.dtype
         out = torch.empty(sum(arriving))
-        dist.all_to_all_single(
-            out, weights.to(torch.float32).contiguous(), ctx.arriving, ctx.leaving, group=env.outputs
-        )
+        env.all_to_all(out, weights.to(torch.float32).contiguous(), ctx.arriving, ctx.leaving).wait()
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         out = torch.empty(sum(ctx.leaving))
         grad = grads[0].contiguous() * ctx.env.world_size  # undoes the division of the outputs' gradients
-        dist.all_to_all_single(out, grad, ctx.leaving, ctx.arriving, group=ctx.env.outputs)
+        ctx.env.all_to_all(out, grad, ctx.leaving, ctx.arriving).wait()
         return out.to(ctx.kind), None, None, None

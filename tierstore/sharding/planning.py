@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import psutil
-import torch.distributed as dist
 from torch import nn
 
 from tierstore.cache.engine import Table
@@ -70,10 +69,7 @@ def topology_of(env: ShardingEnv, budgets: Sequence[TierConfig], rows: int) -> T
 def _ranks_per_host(env: ShardingEnv) -> int:
     """What torchrun says, if it divides the ranks; else ranks that share a host name, if all hosts have as
     many."""
-    names: list[Any] = [None] * env.world_size
-    dist.all_gather_object(
-        names, (os.uname().nodename, os.environ.get("LOCAL_WORLD_SIZE")), group=env.process_group
-    )
+    names = env.gather_objects((os.uname().nodename, os.environ.get("LOCAL_WORLD_SIZE")))
     local = int(names[0][1] or 0)
     if local and env.world_size % local == 0:
         return local

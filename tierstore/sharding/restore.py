@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from tierstore.errors import StoreMismatchError
@@ -39,7 +38,7 @@ def restore(collection: ShardedCollection, folder: Path, plan: ShardingPlan, com
         except Exception as raised:  # the others must not wait
             error = raised
         env.agree(error, StoreMismatchError)
-    dist.barrier(group=env.outputs)
+    env.barrier()
 
 
 def _read_rank(
