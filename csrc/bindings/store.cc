@@ -154,6 +154,7 @@ TIERSTORE_BINDINGS(store) {
            py::arg("env") = nullptr, py::keep_alive<1, 5>())
       .def("read", &Read, py::arg("keys").noconvert(), py::arg("rows").noconvert())
       .def("write", &Write, py::arg("keys").noconvert(), py::arg("rows").noconvert())
+      .def("expect", &Store::Expect, py::arg("table"), py::arg("row_bytes"), py::arg("rows"), Release())
       .def("keys", &ListKeys, py::arg("table"), py::arg("cursor"), py::arg("limit"))
       .def("commit", &MakeCommit, py::arg("meta"), py::arg("tag"))
       .def("commits", &ListCommits)

@@ -144,6 +144,13 @@ void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, st
   }
 }
 
+void Store::Expect(std::uint32_t table, std::uint32_t row_bytes, std::uint64_t rows) {
+  std::lock_guard call(call_);
+  CheckWritable();
+  Lock lock(mutex_);
+  TableFor(table, row_bytes).index.Reserve(rows);
+}
+
 std::uint64_t Store::Keys(std::uint32_t table, std::uint64_t cursor, std::size_t limit,
                           std::vector<std::uint64_t>& keys) {
   std::lock_guard call(call_);

@@ -2,6 +2,7 @@
 
 from tierstore.store.directory import DirectoryStore, open_store
 from tierstore.store.identity import StoreIdentity, read_identity
+from tierstore.store.portable import import_
 from tierstore.store.protocol import CommitId, CommitInfo, RowStore, StoreStats, TableSpec
 from tierstore.store.registry import StoreOptions, engine_names, get_engine, register_engine
 from tierstore.store.verification import Damage, VerifyReport, verify
@@ -19,6 +20,7 @@ __all__ = [
     "VerifyReport",
     "engine_names",
     "get_engine",
+    "import_",
     "open_store",
     "read_identity",
     "register_engine",

@@ -145,6 +145,10 @@ class StoreBase(ABC):
             self._sizes.of_table(table)
         return self._checked(self._keys(table))
 
+    def expect(self, table: int, rows: int) -> None:
+        with self._open_to_write():
+            self._sizes.of_table(table)
+
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
         with self._open_to_write():
             check_commit(meta, tag)

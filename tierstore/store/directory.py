@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 
 from tierstore.errors import ConfigError, StoreCorruptError, StoreLockedError, StoreMismatchError
 from tierstore.store import identity as identities
+from tierstore.store.commits import find_commit
 from tierstore.store.files import open_regular, store_errors, sync_directory, walk_files
 from tierstore.store.identity import StoreIdentity
+from tierstore.store.portable import Progress, export_rows
 from tierstore.store.protocol import CommitId, CommitInfo, RowStore, StoreStats, TableSpec
 from tierstore.store.registry import StoreOptions, get_engine
 
@@ -82,7 +84,7 @@ def open_store(
         if found not in (None, wanted):
             identities.write_identity(folder, wanted)
         undo.pop_all()
-    return DirectoryStore(folder, inner, lock, temporary=path is None)
+    return DirectoryStore(folder, inner, lock, wanted.tables, at, temporary=path is None)
 
 
 def _open_read_only(folder: Path, wanted: StoreIdentity, options: StoreOptions) -> DirectoryStore:
@@ -93,18 +95,30 @@ def _open_read_only(folder: Path, wanted: StoreIdentity, options: StoreOptions) 
         check_no_links(own)
         inner = get_engine(wanted.engine)(own, wanted.tables, options)
         undo.pop_all()
-    return DirectoryStore(folder, inner, lock, temporary=False)
+    return DirectoryStore(folder, inner, lock, wanted.tables, options.at, temporary=False)
 
 
 class DirectoryStore:
     """A row store together with the directory that it holds the lock of. A :class:`RowStore`."""
 
-    def __init__(self, path: Path, inner: RowStore, lock: FileIO, temporary: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        inner: RowStore,
+        lock: FileIO,
+        tables: tuple[TableSpec, ...],
+        at: int | str,
+        temporary: bool,
+    ) -> None:
         self.path = path
+        self.tables = tables
+        """Ordered by index."""
         self.inner = inner
         """The engine's own object."""
         self.engine = inner.engine
         self._lock = lock
+        kept = inner.commits()
+        self._commit = find_commit(kept, at, path) if at else (kept[-1] if kept else None)
         self._closing = threading.Lock()
         self._delete = weakref.finalize(self, _delete_temporary, path, os.getpid()) if temporary else None
 
@@ -117,8 +131,13 @@ class DirectoryStore:
     def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
         return self.inner.keys(table)
 
+    def expect(self, table: int, rows: int) -> None:
+        self.inner.expect(table, rows)
+
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
-        return self.inner.commit(meta, tag)
+        number = self.inner.commit(meta, tag)
+        self._commit = self.inner.commits()[-1]
+        return number
 
     def commits(self) -> list[CommitInfo]:
         return self.inner.commits()
@@ -134,6 +153,15 @@ class DirectoryStore:
 
     def stats(self) -> StoreStats:
         return self.inner.stats()
+
+    def export(self, target: str | os.PathLike[str], progress: Progress | None = None) -> int:
+        """Writes a portable copy of all rows as they are now to the new folder ``target``; returns how many.
+
+        The meta and the tag with them are those of the commit that the store was opened at or made last, so
+        commit first. :func:`tierstore.store.import_` reads the copy; for errors see
+        :func:`tierstore.store.portable.export_rows`.
+        """
+        return export_rows(self, target, self._commit, progress)
 
     def close(self) -> None:
         with self._closing:

@@ -104,6 +104,9 @@ class NativeStore:
         self._sizes.of_table(table)
         return self._list_keys(table)
 
+    def expect(self, table: int, rows: int) -> None:
+        self._core.expect(table, self._sizes.of_table(table), rows)
+
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
         check_commit(meta, tag)
         return self._core.commit(meta, tag or "")

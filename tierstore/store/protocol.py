@@ -129,6 +129,11 @@ class RowStore(Protocol):
         """
         ...
 
+    def expect(self, table: int, rows: int) -> None:
+        """A hint that so many rows of ``table`` are about to be written to an empty store, which is much
+        faster then when their keys come from :meth:`keys` of another one."""
+        ...
+
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
         """Makes everything written so far durable, together with ``meta``, and returns the commit's number.
 

@@ -1,0 +1,367 @@
+"""Export and import: bit for bit, from any engine to any, whole or not at all, and nothing trusted."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.store.store_model import (
+    CAP,
+    TABLES,
+    assert_holds,
+    folder_contents,
+    get,
+    put,
+    run_child,
+    stored_ids,
+)
+from tierstore.errors import (
+    ConfigError,
+    StoreCorruptError,
+    StoreFullError,
+    StoreLockedError,
+    StoreMismatchError,
+)
+from tierstore.keys import MAX_ID, make_keys
+from tierstore.store import engine_names, import_, open_store
+from tierstore.store.files import json_with_checksum
+from tierstore.store.portable import export_rows
+
+IDS = {0: range(0, 900, 2), 1: [*range(700), 2**40, MAX_ID], 7: range(5)}
+
+
+def fill(path: Path, engine: str) -> None:
+    """Two commits; the last has NaNs and other odd bits. Table 65535 has no rows."""
+    with open_store(path, engine, TABLES, CAP, keep=2) as store:
+        for table, ids in IDS.items():
+            put(store, table, ids, 1)
+        store.commit(b"first")
+        put(store, 1, range(100, 300), 2)
+        odd = np.array([[0x7FC00001, 0xFFFFFFFF, 0x80000000, 1] * 17], np.uint32).view(np.uint8)
+        store.write(make_keys(1, [5]), odd)
+        store.commit(b"\0meta\xff", tag="best")
+
+
+def rows(store, table: int, ids) -> bytes:
+    found, out = get(store, table, ids)
+    assert found.all()
+    return out.tobytes()
+
+
+def contents(path: Path, **options) -> dict:
+    with open_store(path, read_only=True, **options) as store:
+        indices = [spec.index for spec in store.tables]
+        return {
+            "tables": store.tables,
+            "meta": store.meta(),
+            **{t: (ids := stored_ids(store, t), rows(store, t, ids)) for t in indices},
+        }
+
+
+def export(path: Path, target: Path, **options) -> int:
+    with open_store(path, read_only=True, **options) as store:
+        return store.export(target)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Path:
+    """An export by the native engine."""
+    folder = tmp_path_factory.mktemp("exports")
+    fill(folder / "store", "native")
+    export(folder / "store", folder / "export")
+    return folder / "export"
+
+
+@pytest.mark.parametrize("to", engine_names())
+def test_bit_for_bit_from_any_engine_to_any(tmp_path, engine, to):
+    fill(tmp_path / "store", engine)
+    before = folder_contents(tmp_path / "store")
+    assert export(tmp_path / "store", tmp_path / "export") == 450 + 702 + 5
+    assert folder_contents(tmp_path / "store") == before
+    number = import_(tmp_path / "export", tmp_path / "again", to)
+    assert contents(tmp_path / "again") == contents(tmp_path / "store")
+    with open_store(tmp_path / "again", read_only=True) as store:
+        assert store.engine == to
+        assert [(c.id, c.tag) for c in store.commits()] == [(number, "best")]
+    assert sorted(os.listdir(tmp_path)) == ["again", "export", "store"]
+
+
+def test_an_older_commit(tmp_path, engine):
+    fill(tmp_path / "store", engine)
+    export(tmp_path / "store", tmp_path / "export", at=1)
+    import_(tmp_path / "export", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(tmp_path / "store", at=1)
+
+
+def test_an_open_store_exports_itself(tmp_path, engine):
+    with open_store(tmp_path / "store", engine, TABLES, CAP) as store:
+        assert store.export(tmp_path / "empty") == 0
+        put(store, 1, range(10))
+        store.commit(b"here")
+        with pytest.raises(StoreLockedError):
+            open_store(tmp_path / "store", read_only=True)
+        seen = []
+        assert store.export(tmp_path / "export", lambda done, total: seen.append((done, total))) == 10
+        assert seen == [(10, 10)]
+    import_(tmp_path / "export", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(tmp_path / "store")
+    import_(tmp_path / "empty", tmp_path / "nothing")
+    assert stored_ids(open_store(tmp_path / "nothing", read_only=True), 1) == []
+
+
+def test_many_files_and_batches(tmp_path):
+    fill(tmp_path / "store", "native")
+    with open_store(tmp_path / "store", read_only=True) as store:
+        export_rows(store, tmp_path / "export", store.commits()[-1], None, shard_bytes=50_000)
+    assert len(list((tmp_path / "export").glob("00001-*.safetensors"))) == 4
+    import_(tmp_path / "export", tmp_path / "again", "memory")
+    assert contents(tmp_path / "again") == contents(tmp_path / "store")
+
+
+def test_the_files_are_safetensors(exported):
+    """Read as the format says, with nothing of ours."""
+    data = (exported / "00001-00000.safetensors").read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    assert length % 8 == 0
+    assert header.pop("__metadata__") == {"table": "wide"}
+    dtypes = {"I64": "<i8", "F32": "<u4"}
+    tensors = {}
+    end = 0
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        assert first == end
+        end = last
+        raw = data[8 + length + first : 8 + length + last]
+        tensors[name] = np.frombuffer(raw, dtypes[entry["dtype"]]).reshape(entry["shape"])
+    assert 8 + length + end == len(data)
+    place = tensors["ids"].tolist().index(5)
+    assert tensors["weights"].shape == (702, 64)
+    assert tensors["weights"][place].tolist() == [0x7FC00001, 0xFFFFFFFF, 0x80000000, 1] * 16
+    assert tensors["state"][place].tolist() == [0x7FC00001, 0xFFFFFFFF, 0x80000000, 1]
+    description = json.loads((exported / "EXPORT.json").read_text())
+    assert base64.b64decode(description["commit"]["meta"]) == b"\0meta\xff"
+
+
+def test_existing_targets_are_left_alone(tmp_path, exported):
+    (tmp_path / "notes").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    (tmp_path / "link").symlink_to("elsewhere")
+    fill(tmp_path / "store", "memory")
+    for name in ("notes", "folder", "link", "store"):
+        with pytest.raises(ConfigError, match="exists already"):
+            export(tmp_path / "store", tmp_path / name)
+        with pytest.raises(ConfigError, match="exists already"):
+            import_(exported, tmp_path / name)
+    with pytest.raises(ConfigError, match="make it first"):
+        import_(exported, tmp_path / "none" / "store")
+    (tmp_path / "free").mkdir()
+    import_(exported, tmp_path / "free")
+    assert sorted(os.listdir(tmp_path)) == ["folder", "free", "link", "notes", "store"]
+
+
+def test_interrupted_export_and_import_leave_nothing(tmp_path, exported):
+    fill(tmp_path / "store", "native")
+
+    def interrupt(done: int, total: int) -> None:
+        if done > 500:
+            raise KeyboardInterrupt
+
+    with open_store(tmp_path / "store", read_only=True) as store, pytest.raises(KeyboardInterrupt):
+        store.export(tmp_path / "export", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        import_(exported, tmp_path / "again", progress=interrupt)
+    assert os.listdir(tmp_path) == ["store"]
+
+
+def test_killed_while_exporting(tmp_path):
+    """Nothing under the final name; the next export clears what is left, and is whole."""
+    fill(tmp_path / "store", "native")
+    code = (
+        "import sys, time; from tierstore.store import open_store\n"
+        "def wait(done, total):\n    print(done, flush=True); time.sleep(60)\n"
+        "open_store(sys.argv[1], read_only=True).export(sys.argv[2], wait)"
+    )
+    with run_child(code, tmp_path / "store", tmp_path / "export") as child:
+        child.stdout.readline()
+        child.send_signal(signal.SIGKILL)
+    assert not (tmp_path / "export").exists()
+    assert (tmp_path / ".export.tierstore-partial").is_dir()
+    export(tmp_path / "store", tmp_path / "export")
+    assert sorted(os.listdir(tmp_path)) == ["export", "store"]
+    import_(tmp_path / "export", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(tmp_path / "store")
+
+
+def test_no_room(tmp_path, exported):
+    fill(tmp_path / "store", "native")
+    limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for size in (0, 4096, 8192, 61_440):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+            with open_store(tmp_path / "store", read_only=True) as store:
+                with pytest.raises(StoreFullError) as failed:
+                    store.export(tmp_path / "export")
+                assert failed.value.errno in (errno.EFBIG, errno.ENOSPC)
+            with pytest.raises(StoreFullError):
+                import_(exported, tmp_path / "again")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    assert os.listdir(tmp_path) == ["store"]
+    with pytest.raises(StoreFullError, match="cap"):
+        import_(exported, tmp_path / "again", ssd_bytes=100_000)
+    assert os.listdir(tmp_path) == ["store"]
+
+
+def small_export(tmp_path: Path) -> Path:
+    with open_store(tmp_path / "store", "memory", TABLES[:2], CAP) as store:
+        put(store, 1, range(4))
+        store.commit(b"m", tag="t")
+        store.export(tmp_path / "export")
+    return tmp_path / "export"
+
+
+def test_every_byte_flipped_and_every_length(tmp_path):
+    folder = small_export(tmp_path)
+    whole = contents(tmp_path / "store")
+    for file in folder.iterdir():
+        data = file.read_bytes()
+        step = 1 if file.name == "EXPORT.json" else 13
+        places = range(0, len(data), step)
+        damaged = [data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :] for at in places]
+        damaged += [data[:length] for length in places[::7]] + [data + b"\0"]
+        for number, content in enumerate(damaged):
+            file.write_bytes(content)
+            try:
+                import_(folder, tmp_path / "again", "memory")
+            except (StoreCorruptError, StoreMismatchError):
+                assert not (tmp_path / "again").exists()
+                continue
+            # Only the checksum's own name and blanks behind the JSON may change unseen.
+            assert file.name == "EXPORT.json", (file.name, number)
+            assert contents(tmp_path / "again") == whole
+            shutil.rmtree(tmp_path / "again")
+        file.write_bytes(data)
+
+
+def changed(content: dict, **changes) -> dict:
+    return {**content, **changes}
+
+
+HOSTILE_SHARDS = {
+    "path": {"file": "../../store/memory/commit-000000000001"},
+    "absolute": {"file": "/etc/passwd"},
+    "name": {"file": "00001-00000.safetensors/../x"},
+    "rows": {"rows": 1 << 47},
+    "many rows": {"rows": 1 << 60},
+    "negative": {"rows": -1},
+    "float": {"rows": 4.0},
+    "no checksums": {"crc32": {}},
+    "checksums": {"crc32": {"header": "x", "ids": None, "weights": [], "state": 0}},
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE_SHARDS)
+def test_hostile_shards(tmp_path, change):
+    """With a right checksum over the JSON: nothing outside is read, nothing large is allocated."""
+    folder = small_export(tmp_path)
+    content = json.loads((folder / "EXPORT.json").read_text())
+    del content["crc32"]
+    (shard,) = content["tables"][1]["shards"]
+    shard.update(HOSTILE_SHARDS[change])
+    (folder / "EXPORT.json").write_bytes(json_with_checksum(content))
+    with pytest.raises(StoreCorruptError):
+        import_(folder, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tables": None},
+        {"tables": [3]},
+        {"tables": [{"shards": []}]},
+        {"format": 2},
+        {"format": None},
+        {"commit": 5},
+        {"commit": {"id": 1, "tag": "x", "unix_nanoseconds": 0, "meta": "not base64!"}},
+    ],
+)
+def test_hostile_descriptions(tmp_path, changes):
+    folder = small_export(tmp_path)
+    content = json.loads((folder / "EXPORT.json").read_text())
+    del content["crc32"]
+    (folder / "EXPORT.json").write_bytes(json_with_checksum({**content, **changes}))
+    with pytest.raises((StoreCorruptError, StoreMismatchError)):
+        import_(folder, tmp_path / "again")
+
+
+def test_hostile_files(tmp_path):
+    folder = small_export(tmp_path)
+    shard = folder / "00001-00000.safetensors"
+    data = shard.read_bytes()
+    content = json.loads((folder / "EXPORT.json").read_text())
+    del content["crc32"]
+
+    def refused(match: str) -> None:
+        (folder / "EXPORT.json").write_bytes(json_with_checksum(content))
+        with pytest.raises(StoreCorruptError, match=match):
+            import_(folder, tmp_path / "again")
+        assert not (tmp_path / "again").exists()
+
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    refused("symbolic link")
+    shard.unlink()
+    os.mkfifo(shard)
+    refused("not a regular file")
+    shard.unlink()
+    with open(shard, "wb") as file:
+        file.truncate(1 << 40)
+    refused("1099511627776 bytes")
+    # Ids that the table does not have, and one id twice, with checksums that are right.
+    import zlib
+
+    start = data.index(b"}", 8) and 8 + struct.unpack_from("<Q", data)[0]
+    for ids, match in (([0, 1, 2, -1], "ids that table"), ([0, 1, 2, 2], "4 rows of 3 ids")):
+        raw = np.array(ids, "<i8").tobytes()
+        shard.write_bytes(data[:start] + raw + data[start + 32 :])
+        content["tables"][1]["shards"][0]["crc32"]["ids"] = zlib.crc32(raw)
+        refused(match)
+    (folder / "EXPORT.json").unlink()
+    with pytest.raises(StoreMismatchError, match="not an export"):
+        import_(folder, tmp_path / "again")
+
+
+def test_memory_stays_small(tmp_path):
+    """100 MB of rows pass through a process that may have little more than it began with."""
+    with open_store(tmp_path / "store", "native", TABLES, CAP) as store:
+        for start in range(0, 350_000, 50_000):
+            put(store, 1, range(start, start + 50_000))
+        store.commit(b"")
+    code = (
+        "import sys, resource; from tierstore.store import open_store, import_\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\n"
+        "with open_store(sys.argv[1], read_only=True) as store:\n"
+        "    before = peak(); store.export(sys.argv[2]); print(peak() - before)\n"
+        "before = peak(); import_(sys.argv[2], sys.argv[3]); print(peak() - before)"
+    )
+    child = run_child(code, tmp_path / "store", tmp_path / "export", tmp_path / "again")
+    output, _ = child.communicate()
+    assert child.returncode == 0
+    assert all(int(line) < 90 for line in output.split()), output
+    with open_store(tmp_path / "again", read_only=True) as store:
+        assert_holds(store, 1, range(0, 350_000, 97))
