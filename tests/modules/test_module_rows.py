@@ -240,3 +240,16 @@ def test_hooks_and_names_of_the_module_tree(module: Any, kind: str) -> None:
     module.register_forward_hook(lambda *_: seen.append(1))
     step(module, kind)
     assert seen == [1]
+
+
+@pytest.mark.parametrize("name", ["items", "type", "training", "weight"])
+def test_tables_may_be_called_like_attributes_of_modules(name: str) -> None:
+    """torch's ModuleDict refuses such names."""
+    collection = EmbeddingBagCollection([EmbeddingBagConfig(ROWS, 4, name), EmbeddingBagConfig(ROWS, 4, "t")])
+    assert list(collection.state_dict()) == [f"embedding_bags.{name}.weight", "embedding_bags.t.weight"]
+    other = EmbeddingBagCollection(
+        [EmbeddingBagConfig(ROWS, 4, name), EmbeddingBagConfig(ROWS, 4, "t")], seed=1
+    )
+    other.load_state_dict(collection.state_dict())
+    view = other.embedding_bags[name]
+    assert torch.equal(view.rows(torch.arange(ROWS)), collection.rows(torch.arange(ROWS), name))

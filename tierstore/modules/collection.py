@@ -73,6 +73,14 @@ class TableView(HasWeight):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
+class TableViews(nn.ModuleDict):
+    """Views by table name; a table may be called like a method of the dictionary ("items", "type")."""
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        assert module is not None
+        self._modules[name] = module
+
+
 class Collection(TieredModule):
     """Tables by name, and features that are looked up in them, in the order of the configuration."""
 
@@ -95,7 +103,7 @@ class Collection(TieredModule):
         self._index_of = {c.name: index for c, index in zip(self_configs, indices, strict=True)}
         self._features = _features(self_configs, self._index_of)
         view_of = {c.name: TableView(self, c, self._index_of[c.name]) for c in self_configs}
-        self.add_module(views, nn.ModuleDict(view_of))
+        self.add_module(views, TableViews(view_of))
 
     @property
     def device(self) -> torch.device:

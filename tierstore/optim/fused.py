@@ -54,7 +54,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.param_groups:
             raise ConfigError("a fused optimizer has one parameter group; its tables belong to their module")
-        super().add_param_group(param_group)
+        # torch's decorator would import all of torch.compile, for seconds, only to keep out of its way.
+        undecorated = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
+        (undecorated or torch.optim.Optimizer.add_param_group)(self, param_group)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "name": self.spec.name, "num_updates": self.num_updates}

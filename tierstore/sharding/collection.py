@@ -12,14 +12,22 @@ from typing import Any, ClassVar, TypedDict
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from tierstore.cache.engine import Engine, Table
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import constant
 from tierstore.modules.base import TieredModule
-from tierstore.modules.collection import Collection, FeatureIds, TableView, _check_names, _features, table_of
+from tierstore.modules.collection import (
+    Collection,
+    FeatureIds,
+    TableView,
+    TableViews,
+    _check_names,
+    _features,
+    table_of,
+)
 from tierstore.modules.configs import from_torchrec
 from tierstore.modules.inputs import FeatureLookup, Ids, sequence_lookup
 from tierstore.optim import SGD, OptimizerSpec
@@ -133,7 +141,7 @@ class ShardedCollection(Collection):
         self._replica = np.array([request.replica for request in routing.own], bool)
         self._warn_of_states()
         view_of = {table.name: ShardedTableView(self, table, at) for at, table in enumerate(configs)}
-        self.add_module(self._views, nn.ModuleDict(view_of))
+        self.add_module(self._views, TableViews(view_of))
         if _commits is not None:
             _commits.join(_name, self)
 
