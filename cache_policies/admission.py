@@ -143,6 +143,8 @@ def get_admission(admission: str | Admission) -> Admission:
     """A filter from its name, as ``always``, ``bloom``, ``counter(3)``; a filter is passed through."""
     if isinstance(admission, Admission):
         return admission
+    if not isinstance(admission, str):
+        raise PolicyError(f"{admission!r} is neither the name of an admission filter nor one")
     name, _, argument = admission.partition("(")
     argument = argument.rstrip(")")
     if name not in _FILTERS or (argument and not argument.isdecimal()):

@@ -21,6 +21,7 @@ PUBLIC_NAMES = [
     "KeyedJaggedTensor",
     "KeyedTensor",
     "Offloaded",
+    "PolicyFaultError",
     "PoolingType",
     "PrefetchPipeline",
     "RankError",

@@ -80,6 +80,8 @@ class TierConfig:
     - ``path``: folder of the store; ``None`` means a temporary one, deleted on close.
     - ``engine``: the row store, one of :data:`ENGINE_NAMES`.
     - ``policy``: which rows leave a memory tier: a name of ``cache_policies`` or a policy object.
+    - ``admission``: which missed rows get a slot in ``hbm`` at all: "always", "counter(n)", "bloom(n)" or an
+      admission filter of ``cache_policies``. The others are used from a transient pad and written through.
     - ``depth``: batches that are fetched ahead, 0 to 64, or "auto".
     - ``window``: batches whose ids are looked at ahead, or "auto".
     - ``tables``: per-table overrides by table name.
@@ -92,6 +94,7 @@ class TierConfig:
     path: str | os.PathLike[str] | None = None
     engine: str = "native"
     policy: Any = "lookahead"
+    admission: Any = "always"
     depth: int | str = "auto"
     window: int | str = "auto"
     tables: Mapping[str, TableOverride] = field(default_factory=dict)
@@ -154,6 +157,13 @@ class TierConfig:
             )
 
     def _check_policy(self) -> None:
+        if self.admission != "always":
+            import cache_policies
+
+            try:
+                cache_policies.get_admission(self.admission)
+            except cache_policies.PolicyError as error:
+                raise ConfigError(f"admission: {error}") from None
         if not isinstance(self.policy, str):
             if not callable(getattr(self.policy, "compile", None)):
                 raise ConfigError(

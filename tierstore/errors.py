@@ -39,6 +39,10 @@ class TierFullError(TierStoreError, MemoryError):
     """The memory tiers cannot hold the rows touched and there is no tier below."""
 
 
+class PolicyFaultError(TierStoreError, RuntimeError):
+    """A policy broke its contract, as by evicting a pinned slot; the message names it. No row was lost."""
+
+
 class ClosedError(TierStoreError, RuntimeError):
     """Use of a table or store after close()."""
 

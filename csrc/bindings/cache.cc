@@ -57,12 +57,16 @@ PolicyHooks HooksFrom(std::uintptr_t state, const py::dict& hooks) {
   out.announce = reinterpret_cast<PolicyHooks::Announce>(address("announce"));
   out.remove = reinterpret_cast<PolicyHooks::Remove>(address("remove"));
   out.evict = reinterpret_cast<PolicyHooks::Evict>(address("evict"));
+  if (hooks.contains("admit")) out.admit = reinterpret_cast<PolicyHooks::Admit>(address("admit"));
   return out;
 }
 
 std::unique_ptr<Tier> MakeTier(std::int64_t capacity, std::int64_t row_bytes, bool grows,
-                               std::uintptr_t state, const py::object& hooks) {
-  TierConfig config{capacity, row_bytes, grows, {}};
+                               std::uintptr_t state, const py::object& hooks,
+                               std::pair<std::uintptr_t, std::uintptr_t> filter) {
+  TierConfig config{capacity, row_bytes, grows, {}, {}};
+  config.filter = {reinterpret_cast<void*>(filter.first),
+                   reinterpret_cast<PolicyHooks::Admit>(filter.second)};
   if (!hooks.is_none()) config.policy = HooksFrom(state, hooks.cast<py::dict>());
   return std::make_unique<Tier>(config);
 }
@@ -76,7 +80,9 @@ void BindPlan(py::module_& m) {
       .def_readonly("now", &Plan::now)
       .def_readonly("needed", &Plan::needed)
       .def_property_readonly("slots", PlanView<&Plan::slots>())
+      .def_readonly("refused", &Plan::refused)
       .def_property_readonly("misses", PlanView<&Plan::misses>())
+      .def_property_readonly("absent", PlanView<&Plan::absent>())
       .def_property_readonly("next_use", PlanView<&Plan::next_use>())
       .def_property_readonly("victims", [](const Plan& plan) { return DepartureArrays(plan.victims); });
 }
@@ -84,7 +90,7 @@ void BindPlan(py::module_& m) {
 void BindTier(py::module_& m) {
   py::class_<Tier>(m, "Tier")
       .def(py::init(&MakeTier), py::arg("capacity"), py::arg("row_bytes"), py::arg("grows"),
-           py::arg("policy_state"), py::arg("policy_hooks"))
+           py::arg("policy_state"), py::arg("policy_hooks"), py::arg("filter") = std::pair(0, 0))
       .def_property_readonly_static("BYTES_PER_SLOT", [](py::object) { return Tier::kBytesPerSlot; })
       .def(
           "begin",
@@ -221,6 +227,7 @@ TIERSTORE_BINDINGS(cache) {
         return batch;
       },
       "A batch of keys (uint64) without repeats.");
+  py::register_exception<PolicyFault>(m, "PolicyFault", PyExc_RuntimeError);
   BindPlan(m);
   BindTier(m);
   BindWindow(m);

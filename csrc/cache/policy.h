@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <stdexcept>
 
 namespace tierstore {
 
@@ -17,14 +18,31 @@ struct PolicyHooks {
   using Remove = void (*)(void* state, const std::int32_t* slots, std::int64_t n);
   using Evict = std::int64_t (*)(void* state, std::int64_t n, const std::int64_t* last_use,
                                  std::int64_t pinned_since, std::int32_t* victims);
+  using Admit = void (*)(void* state, const std::uint64_t* keys, std::int64_t n, std::int64_t now,
+                         std::uint8_t* admitted);
   void* state = nullptr;
   Use touch = nullptr;
   Use insert = nullptr;
   Announce announce = nullptr;
   Remove remove = nullptr;
   Evict evict = nullptr;
+  Admit admit = nullptr;  // optional
 
   explicit operator bool() const { return evict != nullptr; }
+};
+
+// Asked before the policy which missed rows get a slot at all; a null hook admits all.
+struct AdmissionHook {
+  void* state = nullptr;
+  PolicyHooks::Admit admit = nullptr;
+
+  explicit operator bool() const { return admit != nullptr; }
+};
+
+// A policy broke the contract; what it returned was undone.
+class PolicyFault : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
 };
 
 }  // namespace tierstore

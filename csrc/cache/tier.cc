@@ -1,7 +1,9 @@
 #include "cache/tier.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
+#include <string>
 
 namespace tierstore {
 namespace {
@@ -52,16 +54,25 @@ void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::i
   std::vector<std::int64_t> hit_next;
   hits.reserve(static_cast<std::size_t>(n));
   for (std::int64_t i = 0; i < n; ++i) {
-    const std::int32_t slot = plan->slots[i];
+    std::int32_t slot = plan->slots[i];
     if (slot < 0) {
       plan->misses.push_back(static_cast<std::int32_t>(i));
+      plan->absent.push_back(static_cast<std::int32_t>(i));
       continue;
+    }
+    if (slot >= config_.capacity) {
+      const std::int64_t pad = slot - config_.capacity;
+      ++pad_users_[pad];
+      next_use_[slot] = plan->next_use[i];
+      slot = pad_home_[pad];
+      if (slot < 0) {
+        plan->misses.push_back(static_cast<std::int32_t>(i));
+        continue;
+      }
     }
     last_use_[slot] = std::max(last_use_[slot], now);
     next_use_[slot] = plan->next_use[i];
-    if (slot >= config_.capacity) {
-      ++pad_users_[slot - config_.capacity];
-    } else if (config_.policy) {
+    if (config_.policy) {
       hits.push_back(slot);
       hit_keys.push_back(keys[i]);
       hit_next.push_back(plan->next_use[i]);
@@ -71,8 +82,49 @@ void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::i
     config_.policy.touch(config_.policy.state, hits.data(), hit_keys.data(), hit_next.data(),
                          static_cast<std::int64_t>(hits.size()), now);
   }
+  if ((config_.filter || config_.policy.admit != nullptr) && !plan->misses.empty()) Admit(keys, plan);
   const auto available = static_cast<std::int64_t>(free_.size()) + config_.capacity - fresh_;
-  plan->needed = std::max<std::int64_t>(0, static_cast<std::int64_t>(plan->misses.size()) - available);
+  const auto admitted = static_cast<std::int64_t>(plan->misses.size()) - plan->refused;
+  plan->needed = std::max<std::int64_t>(0, admitted - available);
+}
+
+void Tier::Admit(const std::uint64_t* keys, Plan* plan) {
+  std::vector<std::int32_t>& misses = plan->misses;
+  const auto n = static_cast<std::int64_t>(misses.size());
+  std::vector<std::uint64_t> missed;
+  missed.reserve(misses.size());
+  for (const std::int32_t miss : misses) missed.push_back(keys[miss]);
+  std::vector<std::uint8_t> admitted(misses.size(), 1);
+  if (config_.filter)
+    config_.filter.admit(config_.filter.state, missed.data(), n, plan->now, admitted.data());
+  if (config_.policy.admit != nullptr)
+    config_.policy.admit(config_.policy.state, missed.data(), n, plan->now, admitted.data());
+  std::vector<std::int32_t> refused;
+  std::size_t kept = 0;
+  for (std::size_t i = 0; i < misses.size(); ++i) {
+    if (admitted[i] != 0)
+      misses[kept++] = misses[i];
+    else
+      refused.push_back(misses[i]);
+  }
+  std::copy(refused.begin(), refused.end(), misses.begin() + static_cast<std::ptrdiff_t>(kept));
+  plan->refused = static_cast<std::int64_t>(refused.size());
+}
+
+std::string Tier::Fault(std::int32_t slot, std::int64_t pinned_since) const {
+  if (slot < 0 || slot >= config_.capacity) return "does not exist";
+  if (!Resident(slot)) return "holds no row or was returned twice";
+  if (last_use_[slot] >= pinned_since) return "is pinned: a batch in flight uses its row";
+  return {};
+}
+
+void Tier::TakeVictim(std::int32_t slot, Departures* victims) {
+  // Empty, but found by the index until Assign: reads go on while the row is copied out.
+  resident_[slot] = kEmpty;
+  victims->slots.push_back(slot);
+  victims->keys.push_back(keys_[slot]);
+  victims->dirty.push_back(dirty_[slot]);
+  victims->next_use.push_back(next_use_[slot]);
 }
 
 std::int64_t Tier::Evict(std::int64_t pinned_since, Plan* plan) {
@@ -80,27 +132,38 @@ std::int64_t Tier::Evict(std::int64_t pinned_since, Plan* plan) {
   std::vector<std::int32_t> chosen(static_cast<std::size_t>(plan->needed));
   const std::int64_t found =
       config_.policy.evict(config_.policy.state, plan->needed, last_use_.data(), pinned_since, chosen.data());
-  if (found < 0 || found > plan->needed)
-    throw std::runtime_error("policy: evict() returned an impossible count");
-  Departures& victims = plan->victims;
-  for (std::int64_t i = 0; i < found; ++i) {
-    const std::int32_t slot = chosen[i];
-    if (slot < 0 || slot >= config_.capacity || !Resident(slot)) {
-      throw std::runtime_error("policy: evict() returned slot " + std::to_string(slot) +
-                               ", which holds no row or was returned twice");
+  if (found < 0 || found > plan->needed) {
+    throw PolicyFault("evict() returned " + std::to_string(found) + " where it was asked for up to " +
+                      std::to_string(plan->needed) + " slots");
+  }
+  chosen.resize(static_cast<std::size_t>(found));
+  for (std::size_t i = 0; i < chosen.size(); ++i) {
+    const std::string fault = Fault(chosen[i], pinned_since);
+    if (fault.empty()) {
+      TakeVictim(chosen[i], &plan->victims);
+      continue;
     }
-    if (last_use_[slot] >= pinned_since) {
-      throw std::runtime_error("policy: evict() returned slot " + std::to_string(slot) + ", which is pinned");
+    // The policy has dropped the others too: Abort gives them back to it.
+    for (std::size_t j = i; j < chosen.size(); ++j) {
+      const std::int32_t slot = chosen[j];
+      if (slot >= 0 && slot < config_.capacity && resident_[slot] == kRow) TakeVictim(slot, &plan->victims);
     }
-    // Not resident, but found by the index until Assign: reads go on while the row is copied out.
-    resident_[slot] = 0;
-    victims.slots.push_back(slot);
-    victims.keys.push_back(keys_[slot]);
-    victims.dirty.push_back(dirty_[slot]);
-    victims.next_use.push_back(next_use_[slot]);
+    throw PolicyFault("evict() returned slot " + std::to_string(chosen[i]) + ", which " + fault);
   }
   plan->needed -= found;
   return plan->needed;
+}
+
+// -1 when the tier is full.
+std::int32_t Tier::TakeSlot() {
+  if (!free_.empty()) {
+    const std::int32_t slot = free_.back();
+    free_.pop_back();
+    return slot;
+  }
+  if (fresh_ == config_.capacity) return -1;
+  CommitSlots(fresh_ + 1);
+  return static_cast<std::int32_t>(fresh_++);
 }
 
 std::int32_t Tier::TakePadSlot() {
@@ -112,6 +175,7 @@ std::int32_t Tier::TakePadSlot() {
   const std::int64_t pad = static_cast<std::int64_t>(pad_users_.size());
   if (pad >= kMaxPad) throw std::runtime_error("a batch overflows its tier by more than 2^26 rows");
   pad_users_.push_back(-1);
+  pad_home_.push_back(-1);
   CommitSlots(config_.capacity + pad + 1);
   return static_cast<std::int32_t>(config_.capacity + pad);
 }
@@ -123,33 +187,33 @@ void Tier::Assign(const std::uint64_t* keys, bool use_pad, Plan* plan) {
   std::vector<std::int32_t> slots;
   std::vector<std::uint64_t> inserted;
   std::vector<std::int64_t> next_use;
-  for (const std::int32_t miss : plan->misses) {
-    std::int32_t slot;
-    if (!free_.empty()) {
-      slot = free_.back();
-      free_.pop_back();
-    } else if (fresh_ < config_.capacity) {
-      slot = static_cast<std::int32_t>(fresh_++);
-      CommitSlots(fresh_);
-    } else if (use_pad) {
+  const std::size_t admitted = plan->misses.size() - static_cast<std::size_t>(plan->refused);
+  for (std::size_t i = 0; i < plan->misses.size(); ++i) {
+    const std::int32_t miss = plan->misses[i];
+    const std::int32_t in_pad = plan->slots[miss];  // -1: absent
+    std::int32_t slot = i < admitted ? TakeSlot() : -1;
+    if (slot < 0) {
+      if (in_pad >= 0) continue;  // stays there
+      if (!use_pad) continue;     // its slot stays -1
       slot = TakePadSlot();
-    } else {
-      break;  // the slots of this miss and those behind it stay -1
-    }
-    plan->slots[miss] = slot;
-    keys_[slot] = keys[miss];
-    last_use_[slot] = plan->now;
-    next_use_[slot] = plan->next_use[miss];
-    dirty_[slot] = 0;
-    resident_[slot] = 1;
-    index_.Insert(slot);
-    if (slot >= config_.capacity) {
       pad_users_[slot - config_.capacity] = 1;
     } else if (config_.policy) {
       slots.push_back(slot);
       inserted.push_back(keys[miss]);
       next_use.push_back(plan->next_use[miss]);
     }
+    keys_[slot] = keys[miss];
+    last_use_[slot] = plan->now;
+    next_use_[slot] = plan->next_use[miss];
+    dirty_[slot] = 0;
+    if (in_pad >= 0) {
+      pad_home_[in_pad - config_.capacity] = slot;
+      resident_[slot] = kExpected;
+      continue;
+    }
+    plan->slots[miss] = slot;
+    resident_[slot] = kRow;
+    index_.Insert(slot);
   }
   if (!slots.empty()) {
     config_.policy.insert(config_.policy.state, slots.data(), inserted.data(), next_use.data(),
@@ -159,7 +223,7 @@ void Tier::Assign(const std::uint64_t* keys, bool use_pad, Plan* plan) {
 
 void Tier::Abort(Plan* plan) {
   const Departures& victims = plan->victims;
-  for (const std::int32_t slot : victims.slots) resident_[slot] = 1;
+  for (const std::int32_t slot : victims.slots) resident_[slot] = kRow;
   if (!victims.slots.empty()) {
     config_.policy.insert(config_.policy.state, victims.slots.data(), victims.keys.data(),
                           victims.next_use.data(), static_cast<std::int64_t>(victims.slots.size()),
@@ -171,16 +235,32 @@ void Tier::Abort(Plan* plan) {
 
 void Tier::ForgetPadSlot(std::int32_t slot) {
   index_.Erase(slot);
-  resident_[slot] = 0;
+  resident_[slot] = kEmpty;
   pad_users_[slot - config_.capacity] = -1;
+  pad_home_[slot - config_.capacity] = -1;
   pad_free_.push_back(slot);
+}
+
+void Tier::MoveHome(std::int32_t slot) {
+  const std::int32_t home = pad_home_[slot - config_.capacity];
+  const auto row_bytes = static_cast<std::size_t>(config_.row_bytes);
+  std::memcpy(arena_.data() + static_cast<std::size_t>(home) * row_bytes,
+              arena_.data() + static_cast<std::size_t>(slot) * row_bytes, row_bytes);
+  dirty_[home] = dirty_[slot];
+  ForgetPadSlot(slot);
+  resident_[home] = kRow;
+  index_.Insert(home);
 }
 
 void Tier::Release(const std::int32_t* slots, std::int64_t n) {
   if (pad_users_.empty()) return;
   for (std::int64_t i = 0; i < n; ++i) {
     const std::int64_t pad = slots[i] - config_.capacity;
-    if (pad >= 0 && --pad_users_[pad] == 0) pad_drainable_.push_back(slots[i]);
+    if (pad < 0 || --pad_users_[pad] > 0) continue;
+    if (pad_home_[pad] >= 0)
+      MoveHome(slots[i]);
+    else
+      pad_drainable_.push_back(slots[i]);
   }
 }
 
@@ -201,6 +281,7 @@ void Tier::Drained(const std::int32_t* slots, std::int64_t n) {
   pad_drainable_.clear();
   if (pad_in_use() > 0) return;
   pad_users_.clear();
+  pad_home_.clear();
   pad_free_.clear();
   arena_.Discard(static_cast<std::size_t>(config_.capacity * config_.row_bytes));
 }
@@ -208,7 +289,7 @@ void Tier::Drained(const std::int32_t* slots, std::int64_t n) {
 void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) {
     index_.Erase(slots[i]);
-    resident_[slots[i]] = 0;
+    resident_[slots[i]] = kEmpty;
     free_.push_back(slots[i]);
   }
   if (config_.policy && n > 0) config_.policy.remove(config_.policy.state, slots, n);
@@ -221,10 +302,15 @@ void Tier::Announce(const std::uint64_t* keys, const std::int64_t* next_use, std
   index_.Find(keys, n, slots.data());
   std::size_t kept = 0;
   for (std::int64_t i = 0; i < n; ++i) {
-    const std::int32_t slot = slots[i];
+    std::int32_t slot = slots[i];
     if (slot < 0) continue;
     next_use_[slot] = next_use[i];
-    if (slot >= config_.capacity || !Resident(slot)) continue;
+    if (slot >= config_.capacity) {
+      slot = pad_home_[slot - config_.capacity];
+      if (slot < 0) continue;
+      next_use_[slot] = next_use[i];
+    }
+    if (!Resident(slot)) continue;
     slots[kept++] = slot;
     uses.push_back(next_use[i]);
   }
@@ -251,7 +337,7 @@ std::vector<std::int32_t> Tier::ResidentSlots(bool only_dirty, std::int64_t from
   const auto collect = [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t slot = std::max(begin, from); slot < end; ++slot) {
       if (static_cast<std::int64_t>(slots.size()) == limit) return;
-      if (Resident(static_cast<std::int32_t>(slot)) && (dirty_[slot] || !only_dirty)) {
+      if (resident_[static_cast<std::size_t>(slot)] == kRow && (dirty_[slot] || !only_dirty)) {
         slots.push_back(static_cast<std::int32_t>(slot));
       }
     }

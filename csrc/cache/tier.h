@@ -5,12 +5,15 @@
 // MarkDirty, which the computing thread calls for slots that its own unreleased lookup pins. Rows are moved
 // by the caller: the tier hands out slots.
 //
-// Slots 0 .. capacity-1 belong to the policy. Slots behind them are the transient pad: rows of a batch that
-// does not fit; they are counted in and out by their lookups and leave through Drainable().
+// Slots 0 .. capacity-1 belong to the policy. Slots behind them are the transient pad: rows that were not
+// admitted, or of a batch that does not fit; they are counted in and out by their lookups and leave through
+// Drainable(). A plan misses them like absent rows, so that what it decides does not depend on when a lookup
+// was released: one that it gives a slot moves there (its home) when no lookup uses it any more.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "cache/policy.h"
@@ -24,6 +27,7 @@ struct TierConfig {
   std::int64_t row_bytes = 0;  // a multiple of 16
   bool grows = false;          // memory is taken as slots are first used, not at once
   PolicyHooks policy;
+  AdmissionHook filter;
 };
 
 // Rows that leave a tier, in the order in which they must be copied out.
@@ -36,10 +40,12 @@ struct Departures {
 
 struct Plan {
   std::int64_t now = 0;
-  std::vector<std::int32_t> slots;   // of every unique key, valid after Assign
-  std::vector<std::int32_t> misses;  // indices of unique keys that were not resident
+  std::vector<std::int32_t> slots;   // where every unique key's row is, valid after Assign
+  std::vector<std::int32_t> misses;  // indices of unique keys without a slot, refused ones last
+  std::vector<std::int32_t> absent;  // those that are not in the pad either: to be filled by the caller
   Departures victims;                // to be copied out before the misses are filled
   std::int64_t needed = 0;           // victims still to be found; those not found go to the pad
+  std::int64_t refused = 0;          // misses that are given no slot but the pad
   std::vector<std::int64_t> next_use;
 };
 
@@ -54,8 +60,9 @@ class Tier {
 
   // Planning. `keys` without repeats; `next_use` may be null. Begin touches the hits; Evict looks for the
   // victims that are still needed among slots last used before `pinned_since`; Assign gives every miss a slot
-  // (past capacity: pad) and forgets the victims. Between Begin and Assign all rows are still found where
-  // they were.
+  // (refused or past capacity: pad) and forgets the victims. Between Begin and Assign all rows are still
+  // found where they were. Before Evict, lookups older than `pinned_since` must have been released here.
+  // Evict throws PolicyFault; the plan is to be aborted then.
   void Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now,
              Plan* plan);
   std::int64_t Evict(std::int64_t pinned_since, Plan* plan);
@@ -63,7 +70,7 @@ class Tier {
   // Before Assign, when rows could not be moved: the victims stay.
   void Abort(Plan* plan);
 
-  // A lookup that used `slots` is over: pad slots without further users become drainable.
+  // A lookup that used `slots` is over: pad rows without further users move home, or become drainable.
   void Release(const std::int32_t* slots, std::int64_t n);
   // Rows of the pad that no lookup uses any more; once they are written down, Drained() forgets them.
   Departures Drainable() const;
@@ -94,9 +101,18 @@ class Tier {
 
  private:
   void CommitSlots(std::int64_t slots);
+  void Admit(const std::uint64_t* keys, Plan* plan);
+  // What is wrong with a slot that the policy wants to evict; empty if nothing.
+  std::string Fault(std::int32_t slot, std::int64_t pinned_since) const;
+  void TakeVictim(std::int32_t slot, Departures* victims);
+  std::int32_t TakeSlot();
   std::int32_t TakePadSlot();
+  void MoveHome(std::int32_t slot);
   void ForgetPadSlot(std::int32_t slot);
-  bool Resident(std::int32_t slot) const { return resident_[static_cast<std::size_t>(slot)] != 0; }
+  bool Resident(std::int32_t slot) const { return resident_[static_cast<std::size_t>(slot)] != kEmpty; }
+
+  // What a slot holds; kExpected: its row is still in the pad.
+  enum Content : std::uint8_t { kEmpty, kRow, kExpected };
 
   TierConfig config_;
   std::size_t limit_;  // slots, the pad's included, for which address space is reserved
@@ -111,6 +127,7 @@ class Tier {
   std::vector<std::int32_t> free_;       // slots given back; used before fresh ones
   std::int64_t fresh_ = 0;               // slots from here to capacity were never used
   std::vector<std::int32_t> pad_users_;  // per pad slot: lookups that use it; -1 when free
+  std::vector<std::int32_t> pad_home_;   // per pad slot: the slot that its row was given, or -1
   std::vector<std::int32_t> pad_free_;
   std::vector<std::int32_t> pad_drainable_;
 };

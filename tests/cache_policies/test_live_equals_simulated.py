@@ -9,18 +9,27 @@ import torch
 import cache_policies
 import tierstore
 from cache_policies import simulate
-from tests.bags import build
+from cache_policies.lru import Lru
+from tests.bags import build, everything
 from tierstore import TierConfig, optim
+from tierstore.cache.memory_tier import bytes_for
 from tierstore.keys import make_keys
 from tierstore.pipeline.prefetch import prefetch
 from tierstore.sparse import KeyedJaggedTensor
 
-# The optional hook "admit" is not called by the engine: policies that learn from it differ a little live.
-POLICIES = [
-    name
-    for name in cache_policies.names()
-    if not cache_policies.get(name).offline and "admit" not in cache_policies.get(name).hook_names()
-]
+POLICIES = [name for name in cache_policies.names() if not cache_policies.get(name).offline]
+
+
+class Picky(Lru):
+    """Gives rows with odd ids no slot."""
+
+    name = "picky"
+
+    @staticmethod
+    def admit(s, keys, now, admitted):
+        for i in range(keys.size):
+            if keys[i] & np.uint64(1):
+                admitted[i] = 0
 
 
 def skewed_batches(tables: int, count: int, bags: int, hotness: int) -> list[list[torch.Tensor]]:
@@ -44,22 +53,63 @@ def train(config: TierConfig, batches, **options):
     return chain, module
 
 
+def assert_equal(chain, result) -> None:
+    live = chain.tiers["hbm"]
+    assert (live.rows, live.accesses) == (result.uniques, result.accesses)
+    assert live.rows - live.row_hits == result.misses
+    assert live.accesses - live.access_hits == result.access_misses
+    assert chain.counters.overflow_rows == result.overflowed
+    assert chain.counters.refused_rows == result.refused
+    assert chain.counters.shrunk_plans == result.shrunk_plans
+
+
 @pytest.mark.parametrize(("depth", "window"), [(0, 0), (1, 4), (3, 12)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_hit_rates_are_equal(tmp_path, policy, depth, window):
     batches = skewed_batches(tables=2, count=60, bags=24, hotness=3)
     config = TierConfig(hbm=80_000, path=tmp_path, engine="memory", policy=policy)
     chain, module = train(config, batches, depth=depth, window=window)
-    live = chain.tiers["hbm"]
-    assert chain.counters.overflow_rows == 0
     keys = [keys_of(batch) for batch in batches]
     result = simulate(keys, policy, chain.fast.capacity, depth=depth, window=window)
-    assert (live.rows, live.accesses) == (result.uniques, result.accesses)
-    assert live.rows - live.row_hits == result.misses
-    assert live.accesses - live.access_hits == result.access_misses
-    assert chain.counters.shrunk_plans == result.shrunk_plans
+    assert_equal(chain, result)
+    assert result.overflowed == 0
     assert 0.05 < result.unique_miss_ratio < 0.95
     module.close()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_that_overflow_into_the_pad_miss_whenever_it_is_drained(tmp_path, policy, depth):
+    batches = skewed_batches(tables=2, count=40, bags=48, hotness=4)
+    config = TierConfig(hbm=bytes_for(120, 32, policy), path=tmp_path, engine="memory", policy=policy)
+    chain, module = train(config, batches, depth=depth, window=4)
+    keys = [keys_of(batch) for batch in batches]
+    result = simulate(keys, policy, chain.fast.capacity, depth=depth, window=4)
+    assert_equal(chain, result)
+    assert result.overflowed > 500
+    module.close()
+
+
+@pytest.mark.parametrize("admission", ["counter(2)", "bloom(500)", "always"])
+@pytest.mark.parametrize("policy", ["lookahead", "lru", "arc", "s3_fifo", Picky()])
+@pytest.mark.parametrize(("depth", "uvm"), [(0, 0), (3, 0), (2, 20_000)])
+def test_refused_rows_are_written_through_and_train_all_the_same(tmp_path, admission, policy, depth, uvm):
+    batches = skewed_batches(tables=2, count=40, bags=24, hotness=3)
+    memory = build(TierConfig(hbm="all"), optim.SGD(lr=0.1), (8, 8))
+    for ids in batches:
+        memory(ids).sum().backward()
+    config = TierConfig(
+        hbm=60_000, uvm=uvm, path=tmp_path, engine="memory", policy=policy, admission=admission
+    )
+    chain, module = train(config, batches, depth=depth, window=6)
+    keys = [keys_of(batch) for batch in batches]
+    result = simulate(keys, policy, chain.fast.capacity, depth=depth, window=6, admission=admission)
+    assert_equal(chain, result)
+    if admission != "always" or isinstance(policy, Picky):
+        assert result.refused > 300
+    assert all(torch.equal(a, b) for a, b in zip(everything(module), everything(memory), strict=True))
+    module.close()
+    memory.close()
 
 
 @pytest.mark.parametrize("policy", ["lookahead", "lru"])

@@ -40,20 +40,22 @@ class TierPlan:
     holds_all: bool
 
 
-def divide(budget: int, demands: Sequence[ChainDemand], policy: Any, tier: str) -> list[TierPlan]:
+def divide(
+    budget: int, demands: Sequence[ChainDemand], policy: Any, tier: str, admission: Any = "always"
+) -> list[TierPlan]:
     """Slots per chain for ``budget`` bytes: in proportion to the tables' bytes (or to what they bring), never
     more than all of a chain's rows.
 
     Raises ``ConfigError`` that names the minimum if the budget cannot hold ``MIN_SLOTS`` rows per chain.
     """
-    least = [bytes_for(min(MIN_SLOTS, d.rows), d.row_bytes, policy) for d in demands]
+    least = [bytes_for(min(MIN_SLOTS, d.rows), d.row_bytes, policy, admission) for d in demands]
     if sum(least) > budget:
         raise ConfigError(
             f"the {tier} budget of {budget} bytes is below the minimum for these tables: {sum(least)} bytes "
             f"({format_bytes(sum(least))}: {MIN_SLOTS} rows and their metadata for each of "
             f"{len(demands)} row layouts)"
         )
-    most = [min(_HUGE, bytes_for(d.rows, d.row_bytes, policy)) for d in demands]
+    most = [min(_HUGE, bytes_for(d.rows, d.row_bytes, policy, admission)) for d in demands]
     weight = [d.weight(tier) for d in demands]
     share = _fill(budget, least, most, weight)
     plans = []
@@ -61,7 +63,8 @@ def divide(budget: int, demands: Sequence[ChainDemand], policy: Any, tier: str) 
         if bytes_ >= enough:
             plans.append(TierPlan(demand.rows, True))
         else:
-            plans.append(TierPlan(min(demand.rows, slots_for(bytes_, demand.row_bytes, policy)), False))
+            slots = slots_for(bytes_, demand.row_bytes, policy, admission)
+            plans.append(TierPlan(min(demand.rows, slots), False))
     return plans
 
 
@@ -89,4 +92,4 @@ def fast_tiers(config: TierConfig, demands: Sequence[ChainDemand], policy: Any) 
         memory = psutil.virtual_memory().total
         return [TierPlan(min(d.rows, max(MIN_SLOTS, memory // d.row_bytes)), True) for d in demands]
     assert isinstance(config.hbm, int)
-    return divide(config.hbm, demands, policy, "hbm")
+    return divide(config.hbm, demands, policy, "hbm", config.admission)

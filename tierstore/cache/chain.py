@@ -25,7 +25,7 @@ from tierstore.cache.sequence import Sequence
 from tierstore.cache.stats import ChainCounters, TierCounters
 from tierstore.cache.ticket import ReadRows, Ticket
 from tierstore.config import format_bytes
-from tierstore.errors import ClosedError, InputError, TierFullError
+from tierstore.errors import ClosedError, InputError, PolicyFaultError, TierFullError
 from tierstore.keys import split
 from tierstore.store.protocol import RowStore
 
@@ -75,11 +75,13 @@ class Chain:
         assert ticket.csr is not None
         weight = np.diff(ticket.csr[0])
         accesses, misses = int(ticket.csr[0][-1]), plan.misses
-        missed = weight[misses]
+        rows = len(weight)
         self.counters.lookups += 1
-        rows, below = len(weight), len(misses)
-        reach = int(missed.sum())
-        self.tiers["hbm"].count(rows, rows - below, accesses, accesses - reach)
+        self.counters.refused_rows += plan.refused
+        # A row that is still in the pad misses too, whatever the timing; it is only not looked for below.
+        self.tiers["hbm"].count(rows, rows - len(misses), accesses, accesses - int(weight[misses].sum()))
+        missed = weight[plan.absent]
+        below, reach = len(missed), int(missed.sum())
         for tier, hit in (("uvm", found.in_host), ("ssd", found.in_store)):
             if hit is None:
                 continue
@@ -180,7 +182,9 @@ class Chain:
         since, seq = pinned_since, plan.now
         while True:
             with self._moving:
-                needed = self.fast.native.evict(min(since, self.sequence.oldest_in_use(seq)), plan)
+                oldest = self.sequence.oldest_in_use(seq)  # first: what is over by now, the pad must know
+                self._drain_pad()
+                needed = self._evict(self.fast, min(since, oldest), plan)
             if not needed or since >= seq:
                 break
             since += 1
@@ -188,17 +192,28 @@ class Chain:
                 since = seq
         self.counters.shrunk_plans += since > pinned_since
 
+    def _evict(self, tier: MemoryTier, pinned_since: int, plan: Any) -> int:
+        try:
+            return tier.native.evict(pinned_since, plan)
+        except _core.PolicyFault as fault:
+            raise PolicyFaultError(
+                f"{self.name}: policy {tier.policy_name!r} broke its contract in plan {plan.now}: {fault}. "
+                "All rows are as they were. cache_policies.check(policy) finds such faults; "
+                "built-in policies have none"
+            ) from None
+
     def _move(self, ticket: Ticket, plan: Any, keys: Keys) -> None:
         """Whatever can fail comes before anything that cannot be undone without the store."""
         fast = self.fast.native
-        missing = keys[plan.misses]
+        missing = keys[plan.absent]
         try:
             below = self._collect(missing)
         except BaseException:
             fast.abort(plan)
             raise
         try:
-            self._check_overflow(plan.needed)
+            self._check_below(plan.needed + plan.refused)
+            self._count_overflow(plan.needed)
             slots, victims, dirty, next_use = plan.victims
             # A row that was stored and then stays does no harm; in a memory tier it would be there twice.
             step = _PIECE if self.host is None else len(slots)
@@ -214,19 +229,20 @@ class Chain:
         self.counters.evicted_rows += len(slots)
         fast.assign(keys, True, plan)
         ticket.slots, ticket.rows_addr = plan.slots, self.fast.rows_addr
-        self._fill(plan.slots[plan.misses], missing, below)
+        self._fill(plan.slots[plan.absent], missing, below)
         self._count(plan, ticket, below)
 
-    def _check_overflow(self, rows: int) -> None:
-        if not rows:
-            return
-        if self.host is None and self.store is None:
+    def _check_below(self, rows: int) -> None:
+        """Rows in the pad have to go somewhere when they are released."""
+        if rows and self.host is None and self.store is None:
             raise TierFullError(
                 f"{self.name}: the hbm tier is full ({self.fast.capacity} rows of {self.layout.row_bytes} "
                 "bytes) and there is no tier below; raise hbm, or set ssd"
             )
+
+    def _count_overflow(self, rows: int) -> None:
         self.counters.overflow_rows += rows
-        if not self._warned_overflow:
+        if rows and not self._warned_overflow:
             self._warned_overflow = True
             logger.warning(
                 "%s: the rows in use at once exceed the hbm tier (%d rows) by %d; they use a transient pad "
@@ -283,7 +299,7 @@ class Chain:
             rows = self._buffer("victims", len(slots))
             self.fast.copy_out(slots, rows)
             self._demote(keys, rows, dirty, next_use, self._planned)
-            native.drained(slots)
+        native.drained(slots)
 
     def _collect(self, missing: Keys) -> _Below:
         """What the tiers below hold of ``missing``: read from the store, and taken out of the host tier."""
@@ -324,11 +340,11 @@ class Chain:
             return
         native = self.host.native
         plan = native.begin(keys, next_use, seq)
-        native.evict(np.iinfo(np.int64).max, plan)
-        # Rows that find no room in the host tier go past it.
-        past = plan.misses[len(keys) - plan.needed :]
-        slots, victims, victim_dirty, _ = plan.victims
         try:
+            self._evict(self.host, np.iinfo(np.int64).max, plan)
+            # Rows that find no room in the host tier go past it.
+            past = plan.misses[len(keys) - plan.needed - plan.refused :]
+            slots, victims, victim_dirty, _ = plan.victims
             if len(slots):
                 leaving = self._buffer("leaving", len(slots))
                 self.host.copy_out(slots, leaving)

@@ -152,9 +152,14 @@ class Engine:
             None
             if plan is None
             else MemoryTier(
-                name, plan.slots, demand.row_bytes, None if plan.holds_all else policy, grows=plan.holds_all
+                name,
+                plan.slots,
+                demand.row_bytes,
+                None if plan.holds_all else policy,
+                admission=admission,
+                grows=plan.holds_all,
             )
-            for name, plan in (("hbm", fast), ("uvm", host))
+            for name, plan, admission in (("hbm", fast, self.config.admission), ("uvm", host, "always"))
         ]
         assert tiers[0] is not None
         return Chain(demand.name, layout, tiers[0], tiers[1], self.store)

@@ -34,8 +34,17 @@ def as_policy(policy: Any) -> Any:
     return policy
 
 
+def as_admission(admission: Any) -> Any:
+    """The admission filter of a name such as "counter(2)"; None for "always", which asks nothing."""
+    filter_ = cache_policies.get_admission(admission)
+    return None if filter_.name == "always" else filter_
+
+
 def policy_bytes(policy: Any, slots: int) -> int:
-    """Bytes of the policy's arrays for ``slots``: exact where that is cheap to find out."""
+    """Bytes of the arrays of a policy or an admission filter (None: 0) for ``slots``: exact where that is
+    cheap to find out."""
+    if policy is None:
+        return 0
     exact = getattr(policy, "state_bytes", None)
     if exact is not None and slots <= _EXACT_UP_TO:
         return int(exact(max(1, slots)))
@@ -49,17 +58,18 @@ def _estimate(policy: Any) -> tuple[float, float]:
     return policy.bytes_per_slot, policy.fixed_bytes
 
 
-def bytes_for(slots: int, row_bytes: int, policy: Any) -> int:
-    """What ``slots`` rows cost, index and policy included."""
-    return math.ceil(slots * (row_bytes + _core.Tier.BYTES_PER_SLOT)) + policy_bytes(as_policy(policy), slots)
+def bytes_for(slots: int, row_bytes: int, policy: Any, admission: Any = "always") -> int:
+    """What ``slots`` rows cost, index, policy and admission filter included."""
+    arrays = policy_bytes(as_policy(policy), slots) + policy_bytes(as_admission(admission), slots)
+    return math.ceil(slots * (row_bytes + _core.Tier.BYTES_PER_SLOT)) + arrays
 
 
-def slots_for(budget: int, row_bytes: int, policy: Any) -> int:
-    """How many rows ``budget`` bytes hold, index and policy included."""
+def slots_for(budget: int, row_bytes: int, policy: Any, admission: Any = "always") -> int:
+    """How many rows ``budget`` bytes hold, index, policy and admission filter included."""
     low, high = 0, min(_MAX_SLOTS, budget // row_bytes)
     while low < high:
         middle = (low + high + 1) // 2
-        if bytes_for(middle, row_bytes, policy) <= budget:
+        if bytes_for(middle, row_bytes, policy, admission) <= budget:
             low = middle
         else:
             high = middle - 1
@@ -69,11 +79,19 @@ def slots_for(budget: int, row_bytes: int, policy: Any) -> int:
 class MemoryTier:
     """Rows of one layout in memory. Not thread-safe; see :class:`tierstore.cache.chain.Chain`.
 
-    ``policy`` None means that the tier holds every row that it is given and never evicts.
+    ``policy`` None means that the tier holds every row that it is given and never evicts. ``admission``
+    refuses rows a slot: they are used from the pad.
     """
 
     def __init__(
-        self, name: str, capacity: int, row_bytes: int, policy: Any | None, *, grows: bool = False
+        self,
+        name: str,
+        capacity: int,
+        row_bytes: int,
+        policy: Any | None,
+        *,
+        admission: Any = "always",
+        grows: bool = False,
     ) -> None:
         self.name = name
         self.capacity = capacity
@@ -81,9 +99,13 @@ class MemoryTier:
         # The compiled policy owns the arrays that the native tier points to: keep it as long as the tier.
         self._policy = None if policy is None else as_policy(policy).compile(capacity)
         self.uses_window = policy is not None and as_policy(policy).uses_window
-        self.policy_bytes = 0 if policy is None else policy_bytes(as_policy(policy), capacity)
+        self.policy_name = "none" if policy is None else as_policy(policy).name
+        filter_ = None if policy is None else as_admission(admission)
+        self._filter = None if filter_ is None else filter_.compile(capacity)
+        self.policy_bytes = sum(policy_bytes(p and as_policy(p), capacity) for p in (policy, filter_))
         state, hooks = (0, None) if self._policy is None else (self._policy.state_address, self._policy.hooks)
-        self.native = _core.Tier(capacity, row_bytes, grows, state, hooks)
+        gate = (0, 0) if self._filter is None else (self._filter.state_address, self._filter.hooks["admit"])
+        self.native = _core.Tier(capacity, row_bytes, grows, state, hooks, gate)
 
     def __len__(self) -> int:
         return len(self.native)

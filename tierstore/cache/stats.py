@@ -48,6 +48,8 @@ class ChainCounters:
     """Dirty rows handed to the store."""
     overflow_rows: int = 0
     """Rows that did not fit beside what was in flight and used the transient pad."""
+    refused_rows: int = 0
+    """Rows that admission gave no slot: they used the transient pad and were written through."""
     shrunk_plans: int = 0
     """Plans that had to wait for more releases than their depth asks for."""
     stall_seconds: float = 0.0

@@ -77,6 +77,7 @@ def tier_config(args: argparse.Namespace, all_bytes: int) -> TierConfig:
         path=args.ssd,
         engine=args.engine,
         policy=args.policy,
+        admission=args.admission,
         depth=args.depth,
         window=args.window,
     )

@@ -56,6 +56,12 @@ def _add_tiers(group: Any) -> None:
         "--policy", default="lookahead", metavar="NAME", help="eviction policy (default: lookahead)"
     )
     group.add_argument(
+        "--admission",
+        default="always",
+        metavar="NAME",
+        help="which missed rows get a slot: always (default), counter(N) or bloom(N)",
+    )
+    group.add_argument(
         "--depth", type=_count_or_auto, default="auto", metavar="K", help="batches fetched ahead"
     )
     group.add_argument(
