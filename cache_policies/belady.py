@@ -19,7 +19,4 @@ class Belady(Lookahead):
     offline = True
 
     def state(self, capacity: int) -> dict[str, np.ndarray]:
-        return {
-            "frequency": np.zeros(capacity, np.uint32),
-            **buckets.new_buckets(capacity, pool=capacity + 1),
-        }
+        return buckets.new_buckets(capacity, pool=capacity + 1)

@@ -2,9 +2,9 @@
 
 Keys are int64; the smallest is evicted first, and within one key the slot that came first. There are few
 distinct keys (frequencies; batches of the window) for many slots, so the heap of buckets is small and rarely
-changes. The number of buckets is bounded by ``POOL``: when all are in use, a slot that needs a new key stays
-in its bucket (or joins the first one). With frequencies that takes more than ``POOL**2 / 2`` = 8.6e9 touches
-of resident rows.
+changes. The number of buckets is bounded: when all are in use, a slot that needs a new key stays in its
+bucket (or joins the first one). With frequencies that takes ``POOL`` different ones at a time, and so at least
+``POOL**2 / 2`` = 5.4e8 touches of resident rows.
 
 A policy merges ``new_buckets`` into its state and passes the state to the functions here.
 """
@@ -15,27 +15,88 @@ import numpy as np
 from numba import njit
 
 from cache_policies import hashing
-from cache_policies.lists import new_lists, push_newest, push_oldest, unlink
 
-POOL = 1 << 17
+POOL = 1 << 15
 NO_BUCKET = -1
+_NEXT, _BUCKET, _SPARE = 1, 2, 3  # words of a node beside the first, its predecessor in the list
+_PLACED = 1  # flag beside the bucket: came to it without being used
+_BLOCK = 32
+_HINTS = 64  # a power of 2
+_DEAD = np.iinfo(np.int64).min  # the key of a bucket that is not in use
 
 
 def new_buckets(capacity: int, pool: int = POOL) -> dict[str, np.ndarray]:
     """Arrays for ``capacity`` slots and at most ``pool`` buckets."""
     pool = min(capacity + 1, pool)  # one more: a move makes the new bucket before it drops the old
-    prev, next_ = new_lists(capacity, pool)
+    node = np.zeros((capacity + pool, 4), np.int32)  # slots, then sentinels: one cache line has all of a slot
+    node[capacity:, 0] = node[capacity:, _NEXT] = np.arange(capacity, capacity + pool, dtype=np.int32)
     return {
-        "prev": prev,
-        "next": next_,
-        "bucket": np.zeros(capacity, np.int32),
-        "placed": np.zeros(capacity, np.bool_),  # came to its bucket without being used
-        "key": np.zeros(pool, np.int64),
+        "node": node.reshape(-1),  # before, after, 2 * bucket + placed, a word for the policy
+        "key": np.full(pool, _DEAD),
+        "hint": np.zeros(_HINTS, np.int32),  # by the last bits of a key: perhaps its bucket
         "position": np.zeros(pool, np.int32),  # of the bucket in the heap
         "heap": np.arange(pool, dtype=np.int32),  # heap, then free buckets
         "used": np.zeros(1, np.int64),  # buckets in use = size of the heap
         "table": hashing.new_table(pool),
+        "fetched": np.zeros(1, np.int64),  # so that fetch is not optimised away
     }
+
+
+@njit(error_model="numpy", forceinline=True)
+def fetch(s, slots, i):
+    """Called for every ``i``: brings the nodes of ``slots[i:]`` and their neighbours into the processor's
+    cache, a block at a time, so that their cache misses overlap."""
+    if i % _BLOCK:
+        return
+    last = min(i + _BLOCK, slots.size)
+    sum_ = 0
+    for k in range(i, last):
+        sum_ += s.node[4 * np.int64(slots[k])]
+    for k in range(i, last):
+        at = 4 * np.int64(slots[k])
+        sum_ += s.node[4 * np.int64(s.node[at])] + s.node[4 * np.int64(s.node[at + _NEXT])]
+    s.fetched[0] = sum_
+
+
+@njit(error_model="numpy", forceinline=True)
+def spare(s, slot):
+    """The position in ``s.node`` of a slot's word for the policy; it stays when the slot moves."""
+    return 4 * np.int64(slot) + _SPARE
+
+
+@njit(error_model="numpy", forceinline=True)
+def _sentinel(s, bucket):
+    return s.node.size // 4 - s.key.size + np.int64(bucket)
+
+
+@njit(error_model="numpy", forceinline=True)
+def _bucket(s, slot):
+    return s.node[4 * np.int64(slot) + _BUCKET] >> 1
+
+
+@njit(error_model="numpy", forceinline=True)
+def _unlink(s, slot):
+    at = 4 * np.int64(slot)
+    before, after = s.node[at], s.node[at + _NEXT]
+    s.node[4 * np.int64(before) + _NEXT] = after
+    s.node[4 * np.int64(after)] = before
+
+
+@njit(error_model="numpy", forceinline=True)
+def _link(s, slot, before, after):
+    at = 4 * np.int64(slot)
+    s.node[at] = before
+    s.node[at + _NEXT] = after
+    s.node[4 * np.int64(before) + _NEXT] = slot
+    s.node[4 * np.int64(after)] = slot
+
+
+@njit(error_model="numpy", forceinline=True)
+def _join(s, slot, bucket):
+    """As the newest of the bucket."""
+    sentinel = _sentinel(s, bucket)
+    s.node[4 * np.int64(slot) + _BUCKET] = 2 * bucket
+    _link(s, slot, s.node[4 * sentinel], sentinel)
 
 
 @njit(error_model="numpy", forceinline=True)
@@ -85,8 +146,12 @@ def _take_from_heap(s, bucket):
 @njit(error_model="numpy", forceinline=True)
 def _bucket_of(s, key):
     """The bucket of ``key``, made if need be; ``NO_BUCKET`` when all are in use."""
+    hint = s.hint[key & (_HINTS - 1)]
+    if s.key[hint] == key:
+        return hint
     at = hashing.find(s.table, s.key, key)
     if s.table[at] != 0:
+        s.hint[key & (_HINTS - 1)] = s.table[at] - 1
         return s.table[at] - 1
     size = s.used[0]
     if size == s.heap.size:
@@ -100,42 +165,42 @@ def _bucket_of(s, key):
 
 
 @njit(error_model="numpy", forceinline=True)
+def _forget_key(s, bucket):
+    hashing.erase(s.table, s.key, s.key[bucket])
+    s.key[bucket] = _DEAD
+
+
+@njit(error_model="numpy", forceinline=True)
 def _drop_if_empty(s, bucket):
-    sentinel = s.bucket.size + bucket
-    if s.next[sentinel] == sentinel:
-        hashing.erase(s.table, s.key, s.key[bucket])
+    sentinel = _sentinel(s, bucket)
+    if s.node[4 * sentinel] == sentinel:
         _take_from_heap(s, bucket)
+        _forget_key(s, bucket)
 
 
 @njit(error_model="numpy", forceinline=True)
 def add(s, slot, key):
     """A slot that is in no bucket becomes the newest of ``key``."""
     bucket = _bucket_of(s, key)
-    if bucket == NO_BUCKET:
-        bucket = s.heap[0]
-    s.bucket[slot] = bucket
-    s.placed[slot] = False
-    push_newest(s.prev, s.next, s.bucket.size + bucket, slot)
+    _join(s, slot, s.heap[0] if bucket == NO_BUCKET else bucket)
 
 
 @njit(error_model="numpy", forceinline=True)
 def take(s, slot):
     """Remove a slot from its bucket."""
-    unlink(s.prev, s.next, slot)
-    _drop_if_empty(s, s.bucket[slot])
+    _unlink(s, slot)
+    _drop_if_empty(s, _bucket(s, slot))
 
 
 @njit(error_model="numpy", forceinline=True)
 def move(s, slot, key):
     """A slot that is in some bucket becomes the newest of ``key``."""
-    old = s.bucket[slot]
-    bucket = _bucket_of(s, key)
+    old = _bucket(s, slot)
+    bucket = old if s.key[old] == key else _bucket_of(s, key)
     if bucket == NO_BUCKET:
         bucket = old
-    unlink(s.prev, s.next, slot)
-    s.bucket[slot] = bucket
-    s.placed[slot] = False
-    push_newest(s.prev, s.next, s.bucket.size + bucket, slot)
+    _unlink(s, slot)
+    _join(s, slot, bucket)
     if bucket != old:
         _drop_if_empty(s, old)
 
@@ -143,15 +208,21 @@ def move(s, slot, key):
 @njit(error_model="numpy", forceinline=True)
 def place(s, slot, key):
     """A slot that is in some bucket, and is not used now, becomes the oldest of ``key``."""
-    move(s, slot, key)
-    s.placed[slot] = True
-    unlink(s.prev, s.next, slot)
-    push_oldest(s.prev, s.next, s.bucket.size + s.bucket[slot], slot)
+    old = _bucket(s, slot)
+    bucket = old if s.key[old] == key else _bucket_of(s, key)
+    if bucket == NO_BUCKET:
+        bucket = old
+    _unlink(s, slot)
+    sentinel = _sentinel(s, bucket)
+    s.node[4 * np.int64(slot) + _BUCKET] = 2 * bucket + _PLACED
+    _link(s, slot, sentinel, s.node[4 * sentinel + _NEXT])
+    if bucket != old:
+        _drop_if_empty(s, old)
 
 
 @njit(error_model="numpy", forceinline=True)
 def key_of(s, slot):
-    return s.key[s.bucket[slot]]
+    return s.key[_bucket(s, slot)]
 
 
 @njit(error_model="numpy", forceinline=True)
@@ -165,21 +236,22 @@ def evict(s, n, last_use, pinned_since, victims):
     count, aside = 0, 0
     while count < n and s.used[0] > 0:
         bucket = s.heap[0]
-        sentinel = s.bucket.size + bucket
-        slot = s.next[sentinel]
+        sentinel = _sentinel(s, bucket)
+        slot = s.node[4 * sentinel + _NEXT]
         while slot != sentinel and count < n:
-            after = s.next[slot]
+            at = 4 * np.int64(slot)
+            after = s.node[at + _NEXT]
             if last_use[slot] < pinned_since:
-                unlink(s.prev, s.next, slot)
+                _unlink(s, slot)
                 victims[count] = slot
                 count += 1
-            elif not s.placed[slot]:
+            elif not s.node[at + _BUCKET] & _PLACED:
                 break
             slot = after
-        if s.next[sentinel] == sentinel:
+        if s.node[4 * sentinel] == sentinel:
             free = s.used[0] + aside - 1
-            hashing.erase(s.table, s.key, s.key[bucket])
             _take_from_heap(s, bucket)
+            _forget_key(s, bucket)
             s.heap[s.used[0]], s.heap[free] = s.heap[free], bucket
         elif count < n:
             _take_from_heap(s, bucket)

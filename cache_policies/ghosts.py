@@ -1,7 +1,10 @@
 """Keys of rows that were evicted, in lists with the oldest first: what ARC and S3-FIFO remember of the past.
 
 A policy merges ``new_ghosts`` into its state and passes the state to the functions here. Lists are numbered
-from 0.
+from 0. A key is a ghost at most once: policies forget a row's ghost when the row comes back.
+
+Ghosts are found by open addressing in ``ghost_table``, whose words hold 32 bits of the key's hash beside the
+entry's number: probing and erasing read no keys but the one that is looked for.
 """
 
 from __future__ import annotations
@@ -9,30 +12,66 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from cache_policies import hashing
+from cache_policies.hashing import mix
 from cache_policies.lists import new_lists, push_newest, unlink
 
 NO_GHOST = -1
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_AHEAD = 32  # keys whose places are fetched together: their cache misses overlap
 
 
 def new_ghosts(entries: int, lists: int) -> dict[str, np.ndarray]:
     """Arrays for at most ``entries`` (at least one) ghosts in ``lists`` lists."""
-    prev, next_ = new_lists(entries, lists + 1)
+    prev, next_ = new_lists(entries, lists)
     return {
         "ghost_key": np.zeros(entries, np.uint64),
         "ghost_list": np.zeros(entries, np.uint8),
         "ghost_prev": prev,
-        "ghost_next": next_,  # sentinels: the lists, then free entries
-        "ghost_size": np.zeros(lists + 1, np.int64),
+        "ghost_next": next_,  # of free entries: the next free one
+        "ghost_size": np.zeros(lists, np.int64),
+        "ghost_free": np.full(1, -1, np.int32),  # given back last, -1 if there is none
         "ghost_fresh": np.zeros(1, np.int64),  # entries from here on were never used
-        "ghost_table": hashing.new_table(entries),
+        "ghost_table": np.zeros(entries + entries // 2 + 2, np.uint64),  # hash, entry + 1; 0: empty
     }
+
+
+@njit(error_model="numpy", forceinline=True)
+def _home(table, word):
+    return np.int64(((word >> _HALF) * np.uint64(table.size)) >> _HALF)
+
+
+@njit(error_model="numpy", forceinline=True)
+def _after(table, at):
+    return at + 1 if at + 1 < table.size else 0
+
+
+@njit(error_model="numpy", forceinline=True)
+def fetch(s, keys, first):
+    """Brings the places of ``keys[first:]``, the next few, into the processor's cache; returns nothing of use.
+
+    To be called for every ``first`` that is a multiple of 32.
+    """
+    sum_ = np.uint64(0)
+    for i in range(first, min(first + _AHEAD, keys.size)):
+        sum_ += s.ghost_table[_home(s.ghost_table, mix(keys[i]))]
+    return sum_
 
 
 @njit(error_model="numpy", forceinline=True)
 def find(s, key):
     """The ghost of ``key``, or ``NO_GHOST``."""
-    return np.int64(s.ghost_table[hashing.find(s.ghost_table, s.ghost_key, key)]) - 1
+    hash_ = mix(key)
+    at = _home(s.ghost_table, hash_)
+    while True:
+        word = s.ghost_table[at]
+        if word == 0:
+            return NO_GHOST
+        if word >> _HALF == hash_ >> _HALF:
+            ghost = np.int64(word & _LOW) - 1
+            if s.ghost_key[ghost] == key:
+                return ghost
+        at = _after(s.ghost_table, at)
 
 
 @njit(error_model="numpy", forceinline=True)
@@ -42,48 +81,68 @@ def oldest(s, list_):
 
 
 @njit(error_model="numpy", forceinline=True)
-def _move(s, ghost, list_):
-    unlink(s.ghost_prev, s.ghost_next, ghost)
-    s.ghost_size[s.ghost_list[ghost]] -= 1
-    _join(s, ghost, list_)
+def _erase(s, ghost):
+    """Takes a ghost out of the table, moving later entries of its run back."""
+    table = s.ghost_table
+    hole = _home(table, mix(s.ghost_key[ghost]))
+    while np.int64(table[hole] & _LOW) != ghost + 1:
+        hole = _after(table, hole)
+    at = _after(table, hole)
+    while table[at] != 0:
+        home = _home(table, table[at])
+        if (at - home if at >= home else at - home + table.size) >= (
+            at - hole if at >= hole else at - hole + table.size
+        ):
+            table[hole] = table[at]
+            hole = at
+        at = _after(table, at)
+    table[hole] = 0
 
 
 @njit(error_model="numpy", forceinline=True)
-def _join(s, ghost, list_):
-    push_newest(s.ghost_prev, s.ghost_next, s.ghost_key.size + list_, ghost)
-    s.ghost_list[ghost] = list_
-    s.ghost_size[list_] += 1
+def _leave(s, ghost):
+    _erase(s, ghost)
+    unlink(s.ghost_prev, s.ghost_next, ghost)
+    s.ghost_size[s.ghost_list[ghost]] -= 1
 
 
 @njit(error_model="numpy", forceinline=True)
 def forget(s, ghost):
-    hashing.erase(s.ghost_table, s.ghost_key, s.ghost_key[ghost])
-    _move(s, ghost, s.ghost_size.size - 1)  # to the free entries
+    _leave(s, ghost)
+    s.ghost_next[ghost] = s.ghost_free[0]
+    s.ghost_free[0] = ghost
+
+
+@njit(error_model="numpy", forceinline=True)
+def _room(s, list_):
+    """An entry to use: a free one, or that of the oldest ghost of the list (or, if it has none, of the first
+    list that has), which is forgotten."""
+    ghost = np.int64(s.ghost_free[0])
+    if ghost >= 0:
+        s.ghost_free[0] = s.ghost_next[ghost]
+        return ghost
+    if s.ghost_fresh[0] < s.ghost_key.size:
+        s.ghost_fresh[0] += 1
+        return s.ghost_fresh[0] - 1
+    crowded = list_
+    for other in range(s.ghost_size.size):
+        if s.ghost_size[crowded] == 0:
+            crowded = other
+    ghost = oldest(s, crowded)
+    _leave(s, ghost)
+    return ghost
 
 
 @njit(error_model="numpy", forceinline=True)
 def remember(s, key, list_):
-    """``key`` becomes the newest ghost of a list. If all entries are in use, the oldest ghost of that list
-    (or, if it has none, of the first list that has) is forgotten.
-    """
-    ghost = find(s, key)
-    if ghost != NO_GHOST:
-        _move(s, ghost, list_)
-        return
-    free = s.ghost_size.size - 1
-    if s.ghost_size[free] == 0 and s.ghost_fresh[0] == s.ghost_key.size:
-        crowded = list_
-        for other in range(free):
-            if s.ghost_size[crowded] == 0:
-                crowded = other
-        forget(s, oldest(s, crowded))
-    if s.ghost_size[free] > 0:
-        ghost = oldest(s, free)
-        unlink(s.ghost_prev, s.ghost_next, ghost)
-        s.ghost_size[free] -= 1
-    else:
-        ghost = s.ghost_fresh[0]
-        s.ghost_fresh[0] += 1
+    """``key``, which is no ghost, becomes the newest ghost of a list."""
+    ghost = _room(s, list_)
+    hash_ = mix(key)
+    at = _home(s.ghost_table, hash_)
+    while s.ghost_table[at] != 0:
+        at = _after(s.ghost_table, at)
+    s.ghost_table[at] = (hash_ & ~_LOW) | np.uint64(ghost + 1)
     s.ghost_key[ghost] = key
-    s.ghost_table[hashing.find(s.ghost_table, s.ghost_key, key)] = ghost + 1
-    _join(s, ghost, list_)
+    s.ghost_list[ghost] = list_
+    push_newest(s.ghost_prev, s.ghost_next, s.ghost_key.size + list_, ghost)
+    s.ghost_size[list_] += 1

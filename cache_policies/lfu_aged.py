@@ -52,7 +52,9 @@ class LfuAged(Policy):
 
     @staticmethod
     def touch(s, slots, keys, next_use, now):
-        for slot in slots:
+        for i in range(slots.size):
+            buckets.fetch(s, slots, i)
+            slot = slots[i]
             buckets.move(s, slot, _used(s, slot))
 
     @staticmethod

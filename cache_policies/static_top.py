@@ -51,7 +51,9 @@ class StaticTop(Policy):
 
     @staticmethod
     def touch(s, slots, keys, next_use, now):
-        for slot in slots:
+        for i in range(slots.size):
+            buckets.fetch(s, slots, i)
+            slot = slots[i]
             buckets.move(s, slot, buckets.key_of(s, slot))
 
     @staticmethod

@@ -175,6 +175,7 @@ void BindTier(py::module_& m) {
       .def_property_readonly("row_bytes", &Tier::row_bytes)
       .def_property_readonly("pad_in_use", &Tier::pad_in_use)
       .def_property_readonly("metadata_bytes", &Tier::metadata_bytes)
+      .def_property_readonly("policy_seconds", &Tier::policy_seconds)
       .def("__len__", &Tier::size);
 }
 

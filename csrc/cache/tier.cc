@@ -1,6 +1,7 @@
 #include "cache/tier.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -9,6 +10,20 @@ namespace tierstore {
 namespace {
 // Memory is made accessible in steps of so many slots; pages cost nothing before they are written.
 constexpr std::int64_t kGrowthStep = 4096;
+
+// Adds the time from its making to its end.
+class Stopwatch {
+ public:
+  explicit Stopwatch(double* seconds) : seconds_(seconds), begin_(Clock::now()) {}
+  ~Stopwatch() { *seconds_ += std::chrono::duration<double>(Clock::now() - begin_).count(); }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  double* seconds_;
+  Clock::time_point begin_;
+};
 }  // namespace
 
 Tier::Tier(const TierConfig& config)
@@ -79,6 +94,7 @@ void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::i
     }
   }
   if (!hits.empty()) {
+    const Stopwatch watch(&policy_seconds_);
     config_.policy.touch(config_.policy.state, hits.data(), hit_keys.data(), hit_next.data(),
                          static_cast<std::int64_t>(hits.size()), now);
   }
@@ -95,10 +111,13 @@ void Tier::Admit(const std::uint64_t* keys, Plan* plan) {
   missed.reserve(misses.size());
   for (const std::int32_t miss : misses) missed.push_back(keys[miss]);
   std::vector<std::uint8_t> admitted(misses.size(), 1);
-  if (config_.filter)
-    config_.filter.admit(config_.filter.state, missed.data(), n, plan->now, admitted.data());
-  if (config_.policy.admit != nullptr)
-    config_.policy.admit(config_.policy.state, missed.data(), n, plan->now, admitted.data());
+  {
+    const Stopwatch watch(&policy_seconds_);
+    if (config_.filter)
+      config_.filter.admit(config_.filter.state, missed.data(), n, plan->now, admitted.data());
+    if (config_.policy.admit != nullptr)
+      config_.policy.admit(config_.policy.state, missed.data(), n, plan->now, admitted.data());
+  }
   std::vector<std::int32_t> refused;
   std::size_t kept = 0;
   for (std::size_t i = 0; i < misses.size(); ++i) {
@@ -130,8 +149,11 @@ void Tier::TakeVictim(std::int32_t slot, Departures* victims) {
 std::int64_t Tier::Evict(std::int64_t pinned_since, Plan* plan) {
   if (plan->needed == 0 || !config_.policy) return plan->needed;
   std::vector<std::int32_t> chosen(static_cast<std::size_t>(plan->needed));
-  const std::int64_t found =
-      config_.policy.evict(config_.policy.state, plan->needed, last_use_.data(), pinned_since, chosen.data());
+  const std::int64_t found = [&] {
+    const Stopwatch watch(&policy_seconds_);
+    return config_.policy.evict(config_.policy.state, plan->needed, last_use_.data(), pinned_since,
+                                chosen.data());
+  }();
   if (found < 0 || found > plan->needed) {
     throw PolicyFault("evict() returned " + std::to_string(found) + " where it was asked for up to " +
                       std::to_string(plan->needed) + " slots");
@@ -216,6 +238,7 @@ void Tier::Assign(const std::uint64_t* keys, bool use_pad, Plan* plan) {
     index_.Insert(slot);
   }
   if (!slots.empty()) {
+    const Stopwatch watch(&policy_seconds_);
     config_.policy.insert(config_.policy.state, slots.data(), inserted.data(), next_use.data(),
                           static_cast<std::int64_t>(slots.size()), plan->now);
   }
@@ -292,7 +315,10 @@ void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
     resident_[slots[i]] = kEmpty;
     free_.push_back(slots[i]);
   }
-  if (config_.policy && n > 0) config_.policy.remove(config_.policy.state, slots, n);
+  if (config_.policy && n > 0) {
+    const Stopwatch watch(&policy_seconds_);
+    config_.policy.remove(config_.policy.state, slots, n);
+  }
 }
 
 void Tier::Announce(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n,
@@ -315,6 +341,7 @@ void Tier::Announce(const std::uint64_t* keys, const std::int64_t* next_use, std
     uses.push_back(next_use[i]);
   }
   if (config_.policy && kept > 0) {
+    const Stopwatch watch(&policy_seconds_);
     config_.policy.announce(config_.policy.state, slots.data(), uses.data(), static_cast<std::int64_t>(kept),
                             now);
   }

@@ -98,6 +98,8 @@ class Tier {
   std::int64_t size() const { return index_.size(); }
   std::int64_t pad_in_use() const;
   std::int64_t metadata_bytes() const;
+  // Time spent in the hooks of policy and filter.
+  double policy_seconds() const { return policy_seconds_; }
 
  private:
   void CommitSlots(std::int64_t slots);
@@ -130,6 +132,7 @@ class Tier {
   std::vector<std::int32_t> pad_home_;   // per pad slot: the slot that its row was given, or -1
   std::vector<std::int32_t> pad_free_;
   std::vector<std::int32_t> pad_drainable_;
+  double policy_seconds_ = 0;
 };
 
 }  // namespace tierstore

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +93,18 @@ class Chain:
             below, reach = below - hits, reach - hit_accesses
         self.counters.initialised_rows += below
 
+    @contextmanager
+    def _planning_time(self) -> Iterator[None]:
+        begin, hooks = time.perf_counter(), self._policy_seconds()
+        try:
+            yield
+        finally:
+            self.counters.plan_seconds += time.perf_counter() - begin
+            self.counters.policy_seconds += self._policy_seconds() - hooks
+
+    def _policy_seconds(self) -> float:
+        return sum(tier.native.policy_seconds for tier in self._memory_tiers())
+
     # -- lookups -------------------------------------------------------------------------
 
     def batch(self, segments: List[Segment]) -> Any:
@@ -119,7 +133,7 @@ class Chain:
 
     def announce(self, seq: int, batch: Any) -> None:
         """Lookup ``seq`` will come: its ids become part of the window."""
-        with self._moving:
+        with self._moving, self._planning_time():
             self._check_open()
             first_seen = self.window.announce(seq, batch)
             for tier in self._memory_tiers():
@@ -161,7 +175,7 @@ class Chain:
     ) -> None:
         seq, keys = ticket.seq, ticket.batch.unique
         fast = self.fast.native
-        with self._moving:
+        with self._moving, self._planning_time():
             self._check_open()
             self._drain_pad()
             next_use = self.window.take(seq) if announced else None
@@ -174,14 +188,14 @@ class Chain:
             with self._moving:
                 fast.abort(plan)
             raise
-        with self._moving:
+        with self._moving, self._planning_time():
             self._move(ticket, plan, keys)
 
     def _find_victims(self, plan: Any, pinned_since: int, stop: Callable[[], bool] | None) -> None:
         """Without holding ``_moving`` while it waits: until the rows move, they are found where they were."""
         since, seq = pinned_since, plan.now
         while True:
-            with self._moving:
+            with self._moving, self._planning_time():
                 oldest = self.sequence.oldest_in_use(seq)  # first: what is over by now, the pad must know
                 self._drain_pad()
                 needed = self._evict(self.fast, min(since, oldest), plan)

@@ -52,6 +52,10 @@ class ChainCounters:
     """Rows that admission gave no slot: they used the transient pad and were written through."""
     shrunk_plans: int = 0
     """Plans that had to wait for more releases than their depth asks for."""
+    plan_seconds: float = 0.0
+    """Time that lookups took to be announced and planned and to have their rows moved, waits excepted."""
+    policy_seconds: float = 0.0
+    """Of it, what policies and admission filters took."""
     stall_seconds: float = 0.0
     """Time that the computing thread waited for rows."""
     read_rows: int = 0
