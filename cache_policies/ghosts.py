@@ -48,9 +48,9 @@ def _after(table, at):
 
 @njit(error_model="numpy", forceinline=True)
 def fetch(s, keys, first):
-    """Brings the places of ``keys[first:]``, the next few, into the processor's cache; returns nothing of use.
+    """Brings the places of the next few keys, ``keys[first:]``, into the processor's cache.
 
-    To be called for every ``first`` that is a multiple of 32.
+    To be called for every ``first`` that is a multiple of 32; what it returns is of no use.
     """
     sum_ = np.uint64(0)
     for i in range(first, min(first + _AHEAD, keys.size)):
