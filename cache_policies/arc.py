@@ -68,7 +68,6 @@ class Arc(Policy):
             "key": np.zeros(capacity, np.uint64),
             "known": np.zeros(capacity, np.uint8),  # of the misses of this plan, in order
             "misses": np.zeros(1, np.int64),
-            "fetched": np.zeros(1, np.uint64),  # so that ghosts.fetch is not optimised away
             "asked": np.zeros(1, np.bool_),  # admit is called at all: else ghosts are noticed by insert
             "incoming": np.zeros(2, np.int64),  # rows of this plan that T1 and T2 will have got
             "length": np.zeros(2, np.int64),
@@ -91,15 +90,11 @@ class Arc(Policy):
     def admit(s, keys, now, admitted):
         s.asked[0] = True
         n = 0
-        fetched = np.uint64(0)
         for i in range(keys.size):
-            if i % 32 == 0:
-                fetched += ghosts.fetch(s, keys, i)
             if admitted[i] and n < s.key.size:
                 s.known[n] = _adapt(s, keys[i])
                 n += 1
         s.misses[0] = n
-        s.fetched[0] = fetched
 
     @staticmethod
     def insert(s, slots, keys, next_use, now):

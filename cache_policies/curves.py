@@ -17,8 +17,8 @@ from cache_policies.prepared import PreparedTrace, prepare
 from cache_policies.reuse import sample
 from cache_policies.simulator import Simulation, simulate
 
-#: Row uses that ``auto_rate`` lets a set of simulations go through, about a minute and a half on two cores.
-EXACT_USES = 2_000_000_000
+#: Row uses that ``auto_rate`` lets a set of simulations go through, about a minute on two cores.
+EXACT_USES = 800_000_000
 #: Fewer sampled rows than this make a curve uncertain by more than about .01.
 FEWEST_ROWS = 20_000
 

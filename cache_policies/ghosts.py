@@ -18,7 +18,6 @@ from cache_policies.lists import new_lists, push_newest, unlink
 NO_GHOST = -1
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
-_AHEAD = 32  # keys whose places are fetched together: their cache misses overlap
 
 
 def new_ghosts(entries: int, lists: int) -> dict[str, np.ndarray]:
@@ -44,18 +43,6 @@ def _home(table, word):
 @njit(error_model="numpy", forceinline=True)
 def _after(table, at):
     return at + 1 if at + 1 < table.size else 0
-
-
-@njit(error_model="numpy", forceinline=True)
-def fetch(s, keys, first):
-    """Brings the places of the next few keys, ``keys[first:]``, into the processor's cache.
-
-    To be called for every ``first`` that is a multiple of 32; what it returns is of no use.
-    """
-    sum_ = np.uint64(0)
-    for i in range(first, min(first + _AHEAD, keys.size)):
-        sum_ += s.ghost_table[_home(s.ghost_table, mix(keys[i]))]
-    return sum_
 
 
 @njit(error_model="numpy", forceinline=True)

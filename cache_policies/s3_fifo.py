@@ -94,7 +94,6 @@ class S3Fifo(Policy):
             "key": np.zeros(capacity, np.uint64),
             "returns": np.zeros(capacity, np.bool_),  # misses of this plan, in order: evicted lately
             "misses": np.zeros(1, np.int64),
-            "fetched": np.zeros(1, np.uint64),  # so that ghosts.fetch is not optimised away
             "asked": np.zeros(1, np.bool_),  # admit is called at all: else ghosts are noticed by insert
             "small": np.array([int(capacity * self.small)]),  # slots
             "length": np.zeros(2, np.int64),
@@ -106,15 +105,11 @@ class S3Fifo(Policy):
     def admit(s, keys, now, admitted):
         s.asked[0] = True
         n = 0
-        fetched = np.uint64(0)
         for i in range(keys.size):
-            if i % 32 == 0:
-                fetched += ghosts.fetch(s, keys, i)
             if admitted[i] and n < s.uses.size:
                 s.returns[n] = _returns(s, keys[i])
                 n += 1
         s.misses[0] = n
-        s.fetched[0] = fetched
 
     @staticmethod
     def touch(s, slots, keys, next_use, now):
