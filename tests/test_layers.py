@@ -29,6 +29,7 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "pipeline": BASICS | {"sparse", "optim", "store", "cache", "modules"},
     "sharding": BASICS
     | {"_core", "placement", "planner", "sparse", "optim", "store", "cache", "modules", "pipeline"},
+    "checkpoint": BASICS | {"optim", "store", "cache", "modules", "pipeline"},
     "data": BASICS | {"sparse", "modules"},
     "trace": BASICS | {"sparse", "data", "cache_policies"},
     "models": BASICS | {"sparse", "optim", "modules", "data"},

@@ -91,7 +91,17 @@ _HOME = {
     ],
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-_SUBMODULES = ["data", "errors", "initializers", "interop", "models", "modules", "optim", "sparse"]
+_SUBMODULES = [
+    "checkpoint",
+    "data",
+    "errors",
+    "initializers",
+    "interop",
+    "models",
+    "modules",
+    "optim",
+    "sparse",
+]
 
 __all__ = [
     "ClosedError",

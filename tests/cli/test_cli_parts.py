@@ -76,7 +76,20 @@ class TestOptions:
     def test_the_options_are_these(self) -> None:
         """Frozen, so that growth is a visible change."""
         assert sorted(vars(parse())) == [
-            *("batch_size", "compare", "data", "depth", "dim", "engine", "epochs", "hbm", "json", "lr"),
+            *(
+                "batch_size",
+                "checkpoint",
+                "checkpoint_every",
+                "compare",
+                "data",
+                "depth",
+                "dim",
+                "engine",
+                "epochs",
+                "hbm",
+                "json",
+                "lr",
+            ),
             *("max_rows", "optimizer", "path", "policy", "resume", "rows", "seed", "ssd", "ssd_cap", "steps"),
             *("tables", "tensorboard", "threads", "uvm", "window"),
         ]
@@ -167,19 +180,13 @@ class TestJsonFile:
             JsonFile(tmp_path)
 
 
-class TestCheckpointFolder:
-    def test_resume_needs_a_folder_with_a_store(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="needs --ssd"):
-            checkpoint.check_folder(None, resume=True)
-        with pytest.raises(ConfigError, match="holds no store"):
-            checkpoint.check_folder(tmp_path, resume=True)
-
-    def test_a_store_is_not_overwritten(self, tmp_path: Path) -> None:
-        checkpoint.check_folder(tmp_path, resume=False)
-        (tmp_path / "TIERSTORE.json").write_text("{}")
-        with pytest.raises(ConfigError, match="already holds a store"):
-            checkpoint.check_folder(tmp_path, resume=False)
-        checkpoint.check_folder(tmp_path, resume=True)
+def test_a_store_is_not_overwritten(tmp_path: Path) -> None:
+    arguments = ["--ssd", str(tmp_path)]
+    checkpoint.check(parse(*arguments))
+    (tmp_path / "TIERSTORE.json").write_text("{}")
+    with pytest.raises(ConfigError, match="already holds a store"):
+        checkpoint.check(parse(*arguments))
+    checkpoint.check(parse(*arguments, "--resume"))
 
 
 def test_peak_rss_starts_again() -> None:

@@ -128,15 +128,16 @@ class TestStopping:
     ) -> None:
         store = tmp_path / "store"
         assert train("--ssd", store) == 130
-        assert f"saved in {store}; to go on, repeat the command with --resume" in capsys.readouterr().err
+        said = f"saved after 10 batches in {store}/checkpoints; to go on, repeat the command with --resume"
+        assert said in capsys.readouterr().err
         assert main(["inspect", str(store)]) == 0
-        assert "  batches: 10\n" in capsys.readouterr().out
+        assert "  step: 10\n" in capsys.readouterr().out
         monkeypatch.undo()
         assert (
             train("--ssd", store, "--resume", "--compare", "in-memory", "--json", tmp_path / "out.json") == 0
         )
-        assert json.loads((tmp_path / "out.json").read_text())["examples"] == 14 * 64
-        assert [file.name for file in store.glob("dense-*")] == ["dense-24.pt"]
+        assert json.loads((tmp_path / "out.json").read_text())["examples"] == 24 * 64
+        assert len(list((store / "checkpoints").glob("*-step24-*"))) == 1
 
     @pytest.mark.usefixtures("_ctrl_c_in_batch_10")
     def test_without_a_folder_it_says_that_nothing_is_kept(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +147,7 @@ class TestStopping:
     def test_resume_wants_the_same_options(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert train("--ssd", tmp_path / "store") == 0
         assert train("--ssd", tmp_path / "store") == 2
-        assert "already holds a store" in capsys.readouterr().err
+        assert "already holds a checkpoint" in capsys.readouterr().err
         assert train("--ssd", tmp_path / "store", "--resume", "--lr", "0.5") == 2
         assert "had --lr 0.02" in capsys.readouterr().err
 
@@ -164,7 +165,8 @@ class TestStopping:
         (["--engine", "paper"], "unknown engine 'paper'"),
         (["--optimizer", "newton"], "unknown optimizer 'newton'; known optimizers"),
         (["--lr", "-1"], "lr is -1.0"),
-        (["--resume"], "--resume needs --ssd"),
+        (["--resume"], "--resume needs --checkpoint DIR"),
+        (["--checkpoint-every", "3"], "--checkpoint-every needs --checkpoint DIR"),
         (["--hbm", "all", "--ssd", "somewhere"], "nothing would be stored there"),
         (["--depth", "1000"], "depth is 1000"),
     ],
@@ -194,7 +196,7 @@ def test_a_full_disk_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFix
     store = tmp_path / "store"
     assert train("--ssd", store, "--ssd-cap", "64KiB", "--hbm", "8KiB") == 2
     error = capsys.readouterr().err
-    assert f"{store} holds what was committed before this run, and nothing of it" in error
+    assert f"{store}/checkpoints holds what was saved before this run, and nothing of it" in error
     assert "error: " in error.splitlines()[-1]
 
 

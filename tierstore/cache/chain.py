@@ -299,6 +299,10 @@ class Chain:
         if self.host is not None:
             yield self.host
 
+    def is_empty(self) -> bool:
+        """Whether no memory tier holds a row."""
+        return not any(len(tier) for tier in self._memory_tiers())
+
     def _drain_pad(self) -> None:
         """Writes down rows of the pad that no lookup uses any more."""
         native = self.fast.native

@@ -22,7 +22,7 @@ from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError
 from tierstore.initializers import Init, as_init, table_seed
 from tierstore.store.directory import open_store
-from tierstore.store.protocol import RowStore, TableSpec
+from tierstore.store.protocol import CommitInfo, RowStore, TableSpec
 
 logger = logging.getLogger("tierstore")
 
@@ -75,25 +75,38 @@ class Engine:
         self.specs = [self._spec(index, table, seed) for index, table in enumerate(tables)]
         self.updates: dict[str, int] = {}
         """Fused optimizer steps so far of each module that uses the engine; committed with the rows."""
+        self.checkpoints = ""
+        """Id of the folder whose checkpoints name the store's commits; committed with the rows."""
         self._closing = threading.Lock()
         self.closed = False
         if not config.keeps_all:
             # A budget promises what the process takes, and malloc's heap would grow to twice what is in use.
             # Mapping more costs time, so only where the index of the many rows below needs the room.
             _core.fix_malloc_threshold(4 << 20 if int(config.hbm) + int(config.uvm) < 512 << 20 else 2 << 20)
-        groups = self._groups()
-        demands = [self._demand(name, members) for name, members in groups.items()]
         self.policy = as_policy(config.policy)
+        self._keep = keep
+        self._open(at)
+
+    # -- construction --------------------------------------------------------------------
+
+    def _open(self, at: int | str) -> None:
+        """Opens the store, and empty memory tiers above it."""
+        config, groups = self.config, self._groups()
+        demands = [self._demand(name, members) for name, members in groups.items()]
         fast = fast_tiers(config, demands, self.policy)
         host = divide(int(config.uvm), demands, self.policy, "uvm") if config.uvm else [None] * len(demands)
         self.store: RowStore | None = None
         if config.ssd:
-            self.store = open_store(config.path, config.engine, self.specs, int(config.ssd), keep=keep, at=at)
+            self.store = open_store(
+                config.path, config.engine, self.specs, int(config.ssd), keep=self._keep, at=at
+            )
         try:
             self.chains = [
                 self._chain(*item) for item in zip(demands, groups.values(), fast, host, strict=True)
             ]
             self._load_meta()
+            self._position = at or max((commit.id for commit in self.commits()), default=0)
+            """The commit that the store was opened at or made last."""
         except BaseException:
             if self.store is not None:
                 self.store.close()
@@ -103,8 +116,6 @@ class Engine:
             for chain, members in zip(self.chains, groups.values(), strict=True)
             for table in members
         }
-
-    # -- construction --------------------------------------------------------------------
 
     def _spec(self, index: int, table: Table, seed: int) -> TableSpec:
         override = self.config.table(table.origin or table.name)
@@ -166,9 +177,9 @@ class Engine:
 
     def _load_meta(self) -> None:
         meta = self.store.meta() if self.store is not None else b""
-        self.updates = (
-            {name: int(n) for name, n in json.loads(meta).get("updates", {}).items()} if meta else {}
-        )
+        said = json.loads(meta) if meta else {}
+        self.updates = {name: int(n) for name, n in said.get("updates", {}).items()}
+        self.checkpoints = str(said.get("checkpoints", ""))
 
     # -- lookups -------------------------------------------------------------------------
 
@@ -264,9 +275,37 @@ class Engine:
         meta = {
             "version": META_VERSION,
             "updates": self.updates,
+            "checkpoints": self.checkpoints,
             "extra": extra or {},
         }
-        return self.store.commit(json.dumps(meta).encode(), tag)
+        self._position = self.store.commit(json.dumps(meta).encode(), tag)
+        return self._position
+
+    def commits(self) -> list[CommitInfo]:
+        """The commits that the store keeps, oldest first; none without a store."""
+        return [] if self.store is None else self.store.commits()
+
+    def drop_commit(self, id: int) -> None:
+        """Gives up a commit that is not the newest."""
+        self.check_open()
+        if self.store is not None:
+            self.store.drop_commit(id)
+
+    def go_to(self, commit: int) -> None:
+        """Makes the tables those of a commit that the store keeps; everything later is forgotten.
+
+        Raises ``ConfigError`` while lookups are in flight. If the store does not open any more, the tables
+        are closed.
+        """
+        self.check_open()
+        if self._position == commit and all(chain.is_empty() for chain in self.chains):
+            return
+        if any(chain.window.lookups for chain in self.chains):
+            raise ConfigError("a prefetch is running on these tables; close it first")
+        self.close(commit=False)
+        self.chains, self._chain_of = [], {}
+        self._open(commit)
+        self.closed = False
 
     def committed_extra(self) -> dict[str, Any]:
         """``extra`` of the last commit."""

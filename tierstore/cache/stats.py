@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
@@ -67,3 +67,23 @@ class ChainCounters:
 
     def report(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def counters_of(chains: Any) -> dict[str, Any]:
+    """All counters of chains, as plain values, for a run that goes on in another process."""
+    return {
+        chain.name: {
+            "chain": asdict(chain.counters),
+            "tiers": {name: asdict(tier) for name, tier in chain.tiers.items()},
+        }
+        for chain in chains
+    }
+
+
+def go_on_counting(chains: Any, saved: dict[str, Any]) -> None:
+    """Sets the counters of chains to saved ones; tiers that are new begin at 0."""
+    for chain in chains:
+        known = saved.get(chain.name, {"chain": {}, "tiers": {}})
+        chain.counters = ChainCounters(**known["chain"])
+        for name in chain.tiers:
+            chain.tiers[name] = TierCounters(**known["tiers"].get(name, {}))

@@ -1,92 +1,119 @@
-"""A training run that can go on: rows in the store's commit, the rest in a file that the commit names."""
+"""A training run that can go on: when it is saved, and whether what a folder holds is the run that is asked
+for."""
 
 from __future__ import annotations
 
 import argparse
-import os
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
+from tierstore import checkpoint
 from tierstore.cli.trainer import Trainer
-from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
+from tierstore.errors import ConfigError
 
 MUST_MATCH = ("data", "path", "rows", "tables", "max_rows", "batch_size", "dim", "optimizer", "lr", "seed")
 """Options that a resumed run must repeat, since otherwise it would not be the same training."""
 
 _STORE_FILE = "TIERSTORE.json"
+_ROWS = "rows"
 
 
-def check_folder(folder: Path | None, resume: bool) -> None:
-    """Raises ``ConfigError`` when ``folder`` has a store that is not to be resumed, or lacks one that is."""
-    if folder is None:
-        if resume:
-            raise ConfigError("--resume needs --ssd DIR, the folder of the run to go on with")
+def folder_of(args: argparse.Namespace) -> Path | None:
+    """Where the run is saved: ``--checkpoint``, else in the store's folder; None if neither is given."""
+    if args.checkpoint is None and args.ssd is not None:
+        return args.ssd / "checkpoints"
+    return args.checkpoint
+
+
+def store_of(args: argparse.Namespace) -> Path | None:
+    """Where the rows are: ``--ssd``, else in the folder of the checkpoints; None for a temporary folder."""
+    if args.ssd is None and args.checkpoint is not None:
+        return args.checkpoint / _ROWS
+    return args.ssd
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ``ConfigError`` if the run would mix with another one, or cannot go on with the one it names."""
+    folder, store = folder_of(args), store_of(args)
+    if folder is None or store is None:
+        for option, given in (("--resume", args.resume), ("--checkpoint-every", args.checkpoint_every)):
+            if given:
+                raise ConfigError(f"{option} needs --checkpoint DIR, the folder of the run's checkpoints")
         return
-    exists = (folder / _STORE_FILE).exists()
-    if exists and not resume:
-        raise ConfigError(
-            f"{folder} already holds a store; go on with it by --resume, give another folder, or remove it"
-        )
-    if resume and not exists:
-        raise ConfigError(f"--resume: {folder} holds no store; leave --resume out to start one there")
+    said = checkpoint.read_extra(folder)
+    if args.resume:
+        if said is not None:
+            _check_options(args, folder, said)
+        return
+    for path, there, what in (
+        (folder, said is not None, "checkpoint"),
+        (store, (store / _STORE_FILE).exists(), "store"),
+    ):
+        if there:
+            raise ConfigError(
+                f"{path} already holds a {what}; go on with it by --resume, give another folder, or remove it"
+            )
 
 
-def save(trainer: Trainer, args: argparse.Namespace) -> None:
-    """Commits rows, dense parameters and position as one: after a crash the last commit's state is whole."""
-    name = f"dense-{trainer.batches}.pt"
-    file = args.ssd / name
-    temporary = file.with_suffix(".tmp")
-    model = {key: tensor.detach() for key, tensor in dense_tensors(trainer).items()}
-    with open(temporary, "wb") as out:
-        torch.save({"model": model, "optimizer": trainer.optimizer.state_dict()}, out)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, file)
-    trainer.embeddings.commit({"batches": trainer.batches, "dense": name, "options": options(args)})
-    for old in args.ssd.glob("dense-*.pt"):
-        if old.name != name:
-            with suppress(OSError):
-                old.unlink()
-
-
-def load(trainer: Trainer, args: argparse.Namespace) -> None:
-    """Puts ``trainer`` where the last commit in ``args.ssd`` was; the rows are there already."""
-    saved = trainer.embeddings.engine.committed_extra()
-    if "dense" not in saved:
-        raise StoreMismatchError(
-            f"--resume: {args.ssd} has no commit of tierstore train; start in another folder"
-        )
-    now = options(args)
+def _check_options(args: argparse.Namespace, folder: Path, said: Any) -> None:
+    if not isinstance(said, dict) or "options" not in said:
+        raise ConfigError(f"--resume: {folder} holds no checkpoint of tierstore train; give another folder")
+    now = _options(args)
     different = [
-        f"--{key.replace('_', '-')} {was}" for key, was in saved["options"].items() if now[key] != was
+        f"--{key.replace('_', '-')} {was}" for key, was in said["options"].items() if now.get(key) != was
     ]
     if different:
-        raise ConfigError(f"--resume: the run in {args.ssd} had {', '.join(different)}; repeat that")
-    file = args.ssd / saved["dense"]
-    try:
-        content = torch.load(file, weights_only=True)
-    except FileNotFoundError:
-        raise StoreCorruptError(f"{file} with the dense parameters of the last commit is missing") from None
-    with torch.no_grad():
-        for name, tensor in dense_tensors(trainer).items():
-            tensor.copy_(content["model"][name])
-    trainer.optimizer.load_state_dict(content["optimizer"])
-    trainer.batches = saved["batches"]
+        raise ConfigError(f"--resume: the run in {folder} had {', '.join(different)}; repeat that")
 
 
-def dense_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """Parameters and buffers of the model outside its tables, by name."""
-    of_tables = {id(tensor) for tensor in _tensors(trainer.embeddings).values()}
-    return {name: tensor for name, tensor in _tensors(trainer.model).items() if id(tensor) not in of_tables}
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def options(args: argparse.Namespace) -> dict[str, Any]:
+def _options(args: argparse.Namespace) -> dict[str, Any]:
     return {key: None if (value := getattr(args, key)) is None else str(value) for key in MUST_MATCH}
+
+
+class Saver:
+    """Saves a trainer to ``folder`` every ``--checkpoint-every`` batches, and when it is told to.
+
+    ``peak_rss_bytes`` gives the most memory that the run had so far.
+    """
+
+    def __init__(
+        self, trainer: Trainer, args: argparse.Namespace, folder: Path, peak_rss_bytes: Callable[[], int]
+    ) -> None:
+        self._trainer = trainer
+        self._options = _options(args)
+        self._every = args.checkpoint_every
+        self._folder = folder
+        self._peak_rss_bytes = peak_rss_bytes
+        self._peak_before = 0
+        self.saved: int | None = None
+        """Batches of the last checkpoint, None if there is none."""
+
+    def resume(self) -> bool:
+        """Puts the trainer where the last checkpoint was. False if there is none: the run starts anew."""
+        found = checkpoint.restore(
+            self._folder, self._trainer.model, self._trainer.optimizer, extra={"trainer": self._trainer}
+        )
+        if found is None:
+            return False
+        self.saved = found.step
+        self._peak_before = found.extra["peak_rss_bytes"]
+        return True
+
+    def peak_rss_bytes(self) -> int:
+        """Of this process and those before it."""
+        return max(self._peak_before, self._peak_rss_bytes())
+
+    def after_step(self) -> None:
+        """Saves if it is time to."""
+        if self._every and self._trainer.batches % self._every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Saves, if there is anything new since the last checkpoint."""
+        trainer = self._trainer
+        if self.saved == trainer.batches:
+            return
+        extra = {"options": self._options, "trainer": trainer, "peak_rss_bytes": self.peak_rss_bytes()}
+        checkpoint.save(self._folder, trainer.model, trainer.optimizer, step=trainer.batches, extra=extra)
+        self.saved = trainer.batches

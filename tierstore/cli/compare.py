@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tierstore.cli.checkpoint import dense_tensors
 from tierstore.cli.trainer import Trainer
 from tierstore.data import Batch
+from tierstore.modules.tables import without_rows
 
 CHUNK = 1 << 16
 """Rows that are read and compared at a time."""
@@ -61,6 +61,12 @@ def compare(left: Trainer, right: Trainer, ids: Mapping[str, NDArray[np.int64]])
         if not same_bits(tensor, others[name]):
             return Comparison(rows, f"dense parameter {name}")
     return Comparison(rows)
+
+
+def dense_tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """Parameters and buffers of the model outside its tables, by name."""
+    with without_rows():
+        return dict(trainer.model.state_dict())
 
 
 def _row_tensors(trainer: Trainer, table: str, ids: Tensor) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ import torch
 import tierstore
 from tierstore import optim
 from tierstore.cli import checkpoint
+from tierstore.cli.checkpoint import Saver
 from tierstore.cli.compare import compare, touched_ids
 from tierstore.cli.interrupt import GracefulInterrupt
 from tierstore.cli.memory import PeakRss, machine
@@ -31,7 +32,7 @@ class Experiment:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        checkpoint.check_folder(args.ssd, args.resume)
+        checkpoint.check(args)
         self.json = JsonFile(args.json) if args.json else None
         torch.set_num_threads(args.threads)
         tierstore.set_num_threads(args.threads)
@@ -42,7 +43,10 @@ class Experiment:
         """Of all rows, weights and optimizer state, whether they are ever touched or not."""
         self.config = tier_config(args, self.table_bytes)
         self.scalars = Scalars(args.tensorboard)
-        self.started = self.saved = False
+        self.folder = checkpoint.folder_of(args)
+        self.started = False
+        self.saved: int | None = None
+        """Batches of the last checkpoint that is known of."""
 
     def run(self) -> int:
         """0; 1 if a comparison found a difference; 128 + signal if stopped."""
@@ -66,9 +70,8 @@ class Experiment:
         finish_imports()
         args, rss = self.args, PeakRss()
         with self._open(self.config) as tiered:
-            if args.resume:
-                checkpoint.load(tiered, args)
-            first = self._train(tiered, "tiered", interrupt, self.scalars, rss)
+            saver = self._begin(tiered, rss)
+            first = self._train(tiered, "tiered", interrupt, self.scalars, rss, saver)
             if first is None:
                 return None
             second = comparison = None
@@ -83,11 +86,27 @@ class Experiment:
         sizes = (self.table_bytes, self.row_bytes, self._budget())
         return Report(self._options(), machine(), *sizes, first, second, comparison)
 
+    def _begin(self, trainer: Trainer, rss: PeakRss) -> Saver | None:
+        """Puts the trainer where the run is to go on; None if it is not to be saved."""
+        if self.folder is None or trainer.embeddings.engine.store is None:
+            return None
+        saver = Saver(trainer, self.args, self.folder, rss.peak_bytes)
+        if (not self.args.resume or not saver.resume()) and self.args.checkpoint is not None:
+            saver.save()  # so that the rows of a run killed early are known to be none
+        self.saved = saver.saved
+        return saver
+
     def _open(self, config: TierConfig) -> Any:
         return open_trainer(self.args, self.dataset, self.optimizer, config)
 
     def _train(
-        self, trainer: Trainer, title: str, interrupt: GracefulInterrupt, scalars: Scalars, rss: PeakRss
+        self,
+        trainer: Trainer,
+        title: str,
+        interrupt: GracefulInterrupt,
+        scalars: Scalars,
+        rss: PeakRss,
+        saver: Saver | None = None,
     ) -> RunResult | None:
         """Trains, saves and evaluates; None when a signal ended the training (what it reached is saved)."""
         self.started = True
@@ -101,20 +120,24 @@ class Experiment:
             def after_step() -> bool:
                 if display.due():
                     show()
+                if saver is not None:
+                    saver.after_step()
+                    self.saved = saver.saved
                 return interrupt.signal is None
 
             finished = trainer.train(self.dataset, after_step)
             show()
-            if self.args.ssd is not None and trainer.embeddings.engine.store is not None:
-                checkpoint.save(trainer, self.args)
-                self.saved = True
+            if saver is not None:
+                saver.save()
+                self.saved = saver.saved
         if not finished or interrupt.signal is not None:
             return None
         progress, stats = trainer.progress(), trainer.embeddings.stats()
         hit_rate = {name: tier["hit_rate"] for name, tier in stats["tiers"].items()}
         ssd_bytes = stats["store"]["disk_bytes"] if stats["store"] else 0
         auc, base_rate = trainer.evaluate(self.dataset)
-        return RunResult(progress, auc, base_rate, hit_rate, ssd_bytes, rss.before_bytes, rss.peak_bytes())
+        peak = rss.peak_bytes() if saver is None else saver.peak_rss_bytes()
+        return RunResult(progress, auc, base_rate, hit_rate, ssd_bytes, rss.before_bytes, peak)
 
     def _tell(self, report: Report) -> None:
         from rich.console import Console
@@ -123,19 +146,20 @@ class Experiment:
         console.print(report.table())
         for line in report.sentences():
             console.print(line)
-        if self.args.ssd is not None:
-            console.print(f"rows and dense parameters: {self.args.ssd} (see tierstore inspect)")
+        if self.saved is not None:
+            console.print(f"checkpoint: {self.folder}; rows: {checkpoint.store_of(self.args)}")
         if self.json:
             self.json.write(report.to_json())
             console.print(f"figures: {self.args.json}")
 
     def _tell_what_is_left(self) -> None:
-        if self.saved:
-            text = f"saved in {self.args.ssd}; to go on, repeat the command with --resume"
-        elif self.args.ssd is not None:
-            text = f"{self.args.ssd} holds what was committed before this run, and nothing of it"
+        if self.saved is not None:
+            text = f"saved after {self.saved:,} batches in {self.folder}"
+            text += "; to go on, repeat the command with --resume"
+        elif self.folder is not None:
+            text = f"{self.folder} holds what was saved before this run, and nothing of it"
         else:
-            text = "nothing is kept, since the store was a temporary one; name a folder by --ssd to keep it"
+            text = "nothing is kept, since the store was a temporary one; name a folder by --checkpoint DIR"
         print(text, file=sys.stderr)
 
     def _budget(self) -> int:

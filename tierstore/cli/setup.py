@@ -13,6 +13,7 @@ import torch
 import cache_policies
 import tierstore
 from tierstore import data, models
+from tierstore.cli.checkpoint import store_of
 from tierstore.cli.trainer import Schedule, Trainer
 from tierstore.config import TierConfig
 from tierstore.data import Dataset
@@ -74,7 +75,7 @@ def tier_config(args: argparse.Namespace, all_bytes: int) -> TierConfig:
         hbm=budget(args.hbm, all_bytes, "--hbm"),
         uvm=budget(args.uvm, all_bytes, "--uvm"),
         ssd=args.ssd_cap,
-        path=args.ssd,
+        path=store_of(args),
         engine=args.engine,
         policy=args.policy,
         admission=args.admission,
@@ -89,7 +90,7 @@ def open_trainer(
 ) -> Iterator[Trainer]:
     """A model of the seed's initial weights with its tiers, which are closed at the end whatever happens.
 
-    Closing commits nothing: what is to be kept, :func:`tierstore.cli.checkpoint.save` commits.
+    Closing commits nothing: what is to be kept, :class:`tierstore.cli.checkpoint.Saver` commits.
     """
     tables = [
         tierstore.EmbeddingBagConfig(

@@ -44,7 +44,10 @@ def _add_tiers(group: Any) -> None:
     group.add_argument("--hbm", default="64MiB", metavar="SIZE", help="fast memory (default: 64MiB)")
     group.add_argument("--uvm", default="0", metavar="SIZE", help="host memory below it (default: 0)")
     group.add_argument(
-        "--ssd", type=Path, metavar="DIR", help="folder of the row store (default: a temporary one)"
+        "--ssd",
+        type=Path,
+        metavar="DIR",
+        help="folder of the row store (default: in --checkpoint DIR, else a temporary one)",
     )
     group.add_argument(
         "--ssd-cap", default="1TiB", metavar="SIZE", help="most that the store may take; 0 for no store"
@@ -90,7 +93,20 @@ def _add_training(group: Any) -> None:
     )
     group.add_argument("--lr", type=float, default=0.02, metavar="X", help="learning rate (default: 0.02)")
     group.add_argument("--seed", type=int, default=0, metavar="N")
-    group.add_argument("--resume", action="store_true", help="go on with what --ssd DIR holds")
+    group.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="save the run there, rows included (default: in --ssd DIR at the end)",
+    )
+    group.add_argument(
+        "--checkpoint-every", type=_positive, metavar="N", help="save after every N batches too"
+    )
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last checkpoint; start anew where there is none yet",
+    )
 
 
 def _add_output(group: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 import tierstore
+from tierstore.cache.stats import counters_of, go_on_counting
 from tierstore.cli.progress import Progress
 from tierstore.data import Batch, Dataset
 from tierstore.models import AUC
@@ -83,7 +84,7 @@ class Trainer:
         self._batches_total = self.schedule.batches(dataset)
         loader = self.schedule.draw(dataset, self.batches)
         ahead: Any = tierstore.prefetch(loader, self.model)
-        started = time.perf_counter()
+        started = time.perf_counter() - self._seconds
         with closing(ahead):  # one that was left early still has batches in flight
             for batch in ahead:
                 self._step(batch)
@@ -117,6 +118,26 @@ class Trainer:
                 positives += float(batch.labels.sum())
                 examples += len(batch)
         return auc.value(), positives / max(examples, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and all that the closing figures are made of; model and rows are not part of it."""
+        return {
+            "batches": self.batches,
+            "examples": self._examples,
+            "seconds": self._seconds,
+            "losses": list(self._losses),
+            "auc": self._auc,
+            "auc_so_far": self._auc_so_far,
+            "counters": counters_of(self.embeddings.engine.chains),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another trainer was, whose model and rows this one has by now."""
+        self.batches, self._examples, self._seconds = state["batches"], state["examples"], state["seconds"]
+        self._losses = deque(state["losses"], maxlen=RECENT_BATCHES)
+        self._auc.load_state_dict(state["auc"])
+        self._auc_so_far = state["auc_so_far"]
+        go_on_counting(self.embeddings.engine.chains, state["counters"])
 
     def progress(self) -> Progress:
         stats = self.embeddings.stats()

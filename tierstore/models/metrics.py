@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
@@ -57,6 +59,18 @@ class AUC:
             return float("nan")
         below = np.cumsum(negatives) - negatives
         return float((positives * (below + negatives / 2)).sum() / pairs)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """What it has seen so far; a copy goes on to the same bits."""
+        waiting = self._pending or [(np.empty(0), np.empty(0, bool))]
+        scores, positive = (np.concatenate(parts) for parts in zip(*waiting, strict=True))
+        return {"scores": self._scores, "counts": self._counts, "waiting": scores, "positive": positive}
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Takes the state of another AUC of the same ``exact``."""
+        self._scores, self._counts = state["scores"], state["counts"]
+        self._waiting = len(state["waiting"])
+        self._pending = [(state["waiting"], state["positive"])] if self._waiting else []
 
     def _merge(self) -> None:
         if not self._pending:

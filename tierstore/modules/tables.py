@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +107,20 @@ def load_table(module: Any, table: Table, weight: Tensor, key: str) -> None:
         module.load_rows(torch.arange(begin, end), weight[begin:end])
 
 
+@contextmanager
+def without_rows() -> Iterator[None]:
+    """Meanwhile this thread's state dicts leave the tables out, and are loaded without them."""
+    before = getattr(_rows_left_out, "now", False)
+    _rows_left_out.now = True
+    try:
+        yield
+    finally:
+        _rows_left_out.now = before
+
+
+_rows_left_out = threading.local()
+
+
 class HasWeight(nn.Module):
     """A module of one table, which is ``weight`` in its state dict; it has ``rows`` and ``load_rows``."""
 
@@ -122,6 +138,8 @@ class HasWeight(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if getattr(_rows_left_out, "now", False):
+            return
         save_table(self, self.table, destination, prefix + "weight")
 
     def _load_from_state_dict(
@@ -134,6 +152,11 @@ class HasWeight(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        if getattr(_rows_left_out, "now", False):
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+            return
         key = prefix + "weight"
         others = {name: value for name, value in state_dict.items() if name != key}
         super()._load_from_state_dict(

@@ -1,0 +1,238 @@
+"""A folder of checkpoints: their files, written whole or not at all, checked byte by byte when they are read.
+
+``CHECKPOINTS.json`` says what the folder is, ``LOCK`` is held while something changes. A checkpoint is a
+folder ``NNNNNN-stepN-XXXXXXXX`` of ``state.json``, ``tensors.safetensors`` and ``SHA256SUMS``, which appears
+by a rename when all of them are durable, and never changes; once the stores have committed it gets a
+``COMMITTED.json``, which is for people and for error messages: what counts is the tag of the stores' commits
+(docs/formats.md).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from tierstore.errors import ConfigError, StoreCorruptError, StoreLockedError, StoreMismatchError
+from tierstore.store.files import open_regular, read_regular, store_errors, sync_directory, write_atomically
+
+FORMAT = 1
+_ABOUT, _LOCK = "CHECKPOINTS.json", "LOCK"
+_STATE, _TENSORS, _SUMS, _COMMITTED = "state.json", "tensors.safetensors", "SHA256SUMS", "COMMITTED.json"
+_NAME = re.compile(r"(\d{6,})-step(\d+)-([0-9a-f]{8})")
+_SUM_LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
+_LEFT_BEHIND = ".tmp"
+_MOST_JSON = 1 << 30
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One checkpoint's files. Whether it is whole, the stores' commits with its :attr:`tag` say."""
+
+    path: Path
+    number: int
+    step: int
+    tag: str
+
+    @property
+    def committed(self) -> bool:
+        """Whether the stores are known to have committed it; a crash may have come before that was noted."""
+        return (self.path / _COMMITTED).exists()
+
+    def note_committed(self, commits: list[dict[str, Any]]) -> None:
+        """Notes which commit of which store belongs to it."""
+        write_atomically(self.path / _COMMITTED, [json.dumps({"stores": commits}, indent=1).encode()])
+
+    def read_state(self) -> dict[str, Any]:
+        """Content of ``state.json``. ``StoreCorruptError`` when it is not what was written."""
+        data = self._checked(_STATE, lambda file: read_regular(file, _MOST_JSON))
+        try:
+            state = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise StoreCorruptError(f"{self.path / _STATE} is damaged: {error}") from error
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
+            raise StoreMismatchError(
+                f"{self.path / _STATE} has another format than {FORMAT}; read it with the tierstore that "
+                "wrote it"
+            )
+        return state
+
+    def read_tensors(self) -> dict[str, Tensor]:
+        """The tensors by name. ``StoreCorruptError`` when they are not what was written."""
+        file = self._checked(_TENSORS, lambda file: file)
+        try:
+            return safetensors.torch.load_file(file)
+        except safetensors.SafetensorError as error:
+            raise StoreCorruptError(f"{file} is damaged: {error}") from error
+
+    def _checked(self, name: str, read: Any) -> Any:
+        file = self.path / name
+        try:
+            sums = read_regular(self.path / _SUMS, _BLOCK).decode("ascii", "replace")
+            wanted = {m[2]: m[1] for m in map(_SUM_LINE.fullmatch, sums.splitlines()) if m}.get(name)
+            if wanted is None:
+                raise StoreCorruptError(f"{self.path / _SUMS} is damaged: it has no checksum of {name}")
+            found = _sha256(file)
+            if found != wanted:
+                raise StoreCorruptError(
+                    f"{file} is damaged: its SHA-256 is {found[:12]}…, and {_SUMS} says {wanted[:12]}…; "
+                    "restore an older checkpoint with step=..., or copy the file back from where it is "
+                    "whole"
+                )
+            return read(file)
+        except FileNotFoundError as error:
+            raise StoreCorruptError(
+                f"{error.filename} is missing; restore an older checkpoint with step=..., or copy it back"
+            ) from None
+
+
+class Folder:
+    """The folder ``path``; it is made by the first :meth:`add`."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.id = self._read_id()
+        """Random, drawn when the folder is made; "" before. Part of every tag."""
+
+    def _read_id(self) -> str:
+        """Raises ``StoreMismatchError`` for a folder that is for something else."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"{self.path} is a file; give the folder of the checkpoints")
+        try:
+            about = json.loads(read_regular(self.path / _ABOUT, _BLOCK))
+            found = about["id"]
+        except FileNotFoundError:
+            self._check_empty()
+            return ""
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
+            raise StoreCorruptError(f"{self.path / _ABOUT} is damaged: {error!r}") from error
+        if about.get("format") != FORMAT:
+            raise StoreMismatchError(
+                f"{self.path} has format {about.get('format')}; this tierstore reads {FORMAT}"
+            )
+        if not isinstance(found, str) or not re.fullmatch(r"[0-9a-f]{8}", found):
+            raise StoreCorruptError(f"{self.path / _ABOUT} is damaged: its id is {found!r}")
+        return found
+
+    def _check_empty(self) -> None:
+        foreign = sorted(set(_names(self.path)) - {_LOCK, _ABOUT + ".tmp", "lost+found", "rows"})
+        if foreign:
+            raise StoreMismatchError(
+                f"{self.path} is no folder of checkpoints: it has no {_ABOUT}, but "
+                f"{', '.join(foreign[:3])}; give an empty or new folder"
+            )
+
+    def units(self) -> list[Unit]:
+        """The checkpoints whose files are there, oldest first."""
+        found = [(match, name) for name in _names(self.path) if (match := _NAME.fullmatch(name))]
+        for _, name in found:
+            if (self.path / name).is_symlink() or not (self.path / name).is_dir():
+                raise StoreCorruptError(
+                    f"{self.path / name} is no folder; a checkpoint does not follow links"
+                )
+        units = [
+            Unit(self.path / name, int(match[1]), int(match[2]), f"checkpoint {self.id} {name}")
+            for match, name in found
+        ]
+        return sorted(units, key=lambda unit: unit.number)
+
+    def owns(self, tag: str) -> bool:
+        """Whether a commit's tag is that of a checkpoint of this folder, there or gone."""
+        return bool(self.id) and tag.startswith(f"checkpoint {self.id} ")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Makes the folder if need be, and keeps others from changing it meanwhile."""
+        with store_errors(f"writing a checkpoint to {self.path}"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = open_regular(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
+            try:
+                _take(lock, self.path)
+                self.id = self._read_id()
+                if not self.id:
+                    self.id = secrets.token_hex(4)
+                    about = json.dumps({"format": FORMAT, "id": self.id})
+                    write_atomically(self.path / _ABOUT, [about.encode()])
+                    sync_directory(self.path.parent)
+                yield
+            finally:
+                os.close(lock)
+
+    def add(self, step: int, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> Unit:
+        """Writes the files of a checkpoint, durably. To be called with the folder locked."""
+        number = 1 + max((unit.number for unit in self.units()), default=0)
+        name = f"{number:06d}-step{step}-{secrets.token_hex(4)}"
+        temporary = self.path / (name + _LEFT_BEHIND)
+        temporary.mkdir()
+        try:
+            data = json.dumps({"format": FORMAT, **state}, allow_nan=False).encode()
+            (temporary / _STATE).write_bytes(data)
+            safetensors.torch.save_file(dict(tensors), temporary / _TENSORS)
+            sums = [f"{_sha256(temporary / file)}  {file}\n" for file in (_STATE, _TENSORS)]
+            (temporary / _SUMS).write_text("".join(sums), encoding="ascii")
+            for file in (_STATE, _TENSORS, _SUMS):
+                _sync(temporary / file)
+            sync_directory(temporary)
+            temporary.rename(self.path / name)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        sync_directory(self.path)
+        return Unit(self.path / name, number, step, f"checkpoint {self.id} {name}")
+
+    def remove_all_but(self, kept: list[Unit]) -> None:
+        """Removes other checkpoints, and what crashes have left. To be called with the folder locked."""
+        names = {unit.path.name for unit in kept}
+        for name in _names(self.path):
+            if _NAME.fullmatch(name) and name not in names:
+                doomed = self.path / (name + _LEFT_BEHIND)
+                (self.path / name).rename(doomed)
+                shutil.rmtree(doomed)
+            elif name.endswith(_LEFT_BEHIND) and _NAME.fullmatch(name.removesuffix(_LEFT_BEHIND)):
+                shutil.rmtree(self.path / name)
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except FileNotFoundError:
+        return []
+
+
+def _take(lock: int, path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise StoreLockedError(
+            f"another process is writing a checkpoint to {path}; give every training a folder of its own"
+        ) from None
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with open(open_regular(file), "rb") as data:
+        while block := data.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(file: Path) -> None:
+    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,244 @@
+"""Saving and restoring a whole training: rows in the stores' commits, the rest in files, as one unit.
+
+The order makes it one: first the dense files, durably, then the commits of all stores, each with the
+checkpoint's tag. A checkpoint is whole when every store has a commit with its tag, so the last of these
+commits is the moment at which it comes into being; until the next one does, the one before stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tierstore.cache.engine import Engine
+from tierstore.checkpoint.folder import Folder, Unit
+from tierstore.checkpoint.state import DenseState, capture, engines_of, tiered_modules
+from tierstore.errors import ConfigError, StoreMismatchError
+from tierstore.store.identity import plain
+from tierstore.store.protocol import TableSpec
+
+logger = logging.getLogger("tierstore")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What :func:`restore` found."""
+
+    step: int
+    extra: Any
+    """As it was given to :func:`save`; objects with a state are dicts of it."""
+    path: Path
+    """Of the checkpoint's own files."""
+
+
+def save(
+    dir: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    step: int,
+    extra: Any = None,
+    loader: Any = None,
+    keep: int = 1,
+) -> Path:
+    """Saves the whole training in ``dir`` as one checkpoint, and gives up older ones beyond ``keep``.
+
+    Rows go to their stores as commits (what changed since the last one), everything else to a folder in
+    ``dir``: parameters and buffers of ``model``, its fused optimizers, ``optimizer`` (one, or a list or dict
+    of them), python's, NumPy's and torch's random generators, the position of ``loader`` (what has
+    ``state_dict()``: a stateful data loader, or what :func:`tierstore.prefetch` returned), and ``extra``:
+    plain values, tensors, and objects with ``state_dict()`` such as learning-rate schedules, in lists and
+    dicts.
+
+    Call it between two steps, in the thread that trains. A prefetch may be running: rows that it has brought
+    ahead are saved as they are, which is as after ``step`` steps. A kill at any moment leaves this
+    checkpoint, whole, or the one before. Returns the folder of its files.
+
+    Raises ``ConfigError`` for tables without a lasting store (``TierConfig(path=...)``) and for values that
+    cannot be kept; ``StoreMismatchError`` when ``dir`` holds checkpoints of other stores;
+    ``StoreLockedError`` when another process is saving there.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ConfigError(f"step is {step!r}; it must be the number of steps so far")
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise ConfigError(f"keep is {keep!r}; at least the last checkpoint is kept")
+    engines = engines_of(tiered_modules(model))
+    _check_stores(engines)
+    state, tensors = capture(model, optimizer, loader, extra)
+    folder = Folder(dir)
+    with folder.locked():
+        _check_owner(folder, engines)
+        stores = [_describe(engine) for engine in engines]
+        unit = folder.add(step, {"step": step, "stores": stores, "state": state}, tensors)
+        commits = []
+        for engine in engines:
+            engine.checkpoints = folder.id
+            commit = engine.commit({"checkpoint": unit.path.name, "step": step}, unit.tag)
+            commits.append({"path": str(engine.config.path), "commit": commit})
+        unit.note_committed(commits)
+        _forget_old(folder, engines, keep)
+    return unit.path
+
+
+def restore(
+    dir: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    step: int | None = None,
+    extra: Any = None,
+    loader: Any = None,
+) -> Restored | None:
+    """Puts everything back that :func:`save` saved last (or at ``step``); None if nothing was ever saved.
+
+    ``model``, ``optimizer``, ``loader`` and ``extra`` are built as for the training that was saved; the
+    objects in ``extra`` get their state, and so do the global random generators. The tables' stores must be
+    those that the checkpoint was saved from; they go to its commits, and what was trained later is forgotten.
+
+    Raises ``StoreMismatchError`` for a checkpoint of another model or other stores, ``StoreCorruptError``
+    for damaged files; before anything is changed.
+    """
+    folder = Folder(dir)
+    modules = tiered_modules(model)
+    engines = engines_of(modules)
+    unit = _choose(folder, engines, step)
+    if unit is None:
+        return None
+    state = unit.read_state()
+    _compare_stores(unit, state["stores"], engines)
+    dense = DenseState(state["state"], unit.read_tensors())
+    dense.check(model)
+    for engine in engines:
+        engine.go_to(_commit_of(engine, unit))
+    dense.apply(model, optimizer, loader, extra)
+    dense.apply_random()
+    return Restored(state["step"], dense.extra, unit.path)
+
+
+def read_extra(dir: str | os.PathLike[str]) -> Any:
+    """``extra`` of the newest checkpoint in ``dir``, without a model; None if there is none.
+
+    If a crash has come in between, it may be that of a checkpoint that :func:`restore` will pass over.
+    """
+    units = Folder(dir).units()
+    return (
+        DenseState({"extra": units[-1].read_state()["state"]["extra"]}, units[-1].read_tensors()).extra
+        if units
+        else None
+    )
+
+
+# -- stores ----------------------------------------------------------------------------------------
+
+
+def _check_stores(engines: Sequence[Engine]) -> None:
+    if not engines:
+        raise ConfigError("the model has no tiered module; torch.save keeps the others")
+    for engine in engines:
+        engine.check_open()
+        if engine.store is None or engine.config.path is None:
+            raise ConfigError(
+                f"tables {[table.name for table in engine.tables]} have no lasting store to commit their "
+                "rows to; give TierConfig(path=..., ssd=...)"
+            )
+
+
+def _check_owner(folder: Folder, engines: Sequence[Engine]) -> None:
+    """No checkpoints of other stores are to be mixed with these, or taken for left-overs."""
+    if any(unit.committed for unit in folder.units()):
+        for engine in engines:
+            if engine.checkpoints != folder.id:
+                raise StoreMismatchError(
+                    f"{folder.path} holds checkpoints of other stores than {engine.config.path}; give a "
+                    "folder of its own, or restore() first to go on with that training"
+                )
+
+
+def _describe(engine: Engine) -> dict[str, Any]:
+    return {
+        "path": str(engine.config.path),
+        "engine": engine.config.engine,
+        "tables": [asdict(spec) for spec in plain(engine.specs)],
+    }
+
+
+def _compare_stores(unit: Unit, saved: Sequence[Mapping[str, Any]], engines: Sequence[Engine]) -> None:
+    was = [[TableSpec(**table) for table in store["tables"]] for store in saved]
+    now = [list(plain(engine.specs)) for engine in engines]
+    if was == now:
+        return
+    names_was, names_now = ([[spec.name for spec in store] for store in stores] for stores in (was, now))
+    if names_was != names_now:
+        what = f"its stores have tables {names_was}, the model's {names_now}"
+    else:
+        old, new = next(
+            (a, b) for x, y in zip(was, now, strict=True) for a, b in zip(x, y, strict=True) if a != b
+        )
+        what = "; ".join(
+            f"{name} of table {old.name!r} is {value!r} there, {asdict(new)[name]!r} in the model"
+            for name, value in asdict(old).items()
+            if value != asdict(new)[name]
+        )
+    raise StoreMismatchError(
+        f"{unit.path} is a checkpoint of another model: {what}; build the model that was saved, or give "
+        "another folder"
+    )
+
+
+def _commit_of(engine: Engine, unit: Unit) -> int:
+    """Number of the checkpoint's commit in the engine's store, 0 if it is not there."""
+    return next((commit.id for commit in engine.commits() if commit.tag == unit.tag), 0)
+
+
+def _is_whole(unit: Unit, engines: Sequence[Engine]) -> bool:
+    return all(_commit_of(engine, unit) for engine in engines)
+
+
+def _forget_old(folder: Folder, engines: Sequence[Engine], keep: int) -> None:
+    kept = [unit for unit in folder.units() if _is_whole(unit, engines)][-keep:]
+    try:
+        folder.remove_all_but(kept)
+    except OSError as error:  # the new checkpoint is safe, and the next one tries again
+        logger.warning("removing old checkpoints of %s: %s", folder.path, error)
+        return
+    tags = {unit.tag for unit in kept}
+    for engine in engines:
+        for commit in engine.commits():
+            if folder.owns(commit.tag) and commit.tag not in tags:
+                engine.drop_commit(commit.id)
+
+
+def _choose(folder: Folder, engines: Sequence[Engine], step: int | None) -> Unit | None:
+    units = [unit for unit in folder.units() if step is None or unit.step == step]
+    for unit in reversed(units):
+        if _is_whole(unit, engines):
+            return unit
+    if step is not None:
+        there = sorted({unit.step for unit in folder.units() if _is_whole(unit, engines)})
+        raise StoreMismatchError(
+            f"{folder.path} has no checkpoint of step {step} of these tables; it has {there}"
+        )
+    told = [unit for unit in units if unit.committed]
+    for engine in engines:
+        where = engine.config.path
+        if told and engine.checkpoints != folder.id:
+            raise StoreMismatchError(
+                f"{where} is not the store that {told[-1].path} was saved from ({_paths(told[-1])}); build "
+                "the model with that path, or give another folder of checkpoints"
+            )
+        if engine.commits():
+            raise StoreMismatchError(
+                f"{folder.path} has no whole checkpoint, but the store {where} has a commit of its own; "
+                f"give the folder of its checkpoints, or remove {where} to start anew"
+            )
+    return None
+
+
+def _paths(unit: Unit) -> str:
+    return ", ".join(str(store["path"]) for store in unit.read_state()["stores"])
