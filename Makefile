@@ -3,7 +3,7 @@
 # make lint     ruff, mypy, clang-format (what CI checks); make format mends what they can
 # make wheel    build the wheel in an isolated environment, without torch
 # make sanitize    the native store's own tests and fuzzing under ASan, UBSan and TSan
-# make crash-test  100,000 crash states of the store (CI tries some thousand)
+# make crash-test  100,000 crash states of the store, 1,000 trainings killed (CI tries some thousand, and 32)
 # make clean    remove everything that these made
 #
 # Everything is installed in .venv, in place: an edit of a Python file needs no reinstall, one under csrc/ makes the
@@ -67,7 +67,8 @@ sanitize: $(addprefix $(SANITIZE_OUT)/,index_test-address store_test-address fuz
 	$(SANITIZE_OUT)/fuzz_formats-address 100000
 
 crash-test: $(TESTABLE)
-	TIERSTORE_CRASH_STATES=100000 $(BIN)/python -m pytest --timeout 7200 tests/store/native/test_crash_states.py
+	TIERSTORE_CRASH_STATES=100000 TIERSTORE_CRASH_KILLS=1000 $(BIN)/python -m pytest --timeout 7200 \
+	  tests/store/native/test_crash_states.py tests/checkpoint/test_killed.py
 
 clean:
 	rm -rf $(VENV) build dist demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
