@@ -1,14 +1,15 @@
-"""Kills a process at every file operation of a ``checkpoint.save`` in turn; each time the run goes on
-exactly.
+"""Kills a process at the file operations of a ``checkpoint.save`` in turn; each time the run goes on exactly.
 
 Run as a program, as :mod:`tests.checkpoint.killed_runs`. Beside the operations that Python tells of, it is
 killed before and after each store's commit and each commit that is given up.
-``python -m tests.checkpoint.killed_saves FOLDER ENGINE STORES`` prints how many moments there were.
+``python -m tests.checkpoint.killed_saves FOLDER ENGINE STORES [EVERY]`` prints what it tried; with EVERY only
+one of so many moments, others each time.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import sys
@@ -98,22 +99,23 @@ def one_moment(
     return None if code == _SURVIVED else begun
 
 
-def run(folder: Path, engine: str, stores: int) -> int:
-    """The number of moments at which a process was killed."""
+def run(folder: Path, engine: str, stores: int, every: int) -> None:
+    """Tries all moments, or one of ``every``."""
     calm = folder / "undisturbed"
     calm.mkdir(parents=True)
     finish(calm, lambda: gone_on(calm, engine, stores))
     _, expected = torch.load(calm / "result")
-    begun_at: list[int] = []
-    while (begun := one_moment(folder / "killed", engine, stores, len(begun_at) + 1, expected)) is not None:
-        begun_at.append(begun)
-    assert begun_at == sorted(begun_at), begun_at
-    assert set(begun_at) == {2, 4}, begun_at
-    print(f"killed at {len(begun_at)} moments; from moment {begun_at.index(4) + 1} on the new one is there")
-    return len(begun_at)
+    begun_at: dict[int, int] = {}
+    moment = random.randint(1, every)
+    while (begun := one_moment(folder / "killed", engine, stores, moment, expected)) is not None:
+        begun_at[moment] = begun
+        moment += every
+    assert list(begun_at.values()) == sorted(begun_at.values()), begun_at
+    assert set(begun_at.values()) == {2, 4}, begun_at
+    print(f"{len(begun_at)} of {moment - 1} moments: {begun_at}")
 
 
 if __name__ == "__main__":
     finish_imports()
     torch.set_num_threads(1)
-    run(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    run(Path(sys.argv[1]), sys.argv[2], *map(int, [*sys.argv[3:], 1][:2]))

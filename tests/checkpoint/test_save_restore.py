@@ -6,8 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.checkpoint.trainings import Training, equal
+import tierstore
+from tests.checkpoint.trainings import ROWS, Training, equal
 
 ENGINES = ["native", "rocksdb", "lmdb", "memory"]
 
@@ -51,3 +53,30 @@ def test_a_training_goes_back_within_one_process(tmp_path: Path) -> None:
     training.step()
     equal(training.everything(), expected)
     training.model.close()
+
+
+def test_batches_pulled_ahead_are_not_in_a_checkpoint(tmp_path: Path) -> None:
+    """A shuffling DataLoader, whose generator is ahead of the training, and rows that were fetched ahead."""
+
+    def run(folder: Path, steps: int, save_at: int = 0) -> dict[str, torch.Tensor]:
+        training = Training(folder)
+        order = torch.Generator().manual_seed(5)
+        ids = torch.randint(0, ROWS, (32 * 24, 4), generator=order)
+        loader = torch.utils.data.DataLoader(ids, 32, shuffle=True, generator=order)
+        batches = tierstore.prefetch(loader, training.model, depth=3, window=8)
+        training.restore(folder / "checkpoints", loader=batches)
+        for batch in batches:
+            training.step(batch)
+            done = batches.state_dict()["batches"]
+            if done == save_at:
+                training.save(folder / "checkpoints", done, loader=batches)
+            if done == steps:
+                break
+        batches.close()
+        found = training.everything()
+        training.model.close()
+        return found
+
+    expected = run(tmp_path / "undisturbed", 20)
+    run(tmp_path / "stopped", 15, save_at=13)
+    equal(run(tmp_path / "stopped", 20), expected)

@@ -61,8 +61,9 @@ class Training:
         self.fused = torch.optim.lr_scheduler.ExponentialLR(self.model.bags()[0].fused_optimizer, 0.9)
         self.extra = {"schedules": [self.schedule, self.fused], "losses": []}
 
-    def step(self) -> None:
-        ids = torch.randint(0, ROWS, (32, 4)) + random.randrange(2) * np.random.randint(1)  # noqa: NPY002
+    def step(self, ids: torch.Tensor | None = None) -> None:
+        if ids is None:
+            ids = torch.randint(0, ROWS, (32, 4)) + random.randrange(2) * np.random.randint(1)  # noqa: NPY002
         loss = self.model(ids)
         self.optimizer.zero_grad()
         loss.backward()

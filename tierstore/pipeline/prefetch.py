@@ -16,6 +16,7 @@ from tierstore.config import MAX_DEPTH
 from tierstore.errors import ConfigError
 from tierstore.modules.base import TieredModule
 from tierstore.pipeline.learning import Call, Recorder, leaves
+from tierstore.pipeline.position import Prefetched
 from tierstore.pipeline.session import Planned, Session
 
 logger = logging.getLogger("tierstore")
@@ -42,7 +43,7 @@ def prefetch(
     depth: int | str | None = None,
     window: int | str | None = None,
     inputs: Inputs | None = None,
-) -> Iterator[Batch]:
+) -> Prefetched[Batch]:
     """Yields the batches of ``loader`` in order while a worker thread brings the rows of the next ones into
     memory.
 
@@ -53,7 +54,9 @@ def prefetch(
     learned from the first batch, which is then not prefetched. Modules that cannot be learned run on
     demand, and a warning says so once.
 
-    The iterator may be left at any time; close it, or drop it, to end the prefetch.
+    The iterator may be left at any time; close it, or drop it, to end the prefetch. Its ``state_dict()`` is
+    the position of the batches handed out (not of those pulled ahead), for checkpoints; ``load_state_dict()``
+    before the first batch goes on from there.
 
     Raises ``ConfigError`` for a wrong depth or window, or a model without tiered modules.
     """
@@ -63,7 +66,9 @@ def prefetch(
     depth = _number("depth", config.depth if depth is None else depth, MAX_DEPTH)
     window = _number("window", config.window if window is None else window, 1 << 20)
     given = _given_calls(models, inputs) if inputs is not None else None
-    return _run(iter(loader), modules, depth, window, given)
+    if not isinstance(loader, Iterable):
+        raise TypeError(f"a {type(loader).__name__} is no iterable of batches")
+    return Prefetched(loader, lambda batches: _run(batches, modules, depth, window, given))
 
 
 def _number(name: str, value: int | str, most: int) -> int | None:
