@@ -50,7 +50,7 @@ def test_a_store_in_use_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main(["inspect", str(tmp_path)]) == 0
         assert files_of(tmp_path) == before
     output = capsys.readouterr().out
-    assert f"rows: not read, since it is in use by process {os.getpid()}" in output
+    assert f"rows: not read, since {tmp_path} is in use by another object of this process" in output
     assert "items" in output
 
 

@@ -3,106 +3,131 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tierstore.cli.commits import print_commits
+from tierstore.cli.storage import add_command, describe_commit, parse_commit, print_json, read_meta
 from tierstore.config import format_bytes
 from tierstore.errors import StoreIOError, StoreLockedError
 
 if TYPE_CHECKING:
-    from tierstore.store import DirectoryStore, StoreIdentity
-
-_NO_CAP = 1 << 62
+    from tierstore.store import CommitInfo, StoreIdentity, StoreStats
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "inspect",
-        help="print what a store directory holds",
-        description="Prints what a store directory holds: engine, tables, rows, bytes. The last commit stays "
-        "as it is; what a crash left behind uncommitted goes, as at any opening.",
+        "print what a store directory holds",
+        "Prints what a store directory holds: engine, tables, rows, bytes, commits. Changes nothing, "
+        "so the directory may be read-only. Of a store that is in use only the tables are told.",
+        ["tierstore inspect runs/42/store", "tierstore inspect runs/42/store --at best --count --json"],
     )
-    parser.add_argument("directory", metavar="DIR", type=Path)
     parser.add_argument(
         "--count", action="store_true", help="count the rows of each table too (reads every key)"
+    )
+    parser.add_argument(
+        "--at",
+        metavar="COMMIT",
+        type=parse_commit,
+        default=0,
+        help="the commit to look at, by number or tag; the last one unless given",
     )
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
+    from tierstore.store import open_store, read_identity
 
-    from tierstore.store import read_identity
-
-    console = Console(highlight=False, markup=False, soft_wrap=True)
     identity = read_identity(args.directory)
-    console.print(f"{args.directory}: store of engine {identity.engine}, format {identity.format}")
-    console.print(f"files: {format_bytes(_file_bytes(args.directory))}")
-    rows: Mapping[str, int] = {}
+    stats, meta, commits, rows, obstacle = None, b"", [], {}, ""
     try:
-        store = _open(args.directory, identity)
-    except (StoreLockedError, StoreIOError) as error:
-        console.print(f"rows: not read, since {error}")
-    else:
-        with store:
-            _print_stats(console, store)
+        with open_store(args.directory, read_only=True, at=args.at) as store:
+            stats, meta, commits = store.stats(), store.meta(), store.commits()
             if args.count:
-                rows = {
-                    spec.name: sum(len(keys) for keys in store.keys(spec.index)) for spec in identity.tables
-                }
-    _print_tables(console, identity.tables, rows)
+                rows = {spec.name: sum(map(len, store.keys(spec.index))) for spec in identity.tables}
+    except (StoreLockedError, StoreIOError) as error:
+        obstacle = str(error)
+    if args.json:
+        print_json(_describe(args.directory, identity, stats, commits, rows, obstacle))
+    else:
+        _print(args.directory, identity, stats, meta, commits, rows, obstacle)
     return 0
 
 
-def _open(directory: Path, identity: StoreIdentity) -> DirectoryStore:
-    from tierstore.store import open_store
-
-    if identity.engine == "memory":
-        raise StoreIOError("engine memory keeps no rows on disk")
-    # Asked first without writing anything, since opening writes the process id into the lock file.
-    with open(directory / "LOCK", "rb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = lock.read(20).decode("ascii", "replace").strip()
-            raise StoreLockedError(f"it is in use by process {holder}") from None
-    return open_store(directory, identity.engine, identity.tables, _NO_CAP)
-
-
-def _file_bytes(directory: Path) -> int:
-    total = 0
+def file_bytes(directory: Path) -> int:
+    """Bytes that all files below occupy, each once."""
+    sizes = {}
     for path in directory.rglob("*"):
         with suppress(FileNotFoundError):  # the store may be in use, and its files come and go
-            total += path.lstat().st_blocks * 512
-    return total
+            status = path.lstat()
+            sizes[status.st_ino] = status.st_blocks * 512
+    return sum(sizes.values())
 
 
-def _print_stats(console: Any, store: DirectoryStore) -> None:
-    stats = store.stats()
-    console.print(
-        f"rows: {stats.rows:,}, {format_bytes(stats.live_bytes)}; index {format_bytes(stats.index_bytes)}"
-    )
-    for line in _commit_lines(store.meta()):
-        console.print(line)
+def _describe(
+    directory: Path,
+    identity: StoreIdentity,
+    stats: StoreStats | None,
+    commits: list[CommitInfo],
+    rows: Mapping[str, int],
+    obstacle: str,
+) -> dict[str, Any]:
+    return {
+        "path": str(directory),
+        "engine": identity.engine,
+        "format": identity.format,
+        "file_bytes": file_bytes(directory),
+        "not_opened": obstacle or None,
+        "rows": stats.rows if stats else None,
+        "live_bytes": stats.live_bytes if stats else None,
+        "index_bytes": stats.index_bytes if stats else None,
+        "commits": [describe_commit(commit) for commit in commits],
+        "tables": [{**asdict(spec), "rows": rows.get(spec.name)} for spec in identity.tables],
+    }
 
 
-def _commit_lines(meta: bytes) -> list[str]:
-    """What a training run said of its last commit, one fact a line."""
-    if not meta:
-        return ["last commit: none, or one without training counters"]
-    try:
-        said = json.loads(meta)
-    except ValueError:
-        return [f"last commit: {len(meta)} bytes that are not tierstore's own"]
-    facts = said.get("extra") or said if isinstance(said, dict) else {"content": said}
-    return ["last commit:", *(f"  {name}: {value}" for name, value in facts.items())]
+def _print(
+    directory: Path,
+    identity: StoreIdentity,
+    stats: StoreStats | None,
+    meta: bytes,
+    commits: list[CommitInfo],
+    rows: Mapping[str, int],
+    obstacle: str,
+) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{directory}: store of engine {identity.engine}, format {identity.format}")
+    console.print(f"files: {format_bytes(file_bytes(directory))}")
+    if stats is None:
+        console.print(f"rows: not read, since {obstacle}")
+    else:
+        live, index = format_bytes(stats.live_bytes), format_bytes(stats.index_bytes)
+        console.print(f"rows: {stats.rows:,}, {live}; index {index}")
+        for line in _meta_lines(meta):
+            console.print(line)
+    if len(commits) > 1 or any(commit.tag for commit in commits):
+        print_commits(console, commits)
+    _print_tables(console, identity, rows)
 
 
-def _print_tables(console: Any, tables: Sequence[Any], rows: Mapping[str, int]) -> None:
+def _meta_lines(meta: bytes) -> list[str]:
+    """What a training run said of its commit, one fact a line."""
+    said = read_meta(meta)
+    if said is None:
+        return ["commit: none, or one without training counters"]
+    if isinstance(said, dict):
+        return ["commit:", *(f"  {name}: {value}" for name, value in said.items())]
+    return [f"commit: {said}"]
+
+
+def _print_tables(console: Any, identity: StoreIdentity, rows: Mapping[str, int]) -> None:
     from rich import box
     from rich.table import Table
 
@@ -111,7 +136,7 @@ def _print_tables(console: Any, tables: Sequence[Any], rows: Mapping[str, int]) 
     for title in ["ids", "dim", "row bytes", *(["rows stored"] if rows else [])]:
         grid.add_column(title, justify="right")
     grid.add_column("optimizer")
-    for spec in tables:
+    for spec in identity.tables:
         counted = [f"{rows[spec.name]:,}"] if rows else []
         optimizer = str(spec.optimizer.get("name", dict(spec.optimizer)))
         grid.add_row(

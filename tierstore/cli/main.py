@@ -15,7 +15,7 @@ from importlib import import_module
 import tierstore
 from tierstore.errors import TierStoreError
 
-COMMANDS = ("train", "inspect", "plan", "trace", "bench")
+COMMANDS = ("train", "inspect", "plan", "trace", "bench", "verify", "commits", "export", "imports", "compact")
 """Modules of this package, each with ``add_parser(subparsers)`` and ``run(args) -> int``. What takes time to
 import they import in ``run``."""
 

@@ -76,7 +76,7 @@ def find_commit(commits: Sequence[CommitInfo], at: int | str, path: str | Path) 
         if at == (commit.tag if isinstance(at, str) else commit.id):
             return commit
     raise InputError(
-        f"{path}: {'no commit tagged ' if isinstance(at, str) else 'commit '}{at!r} is not kept; "
+        f"{path}: {'a commit tagged ' if isinstance(at, str) else 'commit '}{at!r} is not kept; "
         f"{describe(commits)}"
     )
 

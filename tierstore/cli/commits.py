@@ -1,0 +1,100 @@
+"""``tierstore commits DIR``: the kept commits of a store."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tierstore.cli.storage import add_command, describe_commit, parse_commit, print_json, read_meta, time_of
+
+if TYPE_CHECKING:
+    from tierstore.store import CommitInfo
+
+_META_WIDTH = 60
+_KEEP_ALL = 1 << 30
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser = add_command(
+        subparsers,
+        "commits",
+        "list the kept commits of a store",
+        "Lists the commits that a store keeps: the last ones, and those with a tag. Each can be "
+        "opened (open_store(DIR, at=…)) or exported (tierstore export --at). Changes nothing without "
+        "--drop, so the directory may be read-only, and a native store may be in use.",
+        ["tierstore commits runs/42/store", "tierstore commits runs/42/store --drop best"],
+    )
+    parser.add_argument(
+        "--drop",
+        metavar="COMMIT",
+        type=parse_commit,
+        help="give up this commit, named by number or tag, so that the space that only it needs comes back; "
+        "not the newest",
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.drop is not None:
+        _drop(args.directory, args.drop)
+    commits, note = list_commits(args.directory)
+    if args.json:
+        print_json([describe_commit(commit) for commit in commits])
+        return 0
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    if note:
+        console.print(f"note: {note}")
+    if commits:
+        print_commits(console, commits)
+    else:
+        console.print(f"{args.directory}: no commit yet")
+    return 0
+
+
+def list_commits(directory: Path) -> tuple[list[CommitInfo], str]:
+    """The kept commits, and a remark when the store is in use (native ones can be asked all the same)."""
+    from tierstore import _core
+    from tierstore.errors import StoreLockedError
+    from tierstore.store import CommitInfo, open_store, read_identity
+
+    try:
+        with open_store(directory, read_only=True) as store:
+            return store.commits(), ""
+    except StoreLockedError as error:
+        if read_identity(directory).engine != "native":
+            raise
+        kept = _core.kept_commits(str(directory / "native"))
+        return [CommitInfo(*fields) for fields in kept], str(error).split(";")[0]
+
+
+def print_commits(console: Any, commits: list[CommitInfo]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    grid.add_column("commit", justify="right", no_wrap=True)
+    grid.add_column("tag", no_wrap=True)
+    grid.add_column("made at", no_wrap=True)
+    grid.add_column("meta", no_wrap=True)
+    for commit in commits:
+        grid.add_row(str(commit.id), commit.tag, time_of(commit)[:19], _short(read_meta(commit.meta)))
+    console.print(grid)
+
+
+def _short(meta: Any) -> str:
+    if isinstance(meta, dict):
+        text = ", ".join(f"{name}: {value}" for name, value in meta.items())
+    else:
+        text = "" if meta is None else str(meta)
+    return text if len(text) <= _META_WIDTH else text[: _META_WIDTH - 1] + "…"
+
+
+def _drop(directory: Path, commit: int | str) -> None:
+    from tierstore.store import open_store
+    from tierstore.store.commits import find_commit
+
+    with open_store(directory, keep=_KEEP_ALL) as store:
+        store.drop_commit(find_commit(store.commits(), commit, directory).id)

@@ -1,0 +1,50 @@
+"""``tierstore export DIR TARGET``: a portable copy of a store."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tierstore.cli.storage import add_command, parse_commit, print_json, progress_of
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    parser = add_command(
+        subparsers,
+        "export",
+        "write a portable copy of a commit: safetensors files and one JSON file",
+        "Writes all rows of a commit (ids, weights, optimizer state, by table) to the new folder "
+        "TARGET, as safetensors files and EXPORT.json with their checksums; docs/formats.md describes "
+        "them. Memory does not grow with the store, and TARGET appears only when it is complete. The "
+        "store is not changed, so its directory may be read-only; one that is in use is refused (a "
+        "process that has it open can call export() itself).",
+        [
+            "tierstore export runs/42/store /backup/run42",
+            "tierstore export runs/42/store /backup/run42-best --at best",
+            "tierstore import /backup/run42 runs/43/store --engine rocksdb",
+        ],
+    )
+    parser.add_argument("target", metavar="TARGET", type=Path, help="a new path, or an empty folder")
+    parser.add_argument(
+        "--at",
+        metavar="COMMIT",
+        type=parse_commit,
+        default=0,
+        help="the commit to export, by number or tag; the last one unless given",
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from tierstore.store import open_store
+
+    with open_store(args.directory, read_only=True, at=args.at) as store:
+        with progress_of("exporting", "rows") as progress:
+            rows = store.export(args.target, progress)
+        tables = len(store.tables)
+    if args.json:
+        print_json({"target": str(args.target), "rows": rows, "tables": tables})
+    else:
+        print(f"{args.target}: {rows:,} rows of {tables} tables")
+    return 0

@@ -1,0 +1,157 @@
+"""What the commands on store directories share: progress, JSON, how a store that is in use is met."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tierstore.config import format_bytes
+
+if TYPE_CHECKING:
+    from tierstore.store import CommitInfo
+
+Progress = Callable[[int, int], None]
+"""Gets how much is done, and how much there is in all."""
+Result = TypeVar("Result")
+
+EXIT_DAMAGED = 1
+LOG_INTERVAL = 5.0
+"""Seconds between lines where there is no terminal."""
+EXIT_CODES = "exit codes: 0 done, 1 damage found (verify), 2 wrong usage or an error, 130 interrupted"
+
+
+def add_command(
+    subparsers: Any, name: str, help: str, description: str, examples: Sequence[str], directory: str = "DIR"
+) -> argparse.ArgumentParser:
+    """A sub-command on a store directory, with ``--json``."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=help,
+        description=textwrap.fill(description, 90),
+        epilog="examples:\n" + "".join(f"  {example}\n" for example in examples) + "\n" + EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", metavar=directory, type=Path)
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs, instead of text")
+    return parser
+
+
+def parse_commit(text: str) -> int | str:
+    """A commit on the command line: its number, or its tag."""
+    return int(text) if text.isdigit() else text
+
+
+def print_json(content: Any) -> None:
+    print(json.dumps(content, indent=1, default=str))
+
+
+def describe_commit(commit: CommitInfo) -> dict[str, Any]:
+    """Plain JSON values; ``meta`` as JSON where it is that, or its number of bytes."""
+    return {
+        "id": commit.id,
+        "tag": commit.tag,
+        "time": time_of(commit),
+        "unix_nanoseconds": commit.unix_nanoseconds,
+        "meta": read_meta(commit.meta),
+    }
+
+
+def read_meta(meta: bytes) -> Any:
+    """What a training run said of its commit: JSON values; None for nothing, else a text on the bytes."""
+    if not meta:
+        return None
+    try:
+        said = json.loads(meta)
+    except ValueError:
+        return f"{len(meta)} bytes that are not tierstore's own"
+    return said.get("extra") or said if isinstance(said, dict) else said
+
+
+def time_of(commit: CommitInfo) -> str:
+    """Local time, to the second; "" where it is not known."""
+    if not commit.unix_nanoseconds:
+        return ""
+    moment = datetime.fromtimestamp(commit.unix_nanoseconds / 1e9).astimezone()
+    return moment.isoformat(" ", "seconds")
+
+
+@contextmanager
+def progress_of(doing: str, unit: str) -> Iterator[Progress]:
+    """Shows progress on stderr: a bar on a terminal, a line every few seconds elsewhere.
+
+    ``unit`` is "bytes" or "rows".
+    """
+    if sys.stderr.isatty():
+        with _bar(doing, unit) as show:
+            yield show
+    else:
+        yield _lines(doing, unit)
+
+
+@contextmanager
+def _bar(doing: str, unit: str) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    amounts = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
+    columns = (TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(doing, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def _lines(doing: str, unit: str) -> Progress:
+    said_at = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal said_at
+        if time.monotonic() - said_at < LOG_INTERVAL:
+            return
+        said_at = time.monotonic()
+        amount = format_bytes(done) if unit == "bytes" else f"{done:,} {unit}"
+        print(f"{doing}: {done / max(total, 1):.0%}, {amount}", file=sys.stderr, flush=True)
+
+    return show
+
+
+def run_while_waiting(doing: str, work: Callable[[], Result], stop: Callable[[], object]) -> Result:
+    """Runs ``work`` in a thread and shows that it goes on; Ctrl-C calls ``stop``, which ends it."""
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="tierstore-work")
+    thread.start()
+    try:
+        with progress_of(doing, "rows"):
+            while thread.is_alive():
+                thread.join(0.1)
+    except BaseException:
+        stop()
+        thread.join()
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]
