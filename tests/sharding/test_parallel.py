@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import tierstore
 from tests.sharding import cases
@@ -39,12 +41,12 @@ class Model(nn.Module):
 CUTS = {"t0": row_wise(), "t1": table_wise(1), "t2": column_wise([0, 1]), "t3": data_parallel()}
 
 
-def whole_model() -> None:
+def whole_model(dense: str) -> None:
     rank = torch.distributed.get_rank()
     configs = cases.tables()
     one, many = Model(configs), Model(configs)
     plan = construct_plan(many.sparse, CUTS, 2, name="sparse")
-    dmp = DistributedModelParallel(many, plan=plan)
+    dmp = DistributedModelParallel(many, plan=plan, dense=dense)
     assert isinstance(dmp.module, Model)
     assert list(dict(dmp.named_parameters())) == ["over.weight", "over.bias"]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, dmp)]
@@ -56,15 +58,32 @@ def whole_model() -> None:
             optimizer.zero_grad()
             (model(batch.of(ranks)).square().sum() / scale).backward()
             optimizer.step()
-    expected, found = one.state_dict(), dmp.state_dict()
+    expected, found = one.state_dict(), whole_tensors(dmp.state_dict())
     assert list(found) == list(expected)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     dmp.fused_optimizer.param_groups[0]["lr"] = 0.5
     changed = {key: value + 1 for key, value in expected.items()}
-    dmp.load_state_dict(changed)
-    torch.testing.assert_close(dmp.state_dict(), changed, rtol=0, atol=0)
+    dmp.load_state_dict(changed_for(dmp, changed))
+    torch.testing.assert_close(whole_tensors(dmp.state_dict()), changed, rtol=0, atol=0)
     dmp.close()
-    wrong_plans(configs, plan)
+    if dense == "ddp":
+        wrong_plans(configs, plan)
+
+
+def whole_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Without DTensors, which FSDP2 has."""
+    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+
+
+def changed_for(dmp: DistributedModelParallel, state: dict[str, Tensor]) -> dict[str, Any]:
+    """As DTensors where the model has such parameters."""
+    own = dict(dmp.named_parameters())
+    return {
+        key: distribute_tensor(value, own[key].device_mesh, own[key].placements)
+        if isinstance(own.get(key), DTensor)
+        else value
+        for key, value in state.items()
+    }
 
 
 def wrong_plans(configs: list[EmbeddingBagConfig], plan: ShardingPlan) -> None:
@@ -84,5 +103,6 @@ def wrong_plans(configs: list[EmbeddingBagConfig], plan: ShardingPlan) -> None:
         DistributedModelParallel(Model(configs), plan=plan, config=small)
 
 
-def test_whole_model() -> None:
-    run(2, whole_model)
+@pytest.mark.parametrize("dense", ["ddp", "fsdp2"])
+def test_whole_model(dense: str) -> None:
+    run(2, whole_model, dense)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tierstore.sharding import (
     data_parallel,
     row_wise,
 )
+from tierstore.sharding.input_exchange import InputExchange
 
 CUTS = {"t0": row_wise(), "t1": column_wise([1, 0]), "t2": data_parallel(), "t3": row_wise([10, 61])}
 SECOND = {"s": row_wise([30, 27])}
@@ -40,11 +42,11 @@ class Model(nn.Module):
         return pooled.square().sum() + rows.square().sum(), pooled
 
 
-def model(env: ShardingEnv) -> DistributedModelParallel:
+def model(env: ShardingEnv, tiers: TierConfig = TIERS) -> DistributedModelParallel:
     plan = construct_plan(cases.tables(), CUTS, 2)
     second = construct_plan([EmbeddingConfig(57, 4, "s", feature_names=["c"])], SECOND, 2)
     plan = type(plan)((*plan.tables, *second.tables), 2, 2)
-    return DistributedModelParallel(Model(), env, plan=plan, config=TIERS)
+    return DistributedModelParallel(Model(), env, plan=plan, config=tiers)
 
 
 def ahead() -> None:
@@ -113,6 +115,48 @@ def pipeline(env: ShardingEnv, data: list[KeyedJaggedTensor], expected: dict[str
         steps.progress(source)
     torch.testing.assert_close(dmp.state_dict(), expected, rtol=0, atol=0)
     dmp.close()
+
+
+def stages() -> None:
+    """While batch i computes, i+1 is planned and fetched, and the ids of i+2 and sizes of i+3 are exchanged
+    (with a window of 1)."""
+    env = ShardingEnv.from_process_group()
+    data = [batch.of([env.rank]) for batch in cases.batches(2, 9)]
+    dmp = model(env, TierConfig(hbm="64KiB", ssd="64MiB", engine="memory"))
+    bags = dmp.sharded["bags"]
+    begun: list[InputExchange] = []
+    original = bags.begin_exchange
+
+    def begin(features: Any) -> InputExchange:
+        begun.append(original(features))
+        return begun[-1]
+
+    bags.begin_exchange = begin  # type: ignore[method-assign]
+    for step, features in enumerate(tierstore.prefetch(data, dmp, depth=1, window=1)):
+        loss = dmp(features)[0]
+        if 0 < step < 5:  # nothing but the other threads works now
+            until(lambda step=step: hasattr(begun[step + 2], "arrived"))
+            until(lambda step=step: planned_ahead(bags, 1))
+            assert len(begun) == step + 4
+        loss.backward()
+    dmp.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def planned_ahead(module: Any, batches: int) -> bool:
+    """Whether the rows of so many later batches are in the fast tier, pinned."""
+    chain = module.engine.chains[0]
+    return chain._planned >= chain.sequence.oldest_in_use(1 << 60) + batches
+
+
+def test_exchange_fetch_and_compute_overlap() -> None:
+    run(2, stages)
 
 
 def test_prefetch_changes_nothing() -> None:

@@ -186,7 +186,7 @@ def _ahead(
             yield planned.batch
         finally:
             session.finish(planned)
-        while more and session.pulled_ahead <= session.depth + session.window:
+        while more and session.wants_more:
             more = pull() is not None
 
 
@@ -214,7 +214,7 @@ def _fill(
     deep = session.least(_auto_depth(session, first)) if depth is None else depth
     session.start(deep, chosen)
     logger.debug("prefetch: depth %d, window %d", deep, chosen)
-    while more and session.pulled_ahead <= deep + chosen:
+    while more and session.wants_more:
         more = pull() is not None
     return more
 

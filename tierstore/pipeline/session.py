@@ -138,6 +138,13 @@ class Session:
         """Batches pulled and not yet used."""
         return len(self._coming)
 
+    @property
+    def wants_more(self) -> bool:
+        """Whether another batch is to be pulled before the next one is used: the window behind the last one
+        that is planned ahead, and one more where only that lets the ids of the window's last batch be sent."""
+        announced = any(call.module.collective for call in self.calls)
+        return len(self._coming) <= self.depth + self.window + announced
+
     def next(self) -> Planned | None:
         """The next batch, its lookups handed to the modules; None when there are no more."""
         if not self._coming:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tierstore.config import TierConfig
@@ -96,7 +98,7 @@ def _take_over(sharded: ShardedCollection, module: Collection) -> None:
 
 
 class DistributedModelParallel(nn.Module):
-    """A model whose collections are sharded and whose other parameters are replicated by DDP.
+    """A model whose collections are sharded, and whose other parameters DDP replicates, or FSDP2 shards.
 
     ``module`` is changed in place. Names in state dicts and of parameters are those of ``module``.
 
@@ -109,6 +111,8 @@ class DistributedModelParallel(nn.Module):
         sharders: None; there is one way to shard each collection.
         config: tiers of one rank; those of each collection if None.
         comms: how the ranks talk; None: exactly.
+        dense: "ddp" or "fsdp2", for all other parameters. With "fsdp2" they are DTensors, in state dicts too;
+            make their optimizer afterwards.
         find_unused_parameters: as for DDP.
     """
 
@@ -122,9 +126,12 @@ class DistributedModelParallel(nn.Module):
         *,
         config: TierConfig | None = None,
         comms: CommsConfig | None = None,
+        dense: str = "ddp",
         find_unused_parameters: bool = False,
     ) -> None:
         super().__init__()
+        if dense not in ("ddp", "fsdp2"):
+            raise ConfigError(f'dense is {dense!r}; use "ddp" or "fsdp2"')
         if device is not None and torch.device(device).type != "cpu":
             raise ConfigError(f"device is {device}; sharded tables live in the tiers of the hosts: use None")
         if sharders:
@@ -135,7 +142,7 @@ class DistributedModelParallel(nn.Module):
         path = None if config is None else config.path
         self._commits = None if path is None else Commits(path, self.env)
         module = self._shard_all(module, config, comms)
-        self._wrapped = self._replicate(module, find_unused_parameters)
+        self._wrapped = self._parallel(module, dense, find_unused_parameters)
 
     def _shard_all(
         self, module: nn.Module, config: TierConfig | None, comms: CommsConfig | None
@@ -164,11 +171,15 @@ class DistributedModelParallel(nn.Module):
             setattr(module.get_submodule(parent), attribute, new)
         return module
 
-    def _replicate(self, module: nn.Module, find_unused_parameters: bool) -> nn.Module:
+    def _parallel(self, module: nn.Module, dense: str, find_unused_parameters: bool) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module
+        group = self.env.process_group
+        if dense == "fsdp2":
+            mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ranks",))
+            return fully_shard(module, mesh=mesh)
         return DistributedDataParallel(
-            module, process_group=self.env.process_group, find_unused_parameters=find_unused_parameters
+            module, process_group=group, find_unused_parameters=find_unused_parameters
         )
 
     @property
