@@ -15,7 +15,15 @@ from torch import nn
 import tierstore
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor, TierConfig, optim
 from tierstore.errors import ConfigError
-from tierstore.sharding import ShardingEnv, column_wise, construct_plan, row_wise, shard, table_wise
+from tierstore.sharding import (
+    CommsConfig,
+    ShardingEnv,
+    column_wise,
+    construct_plan,
+    row_wise,
+    shard,
+    table_wise,
+)
 from tierstore.sharding.cuts import Cut
 
 LR = 0.1
@@ -35,6 +43,7 @@ class Setting:
     pooling: int
     steps: int
     torchrec: bool
+    comms: CommsConfig
 
     def configs(self) -> list[EmbeddingBagConfig]:
         return [
@@ -53,8 +62,9 @@ class Setting:
         return {f"t{i}": kinds[self.cut](i) for i in range(self.tables)}
 
 
-def measure(setting: Setting) -> dict[str, list[float]]:
-    """Seconds of every step, of the slowest rank, by system."""
+def measure(setting: Setting) -> dict[str, Any]:
+    """``seconds``: of every step, of the slowest rank, by system; ``bytes_sent``: by tierstore's rank 0 to
+    others, in the last step."""
     torch.set_num_threads(1)
     tierstore.set_num_threads(1)
     env = ShardingEnv.from_process_group()
@@ -62,7 +72,7 @@ def measure(setting: Setting) -> dict[str, list[float]]:
         setting.configs(), config=TierConfig(hbm="all"), optimizer=optim.SGD(lr=LR)
     )
     plan = construct_plan(whole, setting.cuts(env.world_size), env.world_size)
-    ours = shard(whole, plan, env)
+    ours = shard(whole, plan, env, comms=setting.comms)
     steps: dict[str, Callable[[KeyedJaggedTensor], None]] = {"tierstore": lambda batch: _step(ours(batch))}
     if setting.torchrec:
         steps["torchrec"] = _torchrec_step(setting, env.world_size)
@@ -72,13 +82,16 @@ def measure(setting: Setting) -> dict[str, list[float]]:
         for name, step in steps.items():
             dist.barrier()
             start = time.perf_counter()
+            sent = env.traffic.bytes_sent
             step(batches[number % _DRAWN])
             taken = torch.tensor([time.perf_counter() - start])
             dist.all_reduce(taken, dist.ReduceOp.MAX)
             if number >= 2:  # before, rows are made and buffers grow
                 times[name].append(float(taken))
+            if name == "tierstore":
+                bytes_sent = env.traffic.bytes_sent - sent
     ours.close()
-    return times
+    return {"seconds": times, "bytes_sent": bytes_sent}
 
 
 def _step(pooled: Any) -> None:

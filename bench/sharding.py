@@ -25,11 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=1024, metavar="N", help="per rank (default: 1024)")
     parser.add_argument("--pooling", type=int, default=4, metavar="N", help="ids per bag (default: 4)")
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="of each system (default: 30)")
+    parser.add_argument(
+        "--precision", default="fp32", metavar="P", help="of what tierstore sends: fp32, bf16, fp16"
+    )
+    parser.add_argument("--dedup", action="store_true", help="tierstore asks for each id once")
     parser.add_argument("--no-torchrec", action="store_true", help="measure tierstore alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
 
 
 def run(args: argparse.Namespace) -> int:
+    from tierstore.sharding import CommsConfig
+
     from ._sharding_ranks import Setting
 
     results = {}
@@ -43,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
             args.pooling,
             args.steps,
             not args.no_torchrec,
+            CommsConfig(args.precision, args.precision, args.dedup),
         )
         results[cut] = _figures(_on_ranks(args.ranks, setting))
         _print(cut, results[cut])
@@ -53,12 +60,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _on_ranks(world_size: int, setting: Any) -> dict[str, list[float]]:
+def _on_ranks(world_size: int, setting: Any) -> dict[str, Any]:
     import torch.multiprocessing as mp
 
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, (world_size, folder, setting), nprocs=world_size, start_method="spawn")
-        found: dict[str, list[float]] = json.loads(Path(folder, "times.json").read_text())
+        found: dict[str, Any] = json.loads(Path(folder, "measured.json").read_text())
         return found
 
 
@@ -75,15 +82,16 @@ def _rank(rank: int, world_size: int, folder: str, setting: Any) -> None:
         timeout=timedelta(seconds=120),
     )
     try:
-        times = measure(setting)
+        measured = measure(setting)
         if rank == 0:
-            Path(folder, "times.json").write_text(json.dumps(times))
+            Path(folder, "measured.json").write_text(json.dumps(measured))
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def _figures(times: dict[str, list[float]]) -> dict[str, Any]:
+def _figures(measured: dict[str, Any]) -> dict[str, Any]:
+    times = measured["seconds"]
     found: dict[str, Any] = {
         name: {
             "median_s": statistics.median(seconds),
@@ -92,6 +100,7 @@ def _figures(times: dict[str, list[float]]) -> dict[str, Any]:
         }
         for name, seconds in times.items()
     }
+    found["bytes_sent"] = measured["bytes_sent"]
     if "torchrec" in times:
         pairs = zip(times["tierstore"], times["torchrec"], strict=True)
         found["ratio_of_medians"] = found["tierstore"]["median_s"] / found["torchrec"]["median_s"]
@@ -107,4 +116,5 @@ def _print(cut: str, figures: dict[str, Any]) -> None:
             shown.append(f"{name} {1e3 * figures[name]['median_s']:.1f} ms ({low:.1f} to {high:.1f})")
     if "ratio_of_medians" in figures:
         shown.append(f"ratio {figures['ratio_of_medians']:.2f} (of pairs {figures['median_of_ratios']:.2f})")
+    shown.append(f"{figures['bytes_sent']:,} bytes sent per rank")
     print(f"{cut:<12} {', '.join(shown)}", flush=True)

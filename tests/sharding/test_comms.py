@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,23 +56,6 @@ def sequences() -> list[EmbeddingConfig]:
 # -- bytes ---------------------------------------------------------------------------------
 
 
-@contextmanager
-def counted(rank: int) -> Iterator[list[int]]:
-    """Bytes that this rank sends to the others, per all-to-all."""
-    sent: list[int] = []
-    original = dist.all_to_all_single
-
-    def count(out: Any, given: torch.Tensor, arriving: Any, leaving: list[int], **more: Any) -> Any:
-        sent.append(given.element_size() * (sum(leaving) - leaving[rank]))
-        return original(out, given, arriving, leaving, **more)
-
-    dist.all_to_all_single = count
-    try:
-        yield sent
-    finally:
-        dist.all_to_all_single = original
-
-
 def expected_bytes(collection: ShardedCollection, batch: cases.Batch, pooled: bool) -> int:
     """The table of docs/sharding.md, from the plan and the batch alone."""
     rank, world, comms = collection.env.rank, collection.env.world_size, collection.comms
@@ -109,15 +91,12 @@ def count_bytes(world: int) -> None:
             for configs in (cases.tables(), sequences()):
                 parts = sharded(configs, cuts, env, comms)
                 pooled = isinstance(configs[0], tierstore.EmbeddingBagConfig)
-                with counted(env.rank) as sent:
-                    output = parts(batch.of([env.rank]))
-                    values = (
-                        output.values()
-                        if pooled
-                        else torch.cat([v.values().flatten() for v in output.values()])
-                    )
-                    values.sum().backward()
-                assert sum(sent) == expected_bytes(parts, batch, pooled and not comms.dedup)
+                before = env.traffic.bytes_sent
+                output = parts(batch.of([env.rank]))
+                values = [output] if pooled else output.values()
+                sum(part.values().sum() for part in values).backward()
+                sent = env.traffic.bytes_sent - before
+                assert sent == expected_bytes(parts, batch, pooled and not comms.dedup)
                 parts.close()
 
 

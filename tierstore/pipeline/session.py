@@ -140,8 +140,8 @@ class Session:
 
     @property
     def wants_more(self) -> bool:
-        """Whether another batch is to be pulled before the next one is used: the window behind the last one
-        that is planned ahead, and one more where only that lets the ids of the window's last batch be sent."""
+        """Whether another batch is to be pulled before the next one is used: up to the window behind the last
+        one that is planned ahead; and one more where that is what sends the ids of the window's last."""
         announced = any(call.module.collective for call in self.calls)
         return len(self._coming) <= self.depth + self.window + announced
 

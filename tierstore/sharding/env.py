@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -29,6 +29,13 @@ class Pending:
                 work.wait()
 
 
+@dataclass
+class Traffic:
+    """What this rank has sent to others in all-to-alls: ids, vectors, gradients and weights, in bytes."""
+
+    bytes_sent: int = 0
+
+
 @dataclass(frozen=True)
 class ShardingEnv:
     """Ranks and groups. ``inputs`` and ``outputs`` are gloo groups of their own, since the rows are in host
@@ -42,6 +49,7 @@ class ShardingEnv:
     process_group: Any
     inputs: Any
     outputs: Any
+    traffic: Traffic = field(default_factory=Traffic, compare=False)
 
     @classmethod
     def from_process_group(cls, group: Any = None, timeout: timedelta | None = None) -> ShardingEnv:
@@ -74,6 +82,7 @@ class ShardingEnv:
         if self.world_size == 1:
             out.copy_(given)
             return Pending(None)
+        self.traffic.bytes_sent += given.element_size() * (sum(leaving) - leaving[self.rank])
         with _all_ranks():
             work = dist.all_to_all_single(
                 out, given, list(arriving), list(leaving), group=group or self.outputs, async_op=True

@@ -177,7 +177,8 @@ class DistributedModelParallel(nn.Module):
         group = self.env.process_group
         if dense == "fsdp2":
             mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ranks",))
-            return fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh)
+            return module
         return DistributedDataParallel(
             module, process_group=group, find_unused_parameters=find_unused_parameters
         )
