@@ -3,8 +3,10 @@ adds."""
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.cache.engine import Engine
-from tierstore.checkpoint.tree import load_into, pack, unpack
+from tierstore.checkpoint.tree import load_into, pack, saved_state, unpack
 from tierstore.errors import StoreMismatchError
 from tierstore.modules.base import TieredModule
 from tierstore.modules.tables import without_rows
+
+logger = logging.getLogger("tierstore")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a training consists of, as its owner gives it."""
+
+    model: nn.Module
+    optimizer: Any = None
+    loader: Any = None
+    extra: Any = None
 
 
 def tiered_modules(model: nn.Module) -> dict[str, TieredModule]:
@@ -49,22 +63,26 @@ def set_random_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
 
 
-def capture(
-    model: nn.Module, optimizer: Any, loader: Any, extra: Any
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state as JSON and tensors."""
+def own_state(loader: Any) -> dict[str, Any]:
+    """What every process has for itself: its position in the data, its random generators."""
+    return {"loader": saved_state(loader), "random": random_states()}
+
+
+def capture(parts: Parts, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The state as JSON and tensors; ``own`` is that of :func:`own_state`, or ``ranks``, a list of them."""
     with without_rows():
-        dense = dict(model.state_dict())
-    parts = {
-        "model": dense,
-        "fused": {name: module.fused_optimizer for name, module in tiered_modules(model).items()},
-        "optimizer": optimizer,
-        "loader": loader,
-        "extra": extra,
-        "random": random_states(),
-    }
+        dense = dict(parts.model.state_dict())
+    state = {"model": dense, "fused": _fused(parts.model), "optimizer": parts.optimizer, "extra": parts.extra}
     tensors: dict[str, Tensor] = {}
-    return {name: pack(part, name, tensors) for name, part in parts.items()}, tensors
+    return {name: pack(value, name, tensors) for name, value in {**state, **own}.items()}, tensors
+
+
+def _fused(model: nn.Module) -> dict[str, Any]:
+    """By path; sharded collections, whose path depends on what wraps them, by their tables."""
+    return {
+        ",".join(module.table_names()) if module.collective else path: module.fused_optimizer
+        for path, module in tiered_modules(model).items()
+    }
 
 
 class DenseState:
@@ -90,22 +108,38 @@ class DenseState:
                 "that was saved, or give another folder"
             )
 
-    def apply(self, model: nn.Module, optimizer: Any, loader: Any, extra: Any) -> None:
-        """Puts everything but the random generators back."""
+    def apply(self, parts: Parts) -> None:
+        """Puts everything back, the random generators last."""
         with without_rows():
-            model.load_state_dict(self._parts["model"])
-        load_into(
-            {name: m.fused_optimizer for name, m in tiered_modules(model).items()},
-            self._parts["fused"],
-            "the model",
-        )
-        for target, part in ((optimizer, "optimizer"), (loader, "loader"), (extra, "extra")):
-            if target is not None:
-                load_into(target, self._parts[part], part)
+            parts.model.load_state_dict(self._parts["model"])
+        load_into(_fused(parts.model), self._parts["fused"], "the model")
+        for name in ("optimizer", "loader", "extra"):
+            target = getattr(parts, name)
+            if target is not None and name in self._parts:
+                load_into(target, self._parts[name], name)
+        if "random" in self._parts:
+            set_random_states(self._parts["random"])
 
-    def apply_random(self) -> None:
-        """Puts the random generators back."""
-        set_random_states(self._parts["random"])
+    def choose_rank(self, rank: int, world_size: int) -> None:
+        """Of a state of several ranks: from now on it is that of this one.
+
+        With another number of ranks than there was, nobody gets a position in the data or random states.
+        """
+        ranks = self._parts.pop("ranks")
+        if len(ranks) == world_size:
+            self._parts |= ranks[rank]
+        else:
+            logger.warning(
+                "the checkpoint is of %d ranks and there are %d: positions in the data and random states "
+                "are not restored",
+                len(ranks),
+                world_size,
+            )
+
+    def is_of_the_rows_of(self, model: nn.Module) -> bool:
+        """Whether the model's rows have had as many updates as those that belong to this state."""
+        saved = {name: state["num_updates"] for name, state in self._parts["fused"].items()}
+        return saved == {name: optimizer.num_updates for name, optimizer in _fused(model).items()}
 
 
 def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:

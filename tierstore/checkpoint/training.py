@@ -17,8 +17,9 @@ from typing import Any
 from torch import nn
 
 from tierstore.cache.engine import Engine
+from tierstore.checkpoint import ranks
 from tierstore.checkpoint.folder import Folder, Unit
-from tierstore.checkpoint.state import DenseState, capture, engines_of, tiered_modules
+from tierstore.checkpoint.state import DenseState, Parts, capture, engines_of, own_state, tiered_modules
 from tierstore.errors import ConfigError, StoreMismatchError
 from tierstore.store.identity import plain
 from tierstore.store.protocol import TableSpec
@@ -63,15 +64,22 @@ def save(
     Raises ``ConfigError`` for tables without a lasting store (``TierConfig(path=...)``) and for values that
     cannot be kept; ``StoreMismatchError`` when ``dir`` holds checkpoints of other stores;
     ``StoreLockedError`` when another process is saving there.
+
+    A model with sharded collections is saved and restored by all ranks together; rank 0 must see ``dir``.
+    The rows' part is then the commit of all ranks, of which ``keep`` must be 1, and each rank has its own
+    position in the data and random generators.
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ConfigError(f"step is {step!r}; it must be the number of steps so far")
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ConfigError(f"keep is {keep!r}; at least the last checkpoint is kept")
-    engines = engines_of(tiered_modules(model))
-    _check_stores(engines)
-    state, tensors = capture(model, optimizer, loader, extra)
+    parts, modules = Parts(model, optimizer, loader, extra), tiered_modules(model)
     folder = Folder(dir)
+    if any(module.collective for module in modules.values()):
+        return ranks.save(folder, parts, modules, step, keep)
+    engines = engines_of(modules)
+    _check_stores(engines)
+    state, tensors = capture(parts, own_state(loader))
     with folder.locked():
         _check_owner(folder, engines)
         stores = [_describe(engine) for engine in engines]
@@ -100,12 +108,17 @@ def restore(
     ``model``, ``optimizer``, ``loader`` and ``extra`` are built as for the training that was saved; the
     objects in ``extra`` get their state, and so do the global random generators. The tables' stores must be
     those that the checkpoint was saved from; they go to its commits, and what was trained later is forgotten.
+    Sharded collections are at their last commit when they are made, on any number of ranks and with any plan,
+    so the model must be a new one.
 
     Raises ``StoreMismatchError`` for a checkpoint of another model or other stores, ``StoreCorruptError``
     for damaged files; before anything is changed.
     """
     folder = Folder(dir)
-    modules = tiered_modules(model)
+    parts, modules = Parts(model, optimizer, loader, extra), tiered_modules(model)
+    if any(module.collective for module in modules.values()):
+        found = ranks.restore(folder, parts, modules, step)
+        return None if found is None else Restored(*found)
     engines = engines_of(modules)
     unit = _choose(folder, engines, step)
     if unit is None:
@@ -116,8 +129,7 @@ def restore(
     dense.check(model)
     for engine in engines:
         engine.go_to(_commit_of(engine, unit))
-    dense.apply(model, optimizer, loader, extra)
-    dense.apply_random()
+    dense.apply(parts)
     return Restored(state["step"], dense.extra, unit.path)
 
 
@@ -127,11 +139,10 @@ def read_extra(dir: str | os.PathLike[str]) -> Any:
     If a crash has come in between, it may be that of a checkpoint that :func:`restore` will pass over.
     """
     units = Folder(dir).units()
-    return (
-        DenseState({"extra": units[-1].read_state()["state"]["extra"]}, units[-1].read_tensors()).extra
-        if units
-        else None
-    )
+    if not units:
+        return None
+    packed = units[-1].read_state()["state"]["extra"]
+    return DenseState({"extra": packed}, units[-1].read_tensors()).extra
 
 
 # -- stores ----------------------------------------------------------------------------------------

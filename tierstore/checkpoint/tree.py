@@ -100,7 +100,15 @@ def load_into(target: Any, saved: Any, place: str) -> None:
             load_into(item, found, f"{place}.{at}")
 
 
+def saved_state(value: Any) -> SavedState | None:
+    """The state of an object that has one, else None."""
+    state = _state_of(value)
+    return None if state is None else SavedState(state)
+
+
 def _state_of(value: Any) -> Any:
+    if isinstance(value, SavedState):
+        return dict(value)
     if isinstance(value, torch.Generator):
         return {"generator": value.get_state()}
     if isinstance(value, np.random.Generator):

@@ -170,6 +170,11 @@ class ShardedCollection(Collection):
         return self._commits.commit(extra, tag)
 
     @property
+    def commits(self) -> Commits | None:
+        """The commits of all ranks that the collection takes part in; None without a path."""
+        return self._commits
+
+    @property
     def is_fresh(self) -> bool:
         """Whether no rows of an earlier commit were found."""
         return self._commits is None or not self._commits.restored(self)
@@ -181,7 +186,7 @@ class ShardedCollection(Collection):
     def close(self, *, commit: bool = True) -> None:
         """Commits (if there is a path; all ranks do it) and closes the engine of this rank."""
         if commit and self._commits is not None and not self.engine.closed:
-            self._commits.commit(self._commits.extra)
+            self._commits.commit_last()
         super().close(commit=False)
 
     def table_names(self) -> list[str]:

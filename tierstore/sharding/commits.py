@@ -147,6 +147,12 @@ class Commits:
         self.number, self.extra = number, extra or {}
         return number
 
+    def commit_last(self) -> None:
+        """A commit before the tables are closed; none if the last one is part of a checkpoint, which it would
+        replace."""
+        if "checkpoint" not in self.extra:
+            self.commit(self.extra)
+
     def _write(self, number: int, everyone: list[dict[str, int]], extra: dict[str, Any]) -> None:
         collections = {
             name: {

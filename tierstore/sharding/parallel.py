@@ -232,7 +232,7 @@ class DistributedModelParallel(nn.Module):
     def close(self, *, commit: bool = True) -> None:
         """Commits (if there is a path; all ranks do it) and closes the tables of this rank."""
         if commit and self._commits is not None:
-            self._commits.commit(self._commits.extra)
+            self._commits.commit_last()
             commit = False
         for collection in self._sharded.values():
             collection.close(commit=commit)

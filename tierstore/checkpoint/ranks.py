@@ -1,0 +1,123 @@
+"""The same for models whose collections are sharded: all ranks save and restore together.
+
+Rank 0 writes the files. The commit of all ranks (``ShardedCollection.commit``) names them and is the atomic
+step: it is restored by new collections, on any number of ranks, and says which files belong to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tierstore.checkpoint.folder import Folder, Unit
+from tierstore.checkpoint.state import DenseState, Parts, capture, own_state
+from tierstore.errors import ConfigError, StoreMismatchError, TierStoreError
+from tierstore.modules.base import TieredModule
+
+Result = TypeVar("Result")
+
+
+def save(folder: Folder, parts: Parts, modules: Mapping[str, TieredModule], step: int, keep: int) -> Path:
+    """As :func:`tierstore.checkpoint.save`, on all ranks."""
+    collection = _one_of(modules)
+    if keep != 1:
+        raise ConfigError(
+            f"keep is {keep}; of sharded tables the last commit of all ranks is kept: use keep=1"
+        )
+    if collection.commits is None:
+        raise ConfigError(
+            "the sharded tables have no lasting stores to commit their rows to; give "
+            "TierConfig(path=..., ssd=...)"
+        )
+    own = collection.env.gather_objects(own_state(parts.loader))
+
+    def write() -> Unit:
+        content = {"step": step, "stores": [], "state": state}
+        with folder.locked():
+            return folder.add(step, content, tensors)
+
+    state, tensors = capture(parts, {"ranks": own})
+    unit = on_rank_0(collection.env, write)
+    number = collection.commit(
+        {"checkpoint": unit.tag, "step": step, "commit": collection.commits.number + 1}
+    )
+
+    def finish() -> None:
+        with folder.locked():
+            unit.note_committed([{"path": str(collection.commits.path), "commit": number}])
+            folder.remove_all_but([unit])
+
+    on_rank_0(collection.env, finish)
+    return unit.path
+
+
+def restore(
+    folder: Folder, parts: Parts, modules: Mapping[str, TieredModule], step: int | None
+) -> tuple[int, Any, Path] | None:
+    """As :func:`tierstore.checkpoint.restore`, on all ranks; gives step, extra and path."""
+    collection = _one_of(modules)
+    said = collection.committed_extra()
+    if "checkpoint" not in said:
+        if collection.commits is not None and collection.commits.number:
+            raise StoreMismatchError(
+                f"{collection.commits.path} has a commit that belongs to no checkpoint; remove it to start "
+                "anew, or go on from it without restore()"
+            )
+        return None
+    if step not in (None, said["step"]):
+        raise StoreMismatchError(f"there is no checkpoint of step {step}, but of step {said['step']}")
+    if said["commit"] != collection.commits.number:
+        raise StoreMismatchError(
+            f"{collection.commits.path} was committed after the checkpoint of step {said['step']}, whose rows "
+            "are gone by that; commit by checkpoint.save alone"
+        )
+
+    def read() -> tuple[dict[str, Any], Any, Path]:
+        unit = next((unit for unit in folder.units() if unit.tag == said["checkpoint"]), None)
+        if unit is None:
+            raise StoreMismatchError(
+                f"{folder.path} does not hold the checkpoint of step {said['step']} that "
+                f"{collection.commits.path} was committed with; give the folder that it was saved in"
+            )
+        return unit.read_state(), unit.read_tensors(), unit.path
+
+    state, tensors, path = on_rank_0(collection.env, read)
+    dense = DenseState(state["state"], tensors)
+    if not dense.is_of_the_rows_of(parts.model):
+        raise ConfigError(
+            "sharded tables do not go back while they are in use: build the model anew to restore it"
+        )
+    dense.check(parts.model)
+    dense.choose_rank(collection.env.rank, collection.env.world_size)
+    dense.apply(parts)
+    return state["step"], dense.extra, path
+
+
+def on_rank_0(env: Any, work: Callable[[], Result]) -> Result:
+    """The result of ``work`` on rank 0, told to all; its error is raised on all."""
+    found: list[Any] = [None, None]
+    if env.rank == 0:
+        try:
+            found[0] = work()
+        except (TierStoreError, OSError) as error:
+            found[1] = error
+    env.broadcast_objects(found)
+    if found[1] is not None:
+        raise found[1]
+    result: Result = found[0]
+    return result
+
+
+def _one_of(modules: Mapping[str, TieredModule]) -> Any:
+    """A collection that stands for all, since they share one commit."""
+    others = [path for path, module in modules.items() if not module.collective]
+    if others:
+        raise ConfigError(f"{others} are tiered and not sharded, beside sharded collections; shard them too")
+    collections: list[Any] = list(modules.values())
+    if len({id(collection.commits) for collection in collections}) > 1:
+        raise ConfigError(
+            "the collections were sharded one by one, so their commits are not one; shard them together by "
+            "DistributedModelParallel(model, config=TierConfig(path=...))"
+        )
+    return collections[0]
