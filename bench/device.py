@@ -33,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--queue-depth", type=int, default=64, help="reads in flight (default: 64)")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement (default: 1)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks that share the machine (default: 1)")
+    parser.add_argument(
+        "--no-runtime",
+        action="store_true",
+        help="leave out the costs per row (half a minute)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +60,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "hbm_per_rank": memory // 4 // args.ranks,
         "host_memory_per_host": memory // 2,
         "host_memory_bw": copy,
-        "index_rows_per_s": index_rate(args.seconds),
         "device": "cpu",
     }
     # On a CPU the fast tier is an arena in the same memory, and the link is a copy within it.
@@ -64,12 +68,32 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=args.dir) as folder:
         result["ssd_per_host"] = psutil.disk_usage(folder).free
         result |= drive_figures(Path(folder) / "device", args)
-    result["measured"] = {
-        "queue_depth": args.queue_depth,
-        "file_size": args.file_size,
-        "unix_time": int(time.time()),
-    }
+        result["measured"] = {
+            "queue_depth": args.queue_depth,
+            "file_size": args.file_size,
+            "unix_time": int(time.time()),
+        }
+        if args.no_runtime or result["device"] != "cpu":
+            result["index_rows_per_s"] = index_rate(args.seconds)
+        else:
+            result |= runtime_costs(folder, result["measured"])
     return result
+
+
+def runtime_costs(folder: str, notes: dict[str, Any]) -> dict[str, Any]:
+    """What the CPU engine itself takes per row and byte, one thread computing: instead of the rates of plain
+    copies and reads, which are kept in ``notes``."""
+    import torch
+
+    from tierstore.cache.engine import set_num_threads
+
+    from ._runtime_costs import runtime_figures
+
+    torch.set_num_threads(1)
+    set_num_threads(1)
+    figures = runtime_figures(folder=folder)
+    notes["step_s"] = figures.pop("step_s")
+    return figures
 
 
 def memory_bandwidth(seconds: float) -> float:

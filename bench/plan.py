@@ -103,7 +103,7 @@ def against_optimum(seed: int, search_seconds: float = 5.0, time_limit: float = 
         return None
     cuts = [cuts_of(table, machines, planner.work, ParameterConstraints()) for table in tables]
     ranks = np.arange(machines.world_size)
-    bound = optimum(machines, planner.work, cuts, [ranks] * len(tables), time_limit)
+    bound = optimum(machines, solution.work, cuts, [ranks] * len(tables), time_limit)
     return solution.prediction.step / bound.seconds
 
 
@@ -132,7 +132,7 @@ def against_bound(tables_count: int) -> dict[str, float]:
     planner = EmbeddingShardingPlanner(machines, batch_size=4096)
     solution = planner.solve(tables)
     cuts = [cuts_of(table, machines, planner.work, ParameterConstraints()) for table in tables]
-    bound = relaxed(machines, planner.work, cuts)
+    bound = relaxed(machines, solution.work, cuts)
     return {"bound.tables": tables_count, "bound.ratio": solution.prediction.step / bound.seconds}
 
 

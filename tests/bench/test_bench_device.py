@@ -11,7 +11,7 @@ def test_the_written_file_is_a_topology(tmp_path, capsys):
     parser = argparse.ArgumentParser()
     device.add_arguments(parser)
     out = tmp_path / "topology.json"
-    arguments = f"--json {out} --dir {tmp_path} --file-size 4MiB --seconds 0.02 --queue-depth 4"
+    arguments = f"--json {out} --dir {tmp_path} --file-size 4MiB --seconds 0.02 --queue-depth 4 --no-runtime"
     assert device.run(parser.parse_args(arguments.split())) == 0
     topology = Topology.from_dict(json.loads(out.read_text()))
     assert topology.hosts == 1

@@ -23,7 +23,7 @@ def test_small_plans_cost_at_most_a_little_more_than_the_optimum():
 def test_a_larger_plan_is_near_its_lp_bound():
     machines, tables = large_topology(1), large_tables(16, 5)
     planner = EmbeddingShardingPlanner(machines, batch_size=1024, search_seconds=60)
-    step = planner.solve(tables).prediction.step
+    solution = planner.solve(tables)
     cuts = [cuts_of(table, machines, planner.work, ParameterConstraints()) for table in tables]
-    bound = relaxed(machines, planner.work, cuts).seconds
-    assert 0.998 <= step / bound <= 1.15
+    bound = relaxed(machines, solution.work, cuts).seconds
+    assert 0.998 <= solution.prediction.step / bound <= 1.15

@@ -15,7 +15,12 @@ from tierstore import optim
 from tierstore.errors import ConfigError, InfeasiblePlanError
 from tierstore.placement import ShardingPlan, ShardingType
 from tierstore.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from tierstore.planner.costs import POLICY_BYTES_PER_SLOT, TIER_BYTES_PER_SLOT
+from tierstore.planner.costs import (
+    POLICY_BYTES_PER_SLOT,
+    POLICY_FIXED_BYTES,
+    POLICY_FIXED_SLOTS,
+    TIER_BYTES_PER_SLOT,
+)
 from tierstore.planner.tables import STATE_FLOATS, row_bytes
 
 
@@ -28,6 +33,8 @@ def test_the_constants_are_the_runtimes():
 
     assert pytest.approx(_core.Tier.BYTES_PER_SLOT) == TIER_BYTES_PER_SLOT
     assert cache_policies.get("lookahead").bytes_per_slot == POLICY_BYTES_PER_SLOT
+    fixed = POLICY_FIXED_SLOTS * POLICY_FIXED_BYTES
+    assert cache_policies.get("lookahead").fixed_bytes == pytest.approx(fixed, rel=1e-3)
     for name, floats in STATE_FLOATS.items():
         spec = optim.specs.make(name)
         assert [floats(dim) for dim in (1, 7, 64)] == [spec.state_floats(dim) for dim in (1, 7, 64)]

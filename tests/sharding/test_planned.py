@@ -18,7 +18,7 @@ from tierstore.sharding import DistributedModelParallel, ShardingPlan
 
 TIERS = {
     "all": TierConfig(hbm="all"),
-    "tiers": TierConfig(hbm="1MiB", uvm="64KiB", ssd="64MiB", engine="memory"),
+    "tiers": TierConfig(hbm="3MiB", uvm="256KiB", ssd="64MiB", engine="memory"),
 }
 
 

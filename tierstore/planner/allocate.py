@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.planner.costs import RANK_BUFFERS, ShardCost, Workload
+from tierstore.planner.costs import ShardCost, Workload
 from tierstore.planner.curves import Floats
 from tierstore.planner.cuts import Cut
 from tierstore.planner.prices import Steps, hbm_steps, memory_steps
@@ -92,7 +92,7 @@ def allocate(
     result = Allocation(costs, table, rank, np.zeros(len(costs)), np.zeros(len(costs)), {})
     replicas = result.slot == 0
     result.hbm_rows[replicas] = result.memory_rows[replicas] = result.rows[replicas]
-    fixed = np.bincount(rank, result.field("fixed_hbm"), topology.world_size) + work.dense_bytes
+    fixed = np.bincount(rank, result.field("fixed_hbm"), topology.world_size) + work.fixed_hbm
     steps: dict[int, Steps] = {}
     for r in range(topology.world_size):
         here = np.flatnonzero((rank == r) & ~replicas)
@@ -106,12 +106,17 @@ def allocate(
             result.missing["hbm", r] = int(missing) + 1
     for h in range(topology.hosts):
         here = np.flatnonzero((rank // topology.ranks_per_host == h) & ~replicas)
-        _fill_host(topology, result, here, h, gradual)
+        _fill_host(topology, work, result, here, h, gradual)
     return result
 
 
 def _fill_host(
-    topology: Topology, result: Allocation, here: NDArray[np.int64], host: int, gradual: bool
+    topology: Topology,
+    work: Workload,
+    result: Allocation,
+    here: NDArray[np.int64],
+    host: int,
+    gradual: bool,
 ) -> None:
     costs = [result.costs[i] for i in here]
     known: dict[tuple[int, float], Steps] = {}
@@ -121,8 +126,7 @@ def _fill_host(
         if key not in known:
             known[key] = memory_steps(cost, rows, gradual)
         steps.append(known[key])
-    buffers = RANK_BUFFERS * topology.ranks_per_host if topology.ssd_per_host else 0
-    room = topology.host_memory_per_host - buffers - sum(cost.fixed_host for cost in costs)
+    room = topology.host_memory_per_host - work.fixed_host(topology) - sum(cost.fixed_host for cost in costs)
     room += float((result.hbm_rows[here] * result.slot[here]).sum())
     held, missing = _fill(steps, result.slot[here], room)
     result.memory_rows[here] = np.maximum(held, result.hbm_rows[here])

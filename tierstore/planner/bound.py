@@ -16,7 +16,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from tierstore.errors import TierStoreError
-from tierstore.planner.costs import RANK_BUFFERS, Load, Workload
+from tierstore.planner.costs import Load, Workload
 from tierstore.planner.cuts import Cut
 from tierstore.planner.prices import hbm_steps, memory_steps
 from tierstore.planner.topology import Topology
@@ -98,17 +98,16 @@ class _Program:
         self.extra: list[tuple[float, float]] = []
         hbm, host = max(1.0, float(topology.hbm_per_rank)), max(1.0, float(topology.host_memory_per_host))
         self.sizes = {"hbm": hbm, "host": host, "ssd": max(1.0, float(topology.ssd_per_host))}
-        buffers = RANK_BUFFERS * topology.ranks_per_host if topology.ssd_per_host else 0
         for r in range(ranks):
             for stage in range(6):
                 self._put(r * 7 + stage, 0, -1.0)
             self.upper[r * 7] = -work.dense_seconds / self.unit
-            self.upper[r * 7 + 6] = (topology.hbm_per_rank - work.dense_bytes) / hbm
+            self.upper[r * 7 + 6] = (topology.hbm_per_rank - work.fixed_hbm) / hbm
         for h in range(hosts):
             row = ranks * 7 + h * 4
             self._put(row, 0, -1.0)
             self._put(row + 1, 0, -1.0)
-            self.upper[row + 2] = (topology.host_memory_per_host - buffers) / host
+            self.upper[row + 2] = (topology.host_memory_per_host - work.fixed_host(topology)) / host
             self.upper[row + 3] = topology.ssd_per_host / self.sizes["ssd"]
 
     def add_table(self, alternatives: Iterable[tuple[Cut, Sequence[Shard]]]) -> None:

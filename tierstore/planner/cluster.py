@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.planner.costs import RANK_BUFFERS, Load, Workload
+from tierstore.planner.costs import Load, Workload
 from tierstore.planner.curves import Floats
 from tierstore.planner.cuts import Cut
 from tierstore.planner.prices import GRID, Priced
@@ -30,11 +30,10 @@ class Cluster:
         self.host_of = np.arange(world) // topology.ranks_per_host
         self.seconds = np.zeros((world, 4))
         self.seconds[:, 0] = work.dense_seconds
-        self.fixed_hbm = np.full(world, float(work.dense_bytes))
+        self.fixed_hbm = np.full(world, float(work.fixed_hbm))
         self.hbm_bytes, self.link_s = np.zeros((world, GRID)), np.zeros((world, GRID))
         self.link_bytes = np.zeros((world, GRID))
-        buffers = RANK_BUFFERS * topology.ranks_per_host if topology.ssd_per_host else 0
-        self.fixed_host = np.full(hosts, float(buffers))
+        self.fixed_host = np.full(hosts, float(work.fixed_host(topology)))
         self.held_bytes = np.zeros((world, GRID))
         self.index_bytes, self.ssd_s = np.zeros((hosts, GRID)), np.zeros((hosts, GRID))
         self.ssd_bytes, self.moved = np.zeros((hosts, GRID)), np.zeros((hosts, GRID))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tierstore.errors import ConfigError
@@ -13,6 +14,8 @@ from tierstore.planner.topology import Topology
 # Constants of the runtime; tests compare the first three with it.
 TIER_BYTES_PER_SLOT = 30 + 8 * 4 / 3
 POLICY_BYTES_PER_SLOT = 17  # lookahead
+POLICY_FIXED_SLOTS = 1 << 17  # the first slots of lookahead take
+POLICY_FIXED_BYTES = 30  # more
 RECORD_HEADER = 16
 INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
@@ -27,6 +30,8 @@ class Workload:
     - ``batch_size``: examples per rank and step.
     - ``dense_seconds``: compute of the unsharded part per step, ``dense_bytes``: device memory it takes
       (parameters, gradients, optimizer state, activations); measured or stated by the user.
+    - ``tier_bytes``: what the tiers of a rank take beside their slots, in device and in host memory; the
+      planner fills it in.
     - ``depth``: batches prefetched ahead, whose rows are pinned.
     - ``rows_per_read``: rows that one SSD read brings (1: nothing is coalesced).
     - ``write_amplification``, ``disk_slack``: bytes written, bytes kept, per live byte of the store.
@@ -35,6 +40,7 @@ class Workload:
     batch_size: int = 512
     dense_seconds: float = 0.0
     dense_bytes: int = 0
+    tier_bytes: tuple[int, int] = (0, 0)
     depth: int = 1
     rows_per_read: float = 1.0
     write_amplification: float = 1.5
@@ -50,6 +56,33 @@ class Workload:
         for name in ("rows_per_read", "write_amplification", "disk_slack"):
             if not 1 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least 1")
+
+    @property
+    def fixed_hbm(self) -> int:
+        """Device memory of a rank that no shard can have."""
+        return self.dense_bytes + self.tier_bytes[0]
+
+    def fixed_host(self, topology: Topology) -> int:
+        """Host memory of a host that no shard can have."""
+        buffers = RANK_BUFFERS if topology.ssd_per_host else 0
+        tiers = self.tier_bytes[1] if topology.host_memory_per_host else 0
+        return (buffers + tiers) * topology.ranks_per_host
+
+
+def tier_bytes(tables: Iterable[TableSpec], topology: Topology) -> tuple[int, int]:
+    """``Workload.tier_bytes`` for tables that are not cut by columns: one tier per row size, each with an
+    equal part of the memory."""
+    rows: dict[int, int] = {}
+    for table in tables:
+        size = row_bytes(table.embedding_dim, table.optimizer)
+        rows[size] = rows.get(size, 0) + table.rows
+
+    def fixed(memory: int) -> int:
+        room = {size: int(memory / len(rows) / (size + TIER_BYTES_PER_SLOT)) for size in rows}
+        slots = (min(POLICY_FIXED_SLOTS, count, room[size]) for size, count in rows.items())
+        return sum(slots) * POLICY_FIXED_BYTES
+
+    return fixed(topology.hbm_per_rank), fixed(topology.host_memory_per_host // topology.ranks_per_host)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +109,8 @@ class ShardCost:
 
     ``link_s``, ``ssd_s``: seconds of the rank's link, of the host's drives, per missing row; ``link_bytes``,
     ``ssd_bytes_moved``: host-memory traffic of one. ``index_bytes`` (host memory) and ``ssd_bytes`` are due
-    unless all rows stay in memory. ``fixed_*`` are buffers.
+    unless all rows stay in memory. ``fixed_*`` are buffers. ``policy_s``: the part of ``load.index`` that
+    is not due where device memory holds every row of all shards of this row size.
     """
 
     rows: int
@@ -96,6 +130,7 @@ class ShardCost:
     ssd_s: float
     link_bytes: float
     ssd_bytes_moved: float
+    policy_s: float = 0.0
     in_hbm: bool = False
     in_memory: bool = False
 
@@ -120,13 +155,14 @@ def shard_cost(
     slot = bytes_ + TIER_BYTES_PER_SLOT + POLICY_BYTES_PER_SLOT
     pieces = row_cuts * column_cuts
     floor = min(rows, (work.depth + 1) * unique)
-    record = -(-(RECORD_HEADER + bytes_) // 8) * 8
+    record = record_bytes(bytes_)
     outputs = vectors(table, size) / (1 if table.pooled else row_cuts)
     ids = exchanged_ids(table, size, accesses)
     each = topology.row_seconds
     moved = accesses * columns * FLOAT * 2 + unique * bytes_ * 2
     compute = moved / topology.hbm_bw + accesses * each["lookup"] + unique * each["update"]
-    index = accesses / topology.index_rows_per_s + unique * each["plan"]
+    policy = unique * each["policy"]
+    index = accesses / topology.index_rows_per_s + unique * each["plan"] + policy
     staged = (work.depth + 1) * unique * curve.at(floor) * bytes_
     return ShardCost(
         rows=rows,
@@ -144,6 +180,7 @@ def shard_cost(
         fixed_host=int(staged),
         index_bytes=rows * INDEX_BYTES_PER_ROW,
         ssd_bytes=int(rows * record * work.disk_slack),
+        policy_s=policy,
         link_s=2 * bytes_ / topology.host_link_bw + each["link"],
         ssd_s=_ssd_seconds(record, topology, work),
         link_bytes=2 * bytes_,
@@ -165,6 +202,11 @@ def exchanged_ids(table: TableSpec, global_batch: int, accesses: float) -> float
     size = 4 if table.num_embeddings <= _INT32_ROWS else 8
     weights = WEIGHT_BYTES if table.weighted else 0
     return accesses * (size + weights) + global_batch * len(table.feature_names) * size
+
+
+def record_bytes(row: int) -> int:
+    """Bytes of a row of ``row`` bytes in the native store."""
+    return -(-(RECORD_HEADER + row) // 8) * 8
 
 
 def read_bytes(record: int) -> int:
@@ -195,7 +237,7 @@ def replica_cost(table: TableSpec, topology: Topology, work: Workload) -> ShardC
     moved = (accesses + accesses / topology.world_size) * width + 2 * unique * bytes_
     load = Load(
         compute=moved / topology.hbm_bw + accesses * each["lookup"] + unique * each["update"],
-        index=accesses / topology.index_rows_per_s + unique * each["plan"],
+        index=accesses / topology.index_rows_per_s + unique * (each["plan"] + each["policy"]),
         intra=(ids + gradients) * near / topology.intra_host_bw,
         inter=(ids + gradients) * far / topology.inter_host_bw,
     )
@@ -219,6 +261,7 @@ def replica_cost(table: TableSpec, topology: Topology, work: Workload) -> ShardC
         ssd_s=0.0,
         link_bytes=0.0,
         ssd_bytes_moved=0.0,
+        policy_s=unique * each["policy"],
         in_hbm=True,
         in_memory=True,
     )

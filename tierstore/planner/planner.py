@@ -13,7 +13,7 @@ from tierstore.config import format_bytes
 from tierstore.errors import ConfigError, InfeasiblePlanError
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
 from tierstore.planner.allocate import Allocation, Placed, allocate
-from tierstore.planner.costs import Workload
+from tierstore.planner.costs import Workload, tier_bytes
 from tierstore.planner.cuts import cuts_of
 from tierstore.planner.predict import Prediction, hit_rate, predict
 from tierstore.planner.report import report_of
@@ -114,7 +114,7 @@ class EmbeddingShardingPlanner:
     def solve(self, tables: Sequence[TableSpec], work: Workload | None = None) -> Solution:
         """The best solution found; ``caches.missing`` is not empty if the tables do not fit."""
         start = time.perf_counter()
-        work = work or self.work
+        work = replace(work or self.work, tier_bytes=tier_bytes(tables, self.topology))
         first: Solution | None = None
         for target in _SSD_TARGETS:
             demands = self._demands(tables, work, target)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tierstore.planner.allocate import Allocation, Placed
 from tierstore.planner.cluster import HOST_STAGES, RANK_STAGES
-from tierstore.planner.costs import RANK_BUFFERS, Load, Workload
+from tierstore.planner.costs import Load, Workload
 from tierstore.planner.curves import Floats
 from tierstore.planner.topology import Topology
 
@@ -55,6 +55,7 @@ def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches
     on_host = where // topology.ranks_per_host
     for item in placed:
         ranks[item.ranks, :4] += _vector(item.cut.cost.load)
+    ranks[:, 1] -= _idle_policies(caches, world)
     link = _sums(where, on_link * caches.field("link_bytes"), world)
     ranks[:, 4] = _sums(where, on_link * caches.field("link_s"), world)
     host[:, 0] = _sums(on_host, on_ssd * caches.field("ssd_s"), hosts)
@@ -65,14 +66,21 @@ def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches
     moved = _sums(on_host, on_ssd * caches.field("ssd_bytes_moved"), hosts)
     moved += link.reshape(hosts, -1).sum(axis=1)
     host[:, 1] = moved / topology.host_memory_bw
-    buffers = RANK_BUFFERS * topology.ranks_per_host if topology.ssd_per_host else 0
     return Prediction(
         ranks,
         host,
-        _sums(where, caches.hbm_bytes(), world) + work.dense_bytes,
-        _sums(on_host, caches.uvm_bytes(), hosts) + buffers,
+        _sums(where, caches.hbm_bytes(), world) + work.fixed_hbm,
+        _sums(on_host, caches.uvm_bytes(), hosts) + work.fixed_host(topology),
         _sums(on_host, caches.ssd_bytes(), hosts),
     )
+
+
+def _idle_policies(caches: Allocation, world: int) -> Floats:
+    """Seconds per rank of policies that choose no victims: the tier of a row size holds all rows."""
+    sizes, size = np.unique(caches.field("columns"), return_inverse=True)
+    tier = caches.rank * len(sizes) + size
+    evicts = np.bincount(tier, caches.hbm_rows < caches.rows - 0.5, world * len(sizes)) > 0
+    return _sums(caches.rank, caches.field("policy_s") * ~evicts[tier], world)
 
 
 def hit_rate(caches: Allocation, shards: slice) -> float:

@@ -20,6 +20,7 @@ ROW_COSTS = {
     "lookup": "each id looked up, forward and backward",
     "update": "each distinct row of a batch that is updated",
     "plan": "each distinct row found in the slot index and pinned",
+    "policy": "each distinct row, where rows may have to leave device memory",
     "link": "each row that is not in device memory",
     "store": "each row read from the store, and one written for it",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from tierstore.sharding.env import ShardingEnv
 logger = logging.getLogger("tierstore")
 
 _RECORD_HEADER, _DISK_SLACK, _STORE_SLACK = 16, 1.5, 64 << 20
+_ROUNDING = 1024  # bytes per table, so that a layout that is to hold all rows does
 _LEAST_HBM = 1 << 20
 _STAGING = 256 << 20  # of host memory per rank, for rows on their way
 
@@ -114,31 +116,43 @@ def tiers_of_rank(
     shards = [(table, shard) for table in placements for shard in table.shards if shard.rank == rank]
     if not any(shard.hbm_bytes for _, shard in shards):
         return {}
-    brought: dict[str, dict[str, int]] = {table.name: {"hbm": 0, "uvm": 0} for table, _ in shards}
-    for table, shard in shards:
-        row_bytes = spec.row_bytes(shard.columns)
-        for tier in ("hbm", "uvm"):
-            brought[table.name][tier] += _slot_bytes(shard, tier, row_bytes, config.policy)
-    overrides = dict(config.tables)
-    for name, tiers in brought.items():
-        pieces = sum((table.origin or table.name) == name for table in tables)
-        shares = {tier: size // max(1, pieces) for tier, size in tiers.items()}
-        overrides[name] = replace(overrides.get(name, TableOverride()), **shares)
-    # Every row layout takes a few slots of a tier, even if no table of it brings any.
-    least = sum(bytes_for(MIN_SLOTS, spec.row_bytes(dim), config.policy) for dim in _dims(tables))
-    sums = {tier: sum(tiers[tier] for tiers in brought.values()) for tier in ("hbm", "uvm")}
-    return {
-        "tables": overrides,
-        "hbm": sums["hbm"] + least,
-        "uvm": sums["uvm"] + least if sums["uvm"] else 0,
-        "ssd": _ssd_bytes(shards, spec, config),
+    overrides = {name: config.tables.get(name, TableOverride()) for name in {t.name for t, _ in shards}}
+    budgets = {
+        tier: _divided(shards, tier, tables, overrides, config.policy, spec) for tier in ("hbm", "uvm")
     }
+    return {"tables": {**config.tables, **overrides}, **budgets, "ssd": _ssd_bytes(shards, spec, config)}
 
 
-def _slot_bytes(shard: ShardPlacement, tier: str, row_bytes: int, policy: Any) -> int:
-    rows: int = getattr(shard, f"{tier}_rows")
-    stated: int = getattr(shard, f"{tier}_bytes")
-    return bytes_for(rows, row_bytes, policy) if rows or shard.hbm_rows else stated
+def _divided(
+    shards: Sequence[tuple[TablePlacement, ShardPlacement]],
+    tier: str,
+    tables: Sequence[Table],
+    overrides: dict[str, TableOverride],
+    policy: Any,
+    spec: Any,
+) -> int:
+    """The budget of a tier; ``overrides`` learn what each table brings to it."""
+    rows: dict[int, int] = defaultdict(int)
+    stated: dict[int, int] = defaultdict(int)
+    for _, shard in shards:
+        rows[shard.columns] += getattr(shard, f"{tier}_rows")
+        stated[shard.columns] += 0 if shard.hbm_rows else getattr(shard, f"{tier}_bytes")
+    if not any(rows.values()) and not any(stated.values()):
+        for name in overrides:
+            overrides[name] = replace(overrides[name], **{tier: 0})
+        return 0
+    # Every row layout takes a few slots of a tier, even if no table of it brings any.
+    least = {dim: bytes_for(MIN_SLOTS, spec.row_bytes(dim), policy) for dim in rows}
+    sizes = {dim: bytes_for(rows[dim] + MIN_SLOTS, spec.row_bytes(dim), policy) + stated[dim] for dim in rows}
+    pieces = Counter(table.origin or table.name for table in tables)
+    brought: dict[str, float] = defaultdict(float)
+    for table, shard in shards:
+        weight = getattr(shard, f"{tier}_rows") + 1
+        total = rows[shard.columns] + sum(other.columns == shard.columns for _, other in shards)
+        brought[table.name] += (sizes[shard.columns] - least[shard.columns]) * weight / total
+    for name, size in brought.items():
+        overrides[name] = replace(overrides[name], **{tier: int(size / max(1, pieces[name]))})
+    return sum(sizes.values()) + _ROUNDING * len(tables)
 
 
 def _ssd_bytes(shards: Sequence[tuple[TablePlacement, ShardPlacement]], spec: Any, config: TierConfig) -> int:
@@ -147,9 +161,5 @@ def _ssd_bytes(shards: Sequence[tuple[TablePlacement, ShardPlacement]], spec: An
     if config.path is not None:
         held = [shard for _, shard in shards if not shard.ssd_bytes]
         records = [shard.rows * (spec.row_bytes(shard.columns) + _RECORD_HEADER) for shard in held]
-        total += int(sum(records) * _DISK_SLACK) + _STORE_SLACK
-    return total
-
-
-def _dims(tables: Sequence[Table]) -> set[int]:
-    return {table.embedding_dim for table in tables}
+        total += int(sum(records) * _DISK_SLACK)
+    return total + _STORE_SLACK if total else 0
