@@ -69,6 +69,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ConfigError(
                 f"this is not the state of a fused {self.spec.name} optimizer (but of {name!r})"
             )
+        # what the group shows differs between sharded and unsharded tables
+        shown = list(range(len(self.param_groups[0]["params"])))
+        state["param_groups"] = [{**group, "params": shown} for group in state["param_groups"]]
         super().load_state_dict(state)
         self.num_updates = num_updates
 

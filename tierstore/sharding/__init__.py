@@ -17,12 +17,14 @@ from tierstore.sharding.cuts import (
 from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
 from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.optimizer import KeyedFusedOptimizer
 from tierstore.sharding.parallel import DistributedModelParallel, shard
 
 __all__ = [
     "CommsConfig",
     "Cut",
     "DistributedModelParallel",
+    "KeyedFusedOptimizer",
     "ShardPlacement",
     "ShardedCollection",
     "ShardedEmbeddingBagCollection",

@@ -189,6 +189,11 @@ class ShardedCollection(Collection):
             self._commits.commit_last()
         super().close(commit=False)
 
+    @property
+    def views_name(self) -> str:
+        """Name of the module that has the tables, in state dicts."""
+        return self._views
+
     def table_names(self) -> list[str]:
         return [table.name for table in self.configs]
 

@@ -24,6 +24,7 @@ from tierstore.sharding.comms import CommsConfig
 from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
 from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.optimizer import KeyedFusedOptimizer
 from tierstore.sharding.planning import plan_of
 
 logger = logging.getLogger("tierstore")
@@ -142,6 +143,7 @@ class DistributedModelParallel(nn.Module):
         path = None if config is None else config.path
         self._commits = None if path is None else Commits(path, self.env)
         module = self._shard_all(module, config, comms)
+        self._fused_optimizer = KeyedFusedOptimizer(self._sharded)
         self._wrapped = self._parallel(module, dense, find_unused_parameters)
 
     def _shard_all(
@@ -195,12 +197,10 @@ class DistributedModelParallel(nn.Module):
         return dict(self._sharded)
 
     @property
-    def fused_optimizer(self) -> Any:
-        """The optimizer of the sharded tables, which their backward passes apply: for schedulers.
-
-        Of one collection; a list with several."""
-        optimizers = [c.fused_optimizer for c in self._sharded.values() if not c.frozen]
-        return optimizers[0] if len(optimizers) == 1 else optimizers
+    def fused_optimizer(self) -> KeyedFusedOptimizer:
+        """The optimizer of all sharded tables, which their backward passes apply: for schedulers, and to be
+        combined with that of the dense parameters."""
+        return self._fused_optimizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._wrapped(*args, **kwargs)

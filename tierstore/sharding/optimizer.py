@@ -1,0 +1,155 @@
+"""The fused optimizers of a model's sharded tables as one optimizer, keyed by the names of the weights."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tierstore.errors import ConfigError
+from tierstore.modules.tables import STATE_DICT_LIMIT
+from tierstore.sharding.collection import ShardedCollection
+
+logger = logging.getLogger("tierstore")
+
+_CHUNK = 1 << 16
+
+
+class KeyedFusedOptimizer(torch.optim.Optimizer):
+    """What torchrec calls a KeyedOptimizer: ``params``, ``state`` and ``state_dict()`` go by names of weights.
+
+    The backward passes apply it; ``step()`` and ``zero_grad()`` do nothing, and ``param_groups`` (one per
+    collection) are read at every backward pass. It can be combined with that of the dense parameters, by
+    torchrec's CombinedOptimizer too (``CombinedOptimizer([("", dmp.fused_optimizer), ...])``).
+
+    ``params``: name → tensor without data, of the table's shape.
+    """
+
+    def __init__(self, collections: Mapping[str, ShardedCollection]) -> None:
+        # torch's own constructor would copy the parameter groups, which must stay those of the collections
+        self._optimizer_step_pre_hooks: dict[int, Callable[..., Any]] = OrderedDict()
+        self._optimizer_step_post_hooks: dict[int, Callable[..., Any]] = OrderedDict()
+        self.defaults: dict[str, Any] = {"_save_param_groups": False}
+        self._collections = {name: c for name, c in collections.items() if not c.frozen}
+        self.params: dict[str, Tensor] = {}
+        self._tables: dict[str, tuple[ShardedCollection, Any]] = {}
+        self._keys: list[list[str]] = []
+        for path, collection in self._collections.items():
+            prefix = f"{path}." if path else ""
+            keys = []
+            for table in collection.configs:
+                keys.append(f"{prefix}{collection.views_name}.{table.name}.weight")
+                shape = (table.num_embeddings, table.embedding_dim)
+                self.params[keys[-1]] = torch.empty(shape, device="meta")
+                self._tables[keys[-1]] = (collection, table)
+            self._keys.append(keys)
+            collection.fused_optimizer.param_groups[0]["params"] = [self.params[key] for key in keys]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [collection.fused_optimizer.param_groups[0] for collection in self._collections.values()]
+
+    @property
+    def _opt_called(self) -> bool:
+        """Whether there was an update: what schedulers look at."""
+        return any(getattr(c.fused_optimizer, "_opt_called", False) for c in self._collections.values())
+
+    @_opt_called.setter
+    def _opt_called(self, value: bool) -> None:
+        """Of no use: updates come with backward passes, not with ``step()``."""
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Tensor]]:  # type: ignore[override]
+        """Whole tensors, on every rank; all ranks ask for it. See :meth:`state_dict`."""
+        return {self.params[key]: self._state_of(key) for key in self.params}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Runs ``closure`` if there is one; the backward pass has already updated the rows."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: gradients of rows are never kept."""
+
+    def add_param_group(self, param_group: Any) -> None:
+        raise ConfigError(
+            "a fused optimizer has the groups of its collections; give others an optimizer of their own"
+        )
+
+    def save_param_groups(self, save: bool) -> None:
+        """As torchrec's, for its CombinedOptimizer; :meth:`state_dict` has the groups always."""
+        self.defaults["_save_param_groups"] = save
+
+    def post_load_state_dict(self) -> None:
+        """Nothing."""
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """``{"state": {weight: {"<table>.<state>": tensor}}, "param_groups": [...]}``, groups with names of
+        weights.
+
+        State is (rows,) or (rows, dim) float32, and ``<table>.step`` the number of updates. Tables beyond
+        STATE_DICT_LIMIT bytes have the latter only: commits keep their state. All ranks call it.
+        """
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": keys}
+            for group, keys in zip(self.param_groups, self._keys, strict=True)
+        ]
+        return {"state": {key: self._state_of(key) for key in self.params}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Of :meth:`state_dict`, whatever the plan that it comes from. All ranks call it with the same.
+
+        Raises ConfigError for another model's or optimizer's.
+        """
+        state, groups = state_dict["state"], state_dict.get("param_groups", [])
+        if set(state) != set(self.params) or [sorted(g["params"]) for g in groups] != list(
+            map(sorted, self._keys)
+        ):
+            raise ConfigError(
+                f"this is not the state of these tables: {sorted(self.params)}, but of {sorted(state)}"
+            )
+        for key, (collection, table) in self._tables.items():
+            own = {name.removeprefix(f"{table.name}."): value for name, value in state[key].items()}
+            collection.fused_optimizer.num_updates = int(own.pop("step"))
+            if own or not collection.fused_optimizer.spec.state_names:
+                self._check(key, own)
+            for ids in self._chunks(table) if own else ():
+                weight = collection.rows(ids, table.name)
+                part = {name: value[ids[0] : ids[-1] + 1] for name, value in own.items()}
+                collection.load_rows(ids, weight, part, table.name)
+        for group, found in zip(self.param_groups, groups, strict=True):
+            group.update({name: value for name, value in found.items() if name != "params"})
+
+    def _check(self, key: str, state: Mapping[str, Tensor]) -> None:
+        collection, table = self._tables[key]
+        spec = collection.fused_optimizer.spec
+        shape = (table.num_embeddings,) if spec.state_per_row else (table.num_embeddings, table.embedding_dim)
+        found = {name: tuple(value.shape) for name, value in state.items()}
+        if found != dict.fromkeys(spec.state_names, shape):
+            raise ConfigError(f"{key}: {spec.name} has {spec.state_names} of shape {shape}, not {found}")
+
+    def _state_of(self, key: str) -> dict[str, Tensor]:
+        collection, table = self._tables[key]
+        spec = collection.fused_optimizer.spec
+        width = 1 if spec.state_per_row else table.embedding_dim
+        state = {f"{table.name}.step": torch.tensor(float(collection.fused_optimizer.num_updates))}
+        if 4 * table.num_embeddings * width > STATE_DICT_LIMIT:
+            logger.warning("the optimizer state of %s is not in this state dict: commits keep it", key)
+            return state
+        shape = (table.num_embeddings,) if spec.state_per_row else (table.num_embeddings, width)
+        found = {name: torch.empty(shape) for name in spec.state_names}
+        for ids in self._chunks(table) if found else ():
+            for name, values in collection.optimizer_rows(ids, table.name).items():
+                found[name][ids[0] : ids[-1] + 1] = values
+        return state | {f"{table.name}.{name}": values for name, values in found.items()}
+
+    @staticmethod
+    def _chunks(table: Any) -> Iterator[Tensor]:
+        for begin in range(0, table.num_embeddings, _CHUNK):
+            yield torch.arange(begin, min(begin + _CHUNK, table.num_embeddings))
