@@ -20,7 +20,7 @@ _CHUNK = 1 << 16
 
 
 class KeyedFusedOptimizer(torch.optim.Optimizer):
-    """What torchrec calls a KeyedOptimizer: ``params``, ``state`` and ``state_dict()`` go by names of weights.
+    """What torchrec calls a KeyedOptimizer: ``params``, ``state`` and ``state_dict()`` go by weight names.
 
     The backward passes apply it; ``step()`` and ``zero_grad()`` do nothing, and ``param_groups`` (one per
     collection) are read at every backward pass. It can be combined with that of the dense parameters, by
