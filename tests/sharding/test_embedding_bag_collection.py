@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import tierstore
 from tests.sharding import cases
 from tests.sharding.ranks import run
-from tierstore import InputError, PoolingType, optim
+from tierstore import EmbeddingBagConfig, InputError, KeyedJaggedTensor, PoolingType, optim
 from tierstore.sharding import (
     ShardingEnv,
     column_wise,
@@ -142,3 +144,33 @@ def wrong_inputs() -> None:
 
 def test_every_rank_raises_the_error_of_one() -> None:
     run(2, wrong_inputs)
+
+
+def huge() -> None:
+    """10^12 rows: more than any memory, and ids of more than 32 bits on the wire."""
+    env = ShardingEnv.from_process_group()
+    rows = 10**12
+    configs = [EmbeddingBagConfig(rows, 8, name, feature_names=[name]) for name in ("a", "b", "c")]
+    cuts = {"a": row_wise(), "b": column_wise([1, 0]), "c": table_wise(1)}
+    options: dict[str, Any] = {"optimizer": optim.Adagrad(lr=0.1), "seed": 3}
+    whole, twin = (tierstore.EmbeddingBagCollection(configs, config=cases.TIGHT, **options) for _ in range(2))
+    parts = shard(twin, construct_plan(configs, cuts, 2), env)
+    ids = torch.randint(0, rows, (60,), generator=torch.Generator().manual_seed(0))
+    batch = KeyedJaggedTensor(["a", "b", "c"], ids, lengths=torch.ones(60, dtype=torch.int64))
+    own = KeyedJaggedTensor(
+        ["a", "b", "c"],
+        ids.view(3, 20)[:, 10 * env.rank : 10 * env.rank + 10].reshape(-1),
+        lengths=torch.ones(30, dtype=torch.int64),
+    )
+    for _ in range(2):
+        expected, found = whole(batch).values(), parts(own).values()
+        torch.testing.assert_close(found, expected[10 * env.rank : 10 * env.rank + 10], rtol=0, atol=0)
+        (expected.square().sum() / 2).backward()
+        found.square().sum().backward()
+    for number, name in enumerate(("a", "b", "c")):
+        touched = ids.view(3, 20)[number]
+        torch.testing.assert_close(parts.rows(touched, name), whole.rows(touched, name), rtol=0, atol=0)
+
+
+def test_tables_beyond_any_memory() -> None:
+    run(2, huge)
