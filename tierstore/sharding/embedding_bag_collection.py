@@ -18,9 +18,10 @@ from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.inputs import Bags, pooled_lookup
 from tierstore.modules.lookup import MODES
 from tierstore.placement import ShardingPlan
-from tierstore.sharding.collection import ShardedCollection, ShardedLookup
+from tierstore.sharding.collection import ShardedCollection
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.input_exchange import InputExchange
+from tierstore.sharding.lookups import ShardedLookup
 from tierstore.sharding.output_exchange import OutputExchange, WeightExchange
 from tierstore.sparse import KeyedTensor, as_keyed_jagged_tensor
 

@@ -9,9 +9,10 @@ from tierstore.modules.collection import FeatureIds
 from tierstore.modules.configs import EmbeddingConfig
 from tierstore.modules.embedding_collection import EmbeddingCollection
 from tierstore.placement import ShardingPlan
-from tierstore.sharding.collection import ShardedCollection, ShardedLookup
+from tierstore.sharding.collection import ShardedCollection
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.input_exchange import InputExchange
+from tierstore.sharding.lookups import ShardedLookup
 from tierstore.sparse import JaggedTensor, as_keyed_jagged_tensor
 
 if TYPE_CHECKING:
