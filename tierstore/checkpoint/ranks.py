@@ -69,8 +69,8 @@ def restore(
         raise StoreMismatchError(f"there is no checkpoint of step {step}, but of step {said['step']}")
     if said["commit"] != collection.commits.number:
         raise StoreMismatchError(
-            f"{collection.commits.path} was committed after the checkpoint of step {said['step']}, whose rows "
-            "are gone by that; commit by checkpoint.save alone"
+            f"{collection.commits.path} was committed after the checkpoint of step {said['step']}, whose "
+            "rows are gone by that; commit by checkpoint.save alone"
         )
 
     def read() -> tuple[dict[str, Any], Any, Path]:
