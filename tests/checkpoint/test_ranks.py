@@ -63,6 +63,10 @@ class Training:
         return found
 
 
+def kill(*_: Any) -> None:
+    raise OSError(5, "killed")
+
+
 def killed_and_resumed(path: str) -> None:
     folder, batches = Path(path), cases.batches(2, 8)
     calm = Training(folder / "calm", CUTS, 2)
@@ -73,18 +77,25 @@ def killed_and_resumed(path: str) -> None:
 
     first = Training(folder, CUTS, 2)
     assert first.restore() is None
-    for step, batch in enumerate(batches[:5], 1):
+    for step, batch in enumerate(batches[:3], 1):
         first.step(batch)
         if step in (1, 3):
             first.save(step)
-    write = Commits._write  # a kill between the files, the stores' commits and the commit of all ranks
-    Commits._write = lambda *_: (_ for _ in ()).throw(OSError(5, "killed"))  # type: ignore[method-assign,assignment]
-    with pytest.raises(ConfigError, match="killed"):
-        first.save(5)
-    Commits._write = write  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match="build the model anew"):
-        first.restore()
-    first.model.close()  # which is no commit of its own
+    first.model.close()
+
+    write = Commits._write
+    for _ in range(3):  # killed again and again between the stores' commits and the commit of all ranks
+        killed = Training(folder, CUTS, 2)
+        assert killed.restore().step == 3  # type: ignore[union-attr]
+        for batch in batches[3:5]:
+            killed.step(batch)
+        Commits._write = kill  # type: ignore[method-assign]
+        with pytest.raises(ConfigError, match="killed"):
+            killed.save(5)
+        Commits._write = write  # type: ignore[method-assign]
+        with pytest.raises(ConfigError, match="build the model anew"):
+            killed.restore()
+        killed.model.close()  # which is no commit of its own
 
     second = Training(folder, CUTS, 2)
     restored = second.restore()

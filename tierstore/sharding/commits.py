@@ -2,7 +2,8 @@
 
 ``<path>/COMMIT.json``, replaced atomically by rank 0, names the last commit that all ranks have made, and for
 each collection its folder (``<generation>/<collection>/rank00000`` ...), its plan, and every rank's commit in
-its store. Stores keep their last two commits, so the one that the file names exists until it names the next.
+its store. These commits have a tag, so the one that the file names exists until it names the next, however
+often jobs are killed in between.
 Folders that the file does not name can be deleted.
 """
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 FILE_NAME = "COMMIT.json"
 FORMAT = 1
 _MOST_BYTES = 1 << 30
+_TAG = "commit of all ranks "
 
 
 @dataclass(frozen=True)
@@ -126,14 +128,17 @@ class Commits:
 
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
         """One commit of all ranks; returns its number. ``extra``: plain JSON values, rank 0's are kept.
-        ``tag`` names the commit of each rank's store."""
+        ``tag`` names the commit of each rank's store, which then stays until it is dropped."""
         number = self.number + 1
         own: dict[str, int] = {}
         error: Exception | None = None
         try:
             for name, collection in self._collections.items():
                 engine = collection.engine
-                own[name] = 0 if engine.store is None else engine.commit({"commit": number}, tag)
+                if engine.store is None:
+                    own[name] = 0
+                else:
+                    own[name] = engine.commit({"commit": number}, tag or f"{_TAG}{number}")
         except Exception as raised:  # the other ranks must not wait, nor count this commit as made
             error = raised
         self._env.agree(error)
@@ -145,7 +150,15 @@ class Commits:
             error = raised
         self._env.agree(error)
         self.number, self.extra = number, extra or {}
+        self._forget_others(own)
         return number
+
+    def _forget_others(self, own: dict[str, int]) -> None:
+        """Gives up the commits that the file has named before, and those that it never came to name."""
+        for name, collection in self._collections.items():
+            for commit in collection.engine.commits():
+                if commit.tag.startswith(_TAG) and commit.id != own[name]:
+                    collection.engine.drop_commit(commit.id)
 
     def commit_last(self) -> None:
         """A commit before the tables are closed; none if the last one is part of a checkpoint, which it would
