@@ -43,10 +43,10 @@ struct Store::PendingRead {
 };
 
 void Store::Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found) {
-  std::lock_guard call(call_);
-  CheckOpen();
   PendingRead pending;
   {
+    std::lock_guard call(call_);
+    CheckOpen();
     Lock lock(mutex_);
     queue_.ThrowPending();
     for (std::size_t at = 0; at < keys.size();) {
@@ -56,7 +56,11 @@ void Store::Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint
       at += n;
     }
   }
-  Fetch(pending, keys, rows);
+  if (!pending.items.empty()) {
+    std::lock_guard reading(reading_);
+    CheckOpen();
+    Fetch(pending, keys, rows);
+  }
   read_rows_ += static_cast<std::uint64_t>(std::count(found, found + keys.size(), true));
 }
 
@@ -93,7 +97,6 @@ void Store::Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::u
 }
 
 void Store::Fetch(PendingRead& pending, std::span<const std::uint64_t> keys, std::byte* rows) {
-  if (pending.items.empty()) return;
   std::sort(pending.items.begin(), pending.items.end());
   const RowClass& row_class = *pending.row_class;
   const Geometry& geometry = row_class.geometry;

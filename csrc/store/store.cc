@@ -48,6 +48,7 @@ void Store::Close() {
   lock.unlock();
   compaction_resumed_.notify_all();
   std::lock_guard call(call_);
+  std::lock_guard reading(reading_);
   if (compactor_.joinable()) compactor_.join();
   lock.lock();
   if (!config_.read_only && !changed_ && !segments_.empty() && SnapshotIsDue(kSnapshotLagAtClose)) {

@@ -190,8 +190,10 @@ class Store {
   StoreId store_id_{};
   std::atomic<bool> closed_{false};
 
+  // Held while rows are read from files, by calls that have let go of call_: others go on meanwhile.
+  std::mutex reading_;
+  std::unique_ptr<BatchReader> reader_;  // used with reading_ held
   std::mutex call_;                      // held during every public call but Close; taken before mutex_
-  std::unique_ptr<BatchReader> reader_;  // used with call_ held
   std::atomic<std::uint64_t> read_rows_{0}, read_bytes_{0}, read_requests_{0};
 
   std::mutex mutex_;  // guards all that follows

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from tierstore import _core
 from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import Keys, MemoryTier
+from tierstore.cache.read_ahead import ReadAhead
 from tierstore.cache.sequence import Sequence
 from tierstore.cache.stats import ChainCounters, TierCounters
 from tierstore.cache.ticket import ReadRows, Ticket
@@ -32,6 +33,9 @@ from tierstore.keys import split
 from tierstore.store.protocol import RowStore
 
 logger = logging.getLogger("tierstore")
+
+# Positions of rows that were asked for, an array of rows, and which of its rows they are.
+_Piece = tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]
 
 _PIECE = 1 << 13  # rows that leave for the store at a time
 _CHUNK = 1 << 16  # rows moved at a time where the number of rows is not bounded by a batch
@@ -47,6 +51,7 @@ class Chain:
         fast: MemoryTier,
         host: MemoryTier | None,
         store: RowStore | None,
+        read_ahead_bytes: int = 0,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -57,6 +62,9 @@ class Chain:
         self.window = _core.Window()
         self._planned = -1
         self._moving = threading.RLock()
+        self._ahead: ReadAhead | None = None
+        if store is not None and read_ahead_bytes:
+            self._ahead = ReadAhead(store, layout.row_bytes, read_ahead_bytes, self._moving, self._resident)
         self._returned: list[NDArray[np.int32]] = []
         self._buffers: dict[str, NDArray[np.uint8]] = {}
         self._closed = False
@@ -139,6 +147,8 @@ class Chain:
             for tier in self._memory_tiers():
                 if tier.uses_window:
                     tier.native.announce(first_seen, seq, self._planned)
+            if self._ahead is not None:
+                self._ahead.announce(seq, batch.unique)
 
     def forget_window(self) -> None:
         """Announced lookups that were not planned will not come."""
@@ -147,6 +157,8 @@ class Chain:
             for tier in self._memory_tiers():
                 if tier.uses_window:
                     tier.native.announce(keys, np.iinfo(np.int64).max, self._planned)
+            if self._ahead is not None:
+                self._ahead.forget()
 
     def plan(
         self,
@@ -188,8 +200,12 @@ class Chain:
             with self._moving:
                 fast.abort(plan)
             raise
+        if self._ahead is not None:
+            self._ahead.wait(seq)
         with self._moving, self._planning_time():
             self._move(ticket, plan, keys)
+            if self._ahead is not None:
+                self._ahead.planned(seq)
 
     def _find_victims(self, plan: Any, pinned_since: int, stop: Callable[[], bool] | None) -> None:
         """Without holding ``_moving`` while it waits: until the rows move, they are found where they were."""
@@ -292,7 +308,8 @@ class Chain:
 
     def buffer_bytes(self) -> int:
         """Bytes of rows on their way between tiers."""
-        return sum(held.nbytes for held in self._buffers.values())
+        ahead = 0 if self._ahead is None else self._ahead.memory_bytes()
+        return ahead + sum(held.nbytes for held in self._buffers.values())
 
     def _memory_tiers(self) -> Iterator[MemoryTier]:
         yield self.fast
@@ -302,6 +319,10 @@ class Chain:
     def is_empty(self) -> bool:
         """Whether no memory tier holds a row."""
         return not any(len(tier) for tier in self._memory_tiers())
+
+    def _resident(self, keys: Keys) -> NDArray[np.bool_]:
+        here = self.fast.find(keys) >= 0
+        return here if self.host is None else here | (self.host.find(keys) >= 0)
 
     def _drain_pad(self) -> None:
         """Writes down rows of the pad that no lookup uses any more."""
@@ -323,18 +344,30 @@ class Chain:
         """What the tiers below hold of ``missing``: read from the store, and taken out of the host tier."""
         in_host = None if self.host is None else self.host.find(missing)
         asked = missing if in_host is None else missing[in_host < 0]
-        in_store, fetched = None, None
-        if self.store is not None:
-            fetched = self._buffer("fetched", len(asked))
-            in_store = self.store.read(asked, fetched) if len(asked) else np.zeros(0, bool)
+        in_store, pieces = (None, []) if self.store is None else self._read(self.store, asked)
         if self.host is None or in_host is None:
-            return _Below(in_store, fetched)
+            return _Below(in_store, pieces)
         slots = in_host[in_host >= 0]
         lifted = self._buffer("lifted", len(slots))
         self.host.copy_out(slots, lifted)
         dirty = self.host.native.dirty_of(slots)
         self.host.native.remove(slots)
-        return _Below(in_store, fetched, in_host >= 0, lifted, dirty)
+        return _Below(in_store, pieces, in_host >= 0, lifted, dirty)
+
+    def _read(self, store: RowStore, keys: Keys) -> tuple[NDArray[np.bool_], list[_Piece]]:
+        """Which rows the store has, and where they are now: read ahead, or now."""
+        pieces = [] if self._ahead is None else self._ahead.find(keys)
+        found = np.zeros(len(keys), bool)
+        for positions, _, _ in pieces:
+            found[positions] = True
+            self.counters.read_ahead_rows += len(positions)
+        left = np.flatnonzero(~found)
+        if len(left):
+            rows = self._buffer("fetched", len(left))
+            there = np.flatnonzero(store.read(keys[left], rows))
+            pieces.append((left[there], rows, there))
+            found[left[there]] = True
+        return found, pieces
 
     def _restore(self, below: _Below, missing: Keys, seq: int) -> None:
         """Puts lifted rows back; the host tier has room, since they were just taken out of it."""
@@ -390,7 +423,12 @@ class Chain:
             )
         if not changed.all():
             keys, rows = keys[changed], rows[changed]
-        self.store.write(keys, rows)
+        self._write(self.store, keys, rows)
+
+    def _write(self, store: RowStore, keys: Keys, rows: NDArray[np.uint8]) -> None:
+        if self._ahead is not None:
+            self._ahead.written(keys)
+        store.write(keys, rows)
         self.counters.written_rows += len(keys)
 
     def _fill(self, slots: NDArray[np.int32], keys: Keys, below: _Below) -> None:
@@ -401,8 +439,8 @@ class Chain:
             self.fast.native.set_dirty(lifted, below.dirty)
             slots, keys = slots[~below.in_host], keys[~below.in_host]
         if below.in_store is not None:
-            source = np.flatnonzero(below.in_store).astype(np.int32)
-            self._scatter(self.fast.rows_addr, slots[below.in_store], below.fetched, source)
+            for positions, rows, source in below.pieces:
+                self._scatter(self.fast.rows_addr, slots[positions], rows, source.astype(np.int32))
             slots, keys = slots[~below.in_store], keys[~below.in_store]
         if len(keys):
             self.layout.initialise(self.fast.rows_addr, slots, keys)
@@ -468,8 +506,7 @@ class Chain:
                 for slots in tier.resident(only_dirty=True):
                     rows = np.empty((len(slots), self.layout.row_bytes), np.uint8)
                     tier.copy_out(slots, rows)
-                    self.store.write(tier.native.keys_of(slots), rows)
-                    self.counters.written_rows += len(slots)
+                    self._write(self.store, tier.native.keys_of(slots), rows)
                     tier.native.mark_clean(slots)
 
     def touched_ids(self, table: int) -> Iterator[NDArray[np.int64]]:
@@ -497,16 +534,18 @@ class Chain:
     def close(self) -> None:
         with self._moving:
             self._closed = True
+        if self._ahead is not None:
+            self._ahead.close()
 
 
 @dataclass(frozen=True)
 class _Below:
     """What the tiers below hold of some missing keys. ``in_host`` (None: no host tier) tells which keys
-    ``lifted`` has the rows of, and ``in_store`` which of the others ``fetched`` has; row i of ``fetched``
-    is the i-th other's."""
+    ``lifted`` has the rows of, and ``in_store`` which of the others the store has: in ``pieces``, by
+    their positions among the others."""
 
     in_store: NDArray[np.bool_] | None
-    fetched: NDArray[np.uint8] | None
+    pieces: list[_Piece]
     in_host: NDArray[np.bool_] | None = None
     lifted: NDArray[np.uint8] | None = None
     dirty: NDArray[np.uint8] | None = None

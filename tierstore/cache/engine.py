@@ -27,6 +27,8 @@ from tierstore.store.protocol import CommitInfo, RowStore, TableSpec
 logger = logging.getLogger("tierstore")
 
 META_VERSION = 1
+READ_AHEAD_BYTES = 8 << 20
+"""What rows that are read ahead of their plan may take, in all."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,20 @@ class Engine:
             for name, plan, admission in (("hbm", fast, self.config.admission), ("uvm", host, "always"))
         ]
         assert tiers[0] is not None
-        return Chain(demand.name, layout, tiers[0], tiers[1], self.store)
+        return Chain(
+            demand.name,
+            layout,
+            tiers[0],
+            tiers[1],
+            self.store,
+            self._read_ahead_bytes(fast, demand.row_bytes),
+        )
+
+    def _read_ahead_bytes(self, fast: TierPlan, row_bytes: int) -> int:
+        """What rows that were read ahead may take: at most half of the fast tier, beside it."""
+        if fast.holds_all or self.store is None:
+            return 0
+        return min(READ_AHEAD_BYTES // len(self._groups()), fast.slots * row_bytes // 2)
 
     def _load_meta(self) -> None:
         meta = self.store.meta() if self.store is not None else b""

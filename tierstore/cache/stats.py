@@ -43,6 +43,8 @@ class ChainCounters:
     lookups: int = 0
     initialised_rows: int = 0
     """Rows that no tier held: never updated before, so they are computed, not read."""
+    read_ahead_rows: int = 0
+    """Rows of the store that were in memory when their plan asked for them."""
     evicted_rows: int = 0
     written_rows: int = 0
     """Dirty rows handed to the store."""

@@ -99,7 +99,8 @@ class RowStore(Protocol):
     """Rows by key below the memory tiers.
 
     All keys of one call belong to tables of one row size. Calls come from one thread at a time, though not
-    always the same one; ``close()`` may come from any thread at any time. After ``close()`` every method but
+    always the same one; one ``read`` of another thread may be under way beside them.
+    ``close()`` may come from any thread at any time. After ``close()`` every method but
     ``close()`` raises ``ClosedError``. Errors of the device are ``StoreIOError`` or ``StoreFullError``,
     damaged data is ``StoreCorruptError``; each leaves the store usable, or closed; wrong bytes never return.
     """

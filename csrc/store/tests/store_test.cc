@@ -5,6 +5,7 @@
 //   store_test DIRECTORY [STEPS] [SEED]
 #include "store/store.h"
 
+#include <atomic>
 #include <filesystem>
 #include <map>
 #include <random>
@@ -109,6 +110,46 @@ void RunWorkload(Env& env, const std::string& directory, ReadEngine engine, int 
   CheckAll(*store, now);
 }
 
+// Reads from another thread beside writes, commits and compaction: rows are whole, and never older than what
+// was read before.
+void ReadMeanwhile(Env& env, const std::string& directory, ReadEngine engine, int steps, std::uint64_t seed) {
+  Store store(env, directory, Config(engine), {});
+  std::atomic<bool> done{false};
+  std::thread reader([&] {
+    std::map<std::uint64_t, std::uint64_t> seen;
+    std::mt19937_64 random(seed + 1);
+    while (!done) {
+      const auto table = static_cast<std::uint32_t>(random() % 3);
+      const std::uint32_t row_bytes = kRowBytes[table];
+      std::vector<std::uint64_t> keys(kIds[table]);
+      for (std::uint64_t id = 0; id < kIds[table]; ++id) keys[id] = MakeKey(table, id);
+      std::vector<std::byte> rows(keys.size() * row_bytes), expected(row_bytes);
+      const auto found = std::make_unique<bool[]>(keys.size());
+      store.Read(keys, rows.data(), row_bytes, found.get());
+      for (std::size_t i = 0; i < keys.size(); ++i) {
+        CHECK(found[i] || !seen.contains(keys[i]));
+        if (!found[i]) continue;
+        std::uint64_t version;
+        std::memcpy(&version, &rows[i * row_bytes], sizeof(version));
+        CHECK(version >= seen[keys[i]]);
+        seen[keys[i]] = version;
+        FillRow(keys[i], version, row_bytes, expected.data());
+        CHECK(std::memcmp(expected.data(), &rows[i * row_bytes], row_bytes) == 0);
+      }
+    }
+  });
+  std::mt19937_64 random(seed);
+  Model model;
+  for (int step = 1; step <= steps; ++step) {
+    WriteSome(store, random, static_cast<std::uint64_t>(step), model);
+    if (step % 9 == 0) store.Commit("", "");
+    if (step % 40 == 0) store.Compact();
+  }
+  done = true;
+  reader.join();
+  CheckAll(store, model);
+}
+
 // Close while another thread works: its call ends, or throws ClosedError.
 void CloseMeanwhile(Env& env, const std::string& directory, ReadEngine engine, std::uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -147,6 +188,10 @@ int main(int argc, char** argv) {
     RunWorkload(memory, "disk", ReadEngine::kAuto, steps, seed);
     RunWorkload(PosixEnv(), fresh("auto"), ReadEngine::kAuto, steps, seed);
     RunWorkload(PosixEnv(), fresh("pread"), ReadEngine::kPread, steps, seed);
+    MemoryEnv other_memory;
+    ReadMeanwhile(other_memory, "disk", ReadEngine::kAuto, steps, seed);
+    ReadMeanwhile(PosixEnv(), fresh("meanwhile"), ReadEngine::kAuto, steps, seed);
+    ReadMeanwhile(PosixEnv(), fresh("meanwhile"), ReadEngine::kPread, steps, seed);
     for (std::uint64_t i = 0; i < 10; ++i) {
       CloseMeanwhile(PosixEnv(), fresh("close"), i % 2 == 0 ? ReadEngine::kAuto : ReadEngine::kPread,
                      seed * 100 + i);
