@@ -1,6 +1,7 @@
 // Commits: what is named by the manifest, kept, and given up again.
 #include <algorithm>
 #include <chrono>
+#include <utility>
 
 #include "io/errors.h"
 #include "store/store.h"
@@ -32,6 +33,7 @@ std::uint64_t Store::Commit(std::string meta, std::string tag) {
       next_commit_,   history_,        std::chrono::duration_cast<std::chrono::nanoseconds>(now).count(),
       std::move(tag), std::move(meta), CaptureExtents()};
   Pin(record.segments, 1);  // from now on compaction leaves the files in place
+  commit_interval_ = std::exchange(uncommitted_bytes_, 0);
   current_commit_ = record.id;
   commit_history_ = history_;
   changed_ = false;

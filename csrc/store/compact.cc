@@ -79,8 +79,16 @@ Store::Survey Store::TakeSurvey() const {
   const std::uint64_t used = UsedBytes();
   survey.unit = SpaceReserve();
   survey.free = used < config_.cap_bytes ? config_.cap_bytes - used : 0;
+  survey.low = kLowSpaceSegments * survey.unit;
   survey.tolerated = survey.live;
   if (!commits_.empty()) {
+    // To win a byte compaction moves 1 / (dead share) - 1 others, or fewer where dead rows are unevenly
+    // spread.
+    const double dead_share =
+        static_cast<double>(survey.dead + 1) / static_cast<double>(survey.live + survey.dead + 1);
+    survey.demand = static_cast<std::uint64_t>(
+        std::min(1.25 * static_cast<double>(commit_interval_) / dead_share,
+                 0.5 * static_cast<double>(survey.free + survey.deferred + survey.dead)));
     const std::uint64_t spare =
         config_.cap_bytes > 2 * survey.live ? (config_.cap_bytes - 2 * survey.live) / 2 : 0;
     survey.tolerated = std::clamp(spare, survey.live / 4, survey.live);
@@ -101,14 +109,12 @@ SegmentPtr Store::PickVictim() {
   const Survey survey = TakeSurvey();
   const bool much_garbage =
       compact_all_ ? survey.dead * 10 > survey.live + survey.dead : survey.dead > survey.tolerated;
-  const std::uint64_t low = kLowSpaceSegments * survey.unit;
   // Relocating from a segment that a commit keeps takes space now and gives it back with a later commit.
-  const bool low_after_commit = survey.free + survey.deferred < low;
-  if (best != nullptr && survey.free >= 2 * survey.unit && (much_garbage || low_after_commit) &&
+  if (best != nullptr && survey.free >= 2 * survey.unit && (much_garbage || survey.LacksAfterCommit()) &&
       LiveShare(*best) <= 0.9) {
     return best;
   }
-  return survey.free < low || wanted_bytes_ > 0 || much_garbage ? best_unpinned : nullptr;
+  return survey.free < survey.low || wanted_bytes_ > 0 || much_garbage ? best_unpinned : nullptr;
 }
 
 bool Store::CanRelocate(const Segment& victim) const {

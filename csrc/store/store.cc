@@ -141,6 +141,7 @@ void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, st
     Advance(span, span.count, &keys[at], nullptr);
     Put(&keys[at], locations, span.count, row_class);
     written_rows_ += span.count;
+    uncommitted_bytes_ += std::uint64_t{span.count} * row_class.geometry.record_bytes;
     at += span.count;
   }
 }

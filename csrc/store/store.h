@@ -109,7 +109,11 @@ class Store {
     std::uint64_t free = 0;            // below the cap
     std::uint64_t unit = 0;            // the largest segment
     std::uint64_t tolerated = 0;       // dead ones that compaction leaves
-    bool Lags() const { return dead > tolerated + 4 * unit; }
+    std::uint64_t low = 0;             // with less free space compaction begins
+    std::uint64_t demand = 0;          // of space between one commit and the next
+    // What a commit frees would not last until the one after it.
+    bool LacksAfterCommit() const { return free + deferred < low + demand; }
+    bool Lags() const { return dead > tolerated + 4 * unit || (demand > 0 && LacksAfterCommit()); }
   };
 
   // store.cc
@@ -206,9 +210,10 @@ class Store {
   std::uint64_t next_commit_ = 1;
   std::string meta_;
   std::string commit_failure_;  // why no commit can be made any more; "" when they can
-  std::uint64_t current_commit_ = 0, commit_history_ = 0;  // the last commit made or opened
-  std::uint64_t history_ = 0;                              // of the next commit
-  bool changed_ = false;                                   // the index, since that commit was captured
+  std::uint64_t current_commit_ = 0, commit_history_ = 0;      // the last commit made or opened
+  std::uint64_t history_ = 0;                                  // of the next commit
+  std::uint64_t uncommitted_bytes_ = 0, commit_interval_ = 0;  // written since a commit; before the last one
+  bool changed_ = false;                                       // the index, since that commit was captured
   std::uint64_t snapshot_bytes_ = 0, snapshot_bytes_written_ = 0, snapshot_failures_ = 0, rebuilt_rows_ = 0;
   std::uint64_t unsnapshotted_bytes_ = 0,
                 snapshot_mark_ = 0;  // not in the snapshot at opening; written until it

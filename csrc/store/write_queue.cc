@@ -102,6 +102,7 @@ void WriteQueue::Run() {
     if (stop_) return;
     std::size_t written = 0;
     std::exception_ptr error;
+    const std::uint64_t failures = failures_;
     lock.unlock();
     try {
       for (; written < turn.size(); ++written) {
@@ -118,7 +119,10 @@ void WriteQueue::Run() {
     }
     for (; !tasks_.empty() && tasks_.front().state == Task::State::kDone; tasks_.pop_front())
       Finish(tasks_.front());
-    if (error != nullptr) {
+    // When the other thread has failed meanwhile, that was told; what this one could not write is tried
+    // again.
+    if (error != nullptr && failures == failures_) {
+      ++failures_;
       paused_ = true;
       Report(error);
     }

@@ -75,7 +75,7 @@ class WriteQueue {
   std::deque<Task> tasks_;  // not finished, in the order of queueing
   std::vector<AlignedBuffer> spare_;
   std::size_t queued_bytes_ = 0, memory_bytes_ = 0;
-  std::uint64_t enqueued_ = 0, finished_ = 0, written_bytes_ = 0;
+  std::uint64_t enqueued_ = 0, finished_ = 0, failures_ = 0, written_bytes_ = 0;
   std::exception_ptr error_;  // not yet handed out
   bool paused_ = false;       // a write has failed
   bool stop_ = false;
