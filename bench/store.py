@@ -6,16 +6,19 @@ import argparse
 import json
 import mmap
 import os
+import resource
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore import _core
 from tierstore.config import parse_bytes
 from tierstore.keys import make_keys
 from tierstore.store import DirectoryStore, TableSpec, engine_names, open_store
@@ -24,23 +27,28 @@ SUMMARY = "rows/s of the row store engines, and of the device"
 _PAGE = 4096
 _CAP = 1 << 44
 _ID_SPREAD = 4  # ids come from a range this many times the rows, as in a sparsely touched table
+_WRITE_BYTES = 2 << 20  # what the native store writes at a time
+_THREADED = ("rocksdb", "lmdb")  # their reads block, so their plain calls have one in flight
+
+Keys = NDArray[np.uint64]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=float, default=2e6, help="rows to load (default: 2e6)")
+    parser.add_argument("--rows", type=float, default=5e6, help="rows to load (default: 5e6)")
     parser.add_argument("--row-bytes", type=int, default=272, help="multiple of 16 (default: 272)")
     parser.add_argument("--batch", type=int, default=10_000, help="rows per call (default: 10000)")
-    parser.add_argument("--seconds", type=float, default=3, help="of each phase and round (default: 3)")
+    parser.add_argument("--window", type=int, default=32, help="batches read together (default: 32)")
+    parser.add_argument("--seconds", type=float, default=2, help="of each phase and round (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="the median of them is reported (default: 3)")
     parser.add_argument("--engines", default=",".join(engine_names()), help="default: all")
     parser.add_argument(
-        "--read-threads", type=int, default=16, help="of engines whose reads block (default: 16)"
+        "--read-threads", type=int, default=16, help="of the second figure of engines whose reads block"
     )
     parser.add_argument(
         "--dir", type=Path, help="folder on the device to measure (default: the temporary one)"
     )
     parser.add_argument(
-        "--device-file", default="1GiB", help="size of the file that tells the device's own reads"
+        "--device-file", default="1GiB", help="size of the file that tells the device's own speed"
     )
     parser.add_argument("--json", type=Path, help="write the figures there")
 
@@ -48,20 +56,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     rows, engines = int(args.rows), args.engines.split(",")
     figures: dict[str, float] = {"rows": rows, "row_bytes": args.row_bytes, "batch": args.batch}
+    samples: dict[str, list[float]] = {}
+
+    def add(prefix: str, values: dict[str, float]) -> None:
+        for key, value in values.items():
+            samples.setdefault(f"{prefix}.{key}", []).append(value)
+
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=args.dir) as folder:
+        device = Device(Path(folder) / "device", parse_bytes(args.device_file, "--device-file"), args.seconds)
         benches = {name: EngineBench(name, Path(folder) / name, rows, args) for name in engines}
         for name, bench in benches.items():
-            figures |= {f"{name}.{key}": value for key, value in bench.load().items()}
-        samples: dict[str, list[float]] = {}
+            add("device", device.measure())
+            add(name, bench.load())
         for _ in range(args.rounds):  # interleaved, so that a busy minute does not hit one engine only
-            samples.setdefault("device.read_iops", []).append(device_reads(Path(folder) / "device", args))
             for name, bench in benches.items():
-                for key, value in bench.round().items():
-                    samples.setdefault(f"{name}.{key}", []).append(value)
+                add("device", device.measure())
+                add(name, bench.round())
+        add("device", device.measure())
     figures |= {key: float(np.median(values)) for key, values in samples.items()}
     figures |= ratios(figures, engines)
     for key, value in figures.items():
-        print(f"{key:<32} {value:>14,.3f}" if value < 100 else f"{key:<32} {value:>14,.0f}")
+        print(f"{key:<40} {value:>14,.3f}" if value < 100 else f"{key:<40} {value:>14,.0f}")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1))
     return 0
@@ -80,84 +95,244 @@ class EngineBench:
     def load(self) -> dict[str, float]:
         """All rows in random order, then one commit."""
         with self.open() as store:
-            start = time.perf_counter()
+            phase = Phase(self.args.row_bytes)
             for first in range(0, len(self.ids), self.args.batch):
                 keys = make_keys(0, self.ids[first : first + self.args.batch])
-                store.write(keys, self.values[: len(keys)])
+                with phase.call(len(keys)):
+                    store.write(keys, self.values[: len(keys)])
             written = time.perf_counter()
             store.commit(b"")
-            done = time.perf_counter()
+            commit = time.perf_counter() - written
+            figures = phase.figures("load", moved="written")
             settle()
             store.commit(b"")  # keeps what compaction has done meanwhile
             disk = store.stats().disk_bytes
-        return {
-            "load.rows_per_s": len(self.ids) / (done - start),
-            "load.commit_s": done - written,
+        return figures | {
+            "load.commit_s": commit,
             "load.disk_bytes_per_live_byte": disk / (len(self.ids) * self.args.row_bytes),
         }
 
     def round(self) -> dict[str, float]:
-        """Reopen with nothing of it in the page cache; random reads; random overwrites; commit of 1 %."""
+        """Every phase once, on a store of which nothing is in the page cache when it is opened."""
+        figures = {}
+        if self.engine in _THREADED:
+            forget(self.path)
+            with self.open(self.args.read_threads) as store:
+                settle()
+                figures |= self.reads(store, "read_threads", 1)
         forget(self.path)
         start = time.perf_counter()
         with self.open() as store:
-            reopened = time.perf_counter() - start
+            figures["reopen_s"] = time.perf_counter() - start
             settle()
-            out = np.empty_like(self.values)
-            read_before, _ = moved_bytes()
-            latencies = self.timed(lambda keys: store.read(keys, out))
-            read_bytes = moved_bytes()[0] - read_before
-            overwrites, amplification = self.changing(
-                lambda: self.timed(lambda keys: store.write(keys, self.values)), store
-            )
-            (commit_seconds,), commit_amplification = self.changing(lambda: self.write_some(store), store)
-        return {
-            "reopen_s": reopened,
-            "read.rows_per_s": self.args.batch / float(np.mean(latencies)),
-            "read.p50_ms": float(np.percentile(latencies, 50)) * 1e3,
-            "read.p99_ms": float(np.percentile(latencies, 99)) * 1e3,
-            "read.moved_per_useful_byte": read_bytes / (len(latencies) * self.values.size),
-            "overwrite.rows_per_s": self.args.batch / float(np.mean(overwrites)),
-            "write_amplification": amplification,
-            "commit_1pct_s": commit_seconds,
-            "commit_1pct.moved_per_changed_byte": commit_amplification,
-        }
+            figures |= self.reads(store, "read", 1)
+            figures |= self.reads(store, "read_window", self.args.window)
+            figures |= self.overwrites(store)
+            figures |= self.mix(store)
+            if self.engine == "native":  # the others' calls must come one after the other
+                figures |= self.reads_beside_writes(store)
+            figures |= self.commit_of_changes(store)
+        return figures
 
-    def open(self) -> DirectoryStore:
-        return open_store(self.path, self.engine, [self.table], _CAP, read_threads=self.args.read_threads)
+    def open(self, read_threads: int = 1) -> DirectoryStore:
+        return open_store(self.path, self.engine, [self.table], _CAP, read_threads=read_threads)
 
-    def timed(self, call: Callable[[NDArray[np.uint64]], object]) -> list[float]:
-        """Seconds of each ``call`` of a random batch, until their sum is enough."""
-        latencies: list[float] = []
-        while sum(latencies) < self.args.seconds:
-            keys = make_keys(0, self.random.choice(self.ids, self.args.batch, replace=False))
-            start = time.perf_counter()
-            call(keys)
-            latencies.append(time.perf_counter() - start)
-        return latencies
+    def keys(self, batches: int = 1) -> Keys:
+        """Of that many batches, without repeats as far as there are rows."""
+        count = min(batches * self.args.batch, len(self.ids))
+        return make_keys(0, self.random.choice(self.ids, count, replace=False))
 
-    def changing(self, change: Callable[[], list[float]], store: DirectoryStore) -> tuple[list[float], float]:
-        """Runs ``change`` and a commit: the seconds it tells, bytes written per byte given to the store."""
-        given, (_, written) = store.stats().written_rows, moved_bytes()
-        seconds = change()
+    def reads(self, store: DirectoryStore, name: str, batches: int) -> dict[str, float]:
+        phase = Phase(self.args.row_bytes)
+        out = np.empty((min(batches * self.args.batch, len(self.ids)), self.args.row_bytes), np.uint8)
+        while phase.seconds < self.args.seconds:
+            keys = self.keys(batches)
+            with phase.call(len(keys)):
+                store.read(keys, out)
+        return phase.figures(name, moved="read")
+
+    def overwrites(self, store: DirectoryStore) -> dict[str, float]:
+        """Rows overwritten at random; the commit at the end counts among the bytes that this writes."""
+        phase = Phase(self.args.row_bytes)
+        coming = [self.keys() for _ in range(16)]
+        while phase.seconds < self.args.seconds:
+            keys = coming[phase.calls % 16]
+            with phase.call(len(keys)):
+                store.write(keys, self.values[: len(keys)])
+        figures = phase.figures("overwrite")
         store.commit(b"")
-        given = (store.stats().written_rows - given) * self.args.row_bytes
-        return seconds, (moved_bytes()[1] - written) / given
+        return figures | {"write_amplification": phase.written / phase.useful}
 
-    def write_some(self, store: DirectoryStore) -> list[float]:
-        """Changes 1 % of the rows and tells the seconds of the commit."""
+    def mix(self, store: DirectoryStore) -> dict[str, float]:
+        """A batch read, a batch overwritten, and so on."""
+        phase = Phase(self.args.row_bytes)
+        out = np.empty_like(self.values)
+        while phase.seconds < self.args.seconds:
+            keys, others = self.keys(), self.keys()
+            with phase.call(len(keys)):
+                store.read(keys, out[: len(keys)])
+            with phase.call(len(others)):
+                store.write(others, self.values[: len(others)])
+        return phase.figures("mix")
+
+    def reads_beside_writes(self, store: DirectoryStore) -> dict[str, float]:
+        """Reads while another thread overwrites as many rows and commits all the time, and what that makes
+        the engine do in the background goes on."""
+        stop, turns = threading.Event(), threading.Semaphore(0)
+
+        def change() -> None:
+            count = 0
+            while turns.acquire() and not stop.is_set():
+                keys = make_keys(0, random.choice(self.ids, len(self.values), replace=True))
+                keys = np.unique(keys)
+                store.write(keys, self.values[: len(keys)])
+                count += 1
+                if count % 16 == 0:
+                    store.commit(b"")
+
+        random = np.random.default_rng(2)
+        coming = [self.keys() for _ in range(16)]
+        phase = Phase(self.args.row_bytes)
+        out = np.empty_like(self.values)
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(change)
+            try:
+                while phase.seconds < self.args.seconds and not job.done():
+                    keys = coming[phase.calls % 16]
+                    turns.release()
+                    with phase.call(len(keys)):
+                        store.read(keys, out[: len(keys)])
+            finally:
+                stop.set()
+                turns.release()
+            job.result()
+        return phase.figures("read_beside_writes")
+
+    def commit_of_changes(self, store: DirectoryStore) -> dict[str, float]:
+        """A commit after 1 % of the rows have changed."""
+        store.commit(b"")
+        settle()
         count = max(1, len(self.ids) // 100)
         keys = make_keys(0, self.random.choice(self.ids, count, replace=False))
+        _, before = moved_bytes()
         store.write(keys, np.resize(self.values, (count, self.args.row_bytes)))
         start = time.perf_counter()
         store.commit(b"")
-        return [time.perf_counter() - start]
+        seconds = time.perf_counter() - start
+        written = moved_bytes()[1] - before
+        return {
+            "commit_1pct_s": seconds,
+            "commit_1pct.moved_per_changed_byte": written / (count * self.args.row_bytes),
+        }
+
+
+class Phase:
+    """Calls of one kind: their seconds, and what the process did meanwhile."""
+
+    def __init__(self, row_bytes: int) -> None:
+        self.row_bytes, self.rows = row_bytes, 0
+        self.latencies: list[float] = []
+        self._moved, self._cpu = moved_bytes(), cpu_seconds()
+
+    @contextmanager
+    def call(self, rows: int) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.latencies.append(time.perf_counter() - start)
+        self.rows += rows
+
+    @property
+    def calls(self) -> int:
+        return len(self.latencies)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.latencies)
+
+    @property
+    def useful(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def written(self) -> int:
+        return moved_bytes()[1] - self._moved[1]
+
+    def figures(self, name: str, moved: str = "") -> dict[str, float]:
+        figures = {
+            "rows_per_s": self.rows / self.seconds,
+            "p50_ms": float(np.percentile(self.latencies, 50)) * 1e3,
+            "p99_ms": float(np.percentile(self.latencies, 99)) * 1e3,
+            "cpu_s": cpu_seconds() - self._cpu,
+            "cpu_us_per_row": (cpu_seconds() - self._cpu) / self.rows * 1e6,
+        }
+        if moved:
+            read, written = moved_bytes()
+            count = read - self._moved[0] if moved == "read" else written - self._moved[1]
+            figures["useful_per_moved_byte"] = self.useful / max(count, 1)
+        return {f"{name}.{key}": value for key, value in figures.items()}
+
+
+class Device:
+    """A file of its own on the device that the stores are on, and raw loops on it, past the page cache."""
+
+    def __init__(self, path: Path, size: int, seconds: float) -> None:
+        self.path, self.size, self.seconds = path, size // _WRITE_BYTES * _WRITE_BYTES, seconds
+        self.buffers = [mmap.mmap(-1, 2 * _WRITE_BYTES) for _ in range(2)]
+        for buffer in self.buffers:
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+            buffer.write(np.random.default_rng(0).bytes(2 * _WRITE_BYTES))
+
+    def measure(self) -> dict[str, float]:
+        return {"write_bytes_per_s": self.writes(), "read_iops": self.reads()}
+
+    def writes(self) -> float:
+        """Bytes per second of sequential direct writes of a new file: the better of one and two in flight."""
+        return max(self._writes(1), self._writes(2))
+
+    def _writes(self, in_flight: int) -> float:
+        self.path.unlink(missing_ok=True)
+        fd = os.open(self.path, os.O_CREAT | os.O_WRONLY | _direct(self.path.parent))
+        places = iter(range(0, self.size, _WRITE_BYTES))
+
+        def write(buffer: mmap.mmap) -> None:
+            view = memoryview(buffer)[:_WRITE_BYTES]
+            for place in places:  # of both threads; the lock of the interpreter keeps them apart
+                os.pwrite(fd, view, place)
+
+        try:
+            start = time.perf_counter()
+            with ThreadPoolExecutor(in_flight) as pool:
+                list(pool.map(write, self.buffers[:in_flight]))
+            os.fsync(fd)
+            return self.size / (time.perf_counter() - start)
+        finally:
+            os.close(fd)
+
+    def reads(self) -> float:
+        """Random reads of 4 KiB per second, 128 in flight."""
+        return _core.probe_reads(str(self.path), _PAGE, 128, min(self.seconds, 1.0))
+
+
+def _direct(folder: Path) -> int:
+    """``O_DIRECT`` where the file system has it."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as probe:
+            os.close(os.open(probe.name, os.O_RDONLY | os.O_DIRECT))
+        return os.O_DIRECT
+    except OSError:
+        return 0
 
 
 def moved_bytes() -> tuple[int, int]:
     """Bytes that this process made the devices read and write so far."""
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters["read_bytes"]), int(counters["write_bytes"])
+
+
+def cpu_seconds() -> float:
+    """Of all threads of this process, the system's work for them included."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def settle(seconds: float = 30) -> None:
@@ -167,34 +342,6 @@ def settle(seconds: float = 30) -> None:
     while now != before and time.perf_counter() < end:
         time.sleep(0.5)
         before, now = now, moved_bytes()
-
-
-def device_reads(file: Path, args: argparse.Namespace, threads: int = 32) -> float:
-    """Random direct reads of 4 KiB per second, by threads that each wait for one at a time."""
-    size = parse_bytes(args.device_file, "--device-file")
-    if not file.exists():
-        with open(file, "wb") as handle:
-            for _ in range(size >> 20):
-                handle.write(os.urandom(1 << 20))
-            os.fsync(handle.fileno())
-    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    ready = threading.Barrier(threads)
-
-    def reads_per_second(seed: int) -> float:
-        buffer, count = mmap.mmap(-1, _PAGE), 0
-        offsets = np.random.default_rng(seed).integers(0, size // _PAGE, 1 << 16) * _PAGE
-        ready.wait()
-        start = now = time.perf_counter()
-        while count == 0 or now < start + args.seconds:
-            os.preadv(fd, [buffer], int(offsets[count % len(offsets)]))
-            count, now = count + 1, time.perf_counter()
-        return count / (now - start)
-
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            return sum(pool.map(reads_per_second, range(threads)))
-    finally:
-        os.close(fd)
 
 
 def forget(path: Path) -> None:
@@ -208,14 +355,26 @@ def forget(path: Path) -> None:
 
 
 def ratios(figures: dict[str, float], engines: list[str]) -> dict[str, float]:
-    """Reads of each engine against the device's, and of the first engine against the others'."""
-    result = {
-        f"ratio.{name}_read_vs_device": figures[f"{name}.read.rows_per_s"] / figures["device.read_iops"]
-        for name in engines
-    }
+    """Each engine against the device, and the first engine against the others."""
+    result = {}
+    for name in engines:
+        own = {
+            "read_vs_device": figures[f"{name}.read.rows_per_s"] / figures["device.read_iops"],
+            "write_vs_device": figures[f"{name}.overwrite.rows_per_s"]
+            * figures["row_bytes"]
+            / figures["device.write_bytes_per_s"],
+            "window_vs_read": figures[f"{name}.read_window.rows_per_s"] / figures[f"{name}.read.rows_per_s"],
+        }
+        if f"{name}.read_beside_writes.rows_per_s" in figures:
+            own["read_beside_writes"] = (
+                figures[f"{name}.read_beside_writes.rows_per_s"] / figures[f"{name}.read.rows_per_s"]
+            )
+        prefix = "" if name == engines[0] else f"{name}_"
+        result |= {f"ratio.{prefix}{key}": value for key, value in own.items()}
     first, *others = engines
     for name in others:
-        result[f"ratio.read_vs_{name}"] = (
-            figures[f"{first}.read.rows_per_s"] / figures[f"{name}.read.rows_per_s"]
-        )
+        for kind in ("read", "read_threads"):
+            if f"{name}.{kind}.rows_per_s" in figures:
+                key = f"ratio.read_vs_{name}" + ("_threads" if kind == "read_threads" else "")
+                result[key] = figures[f"{first}.read.rows_per_s"] / figures[f"{name}.{kind}.rows_per_s"]
     return result

@@ -2,6 +2,7 @@
 #include "io/env.h"
 
 #include "bindings/registry.h"
+#include "io/device_probe.h"
 #include "io/fault_env.h"
 #include "io/memory_env.h"
 #include "io/read_only_env.h"
@@ -32,6 +33,15 @@ void SetContents(MemoryEnv& env, const std::string& path, const py::bytes& conte
 }  // namespace
 
 TIERSTORE_BINDINGS(env) {
+  m.def(
+      "probe_reads",
+      [](const std::string& path, std::uint32_t block_bytes, unsigned queue_depth, double seconds) {
+        if (block_bytes == 0 || block_bytes % kBlockBytes != 0 || block_bytes > kMaxReadBytes)
+          throw py::value_error("block_bytes must be a multiple of 4096 up to 65536");
+        return ProbeReads(PosixEnv(), path, block_bytes, queue_depth, seconds);
+      },
+      py::arg("path"), py::arg("block_bytes"), py::arg("queue_depth"), py::arg("seconds"),
+      py::call_guard<py::gil_scoped_release>());
   py::class_<Env>(m, "Env");
   py::class_<MemoryEnv, Env>(m, "MemoryEnv")
       .def(py::init<>())

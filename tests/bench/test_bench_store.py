@@ -10,20 +10,32 @@ def test_all_figures_of_two_engines(tmp_path, capsys):
     parser = argparse.ArgumentParser()
     bench_store.add_arguments(parser)
     out = tmp_path / "out.json"
-    arguments = "--rows 2000 --batch 500 --seconds 0.02 --rounds 1 --engines lmdb,memory --device-file 8MiB"
+    arguments = (
+        "--rows 2000 --batch 500 --seconds 0.02 --rounds 1 --engines native,lmdb,memory --device-file 8MiB"
+    )
     arguments += f" --dir {tmp_path} --json {out}"
     assert bench_store.run(parser.parse_args(arguments.split())) == 0
     figures = json.loads(out.read_text())
-    for engine in ("lmdb", "memory"):
+    for engine in ("native", "lmdb", "memory"):
         for key in (
             "load.rows_per_s",
             "read.rows_per_s",
+            "read_window.rows_per_s",
+            "read.p50_ms",
+            "read.p99_ms",
+            "read.cpu_us_per_row",
+            "read.useful_per_moved_byte",
             "overwrite.rows_per_s",
+            "mix.rows_per_s",
+            "write_amplification",
             "reopen_s",
             "commit_1pct_s",
         ):
             assert figures[f"{engine}.{key}"] > 0
     assert figures["device.read_iops"] > 0
-    assert figures["ratio.read_vs_memory"] > 0
+    assert figures["native.read_beside_writes.rows_per_s"] > 0
+    assert figures["device.write_bytes_per_s"] > 0
+    for ratio in ("read_vs_device", "write_vs_device", "window_vs_read", "read_vs_memory", "read_vs_lmdb"):
+        assert figures[f"ratio.{ratio}"] > 0
     assert "lmdb.read.rows_per_s" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]

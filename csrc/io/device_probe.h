@@ -1,0 +1,17 @@
+// What a device does by itself: the figure that a store's reads are compared with.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "io/env.h"
+
+namespace tierstore {
+
+// Random reads per second of `block_bytes` (a multiple of kBlockBytes, at most kMaxReadBytes) at aligned
+// places of a file, past the page cache, `queue_depth` in flight, for at least `seconds`. Throws IoError;
+// also when the file is smaller than a block.
+double ProbeReads(Env& env, const std::string& path, std::uint32_t block_bytes, unsigned queue_depth,
+                  double seconds);
+
+}  // namespace tierstore
