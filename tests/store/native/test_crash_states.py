@@ -26,14 +26,21 @@ IDS = {0: 900, 1: 160}
 State = dict[tuple[int, int], int]
 
 
-@dataclass
-class Committed:
-    """A commit: the operations before and behind the call, and what it must hold."""
+@dataclass(frozen=True)
+class Kept:
+    """A kept commit: its meta and what it must hold."""
+
+    meta: bytes
+    rows: State
+
+
+@dataclass(frozen=True)
+class Event:
+    """A commit or a drop: the operations before and behind the call, and what is kept then, by id."""
 
     begun: int
     done: int
-    meta: bytes
-    rows: State
+    kept: dict[int, Kept]
 
 
 def rows_of(table: int, ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
@@ -43,11 +50,11 @@ def rows_of(table: int, ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
     return rows.view(np.uint8)
 
 
-def open_on(env, keep: int) -> NativeStore:
+def open_on(env, keep: int, at: int = 0) -> NativeStore:
     # With keep=2 the index is saved as often as can be.
     rows = 1 if keep == 2 else 1 << 20
     config = NativeConfig(
-        cap_bytes=600_000 * keep**2, segment_bytes=16_384, keep=keep, snapshot_min_rows=rows
+        cap_bytes=600_000 * (keep + 1) ** 2, segment_bytes=16_384, keep=keep, at=at, snapshot_min_rows=rows
     )
     return NativeStore("disk", TABLES, config=config, env=env)
 
@@ -74,44 +81,60 @@ def write_some(store: NativeStore, rng: random.Random, rows: State, version: int
     rows.update({(table, i): version for i in ids.tolist()})
 
 
-def run_workload(env, seed: int, keep: int) -> list[Committed]:
-    """Random writes, commits, reopenings and compactions."""
+def run_workload(env, seed: int, keep: int) -> list[Event]:
+    """Random writes, commits (with tags), drops, compactions, reopenings, also at older commits."""
     rng = random.Random(seed)
     store, rows = open_on(env, keep), {}
-    commits = [Committed(0, 0, b"", {})]
+    events = [Event(0, 0, {})]
     for step in range(40):
         write_some(store, rng, rows, step + 1)
+        kept, begun = dict(events[-1].kept), env.operations()
         action = rng.random()
         if action < 0.35:
-            begun = env.operations()
             meta = b"step %d" % step
-            store.commit(meta)
-            commits.append(Committed(begun, env.operations(), meta, dict(rows)))
+            tag = "" if any(commit.tag for commit in store.commits()) else rng.choice(["", "", "tag"])
+            kept[store.commit(meta, tag)] = Kept(meta, dict(rows))
+            kept = {commit.id: kept[commit.id] for commit in store.commits()}
+            events.append(Event(begun, env.operations(), kept))
         elif action < 0.45:
+            at = rng.choice([0, 0, *kept])
             store.close()
-            store, rows = open_on(env, keep), dict(commits[-1].rows)
+            store = open_on(env, keep, at)
+            rows = dict(kept[at or max(kept)].rows) if kept else {}
         elif action < 0.55:
             store.compact()
+        elif action < 0.65 and len(kept) > 1:
+            dropped = rng.choice(sorted(kept)[:-1])
+            store.drop_commit(dropped)
+            del kept[dropped]
+            events.append(Event(begun, env.operations(), kept))
     store.close()
-    return commits
+    return events
 
 
-def check_image(image, at: int, commits: list[Committed], keep: int, go_on: random.Random | None) -> None:
+def check_image(image, at: int, events: list[Event], keep: int, rng: random.Random, go_on: bool) -> None:
+    """The image holds just what was kept before the crash, or by the call that was under way."""
     with open_on(image, keep) as store:
-        meta = store.meta()
-        # What was durable before the crash, or the commit that was under way.
+        found = {commit.id: commit.meta for commit in store.commits()}
         allowed = [
-            c
-            for i, c in enumerate(commits)
-            if c.begun <= at and not (commits[i + 1 :] and commits[i + 1].done <= at)
+            event.kept
+            for i, event in enumerate(events)
+            if event.begun <= at and not (events[i + 1 :] and events[i + 1].done <= at)
         ]
-        (commit,) = [c for c in allowed if c.meta == meta]
-        rows = dict(commit.rows)
+        (kept,) = [k for k in allowed if {id: commit.meta for id, commit in k.items()} == found]
+        last = kept[max(kept)] if kept else Kept(b"", {})
+        assert store.meta() == last.meta
+        assert contents(store) == last.rows
+    report = _core.verify_store("disk", ROW_BYTES, None, image)
+    assert [(item.file, item.what) for item in report.findings] == []
+    if not go_on:
+        return
+    number = rng.choice([0, *kept])
+    rows = dict(kept[number].rows if number else last.rows)
+    with open_on(image, keep, number) as store:
         assert contents(store) == rows
-        if go_on is None:
-            return
         for version in range(100, 106):
-            write_some(store, go_on, rows, version)
+            write_some(store, rng, rows, version)
         store.commit(b"went on")
     with open_on(image, keep) as store:
         assert store.meta() == b"went on"
@@ -120,15 +143,15 @@ def check_image(image, at: int, commits: list[Committed], keep: int, go_on: rand
 
 @pytest.mark.parametrize("seed", range(WORKLOADS))
 def test_crash_states(seed):
-    env, keep = _core.MemoryEnv(), 1 + seed % 2
-    commits = run_workload(env, seed, keep)
+    env, keep = _core.MemoryEnv(), 1 + seed % 3
+    events = run_workload(env, seed, keep)
     operations = env.operations()
-    assert len(commits) > 3
+    assert len(events) > 3
     rng = random.Random(seed + STATES)
     for number in range(STATES // WORKLOADS):
         # The moments around commits are the interesting ones.
-        near = rng.choice(commits[1:])
+        near = rng.choice(events[1:])
         at = rng.choice([rng.randint(0, operations), rng.randint(near.begun, near.done)])
         unsynced = rng.choice(["lost", "kept", "random", "random", "random"])
         image = env.after_crash(at, unsynced, rng.getrandbits(64))
-        check_image(image, at, commits, keep, rng if number % 5 == 0 else None)
+        check_image(image, at, events, keep, rng, go_on=number % 5 == 0)
