@@ -3,7 +3,8 @@
 # make lint     ruff, mypy, clang-format (what CI checks); make format mends what they can
 # make wheel    build the wheel in an isolated environment, without torch
 # make sanitize    the native store's own tests and fuzzing under ASan, UBSan and TSan
-# make crash-test  100,000 crash states of the store, 1,000 trainings killed (CI tries some thousand, and 32)
+# make crash-test  100,000 crash states of the store, 20,000 random steps on each engine, 1,000 trainings killed
+#                  (CI: 2,400, 600, 32)
 # make clean    remove everything that these made
 #
 # Everything is installed in .venv, in place: an edit of a Python file needs no reinstall, one under csrc/ makes the
@@ -54,7 +55,10 @@ SANITIZE_OUT := build/sanitize
 
 $(SANITIZE_OUT)/%-address: csrc/store/tests/%.cc $(SANITIZED) $(CSRC)
 	@mkdir -p $(@D)
-	$(CXX) -std=c++20 -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -pthread -Icsrc $< $(SANITIZED) -o $@
+	$(CXX) -std=c++20 -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all $(CXXFLAGS) -pthread -Icsrc $< \
+	  $(SANITIZED) -o $@
+
+$(SANITIZE_OUT)/fuzz_formats-address: CXXFLAGS += -fsanitize-coverage=trace-pc
 
 $(SANITIZE_OUT)/%-thread: csrc/store/tests/%.cc $(SANITIZED) $(CSRC)
 	@mkdir -p $(@D)
@@ -64,11 +68,12 @@ sanitize: $(addprefix $(SANITIZE_OUT)/,index_test-address store_test-address fuz
 	$(SANITIZE_OUT)/index_test-address 200000
 	$(SANITIZE_OUT)/store_test-address $(SANITIZE_OUT)/stores 300
 	$(SANITIZE_OUT)/store_test-thread $(SANITIZE_OUT)/stores 200
-	$(SANITIZE_OUT)/fuzz_formats-address 100000
+	$(SANITIZE_OUT)/fuzz_formats-address csrc/store/tests/corpus 100000
 
 crash-test: $(TESTABLE)
-	TIERSTORE_CRASH_STATES=100000 TIERSTORE_CRASH_KILLS=1000 $(BIN)/python -m pytest --timeout 7200 \
-	  tests/store/native/test_crash_states.py tests/checkpoint/test_killed.py
+	TIERSTORE_CRASH_STATES=100000 TIERSTORE_CRASH_KILLS=1000 TIERSTORE_STATEFUL_STEPS=20000 \
+	  $(BIN)/python -m pytest --timeout 7200 tests/store/native/test_crash_states.py tests/store/test_stateful.py \
+	  tests/checkpoint/test_killed.py
 
 clean:
 	rm -rf $(VENV) build dist demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

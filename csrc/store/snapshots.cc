@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "io/errors.h"
+#include "store/errors.h"
 #include "store/replay.h"
 #include "store/store.h"
 
@@ -85,6 +86,8 @@ bool Store::LoadSnapshot(Replay& replay) try {
     row_class.slot_bits = std::max(row_class.slot_bits, saved.slot_bits);
   }
   return LoadSnapshotTables(*reader, replay);
+} catch (const InputError&) {
+  return false;  // it names tables that cannot be
 } catch (const IoError&) {
   ++snapshot_failures_;
   return false;
