@@ -10,7 +10,7 @@ import torch
 
 from tests.modules.module_oracles import all_rows, small_tiers
 from tierstore import TierConfig, optim
-from tierstore.errors import ConfigError, GradientError, InputError
+from tierstore.errors import ClosedError, ConfigError, GradientError, InputError
 from tierstore.modules import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -50,7 +50,7 @@ BAG_CALLS: list[tuple[tuple[Any, ...], str]] = [
     ((ints(1, 2), ints(1)), "the first offset must be 0, got 1"),
     ((ints(1, 2), ints(0, 3)), "offset 3 at position 1 overruns the 2 ids"),
     ((ints(1, 2), ints(0, 2, 1)), "offsets must not decrease, but 2 is followed by 1 at position 2"),
-    ((ints(1, 2), ints()), "the first offset must be 0, got 2"),
+    ((ints(1, 2), ints()), "2 ids without a bag; offsets are empty"),
     ((ints(1, 2), ints(0), torch.rand(3)), r"per_sample_weights have shape \(3,\), ids \(2,\)"),
     ((ints(1, 2), ints(0), ints(1, 2)), "per_sample_weights must be floats, got torch.int64"),
 ]
@@ -209,11 +209,13 @@ def test_weights_of_a_weighted_collection() -> None:
             "below the minimum for these tables: [0-9]+ bytes",
         ),
         ({"_weight": torch.zeros(3, 4)}, "size mismatch"),
+        ({"num_embeddings": 1e12}, r"num_embeddings 1000000000000.0 is not an integer in \[1, 2\*\*48\]"),
+        ({"config": {"hbm": "1MiB"}}, "give a TierConfig"),
     ],
 )
 def test_modules_that_cannot_be_made(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TieredEmbeddingBag(ROWS, 4, **({"config": CONFIG} | arguments))
+        TieredEmbeddingBag(**({"num_embeddings": ROWS, "embedding_dim": 4, "config": CONFIG} | arguments))
 
 
 @pytest.mark.parametrize(
@@ -256,6 +258,15 @@ def test_rows_of_wrong_shape_or_id() -> None:
             with pytest.raises(InputError, match=message):
                 call()
         assert torch.equal(all_rows(module, ROWS), before)
+        assert module.rows([]).shape == (0, 4)
+
+
+def test_an_update_after_close_is_refused_instead_of_lost() -> None:
+    for module in (bag(mode="sum"), TieredEmbedding(ROWS, 4, config=CONFIG)):
+        out = module(ints(1, 2).view(1, 2))
+        module.close()
+        with pytest.raises(ClosedError, match="the tables are closed"):
+            out.sum().backward()
 
 
 def test_gradients_that_are_not_finite() -> None:

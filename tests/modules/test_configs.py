@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import init
 from torchrec.modules import embedding_configs as peer
 
 from tierstore.errors import ConfigError
+from tierstore.modules import TieredEmbedding
 from tierstore.modules.configs import (
     DataType,
     EmbeddingBagConfig,
@@ -133,3 +135,10 @@ def test_from_torchrec_refuses_what_the_config_refuses() -> None:
         from_torchrec(peer.EmbeddingConfig(10, 4, "t", init_fn=init.xavier_normal_))
     with pytest.raises(ConfigError, match="got dict, which has no num_embeddings"):
         from_torchrec({"name": "t"})
+
+
+def test_sizes_may_be_numpys() -> None:
+    config = EmbeddingBagConfig(np.int64(9), np.int32(4), "t")
+    assert (type(config.num_embeddings), type(config.embedding_dim)) == (int, int)
+    with TieredEmbedding(np.int64(9), np.int32(4)) as module:
+        assert module.rows([8]).shape == (1, 4)

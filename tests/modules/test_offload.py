@@ -137,6 +137,13 @@ def test_a_committed_store_wins_over_the_model(tmp_path: Path) -> None:
         assert replaced["user"].fused_optimizer.num_updates == 1
 
 
+def owns_the_weight() -> nn.Module:
+    model = nn.Module()
+    model.emb = nn.Embedding(5, 3)
+    model.weight = model.emb.weight
+    return model
+
+
 def frozen_in_part() -> nn.Module:
     model = Mixed()
     model.bags.embedding_bags["t0"].requires_grad_(False)
@@ -148,6 +155,7 @@ def frozen_in_part() -> nn.Module:
     [
         (lambda: nn.Linear(3, 3), "no nn.Embedding, nn.EmbeddingBag or torchrec collection"),
         (lambda: nn.Embedding(3, 3), "the model itself is a Embedding"),
+        (owns_the_weight, "emb shares its weight with the model itself"),
         (Tied, "emb shares its weight with head"),
         (lambda: nn.Sequential(nn.Embedding(3, 3, max_norm=1.0)), "0: max_norm is not supported"),
         (lambda: nn.Sequential(nn.Embedding(3, 3, dtype=torch.float16)), "0: .*tables hold float32"),
@@ -165,6 +173,8 @@ def test_models_that_cannot_be_offloaded_stay_as_they_are(model: Any, message: s
 
 def test_a_budget_too_small_leaves_the_model_alone() -> None:
     model = nn.Sequential(nn.Embedding(ROWS, 4))
+    with pytest.raises(ConfigError, match="it must be one of"):
+        offload(Mixed(), small(), torch.optim.SGD)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="below the minimum"):
         offload(model, TierConfig(hbm=10, engine="memory"), SPEC)
     assert type(model[0]) is nn.Embedding

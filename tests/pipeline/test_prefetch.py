@@ -324,3 +324,26 @@ def test_wrong_arguments() -> None:
             prefetch([], module, inputs={"nothing": lambda batch: batch})
         assert list(prefetch([], module)) == []
     assert tierstore.__version__
+
+
+def test_every_batch_before_an_exception_in_the_loader_is_trained_on() -> None:
+    def loader() -> Iterator[Any]:
+        yield from random_batches(7, 10, 1, 8, 3)
+        raise OSError("the loader's own error")
+
+    with build(TierConfig(hbm=budget(60), engine="memory"), SGD, (5,)) as module:
+        coming = prefetch(loader(), module, inputs=INPUTS)
+        for _ in range(10):
+            loss_of(module(next(coming))).backward()
+        with pytest.raises(OSError, match="the loader's own error"):
+            next(coming)
+        assert workers() == 0
+
+
+def test_that_a_module_cannot_be_prefetched_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    batches = [[torch.arange(n)] for n in range(1, 5)]
+    with tierstore.TieredEmbedding(20, 3, config=TierConfig(engine="memory")) as module:
+        for _ in range(3):
+            for (ids,) in prefetch(batches, module):
+                module(ids + 1).sum().backward()
+    assert sum("cannot be told from the batch" in record.message for record in caplog.records) == 1

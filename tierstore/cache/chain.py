@@ -492,7 +492,10 @@ class Chain:
                 ticket.release()
 
     def mark_updated(self, ticket: Ticket) -> None:
-        """The ticket's rows were changed. Needs no lock: the rows are pinned by the ticket."""
+        """The ticket's rows were changed. Needs no lock: the rows are pinned by the ticket.
+
+        Raises ClosedError when the change would be lost."""
+        self._check_open()
         self.fast.native.mark_dirty(ticket.slots)
 
     def flush(self) -> None:

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,12 @@ class Table:
     column: int = 0
     rows: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("num_embeddings", "embedding_dim"):
+            value = getattr(self, name)
+            if isinstance(value, Integral):  # NumPy's, which JSON does not know
+                object.__setattr__(self, name, int(value))
+
 
 class Engine:
     """Tables, tiers and store. ``optimizer`` is a specification of :mod:`tierstore.optim`.
@@ -68,6 +75,8 @@ class Engine:
     ) -> None:
         if not tables:
             raise ConfigError("at least one table is needed")
+        if not isinstance(config, TierConfig):
+            raise ConfigError(f'config is {config!r}; give a TierConfig, such as TierConfig(hbm="64MiB")')
         config.check_tables(table.origin or table.name for table in tables)
         if len({table.name for table in tables}) < len(tables):
             raise ConfigError(f"table names must differ: {[table.name for table in tables]}")

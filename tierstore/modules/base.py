@@ -177,6 +177,8 @@ class TieredModule(nn.Module):
     @staticmethod
     def _ids(ids: Any) -> np.ndarray:
         tensor = torch.as_tensor(ids)
+        if isinstance(ids, list) and not ids:
+            tensor = tensor.long()
         if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 1:
             raise InputError(f"ids must be a 1-D int64 or int32 tensor, not {tensor.dim()}-D {tensor.dtype}")
         return tensor.detach().cpu().to(torch.int64).numpy()

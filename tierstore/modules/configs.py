@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum, unique
 from functools import partial
 from math import sqrt
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -221,7 +222,8 @@ def _same_member(kind: type[Enum], value: Any) -> Any:
 
 def _check_count(config: BaseEmbeddingConfig, name: str, most: int | None) -> None:
     value = getattr(config, name)
-    whole = isinstance(value, int) and not isinstance(value, bool)
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole or value < 1 or (most is not None and value > most):
         bounds = "a positive integer" if most is None else "an integer from 1 to 2**48"
         raise config._error(f"{name} is {value!r}; it must be {bounds}")
+    setattr(config, name, int(value))

@@ -133,6 +133,8 @@ class TieredEmbeddingBag(SingleTable):
         starts = offsets.numpy().astype(np.int64)
         if self.include_last_offset and not len(starts):
             raise InputError(f"{self.name}: with include_last_offset there must be at least one offset")
+        if not len(starts) and ids.numel():
+            raise InputError(f"{self.name}: {ids.numel()} ids without a bag; offsets are empty")
         bounds = starts if self.include_last_offset else np.append(starts, ids.numel())
         return self._checked_lengths(bounds, ids.numel())
 

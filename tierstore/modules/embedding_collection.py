@@ -26,6 +26,7 @@ class EmbeddingCollection(Collection):
         tables: EmbeddingConfigs, ours or torchrec's; dims may differ.
         device: None or the CPU.
         need_indices: the ids are the ``weights()`` of the JaggedTensors.
+        use_gather_select, use_gather_select_per_sharding: accepted, without effect.
         config, optimizer, seed: as for EmbeddingBagCollection.
     """
 
@@ -34,6 +35,8 @@ class EmbeddingCollection(Collection):
         tables: Sequence[Any],
         device: Any = None,
         need_indices: bool = False,
+        use_gather_select: bool = False,
+        use_gather_select_per_sharding: Any = None,
         *,
         config: TierConfig | None = None,
         optimizer: OptimizerSpec | None = SGD(),  # noqa: B008  (immutable)

@@ -22,6 +22,7 @@ from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.embedding_collection import EmbeddingCollection
 from tierstore.modules.tables import (
     SharedEngine,
+    check_optimizer,
     check_placement,
     check_unsupported,
     is_fresh,
@@ -108,6 +109,7 @@ def offload(
     Raises ConfigError, having changed nothing, if there is nothing to replace, or something that cannot be:
     weights that other modules share, or that are not float32 on the CPU; max_norm; scale_grad_by_freq.
     """
+    check_optimizer(optimizer)
     found = _find(model)
     for path, module in found.items():
         _check(path, module, model)
@@ -189,7 +191,7 @@ def _check(path: str, module: nn.Module, model: nn.Module) -> None:
 
 def _check_not_shared(path: str, embedding: Any, model: nn.Module) -> None:
     owners = {
-        id(child): name
+        id(child): name or "the model itself"
         for name, child in model.named_modules()
         if child is not embedding and any(p is embedding.weight for p in child.parameters(recurse=False))
     }

@@ -43,13 +43,18 @@ def open_tables(
     """The engine of a module's tables and their indices in it."""
     if shared is not None:
         return shared.engine, [shared.engine.table_index(shared.prefix + table.name) for table in tables]
+    check_optimizer(optimizer)
+    engine = Engine(tables, TierConfig() if config is None else config, optimizer or SGD(), seed)
+    return engine, list(range(len(tables)))
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """ConfigError unless it is a specification of tierstore.optim or None."""
     if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
         raise ConfigError(
             f"optimizer is {optimizer!r}; the backward pass applies it to the rows, so it must be one of "
             "tierstore.optim, such as tierstore.optim.RowWiseAdagrad(lr=0.01), or None to freeze the tables"
         )
-    engine = Engine(tables, TierConfig() if config is None else config, optimizer or SGD(), seed)
-    return engine, list(range(len(tables)))
 
 
 def check_placement(device: Any, dtype: torch.dtype | None = None) -> None:

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ AUTO_DEPTH = 2
 
 _claims = threading.Lock()
 _claimed: set[int] = set()
+_told: WeakSet[nn.Module] = WeakSet()
+"""Modules of which a warning has said that they are not prefetched."""
 
 
 def prefetch(
@@ -162,6 +165,9 @@ def _learn(loader: Iterator[Batch], recorder: Recorder) -> Iterator[Batch]:
         if recorder.learn(batch):
             break
     for module in recorder.unknown:
+        if module in _told:
+            continue
+        _told.add(module)
         logger.warning(
             "%s (tables %s): what it looks up cannot be told from the batch, so it is not prefetched; give "
             "prefetch(..., inputs={module: function of the batch}). (said once)",
@@ -173,12 +179,20 @@ def _learn(loader: Iterator[Batch], recorder: Recorder) -> Iterator[Batch]:
 def _ahead(
     loader: Iterator[Batch], session: Session, depth: int | None, window: int | None
 ) -> Iterator[Batch]:
+    failed: Exception | None = None
+
     def pull() -> Planned | None:
+        nonlocal failed
         try:
-            return session.add(next(loader))
+            batch = next(loader)
         except StopIteration:
             session.exhausted()
             return None
+        except Exception as error:  # raised where a loop without prefetch would see it
+            failed = error
+            session.exhausted()
+            return None
+        return session.add(batch)
 
     more = _fill(session, pull, depth, window)
     while (planned := session.next()) is not None:
@@ -188,6 +202,8 @@ def _ahead(
             session.finish(planned)
         while more and session.wants_more:
             more = pull() is not None
+    if failed is not None:
+        raise failed
 
 
 def _fill(

@@ -38,9 +38,10 @@ class TableSpec:
             raise ConfigError("a table needs a name")
         if not 0 <= self.index <= MAX_TABLE:
             raise ConfigError(f"table {self.name!r}: index {self.index} is not in [0, {MAX_TABLE}]")
-        if not 1 <= self.num_embeddings <= MAX_ID + 1:
+        whole = isinstance(self.num_embeddings, int)
+        if not whole or not 1 <= self.num_embeddings <= MAX_ID + 1:
             raise ConfigError(
-                f"table {self.name!r}: num_embeddings {self.num_embeddings} is not in [1, 2**48]"
+                f"table {self.name!r}: num_embeddings {self.num_embeddings!r} is not an integer in [1, 2**48]"
             )
         if self.embedding_dim < 1:
             raise ConfigError(f"table {self.name!r}: embedding_dim {self.embedding_dim} must be at least 1")
