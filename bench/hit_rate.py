@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tierstore.config import parse_bytes
+from tierstore.config import format_bytes, parse_bytes
 from tierstore.errors import ConfigError
 from tierstore.trace.options import add_source, open_source
 
@@ -182,6 +182,7 @@ def simulate_one(
         rate=rate,
         depth=args.depth,
         window=parse_window(args.window),
+        on_demand=1,  # as in training, where a prefetch learns from the first batch
         admission=args.admission if policy != "belady" else "always",
         threads=args.threads,
         progress=progress,
@@ -204,7 +205,10 @@ class Size:
             return max(1, round(footprint * self.number / 100))
         rows = int(self.number) if self.unit == "rows" else slots_for(int(self.number), row_bytes, policy)
         if rows < 1:
-            raise ConfigError(f"--sizes: {self.text} does not hold a single row of {row_bytes} bytes")
+            raise ConfigError(
+                f"--sizes: {self.text} does not hold a single row of {row_bytes} bytes with policy "
+                f"{policy.name}, whose arrays alone take {format_bytes(policy.fixed_bytes)}"
+            )
         return rows
 
 

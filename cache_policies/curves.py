@@ -72,6 +72,7 @@ def miss_curves(
     rate: float | None = None,
     depth: int = 0,
     window: int | str = 0,
+    on_demand: int = 0,
     admission: str | Admission = "always",
     threads: int = 2,
     progress: Callable[[int, int], None] | None = None,
@@ -93,7 +94,9 @@ def miss_curves(
     def run(policy: Policy, size: int) -> Point:
         slots = max(1, min(round(size * rate), part.footprint + part.largest_batch))
         known = window_for(part, slots) if window == "auto" else int(window)
-        result = simulate(part, policy, slots, depth=depth, window=known, admission=admission)
+        result = simulate(
+            part, policy, slots, depth=depth, window=known, on_demand=on_demand, admission=admission
+        )
         return _point(trace, size, known, rate, result)
 
     results: dict[int, Point] = {}
@@ -110,7 +113,7 @@ def miss_curves(
     return [results[i] for i in range(len(runs))]
 
 
-def window_for(trace: PreparedTrace, slots: int, cover: float = 3.0, most: int = 256) -> int:
+def window_for(trace: PreparedTrace, slots: int, cover: float = 5.0, most: int = 256) -> int:
     """The smallest window whose batches, the planned one included, use ``cover`` times ``slots`` distinct
     rows at the beginning of the trace, at most ``most``: what a live prefetch chooses (docs/policies.md).
     """

@@ -30,9 +30,9 @@ class ReuseCurve:
     """
 
     counts: np.ndarray
-    first: int
+    first: float
     access_counts: np.ndarray
-    first_accesses: int
+    first_accesses: float
     uniques: int
     accesses: int
     rate: float
@@ -45,7 +45,7 @@ class ReuseCurve:
         """As ``misses``, of accesses: each use of a row that was missed by its batch."""
         return self._missed(self.access_counts, self.first_accesses, sizes)
 
-    def _missed(self, counts: np.ndarray, first: int, sizes: np.ndarray | list[int]) -> np.ndarray:
+    def _missed(self, counts: np.ndarray, first: float, sizes: np.ndarray | list[int]) -> np.ndarray:
         hits = np.concatenate([[0], np.cumsum(counts)])
         scaled = np.ceil(np.asarray(sizes, np.float64) * self.rate).astype(np.int64)
         missed = hits[-1] + first - hits[np.minimum(scaled, counts.size)]
@@ -108,7 +108,8 @@ def lru_curve(trace: PreparedTrace, rate: float = 1.0) -> ReuseCurve:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _add(tree, at, amount):
+def add_at(tree, at, amount):
+    """Add to entry ``at`` of a Fenwick tree (Fenwick, 1994)."""
     at += 1
     while at < tree.size:
         tree[at] += amount
@@ -116,7 +117,7 @@ def _add(tree, at, amount):
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _sum_to(tree, at):
+def sum_to(tree, at):
     """Sum of the entries before ``at``."""
     total = 0
     while at > 0:
@@ -127,8 +128,8 @@ def _sum_to(tree, at):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _distances(rows, offsets, footprint, distances):
-    """Distance of each use, -1 for first ones. Positions of last uses are counted in a Fenwick tree (Fenwick,
-    1994) of twice as many positions as rows, renumbered whenever it is full.
+    """Distance of each use, -1 for first ones. Positions of last uses are counted in a Fenwick tree of twice
+    as many positions as rows, renumbered whenever it is full.
     """
     size = max(2 * footprint, 1024)
     tree = np.zeros(size + 1, np.int32)
@@ -139,20 +140,20 @@ def _distances(rows, offsets, footprint, distances):
         first, last = offsets[i], offsets[i + 1]
         for at in range(first, last):
             where = position[rows[at]]
-            distances[at] = -1 if where < 0 else live - _sum_to(tree, np.int64(where) + 1)
+            distances[at] = -1 if where < 0 else live - sum_to(tree, np.int64(where) + 1)
         for at in range(first, last):
             if time == size:
                 time = _renumber(tree, row_at, position)
             row = rows[at]
             where = np.int64(position[row])
             if where >= 0:
-                _add(tree, where, -1)
+                add_at(tree, where, -1)
                 row_at[where] = -1
             else:
                 live += 1
             position[row] = time
             row_at[time] = row
-            _add(tree, time, 1)
+            add_at(tree, time, 1)
             time += 1
 
 

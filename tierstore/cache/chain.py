@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cache_policies.live import LiveCurves
 from tierstore import _core
 from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import Keys, MemoryTier
@@ -51,6 +52,7 @@ class Chain:
         fast: MemoryTier,
         host: MemoryTier | None,
         store: RowStore | None,
+        tables: List[int],
         read_ahead_bytes: int = 0,
     ) -> None:
         self.name = name
@@ -60,6 +62,7 @@ class Chain:
         self.store = store
         self.sequence = Sequence()
         self.window = _core.Window()
+        self.curves = LiveCurves(tables)
         self._planned = -1
         self._moving = threading.RLock()
         self._ahead: ReadAhead | None = None
@@ -84,6 +87,7 @@ class Chain:
     def _count(self, plan: Any, ticket: Ticket, found: _Below) -> None:
         assert ticket.csr is not None
         weight = np.diff(ticket.csr[0])
+        self.curves.observe(ticket.batch.unique, weight)
         accesses, misses = int(ticket.csr[0][-1]), plan.misses
         rows = len(weight)
         self.counters.lookups += 1

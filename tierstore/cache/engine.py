@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cache_policies.table_curve import TableCurve, planner_document
 from tierstore import _core
 from tierstore.cache.budget import ChainDemand, TierPlan, divide, fast_tiers
 from tierstore.cache.chain import Chain
@@ -30,6 +31,7 @@ logger = logging.getLogger("tierstore")
 META_VERSION = 1
 READ_AHEAD_BYTES = 8 << 20
 """What rows that are read ahead of their plan may take, in all."""
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the rows used: sizes at which stats() tells the misses
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,7 @@ class Engine:
             tiers[0],
             tiers[1],
             self.store,
+            members,
             self._read_ahead_bytes(fast, demand.row_bytes),
         )
 
@@ -360,7 +363,8 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the last reset, sizes now: ``tiers`` (hit rates per access and per unique row),
-        ``memory`` (bytes), ``store``, and the counters of :class:`ChainCounters`; ``chains`` has the same
+        ``memory`` (bytes), ``tables`` (estimated footprint and misses by cache size, since the engine was
+        opened), ``store``, and the counters of :class:`ChainCounters`; ``chains`` has the same
         per row layout."""
         counters = ChainCounters()
         tiers: dict[str, TierCounters] = {}
@@ -373,6 +377,7 @@ class Engine:
             **counters.report(),
             "tiers": {name: tier.report() for name, tier in tiers.items()},
             "memory": self._memory(),
+            "tables": self._table_stats(),
             "store": None,
             "chains": {
                 chain.name: {
@@ -388,12 +393,38 @@ class Engine:
             report["store"] = vars(self.store.stats())
         return report
 
+    def table_curves(self) -> dict[str, Any]:
+        """Miss-ratio curves of the tables as estimated since the engine was opened, as plain JSON:
+        ``tierstore plan --stats`` reads it (docs/policies.md)."""
+        return planner_document("live", [self._table_curve(spec) for spec in self.specs])
+
+    def _table_curve(self, spec: TableSpec) -> TableCurve:
+        curves = self._chain_of[spec.index].curves
+        rows, accesses = curves.per_batch(spec.index)
+        curve, footprint = curves.curve(spec.index), curves.footprint(spec.index)
+        return TableCurve(spec.name, spec.num_embeddings, footprint, rows, accesses, curve)
+
+    def _table_stats(self) -> dict[str, Any]:
+        """By table: rows used so far, what a batch looks up, and LRU's misses at a few sizes."""
+        report = {}
+        for table in map(self._table_curve, self.specs):
+            sizes = [max(1, round(share * table.footprint)) for share in _SHARES]
+            misses = np.clip(table.curve.capacity_miss_ratio(sizes), 0, 1).tolist() if table.accesses else []
+            report[table.name] = {
+                "footprint": table.footprint,
+                "unique_rows": table.uniques,
+                "accesses": table.accesses,
+                "capacity_miss_ratio": dict(zip(sizes, misses, strict=False)),
+            }
+        return report
+
     def _memory(self) -> dict[str, int]:
         return {
             "hbm": sum(chain.fast.memory_bytes() for chain in self.chains),
             "uvm": sum(chain.host.memory_bytes() for chain in self.chains if chain.host is not None),
             "buffers": sum(chain.buffer_bytes() for chain in self.chains),
             "window": sum(chain.window.memory_bytes for chain in self.chains),
+            "curves": sum(chain.curves.nbytes for chain in self.chains),
         }
 
 

@@ -34,6 +34,8 @@ class Experiment:
         self.args = args
         checkpoint.check(args)
         self.json = JsonFile(args.json) if args.json else None
+        self.export = JsonFile(args.export, "--export") if args.export else None
+        self.curves: dict[str, Any] | None = None
         torch.set_num_threads(args.threads)
         tierstore.set_num_threads(args.threads)
         self.optimizer = optim.make(args.optimizer.replace("-", "_"), lr=args.lr)
@@ -135,9 +137,12 @@ class Experiment:
         progress, stats = trainer.progress(), trainer.embeddings.stats()
         hit_rate = {name: tier["hit_rate"] for name, tier in stats["tiers"].items()}
         ssd_bytes = stats["store"]["disk_bytes"] if stats["store"] else 0
+        slots = {"hbm": sum(chain["slots"] for chain in stats["chains"].values())}
+        if self.args.export and self.curves is None:
+            self.curves = trainer.embeddings.table_curves()
         auc, base_rate = trainer.evaluate(self.dataset)
         peak = rss.peak_bytes() if saver is None else saver.peak_rss_bytes()
-        return RunResult(progress, auc, base_rate, hit_rate, ssd_bytes, rss.before_bytes, peak)
+        return RunResult(progress, auc, base_rate, hit_rate, slots, ssd_bytes, rss.before_bytes, peak)
 
     def _tell(self, report: Report) -> None:
         from rich.console import Console
@@ -151,6 +156,9 @@ class Experiment:
         if self.json:
             self.json.write(report.to_json())
             console.print(f"figures: {self.args.json}")
+        if self.export:
+            self.export.write(self.curves or {})
+            console.print(f"curves: {self.args.export} (for tierstore plan --stats)")
 
     def _tell_what_is_left(self) -> None:
         if self.saved is not None:

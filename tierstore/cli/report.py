@@ -27,6 +27,8 @@ class RunResult:
     base_rate: float
     hit_rate: dict[str, dict[str, float | None]]
     """By tier: ``per_access`` and ``per_unique`` row of a batch."""
+    slots: dict[str, int]
+    """Rows that the memory tiers have room for."""
     ssd_bytes: int
     rss_before_bytes: int
     """Resident after imports and opening the data, before the tiers were made."""
@@ -59,6 +61,7 @@ class Report:
             "in_memory_examples_per_s": memory_speed,
             "ratio": tiered.progress.examples_per_s / memory_speed if memory_speed else None,
             "hit_rate": tiered.hit_rate,
+            "slots": tiered.slots,
             "stall": tiered.progress.stall,
             "peak_rss_bytes": tiered.peak_rss_bytes,
             "rss_before_bytes": tiered.rss_before_bytes,
@@ -162,11 +165,11 @@ def option_errors(option: str, path: Path) -> Iterator[None]:
 class JsonFile:
     """A result file; made sure of before the training that it is for, and replaced whole."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, option: str = "--json") -> None:
         self._path = path
         if path.is_dir():
-            raise ConfigError(f"--json {path} is a folder; give the path of a file")
-        with option_errors("--json", path):
+            raise ConfigError(f"{option} {path} is a folder; give the path of a file")
+        with option_errors(option, path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -114,6 +114,9 @@ def _add_output(group: Any) -> None:
         "--compare", choices=["in-memory"], help="train again all in memory and compare every bit"
     )
     group.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    group.add_argument(
+        "--export", type=Path, metavar="FILE", help="write every table's miss-ratio curve for tierstore plan"
+    )
     group.add_argument("--tensorboard", type=Path, metavar="DIR", help="write scalars for TensorBoard there")
 
 

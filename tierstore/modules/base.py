@@ -238,6 +238,11 @@ class TieredModule(nn.Module):
         :meth:`Engine.stats`."""
         return self.engine.stats()
 
+    def table_curves(self) -> dict[str, Any]:
+        """What a planner wants to know of the tables, estimated while training; see
+        :meth:`Engine.table_curves`."""
+        return self.engine.table_curves()
+
     def reset_stats(self) -> None:
         self.engine.reset_stats()
 

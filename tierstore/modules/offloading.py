@@ -65,6 +65,10 @@ class Offloaded(Mapping[str, TieredModule]):
         """As TieredModule.stats, of all modules together."""
         return self.engine.stats()
 
+    def table_curves(self) -> dict[str, Any]:
+        """As TieredModule.table_curves."""
+        return self.engine.table_curves()
+
     def reset_stats(self) -> None:
         """As TieredModule.reset_stats."""
         self.engine.reset_stats()

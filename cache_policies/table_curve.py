@@ -1,0 +1,90 @@
+"""What planners want to know of each table: its miss-ratio curve and how many rows a batch looks up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cache_policies.reuse import ReuseCurve
+
+FORMAT = "tierstore.table_curves"
+VERSION = 1
+_POINTS = 40  # sizes per curve
+
+
+@dataclass(frozen=True)
+class TableCurve:
+    """One table alone. ``num_embeddings`` is what the table has room for (``footprint``, the rows used, if
+    that is not known); ``uniques`` and ``accesses`` are means per batch.
+    """
+
+    name: str
+    num_embeddings: int
+    footprint: int
+    uniques: float
+    accesses: float
+    curve: ReuseCurve
+
+    def reuse_histogram(self, bins: int = 100) -> np.ndarray:
+        """Uses that hit once the cache has the rows up to each bin's upper edge (float64, bins of equal width
+        over ``num_embeddings``); first uses are in none, since they miss at any size.
+        """
+        edges = np.linspace(0, self.num_embeddings, bins + 1)
+        missed = self.curve.misses(np.floor(edges))
+        return np.maximum(0.0, missed[:-1] - missed[1:])
+
+    def cacheability(self, bins: int = 100) -> float:
+        """Area under the miss-ratio curve over the table's size, first uses left out (0: all reuse is at
+        once).
+        """
+        histogram = self.reuse_histogram(bins)
+        if not histogram.sum():
+            return 0.0
+        return float((1 - np.cumsum(histogram) / histogram.sum()).mean())
+
+    def offload_stats(self, bins: int = 100) -> dict[str, Any]:
+        """Arguments of torchrec's ``EmbeddingOffloadStats``, by which its scale-up proposer sizes caches;
+        make a tensor of ``mrc_hist_counts``.
+        """
+        return {
+            "cacheability": self.cacheability(bins),
+            "expected_lookups": round(self.uniques),
+            "mrc_hist_counts": self.reuse_histogram(bins).tolist(),
+            "height": self.num_embeddings,
+        }
+
+    def points(self) -> dict[str, list[float]]:
+        """LRU misses per unique row of a batch at sizes up to the rows used."""
+        sizes = np.unique(np.geomspace(1, max(1, self.footprint), _POINTS).round().astype(np.int64))
+        capacity = self.curve.capacity_miss_ratio(sizes)
+        return {
+            "sizes_rows": sizes.tolist(),
+            "unique_miss_ratio": np.clip(self.curve.unique_miss_ratio(sizes), 0, 1).tolist(),
+            "capacity_miss_ratio": np.clip(capacity, 0, 1).tolist(),
+        }
+
+
+def planner_document(source: str, curves: Iterable[TableCurve], bins: int = 100) -> dict[str, Any]:
+    """Plain JSON that ``tierstore plan --stats`` reads (docs/policies.md), of the tables that were used; with
+    ``offload_stats`` of each.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "source": source,
+        "tables": {
+            c.name: {
+                "num_embeddings": c.num_embeddings,
+                "footprint": c.footprint,
+                "unique_rows": c.uniques,
+                "accesses": c.accesses,
+                **c.points(),
+                **c.offload_stats(bins),
+            }
+            for c in curves
+            if c.accesses
+        },
+    }

@@ -1,0 +1,58 @@
+"""Curves that are estimated while batches pass by, against exact ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cache_policies import PreparedTrace, lru_curve, prepare
+from cache_policies.live import LiveCurves
+from cache_policies.prepared import split
+from tierstore.trace import open_trace
+
+
+def observe(trace: PreparedTrace, curves: LiveCurves) -> None:
+    for i in range(trace.batches):
+        part = slice(trace.offsets[i], trace.offsets[i + 1])
+        curves.observe(trace.keys[trace.rows[part]], trace.uses[part].astype(np.int64))
+
+
+def test_a_table_that_fits_the_sample_is_exact():
+    rng = np.random.default_rng(0)
+    batches = [(3 << 48) + (4000 * rng.random(300) ** 3).astype(np.int64) for _ in range(200)]
+    trace, curves = prepare(batches), LiveCurves([3])
+    observe(trace, curves)
+    sizes = [1, 10, 100, 500, 2000]
+    exact = lru_curve(trace)
+    assert curves.rate(3) == 1
+    assert curves.footprint(3) == trace.footprint
+    assert curves.curve(3).misses(sizes).tolist() == exact.misses(sizes).tolist()
+    assert curves.curve(3).access_misses(sizes).tolist() == exact.access_misses(sizes).tolist()
+    assert curves.per_batch(3) == (trace.uniques / 200, 300)
+
+
+@pytest.mark.parametrize("tables", [1, 6])
+def test_a_sample_of_each_table_is_close(tables):
+    source = open_trace("synthetic:zipf:1.0", batch_size=2048, batches=60, tables=tables, rows=200_000)
+    trace, curves = prepare(source.key_batches()), LiveCurves(range(tables))
+    observe(trace, curves)
+    for table, part in enumerate(split(trace, (trace.keys >> np.uint64(48)).astype(np.int64), tables)):
+        sizes = np.array([0.02, 0.05, 0.1, 0.2, 0.5]) * part.footprint
+        errors = curves.curve(table).unique_miss_ratio(sizes) - lru_curve(part).unique_miss_ratio(sizes)
+        assert curves.rate(table) < 1
+        assert np.abs(errors).mean() < 0.03
+        assert curves.footprint(table) == pytest.approx(part.footprint, rel=0.1)
+
+
+def test_memory_does_not_grow():
+    curves = LiveCurves(range(26))
+    before = curves.nbytes
+    rng = np.random.default_rng(1)
+    for _ in range(30):
+        keys = np.unique(
+            rng.integers(0, 10**9, 20_000).astype(np.uint64)
+            | (rng.integers(0, 26, 20_000).astype(np.uint64) << np.uint64(48))
+        )
+        curves.observe(keys, np.ones(keys.size, np.int64))
+    assert curves.nbytes == before < 4 << 20
+    assert curves.footprint(7) == pytest.approx(30 * 20_000 / 26, rel=0.3)
