@@ -79,12 +79,16 @@ def meta2021(
 ) -> SyntheticDataset:
     """Tables whose reuse within a batch is that of Meta's dlrm_datasets 2021 (856 tables, 65,536 examples).
 
-    At 65,536 examples per batch, 13 % of a table's lookups are distinct ids, and the shares of them used
-    once, twice, 3-4 times, ... are within .05 of the published ones. The ids in play, and so the drift, are a
-    guess: one published batch tells nothing of the rest of the table.
+    At 65,536 examples per batch, 13 % of the lookups are distinct ids, and the shares of ids and of lookups
+    used once, twice, 3-4 times, ... are within .03 of the published ones. The ids in play, and so the drift,
+    are a guess: one published batch tells nothing of the rest of the table. One kind of table does not give
+    these statistics; two kinds, half of the tables each, do. ``hotness`` is their mean.
     """
-    in_play = min(110_000, rows)
-    specs = [SyntheticTable(f"t{t}", rows, 1.14, 100.0, hotness, in_play) for t in range(tables)]
+    kinds = ((1.03, 8.24, 1.41 * hotness, 34_260), (0.991, 898.0, 0.59 * hotness, 223_900))
+    specs = []
+    for t in range(tables):
+        s, q, mean, in_play = kinds[t % 2]
+        specs.append(SyntheticTable(f"t{t}", rows, s, q, max(1.0, mean), min(in_play, rows)))
     return SyntheticDataset("synthetic:meta2021", tuple(specs), seed, drift, examples)
 
 
@@ -96,10 +100,7 @@ def meta2022(
     drift: float = 0.001,
     examples: int | None = None,
 ) -> SyntheticDataset:
-    """The same for the year 2022 (788 tables, 131,072 examples): unique ratio .078.
-
-    One kind of table does not give these statistics; two kinds, half of the tables each, do.
-    """
+    """The same for the year 2022 (788 tables, 131,072 examples): unique ratio .078."""
     kinds = ({"q": 0.0, "hotness": 12.1, "in_play": 331_000}, {"q": 71.0, "hotness": 15.1, "in_play": 70_600})
     specs = []
     for t in range(tables):
