@@ -18,7 +18,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,11 @@ class Unit:
         """Notes which commit of which store belongs to it."""
         write_atomically(self.path / _COMMITTED, [json.dumps({"stores": commits}, indent=1).encode()])
 
-    def read_state(self) -> dict[str, Any]:
-        """Content of ``state.json``. ``StoreCorruptError`` when it is not what was written."""
+    def read_state(self, part: str = "state") -> dict[str, Any]:
+        """Content of ``state.json``. ``StoreCorruptError`` when it is not what was written.
+
+        ``part``: "state" for what checkpoint.save writes, "dcp" for torch.distributed.checkpoint's.
+        """
         data = self._checked(_STATE, lambda file: read_regular(file, _MOST_JSON))
         try:
             state = json.loads(data)
@@ -69,11 +72,14 @@ class Unit:
                 f"{self.path / _STATE} has another format than {FORMAT}; read it with the tierstore that "
                 "wrote it"
             )
+        if part not in state:
+            other, way = ("checkpoint.save", "restore") if part == "dcp" else ("dcp.save", "dcp.load")
+            raise StoreMismatchError(f"{self.path} was saved by {other}; read it by {way}")
         return state
 
-    def read_tensors(self) -> dict[str, Tensor]:
+    def read_tensors(self, name: str = _TENSORS) -> dict[str, Tensor]:
         """The tensors by name. ``StoreCorruptError`` when they are not what was written."""
-        file = self._checked(_TENSORS, lambda file: file)
+        file = self._checked(name, lambda file: file)
         try:
             return safetensors.torch.load_file(file)
         except safetensors.SafetensorError as error:
@@ -174,25 +180,33 @@ class Folder:
 
     def add(self, step: int, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> Unit:
         """Writes the files of a checkpoint, durably. To be called with the folder locked."""
+        draft = self.begin(step)
+        try:
+            return self.publish(draft, state, {_TENSORS: write_tensors(draft.path / _TENSORS, tensors)})
+        except BaseException:
+            shutil.rmtree(draft.path, ignore_errors=True)
+            raise
+
+    def begin(self, step: int) -> Unit:
+        """A new checkpoint under a temporary name, for files to be written to."""
         number = 1 + max((unit.number for unit in self.units()), default=0)
         name = f"{number:06d}-step{step}-{secrets.token_hex(4)}"
-        temporary = self.path / (name + _LEFT_BEHIND)
-        temporary.mkdir()
-        try:
-            data = json.dumps({"format": FORMAT, **state}, allow_nan=False).encode()
-            (temporary / _STATE).write_bytes(data)
-            safetensors.torch.save_file(dict(tensors), temporary / _TENSORS)
-            sums = [f"{_sha256(temporary / file)}  {file}\n" for file in (_STATE, _TENSORS)]
-            (temporary / _SUMS).write_text("".join(sums), encoding="ascii")
-            for file in (_STATE, _TENSORS, _SUMS):
-                _sync(temporary / file)
-            sync_directory(temporary)
-            temporary.rename(self.path / name)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+        path = self.path / (name + _LEFT_BEHIND)
+        path.mkdir()
+        return Unit(path, number, step, f"checkpoint {self.id} {name}")
+
+    def publish(self, draft: Unit, state: dict[str, Any], sums: Mapping[str, str]) -> Unit:
+        """Completes a checkpoint, durably. ``sums``: SHA-256 of its other files, which are durable."""
+        state = {"format": FORMAT, "step": draft.step, **state}
+        (draft.path / _STATE).write_bytes(json.dumps(state, allow_nan=False).encode())
+        lines = [f"{sum}  {file}\n" for file, sum in {_STATE: _sha256(draft.path / _STATE), **sums}.items()]
+        (draft.path / _SUMS).write_text("".join(lines), encoding="ascii")
+        for file in (_STATE, _SUMS):
+            _sync(draft.path / file)
+        sync_directory(draft.path)
+        path = draft.path.rename(draft.path.with_name(draft.path.name.removesuffix(_LEFT_BEHIND)))
         sync_directory(self.path)
-        return Unit(self.path / name, number, step, f"checkpoint {self.id} {name}")
+        return replace(draft, path=path)
 
     def remove_all_but(self, kept: list[Unit]) -> None:
         """Removes other checkpoints, and what crashes have left. To be called with the folder locked."""
@@ -204,6 +218,13 @@ class Folder:
                 shutil.rmtree(doomed)
             elif name.endswith(_LEFT_BEHIND) and _NAME.fullmatch(name.removesuffix(_LEFT_BEHIND)):
                 shutil.rmtree(self.path / name)
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Writes a file of tensors, durably; returns its SHA-256."""
+    safetensors.torch.save_file(dict(tensors), file)
+    _sync(file)
+    return _sha256(file)
 
 
 def _names(path: Path) -> list[str]:

@@ -17,25 +17,26 @@ from tierstore.modules.base import TieredModule
 
 Result = TypeVar("Result")
 
+NO_STORES = (
+    "the sharded tables have no lasting stores to commit their rows to; give TierConfig(path=..., ssd=...)"
+)
+IN_USE = "sharded tables do not go back while they are in use: build the model anew to restore it"
+
 
 def save(folder: Folder, parts: Parts, modules: Mapping[str, TieredModule], step: int, keep: int) -> Path:
     """As :func:`tierstore.checkpoint.save`, on all ranks."""
-    collection = _one_of(modules)
+    collection = one_of(modules)
     if keep != 1:
         raise ConfigError(
             f"keep is {keep}; of sharded tables the last commit of all ranks is kept: use keep=1"
         )
     if collection.commits is None:
-        raise ConfigError(
-            "the sharded tables have no lasting stores to commit their rows to; give "
-            "TierConfig(path=..., ssd=...)"
-        )
+        raise ConfigError(NO_STORES)
     own = collection.env.gather_objects(own_state(parts.loader))
 
     def write() -> Unit:
-        content = {"step": step, "stores": [], "state": state}
         with folder.locked():
-            return folder.add(step, content, tensors)
+            return folder.add(step, {"stores": [], "state": state}, tensors)
 
     state, tensors = capture(parts, {"ranks": own})
     unit = on_rank_0(collection.env, write)
@@ -56,42 +57,54 @@ def restore(
     folder: Folder, parts: Parts, modules: Mapping[str, TieredModule], step: int | None
 ) -> tuple[int, Any, Path] | None:
     """As :func:`tierstore.checkpoint.restore`, on all ranks; gives step, extra and path."""
-    collection = _one_of(modules)
-    said = collection.committed_extra()
-    if "checkpoint" not in said:
-        if collection.commits is not None and collection.commits.number:
-            raise StoreMismatchError(
-                f"{collection.commits.path} has a commit that belongs to no checkpoint; remove it to start "
-                "anew, or go on from it without restore()"
-            )
+    collection = one_of(modules)
+    if step not in (None, (kept := collection.committed_extra().get("step"))):
+        raise StoreMismatchError(f"there is no checkpoint of step {step}, but of step {kept}")
+
+    def read() -> tuple[dict[str, Any], Any, Path] | None:
+        unit = named_unit(folder, collection)
+        return None if unit is None else (unit.read_state(), unit.read_tensors(), unit.path)
+
+    found = on_rank_0(collection.env, read)
+    if found is None:
         return None
-    if step not in (None, said["step"]):
-        raise StoreMismatchError(f"there is no checkpoint of step {step}, but of step {said['step']}")
-    if said["commit"] != collection.commits.number:
-        raise StoreMismatchError(
-            f"{collection.commits.path} was committed after the checkpoint of step {said['step']}, whose "
-            "rows are gone by that; commit by checkpoint.save alone"
-        )
-
-    def read() -> tuple[dict[str, Any], Any, Path]:
-        unit = next((unit for unit in folder.units() if unit.tag == said["checkpoint"]), None)
-        if unit is None:
-            raise StoreMismatchError(
-                f"{folder.path} does not hold the checkpoint of step {said['step']} that "
-                f"{collection.commits.path} was committed with; give the folder that it was saved in"
-            )
-        return unit.read_state(), unit.read_tensors(), unit.path
-
-    state, tensors, path = on_rank_0(collection.env, read)
+    state, tensors, path = found
     dense = DenseState(state["state"], tensors)
     if not dense.is_of_the_rows_of(parts.model):
-        raise ConfigError(
-            "sharded tables do not go back while they are in use: build the model anew to restore it"
-        )
+        raise ConfigError(IN_USE)
     dense.check(parts.model)
     dense.choose_rank(collection.env.rank, collection.env.world_size)
     dense.apply(parts)
     return state["step"], dense.extra, path
+
+
+def said_of(unit: Unit, number: int) -> dict[str, Any]:
+    """What commit ``number`` of all ranks says of the checkpoint that it is part of."""
+    return {"checkpoint": unit.tag, "step": unit.step, "commit": number}
+
+
+def named_unit(folder: Folder, collection: Any) -> Unit | None:
+    """The checkpoint that the last commit of all ranks belongs to; None if nothing was ever committed."""
+    said, commits = collection.committed_extra(), collection.commits
+    if "checkpoint" not in said:
+        if commits is not None and commits.number:
+            raise StoreMismatchError(
+                f"{commits.path} has a commit that belongs to no checkpoint; remove it to start anew, or go "
+                "on from it without restore()"
+            )
+        return None
+    if said["commit"] != commits.number:
+        raise StoreMismatchError(
+            f"{commits.path} was committed after the checkpoint of step {said['step']}, whose rows are gone "
+            "by that; commit by checkpoint.save alone"
+        )
+    for unit in folder.units():
+        if unit.tag == said["checkpoint"]:
+            return unit
+    raise StoreMismatchError(
+        f"{folder.path} does not hold the checkpoint of step {said['step']} that {commits.path} was "
+        "committed with; give the folder that it was saved in"
+    )
 
 
 def on_rank_0(env: Any, work: Callable[[], Result]) -> Result:
@@ -109,7 +122,7 @@ def on_rank_0(env: Any, work: Callable[[], Result]) -> Result:
     return result
 
 
-def _one_of(modules: Mapping[str, TieredModule]) -> Any:
+def one_of(modules: Mapping[str, TieredModule]) -> Any:
     """A collection that stands for all, since they share one commit."""
     others = [path for path, module in modules.items() if not module.collective]
     if others:

@@ -18,6 +18,7 @@ from tierstore.checkpoint.tree import load_into, pack, saved_state, unpack
 from tierstore.errors import StoreMismatchError
 from tierstore.modules.base import TieredModule
 from tierstore.modules.tables import without_rows
+from tierstore.optim.fused import FusedOptimizer
 
 logger = logging.getLogger("tierstore")
 
@@ -77,12 +78,16 @@ def capture(parts: Parts, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     return {name: pack(value, name, tensors) for name, value in {**state, **own}.items()}, tensors
 
 
-def _fused(model: nn.Module) -> dict[str, Any]:
+def fused_optimizers(modules: Mapping[str, TieredModule]) -> dict[str, FusedOptimizer]:
     """By path; sharded collections, whose path depends on what wraps them, by their tables."""
     return {
         ",".join(module.table_names()) if module.collective else path: module.fused_optimizer
-        for path, module in tiered_modules(model).items()
+        for path, module in modules.items()
     }
+
+
+def _fused(model: nn.Module) -> dict[str, FusedOptimizer]:
+    return fused_optimizers(tiered_modules(model))
 
 
 class DenseState:

@@ -78,19 +78,19 @@ def save(
     if any(module.collective for module in modules.values()):
         return ranks.save(folder, parts, modules, step, keep)
     engines = engines_of(modules)
-    _check_stores(engines)
+    check_stores(engines)
     state, tensors = capture(parts, own_state(loader))
     with folder.locked():
-        _check_owner(folder, engines)
-        stores = [_describe(engine) for engine in engines]
-        unit = folder.add(step, {"step": step, "stores": stores, "state": state}, tensors)
+        check_owner(folder, engines)
+        stores = [describe(engine) for engine in engines]
+        unit = folder.add(step, {"stores": stores, "state": state}, tensors)
         commits = []
         for engine in engines:
             engine.checkpoints = folder.id
             commit = engine.commit({"checkpoint": unit.path.name, "step": step}, unit.tag)
             commits.append({"path": str(engine.config.path), "commit": commit})
         unit.note_committed(commits)
-        _forget_old(folder, engines, keep)
+        forget_old(folder, engines, keep)
     return unit.path
 
 
@@ -120,15 +120,15 @@ def restore(
         found = ranks.restore(folder, parts, modules, step)
         return None if found is None else Restored(*found)
     engines = engines_of(modules)
-    unit = _choose(folder, engines, step)
+    unit = choose(folder, engines, step)
     if unit is None:
         return None
     state = unit.read_state()
-    _compare_stores(unit, state["stores"], engines)
+    compare_stores(unit, state["stores"], engines)
     dense = DenseState(state["state"], unit.read_tensors())
     dense.check(model)
     for engine in engines:
-        engine.go_to(_commit_of(engine, unit))
+        engine.go_to(commit_of(engine, unit))
     dense.apply(parts)
     return Restored(state["step"], dense.extra, unit.path)
 
@@ -148,7 +148,7 @@ def read_extra(dir: str | os.PathLike[str]) -> Any:
 # -- stores ----------------------------------------------------------------------------------------
 
 
-def _check_stores(engines: Sequence[Engine]) -> None:
+def check_stores(engines: Sequence[Engine]) -> None:
     if not engines:
         raise ConfigError("the model has no tiered module; torch.save keeps the others")
     for engine in engines:
@@ -160,7 +160,7 @@ def _check_stores(engines: Sequence[Engine]) -> None:
             )
 
 
-def _check_owner(folder: Folder, engines: Sequence[Engine]) -> None:
+def check_owner(folder: Folder, engines: Sequence[Engine]) -> None:
     """No checkpoints of other stores are to be mixed with these, or taken for left-overs."""
     if any(unit.committed for unit in folder.units()):
         for engine in engines:
@@ -171,7 +171,7 @@ def _check_owner(folder: Folder, engines: Sequence[Engine]) -> None:
                 )
 
 
-def _describe(engine: Engine) -> dict[str, Any]:
+def describe(engine: Engine) -> dict[str, Any]:
     return {
         "path": str(engine.config.path),
         "engine": engine.config.engine,
@@ -179,7 +179,7 @@ def _describe(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _compare_stores(unit: Unit, saved: Sequence[Mapping[str, Any]], engines: Sequence[Engine]) -> None:
+def compare_stores(unit: Unit, saved: Sequence[Mapping[str, Any]], engines: Sequence[Engine]) -> None:
     was = [[TableSpec(**table) for table in store["tables"]] for store in saved]
     now = [list(plain(engine.specs)) for engine in engines]
     if was == now:
@@ -202,16 +202,16 @@ def _compare_stores(unit: Unit, saved: Sequence[Mapping[str, Any]], engines: Seq
     )
 
 
-def _commit_of(engine: Engine, unit: Unit) -> int:
+def commit_of(engine: Engine, unit: Unit) -> int:
     """Number of the checkpoint's commit in the engine's store, 0 if it is not there."""
     return next((commit.id for commit in engine.commits() if commit.tag == unit.tag), 0)
 
 
 def _is_whole(unit: Unit, engines: Sequence[Engine]) -> bool:
-    return all(_commit_of(engine, unit) for engine in engines)
+    return all(commit_of(engine, unit) for engine in engines)
 
 
-def _forget_old(folder: Folder, engines: Sequence[Engine], keep: int) -> None:
+def forget_old(folder: Folder, engines: Sequence[Engine], keep: int) -> None:
     kept = [unit for unit in folder.units() if _is_whole(unit, engines)][-keep:]
     try:
         folder.remove_all_but(kept)
@@ -225,7 +225,7 @@ def _forget_old(folder: Folder, engines: Sequence[Engine], keep: int) -> None:
                 engine.drop_commit(commit.id)
 
 
-def _choose(folder: Folder, engines: Sequence[Engine], step: int | None) -> Unit | None:
+def choose(folder: Folder, engines: Sequence[Engine], step: int | None) -> Unit | None:
     units = [unit for unit in folder.units() if step is None or unit.step == step]
     for unit in reversed(units):
         if _is_whole(unit, engines):

@@ -68,7 +68,7 @@ class TieredModule(nn.Module):
         """A ``torch.optim.Optimizer`` whose ``param_groups`` are read at every backward pass."""
         self.check_gradients = engine.config.check_gradients
         self._key = engine.tables[self._tables[0]].name
-        self.fused_optimizer.num_updates = engine.updates.get(self._key, 0)
+        self.take_updates()
         # Not a parameter: it only makes autograd call the backward functions.
         self._anchor = torch.zeros(0, requires_grad=True)
         self._ahead: deque[Ahead] = deque()
@@ -158,6 +158,10 @@ class TieredModule(nn.Module):
             return SequenceFunction.apply(self._anchor, self, lookup)
         lookup.read()
         return sequence_forward(lookup.parts)
+
+    def take_updates(self) -> None:
+        """Sets the optimizer's count of updates to that of the commit that the tables are at."""
+        self.fused_optimizer.num_updates = self.engine.updates.get(self._key, 0)
 
     def count_update(self) -> Any:
         step = self.fused_optimizer.advance()

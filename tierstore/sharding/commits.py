@@ -79,6 +79,8 @@ class Commits:
         self._collections: dict[str, ShardedCollection] = {}
         self._folders: dict[str, str] = {}
         self._restored: set[int] = set()
+        self._named: list[dict[str, int]] = []
+        """The commits of every rank that the file names, where they are in the present stores."""
 
     def _read(self) -> dict[str, Any]:
         """Rank 0's file, told to all: ranks on other hosts may not see it."""
@@ -107,6 +109,9 @@ class Commits:
         if saved is not None and (_geometry(saved.plan), saved.engine) == (_geometry(plan), engine):
             self._folders[name] = saved.folder
             at = saved.ranks[self._env.rank]
+            self._named = self._named or [{} for _ in saved.ranks]
+            for of_rank, commit in zip(self._named, saved.ranks, strict=True):
+                of_rank[name] = commit
             return Place(str(self.path / saved.folder / rank), at, self.number if at else 0)
         self._folders[name] = f"{self._generation}/{name or 'tables'}"
         return Place(str(self.path / self._folders[name] / rank), 0, 0)
@@ -129,36 +134,51 @@ class Commits:
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
         """One commit of all ranks; returns its number. ``extra``: plain JSON values, rank 0's are kept.
         ``tag`` names the commit of each rank's store, which then stays until it is dropped."""
-        number = self.number + 1
+        begun = self.begin(extra or {})
         own: dict[str, int] = {}
         error: Exception | None = None
         try:
-            for name, collection in self._collections.items():
-                engine = collection.engine
-                if engine.store is None:
-                    own[name] = 0
-                else:
-                    own[name] = engine.commit({"commit": number}, tag or f"{_TAG}{number}")
+            own = self.commit_own(begun, tag)
         except Exception as raised:  # the other ranks must not wait, nor count this commit as made
             error = raised
         self._env.agree(error)
         everyone = self._env.gather_objects(own)
         try:
             if self._env.rank == 0:
-                self._write(number, everyone, extra or {})
+                self.record(begun, everyone)
         except Exception as raised:
             error = raised
         self._env.agree(error)
-        self.number, self.extra = number, extra or {}
-        self._forget_others(own)
-        return number
+        self._named = everyone
+        return int(begun["number"])
 
-    def _forget_others(self, own: dict[str, int]) -> None:
-        """Gives up the commits that the file has named before, and those that it never came to name."""
+    def begin(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """First step of a commit of all ranks, for who does the talking between them: what one rank tells
+        all. Then every rank calls :meth:`commit_own`, and at last that one :meth:`record`."""
+        return {"number": self.number + 1, "named": self._named, "extra": extra}
+
+    def commit_own(self, begun: dict[str, Any], tag: str | None = None) -> dict[str, int]:
+        """Commits this rank's stores; returns the commits' numbers by collection. Those that the last record
+        does not name, and never will, are given up."""
+        own: dict[str, int] = {}
+        number, named = begun["number"], begun["named"]
         for name, collection in self._collections.items():
-            for commit in collection.engine.commits():
-                if commit.tag.startswith(_TAG) and commit.id != own[name]:
-                    collection.engine.drop_commit(commit.id)
+            engine = collection.engine
+            if engine.store is None:
+                own[name] = 0
+                continue
+            own[name] = engine.commit({"commit": number}, tag or f"{_TAG}{number}")
+            kept = {own[name], named[self._env.rank].get(name, 0) if named else 0}
+            for commit in engine.commits():
+                if commit.tag.startswith(_TAG) and commit.id not in kept:
+                    engine.drop_commit(commit.id)
+        self.number, self.extra = number, begun["extra"]
+        return own
+
+    def record(self, begun: dict[str, Any], everyone: list[dict[str, int]]) -> None:
+        """Makes the ranks' commits the one of all ranks; ``everyone``: what they returned."""
+        self._write(begun["number"], everyone, begun["extra"])
+        self._named = everyone
 
     def commit_last(self) -> None:
         """A commit before the tables are closed; none if the last one is part of a checkpoint, which it would
