@@ -174,7 +174,9 @@ class StorageWriter(_Storage, storage.StorageWriter):
 
     def _commit(self, common: Mapping[str, Any]) -> Any:
         if self.collection is not None:
-            return self.collection.commits.commit_own(common["commit"])
+            own = self.collection.commits.commit_own(common["commit"])
+            self.collection.commits.count(common["commit"])  # ranks are not told of the end
+            return own
         for engine in self.engines:
             engine.checkpoints = common["id"]
             engine.commit({"step": self.step}, common["tag"])

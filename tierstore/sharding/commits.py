@@ -150,11 +150,12 @@ class Commits:
             error = raised
         self._env.agree(error)
         self._named = everyone
-        return int(begun["number"])
+        self.count(begun)
+        return self.number
 
     def begin(self, extra: dict[str, Any]) -> dict[str, Any]:
         """First step of a commit of all ranks, for who does the talking between them: what one rank tells
-        all. Then every rank calls :meth:`commit_own`, and at last that one :meth:`record`."""
+        all. Then every rank calls :meth:`commit_own`, that one :meth:`record`, and all :meth:`count`."""
         return {"number": self.number + 1, "named": self._named, "extra": extra}
 
     def commit_own(self, begun: dict[str, Any], tag: str | None = None) -> dict[str, int]:
@@ -172,8 +173,11 @@ class Commits:
             for commit in engine.commits():
                 if commit.tag.startswith(_TAG) and commit.id not in kept:
                     engine.drop_commit(commit.id)
-        self.number, self.extra = number, begun["extra"]
         return own
+
+    def count(self, begun: dict[str, Any]) -> None:
+        """The commit is the last one now, as far as this rank knows."""
+        self.number, self.extra = begun["number"], begun["extra"]
 
     def record(self, begun: dict[str, Any], everyone: list[dict[str, int]]) -> None:
         """Makes the ranks' commits the one of all ranks; ``everyone``: what they returned."""
