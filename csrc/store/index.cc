@@ -102,6 +102,13 @@ inline TableIndex::Position TableIndex::Home(std::uint64_t h) const {
   return h >= bound_ ? scale(h, capacity_) : std::min(scale(h, old_capacity_), old_end_);
 }
 
+// The upper bits of h reversed, which is its own inverse: the order of List.
+inline std::uint64_t TableIndex::SwapStripe(std::uint64_t h) {
+  std::uint64_t stripe = h >> kStripeShift, reversed = 0;
+  for (int bit = kStripeShift; bit < 48; ++bit, stripe >>= 1) reversed = reversed << 1 | (stripe & 1);
+  return reversed << kStripeShift | (h & kWithinStripe);
+}
+
 TableIndex::Position TableIndex::Seek(std::uint64_t h) const {
   // Position 0 is always empty, so the search ends. An entry smaller than h means absent: the empty position
   // 0 then stands for "not there".
@@ -185,16 +192,18 @@ void TableIndex::Insert(std::uint64_t h, std::uint32_t location) {
 
 std::uint64_t TableIndex::List(std::uint64_t cursor, std::size_t limit, std::vector<std::uint64_t>& ids,
                                std::vector<std::uint32_t>* locations) const {
-  if (cursor > kMask48) return kEnd;
-  const auto end = static_cast<Position>(slack_ + std::max(capacity_, old_capacity_));
-  // All entries right of the first smaller one, seen from home, are not smaller.
-  Position p = Home(cursor);
-  while (!IsEmpty(p) && HashAt(p) >= cursor) --p;
-  for (; p < end; ++p) {
-    if (IsEmpty(p) || HashAt(p) < cursor) continue;
-    if (limit-- == 0) return HashAt(p);
-    ids.push_back(Unpermute(HashAt(p)));
-    if (locations != nullptr) locations->push_back(LocationAt(p));
+  for (; cursor <= kMask48; cursor = (cursor | kWithinStripe) + 1) {
+    const std::uint64_t first = SwapStripe(cursor), last = first | kWithinStripe;
+    // All entries right of the first smaller one, seen from home, are not smaller.
+    Position p = Home(first);
+    while (!IsEmpty(p) && HashAt(p) >= first) --p;
+    for (const Position end = Home(last); p <= end; ++p) {
+      if (IsEmpty(p) || HashAt(p) < first) continue;
+      if (HashAt(p) > last) break;
+      if (limit-- == 0) return SwapStripe(HashAt(p));
+      ids.push_back(Unpermute(HashAt(p)));
+      if (locations != nullptr) locations->push_back(LocationAt(p));
+    }
   }
   return kEnd;
 }

@@ -38,8 +38,10 @@ class TableIndex {
   void Put(const std::uint64_t* ids, const std::uint32_t* locations, std::size_t n, std::uint32_t* previous);
   std::uint32_t Put(std::uint64_t id, std::uint32_t location);
 
-  // Appends up to `limit` entries in the order of h, from `cursor` (0 at first) on; returns the next cursor,
-  // or kEnd. Entries that were there at the start and stay are listed once, whatever is put meanwhile.
+  // Appends up to `limit` entries from `cursor` (0 at first) on; returns the next cursor, or kEnd. Entries
+  // that were there at the start and stay are listed once, whatever is put meanwhile. The order jumps about
+  // in h: whoever puts the ids into another index, entry by entry, would otherwise fill it from one end, and
+  // each would push aside all before it.
   static constexpr std::uint64_t kEnd = ~std::uint64_t{0};
   std::uint64_t List(std::uint64_t cursor, std::size_t limit, std::vector<std::uint64_t>& ids,
                      std::vector<std::uint32_t>* locations) const;
@@ -69,6 +71,8 @@ class TableIndex {
  private:
   using Position = std::int64_t;  // of an entry in the array
   static constexpr std::size_t kEntryBytes = 10;
+  static constexpr int kStripeShift = 30;  // List takes 2^18 stripes of h one after the other
+  static constexpr std::uint64_t kWithinStripe = (std::uint64_t{1} << kStripeShift) - 1;
 
   std::byte* At(Position p) const { return base_ + p * static_cast<Position>(kEntryBytes); }
   bool IsEmpty(Position p) const;
@@ -77,6 +81,7 @@ class TableIndex {
   void Set(Position p, std::uint64_t h, std::uint32_t location);
   void Clear(Position p);
 
+  static std::uint64_t SwapStripe(std::uint64_t h);
   Position Home(std::uint64_t h) const;
   Position Seek(std::uint64_t h) const;  // of h, or of an empty entry
   void Insert(std::uint64_t h, std::uint32_t location);

@@ -70,8 +70,7 @@ class Store {
   void Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found);
   // Of keys that come twice the last one stays.
   void Write(std::span<const std::uint64_t> keys, const std::byte* rows, std::uint32_t row_bytes);
-  // So many rows of a table are about to be written. Without it, keys that come in the order of another
-  // store's Keys would crowd in one part of the index after the other.
+  // So many rows of a table are about to be written: saves the index its growth.
   void Expect(std::uint32_t table, std::uint32_t row_bytes, std::uint64_t rows);
   // Appends keys of a table from `cursor` (0 at first) on; returns the next cursor or TableIndex::kEnd.
   std::uint64_t Keys(std::uint32_t table, std::uint64_t cursor, std::size_t limit,

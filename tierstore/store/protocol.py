@@ -132,8 +132,7 @@ class RowStore(Protocol):
         ...
 
     def expect(self, table: int, rows: int) -> None:
-        """A hint that so many rows of ``table`` are about to be written to an empty store, which is much
-        faster then when their keys come from :meth:`keys` of another one."""
+        """A hint that so many rows of ``table`` are about to be written to an empty store."""
         ...
 
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -270,3 +271,21 @@ def test_config_is_checked():
     for wrong in ({"io": "aio"}, {"keep": 0}, {"queue_depth": 0}, {"cap_bytes": -1}):
         with pytest.raises(ConfigError):
             NativeConfig(**{"cap_bytes": CAP, **wrong})
+
+
+def test_keys_of_one_store_in_their_order_fill_another_fast(opened, tmp_path):
+    """In the order of the index they would pile up at one end of it: 50 times slower."""
+    source = opened()
+    source.write(make_keys(0, np.arange(400_000)), np.zeros((400_000, 16), np.uint8))
+    keys = np.concatenate(list(source.keys(0)))
+    assert np.array_equal(np.sort(keys), make_keys(0, np.arange(400_000)))
+    (tmp_path / "other").mkdir()
+    seconds = {}
+    for name, order in (("shuffled", np.random.default_rng(0).permutation(400_000)), ("listed", slice(None))):
+        (tmp_path / "other" / name).mkdir()
+        with NativeStore(tmp_path / "other" / name, TABLES, config=NativeConfig(1 << 30)) as store:
+            started = time.process_time()
+            store.write(np.ascontiguousarray(keys[order]), np.zeros((400_000, 16), np.uint8))
+            seconds[name] = time.process_time() - started
+            assert store.stats().rows == 400_000
+    assert seconds["listed"] < 5 * seconds["shuffled"]
