@@ -96,7 +96,7 @@ def import_(
     from tierstore.store.directory import NO_CAP, open_store
 
     with store_errors(f"importing {source} to {path}"):
-        tables, shards, commit = _read_description(Path(source))
+        tables, shards, commit = read_description(Path(source))
         counter = _Counter(progress, sum(shard["rows"] for listed in shards.values() for shard in listed))
         cap = NO_CAP if ssd_bytes is None else ssd_bytes
         with _appearing(Path(path)) as folder, open_store(folder, engine, tables, cap) as store:
@@ -187,7 +187,7 @@ def _describe(commit: CommitInfo | None) -> dict[str, Any] | None:
     return {**asdict(commit), "meta": base64.b64encode(commit.meta).decode()}
 
 
-def _read_description(
+def read_description(
     source: Path,
 ) -> tuple[tuple[TableSpec, ...], dict[int, list[dict[str, Any]]], CommitInfo]:
     """Tables, shards by table index, and commit of the export ``source``."""
