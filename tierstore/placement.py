@@ -106,6 +106,12 @@ class ShardingPlan:
         problems += [
             f"table {name!r} of the plan is not in the model" for name in planned if name not in wanted
         ]
+        names = [table.name for table in self.tables]
+        problems += [
+            f"table {name!r} is in the plan {names.count(name)} times"
+            for name in planned
+            if names.count(name) > 1
+        ]
         for name in wanted.keys() & planned.keys():
             if wanted[name] != planned[name]:
                 problems.append(

@@ -77,7 +77,7 @@ def torchrun(folder: Path) -> None:
         command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         try:
-            _, said = process.communicate(timeout=100)
+            _, said = process.communicate(timeout=180)
         except BaseException:
             os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its workers
             raise

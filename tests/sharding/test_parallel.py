@@ -98,6 +98,14 @@ def wrong_plans(configs: list[EmbeddingBagConfig], plan: ShardingPlan) -> None:
     torn = replace(plan, tables=(replace(plan.tables[0], shards=plan.tables[0].shards[:1]), *plan.tables[1:]))
     with pytest.raises(ConfigError, match="do not cover the 50 rows"):
         DistributedModelParallel(Model(configs), plan=torn)
+    twice = replace(plan, tables=(plan.tables[0], *plan.tables))
+    with pytest.raises(ConfigError, match="table 't0' is in the plan 2 times"):
+        DistributedModelParallel(Model(configs), plan=twice)
+    cuts = CUTS | {"t1": table_wise(torch.distributed.get_rank())}
+    with pytest.raises(ConfigError, match="rank 1 was given other tables, plan, optimizer, seed or comms"):
+        DistributedModelParallel(Model(configs), plan=construct_plan(configs, cuts, 2))
+    with pytest.raises(ConfigError, match="device is cuda"):
+        DistributedModelParallel(Model(configs), device="cuda", plan=plan)
     small = tierstore.TierConfig(hbm=64 if torch.distributed.get_rank() == 0 else "1MiB", engine="memory")
     with pytest.raises(ConfigError, match="rank 0: the hbm budget of 64 bytes is below the minimum"):
         DistributedModelParallel(Model(configs), plan=plan, config=small)

@@ -88,6 +88,8 @@ class ShardedCollection(ShardedLookups):
         _name: str = "",
     ) -> None:
         configs: list[Any] = [from_torchrec(table) for table in tables]
+        described = [(c.name, c.feature_names, c.num_embeddings, c.embedding_dim) for c in configs]
+        env.check_same("tables, plan, optimizer, seed or comms", (described, plan, optimizer, seed, comms))
         _check_names(configs)
         plan = _only(plan, [table.name for table in configs])
         plan.check(configs, env.world_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -119,6 +120,13 @@ class ShardingEnv:
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.outputs)
         if failed.item():
             self.raise_together(error, self.outputs, kind)
+
+    def check_same(self, what: str, value: Any) -> None:
+        """ConfigError on every rank unless all give equal values (in their ``repr``). All ranks call it."""
+        digests = self.gather_objects(hashlib.sha256(repr(value).encode()).hexdigest())
+        if len(set(digests)) > 1:
+            other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+            raise ConfigError(f"rank {other} was given other {what} than rank 0; give all ranks the same")
 
     def raise_together(self, error: Exception | None, group: Any, kind: type[TierStoreError]) -> NoReturn:
         """Raises ``kind`` on every rank, with what all ranks that have an error say."""

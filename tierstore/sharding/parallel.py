@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tierstore.config import TierConfig
@@ -178,6 +176,10 @@ class DistributedModelParallel(nn.Module):
             return module
         group = self.env.process_group
         if dense == "fsdp2":
+            # a third of the time that importing all of this takes
+            from torch.distributed.device_mesh import DeviceMesh
+            from torch.distributed.fsdp import fully_shard
+
             mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ranks",))
             fully_shard(module, mesh=mesh)
             return module
