@@ -139,6 +139,7 @@ py::dict Stats(Store& store) {
   out["relocated_rows"] = counters.relocated_rows;
   out["snapshot_failures"] = counters.snapshot_failures;
   out["rebuilt_rows"] = counters.rebuilt_rows;
+  out["merge_gap_bytes"] = counters.merge_gap_bytes;
   out["io"] = counters.io;
   return out;
 }

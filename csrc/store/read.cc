@@ -4,14 +4,18 @@
 
 #include "common/key.h"
 #include "io/aligned_buffer.h"
+#include "io/errors.h"
 #include "store/store.h"
 
 namespace tierstore {
 namespace {
 
 constexpr std::size_t kRowsPerLookup = 1024;
-// Reading on costs less than another request up to about here.
-constexpr std::uint64_t kMergeGapBytes = 8 << 10;
+// Where reading on costs less than another request, as long as it is not known for this device.
+constexpr std::uint64_t kUsualMergeGap = 8 << 10;
+// Reads are measured where there are so many rows to read, in so many bytes of files.
+constexpr std::size_t kRowsToMeasure = 1024;
+constexpr std::uint64_t kBytesToMeasure = 64 << 20;
 
 [[noreturn]] void ThrowDamaged(const Segment& segment, std::uint64_t offset, std::uint64_t key,
                                const char* why) {
@@ -59,9 +63,34 @@ void Store::Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint
   if (!pending.items.empty()) {
     std::lock_guard reading(reading_);
     CheckOpen();
+    if (!read_cost_ && pending.items.size() >= kRowsToMeasure) MeasureReads(pending);
     Fetch(pending, keys, rows);
   }
   read_rows_ += static_cast<std::uint64_t>(std::count(found, found + keys.size(), true));
+}
+
+// Once per store. A failure costs only the knowledge.
+void Store::MeasureReads(const PendingRead& pending) try {
+  std::vector<File*> files;
+  std::uint64_t bytes = 0;
+  for (const SegmentPtr& segment : pending.segments) {
+    if (segment == nullptr) continue;
+    const std::uint64_t size = segment->file->Size();
+    if (size < ReadCost::kSizes.back()) continue;
+    files.push_back(segment->file.get());
+    bytes += size;
+  }
+  if (bytes < kBytesToMeasure) return;
+  read_cost_ = ReadCost::Measure(*reader_, files);
+  if (config_.read_only) return;
+  {
+    Lock lock(mutex_);
+    if (UsedBytes() + kBlockBytes + SpaceReserve() > config_.cap_bytes) return;
+    read_cost_bytes_ = kBlockBytes;
+  }
+  read_cost_->Save(env_, directory_);
+} catch (const IoError&) {
+  // The next opening removes what is left of the file.
 }
 
 // Keys of one table, from position `base` of the call on.
@@ -107,6 +136,7 @@ void Store::Fetch(PendingRead& pending, std::span<const std::uint64_t> keys, std
     return row_class.SlotOf(static_cast<std::uint32_t>(item >> 32));
   };
 
+  const std::uint64_t merge_gap = read_cost_ ? read_cost_->MergeGap() : kUsualMergeGap;
   std::vector<ReadRequest> requests;
   std::vector<std::size_t> first;  // item of each request
   for (std::size_t i = 0; i < pending.items.size(); ++i) {
@@ -116,7 +146,7 @@ void Store::Fetch(PendingRead& pending, std::span<const std::uint64_t> keys, std
     const std::uint64_t end = (offset + geometry.record_bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
     if (!requests.empty()) {
       ReadRequest& last = requests.back();
-      if (last.file == file && begin <= last.offset + last.size + kMergeGapBytes &&
+      if (last.file == file && begin <= last.offset + last.size + merge_gap &&
           end - last.offset <= kMaxReadBytes) {
         last.size = std::max(last.size, static_cast<std::uint32_t>(end - last.offset));
         continue;

@@ -48,7 +48,7 @@ void Store::Recover(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& 
   for (const CommitRecord& commit : commits_) {
     for (const SegmentExtent& extent : commit.segments) named.insert(extent.number);
   }
-  for (const char* temporary : {kManifestTemporaryName, kSnapshotTemporaryName}) {
+  for (const char* temporary : {kManifestTemporaryName, kSnapshotTemporaryName, kReadCostTemporaryName}) {
     if (std::find(names.begin(), names.end(), temporary) != names.end())
       env_.Remove(directory_ + "/" + temporary);
   }
@@ -59,6 +59,8 @@ void Store::Recover(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& 
     if (!named.contains(*number)) env_.Remove(directory_ + "/" + name);
   }
 
+  read_cost_ = ReadCost::Load(env_, directory_);
+  if (std::find(names.begin(), names.end(), kReadCostName) != names.end()) read_cost_bytes_ = kBlockBytes;
   Lock lock(mutex_);
   for (const auto& [table, row_bytes] : tables) TableFor(table, row_bytes);
   OpenSegments(manifest);

@@ -178,7 +178,7 @@ StoreCounters Store::Stats() {
     counters.live_bytes += table->index.size() * table->row_class->geometry.row_bytes;
     counters.index_bytes += table->index.bytes();
   }
-  counters.disk_bytes = manifest_bytes_ + snapshot_bytes_;
+  counters.disk_bytes = manifest_bytes_ + snapshot_bytes_ + read_cost_bytes_;
   counters.snapshot_failures = snapshot_failures_;
   counters.rebuilt_rows = rebuilt_rows_;
   for (const auto& [number, segment] : segments_) {
@@ -195,6 +195,9 @@ StoreCounters Store::Stats() {
   counters.written_bytes = queue_.written_bytes() + manifest_bytes_written_ + snapshot_bytes_written_;
   counters.relocated_rows = relocated_rows_;
   counters.io = reader_->name();
+  lock.unlock();
+  std::lock_guard reading(reading_);
+  counters.merge_gap_bytes = read_cost_ ? read_cost_->MergeGap() : 0;
   return counters;
 }
 

@@ -30,6 +30,7 @@
 #include "store/index.h"
 #include "store/index_snapshot.h"
 #include "store/manifest.h"
+#include "store/read_cost.h"
 #include "store/segment.h"
 #include "store/write_queue.h"
 
@@ -55,6 +56,8 @@ struct StoreCounters {
   std::uint64_t snapshot_failures = 0, rebuilt_rows = 0;  // rebuilt: read from footers or records when opened
   std::uint64_t read_rows = 0, read_bytes = 0, read_requests = 0;
   std::uint64_t written_rows = 0, written_bytes = 0, relocated_rows = 0;
+  std::uint64_t merge_gap_bytes =
+      0;  // between rows that are read at once, as this device wants it; 0: not known
   std::string io;
 };
 
@@ -126,6 +129,7 @@ class Store {
   // read.cc
   void Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found,
                std::size_t base, PendingRead& pending);
+  void MeasureReads(const PendingRead& pending);
   void Fetch(PendingRead& pending, std::span<const std::uint64_t> keys, std::byte* rows);
 
   // append.cc
@@ -148,7 +152,9 @@ class Store {
   void SyncSegments(Lock& lock, const std::vector<SegmentExtent>& extents);
   void SaveManifest(Lock& lock, std::vector<CommitRecord> commits);
   void ThrowIfCommitsFail() const;
-  std::uint64_t UsedBytes() const { return reserved_bytes_ + manifest_bytes_ + snapshot_bytes_; }
+  std::uint64_t UsedBytes() const {
+    return reserved_bytes_ + manifest_bytes_ + snapshot_bytes_ + read_cost_bytes_;
+  }
   void Pin(const std::vector<SegmentExtent>& extents, int change);
   void RetireIfDead(const SegmentPtr& segment);
 
@@ -196,6 +202,7 @@ class Store {
   // Held while rows are read from files, by calls that have let go of call_: others go on meanwhile.
   std::mutex reading_;
   std::unique_ptr<BatchReader> reader_;  // used with reading_ held
+  std::optional<ReadCost> read_cost_;    // likewise; of this device, once it was measured
   std::mutex call_;                      // held during every public call but Close; taken before mutex_
   std::atomic<std::uint64_t> read_rows_{0}, read_bytes_{0}, read_requests_{0};
 
@@ -215,7 +222,8 @@ class Store {
   bool changed_ = false;                                       // the index, since that commit was captured
   std::uint64_t snapshot_bytes_ = 0, snapshot_bytes_written_ = 0, snapshot_failures_ = 0, rebuilt_rows_ = 0;
   std::uint64_t unsnapshotted_bytes_ = 0,
-                snapshot_mark_ = 0;  // not in the snapshot at opening; written until it
+                snapshot_mark_ = 0;    // not in the snapshot at opening; written until it
+  std::uint64_t read_cost_bytes_ = 0;  // of the file
   std::uint64_t segment_bytes_ = 0, manifest_bytes_ = 0, manifest_bytes_written_ = 0;
   std::uint64_t reserved_bytes_ = 0;  // by all segments
   std::uint64_t written_rows_ = 0, relocated_rows_ = 0;

@@ -8,6 +8,7 @@
 #include "store/errors.h"
 #include "store/index_snapshot.h"
 #include "store/manifest.h"
+#include "store/read_cost.h"
 #include "store/verify_segment.h"
 
 namespace tierstore {
@@ -217,11 +218,13 @@ VerifyReport VerifyStore(Env& env, const std::string& directory,
   const auto named = manifest ? SegmentsOf(*manifest) : std::map<std::uint32_t, NamedSegment>{};
   for (const std::string& name : names) {
     const auto number = ParseSegmentName(name);
-    const bool ours = name == kManifestName || name == kSnapshotName || (number && named.contains(*number));
+    const bool ours = name == kManifestName || name == kSnapshotName || name == kReadCostName ||
+                      (number && named.contains(*number));
     if (ours) {
       total += SizeOf(env, directory + "/" + name);
       ++report.files;
-    } else if (manifest && (number || name == kManifestTemporaryName || name == kSnapshotTemporaryName)) {
+    } else if (manifest && (number || name == kManifestTemporaryName || name == kSnapshotTemporaryName ||
+                            name == kReadCostTemporaryName)) {
       report.leftovers.push_back(name);
     } else if (!number) {
       report.foreign.push_back(name);

@@ -1,0 +1,35 @@
+// What reads of different sizes cost on the device of a store: measured once, by reading the store's own
+// segments, and kept in the file DEVICE beside them. docs/formats.md specifies its bytes.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "io/env.h"
+
+namespace tierstore {
+
+inline constexpr char kReadCostName[] = "DEVICE";
+inline constexpr char kReadCostTemporaryName[] = "DEVICE.tmp";
+
+struct ReadCost {
+  static constexpr std::array<std::uint32_t, 3> kSizes = {4 << 10, 16 << 10, 64 << 10};
+
+  std::array<std::uint32_t, 3> nanoseconds{};  // per read of each size, many in flight
+
+  // Gaps between two rows up to which one read of both costs less than two reads.
+  std::uint64_t MergeGap() const;
+
+  // Random reads of the files (each of 64 KiB at least): about a tenth of a second. Throws IoError.
+  static ReadCost Measure(BatchReader& reader, const std::vector<File*>& files);
+
+  // Nothing when there is none, or it is damaged.
+  static std::optional<ReadCost> Load(Env& env, const std::string& directory);
+  // Returns its size. Not synced: what a crash damages is measured again.
+  std::uint64_t Save(Env& env, const std::string& directory) const;
+};
+
+}  // namespace tierstore
