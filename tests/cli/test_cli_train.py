@@ -192,6 +192,12 @@ def test_endless_data_needs_an_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert "never ends; say after how many batches to stop, by --steps" in capsys.readouterr().err
 
 
+def test_data_without_examples_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").touch()
+    assert main(["train", "--data", "criteo", "--path", str(tmp_path / "empty.txt")]) == 2
+    assert "data 'criteo' has no examples to train on" in capsys.readouterr().err
+
+
 def test_a_full_disk_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = tmp_path / "store"
     assert train("--ssd", store, "--ssd-cap", "64KiB", "--hbm", "8KiB") == 2

@@ -119,6 +119,15 @@ def test_malformed_lines_are_named(tmp_path, number, change, message):
         list(data.train(4))
 
 
+@pytest.mark.parametrize("name", ["train.txt", "train.txt.gz"])
+def test_lines_of_the_test_part_are_counted_from_the_files_start(tmp_path, name):
+    text = "".join(line(k) + "\n" for k in range(500)) + "1\tx\n"
+    file = tmp_path / name
+    file.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    with pytest.raises(InputError, match=rf"{name}, line 501: field 2 "):
+        list(load("criteo", path=str(file)).test(64))
+
+
 def test_damaged_gzip_is_named(tmp_path):
     file = write(tmp_path / "train.txt.gz", 0, 500)
     whole = file.read_bytes()

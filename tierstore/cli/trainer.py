@@ -19,6 +19,7 @@ import tierstore
 from tierstore.cache.stats import counters_of, go_on_counting
 from tierstore.cli.progress import Progress
 from tierstore.data import Batch, Dataset
+from tierstore.errors import InputError
 from tierstore.models import AUC
 
 RECENT_BATCHES = 100
@@ -91,6 +92,8 @@ class Trainer:
                 self._seconds = time.perf_counter() - started
                 if not after_step():
                     return False
+        if not self.batches:
+            raise InputError(f"data {dataset.name!r} has no examples to train on; look at its files")
         self._auc_so_far = self._auc.value()
         return True
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numba
@@ -121,6 +121,12 @@ class TextFile:
             yield from _after(blocks or _plain(self.path, block, max(0, split - block)), split)
         else:
             yield from _before(blocks or _plain(self.path, block, 0), split)
+
+    def lines_before(self) -> int:
+        """Lines of the file before the first one of these; reads them all."""
+        if not self.late:
+            return 0
+        return sum(piece.count(b"\n") for piece in replace(self, late=False).pieces())
 
 
 Blocks = Iterator[tuple[int, bytes]]  # (offset in the file as stored, text)
@@ -237,24 +243,24 @@ class _Lines:
     def __init__(self, files: list[TextFile]) -> None:
         self._text, self._at = np.empty(0, dtype=np.uint8), 0
         self._pieces = self._all_pieces(files)
-        self._path, self._line = files[0].path, 1
+        self._file, self._line = files[0], 1
 
-    def _all_pieces(self, files: list[TextFile]) -> Iterator[tuple[Path, bytes]]:
+    def _all_pieces(self, files: list[TextFile]) -> Iterator[tuple[TextFile, bytes]]:
         for file in files:
             last = b"\n"
             for piece in file.pieces():
-                yield file.path, piece
+                yield file, piece
                 last = piece[-1:] or last
             if last != b"\n":
-                yield file.path, b"\n"
+                yield file, b"\n"
 
     def _more(self) -> bool:
         """Reads another piece behind the rest of the text at hand, which is less than a line."""
-        path, piece = next(((path, piece) for path, piece in self._pieces if piece), (self._path, b""))
+        file, piece = next(((file, piece) for file, piece in self._pieces if piece), (self._file, b""))
         if not piece:
             return False
-        if path != self._path:
-            self._path, self._line = path, 1
+        if file != self._file:
+            self._file, self._line = file, 1
         new = np.frombuffer(piece, dtype=np.uint8)
         self._text = np.concatenate([self._text[self._at :], new]) if self._at < len(self._text) else new
         self._at = 0
@@ -283,7 +289,8 @@ class _Lines:
             done += parsed
             self._line += parsed
             if fault:
-                raise InputError(f"{self._path}, line {self._line}: {_describe(fault)}")
+                line = self._file.lines_before() + self._line
+                raise InputError(f"{self._file.path}, line {line}: {_describe(fault)}")
             if done < len(labels) and not self._more():
                 break
         return done
