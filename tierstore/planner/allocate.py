@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,9 +83,11 @@ def allocate(
     placed: Sequence[Placed],
     for_ssd: bool = False,
     gradual: bool = False,
+    whole: Container[int] = (),
 ) -> Allocation:
     """Device memory by marginal gain of link time (``for_ssd``: of SSD time, which weighs large rows less),
-    then host memory by marginal gain of SSD time (``gradual``: as in :func:`memory_steps`)."""
+    then host memory by marginal gain of SSD time (``gradual``: as in :func:`memory_steps`). The tables of
+    ``whole`` get memory for all rows first."""
     costs = [item.cut.cost for item in placed for _ in item.ranks]
     table = [item.table for item in placed for _ in item.ranks]
     rank = np.array([r for item in placed for r in item.ranks], dtype=np.int64)
@@ -106,7 +108,7 @@ def allocate(
             result.missing["hbm", r] = int(missing) + 1
     for h in range(topology.hosts):
         here = np.flatnonzero((rank // topology.ranks_per_host == h) & ~replicas)
-        _fill_host(topology, work, result, here, h, gradual)
+        _fill_host(topology, work, result, here, h, gradual, whole)
     return result
 
 
@@ -117,11 +119,15 @@ def _fill_host(
     here: NDArray[np.int64],
     host: int,
     gradual: bool,
+    whole: Container[int],
 ) -> None:
     costs = [result.costs[i] for i in here]
     known: dict[tuple[int, float], Steps] = {}
     steps = []
-    for cost, rows in zip(costs, result.hbm_rows[here].tolist(), strict=True):
+    least = [
+        float(result.costs[i].rows) if result.table[i] in whole else float(result.hbm_rows[i]) for i in here
+    ]
+    for cost, rows in zip(costs, least, strict=True):
         key = id(cost), rows
         if key not in known:
             known[key] = memory_steps(cost, rows, gradual)

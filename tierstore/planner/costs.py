@@ -13,9 +13,9 @@ from tierstore.planner.topology import Topology
 
 # Constants of the runtime; tests compare the first three with it.
 TIER_BYTES_PER_SLOT = 30 + 8 * 4 / 3
-POLICY_BYTES_PER_SLOT = 17  # lookahead
-POLICY_FIXED_SLOTS = 1 << 17  # the first slots of lookahead take
-POLICY_FIXED_BYTES = 30  # more
+POLICY_BYTES_PER_SLOT = 16  # lookahead
+POLICY_FIXED_SLOTS = 7_800  # the first slots of lookahead take
+POLICY_FIXED_BYTES = 40  # more
 RECORD_HEADER = 16
 INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts

@@ -13,6 +13,7 @@ from tierstore.config import format_bytes
 from tierstore.errors import ConfigError, InfeasiblePlanError
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
 from tierstore.planner.allocate import Allocation, Placed, allocate
+from tierstore.planner.bound import likely_cuts
 from tierstore.planner.costs import Workload, tier_bytes
 from tierstore.planner.cuts import cuts_of
 from tierstore.planner.predict import Prediction, hit_rate, predict
@@ -22,6 +23,8 @@ from tierstore.planner.tables import ParameterConstraints, TableSpec, prepared, 
 from tierstore.planner.topology import Topology
 
 _ADAM_COPIES = 4  # parameter, gradient and two moments of the dense part
+_MOST_HINTED = 1_000  # cuts of all tables, beyond which the linear programme takes long
+_FEW_TABLES = 64
 _SSD_TARGETS = (None, 0.98, 0.9, 0.75)
 
 
@@ -139,7 +142,15 @@ class EmbeddingShardingPlanner:
             results.append((caches, predict(self.topology, work, placed, caches)))
             if results[0][1].slowest()[0] not in ("ssd", "fetch"):
                 break
-        return min(results, key=lambda item: (sum(item[0].missing.values()), item[1].step))
+        best = min(results, key=_quality)
+        waits = best[1].slowest()[0] in ("ssd", "fetch") and not best[0].missing
+        if waits and len(placed) <= _FEW_TABLES:
+            # A store's index comes or goes with the last row, so which single table spills is worth a try.
+            everyone = {item.table for item in placed}
+            for spilling in sorted(everyone):
+                caches = allocate(self.topology, work, placed, whole=everyone - {spilling})
+                best = min(best, (caches, predict(self.topology, work, placed, caches)), key=_quality)
+        return best
 
     def _search(
         self, tables: Sequence[TableSpec], work: Workload, demands: Sequence[ParameterConstraints]
@@ -149,7 +160,10 @@ class EmbeddingShardingPlanner:
         allowed = [
             everyone if d.device_group is None else np.unique(np.array(d.device_group)) for d in demands
         ]
-        search = Search(self.topology, work, cuts, allowed, self.search_seconds, self.seed)
+        hint = None
+        if sum(map(len, cuts)) <= _MOST_HINTED and not any(d.device_group is not None for d in demands):
+            hint = likely_cuts(self.topology, work, cuts, self.search_seconds / 4)
+        search = Search(self.topology, work, cuts, allowed, self.search_seconds, self.seed, hint)
         return [
             Placed(t, cuts[t][choice.cut], choice.ranks.tolist()) for t, choice in enumerate(search.run())
         ]
@@ -195,6 +209,10 @@ class EmbeddingShardingPlanner:
             report["missing_bytes"],
             report,
         )
+
+
+def _quality(divided: tuple[Allocation, Prediction]) -> tuple[int, float]:
+    return sum(divided[0].missing.values()), divided[1].step
 
 
 def tables_of_module(module: Any) -> tuple[list[TableSpec], int]:

@@ -16,6 +16,7 @@ from tierstore.planner.topology import Topology
 
 _LIGHT = 0.2  # of the ideal step: cutting a table with less load per rank is not tried in large searches
 _SMALL = 2_000  # cuts x ranks up to which every cut is tried for every table
+_RESTARTS = 4  # of small searches, in random order
 _PASSES = (6.0, 16.0, 40.0)  # powers of the smooth maximum, ever closer to the maximum itself
 
 
@@ -27,8 +28,13 @@ class Choice:
     ranks: Ranks
 
 
+Found = tuple[tuple[float, float], dict[int, Choice]]
+"""(Overflow, step) of a plan, and its choices."""
+
+
 class Search:
-    """Chooses a :class:`Choice` for every table. ``allowed[t]``: ranks that may hold table t."""
+    """Chooses a :class:`Choice` for every table. ``allowed[t]``: ranks that may hold table t;
+    ``hint[t]``: cuts of it that a good plan is likely to use."""
 
     def __init__(
         self,
@@ -38,6 +44,7 @@ class Search:
         allowed: Sequence[Ranks],
         seconds: float,
         seed: int = 0,
+        hint: Sequence[list[int]] | None = None,
     ) -> None:
         self.topology, self.work, self.cuts, self.allowed = topology, work, cuts, allowed
         self.grid = price_grid(options[0].cost for options in cuts)
@@ -48,27 +55,44 @@ class Search:
         self.choices: dict[int, Choice] = {}
         self.unit = self._ideal()
         small = sum(map(len, cuts)) * topology.world_size <= _SMALL
-        self.tried = [
+        self.tried: Sequence[list[int]] = [
             list(range(len(options))) if small else self._worthwhile(t) for t, options in enumerate(cuts)
         ]
-        self.small = small
+        self.small, self.hint = small, hint
 
     def run(self) -> list[Choice]:
         """The best choices found, in the order of the tables."""
-        order = self._by_weight()
+        tried, order = self.tried, self._by_weight()
+        best = self._descend(order, tried, tried)
+        starts = [(order, self.hint)] if self.hint is not None else []
+        if self.small:
+            starts += [(self.random.permutation(order).tolist(), tried) for _ in range(_RESTARTS)]
+        for start, first in starts:
+            best = min(best, self._descend(start, first, tried), key=lambda found: found[0])
+        best = self._relieve(best)
+        best = self._shake(best)
+        self._restore(best[1])
+        return [self.choices[t] for t in range(len(self.cuts))]
+
+    def _descend(self, order: Sequence[int], first: Sequence[list[int]], then: Sequence[list[int]]) -> Found:
+        """The best plan on the way from an empty one: with cuts of ``first``, of ``then`` in the end."""
+        if self.choices and time.perf_counter() > self.until:
+            return (np.inf, np.inf), {}
+        self._restore({})
+        self.tried = first
         for t in order:
             self._insert(t, _PASSES[0])
-        best = self._score(), dict(self.choices)
+        best: Found = self._score(), dict(self.choices)
         for power in _PASSES:
             for _ in range(3 if self.small else 1):
                 self.unit = self._longest()
                 if not self._reinsert_all(order, power):
                     break
             best = self._better(best)
-        best = self._relieve(best)
-        best = self._shake(best)
-        self._restore(best[1])
-        return [self.choices[t] for t in range(len(self.cuts))]
+            if power == _PASSES[-2]:
+                self.tried = then
+        self.tried = then
+        return best
 
     # What there is to choose from
 
@@ -147,9 +171,7 @@ class Search:
         rank, host, over, host_over = self.cluster.loads()
         return float(over.sum() + host_over.sum()), max(float(rank.max()), float(host.max()))
 
-    def _better(
-        self, best: tuple[tuple[float, float], dict[int, Choice]]
-    ) -> tuple[tuple[float, float], dict[int, Choice]]:
+    def _better(self, best: Found) -> Found:
         score = self._score()
         return (score, dict(self.choices)) if score < best[0] else best
 
@@ -215,9 +237,7 @@ class Search:
             self._insert(t, power)
         return self._total(power) < before * (1 - 1e-6)
 
-    def _relieve(
-        self, best: tuple[tuple[float, float], dict[int, Choice]]
-    ) -> tuple[tuple[float, float], dict[int, Choice]]:
+    def _relieve(self, best: Found) -> Found:
         """Moves tables off the slowest rank or host, one at a time, as long as the step gets shorter."""
         self._restore(best[1])
         power, idle = _PASSES[-1], 0
@@ -248,11 +268,9 @@ class Search:
         load, part = self.cuts[t][choice.cut].cost.load, self.part(t, choice.cut)
         return max(load.compute + load.index, load.intra, load.inter, float(part.link_s[24] + part.ssd_s[24]))
 
-    def _shake(
-        self, best: tuple[tuple[float, float], dict[int, Choice]]
-    ) -> tuple[tuple[float, float], dict[int, Choice]]:
+    def _shake(self, best: Found) -> Found:
         """Takes several tables out, one of the slowest place among them, and puts them back shuffled."""
-        rounds = min(100, 12 * len(self.cuts)) if self.small else 40
+        rounds = min(100, 8 * len(self.cuts)) if self.small else 40
         everything = np.arange(len(self.cuts))
         since = 0
         while since < rounds and time.perf_counter() < self.until:
