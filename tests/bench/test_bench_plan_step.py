@@ -28,7 +28,7 @@ def test_runtime_figures_are_fields_of_a_topology(tmp_path):
     machine = {"hbm_per_rank": "1MiB", "host_memory_per_host": 0, "device": "cpu"}
     topology = Topology.from_dict({**machine, **json.loads(json.dumps(figures))})
     assert topology.row_seconds.keys() == ROW_COSTS.keys()
-    assert topology.row_seconds["plan"] > 0
+    assert all(seconds >= 0 for seconds in topology.row_seconds.values())
     assert topology.one_fetcher
 
 
