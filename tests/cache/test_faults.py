@@ -45,7 +45,7 @@ def make_fail(module: Bags, fail_at: set[int]) -> Failing:
     store = Failing(module.engine.store, fail_at)
     module.engine.store = store
     for chain in module.engine.chains:
-        chain.store = store
+        chain.below.store = store
     return store
 
 

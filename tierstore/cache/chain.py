@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from cache_policies.live import LiveCurves
 from tierstore import _core
+from tierstore.cache.below import Below, LowerTiers
 from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import Keys, MemoryTier
 from tierstore.cache.read_ahead import ReadAhead
@@ -29,14 +29,11 @@ from tierstore.cache.sequence import Sequence
 from tierstore.cache.stats import ChainCounters, TierCounters
 from tierstore.cache.ticket import ReadRows, Ticket
 from tierstore.config import format_bytes
-from tierstore.errors import ClosedError, InputError, PolicyFaultError, TierFullError
+from tierstore.errors import ClosedError, InputError, TierFullError
 from tierstore.keys import split
 from tierstore.store.protocol import RowStore
 
 logger = logging.getLogger("tierstore")
-
-# Positions of rows that were asked for, an array of rows, and which of its rows they are.
-_Piece = tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]
 
 _PIECE = 1 << 13  # rows that leave for the store at a time
 _CHUNK = 1 << 16  # rows moved at a time where the number of rows is not bounded by a batch
@@ -58,18 +55,16 @@ class Chain:
         self.name = name
         self.layout = layout
         self.fast = fast
-        self.host = host
-        self.store = store
         self.sequence = Sequence()
         self.window = _core.Window()
         self.curves = LiveCurves(tables)
         self._planned = -1
         self._moving = threading.RLock()
-        self._ahead: ReadAhead | None = None
+        ahead = None
         if store is not None and read_ahead_bytes:
-            self._ahead = ReadAhead(store, layout.row_bytes, read_ahead_bytes, self._moving, self._resident)
+            ahead = ReadAhead(store, layout.row_bytes, read_ahead_bytes, self._moving, self._resident)
+        self.below = LowerTiers(name, layout.row_bytes, host, store, ahead)
         self._returned: list[NDArray[np.int32]] = []
-        self._buffers: dict[str, NDArray[np.uint8]] = {}
         self._closed = False
         self._warned_overflow = False
         self.reset_stats()
@@ -77,14 +72,14 @@ class Chain:
     # -- what is counted -----------------------------------------------------------------
 
     def reset_stats(self) -> None:
-        self.counters = ChainCounters()
+        self.counters = self.below.counters = ChainCounters()
         self.tiers: dict[str, TierCounters] = {"hbm": TierCounters()}
-        if self.host is not None:
+        if self.below.host is not None:
             self.tiers["uvm"] = TierCounters()
-        if self.store is not None:
+        if self.below.store is not None:
             self.tiers["ssd"] = TierCounters()
 
-    def _count(self, plan: Any, ticket: Ticket, found: _Below) -> None:
+    def _count(self, plan: Any, ticket: Ticket, found: Below) -> None:
         assert ticket.csr is not None
         weight = np.diff(ticket.csr[0])
         self.curves.observe(ticket.batch.unique, weight)
@@ -151,8 +146,8 @@ class Chain:
             for tier in self._memory_tiers():
                 if tier.uses_window:
                     tier.native.announce(first_seen, seq, self._planned)
-            if self._ahead is not None:
-                self._ahead.announce(seq, batch.unique)
+            if self.below.ahead is not None:
+                self.below.ahead.announce(seq, batch.unique)
 
     def forget_window(self) -> None:
         """Announced lookups that were not planned will not come."""
@@ -161,8 +156,8 @@ class Chain:
             for tier in self._memory_tiers():
                 if tier.uses_window:
                     tier.native.announce(keys, np.iinfo(np.int64).max, self._planned)
-            if self._ahead is not None:
-                self._ahead.forget()
+            if self.below.ahead is not None:
+                self.below.ahead.forget()
 
     def plan(
         self,
@@ -204,12 +199,13 @@ class Chain:
             with self._moving:
                 fast.abort(plan)
             raise
-        if self._ahead is not None:
-            self._ahead.wait(seq)
+        ahead = self.below.ahead
+        if ahead is not None:
+            ahead.wait(seq)
         with self._moving, self._planning_time():
             self._move(ticket, plan, keys)
-            if self._ahead is not None:
-                self._ahead.planned(seq)
+            if ahead is not None:
+                ahead.planned(seq)
 
     def _find_victims(self, plan: Any, pinned_since: int, stop: Callable[[], bool] | None) -> None:
         """Without holding ``_moving`` while it waits: until the rows move, they are found where they were."""
@@ -218,7 +214,7 @@ class Chain:
             with self._moving, self._planning_time():
                 oldest = self.sequence.oldest_in_use(seq)  # first: what is over by now, the pad must know
                 self._drain_pad()
-                needed = self._evict(self.fast, min(since, oldest), plan)
+                needed = self.fast.evict(min(since, oldest), plan)
             if not needed or since >= seq:
                 break
             since += 1
@@ -226,53 +222,44 @@ class Chain:
                 since = seq
         self.counters.shrunk_plans += since > pinned_since
 
-    def _evict(self, tier: MemoryTier, pinned_since: int, plan: Any) -> int:
-        try:
-            return tier.native.evict(pinned_since, plan)
-        except _core.PolicyFault as fault:
-            raise PolicyFaultError(
-                f"{self.name}: policy {tier.policy_name!r} broke its contract in plan {plan.now}: {fault}. "
-                "All rows are as they were. cache_policies.check(policy) finds such faults; "
-                "built-in policies have none"
-            ) from None
-
     def _move(self, ticket: Ticket, plan: Any, keys: Keys) -> None:
         """Whatever can fail comes before anything that cannot be undone without the store."""
         fast = self.fast.native
         missing = keys[plan.absent]
         try:
-            below = self._collect(missing)
+            found = self.below.collect(missing)
         except BaseException:
             fast.abort(plan)
             raise
         try:
-            self._check_below(plan.needed + plan.refused)
+            if plan.needed + plan.refused and not self.below.exist:
+                # Rows in the pad have to go somewhere when they are released.
+                raise TierFullError(
+                    f"{self.name}: the hbm tier is full ({self.fast.capacity} rows of "
+                    f"{self.layout.row_bytes} bytes) and there is no tier below; raise hbm, or set ssd"
+                )
             self._count_overflow(plan.needed)
-            slots, victims, dirty, next_use = plan.victims
-            # A row that was stored and then stays does no harm; in a memory tier it would be there twice.
-            step = _PIECE if self.host is None else len(slots)
-            for begin in range(0, len(slots), max(1, step)):
-                part = slice(begin, begin + step)
-                rows = self._buffer("victims", len(slots[part]))
-                self.fast.copy_out(slots[part], rows)
-                self._demote(victims[part], rows, dirty[part], next_use[part], ticket.seq)
+            self._give_up(plan, ticket.seq)
         except BaseException:
             fast.abort(plan)
-            self._restore(below, missing, ticket.seq)
+            self.below.restore(found, missing, ticket.seq)
             raise
-        self.counters.evicted_rows += len(slots)
         fast.assign(keys, True, plan)
         ticket.slots, ticket.rows_addr = plan.slots, self.fast.rows_addr
-        self._fill(plan.slots[plan.absent], missing, below)
-        self._count(plan, ticket, below)
+        self._fill(plan.slots[plan.absent], missing, found)
+        self._count(plan, ticket, found)
 
-    def _check_below(self, rows: int) -> None:
-        """Rows in the pad have to go somewhere when they are released."""
-        if rows and self.host is None and self.store is None:
-            raise TierFullError(
-                f"{self.name}: the hbm tier is full ({self.fast.capacity} rows of {self.layout.row_bytes} "
-                "bytes) and there is no tier below; raise hbm, or set ssd"
-            )
+    def _give_up(self, plan: Any, seq: int) -> None:
+        """Hands the plan's victims to the tiers below."""
+        slots, keys, dirty, next_use = plan.victims
+        # A row that was stored and then stays does no harm; in a memory tier it would be there twice.
+        step = _PIECE if self.below.host is None else len(slots)
+        for begin in range(0, len(slots), max(1, step)):
+            part = slice(begin, begin + step)
+            rows = self.below.buffer("victims", len(slots[part]))
+            self.fast.copy_out(slots[part], rows)
+            self.below.demote(keys[part], rows, dirty[part], next_use[part], seq)
+        self.counters.evicted_rows += len(slots)
 
     def _count_overflow(self, rows: int) -> None:
         self.counters.overflow_rows += rows
@@ -300,25 +287,10 @@ class Chain:
 
     # -- moving rows ---------------------------------------------------------------------
 
-    def _buffer(self, name: str, rows: int) -> NDArray[np.uint8]:
-        """Room for ``rows`` rows on their way between tiers, kept from plan to plan; ``_moving`` guards it.
-
-        Fresh arrays of a few MiB each would scatter over malloc's heap and stay resident.
-        """
-        held = self._buffers.get(name)
-        if held is None or len(held) < rows:
-            self._buffers[name] = held = np.empty((rows + rows // 4, self.layout.row_bytes), np.uint8)
-        return held[:rows]
-
-    def buffer_bytes(self) -> int:
-        """Bytes of rows on their way between tiers."""
-        ahead = 0 if self._ahead is None else self._ahead.memory_bytes()
-        return ahead + sum(held.nbytes for held in self._buffers.values())
-
     def _memory_tiers(self) -> Iterator[MemoryTier]:
         yield self.fast
-        if self.host is not None:
-            yield self.host
+        if self.below.host is not None:
+            yield self.below.host
 
     def is_empty(self) -> bool:
         """Whether no memory tier holds a row."""
@@ -326,7 +298,7 @@ class Chain:
 
     def _resident(self, keys: Keys) -> NDArray[np.bool_]:
         here = self.fast.find(keys) >= 0
-        return here if self.host is None else here | (self.host.find(keys) >= 0)
+        return here if self.below.host is None else here | (self.below.host.find(keys) >= 0)
 
     def _drain_pad(self) -> None:
         """Writes down rows of the pad that no lookup uses any more."""
@@ -339,103 +311,12 @@ class Chain:
             native.release(slots)
         slots, keys, dirty, next_use = native.drainable()
         if len(slots):
-            rows = self._buffer("victims", len(slots))
+            rows = self.below.buffer("victims", len(slots))
             self.fast.copy_out(slots, rows)
-            self._demote(keys, rows, dirty, next_use, self._planned)
+            self.below.demote(keys, rows, dirty, next_use, self._planned)
         native.drained(slots)
 
-    def _collect(self, missing: Keys) -> _Below:
-        """What the tiers below hold of ``missing``: read from the store, and taken out of the host tier."""
-        in_host = None if self.host is None else self.host.find(missing)
-        asked = missing if in_host is None else missing[in_host < 0]
-        in_store, pieces = (None, []) if self.store is None else self._read(self.store, asked)
-        if self.host is None or in_host is None:
-            return _Below(in_store, pieces)
-        slots = in_host[in_host >= 0]
-        lifted = self._buffer("lifted", len(slots))
-        self.host.copy_out(slots, lifted)
-        dirty = self.host.native.dirty_of(slots)
-        self.host.native.remove(slots)
-        return _Below(in_store, pieces, in_host >= 0, lifted, dirty)
-
-    def _read(self, store: RowStore, keys: Keys) -> tuple[NDArray[np.bool_], list[_Piece]]:
-        """Which rows the store has, and where they are now: read ahead, or now."""
-        pieces = [] if self._ahead is None else self._ahead.find(keys)
-        found = np.zeros(len(keys), bool)
-        for positions, _, _ in pieces:
-            found[positions] = True
-            self.counters.read_ahead_rows += len(positions)
-        left = np.flatnonzero(~found)
-        if len(left):
-            rows = self._buffer("fetched", len(left))
-            there = np.flatnonzero(store.read(keys[left], rows))
-            pieces.append((left[there], rows, there))
-            found[left[there]] = True
-        return found, pieces
-
-    def _restore(self, below: _Below, missing: Keys, seq: int) -> None:
-        """Puts lifted rows back; the host tier has room, since they were just taken out of it."""
-        if below.lifted is not None and len(below.lifted):
-            assert below.in_host is not None
-            assert below.dirty is not None
-            never = np.full(len(below.lifted), np.iinfo(np.int64).max)
-            self._demote(missing[below.in_host], below.lifted, below.dirty, never, seq)
-
-    def _demote(
-        self,
-        keys: Keys,
-        rows: NDArray[np.uint8],
-        dirty: NDArray[np.uint8],
-        next_use: NDArray[np.int64],
-        seq: int,
-    ) -> None:
-        """Hands rows that left the fast tier to the tier below."""
-        if self.host is None:
-            self._write_down(keys, rows, dirty)
-            return
-        native = self.host.native
-        plan = native.begin(keys, next_use, seq)
-        try:
-            self._evict(self.host, np.iinfo(np.int64).max, plan)
-            # Rows that find no room in the host tier go past it.
-            past = plan.misses[len(keys) - plan.needed - plan.refused :]
-            slots, victims, victim_dirty, _ = plan.victims
-            if len(slots):
-                leaving = self._buffer("leaving", len(slots))
-                self.host.copy_out(slots, leaving)
-                self._write_down(victims, leaving, victim_dirty)
-            if len(past):
-                self._write_down(keys[past], rows[past], dirty[past])
-        except BaseException:
-            native.abort(plan)
-            raise
-        native.assign(keys, False, plan)
-        stay = plan.slots >= 0
-        slots = plan.slots if stay.all() else plan.slots[stay]
-        self.host.copy_in(slots, rows if stay.all() else rows[stay])
-        native.set_dirty(slots, dirty if stay.all() else dirty[stay])
-
-    def _write_down(self, keys: Keys, rows: NDArray[np.uint8], dirty: NDArray[np.uint8]) -> None:
-        """Stores the dirty ones; clean rows are in the store already, or were never updated."""
-        changed = dirty.astype(bool)
-        if not changed.any():
-            return
-        if self.store is None:
-            raise TierFullError(
-                f"{self.name}: the memory tiers are full and there is no store below; raise hbm or uvm, "
-                "or set ssd"
-            )
-        if not changed.all():
-            keys, rows = keys[changed], rows[changed]
-        self._write(self.store, keys, rows)
-
-    def _write(self, store: RowStore, keys: Keys, rows: NDArray[np.uint8]) -> None:
-        if self._ahead is not None:
-            self._ahead.written(keys)
-        store.write(keys, rows)
-        self.counters.written_rows += len(keys)
-
-    def _fill(self, slots: NDArray[np.int32], keys: Keys, below: _Below) -> None:
+    def _fill(self, slots: NDArray[np.int32], keys: Keys, below: Below) -> None:
         """Puts rows at ``slots`` of the fast tier: those from below, and initial values for the others."""
         if below.in_host is not None and below.lifted is not None:
             lifted = slots[below.in_host]
@@ -468,9 +349,10 @@ class Chain:
                 tier.copy_out(slots[here], buffer)
                 _core.copy_in(rows.ctypes.data, self.layout.row_bytes, left[here], buffer.ctypes.data)
                 left = left[~here]
-            if self.store is not None and len(left):
-                fetched = self._buffer("fetched", len(left))
-                found = self.store.read(keys[left], fetched)
+            store = self.below.store
+            if store is not None and len(left):
+                fetched = self.below.buffer("fetched", len(left))
+                found = store.read(keys[left], fetched)
                 self._scatter(rows.ctypes.data, left[found], fetched, np.flatnonzero(found).astype(np.int32))
                 left = left[~found]
             self.counters.read_rows += len(keys)
@@ -504,7 +386,7 @@ class Chain:
 
     def flush(self) -> None:
         """Writes every dirty row down to the store; rows stay where they are."""
-        if self.store is None:
+        if self.below.store is None:
             return
         with self.sequence.planner(), self._moving:
             self._check_open()
@@ -513,7 +395,7 @@ class Chain:
                 for slots in tier.resident(only_dirty=True):
                     rows = np.empty((len(slots), self.layout.row_bytes), np.uint8)
                     tier.copy_out(slots, rows)
-                    self._write(self.store, tier.native.keys_of(slots), rows)
+                    self.below.write(tier.native.keys_of(slots), rows)
                     tier.native.mark_clean(slots)
 
     def touched_ids(self, table: int) -> Iterator[NDArray[np.int64]]:
@@ -526,8 +408,8 @@ class Chain:
         seen = np.sort(seen[tables == table])
         if len(seen):
             yield ids[tables == table]
-        if self.store is not None:
-            for keys in self.store.keys(table):
+        if self.below.store is not None:
+            for keys in self.below.store.keys(table):
                 extra = keys[~np.isin(keys, seen, assume_unique=True)] if len(seen) else keys
                 if len(extra):
                     yield split(extra)[1]
@@ -541,18 +423,5 @@ class Chain:
     def close(self) -> None:
         with self._moving:
             self._closed = True
-        if self._ahead is not None:
-            self._ahead.close()
-
-
-@dataclass(frozen=True)
-class _Below:
-    """What the tiers below hold of some missing keys. ``in_host`` (None: no host tier) tells which keys
-    ``lifted`` has the rows of, and ``in_store`` which of the others the store has: in ``pieces``, by
-    their positions among the others."""
-
-    in_store: NDArray[np.bool_] | None
-    pieces: list[_Piece]
-    in_host: NDArray[np.bool_] | None = None
-    lifted: NDArray[np.uint8] | None = None
-    dirty: NDArray[np.uint8] | None = None
+        if self.below.ahead is not None:
+            self.below.ahead.close()

@@ -421,8 +421,10 @@ class Engine:
     def _memory(self) -> dict[str, int]:
         return {
             "hbm": sum(chain.fast.memory_bytes() for chain in self.chains),
-            "uvm": sum(chain.host.memory_bytes() for chain in self.chains if chain.host is not None),
-            "buffers": sum(chain.buffer_bytes() for chain in self.chains),
+            "uvm": sum(
+                chain.below.host.memory_bytes() for chain in self.chains if chain.below.host is not None
+            ),
+            "buffers": sum(chain.below.buffer_bytes() for chain in self.chains),
             "window": sum(chain.window.memory_bytes for chain in self.chains),
             "curves": sum(chain.curves.nbytes for chain in self.chains),
         }

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import cache_policies
 from tierstore import _core
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, PolicyFaultError
 
 Slots = NDArray[np.int32]
 Keys = NDArray[np.uint64]
@@ -123,6 +123,21 @@ class MemoryTier:
 
     def copy_in(self, slots: Slots, rows: NDArray[np.uint8]) -> None:
         _core.copy_in(self.rows_addr, self.row_bytes, slots, rows.ctypes.data)
+
+    def evict(self, pinned_since: int, plan: Any) -> int:
+        """Looks for the plan's victims among rows last used before ``pinned_since``.
+
+        Returns how many are still needed. Raises ``PolicyFaultError`` for what a policy must not do; the
+        plan is to be aborted then.
+        """
+        try:
+            return self.native.evict(pinned_since, plan)
+        except _core.PolicyFault as fault:
+            raise PolicyFaultError(
+                f"{self.name}: policy {self.policy_name!r} broke its contract in plan {plan.now}: {fault}. "
+                "All rows are as they were. cache_policies.check(policy) finds such faults; "
+                "built-in policies have none"
+            ) from None
 
     def resident(self, *, only_dirty: bool = False) -> Iterator[Slots]:
         """Slots that hold rows, in order, in pieces; nothing may move meanwhile."""

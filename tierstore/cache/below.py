@@ -1,0 +1,165 @@
+"""The tiers below the fast one of a chain: the host tier, the row store, and what is read ahead of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.cache.memory_tier import Keys, MemoryTier
+from tierstore.cache.read_ahead import ReadAhead
+from tierstore.cache.stats import ChainCounters
+from tierstore.errors import TierFullError
+from tierstore.store.protocol import RowStore
+
+# Positions of rows that were asked for, an array of rows, and which of its rows they are.
+Piece = tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]
+
+
+@dataclass(frozen=True)
+class Below:
+    """What the tiers below hold of some missing keys. ``in_host`` (None: no host tier) tells which keys
+    ``lifted`` has the rows of, and ``in_store`` which of the others the store has: in ``pieces``, by
+    their positions among the others."""
+
+    in_store: NDArray[np.bool_] | None
+    pieces: list[Piece]
+    in_host: NDArray[np.bool_] | None = None
+    lifted: NDArray[np.uint8] | None = None
+    dirty: NDArray[np.uint8] | None = None
+
+
+class LowerTiers:
+    """Where rows come from and go to; ``host``, ``store`` and ``ahead`` may be missing.
+
+    Its methods are called by whoever plans, with the chain's lock held.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        row_bytes: int,
+        host: MemoryTier | None,
+        store: RowStore | None,
+        ahead: ReadAhead | None,
+    ) -> None:
+        self.name = name
+        self.row_bytes = row_bytes
+        self.host = host
+        self.store = store
+        self.ahead = ahead
+        self.counters = ChainCounters()
+        self._buffers: dict[str, NDArray[np.uint8]] = {}
+
+    @property
+    def exist(self) -> bool:
+        """Whether there is any tier below."""
+        return self.host is not None or self.store is not None
+
+    def buffer(self, name: str, rows: int) -> NDArray[np.uint8]:
+        """Room for ``rows`` rows on their way between tiers, kept from plan to plan.
+
+        Fresh arrays of a few MiB each would scatter over malloc's heap and stay resident.
+        """
+        held = self._buffers.get(name)
+        if held is None or len(held) < rows:
+            self._buffers[name] = held = np.empty((rows + rows // 4, self.row_bytes), np.uint8)
+        return held[:rows]
+
+    def buffer_bytes(self) -> int:
+        """Bytes of rows on their way between tiers."""
+        ahead = 0 if self.ahead is None else self.ahead.memory_bytes()
+        return ahead + sum(held.nbytes for held in self._buffers.values())
+
+    def collect(self, missing: Keys) -> Below:
+        """What the tiers below hold of ``missing``: read from the store, and taken out of the host tier."""
+        in_host = None if self.host is None else self.host.find(missing)
+        asked = missing if in_host is None else missing[in_host < 0]
+        in_store, pieces = (None, []) if self.store is None else self._read(self.store, asked)
+        if self.host is None or in_host is None:
+            return Below(in_store, pieces)
+        slots = in_host[in_host >= 0]
+        lifted = self.buffer("lifted", len(slots))
+        self.host.copy_out(slots, lifted)
+        dirty = self.host.native.dirty_of(slots)
+        self.host.native.remove(slots)
+        return Below(in_store, pieces, in_host >= 0, lifted, dirty)
+
+    def _read(self, store: RowStore, keys: Keys) -> tuple[NDArray[np.bool_], list[Piece]]:
+        """Which rows the store has, and where they are now: read ahead, or now."""
+        pieces = [] if self.ahead is None else self.ahead.find(keys)
+        found = np.zeros(len(keys), bool)
+        for positions, _, _ in pieces:
+            found[positions] = True
+            self.counters.read_ahead_rows += len(positions)
+        left = np.flatnonzero(~found)
+        if len(left):
+            rows = self.buffer("fetched", len(left))
+            there = np.flatnonzero(store.read(keys[left], rows))
+            pieces.append((left[there], rows, there))
+            found[left[there]] = True
+        return found, pieces
+
+    def restore(self, found: Below, missing: Keys, seq: int) -> None:
+        """Puts lifted rows back; the host tier has room, since they were just taken out of it."""
+        if found.lifted is not None and len(found.lifted):
+            assert found.in_host is not None
+            assert found.dirty is not None
+            never = np.full(len(found.lifted), np.iinfo(np.int64).max)
+            self.demote(missing[found.in_host], found.lifted, found.dirty, never, seq)
+
+    def demote(
+        self,
+        keys: Keys,
+        rows: NDArray[np.uint8],
+        dirty: NDArray[np.uint8],
+        next_use: NDArray[np.int64],
+        seq: int,
+    ) -> None:
+        """Hands rows that left the fast tier to the tier below."""
+        if self.host is None:
+            self._write_down(keys, rows, dirty)
+            return
+        native = self.host.native
+        plan = native.begin(keys, next_use, seq)
+        try:
+            self.host.evict(np.iinfo(np.int64).max, plan)
+            # Rows that find no room in the host tier go past it.
+            past = plan.misses[len(keys) - plan.needed - plan.refused :]
+            slots, victims, victim_dirty, _ = plan.victims
+            if len(slots):
+                leaving = self.buffer("leaving", len(slots))
+                self.host.copy_out(slots, leaving)
+                self._write_down(victims, leaving, victim_dirty)
+            if len(past):
+                self._write_down(keys[past], rows[past], dirty[past])
+        except BaseException:
+            native.abort(plan)
+            raise
+        native.assign(keys, False, plan)
+        stay = plan.slots >= 0
+        slots = plan.slots if stay.all() else plan.slots[stay]
+        self.host.copy_in(slots, rows if stay.all() else rows[stay])
+        native.set_dirty(slots, dirty if stay.all() else dirty[stay])
+
+    def _write_down(self, keys: Keys, rows: NDArray[np.uint8], dirty: NDArray[np.uint8]) -> None:
+        """Stores the dirty ones; clean rows are in the store already, or were never updated."""
+        changed = dirty.astype(bool)
+        if not changed.any():
+            return
+        if not changed.all():
+            keys, rows = keys[changed], rows[changed]
+        self.write(keys, rows)
+
+    def write(self, keys: Keys, rows: NDArray[np.uint8]) -> None:
+        """Rows of the memory tiers go to the store, whether or not they stay in memory as well."""
+        if self.store is None:
+            raise TierFullError(
+                f"{self.name}: the memory tiers are full and there is no store below; raise hbm or uvm, "
+                "or set ssd"
+            )
+        if self.ahead is not None:
+            self.ahead.written(keys)
+        self.store.write(keys, rows)
+        self.counters.written_rows += len(keys)
