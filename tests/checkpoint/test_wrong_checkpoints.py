@@ -219,3 +219,17 @@ def test_a_full_disk_leaves_the_checkpoint_before(saved: Path, monkeypatch: pyte
     assert found is not None
     assert found.step == 3
     training.model.close()
+
+
+def test_not_while_a_prefetch_runs(saved: Path) -> None:
+    training = Training(saved)
+    batches = tierstore.prefetch(torch.randint(0, 400, (20, 8, 4)), training.model, depth=2, window=4)
+    for _ in range(3):
+        training.step(next(batches))
+    with pytest.raises(ConfigError, match="a prefetch is running on these tables; close it first"):
+        training.restore(saved / "checkpoints")
+    batches.close()
+    found = training.restore(saved / "checkpoints")
+    assert found is not None
+    training.step()
+    training.model.close()
