@@ -174,3 +174,31 @@ def huge() -> None:
 
 def test_tables_beyond_any_memory() -> None:
     run(2, huge)
+
+
+def several_calls() -> None:
+    """Exchanges go through memory that is kept: no call may touch what another still needs."""
+    env = ShardingEnv.from_process_group()
+    configs = cases.tables()
+    cuts = {"t0": row_wise(), "t1": table_wise(1), "t2": column_wise([0, 1]), "t3": data_parallel()}
+    options: dict[str, Any] = {"config": cases.MEMORY, "optimizer": optim.SGD(lr=0.1), "seed": 3}
+    whole, twin = (tierstore.EmbeddingBagCollection(configs, is_weighted=True, **options) for _ in range(2))
+    parts = shard(twin, construct_plan(configs, cuts, 2), env)
+    first, second, third = cases.batches(2, 3, longest=1)
+    losses = []
+    for model, ranks in ((whole, [0, 1]), (parts, [env.rank])):
+        outputs = [model(batch.of(ranks, weighted=True)).values() for batch in (first, second)]
+        with torch.no_grad():
+            model(third.of(ranks, weighted=True))
+        losses.append((outputs[0].square().sum() + outputs[1].square().sum()) / len(ranks))
+        losses[-1].backward(retain_graph=True)
+        losses[-1].backward()
+    for table in configs:
+        ids = torch.arange(table.num_embeddings)
+        torch.testing.assert_close(
+            parts.rows(ids, table.name), whole.rows(ids, table.name), rtol=1e-6, atol=1e-6
+        )
+
+
+def test_several_calls_before_one_backward_pass() -> None:
+    run(2, several_calls)
