@@ -71,6 +71,8 @@ class ShardingPlan:
     tables: tuple[TablePlacement, ...]
     world_size: int
     ranks_per_host: int
+    device: str = ""
+    """"cuda" or "cpu": what the topology was of; empty: any."""
     report: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """What the planner found out: the dictionary that ``tierstore plan --json`` writes."""
 
@@ -93,8 +95,14 @@ class ShardingPlan:
         """The shards that ``rank`` holds, in the plan's order."""
         return [(table, shard) for table in self.tables for shard in table.shards if shard.rank == rank]
 
-    def check(self, tables: Sequence[Any], world_size: int) -> None:
-        """Raises ConfigError unless this is a plan for these table configurations and this world size."""
+    def check(self, tables: Sequence[Any], world_size: int, device: str = "") -> None:
+        """Raises ConfigError unless this is a plan for these table configurations, this world size and this
+        kind of device (empty: any)."""
+        if device and self.device and device != self.device:
+            raise ConfigError(
+                f'the plan is for device "{self.device}" and the tables are on "{device}"; plan again with '
+                f'Topology(..., device="{device}")'
+            )
         if world_size != self.world_size:
             raise ConfigError(
                 f"the plan is for {self.world_size} ranks and there are {world_size}; plan again for this "
@@ -125,6 +133,7 @@ class ShardingPlan:
         return {
             "world_size": self.world_size,
             "ranks_per_host": self.ranks_per_host,
+            "device": self.device,
             "tables": [
                 {**asdict(table), "sharding_type": table.sharding_type.value} for table in self.tables
             ],
@@ -135,7 +144,8 @@ class ShardingPlan:
         """Raises ConfigError for what is not a plan."""
         try:
             tables = tuple(_table(item) for item in values["tables"])
-            return cls(tables, int(values["world_size"]), int(values["ranks_per_host"]))
+            device = str(values.get("device", ""))
+            return cls(tables, int(values["world_size"]), int(values["ranks_per_host"]), device)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"not a sharding plan: {type(error).__name__}: {error}") from error
 

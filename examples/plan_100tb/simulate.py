@@ -4,7 +4,8 @@
 
 The plan predicts the step as its longest stage. The simulation knows nothing of that: each batch goes through
 its stages on every rank; stages wait for one another, for the batch before and for shared drives; all-to-alls
-start when the last rank is ready; misses are drawn anew for every batch and shard, and service times vary.
+start when the last rank is ready; ids are drawn, deduplicated and looked up in what each shard holds; service
+times vary. The rates of the machines and what single operations cost are the planner's.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from pathlib import Path
 import numpy as np
 
 from tierstore.cli.plan import read_yaml
-from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
+from tierstore.planner import EmbeddingShardingPlanner, Popularity, Topology, Workload
 from tierstore.planner.planner import Solution
 from tierstore.planner.tables import specs_of_yaml
 
 HERE = Path(__file__).parent
+_DRAWN = 3  # different batches, which come again and again
 
 
 @dataclass
@@ -44,10 +46,8 @@ class Simulation:
         self.world, self.per_host = topology.world_size, topology.ranks_per_host
         self.now, self.events, self.count = 0.0, [], 0
         caches = solution.caches
-        unique = caches.field("unique")
         self.rank_of = caches.rank
-        self.link_misses = unique * caches.misses(caches.hbm_rows)
-        self.ssd_misses = unique * caches.misses(caches.memory_rows)
+        self.batches_drawn = [self._draw(solution) for _ in range(_DRAWN)]
         self.link_s, self.ssd_s = caches.field("link_s"), caches.field("ssd_s")
         compute, self.index, self.intra, self.inter, link, _ = solution.prediction.ranks.T
         self.kernels = compute - link * topology.host_link_bw / topology.hbm_bw
@@ -56,6 +56,26 @@ class Simulation:
         self.servers = {(name, r): Server() for name in names for r in range(self.world)}
         self.servers |= {("ssd", h): Server() for h in range(topology.hosts)}
         self.finished: list[float] = []
+
+    def _draw(self, solution: Solution) -> tuple[np.ndarray, np.ndarray]:
+        """Of one global batch: rows of each shard that are not in device memory, and not in memory."""
+        caches, size = solution.caches, solution.work.batch_size * self.world
+        missing: list[tuple[int, int]] = []
+        for item in solution.placed:
+            table, shards = solution.tables[item.table], range(len(missing), len(missing) + len(item.ranks))
+            if not item.cut.cost.unique:  # replicas have all rows
+                missing += [(0, 0)] * len(item.ranks)
+                continue
+            ids = popular_ids(self.random, table.rows, table.popularity, int(table.accesses(size)))
+            rows = item.cut.row_cuts
+            # Popularity is spread evenly over row cuts; each shard holds its most popular rows.
+            places = [np.sort(ids[ids % rows == part] // rows) for part in range(rows)]
+            for j, shard in enumerate(shards):
+                here = places[j % rows]
+                held = caches.hbm_rows[shard], caches.memory_rows[shard]
+                missing.append(tuple(len(here) - int(np.searchsorted(here, n)) for n in held))
+        both = np.array(missing, dtype=np.float64)
+        return both[:, 0], both[:, 1]
 
     def run(self, batches: int) -> float:
         """Mean seconds per step, the first third left out."""
@@ -72,16 +92,12 @@ class Simulation:
 
     def _start_batch(self) -> None:
         self.started += 1
-        link = self._drawn(self.link_misses, self.link_s)
-        ssd = self._drawn(self.ssd_misses, self.ssd_s)
+        link_misses, ssd_misses = self.batches_drawn[self.started % _DRAWN]
+        link = np.bincount(self.rank_of, link_misses * self.link_s, self.world)
+        ssd = np.bincount(self.rank_of, ssd_misses * self.ssd_s, self.world)
         gathered = Barrier(self.world, lambda: self._exchange(link))
         for r in range(self.world):
             self._fetch(r, float(link[r]), float(ssd[r]), gathered)
-
-    def _drawn(self, mean: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """Seconds per rank of this batch's misses."""
-        misses = self.random.poisson(np.minimum(mean, 1e15)) if len(mean) else mean
-        return np.bincount(self.rank_of, misses * seconds, self.world)
 
     def _fetch(self, r: int, link: float, ssd: float, gathered: Barrier) -> None:
         host = r // self.per_host
@@ -131,6 +147,14 @@ class Simulation:
 
             self.count += 1
             heapq.heappush(self.events, (self.now + seconds, self.count, done))
+
+
+def popular_ids(random: np.random.Generator, rows: int, popularity: Popularity, count: int) -> np.ndarray:
+    """The distinct ones of ``count`` draws of P(k) ~ (k + q)^-s, k from 0 to rows - 1 (int64, sorted)."""
+    power, shift = 1 - popularity.s or 1e-9, popularity.q + 1
+    first, last = ((np.array([-0.5, rows - 0.5]) + shift) ** power).tolist()
+    drawn = (first + (last - first) * random.random(count)) ** (1 / power) - shift
+    return np.unique(np.clip(np.rint(drawn), 0, rows - 1).astype(np.int64))
 
 
 class Barrier:

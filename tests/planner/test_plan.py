@@ -151,6 +151,8 @@ def test_a_plan_for_another_model_or_world_size_is_refused():
         plan.check([table("a"), table("c")], 2)
     with pytest.raises(ConfigError, match="in the model and"):
         plan.check([table("a", 5), table("b")], 2)
+    with pytest.raises(ConfigError, match='for device "cuda" and the tables are on "cpu"'):
+        plan.check([table("a"), table("b")], 2, "cpu")
     with pytest.raises(ConfigError, match="not a sharding plan"):
         ShardingPlan.from_dict({"tables": [{"name": "a"}], "world_size": 1, "ranks_per_host": 1})
 

@@ -88,7 +88,8 @@ class EmbeddingShardingPlanner:
             raise self._infeasible(solution)
         tables_placed = placements(solution)
         report = report_of(solution, tables_placed, start)
-        return ShardingPlan(tables_placed, self.topology.world_size, self.topology.ranks_per_host, report)
+        ranks = self.topology.world_size, self.topology.ranks_per_host
+        return ShardingPlan(tables_placed, *ranks, self.topology.device, report)
 
     def collective_plan(
         self, module: Any, sharders: Sequence[Any] | None = None, pg: Any = None

@@ -41,6 +41,7 @@ def report_of(solution: Solution, tables: Sequence[TablePlacement], started: flo
         "assumed_rates": list(solution.topology.assumed),
         "world_size": solution.topology.world_size,
         "ranks_per_host": solution.topology.ranks_per_host,
+        "device": solution.topology.device,
         "tables": [],
         "ranks": _ranks(solution),
         "hosts": _hosts(solution),

@@ -92,7 +92,7 @@ class ShardedCollection(ShardedLookups):
         env.check_same("tables, plan, optimizer, seed or comms", (described, plan, optimizer, seed, comms))
         _check_names(configs)
         plan = _only(plan, [table.name for table in configs])
-        plan.check(configs, env.world_size)
+        plan.check(configs, env.world_size, "cpu")
         features = _features(configs, {table.name: number for number, table in enumerate(configs)})
         routing = Routing(features, plan, env.rank)
         config = config or TierConfig()
