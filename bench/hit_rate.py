@@ -85,7 +85,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cache_policies import prepare
+    from cache_policies import PolicyError
+
+    try:
+        return answer_all(args)
+    except PolicyError as error:  # as for a policy or filter that does not exist
+        raise ConfigError(str(error)) from error
+
+
+def answer_all(args: argparse.Namespace) -> int:
+    from cache_policies import get_admission, prepare
 
     from . import _hit_rate_plot as plot
     from . import _hit_rate_report as report
@@ -96,6 +105,11 @@ def run(args: argparse.Namespace) -> int:
         plot.check(args.plot)
     if args.row_bytes < 1 or args.examples_per_s <= 0:
         raise ConfigError("--row-bytes and --examples-per-s must be positive")
+    if args.depth < 0 or args.threads < 1:
+        raise ConfigError("--depth must be at least 0, --threads at least 1")
+    parse_window(args.window)
+    parse_sample(args.sample)
+    get_admission(args.admission)
     source = open_source(args)
     with report.progress() as bars:
         step = bars("reading", source.num_batches)
@@ -237,7 +251,7 @@ def parse_window(text: str) -> int | str:
 
 
 def parse_sample(text: str) -> float:
-    if text == "exact":
+    if text in ("exact", "auto"):
         return 1.0
     try:
         rate = float(text)

@@ -66,9 +66,7 @@ class Arc(Policy):
             "next": next_,
             "often": np.zeros(capacity, np.bool_),
             "key": np.zeros(capacity, np.uint64),
-            "known": np.zeros(capacity, np.uint8),  # of the misses of this plan, in order
-            "misses": np.zeros(1, np.int64),
-            "asked": np.zeros(1, np.bool_),  # admit is called at all: else ghosts are noticed by insert
+            **ghosts.new_recollection(capacity),
             "incoming": np.zeros(2, np.int64),  # rows of this plan that T1 and T2 will have got
             "length": np.zeros(2, np.int64),
             "target": np.zeros(1, np.float64),  # rows that T1 should have
@@ -88,22 +86,19 @@ class Arc(Policy):
 
     @staticmethod
     def admit(s, keys, now, admitted):
-        s.asked[0] = True
         n = 0
         for i in range(keys.size):
-            if admitted[i] and n < s.key.size:
-                s.known[n] = _adapt(s, keys[i])
+            if admitted[i]:
+                ghosts.note(s, n, _adapt(s, keys[i]))
                 n += 1
-        s.misses[0] = n
 
     @staticmethod
     def insert(s, slots, keys, next_use, now):
         for i in range(slots.size):
             slot = slots[i]
-            if not s.asked[0]:
-                known = _adapt(s, keys[i])
-            else:
-                known = s.known[i] if i < s.misses[0] else _NEW
+            known = np.int64(ghosts.recall(s, i))
+            if known == ghosts.UNASKED:
+                known = np.int64(_adapt(s, keys[i]))
             queue = _ONCE if known == _NEW else _OFTEN
             push_newest(s.prev, s.next, s.key.size + queue, slot)
             s.length[queue] += 1

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from cache_policies.lists import new_lists, push_newest, unlink
-from cache_policies.policy import Policy
+from cache_policies.lists import push_newest, unlink
+from cache_policies.ring import Ring
 
 
-class Clock(Policy):
+class Clock(Ring):
     """A hand goes around the rows in order of arrival, spares those used since it last came by, and evicts
     the first other one.
 
@@ -18,27 +16,6 @@ class Clock(Policy):
     """
 
     name = "clock"
-
-    def state(self, capacity: int) -> dict[str, np.ndarray]:
-        prev, next_ = new_lists(capacity, 1)
-        return {
-            "prev": prev,
-            "next": next_,
-            "used": np.zeros(capacity, np.bool_),
-            "resident": np.zeros(1, np.int64),
-        }
-
-    @staticmethod
-    def touch(s, slots, keys, next_use, now):
-        for slot in slots:
-            s.used[slot] = True
-
-    @staticmethod
-    def insert(s, slots, keys, next_use, now):
-        for slot in slots:
-            push_newest(s.prev, s.next, s.used.size, slot)
-            s.used[slot] = False
-        s.resident[0] += slots.size
 
     @staticmethod
     def remove(s, slots):

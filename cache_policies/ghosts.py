@@ -16,6 +16,7 @@ from cache_policies.hashing import mix
 from cache_policies.lists import new_lists, push_newest, unlink
 
 NO_GHOST = -1
+UNASKED = 255  # recalled of a row that admit was not asked about
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
@@ -133,3 +134,31 @@ def remember(s, key, list_):
     s.ghost_list[ghost] = list_
     push_newest(s.ghost_prev, s.ghost_next, s.ghost_key.size + list_, ghost)
     s.ghost_size[list_] += 1
+
+
+def new_recollection(capacity: int) -> dict[str, np.ndarray]:
+    """Arrays in which ``admit`` leaves a number (0 to 254) for each row that it admits, so that ``evict`` and
+    ``insert`` of the same plan know it; nothing is left if the engine never calls ``admit``.
+    """
+    return {
+        "known": np.zeros(capacity, np.uint8),  # of the admitted misses of this plan, in order
+        "misses": np.zeros(1, np.int64),
+        "asked": np.zeros(1, np.bool_),
+    }
+
+
+@njit(error_model="numpy", forceinline=True)
+def note(s, i, known):
+    """Of the ``i``-th admitted miss (those past the capacity get no slot anyway)."""
+    s.asked[0] = True
+    s.misses[0] = min(i + 1, s.known.size)
+    if i < s.known.size:
+        s.known[i] = known
+
+
+@njit(error_model="numpy", forceinline=True)
+def recall(s, i):
+    """What was noted of the ``i``-th row that is inserted: 0 if nothing, ``UNASKED`` without ``admit``."""
+    if not s.asked[0]:
+        return np.uint8(UNASKED)
+    return s.known[i] if i < s.misses[0] else np.uint8(0)

@@ -92,9 +92,7 @@ class S3Fifo(Policy):
             "uses": np.zeros(capacity, np.uint8),
             "in_main": np.zeros(capacity, np.bool_),
             "key": np.zeros(capacity, np.uint64),
-            "returns": np.zeros(capacity, np.bool_),  # misses of this plan, in order: evicted lately
-            "misses": np.zeros(1, np.int64),
-            "asked": np.zeros(1, np.bool_),  # admit is called at all: else ghosts are noticed by insert
+            **ghosts.new_recollection(capacity),
             "small": np.array([int(capacity * self.small)]),  # slots
             "length": np.zeros(2, np.int64),
             "evicted": np.zeros(1, np.bool_),
@@ -103,13 +101,11 @@ class S3Fifo(Policy):
 
     @staticmethod
     def admit(s, keys, now, admitted):
-        s.asked[0] = True
         n = 0
         for i in range(keys.size):
-            if admitted[i] and n < s.uses.size:
-                s.returns[n] = _returns(s, keys[i])
+            if admitted[i]:
+                ghosts.note(s, n, _returns(s, keys[i]))
                 n += 1
-        s.misses[0] = n
 
     @staticmethod
     def touch(s, slots, keys, next_use, now):
@@ -121,7 +117,9 @@ class S3Fifo(Policy):
         for i in range(slots.size):
             slot = slots[i]
             filling = not s.evicted[0] and s.length[0] >= s.small[0]
-            returns = (i < s.misses[0] and s.returns[i]) if s.asked[0] else _returns(s, keys[i])
+            returns = ghosts.recall(s, i)
+            if returns == ghosts.UNASKED:
+                returns = np.uint8(_returns(s, keys[i]))
             queue = 1 if filling or returns else 0
             push_newest(s.prev, s.next, s.uses.size + queue, slot)
             s.length[queue] += 1

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from cache_policies.lists import new_lists, push_newest, unlink
-from cache_policies.policy import Policy
+from cache_policies.lists import unlink
+from cache_policies.ring import Ring
 
 
-class Sieve(Policy):
+class Sieve(Ring):
     """As CLOCK, but spared rows keep their place: new rows are sifted apart from those that have proven
     themselves.
 
@@ -19,26 +19,8 @@ class Sieve(Policy):
     name = "sieve"
 
     def state(self, capacity: int) -> dict[str, np.ndarray]:
-        prev, next_ = new_lists(capacity, 1)
-        return {
-            "prev": prev,
-            "next": next_,
-            "used": np.zeros(capacity, np.bool_),
-            "hand": np.full(1, capacity, np.int64),  # the sentinel: start at the oldest
-            "resident": np.zeros(1, np.int64),
-        }
-
-    @staticmethod
-    def touch(s, slots, keys, next_use, now):
-        for slot in slots:
-            s.used[slot] = True
-
-    @staticmethod
-    def insert(s, slots, keys, next_use, now):
-        for slot in slots:
-            push_newest(s.prev, s.next, s.used.size, slot)
-            s.used[slot] = False
-        s.resident[0] += slots.size
+        # the hand is at the sentinel: start at the oldest
+        return {**super().state(capacity), "hand": np.full(1, capacity, np.int64)}
 
     @staticmethod
     def remove(s, slots):
