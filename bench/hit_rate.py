@@ -9,7 +9,6 @@ import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config import format_bytes, parse_bytes
@@ -23,7 +22,7 @@ SUMMARY = "miss ratios of eviction policies by cache size, on a trace"
 DEFAULT_POLICIES = "lookahead,lru,lfu,s3_fifo,w_tinylfu"
 DEFAULT_SIZES = "1%,2%,5%,10%,20%,50%"
 _IO_SECONDS = 0.5
-_IO_FILE = "64MiB"
+_IO_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -294,8 +293,9 @@ def counted(batches: Any, step: Any) -> Any:
 
 def measure_iops(folder: str | None) -> float:
     """Random direct reads of 4 KiB per second of the device that ``folder`` is on."""
-    from .store import device_reads
+    from .store import Device
 
     with tempfile.TemporaryDirectory(prefix="tierstore-io-", dir=folder) as place:
-        options = SimpleNamespace(device_file=_IO_FILE, seconds=_IO_SECONDS)
-        return device_reads(Path(place) / "device", options)  # type: ignore[arg-type]
+        device = Device(Path(place) / "device", _IO_BYTES, _IO_SECONDS)
+        device.writes()
+        return device.reads()
