@@ -105,7 +105,7 @@ def answer_all(args: argparse.Namespace) -> int:
     if args.row_bytes < 1 or args.examples_per_s <= 0:
         raise ConfigError("--row-bytes and --examples-per-s must be positive")
     if args.depth < 0 or args.threads < 1:
-        raise ConfigError("--depth must be at least 0, --threads at least 1")
+        raise ConfigError("--depth must not be negative, and --threads at least 1")
     parse_window(args.window)
     parse_sample(args.sample)
     get_admission(args.admission)
