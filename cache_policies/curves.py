@@ -90,6 +90,8 @@ def miss_curves(
     runs = [(policy, int(size)) for policy in chosen for size in sizes]
     rate = auto_rate(trace, len(runs)) if rate is None else rate
     part = sample(trace, rate)
+    if rate < 1 and part.footprint:
+        rate = part.footprint / trace.footprint  # what chance made of it
 
     def run(policy: Policy, size: int) -> Point:
         slots = max(1, min(round(size * rate), part.footprint + part.largest_batch))

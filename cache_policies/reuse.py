@@ -94,6 +94,7 @@ def lru_curve(trace: PreparedTrace, rate: float = 1.0) -> ReuseCurve:
     the rows of one batch.
     """
     part = sample(trace, rate)
+    rate = part.footprint / trace.footprint if rate < 1 and part.footprint else rate  # what chance made of it
     rows, distances = part.rows, np.empty(part.rows.size, np.int32)
     offsets = part.offsets if part.offsets.size else np.arange(rows.size + 1)
     _distances(rows, offsets, part.footprint, distances)
