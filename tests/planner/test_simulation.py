@@ -42,7 +42,7 @@ def test_the_example_is_100_terabytes_and_fits():
         100e12
     )
     machines = Topology.from_dict(read_yaml(EXAMPLE / "topology_8.yaml"))
-    planner = EmbeddingShardingPlanner(machines, workload=Workload(2048, depth=4), search_seconds=1)
+    planner = EmbeddingShardingPlanner(machines, workload=Workload(512, depth=4), search_seconds=1)
     solution = planner.solve(tables)
     assert not solution.caches.missing
     simulated = load("simulate").Simulation(solution, 4, 0.05).run(30)
