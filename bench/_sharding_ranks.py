@@ -63,8 +63,8 @@ class Setting:
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    """``seconds``: of every step, of the slowest rank, by system; ``bytes_sent``: by tierstore's rank 0 to
-    others, in the last step."""
+    """``seconds``: of every step, of the slowest rank, by system; ``cpu_seconds``: of all threads of all
+    ranks; ``bytes_sent``: by tierstore's rank 0 to others, in the last step."""
     torch.set_num_threads(1)
     tierstore.set_num_threads(1)
     env = ShardingEnv.from_process_group()
@@ -78,20 +78,24 @@ def measure(setting: Setting) -> dict[str, Any]:
         steps["torchrec"] = _torchrec_step(setting, env.world_size)
     batches = [_batch(setting, env.rank, number) for number in range(_DRAWN)]
     times: dict[str, list[float]] = {name: [] for name in steps}
+    cpu_times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(setting.steps + 2):
         for name, step in steps.items():
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             sent = env.traffic.bytes_sent
             step(batches[number % _DRAWN])
             taken = torch.tensor([time.perf_counter() - start])
+            worked = torch.tensor([time.process_time() - cpu])
             dist.all_reduce(taken, dist.ReduceOp.MAX)
+            dist.all_reduce(worked, dist.ReduceOp.SUM)
             if number >= 2:  # before, rows are made and buffers grow
                 times[name].append(float(taken))
+                cpu_times[name].append(float(worked))
             if name == "tierstore":
                 bytes_sent = env.traffic.bytes_sent - sent
     ours.close()
-    return {"seconds": times, "bytes_sent": bytes_sent}
+    return {"seconds": times, "cpu_seconds": cpu_times, "bytes_sent": bytes_sent}
 
 
 def _step(pooled: Any) -> None:

@@ -97,6 +97,7 @@ def _figures(measured: dict[str, Any]) -> dict[str, Any]:
             "median_s": statistics.median(seconds),
             "quartiles_s": statistics.quantiles(seconds, n=4)[::2] if len(seconds) > 1 else seconds,
             "seconds": seconds,
+            "median_cpu_s": statistics.median(measured["cpu_seconds"][name]),
         }
         for name, seconds in times.items()
     }
@@ -113,7 +114,10 @@ def _print(cut: str, figures: dict[str, Any]) -> None:
     for name in ("tierstore", "torchrec"):
         if name in figures:
             low, high = (1e3 * figures[name]["quartiles_s"][at] for at in (0, -1))
-            shown.append(f"{name} {1e3 * figures[name]['median_s']:.1f} ms ({low:.1f} to {high:.1f})")
+            shown.append(
+                f"{name} {1e3 * figures[name]['median_s']:.1f} ms ({low:.1f} to {high:.1f})"
+                f", CPU {1e3 * figures[name]['median_cpu_s']:.1f} ms"
+            )
     if "ratio_of_medians" in figures:
         shown.append(f"ratio {figures['ratio_of_medians']:.2f} (of pairs {figures['median_of_ratios']:.2f})")
     shown.append(f"{figures['bytes_sent']:,} bytes sent per rank")
