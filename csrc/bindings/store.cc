@@ -57,11 +57,19 @@ void TranslateException(std::exception_ptr pointer) {
   }
 }
 
-std::unique_ptr<Store> Open(const std::string& directory, const py::object& config,
-                            const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables, Env* env) {
+// A forked child has none of the store's threads, so it cannot destroy its copy and leaves it in memory.
+struct DeleteInOwnProcess {
+  void operator()(Store* store) const {
+    if (store->InOwnProcess()) delete store;
+  }
+};
+using StoreHolder = std::unique_ptr<Store, DeleteInOwnProcess>;
+
+StoreHolder Open(const std::string& directory, const py::object& config,
+                 const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables, Env* env) {
   const StoreConfig parsed = ParseConfig(config);
   py::gil_scoped_release release;
-  return std::make_unique<Store>(env == nullptr ? PosixEnv() : *env, directory, parsed, tables);
+  return StoreHolder(new Store(env == nullptr ? PosixEnv() : *env, directory, parsed, tables));
 }
 
 py::array_t<bool> Read(Store& store, const Keys& keys, Rows& rows) {
@@ -150,7 +158,7 @@ TIERSTORE_BINDINGS(store) {
   py::register_local_exception_translator(&TranslateException);
   m.def("kept_commits", &KeptCommits, py::arg("directory"), py::arg("env") = nullptr);
   using Release = py::call_guard<py::gil_scoped_release>;
-  py::class_<Store>(m, "NativeStore")
+  py::class_<Store, StoreHolder>(m, "NativeStore")
       .def(py::init(&Open), py::arg("directory"), py::arg("config"), py::arg("tables"),
            py::arg("env") = nullptr, py::keep_alive<1, 5>())
       .def("read", &Read, py::arg("keys").noconvert(), py::arg("rows").noconvert())

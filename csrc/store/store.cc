@@ -37,8 +37,10 @@ Store::Store(Env& env, std::string directory, const StoreConfig& config,
 
 Store::~Store() { Close(); }
 
+bool Store::InOwnProcess() const { return getpid() == pid_; }
+
 void Store::Close() {
-  if (getpid() != pid_) return;
+  if (!InOwnProcess()) return;
   closed_ = true;
   Lock lock(mutex_);
   stop_ = true;
@@ -66,7 +68,7 @@ void Store::Close() {
 
 void Store::CheckOpen() const {
   if (closed_) throw ClosedError("the store is closed");
-  if (getpid() != pid_) {
+  if (!InOwnProcess()) {
     throw ClosedError(
         "the store was opened before this process was forked; open it in the process that uses it");
   }

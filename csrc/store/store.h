@@ -69,6 +69,8 @@ class Store {
         const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables);
   ~Store();
 
+  // False in a forked child, where the store can be neither used nor destroyed.
+  bool InOwnProcess() const;
   // rows[i] (at `rows` + i·row_bytes) and found[i] of each key. Rows that are not found are left as they are.
   void Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found);
   // Of keys that come twice the last one stays.

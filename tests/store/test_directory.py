@@ -140,6 +140,21 @@ def test_temporary_directory_is_deleted_at_exit_but_not_by_a_forked_child(tmp_pa
     assert not Path(path).exists()
 
 
+@pytest.mark.parametrize("engine", ["native", "rocksdb", "lmdb", "memory"])
+def test_a_forked_child_may_drop_a_store(tmp_path, engine):
+    """As the workers of a torch DataLoader do when their garbage collector finds one."""
+    code = (
+        "import gc, os; from tests.store.store_model import *; from tierstore.store import open_store\n"
+        f"store = open_store(None, {engine!r}, TABLES, CAP); put(store, 1, range(10)); store.commit(b'')\n"
+        "child = os.fork()\n"
+        "if child == 0: del store; gc.collect(); os._exit(0)\n"
+        "print(os.waitpid(child, 0)[1]); put(store, 1, range(20)); store.commit(b''); store.close()"
+    )
+    child = run_child(code, tmp_path)
+    out, _ = child.communicate(timeout=60)
+    assert (out.split(), child.returncode) == (["0"], 0)
+
+
 @contextmanager
 def plain_user():
     """Not root for a while, since root may write everywhere."""
