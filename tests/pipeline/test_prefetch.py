@@ -347,3 +347,12 @@ def test_that_a_module_cannot_be_prefetched_is_said_once(caplog: pytest.LogCaptu
             for (ids,) in prefetch(batches, module):
                 module(ids + 1).sum().backward()
     assert sum("cannot be told from the batch" in record.message for record in caplog.records) == 1
+
+
+def test_a_loader_may_be_a_sequence_without_iter() -> None:
+    class Indexed:
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return [torch.arange(n) for n in range(1, 5)][index]
+
+    with tierstore.TieredEmbedding(20, 3, config=TierConfig(engine="memory")) as module:
+        assert sum(module(ids).shape[0] for ids in prefetch(Indexed(), module)) == 10  # type: ignore[arg-type]

@@ -69,7 +69,7 @@ def prefetch(
     depth = _number("depth", config.depth if depth is None else depth, MAX_DEPTH)
     window = _number("window", config.window if window is None else window, 1 << 20)
     given = _given_calls(models, inputs) if inputs is not None else None
-    if not isinstance(loader, Iterable):
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):  # as iter() takes
         raise TypeError(f"a {type(loader).__name__} is no iterable of batches")
     return Prefetched(loader, lambda batches: _run(batches, modules, depth, window, given))
 
