@@ -45,7 +45,12 @@ void TranslateException(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const IoError& error) {
-    Raise(error.IsFull() ? "StoreFullError" : "StoreIOError", py::make_tuple(error.code(), error.what()));
+    if (error.IsFull()) {
+      const std::string what = std::string(error.what()) + "; free some space, committed rows are intact";
+      Raise("StoreFullError", py::make_tuple(error.code(), what));
+    } else {
+      Raise("StoreIOError", py::make_tuple(error.code(), error.what()));
+    }
   } catch (const FullError& error) {
     Raise("StoreFullError", py::make_tuple(ENOSPC, error.what()));
   } catch (const CorruptError& error) {
