@@ -33,7 +33,6 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "data": BASICS | {"sparse", "modules"},
     "trace": BASICS | {"sparse", "data", "cache_policies"},
     "models": BASICS | {"sparse", "optim", "modules", "data"},
-    "interop": BASICS | {"sparse", "optim", "modules"},
 }
 EVERYTHING = {"tierstore", "_core", *PROJECT_IMPORTS}
 PROJECT_IMPORTS["tierstore"] = EVERYTHING  # the package's own __init__

@@ -96,7 +96,6 @@ _SUBMODULES = [
     "data",
     "errors",
     "initializers",
-    "interop",
     "models",
     "modules",
     "optim",
