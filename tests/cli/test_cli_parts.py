@@ -77,6 +77,7 @@ class TestOptions:
         """Frozen, so that growth is a visible change."""
         assert sorted(vars(parse())) == [
             *(
+                "admission",
                 "batch_size",
                 "checkpoint",
                 "checkpoint_every",
@@ -86,6 +87,7 @@ class TestOptions:
                 "dim",
                 "engine",
                 "epochs",
+                "export",
                 "hbm",
                 "json",
                 "lr",
