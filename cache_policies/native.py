@@ -5,9 +5,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import os
+import subprocess
+import sys
 import types as pytypes
 from collections import namedtuple
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +23,11 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.errors import NumbaError
 from numba.extending import intrinsic
 
-from cache_policies.policy import Hooked, PolicyError
+from cache_policies.policy import Hooked, Policy, PolicyError
 
 _log = logging.getLogger(__name__)
+
+_COMPILING = "TIERSTORE_COMPILING"  # set in processes that fill the compile cache
 
 _state, _n = types.voidptr, types.int64
 _i32, _i64, _u64 = (types.CPointer(t) for t in (types.int32, types.int64, types.uint64))
@@ -205,7 +211,7 @@ def _build(wrapper: Any, owner: Hooked, hook: str, digest: str) -> Any:
     signature = _SIGNATURES[hook]
     function = CFunc(wrapper, (signature.args, signature.return_type), {}, {"error_model": "numpy"})
     try:
-        function._cache = _HookCache(wrapper, digest)  # type: ignore[attr-defined]
+        function._cache = _HookCache(wrapper, digest, _builtin(owner))  # type: ignore[attr-defined]
     except (RuntimeError, OSError) as error:
         _log.debug("compiled hooks of %s are not cached: %s", owner.name, error)
     try:
@@ -220,11 +226,18 @@ class _HookCache(FunctionCache):
     date.
     """
 
-    def __init__(self, function: Any, digest: str) -> None:
+    def __init__(self, function: Any, digest: str, builtin: str | None) -> None:
         super().__init__(function)
         self._digest = digest
+        self._builtin = builtin
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = self._load(sig, target_context)
+        if found is None and self._builtin is not None and _compile_elsewhere(self._builtin):
+            found = self._load(sig, target_context)
+        return found
+
+    def _load(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
         except Exception as error:  # a damaged file, or a module that this process cannot import
@@ -233,6 +246,28 @@ class _HookCache(FunctionCache):
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return (sig, codegen.magic_tuple(), self._digest)
+
+
+def _builtin(owner: Hooked) -> str | None:
+    """The name by which another process finds a policy of this package."""
+    is_ours = isinstance(owner, Policy) and type(owner).__module__.startswith("cache_policies.")
+    return owner.name if is_ours else None
+
+
+@cache
+def _compile_elsewhere(policy: str) -> bool:
+    """Fills the on-disk cache from another process: the compiler takes some 100 MiB, and keeps them."""
+    if not sys.executable or os.environ.get(_COMPILING):
+        return False
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "cache_policies.compiled", policy]
+    environment = {**os.environ, _COMPILING: "1", "PYTHONPATH": path}
+    try:
+        subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.debug("%s is compiled in this process: %s", policy, error)
+        return False
+    return True
 
 
 def _digest(parts: list[Any]) -> str:
