@@ -1,7 +1,11 @@
-"""What engines share: checks of arguments, the closed state, counters. Engines fill in the ``_`` methods."""
+"""What engines share: checks of arguments, the closed state, counters, the list of kept commits.
+
+Engines fill in the ``_`` methods.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from abc import ABC, abstractmethod
@@ -14,7 +18,12 @@ from numpy.typing import NDArray
 
 from tierstore.errors import ClosedError, InputError, StoreCorruptError
 from tierstore.keys import ID_BITS
+from tierstore.store.commits import check_droppable, find_commit, new_commit, superseded
+from tierstore.store.files import store_errors
 from tierstore.store.protocol import CommitId, CommitInfo, StoreStats, TableSpec
+from tierstore.store.registry import StoreOptions
+
+log = logging.getLogger(__name__)
 
 _TAG = re.compile(r"[ -.0-~]{0,100}")  # so that it may be part of a file's name, or of a command line
 
@@ -110,9 +119,14 @@ class StoreBase(ABC):
     engine: str
     io: str
 
-    def __init__(self, tables: Sequence[TableSpec], read_only: bool = False) -> None:
+    def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
+        self._path = path
         self._sizes = RowSizes(tables)
-        self._read_only = read_only
+        self._cap = options.ssd_bytes
+        self._keep = options.keep
+        self._read_only = options.read_only
+        self._kept: list[CommitInfo] = []  # oldest first; for engines to fill when they open
+        self._current: CommitInfo | None = None  # the commit that the store was opened at or made last
         self._lock = threading.RLock()
         self._closed = ""  # why, once it is
         self._read_rows = self._read_bytes = self._read_requests = 0
@@ -152,15 +166,26 @@ class StoreBase(ABC):
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
         with self._open_to_write():
             check_commit(meta, tag)
-            return self._commit(meta, tag)
+            commit = new_commit(self._kept[-1].id + 1 if self._kept else 1, tag, meta)
+            self._commit(commit)
+            self._kept.append(commit)
+            self._current = commit
+            for old in superseded(self._kept, self._keep):
+                try:
+                    self._give_up(old)
+                except OSError as error:  # the newest commit is safe, and the next one tries again
+                    log.warning("removing commit %d of %s: %s", old.id, self._path, error)
+            return commit.id
 
     def commits(self) -> list[CommitInfo]:
         with self._open():
-            return self._commits()
+            return list(self._kept)
 
     def drop_commit(self, id: CommitId) -> None:
         with self._open_to_write():
-            self._drop_commit(id)
+            check_droppable(self._kept, id, self._path)
+            with store_errors(f"removing commit {id} of {self._path}"):
+                self._give_up(find_commit(self._kept, id, self._path))
 
     def compact(self) -> None:
         with self._open_to_write():
@@ -168,7 +193,7 @@ class StoreBase(ABC):
 
     def meta(self) -> bytes:
         with self._open():
-            return self._meta()
+            return self._current.meta if self._current else b""
 
     def stats(self) -> StoreStats:
         with self._open():
@@ -206,19 +231,15 @@ class StoreBase(ABC):
     def _keys(self, table: int) -> Iterator[NDArray[np.uint64]]: ...
 
     @abstractmethod
-    def _commit(self, meta: bytes, tag: str | None) -> CommitId: ...
+    def _commit(self, commit: CommitInfo) -> None:
+        """Makes everything written so far durable as ``commit``."""
 
     @abstractmethod
-    def _commits(self) -> list[CommitInfo]: ...
-
-    @abstractmethod
-    def _drop_commit(self, id: CommitId) -> None: ...
+    def _remove(self, commit: CommitInfo) -> None:
+        """Removes the files of a kept commit, which is not the last; those that are gone are no error."""
 
     def _compact(self) -> None:  # noqa: B027  # most engines have nothing to do
         """Wins back space; nothing to do unless the engine says otherwise."""
-
-    @abstractmethod
-    def _meta(self) -> bytes: ...
 
     @abstractmethod
     def _space(self) -> tuple[int, int, int, int]:
@@ -227,6 +248,10 @@ class StoreBase(ABC):
     @abstractmethod
     def _release(self) -> None:
         """Frees everything; called once."""
+
+    def _give_up(self, commit: CommitInfo) -> None:
+        self._remove(commit)
+        self._kept.remove(commit)
 
     @contextmanager
     def _open(self) -> Iterator[None]:

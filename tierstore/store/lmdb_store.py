@@ -34,18 +34,10 @@ from tierstore.config import format_bytes
 from tierstore.errors import InputError, StoreCorruptError, StoreFullError, StoreIOError
 from tierstore.keys import ID_BITS, MAX_ID
 from tierstore.store.base import StoreBase, as_bytes, scatter
-from tierstore.store.commits import (
-    check_droppable,
-    find_commit,
-    new_commit,
-    pack_commit,
-    read_commit,
-    superseded,
-    unpack_commit,
-)
+from tierstore.store.commits import find_commit, pack_commit, read_commit, unpack_commit
 from tierstore.store.files import disk_bytes, open_regular, store_errors, sync_directory, write_atomically
 from tierstore.store.parallel import SMALLEST, Readers
-from tierstore.store.protocol import CommitId, CommitInfo, TableSpec
+from tierstore.store.protocol import CommitInfo, TableSpec
 from tierstore.store.registry import StoreOptions
 
 _COMMIT = b"commit"
@@ -66,10 +58,7 @@ class LMDBStore(StoreBase):
     io = "mmap"
 
     def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
-        super().__init__(tables, options.read_only)
-        self._path = path
-        self._cap = options.ssd_bytes
-        self._keep = options.keep
+        super().__init__(path, tables, options)
         self._changed_rows = 0
         with store_errors(f"opening {path}"):
             if not options.read_only:
@@ -79,7 +68,7 @@ class LMDBStore(StoreBase):
         self._current = self._open_tree(path / _DATA)
         if self._current is not None:
             for copy in [copy for copy in self._kept if copy.id >= self._current.id]:
-                self._remove(copy)  # made for a commit that a crash cut short
+                self._give_up(copy)  # made for a commit that a crash cut short
             self._kept.append(self._current)
         if options.at:
             self._branch(options.at)
@@ -206,8 +195,7 @@ class LMDBStore(StoreBase):
             start = int(chunk[-1]) + 1
             yield chunk
 
-    def _commit(self, meta: bytes, tag: str | None) -> CommitId:
-        commit = new_commit(self._kept[-1].id + 1 if self._kept else 1, tag, meta)
+    def _commit(self, commit: CommitInfo) -> None:
         branched = self._file.name == _BRANCH
         if self._kept and not branched and (self._keep > 1 or self._kept[-1].tag):
             with self._lmdb_errors("committing"), store_errors(f"copying commit {self._kept[-1].id}"):
@@ -222,13 +210,7 @@ class LMDBStore(StoreBase):
             if branched:
                 self._replace_data()
             self._txn = self._env.begin(write=True)
-        self._kept.append(commit)
-        self._current = commit
         self._changed_rows = 0
-        with store_errors(f"removing old commits of {self._path}"):
-            for old in superseded(self._kept, self._keep):
-                self._remove(old)
-        return commit.id
 
     def _copy_last(self) -> None:
         """Copies the last commit, which the next one is about to replace."""
@@ -261,25 +243,11 @@ class LMDBStore(StoreBase):
         self._file = self._file.rename(self._path / _DATA)
         sync_directory(self._path)
 
-    def _commits(self) -> list[CommitInfo]:
-        return list(self._kept)
-
-    def _drop_commit(self, id: CommitId) -> None:
-        check_droppable(self._kept, id, self._path)
-        with store_errors(f"removing commit {id} of {self._path}"):
-            self._remove(find_commit(self._kept, id, self._path))
-
     def _remove(self, commit: CommitInfo) -> None:
-        self._kept.remove(commit)
-        if self._read_only:
-            return
-        if (self._path / _copy_name(commit.id)).exists():
+        if not self._read_only and (self._path / _copy_name(commit.id)).exists():
             (self._path / _copy_name(commit.id)).unlink()
             (self._path / _record_name(commit.id)).unlink(missing_ok=True)
             sync_directory(self._path)
-
-    def _meta(self) -> bytes:
-        return self._current.meta if self._current else b""
 
     def _space(self) -> tuple[int, int, int, int]:
         with self._lmdb_errors("reading"):

@@ -21,17 +21,9 @@ from tierstore.config import format_bytes
 from tierstore.errors import StoreCorruptError, StoreFullError, StoreMismatchError
 from tierstore.keys import ID_BITS
 from tierstore.store.base import StoreBase
-from tierstore.store.commits import (
-    check_droppable,
-    find_commit,
-    new_commit,
-    pack_commit,
-    read_commit,
-    superseded,
-    unpack_commit,
-)
+from tierstore.store.commits import find_commit, pack_commit, read_commit, unpack_commit
 from tierstore.store.files import disk_bytes, read_regular, store_errors, sync_directory, write_atomically
-from tierstore.store.protocol import CommitId, CommitInfo, TableSpec
+from tierstore.store.protocol import CommitInfo, TableSpec
 from tierstore.store.registry import StoreOptions
 
 _FILE = re.compile(r"commit-(\d{12})")
@@ -93,12 +85,8 @@ class MemoryStore(StoreBase):
     io = "memory"
 
     def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
-        super().__init__(tables, options.read_only)
-        self._path = path
-        self._cap = options.ssd_bytes
-        self._keep = options.keep
+        super().__init__(path, tables, options)
         self._arenas = {size: _Arena(size) for size in self._sizes.known()}
-        self._committed_meta = b""
         with store_errors(f"opening {path}"):
             if (path / "rows").exists():
                 raise StoreMismatchError(f"{path} is of an earlier tierstore; it cannot be read any more")
@@ -129,32 +117,14 @@ class MemoryStore(StoreBase):
         for start in range(0, len(keys), _CHUNK):
             yield keys[start : start + _CHUNK]
 
-    def _commit(self, meta: bytes, tag: str | None) -> CommitId:
-        commit = new_commit(self._kept[-1].id + 1 if self._kept else 1, tag, meta)
+    def _commit(self, commit: CommitInfo) -> None:
         file = self._file(commit.id)
         with store_errors(f"writing {file}"):
             write_atomically(file, self._dump(commit))
-        self._kept.append(commit)
-        self._committed_meta = meta
-        for old in superseded(self._kept, self._keep):
-            self._remove(old)
-        return commit.id
-
-    def _commits(self) -> list[CommitInfo]:
-        return list(self._kept)
-
-    def _drop_commit(self, id: CommitId) -> None:
-        check_droppable(self._kept, id, self._path)
-        self._remove(find_commit(self._kept, id, self._path))
 
     def _remove(self, commit: CommitInfo) -> None:
-        with store_errors(f"removing commit {commit.id} of {self._path}"):
-            self._file(commit.id).unlink(missing_ok=True)
-            sync_directory(self._path)
-        self._kept.remove(commit)
-
-    def _meta(self) -> bytes:
-        return self._committed_meta
+        self._file(commit.id).unlink(missing_ok=True)
+        sync_directory(self._path)
 
     def _space(self) -> tuple[int, int, int, int]:
         rows = sum(len(arena.positions) for arena in self._arenas.values())
@@ -196,7 +166,7 @@ class MemoryStore(StoreBase):
             offset = self._load_section(file, body, offset)
         if offset != len(body):
             raise StoreCorruptError(f"{file} holds {len(body) - offset} bytes more than its sections")
-        self._committed_meta = commit.meta
+        self._current = commit
 
     @staticmethod
     def _sections_of(file: Path) -> memoryview:

@@ -37,14 +37,7 @@ from tierstore.config import format_bytes
 from tierstore.errors import StoreCorruptError, StoreFullError, StoreIOError, TierStoreError
 from tierstore.keys import ID_BITS, MAX_ID
 from tierstore.store.base import StoreBase, as_bytes, scatter
-from tierstore.store.commits import (
-    check_droppable,
-    find_commit,
-    new_commit,
-    pack_commit,
-    read_commit,
-    superseded,
-)
+from tierstore.store.commits import find_commit, pack_commit, read_commit
 from tierstore.store.files import (
     disk_bytes,
     store_errors,
@@ -53,7 +46,7 @@ from tierstore.store.files import (
     write_atomically,
 )
 from tierstore.store.parallel import Readers
-from tierstore.store.protocol import CommitId, CommitInfo, TableSpec
+from tierstore.store.protocol import CommitInfo, TableSpec
 from tierstore.store.registry import StoreOptions
 
 log = logging.getLogger(__name__)
@@ -98,16 +91,14 @@ class RocksDBStore(StoreBase):
     io = "rocksdb"
 
     def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
-        super().__init__(tables, options.read_only)
-        self._path = path
-        self._cap = options.ssd_bytes
-        self._keep = options.keep
+        super().__init__(path, tables, options)
         self._readers = Readers(options.read_threads)
         self._unchecked_bytes = 0
         with store_errors(f"opening {path}"):
             self._kept = [read_commit(path / _record_name(number)) for number in _commit_numbers(path)]
-            current = find_commit(self._kept, options.at, path) if options.at else None
-            current = current or (self._kept[-1] if self._kept else None)
+            if options.at or self._kept:
+                self._current = find_commit(self._kept, options.at, path) if options.at else self._kept[-1]
+            current = self._current
             live, self._temporary = path / "live", None
             if options.read_only:
                 self._temporary = tempfile.TemporaryDirectory(prefix="tierstore-")
@@ -130,7 +121,6 @@ class RocksDBStore(StoreBase):
             raise StoreCorruptError(
                 f"{path / _folder_name(current.id if current else 0)} does not hold that commit's record"
             )
-        self._committed_meta = current.meta if current else b""
 
     def _read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         order = np.argsort(keys)  # neighbours may share a block
@@ -175,8 +165,7 @@ class RocksDBStore(StoreBase):
         if probe.valid():
             raise StoreCorruptError(f"{self._path}: the keys behind {last.hex()} cannot be listed")
 
-    def _commit(self, meta: bytes, tag: str | None) -> CommitId:
-        commit = new_commit(self._kept[-1].id + 1 if self._kept else 1, tag, meta)
+    def _commit(self, commit: CommitInfo) -> None:
         record = pack_commit(commit)
         with (
             self._breaking("committing"),
@@ -187,29 +176,10 @@ class RocksDBStore(StoreBase):
             write_atomically(self._path / _record_name(commit.id), [record])
             rocksdict.Checkpoint(self._db).create_checkpoint(str(self._path / _folder_name(commit.id)))
             sync_directory(self._path)
-        self._kept.append(commit)
-        self._committed_meta = meta
-        for old in superseded(self._kept, self._keep):
-            try:
-                self._remove(old)
-            except OSError as error:  # the newest commit is safe, and the next one tries again
-                log.warning("removing commit %d of %s: %s", old.id, self._path, error)
-        return commit.id
-
-    def _commits(self) -> list[CommitInfo]:
-        return list(self._kept)
-
-    def _drop_commit(self, id: CommitId) -> None:
-        check_droppable(self._kept, id, self._path)
-        with store_errors(f"removing commit {id} of {self._path}"):
-            self._remove(find_commit(self._kept, id, self._path))
 
     def _compact(self) -> None:
         with self._rocksdb_errors("compacting"):
             self._db.compact_range(None, None)
-
-    def _meta(self) -> bytes:
-        return self._committed_meta
 
     def _space(self) -> tuple[int, int, int, int]:
         with self._rocksdb_errors("reading"):
@@ -237,7 +207,6 @@ class RocksDBStore(StoreBase):
             shutil.rmtree(unnamed)
         (self._path / _record_name(commit.id)).unlink(missing_ok=True)
         sync_directory(self._path)
-        self._kept.remove(commit)
 
     def _property(self, name: str) -> int:
         return self._db.property_int_value(f"rocksdb.{name}") or 0
