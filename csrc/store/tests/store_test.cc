@@ -63,23 +63,31 @@ void WriteSome(Store& store, std::mt19937_64& random, std::uint64_t version, Mod
   store.Write(keys, rows.data(), kRowBytes[table]);
 }
 
+// Versions of the rows of a table that are stored, by key; each row must be whole.
+Model ReadTable(Store& store, std::uint32_t table) {
+  const std::uint32_t row_bytes = kRowBytes[table];
+  std::vector<std::uint64_t> keys(kIds[table]);
+  for (std::uint64_t id = 0; id < kIds[table]; ++id) keys[id] = MakeKey(table, id);
+  std::vector<std::byte> rows(keys.size() * row_bytes), expected(row_bytes);
+  const auto found = std::make_unique<bool[]>(keys.size());
+  store.Read(keys, rows.data(), row_bytes, found.get());
+  Model versions;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    if (!found[i]) continue;
+    std::uint64_t version;
+    std::memcpy(&version, &rows[i * row_bytes], sizeof(version));
+    FillRow(keys[i], version, row_bytes, expected.data());
+    CHECK(std::memcmp(expected.data(), &rows[i * row_bytes], row_bytes) == 0);
+    versions[keys[i]] = version;
+  }
+  return versions;
+}
+
 void CheckAll(Store& store, const Model& model) {
   CHECK(store.Stats().rows == model.size());
-  for (std::uint32_t table = 0; table < 3; ++table) {
-    const std::uint32_t row_bytes = kRowBytes[table];
-    std::vector<std::uint64_t> keys(kIds[table]);
-    for (std::uint64_t id = 0; id < kIds[table]; ++id) keys[id] = MakeKey(table, id);
-    std::vector<std::byte> rows(keys.size() * row_bytes), expected(row_bytes);
-    const auto found = std::make_unique<bool[]>(keys.size());
-    store.Read(keys, rows.data(), row_bytes, found.get());
-    for (std::size_t i = 0; i < keys.size(); ++i) {
-      const auto entry = model.find(keys[i]);
-      CHECK(found[i] == (entry != model.end()));
-      if (!found[i]) continue;
-      FillRow(keys[i], entry->second, row_bytes, expected.data());
-      CHECK(std::memcmp(expected.data(), &rows[i * row_bytes], row_bytes) == 0);
-    }
-  }
+  Model stored;
+  for (std::uint32_t table = 0; table < 3; ++table) stored.merge(ReadTable(store, table));
+  CHECK(stored == model);
 }
 
 void RunWorkload(Env& env, const std::string& directory, ReadEngine engine, int steps, std::uint64_t seed) {
@@ -116,26 +124,16 @@ void ReadMeanwhile(Env& env, const std::string& directory, ReadEngine engine, in
   Store store(env, directory, Config(engine), {});
   std::atomic<bool> done{false};
   std::thread reader([&] {
-    std::map<std::uint64_t, std::uint64_t> seen;
+    Model seen[3];  // by table
     std::mt19937_64 random(seed + 1);
     while (!done) {
       const auto table = static_cast<std::uint32_t>(random() % 3);
-      const std::uint32_t row_bytes = kRowBytes[table];
-      std::vector<std::uint64_t> keys(kIds[table]);
-      for (std::uint64_t id = 0; id < kIds[table]; ++id) keys[id] = MakeKey(table, id);
-      std::vector<std::byte> rows(keys.size() * row_bytes), expected(row_bytes);
-      const auto found = std::make_unique<bool[]>(keys.size());
-      store.Read(keys, rows.data(), row_bytes, found.get());
-      for (std::size_t i = 0; i < keys.size(); ++i) {
-        CHECK(found[i] || !seen.contains(keys[i]));
-        if (!found[i]) continue;
-        std::uint64_t version;
-        std::memcpy(&version, &rows[i * row_bytes], sizeof(version));
-        CHECK(version >= seen[keys[i]]);
-        seen[keys[i]] = version;
-        FillRow(keys[i], version, row_bytes, expected.data());
-        CHECK(std::memcmp(expected.data(), &rows[i * row_bytes], row_bytes) == 0);
+      Model now = ReadTable(store, table);
+      for (const auto& [key, version] : seen[table]) {
+        CHECK(now.contains(key));
+        CHECK(now[key] >= version);
       }
+      seen[table] = std::move(now);
     }
   });
   std::mt19937_64 random(seed);
