@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.bags import ROWS, budget, build, everything, random_batches, train
 from tierstore import TierConfig, optim
+from tierstore.cache.stats import counters_of, go_on_counting
 from tierstore.errors import ClosedError, ConfigError, InputError, TierFullError
 
 CHAINS: dict[str, dict[str, int]] = {  # slots; 0: no such tier
@@ -91,6 +94,24 @@ def test_reading_changes_nothing() -> None:
         assert stats["evicted_rows"] == stats["written_rows"] == stats["lookups"] == 0
         for ids, out in zip(batches, outputs, strict=True):
             assert torch.allclose(out, module.rows(ids[0].flatten()).view(8, 3, 8).sum(1))
+
+
+def test_counting_goes_on_in_another_process() -> None:
+    batches = random_batches(1, 24, 1, 8, 3)
+    counted = []
+    for pause in (False, True):
+        with build(TierConfig(hbm=budget(40), engine="memory"), optim.SGD(lr=0.1), (8,)) as module:
+            train(module, batches[:12])
+            if pause:
+                saved = json.loads(json.dumps(counters_of(module.engine.chains)))
+                module.reset_stats()
+                go_on_counting(module.engine.chains, saved)
+            train(module, batches[12:])
+            stats = module.stats()
+        counted.append({name: value for name, value in stats.items() if name.endswith(("_rows", "lookups"))})
+        counted[-1]["tiers"] = stats["tiers"]
+    assert counted[0] == counted[1]
+    assert counted[0]["written_rows"] > 0
 
 
 def test_commit_close_reopen(tmp_path) -> None:

@@ -85,7 +85,8 @@ def counters_of(chains: Any) -> dict[str, Any]:
 def go_on_counting(chains: Any, saved: dict[str, Any]) -> None:
     """Sets the counters of chains to saved ones; tiers that are new begin at 0."""
     for chain in chains:
+        chain.reset_stats()
         known = saved.get(chain.name, {"chain": {}, "tiers": {}})
-        chain.counters = ChainCounters(**known["chain"])
+        chain.counters.add(ChainCounters(**known["chain"]))
         for name in chain.tiers:
             chain.tiers[name] = TierCounters(**known["tiers"].get(name, {}))
