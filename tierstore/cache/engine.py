@@ -19,7 +19,7 @@ from tierstore.cache.budget import ChainDemand, TierPlan, divide, fast_tiers
 from tierstore.cache.chain import Chain
 from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import MemoryTier, as_policy
-from tierstore.cache.stats import ChainCounters, TierCounters
+from tierstore.cache.report import report, table_curve
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError
 from tierstore.initializers import Init, as_init, table_seed
@@ -31,7 +31,6 @@ logger = logging.getLogger("tierstore")
 META_VERSION = 1
 READ_AHEAD_BYTES = 8 << 20
 """What rows that are read ahead of their plan may take, in all."""
-_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the rows used: sizes at which stats() tells the misses
 
 
 @dataclass(frozen=True)
@@ -204,9 +203,9 @@ class Engine:
 
     def _load_meta(self) -> None:
         meta = self.store.meta() if self.store is not None else b""
-        said = json.loads(meta) if meta else {}
-        self.updates = {name: int(n) for name, n in said.get("updates", {}).items()}
-        self.checkpoints = str(said.get("checkpoints", ""))
+        result = json.loads(meta) if meta else {}
+        self.updates = {name: int(n) for name, n in result.get("updates", {}).items()}
+        self.checkpoints = str(result.get("checkpoints", ""))
 
     # -- lookups -------------------------------------------------------------------------
 
@@ -364,70 +363,20 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Counters since the last reset, sizes now: ``tiers`` (hit rates per access and per unique row),
         ``memory`` (bytes), ``tables`` (estimated footprint and misses by cache size, since the engine was
-        opened), ``store``, and the counters of :class:`ChainCounters`; ``chains`` has the same
-        per row layout."""
-        counters = ChainCounters()
-        tiers: dict[str, TierCounters] = {}
-        for chain in self.chains:
-            counters.add(chain.counters)
-            for name, tier in chain.tiers.items():
-                total = tiers.setdefault(name, TierCounters())
-                total.count(tier.rows, tier.row_hits, tier.accesses, tier.access_hits)
-        report: dict[str, Any] = {
-            **counters.report(),
-            "tiers": {name: tier.report() for name, tier in tiers.items()},
-            "memory": self._memory(),
-            "tables": self._table_stats(),
-            "store": None,
-            "chains": {
-                chain.name: {
-                    **chain.counters.report(),
-                    "tiers": {name: tier.report() for name, tier in chain.tiers.items()},
-                    "slots": chain.fast.capacity,
-                    "row_bytes": chain.layout.row_bytes,
-                }
-                for chain in self.chains
-            },
-        }
+        opened), ``store``, and the counters of ``cache.stats.ChainCounters``; ``chains`` has the same per row
+        layout."""
+        result = report(self.chains, self._table_curves())
         if self.store is not None and not self.closed:
-            report["store"] = vars(self.store.stats())
-        return report
+            result["store"] = vars(self.store.stats())
+        return result
 
     def table_curves(self) -> dict[str, Any]:
         """Miss-ratio curves of the tables as estimated since the engine was opened, as plain JSON:
         ``tierstore plan --stats`` reads it (docs/policies.md)."""
-        return planner_document("live", [self._table_curve(spec) for spec in self.specs])
+        return planner_document("live", self._table_curves())
 
-    def _table_curve(self, spec: TableSpec) -> TableCurve:
-        curves = self._chain_of[spec.index].curves
-        rows, accesses = curves.per_batch(spec.index)
-        curve, footprint = curves.curve(spec.index), curves.footprint(spec.index)
-        return TableCurve(spec.name, spec.num_embeddings, footprint, rows, accesses, curve)
-
-    def _table_stats(self) -> dict[str, Any]:
-        """By table: rows used so far, what a batch looks up, and LRU's misses at a few sizes."""
-        report = {}
-        for table in map(self._table_curve, self.specs):
-            sizes = [max(1, round(share * table.footprint)) for share in _SHARES]
-            misses = np.clip(table.curve.capacity_miss_ratio(sizes), 0, 1).tolist() if table.accesses else []
-            report[table.name] = {
-                "footprint": table.footprint,
-                "unique_rows": table.uniques,
-                "accesses": table.accesses,
-                "capacity_miss_ratio": dict(zip(sizes, misses, strict=False)),
-            }
-        return report
-
-    def _memory(self) -> dict[str, int]:
-        return {
-            "hbm": sum(chain.fast.memory_bytes() for chain in self.chains),
-            "uvm": sum(
-                chain.below.host.memory_bytes() for chain in self.chains if chain.below.host is not None
-            ),
-            "buffers": sum(chain.below.buffer_bytes() for chain in self.chains),
-            "window": sum(chain.window.memory_bytes for chain in self.chains),
-            "curves": sum(chain.curves.nbytes for chain in self.chains),
-        }
+    def _table_curves(self) -> list[TableCurve]:
+        return [table_curve(spec, self._chain_of[spec.index].curves) for spec in self.specs]
 
 
 def _rows(table: Table) -> int:

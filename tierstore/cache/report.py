@@ -1,0 +1,72 @@
+"""What ``stats()`` and ``table_curves()`` tell of an engine: plain values, made of its chains' counters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cache_policies.live import LiveCurves
+from cache_policies.table_curve import TableCurve
+from tierstore.cache.chain import Chain
+from tierstore.cache.stats import ChainCounters, TierCounters
+from tierstore.store.protocol import TableSpec
+
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the rows used: sizes at which a report tells the misses
+
+
+def report(chains: Sequence[Chain], tables: Sequence[TableCurve]) -> dict[str, Any]:
+    """What ``Engine.stats`` says, the store's own figures (``store``: None) excepted."""
+    counters = ChainCounters()
+    tiers: dict[str, TierCounters] = {}
+    for chain in chains:
+        counters.add(chain.counters)
+        for name, tier in chain.tiers.items():
+            total = tiers.setdefault(name, TierCounters())
+            total.count(tier.rows, tier.row_hits, tier.accesses, tier.access_hits)
+    return {
+        **counters.report(),
+        "tiers": {name: tier.report() for name, tier in tiers.items()},
+        "memory": _memory(chains),
+        "tables": {table.name: _table(table) for table in tables},
+        "store": None,
+        "chains": {
+            chain.name: {
+                **chain.counters.report(),
+                "tiers": {name: tier.report() for name, tier in chain.tiers.items()},
+                "slots": chain.fast.capacity,
+                "row_bytes": chain.layout.row_bytes,
+            }
+            for chain in chains
+        },
+    }
+
+
+def table_curve(spec: TableSpec, curves: LiveCurves) -> TableCurve:
+    """A table as ``curves``, its chain's, know it by now."""
+    rows, accesses = curves.per_batch(spec.index)
+    curve, footprint = curves.curve(spec.index), curves.footprint(spec.index)
+    return TableCurve(spec.name, spec.num_embeddings, footprint, rows, accesses, curve)
+
+
+def _table(table: TableCurve) -> dict[str, Any]:
+    """Rows used so far, what a batch looks up, and LRU's misses at a few sizes."""
+    sizes = [max(1, round(share * table.footprint)) for share in _SHARES]
+    misses = np.clip(table.curve.capacity_miss_ratio(sizes), 0, 1).tolist() if table.accesses else []
+    return {
+        "footprint": table.footprint,
+        "unique_rows": table.uniques,
+        "accesses": table.accesses,
+        "capacity_miss_ratio": dict(zip(sizes, misses, strict=False)),
+    }
+
+
+def _memory(chains: Sequence[Chain]) -> dict[str, int]:
+    return {
+        "hbm": sum(chain.fast.memory_bytes() for chain in chains),
+        "uvm": sum(chain.below.host.memory_bytes() for chain in chains if chain.below.host is not None),
+        "buffers": sum(chain.below.buffer_bytes() for chain in chains),
+        "window": sum(chain.window.memory_bytes for chain in chains),
+        "curves": sum(chain.curves.nbytes for chain in chains),
+    }
