@@ -47,7 +47,7 @@ def optimum(
             for cut in options
             for place in _places(cut, ranks, topology)
         )
-    return program.solve(integral=True, time_limit=time_limit)
+    return program.solve(time_limit)
 
 
 def relaxed(
@@ -59,7 +59,7 @@ def relaxed(
     counts too: shards of a cut are equal, so that the fullest has at least the mean. The bound is proven even
     if the solver does not end within ``time_limit``; then it is between this and that of a mix of cuts.
     """
-    return _relaxed(topology, work, cuts).solve(integral=True, time_limit=time_limit)
+    return _relaxed(topology, work, cuts).solve(time_limit)
 
 
 def likely_cuts(
@@ -68,7 +68,7 @@ def likely_cuts(
     """Of each table the position of the cut that :func:`relaxed` chooses; None if there was no time."""
     program = _relaxed(topology, work, cuts)
     try:
-        program.solve(integral=True, time_limit=time_limit)
+        program.solve(time_limit)
     except TierStoreError:
         return None
     if program.values is None:
@@ -193,10 +193,7 @@ class _Program:
             chosen = self._variable(integral=True)
             self._put(one, chosen, 1.0)
             self.chosen[-1].append(chosen)
-            load = cut.everywhere
-            for row, seconds in zip(
-                self.everywhere, (load.compute, load.index, load.intra, load.inter), strict=True
-            ):
+            for row, seconds in zip(self.everywhere, cut.everywhere.seconds, strict=True):
                 self._put(row, chosen, seconds / self.unit)
             for targets in shards:
                 self._add_shard(chosen, cut.cost, targets)
@@ -266,7 +263,7 @@ class _Program:
         return result
 
     def _stages(self, to: _Target, variable: int, load: Load) -> None:
-        for stage, seconds in enumerate((load.compute, load.index, load.intra, load.inter)):
+        for stage, seconds in enumerate(load.seconds):
             self._put(to.rank + stage, variable, to.many * seconds / self.unit)
         if self.topology.one_fetcher:
             self._put(to.rank + 5, variable, to.many * load.index / self.unit)
@@ -283,7 +280,7 @@ class _Program:
         if value:
             self.entries.append((row, column, value))
 
-    def solve(self, integral: bool, time_limit: float) -> Bound:
+    def solve(self, time_limit: float) -> Bound:
         row, column, value = zip(*self.entries, strict=True)
         n = len(self.integral)
         matrix = coo_array((value, (row, column)), shape=(len(self.limits), n)).tocsr()
@@ -295,7 +292,7 @@ class _Program:
         top[:5] = np.inf
         result = milp(
             cost,
-            integrality=np.array(self.integral) if integral else None,
+            integrality=np.array(self.integral),
             bounds=Bounds(np.zeros(n), top),
             constraints=limits,
             options={"time_limit": time_limit, "mip_rel_gap": 1e-3},
@@ -303,7 +300,7 @@ class _Program:
         if result.status not in (0, 1):
             raise TierStoreError(f"the linear programme has no solution: {result.message}")
         self.values = result.x
-        proven = result.mip_dual_bound if integral else result.fun
+        proven = result.mip_dual_bound
         if proven is None:
             raise TierStoreError(f"no bound within {time_limit} s: {result.message}")
         return Bound(float(proven) * self.unit, result.status == 0)

@@ -45,7 +45,7 @@ class Cluster:
         """Adds (or with ``sign`` -1 takes away) a table cut as ``cut`` onto ``ranks``, one shard each."""
         self.add_everywhere(cut.everywhere, sign)
         cost = cut.cost
-        self.seconds[ranks] += sign * _vector(cost.load)
+        self.seconds[ranks] += sign * np.array(cost.load.seconds)
         self.fixed_hbm[ranks] += sign * cost.fixed_hbm
         self.hbm_bytes[ranks] += sign * part.hbm_bytes
         self.link_s[ranks] += sign * part.link_s
@@ -61,7 +61,7 @@ class Cluster:
         self.moved[hosts] += times * part.moved
 
     def add_everywhere(self, load: Load, sign: float = 1.0) -> None:
-        self.seconds += sign * _vector(load)
+        self.seconds += sign * np.array(load.seconds)
 
     def loads(self) -> tuple[Floats, Floats, Floats, Floats]:
         """Seconds (ranks, 6) and (hosts, 2), and by how much memories overflow, as shares of their size:
@@ -131,7 +131,7 @@ class Cluster:
             self.seconds, self.fixed_hbm, self.hbm_bytes, self.link_s, self.link_bytes
         )
         rank1, link1, over1 = self._ranks(
-            self.seconds + _vector(cost.load),
+            self.seconds + cost.load.seconds,
             self.fixed_hbm + cost.fixed_hbm,
             self.hbm_bytes + part.hbm_bytes,
             self.link_s + part.link_s,
@@ -159,10 +159,6 @@ class Cluster:
 def badness(seconds: Floats, over: Floats, unit: float, power: float) -> Floats:
     """A smooth maximum to be summed over ranks and hosts, float64 (n,); what does not fit outweighs time."""
     return ((seconds / unit) ** power).sum(axis=1) + _OVERFLOW * over * (1 + over)
-
-
-def _vector(load: Load) -> Floats:
-    return np.array([load.compute, load.index, load.intra, load.inter])
 
 
 def _at(bytes_: Floats, values: Floats, room: Floats) -> Floats:

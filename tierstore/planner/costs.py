@@ -94,6 +94,11 @@ class Load:
     intra: float = 0.0
     inter: float = 0.0
 
+    @property
+    def seconds(self) -> tuple[float, float, float, float]:
+        """All of them, in the order of the fields."""
+        return self.compute, self.index, self.intra, self.inter
+
     def __add__(self, other: Load) -> Load:
         return Load(
             self.compute + other.compute,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tierstore.planner.allocate import Allocation, Placed
 from tierstore.planner.cluster import HOST_STAGES, RANK_STAGES
-from tierstore.planner.costs import Load, Workload
+from tierstore.planner.costs import Workload
 from tierstore.planner.curves import Floats
 from tierstore.planner.topology import Topology
 
@@ -47,14 +47,14 @@ def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches
     ranks, host = np.zeros((world, 6)), np.zeros((hosts, 2))
     ranks[:, 0] = work.dense_seconds
     for item in placed:
-        ranks[:, :4] += _vector(item.cut.everywhere)
+        ranks[:, :4] += item.cut.everywhere.seconds
     unique = caches.field("unique")
     on_link = unique * caches.misses(caches.hbm_rows)
     on_ssd = unique * caches.misses(caches.memory_rows)
     where = caches.rank
     on_host = where // topology.ranks_per_host
     for item in placed:
-        ranks[item.ranks, :4] += _vector(item.cut.cost.load)
+        ranks[item.ranks, :4] += item.cut.cost.load.seconds
     ranks[:, 1] -= _idle_policies(caches, world)
     link = _sums(where, on_link * caches.field("link_bytes"), world)
     ranks[:, 4] = _sums(where, on_link * caches.field("link_s"), world)
@@ -96,7 +96,3 @@ def hit_rate(caches: Allocation, shards: slice) -> float:
 
 def _sums(where: NDArray[np.int64], values: NDArray[Any], count: int) -> Floats:
     return np.bincount(where, weights=values, minlength=count).astype(np.float64)
-
-
-def _vector(load: Load) -> list[float]:
-    return [load.compute, load.index, load.intra, load.inter]

@@ -111,7 +111,7 @@ class Search:
             share = 1.0 / world * cut.shards
             pooled.add_everywhere(cut.everywhere)
             load = cut.cost.load
-            pooled.seconds += share * np.array([load.compute, load.index, load.intra, load.inter])
+            pooled.seconds += share * np.array(load.seconds)
             pooled.hbm_bytes += share * part.hbm_bytes
             pooled.link_s += share * part.link_s
             pooled.held_bytes += share * part.held_bytes
@@ -125,7 +125,7 @@ class Search:
         options = self.cuts[t]
         cost, part = options[0].cost, self.part(t, 0)
         load = cost.load
-        seconds = max(load.compute, load.index, load.intra, load.inter, float(part.ssd_s[0]) / 4)
+        seconds = max(*load.seconds, float(part.ssd_s[0]) / 4)
         hbm = (cost.fixed_hbm + part.hbm_bytes[0]) / self.cluster.hbm_size
         host = (part.held_bytes[0] + part.index_bytes[0]) / max(1.0, self.cluster.host_size)
         stored = part.ssd_bytes[0] / max(1.0, self.cluster.ssd_size)
