@@ -83,20 +83,25 @@ def is_fresh(engine: Engine) -> bool:
 def save_table(module: Any, table: Table, destination: dict[str, Any], key: str) -> None:
     """Puts the weights of a table into a state dict. ``module`` has ``rows``."""
     shape = (table.num_embeddings, table.embedding_dim)
-    size = 4 * shape[0] * shape[1]
-    if size > STATE_DICT_LIMIT:
-        logger.warning(
-            "%s (%s if dense) is in this state dict without its rows: they are in tiers, commit() keeps them",
-            key,
-            format_bytes(size),
-        )
-        destination[key] = torch.empty(shape, device="meta")
+    if 4 * shape[0] * shape[1] > STATE_DICT_LIMIT:
+        leave_out(table, destination, key)
         return
     weight = torch.empty(shape)
     for begin in range(0, shape[0], _CHUNK):
         ids = torch.arange(begin, min(begin + _CHUNK, shape[0]))
         weight[ids[0] : ids[-1] + 1] = module.rows(ids)
     destination[key] = weight
+
+
+def leave_out(table: Table, destination: dict[str, Any], key: str) -> None:
+    """Puts a tensor without data into a state dict, with a warning."""
+    shape = (table.num_embeddings, table.embedding_dim)
+    logger.warning(
+        "%s (%s if dense) is in this state dict without its rows: they are in tiers, commit() keeps them",
+        key,
+        format_bytes(4 * shape[0] * shape[1]),
+    )
+    destination[key] = torch.empty(shape, device="meta")
 
 
 def load_table(module: Any, table: Table, weight: Tensor, key: str) -> None:
@@ -141,11 +146,17 @@ class HasWeight(nn.Module):
             )
         return super().__getattr__(name)
 
+    def _save_weight(self, destination: dict[str, Any], key: str) -> None:
+        save_table(self, self.table, destination, key)
+
+    def _load_weight(self, weight: Any, key: str) -> None:
+        load_table(self, self.table, weight, key)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if getattr(_rows_left_out, "now", False):
             return
-        save_table(self, self.table, destination, prefix + "weight")
+        self._save_weight(destination, prefix + "weight")
 
     def _load_from_state_dict(
         self,
@@ -171,6 +182,6 @@ class HasWeight(nn.Module):
             missing_keys.append(key)
             return
         try:
-            load_table(self, self.table, state_dict[key], key)
+            self._load_weight(state_dict[key], key)
         except InputError as error:
             error_msgs.append(str(error))

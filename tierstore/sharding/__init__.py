@@ -19,6 +19,7 @@ from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.optimizer import KeyedFusedOptimizer
 from tierstore.sharding.parallel import DistributedModelParallel, shard
+from tierstore.sharding.shard_views import sharded_state_dict
 
 __all__ = [
     "CommsConfig",
@@ -39,6 +40,7 @@ __all__ = [
     "grid_shard",
     "row_wise",
     "shard",
+    "sharded_state_dict",
     "table_column_wise",
     "table_row_wise",
     "table_wise",

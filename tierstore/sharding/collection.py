@@ -24,8 +24,10 @@ from tierstore.modules.collection import (
     table_of,
 )
 from tierstore.modules.configs import from_torchrec
+from tierstore.modules.tables import leave_out
 from tierstore.optim import SGD, OptimizerSpec
-from tierstore.placement import ShardingPlan, ShardingType
+from tierstore.placement import ShardingPlan, ShardingType, TablePlacement
+from tierstore.sharding import shard_views
 from tierstore.sharding.commits import Commits, Place
 from tierstore.sharding.comms import CommsConfig
 from tierstore.sharding.env import ShardingEnv
@@ -57,6 +59,24 @@ class ShardedTableView(TableView):
     @property
     def table(self) -> Table:
         return table_of(self._collection.configs[self._index])
+
+    def _save_weight(self, destination: dict[str, Any], key: str) -> None:
+        if not shard_views.are_wanted() or self._placement.sharding_type is ShardingType.DATA_PARALLEL:
+            super()._save_weight(destination, key)
+        elif shard_views.is_small(self._placement):
+            destination[key] = shard_views.view_of(self._collection, self.name)
+        else:
+            leave_out(self.table, destination, key)
+
+    def _load_weight(self, weight: Any, key: str) -> None:
+        if hasattr(weight, "local_shards"):
+            shard_views.load_view(self._collection, self.name, key, weight)
+        else:
+            super()._load_weight(weight, key)
+
+    @property
+    def _placement(self) -> TablePlacement:
+        return self._collection.plan.table(self.name)
 
 
 class ShardedCollection(ShardedLookups):

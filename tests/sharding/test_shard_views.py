@@ -1,0 +1,115 @@
+"""Sharded state dicts: weights as ShardedTensors, which torch.distributed.checkpoint saves and cuts anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from tests.sharding import cases
+from tests.sharding.ranks import run
+from tests.sharding.test_parallel import CUTS, Model
+from tierstore.sharding import (
+    DistributedModelParallel,
+    column_wise,
+    construct_plan,
+    grid_shard,
+    row_wise,
+    sharded_state_dict,
+    table_wise,
+)
+from tierstore.sharding.cuts import Cut
+
+PLANS: dict[str, dict[str, Cut]] = {
+    "same": CUTS,
+    "other": {
+        "t0": column_wise([1, 0]),
+        "t1": row_wise([57, 0]),
+        "t2": row_wise([11, 53]),
+        "t3": table_wise(1),
+    },
+    "three ranks": {
+        "t0": grid_shard([0]),
+        "t1": row_wise(),
+        "t2": table_wise(2),
+        "t3": column_wise([2, 0]),
+    },
+}
+
+
+def sharded(plan_name: str, *, train: bool) -> DistributedModelParallel:
+    model = Model(cases.tables())
+    ranks = dist.get_world_size()
+    plan = construct_plan(model.sparse, PLANS[plan_name], ranks, name="sparse")
+    dmp = DistributedModelParallel(model, plan=plan)
+    for batch in cases.batches(ranks, 3) if train else ():
+        dmp(batch.of([dist.get_rank()])).square().sum().backward()
+    return dmp
+
+
+def save(folder: str) -> None:
+    dmp = sharded("same", train=True)
+    whole, state = dmp.state_dict(), sharded_state_dict(dmp)
+    assert list(state) == list(whole)
+    views = {name: value for name, value in state.items() if isinstance(value, ShardedTensor)}
+    assert list(views) == [key(i) for i in range(3)]  # t3 is data-parallel
+    for name, view in views.items():
+        expected = whole[name]
+        assert view.metadata().size == expected.shape
+        for shard in view.local_shards():
+            (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            assert torch.equal(shard.tensor, expected[row : row + rows, column : column + columns])
+    assert sum(len(view.local_shards()) for view in views.values()) == 2 + dist.get_rank()
+    dcp.save({"model": state}, checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        torch.save(whole, Path(folder, "whole"))
+    dmp.close()
+
+
+def load(folder: str, plan_name: str) -> None:
+    dmp = sharded(plan_name, train=False)
+    state = sharded_state_dict(dmp)
+    dcp.load({"model": state}, checkpoint_id=folder)
+    dmp.load_state_dict(state)
+    expected: dict[str, Tensor] = torch.load(Path(folder, "whole"))
+    found = dmp.state_dict()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    dmp.close()
+
+
+def wrong_cut_and_size() -> None:
+    first, second = sharded("same", train=True), sharded("other", train=False)
+    before = second.state_dict()
+    with pytest.raises(RuntimeError, match=r"t0.weight is cut in another way.*sharded_state_dict\(model\)"):
+        second.load_state_dict(sharded_state_dict(first))
+    after = second.state_dict()
+    assert all(torch.equal(after[key(i)], before[key(i)]) for i in range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tierstore.sharding.shard_views.STATE_DICT_LIMIT", 4 * 57 * 10 - 1)
+        state = sharded_state_dict(first)
+    assert [state[key(i)].device.type for i in (0, 1, 3)] == ["cpu", "meta", "cpu"]
+    first.load_state_dict(state)
+    first.close()
+    second.close()
+
+
+def key(table: int) -> str:
+    return f"sparse.embedding_bags.t{table}.weight"
+
+
+def test_sharded_state_dicts_are_saved_and_cut_anew(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    run(2, save, folder)
+    run(2, load, folder, "same")
+    run(2, load, folder, "other")
+    run(3, load, folder, "three ranks")
+
+
+def test_another_cut_is_refused_and_large_tables_are_left_out() -> None:
+    run(2, wrong_cut_and_size)
