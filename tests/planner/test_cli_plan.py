@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tierstore.cli.main import main
+from tierstore.planner.tables import specs_of_yaml
 
 TABLES = [
     {"name": "users", "num_embeddings": 200_000_000, "embedding_dim": 64, "pooling_factor": 2.0},
@@ -89,6 +90,16 @@ def test_what_does_not_fit_exits_with_1_and_says_what_is_missing(files, capsys):
             "unknown fields ['rows']",
         ),
         ("tables.yaml", "- {name: a, num_embeddings: x, embedding_dim: 4}", "num_embeddings is 'x'"),
+        (
+            "tables.yaml",
+            "- {name: a, num_embeddings: 5, embedding_dim: 4, pooling: MAXIMUM}",
+            "pooling is 'MAXIMUM'; it must be one of ['SUM', 'MEAN', 'MAX', 'NONE']",
+        ),
+        (
+            "tables.yaml",
+            "- {name: a, num_embeddings: 5, embedding_dim: 4, optimizer: 3}",
+            "optimizer '3'; known",
+        ),
         ("topology.yaml", "hosts: 1", "hbm_per_rank, host_memory_per_host missing"),
         ("topology.yaml", "gpus: 1", "unknown fields ['gpus']"),
         ("topology.yaml", "- 1", "a topology is a mapping"),
@@ -98,3 +109,26 @@ def test_bad_files_are_one_line_and_exit_code_2(files, capsys, file, text, messa
     (files / file).write_text(text)
     assert plan(files) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("users: 3", "constraints of 'users': expected a mapping of ["),
+        ("users: {tiers: hbm}", "constraints of 'users': tiers is 'hbm'; it must be a list"),
+        ("users: {device_group: 1}", "device_group is 1; it must be a list"),
+        ("users: {min_partition: wide}", "min_partition is 'wide'; it must be a positive integer"),
+        ("users: {rows: 3}", "unknown fields ['rows']; known: ["),
+        ("cars: {}", "constraints name unknown tables ['cars']"),
+    ],
+)
+def test_bad_constraints_are_one_line_and_exit_code_2(files, capsys, text, message):
+    (files / "demands.yaml").write_text(text)
+    assert plan(files, "--constraints", f"{files}/demands.yaml") == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["exact_row_wise_adagrad", "RowWiseAdagrad", "rowwise_adagrad"])
+def test_optimizers_may_have_the_names_of_fbgemm_and_of_our_classes(name):
+    tables = [{"name": "a", "num_embeddings": 5, "embedding_dim": 4, "optimizer": name}]
+    assert specs_of_yaml(tables)[0].optimizer == "rowwise_adagrad"

@@ -135,7 +135,8 @@ class ParameterConstraints:
             if wrong or not names:
                 raise ConfigError(f"sharding_types {names} must be some of {known}")
             object.__setattr__(self, "sharding_types", tuple(names))
-        if self.min_partition is not None and self.min_partition < 1:
+        partition = self.min_partition
+        if partition is not None and (not isinstance(partition, int) or partition < 1):
             raise ConfigError(f"min_partition is {self.min_partition!r}; it must be a positive integer")
         for name in ("min_hbm_bytes", "min_uvm_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
@@ -177,6 +178,7 @@ def spec_of_config(config: Any, module: str = "", weighted: bool = False) -> Tab
 
 _CONFIG_FIELDS = ("name", "num_embeddings", "embedding_dim", "feature_names")
 _PLAN_FIELDS = ("pooling_factor", "optimizer", "touched_rows", "popularity", "weighted")
+_POOLINGS = ("SUM", "MEAN", "MAX", "NONE")
 _IGNORED_FIELDS = (
     *(
         "pooling",
@@ -204,7 +206,10 @@ def _spec_of_mapping(item: Any, position: int) -> TableSpec:
     name = item.get("name", f"#{position}")
     unknown = sorted(set(item) - {*_CONFIG_FIELDS, *_PLAN_FIELDS, *_IGNORED_FIELDS})
     if unknown:
-        raise ConfigError(f"table {name!r}: unknown fields {unknown}")
+        raise ConfigError(
+            f"table {name!r}: unknown fields {unknown}; known: those of EmbeddingBagConfig and "
+            f"{', '.join(_PLAN_FIELDS)}"
+        )
     missing = [key for key in ("name", "num_embeddings", "embedding_dim") if key not in item]
     if missing:
         raise ConfigError(f"table {name!r}: {', '.join(missing)} missing")
@@ -220,7 +225,20 @@ def _spec_of_mapping(item: Any, position: int) -> TableSpec:
             values["popularity"] = Popularity(**values["popularity"])
         except TypeError as error:
             raise ConfigError(f"table {name!r}: popularity must be a mapping of s and q: {error}") from None
-    return TableSpec(pooled=str(item.get("pooling", "SUM")).upper() != "NONE", **values)
+    if "optimizer" in values:
+        values["optimizer"] = _optimizer_name(values["optimizer"])
+    pooling = str(item.get("pooling", "SUM")).upper().removeprefix("POOLINGTYPE.")
+    if pooling not in _POOLINGS:
+        raise ConfigError(
+            f"table {name!r}: pooling is {item['pooling']!r}; it must be one of {list(_POOLINGS)}"
+        )
+    return TableSpec(pooled=pooling != "NONE", **values)
+
+
+def _optimizer_name(name: Any) -> str:
+    """Of fbgemm's names ("exact_row_wise_adagrad") and those of classes ("RowWiseAdagrad") ours."""
+    plain = str(name).lower().replace("_", "").removeprefix("exact")
+    return next((known for known in STATE_FLOATS if known.replace("_", "") == plain), str(name))
 
 
 def _plain_number(value: Any) -> Any:
@@ -242,10 +260,18 @@ def constraints_of_yaml(items: Any) -> dict[str, ParameterConstraints]:
     known = {item.name for item in fields(ParameterConstraints)}
     result = {}
     for name, values in items.items():
-        unknown = sorted(set(values or ()) - known)
+        values = {} if values is None else values
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"constraints of {name!r}: expected a mapping of {sorted(known)}, got {values!r}"
+            )
+        unknown = sorted(set(values) - known)
         if unknown:
             raise ConfigError(f"constraints of {name!r}: unknown fields {unknown}; known: {sorted(known)}")
-        result[str(name)] = ParameterConstraints(**(values or {}))
+        for key in ("sharding_types", "device_group", "tiers"):
+            if not isinstance(values.get(key, []), list):
+                raise ConfigError(f"constraints of {name!r}: {key} is {values[key]!r}; it must be a list")
+        result[str(name)] = ParameterConstraints(**values)
     return result
 
 
