@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -133,6 +133,37 @@ def test_lookups_that_are_planned_or_too_large_are_not_read(rig: Rig) -> None:
     rig.store.go.set()
     rig.wait_idle()
     assert rig.store.asked == [[4]]
+
+
+def test_only_what_a_lookup_lacks_has_to_fit(rig: Rig) -> None:
+    rig.store.go.set()
+    rig.resident = set(range(0, 196, 2))
+    rig.announce(0, *range(0, 200, 2))
+    rig.wait_idle()
+    assert rig.store.asked == [[196, 198]]
+
+
+def test_the_next_read_begins_when_it_covers_as_many_lookups_as_the_block_before_it(rig: Rig) -> None:
+    rig.store.go.set()
+    with rig.lock:
+        for seq in range(4):
+            rig.announce(seq, 2 * seq)
+    _wait_for(lambda: rig.store.asked == [[0, 2, 4, 6]])
+    rig.announce(4, 8)
+    time.sleep(0.02)
+    with rig.lock:
+        rig.ahead.planned(1)
+    time.sleep(0.02)
+    assert len(rig.store.asked) == 1
+    rig.announce(5, 10)
+    _wait_for(lambda: rig.store.asked[1:] == [[8, 10]])
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_what_is_read_when_the_window_is_forgotten_is_dropped(rig: Rig) -> None:

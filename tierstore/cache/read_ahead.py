@@ -66,7 +66,6 @@ class ReadAhead:
         self._resident = resident
         self._changed = threading.Condition(lock)
         self._queue: deque[tuple[int, Keys]] = deque()  # lookups to come, of which nothing was read yet
-        self._queued_rows = 0
         self._blocks: list[_Block] = []
         self._spare: list[NDArray[np.uint8]] = []
         self._reading: range | None = None  # numbers of the lookups whose rows are being read
@@ -80,10 +79,9 @@ class ReadAhead:
 
     def announce(self, seq: int, keys: Keys) -> None:
         """Lookup ``seq`` will come and ask for ``keys``."""
-        if self._closed or not 0 < len(keys) <= self._block_rows:
+        if self._closed or not len(keys):
             return
         self._queue.append((seq, keys))
-        self._queued_rows += len(keys)
         if self._thread is None:
             # It ends when nothing is announced any more, so it never keeps the tables alive.
             self._thread = threading.Thread(target=self._work, name="tierstore-read-ahead", daemon=True)
@@ -110,7 +108,6 @@ class ReadAhead:
         """Lookups that were announced will not come."""
         self._generation += 1
         self._queue.clear()
-        self._queued_rows = 0
         self._blocks.clear()
         self._spare.clear()
         self._changed.notify_all()
@@ -169,10 +166,10 @@ class ReadAhead:
                 self._changed.notify_all()
 
     def _is_due(self) -> bool:
-        """The more rows in one read the better, as long as plans have a block to take rows from."""
+        """The more lookups in one read the better, as long as plans find as many in the block before it."""
         if len(self._blocks) >= _BLOCKS:
             return False
-        return not self._blocks or self._queued_rows >= self._block_rows
+        return not self._blocks or len(self._queue) >= self._blocks[-1].last - self._planned
 
     def _choose(self) -> tuple[range, Keys]:
         """The next lookups, as many as a block has room for, and their keys that must be read, sorted."""
@@ -182,13 +179,13 @@ class ReadAhead:
             seq, keys = self._queue[0]
             if seq > self._planned:
                 missing = keys[~self._resident(keys)]
-                if len(missing) > room:
+                if len(missing) <= room:
+                    room -= len(missing)
+                    chosen.append(missing)
+                    first, last = (seq if first < 0 else first), seq
+                elif chosen:
                     break
-                room -= len(missing)
-                chosen.append(missing)
-                first, last = (seq if first < 0 else first), seq
-            self._queue.popleft()
-            self._queued_rows -= len(keys)
+            self._queue.popleft()  # planned already, chosen, or more than a block: its plan reads for itself
         if not chosen:
             return range(0), np.empty(0, np.uint64)
         keys = np.unique(np.concatenate(chosen))
