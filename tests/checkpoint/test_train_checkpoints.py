@@ -5,33 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.small_training import small_data, small_training  # noqa: F401  (a fixture)
 from tierstore import checkpoint
-from tierstore.cli.main import main
 from tierstore.cli.trainer import Trainer
 
-DATA = ["--data", "synthetic:zipf:1.05", "--rows", "4000", "--tables", "3"]
-SMALL = [*DATA, "--hbm", "1/16", "--dim", "8", "--batch-size", "64", "--steps", "40", "--threads", "1"]
 SAVED = ["--checkpoint-every", "7"]
 SAME = ("final_loss", "auc", "batches", "examples", "rows_compared", "bit_identical")
 
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    monkeypatch.setattr("tierstore.data.synthetic.TEST_EXAMPLES", 512)
-    yield
-    torch.set_num_threads(threads)
-
-
-def train(*arguments: str | Path) -> int:
-    return main(["train", *SMALL, *map(str, arguments)])
+train = small_training(hbm="1/16", steps=40)
+pytestmark = pytest.mark.usefixtures("small_data")
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.small_training import small_data, small_training  # noqa: F401  (a fixture)
 from tierstore.cli.main import main
 from tierstore.cli.trainer import Trainer
 
@@ -29,20 +29,8 @@ JSON_KEYS = [
     *("touched_bytes", "ssd_bytes"),
     *("rows_compared", "difference", "batches", "examples", "seconds", "config", "machine"),
 ]
-DATA = ["--data", "synthetic:zipf:1.05", "--rows", "4000", "--tables", "3"]
-SMALL = [*DATA, "--hbm", "1/8", "--dim", "8", "--batch-size", "64", "--steps", "24", "--threads", "1"]
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    monkeypatch.setattr("tierstore.data.synthetic.TEST_EXAMPLES", 512)
-    yield
-    torch.set_num_threads(threads)
-
-
-def train(*arguments: str | Path) -> int:
-    return main(["train", *SMALL, *map(str, arguments)])
+train = small_training(hbm="1/8", steps=24)
+pytestmark = pytest.mark.usefixtures("small_data")
 
 
 def test_small_tables_are_trained_to_the_same_bits(
