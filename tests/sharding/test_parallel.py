@@ -42,22 +42,13 @@ CUTS = {"t0": row_wise(), "t1": table_wise(1), "t2": column_wise([0, 1]), "t3": 
 
 
 def whole_model(dense: str) -> None:
-    rank = torch.distributed.get_rank()
     configs = cases.tables()
     one, many = Model(configs), Model(configs)
     plan = construct_plan(many.sparse, CUTS, 2, name="sparse")
     dmp = DistributedModelParallel(many, plan=plan, dense=dense)
     assert isinstance(dmp.module, Model)
     assert list(dict(dmp.named_parameters())) == ["over.weight", "over.bias"]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, dmp)]
-    for batch in cases.batches(2, 4):
-        for model, optimizer, ranks, scale in (
-            (one, optimizers[0], [0, 1], 2),
-            (dmp, optimizers[1], [rank], 1),
-        ):
-            optimizer.zero_grad()
-            (model(batch.of(ranks)).square().sum() / scale).backward()
-            optimizer.step()
+    train_both(one, dmp, steps=4)
     expected, found = one.state_dict(), whole_tensors(dmp.state_dict())
     assert list(found) == list(expected)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
@@ -68,6 +59,19 @@ def whole_model(dense: str) -> None:
     dmp.close()
     if dense == "ddp":
         wrong_plans(configs, plan)
+
+
+def train_both(one: nn.Module, dmp: DistributedModelParallel, steps: int) -> None:
+    """``one`` with the batches of both ranks, ``dmp`` with those of this one."""
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, dmp)]
+    for batch in cases.batches(2, steps):
+        for model, optimizer, ranks, scale in (
+            (one, optimizers[0], [0, 1], 2),
+            (dmp, optimizers[1], [torch.distributed.get_rank()], 1),
+        ):
+            optimizer.zero_grad()
+            (model(batch.of(ranks)).square().sum() / scale).backward()
+            optimizer.step()
 
 
 def whole_tensors(state: dict[str, Any]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 import tierstore
 from tests.sharding import cases
 from tests.sharding.ranks import run
-from tests.sharding.test_parallel import Model
+from tests.sharding.test_parallel import Model, train_both
 from tierstore import TierConfig
 from tierstore.cache.memory_tier import bytes_for
 from tierstore.errors import InfeasiblePlanError
@@ -28,21 +28,12 @@ def configs() -> list[tierstore.EmbeddingBagConfig]:
 
 
 def trains_as_one_process(tiers: str) -> None:
-    rank = torch.distributed.get_rank()
     one, many = Model(configs()), Model(configs())
     dmp = DistributedModelParallel(many, config=TIERS[tiers])
     assert isinstance(dmp.plan, ShardingPlan)
     assert [table.name for table in dmp.plan.tables] == [config.name for config in configs()]
     assert dmp.plan.plan.keys() == {"sparse"}
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, dmp)]
-    for batch in cases.batches(2, 3):
-        for model, optimizer, ranks, scale in (
-            (one, optimizers[0], [0, 1], 2),
-            (dmp, optimizers[1], [rank], 1),
-        ):
-            optimizer.zero_grad()
-            (model(batch.of(ranks)).square().sum() / scale).backward()
-            optimizer.step()
+    train_both(one, dmp, steps=3)
     torch.testing.assert_close(dmp.state_dict(), one.state_dict(), rtol=1e-6, atol=1e-6)
     keeps_its_budgets(dmp)
     dmp.close()
