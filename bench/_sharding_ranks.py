@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import tierstore
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor, TierConfig, optim
@@ -25,6 +24,8 @@ from tierstore.sharding import (
     table_wise,
 )
 from tierstore.sharding.cuts import Cut
+
+from ._torchrec import as_theirs, sharded_by_torchrec
 
 LR = 0.1
 _DRAWN = 4
@@ -112,56 +113,17 @@ def _batch(setting: Setting, rank: int, number: int) -> KeyedJaggedTensor:
 
 def _torchrec_step(setting: Setting, world: int) -> Callable[[KeyedJaggedTensor], None]:
     warnings.simplefilter("ignore")
+
+    def cuts(plans: Any) -> dict[str, Any]:
+        kinds: dict[str, Callable[[int], Any]] = {
+            "table_wise": lambda i: plans.table_wise(rank=i % world),
+            "row_wise": lambda _: plans.row_wise(),
+            "column_wise": lambda _: plans.column_wise(ranks=list(range(world))),
+        }
+        return {f"t{i}": kinds[setting.cut](i) for i in range(setting.tables)}
+
     try:
-        import torchrec
-        from torch.distributed.optim import _apply_optimizer_in_backward
-        from torchrec.distributed import sharding_plan as plans
-        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-        from torchrec.distributed.model_parallel import DistributedModelParallel
-        from torchrec.distributed.types import ShardingEnv as Env
-        from torchrec.distributed.types import ShardingPlan
-    except ImportError as error:
-        raise ConfigError(f"the comparison needs torchrec: use --no-torchrec ({error})") from error
-
-    collection = torchrec.EmbeddingBagCollection(
-        [
-            torchrec.EmbeddingBagConfig(
-                num_embeddings=t.num_embeddings,
-                embedding_dim=t.embedding_dim,
-                name=t.name,
-                feature_names=t.feature_names,
-            )
-            for t in setting.configs()
-        ],
-        device=torch.device("meta"),
-    )
-    _apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": LR})
-    cuts = {
-        "table_wise": lambda i: plans.table_wise(rank=i % world),
-        "row_wise": lambda _: plans.row_wise(),
-        "column_wise": lambda _: plans.column_wise(ranks=list(range(world))),
-    }[setting.cut]
-    sharder: Any = EmbeddingBagCollectionSharder()
-    plan = plans.construct_module_sharding_plan(
-        collection,
-        {f"t{i}": cuts(i) for i in range(setting.tables)},
-        sharder=sharder,
-        local_size=world,
-        world_size=world,
-        device_type="cpu",
-    )
-    model = DistributedModelParallel(
-        nn.Sequential(collection),
-        Env.from_process_group(dist.group.WORLD),
-        torch.device("cpu"),
-        ShardingPlan({"0": plan}),
-        [sharder],
-    )
-
-    def step(batch: KeyedJaggedTensor) -> None:
-        theirs = torchrec.KeyedJaggedTensor(
-            batch.keys(), batch.values(), lengths=batch.lengths().to(torch.int32)
-        )
-        _step(model(theirs).wait())
-
-    return step
+        model = sharded_by_torchrec(setting.configs(), cuts, LR)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; use --no-torchrec") from error
+    return lambda batch: _step(model(as_theirs(batch)).wait())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import tierstore
+from bench._torchrec import as_theirs, sharded_by_torchrec
 from tests.sharding import cases
 from tests.sharding.ranks import run
 from tierstore import EmbeddingBagConfig, PoolingType, optim
@@ -17,42 +18,13 @@ from tierstore.sharding import ShardingEnv, column_wise, construct_plan, row_wis
 
 
 def torchrec_model(configs: list[EmbeddingBagConfig], weights: dict[str, torch.Tensor]) -> nn.Module:
-    import torchrec
-    from torch.distributed.optim import _apply_optimizer_in_backward
-    from torchrec.distributed import sharding_plan as plans
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.types import ShardingEnv as Env
-    from torchrec.distributed.types import ShardingPlan
+    def cuts(plans: Any) -> dict[str, Any]:
+        if configs[0].pooling is PoolingType.MEAN:  # beside a row-wise table others' means are divided twice
+            return dict.fromkeys(("t0", "t1", "t2"), plans.row_wise())
+        columns = plans.column_wise(ranks=[0, 1])
+        return {"t0": plans.row_wise(), "t1": plans.table_wise(rank=1), "t2": columns}
 
-    tables = [
-        torchrec.EmbeddingBagConfig(
-            num_embeddings=t.num_embeddings,
-            embedding_dim=t.embedding_dim,
-            name=t.name,
-            feature_names=t.feature_names,
-            pooling=torchrec.PoolingType[t.pooling.name],
-        )
-        for t in configs
-    ]
-    collection = torchrec.EmbeddingBagCollection(tables, device=torch.device("cpu"))
-    _apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": 0.1})
-    cuts = {"t0": plans.row_wise(), "t1": plans.table_wise(rank=1), "t2": plans.column_wise(ranks=[0, 1])}
-    if (
-        configs[0].pooling is PoolingType.MEAN
-    ):  # beside a row-wise table torchrec divides the others' means twice
-        cuts = dict.fromkeys(cuts, plans.row_wise())
-    sharder = EmbeddingBagCollectionSharder()
-    plan = plans.construct_module_sharding_plan(
-        collection, cuts, sharder=sharder, local_size=2, world_size=2, device_type="cpu"
-    )
-    model = DistributedModelParallel(
-        nn.Sequential(collection),
-        Env.from_process_group(dist.group.WORLD),
-        torch.device("cpu"),
-        ShardingPlan({"0": plan}),
-        [sharder],
-    )
+    model = sharded_by_torchrec(configs, cuts, lr=0.1)
     for part, weight in shards_of(model, weights):
         part.copy_(weight)
     return model
@@ -69,8 +41,6 @@ def shards_of(
 
 
 def agree() -> None:
-    import torchrec
-
     warnings.simplefilter("ignore")
     env = ShardingEnv.from_process_group()
     for pooling in (PoolingType.SUM, PoolingType.MEAN):
@@ -85,11 +55,7 @@ def agree() -> None:
         for batch in cases.batches(2, 4, grow=0):
             features = batch.of([env.rank])
             found = ours(features)
-            expected = theirs(
-                torchrec.KeyedJaggedTensor(
-                    features.keys(), features.values(), lengths=features.lengths().to(torch.int32)
-                )
-            ).wait()
+            expected = theirs(as_theirs(features)).wait()
             for key in expected.keys():  # noqa: SIM118  (a KeyedTensor)
                 torch.testing.assert_close(found[key], expected[key], rtol=1e-6, atol=1e-6)
             found.values().square().sum().backward()

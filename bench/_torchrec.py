@@ -1,0 +1,61 @@
+"""torchrec's sharded collection, for what is compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tierstore import EmbeddingBagConfig, KeyedJaggedTensor
+from tierstore.errors import ConfigError
+
+
+def sharded_by_torchrec(
+    configs: Sequence[EmbeddingBagConfig], cuts: Callable[[Any], Mapping[str, Any]], lr: float
+) -> nn.Module:
+    """An EmbeddingBagCollection of torchrec with SGD on the CPUs of all ranks, called with its own
+    KeyedJaggedTensor (:func:`as_theirs`).
+
+    ``cuts``: from torchrec's module ``sharding_plan`` to a cut per table. Raises ConfigError without torchrec.
+    """
+    try:
+        import torchrec
+        from torch.distributed.optim import _apply_optimizer_in_backward
+        from torchrec.distributed import sharding_plan as plans
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        from torchrec.distributed.model_parallel import DistributedModelParallel
+        from torchrec.distributed.types import ShardingEnv, ShardingPlan
+    except ImportError as error:
+        raise ConfigError(f"the comparison needs torchrec, which cannot be imported: {error}") from error
+
+    tables = [
+        torchrec.EmbeddingBagConfig(
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            name=table.name,
+            feature_names=table.feature_names,
+            pooling=torchrec.PoolingType[table.pooling.name],
+        )
+        for table in configs
+    ]
+    collection = torchrec.EmbeddingBagCollection(tables, device=torch.device("meta"))
+    _apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": lr})
+    sharder: Any = EmbeddingBagCollectionSharder()
+    world = dist.get_world_size()
+    plan = plans.construct_module_sharding_plan(
+        collection, dict(cuts(plans)), sharder=sharder, local_size=world, world_size=world, device_type="cpu"
+    )
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return DistributedModelParallel(
+        nn.Sequential(collection), env, torch.device("cpu"), ShardingPlan({"0": plan}), [sharder]
+    )
+
+
+def as_theirs(batch: KeyedJaggedTensor) -> Any:
+    """The same batch as torchrec's class."""
+    import torchrec
+
+    return torchrec.KeyedJaggedTensor(batch.keys(), batch.values(), lengths=batch.lengths().to(torch.int32))
