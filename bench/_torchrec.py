@@ -19,7 +19,8 @@ def sharded_by_torchrec(
     """An EmbeddingBagCollection of torchrec with SGD on the CPUs of all ranks, called with its own
     KeyedJaggedTensor (:func:`as_theirs`).
 
-    ``cuts``: from torchrec's module ``sharding_plan`` to a cut per table. Raises ConfigError without torchrec.
+    ``cuts``: from torchrec's module ``sharding_plan`` to a cut per table. ConfigError where torchrec is
+    not installed.
     """
     try:
         import torchrec

@@ -209,7 +209,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(saved: Path, monkeypatch: pyte
     def full(*_: Any) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr("tierstore.checkpoint.folder._sync", full)
+    monkeypatch.setattr("tierstore.checkpoint.folder.sync_file", full)
     with pytest.raises(TierStoreError, match="No space left on device; free some space"):
         training.save(saved / "checkpoints", 3)
     monkeypatch.undo()

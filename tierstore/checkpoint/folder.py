@@ -27,7 +27,14 @@ import safetensors.torch
 from torch import Tensor
 
 from tierstore.errors import ConfigError, StoreCorruptError, StoreLockedError, StoreMismatchError
-from tierstore.store.files import open_regular, read_regular, store_errors, sync_directory, write_atomically
+from tierstore.store.files import (
+    open_regular,
+    read_regular,
+    store_errors,
+    sync_directory,
+    sync_file,
+    write_atomically,
+)
 
 FORMAT = 1
 _ABOUT, _LOCK = "CHECKPOINTS.json", "LOCK"
@@ -202,7 +209,7 @@ class Folder:
         lines = [f"{sum}  {file}\n" for file, sum in {_STATE: _sha256(draft.path / _STATE), **sums}.items()]
         (draft.path / _SUMS).write_text("".join(lines), encoding="ascii")
         for file in (_STATE, _SUMS):
-            _sync(draft.path / file)
+            sync_file(draft.path / file)
         sync_directory(draft.path)
         path = draft.path.rename(draft.path.with_name(draft.path.name.removesuffix(_LEFT_BEHIND)))
         sync_directory(self.path)
@@ -223,7 +230,7 @@ class Folder:
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
     """Writes a file of tensors, durably; returns its SHA-256."""
     safetensors.torch.save_file(dict(tensors), file)
-    _sync(file)
+    sync_file(file)
     return _sha256(file)
 
 
@@ -249,11 +256,3 @@ def _sha256(file: Path) -> str:
         while block := data.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _sync(file: Path) -> None:
-    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

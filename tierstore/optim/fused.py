@@ -12,7 +12,21 @@ from tierstore.errors import ConfigError
 from tierstore.optim.specs import OptimizerSpec
 
 
-class FusedOptimizer(torch.optim.Optimizer):
+class AppliedOptimizer(torch.optim.Optimizer):
+    """An optimizer that the backward passes apply: ``step()`` and ``zero_grad()`` do nothing."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Runs ``closure`` if there is one; the backward pass has already updated the rows."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: gradients of rows are never kept."""
+
+
+class FusedOptimizer(AppliedOptimizer):
     """Hyperparameters and update count of a module whose backward pass applies the optimizer.
 
     ``param_groups[0]`` is read at every backward pass, so learning-rate schedulers and direct assignments
@@ -40,16 +54,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The native core's arguments for update number ``step``, with the present hyperparameters."""
         group = self.param_groups[0]
         return self.spec.step_args(step=step, **{name: group[name] for name in self.spec.hyperparameters()})
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Runs ``closure`` if there is one; the backward pass has already updated the rows."""
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: gradients of rows are never kept."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.param_groups:

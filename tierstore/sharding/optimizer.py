@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tierstore.errors import ConfigError
 from tierstore.modules.tables import STATE_DICT_LIMIT
+from tierstore.optim.fused import AppliedOptimizer
 from tierstore.sharding.collection import ShardedCollection
 
 logger = logging.getLogger("tierstore")
@@ -19,7 +20,7 @@ logger = logging.getLogger("tierstore")
 _CHUNK = 1 << 16
 
 
-class KeyedFusedOptimizer(torch.optim.Optimizer):
+class KeyedFusedOptimizer(AppliedOptimizer):
     """What torchrec calls a KeyedOptimizer: ``params``, ``state`` and ``state_dict()`` go by weight names.
 
     The backward passes apply it; ``step()`` and ``zero_grad()`` do nothing, and ``param_groups`` (one per
@@ -66,16 +67,6 @@ class KeyedFusedOptimizer(torch.optim.Optimizer):
     def state(self) -> dict[Tensor, dict[str, Tensor]]:  # type: ignore[override]
         """Whole tensors, on every rank; all ranks ask for it. See :meth:`state_dict`."""
         return {self.params[key]: self._state_of(key) for key in self.params}
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Runs ``closure`` if there is one; the backward pass has already updated the rows."""
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: gradients of rows are never kept."""
 
     def add_param_group(self, param_group: Any) -> None:
         raise ConfigError(

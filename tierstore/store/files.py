@@ -40,7 +40,16 @@ def store_errors(doing: str) -> Iterator[None]:
 
 def sync_directory(path: Path) -> None:
     """Makes the names in ``path`` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(path, os.O_DIRECTORY)
+
+
+def sync_file(path: Path) -> None:
+    """Makes what is in the file ``path`` durable; a link is refused."""
+    _sync(path, os.O_NOFOLLOW)
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(fd)
     finally:
