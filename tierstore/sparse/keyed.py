@@ -10,10 +10,11 @@ from torch import Tensor
 
 from tierstore.errors import InputError
 from tierstore.sparse.jagged import Device
+from tierstore.sparse.per_key import Keys
 from tierstore.sparse.text import summary_text, values_text
 
 
-class KeyedTensor:
+class KeyedTensor(Keys):
     """Dense tensors of several keys, concatenated along ``key_dim``, with torchrec's constructor and methods.
 
     Args:
@@ -71,10 +72,6 @@ class KeyedTensor:
         lengths = [tensor.shape[key_dim] for tensor in tensors]
         return KeyedTensor(keys, lengths, torch.cat(tensors, dim=cat_dim), key_dim)
 
-    def keys(self) -> list[str]:
-        """Names."""
-        return self._keys
-
     def values(self) -> Tensor:
         """The concatenation of all keys."""
         return self._values
@@ -96,15 +93,6 @@ class KeyedTensor:
         if self._offset_per_key is None:
             self._offset_per_key = [0, *accumulate(self._length_per_key)]
         return self._offset_per_key
-
-    def index_per_key(self) -> dict[str, int]:
-        """Position of every key."""
-        if self._index_per_key is None:
-            self._index_per_key = {key: index for index, key in enumerate(self._keys)}
-        return self._index_per_key
-
-    def _key_indices(self) -> dict[str, int]:
-        return self.index_per_key()
 
     def __getitem__(self, key: str) -> Tensor:
         """The tensor of one key (a view); KeyError if there is no such key."""

@@ -1,0 +1,135 @@
+"""What can be told of every key of a batch: its index, and where its bags and values are."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tierstore.sparse.jagged import JaggedBase, JaggedTensor
+
+InverseIndices = tuple[list[str], Tensor]
+
+
+class Keys:
+    """Names in an order."""
+
+    _keys: list[str]
+    _index_per_key: dict[str, int] | None
+
+    def keys(self) -> list[str]:
+        """Names of the features."""
+        return self._keys
+
+    def index_per_key(self) -> dict[str, int]:
+        """Position of every key."""
+        if self._index_per_key is None:
+            self._index_per_key = {key: index for index, key in enumerate(self._keys)}
+        return self._index_per_key
+
+    def _key_indices(self) -> dict[str, int]:
+        return self.index_per_key()
+
+
+class FiguresPerKey(JaggedBase, Keys):
+    """Bags per key (strides), values per key, and where they begin: derived when they are first asked for,
+    and kept, for reading lengths waits for their device."""
+
+    _stride: int | None
+    _stride_per_key_per_rank: Tensor | None
+    _inverse_indices: InverseIndices | None
+
+    def _know(
+        self,
+        stride_per_key: list[int] | None = None,
+        length_per_key: list[int] | None = None,
+        lengths_offset_per_key: list[int] | None = None,
+        offset_per_key: list[int] | None = None,
+        index_per_key: dict[str, int] | None = None,
+        jt_dict: dict[str, JaggedTensor] | None = None,
+    ) -> None:
+        """Sets what can be derived from the defining parts, as far as it is known already."""
+        self._stride_per_key = stride_per_key
+        self._length_per_key = length_per_key
+        self._lengths_offset_per_key = lengths_offset_per_key
+        self._offset_per_key = offset_per_key
+        self._index_per_key = index_per_key
+        self._jt_dict = jt_dict
+
+    def stride(self) -> int:
+        """Batch size: bags per key; where they differ that of the inverse indices, or else the largest."""
+        if self._stride is None:
+            self._stride = self._derived_stride()
+        return self._stride
+
+    def _derived_stride(self) -> int:
+        if not self._keys:
+            return 0
+        strides = self._stride_per_key_per_rank
+        if strides is not None and strides.numel():
+            inverse = self._inverse_indices
+            if inverse is not None and inverse[1].numel():
+                return inverse[1].size(-1)
+            return int(strides.sum(dim=1).max())
+        return self._bags() // len(self._keys)
+
+    def _bags(self) -> int:
+        lengths, offsets = self._lengths, self._offsets
+        return lengths.numel() if lengths is not None else offsets.numel() - 1  # type: ignore[union-attr]
+
+    def stride_per_key(self) -> list[int]:
+        """Number of bags of every key."""
+        if self._stride_per_key is None:
+            strides = self._stride_per_key_per_rank
+            if strides is None:
+                self._stride_per_key = [self.stride()] * len(self._keys)
+            else:
+                self._stride_per_key = strides.sum(dim=1).tolist() if strides.dim() == 2 else []
+        return self._stride_per_key
+
+    def stride_per_key_per_rank(self) -> list[list[int]]:
+        """Bags per key and rank, where they differ; otherwise []."""
+        strides = self._stride_per_key_per_rank
+        return [] if strides is None else strides.tolist()
+
+    def variable_stride_per_key(self) -> bool:
+        """Whether the keys may have different numbers of bags."""
+        return self._stride_per_key_per_rank is not None
+
+    def length_per_key(self) -> list[int]:
+        """Number of values of every key; reads the lengths on first use."""
+        if self._length_per_key is None:
+            self._length_per_key = self._summed_lengths()
+        return self._length_per_key
+
+    def _summed_lengths(self) -> list[int]:
+        lengths = self._lengths
+        if lengths is None:  # what sync() needs once need not stay
+            assert self._offsets is not None
+            lengths = torch.diff(self._offsets)
+        if not self._keys or not lengths.numel():
+            return [0] * len(self._keys)
+        if self.variable_stride_per_key():
+            return torch.stack([part.sum() for part in lengths.split(self.stride_per_key())]).tolist()
+        return lengths.view(len(self._keys), -1).sum(dim=1).tolist()
+
+    def length_per_key_or_none(self) -> list[int] | None:
+        """The lengths per key if they were given or already computed."""
+        return self._length_per_key
+
+    def offset_per_key(self) -> list[int]:
+        """Where the values of every key start, and the end of the last; reads the lengths on first use."""
+        if self._offset_per_key is None:
+            self._offset_per_key = [0, *accumulate(self.length_per_key())]
+        return self._offset_per_key
+
+    def offset_per_key_or_none(self) -> list[int] | None:
+        """The offsets per key if they were given or already computed."""
+        return self._offset_per_key
+
+    def lengths_offset_per_key(self) -> list[int]:
+        """Where the bags (lengths) of every key start, and the end of the last."""
+        if self._lengths_offset_per_key is None:
+            self._lengths_offset_per_key = [0, *accumulate(self.stride_per_key())]
+        return self._lengths_offset_per_key
