@@ -2,7 +2,7 @@
 
 Rows are in exactly one memory tier or in none; the store holds the last version that was written down,
 which is the valid one unless a memory tier has the row. Locks: ``sequence.planner()`` is held by whoever
-changes which rows are where; ``_moving`` guards the tiers' data structures and is never held while waiting
+changes which rows are where; ``moving`` guards the tiers' data structures and is never held while waiting
 for a release.
 """
 
@@ -27,16 +27,14 @@ from tierstore.cache.memory_tier import Keys, MemoryTier
 from tierstore.cache.read_ahead import ReadAhead
 from tierstore.cache.sequence import Sequence
 from tierstore.cache.stats import ChainCounters, TierCounters
-from tierstore.cache.ticket import ReadRows, Ticket
+from tierstore.cache.ticket import Ticket
 from tierstore.config import format_bytes
 from tierstore.errors import ClosedError, InputError, TierFullError
-from tierstore.keys import split
 from tierstore.store.protocol import RowStore
 
 logger = logging.getLogger("tierstore")
 
 _PIECE = 1 << 13  # rows that leave for the store at a time
-_CHUNK = 1 << 16  # rows moved at a time where the number of rows is not bounded by a batch
 
 
 class Chain:
@@ -59,10 +57,10 @@ class Chain:
         self.window = _core.Window()
         self.curves = LiveCurves(tables)
         self._planned = -1
-        self._moving = threading.RLock()
+        self.moving = threading.RLock()
         ahead = None
         if store is not None and read_ahead_bytes:
-            ahead = ReadAhead(store, layout.row_bytes, read_ahead_bytes, self._moving, self._resident)
+            ahead = ReadAhead(store, layout.row_bytes, read_ahead_bytes, self.moving, self._resident)
         self.below = LowerTiers(name, layout.row_bytes, host, store, ahead)
         self._returned: list[NDArray[np.int32]] = []
         self._closed = False
@@ -110,14 +108,14 @@ class Chain:
             self.counters.policy_seconds += self._policy_seconds() - hooks
 
     def _policy_seconds(self) -> float:
-        return sum(tier.native.policy_seconds for tier in self._memory_tiers())
+        return sum(tier.native.policy_seconds for tier in self.memory_tiers())
 
     # -- lookups -------------------------------------------------------------------------
 
     def batch(self, segments: List[Segment]) -> Any:
         """Deduplicated ids of a lookup; ``InputError`` names the feature, the id and the bound of a
         wrong one."""
-        self._check_open()
+        self.check_open()
         batch, bad, position, value = _core.make_batch(
             [(s.address, s.count, s.is_int32, s.table, s.bound, s.padding) for s in segments]
         )
@@ -130,7 +128,7 @@ class Chain:
 
     def lookup(self, batch: Any) -> Ticket:
         """Plans and fetches now, in the calling thread."""
-        self._check_open()
+        self.check_open()
         # While a window is announced its numbers are taken: share the newest planned one.
         shared = self.window.lookups > 0 and self._planned >= 0
         seq = self._planned if shared else self.sequence.take()
@@ -140,10 +138,10 @@ class Chain:
 
     def announce(self, seq: int, batch: Any) -> None:
         """Lookup ``seq`` will come: its ids become part of the window."""
-        with self._moving, self._planning_time():
-            self._check_open()
+        with self.moving, self._planning_time():
+            self.check_open()
             first_seen = self.window.announce(seq, batch)
-            for tier in self._memory_tiers():
+            for tier in self.memory_tiers():
                 if tier.uses_window:
                     tier.native.announce(first_seen, seq, self._planned)
             if self.below.ahead is not None:
@@ -151,9 +149,9 @@ class Chain:
 
     def forget_window(self) -> None:
         """Announced lookups that were not planned will not come."""
-        with self._moving:
+        with self.moving:
             keys = self.window.clear()
-            for tier in self._memory_tiers():
+            for tier in self.memory_tiers():
                 if tier.uses_window:
                     tier.native.announce(keys, np.iinfo(np.int64).max, self._planned)
             if self.below.ahead is not None:
@@ -186,8 +184,8 @@ class Chain:
     ) -> None:
         seq, keys = ticket.seq, ticket.batch.unique
         fast = self.fast.native
-        with self._moving, self._planning_time():
-            self._check_open()
+        with self.moving, self._planning_time():
+            self.check_open()
             self._drain_pad()
             next_use = self.window.take(seq) if announced else None
             ticket.csr = _core.build_csr(ticket.batch.inverse, len(keys))
@@ -196,22 +194,22 @@ class Chain:
         try:
             self._find_victims(plan, pinned_since, stop)
         except BaseException:
-            with self._moving:
+            with self.moving:
                 fast.abort(plan)
             raise
         ahead = self.below.ahead
         if ahead is not None:
             ahead.wait(seq)
-        with self._moving, self._planning_time():
+        with self.moving, self._planning_time():
             self._move(ticket, plan, keys)
             if ahead is not None:
                 ahead.planned(seq)
 
     def _find_victims(self, plan: Any, pinned_since: int, stop: Callable[[], bool] | None) -> None:
-        """Without holding ``_moving`` while it waits: until the rows move, they are found where they were."""
+        """Without holding ``moving`` while it waits: until the rows move, they are found where they were."""
         since, seq = pinned_since, plan.now
         while True:
-            with self._moving, self._planning_time():
+            with self.moving, self._planning_time():
                 oldest = self.sequence.oldest_in_use(seq)  # first: what is over by now, the pad must know
                 self._drain_pad()
                 needed = self.fast.evict(min(since, oldest), plan)
@@ -287,14 +285,14 @@ class Chain:
 
     # -- moving rows ---------------------------------------------------------------------
 
-    def _memory_tiers(self) -> Iterator[MemoryTier]:
+    def memory_tiers(self) -> Iterator[MemoryTier]:
         yield self.fast
         if self.below.host is not None:
             yield self.below.host
 
     def is_empty(self) -> bool:
         """Whether no memory tier holds a row."""
-        return not any(len(tier) for tier in self._memory_tiers())
+        return not any(len(tier) for tier in self.memory_tiers())
 
     def _resident(self, keys: Keys) -> NDArray[np.bool_]:
         here = self.fast.find(keys) >= 0
@@ -333,95 +331,37 @@ class Chain:
     def _scatter(self, address: int, slots: NDArray[np.int32], rows: Any, source: NDArray[np.int32]) -> None:
         _core.copy_in(address, self.layout.row_bytes, slots, rows.ctypes.data, source)
 
-    # -- reads and writes outside training -----------------------------------------------
-
-    def read(self, batch: Any) -> ReadRows:
-        """A copy of the rows wherever they are; no tier changes, no row is created."""
-        keys = batch.unique
-        rows = np.empty((len(keys), self.layout.row_bytes), np.uint8)
-        left = np.arange(len(keys), dtype=np.int32)
-        with self._moving:
-            self._check_open()
-            for tier in self._memory_tiers():
-                slots = tier.find(keys[left])
-                here = slots >= 0
-                buffer = np.empty((int(here.sum()), self.layout.row_bytes), np.uint8)
-                tier.copy_out(slots[here], buffer)
-                _core.copy_in(rows.ctypes.data, self.layout.row_bytes, left[here], buffer.ctypes.data)
-                left = left[~here]
-            store = self.below.store
-            if store is not None and len(left):
-                fetched = self.below.buffer("fetched", len(left))
-                found = store.read(keys[left], fetched)
-                self._scatter(rows.ctypes.data, left[found], fetched, np.flatnonzero(found).astype(np.int32))
-                left = left[~found]
-            self.counters.read_rows += len(keys)
-        self.layout.initialise(rows.ctypes.data, left, keys[left])
-        return ReadRows(self, batch, rows)
-
-    def overwrite(self, batch: Any, change: Callable[[NDArray[np.uint8], slice], None]) -> None:
-        """Changes rows in place: ``change(rows, part)`` gets rows of ``batch.unique[part]``, (n,
-        row_bytes)."""
-        keys = batch.unique
-        step = max(1, min(_CHUNK, self.fast.capacity // 2))
-        for begin in range(0, len(keys), step):
-            part = slice(begin, min(begin + step, len(keys)))
-            chunk = _core.batch_of_unique(np.ascontiguousarray(keys[part]))
-            ticket = self.lookup(chunk)
-            try:
-                rows = np.empty((len(ticket.slots), self.layout.row_bytes), np.uint8)
-                self.fast.copy_out(ticket.slots, rows)
-                change(rows, part)
-                self.fast.copy_in(ticket.slots, rows)
-                self.mark_updated(ticket)
-            finally:
-                ticket.release()
+    # -- rows that were changed -----------------------------------------------------------
 
     def mark_updated(self, ticket: Ticket) -> None:
         """The ticket's rows were changed. Needs no lock: the rows are pinned by the ticket.
 
         Raises ClosedError when the change would be lost."""
-        self._check_open()
+        self.check_open()
         self.fast.native.mark_dirty(ticket.slots)
 
     def flush(self) -> None:
         """Writes every dirty row down to the store; rows stay where they are."""
         if self.below.store is None:
             return
-        with self.sequence.planner(), self._moving:
-            self._check_open()
+        with self.sequence.planner(), self.moving:
+            self.check_open()
             self._drain_pad()
-            for tier in self._memory_tiers():
+            for tier in self.memory_tiers():
                 for slots in tier.resident(only_dirty=True):
                     rows = np.empty((len(slots), self.layout.row_bytes), np.uint8)
                     tier.copy_out(slots, rows)
                     self.below.write(tier.native.keys_of(slots), rows)
                     tier.native.mark_clean(slots)
 
-    def touched_ids(self, table: int) -> Iterator[NDArray[np.int64]]:
-        """Ids of ``table`` that some tier holds, in chunks, each once."""
-        with self._moving:
-            self._check_open()
-            parts = [t.native.keys_of(slots) for t in self._memory_tiers() for slots in t.resident()]
-            seen = np.concatenate([np.empty(0, np.uint64), *parts])
-        tables, ids = split(seen)
-        seen = np.sort(seen[tables == table])
-        if len(seen):
-            yield ids[tables == table]
-        if self.below.store is not None:
-            for keys in self.below.store.keys(table):
-                extra = keys[~np.isin(keys, seen, assume_unique=True)] if len(seen) else keys
-                if len(extra):
-                    yield split(extra)[1]
-
     # -- end -----------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self._closed:
             raise ClosedError("the tables are closed; build the module again to use them")
 
     def close(self) -> None:
-        with self._moving:
+        with self.moving:
             self._closed = True
         if self.below.ahead is not None:
             self.below.ahead.close()

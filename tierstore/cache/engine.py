@@ -19,6 +19,7 @@ from tierstore.cache.budget import ChainDemand, TierPlan, divide, fast_tiers
 from tierstore.cache.chain import Chain
 from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import MemoryTier, as_policy
+from tierstore.cache.outside import overwrite_rows, read_rows, touched_ids
 from tierstore.cache.report import report, table_curve
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError
@@ -248,7 +249,7 @@ class Engine:
         """Weights (n, dim) and optimizer state (n, state floats) of ``ids`` (n,), copies; nothing changes."""
         self.check_open()
         ids = np.ascontiguousarray(ids, np.int64)
-        rows = self._chain_of[table].read(self._batch_of(table, ids))
+        rows = read_rows(self._chain_of[table], self._batch_of(table, ids))
         layout = self._chain_of[table].layout
         values = rows.data.view(np.float32)[rows.inverse]
         return values[:, : layout.dim], values[:, layout.dim : layout.dim + layout.state_floats]
@@ -276,12 +277,12 @@ class Engine:
             if state is not None:
                 values[:, layout.dim : layout.dim + layout.state_floats] = state[part]
 
-        self._chain_of[table].overwrite(batch, change)
+        overwrite_rows(self._chain_of[table], batch, change)
 
     def touched_ids(self, table: int) -> Iterator[NDArray[np.int64]]:
         """Ids that some tier holds a row of, in chunks, each once; all others have their initial values."""
         self.check_open()
-        return self._chain_of[table].touched_ids(table)
+        return touched_ids(self._chain_of[table], table)
 
     # -- state ---------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tierstore import _core
 from tierstore.cache.chain import Chain
+from tierstore.cache.outside import read_rows
 from tierstore.cache.ticket import Rows, Ticket
 from tierstore.errors import GradientError
 from tierstore.keys import split
@@ -109,7 +110,7 @@ class Lookup:
         """Copies the rows of every part; changes nothing. Tickets of a plan made ahead are given back."""
         self.release()
         for part in self.parts:
-            part.rows = part.chain.read(part.batch)
+            part.rows = read_rows(part.chain, part.batch)
 
     def release(self) -> None:
         for part in self.parts:

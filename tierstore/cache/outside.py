@@ -1,0 +1,80 @@
+"""Rows of a chain read, changed and listed outside training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore import _core
+from tierstore.cache.ticket import ReadRows
+from tierstore.keys import split
+
+if TYPE_CHECKING:
+    from tierstore.cache.chain import Chain
+
+_CHUNK = 1 << 16  # rows changed at a time
+
+
+def read_rows(chain: Chain, batch: Any) -> ReadRows:
+    """A copy of the rows wherever they are; no tier changes, no row is created."""
+    keys = batch.unique
+    row_bytes = chain.layout.row_bytes
+    rows = np.empty((len(keys), row_bytes), np.uint8)
+    left = np.arange(len(keys), dtype=np.int32)
+    with chain.moving:
+        chain.check_open()
+        for tier in chain.memory_tiers():
+            slots = tier.find(keys[left])
+            here = slots >= 0
+            buffer = np.empty((int(here.sum()), row_bytes), np.uint8)
+            tier.copy_out(slots[here], buffer)
+            _core.copy_in(rows.ctypes.data, row_bytes, left[here], buffer.ctypes.data)
+            left = left[~here]
+        store = chain.below.store
+        if store is not None and len(left):
+            fetched = chain.below.buffer("fetched", len(left))
+            found = store.read(keys[left], fetched)
+            source = np.flatnonzero(found).astype(np.int32)
+            _core.copy_in(rows.ctypes.data, row_bytes, left[found], fetched.ctypes.data, source)
+            left = left[~found]
+        chain.counters.read_rows += len(keys)
+    chain.layout.initialise(rows.ctypes.data, left, keys[left])
+    return ReadRows(chain, batch, rows)
+
+
+def overwrite_rows(chain: Chain, batch: Any, change: Callable[[NDArray[np.uint8], slice], None]) -> None:
+    """Changes rows in place: ``change(rows, part)`` gets rows of ``batch.unique[part]``, (n, row_bytes)."""
+    keys = batch.unique
+    step = max(1, min(_CHUNK, chain.fast.capacity // 2))
+    for begin in range(0, len(keys), step):
+        part = slice(begin, min(begin + step, len(keys)))
+        chunk = _core.batch_of_unique(np.ascontiguousarray(keys[part]))
+        ticket = chain.lookup(chunk)
+        try:
+            rows = np.empty((len(ticket.slots), chain.layout.row_bytes), np.uint8)
+            chain.fast.copy_out(ticket.slots, rows)
+            change(rows, part)
+            chain.fast.copy_in(ticket.slots, rows)
+            chain.mark_updated(ticket)
+        finally:
+            ticket.release()
+
+
+def touched_ids(chain: Chain, table: int) -> Iterator[NDArray[np.int64]]:
+    """Ids of ``table`` that some tier holds, in chunks, each once."""
+    with chain.moving:
+        chain.check_open()
+        parts = [t.native.keys_of(slots) for t in chain.memory_tiers() for slots in t.resident()]
+        seen = np.concatenate([np.empty(0, np.uint64), *parts])
+    tables, ids = split(seen)
+    seen = np.sort(seen[tables == table])
+    if len(seen):
+        yield ids[tables == table]
+    if chain.below.store is not None:
+        for keys in chain.below.store.keys(table):
+            extra = keys[~np.isin(keys, seen, assume_unique=True)] if len(seen) else keys
+            if len(extra):
+                yield split(extra)[1]
