@@ -189,6 +189,10 @@ Touched MakeTouched(Address base, std::int64_t row_bytes, std::int64_t dim, cons
           csr_positions.data()};
 }
 
+RowSquares MakeSquares(Address out, Address means) {
+  return {Pointer<float>(out), Pointer<const float>(means)};
+}
+
 Array<std::int32_t> BindUpdatePooled(Address base, std::int64_t row_bytes, std::int64_t dim,
                                      const Array<std::int32_t>& slots, const Array<std::int32_t>& csr_start,
                                      const Array<std::int32_t>& csr_positions,
@@ -196,7 +200,7 @@ Array<std::int32_t> BindUpdatePooled(Address base, std::int64_t row_bytes, std::
                                      const Array<std::int64_t>& out_offset,
                                      const Array<std::int64_t>& out_stride, const Array<std::uint8_t>& modes,
                                      Address weights, Address argmax, Address grad, const OptimizerStep& step,
-                                     bool check_finite) {
+                                     bool check_finite, Address squares, Address means) {
   const Touched touched = MakeTouched(base, row_bytes, dim, step, slots, csr_start, csr_positions);
   const PooledGrads grads{MakeBags(offsets, bag_start, out_offset, out_stride, modes),
                           Pointer<const float>(weights), Pointer<const std::int32_t>(argmax),
@@ -204,7 +208,7 @@ Array<std::int32_t> BindUpdatePooled(Address base, std::int64_t row_bytes, std::
   std::vector<std::int32_t> rejected;
   {
     py::gil_scoped_release release;
-    rejected = UpdatePooled(touched, grads, step, check_finite);
+    rejected = UpdatePooled(touched, grads, step, check_finite, MakeSquares(squares, means));
   }
   return ToArray(rejected);
 }
@@ -212,13 +216,15 @@ Array<std::int32_t> BindUpdatePooled(Address base, std::int64_t row_bytes, std::
 Array<std::int32_t> BindUpdateRows(Address base, std::int64_t row_bytes, std::int64_t dim,
                                    const Array<std::int32_t>& slots, const Array<std::int32_t>& csr_start,
                                    const Array<std::int32_t>& csr_positions, Address grad,
-                                   std::int64_t grad_stride, const OptimizerStep& step, bool check_finite) {
+                                   std::int64_t grad_stride, const OptimizerStep& step, bool check_finite,
+                                   Address squares, Address means) {
   const Touched touched = MakeTouched(base, row_bytes, dim, step, slots, csr_start, csr_positions);
   Require(grad_stride >= dim, "grad_stride must be at least dim");
   std::vector<std::int32_t> rejected;
   {
     py::gil_scoped_release release;
-    rejected = UpdateRows(touched, INT32_MAX, Pointer<const float>(grad), grad_stride, step, check_finite);
+    rejected = UpdateRows(touched, INT32_MAX, Pointer<const float>(grad), grad_stride, step, check_finite,
+                          MakeSquares(squares, means));
   }
   return ToArray(rejected);
 }
@@ -292,13 +298,17 @@ TIERSTORE_BINDINGS(kernels) {
         array("slots"), array("csr_start"), array("csr_positions"), array("offsets"), array("bag_start"),
         array("out_offset"), array("out_stride"), array("modes"), py::arg("weights_addr"),
         py::arg("argmax_addr"), py::arg("grad_addr"), py::arg("step"), py::arg("check_finite") = false,
+        py::arg("squares_addr") = 0, py::arg("means_addr") = 0,
         "Sum the gradient of every unique row over its positions and apply one optimizer step to it, in "
         "place. Returns "
         "the unique indices (int32, ascending) left alone because their gradient is not finite (check_finite "
-        "only).");
+        "only). For RowWiseAdagrad of rows cut by columns: with squares (float32 per unique row) nothing is "
+        "updated, only "
+        "the sums of the squared gradients are written there; means are the mean squares over all columns.");
   m.def("update_rows", &BindUpdateRows, py::arg("rows_addr"), py::arg("row_bytes"), py::arg("dim"),
         array("slots"), array("csr_start"), array("csr_positions"), py::arg("grad_addr"),
-        py::arg("grad_stride"), py::arg("step"), py::arg("check_finite") = false,
+        py::arg("grad_stride"), py::arg("step"), py::arg("check_finite") = false, py::arg("squares_addr") = 0,
+        py::arg("means_addr") = 0,
         "update_pooled for sequence lookups: the gradient of position p is at grad + 4 * p * grad_stride.");
 
   m.def("num_threads", &NumThreads, "Threads that one kernel may use.");

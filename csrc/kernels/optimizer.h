@@ -57,13 +57,19 @@ TIERSTORE_INLINE void ForWeights(std::int64_t dim, const float* g, float* w, con
   });
 }
 
-// Applies `step` to a row: w[dim], followed by its state. Overwrites g.
+// The gradient that the optimizer sees: with weight decay, if that is added to it.
+TIERSTORE_INLINE void AddDecay(const OptimizerStep& step, std::int64_t dim, float* g, const float* w) {
+  if (step.l2 == 0.0f) return;
+  for (std::int64_t c = 0; c < dim; ++c) g[c] += step.l2 * w[c];
+}
+
+// Applies `step` to a row: w[dim], followed by its state. Overwrites g. `mean_square`: of the whole row's
+// gradient, where these are only some of its columns; null: the row is whole. Matters to RowWiseAdagrad only.
 template <int W>
-TIERSTORE_INLINE void ApplyStep(const OptimizerStep& step, std::int64_t dim, float* g, float* w) {
+TIERSTORE_INLINE void ApplyStep(const OptimizerStep& step, std::int64_t dim, float* g, float* w,
+                                const float* mean_square) {
   float* state = w + dim;
-  if (step.l2 != 0.0f) {
-    for (std::int64_t c = 0; c < dim; ++c) g[c] += step.l2 * w[c];
-  }
+  AddDecay(step, dim, g, w);
   switch (step.kind) {
     case OptimizerKind::kSgd:
       ForWeights<W>(dim, g, w,
@@ -71,7 +77,7 @@ TIERSTORE_INLINE void ApplyStep(const OptimizerStep& step, std::int64_t dim, flo
                         __attribute__((always_inline)) { weight = step.keep * weight - step.lr * gradient; });
       break;
     case OptimizerKind::kRowWiseAdagrad: {
-      state[0] += Dot<W>(g, g, dim) / static_cast<float>(dim);
+      state[0] += mean_square != nullptr ? *mean_square : Dot<W>(g, g, dim) / static_cast<float>(dim);
       const float rate = step.lr / (std::sqrt(state[0]) + step.eps);
       ForWeights<W>(dim, g, w,
                     [&](auto, auto& gradient, auto& weight, std::int64_t)

@@ -1,7 +1,9 @@
 #include "kernels/update.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -115,17 +117,27 @@ struct Common {
   Touched touched;
   OptimizerStep step;
   bool check_finite;
+  RowSquares squares;
   Rejected* rejected;
 
   std::int64_t Count(std::int64_t u) const { return touched.csr_start[u + 1] - touched.csr_start[u]; }
 
   template <int W>
   TIERSTORE_INLINE void Apply(std::int64_t u, std::int64_t dim, float* g) const {
-    if (check_finite && !AllFinite(g, dim)) {
+    float* row = touched.rows.At(touched.slots[u]);
+    if (squares.out != nullptr) {
+      squares.out[u] = std::numeric_limits<float>::quiet_NaN();
+      if (!AllFinite(g, dim)) return;
+      AddDecay(step, dim, g, row);
+      squares.out[u] = Dot<W>(g, g, dim);
+      return;
+    }
+    const float* mean = squares.means != nullptr ? squares.means + u : nullptr;
+    if (check_finite && (!AllFinite(g, dim) || (mean != nullptr && std::isnan(*mean)))) {
       rejected->Add(u);
       return;
     }
-    ApplyStep<W>(step, dim, g, touched.rows.At(touched.slots[u]));
+    ApplyStep<W>(step, dim, g, row, mean);
   }
 };
 
@@ -228,9 +240,9 @@ std::vector<HotRow> HotRows(const Common& common) {
 
 template <typename Source>
 std::vector<std::int32_t> Update(const Touched& t, const Source& source, const OptimizerStep& step,
-                                 bool check_finite) {
+                                 bool check_finite, RowSquares squares) {
   Rejected rejected;
-  const Common common{t, step, check_finite, &rejected};
+  const Common common{t, step, check_finite, squares, &rejected};
   const std::int64_t num_positions = t.csr_start[t.num_slots];
   const std::int64_t bytes = t.num_slots * t.rows.row_bytes + num_positions * t.dim * 4;
   const std::int64_t grain =
@@ -271,7 +283,7 @@ std::vector<std::uint8_t> UsedPositions(const Touched& t, std::int64_t num_posit
 }  // namespace
 
 std::vector<std::int32_t> UpdatePooled(const Touched& touched, const PooledGrads& grads,
-                                       const OptimizerStep& step, bool check_finite) {
+                                       const OptimizerStep& step, bool check_finite, RowSquares squares) {
   const Bags& bags = grads.bags;
   bags.Check();
   const std::int64_t n = bags.num_positions();
@@ -301,13 +313,14 @@ std::vector<std::int32_t> UpdatePooled(const Touched& touched, const PooledGrads
       }
     }
   });
-  return Update(touched, BagSource{info.get(), bag_of.get(), grads.weights}, step, check_finite);
+  return Update(touched, BagSource{info.get(), bag_of.get(), grads.weights}, step, check_finite, squares);
 }
 
 std::vector<std::int32_t> UpdateRows(const Touched& touched, std::int64_t num_positions, const float* grad,
-                                     std::int64_t stride, const OptimizerStep& step, bool check_finite) {
+                                     std::int64_t stride, const OptimizerStep& step, bool check_finite,
+                                     RowSquares squares) {
   CheckTouched(touched, num_positions);
-  return Update(touched, RowSource{grad, stride}, step, check_finite);
+  return Update(touched, RowSource{grad, stride}, step, check_finite, squares);
 }
 
 }  // namespace tierstore

@@ -35,12 +35,23 @@ struct PooledGrads {
   const float* grad;
 };
 
+// RowWiseAdagrad of rows that are cut by columns needs the squares of all their columns; by unique row.
+struct RowSquares {
+  // If set, nothing is updated: only the sum of the squares of the gradient over these columns is put here
+  // (NaN if the gradient is not finite).
+  float* out = nullptr;
+  // The mean square over all columns; NaN (the gradient of some other columns is not finite) is treated as if
+  // that were so in these columns, too. Null: the rows are whole.
+  const float* means = nullptr;
+};
+
 // Both return the unique rows, ascending, whose gradient is not finite: with check_finite they are left as
 // they were, without it nothing is checked or returned.
 std::vector<std::int32_t> UpdatePooled(const Touched& touched, const PooledGrads& grads,
-                                       const OptimizerStep& step, bool check_finite);
+                                       const OptimizerStep& step, bool check_finite, RowSquares squares = {});
 // The gradient of position p is grad[p * stride ...].
 std::vector<std::int32_t> UpdateRows(const Touched& touched, std::int64_t num_positions, const float* grad,
-                                     std::int64_t stride, const OptimizerStep& step, bool check_finite);
+                                     std::int64_t stride, const OptimizerStep& step, bool check_finite,
+                                     RowSquares squares = {});
 
 }  // namespace tierstore

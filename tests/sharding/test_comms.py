@@ -79,6 +79,15 @@ def expected_bytes(collection: ShardedCollection, batch: cases.Batch, pooled: bo
                 elif not replica:
                     others = sum(vectors) - vectors[rank]
                     total += wire[comms.forward_precision] * part.columns * others
+        used = torch.cat(
+            [of_rank for feature in table.feature_names for of_rank in batch.ids[feature]]
+        ).unique()
+        for mine in placement.shards:
+            for part in placement.shards:
+                if mine.rank == rank != part.rank and mine.column_start != part.column_start:
+                    begin = max(mine.row_start, part.row_start)
+                    end = min(mine.row_start + mine.rows, part.row_start + part.rows)
+                    total += 4 * int(((used >= begin) & (used < end)).sum())
     return total if world > 1 else 0
 
 
@@ -104,7 +113,7 @@ def sharded(configs: list[Any], cuts: dict[str, Cut], env: ShardingEnv, comms: C
     kind: Callable[..., Any] = tierstore.EmbeddingCollection
     if isinstance(configs[0], tierstore.EmbeddingBagConfig):
         kind = tierstore.EmbeddingBagCollection
-    whole = kind(configs, config=cases.MEMORY)
+    whole = kind(configs, config=cases.MEMORY, optimizer=optim.RowWiseAdagrad(lr=0.1))
     return shard(whole, construct_plan(configs, cuts, env.world_size), env, comms=comms)
 
 

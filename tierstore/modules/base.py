@@ -18,6 +18,7 @@ from tierstore.cache.engine import Engine
 from tierstore.errors import InputError
 from tierstore.modules.lookup import (
     Lookup,
+    Part,
     PooledFunction,
     SequenceFunction,
     pooled_forward,
@@ -167,6 +168,12 @@ class TieredModule(nn.Module):
         step = self.fused_optimizer.advance()
         self.engine.updates[self._key] = self.fused_optimizer.num_updates
         return step
+
+    def mean_squares(
+        self, parts: Sequence[Part], squares_of: Callable[[int], np.ndarray]
+    ) -> Sequence[np.ndarray | None]:
+        """See ``Updates``; the rows have all columns of their tables."""
+        return [None] * len(parts)
 
     def table_name(self, table: int) -> str:
         return self.engine.tables[table].name

@@ -5,9 +5,9 @@ The fused optimizer runs inside the backward pass; no gradient of a table is eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from tierstore.errors import GradientError
 from tierstore.keys import split
 from tierstore.optim.fused import FusedOptimizer
 
+_RowArguments: TypeAlias = tuple[int, int, int, NDArray[np.int32]]
+"""Address and bytes of the rows, their dimension, their slots."""
 MODES = {"sum": 0, "mean": 1, "max": 2}
 
 
@@ -33,6 +35,14 @@ class Updates(Protocol):
 
     def count_update(self) -> Any:
         """Counts one optimizer step and returns the native core's arguments for it."""
+        ...
+
+    def mean_squares(
+        self, parts: Sequence[Part], squares_of: Callable[[int], NDArray[np.float32]]
+    ) -> Sequence[NDArray[np.float32] | None]:
+        """By part the mean square of the gradient of each unique row over all columns of its table; None: the
+        rows have all of them. ``squares_of(part)``: the sums over the columns that are here, of the backward
+        pass under way."""
         ...
 
     def table_name(self, table: int) -> str: ...
@@ -127,7 +137,7 @@ def _held_again(part: Part) -> Ticket:
     return part.rows
 
 
-def _row_arguments(part: Part) -> tuple[int, int, int, NDArray[np.int32]]:
+def _row_arguments(part: Part) -> _RowArguments:
     assert part.rows is not None
     return part.rows.rows_addr, part.chain.layout.row_bytes, part.chain.layout.dim, part.rows.slots
 
@@ -213,19 +223,13 @@ class PooledFunction(torch.autograd.Function):
 
     @staticmethod
     def _update(ctx: Any, grad: Tensor) -> None:
-        step = ctx.module.count_update()
-        wrong = []
-        for part, weight, argmax in zip(ctx.lookup.parts, ctx.weights, ctx.argmaxes, strict=True):
-            ticket = _held_again(part)
-            assert ticket.csr is not None
-            part.chain.mark_updated(ticket)
-            bad = _core.update_pooled(
-                *_row_arguments(part), *ticket.csr, *part.layout, _address(weight), _address(argmax),
-                grad.data_ptr(), step, ctx.module.check_gradients,
-            )  # fmt: skip
-            wrong.append((part, bad))
-            ticket.release()
-        _report_wrong(ctx.module, wrong)
+        def update(index: int, rows: _RowArguments, csr: Any, *more: Any) -> NDArray[np.int32]:
+            part, weight, argmax = ctx.lookup.parts[index], ctx.weights[index], ctx.argmaxes[index]
+            return _core.update_pooled(  # type: ignore[no-any-return]
+                *rows, *csr, *part.layout, _address(weight), _address(argmax), grad.data_ptr(), *more
+            )
+
+        _update_rows(ctx.module, ctx.lookup.parts, update)
 
 
 class SequenceFunction(torch.autograd.Function):
@@ -240,21 +244,36 @@ class SequenceFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         assert ctx.saved_tensors
-        step = ctx.module.count_update()
-        wrong = []
-        for part, grad in zip(ctx.lookup.parts, grads, strict=True):
-            grad = grad.to(torch.float32).contiguous()
-            ticket = _held_again(part)
-            assert ticket.csr is not None
-            part.chain.mark_updated(ticket)
-            bad = _core.update_rows(
-                *_row_arguments(part), *ticket.csr, grad.data_ptr(), part.chain.layout.dim, step,
-                ctx.module.check_gradients,
-            )  # fmt: skip
-            wrong.append((part, bad))
-            ticket.release()
-        _report_wrong(ctx.module, wrong)
+        kept = [grad.to(torch.float32).contiguous() for grad in grads]
+
+        def update(index: int, rows: _RowArguments, csr: Any, *more: Any) -> NDArray[np.int32]:
+            dim = ctx.lookup.parts[index].chain.layout.dim
+            return _core.update_rows(*rows, *csr, kept[index].data_ptr(), dim, *more)  # type: ignore[no-any-return]
+
+        _update_rows(ctx.module, ctx.lookup.parts, update)
         return (None, None, None)
+
+
+def _update_rows(module: Updates, parts: Sequence[Part], update: Callable[..., NDArray[np.int32]]) -> None:
+    """One optimizer step for the rows of every part. ``update(part, rows, csr, step, check, squares, means)``
+    calls the kernel."""
+    step = module.count_update()
+    tickets = [_held_again(part) for part in parts]
+    for part, ticket in zip(parts, tickets, strict=True):
+        part.chain.mark_updated(ticket)
+
+    def squares_of(index: int) -> NDArray[np.float32]:
+        squares = np.zeros(len(parts[index].batch.unique), np.float32)
+        update(index, _row_arguments(parts[index]), tickets[index].csr, step, False, squares.ctypes.data, 0)
+        return squares
+
+    wrong = []
+    for index, means in enumerate(module.mean_squares(parts, squares_of)):
+        address = 0 if means is None else means.ctypes.data
+        rows, csr = _row_arguments(parts[index]), tickets[index].csr
+        wrong.append((parts[index], update(index, rows, csr, step, module.check_gradients, 0, address)))
+        tickets[index].release()
+    _report_wrong(module, wrong)
 
 
 def _reaches_rows(ctx: Any) -> bool:

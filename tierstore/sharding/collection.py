@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypedDict
 
@@ -24,18 +23,18 @@ from tierstore.modules.collection import (
     table_of,
 )
 from tierstore.modules.configs import from_torchrec
+from tierstore.modules.lookup import Part
 from tierstore.modules.tables import leave_out
 from tierstore.optim import SGD, OptimizerSpec
 from tierstore.placement import ShardingPlan, ShardingType, TablePlacement
 from tierstore.sharding import shard_views
+from tierstore.sharding.column_squares import ColumnSquares
 from tierstore.sharding.commits import Commits, Place
 from tierstore.sharding.comms import CommsConfig
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.lookups import ShardedLookups
 from tierstore.sharding.planning import tiers_of_rank
 from tierstore.sharding.routing import Routing, shard_name
-
-logger = logging.getLogger("tierstore")
 
 _NO_SHARD = "(no shard)"
 
@@ -127,25 +126,25 @@ class ShardedCollection(ShardedLookups):
         self._commits = _commits
         self._features = features
         self._set_routing(routing, env, comms)
-        self._warn_of_states()
+        self._squares = None if self.frozen else self._column_squares()
         view_of = {table.name: ShardedTableView(self, table, at) for at, table in enumerate(configs)}
         self.add_module(self._views, TableViews(view_of))
         if _commits is not None:
             _commits.join(_name, self)
 
-    def _warn_of_states(self) -> None:
-        cut = [
-            table.name
-            for table in self.plan.tables
-            if any(s.columns < table.embedding_dim for s in table.shards)
-        ]
-        if cut and not self.frozen and self.fused_optimizer.spec.state_per_row and self.env.rank == 0:
-            logger.warning(
-                "%s keeps one number per row, and tables %s are cut by columns: each range of columns keeps "
-                "its own (as in torchrec), so they do not train exactly as in one process",
-                self.fused_optimizer.spec.name,
-                cut,
-            )
+    def _column_squares(self) -> ColumnSquares | None:
+        if not self.fused_optimizer.spec.state_per_row:
+            return None
+        squares = ColumnSquares(self.env, self.plan, self.engine.table_index)
+        return squares if squares.needed else None
+
+    def mean_squares(
+        self, parts: Sequence[Part], squares_of: Callable[[int], np.ndarray]
+    ) -> Sequence[np.ndarray | None]:
+        """As the base's; shards of tables cut by columns ask those of the other columns."""
+        if self._squares is None:
+            return super().mean_squares(parts, squares_of)
+        return self._squares.means(parts, squares_of)
 
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
         """Makes the rows of all ranks durable, as one commit: after a crash all ranks are at it, or none.

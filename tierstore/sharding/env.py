@@ -90,6 +90,22 @@ class ShardingEnv:
             )
         return Pending(work, out, given)
 
+    def send_and_receive(self, given: dict[int, Tensor], sizes: dict[int, int]) -> dict[int, Tensor]:
+        """Sends ``given[r]`` (float32, 1-D) to each rank r and returns ``sizes[r]`` floats from it. Nothing
+        is said where there is nothing to send, so only the ranks concerned take part."""
+        arrived = {rank: torch.empty(size) for rank, size in sizes.items()}
+        peers = dist.get_process_group_ranks(self.outputs)
+        with _all_ranks():
+            works = [dist.irecv(to, peers[rank], self.outputs) for rank, to in arrived.items() if len(to)]
+            for rank, tensor in given.items():
+                if len(tensor):
+                    self.traffic.bytes_sent += tensor.nbytes
+                    works.append(dist.isend(tensor, peers[rank], self.outputs))
+            for work in works:
+                assert work is not None
+                work.wait()
+        return arrived
+
     def gather(self, tensor: Tensor, group: Any = None) -> tuple[Pending, Tensor]:
         """Begins to collect a tensor of the same shape of every rank: (ranks, *shape)."""
         everyone = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype)
