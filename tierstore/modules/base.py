@@ -187,7 +187,10 @@ class TieredModule(nn.Module):
 
     @staticmethod
     def _ids(ids: Any) -> np.ndarray:
-        tensor = torch.as_tensor(ids)
+        try:
+            tensor = torch.as_tensor(ids)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"ids must be a 1-D tensor of integers: {error}") from None
         if isinstance(ids, list) and not ids:
             tensor = tensor.long()
         if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 1:

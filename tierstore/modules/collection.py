@@ -123,7 +123,8 @@ class Collection(TieredModule):
         return keyed.values(), keyed.lengths()
 
     def _feature_ids(self, keyed: KeyedJaggedTensor) -> list[FeatureIds]:
-        """What ``keyed`` has for every feature; InputError if one is missing, or lengths do not fit."""
+        """What ``keyed`` has for every feature; InputError if one is missing or doubled, or lengths
+        do not fit."""
         values = checked_ids("values of the KeyedJaggedTensor", keyed.values())
         if values.dim() != 1:
             raise InputError(f"values of the KeyedJaggedTensor must have one dimension, got {values.dim()}")
@@ -132,6 +133,8 @@ class Collection(TieredModule):
         if len(lengths) and lengths.min() < 0:
             keyed.validate()  # which says where
         position, at, bags = keyed.index_per_key(), keyed.offset_per_key(), keyed.lengths_offset_per_key()
+        if len(position) < len(keyed.keys()):
+            keyed.validate()  # which says what is doubled
         found = []
         for feature in self._features:
             key = position.get(feature.name)

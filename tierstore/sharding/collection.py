@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypedDict
@@ -192,6 +193,26 @@ class ShardedCollection(ShardedLookups):
             raise InputError(f"there is no table {name!r}; name one of {names}")
         return 0 if name is None else names.index(name)
 
+    def _asked(self, ids: Any, table: str | None) -> tuple[Any, np.ndarray]:
+        """The table's configuration and the ids. Every rank raises if those of one are wrong."""
+        error: InputError | None = None
+        asked: Any = None
+        try:
+            config, keys = self.configs[self._table(table)], self._ids(ids)
+            asked = (config.name, hashlib.sha256(keys.tobytes()).hexdigest())
+        except InputError as raised:
+            error, asked = raised, str(raised)
+        self.env.check_same("table or ids", asked)
+        if error is not None:
+            raise error
+        outside = np.flatnonzero((keys < 0) | (keys >= config.num_embeddings))
+        if len(outside):
+            raise InputError(
+                f"table {config.name!r}: id {keys[outside[0]]} at position {outside[0]} is out of range "
+                f"[0, {config.num_embeddings})"
+            )
+        return config, keys
+
     def rows(self, ids: Any, table: str | None = None) -> Tensor:
         """As TieredModule.rows. All ranks call it with the same ids."""
         return self._read(ids, table)[0]
@@ -202,7 +223,7 @@ class ShardedCollection(ShardedLookups):
         return self._read(ids, table)[1]
 
     def _read(self, ids: Any, table: str | None) -> tuple[Tensor, dict[str, Tensor]]:
-        config, keys = self.configs[self._table(table)], self._ids(ids)
+        config, keys = self._asked(ids, table)
         spec = self.fused_optimizer.spec
         weight = torch.zeros((len(keys), config.embedding_dim))
         width = 1 if spec.state_per_row else config.embedding_dim
@@ -228,6 +249,13 @@ class ShardedCollection(ShardedLookups):
         self, ids: Any, weight: Tensor, optimizer: dict[str, Tensor] | None = None, table: str | None = None
     ) -> None:
         """As TieredModule.load_rows. All ranks call it with the same arguments; each keeps its share."""
+        self._asked(ids, table)
+        self.load_own_rows(ids, weight, optimizer, table)
+
+    def load_own_rows(
+        self, ids: Any, weight: Tensor, optimizer: dict[str, Tensor] | None = None, table: str | None = None
+    ) -> None:
+        """As :meth:`load_rows`, but ranks need not agree: of ``ids`` the shards on this rank keep theirs."""
         config, keys = self.configs[self._table(table)], self._ids(ids)
         dim = config.embedding_dim
         values = self._matrix("weight", weight, (len(keys), dim))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ FILE_NAME = "COMMIT.json"
 FORMAT = 1
 _MOST_BYTES = 1 << 30
 _TAG = "commit of all ranks "
+_DAMAGE = (ValueError, RecursionError, AttributeError, KeyError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,11 @@ class Commits:
         if self._env.rank == 0:
             try:
                 record[0] = json.loads(read_regular(self.path / FILE_NAME, _MOST_BYTES))
-                if record[0].get("format") != FORMAT:
-                    record[:2] = [None, f"{self.path / FILE_NAME} has another format than {FORMAT}"]
+                _check(record[0])
             except (FileNotFoundError, NotADirectoryError):
                 record[0] = {}
-            except (ValueError, RecursionError, AttributeError) as error:
-                record[1] = f"{self.path / FILE_NAME} is damaged: {error}"
+            except _DAMAGE as error:
+                record[:2] = [None, f"{self.path / FILE_NAME} is damaged: {type(error).__name__}: {error}"]
         self._env.broadcast_objects(record)
         if record[1] is not None:
             raise StoreCorruptError(record[1])
@@ -204,6 +204,26 @@ class Commits:
         record = {"format": FORMAT, "number": number, "extra": extra, "collections": collections}
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / FILE_NAME, [json.dumps(record, allow_nan=False).encode()])
+
+
+def _check(record: Any) -> None:
+    """Raises one of _DAMAGE unless the record is one that :meth:`Commits._write` makes."""
+    if record.get("format") != FORMAT:
+        raise ValueError(f"format {record.get('format')!r} is not {FORMAT}")
+    if not isinstance(record["number"], int) or not isinstance(record["extra"], dict):
+        raise TypeError("number or extra is of another type")
+    for name, entry in record["collections"].items():
+        saved = _saved(entry)
+        numbers = [*saved.ranks, saved.updates]
+        if len(saved.ranks) != saved.plan.world_size or not all(isinstance(n, int) for n in numbers):
+            raise ValueError(f"the commits of collection {name!r} are not one of every rank")
+        if not isinstance(saved.engine, str) or not _is_inside(saved.folder):
+            raise ValueError(f"the folder or the engine of collection {name!r} is none")
+
+
+def _is_inside(folder: Any) -> bool:
+    parts = PurePath(folder).parts
+    return bool(parts) and not PurePath(folder).is_absolute() and ".." not in parts
 
 
 def _saved(entry: dict[str, Any]) -> Saved:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from tierstore.errors import ConfigError
@@ -44,11 +45,14 @@ def data_parallel() -> Cut:
 
 def table_wise(rank: int) -> Cut:
     """The whole table on one rank."""
+    _check_integers("ranks", [rank])
     return Cut(ShardingType.TABLE_WISE, lambda rows, columns, *_: [(rank, 0, rows, 0, columns)])
 
 
 def row_wise(sizes: Sequence[int] | None = None) -> Cut:
     """Consecutive rows on every rank: ``sizes`` of them, or equal shares (the last ones shorter)."""
+
+    _check_integers("sizes", sizes)
 
     def cut(rows: int, columns: int, world: int, _: int) -> list[Rectangle]:
         parts = _parts(rows, world, sizes, "rows")
@@ -60,6 +64,9 @@ def row_wise(sizes: Sequence[int] | None = None) -> Cut:
 def column_wise(ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Cut:
     """Consecutive columns on ``ranks``, of which one may have several; ``sizes`` or equal shares."""
 
+    _check_integers("ranks", ranks)
+    _check_integers("sizes", sizes)
+
     def cut(rows: int, columns: int, *_: int) -> list[Rectangle]:
         parts = _parts(columns, len(ranks), sizes, "columns")
         return [(rank, 0, rows, at, size) for rank, (at, size) in zip(ranks, parts, strict=True)]
@@ -69,6 +76,9 @@ def column_wise(ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Cut
 
 def table_row_wise(host: int, sizes: Sequence[int] | None = None) -> Cut:
     """Consecutive rows on the ranks of one host."""
+
+    _check_integers("hosts", [host])
+    _check_integers("sizes", sizes)
 
     def cut(rows: int, columns: int, _: int, local: int) -> list[Rectangle]:
         parts = _parts(rows, local, sizes, "rows")
@@ -80,6 +90,9 @@ def table_row_wise(host: int, sizes: Sequence[int] | None = None) -> Cut:
 def table_column_wise(host: int, sizes: Sequence[int] | None = None) -> Cut:
     """Consecutive columns on the ranks of one host."""
 
+    _check_integers("hosts", [host])
+    _check_integers("sizes", sizes)
+
     def cut(rows: int, columns: int, _: int, local: int) -> list[Rectangle]:
         parts = _parts(columns, local, sizes, "columns")
         return [(host * local + i, 0, rows, at, size) for i, (at, size) in enumerate(parts)]
@@ -89,6 +102,9 @@ def table_column_wise(host: int, sizes: Sequence[int] | None = None) -> Cut:
 
 def grid_shard(hosts: Sequence[int], sizes: Sequence[int] | None = None) -> Cut:
     """Consecutive columns on ``hosts``, each cut by rows over the host's ranks."""
+
+    _check_integers("hosts", hosts)
+    _check_integers("sizes", sizes)
 
     def cut(rows: int, columns: int, _: int, local: int) -> list[Rectangle]:
         return [
@@ -108,13 +124,16 @@ def construct_plan(
     """The plan that cuts every table of ``module`` (a collection, or its configurations) as ``cuts`` says.
 
     ``name``: the module's path in the model. Raises ConfigError for a table without a cut or a cut without a
-    table, and for shares that do not add up.
+    table, for what is no cut, and for shares that do not add up.
     """
     tables = configs_of(module)
     names = [table.name for table in tables]
     wrong = [n for n in names if n not in cuts] or [n for n in cuts if n not in names]
     if wrong:
         raise ConfigError(f"cuts are given for {sorted(cuts)}, but the tables are {sorted(names)}")
+    for table_name, cut in cuts.items():
+        if not isinstance(cut, Cut):
+            raise ConfigError(f"the cut of table {table_name!r} is {cut!r}; use row_wise() or another")
     local = world_size if ranks_per_host is None else ranks_per_host
     placed = tuple(cuts[table.name].place(table, name, world_size, local) for table in tables)
     return ShardingPlan(placed, world_size, local)
@@ -126,6 +145,14 @@ def configs_of(module: Any) -> list[Any]:
         if hasattr(module, method):
             return list(getattr(module, method)())
     return list(module)
+
+
+def _check_integers(what: str, values: Any) -> None:
+    """ConfigError unless it is None or a sequence of integers, not empty."""
+    if values is None:
+        return
+    if not isinstance(values, Sequence) or not values or not all(isinstance(v, Integral) for v in values):
+        raise ConfigError(f"{what} must be a list of integers, got {values!r}")
 
 
 def _parts(total: int, count: int, sizes: Sequence[int] | None, what: str) -> list[tuple[int, int]]:

@@ -62,13 +62,28 @@ class ShardingEnv:
                 'torch.distributed.init_process_group("gloo") first'
             )
         group = dist.group.WORLD if group is None else group
+        if dist.get_rank(group) < 0:
+            raise ConfigError("this rank is not in the group; only the ranks of the group share its tables")
         ranks = dist.get_process_group_ranks(group)
+        # Some ranks alone can make a group, but torch hangs if they are in different numbers of groups.
+        some = len(ranks) < dist.get_world_size()
 
         def new() -> Any:
             with _all_ranks():
-                return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+                return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
 
         return cls(dist.get_rank(group), len(ranks), group, new(), new())
+
+    @classmethod
+    def of(cls, env: Any) -> ShardingEnv:
+        """``env`` itself; or one for what may be given instead: None (the default group), a process group, or
+        torchrec's ShardingEnv. All ranks call it."""
+        if isinstance(env, cls):
+            return env
+        group = getattr(env, "process_group", env)
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(f"env is {env!r}; use None, or ShardingEnv.from_process_group(group)")
+        return cls.from_process_group(group)
 
     @property
     def others_first(self) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError
+from tierstore.modules.base import TieredModule
 from tierstore.modules.collection import Collection
 from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.embedding_collection import EmbeddingCollection
@@ -48,11 +49,12 @@ def shard(
 
     Raises ConfigError, on all ranks, for a plan that does not fit the module or the number of ranks.
     """
-    env = ShardingEnv.from_process_group() if env is None else env
+    env = ShardingEnv.of(env)
+    _check_arguments(plan, config, comms)
     if not _can_be_sharded(module):
         raise ConfigError(
-            f"a {type(module).__name__} cannot be sharded; give an EmbeddingBagCollection or an "
-            "EmbeddingCollection of tierstore"
+            f"a {type(module).__module__}.{type(module).__name__} cannot be sharded; build an "
+            "EmbeddingBagCollection or an EmbeddingCollection of tierstore"
         )
     if config is None:
         config = module.engine.config
@@ -83,16 +85,38 @@ def shard(
     return sharded.train(module.training)
 
 
-def _can_be_sharded(module: nn.Module) -> bool:
+def _check_untouched(module: nn.Module) -> None:
+    """ConfigError for tables that no exchange would keep equal on all ranks."""
+    for name, child in module.named_modules():
+        if isinstance(child, TieredModule) and not child.frozen and not _can_be_sharded(child):
+            raise ConfigError(
+                f"{name or 'the model itself'} is a {type(child).__name__}, which every rank would train for "
+                "itself; make it an EmbeddingCollection or EmbeddingBagCollection, or freeze it"
+            )
+
+
+def _can_be_sharded(module: nn.Module) -> TypeGuard[Collection]:
     kinds = (EmbeddingBagCollection, EmbeddingCollection)
     return isinstance(module, kinds) and not isinstance(module, ShardedCollection)
+
+
+def _check_arguments(plan: Any, config: Any, comms: Any) -> None:
+    for name, value, kind in (("config", config, TierConfig), ("comms", comms, CommsConfig)):
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{name} is {value!r}; use a {kind.__name__}, or None")
+    if not isinstance(plan, ShardingPlan):
+        given = f"{type(plan).__module__}.{type(plan).__name__}"
+        raise ConfigError(
+            f"plan is a {given}; use a tierstore.sharding.ShardingPlan, of construct_plan(), of tierstore's "
+            "planner or of ShardingPlan.load()"
+        )
 
 
 def _take_over(sharded: ShardedCollection, module: Collection) -> None:
     for table in module.table_names():
         for ids in module.touched_ids(table):
             state = module.optimizer_rows(ids, table)
-            sharded.load_rows(ids, module.rows(ids, table), state, table)
+            sharded.load_own_rows(ids, module.rows(ids, table), state, table)
     sharded.fused_optimizer.load_state_dict(module.fused_optimizer.state_dict())
 
 
@@ -103,7 +127,7 @@ class DistributedModelParallel(nn.Module):
 
     Args:
         module: with collections of tierstore, the same on all ranks.
-        env: the ranks; all of the default process group if None.
+        env: the ranks; all of the default process group if None. A process group, or torchrec's, will do.
         device: None or the CPU.
         plan: where the tables are; names of tables must differ over the whole model. If None, the planner's
             for the budgets of ``config`` (:func:`tierstore.sharding.planning.plan_of`).
@@ -135,8 +159,10 @@ class DistributedModelParallel(nn.Module):
             raise ConfigError(f"device is {device}; sharded tables live in the tiers of the hosts: use None")
         if sharders:
             raise ConfigError("sharders must be None: every collection has one way to be sharded")
-        self.env = ShardingEnv.from_process_group() if env is None else env
+        self.env = ShardingEnv.of(env)
+        _check_untouched(module)
         self.plan = plan_of(module, self.env, config) if plan is None else plan
+        _check_arguments(self.plan, config, comms)
         self._sharded: dict[str, ShardedCollection] = {}
         path = None if config is None else config.path
         self._commits = None if path is None else Commits(path, self.env)
@@ -147,16 +173,17 @@ class DistributedModelParallel(nn.Module):
     def _shard_all(
         self, module: nn.Module, config: TierConfig | None, comms: CommsConfig | None
     ) -> nn.Module:
-        found = {
-            name: child
-            for name, child in module.named_modules()
-            if isinstance(child, Collection) and _can_be_sharded(child)
-        }
+        found = {name: child for name, child in module.named_modules() if _can_be_sharded(child)}
+        if not found:
+            raise ConfigError(
+                "the model has no collection to shard; build an EmbeddingBagCollection or an "
+                "EmbeddingCollection of tierstore"
+            )
         names = [table for child in found.values() for table in child.table_names()]
         unplanned = {table.name for table in self.plan.tables} - set(names)
         if unplanned or len(set(names)) < len(names):
             raise ConfigError(
-                f"the plan's tables {sorted(unplanned)} are not in the model"
+                f"the plan's tables {sorted(unplanned)} are not in the model; its collections have {names}"
                 if unplanned
                 else f"names of tables must differ over the whole model: {names}"
             )
@@ -167,8 +194,10 @@ class DistributedModelParallel(nn.Module):
             self._sharded[name] = new
             if not name:
                 return new
-            parent, _, attribute = name.rpartition(".")
-            setattr(module.get_submodule(parent), attribute, new)
+            for parent in list(module.modules()):  # it may be there under several names
+                for attribute, other in list(parent._modules.items()):
+                    if other is child:
+                        setattr(parent, attribute, new)
         return module
 
     def _parallel(self, module: nn.Module, dense: str, find_unused_parameters: bool) -> nn.Module:

@@ -27,6 +27,7 @@ def restore(collection: ShardedCollection, folder: Path, plan: ShardingPlan, com
 
     ``commits``: which commit of each store. All ranks call it: they take turns, for a store is open once.
     """
+    _check_tables(collection, folder, plan)
     env = collection.env
     turns = max(env.world_size, plan.world_size)
     for turn in range(turns):
@@ -39,6 +40,23 @@ def restore(collection: ShardedCollection, folder: Path, plan: ShardingPlan, com
             error = raised
         env.agree(error, StoreMismatchError)
     env.barrier()
+
+
+def _check_tables(collection: ShardedCollection, folder: Path, plan: ShardingPlan) -> None:
+    """Every table that was committed must be there as it was, as in one process; others may be added."""
+    wanted = {config.name: (config.num_embeddings, config.embedding_dim) for config in collection.configs}
+    for table in plan.tables:
+        committed = (table.num_embeddings, table.embedding_dim)
+        if table.name not in wanted:
+            raise StoreMismatchError(
+                f"the commit in {folder} has rows of table {table.name!r}, which is not among "
+                f"{list(wanted)}; give another path, or a collection with all of its tables"
+            )
+        if wanted[table.name] != committed:
+            raise StoreMismatchError(
+                f"table {table.name!r} is {wanted[table.name]}, but {committed} in the commit in {folder}; "
+                "give another path, or the table as committed"
+            )
 
 
 def _read_rank(
@@ -67,6 +85,12 @@ def _read_table(
         raise StoreMismatchError(
             f"table {table!r} was committed with optimizer {dict(spec.optimizer)}, not {optimizer.identity}"
         )
+    for own, whole in zip(collection.engine.specs, collection.engine.tables, strict=True):
+        if whole.origin == table and (own.seed, own.init) != (spec.seed, spec.init):
+            raise StoreMismatchError(
+                f"the initial rows of table {table!r} were committed with seed {spec.seed}, "
+                f"{dict(spec.init)}, not {own.seed}, {dict(own.init)}; give the same"
+            )
     width = spec.embedding_dim
     for keys in store.keys(spec.index):
         rows = np.empty((len(keys), spec.row_bytes), np.uint8)
