@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import tierstore
 from tests.sharding import cases
 from tests.sharding.ranks import run
-from tierstore import EmbeddingConfig, InputError, KeyedJaggedTensor, TierConfig, optim
+from tierstore import EmbeddingConfig, InputError, KeyedJaggedTensor, RankError, TierConfig, optim
 from tierstore.sharding import (
     DistributedModelParallel,
     ShardingEnv,
@@ -84,9 +85,49 @@ def count_calls(module: Any, name: str) -> list[None]:
     return calls
 
 
-def train(dmp: DistributedModelParallel, loader: Iterable[KeyedJaggedTensor]) -> None:
+def other_ends() -> None:
+    """One rank has fewer batches, or its loader fails, while the window is filled or later: none waits."""
+    env = ShardingEnv.from_process_group(timeout=timedelta(seconds=60))
+    data = [batch.of([env.rank]) for batch in cases.batches(2, 9)]
+    for count, window in ((1, 1), (3, 4), (6, 2), (6, None)):
+        for error in (None, OSError("the file is gone")):
+            dmp = model(env)
+            mine = data[:count] if env.rank else data
+            loader = tierstore.prefetch(
+                then_raise(mine, error if env.rank else None), dmp, depth=1, window=window
+            )
+            done: list[None] = []
+            said = (
+                "rank 1: has no more batches"
+                if error is None
+                else "rank 1: its loader raised OSError: the file is gone"
+            )
+            start = time.monotonic()
+            if error is not None and env.rank:
+                with pytest.raises(OSError, match="the file is gone"):
+                    train(dmp, loader, done)
+            else:
+                with pytest.raises(RankError, match=said):
+                    train(dmp, loader, done)
+            assert len(done) == count
+            assert time.monotonic() - start < 20
+            dmp(data[0])[0].backward()  # and the ranks are together
+            dmp.close()
+
+
+def then_raise(data: list[KeyedJaggedTensor], error: Exception | None) -> Iterator[KeyedJaggedTensor]:
+    yield from data
+    if error is not None:
+        raise error
+
+
+def train(
+    dmp: DistributedModelParallel, loader: Iterable[KeyedJaggedTensor], done: list[None] | None = None
+) -> None:
     for features in loader:
         dmp(features)[0].backward()
+        if done is not None:
+            done.append(None)
 
 
 def left_early(env: ShardingEnv, data: list[KeyedJaggedTensor]) -> None:
@@ -161,3 +202,7 @@ def test_exchange_fetch_and_compute_overlap() -> None:
 
 def test_prefetch_changes_nothing() -> None:
     run(2, ahead)
+
+
+def test_batches_end_earlier_on_one_rank() -> None:
+    run(2, other_ends)

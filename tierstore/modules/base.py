@@ -81,7 +81,8 @@ class TieredModule(nn.Module):
     collective = False
     """Whether ranks look rows up together. Such modules have ``begin_exchange(*args)``, called by all ranks
     in the order of the batches, which gives an object with ``send()``; ``finish_exchange(object)``, which
-    gives the lookup; and ``least(value)``, the smallest ``value`` of any rank."""
+    gives the lookup; ``announce_end(error)``, in place of the former when there are no more batches; and
+    ``least(value)``, the smallest ``value`` of any rank."""
 
     @abstractmethod
     def lookup_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

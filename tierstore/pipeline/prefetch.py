@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tierstore.cache.engine import Engine
 from tierstore.config import MAX_DEPTH
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, RankError
 from tierstore.modules.base import TieredModule
 from tierstore.pipeline.learning import Call, Recorder, leaves
 from tierstore.pipeline.position import Prefetched
@@ -183,19 +183,28 @@ def _ahead(
 
     def pull() -> Planned | None:
         nonlocal failed
+        if session.ended:
+            session.send()
+            return None
         try:
             batch = next(loader)
         except StopIteration:
-            session.exhausted()
-            return None
+            return session.end(None)
         except Exception as error:  # raised where a loop without prefetch would see it
             failed = error
-            session.exhausted()
-            return None
+            return session.end(error)
         return session.add(batch)
 
+    def next_batch() -> Planned | None:
+        try:
+            return session.next()
+        except RankError:
+            if failed is None:
+                raise
+            raise failed from None  # of which the other ranks were told
+
     more = _fill(session, pull, depth, window)
-    while (planned := session.next()) is not None:
+    while (planned := next_batch()) is not None:
         try:
             yield planned.batch
         finally:
@@ -219,6 +228,9 @@ def _fill(
             more = False
             break
         session.wait_prepared(planned)
+        if planned.is_end or planned.error is not None:
+            more = False
+            break
         first = first or planned
         held += _bytes(planned)
         if window is not None:

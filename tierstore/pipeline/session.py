@@ -6,7 +6,8 @@ are drawn in a reproducible order); the worker deduplicates their ids, announces
 plans them in order, at most ``depth`` batches ahead of the one in use.
 
 Collectives of sharded modules are begun by the training thread alone, at points that depend on nothing but
-the number of batches, so that all ranks begin them in the same order; the worker waits for their ends.
+the number of batches, so that all ranks begin them in the same order; the worker waits for their ends. The
+end of the batches is exchanged like one more batch, so that a rank that has fewer is not waited for.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from tierstore.cache.chain import Chain
 from tierstore.cache.engine import Engine
 from tierstore.cache.ticket import Ticket
-from tierstore.errors import ClosedError, TierStoreError
+from tierstore.errors import ClosedError, RankError, TierStoreError
 from tierstore.modules.base import Ahead, TieredModule
 from tierstore.modules.lookup import Lookup
 from tierstore.pipeline.learning import Call
@@ -38,6 +39,8 @@ class Planned:
     first: dict[int, int] = field(default_factory=dict)  # id(chain) → number of its first lookup
     expected: list[tuple[TieredModule, Ahead]] = field(default_factory=list)
     exchanges: dict[int, Any] = field(default_factory=dict)  # number of the call → exchange with other ranks
+    is_end: bool = False  # no batch, but what comes after the last one
+    error: RankError | None = None  # why the ranks cannot go on with this batch
     prepared: bool = False
 
 
@@ -58,6 +61,7 @@ class Session:
         self._to_plan: deque[Planned] = deque()
         self._recent: deque[dict[int, int]] = deque()  # first numbers of the last planned batches
         self._exhausted = False
+        self._apart = False  # the ranks do not have the same batches any more
         self._started = False
         self._stopping = False
         self._broken = False
@@ -66,40 +70,68 @@ class Session:
 
     # -- training thread ------------------------------------------------------------------------
 
-    def add(self, batch: Any) -> Planned:
-        """A batch was pulled."""
+    def add(self, batch: Any) -> Planned | None:
+        """A batch was pulled. None if it is in vain: another rank has had no batch before this one."""
+        self.send()
+        if self._apart:
+            return None
         planned = Planned(batch)
         self._coming.append(planned)
-        self._send()
         for number, call in enumerate(self.calls):
             if call.module.collective:
                 self._begin_exchange(planned, number, call)
         self._announced.append(planned)
         if not planned.exchanges:
-            self._send()
+            self.send()
         return planned
 
+    def end(self, error: Exception | None) -> Planned | None:
+        """The loader has no more batches, or has raised ``error``: other ranks learn of it. None where there
+        are none."""
+        self.send()
+        planned = Planned(None, is_end=True)
+        for number, call in enumerate(self.calls):
+            if call.module.collective and not self._apart:
+                module: Any = call.module
+                planned.exchanges[number] = module.announce_end(error)
+        if planned.exchanges:
+            self._coming.append(planned)
+            self._announced.append(planned)
+        with self._changed:
+            self._exhausted = True
+            self._changed.notify_all()
+        return planned if planned.exchanges else None
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more batches are pulled, or all in vain."""
+        return self._exhausted
+
     def _begin_exchange(self, planned: Planned, number: int, call: Call) -> None:
+        module: Any = call.module
         try:
             args, kwargs = call.arguments(planned.batch)
         except (LookupError, AttributeError, TypeError) as error:
             logger.debug("no prefetch for a batch: %s", error)
-            return
-        module: Any = call.module
+            args, kwargs = (None,), {}  # a wrong input, of which the other ranks learn: they begin too
         planned.exchanges[number] = module.begin_exchange(*args, **kwargs)
 
-    def _send(self) -> None:
+    def send(self) -> None:
         """Hands batches to the worker, whose sizes the ranks have announced to one another meanwhile."""
         while self._announced:
             planned = self._announced.popleft()
             for number, exchange in list(planned.exchanges.items()):
                 try:
                     exchange.send()
+                except RankError as error:
+                    planned.error, self._apart = error, True
+                    del planned.exchanges[number]
                 except TierStoreError as error:  # on all ranks, and the forward call will raise it
                     logger.debug("no prefetch for a batch: %s", error)
                     del planned.exchanges[number]
             with self._changed:
                 self._to_prepare.append(planned)
+                self._exhausted |= self._apart
                 self._changed.notify_all()
 
     def least(self, value: int) -> int:
@@ -114,13 +146,6 @@ class Session:
         """Whether ``condition`` holds on any rank, where ranks look rows up together."""
         return not self.least(int(not condition))
 
-    def exhausted(self) -> None:
-        """The loader has no more batches."""
-        self._send()
-        with self._changed:
-            self._exhausted = True
-            self._changed.notify_all()
-
     def start(self, depth: int, window: int) -> None:
         """From now on batches are planned, each once the ``window`` batches behind it are announced."""
         with self._changed:
@@ -129,14 +154,14 @@ class Session:
 
     def wait_prepared(self, planned: Planned) -> None:
         if planned in self._announced:
-            self._send()
+            self.send()
         with self._changed:
             self._changed.wait_for(lambda: planned.prepared)
 
     @property
     def pulled_ahead(self) -> int:
         """Batches pulled and not yet used."""
-        return len(self._coming)
+        return sum(not planned.is_end for planned in self._coming)
 
     @property
     def wants_more(self) -> bool:
@@ -146,11 +171,16 @@ class Session:
         return len(self._coming) <= self.depth + self.window + announced
 
     def next(self) -> Planned | None:
-        """The next batch, its lookups handed to the modules; None when there are no more."""
+        """The next batch, its lookups handed to the modules; None when there are no more. Raises RankError
+        where another rank has no such batch, or is lost."""
         if not self._coming:
             return None
         planned = self._coming.popleft()
         self.wait_prepared(planned)
+        if planned.error is not None:
+            raise planned.error
+        if planned.is_end:
+            return None
         for module, inputs, lookup in planned.lookups:
             planned.expected.append((module, module.expect(inputs, lookup)))
         return planned
@@ -202,7 +232,7 @@ class Session:
         return ahead >= self.window or (self._exhausted and not self._to_prepare)
 
     def _prepare(self, planned: Planned) -> None:
-        if not self._broken:
+        if not self._broken and not planned.is_end:
             for number, call in enumerate(self.calls):
                 self._prepare_call(planned, call, planned.exchanges.pop(number, None))
         with self._changed:

@@ -15,13 +15,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tierstore import _core
-from tierstore.errors import InputError
+from tierstore.errors import InputError, RankError
 from tierstore.modules.collection import FeatureIds
 from tierstore.modules.inputs import NO_PADDING
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.routing import Routing
 
 _ANY_ID = 1 << 48
+_GOES_ON, _WRONG, _ENDED, _FAILED = range(4)
+"""What a rank says of its batch."""
+_NO_BATCH = RankError(
+    "has no more batches, but another rank has; every rank must get the same number, so drop the last ones"
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class InputExchange:
     """One batch. ``found``: this rank's features; ``error``: why there are none (every rank then raises).
 
     ``rows_only``: rows are asked for one by one, and no bags are told; ``dedup``: repeated ids once.
+    ``ended``: there is no batch any more on this rank, because of ``error`` if there is one.
     """
 
     def __init__(
@@ -59,10 +65,15 @@ class InputExchange:
         *,
         rows_only: bool = False,
         dedup: bool = False,
+        ended: bool = False,
     ) -> None:
         self._env, self._routing, self._dtype = env, routing, dtype
         self._error = error
-        found = [] if error else found
+        if ended:
+            state = _ENDED if error is None else _FAILED
+        else:
+            state = _GOES_ON if error is None else _WRONG
+        found = found if state == _GOES_ON else []
         self.lengths = [lengths_of(feature) for feature in found]
         """Of this rank's bags, by feature."""
         self.begins = [feature.begin for feature in found]
@@ -74,10 +85,10 @@ class InputExchange:
         elif rows_only:
             found = [replace(f, lengths=np.array([f.ids.numel()])) for f in found]
         self.asked = found
-        self.sent: list[list[Sent]] = [] if error else _divide(routing, found)
+        self.sent: list[list[Sent]] = _divide(routing, found) if state == _GOES_ON else []
         """By rank, by request of that rank."""
         meta = torch.zeros(1 + len(routing.features) + env.world_size, dtype=torch.int64)
-        meta[0] = int(error is not None)
+        meta[0] = state
         for number, feature in enumerate(found):
             meta[1 + number] = len(lengths_of(feature))
         for rank, pieces in enumerate(self.sent):
@@ -86,14 +97,20 @@ class InputExchange:
         self._started = False
 
     def send(self) -> None:
-        """Sends the ids. Raises InputError on all ranks if one of them has a wrong input. Doing it again does
-        nothing."""
+        """Sends the ids. Doing it again does nothing. Raises on all ranks: InputError if one of them has a
+        wrong input, RankError if one has no batch and others have."""
         if self._started:
             return
         self._started = True
         self._pending.wait()
         meta = self._all_meta.numpy()
-        if meta[:, 0].any():
+        states = set(meta[:, 0].tolist())
+        if states == {_ENDED}:
+            return
+        if _FAILED in states or _ENDED in states:
+            own = self._error or (_NO_BATCH if meta[self._env.rank, 0] == _ENDED else None)
+            self._env.raise_together(own, self._env.inputs, RankError)
+        if _WRONG in states:
             self._env.raise_together(self._error, self._env.inputs, InputError)
         count = len(self._routing.features)
         self.bags = meta[:, 1 : 1 + count]

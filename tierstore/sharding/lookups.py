@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tierstore.errors import RankError
 from tierstore.modules.collection import Collection, FeatureIds
 from tierstore.modules.inputs import FeatureLookup, Ids, sequence_lookup
 from tierstore.sharding.comms import CommsConfig, WireMemory
@@ -83,6 +84,12 @@ class ShardedLookups(Collection):
             rows_only=self._rows_only,
             dedup=self.comms.dedup,
         )
+
+    def announce_end(self, error: Exception | None) -> InputExchange:
+        """In place of :meth:`begin_exchange`: this rank has no more batches, perhaps because of ``error``."""
+        if error is not None:
+            error = RankError(f"its loader raised {type(error).__name__}: {error}")
+        return InputExchange(self.env, self.routing, self._id_type, [], error, ended=True)
 
     def make_lookup(self, features: Any) -> ShardedLookup:
         """Exchanges the ids with the other ranks, which must do the same, and deduplicates what arrives.
