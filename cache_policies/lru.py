@@ -4,50 +4,54 @@ from __future__ import annotations
 
 import numpy as np
 
-from cache_policies.lists import new_lists, push_newest, unlink
+from cache_policies import uses
 from cache_policies.policy import Policy
+from cache_policies.prefetch import prefetch
 
 
 class Lru(Policy):
     """Evicts the row whose last use is longest ago.
 
-    One list in order of use: pinned rows are its newest ones, so the walk from the oldest ends at the first
-    of them.
+    Rows in order of use: pinned rows are the newest ones, so the walk from the oldest ends at the first of
+    them.
     """
 
     name = "lru"
 
     def state(self, capacity: int) -> dict[str, np.ndarray]:
-        prev, next_ = new_lists(capacity, 1)
-        return {"prev": prev, "next": next_}
+        return uses.new_uses(capacity)
 
     @staticmethod
     def touch(s, slots, keys, next_use, now):
-        sentinel = s.next.size - 1
-        for slot in slots:
-            unlink(s.prev, s.next, slot)
-            push_newest(s.prev, s.next, sentinel, slot)
+        for i in range(slots.size):
+            uses.fetch(s, slots, i)
+            uses.use(s, slots[i])
 
     @staticmethod
     def insert(s, slots, keys, next_use, now):
-        sentinel = s.next.size - 1
         for slot in slots:
-            push_newest(s.prev, s.next, sentinel, slot)
+            uses.use(s, slot)
 
     @staticmethod
     def remove(s, slots):
         for slot in slots:
-            unlink(s.prev, s.next, slot)
+            uses.drop(s, slot)
 
     @staticmethod
     def evict(s, n, last_use, pinned_since, victims):
-        sentinel = s.next.size - 1
         count = 0
-        while count < n:
-            slot = s.next[sentinel]
-            if slot == sentinel or last_use[slot] >= pinned_since:
-                break
-            unlink(s.prev, s.next, slot)
-            victims[count] = slot
-            count += 1
+        at = s.oldest[0]
+        while count < n and at < s.end[0]:
+            slot = s.use[at]
+            if s.used_at[slot] == at:
+                if last_use[slot] >= pinned_since:
+                    break
+                uses.drop(s, slot)
+                victims[count] = slot
+                count += 1
+            at += 1
+            if at + 16 < s.use.size:
+                prefetch(s.used_at, s.use[at + 16])
+                prefetch(last_use, s.use[at + 16])
+        s.oldest[0] = at
         return count

@@ -38,6 +38,7 @@ _SIGNATURES = {
     "remove": types.void(_state, _i32, _n),
     "evict": types.int64(_state, _n, _i64, types.int64, _i32),
     "admit": types.void(_state, _u64, _n, types.int64, types.CPointer(types.uint8)),
+    "loop": types.void(_state, types.voidptr, types.int64),  # of the simulator only, see run_loop
 }
 _PARAMETERS = {
     "touch": (
@@ -52,7 +53,7 @@ _PARAMETERS = {
     "remove": ("state, slots, n", "carray(slots, n)"),
     "evict": (
         "state, n, last_use, pinned_since, victims",
-        "n, carray(last_use, table[0]), pinned_since, carray(victims, n)",
+        "n, carray(last_use, state_[0]), pinned_since, carray(victims, n)",
     ),
     "admit": ("state, keys, n, now, admitted", "carray(keys, n), now, carray(admitted, n)"),
 }
@@ -111,8 +112,7 @@ class Compiled:
         self.capacity = capacity
         self.arrays = arrays
         self.nbytes = sum(array.nbytes for array in arrays.values())
-        rows = [(array.ctypes.data, array.size) for array in arrays.values()]
-        self._table = np.array([capacity, *(number for row in rows for number in row)], np.int64)
+        self._table = _new_table(capacity, arrays)
         self.state_address: int = self._table.ctypes.data
         self.hooks: dict[str, int] = _addresses(owner, {name: array.dtype for name, array in arrays.items()})
         self._call = {hook: _ctypes_function(hook, address) for hook, address in self.hooks.items()}
@@ -182,28 +182,73 @@ def _state_class(fields: tuple[str, ...]) -> type:
 def _compile(owner: Hooked, hook: str, function: Any, fields: dict[str, np.dtype], digest: str) -> Any:
     """The C function of one hook: rebuilds the arrays from the table and calls the compiled hook."""
     parameters, arguments = _PARAMETERS[hook]
-    dtypes = {f"dtype_{name}": np.dtype(dtype).type for name, dtype in fields.items()}
-    views = ", ".join(
-        f"carray(pointer(table[{2 * i + 1}]), table[{2 * i + 2}], dtype_{name})"
-        for i, name in enumerate(fields)
-    )
-    name = f"{owner.name}_{hook}" if owner.name.isidentifier() else hook
-    source = (
-        f"def {name}({parameters}):\n"
-        f"    table = carray(state, {2 * len(fields) + 1}, int64)\n"
-        f"    return hook(State({views}), {arguments})\n"
-    )
+    return _wrap(owner, hook, parameters, [("state", fields)], arguments, _inlined(function), digest)
+
+
+def _inlined(function: Any) -> Any:
+    return njit(function, error_model="numpy", nogil=True, forceinline=True)
+
+
+def _wrap(
+    owner: Hooked,
+    hook: str,
+    parameters: str,
+    tables: list[tuple[str, dict[str, np.dtype]]],
+    arguments: str,
+    function: Any,
+    digest: str,
+) -> Any:
+    """The C function ``hook(parameters)``, which calls ``function`` with a tuple of arrays for each of
+    ``tables`` (the parameter that points to it, its arrays) and with ``arguments``."""
     scope: dict[str, Any] = {
-        "State": _state_class(tuple(fields)),
-        "hook": njit(function, error_model="numpy", nogil=True),
+        "function": function,
         "carray": carray,
         "pointer": _pointer,
         "int64": np.int64,
         "__name__": __name__,
-        **dtypes,
     }
-    exec(compile(source, __file__, "exec"), scope)
+    name = f"{owner.name}_{hook}" if owner.name.isidentifier() else hook
+    lines = [f"def {name}({parameters}):"]
+    for table, fields in tables:
+        views = ", ".join(
+            f"carray(pointer({table}_[{2 * i + 1}]), {table}_[{2 * i + 2}], {table}_{field})"
+            for i, field in enumerate(fields)
+        )
+        lines += [
+            f"    {table}_ = carray({table}, {2 * len(fields) + 1}, int64)",
+            f"    {table}_arrays = {table}_class({views})",
+        ]
+        scope |= {f"{table}_{field}": np.dtype(dtype).type for field, dtype in fields.items()}
+        scope[f"{table}_class"] = _state_class(tuple(fields))
+    inputs = ", ".join(f"{table}_arrays" for table, _ in tables)
+    lines.append(f"    return function({inputs}, {arguments})\n")
+    exec(compile("\n".join(lines), __file__, "exec"), scope)
     return _build(scope[name], owner, hook, digest)
+
+
+def run_loop(
+    owner: Hooked, compiled: Compiled, make: Any, arrays: dict[str, np.ndarray], number: int
+) -> None:
+    """Run ``make(hooks)(s, t, number)`` compiled, with the hooks inlined: ``s`` are the arrays of
+    ``compiled``, a cache of ``owner``, and ``t`` is a named tuple of ``arrays``."""
+    hooks = {hook: _function(owner, hook) for hook in owner.hook_names()}
+    layouts = [{name: array.dtype for name, array in group.items()} for group in (compiled.arrays, arrays)]
+    digest = _digest([make, *hooks.values(), repr([list(layout.items()) for layout in layouts])])
+    if digest not in _compiled:
+        function = _inlined(make({hook: _inlined(function) for hook, function in hooks.items()}))
+        tables = [("state", layouts[0]), ("trace", layouts[1])]
+        wrapped = _wrap(owner, "loop", "state, trace, number", tables, "number", function, digest)
+        _compiled[digest] = {"loop": wrapped}
+    table = _new_table(0, arrays)
+    _ctypes_function("loop", _compiled[digest]["loop"].address)(
+        compiled.state_address, table.ctypes.data, number
+    )
+
+
+def _new_table(first: int, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """A number, then address and length of each array."""
+    rows = [(array.ctypes.data, array.size) for array in arrays.values()]
+    return np.array([first, *(number for row in rows for number in row)], np.int64)
 
 
 def _build(wrapper: Any, owner: Hooked, hook: str, digest: str) -> Any:

@@ -22,6 +22,7 @@ from cache_policies.admission import Admission, get_admission
 from cache_policies.native import call_int64, call_void
 from cache_policies.policy import UNKNOWN, Policy, PolicyError
 from cache_policies.prepared import NEVER, PreparedTrace, prepare
+from cache_policies.replay import replay
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ def simulate(
     if policy.offline:
         window, on_demand = trace.batches, 0
     announces = policy.uses_window and window > 0 and (window < trace.batches or on_demand > 0)
+    if not trace.offsets.size and depth == on_demand == 0 and get_admission(admission).name == "always":
+        return _simulate_single(trace, policy, capacity, window, announces)
     compiled = policy.compile(capacity)
     hooks = compiled.hooks
     gate = get_admission(admission).compile(capacity)
@@ -103,10 +106,37 @@ def simulate(
         (depth, window, on_demand),
     )
     if fault:
-        raise PolicyError(
-            f"policy {policy.name!r} broke the contract in plan {counts[0]}: evict {_FAULTS[fault]}"
-        )
+        raise _broken(policy, counts[0], fault)
     return Simulation(policy.name, capacity, trace.batches, trace.accesses, trace.uniques, *counts)
+
+
+def _simulate_single(
+    trace: PreparedTrace, policy: Policy, capacity: int, window: int, announces: bool
+) -> Simulation:
+    """One access per batch, nothing in flight: the same plans, by a loop made for it."""
+    cache = _new_cache(trace.footprint, capacity, announces)._asdict()
+    state = {"rows": trace.rows, "next_batch": trace.next_batch, "keys": trace.keys, **cache}
+    counts = replay(policy, policy.compile(capacity), state, window)
+    if counts["fault"]:
+        raise _broken(policy, counts["last_plan"], counts["fault"])
+    misses = counts["misses"]
+    return Simulation(
+        policy.name,
+        capacity,
+        trace.batches,
+        trace.accesses,
+        trace.uniques,
+        misses,
+        misses,
+        counts["compulsory"],
+        counts["overflowed"],
+        counts["refused"],
+        0,
+    )
+
+
+def _broken(policy: Policy, plan: int, fault: int) -> PolicyError:
+    return PolicyError(f"policy {policy.name!r} broke the contract in plan {plan}: evict {_FAULTS[fault]}")
 
 
 _FAULTS = {

@@ -6,16 +6,16 @@ import pytest
 import torch
 from numba import njit
 
-from cache_policies.lru import Lru
+from cache_policies.fifo import Fifo
 from tests.bags import SGD, budget, build, everything, random_batches, train
 from tierstore import PolicyFaultError, TierConfig
 from tierstore.pipeline.prefetch import prefetch
 
 GOOD_PLANS = 12
-lru_evict = njit(Lru.evict)
+fifo_evict = njit(Fifo.evict)
 
 
-class Pinned(Lru):
+class Pinned(Fifo):
     """Evicts the newest row, which is in use, from plan GOOD_PLANS on."""
 
     name = "pinned"
@@ -23,7 +23,7 @@ class Pinned(Lru):
     @staticmethod
     def evict(s, n, last_use, pinned_since, victims):
         if last_use.max() < GOOD_PLANS:
-            return lru_evict(s, n, last_use, pinned_since, victims)
+            return fifo_evict(s, n, last_use, pinned_since, victims)
         victims[0] = s.prev[s.next.size - 1]
         return 1
 
@@ -35,7 +35,7 @@ class Repeated(Pinned):
 
     @staticmethod
     def evict(s, n, last_use, pinned_since, victims):
-        count = lru_evict(s, n, last_use, pinned_since, victims)
+        count = fifo_evict(s, n, last_use, pinned_since, victims)
         if last_use.max() >= GOOD_PLANS and count > 1:
             victims[count - 1] = victims[0]
         return count
@@ -48,7 +48,7 @@ class Nowhere(Pinned):
 
     @staticmethod
     def evict(s, n, last_use, pinned_since, victims):
-        count = lru_evict(s, n, last_use, pinned_since, victims)
+        count = fifo_evict(s, n, last_use, pinned_since, victims)
         if last_use.max() >= GOOD_PLANS:
             victims[0] = last_use.size + 7
         return count
@@ -63,7 +63,7 @@ class TooMany(Pinned):
     def evict(s, n, last_use, pinned_since, victims):
         if last_use.max() >= GOOD_PLANS:
             return n + 1
-        return lru_evict(s, n, last_use, pinned_since, victims)
+        return fifo_evict(s, n, last_use, pinned_since, victims)
 
 
 @pytest.mark.parametrize("depth", [None, 2])

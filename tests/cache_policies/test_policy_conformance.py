@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import cache_policies
 from cache_policies import PolicyError
+from cache_policies.fifo import Fifo
 from cache_policies.lists import push_newest, unlink
-from cache_policies.lru import Lru
 from tests.cache_policies.policy_driver import Driver
 from tests.cache_policies.policy_oracles import ORACLES
 
@@ -157,7 +157,7 @@ def test_the_check_for_ones_own_policies_finds_nothing(name):
     cache_policies.check(name, plans=60)
 
 
-class ForgetsRows(Lru):
+class ForgetsRows(Fifo):
     """Returns the rows of one slot never."""
 
     name = "forgets_rows"
@@ -171,7 +171,7 @@ class ForgetsRows(Lru):
                 s.prev[1] = s.next[1] = 1
 
 
-class IgnoresPins(Lru):
+class IgnoresPins(Fifo):
     name = "ignores_pins"
 
     @staticmethod
