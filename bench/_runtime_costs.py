@@ -4,16 +4,17 @@ Small tables are trained with prefetch, and pushed through the tiers in the ways
 of each way are fitted by non-negative least squares to the planner's terms (docs/planner.md). The models by
 which these figures are judged (``tierstore bench plan-step``) have other tables, sizes and skews.
 
-Work is measured in processor time of its thread, so other processes disturb it little; only what the drive
-keeps a thread waiting is measured by the clock.
+Seconds are those of the clock, waits for other batches and for the drive left out: what threads cost one
+another is part of them. So nothing else should run meanwhile.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,70 +25,82 @@ from scipy.optimize import nnls
 import tierstore
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor, TierConfig
 from tierstore.cache.memory_tier import bytes_for
+from tierstore.cache.read_ahead import ReadAhead
+from tierstore.cache.sequence import Sequence
 from tierstore.optim import RowWiseAdagrad
 from tierstore.pipeline.session import Session
-from tierstore.planner.costs import read_bytes, record_bytes
 
 _DIMS = (16, 96)
 _ROWS = 1_500_000
 _IDS, _BAG = 1 << 14, 8
 _HELD = 4  # the memory tiers hold a fourth of the rows where rows are to miss
 _DEPTH, _WINDOW = 2, 8
-STAGES = ("index", "plan", "wait", "compute")
+STAGES = ("fetch", "compute")
 _LOADED = 1 << 16  # rows at a time
 _WARM = 10
+_SHORT = 3  # as many steps again where they are the shortest
 KINDS = {
     "memory": [(0.0, _IDS), (1.2, _IDS), (0.6, _IDS // 8)],
     "uvm": [(0.0, _IDS), (0.7, _IDS), (1.2, _IDS)],
-    "ssd": [(0.4, _IDS)],
+    "ssd": [(0.6, _IDS), (1.1, _IDS)],
 }
 """Where the rows are; of each, exponents of the rows' popularity and ids of a batch."""
 _ROUNDS = 2
 
 
-@dataclass
 class Clock:
-    """Seconds of the prefetching thread per batch, by what it does."""
+    """Seconds of the prefetching thread per batch, its waits left out: until it is deduplicated and
+    announced, then until its rows are in place."""
 
-    index: list[float] = field(default_factory=list)
-    plan: list[float] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.index: list[float] = []
+        self.plan: list[float] = []
+        self._own = threading.local()  # other threads wait, too
 
-    def __post_init__(self) -> None:
-        self._waited = 0.0
+    @property
+    def fetch(self) -> list[float]:
+        """Both, of every batch that was planned."""
+        return [index + plan for index, plan in zip(self.index, self.plan, strict=False)]
 
     def _timed(self, work: Callable[..., None], into: list[float]) -> Callable[..., None]:
         def timed(*args: Any) -> None:
-            start, self._waited = time.thread_time(), 0.0
+            start, self._own.waited = time.perf_counter(), 0.0
             work(*args)
-            into.append(time.thread_time() - start)
-            if into is self.plan:
-                self.waits.append(self._waited)
+            into.append(time.perf_counter() - start - self._own.waited)
 
         return timed
 
     def _waiting(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **options: Any) -> Any:
             wall, busy = time.perf_counter(), time.thread_time()
-            result = call(*args)
-            self._waited += (time.perf_counter() - wall) - (time.thread_time() - busy)
-            return result
+            try:
+                return call(*args, **options)
+            finally:
+                waited = (time.perf_counter() - wall) - (time.thread_time() - busy)
+                self._own.waited = getattr(self._own, "waited", 0.0) + waited
 
         return timed
 
     @contextmanager
     def watching(self, bags: Any) -> Iterator[Clock]:
         """Times the prefetches that begin meanwhile, and the store of ``bags``."""
-        prepare, plan = Session._prepare, Session._plan
+        places: list[tuple[Any, str, Callable[..., Any]]] = [
+            (Session, "_prepare", self._timed(Session._prepare, self.index)),
+            (Session, "_plan", self._timed(Session._plan, self.plan)),
+            (Sequence, "wait_released", self._waiting(Sequence.wait_released)),
+            (ReadAhead, "wait", self._waiting(ReadAhead.wait)),
+        ]
         store = bags.engine.store
-        Session._prepare = self._timed(prepare, self.index)  # type: ignore[method-assign]
-        Session._plan = self._timed(plan, self.plan)  # type: ignore[method-assign]
         if store is not None:
-            store.read, store.write = self._waiting(store.read), self._waiting(store.write)
+            places += [(store, name, self._waiting(getattr(store, name))) for name in ("read", "write")]
+        before = [getattr(owner, name) for owner, name, _ in places]
+        for owner, name, timed in places:
+            setattr(owner, name, timed)
         try:
             yield self
         finally:
-            Session._prepare, Session._plan = prepare, plan  # type: ignore[method-assign]
+            for (owner, name, _), original in zip(places, before, strict=True):
+                setattr(owner, name, original)
 
 
 @dataclass(frozen=True)
@@ -102,16 +115,14 @@ class Sample:
     unique: float
     misses: float
     stores: float
-    index: float
-    plan: float
-    wait: float
+    fetch: float
     compute: float
 
 
-def runtime_figures(steps: int = 12, folder: str | None = None) -> dict[str, Any]:
-    """Fields of a topology: ``hbm_bw``, ``host_link_bw``, ``index_rows_per_s``, ``ssd_read_curve`` and
+def runtime_figures(steps: int = 20, folder: str | None = None) -> dict[str, Any]:
+    """Fields of a topology: ``hbm_bw``, ``host_link_bw``, ``index_rows_per_s``, ``lookup_seconds`` and
     ``row_seconds``; and ``step_s``, what a collection computes per step beside its rows. From ``steps``
-    batches of each of 14 kinds, twice."""
+    batches of each of 16 kinds, twice."""
     return fitted([found for mode in KINDS for dim in _DIMS for found in samples(mode, dim, steps, folder)])
 
 
@@ -120,7 +131,8 @@ def samples(mode: str, dim: int, steps: int, folder: str | None = None) -> Itera
     bags = _collection(mode, dim, folder)
     try:
         for s, count in KINDS[mode]:
-            rounds = [_sample(bags, mode, (s, count, steps), seed) for seed in range(_ROUNDS)]
+            kind = s, count, steps * (_SHORT if mode == "memory" else 1)
+            rounds = [_sample(bags, mode, kind, seed) for seed in range(_ROUNDS)]
             means = {name: float(np.mean([getattr(r, name) for r in rounds])) for name in STAGES}
             yield replace(rounds[0], **means)
     finally:
@@ -138,12 +150,14 @@ def _sample(bags: Any, mode: str, kind: tuple[float, int, int], seed: int) -> Sa
     chain = bags.engine.chains[0]
     dim = chain.layout.dim
     output_grad = torch.ones(count // _BAG, dim)
+    dense = _Dense(count // _BAG, dim)
     hbm, ssd = (chain.tiers.get(name) for name in ("hbm", "ssd"))
     with clock.watching(bags):
         for features in tierstore.prefetch(iter(batches), bags, depth=_DEPTH, window=_WINDOW):
             start = time.thread_time()
             bags(features).values().backward(output_grad)
             compute.append(time.thread_time() - start)
+            dense.step()
             counts.append((hbm.rows - hbm.row_hits, 0 if ssd is None else ssd.row_hits))
     missed, read = (np.array(counts[-1]) - counts[_WARM]) / (len(counts) - 1 - _WARM)
     # The last batches are planned without as many behind them in the window.
@@ -157,8 +171,22 @@ def _sample(bags: Any, mode: str, kind: tuple[float, int, int], seed: int) -> Sa
         unique,
         missed,
         read,
-        *(float(np.median(values[typical])) for values in (clock.index, clock.plan, clock.waits, compute)),
+        *(float(np.median(values[typical])) for values in (clock.fetch, compute)),
     )
+
+
+class _Dense:
+    """What the training thread usually does beside the bags: a small perceptron's step."""
+
+    def __init__(self, examples: int, dim: int) -> None:
+        self.input = torch.randn(examples, dim)
+        self.model = torch.nn.Sequential(torch.nn.Linear(dim, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.input).square().mean().backward()
+        self.optimizer.step()
 
 
 def _features(ids: NDArray[np.int64]) -> KeyedJaggedTensor:
@@ -186,41 +214,36 @@ def _collection(mode: str, dim: int, folder: str | None) -> Any:
 def fitted(samples: list[Sample]) -> dict[str, Any]:
     """The planner's terms from samples of all :data:`KINDS`."""
     memory, uvm, ssd = ([s for s in samples if s.mode == mode] for mode in KINDS)
-    per_id, per_unique = _fit([(s.ids, s.unique) for s in memory], [s.index for s in memory])
-    held, plan = _fit([(s.ids, s.unique) for s in memory], [s.plan for s in memory])
+    each, per_id, plan = _fit([(1.0, s.ids, s.unique) for s in memory], [s.fetch for s in memory])
     step, lookup, update, per_byte = _fit(
         [(1.0, s.ids, s.unique, 8 * s.ids * s.dim + 2 * s.unique * s.row_bytes) for s in memory],
         [s.compute for s in memory],
     )
 
-    def held_rows(s: Sample) -> float:
-        return (per_id + held) * s.ids + (per_unique + plan) * s.unique
+    def held(s: Sample) -> float:
+        return each + per_id * s.ids + plan * s.unique
 
     policy, link, link_byte = _fit(
-        [(s.unique, s.misses, 2 * s.misses * s.row_bytes) for s in uvm],
-        [s.index + s.plan - held_rows(s) for s in uvm],
+        [(s.unique, s.misses, 2 * s.misses * s.row_bytes) for s in uvm], [s.fetch - held(s) for s in uvm]
     )
-    waits: dict[int, list[float]] = {}
-    busy = []
-    for s in ssd:
-        moved = s.unique * policy + s.misses * (link + 2 * link_byte * s.row_bytes)
-        busy.append((s.index + s.plan - held_rows(s) - moved) / s.stores)
-        waits.setdefault(read_bytes(record_bytes(s.row_bytes)), []).append(s.wait / s.stores)
-    rates = np.minimum.accumulate([1 / max(np.mean(waits[size]), 1e-9) for size in sorted(waits)])
-    store = max(0.0, float(np.mean(busy)))
+
+    def moved(s: Sample) -> float:
+        return policy * s.unique + (link + 2 * link_byte * s.row_bytes) * s.misses
+
+    ahead, store = _fit([(s.unique, s.stores) for s in ssd], [s.fetch - held(s) - moved(s) for s in ssd])
     return {
-        "index_rows_per_s": 1 / max(per_id + held, 1e-12),
+        "index_rows_per_s": 1 / max(per_id, 1e-12),
+        "lookup_seconds": each,
         "hbm_bw": 1 / max(per_byte, 1e-13),
         "host_link_bw": 1 / max(link_byte, 1e-13),
-        "ssd_read_curve": [[size, float(rate)] for size, rate in zip(sorted(waits), rates, strict=True)],
-        "ssd_read_iops": float(rates[0]),
         "step_s": step,
         "row_seconds": {
             "lookup": lookup,
             "update": update,
-            "plan": per_unique + plan,
+            "plan": plan,
             "policy": policy,
             "link": link,
+            "ahead": ahead,
             "store": store,
         },
     }

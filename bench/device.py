@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +18,7 @@ import psutil
 from tierstore.config import format_bytes, parse_bytes
 
 SUMMARY = "memory and SSD figures of this machine, as a topology for tierstore plan"
-_SIZES = (4096, 8192, 16384, 32768, 65536, 262144)
-_LARGE = 1 << 20
+_SIZES = (4096, 8192, 16384, 32768, 65536)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dir", type=Path, help="folder on the drive to measure (default: the temporary one)"
     )
     parser.add_argument("--file-size", default="1GiB", help="of the file that is read (default: 1GiB)")
-    parser.add_argument("--queue-depth", type=int, default=64, help="reads in flight (default: 64)")
+    parser.add_argument(
+        "--queue-depth", type=int, default=128, help="reads in flight (default: 128, the store's)"
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement (default: 1)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks that share the machine (default: 1)")
     parser.add_argument(
@@ -154,67 +153,32 @@ def cuda_figures(seconds: float) -> dict[str, Any]:
 
 
 def drive_figures(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Writes a file, then reads it at random in several sizes, past the page cache where possible."""
-    size = parse_bytes(args.file_size, "--file-size")
-    write = write_bandwidth(path, size)
-    curve = []
-    fd, direct = _open_direct(path)
-    try:
-        for block in _SIZES:
-            curve.append((block, random_reads(fd, size, block, args.queue_depth, args.seconds)))
-        large = random_reads(fd, size, min(_LARGE, size), min(8, args.queue_depth), args.seconds)
-    finally:
-        os.close(fd)
+    """Writes a file, then reads it at random in several sizes, as the store does: past the page cache where
+    the file system can, many reads in flight."""
+    from tierstore import _core
+
+    from .store import Device
+
+    device = Device(path, parse_bytes(args.file_size, "--file-size"), args.seconds)
+    write = device.writes()
+    rates = [_core.probe_reads(str(path), size, args.queue_depth, args.seconds) for size in _SIZES]
     # A larger read never brings fewer bytes; noise may say so.
-    rates = np.minimum.accumulate([rate for _, rate in curve])
+    rates = np.minimum.accumulate(rates).tolist()
     return {
         "ssd_write_bw": write,
-        "ssd_bw": max(large * min(_LARGE, size), max(block * rate for block, rate in curve)),
-        "ssd_read_iops": float(rates[0]),
-        "ssd_read_curve": [[block, float(rate)] for (block, _), rate in zip(curve, rates, strict=True)],
-        **({} if direct else {"measured_through_page_cache": True}),
+        "ssd_bw": max(size * rate for size, rate in zip(_SIZES, rates, strict=True)),
+        "ssd_read_iops": rates[0],
+        "ssd_read_curve": [list(point) for point in zip(_SIZES, rates, strict=True)],
+        **({} if _reads_direct(path) else {"measured_through_page_cache": True}),
     }
 
 
-def write_bandwidth(path: Path, size: int) -> float:
-    """Bytes per second of large sequential writes, flush included; leaves the file behind."""
-    block = np.random.default_rng(0).integers(0, 256, _LARGE, dtype=np.uint8).tobytes()
-    start = time.perf_counter()
-    with open(path, "wb", buffering=0) as file:
-        for at in range(0, size, _LARGE):
-            file.write(block[: min(_LARGE, size - at)])
-        os.fsync(file.fileno())
-    return size / (time.perf_counter() - start)
-
-
-def random_reads(fd: int, size: int, block: int, depth: int, seconds: float) -> float:
-    """Reads per second of ``block`` bytes at random aligned places, ``depth`` threads at a time."""
-    places, stop = max(1, size // block), threading.Event()
-
-    def read_until_stopped(seed: int) -> int:
-        random, count = np.random.default_rng(seed), 0
-        buffer = mmap.mmap(-1, block)  # aligned to a page, as direct reads demand
-        while not stop.is_set():
-            for place in random.integers(0, places, 64).tolist():
-                os.preadv(fd, [buffer], place * block)
-                count += 1
-                if stop.is_set():
-                    break
-        return count
-
-    with ThreadPoolExecutor(depth) as pool:
-        start = time.perf_counter()
-        jobs = [pool.submit(read_until_stopped, seed) for seed in range(depth)]
-        time.sleep(seconds)
-        stop.set()
-        return sum(job.result() for job in jobs) / (time.perf_counter() - start)
-
-
-def _open_direct(path: Path) -> tuple[int, bool]:
+def _reads_direct(path: Path) -> bool:
     try:
-        return os.open(path, os.O_RDONLY | os.O_DIRECT), True
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
     except OSError:  # tmpfs and some network file systems
-        return os.open(path, os.O_RDONLY), False
+        return False
+    return True
 
 
 def _rate(call: Callable[[], int], seconds: float) -> float:
@@ -231,6 +195,10 @@ def _text(key: str, value: Any) -> str:
         return format_bytes(value)
     if isinstance(value, float):
         return f"{format_bytes(int(value))}/s" if key.endswith("_bw") else f"{value:,.0f}/s"
+    if key.endswith("_seconds") and isinstance(value, float):
+        return f"{value * 1e6:.1f} us"
+    if key == "row_seconds":
+        return ", ".join(f"{name} {seconds * 1e9:.0f} ns" for name, seconds in value.items())
     if key == "ssd_read_curve":
         return ", ".join(f"{size // 1024} KiB {rate:,.0f}/s" for size, rate in value)
     return str(value)

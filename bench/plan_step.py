@@ -33,6 +33,9 @@ from ._runtime_costs import Clock, runtime_figures
 
 SUMMARY = "predicted against measured steps of real training, under plans of many budgets"
 _DEPTH, _WINDOW, _BAG = 2, 8, 8
+_READY = (
+    _DEPTH + _WINDOW + 2
+)  # steps of a turn that may find their rows fetched while other plans had their turn
 
 # Shares of the tables' bytes in (hbm, uvm), and whether there is an SSD below.
 BUDGETS = {
@@ -56,8 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--topology", type=Path, help="JSON of tierstore bench device --json (default: measured first)"
     )
     parser.add_argument("--batch-size", type=int, default=1024, help="examples per step (default: 1024)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns that every plan gets (default: 5)")
-    parser.add_argument("--steps", type=int, default=10, help="steps of a turn (default: 10)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns that every plan gets (default: 3)")
+    parser.add_argument("--steps", type=int, default=32, help="steps of a turn (default: 32)")
+    parser.add_argument("--rest", type=float, default=0.6, help="seconds between turns (default: 0.6)")
     parser.add_argument("--warm", type=int, default=40, help="steps before the first turn (default: 40)")
     parser.add_argument("--budgets", type=int, default=len(BUDGETS), help="only so many of the plans")
     parser.add_argument("--json", type=Path, help="write the figures there")
@@ -68,18 +72,18 @@ def run(args: argparse.Namespace) -> int:
     set_num_threads(1)
     runs = trained(args)
     print(
-        f"{'plan':<20} {'predicted':>10} {'measured':>10} {'ratio':>6} {'compute':>13} {'fetch':>13}  "
-        f"{'misses':>8} {'ratio':>6}  set by"
+        f"{'plan':<20} {'predicted':>10} {'measured':>10} {'ratio':>6} {'compute':>13} {'fetch':>13} "
+        f"{'ssd':>6}  {'misses':>8} {'ratio':>6}  set by"
     )
     for run in runs:
         print(
             f"{run.name:<20} {run.predicted * 1e3:>7.2f} ms {run.measured * 1e3:>7.2f} ms "
             f"{run.predicted / run.measured:>6.2f} "
             f"{run.predicted_compute * 1e3:>6.2f}/{run.compute * 1e3:>6.2f} "
-            f"{run.predicted_fetch * 1e3:>6.2f}/{run.fetch * 1e3:>6.2f}  "
+            f"{run.predicted_fetch * 1e3:>6.2f}/{run.fetch * 1e3:>6.2f} {run.predicted_ssd * 1e3:>6.2f}  "
             f"{run.misses:>8,.0f} {run.miss_ratio:>6.3f}  {run.binding}"
         )
-    print("compute and fetch: predicted/measured, ms")
+    print("compute and fetch: predicted/measured, ms; ssd: predicted, ms")
     figures = summary(runs)
     for key, value in figures.items():
         print(f"{key:<32} {value:>8.3f}")
@@ -90,9 +94,9 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class Run:
-    """One plan: seconds per step; of them, seconds that the training thread computes and that the other one
-    fetches (processor time, and waits for the drive). ``misses``: rows per step that were not in hbm,
-    ``reads``: of them read from the store."""
+    """One plan: seconds per step; seconds that the training thread computes (processor time), that the other
+    one fetches (waits left out), and that the drives are predicted to take. ``misses``: rows per step that
+    were not in hbm, ``reads``: of them read from the store."""
 
     name: str
     binding: str
@@ -106,6 +110,7 @@ class Run:
     fetch: float
     predicted_compute: float
     predicted_fetch: float
+    predicted_ssd: float
 
     @property
     def miss_ratio(self) -> float:
@@ -130,7 +135,7 @@ def summary(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def trained(args: argparse.Namespace) -> list[Run]:
-    data = Data(args.batch_size, args.warm + args.rounds * (args.steps + _DEPTH + 1) + _DEPTH + _WINDOW + 1)
+    data = Data(args.batch_size, args.warm + args.rounds * (args.steps + _READY) + _READY)
     topology = _topology(args)
     dense = dense_seconds(data) + topology.get("measured", {}).get("step_s", 0.0)
     stats = data.stats()
@@ -145,6 +150,7 @@ def trained(args: argparse.Namespace) -> list[Run]:
             job.reset()
         for _ in range(args.rounds):  # in turns, so that a busy minute does not hit one plan only
             for job in jobs:
+                time.sleep(args.rest)  # until the one before has fetched what it knows of
                 job.turn(args.steps)
         return [job.result() for job in jobs]
     finally:
@@ -167,7 +173,7 @@ def _topology(args: argparse.Namespace) -> dict[str, Any]:
 class Data:
     """Batches with the popularity of :data:`TABLES`, a recorded part first."""
 
-    recorded = 60
+    recorded = 120
 
     def __init__(self, batch_size: int, batches: int) -> None:
         self.batch_size = batch_size
@@ -281,7 +287,7 @@ class Job:
             "ssd_per_host": 20 * total if ssd else 0,
         }
         machine = replace(Topology.from_dict({**topology, **sizes}), ranks_per_host=1)
-        work = Workload(data.batch_size, dense_seconds=dense, depth=_DEPTH)
+        work = Workload(data.batch_size, dense_seconds=dense, depth=_DEPTH, window=_WINDOW)
         planner = EmbeddingShardingPlanner(machine, workload=work, search_seconds=2)
         self.solution = planner.solve(specs)
         if self.solution.caches.missing:
@@ -323,9 +329,9 @@ class Job:
         self.bags.engine.reset_stats()
 
     def turn(self, count: int) -> None:
-        """Seconds per step of ``count`` steps; the first two of a turn find batches that waited ready."""
+        """Seconds per step of ``count`` steps; those before them of a turn find batches that waited ready."""
         with self.clock.watching(self.bags):
-            self.steps(_DEPTH + 1)
+            self.steps(_READY)
             start, busy = time.perf_counter(), time.thread_time()
             self.steps(count)
         self.times.append((time.perf_counter() - start) / count)
@@ -341,15 +347,16 @@ class Job:
             self.name,
             prediction.slowest()[0],
             prediction.step,
-            float(np.quantile(self.times, 0.25)),
+            float(np.median(self.times)),
             (tiers["hbm"]["rows"] - tiers["hbm"]["row_hits"]) / lookups,
             float((unique * caches.misses(caches.hbm_rows)).sum()),
             tiers["ssd"]["row_hits"] / lookups if "ssd" in tiers else 0.0,
             on_ssd,
             float(np.median(self.computes)),
-            float(np.median(np.add(self.clock.plan, self.clock.waits)) + np.median(self.clock.index)),
+            float(np.median(self.clock.fetch)),
             float(prediction.ranks[0, 0]),
             float(prediction.ranks[0, 5]),
+            float(prediction.hosts[0, 0]),
         )
 
     def close(self) -> None:

@@ -38,7 +38,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--dense-memory", default="0", help="device memory of the dense part, as bytes or 4GiB"
     )
     parser.add_argument("--depth", type=int, default=1, help="batches fetched ahead (default: 1)")
-    parser.add_argument("--rows-per-read", type=float, default=1.0, help="rows that one SSD read brings")
+    parser.add_argument(
+        "--rows-per-read",
+        type=float,
+        help="random reads that one SSD read does for (default: predicted on the CPU, else 1)",
+    )
     parser.add_argument(
         "--search-seconds", type=float, default=5.0, help="most time for the search (default: 5)"
     )

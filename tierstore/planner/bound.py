@@ -16,7 +16,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from tierstore.errors import TierStoreError
-from tierstore.planner.costs import Load, ShardCost, Workload
+from tierstore.planner.costs import Load, ShardCost, Workload, fetched_share
 from tierstore.planner.cuts import Cut
 from tierstore.planner.prices import hbm_steps, memory_steps
 from tierstore.planner.topology import Topology
@@ -161,9 +161,10 @@ class _Program:
         return first
 
     def _add_rank(self) -> int:
-        first = len(self.limits)
-        for stage in range(6):
-            row = self._tie(-np.inf, 0.0 if stage else -self.work.dense_seconds / self.unit)
+        first, lookups = len(self.limits), self.work.lookup_seconds
+        fetches = lookups if self.topology.one_fetcher else 0.0
+        for stage, seconds in enumerate((self.work.dense_seconds, lookups, 0.0, 0.0, 0.0, fetches)):
+            row = self._tie(-np.inf, -seconds / self.unit)
             self._put(row, 0, -1.0)
             if stage < 4:
                 self._put(row, 1 + stage, 1.0)
@@ -244,9 +245,11 @@ class _Program:
         """Memory of device and host together: bytes, SSD seconds, and the traffic that they make."""
         moved = seconds * cost.ssd_bytes_moved / cost.ssd_s
         self._put(to.host + 2, v, to.many_host * size / self.sizes["host"])
-        fetchers = (to.rank + 5, *to.fetchers) if self.topology.one_fetcher else ()
-        for row in (to.host, *fetchers):
-            self._put(row, v, to.many_host * seconds / self.unit)
+        self._put(to.host, v, to.many_host * seconds / self.unit)
+        if self.topology.one_fetcher:
+            fetched = to.many_host * seconds * fetched_share(self.topology, self.work)
+            for row in (to.rank + 5, *to.fetchers):
+                self._put(row, v, fetched / self.unit)
         self._put(to.host + 1, v, to.many_host * moved / self.topology.host_memory_bw / self.unit)
 
     def _segments(

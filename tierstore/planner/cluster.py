@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.planner.costs import Load, Workload
+from tierstore.planner.costs import Load, Workload, fetched_share
 from tierstore.planner.curves import Floats
 from tierstore.planner.cuts import Cut
 from tierstore.planner.prices import GRID, Priced
@@ -13,7 +13,7 @@ from tierstore.planner.topology import Topology
 
 Ranks = NDArray[np.int64]
 RANK_STAGES = ("compute", "index", "intra_host", "inter_host", "host_link", "fetch")
-"""``fetch``: index, link and SSD together, where one thread does them in turn; else 0."""
+"""``fetch``: index, link, and what the thread that does both has to do with the SSD, on the CPU; else 0."""
 HOST_STAGES = ("ssd", "host_memory")
 _OVERFLOW = 1e12
 
@@ -29,7 +29,8 @@ class Cluster:
         world, hosts = topology.world_size, topology.hosts
         self.host_of = np.arange(world) // topology.ranks_per_host
         self.seconds = np.zeros((world, 4))
-        self.seconds[:, 0] = work.dense_seconds
+        self.seconds[:, 0], self.seconds[:, 1] = work.dense_seconds, work.lookup_seconds
+        self.fetched_share = fetched_share(topology, work)
         self.fixed_hbm = np.full(world, float(work.fixed_hbm))
         self.hbm_bytes, self.link_s = np.zeros((world, GRID)), np.zeros((world, GRID))
         self.link_bytes = np.zeros((world, GRID))
@@ -103,7 +104,7 @@ class Cluster:
     def _with_fetch(self, rank: Floats, host: Floats) -> Floats:
         """Fills in the last stage; ``host`` (ranks, 2) are the seconds of each rank's host."""
         if self.topology.one_fetcher:
-            rank[:, 5] = rank[:, 1] + rank[:, 4] + host[:, 0]
+            rank[:, 5] = rank[:, 1] + rank[:, 4] + self.fetched_share * host[:, 0]
         return rank
 
     def _hosts(

@@ -18,6 +18,8 @@ POLICY_FIXED_SLOTS = 7_800  # the first slots of lookahead take
 POLICY_FIXED_BYTES = 40  # more
 RECORD_HEADER = 16
 INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
+READ_AHEAD_BYTES = 8 << 20  # of a rank's rows that were read ahead, in two blocks per row size
+MERGED_READ_BYTES = 64 << 10  # the largest read that brings several rows
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
 WEIGHT_BYTES, FLOAT = 4, 4
 _INT32_ROWS = 1 << 31
@@ -30,10 +32,14 @@ class Workload:
     - ``batch_size``: examples per rank and step.
     - ``dense_seconds``: compute of the unsharded part per step, ``dense_bytes``: device memory it takes
       (parameters, gradients, optimizer state, activations); measured or stated by the user.
-    - ``tier_bytes``: what the tiers of a rank take beside their slots, in device and in host memory; the
-      planner fills it in.
-    - ``depth``: batches prefetched ahead, whose rows are pinned.
-    - ``rows_per_read``: rows that one SSD read brings (1: nothing is coalesced).
+    - ``tier_bytes``: what the tiers of a rank take beside their slots, in device and in host memory;
+      ``lookup_seconds``: what its lookups take whatever the rows. The planner fills both in.
+    - ``depth``: batches prefetched ahead, whose rows are pinned. ``window``: batches whose ids are known
+      ahead (None: as many as reading ahead has room for).
+    - ``rows_per_read``: random reads that one read in the order of places does for. None: on the CPU the
+      planner finds it out (:mod:`tierstore.planner.reading`), elsewhere 1.
+    - ``read_waits``: the share of the drives' time that plans wait for, because a batch lacks more rows than
+      are read ahead; the planner fills it in.
     - ``write_amplification``, ``disk_slack``: bytes written, bytes kept, per live byte of the store.
     """
 
@@ -41,8 +47,11 @@ class Workload:
     dense_seconds: float = 0.0
     dense_bytes: int = 0
     tier_bytes: tuple[int, int] = (0, 0)
+    lookup_seconds: float = 0.0
     depth: int = 1
-    rows_per_read: float = 1.0
+    window: int | None = None
+    rows_per_read: float | None = None
+    read_waits: float = 0.0
     write_amplification: float = 1.5
     disk_slack: float = 1.25
 
@@ -54,7 +63,8 @@ class Workload:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must not be negative")
         for name in ("rows_per_read", "write_amplification", "disk_slack"):
-            if not 1 <= getattr(self, name) < math.inf:
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least 1")
 
     @property
@@ -72,10 +82,7 @@ class Workload:
 def tier_bytes(tables: Iterable[TableSpec], topology: Topology) -> tuple[int, int]:
     """``Workload.tier_bytes`` for tables that are not cut by columns: one tier per row size, each with an
     equal part of the memory."""
-    rows: dict[int, int] = {}
-    for table in tables:
-        size = row_bytes(table.embedding_dim, table.optimizer)
-        rows[size] = rows.get(size, 0) + table.rows
+    rows = row_sizes(tables)
 
     def fixed(memory: int) -> int:
         room = {size: int(memory / len(rows) / (size + TIER_BYTES_PER_SLOT)) for size in rows}
@@ -83,6 +90,15 @@ def tier_bytes(tables: Iterable[TableSpec], topology: Topology) -> tuple[int, in
         return sum(slots) * POLICY_FIXED_BYTES
 
     return fixed(topology.hbm_per_rank), fixed(topology.host_memory_per_host // topology.ranks_per_host)
+
+
+def row_sizes(tables: Iterable[TableSpec]) -> dict[int, int]:
+    """Rows of all tables by bytes of a row, not cut by columns."""
+    rows: dict[int, int] = {}
+    for table in tables:
+        size = row_bytes(table.embedding_dim, table.optimizer)
+        rows[size] = rows.get(size, 0) + table.rows
+    return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +131,8 @@ class ShardCost:
     ``link_s``, ``ssd_s``: seconds of the rank's link, of the host's drives, per missing row; ``link_bytes``,
     ``ssd_bytes_moved``: host-memory traffic of one. ``index_bytes`` (host memory) and ``ssd_bytes`` are due
     unless all rows stay in memory. ``fixed_*`` are buffers. ``policy_s``: the part of ``load.index`` that
-    is not due where device memory holds every row of all shards of this row size.
+    is not due where device memory holds every row of all shards of this row size; ``ahead_s`` is due on top
+    where some of them are on SSD, and ``store_s`` to the rank per row missing in memory.
     """
 
     rows: int
@@ -136,6 +153,8 @@ class ShardCost:
     link_bytes: float
     ssd_bytes_moved: float
     policy_s: float = 0.0
+    ahead_s: float = 0.0
+    store_s: float = 0.0
     in_hbm: bool = False
     in_memory: bool = False
 
@@ -186,6 +205,8 @@ def shard_cost(
         index_bytes=rows * INDEX_BYTES_PER_ROW,
         ssd_bytes=int(rows * record * work.disk_slack),
         policy_s=policy,
+        ahead_s=unique * each["ahead"],
+        store_s=each["store"],
         link_s=2 * bytes_ / topology.host_link_bw + each["link"],
         ssd_s=_ssd_seconds(record, topology, work),
         link_bytes=2 * bytes_,
@@ -224,9 +245,15 @@ def read_bytes(record: int) -> int:
 
 def _ssd_seconds(record: int, topology: Topology, work: Workload) -> float:
     """Reading one record, and writing it later: every row that is touched becomes dirty."""
-    read = topology.read_seconds(read_bytes(record)) / work.rows_per_read
-    write = work.write_amplification * record / topology.ssd_write_bw
-    return read + write + topology.row_seconds["store"]
+    read = topology.read_seconds(read_bytes(record)) / (work.rows_per_read or 1.0)
+    return read + work.write_amplification * record / topology.ssd_write_bw
+
+
+def fetched_share(topology: Topology, work: Workload) -> float:
+    """What a rank's fetching thread takes per second of its host's drives, for the search, which knows only
+    these: if ranks share the drives evenly and a row is one read of a block."""
+    read = topology.read_seconds(4096) / (work.rows_per_read or 1.0)
+    return work.read_waits + topology.row_seconds["store"] / read / topology.ranks_per_host
 
 
 def replica_cost(table: TableSpec, topology: Topology, work: Workload) -> ShardCost:

@@ -14,9 +14,10 @@ from tierstore.errors import ConfigError, InfeasiblePlanError
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
 from tierstore.planner.allocate import Allocation, Placed, allocate
 from tierstore.planner.bound import likely_cuts
-from tierstore.planner.costs import Workload, tier_bytes
+from tierstore.planner.costs import Workload, row_sizes, tier_bytes
 from tierstore.planner.cuts import cuts_of
 from tierstore.planner.predict import Prediction, hit_rate, predict
+from tierstore.planner.reading import with_reading
 from tierstore.planner.report import report_of
 from tierstore.planner.search import Search
 from tierstore.planner.tables import ParameterConstraints, TableSpec, prepared, spec_of_config
@@ -117,8 +118,15 @@ class EmbeddingShardingPlanner:
 
     def solve(self, tables: Sequence[TableSpec], work: Workload | None = None) -> Solution:
         """The best solution found; ``caches.missing`` is not empty if the tables do not fit."""
+        lookups = len(row_sizes(tables)) * self.topology.lookup_seconds
+        beside = tier_bytes(tables, self.topology)
+        work = replace(work or self.work, tier_bytes=beside, lookup_seconds=lookups)
+        solution = self._solve(tables, work)
+        again = with_reading(self.topology, work, solution.caches)
+        return solution if again == work else self._solve(tables, again)
+
+    def _solve(self, tables: Sequence[TableSpec], work: Workload) -> Solution:
         start = time.perf_counter()
-        work = replace(work or self.work, tier_bytes=tier_bytes(tables, self.topology))
         first: Solution | None = None
         for target in _SSD_TARGETS:
             demands = self._demands(tables, work, target)

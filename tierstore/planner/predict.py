@@ -45,7 +45,7 @@ def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches
     """Sums up the shards of ``placed`` with the rows that ``caches`` gives them."""
     world, hosts = topology.world_size, topology.hosts
     ranks, host = np.zeros((world, 6)), np.zeros((hosts, 2))
-    ranks[:, 0] = work.dense_seconds
+    ranks[:, 0], ranks[:, 1] = work.dense_seconds, work.lookup_seconds
     for item in placed:
         ranks[:, :4] += item.cut.everywhere.seconds
     unique = caches.field("unique")
@@ -55,12 +55,13 @@ def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches
     on_host = where // topology.ranks_per_host
     for item in placed:
         ranks[item.ranks, :4] += item.cut.cost.load.seconds
-    ranks[:, 1] -= _idle_policies(caches, world)
+    ranks[:, 1] += _by_row_size(caches, world)
     link = _sums(where, on_link * caches.field("link_bytes"), world)
     ranks[:, 4] = _sums(where, on_link * caches.field("link_s"), world)
     host[:, 0] = _sums(on_host, on_ssd * caches.field("ssd_s"), hosts)
     if topology.one_fetcher:
-        ranks[:, 5] = ranks[:, 1] + ranks[:, 4] + np.repeat(host[:, 0], topology.ranks_per_host)
+        ranks[:, 5] = ranks[:, 1] + ranks[:, 4] + _sums(where, on_ssd * caches.field("store_s"), world)
+        ranks[:, 5] += work.read_waits * np.repeat(host[:, 0], topology.ranks_per_host)
     else:
         ranks[:, 0] += link / topology.hbm_bw
     moved = _sums(on_host, on_ssd * caches.field("ssd_bytes_moved"), hosts)
@@ -75,12 +76,15 @@ def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches
     )
 
 
-def _idle_policies(caches: Allocation, world: int) -> Floats:
-    """Seconds per rank of policies that choose no victims: the tier of a row size holds all rows."""
+def _by_row_size(caches: Allocation, world: int) -> Floats:
+    """Seconds per rank of what depends on a whole tier: of policies that choose no victims, since device
+    memory holds all rows of a row size (negative), and of reading ahead, where any of them are on SSD."""
     sizes, size = np.unique(caches.field("columns"), return_inverse=True)
-    tier = caches.rank * len(sizes) + size
-    evicts = np.bincount(tier, caches.hbm_rows < caches.rows - 0.5, world * len(sizes)) > 0
-    return _sums(caches.rank, caches.field("policy_s") * ~evicts[tier], world)
+    tier, tiers = caches.rank * len(sizes) + size, world * len(sizes)
+    evicts = np.bincount(tier, caches.hbm_rows < caches.rows - 0.5, tiers) > 0
+    reads = np.bincount(tier, caches.stored, tiers) > 0
+    seconds = caches.field("ahead_s") * reads[tier] - caches.field("policy_s") * ~evicts[tier]
+    return _sums(caches.rank, seconds, world)
 
 
 def hit_rate(caches: Allocation, shards: slice) -> float:

@@ -22,7 +22,8 @@ ROW_COSTS = {
     "plan": "each distinct row found in the slot index and pinned",
     "policy": "each distinct row, where rows may have to leave device memory",
     "link": "each row that is not in device memory",
-    "store": "each row read from the store, and one written for it",
+    "ahead": "each distinct row, where rows may have to be read from the SSD ahead",
+    "store": "each row read from the store, and one written for it, beside what the drives take",
 }
 """Keys of ``Topology.row_seconds``, and what each is of."""
 
@@ -46,6 +47,7 @@ class Topology:
     - ``intra_host_bw``, ``inter_host_bw``: bytes that a rank receives from ranks of its own, of other hosts.
     - ``index_rows_per_s``: ids that a rank deduplicates and looks up in its slot index.
     - ``row_seconds``: what a row costs beside its bytes, by :data:`ROW_COSTS`; zero where nothing is said.
+    - ``lookup_seconds``: what a step's lookup in tables of one row size takes a rank, whatever the rows.
 
     ``assumed`` names the rates that were neither given nor measured: reports print them.
     """
@@ -66,6 +68,7 @@ class Topology:
     index_rows_per_s: float = ASSUMED
     ssd_read_curve: Sequence[tuple[int, float]] = ()
     row_seconds: Mapping[str, float] = field(default_factory=dict)
+    lookup_seconds: float = 0.0
     device: str = "cuda"
     assumed: tuple[str, ...] = field(default=(), init=False)
 
@@ -83,6 +86,8 @@ class Topology:
         self._fill_rates()
         object.__setattr__(self, "ssd_read_curve", _checked_curve(self.ssd_read_curve))
         object.__setattr__(self, "row_seconds", _checked_seconds(self.row_seconds))
+        if not 0 <= self.lookup_seconds < math.inf:
+            raise ConfigError(f"topology: lookup_seconds is {self.lookup_seconds!r}; it must be seconds")
 
     def _fill_rates(self) -> None:
         assumed = []

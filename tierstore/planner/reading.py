@@ -1,0 +1,76 @@
+"""How rows come from the SSD: those of many announced batches in one call of the store, neighbours in one
+read.
+
+The runtime reads ahead as many batches at a time as a block has room for (docs/design.md). The store goes
+through a call's rows in the order of their places, and reads on over a gap that costs less than another read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from tierstore.planner.allocate import Allocation
+from tierstore.planner.costs import MERGED_READ_BYTES, READ_AHEAD_BYTES, Workload, read_bytes, record_bytes
+from tierstore.planner.topology import Topology
+
+_BLOCKS = 2  # of a row size
+_CHANGED = 1.02  # below, planning again is not worth its while
+
+
+def with_reading(topology: Topology, work: Workload, caches: Allocation) -> Workload:
+    """``work`` with its ``rows_per_read`` and ``read_waits`` for such caches; ``work`` itself where they are
+    not known for the device, or hardly matter."""
+    if not topology.one_fetcher or caches.missing or not caches.stored.any():
+        return work
+    misses = caches.field("unique") * caches.misses(caches.memory_rows)
+    held = caches.hbm_rows * caches.field("row_bytes")
+    sizes, rank = caches.field("row_bytes").astype(np.int64), caches.rank
+    alone = together = waited = 0.0
+    for r in np.unique(rank).tolist():
+        groups = np.unique(sizes[rank == r]).tolist()
+        for size in groups:
+            tier = (rank == r) & (sizes == size)
+            lacking = float(misses[tier].sum())
+            if not lacking or not caches.stored[tier].any():
+                continue
+            room = min(READ_AHEAD_BYTES / len(groups), float(held[tier].sum()) / 2) / _BLOCKS / size
+            batches = 1.0
+            if lacking <= room:
+                batches = room / lacking if work.window is None else min(room / lacking, work.window / 2)
+                batches = max(1.0, math.floor(batches))
+            record = record_bytes(size)
+            stored = record * float(
+                caches.rows[tier].sum()
+            )  # the policy may hold more of one table than planned
+            seconds = read_seconds(topology, lacking * batches, record, stored) / batches
+            alone += lacking * topology.read_seconds(read_bytes(record))
+            together += seconds
+            waited += seconds if lacking > room else 0.0
+    if not together:
+        return work
+    each = alone / together if work.rows_per_read is None else work.rows_per_read
+    if max(each, 1 / each) < _CHANGED and waited < (_CHANGED - 1) * together:
+        return work
+    return replace(work, rows_per_read=max(1.0, each), read_waits=waited / together)
+
+
+def read_seconds(topology: Topology, rows: float, record: int, stored: float) -> float:
+    """Seconds of the drives for one call that reads ``rows`` records of ``record`` bytes at random places
+    among ``stored`` bytes of them."""
+    block = read_bytes(record)
+    small, large = topology.read_seconds(block), topology.read_seconds(MERGED_READ_BYTES)
+    per_byte = max((large - small) / (MERGED_READ_BYTES - block), 1e-15)
+    each = max(small - per_byte * block, 1e-15)
+    gap = min(each / per_byte, MERGED_READ_BYTES - block)
+    # Places are random, so distances between neighbours are distributed exponentially; `apart` is the share
+    # of those beyond the gap, which gives the number of runs of rows and their bytes.
+    density = rows / max(stored, 1.0)
+    apart = math.exp(-density * (gap + block))
+    runs = max(rows * apart, 1.0)
+    read = min(stored, stored * (1 - apart * (1 + density * gap)))
+    # A run may take several reads of the largest size; run lengths are about exponential as well.
+    reads = runs / -math.expm1(-MERGED_READ_BYTES * runs / max(read, 1.0))
+    return min(reads * each + read * per_byte, rows * small)
