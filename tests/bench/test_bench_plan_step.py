@@ -37,7 +37,7 @@ def test_plans_are_trained_with_and_compared(tmp_path, capsys):
     plan_step.add_arguments(parser)
     topology, out = tmp_path / "topology.json", tmp_path / "out.json"
     topology.write_text(json.dumps({"device": "cpu", "hbm_per_rank": 1, "host_memory_per_host": 1}))
-    arguments = f"--topology {topology} --json {out} --batch-size 12 --rounds 1 --steps 4 --warm 12"
+    arguments = f"--topology {topology} --json {out} --batch-size 12 --rounds 1 --steps 4 --warm 12 --rest 0"
     assert plan_step.run(parser.parse_args(arguments.split())) == 0
     figures = json.loads(out.read_text())
     assert figures["plans"] == len(plan_step.BUDGETS)

@@ -65,12 +65,11 @@ def read_seconds(topology: Topology, rows: float, record: int, stored: float) ->
     per_byte = max((large - small) / (MERGED_READ_BYTES - block), 1e-15)
     each = max(small - per_byte * block, 1e-15)
     gap = min(each / per_byte, MERGED_READ_BYTES - block)
-    # Places are random, so distances between neighbours are distributed exponentially; `apart` is the share
-    # of those beyond the gap, which gives the number of runs of rows and their bytes.
-    density = rows / max(stored, 1.0)
-    apart = math.exp(-density * (gap + block))
-    runs = max(rows * apart, 1.0)
-    read = min(stored, stored * (1 - apart * (1 + density * gap)))
-    # A run may take several reads of the largest size; run lengths are about exponential as well.
-    reads = runs / -math.expm1(-MERGED_READ_BYTES * runs / max(read, 1.0))
-    return min(reads * each + read * per_byte, rows * small)
+    # Places are random, so distances between neighbours are distributed exponentially. A read goes on to the
+    # next row while that is within the gap (`on`: how likely, `step`: how far then), up to the largest read.
+    density, reach = rows / max(stored, 1.0), gap + block
+    on = -math.expm1(-density * reach)
+    step = 1 / density - reach * (1 - on) / on
+    most = 1 + (MERGED_READ_BYTES - block) / step
+    together = (1 - on**most) / (1 - on) if on < 1 else most
+    return rows / together * (each + per_byte * (block + step * (together - 1)))
