@@ -363,6 +363,9 @@ def ratios(figures: dict[str, float], engines: list[str]) -> dict[str, float]:
             "write_vs_device": figures[f"{name}.overwrite.rows_per_s"]
             * figures["row_bytes"]
             / figures["device.write_bytes_per_s"],
+            "load_vs_device": figures[f"{name}.load.rows_per_s"]
+            * figures["row_bytes"]
+            / figures["device.write_bytes_per_s"],
             "window_vs_read": figures[f"{name}.read_window.rows_per_s"] / figures[f"{name}.read.rows_per_s"],
         }
         if f"{name}.read_beside_writes.rows_per_s" in figures:

@@ -1,13 +1,19 @@
-// Where the rows of one table are: an exact map from 48-bit ids to 32-bit locations in 10 bytes per entry.
+// Where the rows of one table are: an exact map from 48-bit ids to 32-bit locations in 10 bytes per entry,
+// 9 where there are many.
 //
 // Open addressing over one array that is kept sorted by a permutation h of the id, so the id is recovered
 // from its entry: no false hits, no reads to tell rows apart, and the keys can be listed. An entry lies at
 // home(h) = h·capacity/2^48 or, when that is taken, to the left of it, after all entries with smaller h.
 //
+// The position of an entry tells about the upper bits of its h. A larger index therefore stores only 40 of
+// the 48 and has more empty positions in the same memory, and grows in longer strides: that is what makes
+// insertions fast. Its entries must lie within reach_ positions of their homes. Ids fail that only if they
+// were chosen to; then the index goes back to entries with all bits, for good.
+//
 // Growth happens in place: the mapping is extended, and entries move from the right end to their new, never
-// smaller, positions, some with every insertion; so there is no long pause and never a second copy. Entries
-// with h ≥ bound_ have moved, the others lie at or left of old_end_. Load is 0.84 to 0.93 once past the first
-// thousands, which makes 10.8 to 11.9 bytes per row.
+// smaller, positions, some with every insertion; so there is no long pause and no second copy. Entries with
+// h ≥ bound_ have moved, the others lie at or left of old_end_. Only where the entries themselves change, at
+// 2^16 rows, all is copied at once. Past the first thousands it takes 10.2 to 11.9 bytes per row.
 //
 // Not thread-safe. Memory is mapped, not allocated: what bytes() says is what the process holds.
 #pragma once
@@ -17,6 +23,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "store/index_memory.h"
+
 namespace tierstore {
 
 class TableIndex {
@@ -25,9 +33,8 @@ class TableIndex {
   static constexpr std::uint32_t kMaxLocation = 0xfffffffdu;
 
   TableIndex();
-  ~TableIndex();
-  TableIndex(const TableIndex&) = delete;
-  TableIndex& operator=(const TableIndex&) = delete;
+  TableIndex(TableIndex&&) = default;
+  TableIndex& operator=(TableIndex&&) = default;
 
   // Location of each id, or kAbsent. Only the lower 48 bits of `ids` count, here and below.
   void Find(const std::uint64_t* ids, std::size_t n, std::uint32_t* locations) const;
@@ -48,8 +55,8 @@ class TableIndex {
 
   // All entries in descending order of h, for snapshots: Dump copies the next ones (0 at the end) and moves
   // the cursor, which begins as DumpBegin(); nothing may be put meanwhile. Restore fills an empty index:
-  // Reserve, then Append in the same order; false when an entry is not in order or one too many, and the
-  // index must be discarded.
+  // Reserve, then Append in the same order; false when an entry is not in order, and the index must be
+  // discarded.
   struct Entry {
     std::uint64_t hash;
     std::uint32_t location;
@@ -62,7 +69,7 @@ class TableIndex {
   bool Append(const Entry* entries, std::size_t n);
 
   std::size_t size() const { return count_; }
-  std::size_t bytes() const { return mapped_bytes_; }
+  std::size_t bytes() const { return memory_.bytes(); }
 
   // Bijection of 48 bits, and its inverse.
   static std::uint64_t Permute(std::uint64_t id);
@@ -70,35 +77,66 @@ class TableIndex {
 
  private:
   using Position = std::int64_t;  // of an entry in the array
-  static constexpr std::size_t kEntryBytes = 10;
+
+  // How entries are stored: the lower bits of h, then the location plus one; all zero is empty.
+  struct Layout {
+    std::size_t least_rows;  // from which on it serves
+    unsigned entry_bytes;    // 4 of them for the location
+    double max_load;         // growth begins there
+    std::size_t growth;      // by 1 / growth of the capacity
+  };
+  static constexpr Layout kLayouts[] = {{0, 10, 0.9, 16}, {1 << 16, 9, 0.885, 6}};
+
   static constexpr int kStripeShift = 30;  // List takes 2^18 stripes of h one after the other
   static constexpr std::uint64_t kWithinStripe = (std::uint64_t{1} << kStripeShift) - 1;
 
-  std::byte* At(Position p) const { return base_ + p * static_cast<Position>(kEntryBytes); }
+  std::byte* At(Position p) const { return base_ + p * entry_bytes_; }
   bool IsEmpty(Position p) const;
+  std::uint64_t StoredAt(Position p) const;
   std::uint64_t HashAt(Position p) const;
+  std::int64_t Compare(Position p, std::uint64_t h) const;
   std::uint32_t LocationAt(Position p) const;
   void Set(Position p, std::uint64_t h, std::uint32_t location);
-  void Clear(Position p);
 
   static std::uint64_t SwapStripe(std::uint64_t h);
+  Position ScaledHome(std::uint64_t h) const;
   Position Home(std::uint64_t h) const;
-  Position Seek(std::uint64_t h) const;  // of h, or of an empty entry
-  void Insert(std::uint64_t h, std::uint32_t location);
+  Position Seek(std::uint64_t h) const;
+  bool Holds(Position p, std::uint64_t h) const;
+  void Insert(std::uint64_t h, std::uint32_t location, Position place);
+  bool StayInReach(std::uint64_t h, Position place, Position empty) const;
+
+  const Layout& LayoutFor(std::size_t rows) const;
+  void SetLayout(const Layout& layout, std::size_t capacity);
+  void SetReach();
   void Map(std::size_t slack, std::size_t capacity);
-  void Extend(std::size_t bytes);
+  bool MakeRoom();
   void BeginGrowth();
   void MoveSome(std::size_t positions);
+  bool MoveBlock(Position stop);
+  void TightenBound();
   void WidenSlack();
+  void GiveUpReach(std::size_t entries);
+  void Rewrite(std::size_t entries);
 
+  IndexMemory memory_;
   std::byte* base_ = nullptr;
-  std::size_t mapped_bytes_ = 0, reserved_bytes_ = 0;  // the latter in address space
-  std::size_t slack_ = 0;                              // positions left of the first home
-  std::size_t capacity_ = 0;                           // homes of entries with h ≥ bound_
+  std::size_t slack_ = 0;     // positions left of the first home
+  std::size_t capacity_ = 0;  // homes of entries with h ≥ bound_
   std::size_t count_ = 0;
+  std::size_t max_count_ = 0;  // growth begins there
+  bool crowded_ = false;       // ids that need all bits have come
+
+  const Layout* layout_ = nullptr;
+  Position entry_bytes_ = 0;
+  std::uint64_t stored_mask_ = 0;
+  unsigned compare_shift_ = 0;
+  Position reach_ = 0;      // how far left of its home an entry may lie
+  std::uint64_t step_ = 0;  // between the h of two homes, times 2^16
 
   // While growing; otherwise old_end_ is -1 and bound_ 0.
   std::size_t old_capacity_ = 0;
+  std::uint64_t old_step_ = 0;
   std::uint64_t bound_ = 0;
   Position old_end_ = -1;
   Position new_begin_ = 0;  // of the leftmost entry that has moved

@@ -26,11 +26,36 @@ void CheckEqual(const TableIndex& index, const std::unordered_map<std::uint64_t,
   for (const auto& [id, location] : model) CHECK(index.Find(id) == location);
 }
 
-// `draw` gives ids; a share of absent ones is looked up too.
+// Saved and taken back, and more put into that.
+void Restore(const TableIndex& index, std::mt19937_64& random) {
+  TableIndex again;
+  again.Reserve(index.size());
+  std::vector<TableIndex::Entry> entries(1000);
+  std::int64_t cursor = index.DumpBegin();
+  while (const std::size_t n = index.Dump(cursor, entries.data(), entries.size()))
+    CHECK(again.Append(entries.data(), n));
+  CHECK(again.size() == index.size());
+  std::vector<std::uint64_t> ids;
+  std::vector<std::uint32_t> locations;
+  CHECK(index.List(0, ~std::size_t{0}, ids, &locations) == TableIndex::kEnd);
+  for (std::size_t i = 0; i < ids.size(); ++i) CHECK(again.Find(ids[i]) == locations[i]);
+  for (int i = 0; i < 3000; ++i) again.Put(random() >> 16, 7);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const std::uint32_t there = again.Find(ids[i]);
+    CHECK(there == locations[i] || there == 7);
+  }
+}
+
+// `draw` gives ids; a share of absent ones is looked up too. `others` are there before, scattered.
 template <class Draw>
-void Random(Draw draw, int steps, int check_every) {
+void Random(Draw draw, int steps, int check_every, std::size_t others = 0) {
   TableIndex index;
   std::unordered_map<std::uint64_t, std::uint32_t> model;
+  for (std::uint64_t i = 0; i < others; ++i) {
+    const std::uint64_t id = TableIndex::Unpermute(i * 0x9e3779b97f4bULL & 0xffffffffffffULL);
+    model[id] = static_cast<std::uint32_t>(i);
+    CHECK(index.Put(id, static_cast<std::uint32_t>(i)) == TableIndex::kAbsent);
+  }
   std::mt19937_64 random(steps);
   for (int step = 1; step <= steps; ++step) {
     const std::uint64_t id = draw(random);
@@ -42,6 +67,16 @@ void Random(Draw draw, int steps, int check_every) {
     if (step % check_every == 0) CheckEqual(index, model, 1 + random() % 1000);
   }
   CheckEqual(index, model, 777);
+  Restore(index, random);
+}
+
+// All of so many ids crowd into one place of the array among many that are scattered: whole or nearly so.
+void Crowd(std::size_t scattered, std::size_t crowd, std::uint64_t at, std::uint64_t stride) {
+  std::mt19937_64 random(crowd);
+  const auto draw = [&](auto&) {
+    return TableIndex::Unpermute((at + random() % (2 * crowd) * stride) & 0xffffffffffffULL);
+  };
+  Random(draw, static_cast<int>(2 * crowd), static_cast<int>(crowd), scattered);
 }
 
 void Measure(std::size_t n) {
@@ -56,7 +91,7 @@ void Measure(std::size_t n) {
     const auto before = Clock::now();
     index.Put(ids.data(), locations.data(), ids.size(), previous.data());
     slowest = std::max(slowest, std::chrono::duration<double>(Clock::now() - before).count());
-    if (at > 1000000)
+    if (at > 100000)
       worst = std::max(worst, static_cast<double>(index.bytes()) / static_cast<double>(index.size()));
   }
   const double insert = std::chrono::duration<double>(Clock::now() - start).count() / static_cast<double>(n);
@@ -94,6 +129,14 @@ int main(int argc, char** argv) {
         return TableIndex::Unpermute((random() % 7) * 0x2aaaaaaaaaaaULL % 0xfffffffff000ULL + random() % 400);
       },
       20000, 1000);
+  // At the right end, in the middle and at the left end, of few and of many rows, before and while it grows.
+  for (const std::size_t scattered : {70000, 90000, 130000}) {
+    for (const std::uint64_t at : {0xfffffff00000ULL, 0x7777aaaa0000ULL, 0ULL}) {
+      Crowd(scattered, 90, at, 1);
+      Crowd(scattered, 1000, at, 1 << 10);
+      Crowd(scattered, 3000, at, 1 << 27);
+    }
+  }
   Measure(argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 2000000);
   std::puts("ok");
 }

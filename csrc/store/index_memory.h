@@ -1,0 +1,34 @@
+// The array of an index: zeros at first, growing at its right end, in huge pages once it is large.
+#pragma once
+
+#include <cstddef>
+#include <utility>
+
+namespace tierstore {
+
+class IndexMemory {
+ public:
+  IndexMemory() = default;
+  IndexMemory(IndexMemory&& other) noexcept { *this = std::move(other); }
+  IndexMemory& operator=(IndexMemory&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    std::swap(reserved_bytes_, other.reserved_bytes_);
+    return *this;
+  }
+  ~IndexMemory();
+
+  std::byte* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
+  // To at least `bytes`; what is there stays, perhaps at another address. Throws std::bad_alloc, with nothing
+  // changed.
+  void Extend(std::size_t bytes);
+
+ private:
+  void Reserve(std::size_t bytes);
+
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0, reserved_bytes_ = 0;  // the latter in address space
+};
+
+}  // namespace tierstore
