@@ -148,6 +148,10 @@ class TierConfig:
         if not isinstance(self.path, str | os.PathLike):
             raise ConfigError(f"path is {self.path!r}; it must be a folder's path or None")
         object.__setattr__(self, "path", os.fspath(self.path))
+        if "\0" in os.fsdecode(self.path):
+            raise ConfigError(
+                f"path is {self.path!r}, which has a zero character; no file can have that name"
+            )
         if not self.path:
             raise ConfigError("path is empty; leave it out (None) for a temporary folder")
         if self.ssd == 0:

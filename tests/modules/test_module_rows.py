@@ -101,6 +101,33 @@ def test_training_goes_on_from_what_was_loaded(kind: str) -> None:
         assert torch.equal(all_rows(one, ROWS, *table_of(kind)), all_rows(other, ROWS, *table_of(kind)))
 
 
+def test_reset_parameters_begins_anew(kind: str) -> None:
+    with make(kind) as module, make(kind) as fresh:
+        step(module, kind)
+        module.reset_parameters()
+        assert module.fused_optimizer.num_updates == 0
+        for one in (module, fresh):
+            step(one, kind, seed=2)
+        for table in ["t0", "t1"] if "collection" in kind else [None]:
+            assert torch.equal(all_rows(module, ROWS, table), all_rows(fresh, ROWS, table))
+            states = [one.optimizer_rows(torch.arange(ROWS), table) for one in (module, fresh)]
+            torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+def test_reset_parameters_keeps_padding_at_zero() -> None:
+    with TieredEmbedding(ROWS, 4, 3, config=small_tiers([4], SPEC), optimizer=SPEC) as module:
+        module.load_rows([3], torch.ones(1, 4))
+        module.reset_parameters()
+        assert not module(torch.tensor([3])).any()
+        assert module(torch.tensor([4])).any()
+
+
+def test_ids_that_are_no_integers(module: Any, kind: str) -> None:
+    for ids in (["x"], [[1, 2], [3]], [1.5]):
+        with pytest.raises(InputError, match="ids must be a 1-D"):
+            module.rows(ids, *table_of(kind))
+
+
 def test_statistics(module: Any, kind: str) -> None:
     step(module, kind)
     stats = module.stats()

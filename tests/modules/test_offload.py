@@ -171,6 +171,33 @@ def test_models_that_cannot_be_offloaded_stay_as_they_are(model: Any, message: s
     assert dict(made.named_modules()) == before
 
 
+@pytest.mark.parametrize("model", [5, None, nn.Embedding])
+def test_what_is_no_model(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"give an nn\.Module that has embeddings"):
+        offload(model)
+
+
+def test_hooks_are_kept() -> None:
+    """And their handles still remove them."""
+    model = nn.Sequential(nn.Embedding(ROWS, 4))
+    seen: list[str] = []
+    handles = [
+        model[0].register_forward_pre_hook(lambda module, args: seen.append("before")),
+        model[0].register_forward_hook(
+            lambda module, args, kwargs, out: seen.append(type(module).__name__), with_kwargs=True
+        ),
+        model[0].register_full_backward_hook(lambda *_: seen.append("backward")),
+    ]
+    with offload(model, small(), SPEC):
+        ids = torch.tensor([1, 2])
+        model(ids).sum().backward()
+        assert seen == ["before", "TieredEmbedding", "backward"]
+        for handle in handles:
+            handle.remove()
+        model(ids).sum().backward()
+        assert len(seen) == 3
+
+
 def test_a_budget_too_small_leaves_the_model_alone() -> None:
     model = nn.Sequential(nn.Embedding(ROWS, 4))
     with pytest.raises(ConfigError, match="it must be one of"):

@@ -79,6 +79,7 @@ def test_everything_in_memory_has_no_tier_below():
         ({"hbm": "all", "path": "x"}, "leave one out"),
         ({"ssd": 0, "path": "x"}, "ssd is 0"),
         ({"path": ""}, "path is empty"),
+        ({"path": "a\0b"}, "has a zero character"),
         ({"path": 3}, "folder's path"),
         ({"engine": "rocks"}, "known engines: native, rocksdb, lmdb, memory"),
         ({"depth": 65}, "from 0 to 64"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import subprocess
 import tempfile
 from contextlib import contextmanager
@@ -138,6 +139,33 @@ def test_temporary_directory_is_deleted_at_exit_but_not_by_a_forked_child(tmp_pa
     path, still_there = out.split()
     assert still_there == "True"
     assert not Path(path).exists()
+
+
+@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGKILL"])
+def test_temporary_directories_of_killed_processes_are_deleted_by_the_next(
+    tmp_path, monkeypatch, signal_name
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = (
+        "import time; from tests.store.store_model import *; from tierstore.store import open_store\n"
+        "store = open_store(None, 'memory', TABLES, CAP); print(store.path, flush=True); time.sleep(60)"
+    )
+    others = [tmp_path / "tierstore-temporary-notes", tmp_path / "tierstore-mine"]
+    others[0].mkdir()
+    make_store(others[1])
+    (others[1] / "LOCK").write_bytes(b"%-20d" % 2**30)  # of no process: a store that somebody has closed
+    with run_child(code) as child:
+        left = Path(child.stdout.readline().strip())
+        with open_memory(None) as store:  # while it runs
+            assert left.is_dir()
+            child.send_signal(getattr(signal, signal_name))
+            child.wait(60)
+            assert left.is_dir()
+            with open_memory(None):
+                assert not left.exists()
+                assert store.path.is_dir()
+    assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
 @pytest.mark.parametrize("engine", ["native", "rocksdb", "lmdb", "memory"])

@@ -19,7 +19,7 @@ from tierstore.cache.budget import ChainDemand, TierPlan, divide, fast_tiers
 from tierstore.cache.chain import Chain
 from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import MemoryTier, as_policy
-from tierstore.cache.outside import overwrite_rows, read_rows, touched_ids
+from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, touched_ids
 from tierstore.cache.report import report, table_curve
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError
@@ -278,6 +278,11 @@ class Engine:
                 values[:, layout.dim : layout.dim + layout.state_floats] = state[part]
 
         overwrite_rows(self._chain_of[table], batch, change)
+
+    def reset_rows(self, table: int) -> None:
+        """Gives the rows of a table their initial values and state again."""
+        self.check_open()
+        reset_rows(self._chain_of[table], table)
 
     def touched_ids(self, table: int) -> Iterator[NDArray[np.int64]]:
         """Ids that some tier holds a row of, in chunks, each once; all others have their initial values."""

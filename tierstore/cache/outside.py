@@ -1,4 +1,4 @@
-"""Rows of a chain read, changed and listed outside training."""
+"""Rows of a chain read, changed, reset and listed outside training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tierstore import _core
 from tierstore.cache.ticket import ReadRows
-from tierstore.keys import split
+from tierstore.keys import make_keys, split
 
 if TYPE_CHECKING:
     from tierstore.cache.chain import Chain
@@ -61,6 +61,17 @@ def overwrite_rows(chain: Chain, batch: Any, change: Callable[[NDArray[np.uint8]
             chain.mark_updated(ticket)
         finally:
             ticket.release()
+
+
+def reset_rows(chain: Chain, table: int) -> None:
+    """Gives every row of ``table`` that some tier holds its initial value and state again."""
+    for ids in list(touched_ids(chain, table)):  # whole, since writing changes what the tiers hold
+        keys = make_keys(table, ids)
+
+        def change(rows: NDArray[np.uint8], part: slice, keys: NDArray[np.uint64] = keys) -> None:
+            chain.layout.initialise(rows.ctypes.data, np.arange(len(rows), dtype=np.int32), keys[part])
+
+        overwrite_rows(chain, _core.batch_of_unique(keys), change)
 
 
 def touched_ids(chain: Chain, table: int) -> Iterator[NDArray[np.int64]]:

@@ -223,6 +223,13 @@ class TieredModule(nn.Module):
         state = None if optimizer is None else self._state(optimizer, len(keys), dim)
         self.engine.write_rows(index, keys, values, state)
 
+    def reset_parameters(self) -> None:
+        """Gives all rows their initial values again, which are those of the seed, and forgets the optimizer's
+        state. A sharded collection resets the rows of this rank, so all ranks call it."""
+        for table in self._tables:
+            self.engine.reset_rows(table)
+        self.fused_optimizer.num_updates = self.engine.updates[self._key] = 0
+
     @staticmethod
     def _matrix(name: str, tensor: Any, shape: tuple[int, ...]) -> np.ndarray:
         value = torch.as_tensor(tensor).detach().cpu()

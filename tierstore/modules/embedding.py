@@ -51,8 +51,8 @@ class SingleTable(HasWeight, TieredModule):
         if is_fresh(engine):  # rows of a store that is opened again stay as they are
             if weight is not None:
                 load_table(self, table, weight, "_weight")
-            elif self.padding_idx is not None:
-                self.load_rows(torch.tensor([self.padding_idx]), torch.zeros(1, dim))
+            else:
+                self._clear_padding_row()
         self._find_padding_row()
         engine.reset_stats()
 
@@ -63,6 +63,16 @@ class SingleTable(HasWeight, TieredModule):
     @property
     def _padding(self) -> int:
         return NO_PADDING if self.padding_idx is None else self.padding_idx
+
+    def _clear_padding_row(self) -> None:
+        if self.padding_idx is not None:
+            self.load_rows(torch.tensor([self.padding_idx]), torch.zeros(1, self.embedding_dim))
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self._clear_padding_row()
+
+    reset_parameters.__doc__ = TieredModule.reset_parameters.__doc__
 
     def _find_padding_row(self) -> None:
         """Padding ids are not looked up, so what they yield is kept here: None for zeros."""

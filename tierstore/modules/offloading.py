@@ -20,6 +20,7 @@ from tierstore.modules.embedding import TieredEmbedding
 from tierstore.modules.embedding_bag import TieredEmbeddingBag
 from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.embedding_collection import EmbeddingCollection
+from tierstore.modules.hooks import carry_hooks
 from tierstore.modules.tables import (
     SharedEngine,
     check_optimizer,
@@ -106,13 +107,16 @@ def offload(
 ) -> Offloaded:
     """Replaces every nn.Embedding, nn.EmbeddingBag and unsharded torchrec collection of ``model``, in place.
 
-    Weights are kept; modules whose weights do not require gradients stay frozen; subclasses are left alone.
+    Weights are kept, and forward and backward hooks; modules whose weights do not require gradients stay
+    frozen; subclasses are left alone.
     Then backward passes apply ``optimizer`` to the rows, so build the optimizer of the rest of the model from
     ``model.parameters()`` afterwards. If ``config.path`` holds a commit, its rows are used, not the model's.
 
     Raises ConfigError, having changed nothing, if there is nothing to replace, or something that cannot be:
     weights that other modules share, or that are not float32 on the CPU; max_norm; scale_grad_by_freq.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is {model!r}; give an nn.Module that has embeddings")
     check_optimizer(optimizer)
     found = _find(model)
     for path, module in found.items():
@@ -128,6 +132,8 @@ def offload(
     except BaseException:
         engine.close(commit=False)
         raise
+    for path, new in replaced.items():
+        carry_hooks(found[path], new)
     new_of = {id(found[path]): module for path, module in replaced.items()}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -16,6 +16,7 @@ from tierstore.modules.base import TieredModule
 from tierstore.modules.collection import Collection
 from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.embedding_collection import EmbeddingCollection
+from tierstore.modules.hooks import carry_hooks
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.collection import Options, ShardedCollection
 from tierstore.sharding.commits import Commits
@@ -82,6 +83,7 @@ def shard(
     if sharded.is_fresh:
         _take_over(sharded, module)
     module.close(commit=False)
+    carry_hooks(module, sharded)
     return sharded.train(module.training)
 
 

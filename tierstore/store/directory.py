@@ -31,6 +31,7 @@ from tierstore.store.registry import StoreOptions, get_engine
 
 NO_CAP = 1 << 62
 _LOCK = "LOCK"
+_TEMPORARY = "tierstore-temporary-"
 _MAY_BE_IN_A_NEW_ONE = {_LOCK, identities.FILE_NAME + ".tmp", "lost+found"}
 
 
@@ -49,10 +50,11 @@ def open_store(
     """Opens the store directory ``path`` for ``tables``, at its last commit; creates it where there is none.
 
     ``path`` None makes a temporary directory that is deleted on close, or when the process ends in good
-    order. ``ssd_bytes`` caps all files of the store; ``io``, ``read_threads``, ``keep``, ``at`` and
-    ``read_only`` are those of :class:`StoreOptions`; a store opened read-only must exist, and may be where
-    this user cannot write. Tables that the directory does not have yet are added, if it has no others than
-    those asked for. Without ``engine`` or ``tables`` the directory must exist, and its own are taken.
+    order; that of a process that was killed, when the next one is made. ``ssd_bytes`` caps all files of the
+    store; ``io``, ``read_threads``, ``keep``, ``at`` and ``read_only`` are those of :class:`StoreOptions`; a
+    store opened read-only must exist, and may be where this user cannot write. Tables that the directory does
+    not have yet are added, if it has no others than those asked for. Without ``engine`` or ``tables`` the
+    directory must exist, and its own are taken.
 
     Raises ``StoreMismatchError`` (and touches nothing) when the directory is for other tables or another
     engine, or holds something else; ``StoreLockedError`` when it is open elsewhere; ``ConfigError`` when
@@ -182,9 +184,34 @@ class DirectoryStore:
 
 
 def _temporary(undo: ExitStack) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="tierstore-"))
+    with suppress(OSError):
+        _delete_left_behind(Path(tempfile.gettempdir()))
+    folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
     undo.callback(_delete_temporary, folder, os.getpid())
     return folder
+
+
+def _delete_left_behind(parent: Path) -> None:
+    """Deletes this user's temporary stores of processes that were killed."""
+    for folder in parent.glob(f"{_TEMPORARY}*"):
+        with suppress(OSError, ValueError, StoreCorruptError):
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            with FileIO(open_regular(folder / _LOCK), "r") as lock:
+                # Whoever makes a store writes its number when it has the lock; until then there is none.
+                if not _is_running(int(os.pread(lock.fileno(), 20, 0))):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _delete_temporary(folder: Path, owner: int) -> None:
