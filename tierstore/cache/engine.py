@@ -197,10 +197,10 @@ class Engine:
         )
 
     def _read_ahead_bytes(self, fast: TierPlan, row_bytes: int) -> int:
-        """What rows that were read ahead may take: at most half of the fast tier, beside it."""
+        """What rows that were read ahead may take, beside the fast tier: at most twice as much as it."""
         if fast.holds_all or self.store is None:
             return 0
-        return min(READ_AHEAD_BYTES // len(self._groups()), fast.slots * row_bytes // 2)
+        return min(READ_AHEAD_BYTES // len(self._groups()), 2 * fast.slots * row_bytes)
 
     def _load_meta(self) -> None:
         meta = self.store.meta() if self.store is not None else b""

@@ -36,7 +36,7 @@ def with_reading(topology: Topology, work: Workload, caches: Allocation) -> Work
             lacking = float(misses[tier].sum())
             if not lacking or not caches.stored[tier].any():
                 continue
-            room = min(READ_AHEAD_BYTES / len(groups), float(held[tier].sum()) / 2) / _BLOCKS / size
+            room = min(READ_AHEAD_BYTES / len(groups), 2 * float(held[tier].sum())) / _BLOCKS / size
             batches = 1.0
             if lacking <= room:
                 batches = room / lacking if work.window is None else min(room / lacking, work.window / 2)
