@@ -21,7 +21,7 @@ _LONGEST_S = 120
 _context = multiprocessing.get_context("forkserver")
 # once, in the process that forks the ranks
 _context.set_forkserver_preload(
-    ["torch", "tierstore.sharding", "tests.sharding.cases", "tests.sharding.warm"]
+    ["torch", "torchrec", "tierstore.sharding", "tests.sharding.cases", "tests.sharding.warm"]
 )
 _ranks: list[Rank] = []
 

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.in_memory import IN_MEMORY
 from tests.store import store_model
 from tests.store.store_model import CAP, ROW_BYTES, get, make_rows, put, stored_ids
 from tierstore import _core
@@ -38,8 +39,6 @@ TABLE_INDICES = st.sampled_from(list(ROW_BYTES))
 ID_LISTS = st.lists(
     st.one_of(st.integers(0, 40), st.sampled_from([2**31, 2**32, MAX_ID])), unique=True, max_size=60
 )
-IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-"""A folder where fsync costs nothing: these sequences are about the order of calls, not about the device."""
 KEEP = 2
 Rows = dict[tuple[int, int], int]
 
