@@ -193,12 +193,12 @@ def _rate(call: Callable[[], int], seconds: float) -> float:
 def _text(key: str, value: Any) -> str:
     if isinstance(value, int) and key.startswith(("hbm_per", "host_memory_per", "ssd_per")):
         return format_bytes(value)
+    if key == "lookup_seconds":
+        return f"{value * 1e6:,.0f} us"
+    if key == "row_seconds":
+        return ", ".join(f"{name} {seconds * 1e9:,.0f} ns" for name, seconds in value.items())
     if isinstance(value, float):
         return f"{format_bytes(int(value))}/s" if key.endswith("_bw") else f"{value:,.0f}/s"
-    if key.endswith("_seconds") and isinstance(value, float):
-        return f"{value * 1e6:.1f} us"
-    if key == "row_seconds":
-        return ", ".join(f"{name} {seconds * 1e9:.0f} ns" for name, seconds in value.items())
     if key == "ssd_read_curve":
         return ", ".join(f"{size // 1024} KiB {rate:,.0f}/s" for size, rate in value)
     return str(value)

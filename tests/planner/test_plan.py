@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -103,6 +104,8 @@ def test_what_does_not_fit_names_the_resource_and_how_much_is_missing(changes, b
     assert error.binding == binding
     assert error.missing_bytes > 0
     assert error.report["feasible"] is False
+    resource = {"ssd": "ssd", "host_memory": "host memory", "hbm": "hbm"}[binding]
+    assert re.search(rf"add [0-9.]+ \w+ of {resource} per (rank|host), or ", str(error))
     field = {"ssd": "ssd_per_host", "host_memory": "host_memory_per_host", "hbm": "hbm_per_rank"}[binding]
     enough = int(getattr(machines, field) + 1.05 * error.missing_bytes)
     planner(topology(**{**changes, field: enough})).plan(tables)

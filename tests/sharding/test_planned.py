@@ -61,6 +61,20 @@ def too_small() -> None:
     assert caught.value.missing_bytes > 0
 
 
+def larger_batches_take_more_memory() -> None:
+    budgets = TierConfig(hbm="2MiB", uvm=0, ssd="1GiB", depth=1)
+    for size, fits in ((8, True), (1 << 20, False)):
+        model = Model(configs())
+        if fits:
+            DistributedModelParallel(model, config=budgets, batch_size=size).close()
+            continue
+        with pytest.raises(InfeasiblePlanError, match="lower batch_size"):
+            DistributedModelParallel(model, config=budgets, batch_size=size)
+    plan = ShardingPlan((), 2, 2, "cpu", {})
+    with pytest.raises(tierstore.ConfigError, match="leave one of them out"):
+        DistributedModelParallel(Model(configs()), plan=plan, batch_size=8)
+
+
 def a_module_without_tables() -> None:
     with pytest.raises(tierstore.ConfigError, match="no embedding collection"):
         DistributedModelParallel(torch.nn.Linear(3, 3))
@@ -70,6 +84,7 @@ def everything() -> None:
     for tiers in TIERS:
         trains_as_one_process(tiers)
     too_small()
+    larger_batches_take_more_memory()
     a_module_without_tables()
 
 

@@ -213,7 +213,8 @@ class EmbeddingShardingPlanner:
         report = report_of(solution, placements(solution), time.perf_counter() - solution.seconds)
         return InfeasiblePlanError(
             f"the tables do not fit: {report['binding']} is short of "
-            f"{format_bytes(report['missing_bytes'])} ({report['binding_detail']})",
+            f"{format_bytes(report['missing_bytes'])} ({report['binding_detail']}); "
+            f"{report['what_to_change']}",
             report["binding"],
             report["missing_bytes"],
             report,

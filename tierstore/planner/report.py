@@ -15,6 +15,7 @@ from tierstore.config import format_bytes
 from tierstore.placement import ShardingType, TablePlacement
 from tierstore.planner.allocate import Allocation, Placed
 from tierstore.planner.cluster import HOST_STAGES, RANK_STAGES, Cluster
+from tierstore.planner.costs import INDEX_BYTES_PER_ROW
 from tierstore.planner.prices import price_grid, priced
 from tierstore.planner.topology import Topology
 
@@ -48,7 +49,7 @@ def report_of(solution: Solution, tables: Sequence[TablePlacement], started: flo
         "what_would_help": [],
     }
     if missing:
-        result |= _shortage(missing, solution.topology)
+        result |= _shortage(missing, solution)
     whys = reasons(solution)
     for placement, why in zip(tables, whys, strict=True):
         result["tables"].append(
@@ -69,7 +70,8 @@ def report_of(solution: Solution, tables: Sequence[TablePlacement], started: flo
     return result
 
 
-def _shortage(missing: dict[tuple[str, int], int], topology: Topology) -> dict[str, Any]:
+def _shortage(missing: dict[tuple[str, int], int], solution: Solution) -> dict[str, Any]:
+    topology = solution.topology
     totals: dict[str, int] = defaultdict(int)
     for (resource, _), size in missing.items():
         totals[resource] += size
@@ -88,7 +90,26 @@ def _shortage(missing: dict[tuple[str, int], int], topology: Topology) -> dict[s
         "missing": dict(totals),
         "binding_detail": f"{len(places)} of {of} {where}s "
         f"lack it, most of all {where} {worst}: {format_bytes(places[worst])}",
+        "what_to_change": _remedy(binding, places[worst], solution),
     }
+
+
+def _remedy(binding: str, short: int, solution: Solution) -> str:
+    """What to change where a rank or host lacks ``short`` bytes at the most."""
+    topology, work, more = solution.topology, solution.work, format_bytes(short)
+    if binding == "hbm":
+        return (
+            f"add {more} of hbm per rank, or lower batch_size ({work.batch_size}) or depth ({work.depth}): "
+            f"the rows of {work.depth + 1} batches must fit"
+        )
+    if binding == "ssd":
+        return f"add {more} of ssd per host, or as much host memory: tables held in memory take no ssd"
+    if not topology.ssd_per_host:
+        return f"add {more} of host memory per host, or give hosts an ssd for the rows that do not fit"
+    return (
+        f"add {more} of host memory per host, or lower batch_size ({work.batch_size}): rows of batches on "
+        f"their way are held there, and so is the store's index, {INDEX_BYTES_PER_ROW} bytes per row"
+    )
 
 
 def _ranks(solution: Solution) -> list[dict[str, Any]]:

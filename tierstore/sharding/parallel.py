@@ -132,13 +132,15 @@ class DistributedModelParallel(nn.Module):
         env: the ranks; all of the default process group if None. A process group, or torchrec's, will do.
         device: None or the CPU.
         plan: where the tables are; names of tables must differ over the whole model. If None, the planner's
-            for the budgets of ``config`` (:func:`tierstore.sharding.planning.plan_of`).
+            for the budgets of ``config`` and ``batch_size`` examples per rank and step
+            (:func:`tierstore.sharding.planning.plan_of`).
         sharders: None; there is one way to shard each collection.
         config: tiers of one rank; those of each collection if None.
         comms: how the ranks talk; None: exactly.
         dense: "ddp" or "fsdp2", for all other parameters. With "fsdp2" they are DTensors, in state dicts too;
             make their optimizer afterwards.
         find_unused_parameters: as for DDP.
+        batch_size: what the planner is told where there is no ``plan``; 512 if None.
     """
 
     def __init__(
@@ -153,8 +155,11 @@ class DistributedModelParallel(nn.Module):
         comms: CommsConfig | None = None,
         dense: str = "ddp",
         find_unused_parameters: bool = False,
+        batch_size: int | None = None,
     ) -> None:
         super().__init__()
+        if plan is not None and batch_size is not None:
+            raise ConfigError("batch_size is for the planner, and a plan is given: leave one of them out")
         if dense not in ("ddp", "fsdp2"):
             raise ConfigError(f'dense is {dense!r}; use "ddp" or "fsdp2"')
         if device is not None and torch.device(device).type != "cpu":
@@ -163,7 +168,7 @@ class DistributedModelParallel(nn.Module):
             raise ConfigError("sharders must be None: every collection has one way to be sharded")
         self.env = ShardingEnv.of(env)
         _check_untouched(module)
-        self.plan = plan_of(module, self.env, config) if plan is None else plan
+        self.plan = plan_of(module, self.env, config, batch_size) if plan is None else plan
         _check_arguments(self.plan, config, comms)
         self._sharded: dict[str, ShardedCollection] = {}
         path = None if config is None else config.path

@@ -18,7 +18,7 @@ from tierstore.config import TableOverride, TierConfig
 from tierstore.errors import ConfigError
 from tierstore.modules.collection import Collection
 from tierstore.placement import ShardingPlan, ShardPlacement, TablePlacement
-from tierstore.planner import EmbeddingShardingPlanner, Topology
+from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
 from tierstore.planner.costs import INDEX_BYTES_PER_ROW, RANK_BUFFERS
 from tierstore.sharding.cuts import configs_of
 from tierstore.sharding.env import ShardingEnv
@@ -31,18 +31,27 @@ _LEAST_HBM = 1 << 20
 _STAGING = 256 << 20  # of host memory per rank, for rows on their way
 
 
-def plan_of(module: nn.Module, env: ShardingEnv, config: TierConfig | None) -> ShardingPlan:
+def plan_of(
+    module: nn.Module, env: ShardingEnv, config: TierConfig | None, batch_size: int | None = None
+) -> ShardingPlan:
     """The planner's plan for the collections of ``module`` on the ranks of ``env``; all ranks call it.
 
-    The budgets are those of ``config``, which each rank has, or of the collections' own together. Rates of
-    the machines are assumed: measure them and call the planner yourself for a better plan.
+    The budgets are those of ``config``, which each rank has, or of the collections' own together; so is how
+    far ahead batches are fetched. ``batch_size``: examples per rank and step, the planner's default if None.
+    Rates of the machines are assumed: measure them and call the planner yourself for a better plan.
     """
     collections = [child for child in module.modules() if isinstance(child, Collection)]
     if not collections:
         raise ConfigError("the module has no embedding collection to plan; give tierstore's")
     budgets = [config] if config is not None else [child.engine.config for child in collections]
     rows = sum(table.num_embeddings for child in collections for table in configs_of(child))
-    planner = EmbeddingShardingPlanner(topology_of(env, budgets, rows))
+    ahead = {
+        name: max(value)
+        for name in ("depth", "window")
+        if (value := [getattr(budget, name) for budget in budgets if getattr(budget, name) != "auto"])
+    }
+    work = Workload(**ahead)
+    planner = EmbeddingShardingPlanner(topology_of(env, budgets, rows), workload=work, batch_size=batch_size)
     plan = planner.collective_plan(module, pg=env.process_group)
     if env.rank == 0:
         logger.info(
