@@ -12,7 +12,15 @@ import torch.distributed as dist
 import tierstore
 from tests.sharding import cases
 from tests.sharding.ranks import run
-from tierstore import ConfigError, EmbeddingConfig, KeyedJaggedTensor, PoolingType, optim
+from tierstore import (
+    ConfigError,
+    EmbeddingConfig,
+    GradientError,
+    KeyedJaggedTensor,
+    PoolingType,
+    TierConfig,
+    optim,
+)
 from tierstore.sharding import (
     CommsConfig,
     ShardedCollection,
@@ -136,6 +144,20 @@ def rounded() -> None:
             env, kinds(2)["mixed"], sequences(), data, optim.SGD(lr=0.1), tolerance=limit, comms=comms
         )
     exactly_rounded(env, data[0])
+    overflowing(env, data[0])
+
+
+def overflowing(env: ShardingEnv, batch: cases.Batch) -> None:
+    """Every rank has rows whose gradients fp16 does not hold: they stay as they are."""
+    tiers = TierConfig(hbm="all", check_gradients=True)
+    whole = tierstore.EmbeddingBagCollection(cases.tables(), config=cases.MEMORY, optimizer=optim.SGD(lr=0.1))
+    plan = construct_plan(whole, kinds(2)["table_wise"], 2)
+    expected = whole.state_dict()
+    parts = shard(whole, plan, env, config=tiers, comms=CommsConfig(backward_precision="fp16"))
+    loss = parts(batch.of([env.rank])).values().sum() * 1e6
+    with pytest.raises(GradientError, match="they were not updated"):
+        loss.backward()
+    torch.testing.assert_close(parts.state_dict(), expected, rtol=0, atol=0)
 
 
 def exactly_rounded(env: ShardingEnv, batch: cases.Batch) -> None:

@@ -18,7 +18,8 @@ class CommsConfig:
 
     forward_precision, backward_precision: "fp32", "bf16" or "fp16"; vectors and their gradients are rounded
         to it, also those that stay on their rank, so that the result does not depend on who holds a row.
-        Gradients beyond 65504 become infinite in fp16, and their rows are then not updated.
+        Gradients beyond 65504 become infinite in fp16, and so do their rows, unless the tiers have
+        ``check_gradients``, which leaves these rows alone and raises GradientError.
     dedup: every rank asks for an id once per batch and feature, gets rows instead of pooled vectors, pools
         them itself and adds up their gradients before it sends them: fewer bytes where ids repeat a lot.
     """
