@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tierstore.cli.main import main
+from tierstore.cli.trainer import Trainer
 
 
 @pytest.fixture
@@ -18,6 +22,19 @@ def small_data(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("tierstore.data.synthetic.TEST_EXAMPLES", 512)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def ctrl_c_in_batch_10(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process gets SIGINT in that batch of every training, until ``monkeypatch.undo()``."""
+    step = Trainer._step
+
+    def interrupted(trainer: Trainer, batch: Any) -> None:
+        if trainer.batches == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+        step(trainer, batch)
+
+    monkeypatch.setattr(Trainer, "_step", interrupted)
 
 
 def small_training(hbm: str, steps: int) -> Callable[..., int]:

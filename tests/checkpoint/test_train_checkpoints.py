@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.small_training import small_data, small_training  # noqa: F401  (a fixture)
+from tests.small_training import ctrl_c_in_batch_10, small_data, small_training  # noqa: F401  (fixtures)
 from tierstore import checkpoint
 from tierstore.cli.trainer import Trainer
 
@@ -78,17 +77,8 @@ def test_a_resumed_run_may_have_other_tiers_engines_stay(
     assert train(*resumed, "--hbm", "1/4", "--uvm", "0", "--policy", "lru", "--depth", "0") == 0
 
 
-def test_ctrl_c_saves_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    step = Trainer._step
-
-    def interrupted(trainer: Trainer, batch: Any) -> None:
-        if trainer.batches == 9:
-            os.kill(os.getpid(), signal.SIGINT)
-        step(trainer, batch)
-
-    monkeypatch.setattr(Trainer, "_step", interrupted)
+@pytest.mark.usefixtures("ctrl_c_in_batch_10")
+def test_ctrl_c_saves_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--checkpoint", tmp_path / "run") == 130
     assert f"saved after 10 batches in {tmp_path}/run" in capsys.readouterr().err
     assert checkpoint.read_extra(tmp_path / "run")["trainer"]["batches"] == 10

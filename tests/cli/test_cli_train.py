@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.small_training import small_data, small_training  # noqa: F401  (a fixture)
+from tests.small_training import ctrl_c_in_batch_10, small_data, small_training  # noqa: F401  (fixtures)
 from tierstore.cli.main import main
 from tierstore.cli.trainer import Trainer
 
@@ -99,18 +98,7 @@ def test_a_difference_is_found_and_fails(
 
 
 class TestStopping:
-    @pytest.fixture
-    def _ctrl_c_in_batch_10(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        step = Trainer._step
-
-        def interrupted(trainer: Trainer, batch: Any) -> None:
-            if trainer.batches == 9:
-                os.kill(os.getpid(), signal.SIGINT)
-            step(trainer, batch)
-
-        monkeypatch.setattr(Trainer, "_step", interrupted)
-
-    @pytest.mark.usefixtures("_ctrl_c_in_batch_10")
+    @pytest.mark.usefixtures("ctrl_c_in_batch_10")
     def test_ctrl_c_saves_and_resume_goes_on_exactly(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -127,7 +115,7 @@ class TestStopping:
         assert json.loads((tmp_path / "out.json").read_text())["examples"] == 24 * 64
         assert len(list((store / "checkpoints").glob("*-step24-*"))) == 1
 
-    @pytest.mark.usefixtures("_ctrl_c_in_batch_10")
+    @pytest.mark.usefixtures("ctrl_c_in_batch_10")
     def test_without_a_folder_it_says_that_nothing_is_kept(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert train() == 130
         assert "nothing is kept" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tierstore import optim
 from tierstore.cache.engine import Engine
 from tierstore.errors import InputError
+from tierstore.modules.engine_calls import EngineCalls
 from tierstore.modules.lookup import (
     Lookup,
     Part,
@@ -47,7 +48,7 @@ class Ahead:
     lookup: Lookup
 
 
-class TieredModule(nn.Module):
+class TieredModule(EngineCalls, nn.Module):
     """Base of the modules whose tables live in tiers.
 
     ``optimizer`` None freezes the tables: forward reads, backward stops here. Otherwise every backward pass
@@ -254,28 +255,6 @@ class TieredModule(nn.Module):
             yield torch.from_numpy(ids)
 
     # -- state ---------------------------------------------------------------------------
-
-    def stats(self) -> dict[str, Any]:
-        """Hit rates per tier, rows moved, stalls, memory and store figures of the engine; see
-        :meth:`Engine.stats`."""
-        return self.engine.stats()
-
-    def table_curves(self) -> dict[str, Any]:
-        """What a planner wants to know of the tables, estimated while training; see
-        :meth:`Engine.table_curves`."""
-        return self.engine.table_curves()
-
-    def reset_stats(self) -> None:
-        self.engine.reset_stats()
-
-    def flush(self) -> None:
-        """Writes all dirty rows down to the store."""
-        self.engine.flush()
-
-    def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
-        """Makes all rows (weights and optimizer state) durable; returns the commit's number. ``tag`` is
-        a name for it."""
-        return self.engine.commit(extra, tag)
 
     def close(self, *, commit: bool = True) -> None:
         """Commits (if the configuration names a path) and closes the engine; the module cannot be used

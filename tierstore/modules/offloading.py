@@ -20,6 +20,7 @@ from tierstore.modules.embedding import TieredEmbedding
 from tierstore.modules.embedding_bag import TieredEmbeddingBag
 from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.embedding_collection import EmbeddingCollection
+from tierstore.modules.engine_calls import EngineCalls
 from tierstore.modules.hooks import carry_hooks
 from tierstore.modules.tables import (
     SharedEngine,
@@ -38,7 +39,7 @@ logger = logging.getLogger("tierstore")
 _COLLECTIONS = (("embedding_bag_configs", "embedding_bags"), ("embedding_configs", "embeddings"))
 
 
-class Offloaded(Mapping[str, TieredModule]):
+class Offloaded(EngineCalls, Mapping[str, TieredModule]):
     """What was replaced: tiered modules by their path in the model. They share one engine, with all budgets.
 
     Leaving it as a context manager closes it, which commits if the configuration names a path.
@@ -61,26 +62,6 @@ class Offloaded(Mapping[str, TieredModule]):
     def optimizers(self) -> list[FusedOptimizer]:
         """One per module that is not frozen; learning-rate schedulers take them."""
         return [module.fused_optimizer for module in self._modules.values() if not module.frozen]
-
-    def stats(self) -> dict[str, Any]:
-        """As TieredModule.stats, of all modules together."""
-        return self.engine.stats()
-
-    def table_curves(self) -> dict[str, Any]:
-        """As TieredModule.table_curves."""
-        return self.engine.table_curves()
-
-    def reset_stats(self) -> None:
-        """As TieredModule.reset_stats."""
-        self.engine.reset_stats()
-
-    def flush(self) -> None:
-        """As TieredModule.flush."""
-        self.engine.flush()
-
-    def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
-        """As TieredModule.commit, of all modules together."""
-        return self.engine.commit(extra, tag)
 
     def close(self, *, commit: bool = True) -> None:
         """As TieredModule.close, of all modules together."""
