@@ -41,7 +41,7 @@ PROJECT_IMPORTS["bench"] = EVERYTHING
 
 # Layers that live without some third-party packages, or with few.
 ONLY_THIRD_PARTY = {
-    "cache_policies": {"numpy", "numba"},
+    "cache_policies": {"numpy", "numba", "llvmlite"},
     "sparse": {"torch", "numpy"},
     "planner": {"numpy", "scipy", "torch"},
 }
