@@ -21,7 +21,10 @@ _LONGEST_S = 120
 _context = multiprocessing.get_context("forkserver")
 # once, in the process that forks the ranks
 _context.set_forkserver_preload(
-    ["torch", "torchrec", "tierstore.sharding", "tests.sharding.cases", "tests.sharding.warm"]
+    [
+        *("torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torchrec"),
+        *("tierstore.sharding", "tests.sharding.cases", "tests.sharding.warm"),
+    ]
 )
 _ranks: list[Rank] = []
 
