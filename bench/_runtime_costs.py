@@ -45,7 +45,7 @@ KINDS = {
     "ssd": [(0.6, _IDS), (1.1, _IDS)],
 }
 """Where the rows are; of each, exponents of the rows' popularity and ids of a batch."""
-_ROUNDS = 2
+_ROUNDS = 3
 
 
 class Clock:
@@ -122,21 +122,24 @@ class Sample:
 def runtime_figures(steps: int = 20, folder: str | None = None) -> dict[str, Any]:
     """Fields of a topology: ``hbm_bw``, ``host_link_bw``, ``index_rows_per_s``, ``lookup_seconds`` and
     ``row_seconds``; and ``step_s``, what a collection computes per step beside its rows. From ``steps``
-    batches of each of 16 kinds, twice."""
+    batches of each of 16 kinds, three times."""
     return fitted([found for mode in KINDS for dim in _DIMS for found in samples(mode, dim, steps, folder)])
 
 
-def samples(mode: str, dim: int, steps: int, folder: str | None = None) -> Iterator[Sample]:
-    """Those of all :data:`KINDS` of a mode, from one table."""
+def samples(mode: str, dim: int, steps: int, folder: str | None = None) -> list[Sample]:
+    """Those of all :data:`KINDS` of a mode, from one table, in turns; of each the median."""
     bags = _collection(mode, dim, folder)
+    count = steps * (_SHORT if mode == "memory" else 1)
     try:
-        for s, count in KINDS[mode]:
-            kind = s, count, steps * (_SHORT if mode == "memory" else 1)
-            rounds = [_sample(bags, mode, kind, seed) for seed in range(_ROUNDS)]
-            means = {name: float(np.mean([getattr(r, name) for r in rounds])) for name in STAGES}
-            yield replace(rounds[0], **means)
+        rounds = [
+            [_sample(bags, mode, (s, ids, count), seed) for s, ids in KINDS[mode]] for seed in range(_ROUNDS)
+        ]
     finally:
         bags.close(commit=False)
+    return [
+        replace(turns[0], **{name: float(np.median([getattr(t, name) for t in turns])) for name in STAGES})
+        for turns in zip(*rounds, strict=True)
+    ]
 
 
 def _sample(bags: Any, mode: str, kind: tuple[float, int, int], seed: int) -> Sample:

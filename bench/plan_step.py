@@ -29,7 +29,8 @@ from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
 from tierstore.planner.costs import INDEX_BYTES_PER_ROW, POLICY_FIXED_BYTES, POLICY_FIXED_SLOTS, RANK_BUFFERS
 from tierstore.planner.tables import prepared, spec_of_config
 
-from ._runtime_costs import Clock, runtime_figures
+from . import device
+from ._runtime_costs import Clock
 
 SUMMARY = "predicted against measured steps of real training, under plans of many budgets"
 _DEPTH, _WINDOW, _BAG = 2, 8, 8
@@ -59,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--topology", type=Path, help="JSON of tierstore bench device --json (default: measured first)"
     )
     parser.add_argument("--batch-size", type=int, default=1024, help="examples per step (default: 1024)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns that every plan gets (default: 3)")
-    parser.add_argument("--steps", type=int, default=32, help="steps of a turn (default: 32)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns that every plan gets (default: 5)")
+    parser.add_argument("--steps", type=int, default=16, help="steps of a turn (default: 16)")
     parser.add_argument("--rest", type=float, default=0.6, help="seconds between turns (default: 0.6)")
     parser.add_argument("--warm", type=int, default=40, help="steps before the first turn (default: 40)")
     parser.add_argument("--budgets", type=int, default=len(BUDGETS), help="only so many of the plans")
@@ -160,10 +161,9 @@ def trained(args: argparse.Namespace) -> list[Run]:
 
 def _topology(args: argparse.Namespace) -> dict[str, Any]:
     if args.topology is None:
-        figures = runtime_figures()
-        step = figures.pop("step_s")
-        sizes = {name: 0 for name in ("hbm_per_rank", "host_memory_per_host", "ssd_per_host")}
-        return {**sizes, **figures, "device": "cpu", "measured": {"step_s": step}}
+        parser = argparse.ArgumentParser()
+        device.add_arguments(parser)
+        return device.measure(parser.parse_args([]))
     topology: dict[str, Any] = json.loads(args.topology.read_text())
     if topology.get("device") != "cpu":
         raise ConfigError(f"{args.topology} is of a machine with GPUs; this benchmark trains on the CPU")
