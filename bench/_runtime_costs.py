@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,12 +39,13 @@ STAGES = ("fetch", "compute")
 _LOADED = 1 << 16  # rows at a time
 _WARM = 10
 _SHORT = 3  # as many steps again where they are the shortest
+_FEW_MISS = (2.0, 50_000.0)  # many distinct rows, nearly all among those that a fourth of the memory holds
 KINDS = {
-    "memory": [(0.0, _IDS), (1.2, _IDS), (0.6, _IDS // 8)],
-    "uvm": [(0.0, _IDS), (0.7, _IDS), (1.2, _IDS)],
-    "ssd": [(0.6, _IDS), (1.1, _IDS)],
+    "memory": [(0.0, 10.0, _IDS), (1.2, 10.0, _IDS), (*_FEW_MISS, _IDS), (0.6, 10.0, _IDS // 8)],
+    "uvm": [(0.0, 10.0, _IDS), (0.7, 10.0, _IDS), (1.2, 10.0, _IDS), (*_FEW_MISS, _IDS)],
+    "ssd": [(0.6, 10.0, _IDS), (1.1, 10.0, _IDS), (*_FEW_MISS, _IDS)],
 }
-"""Where the rows are; of each, exponents of the rows' popularity and ids of a batch."""
+"""Where the rows are; of each, popularities P(k-th row) ~ (k + q)^-s as (s, q), and ids of a batch."""
 _ROUNDS = 3
 
 
@@ -122,7 +123,7 @@ class Sample:
 def runtime_figures(steps: int = 20, folder: str | None = None) -> dict[str, Any]:
     """Fields of a topology: ``hbm_bw``, ``host_link_bw``, ``index_rows_per_s``, ``lookup_seconds`` and
     ``row_seconds``; and ``step_s``, what a collection computes per step beside its rows. From ``steps``
-    batches of each of 16 kinds, three times."""
+    batches of each of 22 kinds, three times."""
     return fitted([found for mode in KINDS for dim in _DIMS for found in samples(mode, dim, steps, folder)])
 
 
@@ -132,7 +133,8 @@ def samples(mode: str, dim: int, steps: int, folder: str | None = None) -> list[
     count = steps * (_SHORT if mode == "memory" else 1)
     try:
         rounds = [
-            [_sample(bags, mode, (s, ids, count), seed) for s, ids in KINDS[mode]] for seed in range(_ROUNDS)
+            [_sample(bags, mode, popularity, ids, count, seed) for *popularity, ids in KINDS[mode]]
+            for seed in range(_ROUNDS)
         ]
     finally:
         bags.close(commit=False)
@@ -142,10 +144,10 @@ def samples(mode: str, dim: int, steps: int, folder: str | None = None) -> list[
     ]
 
 
-def _sample(bags: Any, mode: str, kind: tuple[float, int, int], seed: int) -> Sample:
-    """Trains the table for some batches and takes the median one."""
-    (s, count, steps), random = kind, np.random.default_rng(seed)
-    weights = (np.arange(_ROWS) + 10.0) ** -s
+def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps: int, seed: int) -> Sample:
+    """Trains the table for some batches of ``count`` ids and takes the median one."""
+    (s, q), random = popularity, np.random.default_rng(seed)
+    weights = (np.arange(_ROWS) + q) ** -s
     edges, names = np.cumsum(weights) / weights.sum(), np.random.default_rng(99).permutation(_ROWS)
     drawn = [names[np.searchsorted(edges, random.random(count))] for _ in range(steps + _WARM)]
     clock, compute, counts = Clock(), [], []

@@ -16,7 +16,8 @@ from tierstore.planner.topology import ROW_COSTS
 def small(monkeypatch):
     monkeypatch.setattr(_runtime_costs, "_ROWS", 3000)
     monkeypatch.setattr(_runtime_costs, "_WARM", 2)
-    kinds = {"memory": [(0.0, 200), (1.2, 200)], "uvm": [(0.0, 200), (0.7, 200)], "ssd": [(0.4, 200)]}
+    plain, skewed = (0.0, 10.0, 200), (1.2, 10.0, 200)
+    kinds = {"memory": [plain, skewed], "uvm": [plain, skewed], "ssd": [(0.4, 10.0, 200)]}
     for mode, values in kinds.items():
         monkeypatch.setitem(_runtime_costs.KINDS, mode, values)
     monkeypatch.setattr(plan_step, "TABLES", [(6000, 8, 1.0), (4000, 16, 0.8)])
