@@ -27,6 +27,7 @@ SUMMARY = "rows/s of the row store engines, and of the device"
 _PAGE = 4096
 _CAP = 1 << 44
 _ID_SPREAD = 4  # ids come from a range this many times the rows, as in a sparsely touched table
+_FULL, _FULL_ROWS = 0.75, 1_000_000  # of the store in which reads are measured beside compaction
 _WRITE_BYTES = 2 << 20  # what the native store writes at a time
 _THREADED = ("rocksdb", "lmdb")  # their reads block, so their plain calls have one in flight
 
@@ -73,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
                 add("device", device.measure())
                 add(name, bench.round())
         add("device", device.measure())
+        if "native" in benches:
+            add("native", benches["native"].reads_beside_compaction())
     figures |= {key: float(np.median(values)) for key, values in samples.items()}
     figures |= ratios(figures, engines)
     for key, value in figures.items():
@@ -207,6 +210,53 @@ class EngineBench:
                 turns.release()
             job.result()
         return phase.figures("read_beside_writes")
+
+    def reads_beside_compaction(self) -> dict[str, float]:
+        """Reads of another store that is 75 % full, first alone, then while a thread overwrites as fast as it
+        can and commits after every 2 % of the rows, so that compaction never ends."""
+        ids = self.ids[:_FULL_ROWS]
+        cap = int(len(ids) * (self.args.row_bytes + 16) * 1.05 / _FULL)  # headers, ends of blocks, footers
+        cap = max(cap, 16 << 20)  # a smaller one has too few segments
+        folder = tempfile.TemporaryDirectory(dir=self.path.parent)
+        with folder, open_store(Path(folder.name) / "full", self.engine, [self.table], cap) as store:
+            self.overwrite_all(store, ids)
+            quiet = self.reads_of(store, ids, "read_when_full")
+            written, stop = [0], threading.Event()
+
+            def change() -> None:
+                random = np.random.default_rng(2)
+                while not stop.is_set():
+                    some = np.unique(random.choice(ids, max(1, len(ids) // 50)))
+                    self.overwrite_all(store, some)
+                    written[0] += len(some)
+
+            with ThreadPoolExecutor(1) as pool:
+                job = pool.submit(change)
+                start = time.perf_counter()
+                try:
+                    time.sleep(self.args.seconds)  # until what was free is used up
+                    before, start = written[0], time.perf_counter()
+                    beside = self.reads_of(store, ids, "read_beside_compaction")
+                    speed = (written[0] - before) / (time.perf_counter() - start)
+                finally:
+                    stop.set()
+                job.result()
+        return quiet | beside | {"read_beside_compaction.overwritten_rows_per_s": speed}
+
+    def overwrite_all(self, store: DirectoryStore, ids: NDArray[np.int64]) -> None:
+        for first in range(0, len(ids), self.args.batch):
+            keys = make_keys(0, ids[first : first + self.args.batch])
+            store.write(keys, self.values[: len(keys)])
+        store.commit(b"")
+
+    def reads_of(self, store: DirectoryStore, ids: NDArray[np.int64], name: str) -> dict[str, float]:
+        phase = Phase(self.args.row_bytes)
+        out = np.empty_like(self.values)
+        while phase.seconds < self.args.seconds:
+            keys = make_keys(0, self.random.choice(ids, min(len(ids), self.args.batch), replace=False))
+            with phase.call(len(keys)):
+                store.read(keys, out[: len(keys)])
+        return phase.figures(name)
 
     def commit_of_changes(self, store: DirectoryStore) -> dict[str, float]:
         """A commit after 1 % of the rows have changed."""
@@ -371,6 +421,11 @@ def ratios(figures: dict[str, float], engines: list[str]) -> dict[str, float]:
         if f"{name}.read_beside_writes.rows_per_s" in figures:
             own["read_beside_writes"] = (
                 figures[f"{name}.read_beside_writes.rows_per_s"] / figures[f"{name}.read.rows_per_s"]
+            )
+        if f"{name}.read_when_full.rows_per_s" in figures:
+            own["read_beside_compaction"] = (
+                figures[f"{name}.read_beside_compaction.rows_per_s"]
+                / figures[f"{name}.read_when_full.rows_per_s"]
             )
         prefix = "" if name == engines[0] else f"{name}_"
         result |= {f"ratio.{prefix}{key}": value for key, value in own.items()}

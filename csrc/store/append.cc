@@ -106,14 +106,13 @@ SegmentPtr Store::NewSegment(Lock& lock, RowClass& row_class, bool relocated) {
     throw FullError(directory_ + ": no more than 2^32 row versions of one size fit a store");
   }
   auto segment = std::make_shared<Segment>();
-  segment->number = next_segment_;
+  segment->number = next_segment_++;  // used up even if the file cannot be made: it may be there by then
   segment->relocated = relocated;
   segment->row_class = &row_class;
   segment->ordinal = ordinal;
   segment->crc_prefix = RecordCrcPrefix(store_id_, segment->number);
   segment->path = directory_ + "/" + SegmentName(segment->number);
   segment->file = env_.Open(segment->path, OpenMode::kCreate, config_.direct);
-  ++next_segment_;
   names_unsynced_ = true;
   segment->reserved_bytes = bytes;
   reserved_bytes_ += bytes;
@@ -266,12 +265,13 @@ void Store::ThrowFull(std::uint64_t bytes) const {
   std::string commits;
   for (const CommitRecord& commit : commits_)
     commits += (commits.empty() ? "" : ", ") + std::to_string(commit.id);
-  throw FullError(directory_ + ": the cap of " + FormatBytes(config_.cap_bytes) +
-                  " is reached: " + FormatBytes(UsedBytes()) + " are in use, " + FormatBytes(live) +
-                  " of them by live rows, and " + FormatBytes(bytes + SpaceReserve()) +
-                  " more are needed; segments of " + FormatBytes(kept) + " are kept for commits (" +
-                  (commits.empty() ? "none" : commits) +
-                  ") until newer ones replace them. Raise the cap, commit, or drop commits");
+  throw FullError(
+      directory_ + ": the cap of " + FormatBytes(config_.cap_bytes) +
+      " is reached: " + FormatBytes(UsedBytes()) + " are in use, " + FormatBytes(live) +
+      " of them by live rows, and " + FormatBytes(bytes + SpaceReserve()) + " more are needed; segments of " +
+      FormatBytes(kept) + " are kept for commits (" + (commits.empty() ? "none" : commits) +
+      ") until newer ones replace them. Raise the cap, drop commits, or commit after fewer rows: what one "
+      "commit keeps and all that is written until the next must both fit");
 }
 
 }  // namespace tierstore

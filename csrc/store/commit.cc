@@ -116,37 +116,33 @@ void Store::SyncSegments(Lock& lock, const std::vector<SegmentExtent>& extents) 
     if (std::exchange(segment->unsynced, false)) unsynced.push_back(segment);
   }
   const bool names = std::exchange(names_unsynced_, false);
-  lock.unlock();
   try {
+    const Unlocked unlocked(lock);
     for (const SegmentPtr& segment : unsynced) segment->file->Sync();
     if (names) env_.SyncDirectory(directory_);
   } catch (const IoError& error) {
-    lock.lock();
     // What the kernel could not write it may have dropped, and will not report again.
     commit_failure_ =
         std::string("an earlier sync failed (") + error.what() + "), so what it was for may be lost";
     throw;
   }
-  lock.lock();
 }
 
 // Replaces the kept commits, in memory once the file is durable.
 void Store::SaveManifest(Lock& lock, std::vector<CommitRecord> commits) {
   const Manifest manifest{store_id_, next_commit_, next_segment_, commits};
-  lock.unlock();
   std::uint64_t bytes = 0;
   bool begun = false;
   try {
+    const Unlocked unlocked(lock);
     bytes = manifest.WriteTemporary(env_, directory_);
     begun = true;
     Manifest::Install(env_, directory_);
   } catch (const IoError& error) {
-    lock.lock();
     if (begun)
       commit_failure_ = std::string("the last one may or may not be in force (") + error.what() + ")";
     throw;
   }
-  lock.lock();
   manifest_bytes_ = bytes;
   manifest_bytes_written_ += bytes;
   commits_.swap(commits);

@@ -12,7 +12,7 @@ namespace tierstore {
 namespace {
 
 constexpr std::uint32_t kSlotsPerBatch = 256;
-constexpr std::uint64_t kLowSpaceSegments = 4;  // compaction begins when no more than these fit
+constexpr std::uint64_t kLowSpaceSegments = 3;  // compaction begins when no more than these fit
 
 double LiveShare(const Segment& segment) {
   return static_cast<double>(segment.live) / static_cast<double>(segment.slots);
@@ -54,12 +54,19 @@ void Store::CompactLoop() {
   }
 }
 
-// What only compaction may use, so that it can always begin.
-std::uint64_t Store::SpaceReserve() const {
+std::uint64_t Store::LargestSegment() const {
   std::uint64_t largest = 0;
   for (const auto& [row_bytes, row_class] : classes_)
     largest = std::max(largest, row_class->MaxSegmentBytes(true));
   return largest;
+}
+
+// What only compaction may use, so that it can always go on: a segment to copy to, and half of one more. For
+// a victim gives back less than the new segment takes at first (footers), and several victims may be needed
+// until what they give back is more.
+std::uint64_t Store::SpaceReserve() const {
+  const std::uint64_t largest = LargestSegment();
+  return largest + largest / 2;
 }
 
 // Bytes of superseded rows that are tolerated: as many as live ones, which makes uniform overwrites cost
@@ -77,7 +84,7 @@ Store::Survey Store::TakeSurvey() const {
     survey.dead += (segment->slots - segment->live) * record_bytes;
   }
   const std::uint64_t used = UsedBytes();
-  survey.unit = SpaceReserve();
+  survey.unit = LargestSegment();
   survey.free = used < config_.cap_bytes ? config_.cap_bytes - used : 0;
   survey.low = kLowSpaceSegments * survey.unit;
   survey.tolerated = survey.live;
@@ -132,15 +139,11 @@ void Store::CompactSegment(Lock& lock, const SegmentPtr& victim) {
   for (std::uint32_t first = 0; first < slots && victim->live > 0 && !stop_; first += step) {
     const std::uint32_t last = std::min(slots, first + step);
     const std::uint64_t offset = geometry.Offset(first), size = geometry.EndOffset(last) - offset;
-    lock.unlock();
     std::size_t got = 0;
-    try {
+    {
+      const Unlocked unlocked(lock);
       got = victim->file->Read(offset, buffer.data(), size);
-    } catch (...) {
-      lock.lock();
-      throw;
     }
-    lock.lock();
     if (got != size) {
       throw CorruptError(victim->path + ": the file ends at offset " + std::to_string(offset + got) +
                          ", within its rows");
@@ -206,14 +209,13 @@ void Store::RemoveDoomed(Lock& lock) {
   while (!doomed_.empty()) {
     const SegmentPtr segment = doomed_.back();
     doomed_.pop_back();
-    lock.unlock();
     std::exception_ptr error;
     try {
+      const Unlocked unlocked(lock);
       env_.Remove(segment->path);  // a read under way still has it open
     } catch (...) {
       error = std::current_exception();
     }
-    lock.lock();
     if (error != nullptr) {
       queue_.Report(error);  // the bytes stay counted
       continue;

@@ -46,9 +46,9 @@ SnapshotHeader Store::CaptureSnapshot(std::vector<const TableIndex*>& indexes) c
 void Store::WriteSnapshot(Lock& lock, const SnapshotHeader& header,
                           const std::vector<const TableIndex*>& indexes) {
   const std::uint64_t mark = queue_.enqueued_bytes();
-  lock.unlock();
   std::uint64_t bytes = 0;
   try {
+    const Unlocked unlocked(lock);
     bytes = SaveSnapshot(env_, directory_, config_.direct, header, indexes);
   } catch (const IoError&) {
     try {
@@ -57,7 +57,6 @@ void Store::WriteSnapshot(Lock& lock, const SnapshotHeader& header,
       // The next opening removes it.
     }
   }
-  lock.lock();
   if (bytes == 0) {
     ++snapshot_failures_;
     return;

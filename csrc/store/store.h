@@ -170,6 +170,7 @@ class Store {
 
   // compact.cc
   void CompactLoop();
+  std::uint64_t LargestSegment() const;
   std::uint64_t SpaceReserve() const;
   Survey TakeSurvey() const;
   SegmentPtr PickVictim();

@@ -34,6 +34,8 @@ def test_all_figures_of_two_engines(tmp_path, capsys):
             assert figures[f"{engine}.{key}"] > 0
     assert figures["device.read_iops"] > 0
     assert figures["native.read_beside_writes.rows_per_s"] > 0
+    assert figures["native.read_beside_compaction.overwritten_rows_per_s"] > 0
+    assert figures["ratio.read_beside_compaction"] > 0
     assert figures["device.write_bytes_per_s"] > 0
     for ratio in ("read_vs_device", "write_vs_device", "window_vs_read", "read_vs_memory", "read_vs_lmdb"):
         assert figures[f"ratio.{ratio}"] > 0

@@ -54,6 +54,18 @@ MemoryEnv& WholeStore() {
   return *env;
 }
 
+// The file DEVICE, which a store as small as this one has none of. Its parser gets the inputs with kDevice.
+constexpr std::uint8_t kDevice = 8;
+
+const std::vector<std::byte>& WholeDevice() {
+  static const std::vector<std::byte> bytes = [] {
+    MemoryEnv env;
+    ReadCost{{20000, 25000, 50000}}.Save(env, "disk");
+    return env.Contents("disk/DEVICE");
+  }();
+  return bytes;
+}
+
 const std::vector<std::string>& FileNames() {
   static const std::vector<std::string> names = WholeStore().List("disk");
   return names;
@@ -80,6 +92,8 @@ void MendChecksums(std::uint8_t what, std::vector<std::byte>& bytes) {
 }
 
 std::uint8_t KindOf(const std::string& name) { return name == "MANIFEST" ? 0 : name == "INDEX" ? 2 : 1; }
+
+void MendDevice(std::vector<std::byte>& bytes) { PutCrc(bytes, 0, 16 + 8 * ReadCost::kSizes.size()); }
 
 void OpenAndRead(MemoryEnv& env) {
   const VerifyReport report = VerifyStore(env, "disk", {{0, kRowBytes}}, [](std::uint64_t, std::uint64_t) {});
@@ -109,6 +123,14 @@ void OpenAndRead(MemoryEnv& env) {
   } catch (const IoError& error) {
     may_fail(error);
   }
+}
+
+void ParseDevice(const std::vector<std::byte>& bytes) {
+  MemoryEnv env;
+  env.SetContents("disk/DEVICE", bytes);
+  const auto cost = ReadCost::Load(env, "disk");
+  CHECK(!cost || cost->MergeGap() <= kMaxReadBytes);
+  CHECK(cost || bytes != WholeDevice());
 }
 
 void ParseOne(std::uint8_t what, std::span<const std::byte> bytes) {
@@ -152,21 +174,29 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const auto* bytes = reinterpret_cast<const std::byte*>(data);
   const bool mend = (data[0] & 4) != 0;
   const std::uint8_t what = data[0] & 3;
+  const bool device = (data[0] & kDevice) != 0;
   if (what < 3) {
     std::vector<std::byte> copy(bytes + 1, bytes + size);
+    if (device) {
+      if (mend) MendDevice(copy);
+      ParseDevice(copy);
+      return 0;
+    }
     if (mend) MendChecksums(what, copy);
     ParseOne(what, copy);
     return 0;
   }
   // file, offset (2 bytes, in units of 8), bytes
   auto image = WholeStore().AfterCrash(~std::size_t{0}, MemoryEnv::Unsynced::kKept, 0);
-  const std::string name = FileNames()[data[1] % FileNames().size()], path = "disk/" + name;
-  std::vector<std::byte> contents = image->Contents(path);
+  const std::string name = device ? "DEVICE" : FileNames()[data[1] % FileNames().size()];
+  const std::string path = "disk/" + name;
+  std::vector<std::byte> contents = device ? WholeDevice() : image->Contents(path);
   const std::size_t at = (data[2] | data[3] << 8) * 8u % (contents.size() + 1);
   const std::size_t n = std::min(size - 4, contents.size() - at);
   if (n > 0) std::memcpy(contents.data() + at, bytes + 4, n);
   if (size == 4) contents.resize(at);
-  if (mend) MendChecksums(KindOf(name), contents);
+  if (mend && device) MendDevice(contents);
+  if (mend && !device) MendChecksums(KindOf(name), contents);
   image->SetContents(path, contents);
   OpenAndRead(*image);
   return 0;
@@ -205,18 +235,24 @@ std::vector<Input> LoadCorpus(const std::filesystem::path& folder) {
   return corpus;
 }
 
+Input AsInput(std::uint8_t kind, const std::vector<std::byte>& contents) {
+  Input input{kind};
+  for (const std::byte byte : contents) input.push_back(static_cast<std::uint8_t>(byte));
+  return input;
+}
+
 // The files of an undamaged store, as inputs for their parsers.
 void AddWholeFiles(std::vector<Input>& corpus) {
+  corpus.push_back(AsInput(kDevice, WholeDevice()));
   for (const std::string& name : FileNames()) {
-    Input& input = corpus.emplace_back(Input{KindOf(name)});
-    for (const std::byte byte : WholeStore().Contents("disk/" + name))
-      input.push_back(static_cast<std::uint8_t>(byte));
+    corpus.push_back(AsInput(KindOf(name), WholeStore().Contents("disk/" + name)));
   }
 }
 
 Input PatchOfAStore(std::mt19937_64& random) {
-  Input input{static_cast<std::uint8_t>(3 | (random() & 4)), static_cast<std::uint8_t>(random()),
-              static_cast<std::uint8_t>(random()), static_cast<std::uint8_t>(random() % 6)};
+  Input input{static_cast<std::uint8_t>(3 | (random() & 4) | (random() % 16 == 0 ? kDevice : 0)),
+              static_cast<std::uint8_t>(random()), static_cast<std::uint8_t>(random()),
+              static_cast<std::uint8_t>(random() % 6)};
   for (std::size_t n = random() % 24; n > 0; --n) input.push_back(static_cast<std::uint8_t>(random()));
   return input;
 }

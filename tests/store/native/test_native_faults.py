@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 from dataclasses import replace
 
@@ -125,14 +124,25 @@ def test_full_device_at_every_size():
         faulty.heal()
         with NativeStoreCopy(disk) as copy:
             assert (int(copy.meta() or b"0")) == committed
-        with contextlib.suppress(StoreFullError):  # of a write in the background, not told yet
-            put(store, [0], 8)
-        put(store, IDS, 9)
-        store.commit(b"9")
+        commit_despite_earlier_failures(store, 9)
         assert version_of(store) == 9
         store.close()
         with open_on(disk) as store:
             assert version_of(store) == 9
+
+
+def commit_despite_earlier_failures(store: NativeStore, version: int) -> None:
+    """What the two background threads, of writing and of compaction, did when the device was still full, may
+    be told now or only when they come to it: once each, by whatever call is next then."""
+    for _ in range(2):
+        try:
+            put(store, IDS, version)
+            store.commit(b"%d" % version)
+            return
+        except StoreFullError as error:
+            assert "No space left" in str(error)  # noqa: PT017
+    put(store, IDS, version)
+    store.commit(b"%d" % version)
 
 
 class NativeStoreCopy(NativeStore):
@@ -152,6 +162,7 @@ def small_store(segments: int = 1):
         keys = make_keys(0, range(10))
         store.write(keys, rows_of(keys, 3, 16))
         store.commit(b"whole")
+    open_on(disk, config).close()  # removes what compaction had no time to
     return disk, config, segments
 
 
