@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 
 from cache_policies import ghosts
-from cache_policies.lists import new_lists, push_newest, unlink
+from cache_policies.lists import fetch, new_lists, push_newest, unlink
 from cache_policies.policy import Policy
 
 _ONCE, _OFTEN = 0, 1  # T1, T2 of the paper; as lists of ghosts B1, B2
@@ -29,6 +29,14 @@ def _replace(s, once, prefer_once, last_use, pinned_since, leaves_ghost):
             return slot
         queue = 1 - queue
     return np.int32(-1)
+
+
+@njit(error_model="numpy")
+def _fetch_victims(s, n, last_use):
+    """What evicting ``n`` rows will most likely read."""
+    queue = _ONCE if s.length[_ONCE] > s.target[0] else _OFTEN
+    ghosts.fetch_oldest_slots(s, s.key.size + queue, n, last_use)
+    ghosts.fetch_oldest_ghosts(s, queue, n)
 
 
 @njit(error_model="numpy", forceinline=True)
@@ -76,7 +84,9 @@ class Arc(Policy):
     @staticmethod
     def touch(s, slots, keys, next_use, now):
         capacity = s.key.size
-        for slot in slots:
+        for i in range(slots.size):
+            fetch(s.prev, s.next, slots, i)
+            slot = slots[i]
             unlink(s.prev, s.next, slot)
             push_newest(s.prev, s.next, capacity + _OFTEN, slot)
             if not s.often[slot]:
@@ -88,6 +98,7 @@ class Arc(Policy):
     def admit(s, keys, now, admitted):
         n = 0
         for i in range(keys.size):
+            ghosts.fetch_next(s, keys, i)
             if admitted[i]:
                 ghosts.note(s, n, _adapt(s, keys[i]))
                 n += 1
@@ -115,6 +126,8 @@ class Arc(Policy):
     @staticmethod
     def evict(s, n, last_use, pinned_since, victims):
         capacity = s.key.size
+        if n > 1:
+            _fetch_victims(s, n, last_use)
         s.incoming[:] = 0
         first = max(0, s.misses[0] - n)  # earlier misses found free slots, or victims in an earlier call
         for i in range(first):

@@ -13,12 +13,14 @@ import numpy as np
 from numba import njit
 
 from cache_policies.hashing import mix
-from cache_policies.lists import new_lists, push_newest, unlink
+from cache_policies.lists import fetch_oldest, new_lists, push_newest, unlink
+from cache_policies.prefetch import prefetch
 
 NO_GHOST = -1
 UNASKED = 255  # recalled of a row that admit was not asked about
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
+_AHEAD = 16  # keys between a prefetch and its use
 
 
 def new_ghosts(entries: int, lists: int) -> dict[str, np.ndarray]:
@@ -44,6 +46,47 @@ def _home(table, word):
 @njit(error_model="numpy", forceinline=True)
 def _after(table, at):
     return at + 1 if at + 1 < table.size else 0
+
+
+@njit(error_model="numpy", forceinline=True)
+def fetch(s, key):
+    """``key`` will be looked for, remembered or forgotten soon."""
+    prefetch(s.ghost_table, _home(s.ghost_table, mix(key)))
+
+
+@njit(error_model="numpy", forceinline=True)
+def fetch_next(s, keys, i):
+    """Called for every ``i`` of ``keys`` that are looked for."""
+    if i + 2 * _AHEAD < keys.size:
+        fetch(s, keys[i + 2 * _AHEAD])
+        word = s.ghost_table[_home(s.ghost_table, mix(keys[i + _AHEAD]))]
+        prefetch(s.ghost_key, np.int64(word & _LOW) - 1)
+
+
+@njit(error_model="numpy", forceinline=True)
+def fetch_oldest_ghosts(s, list_, n):
+    """The ``n`` oldest ghosts of a list will be forgotten soon."""
+    sentinel = s.ghost_key.size + list_
+    fetch_oldest(s.ghost_prev, s.ghost_next, sentinel, n, s.ghost_key)
+    ghost = s.ghost_next[sentinel]
+    for _ in range(n):
+        if ghost == sentinel:
+            break
+        fetch(s, s.ghost_key[ghost])
+        ghost = s.ghost_next[ghost]
+
+
+@njit(error_model="numpy", forceinline=True)
+def fetch_oldest_slots(s, sentinel, n, last_use):
+    """The ``n`` oldest slots of a list of the policy will become ghosts soon."""
+    fetch_oldest(s.prev, s.next, sentinel, n, s.key)
+    slot = s.next[sentinel]
+    for _ in range(n):
+        if slot == sentinel:
+            break
+        prefetch(last_use, slot)
+        fetch(s, s.key[slot])
+        slot = s.next[slot]
 
 
 @njit(error_model="numpy", forceinline=True)

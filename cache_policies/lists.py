@@ -10,6 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from cache_policies.prefetch import prefetch
+
+_AHEAD = 16  # slots between a prefetch and its use
+
 
 def new_lists(capacity: int, lists: int) -> tuple[np.ndarray, np.ndarray]:
     """``(prev, next)`` for ``capacity`` slots and ``lists`` empty lists with sentinels ``capacity ..``."""
@@ -42,3 +46,26 @@ def push_oldest(prev, next, sentinel, node):
     prev[node] = sentinel
     prev[oldest] = node
     next[sentinel] = node
+
+
+@njit(error_model="numpy", forceinline=True)
+def fetch(prev, next, slots, i):
+    """Called for every ``i`` of ``slots`` that are about to leave their place in a list."""
+    if i + 2 * _AHEAD < slots.size:
+        prefetch(prev, slots[i + 2 * _AHEAD])
+        prefetch(next, slots[i + 2 * _AHEAD])
+        slot = slots[i + _AHEAD]
+        prefetch(next, prev[slot])
+        prefetch(prev, next[slot])
+
+
+@njit(error_model="numpy", forceinline=True)
+def fetch_oldest(prev, next, sentinel, n, array):
+    """Brings ``array`` and the neighbours of the ``n`` oldest of a list into the processor's cache."""
+    node = next[sentinel]
+    for _ in range(n):
+        if node == sentinel:
+            break
+        prefetch(array, node)
+        prefetch(prev, node)
+        node = next[node]

@@ -38,7 +38,7 @@ _SIGNATURES = {
     "remove": types.void(_state, _i32, _n),
     "evict": types.int64(_state, _n, _i64, types.int64, _i32),
     "admit": types.void(_state, _u64, _n, types.int64, types.CPointer(types.uint8)),
-    "loop": types.void(_state, types.voidptr, types.int64),  # of the simulator only, see run_loop
+    "loop": types.void(_state, types.voidptr),  # of the simulator only, see run_loop
 }
 _PARAMETERS = {
     "touch": (
@@ -226,10 +226,8 @@ def _wrap(
     return _build(scope[name], owner, hook, digest)
 
 
-def run_loop(
-    owner: Hooked, compiled: Compiled, make: Any, arrays: dict[str, np.ndarray], number: int
-) -> None:
-    """Run ``make(hooks)(s, t, number)`` compiled, with the hooks inlined: ``s`` are the arrays of
+def run_loop(owner: Hooked, compiled: Compiled, make: Any, arrays: dict[str, np.ndarray]) -> None:
+    """Run ``make(hooks)(s, t)`` compiled, with the hooks inlined: ``s`` are the arrays of
     ``compiled``, a cache of ``owner``, and ``t`` is a named tuple of ``arrays``."""
     hooks = {hook: _function(owner, hook) for hook in owner.hook_names()}
     layouts = [{name: array.dtype for name, array in group.items()} for group in (compiled.arrays, arrays)]
@@ -237,12 +235,10 @@ def run_loop(
     if digest not in _compiled:
         function = _inlined(make({hook: _inlined(function) for hook, function in hooks.items()}))
         tables = [("state", layouts[0]), ("trace", layouts[1])]
-        wrapped = _wrap(owner, "loop", "state, trace, number", tables, "number", function, digest)
+        wrapped = _wrap(owner, "loop", "state, trace", tables, "", function, digest)
         _compiled[digest] = {"loop": wrapped}
     table = _new_table(0, arrays)
-    _ctypes_function("loop", _compiled[digest]["loop"].address)(
-        compiled.state_address, table.ctypes.data, number
-    )
+    _ctypes_function("loop", _compiled[digest]["loop"].address)(compiled.state_address, table.ctypes.data)
 
 
 def _new_table(first: int, arrays: dict[str, np.ndarray]) -> np.ndarray:

@@ -28,6 +28,7 @@ def replay(
     compiled: native.Compiled,
     trace: dict[str, np.ndarray],
     window: int,
+    on_demand: int,
 ) -> dict[str, int]:
     """Run all accesses of ``trace`` and return what ``COUNTS`` names.
 
@@ -36,7 +37,8 @@ def replay(
     ``last_use`` (int64) per slot, all -1. Nothing is in flight, and no filter admits. Releases the GIL.
     """
     counts = np.zeros(len(COUNTS), np.int64)
-    native.run_loop(policy, compiled, _loop, {**trace, "counts": counts}, window)
+    setting = np.array([window, on_demand])
+    native.run_loop(policy, compiled, _loop, {**trace, "counts": counts, "setting": setting})
     return dict(zip(COUNTS, counts.tolist(), strict=True))
 
 
@@ -46,13 +48,15 @@ def _loop(hooks: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
     admits = "admit" in hooks
     admit = hooks.get("admit", touch)
 
-    def loop(s, t, window):
+    def loop(s, t):
+        window, on_demand = t.setting
         slots, next_use = np.empty(1, np.int32), np.empty(1, np.int64)
         admitted, victims = np.empty(1, np.uint8), np.empty(1, np.int32)
-        used, seen, announced, i, end = 0, 0, 0, 0, t.rows.size
+        used, seen, announced, i, end = 0, 0, on_demand, 0, t.rows.size
         misses, compulsory, overflowed, refused, fault = 0, 0, 0, 0, 0
         for i in range(end):
-            while t.pending.size and announced <= i + window and announced < end:
+            known = i + window if i >= on_demand else i
+            while t.pending.size and i >= on_demand and announced <= known and announced < end:
                 row = t.rows[announced]
                 if t.pending[row] < i and t.slot_of[row] >= 0:
                     slots[0], next_use[0] = t.slot_of[row], announced
@@ -65,7 +69,7 @@ def _loop(hooks: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
                     prefetch(t.keys, t.rows[i + _AHEAD])
             row = t.rows[i]
             use = np.int64(t.next_batch[i])
-            next_use[0] = UNKNOWN if use > i + window or use == NEVER else use
+            next_use[0] = UNKNOWN if use > known or use == NEVER else use
             keys = t.keys[row : row + 1]
             slot = t.slot_of[row]
             if slot >= 0:

@@ -17,6 +17,7 @@ from numba import njit
 from cache_policies.hashing import mix
 from cache_policies.policy import PolicyError
 from cache_policies.prepared import PreparedTrace, select
+from cache_policies.simulator import simulate
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,9 @@ class ReuseCurve:
     ``counts[d]`` are uses at distance ``d`` (in sampled rows) per unique row of a batch, ``first`` those of
     rows not seen before; ``access_counts`` and ``first_accesses`` are the accesses behind them. ``rate`` is
     the share of rows that were sampled; ``uniques`` and ``accesses`` are of the whole trace: what a sample
-    has caught more or less of the hottest rows than its share counts as hits (SHARDS-adj).
+    has caught more or less of the hottest rows than its share counts as hits (SHARDS-adj). Caches smaller
+    than a batch keep what their next batch happens to leave them, which no distance tells: there ``part``,
+    the sample itself, is simulated if it is known.
     """
 
     counts: np.ndarray
@@ -36,19 +39,28 @@ class ReuseCurve:
     uniques: int
     accesses: int
     rate: float
+    part: PreparedTrace | None = None
 
     def misses(self, sizes: np.ndarray | list[int]) -> np.ndarray:
         """Misses in the whole trace with ``sizes`` slots; whole numbers if all rows were sampled."""
-        return self._missed(self.counts, self.first, sizes)
+        missed = self._missed(self.counts, self.first, sizes, "misses")
+        return np.minimum(missed, self.uniques)
 
     def access_misses(self, sizes: np.ndarray | list[int]) -> np.ndarray:
         """As ``misses``, of accesses: each use of a row that was missed by its batch."""
-        return self._missed(self.access_counts, self.first_accesses, sizes)
+        missed = self._missed(self.access_counts, self.first_accesses, sizes, "access_misses")
+        return np.minimum(missed, self.accesses)
 
-    def _missed(self, counts: np.ndarray, first: float, sizes: np.ndarray | list[int]) -> np.ndarray:
+    def _missed(
+        self, counts: np.ndarray, first: float, sizes: np.ndarray | list[int], simulated: str
+    ) -> np.ndarray:
         hits = np.concatenate([[0], np.cumsum(counts)])
         scaled = np.ceil(np.asarray(sizes, np.float64) * self.rate).astype(np.int64)
         missed = hits[-1] + first - hits[np.minimum(scaled, counts.size)]
+        if self.part is None:
+            return missed / self.rate
+        for at in np.flatnonzero(scaled < self.part.largest_batch):
+            missed[at] = getattr(simulate(self.part, "lru", max(1, int(scaled[at]))), simulated)
         return missed if self.rate == 1 else missed / self.rate
 
     def unique_miss_ratio(self, sizes: np.ndarray | list[int]) -> np.ndarray:
@@ -105,7 +117,7 @@ def lru_curve(trace: PreparedTrace, rate: float = 1.0) -> ReuseCurve:
     else:
         access_counts = counts
     first, first_accesses = int(rows.size - counts.sum()), int(part.accesses - access_counts.sum())
-    return ReuseCurve(counts, first, access_counts, first_accesses, trace.uniques, trace.accesses, rate)
+    return ReuseCurve(counts, first, access_counts, first_accesses, trace.uniques, trace.accesses, rate, part)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

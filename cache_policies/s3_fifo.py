@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 
 from cache_policies import ghosts
-from cache_policies.lists import new_lists, push_newest, unlink
+from cache_policies.lists import fetch_oldest, new_lists, push_newest, unlink
 from cache_policies.policy import Policy
 
 _MOST_USES = 3
@@ -67,6 +67,16 @@ def _returns(s, key):
     return True
 
 
+@njit(error_model="numpy")
+def _fetch_victims(s, n, last_use):
+    """What evicting ``n`` rows will most likely read."""
+    if s.length[1] > s.uses.size - s.small[0]:
+        fetch_oldest(s.prev, s.next, s.uses.size + 1, n, s.uses)
+    else:
+        ghosts.fetch_oldest_slots(s, s.uses.size, n, last_use)
+        ghosts.fetch_oldest_ghosts(s, 0, n)
+
+
 class S3Fifo(Policy):
     """A small queue that most rows leave soon, a main queue for those used in it, and a memory of those that
     left.
@@ -103,6 +113,7 @@ class S3Fifo(Policy):
     def admit(s, keys, now, admitted):
         n = 0
         for i in range(keys.size):
+            ghosts.fetch_next(s, keys, i)
             if admitted[i]:
                 ghosts.note(s, n, _returns(s, keys[i]))
                 n += 1
@@ -138,6 +149,8 @@ class S3Fifo(Policy):
     def evict(s, n, last_use, pinned_since, victims):
         capacity = s.uses.size
         s.evicted[0] = True
+        if n > 1:
+            _fetch_victims(s, n, last_use)
         small, main = np.int32(capacity), np.int32(capacity + 1)
         count = 0
         while count < n:

@@ -88,8 +88,8 @@ def simulate(
     if policy.offline:
         window, on_demand = trace.batches, 0
     announces = policy.uses_window and window > 0 and (window < trace.batches or on_demand > 0)
-    if not trace.offsets.size and depth == on_demand == 0 and get_admission(admission).name == "always":
-        return _simulate_single(trace, policy, capacity, window, announces)
+    if not trace.offsets.size and depth == 0 and get_admission(admission).name == "always":
+        return _simulate_single(trace, policy, capacity, window, on_demand, announces)
     compiled = policy.compile(capacity)
     hooks = compiled.hooks
     gate = get_admission(admission).compile(capacity)
@@ -111,12 +111,12 @@ def simulate(
 
 
 def _simulate_single(
-    trace: PreparedTrace, policy: Policy, capacity: int, window: int, announces: bool
+    trace: PreparedTrace, policy: Policy, capacity: int, window: int, on_demand: int, announces: bool
 ) -> Simulation:
     """One access per batch, nothing in flight: the same plans, by a loop made for it."""
     cache = _new_cache(trace.footprint, capacity, announces)._asdict()
     state = {"rows": trace.rows, "next_batch": trace.next_batch, "keys": trace.keys, **cache}
-    counts = replay(policy, policy.compile(capacity), state, window)
+    counts = replay(policy, policy.compile(capacity), state, window, on_demand)
     if counts["fault"]:
         raise _broken(policy, counts["last_plan"], counts["fault"])
     misses = counts["misses"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from cache_policies import lists
 from cache_policies.hashing import mix
 from cache_policies.lists import new_lists, push_newest, unlink
 from cache_policies.policy import Policy
+from cache_policies.prefetch import prefetch
 
 _WINDOW, _PROBATION, _PROTECTED = 0, 1, 2
 _ROWS = 4  # of the sketch
@@ -15,6 +17,7 @@ _MOST = 15  # counters have four bits
 _MULTIPLIERS = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64
 )
+_AHEAD = 16  # slots between a prefetch and its use
 _SAMPLE = 10  # uses per slot between halvings
 
 
@@ -23,6 +26,32 @@ def _counter(hash_, row, width):
     """Which of a row's ``width`` counters belongs to a 32-bit hash."""
     word = ((np.uint64(hash_) + np.uint64(1)) * _MULTIPLIERS[row]) >> np.uint64(32)
     return row * width + np.int64((word * np.uint64(width)) >> np.uint64(32))
+
+
+@njit(error_model="numpy", forceinline=True)
+def _hash(key):
+    return np.uint32(mix(key) >> np.uint64(32))
+
+
+@njit(error_model="numpy", forceinline=True)
+def _fetch_counters(s, hash_):
+    width = 2 * s.sketch.size // _ROWS
+    for row in range(_ROWS):
+        prefetch(s.sketch, _counter(hash_, row, width) >> 1)
+
+
+@njit(error_model="numpy")
+def _fetch_candidates(s, n):
+    """What comparing ``n`` rows of the window and of probation will read."""
+    for queue in (_WINDOW, _PROBATION):
+        sentinel = s.hash.size + queue
+        lists.fetch_oldest(s.prev, s.next, sentinel, n, s.hash)
+        slot = s.next[sentinel]
+        for _ in range(min(n, s.length[_WINDOW])):  # only rows of the window are compared with others
+            if slot == sentinel:
+                break
+            _fetch_counters(s, s.hash[slot])
+            slot = s.next[slot]
 
 
 @njit(error_model="numpy", forceinline=True)
@@ -64,10 +93,13 @@ def _leave(s, slot):
 
 
 @njit(error_model="numpy", forceinline=True)
-def _behind(s, last, queue, last_use, pinned_since):
-    """The oldest unpinned slot of a list behind ``last`` (the sentinel: of all), or the sentinel."""
-    slot = s.next[last]
+def _oldest(s, queue, last_use, pinned_since):
+    """The oldest unpinned slot of a list, or its sentinel. Goes on behind the pinned ones that it saw in the
+    same call of ``evict``.
+    """
+    slot = s.next[s.behind[queue]]
     while slot != s.hash.size + queue and last_use[slot] >= pinned_since:
+        s.behind[queue] = slot
         slot = s.next[slot]
     return slot
 
@@ -78,6 +110,7 @@ def _choose(s, incoming, last_use, pinned_since):
     capacity = s.hash.size
     window = capacity + _WINDOW
     main = s.length[_PROBATION] + s.length[_PROTECTED]
+    s.behind[_WINDOW] = window  # pinned rows leave the window, unlike the other lists
     while s.length[_WINDOW] > 0 and s.length[_WINDOW] + incoming >= s.share[_WINDOW] and main < s.main[0]:
         slot = s.next[window]
         _leave(s, slot)
@@ -86,19 +119,19 @@ def _choose(s, incoming, last_use, pinned_since):
     victim = np.int32(capacity)
     for queue in (_PROBATION, _PROTECTED):
         if victim >= capacity:
-            victim = _behind(s, capacity + queue, queue, last_use, pinned_since)
+            victim = _oldest(s, queue, last_use, pinned_since)
     if s.length[_WINDOW] > 0 and s.length[_WINDOW] + incoming >= s.share[_WINDOW]:
         candidate = s.next[window]
         pinned = last_use[candidate] >= pinned_since
         if victim >= capacity:
-            victim = _behind(s, window, _WINDOW, last_use, pinned_since)
+            victim = _oldest(s, _WINDOW, last_use, pinned_since)
         elif pinned or _estimate(s, s.hash[candidate]) > _estimate(s, s.hash[victim]):
             _leave(s, candidate)
             _join(s, candidate, _PROBATION)
         else:
             victim = candidate
     elif victim >= capacity:
-        victim = _behind(s, window, _WINDOW, last_use, pinned_since)
+        victim = _oldest(s, _WINDOW, last_use, pinned_since)
     if victim >= capacity:
         return np.int32(-1)
     _leave(s, victim)
@@ -135,12 +168,18 @@ class WTinyLfu(Policy):
             "length": np.zeros(3, np.int64),
             "share": np.array([window, 0, int(main * self.protected)]),
             "main": np.array([main]),
+            "behind": np.zeros(3, np.int32),
         }
 
     @staticmethod
     def touch(s, slots, keys, next_use, now):
         capacity = s.hash.size
-        for slot in slots:
+        for i in range(slots.size):
+            lists.fetch(s.prev, s.next, slots, i)
+            if i + 2 * _AHEAD < slots.size:
+                prefetch(s.hash, slots[i + 2 * _AHEAD])
+                _fetch_counters(s, s.hash[slots[i + _AHEAD]])
+            slot = slots[i]
             _count(s, s.hash[slot])
             queue = s.queue[slot]
             _leave(s, slot)
@@ -153,8 +192,10 @@ class WTinyLfu(Policy):
     @staticmethod
     def insert(s, slots, keys, next_use, now):
         for i in range(slots.size):
+            if i + _AHEAD < slots.size:
+                _fetch_counters(s, _hash(keys[i + _AHEAD]))
             slot = slots[i]
-            s.hash[slot] = np.uint32(mix(keys[i]) >> np.uint64(32))
+            s.hash[slot] = _hash(keys[i])
             _count(s, s.hash[slot])
             _join(s, slot, _WINDOW)
 
@@ -165,6 +206,10 @@ class WTinyLfu(Policy):
 
     @staticmethod
     def evict(s, n, last_use, pinned_since, victims):
+        if n > 1:
+            _fetch_candidates(s, n)
+        for queue in range(3):
+            s.behind[queue] = s.hash.size + queue
         for count in range(n):
             victim = _choose(s, count, last_use, pinned_since)
             if victim < 0:

@@ -39,6 +39,20 @@ def test_batches_differ_from_the_live_order_by_little():
     assert curve.capacity_miss_ratio([trace.footprint])[0] == 0
 
 
+def test_caches_smaller_than_a_batch_are_simulated():
+    trace = prepare_flat(skewed(), 8192)
+    sizes = [1, 20, 300, trace.largest_batch - 1]
+    live = [simulate(trace, "lru", size) for size in sizes]
+    curve = lru_curve(trace)
+    assert curve.misses(sizes).tolist() == [s.misses for s in live]
+    assert curve.access_misses(sizes).tolist() == [s.access_misses for s in live]
+    sampled_curve = lru_curve(trace, 0.5)
+    assert (sampled_curve.misses(sizes) <= trace.uniques).all()
+    np.testing.assert_allclose(
+        sampled_curve.miss_ratio(sizes[1:]), [s.miss_ratio for s in live[1:]], atol=0.1
+    )
+
+
 @pytest.fixture(scope="module")
 def wide():
     """400 000 uses of 200 000 rows in batches."""

@@ -37,7 +37,7 @@ def test_a_window_is_announced(window):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"depth": 3}, {"admission": "counter(2)"}, {"on_demand": 1, "window": 9}]
+    "setting", [{"depth": 3}, {"admission": "counter(2)"}, {"on_demand": 1, "window": 9}, {"on_demand": 3}]
 )
 def test_other_settings_too(setting):
     single, batches = of_both("lookahead", 40, **setting)

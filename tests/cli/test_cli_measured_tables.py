@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ import yaml
 from bench import hit_rate
 from cache_policies import get as get_policy
 from cache_policies import names, simulate
+from cache_policies.reuse import sampled
 from tierstore.cli.main import main
 from tierstore.trace import open_trace
 
@@ -66,11 +68,35 @@ def test_the_planner_reads_the_curves_of_a_trace_and_of_training(tmp_path, capsy
 @pytest.mark.parametrize("policy", [name for name in names() if not get_policy(name).offline])
 def test_training_reports_the_hit_rate_that_the_simulator_finds_on_its_trace(tmp_path, capsys, policy):
     recorded = tmp_path / "trace.npz"
-    assert main(["trace", "record", SOURCE, *SHAPE, "--batches", "40", "--out", str(recorded)]) == 0
-    options = ["--hbm", "900KiB", "--policy", policy, "--depth", "2", "--window", "5"]
+    options = ["--hbm", "900KiB", "--policy", policy, "--record", recorded]
     report = train(tmp_path, *options, "--ssd-cap", "1GiB", "--engine", "memory")
-    slots = report["slots"]["hbm"]
-    result = simulate(open_trace(str(recorded)).key_batches(), policy, slots, depth=2, window=5, on_demand=1)
+    assert f"--depth {report['depth']} --window {report['window']}" in capsys.readouterr().out
+    slots, known = report["slots"]["hbm"], {name: report[name] for name in ("depth", "window")}
+    result = simulate(open_trace(str(recorded)).key_batches(), policy, slots, on_demand=1, **known)
     assert report["hit_rate"]["hbm"]["per_access"] == pytest.approx(1 - result.miss_ratio, rel=1e-12)
     assert report["hit_rate"]["hbm"]["per_unique"] == pytest.approx(1 - result.unique_miss_ratio, rel=1e-12)
     assert 0.1 < result.unique_miss_ratio < 0.95
+
+
+def test_a_sample_may_be_recorded_while_training(tmp_path, capsys):
+    for rate in ("1", "0.2"):
+        train(tmp_path, "--hbm", "all", "--record", tmp_path / f"{rate}.npz", "--record-rate", rate)
+    full, part = (open_trace(str(tmp_path / f"{rate}.npz")) for rate in ("1", "0.2"))
+    assert part.tables == full.tables == ("t0", "t1", "t2")
+    assert part.rate == 0.2
+    for whole, kept in zip(full.key_batches(), part.key_batches(), strict=True):
+        chosen = whole[sampled(whole, 0.2)]
+        assert kept.tolist() == chosen.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--record-rate", "2"], "--record-rate must be above 0 and at most 1, not 2"),
+        (["--record", "/proc/nowhere/t.npz"], "--record /proc/nowhere/t.npz: .*give another path"),
+    ],
+)
+def test_a_recording_that_cannot_be_is_said(tmp_path, capsys, options, message):
+    command = ["train", "--data", SOURCE, *SHAPE, "--steps", "2", *options]
+    assert main(command) != 0
+    assert re.search(message, capsys.readouterr().err)

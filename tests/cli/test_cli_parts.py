@@ -92,7 +92,20 @@ class TestOptions:
                 "json",
                 "lr",
             ),
-            *("max_rows", "optimizer", "path", "policy", "resume", "rows", "seed", "ssd", "ssd_cap", "steps"),
+            *(
+                "max_rows",
+                "optimizer",
+                "path",
+                "policy",
+                "record",
+                "record_rate",
+                "resume",
+                "rows",
+                "seed",
+                "ssd",
+                "ssd_cap",
+                "steps",
+            ),
             *("tables", "tensorboard", "threads", "uvm", "window"),
         ]
 

@@ -24,7 +24,17 @@ JSON_KEYS = [
         "in_memory_examples_per_s",
         "ratio",
     ),
-    *("hit_rate", "slots", "stall", "peak_rss_bytes", "rss_before_bytes", "budget_bytes", "table_bytes"),
+    *(
+        "hit_rate",
+        "slots",
+        "depth",
+        "window",
+        "stall",
+        "peak_rss_bytes",
+        "rss_before_bytes",
+        "budget_bytes",
+        "table_bytes",
+    ),
     *("touched_bytes", "ssd_bytes"),
     *("rows_compared", "difference", "batches", "examples", "seconds", "config", "machine"),
 ]

@@ -71,6 +71,7 @@ class Chain:
 
     def reset_stats(self) -> None:
         self.counters = self.below.counters = ChainCounters()
+        self.prefetched: tuple[int, int] | None = None  # depth and window of the newest prefetch
         self.tiers: dict[str, TierCounters] = {"hbm": TierCounters()}
         if self.below.host is not None:
             self.tiers["uvm"] = TierCounters()

@@ -35,6 +35,8 @@ def report(chains: Sequence[Chain], tables: Sequence[TableCurve]) -> dict[str, A
             chain.name: {
                 **chain.counters.report(),
                 "tiers": {name: tier.report() for name, tier in chain.tiers.items()},
+                "depth": chain.prefetched[0] if chain.prefetched else None,
+                "window": chain.prefetched[1] if chain.prefetched else None,
                 "slots": chain.fast.capacity,
                 "row_bytes": chain.layout.row_bytes,
             }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,12 @@ from tierstore.cli.compare import compare, touched_ids
 from tierstore.cli.interrupt import GracefulInterrupt
 from tierstore.cli.memory import PeakRss, machine
 from tierstore.cli.progress import Display
-from tierstore.cli.report import JsonFile, Report, RunResult, Scalars
+from tierstore.cli.report import JsonFile, Report, RunResult, Scalars, option_errors
 from tierstore.cli.setup import finish_imports, load_dataset, open_trainer, tier_config
 from tierstore.cli.trainer import Trainer
 from tierstore.config import TierConfig
-from tierstore.errors import TierStoreError
+from tierstore.errors import ConfigError, TierStoreError
+from tierstore.trace import TraceRecorder
 
 EXIT_DIFFERENT = 1
 
@@ -36,6 +39,8 @@ class Experiment:
         self.json = JsonFile(args.json) if args.json else None
         self.export = JsonFile(args.export, "--export") if args.export else None
         self.curves: dict[str, Any] | None = None
+        if not 0 < args.record_rate <= 1:
+            raise ConfigError(f"--record-rate must be above 0 and at most 1, not {args.record_rate:g}")
         torch.set_num_threads(args.threads)
         tierstore.set_num_threads(args.threads)
         self.optimizer = optim.make(args.optimizer.replace("-", "_"), lr=args.lr)
@@ -73,7 +78,8 @@ class Experiment:
         args, rss = self.args, PeakRss()
         with self._open(self.config) as tiered:
             saver = self._begin(tiered, rss)
-            first = self._train(tiered, "tiered", interrupt, self.scalars, rss, saver)
+            with self._recording(tiered):
+                first = self._train(tiered, "tiered", interrupt, self.scalars, rss, saver)
             if first is None:
                 return None
             second = comparison = None
@@ -97,6 +103,19 @@ class Experiment:
             saver.save()  # so that the rows of a run killed early are known to be none
         self.saved = saver.saved
         return saver
+
+    @contextmanager
+    def _recording(self, trainer: Trainer) -> Iterator[None]:
+        """Writes the trace that ``--record`` asks for; what it has when the training ends early is whole."""
+        if self.args.record is None:
+            yield
+            return
+        tables = {table.name: table.num_embeddings for table in self.dataset.tables}
+        with option_errors("--record", self.args.record):
+            recorder = TraceRecorder(self.args.record, tables, self.args.record_rate)
+        with recorder:
+            trainer.recorder = recorder
+            yield
 
     def _open(self, config: TierConfig) -> Any:
         return open_trainer(self.args, self.dataset, self.optimizer, config)
@@ -142,7 +161,9 @@ class Experiment:
             self.curves = trainer.embeddings.table_curves()
         auc, base_rate = trainer.evaluate(self.dataset)
         peak = rss.peak_bytes() if saver is None else saver.peak_rss_bytes()
-        return RunResult(progress, auc, base_rate, hit_rate, slots, ssd_bytes, rss.before_bytes, peak)
+        chain = next(iter(stats["chains"].values()))
+        known = chain["depth"], chain["window"]
+        return RunResult(progress, auc, base_rate, hit_rate, slots, ssd_bytes, *known, rss.before_bytes, peak)
 
     def _tell(self, report: Report) -> None:
         from rich.console import Console
@@ -159,6 +180,8 @@ class Experiment:
         if self.export:
             self.export.write(self.curves or {})
             console.print(f"curves: {self.args.export} (for tierstore plan --stats)")
+        if self.args.record:
+            console.print(f"trace: {self.args.record} (for tierstore bench hit-rate)")
 
     def _tell_what_is_left(self) -> None:
         if self.saved is not None:

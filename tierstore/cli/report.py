@@ -30,6 +30,9 @@ class RunResult:
     slots: dict[str, int]
     """Rows that the memory tiers have room for."""
     ssd_bytes: int
+    depth: int | None
+    window: int | None
+    """Of the prefetch, as they were chosen."""
     rss_before_bytes: int
     """Resident after imports and opening the data, before the tiers were made."""
     peak_rss_bytes: int
@@ -62,6 +65,8 @@ class Report:
             "ratio": tiered.progress.examples_per_s / memory_speed if memory_speed else None,
             "hit_rate": tiered.hit_rate,
             "slots": tiered.slots,
+            "depth": tiered.depth,
+            "window": tiered.window,
             "stall": tiered.progress.stall,
             "peak_rss_bytes": tiered.peak_rss_bytes,
             "rss_before_bytes": tiered.rss_before_bytes,
@@ -103,6 +108,9 @@ class Report:
             f"tables: {format_bytes(self.table_bytes)}{self._touched()}, {fits}",
             f"AUC: {self.tiered.auc:.4f}; guessing has 0.5 ({self.tiered.base_rate:.1%} are positive)",
         ]
+        if self.tiered.window is not None:
+            options = f"--depth {self.tiered.depth} --window {self.tiered.window}"
+            lines.append(f"prefetch: {options} (tierstore bench hit-rate simulates it with these)")
         if self.comparison is not None and self.in_memory is not None:
             ratio = self.tiered.progress.examples_per_s / max(self.in_memory.progress.examples_per_s, 1e-9)
             lines.append(f"speed: {ratio:.2f} times that of training with everything in memory")

@@ -117,6 +117,16 @@ def _add_output(group: Any) -> None:
     group.add_argument(
         "--export", type=Path, metavar="FILE", help="write every table's miss-ratio curve for tierstore plan"
     )
+    group.add_argument(
+        "--record", type=Path, metavar="FILE.npz", help="write the trace of the batches trained on"
+    )
+    group.add_argument(
+        "--record-rate",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="share of the rows that --record keeps, by a hash (default: 1)",
+    )
     group.add_argument("--tensorboard", type=Path, metavar="DIR", help="write scalars for TensorBoard there")
 
 

@@ -21,6 +21,7 @@ from tierstore.cli.progress import Progress
 from tierstore.data import Batch, Dataset
 from tierstore.errors import InputError
 from tierstore.models import AUC
+from tierstore.trace import TraceRecorder
 
 RECENT_BATCHES = 100
 """Batches over which the reported training loss is averaged."""
@@ -67,6 +68,8 @@ class Trainer:
         self.embeddings = embeddings
         self.optimizer = optimizer
         self.schedule = schedule
+        self.recorder: TraceRecorder | None = None
+        """Is told of every batch trained on."""
         self.batches = 0
         """Batches trained on, those before a resumed run included."""
         self._batches_total: int | None = None
@@ -103,6 +106,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
+        if self.recorder is not None:
+            self.recorder.record_features(batch.sparse)
         self._auc.update(batch.labels, logits)  # of predictions made before learning from them
         # Asked for at fixed batches, not when shown: asking merges scores, and the clock must not matter.
         if math.isnan(self._auc_so_far) or self.batches % 32 == 31:

@@ -241,6 +241,8 @@ def _fill(
     chosen = max(0, session.pulled_ahead - 1) if window is None else window
     deep = session.least(_auto_depth(session, first)) if depth is None else depth
     session.start(deep, chosen)
+    for chain in session.chains:
+        chain.prefetched = deep, chosen
     logger.debug("prefetch: depth %d, window %d", deep, chosen)
     while more and session.wants_more:
         more = pull() is not None

@@ -20,12 +20,14 @@ import numpy as np
 
 from cache_policies.reuse import sampled
 from tierstore.errors import ClosedError, InputError
-from tierstore.keys import make_keys
+from tierstore.keys import ID_BITS, make_keys
+from tierstore.sparse import KeyedJaggedTensor
 from tierstore.trace.trace import Segment, Trace
 
 HEADER = "tierstore_trace.json"
 VERSION = 1
 _CHUNK_IDS = 1 << 21
+_NO_IDS = np.empty(0, np.int64)
 
 
 class TraceRecorder:
@@ -61,36 +63,33 @@ class TraceRecorder:
 
     def record(self, ids: Mapping[str, Any]) -> None:
         """One batch: table name → its ids (NumPy array or CPU tensor of integers, any shape)."""
-        if self._thread is None:
-            raise ClosedError("trace: the recorder is closed")
-        if self._error is not None:
-            raise self._error
+        self._check()
         unknown = set(ids) - set(self._index)
         if unknown:
             raise InputError(f"trace: unknown tables {sorted(unknown)}; there are {list(self.tables)}")
-        counts = np.zeros(len(self.tables), np.uint32)
-        for table, name in enumerate(self.tables):
-            if name not in ids:
-                continue
-            values = np.asarray(ids[name]).reshape(-1)
-            if self.rate < 1:
-                values = values[sampled(make_keys(table, values), self.rate)]
-            counts[table] = values.size
-            self._ids.append(np.array(values))
-            self._held += values.size
-        self._counts.append(counts)
-        self.batches += 1
-        if self._held >= _CHUNK_IDS:
-            self._flush()
+        parts = [np.asarray(ids[name]).reshape(-1) if name in ids else _NO_IDS for name in self.tables]
+        for name, part in zip(self.tables, parts, strict=True):
+            if part.dtype.kind not in "iu":
+                raise InputError(f"trace: ids of table {name!r} must be integers, not {part.dtype}")
+        counts = np.array([part.size for part in parts], np.uint32)
+        self._keep(np.concatenate(parts, dtype=np.int64, casting="unsafe"), counts)
+
+    def record_features(self, features: KeyedJaggedTensor) -> None:
+        """One batch: the ids of the features, which are named as the tables are."""
+        names = features.keys()
+        if tuple(names) != self.tables:
+            self.record({name: features[name].values().cpu().numpy() for name in names})
+            return
+        self._check()
+        values = features.values().cpu().numpy()
+        self._keep(values.astype(np.int64), np.array(features.length_per_key(), np.uint32))
 
     def watch(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yields ``batches`` unchanged and records the KeyedJaggedTensor in each (itself, or its
         ``sparse``).
         """
         for batch in batches:
-            features = getattr(batch, "sparse", batch)
-            names: list[str] = features.keys()
-            self.record({key: features[key].values().cpu().numpy() for key in names})
+            self.record_features(getattr(batch, "sparse", batch))
             yield batch
 
     def close(self) -> None:
@@ -111,6 +110,27 @@ class TraceRecorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _check(self) -> None:
+        if self._thread is None:
+            raise ClosedError("trace: the recorder is closed")
+        if self._error is not None:
+            raise self._error
+
+    def _keep(self, ids: np.ndarray, counts: np.ndarray) -> None:
+        """The ids of a batch (int64), table after table (``counts`` of each); the array is kept."""
+        if self.rate < 1:
+            tables = np.repeat(np.arange(counts.size, dtype=np.uint64) << np.uint64(ID_BITS), counts)
+            chosen = sampled(make_keys(0, ids) | tables, self.rate)
+            ends = np.cumsum(counts, dtype=np.int64)
+            kept = np.concatenate([[0], np.cumsum(chosen, dtype=np.int64)])
+            ids, counts = ids[chosen], np.diff(kept[ends], prepend=0).astype(np.uint32)
+        self._ids.append(ids)
+        self._counts.append(counts)
+        self._held += ids.size
+        self.batches += 1
+        if self._held >= _CHUNK_IDS:
+            self._flush()
+
     def _flush(self) -> None:
         if self._counts:
             self._queue.put((self._ids, self._counts))
@@ -122,7 +142,7 @@ class TraceRecorder:
             if self._error is not None:
                 continue  # only to empty the queue: record() raises
             try:
-                ids = np.concatenate(item[0]) if item[0] else np.empty(0, np.int64)
+                ids = (np.concatenate(item[0]) if item[0] else _NO_IDS).view(np.uint64)
                 narrow = not ids.size or int(ids.max()) < 2**32
                 self._append(f"ids/{chunk}.npy", ids.astype(np.uint32 if narrow else np.uint64))
                 self._append(f"counts/{chunk}.npy", np.stack(item[1]))
