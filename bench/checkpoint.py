@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tierstore_bench._folder import folder
+
 SUMMARY = "seconds and bytes of checkpoints after 1 % of the rows have changed, and seconds to restore one"
 _CHUNK = 1 << 16
 
@@ -20,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dense", type=int, default=1_000_000, help="dense parameters (default: 1000000)")
     parser.add_argument("--engines", default="native,rocksdb,lmdb", help="(default: native,rocksdb,lmdb)")
     parser.add_argument("--rounds", type=int, default=5, help="checkpoints; the median counts (default: 5)")
-    parser.add_argument("--dir", type=Path, help="folder to work in (default: a temporary one)")
+    parser.add_argument("--dir", type=folder, help="folder to work in (default: a temporary one)")
     parser.add_argument("--json", type=Path, help="write the figures there")
 
 

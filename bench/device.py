@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from tierstore_bench._folder import folder
 
 from tierstore.config import format_bytes, parse_bytes
 
@@ -24,7 +25,7 @@ _SIZES = (4096, 8192, 16384, 32768, 65536)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="write the topology there")
     parser.add_argument(
-        "--dir", type=Path, help="folder on the drive to measure (default: the temporary one)"
+        "--dir", type=folder, help="folder on the drive to measure (default: the temporary one)"
     )
     parser.add_argument("--file-size", default="1GiB", help="of the file that is read (default: 1GiB)")
     parser.add_argument(

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from tierstore_bench._folder import folder
 
 from tierstore import _core
 from tierstore.config import parse_bytes
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--read-threads", type=int, default=16, help="of the second figure of engines whose reads block"
     )
     parser.add_argument(
-        "--dir", type=Path, help="folder on the device to measure (default: the temporary one)"
+        "--dir", type=folder, help="folder on the device to measure (default: the temporary one)"
     )
     parser.add_argument(
         "--device-file", default="1GiB", help="size of the file that tells the device's own speed"
@@ -109,6 +110,7 @@ class EngineBench:
             figures = phase.figures("load", moved="written")
             settle()
             store.commit(b"")  # keeps what compaction has done meanwhile
+            store.read(self.keys(), np.empty_like(self.values))  # native: measures its device, once per store
             disk = store.stats().disk_bytes
         return figures | {
             "load.commit_s": commit,
