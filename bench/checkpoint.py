@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tierstore_bench._folder import folder
+from ._folder import folder
 
 SUMMARY = "seconds and bytes of checkpoints after 1 % of the rows have changed, and seconds to restore one"
 _CHUNK = 1 << 16

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import psutil
-from tierstore_bench._folder import folder
 
 from tierstore.config import format_bytes, parse_bytes
+
+from ._folder import folder
 
 SUMMARY = "memory and SSD figures of this machine, as a topology for tierstore plan"
 _SIZES = (4096, 8192, 16384, 32768, 65536)

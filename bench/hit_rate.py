@@ -5,7 +5,6 @@ training.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.config import format_bytes, parse_bytes
 from tierstore.errors import ConfigError
+from tierstore.result_file import JsonFile
 from tierstore.trace.options import add_source, open_source
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ def answer_all(args: argparse.Namespace) -> int:
 
     policies = chosen_policies(args.policies)
     sizes = parse_sizes(args.sizes)
+    json_file = JsonFile(args.json) if args.json else None
+    export_file = JsonFile(args.export, "--export") if args.export else None
     if args.plot:
         plot.check(args.plot)
     if args.row_bytes < 1 or args.examples_per_s <= 0:
@@ -128,12 +130,12 @@ def answer_all(args: argparse.Namespace) -> int:
         report.show_tables(tables, sizes, prepared)
     if advice:
         print(advice.text)
-    if args.json:
-        args.json.write_text(json.dumps(report.to_json(answer, advice, tables), indent=1) + "\n")
-    if args.export and tables:
+    if json_file:
+        json_file.write(report.to_json(answer, advice, tables))
+    if export_file and tables:
         from tierstore.trace import planner_input
 
-        args.export.write_text(json.dumps(planner_input(source, tables), indent=1) + "\n")
+        export_file.write(planner_input(source, tables))
     if args.plot:
         plot.draw(answer, args.plot, None if advice is None else advice.size_rows)
     return 0

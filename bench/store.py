@@ -17,12 +17,13 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tierstore_bench._folder import folder
 
 from tierstore import _core
 from tierstore.config import parse_bytes
 from tierstore.keys import make_keys
 from tierstore.store import DirectoryStore, TableSpec, engine_names, open_store
+
+from ._folder import folder
 
 SUMMARY = "rows/s of the row store engines, and of the device"
 _PAGE = 4096

@@ -20,6 +20,7 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "config": {"errors", "keys", "cache_policies"},
     "initializers": {"errors"},
     "placement": {"errors"},
+    "result_file": {"errors"},
     "planner": {"errors", "config", "placement"},
     "sparse": BASICS,
     "optim": BASICS | {"_core"},

@@ -20,11 +20,11 @@ from tierstore.cli.compare import same_bits, touched_ids
 from tierstore.cli.interrupt import GracefulInterrupt
 from tierstore.cli.memory import PeakRss
 from tierstore.cli.progress import Display, Progress
-from tierstore.cli.report import JsonFile
 from tierstore.cli.setup import budget
 from tierstore.cli.train import add_parser
 from tierstore.cli.trainer import Schedule
 from tierstore.errors import ConfigError
+from tierstore.result_file import JsonFile
 
 
 class TestBudget:

@@ -132,3 +132,9 @@ def test_bad_constraints_are_one_line_and_exit_code_2(files, capsys, text, messa
 def test_optimizers_may_have_the_names_of_fbgemm_and_of_our_classes(name):
     tables = [{"name": "a", "num_embeddings": 5, "embedding_dim": 4, "optimizer": name}]
     assert specs_of_yaml(tables)[0].optimizer == "rowwise_adagrad"
+
+
+def test_a_report_that_cannot_be_written_is_said_before_planning(files, capsys):
+    (files / "folder").mkdir()
+    assert plan(files, "--json", f"{files}/folder") == 2
+    assert "--json" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.config import format_bytes, parse_bytes
 from tierstore.errors import ConfigError, InfeasiblePlanError
+from tierstore.result_file import JsonFile
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from tierstore.planner.tables import constraints_of_yaml, specs_of_yaml, stats_of_json
 
     console = Console(highlight=False)
+    json_file = JsonFile(args.json) if args.json else None
     topology = Topology.from_dict(read_yaml(args.topology))
     work = Workload(
         batch_size=args.batch_size,
@@ -80,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
         failure = None
     except InfeasiblePlanError as error:
         report, failure = error.report, str(error)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    if json_file:
+        json_file.write(report)
     print_report(console, report)
     if args.plot:
         draw(report, args.plot)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import math
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +11,7 @@ from tierstore.cli.compare import Comparison
 from tierstore.cli.progress import Progress
 from tierstore.config import format_bytes
 from tierstore.errors import ConfigError
+from tierstore.result_file import option_errors
 
 
 @dataclass(frozen=True)
@@ -159,33 +155,6 @@ def _lines(runs: list[RunResult]) -> list[tuple[str, list[str]]]:
 def _number(value: float) -> float | None:
     """``value`` for JSON, which knows no NaN: None for it and the infinities."""
     return value if math.isfinite(value) else None
-
-
-@contextmanager
-def option_errors(option: str, path: Path) -> Iterator[None]:
-    """Turns an error of the system at the path that an option gave into one that names the option."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror}; give another path") from error
-
-
-class JsonFile:
-    """A result file; made sure of before the training that it is for, and replaced whole."""
-
-    def __init__(self, path: Path, option: str = "--json") -> None:
-        self._path = path
-        if path.is_dir():
-            raise ConfigError(f"{option} {path} is a folder; give the path of a file")
-        with option_errors(option, path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not os.access(path if path.exists() else path.parent, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    def write(self, content: dict[str, Any]) -> None:
-        temporary = self._path.with_name(f".{self._path.name}.tmp")
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, self._path)
 
 
 class Scalars:
