@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,6 +83,22 @@ def test_columns_are_tables(tmp_path):
         assert keys_of(tmp_path / name, 2) == expected
     assert open_trace(tmp_path / "a.csv").tables == ("a", "b")
     assert keys_of(tmp_path / "a.csv", 5, columns=["b"]) == [[2, 4, 6]]
+
+
+def test_pages_of_a_mapped_file_are_given_back_while_it_is_read(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 1000, 6 << 20)  # 48 MiB
+    np.save(tmp_path / "a.npy", ids)
+    trace = open_trace(tmp_path / "a.npy", batch_size=1 << 16)
+    mapped = Path("/proc/self/smaps")
+    most, found = 0, []
+    for number, batch in enumerate(trace.key_batches()):
+        found.append(batch)
+        if number % 16 == 15:
+            lines = mapped.read_text().splitlines()
+            at = next(i for i, line in enumerate(lines) if line.endswith("a.npy"))
+            most = max(most, next(int(line.split()[1]) for line in lines[at:] if line.startswith("Rss:")))
+    assert np.array_equal(np.concatenate(found), ids.astype(np.uint64))
+    assert most <= 34 << 10  # kB: of 4 Mi ids
 
 
 def test_words_in_csv_are_numbered_by_first_occurrence(tmp_path):

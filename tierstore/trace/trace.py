@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from tierstore.keys import ID_BITS, MAX_ID, MAX_TABLE
 #: The ids that one batch looks up in one table: (table index, int64 or uint64 ids in order, repeats
 #: included).
 Segment = tuple[int, np.ndarray]
+_MAPPED_ROWS = 1 << 22  # of a mapped file, read between two times that its pages are given back
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,24 @@ def _folded(ids: np.ndarray) -> np.ndarray:
 def cut(ids: Sequence[np.ndarray], batch_size: int) -> Callable[[], Iterator[list[Segment]]]:
     """Batches of ``batch_size`` rows from columns of equal length, one per table."""
 
+    kept = max(1, _MAPPED_ROWS // batch_size) * batch_size
+
     def batches() -> Iterator[list[Segment]]:
         for first in range(0, len(ids[0]), batch_size):
+            if first and not first % kept:
+                _forget_pages(ids)
             yield [
                 (table, np.asarray(column[first : first + batch_size])) for table, column in enumerate(ids)
             ]
 
     return batches
+
+
+def _forget_pages(columns: Sequence[np.ndarray]) -> None:
+    """Of mapped files: what was read of them would count as memory of this process for as long as it runs."""
+    for column in columns:
+        if isinstance(column, np.memmap):
+            column._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
 
 def check_batch_size(batch_size: int) -> None:
