@@ -35,8 +35,8 @@ class TraceRecorder:
 
     ``tables`` maps names to rows (0: not known). ``rate`` below 1 keeps that share of the rows, chosen by a
     hash of table and id, with all of their uses (SHARDS): the recorded trace has the miss ratios of the full
-    one at caches ``rate`` times the size. Ids are copied by ``record``; a thread compresses and writes. A
-    context manager.
+    one at caches ``rate`` times the size. Ids are copied by ``record``; a thread samples, compresses and
+    writes. A context manager.
     """
 
     def __init__(self, path: str | Path, tables: Mapping[str, int], rate: float = 1.0) -> None:
@@ -118,12 +118,6 @@ class TraceRecorder:
 
     def _keep(self, ids: np.ndarray, counts: np.ndarray) -> None:
         """The ids of a batch (int64), table after table (``counts`` of each); the array is kept."""
-        if self.rate < 1:
-            tables = np.repeat(np.arange(counts.size, dtype=np.uint64) << np.uint64(ID_BITS), counts)
-            chosen = sampled(make_keys(0, ids) | tables, self.rate)
-            ends = np.cumsum(counts, dtype=np.int64)
-            kept = np.concatenate([[0], np.cumsum(chosen, dtype=np.int64)])
-            ids, counts = ids[chosen], np.diff(kept[ends], prepend=0).astype(np.uint32)
         self._ids.append(ids)
         self._counts.append(counts)
         self._held += ids.size
@@ -142,10 +136,13 @@ class TraceRecorder:
             if self._error is not None:
                 continue  # only to empty the queue: record() raises
             try:
-                ids = (np.concatenate(item[0]) if item[0] else _NO_IDS).view(np.uint64)
+                ids, counts = np.concatenate(item[0]), np.stack(item[1])
+                if self.rate < 1:
+                    ids, counts = _sampled(ids, counts, self.rate)
+                ids = ids.view(np.uint64)
                 narrow = not ids.size or int(ids.max()) < 2**32
                 self._append(f"ids/{chunk}.npy", ids.astype(np.uint32 if narrow else np.uint64))
-                self._append(f"counts/{chunk}.npy", np.stack(item[1]))
+                self._append(f"counts/{chunk}.npy", counts)
                 chunk += 1
             except BaseException as error:  # handed to record() or close()
                 self._error = error
@@ -153,6 +150,15 @@ class TraceRecorder:
     def _append(self, name: str, array: np.ndarray) -> None:
         with self._file.open(name, "w", force_zip64=True) as member:
             np.lib.format.write_array(member, array, allow_pickle=False)
+
+
+def _sampled(ids: np.ndarray, counts: np.ndarray, rate: float) -> tuple[np.ndarray, np.ndarray]:
+    """Of batches' ids (``counts``: batches by tables) those of a share of the rows, and their counts."""
+    tables = np.arange(counts.shape[1], dtype=np.uint64) << np.uint64(ID_BITS)
+    chosen = sampled(make_keys(0, ids) | np.repeat(np.tile(tables, len(counts)), counts.reshape(-1)), rate)
+    ends = np.cumsum(counts.reshape(-1), dtype=np.int64)
+    kept = np.concatenate([[0], np.cumsum(chosen, dtype=np.int64)])
+    return ids[chosen], np.diff(kept[ends], prepend=0).astype(np.uint32).reshape(counts.shape)
 
 
 def open_recorded(path: Path) -> Trace:
