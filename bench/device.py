@@ -17,6 +17,7 @@ import psutil
 
 from tierstore.config import format_bytes, parse_bytes
 
+from ._drive import Device, direct_flag
 from ._folder import folder
 
 SUMMARY = "memory and SSD figures of this machine, as a topology for tierstore plan"
@@ -159,8 +160,6 @@ def drive_figures(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     the file system can, many reads in flight."""
     from tierstore import _core
 
-    from .store import Device
-
     device = Device(path, parse_bytes(args.file_size, "--file-size"), args.seconds)
     write = device.writes()
     rates = [_core.probe_reads(str(path), size, args.queue_depth, args.seconds) for size in _SIZES]
@@ -171,16 +170,8 @@ def drive_figures(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "ssd_bw": max(size * rate for size, rate in zip(_SIZES, rates, strict=True)),
         "ssd_read_iops": rates[0],
         "ssd_read_curve": [list(point) for point in zip(_SIZES, rates, strict=True)],
-        **({} if _reads_direct(path) else {"measured_through_page_cache": True}),
+        **({} if direct_flag(path.parent) else {"measured_through_page_cache": True}),
     }
-
-
-def _reads_direct(path: Path) -> bool:
-    try:
-        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
-    except OSError:  # tmpfs and some network file systems
-        return False
-    return True
 
 
 def _rate(call: Callable[[], int], seconds: float) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import resource
 import tempfile
@@ -18,19 +17,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore import _core
 from tierstore.config import parse_bytes
 from tierstore.keys import make_keys
 from tierstore.store import DirectoryStore, TableSpec, engine_names, open_store
 
+from ._drive import Device
 from ._folder import folder
 
 SUMMARY = "rows/s of the row store engines, and of the device"
-_PAGE = 4096
 _CAP = 1 << 44
 _ID_SPREAD = 4  # ids come from a range this many times the rows, as in a sparsely touched table
 _FULL, _FULL_ROWS = 0.75, 1_000_000  # of the store in which reads are measured beside compaction
-_WRITE_BYTES = 2 << 20  # what the native store writes at a time
 _THREADED = ("rocksdb", "lmdb")  # their reads block, so their plain calls have one in flight
 
 Keys = NDArray[np.uint64]
@@ -323,57 +320,6 @@ class Phase:
             count = read - self._moved[0] if moved == "read" else written - self._moved[1]
             figures["useful_per_moved_byte"] = self.useful / max(count, 1)
         return {f"{name}.{key}": value for key, value in figures.items()}
-
-
-class Device:
-    """A file of its own on the device that the stores are on, and raw loops on it, past the page cache."""
-
-    def __init__(self, path: Path, size: int, seconds: float) -> None:
-        self.path, self.size, self.seconds = path, size // _WRITE_BYTES * _WRITE_BYTES, seconds
-        self.buffers = [mmap.mmap(-1, 2 * _WRITE_BYTES) for _ in range(2)]
-        for buffer in self.buffers:
-            buffer.madvise(mmap.MADV_HUGEPAGE)
-            buffer.write(np.random.default_rng(0).bytes(2 * _WRITE_BYTES))
-
-    def measure(self) -> dict[str, float]:
-        return {"write_bytes_per_s": self.writes(), "read_iops": self.reads()}
-
-    def writes(self) -> float:
-        """Bytes per second of sequential direct writes of a new file: the better of one and two in flight."""
-        return max(self._writes(1), self._writes(2))
-
-    def _writes(self, in_flight: int) -> float:
-        self.path.unlink(missing_ok=True)
-        fd = os.open(self.path, os.O_CREAT | os.O_WRONLY | _direct(self.path.parent))
-        places = iter(range(0, self.size, _WRITE_BYTES))
-
-        def write(buffer: mmap.mmap) -> None:
-            view = memoryview(buffer)[:_WRITE_BYTES]
-            for place in places:  # of both threads; the lock of the interpreter keeps them apart
-                os.pwrite(fd, view, place)
-
-        try:
-            start = time.perf_counter()
-            with ThreadPoolExecutor(in_flight) as pool:
-                list(pool.map(write, self.buffers[:in_flight]))
-            os.fsync(fd)
-            return self.size / (time.perf_counter() - start)
-        finally:
-            os.close(fd)
-
-    def reads(self) -> float:
-        """Random reads of 4 KiB per second, 128 in flight."""
-        return _core.probe_reads(str(self.path), _PAGE, 128, min(self.seconds, 1.0))
-
-
-def _direct(folder: Path) -> int:
-    """``O_DIRECT`` where the file system has it."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder) as probe:
-            os.close(os.open(probe.name, os.O_RDONLY | os.O_DIRECT))
-        return os.O_DIRECT
-    except OSError:
-        return 0
 
 
 def moved_bytes() -> tuple[int, int]:

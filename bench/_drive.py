@@ -1,0 +1,68 @@
+"""The drive alone: what a benchmark's figures are compared with, and what a topology says of a host's SSD."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from tierstore import _core
+
+_PAGE = 4096
+_WRITE_BYTES = 2 << 20  # what the native store writes at a time
+
+
+class Device:
+    """A file of its own on the device that the stores are on, and raw loops on it, past the page cache."""
+
+    def __init__(self, path: Path, size: int, seconds: float) -> None:
+        self.path, self.size, self.seconds = path, size // _WRITE_BYTES * _WRITE_BYTES, seconds
+        self.buffers = [mmap.mmap(-1, 2 * _WRITE_BYTES) for _ in range(2)]
+        for buffer in self.buffers:
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+            buffer.write(np.random.default_rng(0).bytes(2 * _WRITE_BYTES))
+
+    def measure(self) -> dict[str, float]:
+        return {"write_bytes_per_s": self.writes(), "read_iops": self.reads()}
+
+    def writes(self) -> float:
+        """Bytes per second of sequential direct writes of a new file: the better of one and two in flight."""
+        return max(self._writes(1), self._writes(2))
+
+    def _writes(self, in_flight: int) -> float:
+        self.path.unlink(missing_ok=True)
+        fd = os.open(self.path, os.O_CREAT | os.O_WRONLY | direct_flag(self.path.parent))
+        places = iter(range(0, self.size, _WRITE_BYTES))
+
+        def write(buffer: mmap.mmap) -> None:
+            view = memoryview(buffer)[:_WRITE_BYTES]
+            for place in places:  # of both threads; the lock of the interpreter keeps them apart
+                os.pwrite(fd, view, place)
+
+        try:
+            start = time.perf_counter()
+            with ThreadPoolExecutor(in_flight) as pool:
+                list(pool.map(write, self.buffers[:in_flight]))
+            os.fsync(fd)
+            return self.size / (time.perf_counter() - start)
+        finally:
+            os.close(fd)
+
+    def reads(self) -> float:
+        """Random reads of 4 KiB per second, 128 in flight."""
+        return _core.probe_reads(str(self.path), _PAGE, 128, min(self.seconds, 1.0))
+
+
+def direct_flag(folder: Path) -> int:
+    """``O_DIRECT`` where the file system has it."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as probe:
+            os.close(os.open(probe.name, os.O_RDONLY | os.O_DIRECT))
+        return os.O_DIRECT
+    except OSError:
+        return 0
