@@ -80,6 +80,12 @@ def is_fresh(engine: Engine) -> bool:
     return engine.store is None or not engine.store.meta()
 
 
+def id_ranges(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Ids from ``begin`` to ``end`` as ranges whose rows are copied in one call."""
+    for first in range(begin, end, _CHUNK):
+        yield first, min(first + _CHUNK, end)
+
+
 def save_table(module: Any, table: Table, destination: dict[str, Any], key: str) -> None:
     """Puts the weights of a table into a state dict. ``module`` has ``rows``."""
     shape = (table.num_embeddings, table.embedding_dim)
@@ -87,9 +93,8 @@ def save_table(module: Any, table: Table, destination: dict[str, Any], key: str)
         leave_out(table, destination, key)
         return
     weight = torch.empty(shape)
-    for begin in range(0, shape[0], _CHUNK):
-        ids = torch.arange(begin, min(begin + _CHUNK, shape[0]))
-        weight[ids[0] : ids[-1] + 1] = module.rows(ids)
+    for begin, end in id_ranges(0, shape[0]):
+        weight[begin:end] = module.rows(torch.arange(begin, end))
     destination[key] = weight
 
 
@@ -112,8 +117,7 @@ def load_table(module: Any, table: Table, weight: Tensor, key: str) -> None:
     if weight.device.type == "meta":
         logger.warning("%s has no rows in this state dict; the table keeps its own", key)
         return
-    for begin in range(0, shape[0], _CHUNK):
-        end = min(begin + _CHUNK, shape[0])
+    for begin, end in id_ranges(0, shape[0]):
         module.load_rows(torch.arange(begin, end), weight[begin:end])
 
 

@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tierstore.errors import InputError
-from tierstore.modules.tables import STATE_DICT_LIMIT
+from tierstore.modules.tables import STATE_DICT_LIMIT, id_ranges
 from tierstore.placement import ShardPlacement, TablePlacement
 
 if TYPE_CHECKING:
     from tierstore.sharding.collection import ShardedCollection
 
-_CHUNK = 1 << 16
 _wanted = threading.local()
 
 
@@ -86,9 +85,9 @@ def view_of(collection: ShardedCollection, name: str) -> Any:
         if begin == end or not columns:
             continue
         weight = torch.empty((end - begin, columns))
-        for ids in _chunks(begin, end):
-            values, _ = collection.engine.read_rows(local.local, ids)
-            weight[ids[0] - begin : ids[-1] + 1 - begin] = torch.from_numpy(values)
+        for first, last in id_ranges(begin, end):
+            values, _ = collection.engine.read_rows(local.local, np.arange(first, last))
+            weight[first - begin : last - begin] = torch.from_numpy(values)
         shards.append(Shard(weight, described[key]))
     whole = ShardedTensorMetadata(
         list(described.values()),
@@ -124,15 +123,10 @@ def load_view(collection: ShardedCollection, name: str, key: str, view: Any) -> 
         weight = given.get((begin, local.columns.start))
         if weight is None:  # a shard of no rows
             continue
-        for ids in _chunks(begin, end):
-            values = weight[ids[0] - begin : ids[-1] + 1 - begin].detach().numpy()
-            collection.engine.write_rows(local.local, ids, values, None)
+        for first, last in id_ranges(begin, end):
+            values = weight[first - begin : last - begin].detach().numpy()
+            collection.engine.write_rows(local.local, np.arange(first, last), values, None)
 
 
 def _key(part: ShardPlacement) -> tuple[int, int]:
     return part.row_start, part.column_start
-
-
-def _chunks(begin: int, end: int) -> Iterator[np.ndarray]:
-    for first in range(begin, end, _CHUNK):
-        yield np.arange(first, min(first + _CHUNK, end))
