@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,18 +121,26 @@ def load_table(module: Any, table: Table, weight: Tensor, key: str) -> None:
         module.load_rows(torch.arange(begin, end), weight[begin:end])
 
 
-@contextmanager
-def without_rows() -> Iterator[None]:
+class ThreadFlag(threading.local):
+    """Whether something holds for this thread at the moment."""
+
+    on = False
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        before, self.on = self.on, True
+        try:
+            yield
+        finally:
+            self.on = before
+
+
+def without_rows() -> AbstractContextManager[None]:
     """Meanwhile this thread's state dicts leave the tables out, and are loaded without them."""
-    before = getattr(_rows_left_out, "now", False)
-    _rows_left_out.now = True
-    try:
-        yield
-    finally:
-        _rows_left_out.now = before
+    return _rows_left_out.raised()
 
 
-_rows_left_out = threading.local()
+_rows_left_out = ThreadFlag()
 
 
 class HasWeight(nn.Module):
@@ -158,7 +166,7 @@ class HasWeight(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if getattr(_rows_left_out, "now", False):
+        if _rows_left_out.on:
             return
         self._save_weight(destination, prefix + "weight")
 
@@ -172,7 +180,7 @@ class HasWeight(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if getattr(_rows_left_out, "now", False):
+        if _rows_left_out.on:
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
             )

@@ -61,7 +61,7 @@ class ShardedTableView(TableView):
         return table_of(self._collection.configs[self._index])
 
     def _save_weight(self, destination: dict[str, Any], key: str) -> None:
-        if not shard_views.are_wanted() or self._placement.sharding_type is ShardingType.DATA_PARALLEL:
+        if not shard_views.wanted.on or self._placement.sharding_type is ShardingType.DATA_PARALLEL:
             super()._save_weight(destination, key)
         elif shard_views.is_small(self._placement):
             destination[key] = shard_views.view_of(self._collection, self.name)

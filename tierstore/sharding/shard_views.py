@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tierstore.errors import InputError
-from tierstore.modules.tables import STATE_DICT_LIMIT, id_ranges
+from tierstore.modules.tables import STATE_DICT_LIMIT, ThreadFlag, id_ranges
 from tierstore.placement import ShardPlacement, TablePlacement
 
 if TYPE_CHECKING:
     from tierstore.sharding.collection import ShardedCollection
 
-_wanted = threading.local()
+wanted = ThreadFlag()
+"""Raised while this thread makes a sharded state dict."""
 
 
 def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
@@ -35,23 +33,8 @@ def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
 
     All ranks call it.
     """
-    with _sharded():
+    with wanted.raised():
         return module.state_dict()
-
-
-@contextmanager
-def _sharded() -> Iterator[None]:
-    before = are_wanted()
-    _wanted.now = True
-    try:
-        yield
-    finally:
-        _wanted.now = before
-
-
-def are_wanted() -> bool:
-    """Whether this thread makes a sharded state dict."""
-    return getattr(_wanted, "now", False)
 
 
 def is_small(table: TablePlacement) -> bool:
