@@ -1,4 +1,5 @@
-"""Sharded state dicts: weights as ShardedTensors, which torch.distributed.checkpoint saves and cuts anew."""
+"""Sharded state dicts: weights and optimizer states as ShardedTensors, which torch.distributed.checkpoint
+saves and cuts anew."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
+import tierstore
 from tests.sharding import cases
 from tests.sharding.ranks import run
 from tests.sharding.test_parallel import CUTS, Model
+from tierstore import optim
 from tierstore.sharding import (
     DistributedModelParallel,
     column_wise,
@@ -83,10 +86,62 @@ def load(folder: str, plan_name: str) -> None:
     dmp.close()
 
 
+def optimized(plan_name: str, optimizer: optim.OptimizerSpec) -> DistributedModelParallel:
+    model = Model(cases.tables())
+    model.sparse = tierstore.EmbeddingBagCollection(cases.tables(), config=cases.MEMORY, optimizer=optimizer)
+    plan = construct_plan(model.sparse, PLANS[plan_name], dist.get_world_size(), name="sparse")
+    return DistributedModelParallel(model, plan=plan)
+
+
+def train(dmp: DistributedModelParallel) -> None:
+    for batch in cases.batches(dist.get_world_size(), 3):
+        dmp(batch.of([dist.get_rank()])).square().sum().backward()
+
+
+def states_of(dmp: DistributedModelParallel) -> dict[str, dict[str, Tensor]]:
+    found: dict[str, dict[str, Tensor]] = dmp.fused_optimizer.state_dict()["state"]
+    return found
+
+
+def save_states(folder: str, optimizer: optim.OptimizerSpec) -> None:
+    dmp = optimized("same", optimizer)
+    train(dmp)
+    dmp.fused_optimizer.param_groups[0]["lr"] = 0.0625
+    state = sharded_state_dict(dmp.fused_optimizer)
+    views = [v for part in state["state"].values() for v in part.values() if isinstance(v, ShardedTensor)]
+    assert len(views) == 3 * len(optimizer.state_names)
+    dcp.save({"model": sharded_state_dict(dmp), "optimizer": state}, checkpoint_id=folder)
+    whole = states_of(dmp)
+    if dist.get_rank() == 0:
+        torch.save(whole, Path(folder, "whole"))
+    dmp.close()
+
+
+def load_states(folder: str, plan_name: str, optimizer: optim.OptimizerSpec) -> None:
+    """After loading, also every shard of other columns has the row's own number: trained on, all is equal."""
+    dmp = optimized(plan_name, optimizer)
+    state = {"model": sharded_state_dict(dmp), "optimizer": sharded_state_dict(dmp.fused_optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    dmp.load_state_dict(state["model"])
+    dmp.fused_optimizer.load_state_dict(state["optimizer"])
+    expected: dict[str, dict[str, Tensor]] = torch.load(Path(folder, "whole"))
+    torch.testing.assert_close(states_of(dmp), expected, rtol=0, atol=0)
+    assert dmp.fused_optimizer.param_groups[0]["lr"] == 0.0625
+
+    loaded_whole = optimized(plan_name, optimizer)
+    loaded_whole.load_state_dict(dmp.state_dict())
+    loaded_whole.fused_optimizer.load_state_dict(dmp.fused_optimizer.state_dict())
+    for model in (dmp, loaded_whole):
+        train(model)
+    torch.testing.assert_close(dmp.state_dict(), loaded_whole.state_dict(), rtol=0, atol=0)
+    dmp.close()
+    loaded_whole.close()
+
+
 def wrong_cut_and_size() -> None:
     first, second = sharded("same", train=True), sharded("other", train=False)
     before = second.state_dict()
-    with pytest.raises(RuntimeError, match=r"t0.weight is cut in another way.*sharded_state_dict\(model\)"):
+    with pytest.raises(RuntimeError, match=r"t0.weight is cut in another way.*sharded_state_dict"):
         second.load_state_dict(sharded_state_dict(first))
     after = second.state_dict()
     assert all(torch.equal(after[key(i)], before[key(i)]) for i in range(3))
@@ -109,6 +164,14 @@ def test_sharded_state_dicts_are_saved_and_cut_anew(tmp_path: Path) -> None:
     run(2, load, folder, "same")
     run(2, load, folder, "other")
     run(3, load, folder, "three ranks")
+
+
+@pytest.mark.parametrize("optimizer", [optim.RowWiseAdagrad(lr=0.1), optim.Adam()], ids=lambda o: o.name)
+def test_optimizer_states_are_saved_and_cut_anew(optimizer: optim.OptimizerSpec, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    run(2, save_states, folder, optimizer)
+    run(2, load_states, folder, "other", optimizer)
+    run(3, load_states, folder, "three ranks", optimizer)
 
 
 def test_another_cut_is_refused_and_large_tables_are_left_out() -> None:

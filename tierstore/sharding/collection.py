@@ -27,8 +27,7 @@ from tierstore.modules.configs import from_torchrec
 from tierstore.modules.lookup import Part
 from tierstore.modules.tables import leave_out
 from tierstore.optim import SGD, OptimizerSpec
-from tierstore.placement import ShardingPlan, ShardingType, TablePlacement
-from tierstore.sharding import shard_views
+from tierstore.placement import ShardingPlan, ShardingType
 from tierstore.sharding.column_squares import ColumnSquares
 from tierstore.sharding.commits import Commits, Place
 from tierstore.sharding.comms import CommsConfig
@@ -36,6 +35,7 @@ from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.lookups import ShardedLookups
 from tierstore.sharding.planning import tiers_of_rank
 from tierstore.sharding.routing import Routing, shard_name
+from tierstore.sharding.shard_views import Floats
 
 _NO_SHARD = "(no shard)"
 
@@ -61,22 +61,19 @@ class ShardedTableView(TableView):
         return table_of(self._collection.configs[self._index])
 
     def _save_weight(self, destination: dict[str, Any], key: str) -> None:
-        if not shard_views.wanted.on or self._placement.sharding_type is ShardingType.DATA_PARALLEL:
+        floats = Floats(self._collection, self.name)
+        if not floats.are_sharded:
             super()._save_weight(destination, key)
-        elif shard_views.is_small(self._placement):
-            destination[key] = shard_views.view_of(self._collection, self.name)
+        elif floats.are_small:
+            destination[key] = floats.view()
         else:
             leave_out(self.table, destination, key)
 
     def _load_weight(self, weight: Any, key: str) -> None:
         if hasattr(weight, "local_shards"):
-            shard_views.load_view(self._collection, self.name, key, weight)
+            Floats(self._collection, self.name).load(weight, key)
         else:
             super()._load_weight(weight, key)
-
-    @property
-    def _placement(self) -> TablePlacement:
-        return self._collection.plan.table(self.name)
 
 
 class ShardedCollection(ShardedLookups):
@@ -278,12 +275,12 @@ class ShardedCollection(ShardedLookups):
             for ids in self.engine.touched_ids(index):
                 yield torch.from_numpy(ids)
 
-    def local_shards(self, name: str) -> Iterator[_Shard]:
+    def local_shards(self, name: str) -> Iterator[LocalShard]:
         """The shards of a table on this rank."""
         placement = self.plan.table(name)
         for shard in placement.shards:
             if shard.rank == self.env.rank:
-                yield _Shard(
+                yield LocalShard(
                     self.engine.table_index(shard_name(name, placement.embedding_dim, shard)),
                     slice(shard.column_start, shard.column_start + shard.columns),
                     (shard.row_start, shard.row_start + shard.rows),
@@ -292,7 +289,7 @@ class ShardedCollection(ShardedLookups):
 
 
 @dataclass(frozen=True)
-class _Shard:
+class LocalShard:
     """A shard on this rank; ``local``: number of its table in the engine."""
 
     local: int

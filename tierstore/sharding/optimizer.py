@@ -13,7 +13,9 @@ from torch import Tensor
 from tierstore.errors import ConfigError
 from tierstore.modules.tables import STATE_DICT_LIMIT
 from tierstore.optim.fused import AppliedOptimizer
+from tierstore.sharding import shard_views
 from tierstore.sharding.collection import ShardedCollection
+from tierstore.sharding.shard_views import Floats
 
 logger = logging.getLogger("tierstore")
 
@@ -87,10 +89,11 @@ class KeyedFusedOptimizer(AppliedOptimizer):
         State is (rows,) or (rows, dim) float32, and ``<table>.step`` the number of updates. Tables beyond
         STATE_DICT_LIMIT bytes have the latter only: commits keep their state. All ranks call it.
         """
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": keys}
-            for group, keys in zip(self.param_groups, self._keys, strict=True)
-        ]
+        groups = [{**g, "params": keys} for g, keys in zip(self.param_groups, self._keys, strict=True)]
+        if shard_views.wanted.on:
+            # torch.distributed.checkpoint drops ShardedTensors of which a rank has nothing, then takes the
+            # checkpoint for one of torch 2.3, in which lists had other keys if no tensor was in them
+            groups = [{**group, "lr": torch.tensor(group["lr"], dtype=torch.float64)} for group in groups]
         return {"state": {key: self._state_of(key) for key in self.params}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
@@ -105,31 +108,46 @@ class KeyedFusedOptimizer(AppliedOptimizer):
             raise ConfigError(
                 f"this is not the state of these tables: {sorted(self.params)}, but of {sorted(state)}"
             )
-        for key, (collection, table) in self._tables.items():
-            own = {name.removeprefix(f"{table.name}."): value for name, value in state[key].items()}
-            collection.fused_optimizer.num_updates = int(own.pop("step"))
-            if own or not collection.fused_optimizer.spec.state_names:
-                self._check(key, own)
-            for ids in self._chunks(table) if own else ():
-                weight = collection.rows(ids, table.name)
-                part = {name: value[ids[0] : ids[-1] + 1] for name, value in own.items()}
-                collection.load_rows(ids, weight, part, table.name)
+        parts = {}
+        for key, (_, table) in self._tables.items():
+            parts[key] = {name.removeprefix(f"{table.name}."): value for name, value in state[key].items()}
+            self._check(key, parts[key])
+        for key, part in parts.items():
+            self._load(key, part)
         for group, found in zip(self.param_groups, groups, strict=True):
-            group.update({name: value for name, value in found.items() if name != "params"})
+            group.update({k: _plain(v) for k, v in found.items() if k != "params"})
 
     def _check(self, key: str, state: Mapping[str, Tensor]) -> None:
         collection, table = self._tables[key]
         spec = collection.fused_optimizer.spec
         shape = (table.num_embeddings,) if spec.state_per_row else (table.num_embeddings, table.embedding_dim)
-        found = {name: tuple(value.shape) for name, value in state.items()}
-        if found != dict.fromkeys(spec.state_names, shape):
+        found = {name: tuple(value.size()) for name, value in state.items() if name != "step"}
+        if "step" not in state or (found and found != dict.fromkeys(spec.state_names, shape)):
             raise ConfigError(f"{key}: {spec.name} has {spec.state_names} of shape {shape}, not {found}")
+
+    def _load(self, key: str, state: dict[str, Tensor]) -> None:
+        """The state of one table; without any but the step (a large table's) its rows keep their own."""
+        collection, table = self._tables[key]
+        collection.fused_optimizer.num_updates = int(state["step"])
+        whole = {}
+        for name, value in state.items():
+            if hasattr(value, "local_shards"):
+                Floats(collection, table.name, name).load(value, f"{name} of {key}")
+            elif name != "step":
+                whole[name] = value
+        for ids in self._chunks(table) if whole else ():
+            weight = collection.rows(ids, table.name)
+            part = {name: value[ids[0] : ids[-1] + 1] for name, value in whole.items()}
+            collection.load_rows(ids, weight, part, table.name)
 
     def _state_of(self, key: str) -> dict[str, Tensor]:
         collection, table = self._tables[key]
         spec = collection.fused_optimizer.spec
         width = 1 if spec.state_per_row else table.embedding_dim
         state = {f"{table.name}.step": torch.tensor(float(collection.fused_optimizer.num_updates))}
+        parts = {name: Floats(collection, table.name, name) for name in spec.state_names}
+        if all(part.are_sharded and part.are_small for part in parts.values()):
+            return state | {f"{table.name}.{name}": part.view() for name, part in parts.items()}
         if 4 * table.num_embeddings * width > STATE_DICT_LIMIT:
             logger.warning("the optimizer state of %s is not in this state dict: commits keep it", key)
             return state
@@ -144,3 +162,7 @@ class KeyedFusedOptimizer(AppliedOptimizer):
     def _chunks(table: Any) -> Iterator[Tensor]:
         for begin in range(0, table.num_embeddings, _CHUNK):
             yield torch.arange(begin, min(begin + _CHUNK, table.num_embeddings))
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

@@ -1,115 +1,177 @@
-"""Weights of sharded tables as ShardedTensors, as torch.distributed.checkpoint saves and loads them."""
+"""Weights and optimizer states of sharded tables as ShardedTensors, as torch.distributed.checkpoint saves and
+loads them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tierstore.errors import InputError
 from tierstore.modules.tables import STATE_DICT_LIMIT, ThreadFlag, id_ranges
-from tierstore.placement import ShardPlacement, TablePlacement
+from tierstore.placement import ShardingType, ShardPlacement, TablePlacement
 
 if TYPE_CHECKING:
-    from tierstore.sharding.collection import ShardedCollection
+    from tierstore.sharding.collection import LocalShard, ShardedCollection
 
 wanted = ThreadFlag()
 """Raised while this thread makes a sharded state dict."""
 
 
-def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
-    """``module.state_dict()``, but every rank has copies of its own shards only.
+def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
+    """``of.state_dict()``, but every rank has copies of its own shards only.
 
-    The names are those of the unsharded model. Weights of tables that are cut, or held by some ranks only,
-    are ShardedTensors of float32 on the CPU; data-parallel ones and everything else are as in
+    ``of`` is a model, a collection, or the ``fused_optimizer`` of a DistributedModelParallel. The names are
+    those of the unsharded model. Weights and optimizer states of tables that are cut, or held by some ranks
+    only, are ShardedTensors of float32 on the CPU; data-parallel ones and everything else are as in
     ``state_dict()``. ``torch.distributed.checkpoint.save`` writes each shard from where it is, and ``load``
-    into the sharded state dict of a model with another plan cuts them anew;
-    ``module.load_state_dict(state)`` writes them to the tiers. A table of which a rank would have to copy
-    more than 1 GiB is a tensor without data (device "meta"), which changes nothing when it is loaded:
+    into the sharded state dict of a model with another plan cuts them anew; ``of.load_state_dict(state)``
+    writes them to the tiers. A table of which a rank would have to copy more than 1 GiB is a tensor without
+    data (device "meta"), which changes nothing when it is loaded, and its optimizer states are left out:
     commits keep its rows.
 
     All ranks call it.
     """
     with wanted.raised():
-        return module.state_dict()
+        return of.state_dict()
 
 
-def is_small(table: TablePlacement) -> bool:
-    """Whether every rank can copy its shards into a state dict."""
-    held: dict[int, int] = {}
-    for part in table.shards:
-        held[part.rank] = held.get(part.rank, 0) + 4 * part.rows * part.columns
-    return max(held.values()) <= STATE_DICT_LIMIT
+@dataclass(frozen=True)
+class Floats:
+    """The weights of a sharded table, or a named part of its optimizer's ``state``."""
 
+    collection: ShardedCollection
+    table: str
+    state: str | None = None
 
-def view_of(collection: ShardedCollection, name: str) -> Any:
-    """The ShardedTensor (rows, columns) of a table, with copies of this rank's shards."""
-    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
-    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-    from torch.distributed._shard.sharding_spec import ShardMetadata
+    @property
+    def placement(self) -> TablePlacement:
+        return self.collection.plan.table(self.table)
 
-    table, group = collection.plan.table(name), collection.env.process_group
-    described = {
-        _key(part): ShardMetadata(
-            [part.row_start, part.column_start],
-            [part.rows, part.columns],
-            f"rank:{dist.get_global_rank(group, part.rank)}/cpu",
+    @property
+    def are_sharded(self) -> bool:
+        """Whether a state dict that is being made in this thread has them as a ShardedTensor."""
+        return wanted.on and self.placement.sharding_type is not ShardingType.DATA_PARALLEL
+
+    @property
+    def are_small(self) -> bool:
+        """Whether every rank can copy its shards into a state dict."""
+        held: dict[int, int] = {}
+        for part in self._shown():
+            held[part.rank] = held.get(part.rank, 0) + 4 * int(np.prod(self._cell(part)[1]))
+        return max(held.values()) <= STATE_DICT_LIMIT
+
+    def view(self) -> Any:
+        """The ShardedTensor, (rows, columns), or (rows,) of state kept per row, with copies of this rank's
+        shards."""
+        from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+        from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+        from torch.distributed._shard.sharding_spec import ShardMetadata
+
+        group = self.collection.env.process_group
+        described = {}
+        for part in self._shown():
+            offsets, sizes = self._cell(part)
+            place = f"rank:{dist.get_global_rank(group, part.rank)}/cpu"
+            described[offsets] = ShardMetadata(list(offsets), list(sizes), place)
+        shards = []
+        for local in self.collection.local_shards(self.table):
+            metadata = described.get(self._offsets(local))
+            if metadata is None or local.columns.start == local.columns.stop:
+                continue
+            copy = torch.empty(metadata.shard_sizes)
+            begin, end = local.rows
+            for first, last in id_ranges(begin, end):
+                copy[first - begin : last - begin] = torch.from_numpy(self._read(local, first, last))
+            shards.append(Shard(copy, metadata))
+        table = self.placement
+        shape = (table.num_embeddings,) if self._per_row else (table.num_embeddings, table.embedding_dim)
+        whole = ShardedTensorMetadata(
+            list(described.values()), torch.Size(shape), TensorProperties(dtype=torch.float32)
         )
-        for part in table.shards
-        if part.rows and part.columns
-    }
-    shards = []
-    for local in collection.local_shards(name):
-        key = (local.rows[0], local.columns.start)
-        (begin, end), columns = local.rows, local.columns.stop - local.columns.start
-        if begin == end or not columns:
-            continue
-        weight = torch.empty((end - begin, columns))
-        for first, last in id_ranges(begin, end):
-            values, _ = collection.engine.read_rows(local.local, np.arange(first, last))
-            weight[first - begin : last - begin] = torch.from_numpy(values)
-        shards.append(Shard(weight, described[key]))
-    whole = ShardedTensorMetadata(
-        list(described.values()),
-        torch.Size((table.num_embeddings, table.embedding_dim)),
-        TensorProperties(dtype=torch.float32),
-    )
-    return ShardedTensor._init_from_local_shards_and_global_metadata(shards, whole, process_group=group)
+        return ShardedTensor._init_from_local_shards_and_global_metadata(shards, whole, process_group=group)
 
+    def load(self, view: Any, key: str) -> None:
+        """Writes this rank's shards of a ShardedTensor; InputError, on every rank, if its cut is another."""
+        group = self.collection.env.process_group
+        found = {
+            (tuple(shard.shard_offsets), tuple(shard.shard_sizes), shard.placement.rank())
+            for shard in view.metadata().shards_metadata
+        }
+        if found != {(*self._cell(p), dist.get_global_rank(group, p.rank)) for p in self._shown()}:
+            raise InputError(
+                f"{key} is cut in another way than this model's plan says; load the checkpoint by "
+                "torch.distributed.checkpoint.load into sharded_state_dict(...), which cuts it anew"
+            )
+        given = {tuple(s.metadata.shard_offsets): s.tensor.detach() for s in view.local_shards()}
+        if self._per_row and any(part.column_start for part in self.placement.shards):
+            self._load_for_all_columns(given)
+            return
+        for local in self.collection.local_shards(self.table):
+            begin, end = local.rows
+            values = given.get(self._offsets(local))
+            if values is None:  # a shard of no rows
+                continue
+            for first, last in id_ranges(begin, end):
+                self._write(local, first, last, values[first - begin : last - begin].numpy())
 
-def load_view(collection: ShardedCollection, name: str, key: str, view: Any) -> None:
-    """Writes this rank's shards of a ShardedTensor; InputError, on every rank, if it is cut differently."""
-    table = collection.plan.table(name)
-    group = collection.env.process_group
-    found = {
-        (*shard.shard_offsets, *shard.shard_sizes, shard.placement.rank())
-        for shard in view.metadata().shards_metadata
-    }
-    wanted = {
-        (*_key(part), part.rows, part.columns, dist.get_global_rank(group, part.rank))
-        for part in table.shards
-        if part.rows and part.columns
-    }
-    if found != wanted:
-        raise InputError(
-            f"{key} is cut in another way than this model's plan says; load the checkpoint by "
-            "torch.distributed.checkpoint.load into sharded_state_dict(model), which cuts it anew"
-        )
-    given: dict[tuple[int, int], Tensor] = {
-        tuple(shard.metadata.shard_offsets): shard.tensor for shard in view.local_shards()
-    }
-    for local in collection.local_shards(name):
-        begin, end = local.rows
-        weight = given.get((begin, local.columns.start))
-        if weight is None:  # a shard of no rows
-            continue
-        for first, last in id_ranges(begin, end):
-            values = weight[first - begin : last - begin].detach().numpy()
-            collection.engine.write_rows(local.local, np.arange(first, last), values, None)
+    def _load_for_all_columns(self, given: dict[tuple[int, ...], Tensor]) -> None:
+        """Shards of other columns keep the same number per row; only those of the first are in the view."""
+        for first, last in id_ranges(0, self.placement.num_embeddings):
+            values = torch.zeros(last - first)
+            for (begin,), piece in given.items():
+                low, high = max(first, begin), min(last, begin + len(piece))
+                if low < high:
+                    values[low - first : high - first] = piece[low - begin : high - begin]
+            self.collection.env.sum_bits(values)
+            for local in self.collection.local_shards(self.table):
+                low, high = max(first, local.rows[0]), min(last, local.rows[1])
+                if low < high:
+                    self._write(local, low, high, values[low - first : high - first].numpy())
 
+    @property
+    def _per_row(self) -> bool:
+        return self.state is not None and self.collection.fused_optimizer.spec.state_per_row
 
-def _key(part: ShardPlacement) -> tuple[int, int]:
-    return part.row_start, part.column_start
+    def _shown(self) -> Sequence[ShardPlacement]:
+        """The shards that a view has."""
+        shards = [part for part in self.placement.shards if part.rows and part.columns]
+        return [part for part in shards if not part.column_start] if self._per_row else shards
+
+    def _cell(self, part: ShardPlacement) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offsets and sizes of a shard in the view."""
+        if self._per_row:
+            return (part.row_start,), (part.rows,)
+        return (part.row_start, part.column_start), (part.rows, part.columns)
+
+    def _offsets(self, local: LocalShard) -> tuple[int, ...]:
+        """Those of a shard of this rank, and of no other for columns that the view has not."""
+        if not self._per_row:
+            return local.rows[0], local.columns.start
+        return (local.rows[0],) if local.columns.start == 0 else ()
+
+    def _columns(self, local: LocalShard) -> Any:
+        """Which floats of the state of this rank's shard they are."""
+        width = local.columns.stop - local.columns.start
+        columns = self.collection.fused_optimizer.spec.state_columns(width)[self.state or ""]
+        start = columns.start - width
+        return start if self._per_row else slice(start, columns.stop - width)
+
+    def _read(self, local: LocalShard, first: int, last: int) -> NDArray[np.float32]:
+        weight, state = self.collection.engine.read_rows(local.local, np.arange(first, last))
+        return weight if self.state is None else state[:, self._columns(local)]
+
+    def _write(self, local: LocalShard, first: int, last: int, values: NDArray[np.float32]) -> None:
+        engine, ids = self.collection.engine, np.arange(first, last)
+        if self.state is None:
+            engine.write_rows(local.local, ids, values, None)
+            return
+        _, state = engine.read_rows(local.local, ids)
+        state[:, self._columns(local)] = values
+        engine.write_rows(local.local, ids, None, state)
