@@ -22,7 +22,7 @@ CSRC := $(shell find csrc -name '*.cc' -o -name '*.h')
 INSTALLED := $(VENV)/installed-torch-$(TORCH)
 TESTABLE := $(VENV)/testable-torch-$(TORCH)
 
-.PHONY: demo test lint format wheel clean sanitize crash-test
+.PHONY: demo test lint format wheel clean sanitize crash-test crash-states crash-steps crash-kills
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -71,9 +71,16 @@ sanitize: $(addprefix $(SANITIZE_OUT)/,index_test-address store_test-address fuz
 	$(SANITIZE_OUT)/fuzz_formats-address csrc/store/tests/corpus 100000
 
 crash-test: $(TESTABLE)
-	TIERSTORE_CRASH_STATES=100000 TIERSTORE_CRASH_KILLS=1000 TIERSTORE_STATEFUL_STEPS=20000 \
-	  $(BIN)/python -m pytest --timeout 7200 tests/store/native/test_crash_states.py tests/store/test_stateful.py \
-	  tests/checkpoint/test_killed.py
+	@$(MAKE) --no-print-directory --jobs 3 --keep-going --output-sync=target crash-states crash-steps crash-kills
+
+crash-states: $(TESTABLE)
+	TIERSTORE_CRASH_STATES=100000 $(BIN)/python -m pytest --timeout 7200 tests/store/native/test_crash_states.py
+
+crash-steps: $(TESTABLE)
+	TIERSTORE_STATEFUL_STEPS=20000 $(BIN)/python -m pytest --timeout 7200 tests/store/test_stateful.py
+
+crash-kills: $(TESTABLE)
+	TIERSTORE_CRASH_KILLS=1000 $(BIN)/python -m pytest --timeout 7200 tests/checkpoint/test_killed.py
 
 clean:
 	rm -rf $(VENV) build dist demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -206,6 +206,10 @@ bool TableIndex::StayInReach(std::uint64_t h, Position place, Position empty) co
 
 std::uint64_t TableIndex::List(std::uint64_t cursor, std::size_t limit, std::vector<std::uint64_t>& ids,
                                std::vector<std::uint32_t>* locations) const {
+  if (cursor == 0 && count_ <= std::min(limit, kFew)) {
+    ListFew(ids, locations);
+    return kEnd;
+  }
   for (; cursor <= kMask48; cursor = (cursor | kWithinStripe) + 1) {
     const std::uint64_t first = SwapStripe(cursor), last = first | kWithinStripe;
     // All entries right of the first smaller one, seen from home, are not smaller.
@@ -220,6 +224,19 @@ std::uint64_t TableIndex::List(std::uint64_t cursor, std::size_t limit, std::vec
     }
   }
   return kEnd;
+}
+
+// In the same order, without the way through stripes of which most are empty.
+void TableIndex::ListFew(std::vector<std::uint64_t>& ids, std::vector<std::uint32_t>* locations) const {
+  std::vector<Entry> entries(count_);
+  std::int64_t cursor = DumpBegin();
+  Dump(cursor, entries.data(), entries.size());
+  std::sort(entries.begin(), entries.end(),
+            [](const Entry& a, const Entry& b) { return SwapStripe(a.hash) < SwapStripe(b.hash); });
+  for (const Entry& entry : entries) {
+    ids.push_back(Unpermute(entry.hash));
+    if (locations != nullptr) locations->push_back(entry.location);
+  }
 }
 
 std::size_t TableIndex::Dump(std::int64_t& cursor, Entry* out, std::size_t limit) const {

@@ -98,6 +98,8 @@ class TableIndex {
   std::uint32_t LocationAt(Position p) const;
   void Set(Position p, std::uint64_t h, std::uint32_t location);
 
+  static constexpr std::size_t kFew = 1 << 13;
+  void ListFew(std::vector<std::uint64_t>& ids, std::vector<std::uint32_t>* locations) const;
   static std::uint64_t SwapStripe(std::uint64_t h);
   Position ScaledHome(std::uint64_t h) const;
   Position Home(std::uint64_t h) const;

@@ -24,6 +24,9 @@ void CheckEqual(const TableIndex& index, const std::unordered_map<std::uint64_t,
   CHECK(ids.size() == model.size());
   for (std::size_t i = 0; i < ids.size(); ++i) CHECK(model.at(ids[i]) == locations[i]);
   for (const auto& [id, location] : model) CHECK(index.Find(id) == location);
+  std::vector<std::uint64_t> in_one_call;
+  index.List(0, ~std::size_t{0}, in_one_call, nullptr);
+  CHECK(in_one_call == ids);
 }
 
 // Saved and taken back, and more put into that.
