@@ -36,7 +36,6 @@ def _fetch_victims(s, n, last_use):
     """What evicting ``n`` rows will most likely read."""
     queue = _ONCE if s.length[_ONCE] > s.target[0] else _OFTEN
     ghosts.fetch_oldest_slots(s, s.key.size + queue, n, last_use)
-    ghosts.fetch_oldest_ghosts(s, queue, n)
 
 
 @njit(error_model="numpy", forceinline=True)

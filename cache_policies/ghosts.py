@@ -1,10 +1,13 @@
-"""Keys of rows that were evicted, in lists with the oldest first: what ARC and S3-FIFO remember of the past.
+"""Keys of rows that were evicted, by age: what ARC and S3-FIFO remember of the past.
 
-A policy merges ``new_ghosts`` into its state and passes the state to the functions here. Lists are numbered
-from 0. A key is a ghost at most once: policies forget a row's ghost when the row comes back.
+A policy merges ``new_ghosts`` into its state and passes the state to the functions here. Ghosts are in lists,
+numbered from 0, each with an oldest; a key is a ghost at most once: policies forget a row's ghost when the
+row comes back.
 
-Ghosts are found by open addressing in ``ghost_table``, whose words hold 32 bits of the key's hash beside the
-entry's number: probing and erasing read no keys but the one that is looked for.
+All lists share one ring in order of age, in which a forgotten ghost leaves a gap: the next to go are read in
+order and fetched ahead. The ring has half as many entries again as there may be ghosts; when it is full, gaps
+are closed. Ghosts are found by open addressing in ``ghost_table``, whose words hold 32 bits of the key's hash
+beside the entry's number: probing and erasing read no keys but the one that is looked for.
 """
 
 from __future__ import annotations
@@ -13,28 +16,30 @@ import numpy as np
 from numba import njit
 
 from cache_policies.hashing import mix
-from cache_policies.lists import fetch_oldest, new_lists, push_newest, unlink
-from cache_policies.prefetch import prefetch
+from cache_policies.lists import fetch_oldest
+from cache_policies.prefetch import AHEAD, prefetch
 
 NO_GHOST = -1
 UNASKED = 255  # recalled of a row that admit was not asked about
+_GAP = 255
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
-_AHEAD = 16  # keys between a prefetch and its use
 
 
-def new_ghosts(entries: int, lists: int) -> dict[str, np.ndarray]:
-    """Arrays for at most ``entries`` (at least one) ghosts in ``lists`` lists."""
-    prev, next_ = new_lists(entries, lists)
+def new_ghosts(most: int, lists: int) -> dict[str, np.ndarray]:
+    """Arrays for at most ``most`` (at least one) ghosts in ``lists`` (at most 255) lists."""
+    room = most + most // 2 + AHEAD
     return {
-        "ghost_key": np.zeros(entries, np.uint64),
-        "ghost_list": np.zeros(entries, np.uint8),
-        "ghost_prev": prev,
-        "ghost_next": next_,  # of free entries: the next free one
+        "ghost_key": np.zeros(room, np.uint64),
+        "ghost_list": np.full(room, _GAP, np.uint8),
         "ghost_size": np.zeros(lists, np.int64),
-        "ghost_free": np.full(1, -1, np.int32),  # given back last, -1 if there is none
-        "ghost_fresh": np.zeros(1, np.int64),  # entries from here on were never used
-        "ghost_table": np.zeros(entries + entries // 2 + 2, np.uint64),  # hash, entry + 1; 0: empty
+        # Positions in the ring, which count on where it wraps: of each list one that is no younger than its
+        # oldest ghost, the end, and how far that may go.
+        "ghost_first": np.zeros(lists, np.int64),
+        "ghost_end": np.zeros(1, np.int64),
+        "ghost_full": np.array([room]),
+        "ghost_most": np.array([most]),
+        "ghost_table": np.zeros(most + 3 * most // 4 + 2, np.uint64),  # hash, entry + 1; 0: empty
     }
 
 
@@ -49,6 +54,12 @@ def _after(table, at):
 
 
 @njit(error_model="numpy", forceinline=True)
+def _entry(s, position):
+    room = s.ghost_key.size
+    return position - room if position >= room else position
+
+
+@njit(error_model="numpy", forceinline=True)
 def fetch(s, key):
     """``key`` will be looked for, remembered or forgotten soon."""
     prefetch(s.ghost_table, _home(s.ghost_table, mix(key)))
@@ -57,23 +68,11 @@ def fetch(s, key):
 @njit(error_model="numpy", forceinline=True)
 def fetch_next(s, keys, i):
     """Called for every ``i`` of ``keys`` that are looked for."""
-    if i + 2 * _AHEAD < keys.size:
-        fetch(s, keys[i + 2 * _AHEAD])
-        word = s.ghost_table[_home(s.ghost_table, mix(keys[i + _AHEAD]))]
+    if i + 2 * AHEAD < keys.size:
+        fetch(s, keys[i + 2 * AHEAD])
+        word = s.ghost_table[_home(s.ghost_table, mix(keys[i + AHEAD]))]
         prefetch(s.ghost_key, np.int64(word & _LOW) - 1)
-
-
-@njit(error_model="numpy", forceinline=True)
-def fetch_oldest_ghosts(s, list_, n):
-    """The ``n`` oldest ghosts of a list will be forgotten soon."""
-    sentinel = s.ghost_key.size + list_
-    fetch_oldest(s.ghost_prev, s.ghost_next, sentinel, n, s.ghost_key)
-    ghost = s.ghost_next[sentinel]
-    for _ in range(n):
-        if ghost == sentinel:
-            break
-        fetch(s, s.ghost_key[ghost])
-        ghost = s.ghost_next[ghost]
+        prefetch(s.ghost_list, np.int64(word & _LOW) - 1)
 
 
 @njit(error_model="numpy", forceinline=True)
@@ -108,16 +107,28 @@ def find(s, key):
 @njit(error_model="numpy", forceinline=True)
 def oldest(s, list_):
     """The oldest ghost of a list that is not empty."""
-    return np.int64(s.ghost_next[s.ghost_key.size + list_])
+    position = s.ghost_first[list_]
+    while s.ghost_list[_entry(s, position)] != list_:
+        position += 1
+    s.ghost_first[list_] = position
+    fetch(s, s.ghost_key[_entry(s, min(position + AHEAD, s.ghost_end[0]))])
+    return _entry(s, position)
+
+
+@njit(error_model="numpy", forceinline=True)
+def _word_of(s, ghost):
+    """Where a ghost is in the table."""
+    at = _home(s.ghost_table, mix(s.ghost_key[ghost]))
+    while np.int64(s.ghost_table[at] & _LOW) != ghost + 1:
+        at = _after(s.ghost_table, at)
+    return at
 
 
 @njit(error_model="numpy", forceinline=True)
 def _erase(s, ghost):
     """Takes a ghost out of the table, moving later entries of its run back."""
     table = s.ghost_table
-    hole = _home(table, mix(s.ghost_key[ghost]))
-    while np.int64(table[hole] & _LOW) != ghost + 1:
-        hole = _after(table, hole)
+    hole = _word_of(s, ghost)
     at = _after(table, hole)
     while table[at] != 0:
         home = _home(table, table[at])
@@ -131,52 +142,75 @@ def _erase(s, ghost):
 
 
 @njit(error_model="numpy", forceinline=True)
-def _leave(s, ghost):
-    _erase(s, ghost)
-    unlink(s.ghost_prev, s.ghost_next, ghost)
-    s.ghost_size[s.ghost_list[ghost]] -= 1
-
-
-@njit(error_model="numpy", forceinline=True)
 def forget(s, ghost):
-    _leave(s, ghost)
-    s.ghost_next[ghost] = s.ghost_free[0]
-    s.ghost_free[0] = ghost
+    _erase(s, ghost)
+    s.ghost_size[s.ghost_list[ghost]] -= 1
+    s.ghost_list[ghost] = _GAP
 
 
 @njit(error_model="numpy", forceinline=True)
-def _room(s, list_):
-    """An entry to use: a free one, or that of the oldest ghost of the list (or, if it has none, of the first
-    list that has), which is forgotten."""
-    ghost = np.int64(s.ghost_free[0])
-    if ghost >= 0:
-        s.ghost_free[0] = s.ghost_next[ghost]
-        return ghost
-    if s.ghost_fresh[0] < s.ghost_key.size:
-        s.ghost_fresh[0] += 1
-        return s.ghost_fresh[0] - 1
-    crowded = list_
+def _crowded(s, list_):
+    """The list whose oldest ghost makes room for one more in ``list_``."""
     for other in range(s.ghost_size.size):
-        if s.ghost_size[crowded] == 0:
-            crowded = other
-    ghost = oldest(s, crowded)
-    _leave(s, ghost)
-    return ghost
+        if s.ghost_size[list_] == 0:
+            list_ = other
+    return list_
+
+
+@njit(error_model="numpy")
+def _make_room(s):
+    """Free entries at the ring's end, if need be by closing gaps."""
+    room, start = s.ghost_key.size, s.ghost_end[0]
+    for list_ in range(s.ghost_size.size):
+        if s.ghost_size[list_] > 0:
+            oldest(s, list_)
+            start = min(start, s.ghost_first[list_])
+    if s.ghost_end[0] - start == room:
+        _close_gaps(s, start)
+    wrapped = room if start >= room else 0
+    for list_ in range(s.ghost_size.size):
+        s.ghost_first[list_] = max(start, s.ghost_first[list_]) - wrapped
+    s.ghost_end[0] -= wrapped
+    s.ghost_full[0] = start - wrapped + room
+
+
+@njit(error_model="numpy")
+def _close_gaps(s, start):
+    end, to = s.ghost_end[0], start
+    for position in range(start, end):
+        fetch(s, s.ghost_key[_entry(s, min(position + AHEAD, end - 1))])
+        old, new = _entry(s, position), _entry(s, to)
+        if s.ghost_list[old] == _GAP:
+            continue
+        if new != old:
+            at = _word_of(s, old)
+            s.ghost_table[at] = (s.ghost_table[at] & ~_LOW) | np.uint64(new + 1)
+            s.ghost_key[new], s.ghost_list[new] = s.ghost_key[old], s.ghost_list[old]
+            s.ghost_list[old] = _GAP
+        to += 1
+    s.ghost_first[:] = start
+    s.ghost_end[0] = to
 
 
 @njit(error_model="numpy", forceinline=True)
 def remember(s, key, list_):
-    """``key``, which is no ghost, becomes the newest ghost of a list."""
-    ghost = _room(s, list_)
+    """``key``, which is no ghost, becomes the newest ghost of a list; if there are as many as may be, the
+    oldest of the list (or, if it has none, of the first list that has) is forgotten.
+    """
+    if s.ghost_size.sum() == s.ghost_most[0]:
+        forget(s, oldest(s, _crowded(s, list_)))
+    if s.ghost_end[0] == s.ghost_full[0]:
+        _make_room(s)
+    ghost = _entry(s, s.ghost_end[0])
+    s.ghost_end[0] += 1
+    s.ghost_key[ghost] = key
+    s.ghost_list[ghost] = list_
+    s.ghost_size[list_] += 1
     hash_ = mix(key)
     at = _home(s.ghost_table, hash_)
     while s.ghost_table[at] != 0:
         at = _after(s.ghost_table, at)
     s.ghost_table[at] = (hash_ & ~_LOW) | np.uint64(ghost + 1)
-    s.ghost_key[ghost] = key
-    s.ghost_list[ghost] = list_
-    push_newest(s.ghost_prev, s.ghost_next, s.ghost_key.size + list_, ghost)
-    s.ghost_size[list_] += 1
 
 
 def new_recollection(capacity: int) -> dict[str, np.ndarray]:

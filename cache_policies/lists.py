@@ -10,9 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from cache_policies.prefetch import prefetch
-
-_AHEAD = 16  # slots between a prefetch and its use
+from cache_policies.prefetch import AHEAD, prefetch
 
 
 def new_lists(capacity: int, lists: int) -> tuple[np.ndarray, np.ndarray]:
@@ -51,10 +49,10 @@ def push_oldest(prev, next, sentinel, node):
 @njit(error_model="numpy", forceinline=True)
 def fetch(prev, next, slots, i):
     """Called for every ``i`` of ``slots`` that are about to leave their place in a list."""
-    if i + 2 * _AHEAD < slots.size:
-        prefetch(prev, slots[i + 2 * _AHEAD])
-        prefetch(next, slots[i + 2 * _AHEAD])
-        slot = slots[i + _AHEAD]
+    if i + 2 * AHEAD < slots.size:
+        prefetch(prev, slots[i + 2 * AHEAD])
+        prefetch(next, slots[i + 2 * AHEAD])
+        slot = slots[i + AHEAD]
         prefetch(next, prev[slot])
         prefetch(prev, next[slot])
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from cache_policies import uses
 from cache_policies.policy import Policy
-from cache_policies.prefetch import prefetch
+from cache_policies.prefetch import AHEAD, prefetch
 
 
 class Lru(Policy):
@@ -50,8 +50,8 @@ class Lru(Policy):
                 victims[count] = slot
                 count += 1
             at += 1
-            if at + 16 < s.use.size:
-                prefetch(s.used_at, s.use[at + 16])
-                prefetch(last_use, s.use[at + 16])
+            if at + AHEAD < s.use.size:
+                prefetch(s.used_at, s.use[at + AHEAD])
+                prefetch(last_use, s.use[at + AHEAD])
         s.oldest[0] = at
         return count

@@ -8,6 +8,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+#: Elements of a loop between a prefetch and its use: some hundred cycles.
+AHEAD = 16
+
 
 def _prefetch(typingctx: Any, array: Any, index: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -12,11 +12,10 @@ from numba import njit
 
 from cache_policies import hashing
 from cache_policies.policy import PolicyError
-from cache_policies.prefetch import prefetch
+from cache_policies.prefetch import AHEAD, prefetch
 
 #: ``next_batch`` of a row that the rest of the trace does not use.
 NEVER = np.iinfo(np.int32).max
-_AHEAD = 16  # keys between a prefetch and its use
 _CHUNK = 1 << 20  # keys per step of the builder; bounds its scratch memory
 
 
@@ -229,9 +228,9 @@ def _dedup(keys, offsets, table, known, last, footprint, before, rows, uses, siz
     for i in range(offsets.size - 1):
         start = count
         for j in range(offsets[i], offsets[i + 1]):
-            if j + 2 * _AHEAD < keys.size:
-                prefetch(table, hashing.home(table, keys[j + 2 * _AHEAD]))
-                row = table[hashing.home(table, keys[j + _AHEAD])] - 1
+            if j + 2 * AHEAD < keys.size:
+                prefetch(table, hashing.home(table, keys[j + 2 * AHEAD]))
+                row = table[hashing.home(table, keys[j + AHEAD])] - 1
                 prefetch(known, row)
                 prefetch(last, row)
             key = keys[j]
@@ -258,11 +257,11 @@ def _dedup(keys, offsets, table, known, last, footprint, before, rows, uses, siz
 def _next_batches(rows, offsets, next_batch, upcoming):
     if offsets.size == 0:
         for i in range(rows.size - 1, -1, -1):
-            prefetch(upcoming, rows[max(0, i - _AHEAD)])
+            prefetch(upcoming, rows[max(0, i - AHEAD)])
             next_batch[i] = upcoming[rows[i]]
             upcoming[rows[i]] = i
     for i in range(offsets.size - 2, -1, -1):
         for at in range(offsets[i], offsets[i + 1]):
-            prefetch(upcoming, rows[min(at + _AHEAD, rows.size - 1)])
+            prefetch(upcoming, rows[min(at + AHEAD, rows.size - 1)])
             next_batch[at] = upcoming[rows[at]]
             upcoming[rows[at]] = i

@@ -14,10 +14,8 @@ import numpy as np
 
 from cache_policies import native
 from cache_policies.policy import UNKNOWN, Policy
-from cache_policies.prefetch import prefetch
+from cache_policies.prefetch import AHEAD, prefetch
 from cache_policies.prepared import NEVER
-
-_AHEAD = 16  # accesses between a prefetch and its use
 
 #: What the loop counts, in the order of its ``counts``.
 COUNTS = ("misses", "compulsory", "overflowed", "refused", "fault", "last_plan")
@@ -63,10 +61,10 @@ def _loop(hooks: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
                     announce(s, slots, next_use, i)
                 t.pending[row] = announced
                 announced += 1
-            if i + _AHEAD < end:
-                prefetch(t.slot_of, t.rows[i + _AHEAD])
+            if i + AHEAD < end:
+                prefetch(t.slot_of, t.rows[i + AHEAD])
                 if admits:  # and so looks for keys
-                    prefetch(t.keys, t.rows[i + _AHEAD])
+                    prefetch(t.keys, t.rows[i + AHEAD])
             row = t.rows[i]
             use = np.int64(t.next_batch[i])
             next_use[0] = UNKNOWN if use > known or use == NEVER else use

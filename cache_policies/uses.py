@@ -12,16 +12,15 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from cache_policies.prefetch import prefetch
+from cache_policies.prefetch import AHEAD, prefetch
 
-_AHEAD = 16  # entries between a prefetch and its use
 _GONE = -1
 
 
 def new_uses(capacity: int) -> dict[str, np.ndarray]:
     """Arrays for slots ``0 .. capacity - 1``, none of them used."""
     return {
-        "use": np.zeros(2 * capacity + _AHEAD, np.int32),  # the log: slots
+        "use": np.zeros(2 * capacity + AHEAD, np.int32),  # the log: slots
         "used_at": np.full(capacity, _GONE, np.int32),  # per slot: position of its last use
         "oldest": np.zeros(1, np.int64),  # no entry before it counts
         "end": np.zeros(1, np.int64),
@@ -31,8 +30,8 @@ def new_uses(capacity: int) -> dict[str, np.ndarray]:
 @njit(error_model="numpy", forceinline=True)
 def fetch(s, slots, i):
     """Called for every ``i`` of ``slots`` that are about to be used."""
-    if i + _AHEAD < slots.size:
-        prefetch(s.used_at, slots[i + _AHEAD])
+    if i + AHEAD < slots.size:
+        prefetch(s.used_at, slots[i + AHEAD])
 
 
 @njit(error_model="numpy", forceinline=True)
@@ -56,8 +55,8 @@ def drop(s, slot):
 def _drop_stale(s):
     kept = 0
     for at in range(s.oldest[0], s.end[0]):
-        if at + _AHEAD < s.end[0]:
-            prefetch(s.used_at, s.use[at + _AHEAD])
+        if at + AHEAD < s.end[0]:
+            prefetch(s.used_at, s.use[at + AHEAD])
         slot = s.use[at]
         used_at = s.used_at[slot]
         counts = used_at == at  # no branch: it would be mispredicted half of the time

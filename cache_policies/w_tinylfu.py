@@ -9,7 +9,7 @@ from cache_policies import lists
 from cache_policies.hashing import mix
 from cache_policies.lists import new_lists, push_newest, unlink
 from cache_policies.policy import Policy
-from cache_policies.prefetch import prefetch
+from cache_policies.prefetch import AHEAD, prefetch
 
 _WINDOW, _PROBATION, _PROTECTED = 0, 1, 2
 _ROWS = 4  # of the sketch
@@ -17,7 +17,6 @@ _MOST = 15  # counters have four bits
 _MULTIPLIERS = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64
 )
-_AHEAD = 16  # slots between a prefetch and its use
 _SAMPLE = 10  # uses per slot between halvings
 
 
@@ -176,9 +175,9 @@ class WTinyLfu(Policy):
         capacity = s.hash.size
         for i in range(slots.size):
             lists.fetch(s.prev, s.next, slots, i)
-            if i + 2 * _AHEAD < slots.size:
-                prefetch(s.hash, slots[i + 2 * _AHEAD])
-                _fetch_counters(s, s.hash[slots[i + _AHEAD]])
+            if i + 2 * AHEAD < slots.size:
+                prefetch(s.hash, slots[i + 2 * AHEAD])
+                _fetch_counters(s, s.hash[slots[i + AHEAD]])
             slot = slots[i]
             _count(s, s.hash[slot])
             queue = s.queue[slot]
@@ -192,8 +191,8 @@ class WTinyLfu(Policy):
     @staticmethod
     def insert(s, slots, keys, next_use, now):
         for i in range(slots.size):
-            if i + _AHEAD < slots.size:
-                _fetch_counters(s, _hash(keys[i + _AHEAD]))
+            if i + AHEAD < slots.size:
+                _fetch_counters(s, _hash(keys[i + AHEAD]))
             slot = slots[i]
             s.hash[slot] = _hash(keys[i])
             _count(s, s.hash[slot])
