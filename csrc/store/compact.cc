@@ -177,11 +177,13 @@ void Store::RelocateRecords(Lock& lock, const SegmentPtr& victim, const std::byt
   std::byte* records[kSlotsPerBatch];
   std::vector<std::uint32_t> slots;
   for (std::uint32_t slot = first; slot < last; ++slot) {
+    if (slot % kSlotsPerBatch == 0) GiveWay(lock);
     if (is_newest(slot) && RecordIsIntact(record_of(slot), slot, geometry, victim->crc_prefix))
       slots.push_back(slot);
   }
   for (std::size_t at = 0; at < slots.size() && !victim->retired;) {
     const auto want = static_cast<std::uint32_t>(std::min<std::size_t>(slots.size() - at, kSlotsPerBatch));
+    GiveWay(lock);
     compaction_resumed_.wait(lock, [this] { return stop_ || !compaction_held_; });
     const Span span = Reserve(lock, row_class, true, want);
     if (compaction_held_) continue;

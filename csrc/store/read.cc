@@ -11,11 +11,14 @@ namespace tierstore {
 namespace {
 
 constexpr std::size_t kRowsPerLookup = 1024;
+constexpr int kYields = 64;  // until the mutex is taken all the same
 // Where reading on costs less than another request, as long as it is not known for this device.
 constexpr std::uint64_t kUsualMergeGap = 8 << 10;
 // Reads are measured where there are so many rows to read, in so many bytes of files.
 constexpr std::size_t kRowsToMeasure = 1024;
 constexpr std::uint64_t kBytesToMeasure = 64 << 20;
+// Rows that take so long to read that others should not wait for them.
+constexpr std::size_t kRowsOfLargeRead = 1 << 14;
 
 [[noreturn]] void ThrowDamaged(const Segment& segment, std::uint64_t offset, std::uint64_t key,
                                const char* why) {
@@ -37,6 +40,20 @@ void CopyRow(const Segment& segment, std::uint32_t slot, std::uint64_t key, cons
   std::memcpy(row, data + kRecordHeaderBytes, geometry.row_bytes);
 }
 
+// Counts while it lives.
+template <typename T>
+class Counted {
+ public:
+  Counted(std::atomic<T>& count, T n) : count_(count), n_(n) { count_ += n_; }
+  ~Counted() { count_ -= n_; }
+  Counted(const Counted&) = delete;
+  Counted& operator=(const Counted&) = delete;
+
+ private:
+  std::atomic<T>& count_;
+  const T n_;
+};
+
 }  // namespace
 
 // Rows that must come from files. The segments are held, so compaction may go on meanwhile.
@@ -48,29 +65,65 @@ struct Store::PendingRead {
 
 void Store::Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found) {
   PendingRead pending;
-  {
-    std::lock_guard call(call_);
+  Locate(keys, rows, row_bytes, found, pending);
+  if (const std::size_t n = pending.items.size(); n > 0) {
+    ReadLane& lane = PickLane(n);
+    const Counted queued(lane.rows, n);
+    const Counted read(reads_, 1);
+    std::lock_guard reading(lane.mutex);
     CheckOpen();
-    Lock lock(mutex_);
-    queue_.ThrowPending();
-    for (std::size_t at = 0; at < keys.size();) {
-      std::size_t n = 1;
-      while (at + n < keys.size() && n < kRowsPerLookup && KeyTable(keys[at + n]) == KeyTable(keys[at])) ++n;
-      Resolve(keys.subspan(at, n), rows, row_bytes, found + at, at, pending);
-      at += n;
-    }
-  }
-  if (!pending.items.empty()) {
-    std::lock_guard reading(reading_);
-    CheckOpen();
-    if (!read_cost_ && pending.items.size() >= kRowsToMeasure) MeasureReads(pending);
-    Fetch(pending, keys, rows);
+    if (lane.reader == nullptr) lane.reader = env_.NewBatchReader(config_.read_engine, config_.queue_depth);
+    if (merge_gap_bytes_ == 0 && n >= kRowsToMeasure && &lane == &lanes_[0])
+      MeasureReads(*lane.reader, pending);
+    Fetch(*lane.reader, pending, keys, rows);
   }
   read_rows_ += static_cast<std::uint64_t>(std::count(found, found + keys.size(), true));
 }
 
+// Takes the mutex, after reads that wait for it: it would be taken again before they have woken up.
+void Store::LockAfterReads(Lock& lock) {
+  for (int i = 0; reads_waiting_ > 0 && i < kYields; ++i) std::this_thread::yield();
+  lock.lock();
+}
+
+// Lets reads that wait for the mutex go first.
+void Store::GiveWay(Lock& lock) {
+  if (reads_waiting_ == 0) return;
+  lock.unlock();
+  LockAfterReads(lock);
+}
+
+Store::ReadLane& Store::PickLane(std::size_t rows) {
+  return rows < kRowsOfLargeRead && lanes_[1].rows < lanes_[0].rows ? lanes_[1] : lanes_[0];
+}
+
+// Where the rows are; copies those that are in memory. Others may use the store between some rows and the
+// next.
+void Store::Locate(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found,
+                   PendingRead& pending) {
+  CheckOpen();
+  ++reads_waiting_;
+  Lock lock(mutex_);
+  --reads_waiting_;
+  CheckOpen();
+  bool may_release = true;
+  for (std::size_t at = 0; at < keys.size();) {
+    std::size_t n = 1;
+    while (at + n < keys.size() && n < kRowsPerLookup && KeyTable(keys[at + n]) == KeyTable(keys[at])) ++n;
+    if (!Resolve(keys.subspan(at, n), rows, row_bytes, found + at, at, pending)) {
+      pending = PendingRead{};
+      may_release = false;
+      at = 0;
+      continue;
+    }
+    at += n;
+    if (may_release) GiveWay(lock);
+    CheckOpen();
+  }
+}
+
 // Once per store. A failure costs only the knowledge.
-void Store::MeasureReads(const PendingRead& pending) try {
+void Store::MeasureReads(BatchReader& reader, const PendingRead& pending) try {
   std::vector<File*> files;
   std::uint64_t bytes = 0;
   for (const SegmentPtr& segment : pending.segments) {
@@ -81,25 +134,27 @@ void Store::MeasureReads(const PendingRead& pending) try {
     bytes += size;
   }
   if (bytes < kBytesToMeasure) return;
-  read_cost_ = ReadCost::Measure(*reader_, files);
+  const ReadCost cost = ReadCost::Measure(reader, files);
+  merge_gap_bytes_ = cost.MergeGap();
   if (config_.read_only) return;
   {
     Lock lock(mutex_);
     if (UsedBytes() + kBlockBytes + SpaceReserve() > config_.cap_bytes) return;
     read_cost_bytes_ = kBlockBytes;
   }
-  read_cost_->Save(env_, directory_);
+  cost.Save(env_, directory_);
 } catch (const IoError&) {
   // The next opening removes what is left of the file.
 }
 
-// Keys of one table, from position `base` of the call on.
-void Store::Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes,
+// Keys of one table, from position `base` of the call on. False when a segment of the rows before has given
+// its ordinal to another one, so that all must be looked up again.
+bool Store::Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes,
                     bool* found, std::size_t base, PendingRead& pending) {
   const std::uint32_t number = KeyTable(keys[0]);
   if (FindTable(number) == nullptr) {
     std::fill_n(found, keys.size(), false);
-    return;
+    return true;
   }
   const Table& table = TableFor(number, row_bytes);
   RowClass& row_class = *table.row_class;
@@ -121,11 +176,14 @@ void Store::Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::u
     }
     SegmentPtr& held = pending.segments[segment->ordinal];
     if (held == nullptr) held = segment;
+    if (held != segment) return false;
     pending.items.push_back(std::uint64_t{locations[i]} << 32 | (base + i));
   }
+  return true;
 }
 
-void Store::Fetch(PendingRead& pending, std::span<const std::uint64_t> keys, std::byte* rows) {
+void Store::Fetch(BatchReader& reader, PendingRead& pending, std::span<const std::uint64_t> keys,
+                  std::byte* rows) {
   std::sort(pending.items.begin(), pending.items.end());
   const RowClass& row_class = *pending.row_class;
   const Geometry& geometry = row_class.geometry;
@@ -136,7 +194,7 @@ void Store::Fetch(PendingRead& pending, std::span<const std::uint64_t> keys, std
     return row_class.SlotOf(static_cast<std::uint32_t>(item >> 32));
   };
 
-  const std::uint64_t merge_gap = read_cost_ ? read_cost_->MergeGap() : kUsualMergeGap;
+  const std::uint64_t measured = merge_gap_bytes_, merge_gap = measured != 0 ? measured : kUsualMergeGap;
   std::vector<ReadRequest> requests;
   std::vector<std::size_t> first;  // item of each request
   for (std::size_t i = 0; i < pending.items.size(); ++i) {
@@ -174,7 +232,7 @@ void Store::Fetch(PendingRead& pending, std::span<const std::uint64_t> keys, std
       deliver(i, buffer.data(), requests[i].file->Read(requests[i].offset, buffer.data(), requests[i].size));
     }
   } else {
-    reader_->Read(requests, deliver);
+    reader.Read(requests, deliver);
   }
   read_requests_ += requests.size();
   for (const ReadRequest& request : requests) read_bytes_ += request.size;

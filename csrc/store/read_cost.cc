@@ -25,7 +25,7 @@ std::uint64_t ReadCost::MergeGap() const {
   const double bytes = kSizes.back() - kSizes.front();
   const double per_byte = std::max(largest - smallest, 1.0) / bytes;
   const double each = smallest - per_byte * kSizes.front();
-  return static_cast<std::uint64_t>(std::clamp(each / per_byte, 0.0, bytes));
+  return static_cast<std::uint64_t>(std::clamp(each / per_byte, 1.0, bytes));
 }
 
 ReadCost ReadCost::Measure(BatchReader& reader, const std::vector<File*>& files) {

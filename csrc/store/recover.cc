@@ -59,7 +59,7 @@ void Store::Recover(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& 
     if (!named.contains(*number)) env_.Remove(directory_ + "/" + name);
   }
 
-  read_cost_ = ReadCost::Load(env_, directory_);
+  if (const auto cost = ReadCost::Load(env_, directory_)) merge_gap_bytes_ = cost->MergeGap();
   if (std::find(names.begin(), names.end(), kReadCostName) != names.end()) read_cost_bytes_ = kBlockBytes;
   Lock lock(mutex_);
   for (const auto& [table, row_bytes] : tables) TableFor(table, row_bytes);

@@ -25,12 +25,12 @@ Store::Store(Env& env, std::string directory, const StoreConfig& config,
       directory_(std::move(directory)),
       config_(config),
       pid_(getpid()),
-      reader_(env.NewBatchReader(config.read_engine, config.queue_depth)),
-      queue_(mutex_, config.write_buffer_bytes,
+      queue_(mutex_, config.write_buffer_bytes, reads_,
              [this](const SegmentPtr& segment) { RetireIfDead(segment); }) {
   segment_bytes_ = config_.segment_bytes != 0
                        ? std::min(config_.segment_bytes, kMaxSegmentBytes)
                        : std::clamp(config_.cap_bytes / kSegmentsPerCap, kMinSegmentBytes, kMaxSegmentBytes);
+  lanes_[0].reader = env_.NewBatchReader(config_.read_engine, config_.queue_depth);
   Recover(tables);
   if (!config_.read_only) compactor_ = std::thread([this] { CompactLoop(); });
 }
@@ -50,7 +50,7 @@ void Store::Close() {
   lock.unlock();
   compaction_resumed_.notify_all();
   std::lock_guard call(call_);
-  std::lock_guard reading(reading_);
+  std::scoped_lock reads(lanes_[0].mutex, lanes_[1].mutex);
   if (compactor_.joinable()) compactor_.join();
   lock.lock();
   if (!config_.read_only && !changed_ && !segments_.empty() && SnapshotIsDue(kSnapshotLagAtClose)) {
@@ -63,7 +63,7 @@ void Store::Close() {
   doomed_.clear();
   classes_.clear();
   tables_.clear();
-  reader_.reset();
+  for (ReadLane& lane : lanes_) lane.reader.reset();
 }
 
 void Store::CheckOpen() const {
@@ -139,7 +139,7 @@ void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, st
     }
     SealRecords(records, &keys[at], epochs, span.first, span.count, row_class.geometry,
                 span.segment->crc_prefix);
-    lock.lock();
+    LockAfterReads(lock);
     Advance(span, span.count, &keys[at], nullptr);
     Put(&keys[at], locations, span.count, row_class);
     written_rows_ += span.count;
@@ -196,10 +196,8 @@ StoreCounters Store::Stats() {
   counters.written_rows = written_rows_;
   counters.written_bytes = queue_.written_bytes() + manifest_bytes_written_ + snapshot_bytes_written_;
   counters.relocated_rows = relocated_rows_;
-  counters.io = reader_->name();
-  lock.unlock();
-  std::lock_guard reading(reading_);
-  counters.merge_gap_bytes = read_cost_ ? read_cost_->MergeGap() : 0;
+  counters.io = lanes_[0].reader->name();
+  counters.merge_gap_bytes = merge_gap_bytes_;
   return counters;
 }
 

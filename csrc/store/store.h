@@ -2,9 +2,10 @@
 // an index in memory and commits that survive crashes. docs/design.md has the idea, docs/formats.md the
 // bytes.
 //
-// Read, Write, Keys, Commit, DropCommit and Stats may be called from any thread and exclude one another;
-// Close may be called at any time and makes calls under way throw ClosedError. Two threads work in the
-// background: one writes, one compacts. Their errors are thrown by the next call, once.
+// All may be called from any thread. Calls exclude one another, but for Read, which goes on beside the
+// others: of rows that are written meanwhile it gives the old or the new ones. Close makes calls under way
+// throw ClosedError. Threads work in the background: two write, one compacts. Their errors are thrown by the
+// next call that is not Read, once.
 //
 // Throws IoError, CorruptError, FullError, ClosedError and InputError (store/errors.h). A call that throws
 // has no effect, except that Write may have stored a leading part of its rows.
@@ -106,6 +107,7 @@ class Store {
     std::uint32_t first, count;
   };
   struct PendingRead;
+  struct ReadLane;
   struct Replay;
   struct Survey {                      // of all segments' bytes
     std::uint64_t live = 0, dead = 0;  // newest and superseded versions, outside of retired segments
@@ -129,10 +131,15 @@ class Store {
   void CountLive(RowClass& row_class, std::uint32_t location, int change);
 
   // read.cc
-  void Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found,
+  void LockAfterReads(Lock& lock);
+  void GiveWay(Lock& lock);
+  void Locate(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found,
+              PendingRead& pending);
+  bool Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found,
                std::size_t base, PendingRead& pending);
-  void MeasureReads(const PendingRead& pending);
-  void Fetch(PendingRead& pending, std::span<const std::uint64_t> keys, std::byte* rows);
+  ReadLane& PickLane(std::size_t rows);
+  void MeasureReads(BatchReader& reader, const PendingRead& pending);
+  void Fetch(BatchReader& reader, PendingRead& pending, std::span<const std::uint64_t> keys, std::byte* rows);
 
   // append.cc
   Span Reserve(Lock& lock, RowClass& row_class, bool relocated, std::uint32_t want);
@@ -202,14 +209,21 @@ class Store {
   StoreId store_id_{};
   std::atomic<bool> closed_{false};
 
-  // Held while rows are read from files, by calls that have let go of call_: others go on meanwhile.
-  std::mutex reading_;
-  std::unique_ptr<BatchReader> reader_;  // used with reading_ held
-  std::optional<ReadCost> read_cost_;    // likewise; of this device, once it was measured
-  std::mutex call_;                      // held during every public call but Close; taken before mutex_
+  std::mutex call_;  // held during every public call but Read and Close; taken before what follows
+  // Reads from files, while other calls go on: one batch at a time in each lane. Small ones go where less is
+  // ahead of them, large ones always to the first, so that the second is soon free.
+  struct ReadLane {
+    std::mutex mutex;                     // taken before mutex_
+    std::unique_ptr<BatchReader> reader;  // used with the lane's mutex held; made when first needed
+    std::atomic<std::size_t> rows{0};     // being read or waiting
+  };
+  ReadLane lanes_[2];
+  std::atomic<std::uint64_t> merge_gap_bytes_{0};  // 0 until this device was measured
   std::atomic<std::uint64_t> read_rows_{0}, read_bytes_{0}, read_requests_{0};
 
-  std::mutex mutex_;  // guards all that follows
+  std::atomic<int> reads_{0};          // from files, under way or waiting for a lane
+  std::atomic<int> reads_waiting_{0};  // for mutex_
+  std::mutex mutex_;                   // guards all that follows
   std::vector<std::unique_ptr<Table>> tables_;
   std::map<std::uint32_t, std::unique_ptr<RowClass>> classes_;  // by row_bytes
   std::map<std::uint32_t, SegmentPtr> segments_;                // by number; all that have a file

@@ -10,11 +10,12 @@ namespace {
 // Bytes that a thread writes between two times that it takes the mutex, whose holder may keep it for as long
 // as a few of these writes take: the device must not wait for that.
 constexpr std::size_t kBytesPerTurn = 4 << 20;
+constexpr std::size_t kPacedBytes = 256 << 10;  // of one write beside reads
 }  // namespace
 
-WriteQueue::WriteQueue(std::mutex& mutex, std::size_t max_queued_bytes,
+WriteQueue::WriteQueue(std::mutex& mutex, std::size_t max_queued_bytes, const std::atomic<int>& reads,
                        std::function<void(const SegmentPtr&)> written)
-    : mutex_(mutex), max_queued_bytes_(max_queued_bytes), written_(std::move(written)) {
+    : mutex_(mutex), max_queued_bytes_(max_queued_bytes), reads_(reads), written_(std::move(written)) {
   for (std::size_t i = 0; i < kThreads; ++i) threads_.emplace_back([this] { Run(); });
 }
 
@@ -105,11 +106,7 @@ void WriteQueue::Run() {
     const std::uint64_t failures = failures_;
     lock.unlock();
     try {
-      for (; written < turn.size(); ++written) {
-        const Task& task = *turn[written];
-        task.segment->file->Write(task.chunk->offset + task.begin, task.chunk->buffer.data() + task.begin,
-                                  task.end - task.begin);
-      }
+      for (; written < turn.size(); ++written) WriteOut(*turn[written]);
     } catch (...) {
       error = std::current_exception();
     }
@@ -127,6 +124,20 @@ void WriteQueue::Run() {
       Report(error);
     }
     progress_.notify_all();
+  }
+}
+
+// Without the mutex. Beside reads the two threads write in turns.
+void WriteQueue::WriteOut(const Task& task) {
+  for (std::size_t at = task.begin; at < task.end;) {
+    std::unique_lock paced(paced_, std::defer_lock);
+    std::size_t end = task.end;
+    if (reads_ > 0) {
+      paced.lock();
+      end = std::min(end, at + kPacedBytes);
+    }
+    task.segment->file->Write(task.chunk->offset + at, task.chunk->buffer.data() + at, end - at);
+    at = end;
   }
 }
 

@@ -5,8 +5,12 @@
 // which is released while waiting). When a write fails no new ones begin; ThrowPending hands the error to one
 // call and lets the threads try that write again, so nothing that was accepted is lost while the store is
 // open.
+//
+// While rows are read from files, writes are paced so that these keep their latency: smaller ones, one at a
+// time. They never stop.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -40,8 +44,10 @@ struct Interrupted {};
 
 class WriteQueue {
  public:
-  // `written` is called with the mutex held when a chunk has left memory.
-  WriteQueue(std::mutex& mutex, std::size_t max_queued_bytes, std::function<void(const SegmentPtr&)> written);
+  // `reads`: how many are under way now. `written` is called with the mutex held when a chunk has left
+  // memory.
+  WriteQueue(std::mutex& mutex, std::size_t max_queued_bytes, const std::atomic<int>& reads,
+             std::function<void(const SegmentPtr&)> written);
   ~WriteQueue();
 
   // Begins a chunk at `offset`; waits while too much is queued. Throws the pending error instead, or, in the
@@ -77,11 +83,14 @@ class WriteQueue {
 
   void Run();
   std::vector<Task*> TakeTurn();
+  void WriteOut(const Task& task);
   void Finish(const Task& task);
   void ReleaseIfDone(const SegmentPtr& segment, const std::shared_ptr<Chunk>& chunk);
 
   std::mutex& mutex_;
   const std::size_t max_queued_bytes_;
+  const std::atomic<int>& reads_;
+  std::mutex paced_;  // held by the thread whose write is under way beside reads; never with mutex_
   const std::function<void(const SegmentPtr&)> written_;
   std::condition_variable work_, progress_;
   std::deque<Task> tasks_;  // not finished, in the order of queueing

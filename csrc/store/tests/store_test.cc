@@ -118,14 +118,14 @@ void RunWorkload(Env& env, const std::string& directory, ReadEngine engine, int 
   CheckAll(*store, now);
 }
 
-// Reads from another thread beside writes, commits and compaction: rows are whole, and never older than what
-// was read before.
+// Reads from two other threads beside writes, commits and compaction: rows are whole, and never older than
+// what was read before.
 void ReadMeanwhile(Env& env, const std::string& directory, ReadEngine engine, int steps, std::uint64_t seed) {
   Store store(env, directory, Config(engine), {});
   std::atomic<bool> done{false};
-  std::thread reader([&] {
+  const auto read = [&](std::uint64_t reader) {
     Model seen[3];  // by table
-    std::mt19937_64 random(seed + 1);
+    std::mt19937_64 random(seed + reader);
     while (!done) {
       const auto table = static_cast<std::uint32_t>(random() % 3);
       Model now = ReadTable(store, table);
@@ -135,7 +135,8 @@ void ReadMeanwhile(Env& env, const std::string& directory, ReadEngine engine, in
       }
       seen[table] = std::move(now);
     }
-  });
+  };
+  std::thread readers[] = {std::thread(read, 1), std::thread(read, 2)};
   std::mt19937_64 random(seed);
   Model model;
   for (int step = 1; step <= steps; ++step) {
@@ -144,7 +145,7 @@ void ReadMeanwhile(Env& env, const std::string& directory, ReadEngine engine, in
     if (step % 40 == 0) store.Compact();
   }
   done = true;
-  reader.join();
+  for (std::thread& reader : readers) reader.join();
   CheckAll(store, model);
 }
 
