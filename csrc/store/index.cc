@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <utility>
+
+#include "store/index_scale.h"
 
 namespace tierstore {
 namespace {
 
-constexpr std::uint64_t kMask48 = (std::uint64_t{1} << 48) - 1;
 constexpr std::uint64_t kMul1 = 0xd9e4a5c3b12fULL, kMul2 = 0x9c3f27e1ad5bULL;
 
 // Inverse of an odd number modulo 2^48, by Newton's iteration.
@@ -19,30 +19,10 @@ constexpr std::uint64_t Inverse(std::uint64_t odd) {
 }
 
 constexpr std::size_t kInitialCapacity = 128;
-constexpr std::size_t kSlack = 256;
-constexpr std::size_t kSmall = 1 << 14;       // below this, growth is coarser
 constexpr std::size_t kMovesPerInsert = 128;  // positions; growth ends after capacity/128 insertions
 constexpr std::size_t kMovesAtOnce = 4096;
-constexpr std::int64_t kBlock = 512;
 constexpr std::size_t kPrefetch = 16;
 constexpr std::size_t kCacheLine = 64;
-constexpr std::size_t kEntriesAtOnce = 4096;
-constexpr std::int64_t kAnyReach = std::int64_t{1} << 48;
-
-std::uint64_t Scale(std::uint64_t h, std::size_t capacity) {
-  return static_cast<std::uint64_t>((static_cast<unsigned __int128>(h) * capacity) >> 48);
-}
-
-// 2^64 / capacity
-std::uint64_t StepOf(std::size_t capacity) {
-  return static_cast<std::uint64_t>((static_cast<unsigned __int128>(1) << 64) / capacity);
-}
-
-// Not larger than any h whose home is the given number of steps from the first one, but hardly smaller.
-std::uint64_t FirstHash(std::int64_t steps, std::uint64_t step) {
-  if (steps <= 0) return 0;
-  return static_cast<std::uint64_t>((static_cast<unsigned __int128>(steps) * step) >> 16);
-}
 
 }  // namespace
 
@@ -90,12 +70,6 @@ inline std::uint32_t TableIndex::LocationAt(Position p) const {
   std::uint32_t stored;
   std::memcpy(&stored, At(p) + entry_bytes_ - 4, sizeof stored);
   return stored - 1;
-}
-
-inline void TableIndex::Set(Position p, std::uint64_t h, std::uint32_t location) {
-  const std::uint32_t stored = location + 1;
-  std::memcpy(At(p), &h, sizeof h);  // its upper bits make way for the location
-  std::memcpy(At(p) + entry_bytes_ - 4, &stored, sizeof stored);
 }
 
 inline TableIndex::Position TableIndex::ScaledHome(std::uint64_t h) const {
@@ -162,6 +136,23 @@ std::uint32_t TableIndex::Put(std::uint64_t id, std::uint32_t location) {
   Insert(h, location, p);
   ++count_;
   return kAbsent;
+}
+
+// Before an insertion; whether entries have moved.
+bool TableIndex::MakeRoom() {
+  if (old_end_ >= 0) {
+    debt_ += kMovesPerInsert;
+    if (debt_ < kMovesAtOnce) return false;
+    MoveSome(std::exchange(debt_, 0));
+    return true;
+  }
+  if (count_ < max_count_) return false;
+  if (const Layout& layout = LayoutFor(count_); &layout != layout_) {
+    Rewrite(count_ + count_ / layout.growth);
+  } else {
+    BeginGrowth();
+  }
+  return true;
 }
 
 // `place` is Seek(h), where h is not. Entries from there to the next empty position on the left, all smaller,
@@ -272,165 +263,6 @@ bool TableIndex::Append(const Entry* entries, std::size_t n) {
     ++count_;
   }
   return true;
-}
-
-const TableIndex::Layout& TableIndex::LayoutFor(std::size_t rows) const {
-  const Layout* layout = &kLayouts[0];
-  for (const Layout& other : kLayouts) {
-    if (rows >= other.least_rows && !crowded_) layout = &other;
-  }
-  return *layout;
-}
-
-// Of an index without entries.
-void TableIndex::SetLayout(const Layout& layout, std::size_t capacity) {
-  layout_ = &layout;
-  entry_bytes_ = layout.entry_bytes;
-  const unsigned stored_bits = std::min(48u, (layout.entry_bytes - 4) * 8);
-  stored_mask_ = (std::uint64_t{1} << stored_bits) - 1;
-  compare_shift_ = stored_bits == 48 ? 0 : 64 - stored_bits;
-  Map(kSlack, capacity);
-  SetReach();
-}
-
-void TableIndex::Map(std::size_t slack, std::size_t capacity) {
-  memory_.Extend((slack + capacity) * static_cast<std::size_t>(entry_bytes_));
-  base_ = memory_.data();
-  slack_ = slack;
-  capacity_ = capacity;
-  step_ = StepOf(capacity);
-  max_count_ = static_cast<std::size_t>(static_cast<double>(capacity) * layout_->max_load);
-}
-
-// Entries at p have homes from p to p + reach_, so what Compare meets differs by little more than that; it
-// must be less than half of what the stored bits can tell.
-void TableIndex::SetReach() {
-  constexpr Position kMargin = 4;
-  const Position half = static_cast<Position>(Scale((stored_mask_ + 1) / 2, capacity_));
-  reach_ = compare_shift_ == 0 ? kAnyReach : half - kMargin;
-}
-
-// Before an insertion; whether entries have moved.
-bool TableIndex::MakeRoom() {
-  if (old_end_ >= 0) {
-    debt_ += kMovesPerInsert;
-    if (debt_ < kMovesAtOnce) return false;
-    MoveSome(std::exchange(debt_, 0));
-    return true;
-  }
-  if (count_ < max_count_) return false;
-  if (const Layout& layout = LayoutFor(count_); &layout != layout_) {
-    Rewrite(count_ + count_ / layout.growth);
-  } else {
-    BeginGrowth();
-  }
-  return true;
-}
-
-void TableIndex::BeginGrowth() {
-  const std::size_t old = capacity_;
-  const std::uint64_t step = step_;
-  Map(slack_, old + old / (old < kSmall ? 2 : layout_->growth));
-  old_capacity_ = old;
-  old_step_ = step;
-  bound_ = kMask48 + 1;
-  old_end_ = static_cast<Position>(slack_ + old) - 1;
-  new_begin_ = static_cast<Position>(slack_ + capacity_);
-  debt_ = 0;
-}
-
-// Entries from the right end of the old part on move to their home by the new capacity or, where that is
-// taken, to the left of what has moved.
-void TableIndex::MoveSome(std::size_t positions) {
-  const Position stop = std::max<Position>(old_end_ - static_cast<Position>(positions), -1);
-  bool in_reach = true;
-  while (in_reach && old_end_ > stop) in_reach = MoveBlock(std::max(stop, old_end_ - kBlock));
-  if (!in_reach) {
-    GiveUpReach(count_);
-  } else if (old_end_ >= 0) {
-    TightenBound();
-  } else {
-    bound_ = 0;
-    old_capacity_ = 0;
-    SetReach();
-  }
-}
-
-// Until old_end_ is `stop`, at most kBlock positions; or until an entry would lie too far from its home: then
-// false. Many positions are empty, at random, so there is no branch on that.
-bool TableIndex::MoveBlock(Position stop) {
-  struct Moving {
-    std::uint64_t stored;
-    std::uint32_t location;
-    std::uint32_t at;  // positions from `stop` on
-  };
-  Moving moving[kBlock];
-  // Of members the compiler would have to assume that the array overlaps them.
-  const Position entry_bytes = entry_bytes_, slack = static_cast<Position>(slack_), reach = reach_;
-  const std::uint64_t old_step = old_step_, mask = stored_mask_, capacity = capacity_;
-  std::byte* const base = base_;
-  Position begin = new_begin_;
-  std::uint64_t bound = bound_;
-  const std::byte* from = At(old_end_);
-  std::size_t n = 0;
-  for (Position p = old_end_; p > stop; --p, from -= entry_bytes) {
-    std::memcpy(&moving[n].stored, from, 8);
-    std::memcpy(&moving[n].location, from + entry_bytes - 4, 4);
-    moving[n].at = static_cast<std::uint32_t>(p - stop);
-    n += moving[n].location != 0;
-  }
-  std::memset(At(stop + 1), 0, static_cast<std::size_t>((old_end_ - stop) * entry_bytes));
-  std::size_t i = 0;
-  for (; i < n; ++i) {
-    const std::uint64_t first = FirstHash(stop + moving[i].at - slack, old_step);
-    const std::uint64_t h = first + ((moving[i].stored - first) & mask);
-    const Position home = slack + static_cast<Position>(Scale(h, capacity));
-    const Position to = std::min(home, begin - 1);
-    if (home - to > reach) break;
-    std::byte* const entry = base + to * entry_bytes;
-    std::memcpy(entry, &h, 8);
-    std::memcpy(entry + entry_bytes - 4, &moving[i].location, 4);
-    begin = to;
-    bound = h;
-  }
-  new_begin_ = begin;
-  bound_ = bound;
-  old_end_ = i < n ? stop + moving[i].at : stop;
-  for (; i < n; ++i) Set(stop + moving[i].at, moving[i].stored, moving[i].location - 1);
-  return old_end_ == stop;
-}
-
-// Entries of the old part are in reach of their homes, so their h are below this; and whatever is sought
-// there must be near enough to be compared with them.
-void TableIndex::TightenBound() {
-  if (reach_ == kAnyReach) return;
-  const Position steps = old_end_ + reach_ + 2 - static_cast<Position>(slack_);
-  bound_ = std::min(bound_, FirstHash(steps, old_step_));
-}
-
-void TableIndex::WidenSlack() {
-  const std::size_t slack = slack_;
-  const auto entry_bytes = static_cast<std::size_t>(entry_bytes_);
-  Map(2 * slack, capacity_);
-  std::memmove(At(static_cast<Position>(slack)), base_, (slack + capacity_) * entry_bytes);
-  std::memset(base_, 0, slack * entry_bytes);
-  new_begin_ += static_cast<Position>(slack);
-}
-
-void TableIndex::GiveUpReach(std::size_t entries) {
-  crowded_ = true;
-  Rewrite(entries);
-}
-
-// Copies all into a new array for so many entries, of the layout that suits them.
-void TableIndex::Rewrite(std::size_t entries) {
-  TableIndex other;
-  other.crowded_ = crowded_;
-  other.Reserve(entries);
-  std::vector<Entry> some(kEntriesAtOnce);
-  Position cursor = DumpBegin();
-  while (const std::size_t n = Dump(cursor, some.data(), some.size())) other.Append(some.data(), n);
-  *this = std::move(other);
 }
 
 }  // namespace tierstore

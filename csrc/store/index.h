@@ -21,6 +21,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "store/index_memory.h"
@@ -96,7 +97,11 @@ class TableIndex {
   std::uint64_t HashAt(Position p) const;
   std::int64_t Compare(Position p, std::uint64_t h) const;
   std::uint32_t LocationAt(Position p) const;
-  void Set(Position p, std::uint64_t h, std::uint32_t location);
+  void Set(Position p, std::uint64_t h, std::uint32_t location) {
+    const std::uint32_t stored = location + 1;
+    std::memcpy(At(p), &h, sizeof h);  // its upper bits make way for the location
+    std::memcpy(At(p) + entry_bytes_ - 4, &stored, sizeof stored);
+  }
 
   static constexpr std::size_t kFew = 1 << 13;
   void ListFew(std::vector<std::uint64_t>& ids, std::vector<std::uint32_t>* locations) const;

@@ -62,8 +62,9 @@ class NativeStore:
     """A :class:`~tierstore.store.protocol.RowStore` over segments of records and an index in memory.
 
     ``path`` is a folder of its own that exists and is locked by the caller. Opening gives the last commit (or
-    ``config.at``); what was written after it is gone. Calls may come from any thread and exclude one another;
-    ``close`` interrupts them. ``env`` is a test double of the file system.
+    ``config.at``); what was written after it is gone. Calls may come from any thread; they exclude one
+    another, but for ``read``, which goes on beside all others. ``close`` interrupts them. ``env`` is a test
+    double of the file system.
     """
 
     engine = "native"

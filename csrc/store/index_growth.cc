@@ -1,0 +1,167 @@
+// TableIndex: its memory and layouts, and how entries move when it grows.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "store/index.h"
+#include "store/index_scale.h"
+
+namespace tierstore {
+namespace {
+
+constexpr std::size_t kSlack = 256;
+constexpr std::size_t kSmall = 1 << 14;  // below this, growth is coarser
+constexpr std::int64_t kBlock = 512;
+constexpr std::size_t kEntriesAtOnce = 4096;
+constexpr std::int64_t kAnyReach = std::int64_t{1} << 48;
+
+// 2^64 / capacity
+std::uint64_t StepOf(std::size_t capacity) {
+  return static_cast<std::uint64_t>((static_cast<unsigned __int128>(1) << 64) / capacity);
+}
+
+}  // namespace
+
+const TableIndex::Layout& TableIndex::LayoutFor(std::size_t rows) const {
+  const Layout* layout = &kLayouts[0];
+  for (const Layout& other : kLayouts) {
+    if (rows >= other.least_rows && !crowded_) layout = &other;
+  }
+  return *layout;
+}
+
+// Of an index without entries.
+void TableIndex::SetLayout(const Layout& layout, std::size_t capacity) {
+  layout_ = &layout;
+  entry_bytes_ = layout.entry_bytes;
+  const unsigned stored_bits = std::min(48u, (layout.entry_bytes - 4) * 8);
+  stored_mask_ = (std::uint64_t{1} << stored_bits) - 1;
+  compare_shift_ = stored_bits == 48 ? 0 : 64 - stored_bits;
+  Map(kSlack, capacity);
+  SetReach();
+}
+
+void TableIndex::Map(std::size_t slack, std::size_t capacity) {
+  memory_.Extend((slack + capacity) * static_cast<std::size_t>(entry_bytes_));
+  base_ = memory_.data();
+  slack_ = slack;
+  capacity_ = capacity;
+  step_ = StepOf(capacity);
+  max_count_ = static_cast<std::size_t>(static_cast<double>(capacity) * layout_->max_load);
+}
+
+// Entries at p have homes from p to p + reach_, so what Compare meets differs by little more than that; it
+// must be less than half of what the stored bits can tell.
+void TableIndex::SetReach() {
+  constexpr Position kMargin = 4;
+  const Position half = static_cast<Position>(Scale((stored_mask_ + 1) / 2, capacity_));
+  reach_ = compare_shift_ == 0 ? kAnyReach : half - kMargin;
+}
+
+void TableIndex::BeginGrowth() {
+  const std::size_t old = capacity_;
+  const std::uint64_t step = step_;
+  Map(slack_, old + old / (old < kSmall ? 2 : layout_->growth));
+  old_capacity_ = old;
+  old_step_ = step;
+  bound_ = kMask48 + 1;
+  old_end_ = static_cast<Position>(slack_ + old) - 1;
+  new_begin_ = static_cast<Position>(slack_ + capacity_);
+  debt_ = 0;
+}
+
+// Entries from the right end of the old part on move to their home by the new capacity or, where that is
+// taken, to the left of what has moved.
+void TableIndex::MoveSome(std::size_t positions) {
+  const Position stop = std::max<Position>(old_end_ - static_cast<Position>(positions), -1);
+  bool in_reach = true;
+  while (in_reach && old_end_ > stop) in_reach = MoveBlock(std::max(stop, old_end_ - kBlock));
+  if (!in_reach) {
+    GiveUpReach(count_);
+  } else if (old_end_ >= 0) {
+    TightenBound();
+  } else {
+    bound_ = 0;
+    old_capacity_ = 0;
+    SetReach();
+  }
+}
+
+// Until old_end_ is `stop`, at most kBlock positions; or until an entry would lie too far from its home: then
+// false. Many positions are empty, at random, so there is no branch on that.
+bool TableIndex::MoveBlock(Position stop) {
+  struct Moving {
+    std::uint64_t stored;
+    std::uint32_t location;
+    std::uint32_t at;  // positions from `stop` on
+  };
+  Moving moving[kBlock];
+  // Of members the compiler would have to assume that the array overlaps them.
+  const Position entry_bytes = entry_bytes_, slack = static_cast<Position>(slack_), reach = reach_;
+  const std::uint64_t old_step = old_step_, mask = stored_mask_, capacity = capacity_;
+  std::byte* const base = base_;
+  Position begin = new_begin_;
+  std::uint64_t bound = bound_;
+  const std::byte* from = At(old_end_);
+  std::size_t n = 0;
+  for (Position p = old_end_; p > stop; --p, from -= entry_bytes) {
+    std::memcpy(&moving[n].stored, from, 8);
+    std::memcpy(&moving[n].location, from + entry_bytes - 4, 4);
+    moving[n].at = static_cast<std::uint32_t>(p - stop);
+    n += moving[n].location != 0;
+  }
+  std::memset(At(stop + 1), 0, static_cast<std::size_t>((old_end_ - stop) * entry_bytes));
+  std::size_t i = 0;
+  for (; i < n; ++i) {
+    const std::uint64_t first = FirstHash(stop + moving[i].at - slack, old_step);
+    const std::uint64_t h = first + ((moving[i].stored - first) & mask);
+    const Position home = slack + static_cast<Position>(Scale(h, capacity));
+    const Position to = std::min(home, begin - 1);
+    if (home - to > reach) break;
+    std::byte* const entry = base + to * entry_bytes;
+    std::memcpy(entry, &h, 8);
+    std::memcpy(entry + entry_bytes - 4, &moving[i].location, 4);
+    begin = to;
+    bound = h;
+  }
+  new_begin_ = begin;
+  bound_ = bound;
+  old_end_ = i < n ? stop + moving[i].at : stop;
+  for (; i < n; ++i) Set(stop + moving[i].at, moving[i].stored, moving[i].location - 1);
+  return old_end_ == stop;
+}
+
+// Entries of the old part are in reach of their homes, so their h are below this; and whatever is sought
+// there must be near enough to be compared with them.
+void TableIndex::TightenBound() {
+  if (reach_ == kAnyReach) return;
+  const Position steps = old_end_ + reach_ + 2 - static_cast<Position>(slack_);
+  bound_ = std::min(bound_, FirstHash(steps, old_step_));
+}
+
+void TableIndex::WidenSlack() {
+  const std::size_t slack = slack_;
+  const auto entry_bytes = static_cast<std::size_t>(entry_bytes_);
+  Map(2 * slack, capacity_);
+  std::memmove(At(static_cast<Position>(slack)), base_, (slack + capacity_) * entry_bytes);
+  std::memset(base_, 0, slack * entry_bytes);
+  new_begin_ += static_cast<Position>(slack);
+}
+
+void TableIndex::GiveUpReach(std::size_t entries) {
+  crowded_ = true;
+  Rewrite(entries);
+}
+
+// Copies all into a new array for so many entries, of the layout that suits them.
+void TableIndex::Rewrite(std::size_t entries) {
+  TableIndex other;
+  other.crowded_ = crowded_;
+  other.Reserve(entries);
+  std::vector<Entry> some(kEntriesAtOnce);
+  Position cursor = DumpBegin();
+  while (const std::size_t n = Dump(cursor, some.data(), some.size())) other.Append(some.data(), n);
+  *this = std::move(other);
+}
+
+}  // namespace tierstore
