@@ -1,9 +1,10 @@
-// Bindings of the memory tiers: Batch, Tier, Plan, Window. Arrays that are returned are views that keep their
-// owner alive; callers do not write to them.
+// Bindings of the memory tiers: Batch, Tier, Plan, HeldRows, Window. Arrays that are returned are views that
+// keep their owner alive; callers do not write to them.
 #include <numeric>
 
 #include "bindings/registry.h"
 #include "cache/batch.h"
+#include "cache/held_rows.h"
 #include "cache/tier.h"
 #include "cache/window.h"
 
@@ -179,6 +180,51 @@ void BindTier(py::module_& m) {
       .def("__len__", &Tier::size);
 }
 
+void BindHeldRows(py::module_& m) {
+  py::class_<HeldRows>(m, "HeldRows")
+      .def(py::init<std::int64_t, std::int64_t>(), py::arg("capacity"), py::arg("row_bytes"))
+      .def_property_readonly_static("BYTES_PER_ROW", [](py::object) { return HeldRows::kBytesPerRow; })
+      .def("find",
+           [](const HeldRows& held, const Array<std::uint64_t>& keys) {
+             Array<std::int32_t> slots(keys.size());
+             std::int32_t* out = slots.mutable_data();
+             py::gil_scoped_release unlocked;
+             held.Find(keys.data(), keys.size(), out);
+             return slots;
+           })
+      .def("add",
+           [](HeldRows& held, const Array<std::uint64_t>& keys) {
+             Array<std::int32_t> slots(keys.size());
+             std::int32_t* out = slots.mutable_data();
+             py::gil_scoped_release unlocked;
+             held.Add(keys.data(), keys.size(), out);
+             return slots;
+           })
+      .def("remove",
+           [](HeldRows& held, const Array<std::int32_t>& slots) {
+             py::gil_scoped_release unlocked;
+             held.Remove(slots.data(), slots.size());
+           })
+      .def("discard",
+           [](HeldRows& held, const Array<std::uint64_t>& keys) {
+             py::gil_scoped_release unlocked;
+             held.Discard(keys.data(), keys.size());
+           })
+      .def(
+          "rows",
+          [](py::object self, std::int64_t n) {
+            auto& held = self.cast<HeldRows&>();
+            if (n < 0 || n > held.capacity()) throw std::invalid_argument("rows: beyond the capacity");
+            return Array<std::uint8_t>({n, held.row_bytes()}, reinterpret_cast<std::uint8_t*>(held.rows()),
+                                       self);
+          },
+          py::arg("n"), "The first n slots, uint8 (n, row_bytes), to be read into.")
+      .def_property_readonly("rows_addr",
+                             [](const HeldRows& h) { return reinterpret_cast<std::uintptr_t>(h.rows()); })
+      .def_property_readonly("capacity", &HeldRows::capacity)
+      .def("__len__", &HeldRows::size);
+}
+
 void BindWindow(py::module_& m) {
   py::class_<Window>(m, "Window")
       .def(py::init<>())
@@ -231,5 +277,6 @@ TIERSTORE_BINDINGS(cache) {
   py::register_exception<PolicyFault>(m, "PolicyFault", PyExc_RuntimeError);
   BindPlan(m);
   BindTier(m);
+  BindHeldRows(m);
   BindWindow(m);
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import math
 import threading
 import time
 import weakref
@@ -12,14 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.bags import SGD, budget, build, everything, random_batches
-from tierstore import TierConfig
+from tierstore import TierConfig, _core
 from tierstore.cache.read_ahead import ReadAhead
 from tierstore.errors import StoreIOError
 from tierstore.pipeline.prefetch import prefetch
 
 ROW = 16
+EACH = ROW + math.ceil(_core.HeldRows.BYTES_PER_ROW)
+NEVER = np.iinfo(np.int64).max
 
 
 class Store:
@@ -48,7 +54,7 @@ class Rig:
         self.store: Any = Store()
         self.lock = threading.RLock()
         self.resident: set[int] = set()
-        self.ahead = ReadAhead(self.store, ROW, 2 * rows * ROW, self.lock, self._resident)
+        self.ahead = ReadAhead(self.store, ROW, 2 * rows * EACH, self.lock, self._resident)
 
     def _resident(self, keys: Any) -> Any:
         return np.array([int(key) in self.resident for key in keys], bool)
@@ -62,8 +68,27 @@ class Rig:
         with self.lock:
             pieces = self.ahead.find(np.array(keys, np.uint64))
         return {
-            keys[p]: int(rows[s, 0]) for at, rows, source in pieces for p, s in zip(at, source, strict=True)
+            keys[p]: ctypes.string_at(address + ROW * slot, 1)[0]
+            for at, address, slots in pieces
+            for p, slot in zip(at.tolist(), slots.tolist(), strict=True)
         }
+
+    def keep(self, version: int, uses: dict[int, int]) -> None:
+        """The rows of these keys leave memory in this version; they are used next by these lookups."""
+        keys = np.array(list(uses), np.uint64)
+        with self.lock:
+            self.ahead.written(keys)
+            self.store.version.update((key, version) for key in uses)
+            rows = np.full((len(uses), ROW), version, np.uint8)
+            self.ahead.keep(keys, rows, np.array(list(uses.values())))
+
+    def plan(self, seq: int, *keys: int) -> None:
+        """Lookup ``seq`` is planned and takes these rows."""
+        with self.lock:
+            self.ahead.begun(seq)
+        self.ahead.wait(seq)
+        with self.lock:
+            self.ahead.taken(seq, np.array(keys, np.uint64))
 
     def wait_idle(self) -> None:
         deadline = time.monotonic() + 20
@@ -84,14 +109,13 @@ def test_many_lookups_are_one_read_without_what_is_in_memory(rig: Rig) -> None:
     rig.resident = {4}
     with rig.lock:
         for seq in range(3):
-            rig.announce(seq, 2 * seq, 2 * seq + 1, 2 * seq + 2)
+            rig.announce(seq, 2 * seq, 2 * seq + 1, *([6] if seq == 2 else []))
     rig.store.go.set()
     rig.wait_idle()
     assert rig.store.asked == [[0, 1, 2, 3, 5, 6]]
     assert rig.find(0, 1, 2, 3, 4, 5, 6, 7) == {0: 1, 2: 1, 6: 1}
     assert rig.ahead.memory_bytes() > 0
-    with rig.lock:
-        rig.ahead.planned(2)
+    rig.plan(2)
     assert rig.find(0, 2, 6) == {}
     assert rig.ahead.memory_bytes() == 0
 
@@ -126,7 +150,7 @@ def test_a_plan_waits_for_the_read_that_has_its_rows(rig: Rig) -> None:
 
 def test_lookups_that_are_planned_or_too_large_are_not_read(rig: Rig) -> None:
     with rig.lock:
-        rig.ahead.planned(3)
+        rig.ahead.begun(3)
         rig.announce(3, 2)
         rig.announce(4, *range(0, 200, 2))
         rig.announce(5, 4)
@@ -151,8 +175,7 @@ def test_the_next_read_begins_when_it_covers_as_many_lookups_as_the_block_before
     _wait_for(lambda: rig.store.asked == [[0, 2, 4, 6]])
     rig.announce(4, 8)
     time.sleep(0.02)
-    with rig.lock:
-        rig.ahead.planned(1)
+    rig.plan(1)
     time.sleep(0.02)
     assert len(rig.store.asked) == 1
     rig.announce(5, 10)
@@ -198,11 +221,92 @@ def test_at_most_two_reads_are_held(rig: Rig) -> None:
     time.sleep(0.02)
     assert len(rig.store.asked) == 2
     for seq in range(6):
-        rig.ahead.wait(seq)
-        with rig.lock:
-            rig.ahead.planned(seq)
+        rig.plan(seq)
     rig.wait_idle()
     assert [asked[0] for asked in rig.store.asked] == sorted(asked[0] for asked in rig.store.asked)
+
+
+def test_rows_that_come_back_are_kept_until_they_are_taken_or_written(rig: Rig) -> None:
+    rig.plan(3)
+    rig.keep(2, {2: 4, 4: 6, 6: 3, 8: NEVER})
+    assert rig.find(2, 4, 6, 8) == {2: 2, 4: 2}
+    assert rig.ahead.memory_bytes() == int(2 * (ROW + _core.HeldRows.BYTES_PER_ROW))
+    rig.plan(4, 2, 8)
+    assert rig.find(2, 4) == {4: 2}
+    rig.keep(3, {4: 6})
+    assert rig.find(4) == {4: 3}
+    with rig.lock:
+        rig.ahead.written(np.array([4], np.uint64))
+    assert rig.find(4) == {}
+    assert rig.ahead.memory_bytes() == 0
+    rig.keep(4, {4: 6})
+    with rig.lock:
+        rig.ahead.forget()
+    assert rig.find(4) == {}
+
+
+def test_kept_rows_and_those_read_share_the_room(rig: Rig) -> None:
+    rig.store.go.set()
+    rig.keep(2, {key: 9 for key in range(500, 600, 2)})  # 50 where two fifths of 80 may be kept
+    assert rig.find(*range(500, 600, 2)) == {
+        key: 2 for key in range(536, 600, 2)
+    }  # the last are wanted first
+    with rig.lock:
+        for seq in range(4):
+            rig.announce(seq, *range(100 * seq, 100 * seq + 24, 2))  # 12 rows; a block has room for 24
+    _wait_for(lambda: len(rig.store.asked) == 2)
+    rig.wait_idle()
+    assert [len(asked) for asked in rig.store.asked] == [24, 24]
+    assert rig.ahead.memory_bytes() == int(80 * (ROW + _core.HeldRows.BYTES_PER_ROW))
+    rig.plan(9, *range(536, 546, 2))
+    rig.keep(3, {key: 10 for key in range(600, 700, 2)})
+    assert len(rig.find(*range(500, 700, 2))) == 32
+
+
+def test_nothing_is_kept_where_blocks_have_taken_the_room(rig: Rig) -> None:
+    rig.store.go.set()
+    rig.announce(0, *range(0, 80, 2))
+    rig.announce(1, *range(100, 180, 2))
+    rig.wait_idle()
+    rig.keep(2, {500: 1})
+    assert rig.find(500) == {}
+    rig.plan(0)
+    rig.keep(2, {500: 1})
+    assert rig.find(500) == {500: 2}
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "discard"]), st.sets(st.integers(0, 60)))))
+def test_held_rows_are_a_dictionary(steps: list[tuple[str, set[int]]]) -> None:
+    held, model = _core.HeldRows(40, ROW), dict[int, int]()
+    for what, numbers in steps:
+        if what == "add":
+            new = [n for n in numbers if n not in model]
+            if len(model) + len(new) > 40:
+                with pytest.raises(ValueError, match="no room"):
+                    held.add(np.array(new, np.uint64))
+                continue
+            model.update(zip(new, held.add(np.array(new, np.uint64)).tolist(), strict=True))
+        elif what == "remove":
+            held.remove(np.array([model.pop(n) for n in numbers if n in model], np.int32))
+        else:
+            held.discard(np.array(list(numbers), np.uint64))
+            model = {n: slot for n, slot in model.items() if n not in numbers}
+        found = held.find(np.arange(61, dtype=np.uint64)).tolist()
+        assert found == [model.get(n, -1) for n in range(61)]
+        assert len(held) == len(model) == len(set(model.values()))
+        assert all(0 <= slot < 40 for slot in model.values())
+
+
+def test_plans_read_nothing_themselves_where_the_window_tells_everything() -> None:
+    batches = random_batches(5, 80, 1, 6, 3)
+    module = build(tiered(budget(60), "lookahead"), SGD, (8,))
+    for ids in prefetch(iter(batches), module, inputs={"": lambda batch: (batch,)}, depth=1, window=20):
+        module(ids).sin().sum().backward()
+    stats = module.engine.stats()
+    hits = stats["tiers"]["ssd"]["row_hits"]
+    assert stats["read_ahead_rows"] > 0.7 * hits > 40
+    module.engine.close()
 
 
 @pytest.mark.parametrize("policy", ["lookahead", "lru"])

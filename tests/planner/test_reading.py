@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from tests.planner.machines import table, topology
+from tierstore import _core
 from tierstore.cache.engine import READ_AHEAD_BYTES as RUNTIME_READ_AHEAD
 from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
-from tierstore.planner.costs import MERGED_READ_BYTES, READ_AHEAD_BYTES, read_bytes
+from tierstore.planner.costs import HELD_BYTES_PER_ROW, MERGED_READ_BYTES, READ_AHEAD_BYTES, read_bytes
 from tierstore.planner.reading import read_seconds
 
 BLOCK, RECORD = 4096, 292
@@ -33,6 +34,7 @@ def merged(places: np.ndarray, gap: float) -> tuple[int, int]:
 
 def test_the_constants_are_the_runtimes():
     assert READ_AHEAD_BYTES == RUNTIME_READ_AHEAD
+    assert pytest.approx(_core.HeldRows.BYTES_PER_ROW) == HELD_BYTES_PER_ROW
 
 
 @pytest.mark.parametrize("rows", [100, 1000, 5000, 20_000])

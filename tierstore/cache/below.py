@@ -13,8 +13,8 @@ from tierstore.cache.stats import ChainCounters
 from tierstore.errors import TierFullError
 from tierstore.store.protocol import RowStore
 
-# Positions of rows that were asked for, an array of rows, and which of its rows they are.
-Piece = tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]
+# Positions of rows that were asked for, the address of rows, and which of these they are.
+Piece = tuple[NDArray[np.int64], int, NDArray[np.int32]]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class LowerTiers:
         if len(left):
             rows = self.buffer("fetched", len(left))
             there = np.flatnonzero(store.read(keys[left], rows))
-            pieces.append((left[there], rows, there))
+            pieces.append((left[there], rows.ctypes.data, there.astype(np.int32)))
             found[left[there]] = True
         return found, pieces
 
@@ -119,7 +119,7 @@ class LowerTiers:
     ) -> None:
         """Hands rows that left the fast tier to the tier below."""
         if self.host is None:
-            self._write_down(keys, rows, dirty)
+            self._write_down(keys, rows, dirty, next_use)
             return
         native = self.host.native
         plan = native.begin(keys, next_use, seq)
@@ -127,13 +127,13 @@ class LowerTiers:
             self.host.evict(np.iinfo(np.int64).max, plan)
             # Rows that find no room in the host tier go past it.
             past = plan.misses[len(keys) - plan.needed - plan.refused :]
-            slots, victims, victim_dirty, _ = plan.victims
+            slots, victims, victim_dirty, victim_use = plan.victims
             if len(slots):
                 leaving = self.buffer("leaving", len(slots))
                 self.host.copy_out(slots, leaving)
-                self._write_down(victims, leaving, victim_dirty)
+                self._write_down(victims, leaving, victim_dirty, victim_use)
             if len(past):
-                self._write_down(keys[past], rows[past], dirty[past])
+                self._write_down(keys[past], rows[past], dirty[past], next_use[past])
         except BaseException:
             native.abort(plan)
             raise
@@ -143,14 +143,18 @@ class LowerTiers:
         self.host.copy_in(slots, rows if stay.all() else rows[stay])
         native.set_dirty(slots, dirty if stay.all() else dirty[stay])
 
-    def _write_down(self, keys: Keys, rows: NDArray[np.uint8], dirty: NDArray[np.uint8]) -> None:
+    def _write_down(
+        self, keys: Keys, rows: NDArray[np.uint8], dirty: NDArray[np.uint8], next_use: NDArray[np.int64]
+    ) -> None:
         """Stores the dirty ones; clean rows are in the store already, or were never updated."""
         changed = dirty.astype(bool)
         if not changed.any():
             return
         if not changed.all():
-            keys, rows = keys[changed], rows[changed]
+            keys, rows, next_use = keys[changed], rows[changed], next_use[changed]
         self.write(keys, rows)
+        if self.ahead is not None:
+            self.ahead.keep(keys, rows, next_use)
 
     def write(self, keys: Keys, rows: NDArray[np.uint8]) -> None:
         """Rows of the memory tiers go to the store, whether or not they stay in memory as well."""

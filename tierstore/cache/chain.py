@@ -192,19 +192,19 @@ class Chain:
             ticket.csr = _core.build_csr(ticket.batch.inverse, len(keys))
             plan = fast.begin(keys, next_use, seq)
             self._planned = max(self._planned, seq)
+            ahead = self.below.ahead
+            if ahead is not None:
+                ahead.begun(seq)
         try:
             self._find_victims(plan, pinned_since, stop)
         except BaseException:
             with self.moving:
                 fast.abort(plan)
             raise
-        ahead = self.below.ahead
         if ahead is not None:
             ahead.wait(seq)
         with self.moving, self._planning_time():
             self._move(ticket, plan, keys)
-            if ahead is not None:
-                ahead.planned(seq)
 
     def _find_victims(self, plan: Any, pinned_since: int, stop: Callable[[], bool] | None) -> None:
         """Without holding ``moving`` while it waits: until the rows move, they are found where they were."""
@@ -246,6 +246,8 @@ class Chain:
         fast.assign(keys, True, plan)
         ticket.slots, ticket.rows_addr = plan.slots, self.fast.rows_addr
         self._fill(plan.slots[plan.absent], missing, found)
+        if self.below.ahead is not None:
+            self.below.ahead.taken(ticket.seq, missing)
         self._count(plan, ticket, found)
 
     def _give_up(self, plan: Any, seq: int) -> None:
@@ -323,14 +325,11 @@ class Chain:
             self.fast.native.set_dirty(lifted, below.dirty)
             slots, keys = slots[~below.in_host], keys[~below.in_host]
         if below.in_store is not None:
-            for positions, rows, source in below.pieces:
-                self._scatter(self.fast.rows_addr, slots[positions], rows, source.astype(np.int32))
+            for positions, address, source in below.pieces:
+                _core.copy_in(self.fast.rows_addr, self.layout.row_bytes, slots[positions], address, source)
             slots, keys = slots[~below.in_store], keys[~below.in_store]
         if len(keys):
             self.layout.initialise(self.fast.rows_addr, slots, keys)
-
-    def _scatter(self, address: int, slots: NDArray[np.int32], rows: Any, source: NDArray[np.int32]) -> None:
-        _core.copy_in(address, self.layout.row_bytes, slots, rows.ctypes.data, source)
 
     # -- rows that were changed -----------------------------------------------------------
 

@@ -18,7 +18,7 @@ from tierstore import _core
 from tierstore.cache.budget import ChainDemand, TierPlan, divide, fast_tiers
 from tierstore.cache.chain import Chain
 from tierstore.cache.layout import RowLayout, Segment
-from tierstore.cache.memory_tier import MemoryTier, as_policy
+from tierstore.cache.memory_tier import MemoryTier, as_policy, bytes_for
 from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, touched_ids
 from tierstore.cache.report import report, table_curve
 from tierstore.config import TierConfig
@@ -200,7 +200,8 @@ class Engine:
         """What rows that were read ahead may take, beside the fast tier: at most twice as much as it."""
         if fast.holds_all or self.store is None:
             return 0
-        return min(READ_AHEAD_BYTES // len(self._groups()), 2 * fast.slots * row_bytes)
+        tier = bytes_for(fast.slots, row_bytes, self.policy, self.config.admission)
+        return min(READ_AHEAD_BYTES // len(self._groups()), 2 * tier)
 
     def _load_meta(self) -> None:
         meta = self.store.meta() if self.store is not None else b""

@@ -1,9 +1,12 @@
-"""Reading ahead: rows of coming lookups, read from the store many lookups at a time, by a thread of its own.
+"""Rows of coming lookups, in memory before their plans ask for them.
 
-The store reads the rows of one call in the order of their places, neighbours in one request, so that many
-lookups in one call cost a fraction of as many calls (``tierstore bench store``); and planning goes on
-meanwhile. What is read ahead is what the store has: a row that is written to the store later is not to be had
-here any more, and nobody asks for rows that a memory tier has.
+Those that no memory tier has are read from the store many lookups at a time, by a thread of its own: the
+store reads the rows of one call in the order of their places, neighbours in one request, so that many lookups
+in one call cost a fraction of as many calls (``tierstore bench store``), and planning goes on meanwhile.
+Those that leave memory although the window wants them again are kept as they are written to the store.
+
+What is here is what the store has: a row that is written to the store later is not to be had here any more,
+and nobody asks for rows that a memory tier has.
 """
 
 from __future__ import annotations
@@ -18,38 +21,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore import _core
+from tierstore.cache.memory_tier import Keys, Slots
 from tierstore.errors import TierStoreError
 from tierstore.store.protocol import RowStore
 
 logger = logging.getLogger("tierstore")
 
-Keys = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
 
-_BLOCKS = 2  # one that plans take rows from, and one that is being read
+_BLOCKS = 2  # of rows that were read: one that plans take rows from, and one that is being filled
+_KEEP_SHARE = 0.4  # of all rows, that may be kept ones; as far as there are none, blocks are larger
+_NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(eq=False)
 class _Block:
-    """Rows of the lookups up to number ``last``; ``valid``: which of them are as in the store."""
+    """Rows read for the lookups up to number ``last``."""
 
     last: int
-    keys: Keys  # sorted
-    rows: NDArray[np.uint8]
-    valid: Flags
-
-    def find(self, keys: Keys) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Positions in ``keys`` of those that are here, and which rows they are."""
-        at = np.searchsorted(self.keys, keys)
-        at[at == len(self.keys)] = 0
-        here = np.flatnonzero((self.keys[at] == keys) & self.valid[at])
-        return here, at[here]
+    rows: Any  # _core.HeldRows
 
 
 class ReadAhead:
     """Rows of one chain. Its methods are called with ``lock`` held, :meth:`wait` and :meth:`close` without.
 
-    ``resident`` tells which keys some memory tier holds; ``max_bytes`` is what the rows may take.
+    ``resident`` tells which keys some memory tier holds; ``max_bytes`` is what the rows may take, their index
+    included.
     """
 
     def __init__(
@@ -62,15 +60,17 @@ class ReadAhead:
     ) -> None:
         self._store = store
         self._row_bytes = row_bytes
-        self._block_rows = max_bytes // (_BLOCKS * row_bytes)
+        self._max_rows = int(max_bytes / (row_bytes + _core.HeldRows.BYTES_PER_ROW))
         self._resident = resident
         self._changed = threading.Condition(lock)
         self._queue: deque[tuple[int, Keys]] = deque()  # lookups to come, of which nothing was read yet
         self._blocks: list[_Block] = []
-        self._spare: list[NDArray[np.uint8]] = []
+        self._filling: Any = None  # the rows of the block that is being filled
+        self._kept: Any = None
+        self._keep_rows = 0  # how many were to be kept at most
         self._reading: range | None = None  # numbers of the lookups whose rows are being read
         self._written: list[Keys] = []  # since that began
-        self._planned = -1
+        self._begun = -1
         self._generation = 0
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -78,7 +78,7 @@ class ReadAhead:
     # -- what the chain tells -------------------------------------------------------------
 
     def announce(self, seq: int, keys: Keys) -> None:
-        """Lookup ``seq`` will come and ask for ``keys``."""
+        """Lookup ``seq`` will come and ask for ``keys``, which no announced lookup before it asks for."""
         if self._closed or not len(keys):
             return
         self._queue.append((seq, keys))
@@ -88,33 +88,58 @@ class ReadAhead:
             self._thread.start()
         self._changed.notify_all()
 
-    def planned(self, seq: int) -> None:
-        """Lookup ``seq`` has its rows."""
-        self._planned = max(self._planned, seq)
-        for block in [block for block in self._blocks if block.last <= seq]:
-            self._blocks.remove(block)
-            if self._thread is not None:
-                self._spare.append(block.rows)
+    def begun(self, seq: int) -> None:
+        """Lookup ``seq`` is being planned: it has left the window."""
+        self._begun = max(self._begun, seq)
         self._changed.notify_all()
 
     def written(self, keys: Keys) -> None:
         """The store gets other versions of these rows."""
         if self._reading is not None:
             self._written.append(keys)
-        for block in self._blocks:
-            block.valid[block.find(keys)[1]] = False
+        for rows in self._all():
+            rows.discard(keys)
+
+    def keep(self, keys: Keys, rows: NDArray[np.uint8], next_use: NDArray[np.int64]) -> None:
+        """These rows were just written to the store: those of announced lookups need not be read for them."""
+        if self._closed:
+            return
+        wanted = np.flatnonzero((next_use > self._begun) & (next_use < _NEVER))
+        most = int(self._max_rows * _KEEP_SHARE)
+        held = 0 if self._kept is None else len(self._kept)
+        self._keep_rows = max(self._keep_rows, min(most, held + len(wanted)))
+        # Policies that know the next use give those up last that are wanted first.
+        room = max(0, min(most - held, self._free()))
+        wanted = wanted[max(0, len(wanted) - room) :]
+        if not len(wanted):
+            return
+        if self._kept is None:
+            self._kept = _core.HeldRows(most, self._row_bytes)
+        slots = self._kept.add(keys[wanted])
+        source = wanted.astype(np.int32)
+        _core.copy_in(self._kept.rows_addr, self._row_bytes, slots, rows.ctypes.data, source)
 
     def forget(self) -> None:
         """Lookups that were announced will not come."""
         self._generation += 1
         self._queue.clear()
         self._blocks.clear()
-        self._spare.clear()
+        self._kept, self._keep_rows = None, 0
         self._changed.notify_all()
 
     def memory_bytes(self) -> int:
-        held = [block.rows.nbytes + 9 * len(block.keys) for block in self._blocks]
-        return sum(held) + sum(rows.nbytes for rows in self._spare)
+        each = self._row_bytes + _core.HeldRows.BYTES_PER_ROW
+        return int(each * (self._max_rows - self._free()))
+
+    def _free(self) -> int:
+        """Rows for which there is room in all."""
+        held = sum(block.rows.capacity for block in self._blocks)
+        held += 0 if self._filling is None else self._filling.capacity
+        return self._max_rows - held - (0 if self._kept is None else len(self._kept))
+
+    def _all(self) -> list[Any]:
+        """Where rows are to be had."""
+        return [block.rows for block in self._blocks] + ([] if self._kept is None else [self._kept])
 
     # -- taking rows ----------------------------------------------------------------------
 
@@ -123,14 +148,22 @@ class ReadAhead:
         with self._changed:
             self._changed.wait_for(lambda: self._reading is None or seq not in self._reading)
 
-    def find(self, keys: Keys) -> list[tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]]:
-        """Positions in ``keys`` of rows that are here, an array of rows, and which of its rows they are."""
+    def find(self, keys: Keys) -> list[tuple[NDArray[np.int64], int, Slots]]:
+        """Positions in ``keys`` of rows that are here, the address of rows, and which of them they are."""
         found = []
-        for block in self._blocks:
-            positions, source = block.find(keys)
-            if len(positions):
-                found.append((positions, block.rows, source))
+        for rows in self._all():
+            slots = rows.find(keys)
+            here = np.flatnonzero(slots >= 0)
+            if len(here):
+                found.append((here, rows.rows_addr, slots[here]))
         return found
+
+    def taken(self, seq: int, keys: Keys) -> None:
+        """Lookup ``seq`` has its rows: those of ``keys`` that were found here are in a memory tier now."""
+        if self._kept is not None:
+            self._kept.discard(keys)
+        self._blocks = [block for block in self._blocks if block.last > seq]
+        self._changed.notify_all()
 
     # -- the thread -----------------------------------------------------------------------
 
@@ -140,28 +173,28 @@ class ReadAhead:
                 self._changed.wait_for(lambda: self._closed or not self._queue or self._is_due())
                 if self._closed or not self._queue:
                     self._thread = None
-                    self._spare.clear()
                     return
                 generation = self._generation
                 lookups, keys = self._choose()
                 if not len(keys):
                     continue
-                rows = self._room(len(keys))
+                rows = self._filling = _core.HeldRows(len(keys), self._row_bytes)
                 self._reading, self._written = lookups, []
+            slots = rows.add(keys)  # from 0 on
             try:
-                found = self._store.read(keys, rows[: len(keys)])
+                found = self._store.read(keys, rows.rows(len(keys)))
             except TierStoreError as error:
                 # Plans will ask again, and tell the user in the forward call.
                 logger.debug("no reading ahead: %s", error)
                 found = np.zeros(len(keys), bool)
+            rows.remove(slots[~found])
             with self._changed:
-                self._reading = None
-                if generation == self._generation:
-                    block = _Block(lookups.stop - 1, keys, rows, found)
-                    if block.last > self._planned:
-                        self._blocks.append(block)
-                        for written in self._written:
-                            found[block.find(written)[1]] = False
+                self._reading = self._filling = None
+                for written in self._written:
+                    rows.discard(written)
+                block = _Block(lookups.stop - 1, rows)
+                if generation == self._generation and block.last >= self._begun:
+                    self._blocks.append(block)
                 self._written = []
                 self._changed.notify_all()
 
@@ -169,15 +202,16 @@ class ReadAhead:
         """The more lookups in one read the better, as long as plans find as many in the block before it."""
         if len(self._blocks) >= _BLOCKS:
             return False
-        return not self._blocks or len(self._queue) >= self._blocks[-1].last - self._planned
+        return not self._blocks or len(self._queue) >= self._blocks[-1].last - self._begun
 
     def _choose(self) -> tuple[range, Keys]:
-        """The next lookups, as many as a block has room for, and their keys that must be read, sorted."""
-        first, last, room = -1, -1, self._block_rows
+        """The next lookups, as many as a block has room for, and their keys that must be read."""
+        first, last = -1, -1
+        room = min((self._max_rows - self._keep_rows) // _BLOCKS, self._free())
         chosen: list[Keys] = []
         while self._queue:
             seq, keys = self._queue[0]
-            if seq > self._planned:
+            if seq > self._begun:
                 missing = keys[~self._resident(keys)]
                 if len(missing) <= room:
                     room -= len(missing)
@@ -188,17 +222,10 @@ class ReadAhead:
             self._queue.popleft()  # planned already, chosen, or more than a block: its plan reads for itself
         if not chosen:
             return range(0), np.empty(0, np.uint64)
-        keys = np.unique(np.concatenate(chosen))
-        for block in self._blocks:
-            keys = np.delete(keys, block.find(keys)[0])
+        keys = np.concatenate(chosen)  # none twice: a key is in the window until its lookup has begun
+        for rows in self._all():
+            keys = keys[rows.find(keys) < 0]
         return range(first, last + 1), keys
-
-    def _room(self, rows: int) -> NDArray[np.uint8]:
-        for spare in self._spare:
-            if len(spare) >= rows:
-                self._spare.remove(spare)
-                return spare
-        return np.empty((self._block_rows, self._row_bytes), np.uint8)
 
     def close(self) -> None:
         """Ends the thread; to be called before the store is closed."""

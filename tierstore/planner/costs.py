@@ -18,6 +18,7 @@ POLICY_FIXED_SLOTS = 7_800  # the first slots of lookahead take
 POLICY_FIXED_BYTES = 40  # more
 RECORD_HEADER = 16
 INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
+HELD_BYTES_PER_ROW = 12 + 8 * 4 / 3  # of a row that was read ahead, beside its bytes
 READ_AHEAD_BYTES = 8 << 20  # of a rank's rows that were read ahead, in two blocks per row size
 MERGED_READ_BYTES = 64 << 10  # the largest read that brings several rows
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts

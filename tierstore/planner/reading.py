@@ -3,6 +3,7 @@ read.
 
 The runtime reads ahead as many batches at a time as a block has room for (docs/design.md). The store goes
 through a call's rows in the order of their places, and reads on over a gap that costs less than another read.
+Rows that leave memory and come back within the window are kept, not read; their share is not known here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from dataclasses import replace
 import numpy as np
 
 from tierstore.planner.allocate import Allocation
-from tierstore.planner.costs import MERGED_READ_BYTES, READ_AHEAD_BYTES, Workload, read_bytes, record_bytes
+from tierstore.planner.costs import (
+    HELD_BYTES_PER_ROW,
+    MERGED_READ_BYTES,
+    READ_AHEAD_BYTES,
+    Workload,
+    read_bytes,
+    record_bytes,
+)
 from tierstore.planner.topology import Topology
 
 _BLOCKS = 2  # of a row size
@@ -26,7 +34,7 @@ def with_reading(topology: Topology, work: Workload, caches: Allocation) -> Work
     if not topology.one_fetcher or caches.missing or not caches.stored.any():
         return work
     misses = caches.field("unique") * caches.misses(caches.memory_rows)
-    held = caches.hbm_rows * caches.field("row_bytes")
+    held = caches.hbm_rows * caches.slot
     sizes, rank = caches.field("row_bytes").astype(np.int64), caches.rank
     alone = together = waited = 0.0
     for r in np.unique(rank).tolist():
@@ -36,7 +44,8 @@ def with_reading(topology: Topology, work: Workload, caches: Allocation) -> Work
             lacking = float(misses[tier].sum())
             if not lacking or not caches.stored[tier].any():
                 continue
-            room = min(READ_AHEAD_BYTES / len(groups), 2 * float(held[tier].sum())) / _BLOCKS / size
+            room = min(READ_AHEAD_BYTES / len(groups), 2 * float(held[tier].sum()))
+            room /= _BLOCKS * (size + HELD_BYTES_PER_ROW)
             batches = 1.0
             if lacking <= room:
                 batches = room / lacking if work.window is None else min(room / lacking, work.window / 2)
