@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from tests.bags import SGD, Bags, budget, build, random_batches
 from tierstore import TierConfig
+from tierstore.cache.stats import counters_of, go_on_counting
 from tierstore.errors import ConfigError, InputError
 from tierstore.pipeline.prefetch import prefetch
 
@@ -37,6 +40,42 @@ class Loader:
 
 def module() -> Bags:
     return build(TierConfig(hbm=budget(90), engine="memory"), SGD, (3,))
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("used", [1, 2, 7, 19, 20])
+def test_a_run_that_goes_on_counts_every_batch_once(used: int, closed: bool) -> None:
+    with module() as whole:
+        for batch in prefetch(BATCHES, whole, inputs=INPUTS, depth=2, window=5):
+            whole(batch).sum().backward()
+        want = whole.stats()
+    with module() as first:
+        batches = prefetch(BATCHES, first, inputs=INPUTS, depth=2, window=5)
+        for _ in range(used):
+            first(next(batches)).sum().backward()
+        chain = first.engine.chains[0]
+        wait_until(lambda: chain.counters.lookups == min(20, used + 2))  # those of the batches ahead
+        if closed:
+            batches.close()
+        saved = json.loads(json.dumps(counters_of(first.engine.chains)))
+        batches.close()
+    (counters,) = saved.values()
+    assert counters["chain"]["lookups"] == used
+    with module() as second:
+        go_on_counting(second.engine.chains, saved)
+        for batch in prefetch(BATCHES[used:], second, inputs=INPUTS, depth=2, window=5):
+            second(batch).sum().backward()
+        got = second.stats()
+    assert got["lookups"] == want["lookups"] == 20
+    for what in ("rows", "accesses"):
+        assert got["tiers"]["hbm"][what] == want["tiers"]["hbm"][what]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("used", [0, 1, 7, 20])

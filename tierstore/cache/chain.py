@@ -11,9 +11,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import Keys, MemoryTier
 from tierstore.cache.read_ahead import ReadAhead
 from tierstore.cache.sequence import Sequence
-from tierstore.cache.stats import ChainCounters, TierCounters
+from tierstore.cache.stats import Before, ChainCounters, TierCounters
 from tierstore.cache.ticket import Ticket
 from tierstore.config import format_bytes
 from tierstore.errors import ClosedError, InputError, TierFullError
@@ -71,12 +73,38 @@ class Chain:
 
     def reset_stats(self) -> None:
         self.counters = self.below.counters = ChainCounters()
+        self._before: deque[Before] = deque()  # lookups planned ahead, in order; no tickets: graphs own those
         self.prefetched: tuple[int, int] | None = None  # depth and window of the newest prefetch
         self.tiers: dict[str, TierCounters] = {"hbm": TierCounters()}
         if self.below.host is not None:
             self.tiers["uvm"] = TierCounters()
         if self.below.store is not None:
             self.tiers["ssd"] = TierCounters()
+
+    def counted(self) -> Before:
+        """The counters without what was counted for lookups that no forward call has used yet."""
+        with self.moving:
+            self._forget_used()
+            if not self._before:
+                return Before.copy_of(self.counters, self.tiers)
+            # What the computing thread counts is never ahead of it.
+            counters = replace(
+                self._before[0].chain,
+                stall_seconds=self.counters.stall_seconds,
+                read_rows=self.counters.read_rows,
+            )
+            return replace(self._before[0], chain=counters)
+
+    def _forget_used(self) -> None:
+        """Of lookups planned ahead, leaves those behind the last one that was used."""
+        used = [index for index, before in enumerate(self._before) if before.used]
+        for _ in range(used[-1] + 1 if used else 0):
+            self._before.popleft()
+
+    def _plans_ahead(self, ticket: Ticket) -> None:
+        self._forget_used()
+        ticket.before = Before.copy_of(self.counters, self.tiers)
+        self._before.append(ticket.before)
 
     def _count(self, plan: Any, ticket: Ticket, found: Below) -> None:
         assert ticket.csr is not None
@@ -187,6 +215,10 @@ class Chain:
         fast = self.fast.native
         with self.moving, self._planning_time():
             self.check_open()
+            if announced:
+                self._plans_ahead(ticket)
+            elif not self.window.lookups:
+                self._before.clear()
             self._drain_pad()
             next_use = self.window.take(seq) if announced else None
             ticket.csr = _core.build_csr(ticket.batch.inverse, len(keys))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 
@@ -71,14 +71,29 @@ class ChainCounters:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
+@dataclass(eq=False)
+class Before:
+    """The counters of a chain as they were before it planned a lookup ahead; ``used``: by a forward call."""
+
+    chain: ChainCounters
+    tiers: dict[str, TierCounters]
+    used: bool = False
+
+    @classmethod
+    def copy_of(cls, chain: ChainCounters, tiers: dict[str, TierCounters]) -> Before:
+        return cls(replace(chain), {name: replace(tier) for name, tier in tiers.items()})
+
+
 def counters_of(chains: Any) -> dict[str, Any]:
-    """All counters of chains, as plain values, for a run that goes on in another process."""
+    """All counters of chains, as plain values, for a run that goes on in another process: without those of
+    lookups that were planned ahead and not used yet, for they will be planned again there."""
+    counted = {chain.name: chain.counted() for chain in chains}
     return {
-        chain.name: {
-            "chain": asdict(chain.counters),
-            "tiers": {name: asdict(tier) for name, tier in chain.tiers.items()},
+        name: {
+            "chain": asdict(counters.chain),
+            "tiers": {tier: asdict(counts) for tier, counts in counters.tiers.items()},
         }
-        for chain in chains
+        for name, counters in counted.items()
     }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
+from tierstore.cache.stats import Before
 
 if TYPE_CHECKING:
     from tierstore.cache.chain import Chain
@@ -53,6 +54,8 @@ class Ticket(Rows):
         super().__init__(chain, batch)
         self.seq = seq
         self.csr: tuple[NDArray[Any], NDArray[np.int32]] | None = None
+        self.before: Before | None = None
+        """What its chain had counted before it planned this ahead."""
         self._ready = threading.Event()
         self._error: BaseException | None = None
         self._held = False
@@ -89,6 +92,8 @@ class Ticket(Rows):
         error, self._error = self._error, None
         if error is not None:
             raise error
+        if self.before is not None:
+            self.before.used = True
         return self._held
 
     @property
