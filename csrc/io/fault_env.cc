@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <new>
 #include <thread>
 
 #include "io/errors.h"
@@ -125,6 +126,7 @@ void FaultEnv::Begin(const std::string& kind, const std::string& path) {
     }
   }
   if (delay > 0) std::this_thread::sleep_for(std::chrono::duration<double>(delay));
+  if (code == ENOMEM) throw std::bad_alloc();
   if (code != 0) throw IoError(code, path, kind + " (injected)");
 }
 

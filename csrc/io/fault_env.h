@@ -25,7 +25,7 @@ class FaultEnv final : public Env {
   std::unique_ptr<BatchReader> NewBatchReader(ReadEngine, unsigned) override { return NewSerialReader(); }
 
   // The nth operation of this kind from now on (1 is the next) fails with `code`; and all later ones if
-  // `forever`.
+  // `forever`. ENOMEM is no failure of the device, but std::bad_alloc.
   void Fail(const std::string& kind, std::uint64_t nth, int code, bool forever);
   // Writes that would make the files larger than this together fail with ENOSPC, half done.
   void SetCapacity(std::uint64_t bytes);

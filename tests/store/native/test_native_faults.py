@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -249,3 +250,22 @@ def test_a_slow_device():
     with open_on(faulty) as store:
         assert write_versions(store, 1, 4) == 3
         assert version_of(store) == 3
+
+
+def test_a_segment_that_could_not_be_made_leaves_its_name_behind():
+    """A file may be there although making it failed: the store goes on with the next name, and opening
+    removes what is left."""
+    disk = _core.MemoryEnv()
+    faulty = _core.FaultEnv(disk)
+    with open_on(faulty) as store:
+        faulty.fail("create", 1, errno.ENOSPC)
+        with pytest.raises(StoreFullError) as failed:
+            put(store, IDS, 1)
+        left = re.search(r"\d{8}\.seg", str(failed.value))[0]
+        disk.set_contents(f"disk/{left}", b"left")
+        put(store, IDS, 2)
+        store.commit(b"2")
+        assert version_of(store) == 2
+    with open_on(disk) as store:
+        assert version_of(store) == 2
+        assert left not in disk.list("disk")
