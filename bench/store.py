@@ -28,6 +28,7 @@ SUMMARY = "rows/s of the row store engines, and of the device"
 _CAP = 1 << 44
 _ID_SPREAD = 4  # ids come from a range this many times the rows, as in a sparsely touched table
 _FULL, _FULL_ROWS = 0.75, 1_000_000  # of the store in which reads are measured beside compaction
+_FEW = 64  # rows of a read whose latency is measured
 _THREADED = ("rocksdb", "lmdb")  # their reads block, so their plain calls have one in flight
 
 Keys = NDArray[np.uint64]
@@ -221,6 +222,7 @@ class EngineBench:
         with folder, open_store(Path(folder.name) / "full", self.engine, [self.table], cap) as store:
             self.overwrite_all(store, ids)
             quiet = self.reads_of(store, ids, "read_when_full")
+            quiet |= self.reads_of(store, ids, "read_few_when_full", _FEW)
             written, stop = [0], threading.Event()
 
             def change() -> None:
@@ -238,6 +240,7 @@ class EngineBench:
                     before, start = written[0], time.perf_counter()
                     beside = self.reads_of(store, ids, "read_beside_compaction")
                     speed = (written[0] - before) / (time.perf_counter() - start)
+                    beside |= self.reads_of(store, ids, "read_few_beside_compaction", _FEW)
                 finally:
                     stop.set()
                 job.result()
@@ -249,11 +252,15 @@ class EngineBench:
             store.write(keys, self.values[: len(keys)])
         store.commit(b"")
 
-    def reads_of(self, store: DirectoryStore, ids: NDArray[np.int64], name: str) -> dict[str, float]:
+    def reads_of(
+        self, store: DirectoryStore, ids: NDArray[np.int64], name: str, batch: int = 0
+    ) -> dict[str, float]:
         phase = Phase(self.args.row_bytes)
         out = np.empty_like(self.values)
+        count = min(len(ids), batch or self.args.batch, self.args.batch)
         while phase.seconds < self.args.seconds:
-            keys = make_keys(0, self.random.choice(ids, min(len(ids), self.args.batch), replace=False))
+            keys = make_keys(0, ids[self.random.integers(0, len(ids), count)])
+            keys = np.unique(keys)
             with phase.call(len(keys)):
                 store.read(keys, out[: len(keys)])
         return phase.figures(name)

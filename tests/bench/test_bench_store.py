@@ -36,6 +36,7 @@ def test_all_figures_of_two_engines(tmp_path, capsys):
     assert figures["native.read_beside_writes.rows_per_s"] > 0
     assert figures["native.read_beside_compaction.overwritten_rows_per_s"] > 0
     assert figures["ratio.read_beside_compaction"] > 0
+    assert figures["native.read_few_beside_compaction.p99_ms"] > 0
     assert figures["device.write_bytes_per_s"] > 0
     for ratio in ("read_vs_device", "write_vs_device", "window_vs_read", "read_vs_memory", "read_vs_lmdb"):
         assert figures[f"ratio.{ratio}"] > 0
