@@ -9,6 +9,7 @@ back.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,10 @@ from numba import njit
 from cache_policies.hashing import mix
 from cache_policies.policy import PolicyError
 from cache_policies.prepared import PreparedTrace, select
-from cache_policies.simulator import simulate
+from cache_policies.simulator import missed_by_row
+
+#: Row uses that simulating a cache smaller than a batch goes through at most, where fewer rows are sampled.
+_QUICK_USES = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,8 @@ class ReuseCurve:
     rows not seen before; ``access_counts`` and ``first_accesses`` are the accesses behind them. ``rate`` is
     the share of rows that were sampled; ``uniques`` and ``accesses`` are of the whole trace: what a sample
     has caught more or less of the hottest rows than its share counts as hits (SHARDS-adj). Caches smaller
-    than a batch keep what their next batch happens to leave them, which no distance tells: there ``part``,
-    the sample itself, is simulated if it is known.
+    than a batch keep what their next batch happens to leave them, which no distance tells: ``below`` knows,
+    if it is there.
     """
 
     counts: np.ndarray
@@ -39,29 +43,27 @@ class ReuseCurve:
     uniques: int
     accesses: int
     rate: float
-    part: PreparedTrace | None = None
+    below: BelowBatch | None = None
 
     def misses(self, sizes: np.ndarray | list[int]) -> np.ndarray:
         """Misses in the whole trace with ``sizes`` slots; whole numbers if all rows were sampled."""
-        missed = self._missed(self.counts, self.first, sizes, "misses")
-        return np.minimum(missed, self.uniques)
+        return np.minimum(self._missed(sizes, 0, self.counts, self.first), self.uniques)
 
     def access_misses(self, sizes: np.ndarray | list[int]) -> np.ndarray:
         """As ``misses``, of accesses: each use of a row that was missed by its batch."""
-        missed = self._missed(self.access_counts, self.first_accesses, sizes, "access_misses")
-        return np.minimum(missed, self.accesses)
+        return np.minimum(self._missed(sizes, 1, self.access_counts, self.first_accesses), self.accesses)
 
     def _missed(
-        self, counts: np.ndarray, first: float, sizes: np.ndarray | list[int], simulated: str
+        self, sizes: np.ndarray | list[int], kind: int, counts: np.ndarray, first: float
     ) -> np.ndarray:
         hits = np.concatenate([[0], np.cumsum(counts)])
         scaled = np.ceil(np.asarray(sizes, np.float64) * self.rate).astype(np.int64)
         missed = hits[-1] + first - hits[np.minimum(scaled, counts.size)]
-        if self.part is None:
-            return missed / self.rate
-        for at in np.flatnonzero(scaled < self.part.largest_batch):
-            missed[at] = getattr(simulate(self.part, "lru", max(1, int(scaled[at]))), simulated)
-        return missed if self.rate == 1 else missed / self.rate
+        missed = missed if self.rate == 1 else missed / self.rate
+        if self.below is not None:
+            for at in np.flatnonzero(np.asarray(sizes) < self.below.largest_batch):
+                missed[at] = self.below.missed(int(sizes[at]))[kind]
+        return missed
 
     def unique_miss_ratio(self, sizes: np.ndarray | list[int]) -> np.ndarray:
         """Per unique row of a batch."""
@@ -98,6 +100,46 @@ def sample(trace: PreparedTrace, rate: float) -> PreparedTrace:
     return trace if rate == 1 else select(trace, sampled(trace.keys, rate))
 
 
+class BelowBatch:
+    """What LRU misses with fewer slots than a batch has rows, by simulation: of all rows if that is quick,
+    else of a sample, which is larger than one that distances need (a few rows decide how a batch overflows).
+
+    Misses of first uses are those of the whole trace. The others are those of the sample, scaled, and
+    corrected by what is known of the whole: how many uses there are. A sample's error comes from the hottest
+    rows, so a use that it lacks is taken to miss as often as theirs do (a regression estimator: Särndal,
+    Swensson, Wretman, "Model assisted survey sampling", 1992).
+    """
+
+    def __init__(self, trace: PreparedTrace, rate: float) -> None:
+        self.largest_batch = trace.largest_batch
+        self.first = (trace.footprint, int(_first_uses(trace).sum()))
+        self._again = (trace.uniques - self.first[0], trace.accesses - self.first[1])
+        self._part = sample(trace, min(1.0, max(rate, _QUICK_USES / max(1, trace.uniques))))
+        self._rate = self._part.footprint / max(1, trace.footprint) or 1.0
+        self._known: dict[int, tuple[float, float]] = {}
+
+    def missed(self, size: int) -> tuple[float, float]:
+        """Misses and missed accesses of the whole trace with ``size`` slots."""
+        slots = max(1, math.ceil(size * self._rate))
+        if slots not in self._known:
+            missed = missed_by_row(self._part, "lru", slots)
+            first = _first_uses(self._part)
+            batches = np.bincount(self._part.rows, minlength=first.size)
+            self._known[slots] = (
+                self._whole(0, batches - 1, missed[0] - 1),
+                self._whole(1, self._part.row_accesses() - first, missed[1] - first),
+            )
+        return self._known[slots]
+
+    def _whole(self, kind: int, uses: np.ndarray, missed: np.ndarray) -> float:
+        """All misses; ``uses`` and ``missed`` are those after the first use, per row of the sample."""
+        if self._rate == 1:
+            return self.first[kind] + int(missed.sum())
+        lacking = self._again[kind] - uses.sum() / self._rate
+        miss_ratio_of_hot = (uses @ missed) / max(1, uses @ uses)
+        return float(self.first[kind] + missed.sum() / self._rate + lacking * miss_ratio_of_hot)
+
+
 def lru_curve(trace: PreparedTrace, rate: float = 1.0) -> ReuseCurve:
     """The curve of LRU, exact at ``rate`` 1 for single accesses.
 
@@ -112,12 +154,33 @@ def lru_curve(trace: PreparedTrace, rate: float = 1.0) -> ReuseCurve:
     _distances(rows, offsets, part.footprint, distances)
     seen = distances >= 0
     counts = np.bincount(distances[seen], minlength=1)
-    if part.uses.size:
-        access_counts = np.bincount(distances[seen], part.uses[seen], 1).astype(np.int64)
-    else:
-        access_counts = counts
-    first, first_accesses = int(rows.size - counts.sum()), int(part.accesses - access_counts.sum())
-    return ReuseCurve(counts, first, access_counts, first_accesses, trace.uniques, trace.accesses, rate, part)
+    if not part.uses.size:
+        first = int(rows.size - counts.sum())
+        return ReuseCurve(counts, first, counts, first, trace.uniques, trace.accesses, rate)
+    access_counts = np.bincount(distances[seen], part.uses[seen], 1).astype(np.int64)
+    first, below = part.footprint, BelowBatch(trace, rate)
+    first_accesses = (
+        below.first[1] * rate
+    )  # of the whole trace: a few rows of one batch may have most of them
+    return ReuseCurve(
+        counts, first, access_counts, first_accesses, trace.uniques, trace.accesses, rate, below
+    )
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _first_uses_of(rows, uses, first):
+    seen = 0
+    for at in range(rows.size):
+        if rows[at] >= seen:  # rows are numbered by first use
+            seen = rows[at] + 1
+            first[rows[at]] = uses[at]
+
+
+def _first_uses(trace: PreparedTrace) -> np.ndarray:
+    """Per row of a trace in batches (int64): the accesses of the first batch that uses it."""
+    first = np.empty(trace.footprint, np.int64)
+    _first_uses_of(trace.rows, trace.uses, first)
+    return first
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

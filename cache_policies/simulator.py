@@ -90,6 +90,32 @@ def simulate(
     announces = policy.uses_window and window > 0 and (window < trace.batches or on_demand > 0)
     if not trace.offsets.size and depth == 0 and get_admission(admission).name == "always":
         return _simulate_single(trace, policy, capacity, window, on_demand, announces)
+    no_rows = np.empty((2, 0), np.int64)
+    counts = _simulate_batches(
+        trace, policy, capacity, (depth, window, on_demand), announces, admission, no_rows
+    )
+    return Simulation(policy.name, capacity, trace.batches, trace.accesses, trace.uniques, *counts)
+
+
+def missed_by_row(trace: PreparedTrace, policy: str | Policy | type[Policy], capacity: int) -> np.ndarray:
+    """Of each row its misses and its missed accesses (int64, 2 by rows): ``simulate`` of a trace in batches,
+    with neither window nor depth.
+    """
+    missed = np.zeros((2, trace.footprint), np.int64)
+    _simulate_batches(trace, registry.get(policy), capacity, (0, 0, 0), False, "always", missed)
+    return missed
+
+
+def _simulate_batches(
+    trace: PreparedTrace,
+    policy: Policy,
+    capacity: int,
+    setting: tuple[int, int, int],
+    announces: bool,
+    admission: str | Admission,
+    missed_of: np.ndarray,
+) -> tuple[int, ...]:
+    """The last fields of a Simulation; ``setting`` is depth, window and on_demand."""
     compiled = policy.compile(capacity)
     hooks = compiled.hooks
     gate = get_admission(admission).compile(capacity)
@@ -103,11 +129,12 @@ def simulate(
         ),
         _new_cache(trace.footprint, capacity, announces),
         (_new_slots(largest), _new_slots(largest), np.empty(largest, np.int32), np.empty(largest, np.int32)),
-        (depth, window, on_demand),
+        setting,
+        missed_of,
     )
     if fault:
         raise _broken(policy, counts[0], fault)
-    return Simulation(policy.name, capacity, trace.batches, trace.accesses, trace.uniques, *counts)
+    return counts
 
 
 def _simulate_single(
@@ -178,9 +205,9 @@ def _new_slots(n: int) -> _Slots:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _run(trace, hooks, gates, cache, buffers, setting):
+def _run(trace, hooks, gates, cache, buffers, setting, missed_of):
     """All plans; ``((plan or misses, access misses, compulsory, overflowed, refused, shrunk plans),
-    fault)``.
+    fault)``. ``missed_of`` (2 by rows, or by 0) gets the misses and missed accesses of each row.
     """
     rows, uses, next_batch, offsets, keys = trace
     depth, window, on_demand = setting
@@ -207,7 +234,7 @@ def _run(trace, hooks, gates, cache, buffers, setting):
         if lacking == 0:
             continue
         misses += lacking
-        access_misses += _missed_accesses(rows[first:last], uses[first:last], missed, lacking)
+        access_misses += _missed_accesses(rows[first:last], uses[first:last], missed, lacking, missed_of)
         for row in missed[:lacking]:  # rows are numbered by first use
             if row >= seen:
                 compulsory += 1
@@ -280,7 +307,7 @@ def _split(rows, next_batch, keys, now, known, cache, hit, miss, missed):
 
 
 @njit(error_model="numpy", forceinline=True)
-def _missed_accesses(rows, uses, missed, n):
+def _missed_accesses(rows, uses, missed, n, missed_of):
     """Accesses of the first ``n`` of ``missed``, which are in order of ``rows``."""
     if uses.size == 0:
         return n
@@ -288,6 +315,9 @@ def _missed_accesses(rows, uses, missed, n):
     for at in range(rows.size):
         if k < n and rows[at] == missed[k]:
             accesses += uses[at]
+            if missed_of.shape[1]:
+                missed_of[0, rows[at]] += 1
+                missed_of[1, rows[at]] += uses[at]
             k += 1
     return accesses
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cache_policies import PolicyError, miss_curves, prepare, prepare_flat, simulate, window_for
+from cache_policies import PolicyError, miss_curves, prepare, prepare_flat, reuse, simulate, window_for
 from cache_policies.curves import auto_rate
 from cache_policies.prepared import select, split
 from cache_policies.reuse import lru_curve, sample, sampled
@@ -46,11 +46,30 @@ def test_caches_smaller_than_a_batch_are_simulated():
     curve = lru_curve(trace)
     assert curve.misses(sizes).tolist() == [s.misses for s in live]
     assert curve.access_misses(sizes).tolist() == [s.access_misses for s in live]
-    sampled_curve = lru_curve(trace, 0.5)
-    assert (sampled_curve.misses(sizes) <= trace.uniques).all()
-    np.testing.assert_allclose(
-        sampled_curve.miss_ratio(sizes[1:]), [s.miss_ratio for s in live[1:]], atol=0.1
-    )
+    sampled_curve = lru_curve(trace, 0.1)
+    assert sampled_curve.misses(sizes).tolist() == curve.misses(sizes).tolist()
+    assert sampled_curve.access_misses(sizes).tolist() == curve.access_misses(sizes).tolist()
+
+
+def test_where_simulating_all_takes_long_caches_smaller_than_a_batch_are_estimated(monkeypatch):
+    """Also where a few rows have many of the uses, some in one batch only."""
+    rows = np.concatenate([skewed(), np.repeat(np.arange(10**6, 10**6 + 40), 500)])
+    trace = prepare_flat(rows[np.argsort(np.arange(rows.size) * 7919 % rows.size, kind="stable")], 8192)
+    sizes = [300, 1500, trace.largest_batch - 1]
+    live = [simulate(trace, "lru", size) for size in sizes]
+    monkeypatch.setattr(reuse, "_QUICK_USES", 0)
+    curve = lru_curve(trace, 0.3)
+    assert (curve.misses(sizes) <= trace.uniques).all()
+    np.testing.assert_allclose(curve.unique_miss_ratio(sizes), [s.unique_miss_ratio for s in live], atol=0.03)
+    np.testing.assert_allclose(curve.miss_ratio(sizes), [s.miss_ratio for s in live], atol=0.05)
+
+
+def test_first_uses_of_a_sampled_curve_are_those_of_the_whole_trace():
+    """A few rows, each in one batch only, have most of the accesses."""
+    rows = np.concatenate([np.repeat(np.arange(200), 1000), np.arange(200, 5200)])
+    trace = prepare_flat(rows, 5000)
+    everything = trace.footprint
+    assert lru_curve(trace, 0.1).access_misses([everything])[0] == pytest.approx(trace.accesses)
 
 
 @pytest.fixture(scope="module")

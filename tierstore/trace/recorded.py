@@ -9,6 +9,8 @@ as they fill, so a recording that was cut short can be read up to its last chunk
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,8 +37,8 @@ class TraceRecorder:
 
     ``tables`` maps names to rows (0: not known). ``rate`` below 1 keeps that share of the rows, chosen by a
     hash of table and id, with all of their uses (SHARDS): the recorded trace has the miss ratios of the full
-    one at caches ``rate`` times the size. Ids are copied by ``record``; a thread samples, compresses and
-    writes. A context manager.
+    one at caches ``rate`` times the size. Ids are copied by ``record``; a thread of low priority
+    samples, compresses and writes. A context manager.
     """
 
     def __init__(self, path: str | Path, tables: Mapping[str, int], rate: float = 1.0) -> None:
@@ -131,6 +133,8 @@ class TraceRecorder:
         self._ids, self._counts, self._held = [], [], 0
 
     def _write(self) -> None:
+        if sys.platform == "linux":  # where threads have priorities: take only what would be idle
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         chunk = 0
         while (item := self._queue.get()) is not None:
             if self._error is not None:
