@@ -107,7 +107,10 @@ $(INSTALLED): $(VENV)/created pyproject.toml setup.py $(CSRC)
 
 # torchrec and fbgemm are the peers that tests compare with. torchrec asks for the CUDA build of fbgemm, so the two are
 # installed without what they ask for, and what `import torchrec` needs is named here. Each release goes with one of torch.
-PEERS := $(if $(filter 2.11.%,$(TORCH)),fbgemm-gpu-cpu==1.6.0 torchrec==1.6.1,fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0)
+PEERS := fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0
+ifneq ($(filter 2.11.%,$(TORCH)),)
+PEERS := fbgemm-gpu-cpu==1.6.0 torchrec==1.6.1 iopath portalocker
+endif
 $(TESTABLE): $(INSTALLED)
 	$(PIP) install --quiet "torch==$(TORCH)" "tierstore[test,lint]" tensordict pyre-extensions torchmetrics==1.0.3 tqdm
 	$(PIP) install --quiet --no-deps $(PEERS)
