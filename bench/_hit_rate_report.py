@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 from tierstore.config import format_bytes
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from cache_policies import Point, Policy, PreparedTrace
     from tierstore.trace import TableCurve
 
@@ -54,9 +57,9 @@ def show(answer: Answer) -> None:
     )
     table = Table(caption=_caption(answer), caption_justify="left")
     for column in ("policy", "rows", "of used", "memory"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
+        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
     for column in ("miss/access", "miss/unique", "capacity", "vs Belady", "IO ms/batch"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     last = None
     for point in answer.points:
         if last not in (None, point.policy):
@@ -86,7 +89,22 @@ def show(answer: Answer) -> None:
             "",
             f"[dim]{1000 * io_seconds(answer, point):.1f}",
         )
-    Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
+    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 120)
+    fit(table, console)
+    console.print(table)
+
+
+def fit(table: Table, console: Console) -> None:
+    """On a narrow terminal spaces go, then columns that follow from others: figures are never cut."""
+
+    def too_wide() -> bool:
+        return console.measure(table, options=console.options.update(width=1000)).maximum > console.width
+
+    if too_wide():
+        table.padding = (0, 0)
+    for name in ("IO ms/batch", "memory", "of used", "vs Belady"):
+        if too_wide():
+            table.columns = [column for column in table.columns if column.header != name]
 
 
 def _caption(answer: Answer) -> str:

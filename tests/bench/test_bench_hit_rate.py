@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import json
 import re
 
 import numpy as np
 import pytest
+from rich.console import Console
+from rich.table import Table
 
 from bench import hit_rate
+from bench._hit_rate_report import fit
 from cache_policies import PolicyError, simulate
 from tierstore.errors import ConfigError, TierStoreError
 from tierstore.trace import open_trace
@@ -136,3 +140,18 @@ def test_sizes_beyond_the_footprint_leave_compulsory_misses(tmp_path):
 def test_bad_options(options, message):
     with pytest.raises((TierStoreError, PolicyError), match=message):
         run(*SOURCE, *FAST, *options)
+
+
+@pytest.mark.parametrize(("width", "columns"), [(120, 4), (46, 4), (40, 3), (30, 2)])
+def test_on_a_narrow_terminal_columns_go_and_figures_stay(width, columns):
+    table = Table()
+    for name in ("policy", "memory", "miss/access", "IO ms/batch"):
+        table.add_column(name, no_wrap=True)
+    table.add_row("w_tinylfu", "1.029 KiB", "0.8140", "0.1")
+    console = Console(file=io.StringIO(), width=width)
+    fit(table, console)
+    console.print(table)
+    shown = console.file.getvalue()
+    assert "w_tinylfu" in shown
+    assert "0.8140" in shown
+    assert ("IO ms/batch" in shown, "1.029 KiB" in shown) == (columns > 3, columns > 2)
