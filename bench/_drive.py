@@ -14,6 +14,7 @@ import numpy as np
 from tierstore import _core
 
 _PAGE = 4096
+_SIZES = (4096, 8192, 16384, 32768, 65536)
 _WRITE_BYTES = 2 << 20  # what the native store writes at a time
 
 
@@ -56,6 +57,14 @@ class Device:
     def reads(self) -> float:
         """Random reads of 4 KiB per second, 128 in flight."""
         return _core.probe_reads(str(self.path), _PAGE, 128, min(self.seconds, 1.0))
+
+    def read_curve(self, seconds: float, in_flight: int = 128) -> list[list[float]]:
+        """Pairs of bytes of a random read and such reads per second; a larger one never brings fewer bytes,
+        though noise may say so."""
+        rates = [_core.probe_reads(str(self.path), size, in_flight, seconds) for size in _SIZES]
+        return [
+            [size, rate] for size, rate in zip(_SIZES, np.minimum.accumulate(rates).tolist(), strict=True)
+        ]
 
 
 def direct_flag(folder: Path) -> int:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,28 +24,35 @@ from scipy.optimize import nnls
 
 import tierstore
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor, TierConfig
+from tierstore.cache import sequence
+from tierstore.cache.engine import set_num_threads
 from tierstore.cache.memory_tier import bytes_for
 from tierstore.cache.read_ahead import ReadAhead
-from tierstore.cache.sequence import Sequence
 from tierstore.optim import RowWiseAdagrad
 from tierstore.pipeline.session import Session
 
-_DIMS = (16, 96)
-_ROWS = 1_500_000
-_IDS, _BAG = 1 << 14, 8
+from ._neighbours import LOUD, Neighbours
+
+DIMS = ((16, 96), (24, 48))
+"""Of the tables of a collection, two of each: two row sizes, so that their tiers compete for the CPU's caches
+as those of most models do."""
+_TABLES_PER_DIM = 2
+_ROWS = 375_000  # of a table
+_IDS, _BAG = 1 << 13, 8  # ids of a table
 _HELD = 4  # the memory tiers hold a fourth of the rows where rows are to miss
 _DEPTH, _WINDOW = 2, 8
-STAGES = ("fetch", "compute")
+_MEASURED = ("unique", "misses", "stores", "fetch", "compute", "others")
+_TRIES = 3
 _LOADED = 1 << 16  # rows at a time
 _WARM = 10
 _SHORT = 3  # as many steps again where they are the shortest
-_FEW_MISS = (2.0, 50_000.0)  # many distinct rows, nearly all among those that a fourth of the memory holds
+_FEW_MISS = (2.0, 12_500.0)  # many distinct rows, nearly all among those that a fourth of the memory holds
 KINDS = {
     "memory": [(0.0, 10.0, _IDS), (1.2, 10.0, _IDS), (*_FEW_MISS, _IDS), (0.6, 10.0, _IDS // 8)],
     "uvm": [(0.0, 10.0, _IDS), (0.7, 10.0, _IDS), (1.2, 10.0, _IDS), (*_FEW_MISS, _IDS)],
     "ssd": [(0.6, 10.0, _IDS), (1.1, 10.0, _IDS), (*_FEW_MISS, _IDS)],
 }
-"""Where the rows are; of each, popularities P(k-th row) ~ (k + q)^-s as (s, q), and ids of a batch."""
+"""Where the rows are; of each, popularities P(k-th row) ~ (k + q)^-s as (s, q), and ids of a table."""
 _ROUNDS = 3
 
 
@@ -85,10 +92,11 @@ class Clock:
     @contextmanager
     def watching(self, bags: Any) -> Iterator[Clock]:
         """Times the prefetches that begin meanwhile, and the store of ``bags``."""
+        order = sequence.Sequence
         places: list[tuple[Any, str, Callable[..., Any]]] = [
             (Session, "_prepare", self._timed(Session._prepare, self.index)),
             (Session, "_plan", self._timed(Session._plan, self.plan)),
-            (Sequence, "wait_released", self._waiting(Sequence.wait_released)),
+            (order, "wait_released", self._waiting(order.wait_released)),
             (ReadAhead, "wait", self._waiting(ReadAhead.wait)),
         ]
         store = bags.engine.store
@@ -105,79 +113,140 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """The typical batch of one table: ids, distinct rows, those that missed, those that were read from the
-    store, and seconds by stage."""
+class Part:
+    """Of a batch, what is in the tiers of one row size: ids, distinct rows, those that missed, those that
+    were read from the store."""
 
-    mode: str
     dim: int
     row_bytes: int
     ids: float
     unique: float
     misses: float
     stores: float
+
+    @property
+    def moved(self) -> float:
+        return 2 * self.misses * self.row_bytes
+
+    @property
+    def computed(self) -> float:
+        """Bytes that lookups and updates touch."""
+        return 8 * self.ids * self.dim + 2 * self.unique * self.row_bytes
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The typical batch of one collection and its seconds by stage. ``others``: CPU seconds per second that
+    other processes took."""
+
+    mode: str
+    parts: Sequence[Part]
     fetch: float
     compute: float
+    others: float = 0.0
+
+    def total(self, name: str) -> float:
+        """The sum over the row sizes; their "count", and "one" for what is once per batch."""
+        if name in ("one", "count"):
+            return 1.0 if name == "one" else float(len(self.parts))
+        return float(sum(getattr(part, name) for part in self.parts))
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Sample:
+        """From what ``asdict`` made of one."""
+        return cls(**{**values, "parts": [Part(**part) for part in values["parts"]]})
+
+    @staticmethod
+    def median(same: Iterable[Sample]) -> Sample:
+        """The median of samples of one kind, disturbed ones left out where there are others."""
+        every = list(same)
+        calm = [sample for sample in every if sample.others < LOUD] or every
+        values = {
+            name: float(np.median([getattr(s, name) for s in calm]))
+            for name in ("fetch", "compute", "others")
+        }
+        return replace(calm[0], **values)
 
 
 def runtime_figures(steps: int = 20, folder: str | None = None) -> dict[str, Any]:
     """Fields of a topology: ``hbm_bw``, ``host_link_bw``, ``index_rows_per_s``, ``lookup_seconds`` and
     ``row_seconds``; and ``step_s``, what a collection computes per step beside its rows. From ``steps``
     batches of each of 22 kinds, three times."""
-    return fitted([found for mode in KINDS for dim in _DIMS for found in samples(mode, dim, steps, folder)])
+    return fitted([found for mode in KINDS for dims in DIMS for found in samples(mode, dims, steps, folder)])
 
 
-def samples(mode: str, dim: int, steps: int, folder: str | None = None) -> list[Sample]:
-    """Those of all :data:`KINDS` of a mode, from one table, in turns; of each the median."""
-    bags = _collection(mode, dim, folder)
+def alone(mode: str, dims: tuple[int, ...], steps: int, folder: str) -> dict[str, Any]:
+    """One round of :func:`samples` in a process of its own, and how disturbed the most disturbed was."""
+    torch.set_num_threads(1)
+    set_num_threads(1)
+    found = samples(mode, dims, steps, folder, rounds=1)
+    return {"others": max(s.others for s in found), "samples": [asdict(s) for s in found]}
+
+
+def samples(
+    mode: str, dims: tuple[int, ...], steps: int, folder: str | None = None, rounds: int = _ROUNDS
+) -> list[Sample]:
+    """Those of all :data:`KINDS` of a mode, from one collection, in turns; of each the median."""
+    bags = _collection(mode, dims, folder)
     count = steps * (_SHORT if mode == "memory" else 1)
     try:
-        rounds = [
-            [_sample(bags, mode, popularity, ids, count, seed) for *popularity, ids in KINDS[mode]]
-            for seed in range(_ROUNDS)
+        turns = [
+            [_calm(bags, mode, popularity, ids, count, seed) for *popularity, ids in KINDS[mode]]
+            for seed in range(rounds)
         ]
     finally:
         bags.close(commit=False)
-    return [
-        replace(turns[0], **{name: float(np.median([getattr(t, name) for t in turns])) for name in STAGES})
-        for turns in zip(*rounds, strict=True)
-    ]
+    return [Sample.median(same) for same in zip(*turns, strict=True)]
+
+
+def _calm(bags: Any, mode: str, popularity: Iterable[float], count: int, steps: int, seed: int) -> Sample:
+    """The least disturbed of three at most; the first one that no other process disturbed."""
+    found: list[Sample] = []
+    while len(found) < _TRIES and (not found or found[-1].others >= LOUD):
+        found.append(_sample(bags, mode, popularity, count, steps, seed + _ROUNDS * len(found)))
+    return min(found, key=lambda sample: sample.others)
 
 
 def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps: int, seed: int) -> Sample:
-    """Trains the table for some batches of ``count`` ids and takes the median one."""
+    """Trains the tables for some batches of ``count`` ids each and takes the mean one."""
     (s, q), random = popularity, np.random.default_rng(seed)
     weights = (np.arange(_ROWS) + q) ** -s
     edges, names = np.cumsum(weights) / weights.sum(), np.random.default_rng(99).permutation(_ROWS)
-    drawn = [names[np.searchsorted(edges, random.random(count))] for _ in range(steps + _WARM)]
+    tables = bags.embedding_bag_configs()
+    drawn = [
+        [names[np.searchsorted(edges, random.random(count))] for _ in tables] for _ in range(steps + _WARM)
+    ]
     clock, compute, counts = Clock(), [], []
-    batches = [_features(ids) for ids in drawn]
-    chain = bags.engine.chains[0]
-    dim = chain.layout.dim
-    output_grad = torch.ones(count // _BAG, dim)
-    dense = _Dense(count // _BAG, dim)
-    hbm, ssd = (chain.tiers.get(name) for name in ("hbm", "ssd"))
+    batches = [_features(bags, ids) for ids in drawn]
+    chains = bags.engine.chains
+    width = sum(table.embedding_dim for table in tables)
+    output_grad, dense = torch.ones(count // _BAG, width), _Dense(count // _BAG, width)
+    neighbours = Neighbours()
     with clock.watching(bags):
         for features in tierstore.prefetch(iter(batches), bags, depth=_DEPTH, window=_WINDOW):
             start = time.thread_time()
             bags(features).values().backward(output_grad)
             compute.append(time.thread_time() - start)
             dense.step()
-            counts.append((hbm.rows - hbm.row_hits, 0 if ssd is None else ssd.row_hits))
-    missed, read = (np.array(counts[-1]) - counts[_WARM]) / (len(counts) - 1 - _WARM)
+            counts.append([_counted(chain) for chain in chains])
+    others = neighbours.share()
+    parts = []
+    for i, chain in enumerate(chains):
+        missed, read = (np.array(counts[-1][i]) - counts[_WARM][i]) / (len(counts) - 1 - _WARM)
+        own = [t for t, table in enumerate(tables) if table.embedding_dim == chain.layout.dim]
+        unique = float(np.mean([sum(len(np.unique(ids[t])) for t in own) for ids in drawn]))
+        layout = chain.layout.dim, chain.layout.row_bytes
+        parts.append(Part(*layout, count * len(own), unique, float(missed), float(read)))
     # The last batches are planned without as many behind them in the window.
     typical = slice(_WARM, -_WINDOW)
-    unique = float(np.mean([len(np.unique(ids)) for ids in drawn]))
-    return Sample(
-        mode,
-        dim,
-        chain.layout.row_bytes,
-        count,
-        unique,
-        missed,
-        read,
-        *(float(np.median(values[typical])) for values in (clock.fetch, compute)),
-    )
+    stages = (float(np.mean(values[typical])) for values in (clock.fetch, compute))
+    return Sample(mode, parts, *stages, others)
+
+
+def _counted(chain: Any) -> tuple[int, int]:
+    """Rows that missed in the fast tier of a chain, and that were found in its store, so far."""
+    hbm, ssd = chain.tiers["hbm"], chain.tiers.get("ssd")
+    return hbm.rows - hbm.row_hits, 0 if ssd is None else ssd.row_hits
 
 
 class _Dense:
@@ -194,48 +263,56 @@ class _Dense:
         self.optimizer.step()
 
 
-def _features(ids: NDArray[np.int64]) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(["f"], torch.from_numpy(ids), None, torch.full((len(ids) // _BAG,), _BAG))
+def _features(bags: Any, ids: list[NDArray[np.int64]]) -> KeyedJaggedTensor:
+    names = [table.feature_names[0] for table in bags.embedding_bag_configs()]
+    every = torch.from_numpy(np.concatenate(ids))
+    return KeyedJaggedTensor(names, every, None, torch.full((len(every) // _BAG,), _BAG))
 
 
-def _collection(mode: str, dim: int, folder: str | None) -> Any:
+def _collection(mode: str, dims: tuple[int, ...], folder: str | None) -> Any:
     optimizer = RowWiseAdagrad(lr=0.01)
-    size = optimizer.row_bytes(dim)
-    some, all_ = (bytes_for(rows, size, "lookahead") for rows in (_ROWS // _HELD, _ROWS + 1))
-    path = None if folder is None else f"{folder}/{mode}{dim}"
+    tables = [
+        EmbeddingBagConfig(_ROWS, dim, f"t{dim}_{i}", feature_names=[f"f{dim}_{i}"])
+        for dim in dims
+        for i in range(_TABLES_PER_DIM)
+    ]
+    rows = _ROWS * _TABLES_PER_DIM
+
+    def size(held: int) -> int:
+        return sum(bytes_for(held, optimizer.row_bytes(dim), "lookahead") for dim in dims)
+
+    some, all_ = size(rows // _HELD), size(rows + rows // 8)
+    path = None if folder is None else f"{folder}/{mode}{dims[0]}"
     config = {
         "memory": TierConfig(hbm=all_, ssd=0),
         "uvm": TierConfig(hbm=some, uvm=all_, ssd=0),
         "ssd": TierConfig(hbm=some, uvm=some, path=path),
     }[mode]
-    table = EmbeddingBagConfig(_ROWS, dim, "t", feature_names=["f"])
-    bags = tierstore.EmbeddingBagCollection([table], config=config, optimizer=optimizer)
-    for first in range(0, _ROWS, _LOADED):
-        ids = torch.arange(first, min(first + _LOADED, _ROWS))
-        bags.load_rows(ids, torch.zeros(len(ids), dim), None, "t")
+    bags = tierstore.EmbeddingBagCollection(tables, config=config, optimizer=optimizer)
+    for table in tables:
+        for first in range(0, _ROWS, _LOADED):
+            ids = torch.arange(first, min(first + _LOADED, _ROWS))
+            bags.load_rows(ids, torch.zeros(len(ids), table.embedding_dim), None, table.name)
     return bags
 
 
 def fitted(samples: list[Sample]) -> dict[str, Any]:
     """The planner's terms from samples of all :data:`KINDS`."""
     memory, uvm, ssd = ([s for s in samples if s.mode == mode] for mode in KINDS)
-    each, per_id, plan = _fit([(1.0, s.ids, s.unique) for s in memory], [s.fetch for s in memory])
+    each, per_id, plan = _fit(memory, ("count", "ids", "unique"), [s.fetch for s in memory])
     step, lookup, update, per_byte = _fit(
-        [(1.0, s.ids, s.unique, 8 * s.ids * s.dim + 2 * s.unique * s.row_bytes) for s in memory],
-        [s.compute for s in memory],
+        memory, ("one", "ids", "unique", "computed"), [s.compute for s in memory]
     )
 
     def held(s: Sample) -> float:
-        return each + per_id * s.ids + plan * s.unique
+        return each * s.total("count") + per_id * s.total("ids") + plan * s.total("unique")
 
-    policy, link, link_byte = _fit(
-        [(s.unique, s.misses, 2 * s.misses * s.row_bytes) for s in uvm], [s.fetch - held(s) for s in uvm]
-    )
+    policy, link, link_byte = _fit(uvm, ("unique", "misses", "moved"), [s.fetch - held(s) for s in uvm])
 
     def moved(s: Sample) -> float:
-        return policy * s.unique + (link + 2 * link_byte * s.row_bytes) * s.misses
+        return policy * s.total("unique") + link * s.total("misses") + link_byte * s.total("moved")
 
-    ahead, store = _fit([(s.unique, s.stores) for s in ssd], [s.fetch - held(s) - moved(s) for s in ssd])
+    ahead, store = _fit(ssd, ("unique", "stores"), [s.fetch - held(s) - moved(s) for s in ssd])
     return {
         "index_rows_per_s": 1 / max(per_id, 1e-12),
         "lookup_seconds": each,
@@ -254,9 +331,10 @@ def fitted(samples: list[Sample]) -> dict[str, Any]:
     }
 
 
-def _fit(terms: list[tuple[float, ...]], seconds: list[float]) -> list[float]:
+def _fit(samples: Sequence[Sample], terms: Iterable[str], seconds: Sequence[float]) -> list[float]:
     """Non-negative coefficients, by relative error."""
-    a, b = np.array(terms, dtype=np.float64), np.maximum(seconds, 1e-6)
+    a = np.array([[s.total(name) for name in terms] for s in samples], dtype=np.float64)
+    b = np.maximum(seconds, 1e-6)
     scale = a.max(axis=0)
     found, _ = nnls(a / scale / b[:, None], np.ones(len(b)))
     return [float(value) for value in found / scale]

@@ -21,7 +21,6 @@ from ._drive import Device, direct_flag
 from ._folder import folder
 
 SUMMARY = "memory and SSD figures of this machine, as a topology for tierstore plan"
-_SIZES = (4096, 8192, 16384, 32768, 65536)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -158,18 +157,14 @@ def cuda_figures(seconds: float) -> dict[str, Any]:
 def drive_figures(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Writes a file, then reads it at random in several sizes, as the store does: past the page cache where
     the file system can, many reads in flight."""
-    from tierstore import _core
-
     device = Device(path, parse_bytes(args.file_size, "--file-size"), args.seconds)
     write = device.writes()
-    rates = [_core.probe_reads(str(path), size, args.queue_depth, args.seconds) for size in _SIZES]
-    # A larger read never brings fewer bytes; noise may say so.
-    rates = np.minimum.accumulate(rates).tolist()
+    curve = device.read_curve(args.seconds, args.queue_depth)
     return {
         "ssd_write_bw": write,
-        "ssd_bw": max(size * rate for size, rate in zip(_SIZES, rates, strict=True)),
-        "ssd_read_iops": rates[0],
-        "ssd_read_curve": [list(point) for point in zip(_SIZES, rates, strict=True)],
+        "ssd_bw": max(size * rate for size, rate in curve),
+        "ssd_read_iops": curve[0][1],
+        "ssd_read_curve": curve,
         **({} if direct_flag(path.parent) else {"measured_through_page_cache": True}),
     }
 

@@ -20,6 +20,11 @@ RECORD_HEADER = 16
 INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
 HELD_BYTES_PER_ROW = 12 + 8 * 4 / 3  # of a row that was read ahead, beside its bytes
 READ_AHEAD_BYTES = 8 << 20  # of a rank's rows that were read ahead, in two blocks per row size
+STORE_SLACK = 64 << 20  # of a rank's store, beyond what the plan gives it
+MOST_FILE_BYTES = (
+    2.0  # per live byte: as many superseded rows as live ones are left before they are compacted
+)
+TWO_TIER_READS = 0.35  # more reads if all memory were host memory: rows forget their use on the way down
 MERGED_READ_BYTES = 64 << 10  # the largest read that brings several rows
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
 WEIGHT_BYTES, FLOAT = 4, 4

@@ -40,6 +40,10 @@ class Cut:
     everywhere: Load
 
     @property
+    def shape(self) -> tuple[ShardingType, int, int]:
+        return self.kind, self.row_cuts, self.column_cuts
+
+    @property
     def shards(self) -> int:
         return self.row_cuts * self.column_cuts
 

@@ -118,12 +118,35 @@ class EmbeddingShardingPlanner:
 
     def solve(self, tables: Sequence[TableSpec], work: Workload | None = None) -> Solution:
         """The best solution found; ``caches.missing`` is not empty if the tables do not fit."""
-        lookups = len(row_sizes(tables)) * self.topology.lookup_seconds
-        beside = tier_bytes(tables, self.topology)
-        work = replace(work or self.work, tier_bytes=beside, lookup_seconds=lookups)
+        work = self._work_for(tables, work or self.work)
         solution = self._solve(tables, work)
         again = with_reading(self.topology, work, solution.caches)
         return solution if again == work else self._solve(tables, again)
+
+    def priced(self, solution: Solution) -> Solution:
+        """The same cuts, ranks and rows per tier by this planner's topology and workload: what a plan made
+        with other figures takes by these."""
+        work = self._work_for(solution.tables, self.work)
+        placed, caches = self._recut(solution, work)
+        work = with_reading(self.topology, work, caches)
+        placed, caches = self._recut(solution, work)
+        prediction = predict(self.topology, work, placed, caches)
+        return Solution(self.topology, work, solution.tables, placed, caches, prediction, solution.seconds)
+
+    def _recut(self, solution: Solution, work: Workload) -> tuple[list[Placed], Allocation]:
+        placed = []
+        for item in solution.placed:
+            table, shape = solution.tables[item.table], item.cut.shape
+            demand = self.constraints.get(table.name, ParameterConstraints())
+            cuts = cuts_of(table, self.topology, work, demand)
+            cut = next(cut for cut in cuts if cut.shape == shape)
+            placed.append(Placed(item.table, cut, item.ranks))
+        costs = [item.cut.cost for item in placed for _ in item.ranks]
+        return placed, replace(solution.caches, costs=costs)
+
+    def _work_for(self, tables: Sequence[TableSpec], work: Workload) -> Workload:
+        lookups = len(row_sizes(tables)) * self.topology.lookup_seconds
+        return replace(work, tier_bytes=tier_bytes(tables, self.topology), lookup_seconds=lookups)
 
     def _solve(self, tables: Sequence[TableSpec], work: Workload) -> Solution:
         start = time.perf_counter()

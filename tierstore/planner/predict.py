@@ -50,7 +50,7 @@ def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches
         ranks[:, :4] += item.cut.everywhere.seconds
     unique = caches.field("unique")
     on_link = unique * caches.misses(caches.hbm_rows)
-    on_ssd = unique * caches.misses(caches.memory_rows)
+    on_ssd = unique * caches.reads()
     where = caches.rank
     on_host = where // topology.ranks_per_host
     for item in placed:

@@ -12,12 +12,15 @@ import math
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierstore.planner.allocate import Allocation
 from tierstore.planner.costs import (
     HELD_BYTES_PER_ROW,
     MERGED_READ_BYTES,
+    MOST_FILE_BYTES,
     READ_AHEAD_BYTES,
+    STORE_SLACK,
     Workload,
     read_bytes,
     record_bytes,
@@ -33,12 +36,13 @@ def with_reading(topology: Topology, work: Workload, caches: Allocation) -> Work
     not known for the device, or hardly matter."""
     if not topology.one_fetcher or caches.missing or not caches.stored.any():
         return work
-    misses = caches.field("unique") * caches.misses(caches.memory_rows)
+    misses = caches.field("unique") * caches.reads()
     held = caches.hbm_rows * caches.slot
     sizes, rank = caches.field("row_bytes").astype(np.int64), caches.rank
     alone = together = waited = 0.0
     for r in np.unique(rank).tolist():
         groups = np.unique(sizes[rank == r]).tolist()
+        files = _file_bytes(work, caches, rank == r)
         for size in groups:
             tier = (rank == r) & (sizes == size)
             lacking = float(misses[tier].sum())
@@ -51,9 +55,8 @@ def with_reading(topology: Topology, work: Workload, caches: Allocation) -> Work
                 batches = room / lacking if work.window is None else min(room / lacking, work.window / 2)
                 batches = max(1.0, math.floor(batches))
             record = record_bytes(size)
-            stored = record * float(
-                caches.rows[tier].sum()
-            )  # the policy may hold more of one table than planned
+            # The policy may hold more of one table than planned, so all rows of the tier are there.
+            stored = record * float(caches.rows[tier].sum()) * files
             seconds = read_seconds(topology, lacking * batches, record, stored) / batches
             alone += lacking * topology.read_seconds(read_bytes(record))
             together += seconds
@@ -64,6 +67,13 @@ def with_reading(topology: Topology, work: Workload, caches: Allocation) -> Work
     if max(each, 1 / each) < _CHANGED and waited < (_CHANGED - 1) * together:
         return work
     return replace(work, rows_per_read=max(1.0, each), read_waits=waited / together)
+
+
+def _file_bytes(work: Workload, caches: Allocation, here: NDArray[np.bool_]) -> float:
+    """Bytes of a rank's files per live byte, as they are in the long run: what was superseded stays until it
+    is as much as what is live, or the room that the plan gives is used up."""
+    live = float((caches.field("ssd_bytes") * caches.stored)[here].sum()) / work.disk_slack
+    return min(MOST_FILE_BYTES, work.disk_slack + STORE_SLACK / live) if live else 1.0
 
 
 def read_seconds(topology: Topology, rows: float, record: int, stored: float) -> float:
