@@ -1,4 +1,4 @@
-"""``tierstore bench plan``: how fast plans are made, how far they are from the optimum, and torchrec's."""
+"""``tierstore bench plan``: how fast plans are made, and how far they are from the optimum."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from tierstore.errors import ConfigError
 from tierstore.planner import (
     EmbeddingShardingPlanner,
     MissCurve,
@@ -19,13 +17,11 @@ from tierstore.planner import (
     TableSpec,
     Topology,
 )
-from tierstore.planner.allocate import Placed, allocate
 from tierstore.planner.bound import optimum, relaxed
 from tierstore.planner.cuts import cuts_of
-from tierstore.planner.predict import predict
 from tierstore.planner.tables import TableStats
 
-SUMMARY = "time and quality of plans, against the optimum, an LP bound and torchrec"
+SUMMARY = "time and quality of plans, against the optimum and a bound"
 _MACHINES = [(1, 2), (1, 3), (2, 2), (1, 4)]
 _BATCH = 256
 
@@ -35,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tables", type=int, default=1000, help="tables of the large plan")
     parser.add_argument("--hosts", type=int, default=16, help="of 8 ranks each, of the large plan")
     parser.add_argument("--bound-tables", type=int, default=100, help="tables of the plan that the LP bounds")
-    parser.add_argument("--torchrec-tables", type=int, default=0, help="time torchrec on so many, on 8 ranks")
     parser.add_argument("--json", type=Path, help="write the figures there")
 
 
@@ -55,8 +50,6 @@ def run(args: argparse.Namespace) -> int:
         figures["large.tables"], figures["large.ranks"] = args.tables, machines.world_size
         figures["large.plan_s"] = time.perf_counter() - start
         figures["large.predicted_step_s"] = plan.report["predicted_step_s"]
-    if args.torchrec_tables:
-        figures |= against_torchrec(args.torchrec_tables)
     for key, value in figures.items():
         print(f"{key:<32} {value:>12,.4f}")
     if args.json:
@@ -134,60 +127,3 @@ def against_bound(tables_count: int) -> dict[str, float]:
     cuts = [cuts_of(table, machines, planner.work, ParameterConstraints()) for table in tables]
     bound = relaxed(machines, solution.work, cuts)
     return {"bound.tables": tables_count, "bound.ratio": solution.prediction.step / bound.seconds}
-
-
-def against_torchrec(count: int) -> dict[str, float]:
-    """Planning seconds of both for the same tables and machine (8 ranks on one host), and the step of both by
-    our cost model; torchrec's cuts and ranks get our division of the memories, which can only help them."""
-    import torch
-    import torchrec
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.planner import EmbeddingShardingPlanner as TheirPlanner
-    from torchrec.distributed.planner import ParameterConstraints as TheirConstraints
-    from torchrec.distributed.planner import Topology as TheirTopology
-
-    tables, machines = large_tables(count), large_topology(1)
-    ours = EmbeddingShardingPlanner(machines, batch_size=512)
-    start = time.perf_counter()
-    plan = ours.plan(tables)
-    figures = {"torchrec.tables": count, "ours.plan_s": time.perf_counter() - start}
-    configs = [
-        torchrec.EmbeddingBagConfig(
-            num_embeddings=table.num_embeddings,
-            embedding_dim=table.embedding_dim,
-            name=table.name,
-            feature_names=[table.name],
-        )
-        for table in tables
-    ]
-    module = torchrec.EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-    sizes: dict[str, Any] = {"hbm_cap": machines.hbm_per_rank, "ddr_cap": machines.host_memory_per_host // 8}
-    theirs = TheirPlanner(
-        topology=TheirTopology(world_size=8, local_world_size=8, compute_device="cuda", **sizes),
-        batch_size=512,
-        constraints={t.name: TheirConstraints(pooling_factors=[t.pooling_factor]) for t in tables},
-    )
-    start = time.perf_counter()
-    their_plan = theirs.plan(module, [EmbeddingBagCollectionSharder()])
-    figures["torchrec.plan_s"] = time.perf_counter() - start
-    (by_table,) = their_plan.plan.values()
-    placed = [placed_as(i, table, by_table[table.name], ours, machines) for i, table in enumerate(tables)]
-    caches = allocate(machines, ours.work, placed)
-    figures["torchrec.fits"] = float(not caches.missing)
-    figures["torchrec.step_s"] = predict(machines, ours.work, placed, caches).step
-    figures["ours.step_s"] = plan.report["predicted_step_s"]
-    return figures
-
-
-def placed_as(
-    number: int, table: TableSpec, theirs: Any, planner: EmbeddingShardingPlanner, machines: Topology
-) -> Placed:
-    """One of our tables, cut and placed as in a torchrec plan."""
-    shards = len(theirs.ranks)
-    columns = table.embedding_dim // shards if "column" in theirs.sharding_type else 1
-    demand = ParameterConstraints([theirs.sharding_type], min_partition=columns)
-    for cut in cuts_of(table, machines, planner.work, demand):
-        if cut.shards == shards or cut.spread == "all":
-            ranks = sorted(set(theirs.ranks)) if cut.spread != "all" else range(machines.world_size)
-            return Placed(number, cut, list(ranks))
-    raise ConfigError(f"no cut of ours is like {theirs.sharding_type} on {theirs.ranks}")

@@ -67,6 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dir", type=Path, help="folder on the drive to measure (default: the temporary one)"
     )
     parser.add_argument("--no-measure", action="store_true", help="only compare what --json has")
+    parser.add_argument(
+        "--seconds", type=float, default=3600, help="begin nothing later; the next command goes on"
+    )
     parser.add_argument("--json", type=Path, help="add to the measurements there, or begin them")
 
 
@@ -76,8 +79,9 @@ def run(args: argparse.Namespace) -> int:
     data = Data(TABLES, args.batch_size)
     stats = known.get("stats") or data.stats()
     records: list[dict[str, Any]] = list(known.get("records", []))
+    until = time.perf_counter() + args.seconds
     for _ in range(0 if args.no_measure else args.rounds):
-        for record in measurements(args, stats, sum("writes" in record for record in records)):
+        for record in measurements(args, stats, tuple(records), until):
             records.append(record)
             if target is not None:
                 target.write({"stats": stats, "records": records})
@@ -105,9 +109,11 @@ def _read(path: Path | None) -> dict[str, Any]:
     return known
 
 
-def measurements(args: argparse.Namespace, stats: dict[str, Any], begun: int) -> Iterator[dict[str, Any]]:
-    """One round, ``begun`` of which were before it: plans, engine costs and the drive in turns, as evenly
-    mixed as may be."""
+def measurements(
+    args: argparse.Namespace, stats: dict[str, Any], known: Sequence[dict[str, Any]], until: float
+) -> Iterator[dict[str, Any]]:
+    """One round: plans, engine costs and the drive in turns, as evenly mixed as may be; of a round that a
+    command before left unfinished, in ``known``, only the rest. Nothing begins after ``until``."""
     turns = Turns(args.warm, args.turns, args.steps)
     names = [list(BUDGETS)[i] for i in chosen(args.plans, len(BUDGETS))]
     plans = [
@@ -123,15 +129,22 @@ def measurements(args: argparse.Namespace, stats: dict[str, Any], begun: int) ->
         parts: Sequence[Sequence[tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...]]]] = (plans, costs)
         mixed = [((i + 0.5) / len(part), *task) for part in parts for i, task in enumerate(part)]
         mixed.sort(key=lambda task: task[0])
-        first = begun * 5 % len(mixed)  # other tasks come first in every round
+        times = [sum(key.items() <= record.items() for record in known) for _, key, *_ in mixed]
+        first = min(times) * 5 % len(mixed)  # other tasks come first in every round
         drive = device.Device(Path(folder) / "device", parse_bytes(args.file_size, "--file-size"), 0.1)
-        writes = drive.writes()
-        yield {"writes": writes}
-        for _, key, work, arguments in mixed[first:] + mixed[:first]:
+        yield {"writes": drive.writes()}
+        for i in [*range(first, len(mixed)), *range(first)]:
+            _, key, work, arguments = mixed[i]
+            if times[i] > min(times) or time.perf_counter() > until:
+                continue
             yield {"drive": drive.read_curve(0.1), "copies": device.memory_bandwidth(0.1)}
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-                figures = process.submit(work, *arguments).result()
-            yield {**key, "unix_time": int(time.time()), **figures}
+            yield {**key, **in_a_process(work, *arguments)}
+
+
+def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``work`` returns, called in a new process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(work, *arguments).result()
 
 
 def chosen(text: str, count: int) -> list[int]:

@@ -2,173 +2,21 @@
 
     python examples/plan_100tb/simulate.py topology_8.yaml      (or topology_128.yaml)
 
-The plan predicts the step as its longest stage. The simulation knows nothing of that: each batch goes through
-its stages on every rank; stages wait for one another, for the batch before and for shared drives; all-to-alls
-start when the last rank is ready; ids are drawn, deduplicated and looked up in what each shard holds; service
-times vary. The rates of the machines and what single operations cost are the planner's.
+The simulation is that of ``tierstore bench plan-vs-torchrec`` (bench/_cluster.py says what it knows).
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
+from tierstore_bench._cluster import Simulation
 
 from tierstore.cli.plan import read_yaml
-from tierstore.planner import EmbeddingShardingPlanner, Popularity, Topology, Workload
-from tierstore.planner.planner import Solution
+from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
 from tierstore.planner.tables import specs_of_yaml
 
 HERE = Path(__file__).parent
-_DRAWN = 2  # different batches, which come again and again
-
-
-@dataclass
-class Server:
-    """Serves jobs one at a time, in order of arrival."""
-
-    queue: deque[tuple[float, Callable[[], None]]] = field(default_factory=deque)
-    busy: bool = False
-
-
-class Simulation:
-    """Steps of a planned cluster. ``jitter``: relative standard deviation of every service time."""
-
-    def __init__(self, solution: Solution, depth: int, jitter: float, seed: int = 0) -> None:
-        self.depth, self.jitter = depth, jitter
-        self.random = np.random.default_rng(seed)
-        self.topology = topology = solution.topology
-        self.world, self.per_host = topology.world_size, topology.ranks_per_host
-        self.now, self.events, self.count = 0.0, [], 0
-        caches = solution.caches
-        self.rank_of = caches.rank
-        self.batches_drawn = [self._draw(solution) for _ in range(_DRAWN)]
-        self.link_s, self.ssd_s = caches.field("link_s"), caches.field("ssd_s")
-        compute, self.index, self.intra, self.inter, link, _ = solution.prediction.ranks.T
-        self.kernels = compute - link * topology.host_link_bw / topology.hbm_bw
-        self.moves = topology.host_link_bw / topology.hbm_bw
-        names = ("index", "network", "link", "device")
-        self.servers = {(name, r): Server() for name in names for r in range(self.world)}
-        self.servers |= {("ssd", h): Server() for h in range(topology.hosts)}
-        self.finished: list[float] = []
-
-    def _draw(self, solution: Solution) -> tuple[np.ndarray, np.ndarray]:
-        """Of one global batch: rows of each shard that are not in device memory, and not in memory."""
-        caches, size = solution.caches, solution.work.batch_size * self.world
-        missing: list[tuple[int, int]] = []
-        for item in solution.placed:
-            table, shards = solution.tables[item.table], range(len(missing), len(missing) + len(item.ranks))
-            if not item.cut.cost.unique:  # replicas have all rows
-                missing += [(0, 0)] * len(item.ranks)
-                continue
-            ids = popular_ids(self.random, table.rows, table.popularity, int(table.accesses(size)))
-            rows = item.cut.row_cuts
-            # Popularity is spread evenly over row cuts; each shard holds its most popular rows.
-            parts = (ids % rows).astype(np.int16)
-            order, ends = np.argsort(parts, kind="stable"), np.cumsum(np.bincount(parts, minlength=rows))
-            places = np.split(ids[order] // rows, ends[:-1])
-            for j, shard in enumerate(shards):
-                here = places[j % rows]
-                held = caches.hbm_rows[shard], caches.memory_rows[shard]
-                missing.append(tuple(len(here) - int(np.searchsorted(here, n)) for n in held))
-        both = np.array(missing, dtype=np.float64)
-        return both[:, 0], both[:, 1]
-
-    def run(self, batches: int) -> float:
-        """Mean seconds per step, the first third left out."""
-        self.batches, self.started = batches, 0
-        for _ in range(min(self.depth + 1, batches)):
-            self._start_batch()
-        while self.events:
-            self.now, _, action = heapq.heappop(self.events)
-            action()
-        skip = batches // 3
-        return (self.finished[-1] - self.finished[skip - 1]) / (batches - skip)
-
-    # A batch: ids are exchanged and indexed, misses read and moved, outputs exchanged, rows computed on.
-
-    def _start_batch(self) -> None:
-        self.started += 1
-        link_misses, ssd_misses = self.batches_drawn[self.started % _DRAWN]
-        link = np.bincount(self.rank_of, link_misses * self.link_s, self.world)
-        ssd = np.bincount(self.rank_of, ssd_misses * self.ssd_s, self.world)
-        gathered = Barrier(self.world, lambda: self._exchange(link))
-        for r in range(self.world):
-            self._fetch(r, float(link[r]), float(ssd[r]), gathered)
-
-    def _fetch(self, r: int, link: float, ssd: float, gathered: Barrier) -> None:
-        host = r // self.per_host
-
-        def to_link() -> None:
-            self._serve(("link", r), link, gathered.arrive)
-
-        def to_ssd() -> None:
-            self._serve(("ssd", host), ssd, to_link)
-
-        self._serve(("index", r), float(self.index[r]), to_ssd)
-
-    def _exchange(self, link: np.ndarray) -> None:
-        """All ranks take part, and all are done when the slowest is."""
-        done = Barrier(self.world, lambda: self._compute(link))
-        for r in range(self.world):
-            seconds = max(float(self.intra[r]), float(self.inter[r]))
-            self._serve(("network", r), seconds, done.arrive)
-
-    def _compute(self, link: np.ndarray) -> None:
-        done = Barrier(self.world, self._finish_batch)
-        for r in range(self.world):
-            self._serve(("device", r), float(self.kernels[r] + link[r] * self.moves), done.arrive)
-
-    def _finish_batch(self) -> None:
-        self.finished.append(self.now)
-        if self.started < self.batches:
-            self._start_batch()
-
-    # Servers and time
-
-    def _serve(self, name: tuple[str, int], seconds: float, then: Callable[[], None]) -> None:
-        server = self.servers[name]
-        factor = max(0.1, 1 + self.jitter * self.random.standard_normal())
-        server.queue.append((seconds * factor, then))
-        if not server.busy:
-            self._next(server)
-
-    def _next(self, server: Server) -> None:
-        server.busy = bool(server.queue)
-        if server.queue:
-            seconds, then = server.queue.popleft()
-
-            def done() -> None:
-                self._next(server)
-                then()
-
-            self.count += 1
-            heapq.heappush(self.events, (self.now + seconds, self.count, done))
-
-
-def popular_ids(random: np.random.Generator, rows: int, popularity: Popularity, count: int) -> np.ndarray:
-    """The distinct ones of ``count`` draws of P(k) ~ (k + q)^-s, k from 0 to rows - 1 (int64, sorted)."""
-    power, shift = 1 - popularity.s or 1e-9, popularity.q + 1
-    first, last = ((np.array([-0.5, rows - 0.5]) + shift) ** power).tolist()
-    drawn = (first + (last - first) * random.random(count)) ** (1 / power) - shift
-    return np.unique(np.clip(np.rint(drawn), 0, rows - 1).astype(np.int64))
-
-
-class Barrier:
-    """Calls ``then`` when ``count`` have arrived."""
-
-    def __init__(self, count: int, then: Callable[[], None]) -> None:
-        self.missing, self.then = count, then
-
-    def arrive(self) -> None:
-        self.missing -= 1
-        if not self.missing:
-            self.then()
 
 
 def main() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
+from bench._cluster import Simulation
 from tests.planner.machines import random_tables, topology
 from tierstore.cli.plan import read_yaml
 from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
@@ -16,23 +15,15 @@ from tierstore.planner.tables import row_bytes, specs_of_yaml
 EXAMPLE = Path(__file__).parents[2] / "examples/plan_100tb"
 
 
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_with_batches_enough_in_flight_the_longest_stage_sets_the_step(seed):
     machines = topology(2, 2, hbm_per_rank="300MiB", ssd_read_iops=1e5 * 4**seed)
     planner = EmbeddingShardingPlanner(machines, workload=Workload(512, depth=4), search_seconds=0.3)
     solution = planner.solve(random_tables(8, seed, 5, 7.5))
     assert not solution.caches.missing
-    simulated = load("simulate").Simulation(solution, 4, 0.02).run(40)
+    simulated = Simulation(solution, 4, 0.02).run(40)
     assert simulated == pytest.approx(solution.prediction.step, rel=0.1)
-    serial = load("simulate").Simulation(solution, 0, 0.0).run(10)
+    serial = Simulation(solution, 0, 0.0).run(10)
     assert serial > solution.prediction.step
 
 
@@ -45,5 +36,5 @@ def test_the_example_is_100_terabytes_and_fits():
     planner = EmbeddingShardingPlanner(machines, workload=Workload(512, depth=4), search_seconds=1)
     solution = planner.solve(tables)
     assert not solution.caches.missing
-    simulated = load("simulate").Simulation(solution, 4, 0.05).run(30)
+    simulated = Simulation(solution, 4, 0.05).run(30)
     assert simulated == pytest.approx(solution.prediction.step, rel=0.15)

@@ -1,0 +1,248 @@
+"""``tierstore bench plan-vs-torchrec``: our plan and torchrec's for the same model and machine, simulated.
+
+torchrec's planner is told the same sizes, rates and pooling factors. Its cuts and ranks get our division of
+the memories, which can only help them; then both plans' steps are simulated event by event.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tierstore.errors import ConfigError
+from tierstore.planner import (
+    EmbeddingShardingPlanner,
+    ParameterConstraints,
+    Popularity,
+    TableSpec,
+    Topology,
+    Workload,
+)
+from tierstore.planner.allocate import Placed, allocate
+from tierstore.planner.cuts import cuts_of
+from tierstore.planner.planner import Solution
+from tierstore.planner.predict import predict
+from tierstore.planner.tables import prepared, row_bytes
+from tierstore.result_file import JsonFile
+
+from ._cluster import Simulation
+
+SUMMARY = "steps of our plans and of torchrec's for the same models and machines, simulated"
+
+_DEPTH, _BATCHES = 4, 40
+MACHINES = {"2 ranks": (1, 2), "4 ranks": (1, 4), "8 ranks": (1, 8), "2 hosts x 4": (2, 4)}
+SIZES = ("mixed", "one giant")
+_HBM = {"ample": 1.5, "tight": 0.4}  # of the tables' bytes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tables", default="4,12,40", help="numbers of tables (default: 4,12,40)")
+    parser.add_argument("--machines", default=",".join(MACHINES), help=f"some of {', '.join(MACHINES)}")
+    parser.add_argument("--batch-size", type=int, default=1024, help="examples per rank (default: 1024)")
+    parser.add_argument("--search-seconds", type=float, default=2.0, help="of our planner (default: 2)")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+
+
+def run(args: argparse.Namespace) -> int:
+    target = JsonFile(args.json) if args.json else None
+    print(
+        f"{'tables':<14} {'machine':<12} {'hbm':<6} {'ours':>10} {'torchrec':>10} {'ratio':>6}  planning, s"
+    )
+    pairs = []
+    for count, name, sizes, hbm in itertools.product(
+        _numbers(args.tables), _machines(args.machines), SIZES, _HBM
+    ):
+        pair = compared(count, name, sizes, hbm, args.batch_size, args.search_seconds)
+        pairs.append(pair)
+        theirs = f"{pair.theirs * 1e3:>7.3f} ms {pair.ratio:>6.3f}" if pair.theirs else f"{pair.why:>17}"
+        print(
+            f"{count:>3} {sizes:<10} {name:<12} {hbm:<6} {pair.ours * 1e3:>7.3f} ms {theirs}  "
+            f"{pair.ours_plan_s:.2f}, {pair.theirs_plan_s:.2f}",
+            flush=True,
+        )
+    ratios = [pair.ratio for pair in pairs if pair.theirs]
+    figures = {
+        "pairs": len(ratios),
+        "ratio.median": float(np.median(ratios)) if ratios else 0.0,
+        "ratio.worst": max(ratios, default=0.0),
+        "torchrec_has_no_plan": len(pairs) - len(ratios),
+    }
+    for key, value in figures.items():
+        print(f"{key:<24} {value:>8.3f}")
+    if target is not None:
+        target.write({**figures, "compared": [vars(pair) for pair in pairs]})
+    return 0
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--tables {text!r}: give numbers, such as 4,12") from None
+
+
+def _machines(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",")]
+    if not set(names) <= set(MACHINES):
+        raise ConfigError(f"--machines {text!r}: give some of {', '.join(MACHINES)}")
+    return names
+
+
+@dataclass
+class Pair:
+    """Simulated seconds per step of both plans; ``theirs`` is 0 where torchrec has none, ``why`` says why."""
+
+    tables: int
+    machine: str
+    sizes: str
+    hbm: str
+    ours: float
+    theirs: float
+    why: str
+    ours_plan_s: float
+    theirs_plan_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.theirs if self.theirs else 0.0
+
+
+def compared(count: int, machine: str, sizes: str, hbm: str, batch_size: int, search_seconds: float) -> Pair:
+    """Plans by both planners, and simulates both."""
+    tables = model(count, sizes)
+    machines = machines_for(tables, *MACHINES[machine], _HBM[hbm])
+    tables = prepared(tables, {}, {}, machines.world_size)
+    work = Workload(batch_size, depth=_DEPTH)
+    planner = EmbeddingShardingPlanner(machines, workload=work, search_seconds=search_seconds)
+    start = time.perf_counter()
+    ours = planner.solve(tables)
+    ours_s = time.perf_counter() - start
+    if ours.caches.missing:
+        raise ConfigError(f"{count} {sizes} tables do not fit {machine}: {ours.caches.missing}")
+    start = time.perf_counter()
+    theirs, why = their_solution(ours, machines)
+    theirs_s = time.perf_counter() - start
+    steps = [simulated(solution) if solution else 0.0 for solution in (ours, theirs)]
+    return Pair(count, machine, sizes, hbm, *steps, why, ours_s, theirs_s)
+
+
+def simulated(solution: Solution) -> float:
+    """Seconds per step; the same batches for equal tables."""
+    return Simulation(solution, _DEPTH, 0.05).run(_BATCHES)
+
+
+def model(count: int, sizes: str, seed: int = 0) -> list[TableSpec]:
+    """Tables with rows from thousands to tens of millions, or one that is nearly everything."""
+    random = np.random.default_rng([count, SIZES.index(sizes), seed])
+    rows = 10 ** random.uniform(3, 7.5, count)
+    if sizes == "one giant":
+        rows = np.minimum(rows, 1e6)
+        rows[0] = 6e7
+    return [
+        TableSpec(
+            f"t{i}",
+            int(rows[i]),
+            int(random.choice([32, 64, 128])),
+            pooling_factor=float(np.round(10 ** random.uniform(0, 1.5), 1)),
+            popularity=Popularity(float(random.uniform(0.8, 1.2)), float(random.uniform(0, 100))),
+        )
+        for i in range(count)
+    ]
+
+
+def machines_for(tables: Sequence[TableSpec], hosts: int, per_host: int, hbm: float) -> Topology:
+    """Device memory for a share of the tables (and room beside), host memory for twice all of them."""
+    total = sum(table.rows * (row_bytes(table.embedding_dim, table.optimizer) + 60) for table in tables)
+    per_rank = int(hbm * total / hosts / per_host) + (1 << 28)
+    return Topology(hosts, per_host, per_rank, int(2 * total / hosts) + (8 << 30), "30TB")
+
+
+def their_solution(ours: Solution, machines: Topology) -> tuple[Solution | None, str]:
+    """torchrec's plan with our division of the memories; None, and why, where there is none."""
+    try:
+        plans = their_plan(ours.tables, machines, ours.work.batch_size)
+    except ImportError as error:
+        raise ConfigError(f"the comparison needs torchrec, which cannot be imported: {error}") from error
+    if plans is None:
+        return None, "finds none"
+    placed = [
+        placed_as(i, table, plans[table.name], ours.work, machines) for i, table in enumerate(ours.tables)
+    ]
+    caches = allocate(machines, ours.work, placed)
+    if caches.missing:
+        return None, "does not fit"
+    prediction = predict(machines, ours.work, placed, caches)
+    return Solution(machines, ours.work, ours.tables, placed, caches, prediction, 0.0), ""
+
+
+def their_plan(tables: Sequence[TableSpec], machines: Topology, batch_size: int) -> dict[str, Any] | None:
+    """ParameterSharding by table name; None where torchrec's planner finds no plan."""
+    import torch
+    import torchrec
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import EmbeddingShardingPlanner as TheirPlanner
+    from torchrec.distributed.planner import ParameterConstraints as TheirConstraints
+    from torchrec.distributed.planner import Topology as TheirTopology
+    from torchrec.distributed.planner.types import PlannerError
+
+    configs = [
+        torchrec.EmbeddingBagConfig(
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            name=table.name,
+            feature_names=[table.name],
+        )
+        for table in tables
+    ]
+    module = torchrec.EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+    rates = {  # in bytes per millisecond
+        "hbm_mem_bw": machines.hbm_bw / 1e3,
+        "hbm_to_ddr_mem_bw": machines.host_link_bw / 1e3,
+        "intra_host_bw": machines.intra_host_bw / 1e3,
+        "inter_host_bw": machines.inter_host_bw / 1e3,
+    }
+    logging.disable(logging.WARNING)
+    planner = TheirPlanner(
+        topology=TheirTopology(
+            world_size=machines.world_size,
+            local_world_size=machines.ranks_per_host,
+            compute_device="cuda",
+            hbm_cap=machines.hbm_per_rank,
+            ddr_cap=machines.host_memory_per_host // machines.ranks_per_host,
+            **rates,
+        ),
+        batch_size=batch_size,
+        constraints={t.name: TheirConstraints(pooling_factors=[t.pooling_factor]) for t in tables},
+        debug=False,
+    )
+    sharder: Any = EmbeddingBagCollectionSharder()
+    try:
+        (by_table,) = planner.plan(module, [sharder]).plan.values()
+    except PlannerError:
+        return None
+    finally:
+        logging.disable(logging.NOTSET)
+    return dict(by_table.items())
+
+
+def placed_as(number: int, table: TableSpec, theirs: Any, work: Workload, machines: Topology) -> Placed:
+    """One of our tables, cut and placed as in a torchrec plan."""
+    kind, ranks = theirs.sharding_type, sorted(set(theirs.ranks))
+    if len(ranks) == 1 and kind != "data_parallel":
+        kind = "table_wise"  # shards of one rank are one
+    if machines.hosts == 1:  # where we have one name for both
+        kind = {"table_row_wise": "row_wise", "table_column_wise": "column_wise"}.get(kind, kind)
+    columns = len(ranks) if "column" in kind else 1
+    demand = ParameterConstraints([kind], min_partition=table.embedding_dim // columns)
+    for cut in cuts_of(table, machines, work, demand):
+        if cut.spread == "all" or cut.shards == len(ranks):
+            return Placed(number, cut, list(range(machines.world_size)) if cut.spread == "all" else ranks)
+    raise ConfigError(f"no cut of ours is like torchrec's {kind} of {table.name} on ranks {ranks}")
