@@ -45,9 +45,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class Turns:
-    """How long to train: ``warm`` steps first (a third where nothing is on the SSD, whose store takes longest
-    to settle), then ``turns`` of ``steps`` each, and as many again at most in place of those that other
-    processes disturbed."""
+    """How long to train: ``warm`` steps first, then ``turns`` of ``steps`` each, and as many again at most
+    in place of those that other processes disturbed."""
 
     warm: int
     turns: int
@@ -187,7 +186,9 @@ def measured_plan(
     job = Job(data, planned(data, budget, topology, stats))
     try:
         job.train(turns)
-        return {"dense": dense, **job.result()}
+        caches = job.solution.caches
+        rows = {"hbm_rows": caches.hbm_rows.tolist(), "memory_rows": caches.memory_rows.tolist()}
+        return {"dense": dense, **rows, **job.result()}
     finally:
         job.close()
 
@@ -235,10 +236,9 @@ class Job:
 
     def train(self, turns: Turns) -> None:
         neighbours = Neighbours()
-        warm = turns.warm if self.solution.topology.ssd_per_host else turns.warm // 3
-        self._draw(warm + WINDOW + DEPTH + 2)
+        self._draw(turns.warm + WINDOW + DEPTH + 2)
         with self.clock.watching(self.bags):
-            self._steps(warm)
+            self._steps(turns.warm)
             self.bags.engine.reset_stats()
             calm = 0
             self._draw(turns.turns * turns.steps)

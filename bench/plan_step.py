@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -228,6 +228,8 @@ def compared(
         if not same:
             continue
         solution = planned(data, budget, _PLANNED_BY, stats)
+        rows = {key: np.array(same[-1][key]) for key in ("hbm_rows", "memory_rows")}  # as was trained with
+        solution = replace(solution, caches=replace(solution.caches, **rows))
         solution = planner_for(data, budget, topology, dense).priced(solution)
         caches, prediction = solution.caches, solution.prediction
         unique = caches.field("unique")
