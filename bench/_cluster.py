@@ -70,6 +70,8 @@ class Simulation:
                 held = caches.hbm_rows[shard], caches.memory_rows[shard]
                 missing.append(tuple(len(here) - int(np.searchsorted(here, n)) for n in held))
         both = np.array(missing, dtype=np.float64)
+        expected = caches.misses(caches.memory_rows)
+        both[:, 1] *= np.divide(caches.reads(), expected, out=np.ones(len(both)), where=expected > 0)
         return both[:, 0], both[:, 1]
 
     def run(self, batches: int) -> float:

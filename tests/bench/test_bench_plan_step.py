@@ -20,8 +20,8 @@ from tierstore.planner.topology import ROW_COSTS
 def small(monkeypatch):
     monkeypatch.setattr(_runtime_costs, "_ROWS", 1500)
     monkeypatch.setattr(_runtime_costs, "_WARM", 2)
-    plain, skewed = (0.0, 10.0, 100), (1.2, 10.0, 100)
-    kinds = {"memory": [plain, skewed], "uvm": [plain, skewed], "ssd": [(0.4, 10.0, 100)]}
+    plain, skewed = (0.0, 10.0, 104), (1.2, 10.0, 104)
+    kinds = {"memory": [plain, skewed], "uvm": [plain, skewed], "ssd": [(0.4, 10.0, 104)]}
     for mode, values in kinds.items():
         monkeypatch.setitem(_runtime_costs.KINDS, mode, values)
     monkeypatch.setattr(plan_step, "TABLES", [(6000, 8, 1.0), (4000, 16, 0.8)])

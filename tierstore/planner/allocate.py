@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.planner.costs import TWO_TIER_READS, ShardCost, Workload
+from tierstore.planner.costs import ShardCost, Workload
 from tierstore.planner.curves import Floats
 from tierstore.planner.cuts import Cut
 from tierstore.planner.prices import Steps, hbm_steps, memory_steps
@@ -80,7 +80,7 @@ class Allocation:
         """Reads from the SSD per unique row of each shard. A row's use is forgotten when it leaves device
         memory, so host memory keeps worse rows than as much device memory would (docs/planner.md)."""
         below = 1 - self.hbm_rows / np.maximum(self.memory_rows, 1.0)
-        worse = self.misses(self.memory_rows) * (1 + TWO_TIER_READS * below)
+        worse = self.misses(self.memory_rows) * (1 + self.field("two_tier") * below)
         return np.minimum(worse, self.misses(self.hbm_rows))
 
 

@@ -24,7 +24,7 @@ STORE_SLACK = 64 << 20  # of a rank's store, beyond what the plan gives it
 MOST_FILE_BYTES = (
     2.0  # per live byte: as many superseded rows as live ones are left before they are compacted
 )
-TWO_TIER_READS = 0.35  # more reads if all memory were host memory: rows forget their use on the way down
+TWO_TIER_READS = 0.35  # more reads if all memory were host memory: rows forget their use going down (CPU)
 MERGED_READ_BYTES = 64 << 10  # the largest read that brings several rows
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
 WEIGHT_BYTES, FLOAT = 4, 4
@@ -161,6 +161,7 @@ class ShardCost:
     policy_s: float = 0.0
     ahead_s: float = 0.0
     store_s: float = 0.0
+    two_tier: float = 0.0
     in_hbm: bool = False
     in_memory: bool = False
 
@@ -213,6 +214,7 @@ def shard_cost(
         policy_s=policy,
         ahead_s=unique * each["ahead"],
         store_s=each["store"],
+        two_tier=TWO_TIER_READS if topology.one_fetcher else 0.0,
         link_s=2 * bytes_ / topology.host_link_bw + each["link"],
         ssd_s=_ssd_seconds(record, topology, work),
         link_bytes=2 * bytes_,
