@@ -146,9 +146,13 @@ class Sample:
     others: float = 0.0
 
     def total(self, name: str) -> float:
-        """The sum over the row sizes; their "count", and "one" for what is once per batch."""
+        """The sum over the row sizes; their "count", and "one" for what is once per batch. "evicted":
+        distinct rows where rows may have to leave the fast tier, "awaited": may come from the store."""
         if name in ("one", "count"):
             return 1.0 if name == "one" else float(len(self.parts))
+        if name in ("evicted", "awaited"):
+            due = self.mode == "ssd" or (self.mode == "uvm" and name == "evicted")
+            return self.total("unique") if due else 0.0
         return float(sum(getattr(part, name) for part in self.parts))
 
     @classmethod
@@ -298,21 +302,14 @@ def _collection(mode: str, dims: tuple[int, ...], folder: str | None) -> Any:
 
 def fitted(samples: list[Sample]) -> dict[str, Any]:
     """The planner's terms from samples of all :data:`KINDS`."""
-    memory, uvm, ssd = ([s for s in samples if s.mode == mode] for mode in KINDS)
-    each, per_id, plan = _fit(memory, ("count", "ids", "unique"), [s.fetch for s in memory])
+    memory = [s for s in samples if s.mode == "memory"]
     step, lookup, update, per_byte = _fit(
         memory, ("one", "ids", "unique", "computed"), [s.compute for s in memory]
     )
-
-    def held(s: Sample) -> float:
-        return each * s.total("count") + per_id * s.total("ids") + plan * s.total("unique")
-
-    policy, link, link_byte = _fit(uvm, ("unique", "misses", "moved"), [s.fetch - held(s) for s in uvm])
-
-    def moved(s: Sample) -> float:
-        return policy * s.total("unique") + link * s.total("misses") + link_byte * s.total("moved")
-
-    ahead, store = _fit(ssd, ("unique", "stores"), [s.fetch - held(s) - moved(s) for s in ssd])
+    terms = ("count", "ids", "unique", "evicted", "misses", "moved", "awaited", "stores")
+    each, per_id, plan, policy, link, link_byte, ahead, store = _fit(
+        samples, terms, [s.fetch for s in samples]
+    )
     return {
         "index_rows_per_s": 1 / max(per_id, 1e-12),
         "lookup_seconds": each,

@@ -138,7 +138,7 @@ class ShardCost:
     ``ssd_bytes_moved``: host-memory traffic of one. ``index_bytes`` (host memory) and ``ssd_bytes`` are due
     unless all rows stay in memory. ``fixed_*`` are buffers. ``policy_s``: the part of ``load.index`` that
     is not due where device memory holds every row of all shards of this row size; ``ahead_s`` is due on top
-    where some of them are on SSD, and ``store_s`` to the rank per row missing in memory.
+    for all others on a rank that has a store, and ``store_s`` to the rank per row missing in memory.
     """
 
     rows: int

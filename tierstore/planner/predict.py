@@ -78,12 +78,14 @@ def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches
 
 def _by_row_size(caches: Allocation, world: int) -> Floats:
     """Seconds per rank of what depends on a whole tier: of policies that choose no victims, since device
-    memory holds all rows of a row size (negative), and of reading ahead, where any of them are on SSD."""
+    memory holds all rows of a row size (negative), and of reading ahead for all others, where the rank has a
+    store."""
     sizes, size = np.unique(caches.field("columns"), return_inverse=True)
     tier, tiers = caches.rank * len(sizes) + size, world * len(sizes)
     evicts = np.bincount(tier, caches.hbm_rows < caches.rows - 0.5, tiers) > 0
-    reads = np.bincount(tier, caches.stored, tiers) > 0
-    seconds = caches.field("ahead_s") * reads[tier] - caches.field("policy_s") * ~evicts[tier]
+    store = np.bincount(caches.rank, caches.stored, world) > 0
+    ahead = evicts[tier] & store[caches.rank]
+    seconds = caches.field("ahead_s") * ahead - caches.field("policy_s") * ~evicts[tier]
     return _sums(caches.rank, seconds, world)
 
 
