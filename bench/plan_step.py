@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dir", type=Path, help="folder on the drive to measure (default: the temporary one)"
     )
+    parser.add_argument("--probe", type=float, default=0.1, help="seconds of a size of reads (default: 0.1)")
     parser.add_argument("--no-measure", action="store_true", help="only compare what --json has")
     parser.add_argument(
         "--seconds", type=float, default=3600, help="begin nothing later; the next command goes on"
@@ -131,13 +132,13 @@ def measurements(
         mixed.sort(key=lambda task: task[0])
         times = [sum(key.items() <= record.items() for record in known) for _, key, *_ in mixed]
         first = min(times) * 5 % len(mixed)  # other tasks come first in every round
-        drive = device.Device(Path(folder) / "device", parse_bytes(args.file_size, "--file-size"), 0.1)
-        yield {"writes": drive.writes()}
+        drive = device.Device(Path(folder) / "device", parse_bytes(args.file_size, "--file-size"), args.probe)
+        yield {"writes": drive.writes(), "copies": device.memory_bandwidth(args.probe)}
         for i in [*range(first, len(mixed)), *range(first)]:
             _, key, work, arguments = mixed[i]
             if times[i] > min(times) or time.perf_counter() > until:
                 continue
-            yield {"drive": drive.read_curve(0.1), "copies": device.memory_bandwidth(0.1)}
+            yield {"drive": drive.read_curve(args.probe)}
             yield {**key, **in_a_process(work, *arguments)}
 
 

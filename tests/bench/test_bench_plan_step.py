@@ -52,7 +52,7 @@ def bench(arguments: str) -> int:
 def test_plans_are_trained_with_and_later_commands_add_to_them(tmp_path, capsys):
     out = tmp_path / "out.json"
     common = f"--json {out} --batch-size 12 --dir {tmp_path}"
-    few = "--turns 1 --steps 4 --warm 12 --cost-steps 10 --file-size 4MiB"
+    few = "--turns 1 --steps 4 --warm 12 --cost-steps 10 --file-size 4MiB --probe 0.01"
     assert bench(f"{common} {few}") == 0
     figures = json.loads(out.read_text())
     assert figures["plans"] == len(plan_step.BUDGETS)

@@ -100,6 +100,13 @@ def test_what_does_not_fit_exits_with_1_and_says_what_is_missing(files, capsys):
             "- {name: a, num_embeddings: 5, embedding_dim: 4, optimizer: 3}",
             "optimizer '3'; known",
         ),
+        (
+            "tables.yaml",
+            "- {name: a, num_embeddings: 5, embedding_dim: 4, feature_names: abc}",
+            "must be a list of names",
+        ),
+        ("tables.yaml", "- {name: a, num_embeddings: 5, embedding_dim: 4, weighted: 'no'}", "true or false"),
+        ("tables.yaml", "- {name: a, num_embeddings: 5, embedding_dim: 4, popularity: 3}", "popularity is 3"),
         ("topology.yaml", "hosts: 1", "hbm_per_rank, host_memory_per_host missing"),
         ("topology.yaml", "gpus: 1", "unknown fields ['gpus']"),
         ("topology.yaml", "- 1", "a topology is a mapping"),

@@ -166,9 +166,11 @@ def _print_places(console: Console, report: dict[str, Any]) -> None:
     for kind, fills in (("rank", ("hbm",)), ("host", ("host_memory", "ssd"))):
         places = report[f"{kind}s"]
         stages = list(places[0]["stage_seconds"])
-        view = Table(title=f"{len(places)} {kind}s, slowest first", title_justify="left")
+        view = Table(
+            title=f"{len(places)} {kind}{'s' * (len(places) > 1)}, slowest first", title_justify="left"
+        )
         for name in (kind, *fills, *stages):
-            view.add_column(name, justify="right")
+            view.add_column(name.replace("_", " "), justify="right")
         order = sorted(places, key=lambda place: -max(place["stage_seconds"].values()))
         for place in order[:16]:
             sizes = [f"{format_bytes(place[f'{f}_bytes'])} ({place[f'{f}_fill']:.0%})" for f in fills]
@@ -184,7 +186,8 @@ def _ranks_text(ranks: list[int]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+    """Milliseconds, or microseconds where that is shorter: columns are narrow."""
+    return f"{seconds * 1e6:.2g} us" if 0 < seconds < 1e-4 else f"{seconds * 1e3:.3g} ms"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:

@@ -20,6 +20,7 @@ STATE_FLOATS = {
     "adam": lambda dim: 2 * dim,
 }
 _ROW_ALIGNMENT = 16
+MOST_ROWS = 1 << 48
 
 
 def row_bytes(dim: int, optimizer: str) -> int:
@@ -64,6 +65,12 @@ class TableSpec:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"table {self.name!r}: {name} is {value!r}; it must be a positive integer")
+        if self.num_embeddings > MOST_ROWS:
+            raise ConfigError(
+                f"table {self.name!r}: num_embeddings is {self.num_embeddings}; a table has at most 2^48 rows"
+            )
+        if len(set(self.feature_names)) < len(self.feature_names):
+            raise ConfigError(f"table {self.name!r}: feature_names has a name twice: {self.feature_names}")
         factor = self.pooling_factor
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
             raise ConfigError(f"table {self.name!r}: pooling_factor is {factor!r}; it must be positive")
@@ -218,13 +225,22 @@ def _spec_of_mapping(item: Any, position: int) -> TableSpec:
         values[key] = _plain_number(values[key]) if key in values else None
         if values[key] is None:
             del values[key]
-    values["weighted"] = bool(values.get("weighted", item.get("is_weighted", False)))
-    values["feature_names"] = tuple(values.get("feature_names") or ())
+    weighted = values.get("weighted", item.get("is_weighted", False))
+    if not isinstance(weighted, bool):
+        raise ConfigError(f"table {name!r}: weighted is {weighted!r}; it must be true or false")
+    values["weighted"] = weighted
+    features = values.get("feature_names") or []
+    if not isinstance(features, list) or not all(isinstance(feature, str) for feature in features):
+        raise ConfigError(f"table {name!r}: feature_names is {features!r}; it must be a list of names")
+    values["feature_names"] = tuple(features)
     if "popularity" in values:
         try:
             values["popularity"] = Popularity(**values["popularity"])
-        except TypeError as error:
-            raise ConfigError(f"table {name!r}: popularity must be a mapping of s and q: {error}") from None
+        except TypeError:
+            raise ConfigError(
+                f"table {name!r}: popularity is {values['popularity']!r}; it must be a mapping of s "
+                "and q, such as {s: 1.1, q: 100}"
+            ) from None
     if "optimizer" in values:
         values["optimizer"] = _optimizer_name(values["optimizer"])
     pooling = str(item.get("pooling", "SUM")).upper().removeprefix("POOLINGTYPE.")

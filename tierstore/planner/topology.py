@@ -16,6 +16,8 @@ _RATES = (
     *("intra_host_bw", "inter_host_bw", "index_rows_per_s"),
 )
 
+_MOST_RANKS = 1 << 16
+
 ROW_COSTS = {
     "lookup": "each id looked up, forward and backward",
     "update": "each distinct row of a batch that is updated",
@@ -79,6 +81,8 @@ class Topology:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"topology: {name} is {value!r}; it must be a positive integer")
+        if self.world_size > _MOST_RANKS:
+            raise ConfigError(f"topology: {self.world_size} ranks; plans are made for {_MOST_RANKS} at most")
         for name in _SIZES:
             object.__setattr__(self, name, parse_bytes(getattr(self, name), f"topology: {name}"))
         if self.hbm_per_rank == 0:
