@@ -20,6 +20,8 @@ from tierstore.planner.topology import ROW_COSTS
 def small(monkeypatch):
     monkeypatch.setattr(_runtime_costs, "_ROWS", 1500)
     monkeypatch.setattr(_runtime_costs, "_WARM", 2)
+    monkeypatch.setattr(_runtime_costs, "_TRIES", 1)  # a test is not alone
+    monkeypatch.setattr(_runtime_costs, "_SHORT", 1)
     plain, skewed = (0.0, 10.0, 104), (1.2, 10.0, 104)
     kinds = {"memory": [plain, skewed], "uvm": [plain, skewed], "ssd": [(0.4, 10.0, 104)]}
     for mode, values in kinds.items():
