@@ -202,6 +202,7 @@ try:
     EmbeddingShardingPlanner(topology(ssd_per_host="1MB")).collective_plan([table(rows=400_000_000)])
 except InfeasiblePlanError as error:
     print(error, error.missing_bytes)
+dist.destroy_process_group()  # else its threads may meet the end of the process
 """
 
 
