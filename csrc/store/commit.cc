@@ -110,17 +110,17 @@ std::vector<SegmentExtent> Store::CaptureExtents() {
 }
 
 void Store::SyncSegments(Lock& lock, const std::vector<SegmentExtent>& extents) {
-  std::vector<SegmentPtr> unsynced;
-  for (const SegmentExtent& extent : extents) {
-    const SegmentPtr& segment = segments_.at(extent.number);
-    if (std::exchange(segment->unsynced, false)) unsynced.push_back(segment);
-  }
-  const bool names = std::exchange(names_unsynced_, false);
   try {
+    std::vector<SegmentPtr> unsynced;
+    for (const SegmentExtent& extent : extents) {
+      const SegmentPtr& segment = segments_.at(extent.number);
+      if (std::exchange(segment->unsynced, false)) unsynced.push_back(segment);
+    }
+    const bool names = std::exchange(names_unsynced_, false);
     const Unlocked unlocked(lock);
     for (const SegmentPtr& segment : unsynced) segment->file->Sync();
     if (names) env_.SyncDirectory(directory_);
-  } catch (const IoError& error) {
+  } catch (const std::exception& error) {
     // What the kernel could not write it may have dropped, and will not report again.
     commit_failure_ =
         std::string("an earlier sync failed (") + error.what() + "), so what it was for may be lost";
@@ -138,7 +138,7 @@ void Store::SaveManifest(Lock& lock, std::vector<CommitRecord> commits) {
     bytes = manifest.WriteTemporary(env_, directory_);
     begun = true;
     Manifest::Install(env_, directory_);
-  } catch (const IoError& error) {
+  } catch (const std::exception& error) {
     if (begun)
       commit_failure_ = std::string("the last one may or may not be in force (") + error.what() + ")";
     throw;

@@ -50,7 +50,7 @@ void Store::WriteSnapshot(Lock& lock, const SnapshotHeader& header,
   try {
     const Unlocked unlocked(lock);
     bytes = SaveSnapshot(env_, directory_, config_.direct, header, indexes);
-  } catch (const IoError&) {
+  } catch (const std::exception&) {
     try {
       env_.Remove(directory_ + "/" + kSnapshotTemporaryName);
     } catch (const IoError&) {
