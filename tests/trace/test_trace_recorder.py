@@ -33,14 +33,19 @@ def test_batches_come_back(tmp_path):
 
 
 def test_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorded, "_CHUNK_IDS", 100)
+    monkeypatch.setattr(recorded, "_CHUNK_IDS", 1000)
     rng = np.random.default_rng(0)
-    batches = [rng.integers(0, 1000, 37) for _ in range(20)]
-    with TraceRecorder(tmp_path / "t.npz", {"a": 1000}) as recorder:
-        for batch in batches:
-            recorder.record({"a": batch})
-    for batch, keys in zip(batches, open_trace(tmp_path / "t.npz").key_batches(), strict=True):
-        np.testing.assert_array_equal(batch, keys)
+    batches = [rng.integers(0, 1000, 370) for _ in range(20)]
+    sizes = {}
+    for compress in (False, True):
+        path = tmp_path / f"{compress}.npz"
+        with TraceRecorder(path, {"a": 1000}, compress=compress) as recorder:
+            for batch in batches:
+                recorder.record({"a": batch})
+        for batch, keys in zip(batches, open_trace(path).key_batches(), strict=True):
+            np.testing.assert_array_equal(batch, keys)
+        sizes[compress] = path.stat().st_size
+    assert sizes[True] < 0.7 * sizes[False]
 
 
 def test_watching_a_loader_changes_nothing(tmp_path):

@@ -56,7 +56,9 @@ def _record(args: argparse.Namespace) -> int:
     trace = open_source(args)
     known = trace.num_embeddings or (0,) * len(trace.tables)
     with (
-        TraceRecorder(args.out, dict(zip(trace.tables, known, strict=True)), args.rate) as recorder,
+        TraceRecorder(
+            args.out, dict(zip(trace.tables, known, strict=True)), args.rate, compress=True
+        ) as recorder,
         _progress("recording", trace.num_batches) as advance,
     ):
         for segments in trace.batches():
