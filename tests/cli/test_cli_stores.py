@@ -226,9 +226,14 @@ def test_help_has_examples_and_exit_codes(capsys, command):
 def test_ctrl_c_stops_the_work():
     closed = threading.Event()
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        run_while_waiting("waiting", lambda: closed.wait(30), closed.set)
+    # Where tests run as a background job, SIGINT is ignored from the start.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            run_while_waiting("waiting", lambda: closed.wait(30), closed.set)
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert closed.is_set()
     with pytest.raises(ZeroDivisionError):
         run_while_waiting("failing", lambda: 1 // 0, closed.set)
