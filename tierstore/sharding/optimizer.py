@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tierstore.errors import ConfigError
-from tierstore.modules.tables import STATE_DICT_LIMIT
+from tierstore.modules.tables import STATE_DICT_LIMIT, id_ranges
 from tierstore.optim.fused import AppliedOptimizer
 from tierstore.sharding import shard_views
 from tierstore.sharding.collection import ShardedCollection
 from tierstore.sharding.shard_views import Floats
 
 logger = logging.getLogger("tierstore")
-
-_CHUNK = 1 << 16
 
 
 class KeyedFusedOptimizer(AppliedOptimizer):
@@ -135,10 +133,10 @@ class KeyedFusedOptimizer(AppliedOptimizer):
                 Floats(collection, table.name, name).load(value, f"{name} of {key}")
             elif name != "step":
                 whole[name] = value
-        for ids in self._chunks(table) if whole else ():
-            weight = collection.rows(ids, table.name)
-            part = {name: value[ids[0] : ids[-1] + 1] for name, value in whole.items()}
-            collection.load_rows(ids, weight, part, table.name)
+        for begin, end in id_ranges(0, table.num_embeddings) if whole else ():
+            ids = torch.arange(begin, end)
+            part = {name: value[begin:end] for name, value in whole.items()}
+            collection.load_rows(ids, collection.rows(ids, table.name), part, table.name)
 
     def _state_of(self, key: str) -> dict[str, Tensor]:
         collection, table = self._tables[key]
@@ -153,15 +151,10 @@ class KeyedFusedOptimizer(AppliedOptimizer):
             return state
         shape = (table.num_embeddings,) if spec.state_per_row else (table.num_embeddings, width)
         found = {name: torch.empty(shape) for name in spec.state_names}
-        for ids in self._chunks(table) if found else ():
-            for name, values in collection.optimizer_rows(ids, table.name).items():
-                found[name][ids[0] : ids[-1] + 1] = values
+        for begin, end in id_ranges(0, table.num_embeddings) if found else ():
+            for name, values in collection.optimizer_rows(torch.arange(begin, end), table.name).items():
+                found[name][begin:end] = values
         return state | {f"{table.name}.{name}": values for name, values in found.items()}
-
-    @staticmethod
-    def _chunks(table: Any) -> Iterator[Tensor]:
-        for begin in range(0, table.num_embeddings, _CHUNK):
-            yield torch.arange(begin, min(begin + _CHUNK, table.num_embeddings))
 
 
 def _plain(value: Any) -> Any:
