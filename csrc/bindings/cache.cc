@@ -88,6 +88,16 @@ void BindPlan(py::module_& m) {
       .def_property_readonly("victims", [](const Plan& plan) { return DepartureArrays(plan.victims); });
 }
 
+// Slots of keys in a Tier or HeldRows, int32; -1 where a key is not.
+template <class Rows>
+Array<std::int32_t> FindSlots(const Rows& rows, const Array<std::uint64_t>& keys) {
+  Array<std::int32_t> slots(keys.size());
+  std::int32_t* out = slots.mutable_data();
+  py::gil_scoped_release unlocked;
+  rows.Find(keys.data(), keys.size(), out);
+  return slots;
+}
+
 void BindTier(py::module_& m) {
   py::class_<Tier>(m, "Tier")
       .def(py::init(&MakeTier), py::arg("capacity"), py::arg("row_bytes"), py::arg("grows"),
@@ -122,14 +132,7 @@ void BindTier(py::module_& m) {
       .def("drainable", [](const Tier& tier) { return DepartureArrays(tier.Drainable()); })
       .def("drained",
            [](Tier& tier, const Array<std::int32_t>& slots) { tier.Drained(slots.data(), slots.size()); })
-      .def("find",
-           [](const Tier& tier, const Array<std::uint64_t>& keys) {
-             Array<std::int32_t> slots(keys.size());
-             std::int32_t* out = slots.mutable_data();
-             py::gil_scoped_release unlocked;
-             tier.Find(keys.data(), keys.size(), out);
-             return slots;
-           })
+      .def("find", &FindSlots<Tier>)
       .def("remove",
            [](Tier& tier, const Array<std::int32_t>& slots) { tier.Remove(slots.data(), slots.size()); })
       .def("announce",
@@ -184,14 +187,7 @@ void BindHeldRows(py::module_& m) {
   py::class_<HeldRows>(m, "HeldRows")
       .def(py::init<std::int64_t, std::int64_t>(), py::arg("capacity"), py::arg("row_bytes"))
       .def_property_readonly_static("BYTES_PER_ROW", [](py::object) { return HeldRows::kBytesPerRow; })
-      .def("find",
-           [](const HeldRows& held, const Array<std::uint64_t>& keys) {
-             Array<std::int32_t> slots(keys.size());
-             std::int32_t* out = slots.mutable_data();
-             py::gil_scoped_release unlocked;
-             held.Find(keys.data(), keys.size(), out);
-             return slots;
-           })
+      .def("find", &FindSlots<HeldRows>)
       .def("add",
            [](HeldRows& held, const Array<std::uint64_t>& keys) {
              Array<std::int32_t> slots(keys.size());
