@@ -11,13 +11,10 @@ of all.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,7 @@ from tierstore.result_file import JsonFile
 
 from . import device
 from ._neighbours import LOUD
+from ._rounds import chosen, due, in_a_process, read_records
 from ._runtime_costs import DIMS, KINDS, Sample, alone, fitted
 from ._trained_plan import Budget, Data, Turns, measured_plan, planned, planner_for
 
@@ -76,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     target = JsonFile(args.json) if args.json else None
-    known = _read(args.json)
+    known = read_records(args.json)
     data = Data(TABLES, args.batch_size)
     stats = known.get("stats") or data.stats()
     records: list[dict[str, Any]] = list(known.get("records", []))
@@ -101,15 +99,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read(path: Path | None) -> dict[str, Any]:
-    if path is None or not path.exists():
-        return {}
-    known: dict[str, Any] = json.loads(path.read_text())
-    if "records" not in known:
-        raise ConfigError(f"{path} has no measurements of this benchmark; give another --json")
-    return known
-
-
 def measurements(
     args: argparse.Namespace, stats: dict[str, Any], known: Sequence[dict[str, Any]], until: float
 ) -> Iterator[dict[str, Any]]:
@@ -130,36 +119,14 @@ def measurements(
         parts: Sequence[Sequence[tuple[dict[str, Any], Callable[..., Any], tuple[Any, ...]]]] = (plans, costs)
         mixed = [((i + 0.5) / len(part), *task) for part in parts for i, task in enumerate(part)]
         mixed.sort(key=lambda task: task[0])
-        times = [sum(key.items() <= record.items() for record in known) for _, key, *_ in mixed]
-        first = min(times) * 5 % len(mixed)  # other tasks come first in every round
         drive = device.Device(Path(folder) / "device", parse_bytes(args.file_size, "--file-size"), args.probe)
         yield {"writes": drive.writes(), "copies": device.memory_bandwidth(args.probe)}
-        for i in [*range(first, len(mixed)), *range(first)]:
+        for i in due([key for _, key, *_ in mixed], known):
             _, key, work, arguments = mixed[i]
-            if times[i] > min(times) or time.perf_counter() > until:
-                continue
+            if time.perf_counter() > until:
+                break
             yield {"drive": drive.read_curve(args.probe)}
             yield {**key, **in_a_process(work, *arguments)}
-
-
-def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What ``work`` returns, called in a new process."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return process.submit(work, *arguments).result()
-
-
-def chosen(text: str, count: int) -> list[int]:
-    """Numbers from "0-3,7"; all where it is empty. Raises ConfigError."""
-    numbers: list[int] = []
-    try:
-        for part in filter(None, text.split(",")):
-            first, _, last = part.partition("-")
-            numbers += range(int(first), int(last or first) + 1)
-    except ValueError:
-        numbers = [-1]
-    if any(not 0 <= number < count for number in numbers):
-        raise ConfigError(f"--plans {text!r}: give numbers below {count}, such as 0-3 or 2,5")
-    return numbers or list(range(count))
 
 
 def topology_of(records: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:

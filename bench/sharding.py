@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tierstore.sharding import CommsConfig
 
-    from ._sharding_ranks import Setting
+    from ._ranks import on_ranks
+    from ._sharding_ranks import Setting, measure
 
     results = {}
     for cut in args.cuts.split(","):
@@ -51,43 +50,13 @@ def run(args: argparse.Namespace) -> int:
             not args.no_torchrec,
             CommsConfig(args.precision, args.precision, args.dedup),
         )
-        results[cut] = _figures(_on_ranks(args.ranks, setting))
+        results[cut] = _figures(on_ranks(args.ranks, measure, setting))
         _print(cut, results[cut])
     if args.json:
         options = {key: str(value) for key, value in vars(args).items() if key != "run"}
         result = {"date": time.strftime("%Y-%m-%d"), "options": options, "cuts": results}
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
-
-
-def _on_ranks(world_size: int, setting: Any) -> dict[str, Any]:
-    import torch.multiprocessing as mp
-
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (world_size, folder, setting), nprocs=world_size, start_method="spawn")
-        found: dict[str, Any] = json.loads(Path(folder, "measured.json").read_text())
-        return found
-
-
-def _rank(rank: int, world_size: int, folder: str, setting: Any) -> None:
-    import torch.distributed as dist
-
-    from ._sharding_ranks import measure
-
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=120),
-    )
-    try:
-        measured = measure(setting)
-        if rank == 0:
-            Path(folder, "measured.json").write_text(json.dumps(measured))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def _figures(measured: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from bench import _runtime_costs, plan_step
+from bench import _rounds, _runtime_costs, plan_step
 from bench._neighbours import LOUD
 from bench._runtime_costs import Part, Sample
 from tierstore.errors import ConfigError
@@ -30,9 +30,8 @@ def small(monkeypatch):
     monkeypatch.setattr(plan_step, "in_a_process", lambda work, *arguments: work(*arguments))
 
 
-def test_work_runs_in_another_process(monkeypatch):
-    monkeypatch.undo()
-    assert plan_step.in_a_process(os.getpid) != os.getpid()
+def test_work_runs_in_another_process():
+    assert _rounds.in_a_process(os.getpid) != os.getpid()
 
 
 def test_runtime_figures_are_fields_of_a_topology(tmp_path):
@@ -82,7 +81,7 @@ def test_disturbed_samples_do_not_count():
 @pytest.mark.parametrize("plans", ["10", "x", "-3"])
 def test_unknown_plans_are_refused(plans):
     with pytest.raises(ConfigError, match="give numbers below 10"):
-        plan_step.chosen(plans, 10)
+        _rounds.chosen(plans, 10)
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):

@@ -1,0 +1,54 @@
+"""Measurements that take turns in rounds, each in a process of its own; a later command goes on with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from tierstore.errors import ConfigError
+
+
+def read_records(path: Path | None) -> dict[str, Any]:
+    """What an earlier command wrote, with ``records``; nothing without a file. Raises ConfigError."""
+    if path is None or not path.exists():
+        return {}
+    known: dict[str, Any] = json.loads(path.read_text())
+    if "records" not in known:
+        raise ConfigError(f"{path} has no measurements of this benchmark; give another --json")
+    return known
+
+
+def due(
+    keys: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], stride: int = 5
+) -> list[int]:
+    """Positions of the ``keys`` that this round has still to measure: all, or of a round that was left
+    unfinished the rest. ``records`` that have a key's items are its measurements. Every round begins
+    ``stride`` keys later."""
+    times = [sum(key.items() <= record.items() for record in records) for key in keys]
+    first = min(times) * stride % len(keys)
+    order = [*range(first, len(keys)), *range(first)]
+    return [i for i in order if times[i] == min(times)]
+
+
+def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What ``work`` returns, called in a new process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(work, *arguments).result()
+
+
+def chosen(text: str, count: int, option: str = "--plans") -> list[int]:
+    """Numbers from "0-3,7"; all where it is empty. Raises ConfigError."""
+    numbers: list[int] = []
+    try:
+        for part in filter(None, text.split(",")):
+            first, _, last = part.partition("-")
+            numbers += range(int(first), int(last or first) + 1)
+    except ValueError:
+        numbers = [-1]
+    if any(not 0 <= number < count for number in numbers):
+        raise ConfigError(f"{option} {text!r}: give numbers below {count}, such as 0-3 or 2,5")
+    return numbers or list(range(count))
