@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch import nn
 
 import tierstore
 from tests.sharding import cases
-from tests.sharding.ranks import run
+from tests.sharding.ranks import TIMEOUT, run
 from tierstore import (
     ConfigError,
     EmbeddingBagConfig,
     InputError,
     KeyedJaggedTensor,
+    PoolingType,
     StoreCorruptError,
     StoreMismatchError,
     TierConfig,
@@ -119,6 +121,41 @@ def test_arguments_of_the_wrong_kind() -> None:
     run(2, arguments)
 
 
+def arguments_of_one_rank() -> None:
+    """Every rank says so, and none waits."""
+    rank = dist.get_rank()
+    env = ShardingEnv.from_process_group()
+    for group in (env.inputs, env.outputs):  # torch's own default is half an hour
+        assert group._get_backend(torch.device("cpu")).options._timeout == TIMEOUT
+    plan = construct_plan(tables(), CUTS, 2)
+    with pytest.raises(ConfigError, match=r"rank 0: plan is a builtins\.NoneType"):
+        shard(bags(), plan if rank else None, env)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^plan is a builtins\.NoneType"):  # once, and not for each rank
+        shard(bags(), None, env)  # type: ignore[arg-type]
+    for other, what in (
+        (bags(is_weighted=True), "tables"),
+        (bags([replace(table, pooling=PoolingType.MEAN) for table in tables()]), "tables"),
+        (bags(optimizer=optim.Adam(), seed=1), "optimizer, seed"),
+    ):
+        with pytest.raises(ConfigError, match=f"rank 1 was given other {what} than rank 0"):
+            shard(other if rank else bags(), plan, env)
+    with pytest.raises(ConfigError, match="rank 1 was given other path or engine than"):
+        shard(bags(), plan, env, config=TierConfig(hbm="1MiB", path="anywhere") if rank else cases.MEMORY)
+    second = bags([EmbeddingBagConfig(9, 4, "x", feature_names=["a"])])
+    with pytest.raises(ConfigError, match="rank 1 was given other collections than"):
+        DistributedModelParallel(nn.Sequential(bags(), *[second] * rank), env, plan=plan)
+    with pytest.raises(ConfigError, match="rank 1 was given other plan than"):
+        DistributedModelParallel(nn.Sequential(bags()), env, plan=None if rank else plan)
+    with pytest.raises(
+        ConfigError, match="0 is sharded already; give DistributedModelParallel the unsharded"
+    ):
+        DistributedModelParallel(nn.Sequential(shard(bags(), plan, env)), env, plan=plan)
+
+
+def test_arguments_of_one_rank() -> None:
+    run(2, arguments_of_one_rank)
+
+
 # -- models --------------------------------------------------------------------------------
 
 
@@ -201,7 +238,15 @@ def committed(path: str) -> None:
     tiers = TierConfig(hbm="24KiB", path=path)
     first = sharded(config=tiers)
     first(features("a", "b")).values().sum().backward()
-    first.commit({"step": 1})
+    first.commit({"step": 1 + dist.get_rank()})
+    assert first.committed_extra() == {"step": 1}  # rank 0's
+    for extra, message in (
+        ([1], r"extra is \[1\]; give a dictionary"),
+        ({"step": torch.ones(1)}, "extra must be plain JSON values: Object of type Tensor"),
+        ({"step": float("nan")}, "extra must be plain JSON values"),
+    ):
+        with pytest.raises(ConfigError, match=f"^rank 1: {message}"):
+            first.commit(extra if dist.get_rank() else {})  # type: ignore[arg-type]
     first.close()
     for whole, message in (
         (bags(tables(60)), r"table 'a' is \(60, 8\), but \(50, 8\) in the commit in"),
@@ -217,6 +262,15 @@ def committed(path: str) -> None:
     again.close(commit=False)
 
 
+def not_a_file(path: str) -> None:
+    with pytest.raises(StoreCorruptError, match=r"COMMIT.json is not a regular file"):
+        sharded(config=TierConfig(hbm="24KiB", path=path))
+    # what rank 0 has opened is closed when rank 1 fails
+    for tiers in (TierConfig(hbm=64 if dist.get_rank() else "24KiB", path=f"{path}/twice"),) * 2:
+        with pytest.raises(ConfigError, match="rank 1: the hbm budget of 64 bytes"):
+            sharded(config=tiers)
+
+
 def damaged(path: str, text: str) -> None:
     if dist.get_rank() == 0:
         Path(path, "COMMIT.json").write_text(text)
@@ -226,6 +280,9 @@ def damaged(path: str, text: str) -> None:
 
 
 def test_commits_of_other_tables_and_damaged_ones(tmp_path: Path) -> None:
+    (tmp_path / "COMMIT.json").mkdir()
+    run(2, not_a_file, str(tmp_path))
+    (tmp_path / "COMMIT.json").rmdir()
     run(2, committed, str(tmp_path))
     record = json.loads((tmp_path / "COMMIT.json").read_text())
     entry = record["collections"][""]

@@ -146,6 +146,30 @@ def test_every_rank_raises_the_error_of_one() -> None:
     run(2, wrong_inputs)
 
 
+def weights_of_one_rank() -> None:
+    """That one's weights require gradients, those of the others do not, as when their batch is empty."""
+    rank = torch.distributed.get_rank()
+    cuts = {"t0": row_wise(), "t1": table_wise(1), "t2": column_wise([0, 1]), "t3": data_parallel()}
+    for optimizer in (optim.SGD(lr=0.1), None):
+        found = []
+        for learn in ([0], [0, 1]):
+            options: dict[str, Any] = {"config": cases.MEMORY, "optimizer": optimizer}
+            whole = tierstore.EmbeddingBagCollection(cases.tables(), is_weighted=True, **options)
+            parts = shard(whole, construct_plan(whole, cuts, 2))
+            batch = cases.batches(2, 1)[0].of([rank], weighted=True)
+            batch.weights().requires_grad_(rank in learn)
+            parts(batch).values().square().sum().backward()
+            found.append((batch.weights().grad, parts.state_dict()))
+        assert (found[0][0] is None) == (rank == 1)
+        if rank == 0:
+            assert torch.equal(found[0][0], found[1][0])
+        torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0)
+
+
+def test_weights_may_require_gradients_on_one_rank() -> None:
+    run(2, weights_of_one_rank)
+
+
 def huge() -> None:
     """10^12 rows: more than any memory, and ids of more than 32 bits on the wire."""
     env = ShardingEnv.from_process_group()

@@ -32,13 +32,16 @@ def save(folder: Folder, parts: Parts, modules: Mapping[str, TieredModule], step
         )
     if collection.commits is None:
         raise ConfigError(NO_STORES)
-    own = collection.env.gather_objects(own_state(parts.loader))
+    with collection.env.together():
+        own = own_state(parts.loader)
+    everyone = collection.env.gather_objects(own)
 
     def write() -> Unit:
         with folder.locked():
             return folder.add(step, {"stores": [], "state": state}, tensors)
 
-    state, tensors = capture(parts, {"ranks": own})
+    with collection.env.together():
+        state, tensors = capture(parts, {"ranks": everyone})
     unit = on_rank_0(collection.env, write)
     number = collection.commit(
         {"checkpoint": unit.tag, "step": step, "commit": collection.commits.number + 1}
@@ -115,6 +118,8 @@ def on_rank_0(env: Any, work: Callable[[], Result]) -> Result:
             found[0] = work()
         except (TierStoreError, OSError) as error:
             found[1] = error
+        except Exception as error:  # which might not be fit for sending
+            found[1] = ConfigError(f"rank 0: {type(error).__name__}: {error}")
     env.broadcast_objects(found)
     if found[1] is not None:
         raise found[1]

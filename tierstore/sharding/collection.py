@@ -101,18 +101,21 @@ class ShardedCollection(ShardedLookups):
         optimizer: OptimizerSpec | None = SGD(),  # noqa: B008  (immutable)
         seed: int = 0,
         comms: CommsConfig | None = None,
+        is_weighted: bool = False,
         _commits: Commits | None = None,
         _name: str = "",
     ) -> None:
         configs: list[Any] = [from_torchrec(table) for table in tables]
-        described = [(c.name, c.feature_names, c.num_embeddings, c.embedding_dim) for c in configs]
-        env.check_same("tables, plan, optimizer, seed or comms", (described, plan, optimizer, seed, comms))
+        config = config or TierConfig()
+        kind = (type(self).__name__, is_weighted, [_described(table) for table in configs])
+        stores = "no path" if config.path is None else config.engine
+        given = {"tables": kind, "plan": plan, "optimizer": optimizer, "seed": seed, "comms": comms}
+        env.check_same({**given, "path or engine": stores})
         _check_names(configs)
         plan = _only(plan, [table.name for table in configs])
         plan.check(configs, env.world_size, "cpu")
         features = _features(configs, {table.name: number for number, table in enumerate(configs)})
         routing = Routing(features, plan, env.rank)
-        config = config or TierConfig()
         if _commits is None and config.path is not None:
             _commits = Commits(config.path, env)
         place = None if _commits is None else _commits.place(_name, plan, config.engine)
@@ -128,7 +131,11 @@ class ShardedCollection(ShardedLookups):
         view_of = {table.name: ShardedTableView(self, table, at) for at, table in enumerate(configs)}
         self.add_module(self._views, TableViews(view_of))
         if _commits is not None:
-            _commits.join(_name, self)
+            try:
+                _commits.join(_name, self)
+            except BaseException:
+                engine.close(commit=False)
+                raise
 
     def _column_squares(self) -> ColumnSquares | None:
         if not self.fused_optimizer.spec.state_per_row:
@@ -199,7 +206,7 @@ class ShardedCollection(ShardedLookups):
             asked = (config.name, hashlib.sha256(keys.tobytes()).hexdigest())
         except InputError as raised:
             error, asked = raised, str(raised)
-        self.env.check_same("table or ids", asked)
+        self.env.check_same({"table or ids": asked})
         if error is not None:
             raise error
         outside = np.flatnonzero((keys < 0) | (keys >= config.num_embeddings))
@@ -301,6 +308,12 @@ class LocalShard:
         return (ids >= self.rows[0]) & (ids < self.rows[1])
 
 
+def _described(table: Any) -> Any:
+    """What ranks must give alike of a table's configuration."""
+    pooling = getattr(table, "pooling", None)
+    return table.name, table.feature_names, table.num_embeddings, table.embedding_dim, pooling
+
+
 def _only(plan: ShardingPlan, names: Sequence[str]) -> ShardingPlan:
     """The part of a model's plan that is about one collection."""
     return replace(plan, tables=tuple(table for table in plan.tables if table.name in names))
@@ -316,20 +329,21 @@ def _open(
     place: Place | None,
 ) -> Engine:
     """The engine of this rank's shards; ConfigError on every rank if one of them fails."""
-    error: Exception | None = None
+    engine: Engine | None = None
     try:
-        tables = routing.local_tables(configs)
-        optimizer = optimizer or SGD()
-        tables, config = _of_rank(env, routing, tables, config, place, optimizer)
-        engine = Engine(tables, config, optimizer, seed, keep=2, at=0 if place is None else place.at)
-        if place is not None:
-            place.check(engine)
-        return engine
-    except Exception as raised:
-        error = raised
+        with env.together():
+            tables = routing.local_tables(configs)
+            optimizer = optimizer or SGD()
+            tables, config = _of_rank(env, routing, tables, config, place, optimizer)
+            engine = Engine(tables, config, optimizer, seed, keep=2, at=0 if place is None else place.at)
+            if place is not None:
+                place.check(engine)
+    except BaseException:  # also of another rank: the folder can be opened again then
+        if engine is not None:
+            engine.close(commit=False)
         raise
-    finally:
-        env.agree(error)
+    assert engine is not None
+    return engine
 
 
 def _of_rank(

@@ -17,11 +17,11 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from tierstore.cache.engine import Engine
-from tierstore.errors import StoreCorruptError, StoreMismatchError
+from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.restore import restore
-from tierstore.store.files import read_regular, write_atomically
+from tierstore.store.files import read_regular, store_error, write_atomically
 
 if TYPE_CHECKING:
     from tierstore.sharding.collection import ShardedCollection
@@ -93,11 +93,16 @@ class Commits:
                 _check(record[0])
             except (FileNotFoundError, NotADirectoryError):
                 record[0] = {}
+            except StoreCorruptError as error:
+                record[1] = error
+            except OSError as error:
+                record[1] = store_error(error, f"reading {self.path / FILE_NAME}")
             except _DAMAGE as error:
-                record[:2] = [None, f"{self.path / FILE_NAME} is damaged: {type(error).__name__}: {error}"]
+                what = f"{self.path / FILE_NAME} is damaged: {type(error).__name__}: {error}"
+                record[:2] = [None, StoreCorruptError(what)]
         self._env.broadcast_objects(record)
         if record[1] is not None:
-            raise StoreCorruptError(record[1])
+            raise record[1]
         found: dict[str, Any] = record[0]
         self._generation = f"{found.get('number', 0) + 1:06d}-{record[2]}"
         return found
@@ -134,21 +139,18 @@ class Commits:
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
         """One commit of all ranks; returns its number. ``extra``: plain JSON values, rank 0's are kept.
         ``tag`` names the commit of each rank's store, which then stays until it is dropped."""
-        begun = self.begin(extra or {})
+        with self._env.together():
+            extra = _checked(extra)
+        kept = [extra]
+        self._env.broadcast_objects(kept)
+        begun = self.begin(kept[0])
         own: dict[str, int] = {}
-        error: Exception | None = None
-        try:
+        with self._env.together():  # or nobody counts this commit as made
             own = self.commit_own(begun, tag)
-        except Exception as raised:  # the other ranks must not wait, nor count this commit as made
-            error = raised
-        self._env.agree(error)
         everyone = self._env.gather_objects(own)
-        try:
+        with self._env.together():
             if self._env.rank == 0:
                 self.record(begun, everyone)
-        except Exception as raised:
-            error = raised
-        self._env.agree(error)
         self._named = everyone
         self.count(begun)
         return self.number
@@ -204,6 +206,19 @@ class Commits:
         record = {"format": FORMAT, "number": number, "extra": extra, "collections": collections}
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path / FILE_NAME, [json.dumps(record, allow_nan=False).encode()])
+
+
+def _checked(extra: Any) -> dict[str, Any]:
+    """``extra`` as it will be read; ConfigError if it would not be."""
+    if not isinstance(extra, dict | None):
+        raise ConfigError(f"extra is {extra!r}; give a dictionary, or None")
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(extra or {}, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"extra must be plain JSON values: {error}; give others to checkpoint.save"
+        ) from error
+    return found
 
 
 def _check(record: Any) -> None:

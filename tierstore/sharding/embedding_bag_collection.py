@@ -52,7 +52,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         is_weighted: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        ShardedCollection.__init__(self, tables, plan, env, **options)
+        ShardedCollection.__init__(self, tables, plan, env, is_weighted=is_weighted, **options)
         self._set_pooling(is_weighted)
         self._rows_only = self.comms.dedup
         for number, pooling in enumerate(self._poolings):
@@ -72,6 +72,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         self._weights(keyed)
         self._inverse_rows(keyed)
         return found
+
+    def _weights_learn(self, features: Any) -> bool:
+        weights = self._weights(as_keyed_jagged_tensor(features))
+        return weights is not None and weights.requires_grad
 
     def finish_exchange(self, exchange: InputExchange) -> ShardedLookup:
         if self._rows_only:
@@ -145,6 +149,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         """The weights of the ids that arrived, in their order."""
         positions, counted = exchange.positions()
         picked = weights.index_select(0, torch.from_numpy(positions))
+        if exchange.weights_learn and not picked.requires_grad:  # those of another rank do
+            picked.requires_grad_()
         if not counted.all():  # replicas on other ranks compute the same gradients once more
             picked = torch.where(torch.from_numpy(counted), picked, picked.detach())
         return WeightExchange.apply(picked, self.env, *exchange.weight_sizes())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -55,7 +55,7 @@ class ShardingEnv:
     @classmethod
     def from_process_group(cls, group: Any = None, timeout: timedelta | None = None) -> ShardingEnv:
         """``group``: the ranks that share the tables, the default group if None. ``timeout``: after which a
-        collective that some rank does not join fails on the others; torch's default if None."""
+        collective that some rank does not join fails on the others; that of ``group`` if None."""
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError(
                 "torch.distributed is not initialised; start the ranks with torchrun and call "
@@ -65,6 +65,7 @@ class ShardingEnv:
         if dist.get_rank(group) < 0:
             raise ConfigError("this rank is not in the group; only the ranks of the group share its tables")
         ranks = dist.get_process_group_ranks(group)
+        timeout = timeout or _timeout_of(group)
         # Some ranks alone can make a group, but torch hangs if they are in different numbers of groups.
         some = len(ranks) < dist.get_world_size()
 
@@ -152,19 +153,39 @@ class ShardingEnv:
         if failed.item():
             self.raise_together(error, self.outputs, kind)
 
-    def check_same(self, what: str, value: Any) -> None:
-        """ConfigError on every rank unless all give equal values (in their ``repr``). All ranks call it."""
-        digests = self.gather_objects(hashlib.sha256(repr(value).encode()).hexdigest())
-        if len(set(digests)) > 1:
-            other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-            raise ConfigError(f"rank {other} was given other {what} than rank 0; give all ranks the same")
+    @contextmanager
+    def together(self, kind: type[TierStoreError] = ConfigError) -> Iterator[None]:
+        """What is done within fails on every rank, with ``kind``, if it fails on any. All ranks do it."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:  # the others must not wait
+            error = raised
+        self.agree(error, kind)
+
+    def check_same(self, values: Mapping[str, Any]) -> None:
+        """ConfigError on every rank, which names them, unless all give equal values (in their ``repr``). All
+        ranks call it."""
+        everyone = self.gather_objects([hashlib.sha256(repr(v).encode()).digest() for v in values.values()])
+        for rank, digests in enumerate(everyone):
+            pairs = zip(values, digests, everyone[0], strict=True)
+            if what := [name for name, digest, first in pairs if digest != first]:
+                raise ConfigError(
+                    f"rank {rank} was given other {', '.join(what)} than rank 0; give all ranks the same"
+                )
 
     def raise_together(self, error: Exception | None, group: Any, kind: type[TierStoreError]) -> NoReturn:
         """Raises ``kind`` on every rank, with what all ranks that have an error say."""
-        found = self.gather_objects(None if error is None else str(error), group)
-        raise kind(
-            "; ".join(f"rank {r}: {text}" for r, text in enumerate(found) if text is not None)
-        ) from error
+        own = None if error is None else str(error) or type(error).__name__
+        found: list[str | None] = self.gather_objects(own, group)
+        ranks: dict[str, list[str]] = {}
+        for rank, text in enumerate(found):
+            if text is not None:
+                ranks.setdefault(text, []).append(str(rank))
+        if len(found) in map(len, ranks.values()):
+            raise kind(next(iter(ranks))) from error
+        said = (f"rank {', '.join(those)}: {text}" for text, those in ranks.items())
+        raise kind("; ".join(said)) from error
 
     def least(self, value: int) -> int:
         """The smallest ``value`` of any rank. All ranks call it."""
@@ -180,6 +201,16 @@ class ShardingEnv:
         with _all_ranks():
             dist.all_reduce(tensor.view(torch.int32), group=self.outputs)
         return tensor
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """What ``init_process_group`` or ``new_group`` was given, which further groups do not inherit; None if
+    the group has no CPU backend."""
+    try:
+        found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    except (RuntimeError, AttributeError):
+        return None
+    return found
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.routing import Routing
 
 _ANY_ID = 1 << 48
-_GOES_ON, _WRONG, _ENDED, _FAILED = range(4)
+_GOES_ON, _WRONG, _ENDED, _FAILED, _WANTS_GRADIENTS = range(5)
 """What a rank says of its batch."""
 _NO_BATCH = RankError(
     "has no more batches, but another rank has; every rank must get the same number, so drop the last ones"
@@ -52,6 +52,7 @@ class InputExchange:
     """One batch. ``found``: this rank's features; ``error``: why there are none (every rank then raises).
 
     ``rows_only``: rows are asked for one by one, and no bags are told; ``dedup``: repeated ids once.
+    ``weights_learn``: the weights of this rank's batch require gradients.
     ``ended``: there is no batch any more on this rank, because of ``error`` if there is one.
     """
 
@@ -65,6 +66,7 @@ class InputExchange:
         *,
         rows_only: bool = False,
         dedup: bool = False,
+        weights_learn: bool = False,
         ended: bool = False,
     ) -> None:
         self._env, self._routing, self._dtype = env, routing, dtype
@@ -88,7 +90,7 @@ class InputExchange:
         self.sent: list[list[Sent]] = _divide(routing, found) if state == _GOES_ON else []
         """By rank, by request of that rank."""
         meta = torch.zeros(1 + len(routing.features) + env.world_size, dtype=torch.int64)
-        meta[0] = state
+        meta[0] = _WANTS_GRADIENTS if weights_learn and state == _GOES_ON else state
         for number, feature in enumerate(found):
             meta[1 + number] = len(lengths_of(feature))
         for rank, pieces in enumerate(self.sent):
@@ -112,6 +114,8 @@ class InputExchange:
             self._env.raise_together(own, self._env.inputs, RankError)
         if _WRONG in states:
             self._env.raise_together(self._error, self._env.inputs, InputError)
+        self.weights_learn = _WANTS_GRADIENTS in states
+        """Whether the weights of any rank require gradients, in whose exchange all ranks take part."""
         count = len(self._routing.features)
         self.bags = meta[:, 1 : 1 + count]
         """(ranks, features): how many bags each rank's batch has."""

@@ -83,7 +83,12 @@ class ShardedLookups(Collection):
             error,
             rows_only=self._rows_only,
             dedup=self.comms.dedup,
+            weights_learn=error is None and self._weights_learn(features),
         )
+
+    def _weights_learn(self, features: Any) -> bool:
+        """Whether the weights of a batch require gradients."""
+        return False
 
     def announce_end(self, error: Exception | None) -> InputExchange:
         """In place of :meth:`begin_exchange`: this rank has no more batches, perhaps because of ``error``."""

@@ -51,21 +51,11 @@ def shard(
     Raises ConfigError, on all ranks, for a plan that does not fit the module or the number of ranks.
     """
     env = ShardingEnv.of(env)
-    _check_arguments(plan, config, comms)
-    if not _can_be_sharded(module):
-        raise ConfigError(
-            f"a {type(module).__module__}.{type(module).__name__} cannot be sharded; build an "
-            "EmbeddingBagCollection or an EmbeddingCollection of tierstore"
-        )
-    if config is None:
-        config = module.engine.config
-        if config.path is not None:
-            raise ConfigError(
-                f"the module's rows are in {config.path}; build it without a path on every rank and give "
-                "shard(..., config=TierConfig(path=...)), below which each rank gets a folder of its own"
-            )
+    with env.together():
+        _check_arguments(plan, config, comms)
+        _check_module(module, config)
     options = Options(
-        config=config,
+        config=module.engine.config if config is None else config,
         optimizer=None if module.frozen else module.fused_optimizer.spec,
         seed=module.engine.specs[0].seed,
         comms=comms,
@@ -90,6 +80,11 @@ def shard(
 def _check_untouched(module: nn.Module) -> None:
     """ConfigError for tables that no exchange would keep equal on all ranks."""
     for name, child in module.named_modules():
+        if isinstance(child, ShardedCollection):
+            raise ConfigError(
+                f"{name or 'the model itself'} is sharded already; give DistributedModelParallel the "
+                "unsharded model, or the rest of it to DistributedDataParallel"
+            )
         if isinstance(child, TieredModule) and not child.frozen and not _can_be_sharded(child):
             raise ConfigError(
                 f"{name or 'the model itself'} is a {type(child).__name__}, which every rank would train for "
@@ -97,16 +92,32 @@ def _check_untouched(module: nn.Module) -> None:
             )
 
 
+def _check_module(module: Any, config: TierConfig | None) -> None:
+    if not _can_be_sharded(module):
+        raise ConfigError(
+            f"a {type(module).__module__}.{type(module).__name__} cannot be sharded; build an "
+            "EmbeddingBagCollection or an EmbeddingCollection of tierstore"
+        )
+    module.engine.check_open()
+    path = module.engine.config.path
+    if config is None and path is not None:
+        raise ConfigError(
+            f"the module's rows are in {path}; build it without a path on every rank and give "
+            "shard(..., config=TierConfig(path=...)), below which each rank gets a folder of its own"
+        )
+
+
 def _can_be_sharded(module: nn.Module) -> TypeGuard[Collection]:
     kinds = (EmbeddingBagCollection, EmbeddingCollection)
     return isinstance(module, kinds) and not isinstance(module, ShardedCollection)
 
 
-def _check_arguments(plan: Any, config: Any, comms: Any) -> None:
+def _check_arguments(plan: Any, config: Any, comms: Any, *, planned: bool = False) -> None:
+    """``planned``: there is no plan yet."""
     for name, value, kind in (("config", config, TierConfig), ("comms", comms, CommsConfig)):
         if value is not None and not isinstance(value, kind):
             raise ConfigError(f"{name} is {value!r}; use a {kind.__name__}, or None")
-    if not isinstance(plan, ShardingPlan):
+    if not planned and not isinstance(plan, ShardingPlan):
         given = f"{type(plan).__module__}.{type(plan).__name__}"
         raise ConfigError(
             f"plan is a {given}; use a tierstore.sharding.ShardingPlan, of construct_plan(), of tierstore's "
@@ -158,29 +169,37 @@ class DistributedModelParallel(nn.Module):
         batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        if plan is not None and batch_size is not None:
-            raise ConfigError("batch_size is for the planner, and a plan is given: leave one of them out")
-        if dense not in ("ddp", "fsdp2"):
-            raise ConfigError(f'dense is {dense!r}; use "ddp" or "fsdp2"')
-        if device is not None and torch.device(device).type != "cpu":
-            raise ConfigError(f"device is {device}; sharded tables live in the tiers of the hosts: use None")
-        if sharders:
-            raise ConfigError("sharders must be None: every collection has one way to be sharded")
         self.env = ShardingEnv.of(env)
-        _check_untouched(module)
+        found = {name: child for name, child in module.named_modules() if _can_be_sharded(child)}
+        with self.env.together():
+            if plan is not None and batch_size is not None:
+                raise ConfigError("batch_size is for the planner, and a plan is given: leave one of them out")
+            if dense not in ("ddp", "fsdp2"):
+                raise ConfigError(f'dense is {dense!r}; use "ddp" or "fsdp2"')
+            if device is not None and torch.device(device).type != "cpu":
+                raise ConfigError(f"device is {device}; sharded tables live in the hosts' tiers: use None")
+            if sharders:
+                raise ConfigError("sharders must be None: every collection has one way to be sharded")
+            _check_arguments(plan, config, comms, planned=plan is None)
+            _check_untouched(module)
+        tables = {name: child.table_names() for name, child in found.items()}
+        self.env.check_same({"collections": tables, "plan": plan, "batch_size": batch_size, "dense": dense})
         self.plan = plan_of(module, self.env, config, batch_size) if plan is None else plan
-        _check_arguments(self.plan, config, comms)
         self._sharded: dict[str, ShardedCollection] = {}
         path = None if config is None else config.path
         self._commits = None if path is None else Commits(path, self.env)
-        module = self._shard_all(module, config, comms)
+        module = self._shard_all(module, found, config, comms)
         self._fused_optimizer = KeyedFusedOptimizer(self._sharded)
         self._wrapped = self._parallel(module, dense, find_unused_parameters)
+        self._register_load_state_dict_pre_hook(self._to_own_names)
 
     def _shard_all(
-        self, module: nn.Module, config: TierConfig | None, comms: CommsConfig | None
+        self,
+        module: nn.Module,
+        found: dict[str, Collection],
+        config: TierConfig | None,
+        comms: CommsConfig | None,
     ) -> nn.Module:
-        found = {name: child for name, child in module.named_modules() if _can_be_sharded(child)}
         if not found:
             raise ConfigError(
                 "the model has no collection to shard; build an EmbeddingBagCollection or an "
@@ -256,6 +275,12 @@ class DistributedModelParallel(nn.Module):
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return self.module.named_buffers(*args, **kwargs)
+
+    def _to_own_names(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """For a module around this one that loads the state dict which it made."""
+        inner = f"{prefix}_wrapped." + ("" if self.module is self._wrapped else "module.")
+        for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inner)]:
+            state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
 
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
         """As ShardedCollection.commit, of all collections."""
