@@ -117,10 +117,13 @@ class Model(torch.nn.Module):
         return self.over(self.bags(features).values())
 
 
-def train_step(model: Model, optimizer: torch.optim.Optimizer, features: Any) -> None:
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, features: Any) -> torch.Tensor:
+    """The loss."""
     optimizer.zero_grad()
-    model(features).square().mean().backward()
+    loss = model(features).square().mean()
+    loss.backward()
     optimizer.step()
+    return loss.detach()
 
 
 def dense_seconds(data: Data) -> float:

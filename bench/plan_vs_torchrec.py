@@ -1,39 +1,35 @@
 """``tierstore bench plan-vs-torchrec``: our plan and torchrec's for the same model and machine, simulated.
 
 torchrec's planner is told the same sizes, rates and pooling factors. Its cuts and ranks get our division of
-the memories, which can only help them; then both plans' steps are simulated event by event.
+the memories, which can only help them; then both plans' steps are simulated event by event. With ``--train``
+smaller models are trained instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tierstore.errors import ConfigError
 from tierstore.planner import (
     EmbeddingShardingPlanner,
-    ParameterConstraints,
     Popularity,
     TableSpec,
     Topology,
     Workload,
 )
-from tierstore.planner.allocate import Placed, allocate
-from tierstore.planner.cuts import cuts_of
 from tierstore.planner.planner import Solution
-from tierstore.planner.predict import predict
 from tierstore.planner.tables import prepared, row_bytes
 from tierstore.result_file import JsonFile
 
 from ._cluster import Simulation
+from ._their_plan import their_plan, with_our_tiers
 
 SUMMARY = "steps of our plans and of torchrec's for the same models and machines, simulated"
 
@@ -49,9 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=1024, help="examples per rank (default: 1024)")
     parser.add_argument("--search-seconds", type=float, default=2.0, help="of our planner (default: 2)")
     parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--train", action="store_true", help="train with plans instead of simulating")
+    from . import _trained_pairs
+
+    _trained_pairs.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    from . import _trained_pairs
+
+    if args.train:
+        return _trained_pairs.run(args)
     target = JsonFile(args.json) if args.json else None
     print(
         f"{'tables':<14} {'machine':<12} {'hbm':<6} {'ours':>10} {'torchrec':>10} {'ratio':>6}  planning, s"
@@ -128,8 +132,10 @@ def compared(count: int, machine: str, sizes: str, hbm: str, batch_size: int, se
     if ours.caches.missing:
         raise ConfigError(f"{count} {sizes} tables do not fit {machine}: {ours.caches.missing}")
     start = time.perf_counter()
-    theirs, why = their_solution(ours, machines)
+    plans = their_plan(tables, machines, batch_size)
     theirs_s = time.perf_counter() - start
+    theirs = None if plans is None else with_our_tiers(plans, ours)
+    why = "finds none" if plans is None else "does not fit" if theirs is None else ""
     steps = [simulated(solution) if solution else 0.0 for solution in (ours, theirs)]
     return Pair(count, machine, sizes, hbm, *steps, why, ours_s, theirs_s)
 
@@ -163,86 +169,3 @@ def machines_for(tables: Sequence[TableSpec], hosts: int, per_host: int, hbm: fl
     total = sum(table.rows * (row_bytes(table.embedding_dim, table.optimizer) + 60) for table in tables)
     per_rank = int(hbm * total / hosts / per_host) + (1 << 28)
     return Topology(hosts, per_host, per_rank, int(2 * total / hosts) + (8 << 30), "30TB")
-
-
-def their_solution(ours: Solution, machines: Topology) -> tuple[Solution | None, str]:
-    """torchrec's plan with our division of the memories; None, and why, where there is none."""
-    try:
-        plans = their_plan(ours.tables, machines, ours.work.batch_size)
-    except ImportError as error:
-        raise ConfigError(f"the comparison needs torchrec, which cannot be imported: {error}") from error
-    if plans is None:
-        return None, "finds none"
-    placed = [
-        placed_as(i, table, plans[table.name], ours.work, machines) for i, table in enumerate(ours.tables)
-    ]
-    caches = allocate(machines, ours.work, placed)
-    if caches.missing:
-        return None, "does not fit"
-    prediction = predict(machines, ours.work, placed, caches)
-    return Solution(machines, ours.work, ours.tables, placed, caches, prediction, 0.0), ""
-
-
-def their_plan(tables: Sequence[TableSpec], machines: Topology, batch_size: int) -> dict[str, Any] | None:
-    """ParameterSharding by table name; None where torchrec's planner finds no plan."""
-    import torch
-    import torchrec
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.planner import EmbeddingShardingPlanner as TheirPlanner
-    from torchrec.distributed.planner import ParameterConstraints as TheirConstraints
-    from torchrec.distributed.planner import Topology as TheirTopology
-    from torchrec.distributed.planner.types import PlannerError
-
-    configs = [
-        torchrec.EmbeddingBagConfig(
-            num_embeddings=table.num_embeddings,
-            embedding_dim=table.embedding_dim,
-            name=table.name,
-            feature_names=[table.name],
-        )
-        for table in tables
-    ]
-    module = torchrec.EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-    rates = {  # in bytes per millisecond
-        "hbm_mem_bw": machines.hbm_bw / 1e3,
-        "hbm_to_ddr_mem_bw": machines.host_link_bw / 1e3,
-        "intra_host_bw": machines.intra_host_bw / 1e3,
-        "inter_host_bw": machines.inter_host_bw / 1e3,
-    }
-    logging.disable(logging.WARNING)
-    planner = TheirPlanner(
-        topology=TheirTopology(
-            world_size=machines.world_size,
-            local_world_size=machines.ranks_per_host,
-            compute_device="cuda",
-            hbm_cap=machines.hbm_per_rank,
-            ddr_cap=machines.host_memory_per_host // machines.ranks_per_host,
-            **rates,
-        ),
-        batch_size=batch_size,
-        constraints={t.name: TheirConstraints(pooling_factors=[t.pooling_factor]) for t in tables},
-        debug=False,
-    )
-    sharder: Any = EmbeddingBagCollectionSharder()
-    try:
-        (by_table,) = planner.plan(module, [sharder]).plan.values()
-    except PlannerError:
-        return None
-    finally:
-        logging.disable(logging.NOTSET)
-    return dict(by_table.items())
-
-
-def placed_as(number: int, table: TableSpec, theirs: Any, work: Workload, machines: Topology) -> Placed:
-    """One of our tables, cut and placed as in a torchrec plan."""
-    kind, ranks = theirs.sharding_type, sorted(set(theirs.ranks))
-    if len(ranks) == 1 and kind != "data_parallel":
-        kind = "table_wise"  # shards of one rank are one
-    if machines.hosts == 1:  # where we have one name for both
-        kind = {"table_row_wise": "row_wise", "table_column_wise": "column_wise"}.get(kind, kind)
-    columns = len(ranks) if "column" in kind else 1
-    demand = ParameterConstraints([kind], min_partition=table.embedding_dim // columns)
-    for cut in cuts_of(table, machines, work, demand):
-        if cut.spread == "all" or cut.shards == len(ranks):
-            return Placed(number, cut, list(range(machines.world_size)) if cut.spread == "all" else ranks)
-    raise ConfigError(f"no cut of ours is like torchrec's {kind} of {table.name} on ranks {ranks}")
