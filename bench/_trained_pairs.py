@@ -80,7 +80,7 @@ class Pair:
             RANKS,
             int(self.budget.hbm * total / RANKS) + buffers,
             int(self.budget.uvm * total) + buffers * RANKS + (stored if self.budget.ssd else 0),
-            20 * total if self.budget.ssd else 0,
+            int(20 * total) if self.budget.ssd else 0,
             device="cpu",
             **rates,
         )

@@ -70,8 +70,14 @@ class Job:
 
 
 def trained_by_tierstore(data: Parts, plan: ShardingPlan, turns: Turns) -> dict[str, Any]:
-    """Trains with a plan for the tiers and ranks of ``plan``; see :func:`_train`."""
+    """Trains with the shards and tiers of a plan; see :func:`_train`."""
     _one_thread()
+    return _train(job_by_tierstore(data, plan), turns)
+
+
+def job_by_tierstore(data: Parts, plan: ShardingPlan) -> Job:
+    """All rows begin as zeros, and are there."""
+    torch.manual_seed(0)
     bags = tierstore.EmbeddingBagCollection(data.configs, config=TierConfig(hbm="all"), optimizer=SGD(lr=LR))
     stored = any(shard.ssd_bytes for table in plan.tables for shard in table.shards)
     config = TierConfig(ssd="10GiB" if stored else 0)
@@ -88,7 +94,7 @@ def trained_by_tierstore(data: Parts, plan: ShardingPlan, turns: Turns) -> dict[
         batches.close()
         model.close()
 
-    return _train(Job(model, batches, draw, lambda: sharded.env.traffic.bytes_sent, close), turns)
+    return Job(model, batches, draw, lambda: sharded.env.traffic.bytes_sent, close)
 
 
 def trained_by_torchrec(
@@ -107,7 +113,6 @@ def trained_by_torchrec(
 def _one_thread() -> None:
     torch.set_num_threads(1)
     set_num_threads(1)
-    torch.manual_seed(0)
 
 
 def _width(data: Data) -> int:

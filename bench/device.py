@@ -18,6 +18,7 @@ import psutil
 from tierstore.config import format_bytes, parse_bytes
 
 from ._drive import Device, direct_flag
+from ._exchange import exchange_bandwidth
 from ._folder import folder
 
 SUMMARY = "memory and SSD figures of this machine, as a topology for tierstore plan"
@@ -61,11 +62,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "hbm_per_rank": memory // 4 // args.ranks,
         "host_memory_per_host": memory // 2,
         "host_memory_bw": copy,
+        "processors_per_rank": (os.cpu_count() or 2) / args.ranks,
         "device": "cpu",
     }
     # On a CPU the fast tier is an arena in the same memory, and the link is a copy within it.
     result |= {"hbm_bw": copy / args.ranks, "host_link_bw": copy / args.ranks}
     result |= cuda_figures(args.seconds)
+    if args.ranks > 1 and result["device"] == "cpu":
+        result["intra_host_bw"] = exchange_bandwidth(args.ranks, args.seconds)
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=args.dir) as folder:
         result["ssd_per_host"] = psutil.disk_usage(folder).free
         result |= drive_figures(Path(folder) / "device", args)

@@ -161,15 +161,16 @@ class _Program:
         return first
 
     def _add_rank(self) -> int:
-        first, lookups = len(self.limits), self.work.lookup_seconds
-        fetches = lookups if self.topology.one_fetcher else 0.0
-        for stage, seconds in enumerate((self.work.dense_seconds, lookups, 0.0, 0.0, 0.0, fetches)):
+        first, lookups, dense = len(self.limits), self.work.lookup_seconds, self.work.dense_seconds
+        fetches = lookups + self.topology.in_turn * dense if self.topology.one_fetcher else 0.0
+        for stage, seconds in enumerate((dense, lookups, 0.0, 0.0, 0.0, fetches)):
             row = self._tie(-np.inf, -seconds / self.unit)
             self._put(row, 0, -1.0)
             if stage < 4:
                 self._put(row, 1 + stage, 1.0)
         if self.topology.one_fetcher:
             self._put(first + 5, 2, 1.0)
+            self._put(first + 5, 1, self.topology.in_turn)
         self._tie(-np.inf, (self.topology.hbm_per_rank - self.work.fixed_hbm) / self.sizes["hbm"])
         return first
 
@@ -269,7 +270,8 @@ class _Program:
         for stage, seconds in enumerate(load.seconds):
             self._put(to.rank + stage, variable, to.many * seconds / self.unit)
         if self.topology.one_fetcher:
-            self._put(to.rank + 5, variable, to.many * load.index / self.unit)
+            fetch = load.index + self.topology.in_turn * load.compute
+            self._put(to.rank + 5, variable, to.many * fetch / self.unit)
 
     def _variable(self, integral: bool = False) -> int:
         self.integral.append(int(integral))

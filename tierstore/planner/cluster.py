@@ -13,7 +13,8 @@ from tierstore.planner.topology import Topology
 
 Ranks = NDArray[np.int64]
 RANK_STAGES = ("compute", "index", "intra_host", "inter_host", "host_link", "fetch")
-"""``fetch``: index, link, and what the thread that does both has to do with the SSD, on the CPU; else 0."""
+"""``fetch``: index, link, and what the thread that does both has to do with the SSD, on the CPU; else 0. With
+fewer than two processors per rank it also waits for those that compute."""
 HOST_STAGES = ("ssd", "host_memory")
 _OVERFLOW = 1e12
 
@@ -105,6 +106,7 @@ class Cluster:
         """Fills in the last stage; ``host`` (ranks, 2) are the seconds of each rank's host."""
         if self.topology.one_fetcher:
             rank[:, 5] = rank[:, 1] + rank[:, 4] + self.fetched_share * host[:, 0]
+            rank[:, 5] += self.topology.in_turn * rank[:, 0]
         return rank
 
     def _hosts(

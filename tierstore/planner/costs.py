@@ -264,6 +264,11 @@ def fetched_share(topology: Topology, work: Workload) -> float:
     return work.read_waits + topology.row_seconds["store"] / read / topology.ranks_per_host
 
 
+def waited(topology: Topology, exchange: float) -> float:
+    """Seconds of exchanges that are part of computing: the CPU's training thread waits for them."""
+    return exchange if topology.one_fetcher else 0.0
+
+
 def replica_cost(table: TableSpec, topology: Topology, work: Workload) -> ShardCost:
     """One replica of a data-parallel table: every rank gets the ids and gradients of all ranks, and makes the
     same update (docs/sharding.md); no dense gradient is reduced."""
@@ -275,11 +280,14 @@ def replica_cost(table: TableSpec, topology: Topology, work: Workload) -> ShardC
     near, far = topology.others()
     each, width = topology.row_seconds, table.embedding_dim * FLOAT
     moved = (accesses + accesses / topology.world_size) * width + 2 * unique * bytes_
+    intra = (ids + gradients) * near / topology.intra_host_bw
+    inter = (ids + gradients) * far / topology.inter_host_bw
+    compute = moved / topology.hbm_bw + accesses * each["lookup"] + unique * each["update"]
     load = Load(
-        compute=moved / topology.hbm_bw + accesses * each["lookup"] + unique * each["update"],
+        compute=compute + waited(topology, intra + inter),
         index=accesses / topology.index_rows_per_s + unique * (each["plan"] + each["policy"]),
-        intra=(ids + gradients) * near / topology.intra_host_bw,
-        inter=(ids + gradients) * far / topology.inter_host_bw,
+        intra=intra,
+        inter=inter,
     )
     held = table.rows * (bytes_ + TIER_BYTES_PER_SLOT + POLICY_BYTES_PER_SLOT)
     curve = MissCurve.through([0], [1], table.rows)

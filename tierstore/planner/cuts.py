@@ -15,6 +15,7 @@ from tierstore.planner.costs import (
     replica_cost,
     shard_cost,
     vectors,
+    waited,
 )
 from tierstore.planner.tables import ParameterConstraints, TableSpec
 from tierstore.planner.topology import Topology
@@ -156,4 +157,5 @@ def _exchange(
 
 
 def _load(topology: Topology, near: float, far: float) -> Load:
-    return Load(intra=near / topology.intra_host_bw, inter=far / topology.inter_host_bw)
+    intra, inter = near / topology.intra_host_bw, far / topology.inter_host_bw
+    return Load(waited(topology, intra + inter), intra=intra, inter=inter)

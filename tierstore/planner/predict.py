@@ -62,6 +62,7 @@ def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches
     if topology.one_fetcher:
         ranks[:, 5] = ranks[:, 1] + ranks[:, 4] + _sums(where, on_ssd * caches.field("store_s"), world)
         ranks[:, 5] += work.read_waits * np.repeat(host[:, 0], topology.ranks_per_host)
+        ranks[:, 5] += topology.in_turn * ranks[:, 0]
     else:
         ranks[:, 0] += link / topology.hbm_bw
     moved = _sums(on_host, on_ssd * caches.field("ssd_bytes_moved"), hosts)

@@ -50,6 +50,8 @@ class Topology:
     - ``index_rows_per_s``: ids that a rank deduplicates and looks up in its slot index.
     - ``row_seconds``: what a row costs beside its bytes, by :data:`ROW_COSTS`; zero where nothing is said.
     - ``lookup_seconds``: what a step's lookup in tables of one row size takes a rank, whatever the rows.
+    - ``processors_per_rank``: of the host's CPU; with fewer than two, a rank's threads take turns (matters
+      for device "cpu" only).
 
     ``assumed`` names the rates that were neither given nor measured: reports print them.
     """
@@ -71,6 +73,7 @@ class Topology:
     ssd_read_curve: Sequence[tuple[int, float]] = ()
     row_seconds: Mapping[str, float] = field(default_factory=dict)
     lookup_seconds: float = 0.0
+    processors_per_rank: float = 2.0
     device: str = "cuda"
     assumed: tuple[str, ...] = field(default=(), init=False)
 
@@ -92,6 +95,9 @@ class Topology:
         object.__setattr__(self, "row_seconds", _checked_seconds(self.row_seconds))
         if not 0 <= self.lookup_seconds < math.inf:
             raise ConfigError(f"topology: lookup_seconds is {self.lookup_seconds!r}; it must be seconds")
+        count = self.processors_per_rank
+        if isinstance(count, bool) or not isinstance(count, int | float) or not 0 < count < math.inf:
+            raise ConfigError(f"topology: processors_per_rank is {count!r}; it must be a positive number")
 
     def _fill_rates(self) -> None:
         assumed = []
@@ -119,6 +125,12 @@ class Topology:
     def one_fetcher(self) -> bool:
         """Whether one thread of a rank deduplicates, moves and reads in turn, as the CPU engine's does."""
         return self.device == "cpu"
+
+    @property
+    def in_turn(self) -> float:
+        """Of the seconds that a rank's training thread computes, the share during which its fetching thread
+        has no processor: with p processors two threads of t seconds each take max(t, 2 t / p)."""
+        return min(1.0, max(0.0, 2 / self.processors_per_rank - 1)) if self.one_fetcher else 0.0
 
     def others(self) -> tuple[float, float]:
         """(Other ranks of a rank's host, ranks of other hosts), as shares of all ranks."""
