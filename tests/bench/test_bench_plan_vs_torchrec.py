@@ -23,7 +23,7 @@ ONES = (1, 1, 1)
 """Bags of one id are in one shard, so that no cut changes the order of sums."""
 IN_MEMORY = Pair(TABLES, ONES, Budget(1.5, 0.0, False), 8)
 TIGHT = Pair(TABLES, ONES, Budget(0.3, 1.1, False), 8)
-ON_SSD = Pair(TABLES, ONES, Budget(0.3, 0.1, True), 8)
+ON_SSD = Pair([(1_000_000, 64, 1.0), *TABLES[1:]], ONES, Budget(0.3, 0.1, True), 8)
 
 
 def covers(plan: ShardingPlan, pair: Pair) -> bool:
