@@ -17,7 +17,7 @@ from tests.sharding import cases
 from tests.sharding.ranks import run
 from tierstore import TierConfig, checkpoint, optim
 from tierstore.checkpoint.dcp import JsonLoadPlanner, JsonSavePlanner, StorageReader, StorageWriter
-from tierstore.errors import StoreMismatchError
+from tierstore.errors import ConfigError, StoreMismatchError
 from tierstore.sharding import (
     DistributedModelParallel,
     column_wise,
@@ -142,6 +142,36 @@ def write(path: str) -> None:
     with pytest.raises(dcp.CheckpointException, match="build the model anew"):
         load(folder / "checkpoints", again, state_of(again, step=0))
     again.close(commit=False)
+
+
+def a_rank_that_cannot_write(path: str) -> None:
+    """The others have committed then, but the next commit is one of all ranks again."""
+    for failing in (0, 1):
+        folder = Path(path, str(failing))
+        model, (first, second) = sharded(folder, CUTS, 2), cases.batches(2, 2)
+        with pytest.raises(
+            ConfigError, match=r"are sharded over the ranks .*: save them by torch\.distributed"
+        ):
+            checkpoint.save(folder / "checkpoints", model, step=1)
+        step(model, first)
+        save(folder / "checkpoints", model, 1, state_of(model))
+        step(model, second)
+        with pytest.MonkeyPatch.context() as patch:
+            if torch.distributed.get_rank() == failing:
+                patch.setattr("tierstore.checkpoint.dcp.write_tensors", kill)
+            with pytest.raises(dcp.CheckpointException, match="killed"):
+                save(folder / "checkpoints", model, 2, state_of(model))
+        model.commit({"step": 2})
+        rows = model.module.sparse.state_dict()
+        model.close(commit=False)
+        again = sharded(folder, CUTS, 2)
+        assert again.committed_extra() == {"step": 2}
+        torch.testing.assert_close(again.module.sparse.state_dict(), rows, rtol=0, atol=0)
+        again.close(commit=False)
+
+
+def test_commits_after_a_failed_save(tmp_path: Path) -> None:
+    run(2, a_rank_that_cannot_write, str(tmp_path))
 
 
 def read(path: str, ranks: int, engine: str) -> None:

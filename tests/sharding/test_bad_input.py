@@ -127,6 +127,9 @@ def arguments_of_one_rank() -> None:
     env = ShardingEnv.from_process_group()
     for group in (env.inputs, env.outputs):  # torch's own default is half an hour
         assert group._get_backend(torch.device("cpu")).options._timeout == TIMEOUT
+    assert ShardingEnv.of(None) is ShardingEnv.of(
+        dist.group.WORLD
+    )  # whose sockets are for each pair of ranks
     plan = construct_plan(tables(), CUTS, 2)
     with pytest.raises(ConfigError, match=r"rank 0: plan is a builtins\.NoneType"):
         shard(bags(), plan if rank else None, env)  # type: ignore[arg-type]

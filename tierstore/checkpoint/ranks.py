@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
+
 from tierstore.checkpoint.folder import Folder, Unit
 from tierstore.checkpoint.state import DenseState, Parts, capture, own_state
 from tierstore.errors import ConfigError, StoreMismatchError, TierStoreError
@@ -41,6 +43,7 @@ def save(folder: Folder, parts: Parts, modules: Mapping[str, TieredModule], step
             return folder.add(step, {"stores": [], "state": state}, tensors)
 
     with collection.env.together():
+        _check_whole(parts.model)
         state, tensors = capture(parts, {"ranks": everyone})
     unit = on_rank_0(collection.env, write)
     number = collection.commit(
@@ -79,6 +82,15 @@ def restore(
     dense.choose_rank(collection.env.rank, collection.env.world_size)
     dense.apply(parts)
     return state["step"], dense.extra, path
+
+
+def _check_whole(model: nn.Module) -> None:
+    sharded = [name for name, value in model.named_parameters() if hasattr(value, "full_tensor")]
+    if sharded:
+        raise ConfigError(
+            f"parameters are sharded over the ranks ({sharded[0]} and others): save them by "
+            "torch.distributed.checkpoint with tierstore.checkpoint.dcp"
+        )
 
 
 def said_of(unit: Unit, number: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ Folders that the file does not name can be deleted.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -25,6 +26,8 @@ from tierstore.store.files import read_regular, store_error, write_atomically
 
 if TYPE_CHECKING:
     from tierstore.sharding.collection import ShardedCollection
+
+logger = logging.getLogger("tierstore")
 
 FILE_NAME = "COMMIT.json"
 FORMAT = 1
@@ -79,6 +82,8 @@ class Commits:
         self._saved = {name: _saved(entry) for name, entry in record.get("collections", {}).items()}
         self._collections: dict[str, ShardedCollection] = {}
         self._folders: dict[str, str] = {}
+        self._left: dict[str, str] = {}
+        """Folders of the last commit, of which the next one will need nothing."""
         self._restored: set[int] = set()
         self._named: list[dict[str, int]] = []
         """The commits of every rank that the file names, where they are in the present stores."""
@@ -130,6 +135,7 @@ class Commits:
         self._restored.add(id(collection))
         if saved.folder != self._folders[name]:
             restore(collection, self.path / saved.folder, saved.plan, saved.ranks)
+            self._left[name] = saved.folder
         collection.fused_optimizer.num_updates = saved.updates
 
     def restored(self, collection: ShardedCollection) -> bool:
@@ -141,9 +147,10 @@ class Commits:
         ``tag`` names the commit of each rank's store, which then stays until it is dropped."""
         with self._env.together():
             extra = _checked(extra)
-        kept = [extra]
-        self._env.broadcast_objects(kept)
-        begun = self.begin(kept[0])
+        # rank 0's: after a save by torch.distributed.checkpoint that failed ranks have counted differently
+        said = [self.begin(extra)]
+        self._env.broadcast_objects(said)
+        begun = said[0]
         own: dict[str, int] = {}
         with self._env.together():  # or nobody counts this commit as made
             own = self.commit_own(begun, tag)
@@ -185,6 +192,13 @@ class Commits:
         """Makes the ranks' commits the one of all ranks; ``everyone``: what they returned."""
         self._write(begun["number"], everyone, begun["extra"])
         self._named = everyone
+        for name, folder in self._left.items():
+            logger.info(
+                "the rows of %s are in %s from now on; the former can be deleted on every host",
+                self.path / folder,
+                self.path / self._folders[name],
+            )
+        self._left.clear()
 
     def commit_last(self) -> None:
         """A commit before the tables are closed; none if the last one is part of a checkpoint, which it would

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ class ShardingEnv:
     inputs: Any
     outputs: Any
     traffic: Traffic = field(default_factory=Traffic, compare=False)
+    _known: ClassVar[dict[str, ShardingEnv]] = {}
 
     @classmethod
     def from_process_group(cls, group: Any = None, timeout: timedelta | None = None) -> ShardingEnv:
@@ -77,14 +78,21 @@ class ShardingEnv:
 
     @classmethod
     def of(cls, env: Any) -> ShardingEnv:
-        """``env`` itself; or one for what may be given instead: None (the default group), a process group, or
-        torchrec's ShardingEnv. All ranks call it."""
+        """``env`` itself; or that of what may be given instead: None (the default group), a process group, or
+        torchrec's ShardingEnv. All ranks call it. It is made once for each group, since gloo's groups take
+        threads and sockets for every pair of ranks."""
         if isinstance(env, cls):
             return env
         group = getattr(env, "process_group", env)
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise ConfigError(f"env is {env!r}; use None, or ShardingEnv.from_process_group(group)")
-        return cls.from_process_group(group)
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        known = cls._known.get(getattr(group, "group_name", ""))
+        if known is None or known.process_group is not group:  # torch uses names again
+            known = cls.from_process_group(group)
+            cls._known[known.process_group.group_name] = known
+        return known
 
     @property
     def others_first(self) -> list[int]:
