@@ -13,11 +13,14 @@ from typing import Any
 from tierstore.errors import ConfigError
 
 
-class JsonFile:
-    """A result file; made sure of before the work that it is for, and replaced whole."""
+class ResultFile:
+    """A file for results; made sure of before the work that it is for, and replaced whole.
 
-    def __init__(self, path: Path, option: str = "--json") -> None:
-        self._path = path
+    What is no regular file (/dev/stdout, a pipe) is written to, not replaced.
+    """
+
+    def __init__(self, path: Path, option: str) -> None:
+        self._path, self._option = path, option
         if path.is_dir():
             raise ConfigError(f"{option} {path} is a folder; give the path of a file")
         with option_errors(option, path):
@@ -25,10 +28,29 @@ class JsonFile:
             if not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
+    def replace(self, content: bytes) -> None:
+        """Makes ``content`` the whole file, or leaves it as it was."""
+        with option_errors(self._option, self._path):
+            if self._path.exists() and not self._path.is_file():
+                self._path.write_bytes(content)
+                return
+            target = self._path.resolve()
+            temporary = target.with_name(f".{target.name}.tmp")
+            try:
+                temporary.write_bytes(content)
+                os.replace(temporary, target)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+class JsonFile(ResultFile):
+    """A result file of one JSON object."""
+
+    def __init__(self, path: Path, option: str = "--json") -> None:
+        super().__init__(path, option)
+
     def write(self, content: dict[str, Any]) -> None:
-        temporary = self._path.with_name(f".{self._path.name}.tmp")
-        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, self._path)
+        self.replace((json.dumps(content, indent=2) + "\n").encode())
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from tierstore_bench._cluster import Simulation
 
 from tierstore.cli.plan import read_yaml
 from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
-from tierstore.planner.tables import specs_of_yaml
+from tierstore.planner.files import specs_of_yaml
 
 HERE = Path(__file__).parent
 

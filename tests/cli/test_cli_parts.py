@@ -190,6 +190,19 @@ class TestJsonFile:
         assert json.loads(file.read_text()) == {"auc": 0.5}
         assert os.listdir(file.parent) == ["out.json"]
 
+    def test_what_is_no_regular_file_is_written_to_and_stays(self, tmp_path: Path) -> None:
+        pipe, link = tmp_path / "pipe", tmp_path / "link"
+        os.mkfifo(pipe)
+        link.symlink_to(tmp_path / "real.json")
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        for path in (pipe, link):
+            JsonFile(path).write({"auc": 0.5})
+        assert json.loads(os.read(reader, 100)) == {"auc": 0.5}
+        os.close(reader)
+        assert pipe.is_fifo()
+        assert link.is_symlink()
+        assert json.loads((tmp_path / "real.json").read_text()) == {"auc": 0.5}
+
     def test_a_folder_is_refused_before_training(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="is a folder"):
             JsonFile(tmp_path)

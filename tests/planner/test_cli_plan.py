@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tierstore.cli.main import main
-from tierstore.planner.tables import specs_of_yaml
+from tierstore.planner.files import specs_of_yaml
 
 TABLES = [
     {"name": "users", "num_embeddings": 200_000_000, "embedding_dim": 64, "pooling_factor": 2.0},
@@ -107,7 +107,37 @@ def test_what_does_not_fit_exits_with_1_and_says_what_is_missing(files, capsys):
         ),
         ("tables.yaml", "- {name: a, num_embeddings: 5, embedding_dim: 4, weighted: 'no'}", "true or false"),
         ("tables.yaml", "- {name: a, num_embeddings: 5, embedding_dim: 4, popularity: 3}", "popularity is 3"),
+        ("tables.yaml", "- {name: a, num_embeddings: null, embedding_dim: 4}", "num_embeddings missing"),
+        (
+            "tables.yaml",
+            "- {name: a, num_embeddings: 5, embedding_dim: 4, 5: 3, rows: 2}",
+            "unknown fields [5, ",
+        ),
+        (
+            "tables.yaml",
+            "- {name: a, num_embeddings: 5, embedding_dim: 4, touched_rows: x}",
+            "touched_rows is 'x'",
+        ),
+        ("tables.yaml", "- {name: a, num_embeddings: 5, embedding_dim: 1e30}", "1048576 columns at most"),
+        ("tables.yaml", "- {name: a, num_embeddings: 5, embedding_dim: 4, data_type: FP16}", "use FP32"),
+        (
+            "tables.yaml",
+            "- {name: a, name: b, num_embeddings: 5, embedding_dim: 4}",
+            "['name'] are there more",
+        ),
+        ("tables.yaml", "- {name: 7, num_embeddings: 5, embedding_dim: 4}", "entry 0 has the name 7"),
         ("topology.yaml", "hosts: 1", "hbm_per_rank, host_memory_per_host missing"),
+        ("topology.yaml", "5: 1\ngpus: 2", "unknown fields [5, 'gpus']"),
+        (
+            "topology.yaml",
+            "hbm_per_rank: 1GiB\nhost_memory_per_host: 0\nhbm_bw: .nan",
+            "hbm_bw is not a number",
+        ),
+        (
+            "topology.yaml",
+            "hbm_per_rank: 1GiB\nhost_memory_per_host: 0\nlookup_seconds: x",
+            "lookup_seconds is 'x'; it must be seconds",
+        ),
         ("topology.yaml", "gpus: 1", "unknown fields ['gpus']"),
         ("topology.yaml", "- 1", "a topology is a mapping"),
     ],
@@ -126,6 +156,10 @@ def test_bad_files_are_one_line_and_exit_code_2(files, capsys, file, text, messa
         ("users: {device_group: 1}", "device_group is 1; it must be a list"),
         ("users: {min_partition: wide}", "min_partition is 'wide'; it must be a positive integer"),
         ("users: {rows: 3}", "unknown fields ['rows']; known: ["),
+        ("users: {5: 1, rows: 3}", "unknown fields [5, 'rows']"),
+        ("users: {device_group: [x]}", "constraints of 'users': device_group ['x'] must be ranks"),
+        ("users: {tiers: [[hbm]]}", "constraints of 'users': tiers is"),
+        ("users: {}\nusers: {}", "['users'] are there more than once"),
         ("cars: {}", "constraints name unknown tables ['cars']"),
     ],
 )
@@ -139,6 +173,75 @@ def test_bad_constraints_are_one_line_and_exit_code_2(files, capsys, text, messa
 def test_optimizers_may_have_the_names_of_fbgemm_and_of_our_classes(name):
     tables = [{"name": "a", "num_embeddings": 5, "embedding_dim": 4, "optimizer": name}]
     assert specs_of_yaml(tables)[0].optimizer == "rowwise_adagrad"
+
+
+def test_all_fields_of_embedding_bag_config_are_accepted_and_empty_ones_left_out():
+    fields = {
+        **{"name": "a", "num_embeddings": 5e6, "embedding_dim": 30, "feature_names": ["f", "g"]},
+        **{"data_type": "FP32", "pooling": "MEAN", "init_fn": None, "need_pos": False, "input_dim": None},
+        **{"weight_init_max": 0.1, "weight_init_min": -0.1, "num_embeddings_post_pruning": None},
+        **{"total_num_buckets": None, "use_virtual_table": True, "virtual_table_eviction_policy": None},
+        **{"enable_embedding_update": False, "stash_weights": False, "pooling_factor": None},
+        **{"optimizer": None, "popularity": None, "touched_rows": None, "weighted": None},
+    }
+    assert specs_of_yaml([fields]) == specs_of_yaml(
+        [{"name": "a", "num_embeddings": 5_000_000, "embedding_dim": 30, "feature_names": ["f", "g"]}]
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (3, "stats of table 'users': expected a mapping, got 3"),
+        ({}, "'unique_miss_ratio' is missing"),
+        ({"unique_miss_ratio": [0.1], "sizes_rows": [1]}, "'unique_rows' is missing"),
+        ({"unique_miss_ratio": [0.1, 0.2], "sizes_rows": [1]}, "as many miss ratios as sizes"),
+    ],
+)
+def test_bad_curves_are_one_line_and_exit_code_2(files, capsys, values, message):
+    (files / "mrc.json").write_text(json.dumps({"tables": {"users": values}}))
+    assert plan(files, "--stats", f"{files}/mrc.json") == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--tables", "--topology", "--constraints", "--stats"])
+def test_files_that_cannot_be_read_are_named(files, capsys, option):
+    for path, why in ((files / "none.yaml", "No such file"), (files, "Is a directory")):
+        assert plan(files, option, str(path)) == 2
+        assert f"error: {option} {path}: {why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [(".", "is a folder"), ("out.xyz", "ends in one of .png, .pdf, .svg"), ("tables.yaml/x.png", "")],
+)
+def test_a_figure_that_cannot_be_drawn_is_said_before_planning(files, capsys, path, message):
+    assert plan(files, "--plot", f"{files}/{path}") == 2
+    output = capsys.readouterr()
+    assert "--plot" in output.err
+    assert message in output.err
+    assert not output.out
+
+
+def test_an_interrupted_plan_leaves_no_file(files, capsys, monkeypatch):
+    def stop(*_args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tierstore.planner.planner.EmbeddingShardingPlanner.solve", stop)
+    before = sorted(path.name for path in files.iterdir())
+    assert plan(files, "--json", f"{files}/out.json", "--plot", f"{files}/out.png") == 130
+    assert sorted(path.name for path in files.iterdir()) == before
+
+
+def test_tables_fit_80_columns_and_equal_ranks_are_one_line(files, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    (files / "topology.yaml").write_text(yaml.safe_dump({**TOPOLOGY, "hosts": 2, "ranks_per_host": 4}))
+    (files / "tables.yaml").write_text(yaml.safe_dump(TABLES[:1]))
+    assert plan(files) == 0
+    output = capsys.readouterr().out
+    lines = output[output.index("8 ranks") : output.index("fits; ")].splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(line.strip().startswith("0-7 ") for line in lines) == 1
 
 
 def test_a_report_that_cannot_be_written_is_said_before_planning(files, capsys):

@@ -111,6 +111,62 @@ def test_what_does_not_fit_names_the_resource_and_how_much_is_missing(changes, b
     planner(topology(**{**changes, field: enough})).plan(tables)
 
 
+def test_what_is_missing_is_exact_for_all_resources_together():
+    tables = [table("a", 30_000_000, pooling_factor=8.0), table("b", 5_000_000, 32)]
+    sizes = {"hbm_per_rank": 1 << 20, "host_memory_per_host": 1 << 28, "ssd_per_host": 1 << 30}
+    with pytest.raises(InfeasiblePlanError) as caught:
+        planner(topology(**sizes)).plan(tables)
+    more = caught.value.report["to_add"]
+    assert more.keys() == {"hbm_per_rank", "host_memory_per_host", "ssd_per_host"}
+    planner(topology(**{name: size + more[name] for name, size in sizes.items()})).plan(tables)
+    for name in more:
+        less = {key: size + int(more[key] * (0.9 if key == name else 1)) for key, size in sizes.items()}
+        with pytest.raises(InfeasiblePlanError):
+            planner(topology(**less)).plan(tables)
+
+
+def test_what_fits_without_a_store_is_not_refused_for_the_stores_buffers():
+    machines = topology(host_memory_per_host="1MiB")
+    plan = planner(machines).plan([table("a", 10_000)])
+    assert sum(shard.ssd_bytes for shard in plan.table("a").shards) == 0
+
+
+def test_without_an_ssd_every_row_has_a_slot():
+    machines = topology(2, 2, hbm_per_rank="40MiB", host_memory_per_host="1GiB", ssd_per_host=0)
+    demands = {"a": ParameterConstraints(["row_wise"]), "b": ParameterConstraints(["column_wise"])}
+    tables = [table("a", 1_601_443, 65), table("b", 300_007, 130)]
+    for shard in [s for t in planner(machines, constraints=demands).plan(tables).tables for s in t.shards]:
+        assert 0 < shard.hbm_rows < shard.rows
+        assert shard.hbm_rows + shard.uvm_rows >= shard.rows
+
+
+def test_equal_shards_on_a_host_get_equal_memory():
+    demands = {"t": ParameterConstraints(["row_wise"])}
+    plan = planner(topology(1, 4), constraints=demands).plan([table(rows=400_000_000)])
+    rows = [shard.uvm_rows for shard in plan.table("t").shards]
+    assert max(rows) - min(rows) <= 1
+
+
+def test_reasons_count_all_shards_that_share_a_hosts_drives():
+    demands = {"t": ParameterConstraints(["row_wise"])}
+    report = planner(topology(1, 4), constraints=demands).plan([table(rows=400_000_000)]).report
+    why, ssd = report["tables"][0], report["hosts"][0]["stage_seconds"]["ssd"]
+    # It is the only table, so all that the drives do is for its shards.
+    assert -why["all_in_memory_ssd_s"] == pytest.approx(ssd)
+    assert "all in memory: " in why["why"]
+
+
+def test_advice_is_what_planning_again_gives():
+    tables, machines = [table(rows=40_000_000, pooling_factor=20.0)], {"ssd_read_iops": 1e5}
+    report = planner(topology(1, 1, **machines), search_seconds=20).plan(tables, advice_seconds=20).report
+    assert report["helps_by_planning_again"]
+    advice = {item["change"]: item["step_s"] for item in report["what_would_help"]}
+    more = topology(1, 1, hbm_per_rank="2GiB", **machines)
+    step = planner(more, search_seconds=20).plan(tables).report["predicted_step_s"]
+    assert advice["+1 GiB HBM per rank"] == pytest.approx(step, rel=1e-3)
+    assert all(item["step_s"] < report["predicted_step_s"] for item in report["what_would_help"])
+
+
 @pytest.mark.parametrize("kind", [kind.value for kind in ShardingType])
 def test_every_sharding_type_can_be_asked_for(kind):
     demand = {"t": ParameterConstraints(sharding_types=[kind])}
@@ -241,6 +297,9 @@ def plan_with(demands=None, stats=None, **changes):
         (lambda: topology(ssd_read_iops=-1), "ssd_read_iops"),
         (lambda: topology(ssd_read_curve=[(4096, 0)]), "positive sizes"),
         (lambda: planner(topology(), batch_size=0), "batch_size"),
+        (lambda: planner(topology(), search_seconds=float("nan")), "search_seconds"),
+        (lambda: planner(topology(), constraints=[3]), "constraints is list"),
+        (lambda: planner(topology(), stats="x"), "stats is str"),
         (lambda: EmbeddingShardingPlanner({"hosts": 1}), "must be a tierstore.planner.Topology"),
         (lambda: table(rows=0), "num_embeddings"),
         (lambda: table(rows=1 << 49), "at most 2\\^48"),

@@ -10,7 +10,8 @@ from bench._cluster import Simulation
 from tests.planner.machines import random_tables, topology
 from tierstore.cli.plan import read_yaml
 from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
-from tierstore.planner.tables import row_bytes, specs_of_yaml
+from tierstore.planner.files import specs_of_yaml
+from tierstore.planner.tables import row_bytes
 
 EXAMPLE = Path(__file__).parents[2] / "examples/plan_100tb"
 

@@ -14,7 +14,8 @@ from tierstore.planner.cuts import Cut
 from tierstore.planner.prices import Steps, hbm_steps, memory_steps
 from tierstore.planner.topology import Topology
 
-_WHOLE = 1e-6  # rows: what rounding may leave of a shard that is held whole
+_WHOLE = 1e-6, 1e-14  # rows, and share of them: what rounding may leave of a shard that is held whole
+_MOST = 2.0**62  # bytes: what is more does not fit anywhere
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,17 +54,17 @@ class Allocation:
     @property
     def stored(self) -> NDArray[np.bool_]:
         """Which shards need the SSD."""
-        return self.memory_rows < self.rows - _WHOLE
+        return self.memory_rows < self.rows
 
     def hbm_bytes(self) -> NDArray[np.int64]:
-        return (self.hbm_rows * self.slot).astype(np.int64) + self.field("fixed_hbm").astype(np.int64)
+        return _whole_bytes(self.hbm_rows * self.slot + self.field("fixed_hbm"))
 
     def uvm_bytes(self) -> NDArray[np.int64]:
         held = (self.memory_rows - self.hbm_rows) * self.slot + self.field("fixed_host")
-        return (held + self.field("index_bytes") * self.stored).astype(np.int64)
+        return _whole_bytes(held + self.field("index_bytes") * self.stored)
 
     def ssd_bytes(self) -> NDArray[np.int64]:
-        return (self.field("ssd_bytes") * self.stored).astype(np.int64)
+        return _whole_bytes(self.field("ssd_bytes") * self.stored)
 
     def misses(self, rows: Floats) -> Floats:
         """Misses per unique row of each shard, if it held ``rows`` (shards,); equal shards ask once."""
@@ -110,7 +111,7 @@ def allocate(
                 steps[id(costs[i])] = hbm_steps(costs[i], for_ssd)
         fast = [steps[id(costs[i])] for i in here]
         rows, missing = _fill(fast, result.slot[here], float(topology.hbm_per_rank - fixed[r]))
-        result.hbm_rows[here] = rows
+        result.hbm_rows[here] = _whole_rows(rows, result.rows[here])
         if missing > 0:
             result.missing["hbm", r] = int(missing) + 1
     for h in range(topology.hosts):
@@ -142,12 +143,28 @@ def _fill_host(
     room = topology.host_memory_per_host - work.fixed_host(topology) - sum(cost.fixed_host for cost in costs)
     room += float((result.hbm_rows[here] * result.slot[here]).sum())
     held, missing = _fill(steps, result.slot[here], room)
+    held = _whole_rows(held, result.rows[here])
     result.memory_rows[here] = np.maximum(held, result.hbm_rows[here])
     if missing > 0:
         result.missing["host_memory", host] = int(missing) + 1
     stored = int(result.ssd_bytes()[here].sum()) - int(topology.ssd_per_host)
     if stored > 0:
         result.missing["ssd", host] = stored
+
+
+def _ends(steps: Steps, corner: int) -> bool:
+    """Whether the step behind ``corner`` leads to all rows, where a store is needed no longer."""
+    return corner + 2 == len(steps.rows) and bool(steps.stored[corner])
+
+
+def _whole_rows(held: Floats, rows: Floats) -> Floats:
+    """Slots that ``held`` rows of shards of ``rows`` need: without an SSD not one may be lacking."""
+    all_ = held >= rows - np.maximum(_WHOLE[0], _WHOLE[1] * rows)
+    return np.where(all_, rows, np.floor(held))
+
+
+def _whole_bytes(sizes: Floats) -> NDArray[np.int64]:
+    return np.minimum(sizes, _MOST).astype(np.int64)
 
 
 def _fill(steps: Sequence[Steps], slot: Floats, room: float) -> tuple[Floats, float]:
@@ -165,6 +182,11 @@ def _fill(steps: Sequence[Steps], slot: Floats, room: float) -> tuple[Floats, fl
     order = np.argsort(-falling, kind="stable")
     whole = np.cumsum(sizes[order]) <= room
     bought = int(whole.argmin()) if not whole.all() else len(order)
+    level = (
+        _level(steps, owner, sizes, falling, falling[order[bought]], room) if bought < len(order) else None
+    )
+    if level is not None:
+        return level, 0.0
     count = np.bincount(owner[order[:bought]], minlength=len(steps))
     rows = np.array([step.rows[k] for step, k in zip(steps, count, strict=True)])
     if bought < len(order):
@@ -174,3 +196,26 @@ def _fill(steps: Sequence[Steps], slot: Floats, room: float) -> tuple[Floats, fl
         # Part of a step; on the way to holding everything the index is still there.
         rows[i] = min(rows[i] + np.floor(rest / max(slot[i], 1.0)), max(last - 1, rows[i]))
     return rows, 0.0
+
+
+def _level(
+    steps: Sequence[Steps],
+    owner: NDArray[np.int64],
+    sizes: Floats,
+    falling: Floats,
+    price: float,
+    room: float,
+) -> Floats | None:
+    """Rows if all steps at ``price``, which ``room`` ends among, are taken in equal parts, as equal shards
+    should; None if these cannot be taken in parts."""
+    dearer, tied = falling > price * (1 + 1e-9), np.isclose(falling, price, rtol=1e-9, atol=0.0)
+    here = owner[tied]
+    count = np.bincount(owner[dearer], minlength=len(steps))
+    ends = [count[i] + 2 == len(steps[i].rows) and steps[i].stored[count[i]] for i in here]
+    if len(np.unique(here)) < len(here) or any(ends):
+        return None
+    rows = np.array([step.rows[k] for step, k in zip(steps, count, strict=True)])
+    share = (room - float(sizes[dearer].sum())) / float(sizes[tied].sum())
+    for i in here.tolist():
+        rows[i] += share * (steps[i].rows[count[i] + 1] - rows[i])
+    return rows

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tierstore.errors import ConfigError
 from tierstore.placement import ShardingType
+from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.costs import (
     FLOAT,
     Load,
@@ -17,7 +18,7 @@ from tierstore.planner.costs import (
     vectors,
     waited,
 )
-from tierstore.planner.tables import ParameterConstraints, TableSpec
+from tierstore.planner.tables import TableSpec
 from tierstore.planner.topology import Topology
 
 MIN_COLUMNS = 32

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,18 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.config import format_bytes
 from tierstore.errors import ConfigError, InfeasiblePlanError
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
+from tierstore.planner.again import advice, what_is_missing
 from tierstore.planner.allocate import Allocation, Placed, allocate
 from tierstore.planner.bound import likely_cuts
+from tierstore.planner.constraints import ParameterConstraints, constraints_of
 from tierstore.planner.costs import Workload, row_sizes, tier_bytes
 from tierstore.planner.cuts import cuts_of
 from tierstore.planner.predict import Prediction, hit_rate, predict
 from tierstore.planner.reading import with_reading
-from tierstore.planner.report import report_of
+from tierstore.planner.report import at_least, report_of
 from tierstore.planner.search import Search
-from tierstore.planner.tables import ParameterConstraints, TableSpec, prepared, spec_of_config
+from tierstore.planner.tables import TableSpec, prepared, spec_of_config
 from tierstore.planner.topology import Topology
 
 _ADAM_COPIES = 4  # parameter, gradient and two moments of the dense part
@@ -71,24 +74,35 @@ class EmbeddingShardingPlanner:
         work = workload or Workload()
         self.work = work if batch_size is None else replace(work, batch_size=batch_size)
         self.topology = topology
-        self.constraints = dict(constraints or {})
-        self.stats = dict(stats or {})
+        self.constraints = {
+            name: constraints_of(value, name) for name, value in _mapping("constraints", constraints).items()
+        }
+        self.stats = dict(_mapping("stats", stats))
+        if not 0 <= search_seconds < math.inf:
+            raise ConfigError(f"search_seconds is {search_seconds!r}; it must be seconds")
         self.search_seconds, self.seed = search_seconds, seed
 
-    def plan(self, module: Any, sharders: Sequence[Any] | None = None) -> ShardingPlan:
+    def plan(
+        self, module: Any, sharders: Sequence[Any] | None = None, advice_seconds: float = 0.0
+    ) -> ShardingPlan:
         """A plan for the collections in ``module``, or for a sequence of table configurations.
 
         ``sharders`` is accepted for torchrec's callers; every embedding collection is planned. The dense
         part of a module counts four times its parameters' bytes unless ``workload`` says ``dense_bytes``.
+        With ``advice_seconds`` the report says what better machines would change by planning again for each,
+        if that takes no longer; else with the same cuts and ranks.
         Raises InfeasiblePlanError if the tables do not fit, ConfigError for constraints that cannot be met.
         """
         tables, work = self._tables(module)
         start = time.perf_counter()
         solution = self.solve(tables, work)
         if solution.caches.missing:
-            raise self._infeasible(solution)
+            raise self._infeasible(solution, start)
         tables_placed = placements(solution)
         report = report_of(solution, tables_placed, start)
+        planned_again = advice(self, solution, advice_seconds)
+        if planned_again is not None:
+            report |= {"what_would_help": planned_again, "helps_by_planning_again": True}
         ranks = self.topology.world_size, self.topology.ranks_per_host
         return ShardingPlan(tables_placed, *ranks, self.topology.device, report)
 
@@ -118,20 +132,55 @@ class EmbeddingShardingPlanner:
 
     def solve(self, tables: Sequence[TableSpec], work: Workload | None = None) -> Solution:
         """The best solution found; ``caches.missing`` is not empty if the tables do not fit."""
+        start = time.perf_counter()
         work = self._work_for(tables, work or self.work)
-        solution = self._solve(tables, work)
+        twice = self.topology.one_fetcher and self.topology.ssd_per_host > 0
+        solution = self._solve(tables, work, self.search_seconds * (0.6 if twice else 1.0))
         again = with_reading(self.topology, work, solution.caches)
-        return solution if again == work else self._solve(tables, again)
+        if again != work:
+            second = self._solve(tables, again, self.search_seconds * 0.4)
+            # What reads cost depends on the plan; each is to be judged by its own.
+            solution = min((self._settled(found, work) for found in (solution, second)), key=_rank)
+        if solution.caches.missing and self.topology.ssd_per_host:
+            solution = self._without_ssd(tables, work) or solution
+        return replace(solution, seconds=time.perf_counter() - start)
+
+    def on(self, topology: Topology, search_seconds: float) -> EmbeddingShardingPlanner:
+        """A planner of the same tables' demands for other machines."""
+        result = copy.copy(self)
+        result.topology, result.search_seconds = topology, search_seconds
+        return result
 
     def priced(self, solution: Solution) -> Solution:
         """The same cuts, ranks and rows per tier by this planner's topology and workload: what a plan made
         with other figures takes by these."""
-        work = self._work_for(solution.tables, self.work)
+        return self._settled(solution, self._work_for(solution.tables, self.work))
+
+    def divided(self, solution: Solution) -> Solution:
+        """The same cuts and ranks, with this planner's memories divided anew."""
+        work = self._work_for(solution.tables, self.without_reading(solution.work))
+        placed, _ = self._recut(solution, work)
+        caches, prediction = self._divide(work, placed)
+        found = Solution(self.topology, work, solution.tables, placed, caches, prediction, solution.seconds)
+        return self._settled(found, work)
+
+    def without_reading(self, work: Workload) -> Workload:
+        """``work`` as it was before a plan said what reads cost."""
+        return replace(work, rows_per_read=self.work.rows_per_read, read_waits=self.work.read_waits)
+
+    def _settled(self, solution: Solution, work: Workload) -> Solution:
+        """The same cuts, ranks and rows with reads at what they cost in this very plan."""
         placed, caches = self._recut(solution, work)
         work = with_reading(self.topology, work, caches)
         placed, caches = self._recut(solution, work)
         prediction = predict(self.topology, work, placed, caches)
         return Solution(self.topology, work, solution.tables, placed, caches, prediction, solution.seconds)
+
+    def _without_ssd(self, tables: Sequence[TableSpec], work: Workload) -> Solution | None:
+        """A store takes memory of its own, so what does not fit with one may do so without."""
+        other = self.on(replace(self.topology, ssd_per_host=0), self.search_seconds)
+        found = other._solve(tables, work, self.search_seconds / 6)
+        return None if found.caches.missing else found
 
     def _recut(self, solution: Solution, work: Workload) -> tuple[list[Placed], Allocation]:
         placed = []
@@ -148,12 +197,12 @@ class EmbeddingShardingPlanner:
         lookups = len(row_sizes(tables)) * self.topology.lookup_seconds
         return replace(work, tier_bytes=tier_bytes(tables, self.topology), lookup_seconds=lookups)
 
-    def _solve(self, tables: Sequence[TableSpec], work: Workload) -> Solution:
+    def _solve(self, tables: Sequence[TableSpec], work: Workload, seconds: float) -> Solution:
         start = time.perf_counter()
         first: Solution | None = None
         for target in _SSD_TARGETS:
             demands = self._demands(tables, work, target)
-            placed = self._search(tables, work, demands)
+            placed = self._search(tables, work, demands, seconds if first is None else seconds / 6)
             caches, prediction = self._divide(work, placed)
             found = Solution(
                 self.topology, work, tables, placed, caches, prediction, time.perf_counter() - start
@@ -185,7 +234,11 @@ class EmbeddingShardingPlanner:
         return best
 
     def _search(
-        self, tables: Sequence[TableSpec], work: Workload, demands: Sequence[ParameterConstraints]
+        self,
+        tables: Sequence[TableSpec],
+        work: Workload,
+        demands: Sequence[ParameterConstraints],
+        seconds: float,
     ) -> list[Placed]:
         cuts = [cuts_of(table, self.topology, work, d) for table, d in zip(tables, demands, strict=True)]
         everyone = np.arange(self.topology.world_size)
@@ -194,8 +247,8 @@ class EmbeddingShardingPlanner:
         ]
         hint = None
         if sum(map(len, cuts)) <= _MOST_HINTED and not any(d.device_group is not None for d in demands):
-            hint = likely_cuts(self.topology, work, cuts, self.search_seconds / 4)
-        search = Search(self.topology, work, cuts, allowed, self.search_seconds, self.seed, hint)
+            hint = likely_cuts(self.topology, work, cuts, seconds / 4)
+        search = Search(self.topology, work, cuts, allowed, seconds, self.seed, hint)
         return [
             Placed(t, cuts[t][choice.cut], choice.ranks.tolist()) for t, choice in enumerate(search.run())
         ]
@@ -232,16 +285,25 @@ class EmbeddingShardingPlanner:
             raise ConfigError(f"cannot plan a {type(module).__name__}: give a module or table configurations")
         return prepared(tables, self.constraints, self.stats, self.topology.world_size), work
 
-    def _infeasible(self, solution: Solution) -> InfeasiblePlanError:
-        report = report_of(solution, placements(solution), time.perf_counter() - solution.seconds)
+    def _infeasible(self, solution: Solution, start: float) -> InfeasiblePlanError:
+        report = report_of(solution, placements(solution), start, what_is_missing(self, solution))
         return InfeasiblePlanError(
             f"the tables do not fit: {report['binding']} is short of "
-            f"{format_bytes(report['missing_bytes'])} ({report['binding_detail']}); "
-            f"{report['what_to_change']}",
+            f"{at_least(report['missing_bytes'])} ({report['binding_detail']}); {report['what_to_change']}",
             report["binding"],
             report["missing_bytes"],
             report,
         )
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is {type(value).__name__}; it must be a mapping of table names")
+    return value or {}
+
+
+def _rank(solution: Solution) -> tuple[int, float]:
+    return _quality((solution.caches, solution.prediction))
 
 
 def _quality(divided: tuple[Allocation, Prediction]) -> tuple[int, float]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tierstore.config import format_bytes
+from tierstore.config import format_bytes, parse_bytes
 from tierstore.placement import ShardingType, TablePlacement
-from tierstore.planner.allocate import Allocation, Placed
+from tierstore.planner.allocate import Placed
 from tierstore.planner.cluster import HOST_STAGES, RANK_STAGES, Cluster
 from tierstore.planner.costs import INDEX_BYTES_PER_ROW
 from tierstore.planner.prices import price_grid, priced
@@ -23,12 +24,18 @@ if TYPE_CHECKING:
     from tierstore.planner.planner import Solution
 
 _GIB = 1 << 30
+FIELDS = {"hbm": "hbm_per_rank", "host_memory": "host_memory_per_host", "ssd": "ssd_per_host"}
+"""Fields of Topology by the names of resources."""
 
 
-def report_of(solution: Solution, tables: Sequence[TablePlacement], started: float) -> dict[str, Any]:
+def report_of(
+    solution: Solution,
+    tables: Sequence[TablePlacement],
+    started: float,
+    lack: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
     """The dictionary of ``tierstore plan --json``; docs/planner.md explains its keys. Planning began at
-    ``started`` (perf_counter)."""
-
+    ``started`` (perf_counter). ``lack``: bytes per rank or host that the tables lack, by resource."""
     prediction, missing = solution.prediction, solution.caches.missing
     binding, place = prediction.slowest()
     result: dict[str, Any] = {
@@ -47,9 +54,10 @@ def report_of(solution: Solution, tables: Sequence[TablePlacement], started: flo
         "ranks": _ranks(solution),
         "hosts": _hosts(solution),
         "what_would_help": [],
+        "helps_by_planning_again": False,
     }
     if missing:
-        result |= _shortage(missing, solution)
+        result |= _shortage(missing, lack or {}, solution)
     whys = reasons(solution)
     for placement, why in zip(tables, whys, strict=True):
         result["tables"].append(
@@ -70,44 +78,65 @@ def report_of(solution: Solution, tables: Sequence[TablePlacement], started: flo
     return result
 
 
-def _shortage(missing: dict[tuple[str, int], int], solution: Solution) -> dict[str, Any]:
+def _shortage(
+    missing: Mapping[tuple[str, int], int], lack: Mapping[str, int], solution: Solution
+) -> dict[str, Any]:
+    """What ``lack`` (bytes per rank or host) is in all, and what to do; ``missing`` says where it lacks."""
     topology = solution.topology
-    totals: dict[str, int] = defaultdict(int)
-    for (resource, _), size in missing.items():
-        totals[resource] += size
+    places: dict[str, dict[int, int]] = defaultdict(dict)
+    for (name, place), size in missing.items():
+        places[name][place] = min(size, lack.get(name, size))
+    for name, size in lack.items():
+        here = places[name] or {0: size}
+        here[max(here, key=lambda place: here[place])] = size
+        places[name] = here
+    totals = {name: sum(here.values()) for name, here in places.items()}
     sizes = {
         "hbm": topology.hbm_per_rank * topology.world_size,
         "host_memory": topology.host_memory_per_host * topology.hosts,
         "ssd": topology.ssd_per_host * topology.hosts,
     }
     binding = max(totals, key=lambda name: totals[name] / max(1, sizes[name]))
-    places = {place: size for (resource, place), size in missing.items() if resource == binding}
-    worst = max(places, key=lambda place: places[place])
+    worst = max(places[binding], key=lambda place: places[binding][place])
     where, of = ("rank", topology.world_size) if binding == "hbm" else ("host", topology.hosts)
     return {
         "binding": binding,
         "missing_bytes": totals[binding],
-        "missing": dict(totals),
-        "binding_detail": f"{len(places)} of {of} {where}s "
-        f"lack it, most of all {where} {worst}: {format_bytes(places[worst])}",
-        "what_to_change": _remedy(binding, places[worst], solution),
+        "missing": totals,
+        "to_add": {FIELDS[name]: size for name, size in lack.items()},
+        "binding_detail": f"{len(places[binding])} of {of} {where}s "
+        f"lack it, most of all {where} {worst}: {at_least(places[binding][worst])}",
+        "what_to_change": _remedy(binding, lack, solution),
     }
 
 
-def _remedy(binding: str, short: int, solution: Solution) -> str:
-    """What to change where a rank or host lacks ``short`` bytes at the most."""
-    topology, work, more = solution.topology, solution.work, format_bytes(short)
+def at_least(size: int) -> str:
+    """``size`` bytes for people, rounded up: with so many it fits."""
+    text, more = format_bytes(size), float(size)
+    while parse_bytes(text) < size:
+        more *= 1.0002
+        text = format_bytes(math.ceil(more))
+    return text
+
+
+def _remedy(binding: str, lack: Mapping[str, int], solution: Solution) -> str:
+    """What to change where a rank or host lacks so many bytes of each resource."""
+    topology, work = solution.topology, solution.work
+    adding = " and ".join(
+        f"{at_least(size)} of {name.replace('_', ' ')} per {'rank' if name == 'hbm' else 'host'}"
+        for name, size in sorted(lack.items(), key=lambda item: item[0] != binding)
+    )
     if binding == "hbm":
         return (
-            f"add {more} of hbm per rank, or lower batch_size ({work.batch_size}) or depth ({work.depth}): "
+            f"add {adding}, or lower batch_size ({work.batch_size}) or depth ({work.depth}): "
             f"the rows of {work.depth + 1} batches must fit"
         )
     if binding == "ssd":
-        return f"add {more} of ssd per host, or as much host memory: tables held in memory take no ssd"
+        return f"add {adding}, or as much host memory: tables held in memory take no ssd"
     if not topology.ssd_per_host:
-        return f"add {more} of host memory per host, or give hosts an ssd for the rows that do not fit"
+        return f"add {adding}, or give hosts an ssd for the rows that do not fit"
     return (
-        f"add {more} of host memory per host, or lower batch_size ({work.batch_size}): rows of batches on "
+        f"add {adding}, or lower batch_size ({work.batch_size}): rows of batches on "
         f"their way are held there, and so is the store's index, {INDEX_BYTES_PER_ROW} bytes per row"
     )
 
@@ -145,51 +174,56 @@ def _hosts(solution: Solution) -> list[dict[str, Any]]:
 
 
 def reasons(solution: Solution) -> list[dict[str, Any]]:
-    """For each table its tier, and what the neighbouring tiers would mean for it."""
-    caches, result, first = solution.caches, [], 0
-    stored = caches.stored
+    """For each table its tiers, and what the neighbouring tiers would mean for it."""
+    result, first = [], 0
     for item in solution.placed:
-        shards = range(first, first + len(item.ranks))
+        shards = slice(first, first + len(item.ranks))
         first += len(item.ranks)
-        result.append(_reason(solution, item, caches, shards, bool(stored[shards.start])))
+        result.append(_reason(solution, item, shards))
     return result
 
 
-def _reason(
-    solution: Solution, item: Placed, caches: Allocation, shards: range, stored: bool
-) -> dict[str, Any]:
-    cost = item.cut.cost
+def _reason(solution: Solution, item: Placed, shards: slice) -> dict[str, Any]:
+    cost, caches, step = item.cut.cost, solution.caches, solution.prediction.step
     if item.cut.kind is ShardingType.DATA_PARALLEL:
         size = cost.fixed_hbm
         return {
             "tiers": ["hbm"],
             "why": f"a replica of {format_bytes(size)} per rank needs no exchange of ids and rows",
         }
-    hbm = float(np.mean(caches.hbm_rows[shards.start : shards.stop]))
-    memory = float(np.mean(caches.memory_rows[shards.start : shards.stop]))
-    lower = cost.unique * cost.link_s * float(cost.curve.at(cost.floor) - cost.curve.at(hbm))
-    higher = cost.unique * cost.link_s * cost.curve.at(hbm)
-    no_host = cost.unique * cost.ssd_s * float(cost.curve.at(hbm) - cost.curve.at(memory))
-    tiers = ["hbm"] + ["uvm"] * (memory > hbm + 1) + ["ssd"] * stored
-    step = solution.prediction.step
+    hbm, memory = caches.hbm_rows[shards], caches.memory_rows[shards]
+    stored = memory < cost.rows
+    on_link, on_ssd = (np.interp(rows, cost.curve.rows, cost.curve.misses) for rows in (hbm, memory))
+    # Each shard is on a rank of its own; drives are those of the host, for all of its shards.
+    higher = cost.unique * cost.link_s * float(on_link.max())
+    lower = cost.unique * cost.link_s * float(cost.curve.at(cost.floor) - on_link.min())
+    hosts = caches.rank[shards] // solution.topology.ranks_per_host
+    no_host = cost.unique * cost.ssd_s * float(np.bincount(hosts, on_link - on_ssd).max())
+    no_ssd = cost.unique * cost.ssd_s * float(np.bincount(hosts, on_ssd * stored).max())
+    tiers = ["hbm"] + ["uvm"] * bool((memory > hbm + 1).any()) + ["ssd"] * bool(stored.any())
     parts = []
-    if hbm < cost.rows - 1:
-        more = (cost.rows - hbm) * cost.slot_bytes * len(shards)
-        parts.append(f"all in hbm: {format_bytes(int(more))} more for -{_share(higher, step)} link time")
+    if (hbm < cost.rows).any():
+        more = int(((cost.rows - hbm) * cost.slot_bytes).sum())
+        parts.append(f"all in hbm: {format_bytes(more)} more for -{_share(higher, step)} link time")
+    if stored.any():
+        more = int(((cost.rows - memory) * cost.slot_bytes - stored * cost.index_bytes).sum())
+        parts.append(
+            f"all in memory: {format_bytes(more)} {'more' if more > 0 else 'as well'} for "
+            f"-{_share(no_ssd, step)} ssd time"
+        )
     if lower > 0:
         parts.append(f"without its hbm: +{_share(lower, step)} link time")
     if no_host > 0:
         parts.append(f"without its host memory: +{_share(no_host, step)} ssd time")
-    if stored:
-        parts.append(
-            f"{cost.curve.at(memory):.1%} of its {cost.unique * item.cut.row_cuts:,.0f} unique rows "
-            "per step are read from ssd"
-        )
+    if stored.any():
+        reads, unique = float((on_ssd * stored).mean()), cost.unique * item.cut.row_cuts
+        parts.append(f"{reads:.1%} of its {unique:,.0f} unique rows per step are read from ssd")
     return {
         "tiers": tiers,
-        "predicted_memory_hit_rate": 1 - cost.curve.at(memory),
+        "predicted_memory_hit_rate": 1 - float(on_ssd.mean()),
         "one_tier_lower_link_s": lower,
         "all_in_hbm_link_s": -higher,
+        "all_in_memory_ssd_s": -no_ssd,
         "without_host_memory_ssd_s": no_host,
         "why": "; ".join(parts) or "every row is in hbm",
     }
@@ -222,25 +256,34 @@ def what_would_help(solution: Solution) -> list[dict[str, Any]]:
         cluster.place(item.cut, priced(item.cut.cost, grid), ranks)
     before, step = _longest(cluster), solution.prediction.step
     result = []
-    for text, changes in _changes(solution.topology):
+    for text, changes in improvements(solution.topology):
         after = step * _longest(_changed(cluster, solution, changes)) / before
         if after < step * 0.999:
             result.append({"change": text, "step_s": after, "step_change": after / step - 1})
     return sorted(result, key=lambda item: item["step_s"])
 
 
-def _changes(topology: Topology) -> list[tuple[str, dict[str, Any]]]:
+def improvements(topology: Topology) -> list[tuple[str, dict[str, Any]]]:
+    """(Words, fields of the topology) of what could be better."""
     hbm = max(_GIB, int(topology.hbm_per_rank) // 10 // _GIB * _GIB)
     host = max(_GIB, int(topology.host_memory_per_host) // 4 // _GIB * _GIB)
-    return [
+    drives: dict[str, Any] = {
+        name: 2 * getattr(topology, name) for name in ("ssd_read_iops", "ssd_bw", "ssd_write_bw")
+    }
+    drives["ssd_read_curve"] = [(size, 2 * rate) for size, rate in topology.ssd_read_curve]
+    changes: list[tuple[str, dict[str, Any]]] = [
         (f"+{format_bytes(hbm)} HBM per rank", {"hbm_per_rank": topology.hbm_per_rank + hbm}),
         (
             f"+{format_bytes(host)} host memory per host",
             {"host_memory_per_host": topology.host_memory_per_host + host},
         ),
-        ("twice the SSD reads and writes per second", {"ssd_read_iops": 2 * topology.ssd_read_iops}),
         *((text, {name: 2 * getattr(topology, name)}) for name, text in _FASTER.items()),
     ]
+    return (
+        [*changes, ("twice the SSD reads and writes per second", drives)]
+        if topology.ssd_per_host
+        else changes
+    )
 
 
 def _changed(cluster: Cluster, solution: Solution, changes: dict[str, Any]) -> Cluster:

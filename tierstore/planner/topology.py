@@ -93,7 +93,7 @@ class Topology:
         self._fill_rates()
         object.__setattr__(self, "ssd_read_curve", _checked_curve(self.ssd_read_curve))
         object.__setattr__(self, "row_seconds", _checked_seconds(self.row_seconds))
-        if not 0 <= self.lookup_seconds < math.inf:
+        if not _is_seconds(self.lookup_seconds):
             raise ConfigError(f"topology: lookup_seconds is {self.lookup_seconds!r}; it must be seconds")
         count = self.processors_per_rank
         if isinstance(count, bool) or not isinstance(count, int | float) or not 0 < count < math.inf:
@@ -156,25 +156,34 @@ class Topology:
     def from_dict(cls, values: Mapping[str, Any]) -> Topology:
         """From the mapping of a topology.yaml. Raises ConfigError for unknown and missing fields."""
         if not isinstance(values, Mapping):
-            raise ConfigError(f"a topology is a mapping of fields, got {type(values).__name__}")
+            raise ConfigError(
+                f"a topology is a mapping of fields such as hbm_per_rank, got {type(values).__name__}"
+            )
         known = {item.name for item in fields(cls) if item.init}
-        unknown = sorted(set(values) - known - {"measured", "measured_through_page_cache"})
+        unknown = sorted(set(values) - known - {"measured", "measured_through_page_cache"}, key=str)
         if unknown:
             raise ConfigError(f"topology: unknown fields {unknown}; known: {sorted(known)}")
         missing = [name for name in ("hbm_per_rank", "host_memory_per_host") if name not in values]
         if missing:
             raise ConfigError(f"topology: {', '.join(missing)} missing")
-        return cls(**{key: _number(value) for key, value in values.items() if key in known})
+        given = {key: plain_number(value) for key, value in values.items() if key in known}
+        # What is there and empty is left out; NaN is a mistake, though it is ASSUMED's value.
+        given = {key: value for key, value in given.items() if value is not None or key in _SIZES}
+        wrong = [key for key, value in given.items() if value != value]
+        if wrong:
+            raise ConfigError(f"topology: {', '.join(wrong)} is not a number; leave out what is not known")
+        return cls(**given)
 
 
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads "3e9" as a string."""
+def plain_number(value: Any) -> Any:
+    """YAML 1.1 reads 1e9 as a string and 1.0e+9 as a float; whole numbers are ints here."""
     if isinstance(value, str):
         try:
-            number = float(value)
+            value = float(value)
         except ValueError:
             return value
-        return int(number) if number.is_integer() else number
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
     return value
 
 
@@ -182,9 +191,13 @@ def _checked_seconds(values: Any) -> dict[str, float]:
     if not isinstance(values, Mapping) or not set(values) <= set(ROW_COSTS):
         raise ConfigError(f"topology: row_seconds must map some of {list(ROW_COSTS)} to seconds")
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if not _is_seconds(value):
             raise ConfigError(f"topology: row_seconds[{name!r}] is {value!r}; it must be seconds")
     return {name: float(values.get(name, 0.0)) for name in ROW_COSTS}
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _checked_curve(curve: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

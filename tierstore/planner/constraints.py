@@ -1,0 +1,132 @@
+"""What a user may demand of a table's placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tierstore.config import parse_bytes
+from tierstore.errors import ConfigError
+from tierstore.placement import ShardingType
+
+_ALL_TIERS = ("hbm", "uvm", "ssd")
+_TIERS_OF_KERNELS = {
+    **dict.fromkeys(("dense", "fused"), ("hbm",)),
+    **dict.fromkeys(("fused_uvm", "fused_uvm_caching", "dram_virtual_table"), ("hbm", "uvm")),
+    **dict.fromkeys(("key_value", "ssd_virtual_table"), _ALL_TIERS),
+}
+"""torchrec's compute kernels, and the tiers that may hold a table under each."""
+
+
+@dataclass(frozen=True)
+class ParameterConstraints:
+    """Demands on one table; ``None`` leaves the choice to the planner. Names are torchrec's where
+    it has them.
+
+    - ``sharding_types``: allowed ones, as ShardingType or their values.
+    - ``min_partition``: fewest columns of a shard.
+    - ``device_group``: ranks that may hold the table.
+    - ``min_hbm_bytes``, ``min_uvm_bytes``: of a tier that the whole table gets at least, as bytes or
+      a string ("1GiB").
+    - ``tiers``: tiers that may hold it: "hbm" alone keeps every row on devices, "hbm" and "uvm" every row in
+      memory; "ssd" with them (the default) allows all three. ``compute_kernels``: the same in torchrec's
+      words ("fused", "fused_uvm_caching", "key_value" ..); of several the one with most tiers.
+    - ``pooling_factor``, ``optimizer``: instead of the table's. ``pooling_factors``: one for each feature.
+
+    Raises ConfigError for values that are none of these.
+    """
+
+    sharding_types: Sequence[str] | None = None
+    min_partition: int | None = None
+    device_group: Sequence[int] | None = None
+    min_hbm_bytes: int = 0
+    min_uvm_bytes: int = 0
+    tiers: Sequence[str] | None = None
+    pooling_factor: float | None = None
+    optimizer: str | None = None
+    compute_kernels: Sequence[str] | None = None
+    pooling_factors: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sharding_types", "device_group", "tiers", "compute_kernels", "pooling_factors"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, str) or not isinstance(value, Sequence)):
+                raise ConfigError(f"{name} is {value!r}; it must be a list")
+        if self.sharding_types is not None:
+            known = [kind.value for kind in ShardingType]
+            names = [str(getattr(kind, "value", kind)) for kind in self.sharding_types]
+            if not names or not set(names) <= set(known):
+                raise ConfigError(f"sharding_types {names} must be some of {known}")
+            object.__setattr__(self, "sharding_types", tuple(names))
+        if self.min_partition is not None and not (_whole(self.min_partition) and self.min_partition >= 1):
+            raise ConfigError(f"min_partition is {self.min_partition!r}; it must be a positive integer")
+        group = self.device_group
+        if group is not None and not (len(group) and all(_whole(rank) and rank >= 0 for rank in group)):
+            raise ConfigError(f"device_group {list(group)} must be ranks: integers from 0")
+        for name in ("min_hbm_bytes", "min_uvm_bytes"):
+            object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+        self._set_tiers()
+        self._set_pooling_factor()
+
+    def _set_tiers(self) -> None:
+        if self.compute_kernels is not None:
+            names = [str(getattr(kernel, "value", kernel)) for kernel in self.compute_kernels]
+            if not names or not set(names) <= set(_TIERS_OF_KERNELS):
+                raise ConfigError(f"compute_kernels {names} must be some of {list(_TIERS_OF_KERNELS)}")
+            tiers = max((_TIERS_OF_KERNELS[name] for name in names), key=len)
+            if self.tiers is not None and set(self.tiers) != set(tiers):
+                raise ConfigError(
+                    f"compute_kernels {names} mean tiers {list(tiers)}, and tiers is {list(self.tiers)}; "
+                    "give one of them"
+                )
+            # Kept as tiers alone, so that dataclasses.replace may change them.
+            object.__setattr__(self, "compute_kernels", None)
+            object.__setattr__(self, "tiers", tiers)
+        if self.tiers is not None:
+            known = ({"hbm"}, {"hbm", "uvm"}, set(_ALL_TIERS))
+            if not all(isinstance(tier, str) for tier in self.tiers) or set(self.tiers) not in known:
+                raise ConfigError(
+                    f'tiers is {list(self.tiers)}; it must be ["hbm"], ["hbm", "uvm"] or all three'
+                )
+
+    def _set_pooling_factor(self) -> None:
+        factors = self.pooling_factors
+        if factors is None:
+            return
+        numbers = all(isinstance(factor, int | float) and factor > 0 for factor in factors)
+        if not len(factors) or not numbers or self.pooling_factor is not None:
+            raise ConfigError(
+                f"pooling_factors is {factors!r}; it must be positive numbers, one for each feature, and "
+                "pooling_factor is left out then"
+            )
+        object.__setattr__(self, "pooling_factors", None)
+        object.__setattr__(self, "pooling_factor", sum(factors) / len(factors))
+
+    @property
+    def stays_in_hbm(self) -> bool:
+        return self.tiers is not None and set(self.tiers) == {"hbm"}
+
+    @property
+    def stays_in_memory(self) -> bool:
+        return self.tiers is not None and "ssd" not in self.tiers
+
+
+_THEIRS = ("sharding_types", "compute_kernels", "min_partition", "pooling_factors")
+_NOT_OURS = ("num_poolings", "batch_sizes", "device_group", "cache_params", "enforce_hbm", "output_dtype")
+
+
+def constraints_of(value: Any, table: str) -> ParameterConstraints:
+    """``value``, or what an object with the fields of torchrec's ParameterConstraints demands."""
+    if isinstance(value, ParameterConstraints):
+        return value
+    if not all(hasattr(value, name) for name in _THEIRS):
+        raise ConfigError(f"constraints of {table!r} are a {type(value).__name__}; give ParameterConstraints")
+    given = [name for name in _NOT_OURS if getattr(value, name, None)]
+    if given:
+        raise ConfigError(f"constraints of {table!r}: {', '.join(given)} of torchrec have no meaning here")
+    return ParameterConstraints(**{name: getattr(value, name) for name in _THEIRS})
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
