@@ -31,16 +31,14 @@ void HeldRows::Add(const std::uint64_t* keys, std::int64_t n, std::int32_t* slot
       free_.pop_back();
     }
     keys_[static_cast<std::size_t>(slot)] = keys[i];
-    index_.Insert(slot);
     slots[i] = slot;
   }
+  index_.Insert(slots, n);
 }
 
 void HeldRows::Remove(const std::int32_t* slots, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; ++i) {
-    index_.Erase(slots[i]);
-    free_.push_back(slots[i]);
-  }
+  index_.Erase(slots, n);
+  free_.insert(free_.end(), slots, slots + n);
 }
 
 void HeldRows::Discard(const std::uint64_t* keys, std::int64_t n) {

@@ -5,6 +5,10 @@
 #include "common/key.h"
 
 namespace tierstore {
+namespace {
+// So many accesses to memory are begun before the first of them is waited for.
+constexpr std::int64_t kBlock = 32;
+}  // namespace
 
 SlotIndex::SlotIndex(const std::uint64_t* keys, std::int64_t capacity)
     : keys_(keys),
@@ -13,7 +17,6 @@ SlotIndex::SlotIndex(const std::uint64_t* keys, std::int64_t capacity)
 std::uint32_t SlotIndex::Tag(std::uint64_t key) { return static_cast<std::uint32_t>(HashKey(key) >> 32); }
 
 void SlotIndex::Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const {
-  constexpr std::int64_t kBlock = 32;
   std::uint32_t tags[kBlock];
   std::uint64_t homes[kBlock];
   for (std::int64_t begin = 0; begin < n; begin += kBlock) {
@@ -55,14 +58,39 @@ void SlotIndex::Grow() {
   }
 }
 
-void SlotIndex::Insert(std::int32_t slot) {
-  if (static_cast<std::uint64_t>(++size_) * 4 > entries_.size() * 3 + 4) Grow();
-  Place(std::uint64_t{Tag(keys_[slot])} << 32 | static_cast<std::uint32_t>(slot));
+void SlotIndex::Insert(const std::int32_t* slots, std::int64_t n) {
+  std::uint32_t tags[kBlock];
+  for (std::int64_t begin = 0; begin < n; begin += kBlock) {
+    const std::int64_t count = std::min(kBlock, n - begin);
+    for (std::int64_t i = 0; i < count; ++i) {
+      tags[i] = Tag(keys_[slots[begin + i]]);
+      __builtin_prefetch(&entries_[Home(tags[i])], 1);
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      if (static_cast<std::uint64_t>(++size_) * 4 > entries_.size() * 3 + 4) Grow();
+      Place(std::uint64_t{tags[i]} << 32 | static_cast<std::uint32_t>(slots[begin + i]));
+    }
+  }
 }
 
-void SlotIndex::Erase(std::int32_t slot) {
-  std::uint64_t hole = Home(Tag(keys_[slot]));
-  while (EntrySlot(entries_[hole]) != static_cast<std::uint32_t>(slot)) hole = Next(hole);
+void SlotIndex::Erase(const std::int32_t* slots, std::int64_t n) {
+  std::uint64_t homes[kBlock];
+  for (std::int64_t begin = 0; begin < n; begin += kBlock) {
+    const std::int64_t count = std::min(kBlock, n - begin);
+    for (std::int64_t i = 0; i < count; ++i) __builtin_prefetch(&keys_[slots[begin + i]]);
+    for (std::int64_t i = 0; i < count; ++i) {
+      homes[i] = Home(Tag(keys_[slots[begin + i]]));
+      __builtin_prefetch(&entries_[homes[i]], 1);
+    }
+    for (std::int64_t i = 0; i < count; ++i) {
+      std::uint64_t at = homes[i];
+      while (EntrySlot(entries_[at]) != static_cast<std::uint32_t>(slots[begin + i])) at = Next(at);
+      EraseAt(at);
+    }
+  }
+}
+
+void SlotIndex::EraseAt(std::uint64_t hole) {
   // Move later entries of the probe run back into the hole, so that no tombstones are needed.
   const std::uint64_t size = entries_.size();
   for (std::uint64_t at = Next(hole); entries_[at] != kEmpty; at = Next(at)) {

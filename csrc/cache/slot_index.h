@@ -17,9 +17,11 @@ class SlotIndex {
   // slots[i] = slot of keys[i], or -1.
   void Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const;
   // keys_[slot] must already hold the key, which must be absent from the index.
-  void Insert(std::int32_t slot);
+  void Insert(std::int32_t slot) { Insert(&slot, 1); }
+  void Insert(const std::int32_t* slots, std::int64_t n);
   // keys_[slot] must still hold the key.
-  void Erase(std::int32_t slot);
+  void Erase(std::int32_t slot) { Erase(&slot, 1); }
+  void Erase(const std::int32_t* slots, std::int64_t n);
 
   std::int64_t size() const { return size_; }
   std::int64_t memory_bytes() const {
@@ -37,6 +39,7 @@ class SlotIndex {
   }
   std::uint64_t Next(std::uint64_t at) const { return at + 1 == entries_.size() ? 0 : at + 1; }
   void Place(std::uint64_t entry);
+  void EraseAt(std::uint64_t hole);
   void Grow();
 
   const std::uint64_t* keys_;

@@ -10,6 +10,8 @@ namespace tierstore {
 namespace {
 // Memory is made accessible in steps of so many slots; pages cost nothing before they are written.
 constexpr std::int64_t kGrowthStep = 4096;
+// Slots are in no order: what so many of them have is fetched before it is needed.
+constexpr std::int64_t kAhead = 24;
 
 // Adds the time from its making to its end.
 class Stopwatch {
@@ -69,6 +71,10 @@ void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::i
   std::vector<std::int64_t> hit_next;
   hits.reserve(static_cast<std::size_t>(n));
   for (std::int64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n && plan->slots[i + kAhead] >= 0) {
+      __builtin_prefetch(&last_use_[plan->slots[i + kAhead]], 1);
+      __builtin_prefetch(&next_use_[plan->slots[i + kAhead]], 1);
+    }
     std::int32_t slot = plan->slots[i];
     if (slot < 0) {
       plan->misses.push_back(static_cast<std::int32_t>(i));
@@ -203,12 +209,13 @@ std::int32_t Tier::TakePadSlot() {
 }
 
 void Tier::Assign(const std::uint64_t* keys, bool use_pad, Plan* plan) {
-  for (const std::int32_t slot : plan->victims.slots) index_.Erase(slot);
+  index_.Erase(plan->victims.slots.data(), static_cast<std::int64_t>(plan->victims.slots.size()));
   free_.insert(free_.end(), plan->victims.slots.rbegin(), plan->victims.slots.rend());
 
-  std::vector<std::int32_t> slots;
+  std::vector<std::int32_t> slots, indexed;
   std::vector<std::uint64_t> inserted;
   std::vector<std::int64_t> next_use;
+  indexed.reserve(plan->misses.size());
   const std::size_t admitted = plan->misses.size() - static_cast<std::size_t>(plan->refused);
   for (std::size_t i = 0; i < plan->misses.size(); ++i) {
     const std::int32_t miss = plan->misses[i];
@@ -235,8 +242,9 @@ void Tier::Assign(const std::uint64_t* keys, bool use_pad, Plan* plan) {
     }
     plan->slots[miss] = slot;
     resident_[slot] = kRow;
-    index_.Insert(slot);
+    indexed.push_back(slot);
   }
+  index_.Insert(indexed.data(), static_cast<std::int64_t>(indexed.size()));
   if (!slots.empty()) {
     const Stopwatch watch(&policy_seconds_);
     config_.policy.insert(config_.policy.state, slots.data(), inserted.data(), next_use.data(),
@@ -310,8 +318,8 @@ void Tier::Drained(const std::int32_t* slots, std::int64_t n) {
 }
 
 void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
+  index_.Erase(slots, n);
   for (std::int64_t i = 0; i < n; ++i) {
-    index_.Erase(slots[i]);
     resident_[slots[i]] = kEmpty;
     free_.push_back(slots[i]);
   }
@@ -328,6 +336,10 @@ void Tier::Announce(const std::uint64_t* keys, const std::int64_t* next_use, std
   index_.Find(keys, n, slots.data());
   std::size_t kept = 0;
   for (std::int64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n && slots[i + kAhead] >= 0) {
+      __builtin_prefetch(&next_use_[slots[i + kAhead]], 1);
+      __builtin_prefetch(&resident_[slots[i + kAhead]]);
+    }
     std::int32_t slot = slots[i];
     if (slot < 0) continue;
     next_use_[slot] = next_use[i];

@@ -62,6 +62,13 @@ std::vector<std::uint64_t> Window::Announce(std::int64_t seq, std::shared_ptr<co
       __builtin_prefetch(&entries_[homes[i]], 1);
     }
     for (std::size_t i = 0; i < count; ++i) {
+      const std::uint64_t entry = entries_[homes[i]];
+      Pending* earlier = entry == kEmpty ? nullptr : Lookup(entry);
+      if (earlier == nullptr) continue;
+      __builtin_prefetch(&earlier->batch->unique[static_cast<std::uint32_t>(entry)]);
+      __builtin_prefetch(&earlier->next[static_cast<std::uint32_t>(entry)], 1);
+    }
+    for (std::size_t i = 0; i < count; ++i) {
       const std::uint64_t key = keys[begin + i];
       std::size_t at = homes[i];
       for (; entries_[at] != kEmpty; at = (at + 1) & mask) {
