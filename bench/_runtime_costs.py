@@ -45,6 +45,9 @@ _MEASURED = ("unique", "misses", "stores", "fetch", "compute", "others")
 _TRIES = 3
 _LOADED = 1 << 16  # rows at a time
 _WARM = 10
+_CHUNK = 8
+"""Batches whose mean is one measurement; the median of these is not moved by the moments in which a shared
+machine is slower."""
 _SHORT = 3  # as many steps again where they are the shortest
 _FEW_MISS = (2.0, 12_500.0)  # many distinct rows, nearly all among those that a fourth of the memory holds
 KINDS = {
@@ -243,8 +246,14 @@ def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps
         parts.append(Part(*layout, count * len(own), unique, float(missed), float(read)))
     # The last batches are planned without as many behind them in the window.
     typical = slice(_WARM, -_WINDOW)
-    stages = (float(np.mean(values[typical])) for values in (clock.fetch, compute))
+    stages = (_middle(values[typical]) for values in (clock.fetch, compute))
     return Sample(mode, parts, *stages, others)
+
+
+def _middle(seconds: Sequence[float]) -> float:
+    """The median of the means of :data:`_CHUNK` neighbours each."""
+    chunks = np.array_split(np.array(seconds), max(1, len(seconds) // _CHUNK))
+    return float(np.median([chunk.mean() for chunk in chunks]))
 
 
 def _counted(chain: Any) -> tuple[int, int]:

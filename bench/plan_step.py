@@ -55,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=1, help="times that all is measured (default: 1)")
     parser.add_argument("--plans", default="", help="which plans, by number: 0-3 or 2,5 (default: all)")
     parser.add_argument("--warm", type=int, default=120, help="steps before the first turn (default: 120)")
-    parser.add_argument("--turns", type=int, default=3, help="turns of a plan and round (default: 3)")
+    parser.add_argument("--turns", type=int, default=8, help="turns of a plan and round (default: 8)")
     parser.add_argument("--steps", type=int, default=24, help="steps of a turn (default: 24)")
     parser.add_argument(
-        "--cost-steps", type=int, default=20, help="batches of a kind, for costs (default: 20)"
+        "--cost-steps", type=int, default=60, help="batches of a kind, for costs (default: 60)"
     )
     parser.add_argument("--file-size", default="512MiB", help="of the file that is read (default: 512MiB)")
     parser.add_argument(

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.bags import SGD, budget, build, everything, random_batches
+from tests.bags import ROWS, SGD, budget, build, everything, random_batches
 from tierstore import TierConfig, _core
 from tierstore.cache.read_ahead import ReadAhead
 from tierstore.errors import StoreIOError
@@ -322,6 +323,32 @@ def test_training_takes_rows_that_were_read_ahead(policy: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     stats = modules[1].engine.stats()
     assert stats["read_ahead_rows"] > stats["tiers"]["ssd"]["row_hits"] // 3 > 0
+    for module in modules:
+        module.engine.close()
+
+
+def test_a_store_is_asked_only_for_what_may_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TierConfig(hbm=budget(60), uvm=budget(ROWS), path=tmp_path / "rows")
+    plain = TierConfig(hbm=config.hbm, uvm=config.uvm, ssd=0)
+    batches, asked = random_batches(3, 40, 1, 6, 3), list[int]()
+    modules = [build(tiers, SGD, (8,)) for tiers in (plain, config)]
+    modules[1].engine.commit()  # a store that holds nothing
+    read = modules[1].engine.store.read
+    monkeypatch.setattr(
+        modules[1].engine.store, "read", lambda keys, out: asked.append(len(keys)) or read(keys, out)
+    )
+    for module in modules:
+        for ids in prefetch(iter(batches[:20]), module, inputs={"": lambda batch: (batch,)}, window=8):
+            module(ids).sin().sum().backward()
+    assert not asked
+    modules[1].engine.close()
+    modules[1] = build(config, SGD, (8,))
+    for module in modules:
+        for ids in prefetch(iter(batches[20:]), module, inputs={"": lambda batch: (batch,)}, window=8):
+            module(ids).sin().sum().backward()
+    assert modules[1].engine.stats()["tiers"]["ssd"]["row_hits"] > 20
+    want, got = (everything(module) for module in modules)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     for module in modules:
         module.engine.close()
 

@@ -50,12 +50,20 @@ class LowerTiers:
         self.store = store
         self.ahead = ahead
         self.counters = ChainCounters()
+        # Whether the store may have rows that no memory tier has. A store without commits has been opened
+        # empty; what all fits into memory is never looked for there, however often it is committed.
+        self.holds_rows = store is not None and bool(store.commits())
         self._buffers: dict[str, NDArray[np.uint8]] = {}
 
     @property
     def exist(self) -> bool:
         """Whether there is any tier below."""
         return self.host is not None or self.store is not None
+
+    def announce(self, seq: int, keys: Keys) -> None:
+        """Lookup ``seq`` will come, and is the first announced one that asks for ``keys``."""
+        if self.ahead is not None and self.holds_rows:
+            self.ahead.announce(seq, keys)
 
     def buffer(self, name: str, rows: int) -> NDArray[np.uint8]:
         """Room for ``rows`` rows on their way between tiers, kept from plan to plan.
@@ -88,8 +96,10 @@ class LowerTiers:
 
     def _read(self, store: RowStore, keys: Keys) -> tuple[NDArray[np.bool_], list[Piece]]:
         """Which rows the store has, and where they are now: read ahead, or now."""
-        pieces = [] if self.ahead is None else self.ahead.find(keys)
         found = np.zeros(len(keys), bool)
+        if not self.holds_rows:
+            return found, []
+        pieces = [] if self.ahead is None else self.ahead.find(keys)
         for positions, _, _ in pieces:
             found[positions] = True
             self.counters.read_ahead_rows += len(positions)
@@ -147,6 +157,7 @@ class LowerTiers:
         self, keys: Keys, rows: NDArray[np.uint8], dirty: NDArray[np.uint8], next_use: NDArray[np.int64]
     ) -> None:
         """Stores the dirty ones; clean rows are in the store already, or were never updated."""
+        self.holds_rows = True
         changed = dirty.astype(bool)
         if not changed.any():
             return

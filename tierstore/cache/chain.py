@@ -173,8 +173,7 @@ class Chain:
             for tier in self.memory_tiers():
                 if tier.uses_window:
                     tier.native.announce(first_seen, seq, self._planned)
-            if self.below.ahead is not None:
-                self.below.ahead.announce(seq, first_seen)
+            self.below.announce(seq, first_seen)
 
     def forget_window(self) -> None:
         """Announced lookups that were not planned will not come."""

@@ -79,14 +79,12 @@ def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches
 
 def _by_row_size(caches: Allocation, world: int) -> Floats:
     """Seconds per rank of what depends on a whole tier: of policies that choose no victims, since device
-    memory holds all rows of a row size (negative), and of reading ahead for all others, where the rank has a
-    store."""
+    memory holds all rows of a row size (negative), and of reading ahead for those that have rows on SSD."""
     sizes, size = np.unique(caches.field("columns"), return_inverse=True)
     tier, tiers = caches.rank * len(sizes) + size, world * len(sizes)
     evicts = np.bincount(tier, caches.hbm_rows < caches.rows - 0.5, tiers) > 0
-    store = np.bincount(caches.rank, caches.stored, world) > 0
-    ahead = evicts[tier] & store[caches.rank]
-    seconds = caches.field("ahead_s") * ahead - caches.field("policy_s") * ~evicts[tier]
+    reads = np.bincount(tier, caches.stored, tiers) > 0
+    seconds = caches.field("ahead_s") * reads[tier] - caches.field("policy_s") * ~evicts[tier]
     return _sums(caches.rank, seconds, world)
 
 
