@@ -30,6 +30,7 @@ from tierstore.cache.memory_tier import bytes_for
 from tierstore.cache.read_ahead import ReadAhead
 from tierstore.optim import RowWiseAdagrad
 from tierstore.pipeline.session import Session
+from tierstore.planner.topology import ROW_SIZE_COSTS
 
 from ._neighbours import LOUD, Neighbours
 
@@ -149,13 +150,16 @@ class Sample:
     others: float = 0.0
 
     def total(self, name: str) -> float:
-        """The sum over the row sizes; their "count", and "one" for what is once per batch. "evicted":
-        distinct rows where rows may have to leave the fast tier, "awaited": may come from the store."""
-        if name in ("one", "count"):
-            return 1.0 if name == "one" else float(len(self.parts))
-        if name in ("evicted", "awaited"):
-            due = self.mode == "ssd" or (self.mode == "uvm" and name == "evicted")
-            return self.total("unique") if due else 0.0
+        """The sum over the row sizes; "one" for what is once per batch, "lookup", "evict" and "ahead" for
+        what is once per row size, as those of the planner's ROW_SIZE_COSTS. "evicted": distinct rows where
+        rows may have to leave the fast tier."""
+        if name == "one":
+            return 1.0
+        if name in ROW_SIZE_COSTS:
+            due = {"lookup": True, "evict": self.mode != "memory", "ahead": self.mode == "ssd"}[name]
+            return float(due * len(self.parts))
+        if name == "evicted":
+            return self.total("unique") if self.mode != "memory" else 0.0
         return float(sum(getattr(part, name) for part in self.parts))
 
     @classmethod
@@ -176,8 +180,8 @@ class Sample:
 
 
 def runtime_figures(steps: int = 20, folder: str | None = None) -> dict[str, Any]:
-    """Fields of a topology: ``hbm_bw``, ``host_link_bw``, ``index_rows_per_s``, ``lookup_seconds`` and
-    ``row_seconds``; and ``step_s``, what a collection computes per step beside its rows. From ``steps``
+    """Fields of a topology: ``hbm_bw``, ``host_link_bw``, ``index_rows_per_s``, ``row_seconds`` and
+    ``row_size_seconds``; and ``step_s``, what a collection computes per step beside its rows. From ``steps``
     batches of each of 22 kinds, three times."""
     return fitted([found for mode in KINDS for dims in DIMS for found in samples(mode, dims, steps, folder)])
 
@@ -315,13 +319,11 @@ def fitted(samples: list[Sample]) -> dict[str, Any]:
     step, lookup, update, per_byte = _fit(
         memory, ("one", "ids", "unique", "computed"), [s.compute for s in memory]
     )
-    terms = ("count", "ids", "unique", "evicted", "misses", "moved", "awaited", "stores")
-    each, per_id, plan, policy, link, link_byte, ahead, store = _fit(
-        samples, terms, [s.fetch for s in samples]
-    )
+    terms = ("ids", "unique", "evicted", "misses", "moved", "stores", *ROW_SIZE_COSTS)
+    per_id, plan, policy, link, link_byte, store, *fixed = _fit(samples, terms, [s.fetch for s in samples])
     return {
         "index_rows_per_s": 1 / max(per_id, 1e-12),
-        "lookup_seconds": each,
+        "row_size_seconds": dict(zip(ROW_SIZE_COSTS, fixed, strict=True)),
         "hbm_bw": 1 / max(per_byte, 1e-13),
         "host_link_bw": 1 / max(link_byte, 1e-13),
         "step_s": step,
@@ -331,7 +333,6 @@ def fitted(samples: list[Sample]) -> dict[str, Any]:
             "plan": plan,
             "policy": policy,
             "link": link,
-            "ahead": ahead,
             "store": store,
         },
     }

@@ -185,10 +185,9 @@ def _rate(call: Callable[[], int], seconds: float) -> float:
 def _text(key: str, value: Any) -> str:
     if isinstance(value, int) and key.startswith(("hbm_per", "host_memory_per", "ssd_per")):
         return format_bytes(value)
-    if key == "lookup_seconds":
-        return f"{value * 1e6:,.0f} us"
-    if key == "row_seconds":
-        return ", ".join(f"{name} {seconds * 1e9:,.0f} ns" for name, seconds in value.items())
+    if key in ("row_seconds", "row_size_seconds"):
+        scale, unit = (1e9, "ns") if key == "row_seconds" else (1e6, "us")
+        return ", ".join(f"{name} {seconds * scale:,.0f} {unit}" for name, seconds in value.items())
     if isinstance(value, float):
         return f"{format_bytes(int(value))}/s" if key.endswith("_bw") else f"{value:,.0f}/s"
     if key == "ssd_read_curve":

@@ -135,8 +135,8 @@ def test_what_does_not_fit_exits_with_1_and_says_what_is_missing(files, capsys):
         ),
         (
             "topology.yaml",
-            "hbm_per_rank: 1GiB\nhost_memory_per_host: 0\nlookup_seconds: x",
-            "lookup_seconds is 'x'; it must be seconds",
+            "hbm_per_rank: 1GiB\nhost_memory_per_host: 0\nrow_size_seconds: {lookup: x}",
+            "row_size_seconds['lookup'] is 'x'; it must be seconds",
         ),
         ("topology.yaml", "gpus: 1", "unknown fields ['gpus']"),
         ("topology.yaml", "- 1", "a topology is a mapping"),

@@ -75,6 +75,24 @@ def test_batches_too_large_to_be_read_ahead_make_plans_wait():
     assert solved(1 << 22, 1 << 18, many).read_waits == 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "seconds"),
+    [
+        ({"hbm_per_rank": "4GiB"}, 1),
+        ({"host_memory_per_host": "4GiB"}, 11),
+        ({"host_memory_per_host": "96MiB"}, 111),
+    ],
+)
+def test_evicting_and_reading_ahead_cost_each_row_size_that_does_so_once(changes, seconds):
+    costs = {"lookup": 1.0, "evict": 10.0, "ahead": 100.0}
+    machines = machine(row_size_seconds=costs, **changes)
+    planner = EmbeddingShardingPlanner(machines, batch_size=64, search_seconds=0.1)
+    tables = [table(f"t{i}", 500_000, dim) for i, dim in enumerate((64, 64, 32))]
+    solution = planner.solve(tables)
+    index = solution.prediction.ranks[0, 1]
+    assert index == pytest.approx(2 * seconds, rel=0.01)
+
+
 def test_elsewhere_than_on_the_cpu_nothing_is_known():
     work = solved(1 << 20, 1 << 14, machine(device="cuda", host_memory_per_host="82MiB"))
     assert work.rows_per_read is None

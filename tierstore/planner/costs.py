@@ -137,8 +137,8 @@ class ShardCost:
     ``link_s``, ``ssd_s``: seconds of the rank's link, of the host's drives, per missing row; ``link_bytes``,
     ``ssd_bytes_moved``: host-memory traffic of one. ``index_bytes`` (host memory) and ``ssd_bytes`` are due
     unless all rows stay in memory. ``fixed_*`` are buffers. ``policy_s``: the part of ``load.index`` that
-    is not due where device memory holds every row of all shards of this row size; ``ahead_s`` is due on top
-    for all others on a rank that has a store, and ``store_s`` to the rank per row missing in memory.
+    is not due where device memory holds every row of all shards of this row size; ``store_s`` is due to
+    the rank per row missing in memory.
     """
 
     rows: int
@@ -159,7 +159,6 @@ class ShardCost:
     link_bytes: float
     ssd_bytes_moved: float
     policy_s: float = 0.0
-    ahead_s: float = 0.0
     store_s: float = 0.0
     two_tier: float = 0.0
     in_hbm: bool = False
@@ -212,7 +211,6 @@ def shard_cost(
         index_bytes=rows * INDEX_BYTES_PER_ROW,
         ssd_bytes=int(rows * record * work.disk_slack),
         policy_s=policy,
-        ahead_s=unique * each["ahead"],
         store_s=each["store"],
         two_tier=TWO_TIER_READS if topology.one_fetcher else 0.0,
         link_s=2 * bytes_ / topology.host_link_bw + each["link"],

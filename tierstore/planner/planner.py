@@ -194,7 +194,7 @@ class EmbeddingShardingPlanner:
         return placed, replace(solution.caches, costs=costs)
 
     def _work_for(self, tables: Sequence[TableSpec], work: Workload) -> Workload:
-        lookups = len(row_sizes(tables)) * self.topology.lookup_seconds
+        lookups = len(row_sizes(tables)) * self.topology.row_size_seconds["lookup"]
         return replace(work, tier_bytes=tier_bytes(tables, self.topology), lookup_seconds=lookups)
 
     def _solve(self, tables: Sequence[TableSpec], work: Workload, seconds: float) -> Solution:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches
     on_host = where // topology.ranks_per_host
     for item in placed:
         ranks[item.ranks, :4] += item.cut.cost.load.seconds
-    ranks[:, 1] += _by_row_size(caches, world)
+    ranks[:, 1] += _by_row_size(caches, world, topology.row_size_seconds)
     link = _sums(where, on_link * caches.field("link_bytes"), world)
     ranks[:, 4] = _sums(where, on_link * caches.field("link_s"), world)
     host[:, 0] = _sums(on_host, on_ssd * caches.field("ssd_s"), hosts)
@@ -77,15 +77,17 @@ def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches
     )
 
 
-def _by_row_size(caches: Allocation, world: int) -> Floats:
-    """Seconds per rank of what depends on a whole tier: of policies that choose no victims, since device
-    memory holds all rows of a row size (negative), and of reading ahead for those that have rows on SSD."""
+def _by_row_size(caches: Allocation, world: int, each: Mapping[str, float]) -> Floats:
+    """Seconds per rank of what depends on all tables of a row size together: what evicting and reading ahead
+    cost whatever the rows, and, negative, policies where device memory holds all rows."""
     sizes, size = np.unique(caches.field("columns"), return_inverse=True)
     tier, tiers = caches.rank * len(sizes) + size, world * len(sizes)
     evicts = np.bincount(tier, caches.hbm_rows < caches.rows - 0.5, tiers) > 0
     reads = np.bincount(tier, caches.stored, tiers) > 0
-    seconds = caches.field("ahead_s") * reads[tier] - caches.field("policy_s") * ~evicts[tier]
-    return _sums(caches.rank, seconds, world)
+    fixed = each["evict"] * evicts + each["ahead"] * reads
+    return fixed.reshape(world, -1).sum(axis=1) - _sums(
+        caches.rank, caches.field("policy_s") * ~evicts[tier], world
+    )
 
 
 def hit_rate(caches: Allocation, shards: slice) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -24,10 +24,17 @@ ROW_COSTS = {
     "plan": "each distinct row found in the slot index and pinned",
     "policy": "each distinct row, where rows may have to leave device memory",
     "link": "each row that is not in device memory",
-    "ahead": "each distinct row, where rows may have to be read from the SSD ahead",
     "store": "each row read from the store, and one written for it, beside what the drives take",
 }
 """Keys of ``Topology.row_seconds``, and what each is of."""
+
+ROW_SIZE_COSTS = {
+    "lookup": "a step's lookup",
+    "evict": "where rows may have to leave device memory",
+    "ahead": "where rows may have to be read from the SSD, which is done ahead",
+}
+"""Keys of ``Topology.row_size_seconds``: what the tables of one row size take a rank per step, whatever the
+rows."""
 
 ASSUMED = math.nan
 """Default of a rate: take the assumed one."""
@@ -49,7 +56,7 @@ class Topology:
     - ``intra_host_bw``, ``inter_host_bw``: bytes that a rank receives from ranks of its own, of other hosts.
     - ``index_rows_per_s``: ids that a rank deduplicates and looks up in its slot index.
     - ``row_seconds``: what a row costs beside its bytes, by :data:`ROW_COSTS`; zero where nothing is said.
-    - ``lookup_seconds``: what a step's lookup in tables of one row size takes a rank, whatever the rows.
+    - ``row_size_seconds``: what a step takes for the tables of one row size, by :data:`ROW_SIZE_COSTS`.
     - ``processors_per_rank``: of the host's CPU; with fewer than two, a rank's threads take turns (matters
       for device "cpu" only).
 
@@ -72,7 +79,7 @@ class Topology:
     index_rows_per_s: float = ASSUMED
     ssd_read_curve: Sequence[tuple[int, float]] = ()
     row_seconds: Mapping[str, float] = field(default_factory=dict)
-    lookup_seconds: float = 0.0
+    row_size_seconds: Mapping[str, float] = field(default_factory=dict)
     processors_per_rank: float = 2.0
     device: str = "cuda"
     assumed: tuple[str, ...] = field(default=(), init=False)
@@ -92,9 +99,8 @@ class Topology:
             raise ConfigError("topology: hbm_per_rank is 0; kernels need a cache to work on")
         self._fill_rates()
         object.__setattr__(self, "ssd_read_curve", _checked_curve(self.ssd_read_curve))
-        object.__setattr__(self, "row_seconds", _checked_seconds(self.row_seconds))
-        if not _is_seconds(self.lookup_seconds):
-            raise ConfigError(f"topology: lookup_seconds is {self.lookup_seconds!r}; it must be seconds")
+        for name, known in (("row_seconds", ROW_COSTS), ("row_size_seconds", ROW_SIZE_COSTS)):
+            object.__setattr__(self, name, _checked_seconds(name, getattr(self, name), known))
         count = self.processors_per_rank
         if isinstance(count, bool) or not isinstance(count, int | float) or not 0 < count < math.inf:
             raise ConfigError(f"topology: processors_per_rank is {count!r}; it must be a positive number")
@@ -187,13 +193,13 @@ def plain_number(value: Any) -> Any:
     return value
 
 
-def _checked_seconds(values: Any) -> dict[str, float]:
-    if not isinstance(values, Mapping) or not set(values) <= set(ROW_COSTS):
-        raise ConfigError(f"topology: row_seconds must map some of {list(ROW_COSTS)} to seconds")
+def _checked_seconds(of: str, values: Any, known: Iterable[str]) -> dict[str, float]:
+    if not isinstance(values, Mapping) or not set(values) <= set(known):
+        raise ConfigError(f"topology: {of} must map some of {list(known)} to seconds")
     for name, value in values.items():
         if not _is_seconds(value):
-            raise ConfigError(f"topology: row_seconds[{name!r}] is {value!r}; it must be seconds")
-    return {name: float(values.get(name, 0.0)) for name in ROW_COSTS}
+            raise ConfigError(f"topology: {of}[{name!r}] is {value!r}; it must be seconds")
+    return {name: float(values.get(name, 0.0)) for name in known}
 
 
 def _is_seconds(value: Any) -> bool:
