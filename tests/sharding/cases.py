@@ -133,13 +133,14 @@ def check(
         losses[1].backward()
         if weighted:
             _check_weights(full, own, batch, env, max(tolerance, 1e-5))
+    rows, expected = parts.state_dict(), whole.state_dict()
+    assert list(rows) == list(expected)
+    torch.testing.assert_close(rows, expected, **limit)
     for config in configs:
         ids = torch.arange(config.num_embeddings)
-        torch.testing.assert_close(parts.rows(ids, config.name), whole.rows(ids, config.name), **limit)
         state = parts.optimizer_rows(ids, config.name)
         for name, value in whole.optimizer_rows(ids, config.name).items():
             torch.testing.assert_close(state[name], value, **limit)
-    assert parts.state_dict().keys() == whole.state_dict().keys()
     whole.close()
     parts.close()
 

@@ -77,6 +77,7 @@ def train(folder: Path, kill: bool) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo")
     train(Path(sys.argv[1]), kill=os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
     dist.destroy_process_group()

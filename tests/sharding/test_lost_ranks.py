@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.run
 
 from tests.sharding import cases, resumed
 from tests.sharding.ranks import run
 from tests.sharding.test_commits import build, train
 from tierstore import RankError
 from tierstore.sharding import ShardedCollection, ShardingEnv
-
-ROOT = Path(__file__).parents[2]
 
 
 def step_and_commit(parts: ShardedCollection) -> None:
@@ -64,31 +63,42 @@ def test_the_others_say_so_and_nothing_is_half_committed(tmp_path: Path, when: s
     assert (record["number"], record["extra"]) == (1, {"step": 2})
 
 
-def torchrun(folder: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    command += ["--monitor-interval=0.2", "-m", "tests.sharding.resumed", str(folder)]
-    environment = os.environ | {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else the new ranks find the addresses of the dead ones
-    }
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+def torchrun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun in this process; its workers are forked with everything imported."""
+    # else the new ranks find the addresses of the dead ones
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    options = [
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "--monitor-interval=0.1",
+        "--start-method=forkserver",
+    ]
+    options += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    command = [*options, "--run-path", resumed.__file__, str(folder)]
+    failed: list[BaseException] = []
+
+    def launch() -> None:
         try:
-            _, said = process.communicate(timeout=180)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its workers
-            raise
-    assert process.returncode == 0, said[-4000:]
+            torch.distributed.run.main(command)
+        except BaseException as error:
+            failed.append(error)
+
+    others = multiprocessing.active_children()
+    thread = threading.Thread(target=launch, daemon=True)  # which sets no signal handlers
+    thread.start()
+    thread.join(timeout=120)
+    for worker in multiprocessing.active_children():
+        if worker not in others:
+            worker.kill()
+    assert not thread.is_alive(), "torchrun did not end"
+    assert not failed, failed
 
 
-def test_torchrun_restarts_and_training_resumes(tmp_path: Path) -> None:
+def test_torchrun_restarts_and_training_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [tmp_path / "killed", tmp_path / "never"]
     for folder in folders:
         folder.mkdir()
-    torchrun(folders[0])
+    torchrun(folders[0], monkeypatch)
     run(2, resumed.train, folders[1], False)
     killed, never = (torch.load(folder / "end.pt") for folder in folders)
     assert (killed.pop("begun_at"), never.pop("begun_at")) == (2, 0)

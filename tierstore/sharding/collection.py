@@ -219,35 +219,36 @@ class ShardedCollection(ShardedLookups):
 
     def rows(self, ids: Any, table: str | None = None) -> Tensor:
         """As TieredModule.rows. All ranks call it with the same ids."""
-        return self._read(ids, table)[0]
+        return self._read(ids, table, None)[0]
 
     def optimizer_rows(self, ids: Any, table: str | None = None) -> dict[str, Tensor]:
         """As TieredModule.optimizer_rows. All ranks call it with the same ids. State kept per row is that of
         the first columns, if the table is cut by columns."""
-        return self._read(ids, table)[1]
+        spec = self.fused_optimizer.spec
+        parts = self._read(ids, table, spec.state_names)
+        return {
+            name: part[:, 0] if spec.state_per_row else part
+            for name, part in zip(spec.state_names, parts, strict=True)
+        }
 
-    def _read(self, ids: Any, table: str | None) -> tuple[Tensor, dict[str, Tensor]]:
+    def _read(self, ids: Any, table: str | None, states: Sequence[str] | None) -> list[Tensor]:
+        """(ids, columns) of the weights, or of these parts of the optimizer's state; by one exchange."""
         config, keys = self._asked(ids, table)
         spec = self.fused_optimizer.spec
-        weight = torch.zeros((len(keys), config.embedding_dim))
-        width = 1 if spec.state_per_row else config.embedding_dim
-        state = {name: torch.zeros((len(keys), width)) for name in spec.state_names}
+        per_row = states is not None and spec.state_per_row
+        width = 1 if per_row else config.embedding_dim
+        found = torch.zeros(1 if states is None else len(states), len(keys), width)
         for shard in self.local_shards(config.name):
-            if shard.replica and self.env.rank:
+            if (shard.replica and self.env.rank) or (per_row and shard.columns.start):
                 continue
             at = np.flatnonzero(shard.holds(keys))
-            values, kept = (torch.from_numpy(part) for part in self.engine.read_rows(shard.local, keys[at]))
-            weight[at, shard.columns] = values
-            for number, name in enumerate(spec.state_names):
-                if not spec.state_per_row:
-                    columns = slice(number * values.shape[1], (number + 1) * values.shape[1])
-                    state[name][at, shard.columns] = kept[:, columns]
-                elif shard.columns.start == 0:
-                    state[name][at, 0] = kept[:, number]
-        self.env.sum_bits(weight)
-        for value in state.values():
-            self.env.sum_bits(value)
-        return weight, {name: v[:, 0] if spec.state_per_row else v for name, v in state.items()}
+            weight, state = self.engine.read_rows(shard.local, keys[at])
+            columns = slice(0, 1) if per_row else shard.columns
+            floats, places = np.hstack([weight, state]), spec.state_columns(weight.shape[1])
+            wanted = [slice(weight.shape[1])] if states is None else [places[name] for name in states]
+            for into, place in zip(found, wanted, strict=True):
+                into[at, columns] = torch.from_numpy(floats[:, place])
+        return list(self.env.sum_bits(found))
 
     def load_rows(
         self, ids: Any, weight: Tensor, optimizer: dict[str, Tensor] | None = None, table: str | None = None

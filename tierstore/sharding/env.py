@@ -174,13 +174,14 @@ class ShardingEnv:
     def check_same(self, values: Mapping[str, Any]) -> None:
         """ConfigError on every rank, which names them, unless all give equal values (in their ``repr``). All
         ranks call it."""
-        everyone = self.gather_objects([hashlib.sha256(repr(v).encode()).digest() for v in values.values()])
-        for rank, digests in enumerate(everyone):
-            pairs = zip(values, digests, everyone[0], strict=True)
-            if what := [name for name, digest, first in pairs if digest != first]:
-                raise ConfigError(
-                    f"rank {rank} was given other {', '.join(what)} than rank 0; give all ranks the same"
-                )
+        digests = b"".join(hashlib.sha256(repr(value).encode()).digest() for value in values.values())
+        pending, everyone = self.gather(torch.frombuffer(bytearray(digests), dtype=torch.uint8))
+        pending.wait()
+        different = (everyone != everyone[0]).view(self.world_size, len(values), -1).any(dim=2)
+        for rank, those in enumerate(different.tolist()):
+            if any(those):
+                what = ", ".join(name for name, other in zip(values, those, strict=True) if other)
+                raise ConfigError(f"rank {rank} was given other {what} than rank 0; give all ranks the same")
 
     def raise_together(self, error: Exception | None, group: Any, kind: type[TierStoreError]) -> NoReturn:
         """Raises ``kind`` on every rank, with what all ranks that have an error say."""
