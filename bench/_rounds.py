@@ -22,14 +22,12 @@ def read_records(path: Path | None) -> dict[str, Any]:
     return known
 
 
-def due(
-    keys: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], stride: int = 5
-) -> list[int]:
+def due(keys: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> list[int]:
     """Positions of the ``keys`` that this round has still to measure: all, or of a round that was left
     unfinished the rest. ``records`` that have a key's items are its measurements. Every round begins
-    ``stride`` keys later."""
+    with another key."""
     times = [sum(key.items() <= record.items() for record in records) for key in keys]
-    first = min(times) * stride % len(keys)
+    first = min(times) * 5 % len(keys)
     order = [*range(first, len(keys)), *range(first)]
     return [i for i in order if times[i] == min(times)]
 

@@ -197,7 +197,7 @@ def measurements(
 ) -> Iterator[dict[str, Any]]:
     """One round, or the rest of one; nothing begins after ``until``."""
     keys = [{"pair": name, "by": by} for name in names for by in plans[name]]
-    for i in due(keys, known, stride=1):
+    for i in due(keys, known):
         if time.perf_counter() > until:
             break
         described, data = plans[keys[i]["pair"]][keys[i]["by"]], PAIRS[keys[i]["pair"]].data()
@@ -232,6 +232,7 @@ def _figures(same: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]
         "steps_s": steps,
         "cpu_s": float(np.median([record["cpu"] for record in same])),
         "bytes_sent": same[-1]["bytes_sent"],
+        "loopback": float(np.median([record["loopback"] for record in same if "loopback" in record] or [0])),
         "ratio": float(np.median(ratios)),
         "ratio_quartiles": np.quantile(ratios, [0.25, 0.75]).tolist(),
         "rounds": len(ratios),
@@ -241,7 +242,7 @@ def _figures(same: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]
 
 def _print(figures: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]]) -> None:
     print(
-        f"{'pair':<18} {'plan':<24} {'step, of processes':>27} {'predicted':>9} {'cpu':>8} {'bytes sent':>11}"
+        f"{'pair':<18} {'plan':<24} {'step, of processes':>27} {'predicted':>9} {'cpu':>8} {'bytes sent':>11} {'loopback':>11}"
         "  ours over it (quartiles)"
     )
     for name, ways in figures.items():
@@ -253,7 +254,8 @@ def _print(figures: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping
             ratio = "" if by == OURS else f"{found['ratio']:.2f} ({low:.2f} to {high:.2f})"
             print(
                 f"{name:<18} {by:<24} {1e3 * found['step_s']:>7.1f} ms ({min(steps):.1f} to {max(steps):.1f})"
-                f" {shown:>9} {1e3 * found['cpu_s']:>8.1f} {found['bytes_sent'] or '-':>11}  {ratio}"
+                f" {shown:>9} {1e3 * found['cpu_s']:>8.1f} {found['bytes_sent'] or '-':>11}"
+                f" {found['loopback'] or '-':>11,.0f}  {ratio}"
             )
             for note in plans[name][by].get("notes", ()):
                 print(f"{'':<18} {by:<24} {note}")

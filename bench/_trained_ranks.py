@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -137,8 +138,10 @@ def _drawing(data: Parts, convert: Callable[[Any], Any]) -> tuple[Iterator[Any],
 
 
 def _train(job: Job, turns: Turns) -> dict[str, Any]:
-    """Seconds per step, of the slowest rank: the median of the calm turns (of all where there are none), CPU
-    seconds of all ranks, bytes that a rank sends per step on average; the loss of rank 0 at the end."""
+    """Per step: seconds of the slowest rank, CPU seconds of all ranks, bytes of the loopback device for each
+    rank (dense gradients and TCP's own included); medians of the calm turns (of all where there are none).
+    Bytes that a rank's collections send on average, 0 where they do not count; the loss of rank 0 at the end.
+    """
     optimizer = torch.optim.SGD(job.model.parameters(), lr=LR)
     neighbours = Neighbours(_sum)
     found: list[dict[str, float]] = []
@@ -149,10 +152,12 @@ def _train(job: Job, turns: Turns) -> dict[str, Any]:
         job.draw(WINDOW + turns.steps)
         _steps(job, optimizer, WINDOW)  # what was fetched while batches were drawn is used up
         neighbours.share()
-        start, cpu = time.perf_counter(), time.process_time()
+        start, cpu, passed = time.perf_counter(), time.process_time(), _loopback_bytes()
         loss = _steps(job, optimizer, turns.steps)
         taken, worked = time.perf_counter() - start, time.process_time() - cpu
-        turn = {"step": _largest(taken) / turns.steps, "cpu": _sum(worked) / turns.steps}
+        passed = (_loopback_bytes() - passed) / dist.get_world_size()
+        turn = {"step": _largest(taken), "cpu": _sum(worked), "loopback": _largest(passed)}
+        turn = {name: value / turns.steps for name, value in turn.items()}
         found.append({**turn, "others": _largest(neighbours.share())})
     calm = [turn for turn in found if turn["others"] < LOUD]
     figures = {name: float(np.median([turn[name] for turn in calm or found])) for name in found[0]}
@@ -166,6 +171,12 @@ def _steps(job: Job, optimizer: torch.optim.Optimizer, count: int) -> float:
     for _ in range(count):
         loss = train_step(job.model, optimizer, next(job.batches))
     return float(loss)
+
+
+def _loopback_bytes() -> float:
+    """All processes' of this machine."""
+    devices = psutil.net_io_counters(pernic=True)
+    return float(sum(found.bytes_sent for name, found in devices.items() if name.startswith("lo")))
 
 
 def _sum(value: float) -> float:

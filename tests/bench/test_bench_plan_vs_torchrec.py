@@ -95,7 +95,7 @@ def test_rounds_are_measured_and_gone_on_with(
 ) -> None:
     def measured(ranks: int, work: Any, *arguments: Any) -> dict[str, Any]:
         assert ranks == 2
-        return {"step": 0.01, "cpu": 0.02, "others": 0.0, "bytes_sent": 10, "loss": 0.0}
+        return {"step": 0.01, "cpu": 0.02, "others": 0.0, "bytes_sent": 10, "loopback": 12.0}
 
     monkeypatch.setattr(_trained_pairs, "on_ranks", measured)
     monkeypatch.setattr(_trained_pairs, "PAIRS", {"small": IN_MEMORY, "no": PAIRS["one giant"]})
