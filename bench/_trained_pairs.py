@@ -242,8 +242,8 @@ def _figures(same: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]
 
 def _print(figures: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]]) -> None:
     print(
-        f"{'pair':<18} {'plan':<24} {'step, of processes':>27} {'predicted':>9} {'cpu':>8} {'bytes sent':>11} {'loopback':>11}"
-        "  ours over it (quartiles)"
+        f"{'pair':<18} {'plan':<24} {'step, of processes':>27} {'predicted':>9} {'cpu':>8} {'bytes sent':>11}"
+        f" {'loopback':>11}  ours over it (quartiles)"
     )
     for name, ways in figures.items():
         for by, found in ways.items():
