@@ -88,6 +88,12 @@ def test_cuts_that_are_none(cut: Callable[[], Any], message: str) -> None:
         construct_plan(tables(), {"a": cut(), "b": table_wise(0)}, 2)
 
 
+@pytest.mark.parametrize(("ranks", "per_host"), [(0, None), ("2", None), (4, 3), (2, 0), (2, 1.0)])
+def test_numbers_of_ranks_that_are_none(ranks: Any, per_host: Any) -> None:
+    with pytest.raises(ConfigError, match=r"ranks, .* per host: give integers"):
+        construct_plan(tables(), CUTS, ranks, per_host)
+
+
 def arguments() -> None:
     from torchrec.distributed.types import ShardingEnv as TheirEnv
     from torchrec.distributed.types import ShardingPlan as TheirPlan

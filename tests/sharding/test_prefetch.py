@@ -54,7 +54,9 @@ def ahead() -> None:
     env = ShardingEnv.from_process_group()
     data = [batch.of([env.rank]) for batch in cases.batches(2, 9, empty=1)]
     ends = []
-    for options in (None, {"depth": 2, "window": 3}, {}):
+    differ: dict[str, Any] = {"depth": 1 + env.rank, "window": 3 + 2 * env.rank}
+    one_auto: dict[str, Any] = {"depth": "auto", "window": 4} if env.rank else {"depth": 1}
+    for options in (None, differ, one_auto, {}):
         dmp = model(env)
         on_demand = count_calls(dmp.sharded["bags"], "make_lookup")
         loader = data if options is None else tierstore.prefetch(data, dmp, **options)

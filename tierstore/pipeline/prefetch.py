@@ -220,6 +220,7 @@ def _fill(
 ) -> bool:
     """Pulls the first window, chooses what is automatic, and lets the session begin. False: the loader has
     ended."""
+    depth, window = _agreed(session, depth), _agreed(session, window)
     held, first = 0, None
     more = True
     while True:
@@ -247,6 +248,13 @@ def _fill(
     while more and session.wants_more:
         more = pull() is not None
     return more
+
+
+def _agreed(session: Session, number: int | None) -> int | None:
+    """The smallest of what the ranks were given, or automatic if it is that for one of them: ranks that pull
+    other numbers of batches ahead would wait for one another."""
+    smallest = session.least(-1 if number is None else number)
+    return None if smallest < 0 else smallest
 
 
 def _covered(session: Session) -> bool:

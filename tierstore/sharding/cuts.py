@@ -124,7 +124,7 @@ def construct_plan(
     """The plan that cuts every table of ``module`` (a collection, or its configurations) as ``cuts`` says.
 
     ``name``: the module's path in the model. Raises ConfigError for a table without a cut or a cut without a
-    table, for what is no cut, and for shares that do not add up.
+    table, for what is no cut, for shares that do not add up, and unless every host has as many ranks.
     """
     tables = configs_of(module)
     names = [table.name for table in tables]
@@ -135,6 +135,10 @@ def construct_plan(
         if not isinstance(cut, Cut):
             raise ConfigError(f"the cut of table {table_name!r} is {cut!r}; use row_wise() or another")
     local = world_size if ranks_per_host is None else ranks_per_host
+    if not all(isinstance(n, Integral) and n > 0 for n in (world_size, local)) or world_size % local:
+        raise ConfigError(
+            f"{world_size!r} ranks, {local!r} per host: give integers of which one divides the other"
+        )
     placed = tuple(cuts[table.name].place(table, name, world_size, local) for table in tables)
     return ShardingPlan(placed, world_size, local)
 

@@ -99,7 +99,7 @@ class KeyedFusedOptimizer(AppliedOptimizer):
 
         Raises ConfigError for another model's or optimizer's.
         """
-        state, groups = state_dict["state"], state_dict.get("param_groups", [])
+        state, groups = state_dict.get("state", {}), state_dict.get("param_groups", [])
         if set(state) != set(self.params) or [sorted(g["params"]) for g in groups] != list(
             map(sorted, self._keys)
         ):
