@@ -225,18 +225,22 @@ def compared(
 
 
 def _figures(same: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    steps = [record["step"] for record in same]
-    ratios = [own["step"] / other["step"] for own, other in zip(ours, same, strict=False)]
+    """Rounds that other processes disturbed are left out where there are others."""
+    rounds = list(zip(ours, same, strict=False))
+    calm = [both for both in rounds if all(record["others"] < LOUD for record in both)] or rounds
+    ratios = [own["step"] / other["step"] for own, other in calm]
+    steps = [other["step"] for _, other in calm]
+    middle = {name: float(np.median([other[name] for _, other in calm])) for name in ("cpu", "loopback")}
     return {
         "step_s": float(np.median(steps)),
         "steps_s": steps,
-        "cpu_s": float(np.median([record["cpu"] for record in same])),
+        "cpu_s": middle["cpu"],
         "bytes_sent": same[-1]["bytes_sent"],
-        "loopback": float(np.median([record["loopback"] for record in same if "loopback" in record] or [0])),
+        "loopback": middle["loopback"],
         "ratio": float(np.median(ratios)),
         "ratio_quartiles": np.quantile(ratios, [0.25, 0.75]).tolist(),
         "rounds": len(ratios),
-        "disturbed": sum(record["others"] >= LOUD for record in same),
+        "disturbed": len(rounds) - len(calm),
     }
 
 
