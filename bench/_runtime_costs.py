@@ -40,7 +40,8 @@ as those of most models do."""
 _TABLES_PER_DIM = 2
 _ROWS = 375_000  # of a table
 _IDS, _BAG = 1 << 13, 8  # ids of a table
-_HELD = 4  # the memory tiers hold a fourth of the rows where rows are to miss
+_HELD = dict(zip(DIMS, (4, 8), strict=True))
+"""The memory tiers hold a fourth of one collection's rows, an eighth of the other's, if rows are to miss."""
 _DEPTH, _WINDOW = 2, 8
 _MEASURED = ("unique", "misses", "stores", "fetch", "compute", "others")
 _TRIES = 3
@@ -298,7 +299,7 @@ def _collection(mode: str, dims: tuple[int, ...], folder: str | None) -> Any:
     def size(held: int) -> int:
         return sum(bytes_for(held, optimizer.row_bytes(dim), "lookahead") for dim in dims)
 
-    some, all_ = size(rows // _HELD), size(rows + rows // 8)
+    some, all_ = size(rows // _HELD[dims]), size(rows + rows // 8)
     path = None if folder is None else f"{folder}/{mode}{dims[0]}"
     config = {
         "memory": TierConfig(hbm=all_, ssd=0),
