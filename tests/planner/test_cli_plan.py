@@ -34,7 +34,7 @@ def files(tmp_path):
 
 def plan(files, *arguments: str) -> int:
     command = ["plan", "--tables", f"{files}/tables.yaml", "--topology", f"{files}/topology.yaml"]
-    return main([*command, "--search-seconds", "0.2", *arguments])
+    return main([*command, "--search-seconds", "0.1", *arguments])
 
 
 def test_the_json_has_the_promised_keys(files, capsys):

@@ -22,7 +22,7 @@ def test_small_plans_cost_at_most_a_little_more_than_the_optimum():
 
 def test_a_larger_plan_is_near_its_lp_bound():
     machines, tables = large_topology(1), large_tables(10, 5)
-    planner = EmbeddingShardingPlanner(machines, batch_size=1024, search_seconds=2)
+    planner = EmbeddingShardingPlanner(machines, batch_size=1024, search_seconds=1)
     solution = planner.solve(tables)
     cuts = [cuts_of(table, machines, planner.work, ParameterConstraints()) for table in tables]
     bound = relaxed(machines, solution.work, cuts).seconds

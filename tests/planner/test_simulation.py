@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/plan_100tb"
 @pytest.mark.parametrize("seed", range(3))
 def test_with_batches_enough_in_flight_the_longest_stage_sets_the_step(seed):
     machines = topology(2, 2, hbm_per_rank="300MiB", ssd_read_iops=1e5 * 4**seed)
-    planner = EmbeddingShardingPlanner(machines, workload=Workload(512, depth=4), search_seconds=0.3)
+    planner = EmbeddingShardingPlanner(machines, workload=Workload(512, depth=4), search_seconds=0.2)
     solution = planner.solve(random_tables(8, seed, 5, 7.5))
     assert not solution.caches.missing
     simulated = Simulation(solution, 4, 0.02).run(40)
@@ -34,7 +34,7 @@ def test_the_example_is_100_terabytes_and_fits():
         100e12
     )
     machines = Topology.from_dict(read_yaml(EXAMPLE / "topology_8.yaml"))
-    planner = EmbeddingShardingPlanner(machines, workload=Workload(512, depth=4), search_seconds=1)
+    planner = EmbeddingShardingPlanner(machines, workload=Workload(512, depth=4), search_seconds=0.5)
     solution = planner.solve(tables)
     assert not solution.caches.missing
     simulated = Simulation(solution, 4, 0.05).run(30)

@@ -103,10 +103,15 @@ def _stages(places: list[dict[str, Any]]) -> list[str]:
 
 
 def _ranks_text(ranks: list[int]) -> str:
-    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"{ranks[0]}-{ranks[-1]}"
-    text = ",".join(map(str, ranks[:6]))
-    return text if len(ranks) <= 6 else f"{text},... ({len(ranks)})"
+    """Ranks as ranges; of many the first, and how many there are."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1].append(rank)
+        else:
+            ranges.append([rank])
+    parts = [f"{few[0]}-{few[-1]}" if len(few) > 2 else ",".join(map(str, few)) for few in ranges]
+    return ",".join(parts) if len(parts) <= 3 else f"{','.join(parts[:3])},... ({len(ranks)})"
 
 
 def _ms(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ _ROUNDS = 30  # of adding what is missing: what tiers take beside their slots gr
 
 def what_is_missing(planner: EmbeddingShardingPlanner, solution: Solution) -> dict[str, int]:
     """Bytes per rank or host by resource, such that with these the tables fit, and with some 3 % less of any
-    of them no plan was found."""
+    of them no plan was found, as far as the search's seconds reach."""
+    until = time.perf_counter() + planner.search_seconds
     lack, found = _until_it_fits(planner, solution), False
     for _ in range(3):
         tried = _with(planner, lack).solve(solution.tables, solution.work)
@@ -30,6 +32,8 @@ def what_is_missing(planner: EmbeddingShardingPlanner, solution: Solution) -> di
     for name in list(lack) if found else []:
         low, high = 0, lack[name]
         for _ in range(_HALVINGS):
+            if time.perf_counter() > until:
+                break
             middle = (low + high) // 2
             less = _with(planner, {**lack, name: middle}).solve(solution.tables, solution.work)
             low, high = (middle, high) if less.caches.missing else (low, middle)
