@@ -23,6 +23,8 @@ def what_is_missing(planner: EmbeddingShardingPlanner, solution: Solution) -> di
     until = time.perf_counter() + planner.search_seconds
     lack, found = _until_it_fits(planner, solution), False
     for _ in range(3):
+        if time.perf_counter() > until:
+            break
         tried = _with(planner, lack).solve(solution.tables, solution.work)
         found = not tried.caches.missing
         if found:

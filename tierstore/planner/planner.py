@@ -141,7 +141,8 @@ class EmbeddingShardingPlanner:
             second = self._solve(tables, again, self.search_seconds * 0.4)
             # What reads cost depends on the plan; each is to be judged by its own.
             solution = min((self._settled(found, work) for found in (solution, second)), key=_rank)
-        if solution.caches.missing and self.topology.ssd_per_host:
+        lacking = {name for name, _ in solution.caches.missing}
+        if lacking and "hbm" not in lacking and self.topology.ssd_per_host:
             solution = self._without_ssd(tables, work) or solution
         return replace(solution, seconds=time.perf_counter() - start)
 
@@ -178,7 +179,11 @@ class EmbeddingShardingPlanner:
 
     def _without_ssd(self, tables: Sequence[TableSpec], work: Workload) -> Solution | None:
         """A store takes memory of its own, so what does not fit with one may do so without."""
-        other = self.on(replace(self.topology, ssd_per_host=0), self.search_seconds)
+        topology = self.topology
+        memory = topology.hosts * topology.host_memory_per_host + topology.world_size * topology.hbm_per_rank
+        if sum(size * count for size, count in row_sizes(tables).items()) > memory:
+            return None
+        other = self.on(replace(topology, ssd_per_host=0), self.search_seconds)
         found = other._solve(tables, work, self.search_seconds / 6)
         return None if found.caches.missing else found
 
