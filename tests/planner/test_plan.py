@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import pairwise
 
@@ -14,7 +15,7 @@ from tests.planner.machines import random_tables, table, topology
 from tierstore import optim
 from tierstore.errors import ConfigError, InfeasiblePlanError
 from tierstore.placement import ShardingPlan, ShardingType
-from tierstore.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from tierstore.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology, Workload
 from tierstore.planner.costs import (
     POLICY_BYTES_PER_SLOT,
     POLICY_FIXED_BYTES,
@@ -297,3 +298,9 @@ def plan_with(demands=None, stats=None, **changes):
 def test_bad_input_says_what_is_wrong(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize(("name", "value"), [("dense_seconds", math.nan), ("depth", math.inf), ("depth", -1)])
+def test_a_workload_has_finite_numbers(name, value):
+    with pytest.raises(ConfigError, match=f"{name} is .*0 or more"):
+        Workload(**{name: value})

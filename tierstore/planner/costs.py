@@ -66,8 +66,8 @@ class Workload:
         if not whole or self.batch_size < 1:
             raise ConfigError(f"batch_size is {self.batch_size!r}; it must be a positive integer")
         for name in ("dense_seconds", "dense_bytes", "depth"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be 0 or more, and finite")
         for name in ("rows_per_read", "write_amplification", "disk_slack"):
             value = getattr(self, name)
             if value is not None and not 1 <= value < math.inf:
