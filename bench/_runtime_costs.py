@@ -43,7 +43,6 @@ _IDS, _BAG = 1 << 13, 8  # ids of a table
 _HELD = dict(zip(DIMS, (4, 8), strict=True))
 """The memory tiers hold a fourth of one collection's rows, an eighth of the other's, if rows are to miss."""
 _DEPTH, _WINDOW = 2, 8
-_MEASURED = ("unique", "misses", "stores", "fetch", "compute", "others")
 _TRIES = 3
 _LOADED = 1 << 16  # rows at a time
 _WARM = 10

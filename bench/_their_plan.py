@@ -37,28 +37,16 @@ def with_our_tiers(theirs: Mapping[str, Any], ours: Solution) -> Solution | None
 def their_plan(tables: Sequence[TableSpec], machines: Topology, batch_size: int) -> dict[str, Any] | None:
     """ParameterSharding by table name; None where torchrec's planner finds no plan. Raises ConfigError where
     torchrec is not installed."""
-    import torch
+    from ._torchrec import collection_on_meta, importing_torchrec
 
-    try:
-        import torchrec
+    with importing_torchrec():
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
         from torchrec.distributed.planner import EmbeddingShardingPlanner as TheirPlanner
         from torchrec.distributed.planner import ParameterConstraints as TheirConstraints
         from torchrec.distributed.planner import Topology as TheirTopology
         from torchrec.distributed.planner.types import PlannerError
-    except ImportError as error:
-        raise ConfigError(f"the comparison needs torchrec, which cannot be imported: {error}") from error
 
-    configs = [
-        torchrec.EmbeddingBagConfig(
-            num_embeddings=table.num_embeddings,
-            embedding_dim=table.embedding_dim,
-            name=table.name,
-            feature_names=[table.name],
-        )
-        for table in tables
-    ]
-    module = torchrec.EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+    module = collection_on_meta(tables)
     fast = machines.hbm_bw
     if machines.device == "cpu":  # an arena in host memory; what was fitted may count its bytes by the row
         fast = min(fast, machines.host_memory_bw / machines.ranks_per_host)

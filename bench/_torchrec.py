@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,34 @@ from torch import nn
 
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor
 from tierstore.errors import ConfigError
+from tierstore.planner import TableSpec
+
+
+@contextmanager
+def importing_torchrec() -> Iterator[None]:
+    """Around its imports: ConfigError where torchrec is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"the comparison needs torchrec, which cannot be imported: {error}") from error
+
+
+def collection_on_meta(tables: Iterable[EmbeddingBagConfig | TableSpec]) -> Any:
+    """torchrec's EmbeddingBagCollection of such tables, without memory; those of the planner are summed."""
+    with importing_torchrec():
+        import torchrec
+
+    configs = [
+        torchrec.EmbeddingBagConfig(
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            name=table.name,
+            feature_names=list(table.feature_names),
+            pooling=torchrec.PoolingType[table.pooling.name if hasattr(table, "pooling") else "SUM"],
+        )
+        for table in tables
+    ]
+    return torchrec.EmbeddingBagCollection(configs, device=torch.device("meta"))
 
 
 def sharded_by_torchrec(
@@ -22,27 +51,14 @@ def sharded_by_torchrec(
     ``cuts``: from torchrec's module ``sharding_plan`` to a cut per table. ConfigError where torchrec is
     not installed.
     """
-    try:
-        import torchrec
+    with importing_torchrec():
         from torch.distributed.optim import _apply_optimizer_in_backward
         from torchrec.distributed import sharding_plan as plans
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
         from torchrec.distributed.model_parallel import DistributedModelParallel
         from torchrec.distributed.types import ShardingEnv, ShardingPlan
-    except ImportError as error:
-        raise ConfigError(f"the comparison needs torchrec, which cannot be imported: {error}") from error
 
-    tables = [
-        torchrec.EmbeddingBagConfig(
-            num_embeddings=table.num_embeddings,
-            embedding_dim=table.embedding_dim,
-            name=table.name,
-            feature_names=table.feature_names,
-            pooling=torchrec.PoolingType[table.pooling.name],
-        )
-        for table in configs
-    ]
-    collection = torchrec.EmbeddingBagCollection(tables, device=torch.device("meta"))
+    collection = collection_on_meta(configs)
     _apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": lr})
     sharder: Any = EmbeddingBagCollectionSharder()
     world = dist.get_world_size()

@@ -211,8 +211,7 @@ def _level(
     dearer, tied = falling > price * (1 + 1e-9), np.isclose(falling, price, rtol=1e-9, atol=0.0)
     here = owner[tied]
     count = np.bincount(owner[dearer], minlength=len(steps))
-    ends = [count[i] + 2 == len(steps[i].rows) and steps[i].stored[count[i]] for i in here]
-    if len(np.unique(here)) < len(here) or any(ends):
+    if len(np.unique(here)) < len(here) or any(_ends(steps[i], count[i]) for i in here):
         return None
     rows = np.array([step.rows[k] for step, k in zip(steps, count, strict=True)])
     share = (room - float(sizes[dearer].sum())) / float(sizes[tied].sum())
