@@ -5,26 +5,30 @@
 #include <algorithm>
 #include <new>
 
+#include "common/huge_pages.h"
+
 namespace tierstore {
 namespace {
-constexpr std::size_t kHugePage = std::size_t{2} << 20;
-constexpr std::size_t RoundUp(std::size_t bytes) { return (bytes + kHugePage - 1) / kHugePage * kHugePage; }
+constexpr std::size_t RoundDown(std::size_t bytes) { return bytes / kHugePageBytes * kHugePageBytes; }
+constexpr std::size_t RoundUp(std::size_t bytes) { return RoundDown(bytes + kHugePageBytes - 1); }
 }  // namespace
 
-ReservedMemory::ReservedMemory(std::size_t bytes) : reserved_(RoundUp(std::max<std::size_t>(bytes, 1))) {
-  // PROT_NONE memory is not charged to any overcommit limit.
-  void* address = mmap(nullptr, reserved_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (address == MAP_FAILED) throw std::bad_alloc();
-  data_ = static_cast<std::byte*>(address);
-}
+ReservedMemory::ReservedMemory(std::size_t bytes)
+    : reserved_(RoundUp(std::max<std::size_t>(bytes, 1))), data_(MapAligned(reserved_, PROT_NONE)) {}
 
 ReservedMemory::~ReservedMemory() { munmap(data_, reserved_); }
 
 void ReservedMemory::Commit(std::size_t bytes) {
-  bytes = std::min(RoundUp(bytes), reserved_);
-  if (bytes <= committed_) return;
-  if (mprotect(data_ + committed_, bytes - committed_, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
-  committed_ = bytes;
+  const std::size_t accessible = std::min(RoundUp(bytes), reserved_);
+  if (accessible > committed_) {
+    if (mprotect(data_ + committed_, accessible - committed_, PROT_READ | PROT_WRITE) != 0)
+      throw std::bad_alloc();
+    committed_ = accessible;
+  }
+  // The last page is not made a huge one, so that no more memory is taken than was asked for.
+  const std::size_t huge = std::min(RoundDown(bytes), reserved_);
+  if (huge > huge_) madvise(data_ + huge_, huge - huge_, MADV_HUGEPAGE);
+  huge_ = std::max(huge_, huge);
 }
 
 void ReservedMemory::Discard(std::size_t bytes) {

@@ -22,9 +22,10 @@ class ReservedMemory {
   void Discard(std::size_t bytes);
 
  private:
-  std::byte* data_ = nullptr;
-  std::size_t reserved_ = 0;
+  std::size_t reserved_;
+  std::byte* data_;
   std::size_t committed_ = 0;
+  std::size_t huge_ = 0;  // of it from the beginning, in huge pages where the system has them
 };
 
 // An array in reserved memory: it grows without moving, so another thread may use elements that it owns

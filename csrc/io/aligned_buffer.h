@@ -6,10 +6,10 @@
 #include <sys/mman.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <new>
 #include <utility>
 
+#include "common/huge_pages.h"
 #include "io/env.h"
 
 namespace tierstore {
@@ -18,17 +18,14 @@ class AlignedBuffer {
  public:
   AlignedBuffer() = default;
   explicit AlignedBuffer(std::size_t size) : size_((size + kBlockBytes - 1) / kBlockBytes * kBlockBytes) {
-    const bool huge = size_ > 0 && size_ % kHugePageBytes == 0;
-    const std::size_t room = huge ? size_ + kHugePageBytes : size_;
-    void* address = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (size_ > 0 && size_ % kHugePageBytes == 0) {
+      data_ = MapAligned(size_, PROT_READ | PROT_WRITE);
+      madvise(data_, size_, MADV_HUGEPAGE);
+      return;
+    }
+    void* address = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (address == MAP_FAILED) throw std::bad_alloc();
     data_ = static_cast<std::byte*>(address);
-    if (!huge) return;
-    const std::size_t before = -reinterpret_cast<std::uintptr_t>(data_) % kHugePageBytes;
-    if (before > 0) munmap(data_, before);
-    munmap(data_ + before + size_, kHugePageBytes - before);
-    data_ += before;
-    madvise(data_, size_, MADV_HUGEPAGE);
   }
   AlignedBuffer(AlignedBuffer&& other) noexcept
       : size_(std::exchange(other.size_, 0)), data_(std::exchange(other.data_, nullptr)) {}
@@ -46,8 +43,6 @@ class AlignedBuffer {
   std::size_t size() const { return size_; }
 
  private:
-  static constexpr std::size_t kHugePageBytes = 2 << 20;
-
   std::size_t size_ = 0;
   std::byte* data_ = nullptr;
 };

@@ -2,29 +2,17 @@
 
 #include <sys/mman.h>
 
-#include <cstdint>
 #include <new>
+
+#include "common/huge_pages.h"
 
 namespace tierstore {
 namespace {
 
-constexpr std::size_t kPage = 4096, kHugePage = 2 << 20;
+constexpr std::size_t kPage = 4096;
 
 constexpr std::size_t RoundUp(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
-}
-
-// Address space that begins at a huge page's boundary.
-std::byte* ReserveAligned(std::size_t bytes) {
-  void* address =
-      mmap(nullptr, bytes + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (address == MAP_FAILED) throw std::bad_alloc();
-  auto* const begin = static_cast<std::byte*>(address);
-  auto* const aligned =
-      reinterpret_cast<std::byte*>(RoundUp(reinterpret_cast<std::uintptr_t>(begin), kHugePage));
-  if (aligned > begin) munmap(begin, static_cast<std::size_t>(aligned - begin));
-  munmap(aligned + bytes, static_cast<std::size_t>(begin + kHugePage - aligned));
-  return aligned;
 }
 
 }  // namespace
@@ -38,7 +26,7 @@ IndexMemory::~IndexMemory() {
 void IndexMemory::Extend(std::size_t bytes) {
   bytes = RoundUp(bytes, kPage);
   if (bytes <= bytes_) return;
-  if (bytes < kHugePage) {
+  if (bytes < kHugePageBytes) {
     void* address = data_ == nullptr
                         ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
                         : mremap(data_, bytes_, bytes, MREMAP_MAYMOVE);
@@ -47,14 +35,14 @@ void IndexMemory::Extend(std::size_t bytes) {
     reserved_bytes_ = bytes_ = bytes;
     return;
   }
-  if (bytes > reserved_bytes_) Reserve(RoundUp(4 * bytes, kHugePage));
+  if (bytes > reserved_bytes_) Reserve(RoundUp(4 * bytes, kHugePageBytes));
   if (mprotect(data_ + bytes_, bytes - bytes_, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
   madvise(data_, bytes, MADV_HUGEPAGE);
   bytes_ = bytes;
 }
 
 void IndexMemory::Reserve(std::size_t bytes) {
-  std::byte* const to = ReserveAligned(bytes);
+  std::byte* const to = MapAligned(bytes, PROT_NONE);
   if (data_ != nullptr) {
     if (mremap(data_, bytes_, bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, to) == MAP_FAILED) {
       munmap(to, bytes);
