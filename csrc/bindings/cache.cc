@@ -106,15 +106,16 @@ void BindTier(py::module_& m) {
       .def(
           "begin",
           [](Tier& tier, const Array<std::uint64_t>& keys, const std::optional<Array<std::int64_t>>& next_use,
-             std::int64_t now) {
+             std::int64_t now, bool absent) {
             if (next_use && next_use->size() != keys.size())
               throw std::invalid_argument("next_use: wrong length");
             auto plan = std::make_unique<Plan>();
             py::gil_scoped_release unlocked;
-            tier.Begin(keys.data(), next_use ? next_use->data() : nullptr, keys.size(), now, plan.get());
+            tier.Begin(keys.data(), next_use ? next_use->data() : nullptr, keys.size(), now, absent,
+                       plan.get());
             return plan;
           },
-          py::arg("keys"), py::arg("next_use"), py::arg("now"))
+          py::arg("keys"), py::arg("next_use"), py::arg("now"), py::arg("absent") = false)
       .def(
           "evict", [](Tier& tier, std::int64_t since, Plan& plan) { return tier.Evict(since, &plan); },
           py::arg("pinned_since"), py::arg("plan"), Unlocked())
@@ -135,12 +136,17 @@ void BindTier(py::module_& m) {
       .def("find", &FindSlots<Tier>)
       .def("remove",
            [](Tier& tier, const Array<std::int32_t>& slots) { tier.Remove(slots.data(), slots.size()); })
-      .def("announce",
-           [](Tier& tier, const Array<std::uint64_t>& keys, std::int64_t next_use, std::int64_t now) {
-             py::gil_scoped_release unlocked;
-             const std::vector<std::int64_t> uses(static_cast<std::size_t>(keys.size()), next_use);
-             tier.Announce(keys.data(), uses.data(), keys.size(), now);
-           })
+      .def(
+          "announce",
+          [](Tier& tier, const Array<std::uint64_t>& keys, std::int64_t next_use, std::int64_t now) {
+            std::vector<std::uint64_t> absent;
+            {
+              py::gil_scoped_release unlocked;
+              absent = tier.Announce(keys.data(), keys.size(), next_use, now);
+            }
+            return Copy(absent);
+          },
+          py::arg("keys"), py::arg("next_use"), py::arg("now"), "Returns the keys that are not here.")
       .def("mark_dirty",
            [](Tier& tier, const Array<std::int32_t>& slots) {
              py::gil_scoped_release unlocked;
@@ -163,8 +169,7 @@ void BindTier(py::module_& m) {
       .def("keys_of",
            [](const Tier& tier, const Array<std::int32_t>& slots) {
              Array<std::uint64_t> out(slots.size());
-             for (py::ssize_t i = 0; i < slots.size(); ++i)
-               out.mutable_data()[i] = tier.keys()[slots.data()[i]];
+             for (py::ssize_t i = 0; i < slots.size(); ++i) out.mutable_data()[i] = tier.key(slots.data()[i]);
              return out;
            })
       .def(

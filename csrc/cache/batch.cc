@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <bit>
 #include <limits>
+#include <memory>
+#include <mutex>
 #include <stdexcept>
 
 #include "common/key.h"
@@ -12,18 +14,18 @@ namespace {
 
 constexpr std::int64_t kBlock = 32;
 
-// Open addressing over the batch's own unique keys: an entry is (generation, index), so the table is cleared
-// by counting up and its memory is kept from batch to batch.
+// Open addressing: an entry is (key, generation, index), so the table is cleared by counting up and its
+// memory is kept from batch to batch.
 class ScratchTable {
  public:
   void Begin(std::int64_t keys) {
     const std::size_t wanted = std::bit_ceil(static_cast<std::size_t>(std::max<std::int64_t>(keys, 64)) * 2);
     if (wanted > entries_.size() || wanted * 16 < entries_.size()) {
-      entries_.assign(wanted, 0);
+      entries_ = PageVector<Entry>(wanted);
       generation_ = 0;
     }
     if (++generation_ == 0) {
-      std::fill(entries_.begin(), entries_.end(), 0);
+      std::fill(entries_.begin(), entries_.end(), Entry{});
       generation_ = 1;
     }
     mask_ = entries_.size() - 1;
@@ -32,31 +34,58 @@ class ScratchTable {
   void Prefetch(std::uint64_t hash) const { __builtin_prefetch(&entries_[hash & mask_], 1); }
 
   std::int32_t FindOrAdd(std::uint64_t key, std::uint64_t hash) {
-    std::size_t at = hash & mask_;
-    while (true) {
-      std::uint64_t& entry = entries_[at];
-      if (static_cast<std::uint32_t>(entry >> 32) != generation_) {
-        const auto index = static_cast<std::uint32_t>(keys_.size());
-        entry = std::uint64_t{generation_} << 32 | index;
+    for (std::size_t at = hash & mask_;; at = (at + 1) & mask_) {
+      Entry& entry = entries_[at];
+      if (entry.generation != generation_) {
+        entry = {key, generation_, static_cast<std::uint32_t>(keys_.size())};
         keys_.push_back(key);
-        return static_cast<std::int32_t>(index);
+        return static_cast<std::int32_t>(entry.index);
       }
-      const auto index = static_cast<std::uint32_t>(entry);
-      if (keys_[index] == key) return static_cast<std::int32_t>(index);
-      at = (at + 1) & mask_;
+      if (entry.key == key) return static_cast<std::int32_t>(entry.index);
     }
   }
   const std::vector<std::uint64_t>& keys() const { return keys_; }
 
  private:
+  struct Entry {
+    std::uint64_t key = 0;
+    std::uint32_t generation = 0;
+    std::uint32_t index = 0;
+  };
   std::vector<std::uint64_t> keys_;  // unique, in order of first occurrence
-  std::vector<std::uint64_t> entries_;
+  PageVector<Entry> entries_;
   std::size_t mask_ = 0;
   std::uint32_t generation_ = 0;
 };
 
+// One table for whoever deduplicates at the time: each is as large as the largest batch so far.
+class Borrowed {
+ public:
+  Borrowed() {
+    const std::lock_guard lock(mutex_);
+    if (idle_.empty()) {
+      table_ = std::make_unique<ScratchTable>();
+    } else {
+      table_ = std::move(idle_.back());
+      idle_.pop_back();
+    }
+  }
+  ~Borrowed() {
+    const std::lock_guard lock(mutex_);
+    idle_.push_back(std::move(table_));
+  }
+  Borrowed(const Borrowed&) = delete;
+  Borrowed& operator=(const Borrowed&) = delete;
+  ScratchTable& operator*() const { return *table_; }
+
+ private:
+  static inline std::mutex mutex_;
+  static inline std::vector<std::unique_ptr<ScratchTable>> idle_;
+  std::unique_ptr<ScratchTable> table_;
+};
+
 template <typename Id>
-BadId AddSegment(const IdSegment& segment, std::int64_t number, ScratchTable* table, Batch* batch) {
+BadId AddSegment(const IdSegment& segment, std::int64_t number, ScratchTable* table, std::int32_t* inverse) {
   const Id* ids = static_cast<const Id*>(segment.ids);
   const auto bound = static_cast<std::uint64_t>(segment.bound);
   std::uint64_t keys[kBlock], hashes[kBlock];
@@ -71,7 +100,7 @@ BadId AddSegment(const IdSegment& segment, std::int64_t number, ScratchTable* ta
     }
     for (std::int64_t i = 0; i < n; ++i) {
       const bool skip = segment.padding >= 0 && KeyId(keys[i]) == static_cast<std::uint64_t>(segment.padding);
-      batch->inverse.push_back(skip ? -1 : table->FindOrAdd(keys[i], hashes[i]));
+      inverse[begin + i] = skip ? -1 : table->FindOrAdd(keys[i], hashes[i]);
     }
   }
   return {};
@@ -85,16 +114,18 @@ BadId Deduplicate(const std::vector<IdSegment>& segments, Batch* batch) {
   if (total > std::numeric_limits<std::int32_t>::max()) {
     throw std::length_error("a lookup may have at most 2^31 - 1 ids");
   }
-  static thread_local ScratchTable table;
+  const Borrowed borrowed;
+  ScratchTable& table = *borrowed;
   table.Begin(total);
   batch->unique.clear();
-  batch->inverse.clear();
-  batch->inverse.reserve(static_cast<std::size_t>(total));
+  batch->inverse.resize(static_cast<std::size_t>(total));
+  std::int32_t* inverse = batch->inverse.data();
   for (std::size_t s = 0; s < segments.size(); ++s) {
     const auto number = static_cast<std::int64_t>(s);
-    const BadId bad = segments[s].is_int32 ? AddSegment<std::int32_t>(segments[s], number, &table, batch)
-                                           : AddSegment<std::int64_t>(segments[s], number, &table, batch);
+    const BadId bad = segments[s].is_int32 ? AddSegment<std::int32_t>(segments[s], number, &table, inverse)
+                                           : AddSegment<std::int64_t>(segments[s], number, &table, inverse);
     if (bad.segment >= 0) return bad;
+    inverse += segments[s].count;
   }
   batch->unique.assign(table.keys().begin(), table.keys().end());
   return {};

@@ -15,7 +15,7 @@ HeldRows::HeldRows(std::int64_t capacity, std::int64_t row_bytes)
       row_bytes_(row_bytes),
       arena_(Positive(capacity) * Positive(row_bytes)),
       keys_(static_cast<std::size_t>(capacity)),
-      index_(keys_.data(), capacity) {
+      index_(keys_.data(), 1, capacity) {
   arena_.Commit(static_cast<std::size_t>(capacity * row_bytes));
   keys_.Commit(static_cast<std::size_t>(capacity));
 }

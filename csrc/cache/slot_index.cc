@@ -10,8 +10,9 @@ namespace {
 constexpr std::int64_t kBlock = 32;
 }  // namespace
 
-SlotIndex::SlotIndex(const std::uint64_t* keys, std::int64_t capacity)
+SlotIndex::SlotIndex(const std::uint64_t* keys, std::int64_t stride, std::int64_t capacity)
     : keys_(keys),
+      stride_(static_cast<std::uint64_t>(stride)),
       entries_(static_cast<std::size_t>(std::max<std::int64_t>(capacity, 48) * 4 / 3 + 1), kEmpty) {}
 
 std::uint32_t SlotIndex::Tag(std::uint64_t key) { return static_cast<std::uint32_t>(HashKey(key) >> 32); }
@@ -28,13 +29,13 @@ void SlotIndex::Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* sl
     }
     for (std::int64_t i = 0; i < count; ++i) {
       const std::uint64_t entry = entries_[homes[i]];
-      if (entry != kEmpty && EntryTag(entry) == tags[i]) __builtin_prefetch(&keys_[EntrySlot(entry)]);
+      if (entry != kEmpty && EntryTag(entry) == tags[i]) __builtin_prefetch(&Key(EntrySlot(entry)));
     }
     for (std::int64_t i = 0; i < count; ++i) {
       std::int32_t found = -1;
       for (std::uint64_t at = homes[i]; entries_[at] != kEmpty; at = Next(at)) {
         const std::uint64_t entry = entries_[at];
-        if (EntryTag(entry) == tags[i] && keys_[EntrySlot(entry)] == keys[begin + i]) {
+        if (EntryTag(entry) == tags[i] && Key(EntrySlot(entry)) == keys[begin + i]) {
           found = static_cast<std::int32_t>(EntrySlot(entry));
           break;
         }
@@ -51,7 +52,7 @@ void SlotIndex::Place(std::uint64_t entry) {
 }
 
 void SlotIndex::Grow() {
-  std::vector<std::uint64_t> old(entries_.size() * 2, kEmpty);
+  PageVector<std::uint64_t> old(entries_.size() * 2, kEmpty);
   old.swap(entries_);
   for (const std::uint64_t entry : old) {
     if (entry != kEmpty) Place(entry);
@@ -63,7 +64,7 @@ void SlotIndex::Insert(const std::int32_t* slots, std::int64_t n) {
   for (std::int64_t begin = 0; begin < n; begin += kBlock) {
     const std::int64_t count = std::min(kBlock, n - begin);
     for (std::int64_t i = 0; i < count; ++i) {
-      tags[i] = Tag(keys_[slots[begin + i]]);
+      tags[i] = Tag(Key(static_cast<std::uint32_t>(slots[begin + i])));
       __builtin_prefetch(&entries_[Home(tags[i])], 1);
     }
     for (std::int64_t i = 0; i < count; ++i) {
@@ -77,9 +78,10 @@ void SlotIndex::Erase(const std::int32_t* slots, std::int64_t n) {
   std::uint64_t homes[kBlock];
   for (std::int64_t begin = 0; begin < n; begin += kBlock) {
     const std::int64_t count = std::min(kBlock, n - begin);
-    for (std::int64_t i = 0; i < count; ++i) __builtin_prefetch(&keys_[slots[begin + i]]);
+    for (std::int64_t i = 0; i < count; ++i)
+      __builtin_prefetch(&Key(static_cast<std::uint32_t>(slots[begin + i])));
     for (std::int64_t i = 0; i < count; ++i) {
-      homes[i] = Home(Tag(keys_[slots[begin + i]]));
+      homes[i] = Home(Tag(Key(static_cast<std::uint32_t>(slots[begin + i]))));
       __builtin_prefetch(&entries_[homes[i]], 1);
     }
     for (std::int64_t i = 0; i < count; ++i) {

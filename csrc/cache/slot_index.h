@@ -3,23 +3,24 @@
 #pragma once
 
 #include <cstdint>
-#include <vector>
+
+#include "common/page_allocator.h"
 
 namespace tierstore {
 
 class SlotIndex {
  public:
-  // `keys` maps slot → key; it belongs to the tier, outlives the index and does not move.
-  SlotIndex(const std::uint64_t* keys, std::int64_t capacity);
+  // The key of a slot is keys[slot * stride]; they belong to the owner, outlive the index and do not move.
+  SlotIndex(const std::uint64_t* keys, std::int64_t stride, std::int64_t capacity);
 
   static constexpr double kBytesPerSlot = 8.0 * 4 / 3;
 
   // slots[i] = slot of keys[i], or -1.
   void Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const;
-  // keys_[slot] must already hold the key, which must be absent from the index.
+  // The slot must have its key already, which must be absent from the index.
   void Insert(std::int32_t slot) { Insert(&slot, 1); }
   void Insert(const std::int32_t* slots, std::int64_t n);
-  // keys_[slot] must still hold the key.
+  // The slot must still have its key.
   void Erase(std::int32_t slot) { Erase(&slot, 1); }
   void Erase(const std::int32_t* slots, std::int64_t n);
 
@@ -32,6 +33,7 @@ class SlotIndex {
   static constexpr std::uint64_t kEmpty = ~std::uint64_t{0};
 
   static std::uint32_t Tag(std::uint64_t key);
+  const std::uint64_t& Key(std::uint32_t slot) const { return keys_[slot * stride_]; }
   static std::uint32_t EntryTag(std::uint64_t entry) { return static_cast<std::uint32_t>(entry >> 32); }
   static std::uint32_t EntrySlot(std::uint64_t entry) { return static_cast<std::uint32_t>(entry); }
   std::uint64_t Home(std::uint32_t tag) const {
@@ -43,7 +45,8 @@ class SlotIndex {
   void Grow();
 
   const std::uint64_t* keys_;
-  std::vector<std::uint64_t> entries_;
+  std::uint64_t stride_;
+  PageVector<std::uint64_t> entries_;
   std::int64_t size_ = 0;
 };
 

@@ -11,7 +11,7 @@ namespace {
 // Memory is made accessible in steps of so many slots; pages cost nothing before they are written.
 constexpr std::int64_t kGrowthStep = 4096;
 // Slots are in no order: what so many of them have is fetched before it is needed.
-constexpr std::int64_t kAhead = 24;
+constexpr std::int64_t kBlock = 128, kAhead = 24;
 
 // Adds the time from its making to its end.
 class Stopwatch {
@@ -32,12 +32,11 @@ Tier::Tier(const TierConfig& config)
     : config_(config),
       limit_(static_cast<std::size_t>(config.capacity + kMaxPad)),
       arena_(limit_ * static_cast<std::size_t>(config.row_bytes)),
-      keys_(limit_),
+      row_(limit_),
       last_use_(limit_),
-      next_use_(limit_),
       dirty_(limit_),
       resident_(limit_),
-      index_(keys_.data(), config.grows ? 0 : config.capacity) {
+      index_(&row_.data()->key, sizeof(Row) / sizeof(std::uint64_t), config.grows ? 0 : config.capacity) {
   if (config.capacity < 1 || config.row_bytes < 16 || config.row_bytes % 16 != 0) {
     throw std::invalid_argument("a tier needs at least one slot, and rows of a multiple of 16 bytes");
   }
@@ -49,32 +48,38 @@ void Tier::CommitSlots(std::int64_t slots) {
   committed_ = slots + kGrowthStep;
   const auto size = std::min(static_cast<std::size_t>(committed_), limit_);
   arena_.Commit(size * static_cast<std::size_t>(config_.row_bytes));
-  keys_.Commit(size);
+  row_.Commit(size);
   last_use_.Commit(size);
-  next_use_.Commit(size);
   dirty_.Commit(size);
   resident_.Commit(size);
 }
 
+// Finds keys[from] and those behind it, a block, and begins to fetch what is kept of their slots.
+void Tier::FindBlock(const std::uint64_t* keys, std::int64_t from, std::int64_t n, std::int32_t* slots,
+                     bool last_use) const {
+  const std::int64_t count = std::min(kBlock, n - from);
+  index_.Find(keys + from, count, slots + from);
+  for (std::int64_t i = from; i < from + count; ++i) {
+    if (slots[i] < 0) continue;
+    __builtin_prefetch(last_use ? static_cast<const void*>(&last_use_[slots[i]]) : &resident_[slots[i]], 1);
+  }
+}
+
 void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now,
-                 Plan* plan) {
+                 bool absent, Plan* plan) {
   plan->now = now;
-  plan->slots.resize(static_cast<std::size_t>(n));
+  plan->slots.assign(static_cast<std::size_t>(n), -1);
   if (next_use != nullptr)
     plan->next_use.assign(next_use, next_use + n);
   else
     plan->next_use.assign(static_cast<std::size_t>(n), kNotKnown);
-  index_.Find(keys, n, plan->slots.data());
 
   std::vector<std::int32_t> hits;
   std::vector<std::uint64_t> hit_keys;
   std::vector<std::int64_t> hit_next;
   hits.reserve(static_cast<std::size_t>(n));
   for (std::int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && plan->slots[i + kAhead] >= 0) {
-      __builtin_prefetch(&last_use_[plan->slots[i + kAhead]], 1);
-      __builtin_prefetch(&next_use_[plan->slots[i + kAhead]], 1);
-    }
+    if (i % kBlock == 0 && !absent) FindBlock(keys, i, n, plan->slots.data(), true);
     std::int32_t slot = plan->slots[i];
     if (slot < 0) {
       plan->misses.push_back(static_cast<std::int32_t>(i));
@@ -84,7 +89,7 @@ void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::i
     if (slot >= config_.capacity) {
       const std::int64_t pad = slot - config_.capacity;
       ++pad_users_[pad];
-      next_use_[slot] = plan->next_use[i];
+      row_[slot].next_use = plan->next_use[i];
       slot = pad_home_[pad];
       if (slot < 0) {
         plan->misses.push_back(static_cast<std::int32_t>(i));
@@ -92,7 +97,7 @@ void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::i
       }
     }
     last_use_[slot] = std::max(last_use_[slot], now);
-    next_use_[slot] = plan->next_use[i];
+    row_[slot].next_use = plan->next_use[i];
     if (config_.policy) {
       hits.push_back(slot);
       hit_keys.push_back(keys[i]);
@@ -143,13 +148,20 @@ std::string Tier::Fault(std::int32_t slot, std::int64_t pinned_since) const {
   return {};
 }
 
+void Tier::Prefetch(std::int32_t slot) const {
+  __builtin_prefetch(&resident_[slot], 1);
+  __builtin_prefetch(&row_[slot]);
+  __builtin_prefetch(&last_use_[slot]);
+  __builtin_prefetch(&dirty_[slot]);
+}
+
 void Tier::TakeVictim(std::int32_t slot, Departures* victims) {
   // Empty, but found by the index until Assign: reads go on while the row is copied out.
   resident_[slot] = kEmpty;
   victims->slots.push_back(slot);
-  victims->keys.push_back(keys_[slot]);
+  victims->keys.push_back(row_[slot].key);
   victims->dirty.push_back(dirty_[slot]);
-  victims->next_use.push_back(next_use_[slot]);
+  victims->next_use.push_back(row_[slot].next_use);
 }
 
 std::int64_t Tier::Evict(std::int64_t pinned_since, Plan* plan) {
@@ -166,6 +178,7 @@ std::int64_t Tier::Evict(std::int64_t pinned_since, Plan* plan) {
   }
   chosen.resize(static_cast<std::size_t>(found));
   for (std::size_t i = 0; i < chosen.size(); ++i) {
+    if (i + kAhead < chosen.size()) Prefetch(chosen[i + kAhead]);
     const std::string fault = Fault(chosen[i], pinned_since);
     if (fault.empty()) {
       TakeVictim(chosen[i], &plan->victims);
@@ -231,9 +244,9 @@ void Tier::Assign(const std::uint64_t* keys, bool use_pad, Plan* plan) {
       inserted.push_back(keys[miss]);
       next_use.push_back(plan->next_use[miss]);
     }
-    keys_[slot] = keys[miss];
+    row_[slot].key = keys[miss];
     last_use_[slot] = plan->now;
-    next_use_[slot] = plan->next_use[miss];
+    row_[slot].next_use = plan->next_use[miss];
     dirty_[slot] = 0;
     if (in_pad >= 0) {
       pad_home_[in_pad - config_.capacity] = slot;
@@ -300,9 +313,9 @@ Departures Tier::Drainable() const {
   for (const std::int32_t slot : pad_drainable_) {
     if (pad_users_[slot - config_.capacity] != 0) continue;  // used again since
     out.slots.push_back(slot);
-    out.keys.push_back(keys_[slot]);
+    out.keys.push_back(row_[slot].key);
     out.dirty.push_back(dirty_[slot]);
-    out.next_use.push_back(next_use_[slot]);
+    out.next_use.push_back(row_[slot].next_use);
   }
   return out;
 }
@@ -329,34 +342,33 @@ void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
   }
 }
 
-void Tier::Announce(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n,
-                    std::int64_t now) {
+std::vector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_t n, std::int64_t next_use,
+                                          std::int64_t now) {
   std::vector<std::int32_t> slots(static_cast<std::size_t>(n));
-  std::vector<std::int64_t> uses;
-  index_.Find(keys, n, slots.data());
+  std::vector<std::uint64_t> absent;
   std::size_t kept = 0;
   for (std::int64_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && slots[i + kAhead] >= 0) {
-      __builtin_prefetch(&next_use_[slots[i + kAhead]], 1);
-      __builtin_prefetch(&resident_[slots[i + kAhead]]);
-    }
+    if (i % kBlock == 0) FindBlock(keys, i, n, slots.data(), false);
     std::int32_t slot = slots[i];
-    if (slot < 0) continue;
-    next_use_[slot] = next_use[i];
+    if (slot < 0) {
+      absent.push_back(keys[i]);
+      continue;
+    }
+    row_[slot].next_use = next_use;
     if (slot >= config_.capacity) {
       slot = pad_home_[slot - config_.capacity];
       if (slot < 0) continue;
-      next_use_[slot] = next_use[i];
+      row_[slot].next_use = next_use;
     }
-    if (!Resident(slot)) continue;
-    slots[kept++] = slot;
-    uses.push_back(next_use[i]);
+    if (Resident(slot)) slots[kept++] = slot;
   }
   if (config_.policy && kept > 0) {
+    const std::vector<std::int64_t> uses(kept, next_use);
     const Stopwatch watch(&policy_seconds_);
     config_.policy.announce(config_.policy.state, slots.data(), uses.data(), static_cast<std::int64_t>(kept),
                             now);
   }
+  return absent;
 }
 
 void Tier::MarkDirty(const std::int32_t* slots, std::int64_t n) {

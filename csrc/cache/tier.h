@@ -58,13 +58,14 @@ class Tier {
 
   explicit Tier(const TierConfig& config);
 
-  // Planning. `keys` without repeats; `next_use` may be null. Begin touches the hits; Evict looks for the
+  // Planning. `keys` without repeats; `next_use` may be null; `absent`: the caller knows that none of them is
+  // here. Begin touches the hits; Evict looks for the
   // victims that are still needed among slots last used before `pinned_since`; Assign gives every miss a slot
   // (refused or past capacity: pad) and forgets the victims. Between Begin and Assign all rows are still
   // found where they were. Before Evict, lookups older than `pinned_since` must have been released here.
   // Evict throws PolicyFault; the plan is to be aborted then.
   void Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now,
-             Plan* plan);
+             bool absent, Plan* plan);
   std::int64_t Evict(std::int64_t pinned_since, Plan* plan);
   void Assign(const std::uint64_t* keys, bool use_pad, Plan* plan);
   // Before Assign, when rows could not be moved: the victims stay.
@@ -81,8 +82,9 @@ class Tier {
   }
   // Takes rows out of the tier other than by eviction; `slots` must be resident and not in the pad.
   void Remove(const std::int32_t* slots, std::int64_t n);
-  // The window has learned the next use of these keys; those not resident are ignored.
-  void Announce(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now);
+  // The window has learned that these keys are used at `next_use`. Returns those that are not here.
+  std::vector<std::uint64_t> Announce(const std::uint64_t* keys, std::int64_t n, std::int64_t next_use,
+                                      std::int64_t now);
 
   void MarkDirty(const std::int32_t* slots, std::int64_t n);
   void MarkClean(const std::int32_t* slots, std::int64_t n);
@@ -90,7 +92,7 @@ class Tier {
   // In increasing order, from slot `from` on, at most `limit`.
   std::vector<std::int32_t> ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const;
 
-  const std::uint64_t* keys() const { return keys_.data(); }
+  std::uint64_t key(std::int32_t slot) const { return row_[slot].key; }
   const std::uint8_t* dirty() const { return dirty_.data(); }
   std::byte* rows() const { return arena_.data(); }
   std::int64_t capacity() const { return config_.capacity; }
@@ -103,6 +105,9 @@ class Tier {
 
  private:
   void CommitSlots(std::int64_t slots);
+  void FindBlock(const std::uint64_t* keys, std::int64_t from, std::int64_t n, std::int32_t* slots,
+                 bool last_use) const;
+  void Prefetch(std::int32_t slot) const;
   void Admit(const std::uint64_t* keys, Plan* plan);
   // What is wrong with a slot that the policy wants to evict; empty if nothing.
   std::string Fault(std::int32_t slot, std::int64_t pinned_since) const;
@@ -115,13 +120,17 @@ class Tier {
 
   // What a slot holds; kExpected: its row is still in the pad.
   enum Content : std::uint8_t { kEmpty, kRow, kExpected };
+  // Side by side: whoever finds a slot by its key then asks for, or changes, its next use.
+  struct Row {
+    std::uint64_t key;
+    std::int64_t next_use;
+  };
 
   TierConfig config_;
   std::size_t limit_;  // slots, the pad's included, for which address space is reserved
   ReservedMemory arena_;
-  ReservedArray<std::uint64_t> keys_;
-  ReservedArray<std::int64_t> last_use_;
-  ReservedArray<std::int64_t> next_use_;
+  ReservedArray<Row> row_;
+  ReservedArray<std::int64_t> last_use_;  // apart: policies are given it
   ReservedArray<std::uint8_t> dirty_;
   ReservedArray<std::uint8_t> resident_;
   SlotIndex index_;

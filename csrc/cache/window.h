@@ -35,16 +35,22 @@ class Window {
     PageVector<std::int32_t> next;  // how many lookups later the key is used again; 0: not in the window
     std::int64_t latest;            // keys of which this lookup is the latest occurrence
   };
-  // An entry names an occurrence: (low 32 bits of ordinal, index in the lookup's unique keys).
-  static constexpr std::uint64_t kEmpty = ~std::uint64_t{0};
+  // The latest occurrence of a key: number of the lookup modulo 2^32, index in its unique keys. The entry is
+  // dead once that lookup has left; its place serves the same key again, or another one. The key itself is
+  // here, so that comparing it takes no further access to memory.
+  struct Entry {
+    std::uint64_t key = 0;
+    std::uint32_t ordinal = 0;
+    std::uint32_t index = kEmpty;
+  };
+  static constexpr std::uint32_t kEmpty = ~std::uint32_t{0};
 
-  Pending* Lookup(std::uint64_t entry);
-  const std::uint64_t* KeyOf(std::uint64_t entry);
+  bool IsLive(const Entry& entry) const { return entry.ordinal - first_ordinal_ < pending_.size(); }
   void Rebuild(std::int64_t extra);
 
   std::deque<Pending> pending_;
   std::uint32_t first_ordinal_ = 0;  // of pending_.front()
-  std::vector<std::uint64_t> entries_;
+  PageVector<Entry> entries_;
   std::int64_t used_ = 0;  // entries that are not empty, dead ones included
   std::int64_t live_ = 0;
 };

@@ -1,10 +1,9 @@
 // Memory for arrays that live for many batches: large ones get pages of their own.
 //
 // On malloc's heap they would lie between the temporaries of every batch, and hold the pages of those too
-// once these are freed.
+// once these are freed. Pages that are given back are kept for the arrays of the next batches, up to a few
+// MiB, since the system would hand out zeroed ones one by one.
 #pragma once
-
-#include <sys/mman.h>
 
 #include <cstddef>
 #include <limits>
@@ -12,6 +11,11 @@
 #include <vector>
 
 namespace tierstore {
+
+// Memory of at least `bytes`, in no defined state. Throws std::bad_alloc. Thread-safe.
+void* TakePages(std::size_t bytes);
+// `bytes` as they were asked for.
+void GivePages(void* at, std::size_t bytes);
 
 template <typename T>
 struct PageAllocator {
@@ -23,17 +27,15 @@ struct PageAllocator {
   explicit PageAllocator(const PageAllocator<U>&) {}
 
   T* allocate(std::size_t n) {
-    if (n > std::numeric_limits<std::size_t>::max() / sizeof(T)) throw std::bad_alloc();
-    if (n * sizeof(T) < kLeastBytes) return static_cast<T*>(::operator new(n * sizeof(T)));
-    void* at = mmap(nullptr, n * sizeof(T), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (at == MAP_FAILED) throw std::bad_alloc();
-    return static_cast<T*>(at);
+    if (n > std::numeric_limits<std::size_t>::max() / 2 / sizeof(T)) throw std::bad_alloc();
+    const std::size_t bytes = n * sizeof(T);
+    return static_cast<T*>(bytes < kLeastBytes ? ::operator new(bytes) : TakePages(bytes));
   }
   void deallocate(T* at, std::size_t n) {
     if (n * sizeof(T) < kLeastBytes) {
       ::operator delete(at);
     } else {
-      munmap(at, n * sizeof(T));
+      GivePages(at, n * sizeof(T));
     }
   }
   template <typename U>

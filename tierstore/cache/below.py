@@ -127,12 +127,12 @@ class LowerTiers:
         next_use: NDArray[np.int64],
         seq: int,
     ) -> None:
-        """Hands rows that left the fast tier to the tier below."""
+        """Hands rows that left the fast tier, and are in no other, to the tier below."""
         if self.host is None:
             self._write_down(keys, rows, dirty, next_use)
             return
         native = self.host.native
-        plan = native.begin(keys, next_use, seq)
+        plan = native.begin(keys, next_use, seq, absent=True)
         try:
             self.host.evict(np.iinfo(np.int64).max, plan)
             # Rows that find no room in the host tier go past it.

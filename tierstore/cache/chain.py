@@ -170,18 +170,20 @@ class Chain:
         with self.moving, self._planning_time():
             self.check_open()
             first_seen = self.window.announce(seq, batch)
-            for tier in self.memory_tiers():
-                if tier.uses_window:
-                    tier.native.announce(first_seen, seq, self._planned)
+            self._announce(first_seen, seq)
             self.below.announce(seq, first_seen)
+
+    def _announce(self, keys: Keys, next_use: int) -> None:
+        """Tells the tiers when rows that they may hold are used next."""
+        for tier in self.memory_tiers():
+            if tier.uses_window:
+                keys = tier.native.announce(keys, next_use, self._planned)
 
     def forget_window(self) -> None:
         """Announced lookups that were not planned will not come."""
         with self.moving:
             keys = self.window.clear()
-            for tier in self.memory_tiers():
-                if tier.uses_window:
-                    tier.native.announce(keys, np.iinfo(np.int64).max, self._planned)
+            self._announce(keys, np.iinfo(np.int64).max)
             if self.below.ahead is not None:
                 self.below.ahead.forget()
 
@@ -330,7 +332,10 @@ class Chain:
 
     def _resident(self, keys: Keys) -> NDArray[np.bool_]:
         here = self.fast.find(keys) >= 0
-        return here if self.below.host is None else here | (self.below.host.find(keys) >= 0)
+        if self.below.host is not None:
+            others = np.flatnonzero(~here)
+            here[others] = self.below.host.find(keys[others]) >= 0
+        return here
 
     def _drain_pad(self) -> None:
         """Writes down rows of the pad that no lookup uses any more."""
