@@ -15,12 +15,12 @@ import numpy as np
 from numba import njit
 
 from cache_policies import hashing
+from cache_policies.prefetch import AHEAD, prefetch
 
 POOL = 1 << 15
 NO_BUCKET = -1
 _NEXT, _BUCKET, _SPARE = 1, 2, 3  # words of a node beside the first, its predecessor in the list
 _PLACED = 1  # flag beside the bucket: came to it without being used
-_BLOCK = 32
 _HINTS = 64  # a power of 2
 _DEAD = np.iinfo(np.int64).min  # the key of a bucket that is not in use
 
@@ -38,24 +38,18 @@ def new_buckets(capacity: int, pool: int = POOL) -> dict[str, np.ndarray]:
         "heap": np.arange(pool, dtype=np.int32),  # heap, then free buckets
         "used": np.zeros(1, np.int64),  # buckets in use = size of the heap
         "table": hashing.new_table(pool),
-        "fetched": np.zeros(1, np.int64),  # so that fetch is not optimised away
     }
 
 
 @njit(error_model="numpy", forceinline=True)
 def fetch(s, slots, i):
-    """Called for every ``i``: brings the nodes of ``slots[i:]`` and their neighbours into the processor's
-    cache, a block at a time, so that their cache misses overlap."""
-    if i % _BLOCK:
-        return
-    last = min(i + _BLOCK, slots.size)
-    sum_ = 0
-    for k in range(i, last):
-        sum_ += s.node[4 * np.int64(slots[k])]
-    for k in range(i, last):
-        at = 4 * np.int64(slots[k])
-        sum_ += s.node[4 * np.int64(s.node[at])] + s.node[4 * np.int64(s.node[at + _NEXT])]
-    s.fetched[0] = sum_
+    """Called for every ``i``: asks for the nodes of later slots and then for their neighbours."""
+    if i + 2 * AHEAD < slots.size:
+        prefetch(s.node, 4 * np.int64(slots[i + 2 * AHEAD]))
+    if i + AHEAD < slots.size:
+        at = 4 * np.int64(slots[i + AHEAD])
+        prefetch(s.node, 4 * np.int64(s.node[at]))
+        prefetch(s.node, 4 * np.int64(s.node[at + _NEXT]))
 
 
 @njit(error_model="numpy", forceinline=True)
@@ -186,10 +180,12 @@ def add(s, slot, key):
 
 
 @njit(error_model="numpy", forceinline=True)
-def take(s, slot):
-    """Remove a slot from its bucket."""
-    _unlink(s, slot)
-    _drop_if_empty(s, _bucket(s, slot))
+def remove(s, slots):
+    """Take slots out of their buckets."""
+    for i in range(slots.size):
+        fetch(s, slots, i)
+        _unlink(s, slots[i])
+        _drop_if_empty(s, _bucket(s, slots[i]))
 
 
 @njit(error_model="numpy", forceinline=True)

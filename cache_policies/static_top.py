@@ -63,8 +63,7 @@ class StaticTop(Policy):
 
     @staticmethod
     def remove(s, slots):
-        for slot in slots:
-            buckets.take(s, slot)
+        buckets.remove(s, slots)
 
     @staticmethod
     def evict(s, n, last_use, pinned_since, victims):
