@@ -13,14 +13,15 @@ from collections.abc import Sequence
 import numpy as np
 from numba import njit
 
-from cache_policies import hashing
 from cache_policies.hashing import mix
-from cache_policies.reuse import ReuseCurve, add_at, sum_to
+from cache_policies.reuse import ReuseCurve
 
 _ROWS = 1 << 16  # sampled at most, of all tables together
 _MOST, _FEWEST = 1 << 14, 1 << 8  # of one table
 _PER_BATCH = 16  # a batch may use so much of a table's sample; if it uses more, the rate halves
 _TABLE = np.uint64(48)  # keys are table << 48 | id
+_FREE = np.uint64(2**64 - 1)  # no row: hashes above the first threshold are never sampled
+_WORD = 64  # positions
 
 
 class LiveCurves:
@@ -34,14 +35,14 @@ class LiveCurves:
         self._number[list(tables)] = np.arange(n)
         self._batches = 0
         self._totals = np.zeros((n, 2), np.int64)  # rows of batches, accesses
-        self._threshold = np.full(n, 2**64 - 1, np.uint64)
+        self._threshold = np.full(n, _FREE - np.uint64(1))
         self._live = np.zeros((n, 2), np.int64)  # sampled rows, next position
-        self._keys = np.zeros((n, rows), np.uint64)
-        self._position = np.zeros((n, rows), np.int32)
-        self._index = np.zeros((n, hashing.new_table(rows).size), np.int32)
-        self._row_at = np.full((n, 2 * rows), -1, np.int32)
-        self._tree = np.zeros((n, 2 * rows + 1), np.int32)
-        self._distances = np.zeros((n, 2, rows + 1))  # uses, accesses; at the last place first uses
+        # Rows are known by their hashes, each at or behind its home; positions tell the order of last uses.
+        self._hashes = np.full((n, 2 * rows), _FREE)
+        self._position = np.zeros((n, 2 * rows), np.int32)
+        self._taken = np.zeros((n, 2 * rows // _WORD), np.uint64)  # a bit per position
+        self._before = np.zeros((n, 2 * rows // _WORD), np.int32)  # taken positions before those of a word
+        self._distances = np.zeros((n, rows + 1, 2))  # uses, accesses; at the last place first uses
 
     @property
     def nbytes(self) -> int:
@@ -49,11 +50,11 @@ class LiveCurves:
         return sum(a.nbytes for a in vars(self).values() if isinstance(a, np.ndarray))
 
     def observe(self, keys: np.ndarray, uses: np.ndarray) -> None:
-        """One batch: its rows (uint64 keys, each once) and how often it uses each (int64)."""
+        """One batch: its rows (uint64 keys, each once) and how often it uses each (int32 or int64)."""
         self._batches += 1
         _observe(
             keys, uses, self._number, self._totals, self._threshold,
-            (self._live, self._keys, self._position, self._index, self._row_at, self._tree, self._distances),
+            (self._live, self._hashes, self._position, self._taken, self._before, self._distances),
         )  # fmt: skip
 
     def per_batch(self, table: int) -> tuple[float, float]:
@@ -73,7 +74,7 @@ class LiveCurves:
     def curve(self, table: int) -> ReuseCurve:
         """Of the batches since the beginning; counts are estimates."""
         t = self._number[table]
-        uses, accesses = self._distances[t]
+        uses, accesses = self._distances[t].T
         uniques, all_accesses = (int(n) for n in self._totals[t])
         return ReuseCurve(
             uses[:-1].copy(), float(uses[-1]), accesses[:-1].copy(), float(accesses[-1]),
@@ -86,96 +87,172 @@ def _hash(key):
     return mix(key + np.uint64(0x632BE59BD9B4E019))
 
 
+@njit(error_model="numpy", forceinline=True)
+def _home(hashes, hash_):
+    """By the lower half: of sampled rows' hashes, the upper bits are 0."""
+    return np.int64(((hash_ & np.uint64(0xFFFFFFFF)) * np.uint64(hashes.size)) >> np.uint64(32))
+
+
+@njit(error_model="numpy", forceinline=True)
+def _find(hashes, hash_):
+    """Where ``hash_`` is, or the free place where it belongs."""
+    at = _home(hashes, hash_)
+    while hashes[at] != hash_ and hashes[at] != _FREE:
+        at += 1
+        if at == hashes.size:
+            at = 0
+    return at
+
+
 @njit(nogil=True, cache=True, error_model="numpy")
 def _observe(keys, uses, number, totals, threshold, state):
-    live, known, position, index, _, tree, distances = state
-    rows = known.shape[1]
-    chosen = np.empty(keys.size, np.int32)
-    count = 0
-    for i in range(keys.size):
-        t = number[np.int64(keys[i] >> _TABLE)]
-        totals[t, 0] += 1
-        totals[t, 1] += uses[i]
-        if _hash(keys[i]) <= threshold[t]:
-            chosen[count] = i
-            count += 1
+    live, hashes, position, taken, before, distances = state
+    rows = distances.shape[1] - 1
+    chosen, runs = np.empty(keys.size, np.int32), np.empty((keys.size + 1, 2), np.int32)
+    count = _choose(keys, uses, number, totals, threshold, chosen, runs)
+    where = np.empty(chosen.size, np.int32)
     sampled = np.zeros(live.shape[0], np.int32)
-    for i in chosen[:count]:  # as the rows stand before the batch
-        t = number[np.int64(keys[i] >> _TABLE)]
-        sampled[t] += 1
-        entry = index[t, hashing.find(index[t], known[t], keys[i])]
-        distance = rows
-        if entry:
-            distance = live[t, 0] - sum_to(tree[t], np.int64(position[t, entry - 1]) + 1)
-        distances[t, 0, distance] += 1
-        distances[t, 1, distance] += uses[i]
-    for i in chosen[:count]:
-        t = number[np.int64(keys[i] >> _TABLE)]
-        if live[t, 0] == rows:
-            _halve(t, threshold, state)
-        if _hash(keys[i]) <= threshold[t]:
-            _use(t, keys[i], threshold, state)
+    for r in range(count):  # as the rows stand before the batch
+        t, part = runs[r, 0], slice(runs[r, 1], runs[r + 1, 1])
+        if not sampled[t]:
+            _number(taken[t], before[t])
+        _measure(
+            keys, uses, chosen[part], where[part],
+            live[t, 0], hashes[t], position[t], taken[t], before[t], distances[t],
+        )  # fmt: skip
+        sampled[t] += runs[r + 1, 1] - runs[r, 1]
+    for r in range(count):
+        part = slice(runs[r, 1], runs[r + 1, 1])
+        _use(keys, chosen[part], where[part], runs[r, 0], threshold, state)
     for t in range(live.shape[0]):
         if sampled[t] > rows // _PER_BATCH:
             _halve(t, threshold, state)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _use(t, key, threshold, state):
-    """Makes ``key`` the table's most recent row; there is room for it."""
-    live, known, position, index, row_at, tree, _ = state
-    if live[t, 1] == row_at.shape[1]:
-        _compact(t, threshold, state)
-    at = hashing.find(index[t], known[t], key)
-    entry = index[t, at] - 1
-    if entry < 0:
-        entry = np.int32(live[t, 0])
-        known[t, entry] = key
-        index[t, at] = entry + 1
-        live[t, 0] += 1
-    else:
-        add_at(tree[t], np.int64(position[t, entry]), -1)
-        row_at[t, position[t, entry]] = -1
-    time = live[t, 1]
-    position[t, entry] = time
-    row_at[t, time] = entry
-    add_at(tree[t], time, 1)
-    live[t, 1] += 1
+def _choose(keys, uses, number, totals, threshold, chosen, runs):
+    """Adds to the totals and chooses the sampled keys. Of every run of keys of one table, ``runs`` gets the
+    table's number and where it begins in ``chosen``; returns how many runs there are."""
+    i, count, run = 0, 0, 0
+    while i < keys.size:
+        first, table, accesses = i, keys[i] >> _TABLE, 0
+        t = number[np.int64(table)]
+        limit = threshold[t]
+        runs[run, 0], runs[run, 1] = t, count
+        while i < keys.size and keys[i] >> _TABLE == table:
+            accesses += uses[i]
+            chosen[count] = i
+            count += _hash(keys[i]) <= limit
+            i += 1
+        totals[t, 0] += i - first
+        totals[t, 1] += accesses
+        run += 1
+    runs[run, 1] = count
+    return run
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _measure(keys, uses, chosen, where, live, hashes, position, taken, before, distances):
+    """Counts the uses of one table's rows by distance; fills in where their hashes are or belong."""
+    for k in range(chosen.size):
+        hash_ = _hash(keys[chosen[k]])
+        at = _find(hashes, hash_)
+        where[k] = at
+        distance = distances.shape[0] - 1
+        if hashes[at] == hash_:
+            distance = live - _taken_to(taken, before, position[at])
+        distances[distance, 0] += 1
+        distances[distance, 1] += uses[chosen[k]]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _use(keys, chosen, where, t, threshold, state):
+    """Makes rows of one table its most recent ones; ``where`` is where they were, if they were known."""
+    live, hashes, position, taken = state[0][t], state[1][t], state[2][t], state[3][t]
+    rows = state[5].shape[1] - 1
+    for k in range(chosen.size):
+        hash_, at = _hash(keys[chosen[k]]), where[k]
+        if live[0] == rows:
+            _halve(t, threshold, state)
+        if hash_ > threshold[t]:
+            continue
+        if live[1] == taken.size * _WORD:
+            _compact(t, state)
+        if hashes[at] != hash_:
+            at = _find(hashes, hash_)
+        if hashes[at] != hash_:
+            hashes[at] = hash_
+            live[0] += 1
+        else:
+            _flip(taken, position[at])
+        position[at] = live[1]
+        _flip(taken, live[1])
+        live[1] += 1
+
+
+@njit(error_model="numpy", forceinline=True)
+def _ones(word):
+    word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
+    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _number(taken, before):
+    """``before`` for all words."""
+    total = 0
+    for word in range(taken.size):
+        before[word] = total
+        total += _ones(taken[word])
+
+
+@njit(error_model="numpy", forceinline=True)
+def _taken_to(taken, before, position):
+    """Taken positions up to ``position``, itself included."""
+    word = position >> 6
+    return before[word] + _ones(taken[word] << np.uint64(63 - (position & 63)))
+
+
+@njit(error_model="numpy", forceinline=True)
+def _flip(taken, position):
+    taken[position >> 6] ^= np.uint64(1) << np.uint64(position & 63)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _halve(t, threshold, state):
     """Samples half as many of the table's rows from now on; distances and counts shrink with them."""
-    distances = state[6]
+    live, hashes, position, taken, _, distances = state
     threshold[t] >>= np.uint64(1)
-    _compact(t, threshold, state)
+    rows, old = hashes[t].copy(), position[t].copy()
+    hashes[t, :] = _FREE
+    live[t, 0] = 0
+    for i in range(rows.size):
+        if rows[i] <= threshold[t]:
+            at = _find(hashes[t], rows[i])
+            hashes[t, at], position[t, at] = rows[i], old[i]
+            live[t, 0] += 1
+        elif rows[i] != _FREE:
+            _flip(taken[t], old[i])
+    _compact(t, state)
     for kind in range(2):
-        row = distances[t, kind]
-        for d in range(row.size - 1):
-            half = row[d] / 2
-            row[d] = 0
-            row[d // 2] += half
-        row[row.size - 1] /= 2
+        last = distances.shape[1] - 1
+        for d in range(last):
+            half = distances[t, d, kind] / 2
+            distances[t, d, kind] = 0
+            distances[t, d // 2, kind] += half
+        distances[t, last, kind] /= 2
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _compact(t, threshold, state):
-    """Drops rows that are not sampled any more and closes the gaps between positions."""
-    live, known, position, index, row_at, tree, _ = state
-    kept = np.empty(live[t, 0], np.uint64)
-    count = 0
-    for time in range(live[t, 1]):
-        entry = row_at[t, time]
-        if entry >= 0 and _hash(known[t, entry]) <= threshold[t]:
-            kept[count] = known[t, entry]
-            count += 1
-    index[t, :] = 0
-    row_at[t, :] = -1
-    tree[t, :] = 0
-    live[t, :] = count
-    for entry in range(count):
-        known[t, entry] = kept[entry]
-        index[t, hashing.find(index[t], known[t], kept[entry])] = entry + 1
-        position[t, entry] = entry
-        row_at[t, entry] = entry
-        add_at(tree[t], entry, 1)
+def _compact(t, state):
+    """Closes the gaps between positions."""
+    live, hashes, position, taken, before, _ = state
+    _number(taken[t], before[t])
+    for at in range(hashes.shape[1]):
+        if hashes[t, at] != _FREE:
+            position[t, at] = _taken_to(taken[t], before[t], position[t, at]) - 1
+    taken[t, :] = 0
+    for at in range(live[t, 0]):
+        _flip(taken[t], at)
+    live[t, 1] = live[t, 0]
