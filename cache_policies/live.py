@@ -14,6 +14,7 @@ import numpy as np
 from numba import njit
 
 from cache_policies.hashing import mix
+from cache_policies.prefetch import AHEAD, prefetch
 from cache_policies.reuse import ReuseCurve
 
 _ROWS = 1 << 16  # sampled at most, of all tables together
@@ -155,6 +156,10 @@ def _choose(keys, uses, number, totals, threshold, chosen, runs):
 def _measure(keys, uses, chosen, where, live, hashes, position, taken, before, distances):
     """Counts the uses of one table's rows by distance; fills in where their hashes are or belong."""
     for k in range(chosen.size):
+        if k + AHEAD < chosen.size:
+            home = _home(hashes, _hash(keys[chosen[k + AHEAD]]))
+            prefetch(hashes, home)
+            prefetch(position, home)
         hash_ = _hash(keys[chosen[k]])
         at = _find(hashes, hash_)
         where[k] = at
