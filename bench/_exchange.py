@@ -1,27 +1,53 @@
-"""How fast ranks of one host exchange vectors over gloo."""
+"""What exchanges of ranks of one host take over gloo: per byte, per collective, and in the runtime."""
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+import tierstore
+from tierstore import EmbeddingBagConfig, KeyedJaggedTensor, TierConfig, optim
+from tierstore.planner.costs import EXCHANGES
+from tierstore.sharding import ShardingEnv, construct_plan, row_wise, shard
 
 from ._ranks import on_ranks
 
 _SIZES = (1 << 18, 1 << 20, 1 << 22)
 """Bytes that a rank sends to each other one: those of a step's vectors in most models."""
+_TABLES = (2, 26)
+"""Of the collections that are trained for the costs of steps and pieces."""
+_CHUNK = 8  # steps whose mean is one measurement
+_WARM = 24
 
 
-def exchange_bandwidth(ranks: int, seconds: float) -> float:
-    """Bytes per second that each of ``ranks`` processes receives from the others, all at once."""
-    rate: float = on_ranks(ranks, _received, seconds)
-    return rate
+def exchange_figures(ranks: int, seconds: float) -> dict[str, Any]:
+    """Fields of a Topology: ``intra_host_bw``, bytes per second that each of ``ranks`` processes receives
+    from the others, all at once; ``exchange_seconds``."""
+    found: dict[str, Any] = on_ranks(ranks, _figures, seconds)
+    return found
 
 
-def _received(seconds: float) -> float:
+def _figures(seconds: float) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return sum(_rate(size // 4, seconds / len(_SIZES)) for size in _SIZES) / len(_SIZES)
+    tierstore.set_num_threads(1)
+    (few, few_busy), (many, many_busy) = (_step(tables, seconds) for tables in _TABLES)
+    pieces = [tables * dist.get_world_size() for tables in _TABLES]
+    piece = max(0.0, many_busy - few_busy) / (pieces[1] - pieces[0])
+    waits = max(0.0, few - few_busy + many - many_busy) / 2
+    return {
+        "intra_host_bw": statistics.mean(_rate(size // 4, seconds / len(_SIZES)) for size in _SIZES),
+        "exchange_seconds": {
+            "step": max(0.0, few_busy - pieces[0] * piece),
+            "collective": waits / EXCHANGES,
+            "piece": piece,
+        },
+    }
 
 
 def _rate(floats: int, seconds: float) -> float:
@@ -30,12 +56,47 @@ def _rate(floats: int, seconds: float) -> float:
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = [0 if other == rank else floats for other in range(world)]
     sent, found = torch.zeros(sum(sizes)), torch.empty(sum(sizes))
+    times = _times(lambda: dist.all_to_all_single(found, sent, sizes, sizes), seconds)
+    return found.nbytes * len(times) / sum(wall for wall, _ in times)
+
+
+def _step(tables: int, seconds: float) -> tuple[float, float]:
+    """Typical seconds by the clock, and of the rank's processors, of a step of ``tables`` small row-wise
+    tables, of which each example has one id: little but what a step takes whatever the rows and bytes."""
+    env = ShardingEnv.of(None)
+    configs = [EmbeddingBagConfig(1024, 8, f"t{i}", feature_names=[f"t{i}"]) for i in range(tables)]
+    whole = tierstore.EmbeddingBagCollection(
+        configs, config=TierConfig(hbm="all"), optimizer=optim.SGD(lr=0.1)
+    )
+    plan = construct_plan(whole, {config.name: row_wise() for config in configs}, env.world_size)
+    bags = shard(whole, plan, env)
+    examples = 8
+    ids = torch.arange(tables * examples) * 1024 // (tables * examples)
+    batch = KeyedJaggedTensor([c.name for c in configs], ids, lengths=torch.ones(len(ids), dtype=torch.int64))
+    batches: Iterator[Any] = tierstore.prefetch(repeat(batch), bags, depth=2, window=8)
+    grad = torch.ones(examples, 8 * tables)
+
+    def steps() -> None:
+        for _ in range(_CHUNK):
+            bags(next(batches)).values().backward(grad)
+
+    for _ in range(_WARM // _CHUNK):
+        steps()
+    wall, busy = (statistics.median(each) / _CHUNK for each in zip(*_times(steps, seconds), strict=True))
+    batches.close()  # type: ignore[attr-defined]
+    bags.close()
+    return wall, busy
+
+
+def _times(work: Callable[[], object], seconds: float) -> list[tuple[float, float]]:
+    """Seconds by the clock and of this rank's processors of each call, for so long; all ranks stop at the
+    same time."""
     times = []
     until, more = time.perf_counter() + seconds, torch.ones(1)
     while more:
-        start = time.perf_counter()
-        dist.all_to_all_single(found, sent, sizes, sizes)
-        times.append(time.perf_counter() - start)
+        start, busy = time.perf_counter(), time.process_time()
+        work()
+        times.append((time.perf_counter() - start, time.process_time() - busy))
         more[0] = time.perf_counter() < until
-        dist.all_reduce(more, dist.ReduceOp.MIN)  # all stop at the same time
-    return found.nbytes * len(times) / sum(times)
+        dist.all_reduce(more, dist.ReduceOp.MIN)
+    return times

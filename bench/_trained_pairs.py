@@ -38,7 +38,7 @@ from ._ranks import on_ranks
 from ._rounds import chosen, due, read_records
 from ._their_plan import as_our_plan, their_plan, with_our_tiers
 from ._trained_plan import DEPTH, WINDOW, Budget, Tables, Turns
-from ._trained_ranks import Parts, trained_by_tierstore, trained_by_torchrec
+from ._trained_ranks import Parts, dense_seconds_of, trained_by_tierstore, trained_by_torchrec
 
 RANKS = 2
 OPTIMIZER = "sgd"
@@ -125,7 +125,8 @@ def run(args: argparse.Namespace) -> int:
     rates = known.get("rates") or _rates(args.topology)
     for name in names:
         if name not in plans:
-            plans[name] = plans_of(PAIRS[name], rates, args.search_seconds)
+            dense = on_ranks(RANKS, dense_seconds_of, PAIRS[name].data())
+            plans[name] = plans_of(PAIRS[name], rates, args.search_seconds, dense)
     records: list[dict[str, Any]] = known.get("records", [])
     until = time.perf_counter() + args.seconds
     turns = Turns(args.warm, args.turns, args.steps)
@@ -152,11 +153,13 @@ def _rates(path: Path | None) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key in known}
 
 
-def plans_of(pair: Pair, rates: Mapping[str, Any], search_seconds: float) -> dict[str, Any]:
+def plans_of(
+    pair: Pair, rates: Mapping[str, Any], search_seconds: float, dense_seconds: float = 0.0
+) -> dict[str, Any]:
     """By name of a way to train: its plan (or, for torchrec's runtime, sharding types and ranks), the step
-    that our planner predicts, and notes."""
+    that our planner predicts, and notes. ``dense_seconds``: what the rest of the model takes per step."""
     machine = pair.machine(rates)
-    work = Workload(pair.batch_size, depth=DEPTH, window=WINDOW)
+    work = Workload(pair.batch_size, dense_seconds=dense_seconds, depth=DEPTH, window=WINDOW)
     planner = EmbeddingShardingPlanner(
         machine, workload=work, stats=pair.data().stats(), search_seconds=search_seconds
     )

@@ -7,6 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,22 @@ def trained_by_torchrec(
     model.over = DistributedDataParallel(model.over)  # type: ignore[assignment]
     drawn, draw = _drawing(data, as_theirs)
     return _train(Job(model, drawn, draw, lambda: 0, lambda: None), turns)
+
+
+def dense_seconds_of(data: Parts) -> float:
+    """Seconds of a rank's processors for a step of the model with constant bags: what the planner is told of
+    the dense part."""
+    _one_thread()
+    values = torch.randn(data.part_size, _width(data), requires_grad=True)
+    model = Model(lambda _: SimpleNamespace(values=lambda: values * 1.0), _width(data))
+    model.over = DistributedDataParallel(model.over)  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    times = []
+    for _ in range(60):
+        start = time.process_time()
+        train_step(model, optimizer, None)
+        times.append(time.process_time() - start)
+    return _largest(float(np.median(times)))
 
 
 def _one_thread() -> None:

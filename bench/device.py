@@ -18,7 +18,7 @@ import psutil
 from tierstore.config import format_bytes, parse_bytes
 
 from ._drive import Device, direct_flag
-from ._exchange import exchange_bandwidth
+from ._exchange import exchange_figures
 from ._folder import folder
 
 SUMMARY = "memory and SSD figures of this machine, as a topology for tierstore plan"
@@ -69,7 +69,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     result |= {"hbm_bw": copy / args.ranks, "host_link_bw": copy / args.ranks}
     result |= cuda_figures(args.seconds)
     if args.ranks > 1 and result["device"] == "cpu":
-        result["intra_host_bw"] = exchange_bandwidth(args.ranks, args.seconds)
+        result |= exchange_figures(args.ranks, args.seconds)
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=args.dir) as folder:
         result["ssd_per_host"] = psutil.disk_usage(folder).free
         result |= drive_figures(Path(folder) / "device", args)
@@ -185,7 +185,7 @@ def _rate(call: Callable[[], int], seconds: float) -> float:
 def _text(key: str, value: Any) -> str:
     if isinstance(value, int) and key.startswith(("hbm_per", "host_memory_per", "ssd_per")):
         return format_bytes(value)
-    if key in ("row_seconds", "row_size_seconds"):
+    if key in ("row_seconds", "row_size_seconds", "exchange_seconds"):
         scale, unit = (1e9, "ns") if key == "row_seconds" else (1e6, "us")
         return ", ".join(f"{name} {seconds * scale:,.0f} {unit}" for name, seconds in value.items())
     if isinstance(value, float):

@@ -10,31 +10,59 @@ template <typename T>
 using Array = py::array_t<T, py::array::c_style>;
 
 // Hands the vector's memory over to numpy.
-Array<std::int64_t> Owned(std::vector<std::int64_t>&& values) {
-  auto* kept = new std::vector<std::int64_t>(std::move(values));
-  const py::capsule owner(kept, [](void* p) { delete static_cast<std::vector<std::int64_t>*>(p); });
-  return Array<std::int64_t>(static_cast<py::ssize_t>(kept->size()), kept->data(), owner);
+template <typename T>
+Array<T> Owned(std::vector<T>&& values) {
+  auto* kept = new std::vector<T>(std::move(values));
+  const py::capsule owner(kept, [](void* p) { delete static_cast<std::vector<T>*>(p); });
+  return Array<T>(static_cast<py::ssize_t>(kept->size()), kept->data(), owner);
+}
+
+template <typename Wire>
+py::tuple Divide(const tierstore::Bagged& batch, const Array<std::int64_t>& starts) {
+  tierstore::Divided<Wire> divided;
+  {
+    py::gil_scoped_release release;
+    divided = tierstore::DivideByRows<Wire>(batch, starts.data(), starts.size());
+  }
+  return py::make_tuple(Owned(std::move(divided.ids)), Owned(std::move(divided.lengths)),
+                        Owned(std::move(divided.positions)), Owned(std::move(divided.ends)));
 }
 
 py::tuple BindDivideByRows(std::uintptr_t ids_addr, bool is_int32, std::int64_t count,
-                           const Array<std::int64_t>& lengths, const Array<std::int64_t>& starts) {
-  const tierstore::Bagged batch{reinterpret_cast<const void*>(ids_addr), is_int32, count, lengths.data(),
-                                lengths.size()};
-  tierstore::Divided divided;
-  {
-    py::gil_scoped_release release;
-    divided = tierstore::DivideByRows(batch, starts.data(), starts.size());
+                           const Array<std::int64_t>& lengths, const Array<std::int64_t>& starts,
+                           bool as_int32) {
+  const tierstore::Bagged batch{
+      {reinterpret_cast<const void*>(ids_addr), is_int32, count}, lengths.data(), lengths.size()};
+  return as_int32 ? Divide<std::int32_t>(batch, starts) : Divide<std::int64_t>(batch, starts);
+}
+
+using Bounded = std::tuple<std::uintptr_t, bool, std::int64_t, std::int64_t>;
+
+py::tuple BindFirstOutside(const std::vector<Bounded>& features) {
+  py::gil_scoped_release release;
+  for (std::size_t f = 0; f < features.size(); ++f) {
+    const auto& [address, is_int32, count, bound] = features[f];
+    const std::int64_t at =
+        tierstore::FirstOutside({reinterpret_cast<const void*>(address), is_int32, count}, bound);
+    if (at >= 0) {
+      py::gil_scoped_acquire acquire;
+      return py::make_tuple(f, at);
+    }
   }
-  return py::make_tuple(Owned(std::move(divided.ids)), Owned(std::move(divided.lengths)),
-                        Owned(std::move(divided.positions)));
+  py::gil_scoped_acquire acquire;
+  return py::make_tuple(-1, -1);
 }
 
 }  // namespace
 
 TIERSTORE_BINDINGS(exchange) {
   m.def("divide_by_rows", &BindDivideByRows, py::arg("ids_addr"), py::arg("is_int32"), py::arg("count"),
-        py::arg("lengths").noconvert(), py::arg("starts").noconvert(),
+        py::arg("lengths").noconvert(), py::arg("starts").noconvert(), py::arg("as_int32"),
         "Divide ids (int64 or int32[count]) in bags of lengths (int64) among shards that begin at starts "
-        "(int64, ascending): (ids int64[count] by shard, lengths int64[shards * bags], positions "
-        "int64[count]). Raises ValueError for lengths or ids that do not fit.");
+        "(int64, ascending): (ids [count] by shard, lengths [shards * bags], both int32 if as_int32, else "
+        "int64, positions int64[count], ends int64[shards] of the shards' ids). Raises ValueError for "
+        "lengths or ids that do not fit.");
+  m.def("first_outside", &BindFirstOutside, py::arg("features"),
+        "The first id outside [0, bound): (number of its feature, its position), (-1, -1) if there is none. "
+        "features: (address, is_int32, count, bound) of each.");
 }

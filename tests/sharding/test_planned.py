@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,15 @@ from tests.sharding.test_parallel import Model, train_both
 from tierstore import TierConfig
 from tierstore.cache.memory_tier import bytes_for
 from tierstore.errors import InfeasiblePlanError
-from tierstore.sharding import DistributedModelParallel, ShardingPlan
+from tierstore.planner.costs import EXCHANGES
+from tierstore.sharding import (
+    DistributedModelParallel,
+    ShardedEmbeddingBagCollection,
+    ShardingEnv,
+    ShardingPlan,
+    construct_plan,
+    row_wise,
+)
 
 TIERS = {
     "all": TierConfig(hbm="all"),
@@ -90,3 +99,29 @@ def everything() -> None:
 
 def test_without_a_plan_the_planner_makes_one() -> None:
     run(2, everything)
+
+
+def counts_collectives() -> None:
+    calls = []
+    original = {name: getattr(ShardingEnv, name) for name in ("gather", "all_to_all")}
+    plan = construct_plan(configs(), {config.name: row_wise() for config in configs()}, 2)
+    bags = ShardedEmbeddingBagCollection(configs(), plan, ShardingEnv.of(None), config=TierConfig(hbm="all"))
+    for name, call in original.items():
+
+        def counted(*args: Any, _call: Any = call, **more: Any) -> Any:
+            calls.append(_call)
+            return _call(*args, **more)
+
+        setattr(ShardingEnv, name, counted)
+    try:
+        (batch,) = cases.batches(2, 1)
+        bags(batch.of([bags.env.rank])).values().sum().backward()
+    finally:
+        for name, call in original.items():
+            setattr(ShardingEnv, name, call)
+    assert len(calls) == EXCHANGES
+    bags.close()
+
+
+def test_a_step_has_as_many_collectives_as_the_planner_counts() -> None:
+    run(2, counts_collectives)

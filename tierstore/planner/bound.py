@@ -161,8 +161,9 @@ class _Program:
         return first
 
     def _add_rank(self) -> int:
-        first, lookups, dense = len(self.limits), self.work.lookup_seconds, self.work.dense_seconds
-        fetches = lookups + self.topology.in_turn * dense if self.topology.one_fetcher else 0.0
+        first, lookups, dense = len(self.limits), self.work.lookup_seconds, self.work.compute_seconds
+        busy = dense - self.work.idle_seconds
+        fetches = lookups + self.topology.in_turn * busy if self.topology.one_fetcher else 0.0
         for stage, seconds in enumerate((dense, lookups, 0.0, 0.0, 0.0, fetches)):
             row = self._tie(-np.inf, -seconds / self.unit)
             self._put(row, 0, -1.0)

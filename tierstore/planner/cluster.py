@@ -30,7 +30,7 @@ class Cluster:
         world, hosts = topology.world_size, topology.hosts
         self.host_of = np.arange(world) // topology.ranks_per_host
         self.seconds = np.zeros((world, 4))
-        self.seconds[:, 0], self.seconds[:, 1] = work.dense_seconds, work.lookup_seconds
+        self.seconds[:, 0], self.seconds[:, 1] = work.compute_seconds, work.lookup_seconds
         self.fetched_share = fetched_share(topology, work)
         self.fixed_hbm = np.full(world, float(work.fixed_hbm))
         self.hbm_bytes, self.link_s = np.zeros((world, GRID)), np.zeros((world, GRID))
@@ -106,7 +106,7 @@ class Cluster:
         """Fills in the last stage; ``host`` (ranks, 2) are the seconds of each rank's host."""
         if self.topology.one_fetcher:
             rank[:, 5] = rank[:, 1] + rank[:, 4] + self.fetched_share * host[:, 0]
-            rank[:, 5] += self.topology.in_turn * rank[:, 0]
+            rank[:, 5] += self.topology.in_turn * (rank[:, 0] - self.work.idle_seconds)
         return rank
 
     def _hosts(

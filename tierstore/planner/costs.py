@@ -27,6 +27,7 @@ MOST_FILE_BYTES = (
 TWO_TIER_READS = 0.35  # more reads if all memory were host memory: rows forget their use going down (CPU)
 MERGED_READ_BYTES = 64 << 10  # the largest read that brings several rows
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
+EXCHANGES = 4  # collectives of a step of one sharded collection: sizes, ids, vectors, gradients
 WEIGHT_BYTES, FLOAT = 4, 4
 _INT32_ROWS = 1 << 31
 
@@ -39,7 +40,8 @@ class Workload:
     - ``dense_seconds``: compute of the unsharded part per step, ``dense_bytes``: device memory it takes
       (parameters, gradients, optimizer state, activations); measured or stated by the user.
     - ``tier_bytes``: what the tiers of a rank take beside their slots, in device and in host memory;
-      ``lookup_seconds``: what its lookups take whatever the rows. The planner fills both in.
+      ``lookup_seconds``: what its lookups take whatever the rows; ``exchange_seconds``: what its exchanges
+      take whatever is in them, of computing and of waiting. The planner fills all three in.
     - ``depth``: batches prefetched ahead, whose rows are pinned. ``window``: batches whose ids are known
       ahead (None: as many as reading ahead has room for).
     - ``rows_per_read``: random reads that one read in the order of places does for. None: on the CPU the
@@ -54,6 +56,7 @@ class Workload:
     dense_bytes: int = 0
     tier_bytes: tuple[int, int] = (0, 0)
     lookup_seconds: float = 0.0
+    exchange_seconds: tuple[float, float] = (0.0, 0.0)
     depth: int = 1
     window: int | None = None
     rows_per_read: float | None = None
@@ -72,6 +75,16 @@ class Workload:
             value = getattr(self, name)
             if value is not None and not 1 <= value < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least 1")
+
+    @property
+    def compute_seconds(self) -> float:
+        """What a rank computes, or waits for, whatever its shards are."""
+        return self.dense_seconds + sum(self.exchange_seconds)
+
+    @property
+    def idle_seconds(self) -> float:
+        """The part of them in which it waits, and leaves its processor to other threads."""
+        return self.exchange_seconds[1]
 
     @property
     def fixed_hbm(self) -> int:
@@ -96,6 +109,13 @@ def tier_bytes(tables: Iterable[TableSpec], topology: Topology) -> tuple[int, in
         return sum(slots) * POLICY_FIXED_BYTES
 
     return fixed(topology.hbm_per_rank), fixed(topology.host_memory_per_host // topology.ranks_per_host)
+
+
+def exchange_seconds(tables: Iterable[TableSpec], topology: Topology) -> tuple[float, float]:
+    """``Workload.exchange_seconds``: every collection exchanges for itself."""
+    collections = len({table.module for table in tables})
+    waiting = EXCHANGES * topology.exchange("collective")
+    return collections * topology.exchange("step"), collections * waiting
 
 
 def row_sizes(tables: Iterable[TableSpec]) -> dict[int, int]:
@@ -267,6 +287,11 @@ def waited(topology: Topology, exchange: float) -> float:
     return exchange if topology.one_fetcher else 0.0
 
 
+def features_of(table: TableSpec) -> int:
+    """Each is asked for by itself."""
+    return max(1, len(table.feature_names))
+
+
 def replica_cost(table: TableSpec, topology: Topology, work: Workload) -> ShardCost:
     """One replica of a data-parallel table: every rank gets the ids and gradients of all ranks, and makes the
     same update (docs/sharding.md); no dense gradient is reduced."""
@@ -281,6 +306,7 @@ def replica_cost(table: TableSpec, topology: Topology, work: Workload) -> ShardC
     intra = (ids + gradients) * near / topology.intra_host_bw
     inter = (ids + gradients) * far / topology.inter_host_bw
     compute = moved / topology.hbm_bw + accesses * each["lookup"] + unique * each["update"]
+    compute += features_of(table) * topology.world_size * topology.exchange("piece")
     load = Load(
         compute=compute + waited(topology, intra + inter),
         index=accesses / topology.index_rows_per_s + unique * (each["plan"] + each["policy"]),

@@ -13,6 +13,7 @@ from tierstore.planner.costs import (
     ShardCost,
     Workload,
     exchanged_ids,
+    features_of,
     replica_cost,
     shard_cost,
     vectors,
@@ -146,15 +147,17 @@ def _exchange(
     table: TableSpec, topology: Topology, work: Workload, rows: int, columns: int
 ) -> tuple[Load, Load]:
     """Seconds of (a shard on its rank, every rank) for bytes received: ids and gradients come to the shard,
-    outputs to everyone. Partial sums of row cuts come one per row cut to the rank that asked."""
+    outputs to everyone. Partial sums of row cuts come one per row cut to the rank that asked. And what it
+    takes to ask, and to answer every rank, whatever the bytes."""
     near, far = topology.others()
     size = work.batch_size * topology.world_size
     out = vectors(table, size) * table.embedding_dim * FLOAT
     ids = exchanged_ids(table, size, table.accesses(size) / rows)
     grad = out / columns / (1 if table.pooled else rows)
     received = out * (rows if table.pooled else 1) / topology.world_size
-    shard = _load(topology, (grad + ids) * near, (grad + ids) * far)
-    return shard, _load(topology, received * near, received * far)
+    half = features_of(table) * topology.exchange("piece") / 2
+    shard = _load(topology, (grad + ids) * near, (grad + ids) * far) + Load(half * topology.world_size)
+    return shard, _load(topology, received * near, received * far) + Load(half * rows * columns)
 
 
 def _load(topology: Topology, near: float, far: float) -> Load:

@@ -17,7 +17,7 @@ from tierstore.planner.again import advice, what_is_missing
 from tierstore.planner.allocate import Allocation, Placed, allocate
 from tierstore.planner.bound import likely_cuts
 from tierstore.planner.constraints import ParameterConstraints, constraints_of
-from tierstore.planner.costs import Workload, row_sizes, tier_bytes
+from tierstore.planner.costs import Workload, exchange_seconds, row_sizes, tier_bytes
 from tierstore.planner.cuts import cuts_of
 from tierstore.planner.predict import Prediction, hit_rate, predict
 from tierstore.planner.reading import with_reading
@@ -200,7 +200,12 @@ class EmbeddingShardingPlanner:
 
     def _work_for(self, tables: Sequence[TableSpec], work: Workload) -> Workload:
         lookups = len(row_sizes(tables)) * self.topology.row_size_seconds["lookup"]
-        return replace(work, tier_bytes=tier_bytes(tables, self.topology), lookup_seconds=lookups)
+        return replace(
+            work,
+            tier_bytes=tier_bytes(tables, self.topology),
+            lookup_seconds=lookups,
+            exchange_seconds=exchange_seconds(tables, self.topology),
+        )
 
     def _solve(self, tables: Sequence[TableSpec], work: Workload, seconds: float) -> Solution:
         start = time.perf_counter()

@@ -45,7 +45,7 @@ def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches
     """Sums up the shards of ``placed`` with the rows that ``caches`` gives them."""
     world, hosts = topology.world_size, topology.hosts
     ranks, host = np.zeros((world, 6)), np.zeros((hosts, 2))
-    ranks[:, 0], ranks[:, 1] = work.dense_seconds, work.lookup_seconds
+    ranks[:, 0], ranks[:, 1] = work.compute_seconds, work.lookup_seconds
     for item in placed:
         ranks[:, :4] += item.cut.everywhere.seconds
     unique = caches.field("unique")
@@ -62,7 +62,7 @@ def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches
     if topology.one_fetcher:
         ranks[:, 5] = ranks[:, 1] + ranks[:, 4] + _sums(where, on_ssd * caches.field("store_s"), world)
         ranks[:, 5] += work.read_waits * np.repeat(host[:, 0], topology.ranks_per_host)
-        ranks[:, 5] += topology.in_turn * ranks[:, 0]
+        ranks[:, 5] += topology.in_turn * (ranks[:, 0] - work.idle_seconds)
     else:
         ranks[:, 0] += link / topology.hbm_bw
     moved = _sums(on_host, on_ssd * caches.field("ssd_bytes_moved"), hosts)

@@ -36,6 +36,19 @@ ROW_SIZE_COSTS = {
 """Keys of ``Topology.row_size_seconds``: what the tables of one row size take a rank per step, whatever the
 rows."""
 
+EXCHANGE_COSTS = {
+    "step": "a step of one sharded collection, whatever the rows and bytes",
+    "collective": "waiting for each of its collectives, during which nothing is computed",
+    "piece": "what one rank asks one shard for; half of it where it is asked, half where it is answered",
+}
+"""Keys of ``Topology.exchange_seconds``, and what each is of; a rank alone exchanges nothing."""
+
+_SECONDS = {
+    "row_seconds": ROW_COSTS,
+    "row_size_seconds": ROW_SIZE_COSTS,
+    "exchange_seconds": EXCHANGE_COSTS,
+}
+
 ASSUMED = math.nan
 """Default of a rate: take the assumed one."""
 
@@ -57,10 +70,12 @@ class Topology:
     - ``index_rows_per_s``: ids that a rank deduplicates and looks up in its slot index.
     - ``row_seconds``: what a row costs beside its bytes, by :data:`ROW_COSTS`; zero where nothing is said.
     - ``row_size_seconds``: what a step takes for the tables of one row size, by :data:`ROW_SIZE_COSTS`.
+    - ``exchange_seconds``: what exchanging takes beside bytes, by :data:`EXCHANGE_COSTS`.
     - ``processors_per_rank``: of the host's CPU; with fewer than two, a rank's threads take turns (matters
       for device "cpu" only).
 
-    ``assumed`` names the rates that were neither given nor measured: reports print them.
+    ``assumed`` names the rates (and the seconds of exchanges) that were neither given nor measured: reports
+    print them.
     """
 
     hosts: int = 1
@@ -80,6 +95,7 @@ class Topology:
     ssd_read_curve: Sequence[tuple[int, float]] = ()
     row_seconds: Mapping[str, float] = field(default_factory=dict)
     row_size_seconds: Mapping[str, float] = field(default_factory=dict)
+    exchange_seconds: Mapping[str, float] = field(default_factory=dict)
     processors_per_rank: float = 2.0
     device: str = "cuda"
     assumed: tuple[str, ...] = field(default=(), init=False)
@@ -98,8 +114,12 @@ class Topology:
         if self.hbm_per_rank == 0:
             raise ConfigError("topology: hbm_per_rank is 0; kernels need a cache to work on")
         self._fill_rates()
+        if not self.exchange_seconds:
+            object.__setattr__(self, "exchange_seconds", ASSUMED_EXCHANGE_SECONDS[self.device])
+            if self.world_size > 1 and any(self.exchange_seconds.values()):
+                object.__setattr__(self, "assumed", (*self.assumed, "exchange_seconds"))
         object.__setattr__(self, "ssd_read_curve", _checked_curve(self.ssd_read_curve))
-        for name, known in (("row_seconds", ROW_COSTS), ("row_size_seconds", ROW_SIZE_COSTS)):
+        for name, known in _SECONDS.items():
             object.__setattr__(self, name, _checked_seconds(name, getattr(self, name), known))
         count = self.processors_per_rank
         if isinstance(count, bool) or not isinstance(count, int | float) or not 0 < count < math.inf:
@@ -122,6 +142,10 @@ class Topology:
     @property
     def world_size(self) -> int:
         return self.hosts * self.ranks_per_host
+
+    def exchange(self, kind: str) -> float:
+        """One of ``exchange_seconds``; 0 for a rank alone."""
+        return self.exchange_seconds[kind] if self.world_size > 1 else 0.0
 
     @property
     def local_world_size(self) -> int:
@@ -245,4 +269,10 @@ ASSUMED_RATES: dict[str, dict[str, float]] = {
         "inter_host_bw": 1e9,
         "index_rows_per_s": 10e6,
     },
+}
+
+# Of "cpu": measured with 2 ranks on 2 processors (docs/planner.md). Of "cuda" nothing is known.
+ASSUMED_EXCHANGE_SECONDS: dict[str, dict[str, float]] = {
+    "cuda": {},
+    "cpu": {"step": 4e-3, "collective": 3e-4, "piece": 5e-5},
 }

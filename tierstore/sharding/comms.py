@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tierstore.errors import ConfigError
@@ -55,3 +59,23 @@ class WireMemory:
         if held is None or held.numel() < count:
             self._held[name, dtype] = held = torch.empty(count + count // 8, dtype=dtype)
         return held[:count]
+
+
+class OutputMemory:
+    """Memory of outputs, used again when nobody has the tensor, a view of it or a graph that needs it any
+    more: a new one would have its pages faulted in and cleared at every step."""
+
+    _KEPT = 2
+
+    def __init__(self) -> None:
+        self._held: list[tuple[NDArray[np.float32], weakref.ref[NDArray[np.float32]]]] = []
+        """Memory, and what the tensor's storage refers to, which goes when the storage does."""
+
+    def take(self, shape: tuple[int, ...]) -> Tensor:
+        """A float32 tensor, not initialised."""
+        count = math.prod(shape)
+        free = [at for at, (memory, user) in enumerate(self._held) if user() is None and len(memory) >= count]
+        memory = self._held.pop(free[0])[0] if free else np.empty(count + count // 8, np.float32)
+        used = memory[:count]
+        self._held = [*self._held[1 - self._KEPT :], (memory, weakref.ref(used))]
+        return torch.from_numpy(used).view(shape)

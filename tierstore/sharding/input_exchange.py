@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -29,14 +30,24 @@ _NO_BATCH = RankError(
 )
 
 
+Wire: TypeAlias = NDArray[np.int32] | NDArray[np.int64]
+"""Ids and bag lengths as they are sent."""
+
+
 @dataclass(frozen=True)
 class Sent:
-    """What one request got of this rank's batch: ``ids``, bag lengths, and which positions of the batch's
-    values they are."""
+    """What one request got of this rank's batch: ids, bag lengths, and which positions of the batch's
+    values they are; as a slice if they are all of a feature's."""
 
-    ids: Tensor
-    lengths: NDArray[np.int64]
-    positions: NDArray[np.int64]
+    ids: Wire
+    lengths: Wire
+    places: NDArray[np.int64] | slice
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        if isinstance(self.places, slice):
+            return np.arange(self.places.start, self.places.stop)
+        return self.places
 
 
 @dataclass(frozen=True)
@@ -87,14 +98,16 @@ class InputExchange:
         elif rows_only:
             found = [replace(f, lengths=np.array([f.ids.numel()])) for f in found]
         self.asked = found
-        self.sent: list[list[Sent]] = _divide(routing, found) if state == _GOES_ON else []
+        as_int32 = dtype == torch.int32
+        self.sent: list[list[Sent]] = _divide(routing, found, as_int32) if state == _GOES_ON else []
         """By rank, by request of that rank."""
         meta = torch.zeros(1 + len(routing.features) + env.world_size, dtype=torch.int64)
         meta[0] = _WANTS_GRADIENTS if weights_learn and state == _GOES_ON else state
         for number, feature in enumerate(found):
             meta[1 + number] = len(lengths_of(feature))
-        for rank, pieces in enumerate(self.sent):
-            meta[1 + len(routing.features) + rank] = sum(piece.ids.numel() for piece in pieces)
+        self._leaving = [sum(len(piece.ids) for piece in pieces) for pieces in self.sent]
+        for rank, ids in enumerate(self._leaving):
+            meta[1 + len(routing.features) + rank] = ids
         self._pending, self._all_meta = env.gather(meta, env.inputs)
         self._started = False
 
@@ -122,13 +135,14 @@ class InputExchange:
         asked = [request.feature for request in self._routing.own]
         self._arriving = meta[:, 1 + count + self._env.rank]
         arriving = self.bags[:, asked].sum(axis=1) + self._arriving
-        leaving = [sum(len(p.lengths) + p.ids.numel() for p in pieces) for pieces in self.sent]
-        buffers = [
-            part
-            for pieces in self.sent
-            for part in (*(_tensor(p.lengths) for p in pieces), *(p.ids for p in pieces))
+        parts = [
+            part for pieces in self.sent for part in (*(p.lengths for p in pieces), *(p.ids for p in pieces))
         ]
-        outgoing = _joined(buffers, self._dtype)
+        leaving = [
+            ids + sum(len(p.lengths) for p in pieces)
+            for ids, pieces in zip(self._leaving, self.sent, strict=True)
+        ]
+        outgoing = torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=self._dtype)
         self._incoming = torch.empty(int(arriving.sum()), dtype=self._dtype)
         self._sizes = arriving
         self._pending = self._env.all_to_all(
@@ -139,21 +153,20 @@ class InputExchange:
         """By request of this rank, by rank that asks."""
         self.send()
         self._pending.wait()
-        own = self._routing.own
-        arrived: list[list[Arrived]] = [[] for _ in own]
+        requests = [request.feature for request in self._routing.own]
+        arrived: list[list[Arrived]] = [[] for _ in requests]
         begin = 0
-        for rank, buffer in enumerate(self._incoming.split(self._sizes.tolist())):
-            at = 0
-            lengths = []
-            for request in own:
-                bags = int(self.bags[rank, request.feature])
-                lengths.append(buffer[at : at + bags].numpy().astype(np.int64))
-                at += bags
-            for number, own_lengths in enumerate(lengths):
-                ids = int(own_lengths.sum())
-                arrived[number].append(Arrived(buffer[at : at + ids], own_lengths, begin))
-                at += ids
-                begin += ids
+        for buffer, bags in zip(self._incoming.split(self._sizes.tolist()), self.bags, strict=True):
+            last = np.cumsum(bags[requests])
+            lengths = buffer[: int(last[-1]) if requests else 0].numpy().astype(np.int64)
+            ends = np.zeros(len(lengths) + 1, np.int64)
+            np.cumsum(lengths, out=ends[1:])
+            bag, at = 0, 0
+            for number, (last_bag, end) in enumerate(zip(last.tolist(), ends[last].tolist(), strict=True)):
+                ids = buffer[len(lengths) + at : len(lengths) + end]
+                arrived[number].append(Arrived(ids, lengths[bag:last_bag], begin + at))
+                bag, at = last_bag, end
+            begin += at
         self.arrived = arrived
         return arrived
 
@@ -177,7 +190,7 @@ class InputExchange:
 
     def weight_sizes(self) -> tuple[list[int], list[int]]:
         """How many ids arrived from every rank, and were sent to it."""
-        return self._arriving.tolist(), [sum(p.ids.numel() for p in pieces) for pieces in self.sent]
+        return self._arriving.tolist(), self._leaving
 
 
 def _without_repeats(features: Sequence[FeatureIds]) -> tuple[list[FeatureIds], list[Tensor]]:
@@ -203,49 +216,44 @@ def lengths_of(feature: FeatureIds) -> NDArray[np.int64]:
 
 def check_range(features: Sequence[FeatureIds], bounds: Sequence[int]) -> None:
     """InputError that names the feature, the first id out of range and its position."""
-    for feature, bound in zip(features, bounds, strict=True):
-        if not feature.ids.numel():
-            continue
-        low, high = torch.aminmax(feature.ids)
-        if low < 0 or high >= bound:
-            at = int(((feature.ids < 0) | (feature.ids >= bound)).to(torch.uint8).argmax())
-            raise InputError(
-                f"{feature.name}: id {int(feature.ids[at])} at position {at} is out of range [0, {bound})"
-            )
+    described = [
+        (f.ids.data_ptr(), f.ids.dtype == torch.int32, f.ids.numel(), bound)
+        for f, bound in zip(features, bounds, strict=True)
+    ]
+    number, at = _core.first_outside(described)
+    if number >= 0:
+        feature, bound = features[number], bounds[number]
+        raise InputError(
+            f"{feature.name}: id {int(feature.ids[at])} at position {at} is out of range [0, {bound})"
+        )
 
 
-def _divide(routing: Routing, features: Sequence[FeatureIds]) -> list[list[Sent]]:
+def _divide(routing: Routing, features: Sequence[FeatureIds], as_int32: bool) -> list[list[Sent]]:
     """By rank, by request of that rank, what it gets of this rank's batch."""
     pieces: dict[tuple[int, tuple[int, int] | None], Sent] = {}
+    wire = np.int32 if as_int32 else np.int64
     for number, feature in enumerate(features):
-        positions = np.arange(feature.begin, feature.begin + feature.ids.numel())
-        pieces[number, None] = Sent(feature.ids, lengths_of(feature), positions)
+        if routing.has_whole[number]:
+            places = slice(feature.begin, feature.begin + feature.ids.numel())
+            ids, lengths = (a.astype(wire, copy=False) for a in (feature.ids.numpy(), lengths_of(feature)))
+            pieces[number, None] = Sent(ids, lengths, places)
         for ranges in routing.row_ranges[number]:
-            for rows, piece in zip(ranges, _by_rows(feature, ranges), strict=True):
+            for rows, piece in zip(ranges, _by_rows(feature, ranges, as_int32), strict=True):
                 pieces[number, rows] = piece
     return [[pieces[r.feature, r.rows] for r in requests] for requests in routing.by_rank]
 
 
-def _by_rows(feature: FeatureIds, ranges: Sequence[tuple[int, int]]) -> list[Sent]:
+def _by_rows(feature: FeatureIds, ranges: Sequence[tuple[int, int]], as_int32: bool) -> list[Sent]:
     """A feature's ids divided by ranges that cover all rows, in order of position within each."""
     starts = np.array([begin for begin, _ in ranges], np.int64)
     own = feature.ids.contiguous()
     bags = lengths_of(feature)
-    ids, flat, positions = _core.divide_by_rows(
-        own.data_ptr(), own.dtype == torch.int32, own.numel(), np.ascontiguousarray(bags), starts
+    ids, flat, positions, ends = _core.divide_by_rows(
+        own.data_ptr(), own.dtype == torch.int32, own.numel(), np.ascontiguousarray(bags), starts, as_int32
     )
     lengths = flat.reshape(len(ranges), len(bags))
     positions += feature.begin
-    ends = np.cumsum(lengths.sum(axis=1)).tolist()
     return [
-        Sent(torch.from_numpy(ids[begin:end]), lengths[number], positions[begin:end])
-        for number, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
+        Sent(ids[begin:end], lengths[number], positions[begin:end])
+        for number, (begin, end) in enumerate(zip([0, *ends.tolist()], ends.tolist(), strict=False))
     ]
-
-
-def _tensor(lengths: NDArray[np.int64]) -> Tensor:
-    return torch.from_numpy(lengths)
-
-
-def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([part.to(dtype) for part in parts]) if parts else torch.empty(0, dtype=dtype)

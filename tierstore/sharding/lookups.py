@@ -16,7 +16,7 @@ from torch import Tensor
 from tierstore.errors import RankError
 from tierstore.modules.collection import Collection, FeatureIds
 from tierstore.modules.inputs import FeatureLookup, Ids, sequence_lookup
-from tierstore.sharding.comms import CommsConfig, WireMemory
+from tierstore.sharding.comms import CommsConfig, OutputMemory, WireMemory
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.input_exchange import InputExchange, check_range
 from tierstore.sharding.output_exchange import (
@@ -55,7 +55,7 @@ class ShardedLookups(Collection):
 
     def _set_routing(self, routing: Routing, env: ShardingEnv, comms: CommsConfig | None) -> None:
         self.env, self.routing, self.comms = env, routing, comms or CommsConfig()
-        self._wire = WireMemory()
+        self._wire, self._outputs = WireMemory(), OutputMemory()
         self._bounds = [feature.config.num_embeddings for feature in routing.features]
         self._id_type = torch.int32 if max(self._bounds) <= _INT32_ROWS else torch.int64
         self._local = [self.engine.table_index(request.table) for request in routing.own]
@@ -152,7 +152,7 @@ class ShardedLookups(Collection):
                 targets.append(
                     Target(first + answer.column, stride, counts[feature], answer.width, pieces, divisor)
                 )
-        return OutputPlan(self.env, self.comms, self._wire, sizes, targets, shape)
+        return OutputPlan(self.env, self.comms, self._wire, self._outputs, sizes, targets, shape)
 
     # -- lookups of rows one by one ------------------------------------------------------
 

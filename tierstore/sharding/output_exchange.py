@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tierstore.sharding.comms import CommsConfig, WireMemory
+from tierstore.sharding.comms import CommsConfig, OutputMemory, WireMemory
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.routing import Routing
 
@@ -71,6 +71,7 @@ class OutputPlan:
     env: ShardingEnv
     comms: CommsConfig
     wire: WireMemory
+    outputs: OutputMemory
     sizes: Sizes
     targets: Sequence[Target]
     shape: tuple[int, ...]
@@ -149,7 +150,7 @@ class OutputExchange(torch.autograd.Function):
             sent = rounded
         received = plan.wire.take("received", sum(sizes.expected), dtype)
         work = plan.env.all_to_all(received, sent[: sum(sizes.answered)], sizes.expected, sizes.answered)
-        output = torch.empty(plan.shape)
+        output = plan.outputs.take(plan.shape)
         late = [target for target in plan.targets if not all(source.here for source in target.sources)]
         for target in plan.targets:
             if all(source.here for source in target.sources):

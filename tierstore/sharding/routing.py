@@ -44,8 +44,11 @@ class Routing:
                 self.by_rank[request.rank].append(request)
         self.own = self.by_rank[rank]
         self.cut_by_rows = [False] * len(self.features)
+        self.has_whole = [False] * len(self.features)
+        """By feature: whether shards have parts of the rows, and whether any has all."""
         for request in (r for requests in self.by_rank for r in requests):
             self.cut_by_rows[request.feature] |= request.rows is not None
+            self.has_whole[request.feature] |= request.rows is None
         self.row_ranges = [self._row_ranges(number) for number in range(len(self.features))]
         self.answers = [r for requests in self.by_rank for r in requests if not r.replica]
         """What this rank gets, in order of arrival, but for its own replicas, which follow."""
