@@ -1,7 +1,6 @@
 #include "cache/batch.h"
 
 #include <algorithm>
-#include <bit>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -19,22 +18,22 @@ constexpr std::int64_t kBlock = 32;
 class ScratchTable {
  public:
   void Begin(std::int64_t keys) {
-    const std::size_t wanted = std::bit_ceil(static_cast<std::size_t>(std::max<std::int64_t>(keys, 64)) * 2);
+    // At most 2/3 full, if no key repeats.
+    const std::size_t wanted = static_cast<std::size_t>(std::max<std::int64_t>(keys, 64)) * 3 / 2;
     if (wanted > entries_.size() || wanted * 16 < entries_.size()) {
-      entries_ = PageVector<Entry>(wanted);
+      entries_ = PageVector<Entry>(wanted + wanted / 16);
       generation_ = 0;
     }
     if (++generation_ == 0) {
       std::fill(entries_.begin(), entries_.end(), Entry{});
       generation_ = 1;
     }
-    mask_ = entries_.size() - 1;
     keys_.clear();
   }
-  void Prefetch(std::uint64_t hash) const { __builtin_prefetch(&entries_[hash & mask_], 1); }
+  void Prefetch(std::uint64_t hash) const { __builtin_prefetch(&entries_[Home(hash)], 1); }
 
   std::int32_t FindOrAdd(std::uint64_t key, std::uint64_t hash) {
-    for (std::size_t at = hash & mask_;; at = (at + 1) & mask_) {
+    for (std::size_t at = Home(hash);; at = at + 1 == entries_.size() ? 0 : at + 1) {
       Entry& entry = entries_[at];
       if (entry.generation != generation_) {
         entry = {key, generation_, static_cast<std::uint32_t>(keys_.size())};
@@ -52,9 +51,10 @@ class ScratchTable {
     std::uint32_t generation = 0;
     std::uint32_t index = 0;
   };
+  std::size_t Home(std::uint64_t hash) const { return (hash >> 32) * entries_.size() >> 32; }
+
   std::vector<std::uint64_t> keys_;  // unique, in order of first occurrence
   PageVector<Entry> entries_;
-  std::size_t mask_ = 0;
   std::uint32_t generation_ = 0;
 };
 

@@ -9,6 +9,8 @@
 
 namespace tierstore {
 namespace {
+// Smaller arrays gain little from huge pages, and are many.
+constexpr std::size_t kHugeFrom = std::size_t{4} << 20;
 constexpr std::size_t RoundDown(std::size_t bytes) { return bytes / kHugePageBytes * kHugePageBytes; }
 constexpr std::size_t RoundUp(std::size_t bytes) { return RoundDown(bytes + kHugePageBytes - 1); }
 }  // namespace
@@ -27,8 +29,9 @@ void ReservedMemory::Commit(std::size_t bytes) {
   }
   // The last page is not made a huge one, so that no more memory is taken than was asked for.
   const std::size_t huge = std::min(RoundDown(bytes), reserved_);
-  if (huge > huge_) madvise(data_ + huge_, huge - huge_, MADV_HUGEPAGE);
-  huge_ = std::max(huge_, huge);
+  if (huge <= huge_ || huge < kHugeFrom) return;
+  madvise(data_ + huge_, huge - huge_, MADV_HUGEPAGE);
+  huge_ = huge;
 }
 
 void ReservedMemory::Discard(std::size_t bytes) {

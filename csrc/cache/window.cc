@@ -1,7 +1,6 @@
 #include "cache/window.h"
 
 #include <algorithm>
-#include <bit>
 #include <stdexcept>
 
 #include "cache/policy.h"
@@ -13,22 +12,25 @@ namespace {
 constexpr std::size_t kBlock = 32;
 }  // namespace
 
+std::size_t Window::Home(std::uint64_t key) const {
+  return static_cast<std::size_t>((HashKey(key) >> 32) * entries_.size() >> 32);
+}
+
 void Window::Rebuild(std::int64_t extra) {
-  const auto wanted =
-      std::bit_ceil(static_cast<std::size_t>(std::max<std::int64_t>(1024, (live_ + extra) * 2)));
+  const auto wanted = static_cast<std::size_t>(std::max<std::int64_t>(1024, (live_ + extra) * 5 / 3));
   PageVector<Entry> live;
   live.reserve(static_cast<std::size_t>(live_));
   for (const Entry& entry : entries_) {
     if (entry.index != kEmpty && IsLive(entry)) live.push_back(entry);
   }
-  if (wanted == entries_.size()) {  // as a rule: its pages are there
+  if (wanted <= entries_.size() && entries_.size() < 2 * wanted) {  // as a rule: its pages are there
     std::fill(entries_.begin(), entries_.end(), Entry{});
   } else {
-    entries_ = PageVector<Entry>(wanted);
+    entries_ = PageVector<Entry>(wanted + wanted / 16);
   }
   for (const Entry& entry : live) {
-    std::size_t at = HashKey(entry.key) & (wanted - 1);
-    while (entries_[at].index != kEmpty) at = (at + 1) & (wanted - 1);
+    std::size_t at = Home(entry.key);
+    while (entries_[at].index != kEmpty) at = Next(at);
     entries_[at] = entry;
   }
   used_ = static_cast<std::int64_t>(live.size());
@@ -39,8 +41,8 @@ std::vector<std::uint64_t> Window::Announce(std::int64_t seq, std::shared_ptr<co
     throw std::logic_error("window: sequence does not increase");
   const PageVector<std::uint64_t>& keys = batch->unique;
   const auto added = static_cast<std::int64_t>(keys.size());
-  // At most 5/8 full, dead entries included, so that probe runs stay short and always end.
-  if ((used_ + added) * 8 > static_cast<std::int64_t>(entries_.size()) * 5) Rebuild(added);
+  // At most 3/4 full, dead entries included, so that probe runs stay short and always end.
+  if ((used_ + added) * 4 > static_cast<std::int64_t>(entries_.size()) * 3) Rebuild(added);
   std::vector<Pending*> lookups;  // a deque takes long to find its elements
   lookups.reserve(pending_.size());
   for (Pending& pending : pending_) lookups.push_back(&pending);
@@ -51,12 +53,11 @@ std::vector<std::uint64_t> Window::Announce(std::int64_t seq, std::shared_ptr<co
   std::vector<std::uint64_t> first_seen;
   first_seen.reserve(keys.size());
   Entry* const entries = entries_.data();
-  const std::size_t mask = entries_.size() - 1;
   std::size_t homes[kBlock];
   for (std::size_t begin = 0; begin < keys.size(); begin += kBlock) {
     const std::size_t n = std::min(kBlock, keys.size() - begin);
     for (std::size_t i = 0; i < n; ++i) {
-      homes[i] = HashKey(keys[begin + i]) & mask;
+      homes[i] = Home(keys[begin + i]);
       __builtin_prefetch(&entries[homes[i]], 1);
     }
     for (std::size_t i = 0; i < n; ++i) {
@@ -70,7 +71,7 @@ std::vector<std::uint64_t> Window::Announce(std::int64_t seq, std::shared_ptr<co
       Entry* entry = &entries[homes[i]];
       while (entry->index != kEmpty && entry->key != key) {
         if (dead == nullptr && entry->ordinal - first > count) dead = entry;
-        entry = &entries[(static_cast<std::size_t>(entry - entries) + 1) & mask];
+        entry = &entries[Next(static_cast<std::size_t>(entry - entries))];
       }
       const std::uint32_t lookup = entry->ordinal - first;
       if (entry->index != kEmpty && lookup < count) {

@@ -46,6 +46,8 @@ class Window {
   static constexpr std::uint32_t kEmpty = ~std::uint32_t{0};
 
   bool IsLive(const Entry& entry) const { return entry.ordinal - first_ordinal_ < pending_.size(); }
+  std::size_t Home(std::uint64_t key) const;
+  std::size_t Next(std::size_t at) const { return at + 1 == entries_.size() ? 0 : at + 1; }
   void Rebuild(std::int64_t extra);
 
   std::deque<Pending> pending_;

@@ -13,7 +13,7 @@
 namespace tierstore {
 namespace {
 
-constexpr std::size_t kMostKept = std::size_t{8} << 20;
+constexpr std::size_t kMostKept = std::size_t{2} << 20;
 
 // Arrays of neighbouring batches differ by a few elements: sizes are quarters of powers of two, so that they
 // fit in one another's pages. Those that no array reaches are never touched.
@@ -36,7 +36,7 @@ class Kept {
   }
   bool Give(void* at, std::size_t size) {
     const std::lock_guard lock(mutex_);
-    if (size > kMostKept / 4) return false;
+    if (size > kMostKept / 2) return false;
     while (bytes_ + size > kMostKept) {  // makes room by giving back the largest
       const auto last = std::prev(blocks_.end());
       munmap(last->second, last->first);
