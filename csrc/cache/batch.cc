@@ -6,6 +6,7 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "cache/probing.h"
 #include "common/key.h"
 
 namespace tierstore {
@@ -33,7 +34,7 @@ class ScratchTable {
   void Prefetch(std::uint64_t hash) const { __builtin_prefetch(&entries_[Home(hash)], 1); }
 
   std::int32_t FindOrAdd(std::uint64_t key, std::uint64_t hash) {
-    for (std::size_t at = Home(hash);; at = at + 1 == entries_.size() ? 0 : at + 1) {
+    for (std::size_t at = Home(hash);; at = NextPlace(at, entries_.size())) {
       Entry& entry = entries_[at];
       if (entry.generation != generation_) {
         entry = {key, generation_, static_cast<std::uint32_t>(keys_.size())};
@@ -51,7 +52,9 @@ class ScratchTable {
     std::uint32_t generation = 0;
     std::uint32_t index = 0;
   };
-  std::size_t Home(std::uint64_t hash) const { return (hash >> 32) * entries_.size() >> 32; }
+  std::size_t Home(std::uint64_t hash) const {
+    return HomePlace(static_cast<std::uint32_t>(hash >> 32), entries_.size());
+  }
 
   std::vector<std::uint64_t> keys_;  // unique, in order of first occurrence
   PageVector<Entry> entries_;

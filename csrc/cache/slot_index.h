@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cache/probing.h"
 #include "common/page_allocator.h"
 
 namespace tierstore {
@@ -36,10 +37,8 @@ class SlotIndex {
   const std::uint64_t& Key(std::uint32_t slot) const { return keys_[slot * stride_]; }
   static std::uint32_t EntryTag(std::uint64_t entry) { return static_cast<std::uint32_t>(entry >> 32); }
   static std::uint32_t EntrySlot(std::uint64_t entry) { return static_cast<std::uint32_t>(entry); }
-  std::uint64_t Home(std::uint32_t tag) const {
-    return static_cast<std::uint64_t>(tag) * entries_.size() >> 32;
-  }
-  std::uint64_t Next(std::uint64_t at) const { return at + 1 == entries_.size() ? 0 : at + 1; }
+  std::uint64_t Home(std::uint32_t tag) const { return HomePlace(tag, entries_.size()); }
+  std::uint64_t Next(std::uint64_t at) const { return NextPlace(at, entries_.size()); }
   void Place(std::uint64_t entry);
   void EraseAt(std::uint64_t hole);
   void Grow();

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -207,20 +206,6 @@ std::int32_t Tier::TakeSlot() {
   return static_cast<std::int32_t>(fresh_++);
 }
 
-std::int32_t Tier::TakePadSlot() {
-  if (!pad_free_.empty()) {
-    const std::int32_t slot = pad_free_.back();
-    pad_free_.pop_back();
-    return slot;
-  }
-  const std::int64_t pad = static_cast<std::int64_t>(pad_users_.size());
-  if (pad >= kMaxPad) throw std::runtime_error("a batch overflows its tier by more than 2^26 rows");
-  pad_users_.push_back(-1);
-  pad_home_.push_back(-1);
-  CommitSlots(config_.capacity + pad + 1);
-  return static_cast<std::int32_t>(config_.capacity + pad);
-}
-
 void Tier::Assign(const std::uint64_t* keys, bool use_pad, Plan* plan) {
   index_.Erase(plan->victims.slots.data(), static_cast<std::int64_t>(plan->victims.slots.size()));
   free_.insert(free_.end(), plan->victims.slots.rbegin(), plan->victims.slots.rend());
@@ -275,59 +260,6 @@ void Tier::Abort(Plan* plan) {
   }
   std::erase_if(plan->slots, [](std::int32_t slot) { return slot < 0; });
   Release(plan->slots.data(), static_cast<std::int64_t>(plan->slots.size()));
-}
-
-void Tier::ForgetPadSlot(std::int32_t slot) {
-  index_.Erase(slot);
-  resident_[slot] = kEmpty;
-  pad_users_[slot - config_.capacity] = -1;
-  pad_home_[slot - config_.capacity] = -1;
-  pad_free_.push_back(slot);
-}
-
-void Tier::MoveHome(std::int32_t slot) {
-  const std::int32_t home = pad_home_[slot - config_.capacity];
-  const auto row_bytes = static_cast<std::size_t>(config_.row_bytes);
-  std::memcpy(arena_.data() + static_cast<std::size_t>(home) * row_bytes,
-              arena_.data() + static_cast<std::size_t>(slot) * row_bytes, row_bytes);
-  dirty_[home] = dirty_[slot];
-  ForgetPadSlot(slot);
-  resident_[home] = kRow;
-  index_.Insert(home);
-}
-
-void Tier::Release(const std::int32_t* slots, std::int64_t n) {
-  if (pad_users_.empty()) return;
-  for (std::int64_t i = 0; i < n; ++i) {
-    const std::int64_t pad = slots[i] - config_.capacity;
-    if (pad < 0 || --pad_users_[pad] > 0) continue;
-    if (pad_home_[pad] >= 0)
-      MoveHome(slots[i]);
-    else
-      pad_drainable_.push_back(slots[i]);
-  }
-}
-
-Departures Tier::Drainable() const {
-  Departures out;
-  for (const std::int32_t slot : pad_drainable_) {
-    if (pad_users_[slot - config_.capacity] != 0) continue;  // used again since
-    out.slots.push_back(slot);
-    out.keys.push_back(row_[slot].key);
-    out.dirty.push_back(dirty_[slot]);
-    out.next_use.push_back(row_[slot].next_use);
-  }
-  return out;
-}
-
-void Tier::Drained(const std::int32_t* slots, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; ++i) ForgetPadSlot(slots[i]);
-  pad_drainable_.clear();
-  if (pad_in_use() > 0) return;
-  pad_users_.clear();
-  pad_home_.clear();
-  pad_free_.clear();
-  arena_.Discard(static_cast<std::size_t>(config_.capacity * config_.row_bytes));
 }
 
 void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
@@ -396,10 +328,6 @@ std::vector<std::int32_t> Tier::ResidentSlots(bool only_dirty, std::int64_t from
   collect(0, fresh_);
   collect(config_.capacity, config_.capacity + static_cast<std::int64_t>(pad_users_.size()));
   return slots;
-}
-
-std::int64_t Tier::pad_in_use() const {
-  return static_cast<std::int64_t>(pad_users_.size() - pad_free_.size());
 }
 
 std::int64_t Tier::metadata_bytes() const {

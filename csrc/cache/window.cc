@@ -13,7 +13,7 @@ constexpr std::size_t kBlock = 32;
 }  // namespace
 
 std::size_t Window::Home(std::uint64_t key) const {
-  return static_cast<std::size_t>((HashKey(key) >> 32) * entries_.size() >> 32);
+  return HomePlace(static_cast<std::uint32_t>(HashKey(key) >> 32), entries_.size());
 }
 
 void Window::Rebuild(std::int64_t extra) {

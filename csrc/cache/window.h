@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cache/batch.h"
+#include "cache/probing.h"
 
 namespace tierstore {
 
@@ -47,7 +48,7 @@ class Window {
 
   bool IsLive(const Entry& entry) const { return entry.ordinal - first_ordinal_ < pending_.size(); }
   std::size_t Home(std::uint64_t key) const;
-  std::size_t Next(std::size_t at) const { return at + 1 == entries_.size() ? 0 : at + 1; }
+  std::size_t Next(std::size_t at) const { return NextPlace(at, entries_.size()); }
   void Rebuild(std::int64_t extra);
 
   std::deque<Pending> pending_;

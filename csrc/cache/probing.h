@@ -1,0 +1,15 @@
+// Open addressing with linear probing in tables of any size, not of powers of two only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace tierstore {
+
+// Where probing for a key begins: `hash` are 32 well-mixed bits, `size` the places, fewer than 2^32.
+inline std::size_t HomePlace(std::uint32_t hash, std::size_t size) {
+  return std::uint64_t{hash} * size >> 32;
+}
+inline std::size_t NextPlace(std::size_t at, std::size_t size) { return at + 1 == size ? 0 : at + 1; }
+
+}  // namespace tierstore
