@@ -11,7 +11,7 @@ namespace tierstore {
 namespace {
 
 constexpr std::uint64_t kMinSegmentBytes = 128 << 10;
-constexpr std::uint64_t kSegmentsPerCap = 512;  // so fine that those half filled or kept free hardly matter
+constexpr std::uint64_t kSegmentsPerCap = 128;  // so fine that those half filled or kept free hardly matter
 constexpr std::uint32_t kRowsPerSpan = 256;
 // At the end a snapshot is worth more: the next opening gains, and nothing waits.
 constexpr double kSnapshotLagAtClose = 1.5;

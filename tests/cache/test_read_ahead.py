@@ -51,11 +51,14 @@ class Store:
 
 
 class Rig:
-    def __init__(self, rows: int = 40) -> None:
+    """``asks``: the tiers are asked what they hold; else what they hold is not announced."""
+
+    def __init__(self, rows: int = 40, asks: bool = True) -> None:
         self.store: Any = Store()
         self.lock = threading.RLock()
         self.resident: set[int] = set()
-        self.ahead = ReadAhead(self.store, ROW, 2 * rows * EACH, self.lock, self._resident)
+        resident = self._resident if asks else None
+        self.ahead = ReadAhead(self.store, ROW, 2 * rows * EACH, self.lock, resident)
 
     def _resident(self, keys: Any) -> Any:
         return np.array([int(key) in self.resident for key in keys], bool)
@@ -100,7 +103,15 @@ class Rig:
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    rig = Rig()
+    yield from _rigged(Rig())
+
+
+@pytest.fixture
+def told() -> Iterator[Rig]:
+    yield from _rigged(Rig(asks=False))
+
+
+def _rigged(rig: Rig) -> Iterator[Rig]:
     yield rig
     rig.store.go.set()
     rig.ahead.close()
@@ -274,6 +285,43 @@ def test_nothing_is_kept_where_blocks_have_taken_the_room(rig: Rig) -> None:
     rig.plan(0)
     rig.keep(2, {500: 1})
     assert rig.find(500) == {500: 2}
+
+
+def test_rows_that_leave_memory_unkept_before_their_lookup_are_read(told: Rig) -> None:
+    with told.lock:
+        told.announce(0, 2)
+        told.announce(1)  # all that it asks for is in memory
+        told.announce(2, 4)
+        # 50 leave where 32 may be kept, and two that the store has in this version.
+        told.ahead.written(np.arange(500, 600, 2, dtype=np.uint64))
+        told.store.version.update((key, 2) for key in range(500, 600, 2))
+        rows, uses = np.full((50, ROW), 2, np.uint8), np.repeat([1, 2], 25)
+        told.ahead.keep(np.arange(500, 600, 2, dtype=np.uint64), rows, uses)
+        told.ahead.left(np.array([6, 8], np.uint64), np.array([2, NEVER]))
+    told.store.go.set()
+    told.wait_idle()
+    assert told.store.asked == [[2, 4, 6, *range(500, 536, 2)]]
+    assert told.find(6, 8, 500, 598) == {6: 1, 500: 2, 598: 2}
+
+
+def test_rows_that_leave_after_their_lookup_was_read_are_left_to_its_plan(told: Rig) -> None:
+    told.store.go.set()
+    told.announce(3, 2)
+    told.wait_idle()
+    with told.lock:
+        told.ahead.left(np.array([4], np.uint64), np.array([3]))
+    told.plan(3, 2, 4)
+    told.announce(4, 6)
+    told.wait_idle()
+    assert told.store.asked == [[2], [6]]
+
+
+def test_lookups_whose_rows_are_all_in_memory_are_forgotten(told: Rig) -> None:
+    for seq in range(30):
+        told.announce(seq)
+        told.plan(seq - 1)
+    assert len(told.ahead._queue) == 1
+    assert not told.store.asked
 
 
 @settings(deadline=None)

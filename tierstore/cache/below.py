@@ -61,7 +61,8 @@ class LowerTiers:
         return self.host is not None or self.store is not None
 
     def announce(self, seq: int, keys: Keys) -> None:
-        """Lookup ``seq`` will come, and is the first announced one that asks for ``keys``."""
+        """Lookup ``seq`` will come, and is the first announced one that asks for ``keys``, which no tier has
+        that knows the next use of its rows."""
         if self.ahead is not None and self.holds_rows:
             self.ahead.announce(seq, keys)
 
@@ -159,10 +160,12 @@ class LowerTiers:
         """Stores the dirty ones; clean rows are in the store already, or were never updated."""
         self.holds_rows = True
         changed = dirty.astype(bool)
-        if not changed.any():
-            return
         if not changed.all():
+            if self.ahead is not None:
+                self.ahead.left(keys[~changed], next_use[~changed])
             keys, rows, next_use = keys[changed], rows[changed], next_use[changed]
+            if not len(keys):
+                return
         self.write(keys, rows)
         if self.ahead is not None:
             self.ahead.keep(keys, rows, next_use)

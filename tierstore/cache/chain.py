@@ -62,7 +62,9 @@ class Chain:
         self.moving = threading.RLock()
         ahead = None
         if store is not None and read_ahead_bytes:
-            ahead = ReadAhead(store, layout.row_bytes, read_ahead_bytes, self.moving, self._resident)
+            tiers = [fast] if host is None else [fast, host]
+            resident = None if all(tier.uses_window for tier in tiers) else self._resident
+            ahead = ReadAhead(store, layout.row_bytes, read_ahead_bytes, self.moving, resident)
         self.below = LowerTiers(name, layout.row_bytes, host, store, ahead)
         self._returned: list[NDArray[np.int32]] = []
         self._closed = False
@@ -170,14 +172,14 @@ class Chain:
         with self.moving, self._planning_time():
             self.check_open()
             first_seen = self.window.announce(seq, batch)
-            self._announce(first_seen, seq)
-            self.below.announce(seq, first_seen)
+            self.below.announce(seq, self._announce(first_seen, seq))
 
-    def _announce(self, keys: Keys, next_use: int) -> None:
-        """Tells the tiers when rows that they may hold are used next."""
+    def _announce(self, keys: Keys, next_use: int) -> Keys:
+        """Tells the tiers when rows that they may hold are used next; the others, as far as they know."""
         for tier in self.memory_tiers():
             if tier.uses_window:
                 keys = tier.native.announce(keys, next_use, self._planned)
+        return keys
 
     def forget_window(self) -> None:
         """Announced lookups that were not planned will not come."""

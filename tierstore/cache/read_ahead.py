@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +45,9 @@ class _Block:
 class ReadAhead:
     """Rows of one chain. Its methods are called with ``lock`` held, :meth:`wait` and :meth:`close` without.
 
-    ``resident`` tells which keys some memory tier holds; ``max_bytes`` is what the rows may take, their index
-    included.
+    ``max_bytes`` is what the rows may take, their index included. ``resident`` tells which keys some memory
+    tier holds. None: the tiers know the next use of their rows, so that what they hold is not announced, and
+    is told when it leaves before it is used.
     """
 
     def __init__(
@@ -56,14 +56,15 @@ class ReadAhead:
         row_bytes: int,
         max_bytes: int,
         lock: Any,
-        resident: Callable[[Keys], Flags],
+        resident: Callable[[Keys], Flags] | None,
     ) -> None:
         self._store = store
         self._row_bytes = row_bytes
         self._max_rows = int(max_bytes / (row_bytes + _core.HeldRows.BYTES_PER_ROW))
         self._resident = resident
         self._changed = threading.Condition(lock)
-        self._queue: deque[tuple[int, Keys]] = deque()  # lookups to come, of which nothing was read yet
+        # Lookups to come, in order, of which nothing was read yet.
+        self._queue: dict[int, list[Keys]] = {}
         self._blocks: list[_Block] = []
         self._filling: Any = None  # the rows of the block that is being filled
         self._kept: Any = None
@@ -79,9 +80,13 @@ class ReadAhead:
 
     def announce(self, seq: int, keys: Keys) -> None:
         """Lookup ``seq`` will come and ask for ``keys``, which no announced lookup before it asks for."""
-        if self._closed or not len(keys):
+        if self._closed or seq <= self._begun:
             return
-        self._queue.append((seq, keys))
+        self._queue[seq] = [keys]
+        if len(keys):
+            self._wake()
+
+    def _wake(self) -> None:
         if self._thread is None:
             # It ends when nothing is announced any more, so it never keeps the tables alive.
             self._thread = threading.Thread(target=self._work, name="tierstore-read-ahead", daemon=True)
@@ -91,6 +96,8 @@ class ReadAhead:
     def begun(self, seq: int) -> None:
         """Lookup ``seq`` is being planned: it has left the window."""
         self._begun = max(self._begun, seq)
+        while self._queue and (first := next(iter(self._queue))) <= self._begun:
+            del self._queue[first]
         self._changed.notify_all()
 
     def written(self, keys: Keys) -> None:
@@ -104,13 +111,14 @@ class ReadAhead:
         """These rows were just written to the store: those of announced lookups need not be read for them."""
         if self._closed:
             return
-        wanted = np.flatnonzero((next_use > self._begun) & (next_use < _NEVER))
+        wanted = self._wanted(next_use)
         most = int(self._max_rows * _KEEP_SHARE)
         held = 0 if self._kept is None else len(self._kept)
         self._keep_rows = max(self._keep_rows, min(most, held + len(wanted)))
         # Policies that know the next use give those up last that are wanted first.
         room = max(0, min(most - held, self._free()))
-        wanted = wanted[max(0, len(wanted) - room) :]
+        others, wanted = np.split(wanted, [max(0, len(wanted) - room)])
+        self._read_again(keys[others], next_use[others])
         if not len(wanted):
             return
         if self._kept is None:
@@ -118,6 +126,23 @@ class ReadAhead:
         slots = self._kept.add(keys[wanted])
         source = wanted.astype(np.int32)
         _core.copy_in(self._kept.rows_addr, self._row_bytes, slots, rows.ctypes.data, source)
+
+    def left(self, keys: Keys, next_use: NDArray[np.int64]) -> None:
+        """Rows that the store has, in this version, are in memory no more."""
+        wanted = self._wanted(next_use)
+        self._read_again(keys[wanted], next_use[wanted])
+
+    def _wanted(self, next_use: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.flatnonzero((next_use > self._begun) & (next_use < _NEVER))
+
+    def _read_again(self, keys: Keys, next_use: NDArray[np.int64]) -> None:
+        """Rows that were in memory when their next lookups were announced are to be read after all."""
+        if self._resident is not None or not len(keys):
+            return  # it is asked again before it is read
+        for seq in np.unique(next_use).tolist():
+            if seq in self._queue:
+                self._queue[seq].append(keys[next_use == seq])
+                self._wake()
 
     def forget(self) -> None:
         """Lookups that were announced will not come."""
@@ -210,19 +235,22 @@ class ReadAhead:
         room = min((self._max_rows - self._keep_rows) // _BLOCKS, self._free())
         chosen: list[Keys] = []
         while self._queue:
-            seq, keys = self._queue[0]
-            if seq > self._begun:
-                missing = keys[~self._resident(keys)]
-                if len(missing) <= room:
-                    room -= len(missing)
-                    chosen.append(missing)
-                    first, last = (seq if first < 0 else first), seq
-                elif chosen:
-                    break
-            self._queue.popleft()  # planned already, chosen, or more than a block: its plan reads for itself
+            seq = next(iter(self._queue))
+            missing = np.concatenate(self._queue[seq])
+            if self._resident is not None:
+                missing = missing[~self._resident(missing)]
+            if len(missing) <= room:
+                room -= len(missing)
+                chosen.append(missing)
+                first, last = (seq if first < 0 else first), seq
+            elif chosen:
+                break
+            del self._queue[seq]  # chosen, or more than a block: its plan reads for itself
         if not chosen:
             return range(0), np.empty(0, np.uint64)
-        keys = np.concatenate(chosen)  # none twice: a key is in the window until its lookup has begun
+        # A key is in the window until its lookup has begun, so none should come twice; the index of a block
+        # relies on it.
+        keys = np.unique(np.concatenate(chosen))
         for rows in self._all():
             keys = keys[rows.find(keys) < 0]
         return range(first, last + 1), keys
