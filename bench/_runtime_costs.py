@@ -262,7 +262,7 @@ def _middle(seconds: Sequence[float]) -> float:
 
 def _counted(chain: Any) -> tuple[int, int]:
     """Rows that missed in the fast tier of a chain, and that were found in its store, so far."""
-    hbm, ssd = chain.tiers["hbm"], chain.tiers.get("ssd")
+    hbm, ssd = chain.stats.tiers["hbm"], chain.stats.tiers.get("ssd")
     return hbm.rows - hbm.row_hits, 0 if ssd is None else ssd.row_hits
 
 

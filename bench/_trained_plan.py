@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ from ._neighbours import LOUD, Neighbours
 from ._runtime_costs import Clock
 
 DEPTH, WINDOW, BAG = 2, 8, 8
+LR = 0.01
 RECORDED = 160
 """Batches that miss curves are made of, the second half; training sees others."""
 
@@ -62,6 +63,7 @@ class Data:
             EmbeddingBagConfig(rows, dim, f"t{i}", feature_names=[f"t{i}"])
             for i, (rows, dim, _) in enumerate(tables)
         ]
+        self.width = sum(config.embedding_dim for config in self.configs)
         self._draws = []
         for i, (rows, _, s) in enumerate(tables):
             weights = (np.arange(rows) + 20.0) ** -s
@@ -126,17 +128,23 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, feature
     return loss.detach()
 
 
-def dense_seconds(data: Data) -> float:
-    """A step of the model with constant bags: what the planner is told of the dense part."""
-    width = sum(config.embedding_dim for config in data.configs)
-    values = torch.randn(data.batch_size, width, requires_grad=True)
+def dense_seconds(
+    examples: int,
+    width: int,
+    wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda over: over,
+    clock: Callable[[], float] = time.thread_time,
+) -> float:
+    """A step of the model with constant bags: what the planner is told of the dense part. ``wrap``: around
+    what is over the bags; ``clock``: of the processors that count."""
+    values = torch.randn(examples, width, requires_grad=True)
     model = Model(lambda _: SimpleNamespace(values=lambda: values * 1.0), width)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model.over = wrap(model.over)  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     times = []
-    for _ in range(40):
-        start = time.thread_time()
+    for _ in range(50):
+        start = clock()
         train_step(model, optimizer, None)
-        times.append(time.thread_time() - start)
+        times.append(clock() - start)
     return float(np.median(times))
 
 
@@ -144,7 +152,7 @@ def planner_for(
     data: Data, budget: Budget, topology: dict[str, Any], dense: float
 ) -> EmbeddingShardingPlanner:
     """A planner for one rank of that machine with those bytes of memory."""
-    optimizer = RowWiseAdagrad(lr=0.01)
+    optimizer = RowWiseAdagrad(lr=LR)
     rows = sum(config.num_embeddings for config in data.configs)
     total = sum((optimizer.row_bytes(c.embedding_dim) + 88) * c.num_embeddings for c in data.configs)
     layouts = len({config.embedding_dim for config in data.configs})
@@ -185,7 +193,7 @@ def measured_plan(
     torch.set_num_threads(1)
     set_num_threads(1)
     data = Data(tables, batch_size)
-    dense = dense_seconds(data)
+    dense = dense_seconds(data.batch_size, data.width)
     job = Job(data, planned(data, budget, topology, stats))
     try:
         job.train(turns)
@@ -201,9 +209,9 @@ class Job:
 
     def __init__(self, data: Data, solution: Solution) -> None:
         self.data, self.solution = data, solution
-        self.bags = self._collection(RowWiseAdagrad(lr=0.01))
-        self.model = Model(self.bags, sum(config.embedding_dim for config in data.configs))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.bags = self._collection(RowWiseAdagrad(lr=LR))
+        self.model = Model(self.bags, data.width)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
         self.clock, self.turns = Clock(), list[dict[str, float]]()
         self.drawn, self.step = deque[KeyedJaggedTensor](), RECORDED
         self.batches = tierstore.prefetch(self._loader(), self.model, depth=DEPTH, window=WINDOW)
@@ -275,7 +283,7 @@ class Job:
         names = ("step", "compute", "process", "fetch", "others")
         figures = {name: float(np.median([turn[name] for turn in calm or self.turns])) for name in names}
         tiers = self.bags.engine.stats()["tiers"]
-        lookups = max(chain.counters.lookups for chain in self.bags.engine.chains)
+        lookups = max(chain.stats.counters.lookups for chain in self.bags.engine.chains)
         return {
             **figures,
             "calm": len(calm),

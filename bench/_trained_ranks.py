@@ -7,7 +7,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,8 @@ from tierstore.sharding import DistributedModelParallel
 from ._neighbours import LOUD, Neighbours
 from ._their_plan import cuts_for_cpu
 from ._torchrec import as_theirs, sharded_by_torchrec
-from ._trained_plan import DEPTH, WINDOW, Data, Model, Tables, Turns, train_step
+from ._trained_plan import DEPTH, LR, WINDOW, Data, Model, Tables, Turns, dense_seconds, train_step
 
-LR = 0.01
 _LOADED = 1 << 15  # rows at a time
 
 
@@ -83,7 +81,7 @@ def job_by_tierstore(data: Parts, plan: ShardingPlan) -> Job:
     bags = tierstore.EmbeddingBagCollection(data.configs, config=TierConfig(hbm="all"), optimizer=SGD(lr=LR))
     stored = any(shard.ssd_bytes for table in plan.tables for shard in table.shards)
     config = TierConfig(ssd="10GiB" if stored else 0)
-    model = DistributedModelParallel(Model(bags, _width(data)), plan=plan, config=config)
+    model = DistributedModelParallel(Model(bags, data.width), plan=plan, config=config)
     (sharded,) = model.sharded.values()
     for table in data.configs:
         for first in range(0, table.num_embeddings, _LOADED):
@@ -106,35 +104,23 @@ def trained_by_torchrec(
     _one_thread()
     warnings.simplefilter("ignore")
     bags = sharded_by_torchrec(data.configs, cuts_for_cpu(placed), LR)
-    model = Model(lambda features: bags(features).wait(), _width(data))
+    model = Model(lambda features: bags(features).wait(), data.width)
     model.over = DistributedDataParallel(model.over)  # type: ignore[assignment]
     drawn, draw = _drawing(data, as_theirs)
     return _train(Job(model, drawn, draw, lambda: 0, lambda: None), turns)
 
 
 def dense_seconds_of(data: Parts) -> float:
-    """Seconds of a rank's processors for a step of the model with constant bags: what the planner is told of
-    the dense part."""
+    """What the planner is told of the dense part: seconds of a rank's processors, the exchange of gradients
+    included."""
     _one_thread()
-    values = torch.randn(data.part_size, _width(data), requires_grad=True)
-    model = Model(lambda _: SimpleNamespace(values=lambda: values * 1.0), _width(data))
-    model.over = DistributedDataParallel(model.over)  # type: ignore[assignment]
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    times = []
-    for _ in range(60):
-        start = time.process_time()
-        train_step(model, optimizer, None)
-        times.append(time.process_time() - start)
-    return _largest(float(np.median(times)))
+    found = dense_seconds(data.part_size, data.width, DistributedDataParallel, time.process_time)
+    return _largest(found)
 
 
 def _one_thread() -> None:
     torch.set_num_threads(1)
     set_num_threads(1)
-
-
-def _width(data: Data) -> int:
-    return sum(config.embedding_dim for config in data.configs)
 
 
 def _drawing(data: Parts, convert: Callable[[Any], Any]) -> tuple[Iterator[Any], Callable[[int], None]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeGuard
 
 from tierstore.errors import ConfigError
 
@@ -20,6 +21,16 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[f"{_letter}B"] = 10 ** (3 * _power)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 MAX_DEPTH = 64
+
+
+def is_whole(value: Any, least: int = 0, most: float = math.inf) -> TypeGuard[int]:
+    """Whether ``value`` is an ``int`` from ``least`` to ``most``; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether ``value`` is an ``int`` or ``float``; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tierstore.config import is_number
 from tierstore.errors import ConfigError
 
 KINDS = {"constant": 0, "uniform": 1, "normal": 2}
@@ -64,7 +65,7 @@ def as_init(value: Any, default: Init) -> Init:
         return value
     if value == "zeros":
         return constant(0.0)
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if is_number(value):
         return constant(float(value))
     if isinstance(value, Mapping):
         return Init(**value)

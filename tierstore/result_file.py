@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.errors import ConfigError
+from tierstore.store.files import write_atomically
 
 
 class ResultFile:
@@ -34,13 +35,7 @@ class ResultFile:
             if self._path.exists() and not self._path.is_file():
                 self._path.write_bytes(content)
                 return
-            target = self._path.resolve()
-            temporary = target.with_name(f".{target.name}.tmp")
-            try:
-                temporary.write_bytes(content)
-                os.replace(temporary, target)
-            finally:
-                temporary.unlink(missing_ok=True)
+            write_atomically(self._path.resolve(), [content])
 
 
 class JsonFile(ResultFile):

@@ -54,13 +54,13 @@ def train(config: TierConfig, batches, **options):
 
 
 def assert_equal(chain, result) -> None:
-    live = chain.tiers["hbm"]
+    live = chain.stats.tiers["hbm"]
     assert (live.rows, live.accesses) == (result.uniques, result.accesses)
     assert live.rows - live.row_hits == result.misses
     assert live.accesses - live.access_hits == result.access_misses
-    assert chain.counters.overflow_rows == result.overflowed
-    assert chain.counters.refused_rows == result.refused
-    assert chain.counters.shrunk_plans == result.shrunk_plans
+    assert chain.stats.counters.overflow_rows == result.overflowed
+    assert chain.stats.counters.refused_rows == result.refused
+    assert chain.stats.counters.shrunk_plans == result.shrunk_plans
 
 
 @pytest.mark.parametrize(("depth", "window"), [(0, 0), (1, 4), (3, 12)])
@@ -134,5 +134,5 @@ def test_a_prefetch_that_learns_looks_its_first_batch_up_on_demand(tmp_path, pol
     (chain,) = bags.engine.chains
     keys = [keys_of([one, other]) for one, other in zip(ids[::2], ids[1::2], strict=True)]
     result = simulate(keys, policy, chain.fast.capacity, depth=2, window=6, on_demand=1)
-    assert chain.tiers["hbm"].rows - chain.tiers["hbm"].row_hits == result.misses
+    assert chain.stats.tiers["hbm"].rows - chain.stats.tiers["hbm"].row_hits == result.misses
     bags.close()

@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_counts_every_batch_once(used: int, closed: bool) -> 
         for _ in range(used):
             first(next(batches)).sum().backward()
         chain = first.engine.chains[0]
-        wait_until(lambda: chain.counters.lookups == min(20, used + 2))  # those of the batches ahead
+        wait_until(lambda: chain.stats.counters.lookups == min(20, used + 2))  # those of the batches ahead
         if closed:
             batches.close()
         saved = json.loads(json.dumps(counters_of(first.engine.chains)))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tierstore.cache.memory_tier import Keys, MemoryTier
 from tierstore.cache.read_ahead import ReadAhead
-from tierstore.cache.stats import ChainCounters
+from tierstore.cache.stats import ChainStats
 from tierstore.errors import TierFullError
 from tierstore.store.protocol import RowStore
 
@@ -43,13 +43,14 @@ class LowerTiers:
         host: MemoryTier | None,
         store: RowStore | None,
         ahead: ReadAhead | None,
+        stats: ChainStats,
     ) -> None:
         self.name = name
         self.row_bytes = row_bytes
         self.host = host
         self.store = store
         self.ahead = ahead
-        self.counters = ChainCounters()
+        self.stats = stats
         # Whether the store may have rows that no memory tier has. A store without commits has been opened
         # empty; what all fits into memory is never looked for there, however often it is committed.
         self.holds_rows = store is not None and bool(store.commits())
@@ -103,7 +104,7 @@ class LowerTiers:
         pieces = [] if self.ahead is None else self.ahead.find(keys)
         for positions, _, _ in pieces:
             found[positions] = True
-            self.counters.read_ahead_rows += len(positions)
+            self.stats.counters.read_ahead_rows += len(positions)
         left = np.flatnonzero(~found)
         if len(left):
             rows = self.buffer("fetched", len(left))
@@ -180,4 +181,4 @@ class LowerTiers:
         if self.ahead is not None:
             self.ahead.written(keys)
         self.store.write(keys, rows)
-        self.counters.written_rows += len(keys)
+        self.stats.counters.written_rows += len(keys)

@@ -11,11 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import Keys, MemoryTier
 from tierstore.cache.read_ahead import ReadAhead
 from tierstore.cache.sequence import Sequence
-from tierstore.cache.stats import Before, ChainCounters, TierCounters
+from tierstore.cache.stats import ChainStats
 from tierstore.cache.ticket import Ticket
 from tierstore.config import format_bytes
 from tierstore.errors import ClosedError, InputError, TierFullError
@@ -65,69 +63,20 @@ class Chain:
             tiers = [fast] if host is None else [fast, host]
             resident = None if all(tier.uses_window for tier in tiers) else self._resident
             ahead = ReadAhead(store, layout.row_bytes, read_ahead_bytes, self.moving, resident)
-        self.below = LowerTiers(name, layout.row_bytes, host, store, ahead)
+        named = {"hbm": fast, "uvm": host, "ssd": store}
+        self.stats = ChainStats(tier for tier, there in named.items() if there is not None)
+        self.below = LowerTiers(name, layout.row_bytes, host, store, ahead, self.stats)
         self._returned: list[NDArray[np.int32]] = []
         self._closed = False
         self._warned_overflow = False
-        self.reset_stats()
 
     # -- what is counted -----------------------------------------------------------------
-
-    def reset_stats(self) -> None:
-        self.counters = self.below.counters = ChainCounters()
-        self._before: deque[Before] = deque()  # lookups planned ahead, in order; no tickets: graphs own those
-        self.prefetched: tuple[int, int] | None = None  # depth and window of the newest prefetch
-        self.tiers: dict[str, TierCounters] = {"hbm": TierCounters()}
-        if self.below.host is not None:
-            self.tiers["uvm"] = TierCounters()
-        if self.below.store is not None:
-            self.tiers["ssd"] = TierCounters()
-
-    def counted(self) -> Before:
-        """The counters without what was counted for lookups that no forward call has used yet."""
-        with self.moving:
-            self._forget_used()
-            if not self._before:
-                return Before.copy_of(self.counters, self.tiers)
-            # What the computing thread counts is never ahead of it.
-            counters = replace(
-                self._before[0].chain,
-                stall_seconds=self.counters.stall_seconds,
-                read_rows=self.counters.read_rows,
-            )
-            return replace(self._before[0], chain=counters)
-
-    def _forget_used(self) -> None:
-        """Of lookups planned ahead, leaves those behind the last one that was used."""
-        used = [index for index, before in enumerate(self._before) if before.used]
-        for _ in range(used[-1] + 1 if used else 0):
-            self._before.popleft()
-
-    def _plans_ahead(self, ticket: Ticket) -> None:
-        self._forget_used()
-        ticket.before = Before.copy_of(self.counters, self.tiers)
-        self._before.append(ticket.before)
 
     def _count(self, plan: Any, ticket: Ticket, found: Below) -> None:
         assert ticket.csr is not None
         weight = np.diff(ticket.csr[0])
         self.curves.observe(ticket.batch.unique, weight)
-        accesses, misses = int(ticket.csr[0][-1]), plan.misses
-        rows = len(weight)
-        self.counters.lookups += 1
-        self.counters.refused_rows += plan.refused
-        # A row that is still in the pad misses too, whatever the timing; it is only not looked for below.
-        self.tiers["hbm"].count(rows, rows - len(misses), accesses, accesses - int(weight[misses].sum()))
-        missed = weight[plan.absent]
-        below, reach = len(missed), int(missed.sum())
-        for tier, hit in (("uvm", found.in_host), ("ssd", found.in_store)):
-            if hit is None:
-                continue
-            hits, hit_accesses = int(hit.sum()), int(missed[hit].sum())
-            self.tiers[tier].count(below, hits, reach, hit_accesses)
-            missed = missed[~hit]
-            below, reach = below - hits, reach - hit_accesses
-        self.counters.initialised_rows += below
+        self.stats.count(plan, weight, [("uvm", found.in_host), ("ssd", found.in_store)])
 
     @contextmanager
     def _planning_time(self) -> Iterator[None]:
@@ -135,8 +84,8 @@ class Chain:
         try:
             yield
         finally:
-            self.counters.plan_seconds += time.perf_counter() - begin
-            self.counters.policy_seconds += self._policy_seconds() - hooks
+            self.stats.counters.plan_seconds += time.perf_counter() - begin
+            self.stats.counters.policy_seconds += self._policy_seconds() - hooks
 
     def _policy_seconds(self) -> float:
         return sum(tier.native.policy_seconds for tier in self.memory_tiers())
@@ -219,9 +168,9 @@ class Chain:
         with self.moving, self._planning_time():
             self.check_open()
             if announced:
-                self._plans_ahead(ticket)
+                ticket.before = self.stats.plans_ahead()
             elif not self.window.lookups:
-                self._before.clear()
+                self.stats.plans_now()
             self._drain_pad()
             next_use = self.window.take(seq) if announced else None
             ticket.csr = _core.build_csr(ticket.batch.inverse, len(keys))
@@ -254,7 +203,7 @@ class Chain:
             since += 1
             if not self.sequence.wait_released(since, seq, is_planner=True, stop=stop):
                 since = seq
-        self.counters.shrunk_plans += since > pinned_since
+        self.stats.counters.shrunk_plans += since > pinned_since
 
     def _move(self, ticket: Ticket, plan: Any, keys: Keys) -> None:
         """Whatever can fail comes before anything that cannot be undone without the store."""
@@ -295,10 +244,10 @@ class Chain:
             rows = self.below.buffer("victims", len(slots[part]))
             self.fast.copy_out(slots[part], rows)
             self.below.demote(keys[part], rows, dirty[part], next_use[part], seq)
-        self.counters.evicted_rows += len(slots)
+        self.stats.counters.evicted_rows += len(slots)
 
     def _count_overflow(self, rows: int) -> None:
-        self.counters.overflow_rows += rows
+        self.stats.counters.overflow_rows += rows
         if rows and not self._warned_overflow:
             self._warned_overflow = True
             logger.warning(

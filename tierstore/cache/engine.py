@@ -365,7 +365,7 @@ class Engine:
 
     def reset_stats(self) -> None:
         for chain in self.chains:
-            chain.reset_stats()
+            chain.stats.reset()
 
     def stats(self) -> dict[str, Any]:
         """Counters since the last reset, sizes now: ``tiers`` (hit rates per access and per unique row),

@@ -40,7 +40,7 @@ def read_rows(chain: Chain, batch: Any) -> ReadRows:
             source = np.flatnonzero(found).astype(np.int32)
             _core.copy_in(rows.ctypes.data, row_bytes, left[found], fetched.ctypes.data, source)
             left = left[~found]
-        chain.counters.read_rows += len(keys)
+        chain.stats.counters.read_rows += len(keys)
     chain.layout.initialise(rows.ctypes.data, left, keys[left])
     return ReadRows(chain, batch, rows)
 

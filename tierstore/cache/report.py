@@ -21,8 +21,8 @@ def report(chains: Sequence[Chain], tables: Sequence[TableCurve]) -> dict[str, A
     counters = ChainCounters()
     tiers: dict[str, TierCounters] = {}
     for chain in chains:
-        counters.add(chain.counters)
-        for name, tier in chain.tiers.items():
+        counters.add(chain.stats.counters)
+        for name, tier in chain.stats.tiers.items():
             total = tiers.setdefault(name, TierCounters())
             total.count(tier.rows, tier.row_hits, tier.accesses, tier.access_hits)
     return {
@@ -31,17 +31,7 @@ def report(chains: Sequence[Chain], tables: Sequence[TableCurve]) -> dict[str, A
         "memory": _memory(chains),
         "tables": {table.name: _table(table) for table in tables},
         "store": None,
-        "chains": {
-            chain.name: {
-                **chain.counters.report(),
-                "tiers": {name: tier.report() for name, tier in chain.tiers.items()},
-                "depth": chain.prefetched[0] if chain.prefetched else None,
-                "window": chain.prefetched[1] if chain.prefetched else None,
-                "slots": chain.fast.capacity,
-                "row_bytes": chain.layout.row_bytes,
-            }
-            for chain in chains
-        },
+        "chains": {chain.name: _chain(chain) for chain in chains},
     }
 
 
@@ -50,6 +40,19 @@ def table_curve(spec: TableSpec, curves: LiveCurves) -> TableCurve:
     rows, accesses = curves.per_batch(spec.index)
     curve, footprint = curves.curve(spec.index), curves.footprint(spec.index)
     return TableCurve(spec.name, spec.num_embeddings, footprint, rows, accesses, curve)
+
+
+def _chain(chain: Chain) -> dict[str, Any]:
+    stats = chain.stats
+    depth, window = stats.prefetched or (None, None)
+    return {
+        **stats.counters.report(),
+        "tiers": {name: tier.report() for name, tier in stats.tiers.items()},
+        "depth": depth,
+        "window": window,
+        "slots": chain.fast.capacity,
+        "row_bytes": chain.layout.row_bytes,
+    }
 
 
 def _table(table: TableCurve) -> dict[str, Any]:

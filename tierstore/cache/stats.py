@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Flags = NDArray[np.bool_]
+Weights = NDArray[Any]
 
 
 @dataclass
@@ -84,10 +92,80 @@ class Before:
         return cls(replace(chain), {name: replace(tier) for name, tier in tiers.items()})
 
 
+class ChainStats:
+    """What a chain counts. Its methods are called with the chain's lock held, or where nothing runs."""
+
+    def __init__(self, tiers: Iterable[str]) -> None:
+        self._names = list(tiers)
+        self.reset()
+
+    def reset(self) -> None:
+        self.counters = ChainCounters()
+        self.tiers = {name: TierCounters() for name in self._names}
+        self.prefetched: tuple[int, int] | None = None
+        """Depth and window of the newest prefetch."""
+        self._before: deque[Before] = deque()  # lookups planned ahead, in order; no tickets: graphs own those
+
+    def plans_ahead(self) -> Before:
+        """A lookup is about to be planned that a forward call will use later."""
+        self._forget_used()
+        self._before.append(Before.copy_of(self.counters, self.tiers))
+        return self._before[-1]
+
+    def plans_now(self) -> None:
+        """A lookup is about to be planned, and none is planned ahead any more."""
+        self._before.clear()
+
+    def counted(self) -> Before:
+        """The counters without what was counted for lookups that no forward call has used yet."""
+        self._forget_used()
+        if not self._before:
+            return Before.copy_of(self.counters, self.tiers)
+        # What the computing thread counts is never ahead of it.
+        counters = replace(
+            self._before[0].chain,
+            stall_seconds=self.counters.stall_seconds,
+            read_rows=self.counters.read_rows,
+        )
+        return replace(self._before[0], chain=counters)
+
+    def _forget_used(self) -> None:
+        """Of lookups planned ahead, leaves those behind the last one that was used."""
+        used = [index for index, before in enumerate(self._before) if before.used]
+        for _ in range(used[-1] + 1 if used else 0):
+            self._before.popleft()
+
+    def count(self, plan: Any, weight: Weights, below: Sequence[tuple[str, Flags | None]]) -> None:
+        """Counts a lookup whose rows are in place.
+
+        ``weight``: positions that each of its rows stands for. ``below``: of every tier under the fast one,
+        which of the rows it has that no tier above it has; None where there is no such tier.
+        """
+        misses = plan.misses
+        rows, accesses = len(weight), int(weight.sum())
+        self.counters.lookups += 1
+        self.counters.refused_rows += plan.refused
+        # A row that is still in the pad misses too, whatever the timing; it is only not looked for below.
+        self.tiers["hbm"].count(rows, rows - len(misses), accesses, accesses - int(weight[misses].sum()))
+        missed = weight[plan.absent]
+        left, reach = len(missed), int(missed.sum())
+        for tier, hit in below:
+            if hit is None:
+                continue
+            hits, hit_accesses = int(hit.sum()), int(missed[hit].sum())
+            self.tiers[tier].count(left, hits, reach, hit_accesses)
+            missed = missed[~hit]
+            left, reach = left - hits, reach - hit_accesses
+        self.counters.initialised_rows += left
+
+
 def counters_of(chains: Any) -> dict[str, Any]:
     """All counters of chains, as plain values, for a run that goes on in another process: without those of
     lookups that were planned ahead and not used yet, for they will be planned again there."""
-    counted = {chain.name: chain.counted() for chain in chains}
+    counted = {}
+    for chain in chains:
+        with chain.moving:
+            counted[chain.name] = chain.stats.counted()
     return {
         name: {
             "chain": asdict(counters.chain),
@@ -100,8 +178,9 @@ def counters_of(chains: Any) -> dict[str, Any]:
 def go_on_counting(chains: Any, saved: dict[str, Any]) -> None:
     """Sets the counters of chains to saved ones; tiers that are new begin at 0."""
     for chain in chains:
-        chain.reset_stats()
+        stats = chain.stats
+        stats.reset()
         known = saved.get(chain.name, {"chain": {}, "tiers": {}})
-        chain.counters.add(ChainCounters(**known["chain"]))
-        for name in chain.tiers:
-            chain.tiers[name] = TierCounters(**known["tiers"].get(name, {}))
+        stats.counters.add(ChainCounters(**known["chain"]))
+        for name in stats.tiers:
+            stats.tiers[name] = TierCounters(**known["tiers"].get(name, {}))

@@ -88,7 +88,7 @@ class Ticket(Rows):
             self.chain.sequence.demand(self.seq)
             begin = time.perf_counter()
             self._ready.wait()
-            self.chain.counters.stall_seconds += time.perf_counter() - begin
+            self.chain.stats.counters.stall_seconds += time.perf_counter() - begin
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -20,6 +20,7 @@ from tierstore.cache.engine import Engine
 from tierstore.checkpoint import ranks
 from tierstore.checkpoint.folder import Folder, Unit
 from tierstore.checkpoint.state import DenseState, Parts, capture, engines_of, own_state, tiered_modules
+from tierstore.config import is_whole
 from tierstore.errors import ConfigError, StoreMismatchError
 from tierstore.store.identity import plain
 from tierstore.store.protocol import TableSpec
@@ -69,9 +70,9 @@ def save(
     The rows' part is then the commit of all ranks, of which ``keep`` must be 1, and each rank has its own
     position in the data and random generators.
     """
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if not is_whole(step):
         raise ConfigError(f"step is {step!r}; it must be the number of steps so far")
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+    if not is_whole(keep, 1):
         raise ConfigError(f"keep is {keep!r}; at least the last checkpoint is kept")
     parts, modules = Parts(model, optimizer, loader, extra), tiered_modules(model)
     folder = Folder(dir)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.cache.engine import Engine
-from tierstore.config import MAX_DEPTH
+from tierstore.config import MAX_DEPTH, is_whole
 from tierstore.errors import ConfigError, RankError
 from tierstore.modules.base import TieredModule
 from tierstore.pipeline.learning import Call, Recorder, leaves
@@ -77,7 +77,7 @@ def prefetch(
 def _number(name: str, value: int | str, most: int) -> int | None:
     if value == "auto":
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+    if not is_whole(value, 0, most):
         raise ConfigError(f'{name} is {value!r}; it must be "auto" or an integer from 0 to {most}')
     return value
 
@@ -243,7 +243,7 @@ def _fill(
     deep = session.least(_auto_depth(session, first)) if depth is None else depth
     session.start(deep, chosen)
     for chain in session.chains:
-        chain.prefetched = deep, chosen
+        chain.stats.prefetched = deep, chosen
     logger.debug("prefetch: depth %d, window %d", deep, chosen)
     while more and session.wants_more:
         more = pull() is not None

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tierstore.config import is_number, is_whole
 from tierstore.errors import ConfigError
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.curves import MissCurve, Popularity
@@ -65,7 +66,7 @@ class TableSpec:
             raise ConfigError(f"a table needs a name, got {self.name!r}")
         for name in ("num_embeddings", "embedding_dim"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_whole(value, 1):
                 raise ConfigError(f"table {self.name!r}: {name} is {value!r}; it must be a positive integer")
         if self.num_embeddings > MOST_ROWS:
             raise ConfigError(
@@ -79,7 +80,7 @@ class TableSpec:
                 f"{MOST_COLUMNS} columns at most"
             )
         factor = self.pooling_factor
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= MOST_IDS:
+        if not is_number(factor) or not 0 < factor <= MOST_IDS:
             raise ConfigError(
                 f"table {self.name!r}: pooling_factor is {factor!r}; it must be positive and "
                 f"{MOST_IDS} at most"
@@ -89,8 +90,7 @@ class TableSpec:
                 f"table {self.name!r}: unknown optimizer {self.optimizer!r}; known: {', '.join(STATE_FLOATS)}"
             )
         touched = self.touched_rows
-        whole = isinstance(touched, int) and not isinstance(touched, bool)
-        if touched is not None and not (whole and 1 <= touched <= self.num_embeddings):
+        if touched is not None and not is_whole(touched, 1, self.num_embeddings):
             raise ConfigError(
                 f"table {self.name!r}: touched_rows is {touched!r}; it must be from 1 to num_embeddings"
             )

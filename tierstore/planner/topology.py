@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from tierstore.config import parse_bytes
+from tierstore.config import is_number, is_whole, parse_bytes
 from tierstore.errors import ConfigError
 
 _SIZES = ("hbm_per_rank", "host_memory_per_host", "ssd_per_host")
@@ -105,7 +105,7 @@ class Topology:
             raise ConfigError(f'device is {self.device!r}; it must be "cuda" or "cpu"')
         for name in ("hosts", "ranks_per_host"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_whole(value, 1):
                 raise ConfigError(f"topology: {name} is {value!r}; it must be a positive integer")
         if self.world_size > _MOST_RANKS:
             raise ConfigError(f"topology: {self.world_size} ranks; plans are made for {_MOST_RANKS} at most")
@@ -122,7 +122,7 @@ class Topology:
         for name, known in _SECONDS.items():
             object.__setattr__(self, name, _checked_seconds(name, getattr(self, name), known))
         count = self.processors_per_rank
-        if isinstance(count, bool) or not isinstance(count, int | float) or not 0 < count < math.inf:
+        if not is_number(count) or not 0 < count < math.inf:
             raise ConfigError(f"topology: processors_per_rank is {count!r}; it must be a positive number")
 
     def _fill_rates(self) -> None:
@@ -134,7 +134,7 @@ class Topology:
                 assumed.append(name)
             elif isinstance(value, str):
                 value = parse_bytes(value, f"topology: {name}")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            if not is_number(value) or not 0 < value < math.inf:
                 raise ConfigError(f"topology: {name} is {value!r}; it must be a positive number per second")
             object.__setattr__(self, name, float(value))
         object.__setattr__(self, "assumed", tuple(assumed))
@@ -221,13 +221,9 @@ def _checked_seconds(of: str, values: Any, known: Iterable[str]) -> dict[str, fl
     if not isinstance(values, Mapping) or not set(values) <= set(known):
         raise ConfigError(f"topology: {of} must map some of {list(known)} to seconds")
     for name, value in values.items():
-        if not _is_seconds(value):
+        if not is_number(value) or not 0 <= value < math.inf:
             raise ConfigError(f"topology: {of}[{name!r}] is {value!r}; it must be seconds")
     return {name: float(values.get(name, 0.0)) for name in known}
-
-
-def _is_seconds(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _checked_curve(curve: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.config import is_whole
 from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
 from tierstore.keys import MAX_ID, make_keys
 from tierstore.store.files import (
@@ -214,17 +215,13 @@ def _checked_shards(file: Path, shards: Any) -> list[dict[str, Any]]:
             isinstance(shard, dict)
             and isinstance(shard.get("file"), str)
             and _SHARD.fullmatch(shard["file"])
-            and _is_count(shard.get("rows"))
+            and is_whole(shard.get("rows"), 0, 1 << 48)
             and isinstance(shard.get("crc32"), dict)
             and shard["crc32"].keys() == _CHECKSUMS
         )
         if not fits:
             raise StoreCorruptError(f"{file} is damaged: {shard!r:.200} does not describe a file of rows")
     return shards
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 48
 
 
 def _checked_commit(file: Path, commit: Any) -> CommitInfo:
