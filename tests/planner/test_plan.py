@@ -66,6 +66,16 @@ def test_shards_cover_each_table_once_and_memories_are_not_exceeded(seed, hosts)
     assert plan.report["predicted_step_s"] == pytest.approx(longest)
 
 
+@pytest.mark.parametrize(("ssd", "factor"), [("40GB", 3.0), ("10GB", None), ("1TB", 3.0)])
+def test_what_an_ssd_has_left_goes_to_its_stores_as_far_as_they_need_it(ssd, factor):
+    machines = topology(1, 2, host_memory_per_host="2GiB", ssd_per_host=ssd)
+    plan = planner(machines, search_seconds=0.05).plan([table("t", 20_000_000)])
+    records = 20_000_000 * (4 * 64 + 16 + 16)
+    given = sum(shard.ssd_bytes for shard in plan.table("t").shards)
+    assert given == pytest.approx(factor * records if factor else 10e9, rel=1e-3)
+    assert given == plan.report["hosts"][0]["ssd_bytes"] <= machines.ssd_per_host
+
+
 def test_a_table_that_fits_in_hbm_takes_no_ssd_and_one_that_does_not_spills_down():
     plan = planner(topology()).plan([table("small", 10_000), table("large", 400_000_000)])
     small, large = plan.table("small"), plan.table("large")

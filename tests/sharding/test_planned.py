@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.sharding.test_parallel import Model, train_both
 from tierstore import TierConfig
 from tierstore.cache.memory_tier import bytes_for
 from tierstore.errors import InfeasiblePlanError
+from tierstore.planner import EmbeddingShardingPlanner, Topology
 from tierstore.planner.costs import EXCHANGES
 from tierstore.sharding import (
     DistributedModelParallel,
@@ -89,6 +91,21 @@ def a_module_without_tables() -> None:
         DistributedModelParallel(torch.nn.Linear(3, 3))
 
 
+def commits_fit_beside_one_another(folder: str, hbm: str) -> None:
+    """All rows change between one commit and the next, and more than once."""
+    table = tierstore.EmbeddingBagConfig(600_000, 64, "t", feature_names=["f"])
+    machines = Topology(1, 1, hbm, "128MiB", "2GiB", device="cpu")
+    plan = EmbeddingShardingPlanner(machines, search_seconds=0.1).plan(Model([table]))
+    dmp = DistributedModelParallel(Model([table]), plan=plan, config=TierConfig(path=folder))
+    ids = torch.arange(table.num_embeddings)
+    for value in range(5):
+        dmp.sharded["sparse"].load_rows(ids, torch.full((len(ids), 64), float(value)), None, "t")
+        if value % 2 == 0:
+            dmp.commit()
+    assert (dmp.sharded["sparse"].rows(ids[::1000], "t")[0] == 4).all()
+    dmp.close()
+
+
 def everything() -> None:
     for tiers in TIERS:
         trains_as_one_process(tiers)
@@ -99,6 +116,11 @@ def everything() -> None:
 
 def test_without_a_plan_the_planner_makes_one() -> None:
     run(2, everything)
+
+
+@pytest.mark.parametrize("hbm", ["32MiB", "256MiB"])
+def test_commits_of_all_rows_fit_the_plan(tmp_path: Path, hbm: str) -> None:
+    run(1, commits_fit_beside_one_another, str(tmp_path), hbm)
 
 
 def counts_collectives() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.planner.costs import ShardCost, Workload
+from tierstore.planner.costs import MOST_STORE_BYTES, ShardCost, Workload
 from tierstore.planner.curves import Floats
 from tierstore.planner.cuts import Cut
 from tierstore.planner.prices import Steps, hbm_steps, memory_steps
@@ -41,6 +41,8 @@ class Allocation:
     hbm_rows: Floats
     memory_rows: Floats
     missing: dict[tuple[str, int], int]
+    ssd_room: Floats | float = 1.0
+    """What each shard's part of the SSD is, by what it needs there at least."""
 
     def __post_init__(self) -> None:
         self.rows = self.field("rows")
@@ -63,8 +65,12 @@ class Allocation:
         held = (self.memory_rows - self.hbm_rows) * self.slot + self.field("fixed_host")
         return _whole_bytes(held + self.field("index_bytes") * self.stored)
 
-    def ssd_bytes(self) -> NDArray[np.int64]:
+    def ssd_need(self) -> NDArray[np.int64]:
+        """Bytes of the SSD without which the shards do not fit."""
         return _whole_bytes(self.field("ssd_bytes") * self.stored)
+
+    def ssd_bytes(self) -> NDArray[np.int64]:
+        return _whole_bytes(np.multiply(self.ssd_need(), self.ssd_room, dtype=np.float64))
 
     def misses(self, rows: Floats) -> Floats:
         """Misses per unique row of each shard, if it held ``rows`` (shards,); equal shards ask once."""
@@ -117,7 +123,17 @@ def allocate(
     for h in range(topology.hosts):
         here = np.flatnonzero((rank // topology.ranks_per_host == h) & ~replicas)
         _fill_host(topology, work, result, here, h, gradual, whole)
+    result.ssd_room = _ssd_room(topology, work, result)
     return result
+
+
+def _ssd_room(topology: Topology, work: Workload, result: Allocation) -> Floats:
+    """What a host's SSD has left goes to its stores, as far as they have a use for it."""
+    host = result.rank // topology.ranks_per_host
+    need = np.bincount(host, result.ssd_need(), topology.hosts)
+    room = topology.ssd_per_host / np.maximum(need, 1.0)
+    most = max(1.0, MOST_STORE_BYTES / work.disk_slack)
+    return np.asarray(np.clip(room, 1.0, most)[host])
 
 
 def _fill_host(
@@ -147,7 +163,7 @@ def _fill_host(
     result.memory_rows[here] = np.maximum(held, result.hbm_rows[here])
     if missing > 0:
         result.missing["host_memory", host] = int(missing) + 1
-    stored = int(result.ssd_bytes()[here].sum()) - int(topology.ssd_per_host)
+    stored = int(result.ssd_need()[here].sum()) - int(topology.ssd_per_host)
     if stored > 0:
         result.missing["ssd", host] = stored
 

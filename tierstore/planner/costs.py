@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tierstore.config import is_whole
 from tierstore.errors import ConfigError
 from tierstore.planner.curves import MissCurve
 from tierstore.planner.tables import ParameterConstraints, TableSpec, row_bytes
@@ -24,6 +25,7 @@ STORE_SLACK = 64 << 20  # of a rank's store, beyond what the plan gives it
 MOST_FILE_BYTES = (
     2.0  # per live byte: as many superseded rows as live ones are left before they are compacted
 )
+MOST_STORE_BYTES = 3.0  # per live byte, that a store has a use for: these, and as many that a commit keeps
 TWO_TIER_READS = 0.35  # more reads if all memory were host memory: rows forget their use going down (CPU)
 MERGED_READ_BYTES = 64 << 10  # the largest read that brings several rows
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
@@ -48,7 +50,7 @@ class Workload:
       planner finds it out (:mod:`tierstore.planner.reading`), elsewhere 1.
     - ``read_waits``: the share of the drives' time that plans wait for, because a batch lacks more rows than
       are read ahead; the planner fills it in.
-    - ``write_amplification``, ``disk_slack``: bytes written, bytes kept, per live byte of the store.
+    - ``write_amplification``, ``disk_slack``: bytes written, bytes kept at least, per live byte of the store.
     """
 
     batch_size: int = 512
@@ -65,8 +67,7 @@ class Workload:
     disk_slack: float = 1.25
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.batch_size, int) and not isinstance(self.batch_size, bool)
-        if not whole or self.batch_size < 1:
+        if not is_whole(self.batch_size, 1):
             raise ConfigError(f"batch_size is {self.batch_size!r}; it must be a positive integer")
         for name in ("dense_seconds", "dense_bytes", "depth"):
             if not 0 <= getattr(self, name) < math.inf:
