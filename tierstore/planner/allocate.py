@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.planner.costs import MOST_STORE_BYTES, ShardCost, Workload
+from tierstore.planner.costs import MOST_STORE_BYTES, STORE_SLACK, ShardCost, Workload
 from tierstore.planner.curves import Floats
 from tierstore.planner.cuts import Cut
 from tierstore.planner.prices import Steps, hbm_steps, memory_steps
@@ -131,7 +131,8 @@ def _ssd_room(topology: Topology, work: Workload, result: Allocation) -> Floats:
     """What a host's SSD has left goes to its stores, as far as they have a use for it."""
     host = result.rank // topology.ranks_per_host
     need = np.bincount(host, result.ssd_need(), topology.hosts)
-    room = topology.ssd_per_host / np.maximum(need, 1.0)
+    left = topology.ssd_per_host - topology.ranks_per_host * STORE_SLACK  # which ranks add to their parts
+    room = left / np.maximum(need, 1.0)
     most = max(1.0, MOST_STORE_BYTES / work.disk_slack)
     return np.asarray(np.clip(room, 1.0, most)[host])
 
