@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tierstore.config import is_number
 from tierstore.errors import ConfigError
 
 KINDS = {"constant": 0, "uniform": 1, "normal": 2}
@@ -65,7 +64,7 @@ def as_init(value: Any, default: Init) -> Init:
         return value
     if value == "zeros":
         return constant(0.0)
-    if is_number(value):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return constant(float(value))
     if isinstance(value, Mapping):
         return Init(**value)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.errors import ConfigError
-from tierstore.store.files import write_atomically
 
 
 class ResultFile:
@@ -35,7 +34,13 @@ class ResultFile:
             if self._path.exists() and not self._path.is_file():
                 self._path.write_bytes(content)
                 return
-            write_atomically(self._path.resolve(), [content])
+            target = self._path.resolve()
+            temporary = target.with_name(f".{target.name}.tmp")
+            try:
+                temporary.write_bytes(content)
+                os.replace(temporary, target)
+            finally:
+                temporary.unlink(missing_ok=True)
 
 
 class JsonFile(ResultFile):
