@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.cache.memory_tier import Keys, MemoryTier
+from tierstore.cache.memory_tier import Flags, Keys, MemoryTier
 from tierstore.cache.read_ahead import ReadAhead
 from tierstore.cache.stats import ChainStats
 from tierstore.errors import TierFullError
@@ -23,9 +23,9 @@ class Below:
     ``lifted`` has the rows of, and ``in_store`` which of the others the store has: in ``pieces``, by
     their positions among the others."""
 
-    in_store: NDArray[np.bool_] | None
+    in_store: Flags | None
     pieces: list[Piece]
-    in_host: NDArray[np.bool_] | None = None
+    in_host: Flags | None = None
     lifted: NDArray[np.uint8] | None = None
     dirty: NDArray[np.uint8] | None = None
 
@@ -96,7 +96,7 @@ class LowerTiers:
         self.host.native.remove(slots)
         return Below(in_store, pieces, in_host >= 0, lifted, dirty)
 
-    def _read(self, store: RowStore, keys: Keys) -> tuple[NDArray[np.bool_], list[Piece]]:
+    def _read(self, store: RowStore, keys: Keys) -> tuple[Flags, list[Piece]]:
         """Which rows the store has, and where they are now: read ahead, or now."""
         found = np.zeros(len(keys), bool)
         if not self.holds_rows:

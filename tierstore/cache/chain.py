@@ -23,7 +23,7 @@ from cache_policies.live import LiveCurves
 from tierstore import _core
 from tierstore.cache.below import Below, LowerTiers
 from tierstore.cache.layout import RowLayout, Segment
-from tierstore.cache.memory_tier import Keys, MemoryTier
+from tierstore.cache.memory_tier import Flags, Keys, MemoryTier
 from tierstore.cache.read_ahead import ReadAhead
 from tierstore.cache.sequence import Sequence
 from tierstore.cache.stats import ChainStats
@@ -281,7 +281,7 @@ class Chain:
         """Whether no memory tier holds a row."""
         return not any(len(tier) for tier in self.memory_tiers())
 
-    def _resident(self, keys: Keys) -> NDArray[np.bool_]:
+    def _resident(self, keys: Keys) -> Flags:
         here = self.fast.find(keys) >= 0
         if self.below.host is not None:
             others = np.flatnonzero(~here)

@@ -16,6 +16,7 @@ from tierstore.errors import ConfigError, PolicyFaultError
 
 Slots = NDArray[np.int32]
 Keys = NDArray[np.uint64]
+Flags = NDArray[np.bool_]
 
 MIN_SLOTS = 16
 _PIECE = 1 << 13

@@ -21,13 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
-from tierstore.cache.memory_tier import Keys, Slots
+from tierstore.cache.memory_tier import Flags, Keys, Slots
 from tierstore.errors import TierStoreError
 from tierstore.store.protocol import RowStore
 
 logger = logging.getLogger("tierstore")
-
-Flags = NDArray[np.bool_]
 
 _BLOCKS = 2  # of rows that were read: one that plans take rows from, and one that is being filled
 _KEEP_SHARE = 0.4  # of all rows, that may be kept ones; as far as there are none, blocks are larger

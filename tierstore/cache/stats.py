@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-Flags = NDArray[np.bool_]
+from tierstore.cache.memory_tier import Flags
+
 Weights = NDArray[Any]
 
 

@@ -44,10 +44,11 @@ def with_reading(topology: Topology, work: Workload, caches: Allocation) -> Work
     misses = caches.field("unique") * caches.reads()
     held = caches.hbm_rows * caches.slot
     sizes, rank = caches.field("row_bytes").astype(np.int64), caches.rank
+    need, given = caches.ssd_need(), caches.ssd_bytes()
     alone = together = waited = 0.0
     for r in np.unique(rank).tolist():
         groups = np.unique(sizes[rank == r]).tolist()
-        files = _file_bytes(work, caches, rank == r)
+        files = _file_bytes(work, float(need[rank == r].sum()), float(given[rank == r].sum()))
         for size in groups:
             tier = (rank == r) & (sizes == size)
             lacking = float(misses[tier].sum())
@@ -73,12 +74,12 @@ def with_reading(topology: Topology, work: Workload, caches: Allocation) -> Work
     return replace(work, rows_per_read=max(1.0, each), read_waits=waited / together)
 
 
-def _file_bytes(work: Workload, caches: Allocation, here: NDArray[np.bool_]) -> float:
+def _file_bytes(work: Workload, need: float, given: float) -> float:
     """Bytes of a rank's files per live byte, as they are in the long run: what was superseded stays until it
-    is as much as what is live, or the room that the plan gives is used up."""
-    live = float(caches.ssd_need()[here].sum()) / work.disk_slack
-    room = float(caches.ssd_bytes()[here].sum()) + STORE_SLACK
-    return min(MOST_FILE_BYTES, room / live) if live else 1.0
+    is as much as what is live, or the room that the plan gives is used up. ``need``, ``given``: bytes of the
+    SSD that the rank's shards take at least, and have."""
+    live = need / work.disk_slack
+    return min(MOST_FILE_BYTES, (given + STORE_SLACK) / live) if live else 1.0
 
 
 def call_seconds(

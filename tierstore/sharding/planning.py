@@ -19,13 +19,18 @@ from tierstore.errors import ConfigError
 from tierstore.modules.collection import Collection
 from tierstore.placement import ShardingPlan, ShardPlacement, TablePlacement
 from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
-from tierstore.planner.costs import INDEX_BYTES_PER_ROW, MOST_STORE_BYTES, RANK_BUFFERS, STORE_SLACK
+from tierstore.planner.costs import (
+    INDEX_BYTES_PER_ROW,
+    MOST_STORE_BYTES,
+    RANK_BUFFERS,
+    STORE_SLACK,
+    record_bytes,
+)
 from tierstore.sharding.cuts import configs_of
 from tierstore.sharding.env import ShardingEnv
 
 logger = logging.getLogger("tierstore")
 
-_RECORD_HEADER = 16
 _ROUNDING = 1024  # bytes per table, so that a layout that is to hold all rows does
 _LEAST_HBM = 1 << 20
 _STAGING = 256 << 20  # of host memory per rank, for rows on their way
@@ -170,6 +175,6 @@ def _ssd_bytes(shards: Sequence[tuple[TablePlacement, ShardPlacement]], spec: An
     total = sum(shard.ssd_bytes for _, shard in shards)
     if config.path is not None:
         held = [shard for _, shard in shards if not shard.ssd_bytes]
-        records = [shard.rows * (spec.row_bytes(shard.columns) + _RECORD_HEADER) for shard in held]
+        records = [shard.rows * record_bytes(spec.row_bytes(shard.columns)) for shard in held]
         total += int(sum(records) * MOST_STORE_BYTES)
     return total + STORE_SLACK if total else 0
