@@ -3,8 +3,8 @@
 # make lint     ruff, mypy, clang-format (what CI checks); make format mends what they can
 # make wheel    build the wheel in an isolated environment, without torch
 # make sanitize    the native store's own tests and fuzzing under ASan, UBSan and TSan
-# make crash-test  100,000 crash states of the store, 20,000 random steps on each engine, 1,000 trainings killed
-#                  (CI: 2,400, 600, 32)
+# make crash-test  100,000 crash states of the store, 20,000 random steps on each engine, 1,000 trainings killed,
+#                  200,000 steps of processes under attack (CI: 2,400, 600, 32, 5,000)
 # make clean    remove everything that these made
 #
 # Everything is installed in .venv, in place: an edit of a Python file needs no reinstall, one under csrc/ makes the
@@ -22,7 +22,7 @@ CSRC := $(shell find csrc -name '*.cc' -o -name '*.h')
 INSTALLED := $(VENV)/installed-torch-$(TORCH)
 TESTABLE := $(VENV)/testable-torch-$(TORCH)
 
-.PHONY: demo test lint format wheel clean sanitize crash-test crash-states crash-steps crash-kills
+.PHONY: demo test lint format wheel clean sanitize crash-test crash-states crash-steps crash-kills crash-attack
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -71,7 +71,7 @@ sanitize: $(addprefix $(SANITIZE_OUT)/,index_test-address store_test-address fuz
 	$(SANITIZE_OUT)/fuzz_formats-address csrc/store/tests/corpus 100000
 
 crash-test: $(TESTABLE)
-	@$(MAKE) --no-print-directory --jobs 3 --keep-going --output-sync=target crash-states crash-steps crash-kills
+	@$(MAKE) --no-print-directory --jobs 3 --keep-going --output-sync=target crash-states crash-steps crash-kills crash-attack
 
 crash-states: $(TESTABLE)
 	TIERSTORE_CRASH_STATES=100000 $(BIN)/python -m pytest --timeout 7200 tests/store/native/test_crash_states.py
@@ -81,6 +81,9 @@ crash-steps: $(TESTABLE)
 
 crash-kills: $(TESTABLE)
 	TIERSTORE_CRASH_KILLS=1000 $(BIN)/python -m pytest --timeout 7200 tests/checkpoint/test_killed.py
+
+crash-attack: $(TESTABLE)
+	TIERSTORE_ATTACK_STEPS=200000 $(BIN)/python -m pytest --timeout 86400 tests/attack
 
 clean:
 	rm -rf $(VENV) build dist demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
