@@ -21,6 +21,7 @@ from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import MemoryTier, as_policy, bytes_for
 from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, touched_ids
 from tierstore.cache.report import report, table_curve
+from tierstore.cache.versions import Versions
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError
 from tierstore.initializers import Init, as_init, table_seed
@@ -58,9 +59,7 @@ class Table:
 
 
 class Engine:
-    """Tables, tiers and store. ``optimizer`` is a specification of :mod:`tierstore.optim`.
-
-    ``keep`` and ``at`` are those of the store's options.
+    """Tables, tiers and store. ``optimizer``: of :mod:`tierstore.optim`; ``keep``, ``at``: of StoreOptions.
 
     Lookups are thread-safe with respect to one another; ``close`` waits for a plan in progress.
     """
@@ -208,6 +207,7 @@ class Engine:
         result = json.loads(meta) if meta else {}
         self.updates = {name: int(n) for name, n in result.get("updates", {}).items()}
         self.checkpoints = str(result.get("checkpoints", ""))
+        self.versions = Versions(self.specs, result.get("versions", {}) if meta else None)
 
     # -- lookups -------------------------------------------------------------------------
 
@@ -270,6 +270,7 @@ class Engine:
         if len(batch.unique) != len(ids):
             raise InputError(f"{self.tables[table].name}: ids repeat; every row can be given one value only")
         layout = self._chain_of[table].layout
+        self.versions.changed([table])
 
         def change(rows: NDArray[np.uint8], part: slice) -> None:
             values = rows.view(np.float32)
@@ -283,6 +284,7 @@ class Engine:
     def reset_rows(self, table: int) -> None:
         """Gives the rows of a table their initial values and state again."""
         self.check_open()
+        self.versions.changed([table])
         reset_rows(self._chain_of[table], table)
 
     def touched_ids(self, table: int) -> Iterator[NDArray[np.int64]]:
@@ -309,6 +311,7 @@ class Engine:
             "version": META_VERSION,
             "updates": self.updates,
             "checkpoints": self.checkpoints,
+            "versions": self.versions.to_meta(),
             "extra": extra or {},
         }
         self._position = self.store.commit(json.dumps(meta).encode(), tag)

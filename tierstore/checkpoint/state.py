@@ -71,11 +71,11 @@ def own_state(loader: Any) -> dict[str, Any]:
 
 def capture(parts: Parts, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The state as JSON and tensors; ``own`` is that of :func:`own_state`, or ``ranks``, a list of them."""
-    with without_rows():
-        dense = dict(parts.model.state_dict())
-    state = {"model": dense, "fused": _fused(parts.model), "optimizer": parts.optimizer, "extra": parts.extra}
     tensors: dict[str, Tensor] = {}
-    return {name: pack(value, name, tensors) for name, value in {**state, **own}.items()}, tensors
+    with without_rows():
+        dense, fused = dict(parts.model.state_dict()), _fused(parts.model)
+        state = {"model": dense, "fused": fused, "optimizer": parts.optimizer, "extra": parts.extra, **own}
+        return {name: pack(value, name, tensors) for name, value in state.items()}, tensors
 
 
 def fused_optimizers(modules: Mapping[str, TieredModule]) -> dict[str, FusedOptimizer]:
@@ -118,11 +118,11 @@ class DenseState:
         """Puts everything back, the random generators last."""
         with without_rows():
             parts.model.load_state_dict(self._parts["model"])
-        load_into(_fused(parts.model), self._parts["fused"], "the model")
-        for name in ("optimizer", "loader", "extra"):
-            target = getattr(parts, name)
-            if target is not None and name in self._parts:
-                load_into(target, self._parts[name], name)
+            load_into(_fused(parts.model), self._parts["fused"], "the model")
+            for name in ("optimizer", "loader", "extra"):
+                target = getattr(parts, name)
+                if target is not None and name in self._parts:
+                    load_into(target, self._parts[name], name)
         if "random" in self._parts:
             set_random_states(self._parts["random"])
 
