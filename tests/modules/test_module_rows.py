@@ -223,8 +223,7 @@ def test_tables_too_large_for_a_state_dict(caplog: pytest.LogCaptureFixture) -> 
         with caplog.at_level(logging.WARNING, logger="tierstore"):
             state = module.state_dict()
         assert "without its rows" in caplog.text
-        assert state["weight"].shape == (10**12, 64)
-        assert state["weight"].device.type == "meta"
+        assert state["weight"].dtype == torch.uint8
         row = module.rows([10**12 - 1])
         module.load_state_dict(state)
         assert torch.equal(module.rows([10**12 - 1]), row)

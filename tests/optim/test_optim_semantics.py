@@ -20,7 +20,7 @@ SOME_ROWS, ALL_ROWS = 16, 160
 Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def batches(bags: int = SOME_ROWS) -> list[Batch]:
+def batches(bags: int = SOME_ROWS, scale: float = 1.0) -> list[Batch]:
     """(ids int64, offsets int64, gradient of the pooled bags), with many duplicates and some empty bags."""
     rng = np.random.default_rng(0)
     made = []
@@ -28,7 +28,7 @@ def batches(bags: int = SOME_ROWS) -> list[Batch]:
         lengths = rng.integers(0, 6, bags)
         ids = rng.integers(0, ROWS, lengths.sum())
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        made.append((ids, offsets, rng.standard_normal((bags, DIM)).astype(np.float32)))
+        made.append((ids, offsets, (scale * rng.standard_normal((bags, DIM))).astype(np.float32)))
     return made
 
 
@@ -36,13 +36,15 @@ def initial_weights() -> np.ndarray:
     return np.random.default_rng(99).standard_normal((ROWS, DIM)).astype(np.float32)
 
 
-def train(spec: OptimizerSpec, bags: int = SOME_ROWS) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def train(
+    spec: OptimizerSpec, bags: int = SOME_ROWS, scale: float = 1.0
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Weights and state after STEPS batches of sum-pooled bags through the native core."""
     rows = np.zeros((ROWS, spec.row_bytes(DIM) // 4), np.float32)
     rows[:, :DIM] = initial_weights()
     rows[:, DIM : DIM + spec.state_floats(DIM)] = spec.initial_state
     zero, stride = np.zeros(1, np.int64), np.full(1, DIM, np.int64)
-    for step, (ids, offsets, grad) in enumerate(batches(bags), start=1):
+    for step, (ids, offsets, grad) in enumerate(batches(bags, scale), start=1):
         unique, inverse = np.unique(ids, return_inverse=True)
         start, positions = core.build_csr(inverse.astype(np.int32), len(unique))
         core.update_pooled(
@@ -105,7 +107,8 @@ SPECS = [
     optim.Adagrad(lr=0.1, weight_decay=0.05, weight_decay_mode="decoupled"),
     optim.Adam(lr=0.1),
     optim.Adam(lr=0.1, betas=(0.5, 0.9), eps=0.1, weight_decay=0.05),
-    optim.Adam(lr=0.1, weight_decay=0.05, weight_decay_mode="l2"),
+    optim.Adam(lr=0.1, weight_decay=0.05, weight_decay_mode="decoupled"),
+    optim.AdamW(lr=0.1, betas=(0.5, 0.9), eps=0.1, weight_decay=0.05),
 ]
 
 
@@ -123,38 +126,59 @@ def test_float64_reference(spec: OptimizerSpec) -> None:
         np.testing.assert_allclose(state[name], value, rtol=3e-5, atol=3e-6)
 
 
-@pytest.mark.parametrize(
-    ("spec", "make"),
-    [
-        (optim.SGD(lr=0.1, weight_decay=0.05), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.05)),
-        (
-            optim.Adagrad(lr=0.1, eps=1e-10, weight_decay=0.05, initial_accumulator_value=0.3),
-            lambda p: torch.optim.Adagrad(
-                p, lr=0.1, eps=1e-10, weight_decay=0.05, initial_accumulator_value=0.3
-            ),
-        ),
-        (optim.Adam(lr=0.1), lambda p: torch.optim.Adam(p, lr=0.1)),
-        (
-            optim.Adam(lr=0.1, weight_decay=0.05, weight_decay_mode="l2"),
-            lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.05),
-        ),
-        (
-            optim.Adam(lr=0.1, weight_decay=0.05),
-            lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.05),
-        ),
-    ],
-    ids=["SGD", "Adagrad", "Adam", "Adam-l2", "AdamW"],
-)
-def test_torch_optim(spec: OptimizerSpec, make: Callable) -> None:
-    """Which updates all rows of a parameter, so the comparison needs batches that touch all."""
+def compare_with(make: Callable, given: dict[str, Any], spec: OptimizerSpec, scale: float = 1.0) -> None:
+    """With ``make(parameters, **given)`` in float64, which updates all rows: so do these batches."""
     assert all(len(dense_gradient(batch)[0]) == ROWS for batch in batches(ALL_ROWS))
-    parameter = torch.nn.Parameter(torch.from_numpy(initial_weights()))
-    optimizer = make([parameter])
-    for batch in batches(ALL_ROWS):
-        parameter.grad = torch.from_numpy(dense_gradient(batch)[1]).float()
+    parameter = torch.nn.Parameter(torch.from_numpy(initial_weights()).double())
+    optimizer = make([parameter], **given)
+    for batch in batches(ALL_ROWS, scale):
+        parameter.grad = torch.from_numpy(dense_gradient(batch)[1])
         optimizer.step()
-    weights, _ = train(spec, ALL_ROWS)
+    weights, _ = train(spec, ALL_ROWS, scale)
     np.testing.assert_allclose(weights, parameter.detach().numpy(), rtol=3e-5, atol=3e-6)
+
+
+def of_torch(name: str) -> tuple[Callable, type[OptimizerSpec]]:
+    return getattr(torch.optim, name), getattr(optim, name)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-8, 1e-10], ids="gradients_of_{}".format)
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam", "AdamW"])
+def test_defaults_are_torchs(name: str, scale: float) -> None:
+    """Small gradients tell one ``eps`` from another."""
+    theirs, ours = of_torch(name)
+    compare_with(theirs, {}, ours(), scale)
+    compare_with(theirs, {"weight_decay": 0.05}, ours(weight_decay=0.05), scale)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("SGD", {"lr": 0.1, "weight_decay": 0.05}),
+        ("Adagrad", {"lr": 0.1, "eps": 0.1, "weight_decay": 0.05, "initial_accumulator_value": 0.3}),
+        ("Adam", {"lr": 0.1, "betas": (0.5, 0.9), "eps": 0.1, "weight_decay": 0.05}),
+        ("Adam", {"lr": 0.1, "betas": (0.0, 0.0), "eps": 1e-8}),
+        ("AdamW", {"lr": 0.1, "betas": (0.5, 0.9), "eps": 0.1, "weight_decay": 0.05}),
+        ("AdamW", {"lr": 0.1, "weight_decay": 0.0}),
+    ],
+    ids=str,
+)
+def test_torch_optim(name: str, given: dict[str, Any]) -> None:
+    theirs, ours = of_torch(name)
+    compare_with(theirs, given, ours(**given))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"lr": 0.1, "eps": 1e-8},
+        {"lr": 0.1, "eps": 0.1, "weight_decay": 0.05, "initial_accumulator_value": 0.3},
+    ],
+    ids=str,
+)
+def test_torchrecs_rowwise_adagrad(given: dict[str, Any]) -> None:
+    theirs = import_module("torchrec.optim.rowwise_adagrad").RowWiseAdagrad
+    compare_with(theirs, given, optim.RowWiseAdagrad(**given))
 
 
 def fbgemm_table(spec: OptimizerSpec) -> Any:

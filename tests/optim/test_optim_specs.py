@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,12 +22,13 @@ ALL = [
     optim.RowWiseAdagrad(lr=0.2, initial_accumulator_value=0.5),
     optim.Adagrad(eps=1e-10, weight_decay_mode="decoupled"),
     optim.Adam(betas=(0.8, 0.99)),
+    optim.AdamW(lr=0.1),
 ]
 
 
 @pytest.mark.parametrize(
     ("spec", "floats", "row_bytes"),
-    [(ALL[0], 0, 256), (ALL[1], 1, 272), (ALL[2], 64, 512), (ALL[3], 128, 768)],
+    [(ALL[0], 0, 256), (ALL[1], 1, 272), (ALL[2], 64, 512), (ALL[3], 128, 768), (ALL[4], 128, 768)],
     ids=lambda x: getattr(x, "name", None),
 )
 def test_layout_of_dim_64(spec: optim.OptimizerSpec, floats: int, row_bytes: int) -> None:
@@ -66,6 +69,40 @@ def test_initial_state_is_identity() -> None:
     assert optim.Adagrad(initial_accumulator_value=0.1).initial_state == 0.1
 
 
+TORCHS = [
+    (ours, name, parameter.default)
+    for ours in optim.OPTIMIZERS.values()
+    if hasattr(torch.optim, ours.__name__)
+    for name, parameter in inspect.signature(getattr(torch.optim, ours.__name__)).parameters.items()
+    if name != "params"
+]
+
+
+def test_every_optimizer_of_torchs_name_is_compared() -> None:
+    assert {ours.name for ours, _, _ in TORCHS} == {"sgd", "adagrad", "adam", "adamw"}
+
+
+@pytest.mark.parametrize(("ours", "name", "default"), TORCHS, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_arguments_of_torchs_optimizers(ours: type[optim.OptimizerSpec], name: str, default: object) -> None:
+    """Each has torch's default, or is refused by its name with what to do instead."""
+    if name in {item.name for item in dataclasses.fields(ours)}:
+        assert getattr(ours(), name) == default
+    else:
+        with pytest.raises(ConfigError, match=f"^{ours.name} has no {name}: .*(leave it out|use|negate)"):
+            ours(**{name: default})
+
+
+def test_weight_decay_is_that_of_torchs_class() -> None:
+    modes = {name: getattr(make(), "weight_decay_mode", None) for name, make in optim.OPTIMIZERS.items()}
+    assert modes.pop("adamw") == "decoupled"
+    assert set(modes.values()) == {"l2"}
+
+
+def test_rows_of_adamw_are_adams() -> None:
+    assert optim.AdamW().identity == optim.Adam().identity
+    assert optim.make("adamw") == optim.AdamW()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -79,7 +116,10 @@ def test_initial_state_is_identity() -> None:
         (lambda: optim.Adam(betas=0.9), "betas"),
         (lambda: optim.SGD(weight_decay_mode="L2"), "'l2' or 'decoupled'"),
         (lambda: optim.make("lamb"), "known optimizers: sgd"),
-        (lambda: optim.make("sgd", eps=1), "sgd has no eps"),
+        (lambda: optim.make("sgd", eps=1), "sgd has no eps: it has lr, weight_decay"),
+        (lambda: optim.make("sgd", momentum=0.9), "rows keep no momentum"),
+        (lambda: optim.SGD(0.1, 0.9), "weight_decay_mode by name"),
+        (lambda: optim.AdamW(weight_decay_mode="l2"), "use Adam"),
         (lambda: optim.from_dict({"lr": 1}), "needs a name"),
         (lambda: optim.SGD().row_bytes(0), "embedding_dim"),
     ],

@@ -15,12 +15,14 @@ from numpy.typing import NDArray
 
 from cache_policies.table_curve import TableCurve, planner_document
 from tierstore import _core
+from tierstore.cache.at_exit import end_at_exit
 from tierstore.cache.budget import ChainDemand, TierPlan, divide, fast_tiers
 from tierstore.cache.chain import Chain
 from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import MemoryTier, as_policy, bytes_for
 from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, touched_ids
 from tierstore.cache.report import report, table_curve
+from tierstore.cache.versions import Versions
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError
 from tierstore.initializers import Init, as_init, table_seed
@@ -58,9 +60,7 @@ class Table:
 
 
 class Engine:
-    """Tables, tiers and store. ``optimizer`` is a specification of :mod:`tierstore.optim`.
-
-    ``keep`` and ``at`` are those of the store's options.
+    """Tables, tiers and store. ``optimizer``: of :mod:`tierstore.optim`; ``keep``, ``at``: of StoreOptions.
 
     Lookups are thread-safe with respect to one another; ``close`` waits for a plan in progress.
     """
@@ -99,6 +99,7 @@ class Engine:
         self.policy = as_policy(config.policy)
         self._keep = keep
         self._open(at)
+        end_at_exit(self)
 
     # -- construction --------------------------------------------------------------------
 
@@ -155,7 +156,8 @@ class Engine:
         for tier in ("hbm", "uvm"):
             stated = [getattr(self.config.table(t.origin or t.name), tier) for t in tables]
             brought.append(None if None in stated else sum(stated))
-        return ChainDemand(name, sum(map(_rows, tables)), self.specs[members[0]].row_bytes, *brought)
+        rows = sum(t.num_embeddings if t.rows is None else t.rows for t in tables)
+        return ChainDemand(name, rows, self.specs[members[0]].row_bytes, *brought)
 
     def _chain(self, demand: ChainDemand, members: list[int], fast: TierPlan, host: TierPlan | None) -> Chain:
         policy = self.policy
@@ -208,6 +210,7 @@ class Engine:
         result = json.loads(meta) if meta else {}
         self.updates = {name: int(n) for name, n in result.get("updates", {}).items()}
         self.checkpoints = str(result.get("checkpoints", ""))
+        self.versions = Versions(self.specs, result.get("versions", {}) if meta else None)
 
     # -- lookups -------------------------------------------------------------------------
 
@@ -270,6 +273,7 @@ class Engine:
         if len(batch.unique) != len(ids):
             raise InputError(f"{self.tables[table].name}: ids repeat; every row can be given one value only")
         layout = self._chain_of[table].layout
+        self.versions.changed([table])
 
         def change(rows: NDArray[np.uint8], part: slice) -> None:
             values = rows.view(np.float32)
@@ -283,6 +287,7 @@ class Engine:
     def reset_rows(self, table: int) -> None:
         """Gives the rows of a table their initial values and state again."""
         self.check_open()
+        self.versions.changed([table])
         reset_rows(self._chain_of[table], table)
 
     def touched_ids(self, table: int) -> Iterator[NDArray[np.int64]]:
@@ -309,6 +314,7 @@ class Engine:
             "version": META_VERSION,
             "updates": self.updates,
             "checkpoints": self.checkpoints,
+            "versions": self.versions.to_meta(),
             "extra": extra or {},
         }
         self._position = self.store.commit(json.dumps(meta).encode(), tag)
@@ -361,6 +367,10 @@ class Engine:
                 if self.store is not None:
                     self.store.close()
 
+    def end_at_exit(self) -> None:
+        """The process ends, and nobody has closed the tables."""
+        self.close(commit=False)
+
     # -- statistics ----------------------------------------------------------------------
 
     def reset_stats(self) -> None:
@@ -384,10 +394,6 @@ class Engine:
 
     def _table_curves(self) -> list[TableCurve]:
         return [table_curve(spec, self._chain_of[spec.index].curves) for spec in self.specs]
-
-
-def _rows(table: Table) -> int:
-    return table.num_embeddings if table.rows is None else table.rows
 
 
 def set_num_threads(count: int) -> None:

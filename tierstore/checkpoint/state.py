@@ -71,11 +71,11 @@ def own_state(loader: Any) -> dict[str, Any]:
 
 def capture(parts: Parts, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The state as JSON and tensors; ``own`` is that of :func:`own_state`, or ``ranks``, a list of them."""
-    with without_rows():
-        dense = dict(parts.model.state_dict())
-    state = {"model": dense, "fused": _fused(parts.model), "optimizer": parts.optimizer, "extra": parts.extra}
     tensors: dict[str, Tensor] = {}
-    return {name: pack(value, name, tensors) for name, value in {**state, **own}.items()}, tensors
+    with without_rows():
+        dense, fused = dict(parts.model.state_dict()), _fused(parts.model)
+        state = {"model": dense, "fused": fused, "optimizer": parts.optimizer, "extra": parts.extra, **own}
+        return {name: pack(value, name, tensors) for name, value in state.items()}, tensors
 
 
 def fused_optimizers(modules: Mapping[str, TieredModule]) -> dict[str, FusedOptimizer]:
@@ -105,7 +105,8 @@ class DenseState:
         """``StoreMismatchError`` unless the dense parameters and buffers fit; changes nothing."""
         with without_rows():
             own = model.state_dict()
-        different = list(_differences(self._parts["model"], own))
+        saved = self._parts["model"]
+        different = list(_differences(saved, own)) or list(_different_ties(saved, own))
         if different:
             more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
             raise StoreMismatchError(
@@ -117,11 +118,11 @@ class DenseState:
         """Puts everything back, the random generators last."""
         with without_rows():
             parts.model.load_state_dict(self._parts["model"])
-        load_into(_fused(parts.model), self._parts["fused"], "the model")
-        for name in ("optimizer", "loader", "extra"):
-            target = getattr(parts, name)
-            if target is not None and name in self._parts:
-                load_into(target, self._parts[name], name)
+            load_into(_fused(parts.model), self._parts["fused"], "the model")
+            for name in ("optimizer", "loader", "extra"):
+                target = getattr(parts, name)
+                if target is not None and name in self._parts:
+                    load_into(target, self._parts[name], name)
         if "random" in self._parts:
             set_random_states(self._parts["random"])
 
@@ -158,3 +159,40 @@ def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[s
             if was.shape != now.shape or was.dtype != now.dtype:
                 here = f"{now.dtype} {tuple(now.shape)} in the model"
                 yield f"{name} is {was.dtype} {tuple(was.shape)} there, {here}"
+
+
+def _different_ties(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    """Of states of the same shapes: tensors that are one in the checkpoint only, or in the model only."""
+    first_of: dict[int, str] = {}
+    storages: dict[int, list[str]] = {}
+    for name, tensor in own.items():
+        dense = type(tensor) in (Tensor, nn.Parameter) and isinstance(saved[name], Tensor)
+        if not dense or not tensor.numel():
+            continue
+        first = first_of.setdefault(id(saved[name]), name)
+        if _memory(own[first]) != _memory(tensor):
+            yield f"{first} and {name} are one tensor there, and two in the model"
+        storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    for names in storages.values():
+        if len(names) > 1 and not _fit_together(names, saved, own):
+            yield f"{' and '.join(names)} share memory in the model, and are different there"
+
+
+def _memory(tensor: Tensor) -> Any:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def _fit_together(names: list[str], saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Whether the saved values of views of one storage are still all there when all are written into it."""
+    storage = own[names[0]].untyped_storage().clone()
+    views = []
+    for name in names:
+        view = own[name]
+        empty = torch.empty(0, dtype=view.dtype, device=view.device)
+        views.append(empty.set_(storage, view.storage_offset(), view.shape, view.stride()))
+        views[-1].copy_(saved[name])
+    return all(_bits(v) == _bits(saved[name]) for v, name in zip(views, names, strict=True))
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -3,7 +3,8 @@
 Dicts (keys of any plain type), lists, tuples, sets, counters, strings, bytes, numbers, None, torch dtypes,
 tensors, NumPy arrays and scalars come back equal in type and bits. Objects with ``state_dict``, and random
 generators, are kept as their state (:class:`SavedState`), which :func:`load_into` puts into an object of the
-same place.
+same place. A tensor that is in several places of one value is kept once, and comes back as one tensor;
+different views of one storage come back as tensors of their own.
 """
 
 from __future__ import annotations
@@ -28,20 +29,48 @@ class SavedState(dict):
     """State of an object, as its ``state_dict()`` gave it."""
 
 
+class _Kept:
+    """The tensors of a checkpoint so far. No two of them share memory, which safetensors refuses to write."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+        # By memory; with the tensor, so that its memory is not used for another one meanwhile.
+        self._names: dict[Any, tuple[str, Tensor]] = {}
+
+    def add(self, tensor: Tensor, place: str) -> str:
+        """Adds a contiguous tensor, unless it was added before; returns its name."""
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape)
+        if tensor.numel() and memory in self._names:
+            return self._names[memory][0]
+        name, number = place, 1
+        while name in self._tensors:
+            name, number = f"{place}#{number}", number + 1
+        self._names[memory] = name, tensor
+        shared = tensor.untyped_storage().data_ptr() in self._storages
+        self._tensors[name] = kept = tensor.clone() if shared else tensor
+        self._storages.add(kept.untyped_storage().data_ptr())
+        return name
+
+
 def pack(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     """``value`` as JSON; its tensors are added to ``tensors``, named by their place.
 
     ``place`` is what names and messages call ``value``. Raises ``ConfigError`` for what cannot be kept.
     """
+    return _pack(value, place, _Kept(tensors))
+
+
+def _pack(value: Any, place: str, tensors: _Kept) -> Any:
     state = _state_of(value)
     if state is not None:
-        return {"$state": pack(state, place, tensors)}
+        return {"$state": _pack(state, place, tensors)}
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, Tensor):
-        return {"$tensor": _keep(_plain(value, place), place, tensors)}
+        return {"$tensor": tensors.add(_plain(value, place), place)}
     if isinstance(value, np.ndarray | np.generic):
         return _pack_array(value, place, tensors)
     if isinstance(value, bytes):
@@ -52,10 +81,10 @@ def pack(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         return {"$counter": _pack_items(value, place, tensors)}
     if isinstance(value, Mapping):
         if all(type(key) is str and not key.startswith(_MARK) for key in value):
-            return {key: pack(item, f"{place}.{key}", tensors) for key, item in value.items()}
+            return {key: _pack(item, f"{place}.{key}", tensors) for key, item in value.items()}
         return {"$dict": _pack_items(value, place, tensors)}
     if isinstance(value, list | tuple | set | frozenset):
-        items = [pack(item, f"{place}.{at}", tensors) for at, item in enumerate(value)]
+        items = [_pack(item, f"{place}.{at}", tensors) for at, item in enumerate(value)]
         return items if isinstance(value, list) else {f"${_kind(value)}": items}
     raise ConfigError(
         f"{place} is a {type(value).__name__}, which cannot be kept in a checkpoint without pickle; give "
@@ -133,9 +162,9 @@ def _loader(target: Any) -> Any:
     return load if callable(load) else None
 
 
-def _pack_items(value: Mapping[Any, Any], place: str, tensors: dict[str, Tensor]) -> list[list[Any]]:
+def _pack_items(value: Mapping[Any, Any], place: str, tensors: _Kept) -> list[list[Any]]:
     return [
-        [pack(key, f"{place}'s key", tensors), pack(item, f"{place}.{key}", tensors)]
+        [_pack(key, f"{place}'s key", tensors), _pack(item, f"{place}.{key}", tensors)]
         for key, item in value.items()
     ]
 
@@ -146,14 +175,14 @@ def _plain(tensor: Tensor, place: str) -> Tensor:
             f"{place} is a {type(tensor).__name__} ({tensor.layout}, on {tensor.device}); a checkpoint "
             "keeps dense tensors with data"
         )
-    return tensor.detach().cpu().contiguous()
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
-def _pack_array(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+def _pack_array(value: Any, place: str, tensors: _Kept) -> Any:
     if value.dtype.kind not in "biufc":
         raise ConfigError(f"{place} is an array of {value.dtype}; a checkpoint keeps numbers and booleans")
     data = np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8).copy()
-    name = _keep(torch.from_numpy(data), place, tensors)
+    name = tensors.add(torch.from_numpy(data), place)
     shape = None if isinstance(value, np.generic) else list(value.shape)
     return {"$array": [name, value.dtype.str, shape]}
 
@@ -165,14 +194,6 @@ def _unpack_array(content: Any, tensors: Mapping[str, Tensor]) -> Any:
         raise ValueError(f"arrays of {dtype}")
     values = tensors[name].numpy().view(kind)
     return values[0] if shape is None else values.reshape(shape).copy()
-
-
-def _keep(tensor: Tensor, place: str, tensors: dict[str, Tensor]) -> str:
-    name, number = place, 1
-    while name in tensors:
-        name, number = f"{place}#{number}", number + 1
-    tensors[name] = tensor
-    return name
 
 
 def _kind(value: Any) -> str:

@@ -25,6 +25,7 @@ DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "rowwise_adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
 }
 """For the dense parameters, by the name of the rows' optimizer."""
 

@@ -89,7 +89,7 @@ def _add_training(group: Any) -> None:
         "--optimizer",
         default="rowwise-adagrad",
         metavar="NAME",
-        help="sgd, adagrad, rowwise-adagrad (default) or adam",
+        help="sgd, adagrad, rowwise-adagrad (default), adam or adamw",
     )
     group.add_argument("--lr", type=float, default=0.02, metavar="X", help="learning rate (default: 0.02)")
     group.add_argument("--seed", type=int, default=0, metavar="N")

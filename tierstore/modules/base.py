@@ -25,6 +25,7 @@ from tierstore.modules.lookup import (
     pooled_forward,
     sequence_forward,
 )
+from tierstore.modules.optimizer_states import OptimizerStates
 from tierstore.optim.fused import FusedOptimizer
 
 logger = logging.getLogger("tierstore")
@@ -68,6 +69,7 @@ class TieredModule(EngineCalls, nn.Module):
         self._frozen = optimizer is None
         self.fused_optimizer = FusedOptimizer(optimizer or optim.SGD())
         """A ``torch.optim.Optimizer`` whose ``param_groups`` are read at every backward pass."""
+        self.fused_optimizer.rows = OptimizerStates(self)
         self.check_gradients = engine.config.check_gradients
         self._key = engine.tables[self._tables[0]].name
         self.take_updates()
@@ -169,7 +171,12 @@ class TieredModule(EngineCalls, nn.Module):
     def count_update(self) -> Any:
         step = self.fused_optimizer.advance()
         self.engine.updates[self._key] = self.fused_optimizer.num_updates
+        self.engine.versions.changed(self._tables)
         return step
+
+    def set_updates(self, count: int) -> None:
+        """Sets the optimizer's count of updates, as committed with the rows from now on."""
+        self.fused_optimizer.num_updates = self.engine.updates[self._key] = count
 
     def mean_squares(
         self, parts: Sequence[Part], squares_of: Callable[[int], np.ndarray]
@@ -229,7 +236,7 @@ class TieredModule(EngineCalls, nn.Module):
         state. A sharded collection resets the rows of this rank, so all ranks call it."""
         for table in self._tables:
             self.engine.reset_rows(table)
-        self.fused_optimizer.num_updates = self.engine.updates[self._key] = 0
+        self.set_updates(0)
 
     @staticmethod
     def _matrix(name: str, tensor: Any, shape: tuple[int, ...]) -> np.ndarray:

@@ -57,6 +57,9 @@ class TableView(HasWeight):
     def table(self) -> Table:
         return self._collection.engine.tables[self._index]
 
+    def rows_version(self) -> str:
+        return self._collection.engine.versions.of(self._index)
+
     def rows(self, ids: Any) -> Tensor:
         """As TieredModule.rows."""
         return self._collection.rows(ids, self.name)

@@ -60,6 +60,9 @@ class SingleTable(HasWeight, TieredModule):
     def table(self) -> Table:
         return self.engine.tables[self._tables[0]]
 
+    def rows_version(self) -> str:
+        return self.engine.versions.of(self._tables[0])
+
     @property
     def _padding(self) -> int:
         return NO_PADDING if self.padding_idx is None else self.padding_idx

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,15 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.cache.engine import Engine, Table
-from tierstore.config import TierConfig, format_bytes
+from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
+from tierstore.modules.left_out import check_mark, is_large, is_mark, mark
 from tierstore.optim import SGD, OptimizerSpec
 
-logger = logging.getLogger("tierstore")
-
-STATE_DICT_LIMIT = 1 << 30
-"""Tables whose weights have up to so many bytes are in state dicts as dense tensors. Larger ones are there as
-tensors without data (device "meta"): commit() keeps their rows."""
 _CHUNK = 1 << 16
 
 
@@ -87,36 +82,24 @@ def id_ranges(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def save_table(module: Any, table: Table, destination: dict[str, Any], key: str) -> None:
-    """Puts the weights of a table into a state dict. ``module`` has ``rows``."""
-    shape = (table.num_embeddings, table.embedding_dim)
-    if 4 * shape[0] * shape[1] > STATE_DICT_LIMIT:
-        leave_out(table, destination, key)
+    """Puts the weights of a table into a state dict. ``module`` has ``rows`` and ``rows_version``."""
+    if is_large(table):
+        destination[key] = mark(module.rows_version(), table, key)
         return
-    weight = torch.empty(shape)
-    for begin, end in id_ranges(0, shape[0]):
+    weight = torch.empty(table.num_embeddings, table.embedding_dim)
+    for begin, end in id_ranges(0, table.num_embeddings):
         weight[begin:end] = module.rows(torch.arange(begin, end))
     destination[key] = weight
 
 
-def leave_out(table: Table, destination: dict[str, Any], key: str) -> None:
-    """Puts a tensor without data into a state dict, with a warning."""
-    shape = (table.num_embeddings, table.embedding_dim)
-    logger.warning(
-        "%s (%s if dense) is in this state dict without its rows: they are in tiers, commit() keeps them",
-        key,
-        format_bytes(4 * shape[0] * shape[1]),
-    )
-    destination[key] = torch.empty(shape, device="meta")
-
-
 def load_table(module: Any, table: Table, weight: Tensor, key: str) -> None:
-    """Writes all rows of a table from a dense tensor; one without data (STATE_DICT_LIMIT) changes nothing."""
+    """Writes all rows of a table from a dense tensor; of rows that were left out it checks the version."""
+    if is_mark(weight):
+        check_mark(weight, module.rows_version(), key)
+        return
     shape = (table.num_embeddings, table.embedding_dim)
     if tuple(weight.shape) != shape:
         raise InputError(f"size mismatch for {key}: got {tuple(weight.shape)}, the table has {shape}")
-    if weight.device.type == "meta":
-        logger.warning("%s has no rows in this state dict; the table keeps its own", key)
-        return
     for begin, end in id_ranges(0, shape[0]):
         module.load_rows(torch.arange(begin, end), weight[begin:end])
 
@@ -136,18 +119,30 @@ class ThreadFlag(threading.local):
 
 
 def without_rows() -> AbstractContextManager[None]:
-    """Meanwhile this thread's state dicts leave the tables out, and are loaded without them."""
+    """Meanwhile this thread's state dicts leave out tables and their state, and are loaded without them."""
     return _rows_left_out.raised()
+
+
+def rows_are_left_out() -> bool:
+    """Whether this thread is in :func:`without_rows`."""
+    return _rows_left_out.on
 
 
 _rows_left_out = ThreadFlag()
 
 
 class HasWeight(nn.Module):
-    """A module of one table, which is ``weight`` in its state dict; it has ``rows`` and ``load_rows``."""
+    """A module of one table, which is ``weight`` in its state dict.
+
+    It has ``rows``, ``optimizer_rows`` and ``load_rows``.
+    """
 
     @property
     def table(self) -> Table:
+        raise NotImplementedError
+
+    def rows_version(self) -> str:
+        """What the rows are now, as :class:`tierstore.cache.versions.Versions` names it."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:

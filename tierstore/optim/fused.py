@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -26,15 +26,26 @@ class AppliedOptimizer(torch.optim.Optimizer):
         """Nothing: gradients of rows are never kept."""
 
 
+class RowStates(Protocol):
+    """Where a fused optimizer gets the state of the rows from, and gives it to."""
+
+    def save(self, num_updates: int) -> dict[str, dict[str, torch.Tensor]]: ...
+
+    def load(self, state: Mapping[str, Mapping[str, Any]], num_updates: int) -> None: ...
+
+
 class FusedOptimizer(AppliedOptimizer):
     """Hyperparameters and update count of a module whose backward pass applies the optimizer.
 
     ``param_groups[0]`` is read at every backward pass, so learning-rate schedulers and direct assignments
-    work; ``step()`` and ``zero_grad()`` do nothing. ``state_dict()`` has the hyperparameters and the update
-    count; the optimizer's state proper lies in the rows and is committed with them.
+    work; ``step()`` and ``zero_grad()`` do nothing. The optimizer's state proper lies in the rows and is
+    committed with them; ``state_dict()`` has copies of it.
 
     ``parameters`` is what the parameter group shows; without any, an empty placeholder.
     """
+
+    rows: RowStates | None = None
+    """Those that it updates; None of a copy, which has hyperparameters and the update count only."""
 
     def __init__(self, spec: OptimizerSpec, parameters: Iterable[torch.Tensor] = ()) -> None:
         self.spec = spec
@@ -63,20 +74,41 @@ class FusedOptimizer(AppliedOptimizer):
         (undecorated or torch.optim.Optimizer.add_param_group)(self, param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "name": self.spec.name, "num_updates": self.num_updates}
+        """``{"state": {weight: {"<table>.<part>": tensor}}, "param_groups": [...], "name", "num_updates"}``.
+
+        The parts are torch's (``sum``, ``exp_avg`` ..), dense over all rows, and ``step``. Of tables of more
+        than 1 GiB there is a mark instead, and within ``without_rows()`` nothing. Of sharded tables all ranks
+        call it.
+        """
+        found = super().state_dict()
+        if self.rows is not None and (state := self.rows.save(self.num_updates)):
+            found["state"] = state
+            found["param_groups"][0]["params"] = list(state)
+        return {**found, "name": self.spec.name, "num_updates": self.num_updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes hyperparameters and update count. Raises ``ConfigError`` for another optimizer's state."""
+        """Takes what :meth:`state_dict` gave.
+
+        Raises ``ConfigError`` for the state of another optimizer or of other tables, or without that of the
+        rows; ``StoreMismatchError`` where it was left out and the rows are others now.
+        """
         state = dict(state_dict)
         name, num_updates = state.pop("name", None), state.pop("num_updates", None)
         if name != self.spec.name or not isinstance(num_updates, int):
             raise ConfigError(
                 f"this is not the state of a fused {self.spec.name} optimizer (but of {name!r})"
             )
+        of_rows = state["state"]
+        if self.rows is not None:
+            self.rows.load(of_rows, num_updates)
+        elif of_rows:
+            raise ConfigError(
+                "this optimizer is a copy without rows; load the state of rows into the module's own"
+            )
         # what the group shows differs between sharded and unsharded tables
         shown = list(range(len(self.param_groups[0]["params"])))
-        state["param_groups"] = [{**group, "params": shown} for group in state["param_groups"]]
-        super().load_state_dict(state)
+        groups = [{**group, "params": shown} for group in state["param_groups"]]
+        super().load_state_dict({**state, "state": {}, "param_groups": groups})
         self.num_updates = num_updates
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import KW_ONLY, asdict, dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from tierstore._core import OptimizerStep
@@ -17,12 +17,27 @@ from tierstore.errors import ConfigError
 _DECAY_MODES = {"l2": 1, "decoupled": 2}
 _ROW_ALIGNMENT = 16
 
+_KERNELS = "the backward pass applies the optimizer by kernels of its own; leave it out"
+_NO_MOMENTUM = "rows keep no momentum; leave it out, or use Adam, whose exp_avg is one"
+_NOT_SUPPORTED = {
+    **dict.fromkeys(("momentum", "dampening", "nesterov"), _NO_MOMENTUM),
+    **dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), _KERNELS),
+    "lr_decay": "use a schedule of torch.optim.lr_scheduler on the module's fused_optimizer",
+    "amsgrad": "rows keep no maximum of exp_avg_sq; leave it out",
+    "maximize": "negate the loss",
+    "decoupled_weight_decay": "use AdamW",
+}
+"""Arguments that torch's optimizers have and these have not, and what to do instead."""
+
 Rows = TypeVar("Rows")
 """A NumPy array or tensor, float32 (n, row_bytes / 4)."""
 
 
 class OptimizerSpec:
     """What every optimizer here has. Concrete ones are frozen dataclasses of their hyperparameters.
+
+    An optimizer of torch.optim's name has torch's hyperparameters and defaults. All but ``lr`` are given by
+    name, because torch has more of them; one that is not supported raises ``ConfigError``.
 
     A row is ``embedding_dim`` float32 weights, the state's floats in the order of ``state_names``, and zeros
     up to a multiple of 16 bytes.
@@ -36,6 +51,16 @@ class OptimizerSpec:
     """Names of the state's parts, as torch.optim calls them, in their order in the row."""
     state_per_row: ClassVar[bool] = False
     """True when a part is one float per row, False when it is one per weight."""
+
+    def __new__(cls, *args: Any, **given: Any) -> OptimizerSpec:
+        known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+        if len(args) > 1:
+            raise ConfigError(f"{cls.name}: give {', '.join(known[1:])} by name; only lr goes by its place")
+        for name in given:
+            if name not in known:
+                why = _NOT_SUPPORTED.get(name, f"it has {', '.join(known)}")
+                raise ConfigError(f"{cls.name} has no {name}: {why}")
+        return super().__new__(cls)
 
     def state_floats(self, dim: int) -> int:
         """Floats of state beside ``dim`` weights."""
@@ -118,7 +143,8 @@ class SGD(OptimizerSpec):
     by ``1 - lr * weight_decay``. Either touches only the rows of a batch, when they are updated.
     """
 
-    lr: float = 0.01
+    lr: float = 0.001
+    _: KW_ONLY
     weight_decay: float = 0.0
     weight_decay_mode: str = "l2"
 
@@ -129,7 +155,8 @@ class SGD(OptimizerSpec):
 @dataclass(frozen=True)
 class _AdagradSpec(OptimizerSpec):
     lr: float = 0.01
-    eps: float = 1e-8
+    _: KW_ONLY
+    eps: float = 1e-10
     weight_decay: float = 0.0
     initial_accumulator_value: float = 0.0
     weight_decay_mode: str = "l2"
@@ -152,6 +179,8 @@ class RowWiseAdagrad(_AdagradSpec):
     The semantics, and defaults, of fbgemm's EXACT_ROWWISE_ADAGRAD; ``weight_decay_mode`` as for :class:`SGD`.
     """
 
+    eps: float = 1e-8
+
     name: ClassVar[str] = "rowwise_adagrad"
     kind: ClassVar[int] = 1
     state_per_row: ClassVar[bool] = True
@@ -161,8 +190,9 @@ class RowWiseAdagrad(_AdagradSpec):
 class Adagrad(_AdagradSpec):
     """``sum += g^2; w -= lr * g / (sqrt(sum) + eps)`` per weight.
 
-    torch.optim.Adagrad for the rows of a batch, with fbgemm's default ``eps``; ``weight_decay_mode`` as for
-    :class:`SGD`."""
+    torch.optim.Adagrad for the rows of a batch; ``weight_decay_mode`` as for :class:`SGD`. fbgemm's default
+    ``eps`` is 1e-8.
+    """
 
     name: ClassVar[str] = "adagrad"
     kind: ClassVar[int] = 2
@@ -172,14 +202,15 @@ class Adagrad(_AdagradSpec):
 class Adam(OptimizerSpec):
     """Adam on the rows of a batch; bias correction counts the module's updates, not the row's, as in fbgemm.
 
-    Also as in fbgemm, weight decay is decoupled unless asked otherwise; "l2" is torch.optim.Adam's.
+    Weight decay is torch.optim.Adam's, "l2"; that of :class:`AdamW` and of fbgemm's Adam is "decoupled".
     """
 
     lr: float = 0.001
+    _: KW_ONLY
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    weight_decay_mode: str = "decoupled"
+    weight_decay_mode: str = "l2"
 
     name: ClassVar[str] = "adam"
     kind: ClassVar[int] = 3
@@ -192,12 +223,34 @@ class Adam(OptimizerSpec):
         except (TypeError, ValueError):
             beta1 = beta2 = math.nan
         if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-            raise ConfigError(f"adam: betas is {self.betas!r}; it must be two numbers in [0, 1)")
+            raise ConfigError(f"{self.name}: betas is {self.betas!r}; it must be two numbers in [0, 1)")
         object.__setattr__(self, "betas", (beta1, beta2))
 
 
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """:class:`Adam` with decoupled weight decay: torch.optim.AdamW for the rows of a batch.
+
+    Its rows are Adam's, and a store of either can be opened with the other.
+    """
+
+    weight_decay: float = 0.01
+    weight_decay_mode: str = "decoupled"
+
+    name: ClassVar[str] = "adamw"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weight_decay_mode != "decoupled":
+            raise ConfigError(f"adamw: weight_decay_mode is {self.weight_decay_mode!r}; use Adam for that")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"name": Adam.name}
+
+
 OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
-    spec.name: spec for spec in (SGD, RowWiseAdagrad, Adagrad, Adam)
+    spec.name: spec for spec in (SGD, RowWiseAdagrad, Adagrad, Adam, AdamW)
 }
 """Every optimizer by its name."""
 
@@ -206,12 +259,7 @@ def make(name: str, **hyperparameters: Any) -> OptimizerSpec:
     """The optimizer called ``name``. Raises ``ConfigError`` for an unknown name or hyperparameter."""
     if name not in OPTIMIZERS:
         raise ConfigError(f"unknown optimizer {name!r}; known optimizers: {', '.join(OPTIMIZERS)}")
-    spec = OPTIMIZERS[name]
-    known = [item.name for item in fields(spec)]  # type: ignore[arg-type]
-    unknown = sorted(set(hyperparameters) - set(known))
-    if unknown:
-        raise ConfigError(f"{name} has no {', '.join(unknown)}; it has {', '.join(known)}")
-    return spec(**hyperparameters)
+    return OPTIMIZERS[name](**hyperparameters)
 
 
 def from_dict(values: Mapping[str, Any]) -> OptimizerSpec:

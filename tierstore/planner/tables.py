@@ -19,6 +19,7 @@ STATE_FLOATS = {
     "rowwise_adagrad": lambda dim: 1,
     "adagrad": lambda dim: dim,
     "adam": lambda dim: 2 * dim,
+    "adamw": lambda dim: 2 * dim,
 }
 _ROW_ALIGNMENT = 16
 MOST_ROWS = 1 << 48

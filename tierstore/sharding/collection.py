@@ -24,8 +24,8 @@ from tierstore.modules.collection import (
     table_of,
 )
 from tierstore.modules.configs import from_torchrec
+from tierstore.modules.left_out import mark
 from tierstore.modules.lookup import Part
-from tierstore.modules.tables import leave_out
 from tierstore.optim import SGD, OptimizerSpec
 from tierstore.placement import ShardingPlan, ShardingType
 from tierstore.sharding.column_squares import ColumnSquares
@@ -60,6 +60,13 @@ class ShardedTableView(TableView):
     def table(self) -> Table:
         return table_of(self._collection.configs[self._index])
 
+    def rows_version(self) -> str:
+        """As HasWeight.rows_version, of the shards on all ranks, which call it together."""
+        shards = self._collection.local_shards(self.name)
+        own = [self._collection.engine.versions.of(shard.local) for shard in shards]
+        everyone = self._collection.env.gather_objects(own)
+        return hashlib.sha256(repr(everyone).encode()).hexdigest()[:32]
+
     def _save_weight(self, destination: dict[str, Any], key: str) -> None:
         floats = Floats(self._collection, self.name)
         if not floats.are_sharded:
@@ -67,7 +74,7 @@ class ShardedTableView(TableView):
         elif floats.are_small:
             destination[key] = floats.view()
         else:
-            leave_out(self.table, destination, key)
+            destination[key] = mark(self.rows_version(), self.table, key)
 
     def _load_weight(self, weight: Any, key: str) -> None:
         if hasattr(weight, "local_shards"):

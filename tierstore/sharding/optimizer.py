@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tierstore.errors import ConfigError
-from tierstore.modules.tables import STATE_DICT_LIMIT, id_ranges
+from tierstore.modules.left_out import STATE_DICT_LIMIT, check_mark, is_mark, mark
+from tierstore.modules.optimizer_states import LEFT_OUT
+from tierstore.modules.tables import id_ranges, rows_are_left_out
 from tierstore.optim.fused import AppliedOptimizer
 from tierstore.sharding import shard_views
 from tierstore.sharding.collection import ShardedCollection
 from tierstore.sharding.shard_views import Floats
-
-logger = logging.getLogger("tierstore")
 
 
 class KeyedFusedOptimizer(AppliedOptimizer):
@@ -85,7 +84,7 @@ class KeyedFusedOptimizer(AppliedOptimizer):
         weights.
 
         State is (rows,) or (rows, dim) float32, and ``<table>.step`` the number of updates. Tables beyond
-        STATE_DICT_LIMIT bytes have the latter only: commits keep their state. All ranks call it.
+        STATE_DICT_LIMIT bytes have a mark for the former: commits keep their state. All ranks call it.
         """
         groups = [{**g, "params": keys} for g, keys in zip(self.param_groups, self._keys, strict=True)]
         if shard_views.wanted.on:
@@ -115,16 +114,21 @@ class KeyedFusedOptimizer(AppliedOptimizer):
         for group, found in zip(self.param_groups, groups, strict=True):
             group.update({k: _plain(v) for k, v in found.items() if k != "params"})
 
-    def _check(self, key: str, state: Mapping[str, Tensor]) -> None:
+    def _check(self, key: str, state: dict[str, Tensor]) -> None:
         collection, table = self._tables[key]
         spec = collection.fused_optimizer.spec
         shape = (table.num_embeddings,) if spec.state_per_row else (table.num_embeddings, table.embedding_dim)
+        if is_mark(state.get(LEFT_OUT)):
+            view = getattr(collection, collection.views_name)[table.name]
+            check_mark(state.pop(LEFT_OUT), view.rows_version(), f"the optimizer state of {key}")
+            return
         found = {name: tuple(value.size()) for name, value in state.items() if name != "step"}
-        if "step" not in state or (found and found != dict.fromkeys(spec.state_names, shape)):
+        left_out = rows_are_left_out() and not found
+        if "step" not in state or not (left_out or found == dict.fromkeys(spec.state_names, shape)):
             raise ConfigError(f"{key}: {spec.name} has {spec.state_names} of shape {shape}, not {found}")
 
     def _load(self, key: str, state: dict[str, Tensor]) -> None:
-        """The state of one table; without any but the step (a large table's) its rows keep their own."""
+        """The state of one table; of one that was left out, only the number of updates."""
         collection, table = self._tables[key]
         collection.fused_optimizer.num_updates = int(state["step"])
         whole = {}
@@ -143,12 +147,14 @@ class KeyedFusedOptimizer(AppliedOptimizer):
         spec = collection.fused_optimizer.spec
         width = 1 if spec.state_per_row else table.embedding_dim
         state = {f"{table.name}.step": torch.tensor(float(collection.fused_optimizer.num_updates))}
+        if rows_are_left_out():
+            return state
         parts = {name: Floats(collection, table.name, name) for name in spec.state_names}
         if all(part.are_sharded and part.are_small for part in parts.values()):
             return state | {f"{table.name}.{name}": part.view() for name, part in parts.items()}
         if 4 * table.num_embeddings * width > STATE_DICT_LIMIT:
-            logger.warning("the optimizer state of %s is not in this state dict: commits keep it", key)
-            return state
+            view = getattr(collection, collection.views_name)[table.name]
+            return state | {f"{table.name}.{LEFT_OUT}": mark(view.rows_version(), view.table, key)}
         shape = (table.num_embeddings,) if spec.state_per_row else (table.num_embeddings, width)
         found = {name: torch.empty(shape) for name in spec.state_names}
         for begin, end in id_ranges(0, table.num_embeddings) if found else ():

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tierstore.errors import InputError
-from tierstore.modules.tables import STATE_DICT_LIMIT, ThreadFlag, id_ranges
+from tierstore.modules.left_out import STATE_DICT_LIMIT
+from tierstore.modules.tables import ThreadFlag, id_ranges
 from tierstore.placement import ShardingType, ShardPlacement, TablePlacement
 
 if TYPE_CHECKING:
@@ -32,9 +33,8 @@ def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
     only, are ShardedTensors of float32 on the CPU; data-parallel ones and everything else are as in
     ``state_dict()``. ``torch.distributed.checkpoint.save`` writes each shard from where it is, and ``load``
     into the sharded state dict of a model with another plan cuts them anew; ``of.load_state_dict(state)``
-    writes them to the tiers. A table of which a rank would have to copy more than 1 GiB is a tensor without
-    data (device "meta"), which changes nothing when it is loaded, and its optimizer states are left out:
-    commits keep its rows.
+    writes them to the tiers. A table of which a rank would have to copy more than 1 GiB is left out, with its
+    optimizer states: commits keep its rows, and loading is an error unless the table has those rows.
 
     All ranks call it.
     """

@@ -1,0 +1,46 @@
+"""Names for what the rows of a table are at a moment, by which state dicts without rows know them again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tierstore.store.protocol import TableSpec
+
+
+class Versions:
+    """The version of every table of an engine: 32 hexadecimal digits, which differ when the rows may.
+
+    A version is random; that of a table that was never changed follows from the table's specification. A
+    commit keeps the versions of its rows: ``committed`` is what :meth:`to_meta` gave for it, None of a new
+    store.
+    """
+
+    def __init__(self, specs: Sequence[TableSpec], committed: Mapping[str, str] | None) -> None:
+        self._names = [spec.name for spec in specs]
+        self._known = (
+            {spec.name: _untouched(spec) for spec in specs} if committed is None else dict(committed)
+        )
+
+    def of(self, table: int) -> str:
+        """The version of the rows as they are now."""
+        return self._known.setdefault(self._names[table], secrets.token_hex(16))
+
+    def changed(self, tables: Iterable[int]) -> None:
+        """Tells that rows of these tables have changed."""
+        for table in tables:
+            self._known.pop(self._names[table], None)
+
+    def to_meta(self) -> dict[str, str]:
+        """All of them by the names of the tables."""
+        return {name: self.of(table) for table, name in enumerate(self._names)}
+
+
+def _untouched(spec: TableSpec) -> str:
+    described: dict[str, Any] = asdict(spec)
+    del described["index"]
+    return hashlib.sha256(json.dumps(described, sort_keys=True, default=repr).encode()).hexdigest()[:32]

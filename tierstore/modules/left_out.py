@@ -1,0 +1,62 @@
+"""What a state dict holds in place of the rows of a table that is too large for it.
+
+It is a small tensor of bytes, which torch.save, safetensors and torch.distributed.checkpoint keep. It names
+the version of the rows; loading it is an error unless the table still has, or has again, those rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tierstore.cache.engine import Table
+from tierstore.config import format_bytes
+from tierstore.errors import StoreMismatchError
+
+logger = logging.getLogger("tierstore")
+
+STATE_DICT_LIMIT = 1 << 30
+"""Tables whose weights take up to so many bytes are in state dicts, with their optimizer state. A larger one
+has a mark (:func:`mark`) there in place of either: commit() keeps its rows."""
+
+_PREFIX = b"tierstore left out rows of version "
+_DIGITS = 32
+
+
+def is_large(table: Table) -> bool:
+    """Whether state dicts leave the rows of a table out."""
+    return 4 * table.num_embeddings * table.embedding_dim > STATE_DICT_LIMIT
+
+
+def mark(version: str, table: Table, key: str) -> Tensor:
+    """What a state dict has under ``key`` for rows of this version, with a warning."""
+    size = format_bytes(4 * table.num_embeddings * table.embedding_dim)
+    logger.warning("%s (%s if dense) is in this state dict without its rows: commit() keeps them", key, size)
+    return torch.frombuffer(bytearray(_PREFIX + version.encode("ascii")), dtype=torch.uint8)
+
+
+def is_mark(value: Any) -> bool:
+    """Whether a value of a state dict stands for rows that were left out."""
+    if getattr(value, "is_meta", False):
+        return True
+    return (
+        isinstance(value, Tensor)
+        and value.dtype == torch.uint8
+        and value.shape == (len(_PREFIX) + _DIGITS,)
+        and bytes(value[: len(_PREFIX)].tolist()) == _PREFIX
+    )
+
+
+def check_mark(value: Any, version: str, key: str) -> None:
+    """Raises ``StoreMismatchError`` unless the rows that were left out are of this ``version``."""
+    if not value.is_meta and bytes(value[len(_PREFIX) :].tolist()) == version.encode("ascii"):
+        return
+    raise StoreMismatchError(
+        f"{key}: this state dict was made without the rows of the table, and the table has other rows now. "
+        "Save and restore tables too large for state dicts by tierstore.checkpoint.save and restore; "
+        "or commit() them before state_dict(), and open their TierConfig(path=...) at that commit before "
+        "load_state_dict()"
+    )

@@ -1,0 +1,105 @@
+"""The optimizer's state of a module's rows as its fused optimizer's state dict has it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tierstore.errors import ClosedError, ConfigError
+from tierstore.modules.left_out import check_mark, is_large, is_mark, mark
+from tierstore.modules.tables import HasWeight, id_ranges, rows_are_left_out
+
+if TYPE_CHECKING:
+    from tierstore.modules.base import TieredModule
+
+LEFT_OUT = "rows"
+"""Name of the mark that stands for the state of a large table."""
+
+
+class OptimizerStates:
+    """Reads and writes what a :class:`~tierstore.optim.FusedOptimizer` shows of the rows of ``module``.
+
+    ``{weight: {"<table>.<part>": tensor}}``: names of weights are those of the module's state dict, parts are
+    those of the specification, whole and dense, and ``step``, the number of updates.
+    """
+
+    def __init__(self, module: TieredModule) -> None:
+        self._module = weakref.ref(module)
+
+    def _views(self) -> dict[str, Any]:
+        """The tables by the names of their weights."""
+        module = self._module()
+        if module is None:
+            raise ClosedError("the tables of this optimizer are gone, and their rows' state with them")
+        found = {path: part for path, part in module.named_modules() if isinstance(part, HasWeight)}
+        return {f"{path}.weight" if path else "weight": part for path, part in found.items()}
+
+    def save(self, num_updates: int) -> dict[str, dict[str, Tensor]]:
+        """The state; nothing within ``without_rows()``, and of frozen tables."""
+        module = self._module()
+        if rows_are_left_out() or (module is not None and module.frozen):
+            return {}
+        return {key: self._of(key, view, num_updates) for key, view in self._views().items()}
+
+    def _of(self, key: str, view: Any, num_updates: int) -> dict[str, Tensor]:
+        state = {f"{view.name}.step": torch.tensor(float(num_updates))}
+        parts = {name: torch.empty(shape) for name, shape in self._shapes(view).items()}
+        if parts and is_large(view.table):
+            name = f"{view.name}.{LEFT_OUT}"
+            return state | {name: mark(view.rows_version(), view.table, f"{key}'s {name}")}
+        for begin, end in id_ranges(0, view.num_embeddings) if parts else ():
+            for name, values in view.optimizer_rows(torch.arange(begin, end)).items():
+                parts[name][begin:end] = values
+        return state | {f"{view.name}.{name}": values for name, values in parts.items()}
+
+    def _shapes(self, view: Any) -> dict[str, tuple[int, ...]]:
+        module = self._module()
+        assert module is not None
+        spec = module.fused_optimizer.spec
+        width = () if spec.state_per_row else (view.embedding_dim,)
+        return dict.fromkeys(spec.state_names, (view.num_embeddings, *width))
+
+    def load(self, state: Mapping[str, Mapping[str, Any]], num_updates: int) -> None:
+        """Takes the state of :meth:`save`; within ``without_rows()`` only the number of updates.
+
+        Raises ``ConfigError`` for a state that is not of these tables, or has none although there were
+        updates, and ``StoreMismatchError`` where it was left out of a large table; before anything changes.
+        """
+        module, parts = self._module(), {}
+        if not rows_are_left_out() and module is not None and not module.frozen:
+            views = self._views()
+            if set(state) != set(views) and (
+                state or (num_updates and module.fused_optimizer.spec.state_names)
+            ):
+                raise ConfigError(
+                    f"this is the optimizer state of {sorted(state) or 'no rows'}, and the tables are "
+                    f"{sorted(views)}; where commits keep the rows, load it within "
+                    "`with tierstore.checkpoint.without_rows():`"
+                )
+            parts = {key: self._checked(key, view, state[key]) for key, view in views.items() if state}
+            for key, part in parts.items():
+                self._write(views[key], part)
+        if module is not None:
+            module.set_updates(num_updates)
+
+    def _checked(self, key: str, view: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
+        state = {name.rpartition(".")[2]: value for name, value in given.items()}
+        state.pop("step", None)
+        if is_mark(state.get(LEFT_OUT)):
+            check_mark(state[LEFT_OUT], view.rows_version(), f"the optimizer state of {key}")
+            return {}
+        shapes = self._shapes(view)
+        found = {name: tuple(getattr(value, "shape", ())) for name, value in state.items()}
+        if found != shapes:
+            raise ConfigError(f"the optimizer state of {key} must be {shapes}, not {found}")
+        return state
+
+    @staticmethod
+    def _write(view: Any, parts: Mapping[str, Tensor]) -> None:
+        for begin, end in id_ranges(0, view.num_embeddings) if parts else ():
+            ids = torch.arange(begin, end)
+            view.load_rows(ids, view.rows(ids), {name: value[begin:end] for name, value in parts.items()})
