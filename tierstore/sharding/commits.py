@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from tierstore.cache.engine import Engine
 from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
@@ -123,7 +124,8 @@ class Commits:
             for of_rank, commit in zip(self._named, saved.ranks, strict=True):
                 of_rank[name] = commit
             return Place(str(self.path / saved.folder / rank), at, self.number if at else 0)
-        self._folders[name] = f"{self._generation}/{name or 'tables'}"
+        # a path in the model may have slashes
+        self._folders[name] = f"{self._generation}/{quote(name, safe='') or 'tables'}"
         return Place(str(self.path / self._folders[name] / rank), 0, 0)
 
     def join(self, name: str, collection: ShardedCollection) -> None:
