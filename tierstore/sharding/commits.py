@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from tierstore.cache.engine import Engine
+from tierstore.cache.report import warn_of_uncommitted
 from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.env import ShardingEnv
@@ -177,7 +178,7 @@ class Commits:
         for name, collection in self._collections.items():
             engine = collection.engine
             if engine.store is None:
-                own[name] = 0
+                own[name] = engine.uncommitted = 0
                 continue
             own[name] = engine.commit({"commit": number}, tag or f"{_TAG}{number}")
             kept = {own[name], named[self._env.rank].get(name, 0) if named else 0}
@@ -203,10 +204,16 @@ class Commits:
         self._left.clear()
 
     def commit_last(self) -> None:
-        """A commit before the tables are closed; none if the last one is part of a checkpoint, which it would
-        replace."""
-        if "checkpoint" not in self.extra:
-            self.commit(self.extra)
+        """Commits before the tables are closed, unless the last commit has an ``extra`` (as that of a
+        checkpoint has), which would be wrong of rows that were trained since."""
+        if not self.extra:
+            self.commit()
+        elif self._env.rank == 0 and (changes := self.uncommitted()):
+            warn_of_uncommitted(self.path, self.extra, changes)
+
+    def uncommitted(self) -> int:
+        """Updates of this rank, and calls that overwrote rows, since the last commit."""
+        return sum(collection.engine.uncommitted for collection in self._collections.values())
 
     def _write(self, number: int, everyone: list[dict[str, int]], extra: dict[str, Any]) -> None:
         collections = {
