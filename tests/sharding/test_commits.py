@@ -33,11 +33,15 @@ OTHERS = {"t0": column_wise([0, 1, 3]), "t1": row_wise(), "t2": table_wise(2), "
 ALONE = dict.fromkeys(CUTS, table_wise(0))
 
 
-def build(env: ShardingEnv, cuts: dict[str, Cut], path: str, engine: str = "native") -> ShardedCollection:
+def build(
+    env: ShardingEnv, cuts: dict[str, Cut], path: str | None, engine: str = "native"
+) -> ShardedCollection:
     whole = tierstore.EmbeddingBagCollection(
         cases.tables(), config=cases.MEMORY, optimizer=optim.Adam(lr=0.05), seed=3
     )
-    tiers = TierConfig(hbm="24KiB", ssd="64MiB", path=path, engine=engine)
+    tiers = cases.MEMORY
+    if path is not None:
+        tiers = TierConfig(hbm="24KiB", ssd="64MiB", path=path, engine=engine)
     return shard(whole, construct_plan(whole, cuts, env.world_size), env, config=tiers)
 
 
@@ -87,9 +91,45 @@ def read(path: str, world: int, engine: str) -> None:
     collection.close()
 
 
+def closed(path: str) -> None:
+    """A loop that begins at the committed step, and ends some lives by close() between two commits."""
+    env = ShardingEnv.from_process_group()
+    undisturbed = build(env, CUTS, None)
+    train(undisturbed, range(6))
+    for stop in (3, 5, 5, 6):  # step 2, 4 and 6 are committed
+        collection = build(env, CUTS, path)
+        done = collection.committed_extra().get("step", 0)
+        for step in range(done, stop):
+            train(collection, range(step, step + 1))
+            if step % 2:
+                collection.commit({"step": step + 1})
+        assert collection.commits is not None
+        number = collection.commits.number
+        assert number == stop // 2
+        assert (collection.commits.uncommitted() > 0) == bool(stop % 2)
+        collection.close()
+    collection = build(env, CUTS, path)
+    assert collection.commits is not None
+    assert (collection.commits.number, collection.committed_extra()) == (3, {"step": 6})
+    torch.testing.assert_close(contents(collection), contents(undisturbed), rtol=0, atol=0)
+    collection.close()
+    for life in range(3):  # who never gives an extra has all rows
+        collection = build(env, CUTS, f"{path}/without")
+        assert collection.fused_optimizer.num_updates == 2 * life
+        train(collection, range(2 * life, 2 * life + 2))
+        collection.close()
+    collection = build(env, CUTS, f"{path}/without")
+    torch.testing.assert_close(contents(collection), contents(undisturbed), rtol=0, atol=0)
+    collection.close()
+
+
+def test_close_does_not_commit_rows_under_the_extra_of_others(tmp_path: Path) -> None:
+    run(2, closed, str(tmp_path))
+
+
 def test_a_commit_is_restored_by_other_ranks_plans_and_engines(tmp_path: Path) -> None:
     path = str(tmp_path)
     run(2, write, path)
     run(4, read, path, 4, "native")
     run(1, read, path, 1, "lmdb")
-    assert json.loads((tmp_path / "COMMIT.json").read_text())["number"] == 6  # two of each job
+    assert json.loads((tmp_path / "COMMIT.json").read_text())["number"] == 4  # close() made none

@@ -21,7 +21,7 @@ from tierstore.cache.chain import Chain
 from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import MemoryTier, as_policy, bytes_for
 from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, touched_ids
-from tierstore.cache.report import report, table_curve
+from tierstore.cache.report import report, table_curve, warn_of_uncommitted
 from tierstore.cache.versions import Versions
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError
@@ -90,6 +90,8 @@ class Engine:
         """Fused optimizer steps so far of each module that uses the engine; committed with the rows."""
         self.checkpoints = ""
         """Id of the folder whose checkpoints name the store's commits; committed with the rows."""
+        self.uncommitted = 0
+        """Updates, and calls that overwrote rows, since the last commit."""
         self._closing = threading.Lock()
         self.closed = False
         if not config.keeps_all:
@@ -273,7 +275,7 @@ class Engine:
         if len(batch.unique) != len(ids):
             raise InputError(f"{self.tables[table].name}: ids repeat; every row can be given one value only")
         layout = self._chain_of[table].layout
-        self.versions.changed([table])
+        self.changed([table])
 
         def change(rows: NDArray[np.uint8], part: slice) -> None:
             values = rows.view(np.float32)
@@ -287,13 +289,18 @@ class Engine:
     def reset_rows(self, table: int) -> None:
         """Gives the rows of a table their initial values and state again."""
         self.check_open()
-        self.versions.changed([table])
+        self.changed([table])
         reset_rows(self._chain_of[table], table)
 
     def touched_ids(self, table: int) -> Iterator[NDArray[np.int64]]:
         """Ids that some tier holds a row of, in chunks, each once; all others have their initial values."""
         self.check_open()
         return touched_ids(self._chain_of[table], table)
+
+    def changed(self, tables: Sequence[int]) -> None:
+        """Notes that rows of ``tables`` change: their versions, and that there is something to commit."""
+        self.versions.changed(tables)
+        self.uncommitted += 1
 
     # -- state ---------------------------------------------------------------------------
 
@@ -309,6 +316,7 @@ class Engine:
         self.check_open()
         if self.store is None:
             raise ConfigError("there is no ssd tier to commit to; set ssd and path in TierConfig")
+        before = self.uncommitted
         self.flush()
         meta = {
             "version": META_VERSION,
@@ -318,6 +326,7 @@ class Engine:
             "extra": extra or {},
         }
         self._position = self.store.commit(json.dumps(meta).encode(), tag)
+        self.uncommitted -= before
         return self._position
 
     def commits(self) -> list[CommitInfo]:
@@ -344,6 +353,7 @@ class Engine:
         self.close(commit=False)
         self.chains, self._chain_of = [], {}
         self._open(commit)
+        self.uncommitted = 0
         self.closed = False
 
     def committed_extra(self) -> dict[str, Any]:
@@ -353,13 +363,20 @@ class Engine:
 
     def close(self, *, commit: bool = True) -> None:
         """Commits (if there is a store with a path) and releases everything. Calling it again does
-        nothing."""
+        nothing.
+
+        If the last commit has an ``extra`` it stays the last one, for that would be wrong of rows that were
+        trained since; a warning says so.
+        """
         with self._closing:
             if self.closed:
                 return
             try:
                 if commit and self.store is not None and self.config.path is not None:
-                    self.commit()
+                    if not (extra := self.committed_extra()):
+                        self.commit()
+                    elif self.uncommitted:
+                        warn_of_uncommitted(self.config.path, extra, self.uncommitted)
             finally:
                 self.closed = True
                 for chain in self.chains:

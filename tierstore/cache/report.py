@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,8 @@ from cache_policies.table_curve import TableCurve
 from tierstore.cache.chain import Chain
 from tierstore.cache.stats import ChainCounters, TierCounters
 from tierstore.store.protocol import TableSpec
+
+logger = logging.getLogger("tierstore")
 
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the rows used: sizes at which a report tells the misses
 
@@ -75,3 +79,14 @@ def _memory(chains: Sequence[Chain]) -> dict[str, int]:
         "window": sum(chain.window.memory_bytes for chain in chains),
         "curves": sum(chain.curves.nbytes for chain in chains),
     }
+
+
+def warn_of_uncommitted(path: Any, extra: dict[str, Any], changes: int) -> None:
+    """Says that ``close()`` leaves ``path`` at its last commit, which has ``extra``."""
+    logger.warning(
+        "%s stays at its last commit, of %s: %d updates since then are dropped, for close() does not know "
+        "what else belongs to them; call commit(extra), or checkpoint.save, before close() to keep them",
+        path,
+        json.dumps(extra)[:200],
+        changes,
+    )

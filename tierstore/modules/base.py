@@ -171,7 +171,7 @@ class TieredModule(EngineCalls, nn.Module):
     def count_update(self) -> Any:
         step = self.fused_optimizer.advance()
         self.engine.updates[self._key] = self.fused_optimizer.num_updates
-        self.engine.versions.changed(self._tables)
+        self.engine.changed(self._tables)
         return step
 
     def set_updates(self, count: int) -> None:
@@ -265,7 +265,7 @@ class TieredModule(EngineCalls, nn.Module):
 
     def close(self, *, commit: bool = True) -> None:
         """Commits (if the configuration names a path) and closes the engine; the module cannot be used
-        any more."""
+        any more. After a commit with an ``extra`` it commits nothing, since that is wrong of later rows."""
         while self._ahead:
             self._ahead.popleft().lookup.release()
         self.engine.close(commit=commit)

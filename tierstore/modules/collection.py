@@ -186,7 +186,7 @@ def _check_names(configs: Sequence[BaseEmbeddingConfig]) -> None:
 def _features(configs: Sequence[BaseEmbeddingConfig], index_of: dict[str, int]) -> list[FeatureTable]:
     """Features in the order of the tables; those of several tables are called feature@table in the output."""
     counts = Counter(feature for config in configs for feature in config.feature_names)
-    return [
+    found = [
         FeatureTable(
             feature,
             f"{feature}@{config.name}" if counts[feature] > 1 else feature,
@@ -196,3 +196,11 @@ def _features(configs: Sequence[BaseEmbeddingConfig], index_of: dict[str, int]) 
         for config in configs
         for feature in config.feature_names
     ]
+    outputs = Counter(feature.output for feature in found)
+    for output, count in outputs.items():
+        if count > 1:
+            raise ConfigError(
+                f"two outputs would be called {output!r}, which is how a feature of several tables is called "
+                "in the output; rename that feature or table"
+            )
+    return found

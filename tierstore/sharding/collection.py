@@ -124,9 +124,14 @@ class ShardedCollection(ShardedLookups):
         features = _features(configs, {table.name: number for number, table in enumerate(configs)})
         routing = Routing(features, plan, env.rank)
         if _commits is None and config.path is not None:
-            _commits = Commits(config.path, env)
-        place = None if _commits is None else _commits.place(_name, plan, config.engine)
-        engine = _open(env, routing, configs, config, optimizer, seed, place)
+            _commits = Commits(config.path, env, [_name])
+        try:
+            place = None if _commits is None else _commits.place(_name, plan, config.engine)
+            engine = _open(env, routing, configs, config, optimizer, seed, place)
+        except BaseException:
+            if _commits is not None:
+                _commits.leave()
+            raise
         TieredModule.__init__(self, engine, range(len(engine.tables)), optimizer)
         self.tiers = config
         self.configs, self.plan = configs, plan
@@ -141,7 +146,7 @@ class ShardedCollection(ShardedLookups):
             try:
                 _commits.join(_name, self)
             except BaseException:
-                engine.close(commit=False)
+                self.close(commit=False)
                 raise
 
     def _column_squares(self) -> ColumnSquares | None:
@@ -183,10 +188,15 @@ class ShardedCollection(ShardedLookups):
         return {} if self._commits is None else self._commits.extra
 
     def close(self, *, commit: bool = True) -> None:
-        """Commits (if there is a path; all ranks do it) and closes the engine of this rank."""
-        if commit and self._commits is not None and not self.engine.closed:
-            self._commits.commit_last()
-        super().close(commit=False)
+        """Commits (if there is a path; all ranks do it) and closes the engine of this rank. After a commit
+        with an ``extra`` it commits nothing, since that is wrong of later rows."""
+        try:
+            if commit and self._commits is not None and not self.engine.closed:
+                self._commits.commit_last()
+        finally:
+            super().close(commit=False)
+            if self._commits is not None:
+                self._commits.leave()
 
     @property
     def views_name(self) -> str:

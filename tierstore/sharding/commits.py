@@ -12,16 +12,22 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path, PurePath
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from tierstore.cache.engine import Engine
-from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
+from tierstore.cache.report import warn_of_uncommitted
+from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError, TierStoreError
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.restore import restore
+from tierstore.store import identity
+from tierstore.store.directory import lock_for_writing
 from tierstore.store.files import read_regular, store_error, write_atomically
 
 if TYPE_CHECKING:
@@ -70,12 +76,23 @@ class Place:
 
 
 class Commits:
-    """The commits below ``path``, of one or several collections. All ranks make it and call its methods."""
+    """The commits below ``path``, of the collections called ``names``. All ranks make it and use it together.
 
-    def __init__(self, path: str | os.PathLike[str], env: ShardingEnv) -> None:
+    Rank 0 has the lock of ``path`` until :meth:`release`, or until all collections are closed. Raises, on all
+    ranks, StoreLockedError if somebody else has it, and StoreMismatchError if the last commit has rows of
+    other collections.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], env: ShardingEnv, names: Collection[str]) -> None:
         self.path = Path(path)
         self._env = env
-        record = self._read()
+        self._lock: FileIO | None = None
+        try:
+            record = self._read()
+            self._check_names(record.get("collections", {}), names)
+        except BaseException:
+            self.release()
+            raise
         self.number: int = record.get("number", 0)
         """Of the last commit of all ranks, 0 before the first."""
         self.extra: dict[str, Any] = record.get("extra", {})
@@ -94,23 +111,55 @@ class Commits:
         record: list[Any] = [None, None, token_hex(4)]
         if self._env.rank == 0:
             try:
-                record[0] = json.loads(read_regular(self.path / FILE_NAME, _MOST_BYTES))
-                _check(record[0])
-            except (FileNotFoundError, NotADirectoryError):
-                record[0] = {}
-            except StoreCorruptError as error:
+                self._lock = lock_for_writing(self.path)
+                record[0] = self._read_file()
+            except TierStoreError as error:
                 record[1] = error
-            except OSError as error:
-                record[1] = store_error(error, f"reading {self.path / FILE_NAME}")
-            except _DAMAGE as error:
-                what = f"{self.path / FILE_NAME} is damaged: {type(error).__name__}: {error}"
-                record[:2] = [None, StoreCorruptError(what)]
         self._env.broadcast_objects(record)
         if record[1] is not None:
             raise record[1]
         found: dict[str, Any] = record[0]
         self._generation = f"{found.get('number', 0) + 1:06d}-{record[2]}"
         return found
+
+    def _read_file(self) -> dict[str, Any]:
+        file = self.path / FILE_NAME
+        if (self.path / identity.FILE_NAME).exists():
+            raise StoreMismatchError(
+                f"{self.path} has the rows of unsharded tables; give the sharded ones another path"
+            )
+        try:
+            record: dict[str, Any] = json.loads(read_regular(file, _MOST_BYTES))
+            _check(record)
+        except FileNotFoundError:
+            return {}
+        except StoreCorruptError:
+            raise
+        except OSError as error:
+            raise store_error(error, f"reading {file}") from error
+        except _DAMAGE as error:
+            raise StoreCorruptError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+        return record
+
+    def _check_names(self, saved: Collection[str], names: Collection[str]) -> None:
+        """Rows of a collection that the model does not have would not be in the next commit."""
+        lost = sorted(set(saved) - set(names))
+        if lost:
+            raise StoreMismatchError(
+                f"the commit in {self.path} has rows of the collections {lost}, and the model has "
+                f"{sorted(names)}; give collections the names that they were committed with, and leave none "
+                "out, or give another path"
+            )
+
+    def release(self) -> None:
+        """Gives the lock of the path back."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def leave(self) -> None:
+        """Gives the lock back if all collections are closed. Each says when it is."""
+        if all(collection.engine.closed for collection in self._collections.values()):
+            self.release()
 
     def place(self, name: str, plan: ShardingPlan, engine: str) -> Place:
         """Where this rank's store of a collection is: in a new folder if the last commit has another plan."""
@@ -123,7 +172,8 @@ class Commits:
             for of_rank, commit in zip(self._named, saved.ranks, strict=True):
                 of_rank[name] = commit
             return Place(str(self.path / saved.folder / rank), at, self.number if at else 0)
-        self._folders[name] = f"{self._generation}/{name or 'tables'}"
+        # a path in the model may have slashes
+        self._folders[name] = f"{self._generation}/{quote(name, safe='') or 'tables'}"
         return Place(str(self.path / self._folders[name] / rank), 0, 0)
 
     def join(self, name: str, collection: ShardedCollection) -> None:
@@ -175,7 +225,7 @@ class Commits:
         for name, collection in self._collections.items():
             engine = collection.engine
             if engine.store is None:
-                own[name] = 0
+                own[name] = engine.uncommitted = 0
                 continue
             own[name] = engine.commit({"commit": number}, tag or f"{_TAG}{number}")
             kept = {own[name], named[self._env.rank].get(name, 0) if named else 0}
@@ -201,10 +251,16 @@ class Commits:
         self._left.clear()
 
     def commit_last(self) -> None:
-        """A commit before the tables are closed; none if the last one is part of a checkpoint, which it would
-        replace."""
-        if "checkpoint" not in self.extra:
-            self.commit(self.extra)
+        """Commits before the tables are closed, unless the last commit has an ``extra`` (as that of a
+        checkpoint has), which would be wrong of rows that were trained since."""
+        if not self.extra:
+            self.commit()
+        elif self._env.rank == 0 and (changes := self.uncommitted()):
+            warn_of_uncommitted(self.path, self.extra, changes)
+
+    def uncommitted(self) -> int:
+        """Updates of this rank, and calls that overwrote rows, since the last commit."""
+        return sum(collection.engine.uncommitted for collection in self._collections.values())
 
     def _write(self, number: int, everyone: list[dict[str, int]], extra: dict[str, Any]) -> None:
         collections = {

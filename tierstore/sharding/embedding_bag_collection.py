@@ -57,6 +57,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         self._rows_only = self.comms.dedup
         for number, pooling in enumerate(self._poolings):
             if pooling is PoolingType.MAX and self.routing.cut_by_rows[number] and not self._rows_only:
+                self.close(commit=False)
                 raise ConfigError(
                     f"table {self._features[number].config.name!r}: max pooling cannot be cut by rows; use "
                     "another cut, or CommsConfig(dedup=True)"

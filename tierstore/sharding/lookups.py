@@ -43,6 +43,23 @@ class ShardedLookup(FeatureLookup):
         return self.wire.take("local", math.prod(self.out_shape))
 
 
+class NoRows(torch.autograd.Function):
+    """``apply(anchor, module)`` → no floats, what a rank without shards looks up. Its backward pass joins the
+    exchange of the gradients and counts the update that the other ranks make."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, module: ShardedLookups) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(anchor)  # so that a second backward pass fails here as it does on other ranks
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        assert ctx.saved_tensors
+        ctx.module.count_update()
+        return None, None
+
+
 class ShardedLookups(Collection):
     """A collection that looks rows up for all ranks, and gets those of its own batch from all ranks."""
 
@@ -203,6 +220,6 @@ class ShardedLookups(Collection):
             for number, request in enumerate(self.routing.own)
             if request.replica == kind
         ]
-        if self.trains:  # so that a rank without shards joins the exchange of the gradients
-            ordered.append(self._anchor)
+        if self.trains and not lookup.parts:
+            ordered.append(NoRows.apply(self._anchor, self))
         return torch.cat(ordered) if ordered else torch.empty(0)

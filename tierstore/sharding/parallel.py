@@ -70,8 +70,12 @@ def shard(
         assert isinstance(module, EmbeddingCollection)
         tables = module.embedding_configs()
         sharded = ShardedEmbeddingCollection(tables, plan, env, module.need_indices(), **options)
-    if sharded.is_fresh:
-        _take_over(sharded, module)
+    try:
+        if sharded.is_fresh:
+            _take_over(sharded, module)
+    except BaseException:
+        sharded.close(commit=False)
+        raise
     module.close(commit=False)
     carry_hooks(module, sharded)
     return sharded.train(module.training)
@@ -183,14 +187,19 @@ class DistributedModelParallel(nn.Module):
             _check_arguments(plan, config, comms, planned=plan is None)
             _check_untouched(module)
         tables = {name: child.table_names() for name, child in found.items()}
-        self.env.check_same({"collections": tables, "plan": plan, "batch_size": batch_size, "dense": dense})
+        path = None if config is None else config.path
+        given = {"collections": tables, "plan": plan, "batch_size": batch_size, "dense": dense}
+        self.env.check_same({**given, "path": path is not None})
         self.plan = plan_of(module, self.env, config, batch_size) if plan is None else plan
         self._sharded: dict[str, ShardedCollection] = {}
-        path = None if config is None else config.path
-        self._commits = None if path is None else Commits(path, self.env)
-        module = self._shard_all(module, found, config, comms)
-        self._fused_optimizer = KeyedFusedOptimizer(self._sharded)
-        self._wrapped = self._parallel(module, dense, find_unused_parameters)
+        self._commits = None if path is None else Commits(path, self.env, list(found))
+        try:
+            module = self._shard_all(module, found, config, comms)
+            self._fused_optimizer = KeyedFusedOptimizer(self._sharded)
+            self._wrapped = self._parallel(module, dense, find_unused_parameters)
+        except BaseException:
+            self._close_all()
+            raise
         self._register_load_state_dict_pre_hook(self._to_own_names)
 
     def _shard_all(
@@ -293,9 +302,16 @@ class DistributedModelParallel(nn.Module):
         return {} if self._commits is None else self._commits.extra
 
     def close(self, *, commit: bool = True) -> None:
-        """Commits (if there is a path; all ranks do it) and closes the tables of this rank."""
-        if commit and self._commits is not None:
-            self._commits.commit_last()
-            commit = False
+        """Commits (if there is a path; all ranks do it) and closes the tables of this rank. After a commit
+        with an ``extra`` it commits nothing, since that is wrong of later rows."""
+        try:
+            if commit and self._commits is not None:
+                self._commits.commit_last()
+        finally:
+            self._close_all()
+
+    def _close_all(self) -> None:
         for collection in self._sharded.values():
-            collection.close(commit=commit)
+            collection.close(commit=False)
+        if self._commits is not None:
+            self._commits.release()

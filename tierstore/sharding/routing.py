@@ -38,6 +38,7 @@ class Routing:
         self.world_size = plan.world_size
         for name in dict.fromkeys(feature.config.name for feature in features):
             check_placement_of(plan.table(name), plan.world_size)
+        _check_shard_names(plan)
         self.by_rank: list[list[Request]] = [[] for _ in range(plan.world_size)]
         for number, feature in enumerate(features):
             for request in _requests(number, plan.table(feature.config.name)):
@@ -101,6 +102,19 @@ def shard_name(table: str, embedding_dim: int, shard: ShardPlacement) -> str:
     if shard.columns == embedding_dim:
         return table
     return f"{table}[{shard.column_start}:{shard.column_start + shard.columns}]"
+
+
+def _check_shard_names(plan: ShardingPlan) -> None:
+    """ConfigError if a shard would be called like another table, whose rows would then be looked up."""
+    names = {table.name for table in plan.tables}
+    for table in plan.tables:
+        for shard in table.shards:
+            name = shard_name(table.name, table.embedding_dim, shard)
+            if name != table.name and name in names:
+                raise ConfigError(
+                    f"columns of table {table.name!r} are a table called {name!r} on their rank, and another "
+                    "table has this name; rename one of the two, or cut the first by rows"
+                )
 
 
 def _requests(number: int, table: TablePlacement) -> list[Request]:

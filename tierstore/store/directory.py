@@ -281,6 +281,31 @@ def _lock(folder: Path) -> FileIO:
     return _flock(folder, FileIO(open_regular(folder / _LOCK, os.O_RDWR | os.O_CREAT), "r+"), fcntl.LOCK_EX)
 
 
+def lock_for_writing(folder: Path) -> FileIO:
+    """Creates ``folder`` where it is missing and takes its lock, as the text of which it leaves this process.
+
+    ``StoreLockedError`` when somebody has it, also in this process. Closing the file releases it, and so does
+    the end of the process, whatever it has forked.
+    """
+    with store_errors(f"locking {folder}"), ExitStack() as undo:
+        lock = undo.enter_context(_lock(_make_folders(folder, undo)))
+        os.pwrite(lock.fileno(), b"%-20d" % os.getpid(), 0)
+        undo.pop_all()
+    _held_for_writing.add(lock)
+    return lock
+
+
+_held_for_writing: weakref.WeakSet[FileIO] = weakref.WeakSet()
+
+
+def _give_up_locks_of_parent() -> None:
+    for lock in list(_held_for_writing):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_give_up_locks_of_parent)
+
+
 def lock_for_reading(folder: Path) -> FileIO:
     """Keeps others from writing to the store in ``folder``, without writing there; several may at a time.
 
