@@ -45,13 +45,16 @@ class FusedOptimizer(AppliedOptimizer):
 
     def advance(self) -> OptimizerStep:
         """Counts one update and returns the native core's arguments for it. Called by the backward pass."""
+        step = self.step_args(self.num_updates + 1)
         self.num_updates += 1
         # What torch's schedulers look at to tell that an update came before them.
         self._opt_called = True
-        return self.step_args(self.num_updates)
+        return step
 
     def step_args(self, step: int) -> OptimizerStep:
-        """The native core's arguments for update number ``step``, with the present hyperparameters."""
+        """The native core's arguments for update number ``step``, with the present hyperparameters.
+
+        Raises ``ConfigError`` if one of them was set to something that cannot be used."""
         group = self.param_groups[0]
         return self.spec.step_args(step=step, **{name: group[name] for name in self.spec.hyperparameters()})
 
