@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tierstore import _core
 from tierstore.cache.chain import Chain
@@ -194,6 +195,7 @@ class PooledFunction(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         assert ctx.saved_tensors
         grad = grads[0].to(torch.float32).contiguous()
@@ -242,6 +244,7 @@ class SequenceFunction(torch.autograd.Function):
         return sequence_forward(lookup.parts)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         assert ctx.saved_tensors
         kept = [grad.to(torch.float32).contiguous() for grad in grads]
