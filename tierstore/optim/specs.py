@@ -86,7 +86,7 @@ class OptimizerSpec:
         values = {**self.hyperparameters(), **changes}
         mode = self._decay_mode(values["weight_decay_mode"])
         lr, decay, eps = (self._number(name, values.get(name, 0.0)) for name in ("lr", "weight_decay", "eps"))
-        beta1, beta2 = _betas(values["betas"]) if "betas" in values else (0.0, 0.0)
+        beta1, beta2 = _betas(self.name, values["betas"]) if "betas" in values else (0.0, 0.0)
         return OptimizerStep(self.kind, lr, eps, decay, mode if decay else 0, beta1, beta2, step)
 
     def _decay_mode(self, mode: Any) -> int:
@@ -132,6 +132,14 @@ class SGD(OptimizerSpec):
 
     name: ClassVar[str] = "sgd"
     kind: ClassVar[int] = 0
+
+
+@dataclass(frozen=True)
+class NotGiven(SGD):
+    """Stands for the optimizer of tables that were built without one: rows without state, never updated."""
+
+
+NOT_GIVEN = NotGiven()
 
 
 @dataclass(frozen=True)
@@ -195,16 +203,16 @@ class Adam(OptimizerSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "betas", _betas(self.betas))
+        object.__setattr__(self, "betas", _betas(self.name, self.betas))
 
 
-def _betas(value: Any) -> tuple[float, float]:
+def _betas(owner: str, value: Any) -> tuple[float, float]:
     try:
         beta1, beta2 = (float(beta) for beta in value)
     except (TypeError, ValueError):
         beta1 = beta2 = math.nan
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise ConfigError(f"adam: betas is {value!r}; it must be two numbers in [0, 1)")
+        raise ConfigError(f"{owner}: betas is {value!r}; it must be two numbers in [0, 1)")
     return beta1, beta2
 
 
