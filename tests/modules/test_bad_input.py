@@ -23,7 +23,8 @@ from tierstore.modules import (
 from tierstore.sparse import KeyedJaggedTensor
 
 ROWS = 60
-CONFIG = small_tiers([4], optim.SGD())
+SGD = optim.SGD(lr=0.01)
+CONFIG = small_tiers([4], SGD)
 
 
 def ints(*numbers: int) -> torch.Tensor:
@@ -31,7 +32,7 @@ def ints(*numbers: int) -> torch.Tensor:
 
 
 def bag(**options: Any) -> TieredEmbeddingBag:
-    return TieredEmbeddingBag(ROWS, 4, config=CONFIG, name="item", **options)
+    return TieredEmbeddingBag(ROWS, 4, config=CONFIG, optimizer=SGD, name="item", **options)
 
 
 BAG_CALLS: list[tuple[tuple[Any, ...], str]] = [
@@ -262,7 +263,7 @@ def test_rows_of_wrong_shape_or_id() -> None:
 
 
 def test_an_update_after_close_is_refused_instead_of_lost() -> None:
-    for module in (bag(mode="sum"), TieredEmbedding(ROWS, 4, config=CONFIG)):
+    for module in (bag(mode="sum"), TieredEmbedding(ROWS, 4, config=CONFIG, optimizer=SGD)):
         out = module(ints(1, 2).view(1, 2))
         module.close()
         with pytest.raises(ClosedError, match="the tables are closed"):
@@ -273,7 +274,7 @@ def test_gradients_that_are_not_finite() -> None:
     """They stay in their own rows, and are reported if asked."""
     for checked in (False, True):
         config = small_tiers([4], optim.SGD(), check_gradients=checked)
-        with TieredEmbeddingBag(ROWS, 4, mode="sum", config=config, name="item") as module:
+        with TieredEmbeddingBag(ROWS, 4, mode="sum", config=config, optimizer=SGD, name="item") as module:
             before = all_rows(module, ROWS)
             out = module(ints(1, 2, 3).view(3, 1))
             loss = (out * torch.tensor([[1.0], [float("nan")], [1.0]])).sum()

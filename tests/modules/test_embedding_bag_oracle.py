@@ -146,6 +146,18 @@ def test_gradients_of_the_weights_alone_do_not_train_the_rows() -> None:
         assert ours.fused_optimizer.num_updates == 1
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_second_derivatives_are_refused_not_zero(frozen: bool) -> None:
+    """Those of the weights would go through the rows, of which autograd knows nothing."""
+    ours, _ = pair_of("sum", 4, PAIRS[0], False, None)
+    weights = torch.full((2, 3), 0.5, requires_grad=True)
+    with ours.train(not frozen):
+        loss = scramble(ours(torch.tensor([[1, 2, 3], [3, 3, 9]]), None, weights))
+        (grad,) = torch.autograd.grad(loss, [weights], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.square().sum().backward()
+
+
 def test_half_precision_weights_keep_their_dtype() -> None:
     ours, theirs = pair_of("sum", 4, PAIRS[0], False, None)
     weights = torch.rand(2, 2, dtype=torch.float64).requires_grad_()

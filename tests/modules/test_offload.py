@@ -83,7 +83,13 @@ def test_training_goes_on_as_before(pair: Pair) -> None:
     assert ours.bags is replaced["bags"]
     assert len(replaced.optimizers) == 3
     assert "5 tables of 4.219 KiB" in repr(replaced)
-    assert [name for name, _ in ours.named_parameters()] == ["top.weight", "top.bias"]
+    assert [name for name, p in ours.named_parameters() if p.numel()] == ["top.weight", "top.bias"]
+    frozen = {name for name, parameter in ours.named_parameters() if not parameter.requires_grad}
+    assert frozen == {
+        name.replace("weight", "tiered_weight")
+        for name, p in theirs.named_parameters()
+        if not p.requires_grad
+    }
     trained = [p for p in theirs.parameters() if p.requires_grad and p.dim() == 2 and len(p) == ROWS]
     dense = [pair.make(trained), torch.optim.SGD(theirs.top.parameters(), lr=0.1)]
     top = torch.optim.SGD(ours.parameters(), lr=0.1)

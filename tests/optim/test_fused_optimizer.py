@@ -46,6 +46,29 @@ def test_every_hyperparameter_is_read() -> None:
     assert update_of_one(optimizer.advance()) == -0.5
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"weight_decay_mode": "L2"}, "weight_decay_mode is 'L2'; it must be 'l2' or 'decoupled'"),
+        ({"weight_decay_mode": None, "weight_decay": 0.0}, "weight_decay_mode is None"),
+        ({"lr": None}, "lr is None; it must be a finite number"),
+        ({"lr": "0.1"}, "lr is '0.1'"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"eps": None}, "eps is None"),
+        ({"weight_decay": float("inf")}, "weight_decay is inf"),
+        ({"betas": None}, "betas is None"),
+        ({"betas": (0.9, 1.0)}, "two numbers"),
+    ],
+    ids=str,
+)
+def test_what_a_group_cannot_hold_is_named_and_counts_no_update(changed: dict, message: str) -> None:
+    optimizer = FusedOptimizer(optim.Adam(lr=1.0, weight_decay=0.1))
+    optimizer.param_groups[0].update(changed)
+    with pytest.raises(ConfigError, match=message):
+        optimizer.advance()
+    assert optimizer.num_updates == 0
+
+
 def test_step_and_zero_grad_do_nothing() -> None:
     optimizer = FusedOptimizer(optim.SGD())
     optimizer.zero_grad()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tierstore import optim
 from tierstore.cache.engine import Engine
-from tierstore.errors import InputError
+from tierstore.errors import ConfigError, InputError
 from tierstore.modules.engine_calls import EngineCalls
 from tierstore.modules.lookup import (
     Lookup,
@@ -26,6 +26,8 @@ from tierstore.modules.lookup import (
     sequence_forward,
 )
 from tierstore.modules.optimizer_states import OptimizerStates
+from tierstore.modules.tables import SHOWN, HasWeight
+from tierstore.modules.wrappers import active_ddp, refuse_applied, refuse_replicas, refuse_scaled
 from tierstore.optim.fused import FusedOptimizer
 
 logger = logging.getLogger("tierstore")
@@ -53,8 +55,8 @@ class TieredModule(EngineCalls, nn.Module):
     """Base of the modules whose tables live in tiers.
 
     ``optimizer`` None freezes the tables: forward reads, backward stops here. Otherwise every backward pass
-    updates the rows of its lookup, once each. In ``eval()`` mode or under ``no_grad`` forward reads through
-    the tiers and changes nothing.
+    updates the rows of its lookup, once each. In ``eval()`` mode or under ``no_grad``, and after
+    ``requires_grad_(False)``, forward reads through the tiers and changes nothing.
     """
 
     def __init__(
@@ -66,11 +68,15 @@ class TieredModule(EngineCalls, nn.Module):
         super().__init__()
         self.engine = engine
         self._tables = list(tables)
-        self._frozen = optimizer is None
+        self._without_optimizer = optimizer is None
+        self._requires_grad = True
         self.fused_optimizer = FusedOptimizer(optimizer or optim.SGD())
         """A ``torch.optim.Optimizer`` whose ``param_groups`` are read at every backward pass."""
         self.fused_optimizer.rows = OptimizerStates(self)
         self.check_gradients = engine.config.check_gradients
+        self.refuse_scaled = True
+        """Whether backward passes raise ConfigError while this process uses a GradScaler; see ``accumulate``."""
+        self._shown: list[tuple[HasWeight, nn.Parameter]] = []
         self._key = engine.tables[self._tables[0]].name
         self.take_updates()
         # Not a parameter: it only makes autograd call the backward functions.
@@ -133,22 +139,44 @@ class TieredModule(EngineCalls, nn.Module):
                     return ahead.lookup
         return self.make_lookup(*args, **kwargs)
 
+    def _show_parameters(self, holders: Sequence[HasWeight]) -> None:
+        """Gives every table a parameter; ``holders`` in the order of the tables."""
+        trained = not self._without_optimizer
+        self._shown = [(holder, holder.show_parameter(trained)) for holder in holders]
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Freezes all tables, or lets them be trained again. Rows of frozen tables are only read."""
+        self._requires_grad = requires_grad
+        return super().requires_grad_(requires_grad)
+
+    def frozen_tables(self) -> list[int]:
+        """Tables that a backward pass would leave as they are."""
+        if not self._shown:
+            return [] if self._requires_grad and not self._without_optimizer else self._tables
+        return [t for t, (_, p) in zip(self._tables, self._shown, strict=True) if not p.requires_grad]
+
     @property
     def frozen(self) -> bool:
-        """Whether the tables are never updated."""
-        return self._frozen
+        """Whether a backward pass would leave all tables as they are."""
+        return len(self.frozen_tables()) == len(self._tables)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """False for tables that were built with ``optimizer=None``: they can never be trained."""
+        return not self._without_optimizer
 
     @property
     def trains(self) -> bool:
         """Whether a forward call now would be followed by an update."""
-        return self.training and not self._frozen and torch.is_grad_enabled()
+        return self.training and torch.is_grad_enabled() and not self.frozen
 
     def _pooled(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
         parts: Any = lookup.parts
         per_part = [None if weights is None else part.weights_of(weights) for part in parts]
         if self.trains:
+            self._check_forward()
             lookup.acquire()
-            return PooledFunction.apply(self._anchor, self, lookup, *per_part)
+            return PooledFunction.apply(self._gradient_anchor(), self, lookup, *per_part)
         lookup.read()
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             return PooledFunction.apply(self._anchor, None, lookup, *per_part)
@@ -159,16 +187,25 @@ class TieredModule(EngineCalls, nn.Module):
 
     def _sequence(self, lookup: Lookup) -> tuple[Tensor, ...]:
         if self.trains:
+            self._check_forward()
             lookup.acquire()
-            return SequenceFunction.apply(self._anchor, self, lookup)
+            return SequenceFunction.apply(self._gradient_anchor(), self, lookup)
         lookup.read()
         return sequence_forward(lookup.parts)
+
+    def _gradient_anchor(self) -> Tensor:
+        """What autograd believes to be trained: usually nothing that exists; but DistributedDataParallel (of one
+        rank here) waits for a gradient of every parameter."""
+        if active_ddp() is None or not self._shown:
+            return self._anchor
+        return torch.cat([parameter.view(-1) for _, parameter in self._shown])
 
     def take_updates(self) -> None:
         """Sets the optimizer's count of updates to that of the commit that the tables are at."""
         self.fused_optimizer.num_updates = self.engine.updates.get(self._key, 0)
 
     def count_update(self) -> Any:
+        self._check_update()
         step = self.fused_optimizer.advance()
         self.engine.updates[self._key] = self.fused_optimizer.num_updates
         self.engine.changed(self._tables)
@@ -177,6 +214,23 @@ class TieredModule(EngineCalls, nn.Module):
     def set_updates(self, count: int) -> None:
         """Sets the optimizer's count of updates, as committed with the rows from now on."""
         self.fused_optimizer.num_updates = self.engine.updates[self._key] = count
+
+    def _check_update(self) -> None:
+        """ConfigError if something between the loss and the rows would make their update wrong."""
+        if self._without_optimizer:
+            raise ConfigError(
+                f"tables {', '.join(self.table_names())} were built with optimizer=None and require "
+                "gradients now: build them with an optimizer, or freeze them by requires_grad_(False)"
+            )
+        refuse_applied([parameter for _, parameter in self._shown], self.table_names())
+        if self.refuse_scaled:
+            refuse_scaled(self.table_names())
+
+    def _check_forward(self) -> None:
+        """ConfigError if other ranks would train rows of their own, without this one's."""
+        if not self.collective:
+            ours = all(holder._parameters.get(SHOWN) is p for holder, p in self._shown)
+            refuse_replicas(self, self.table_names(), ours)
 
     def mean_squares(
         self, parts: Sequence[Part], squares_of: Callable[[int], np.ndarray]

@@ -107,6 +107,7 @@ class Collection(TieredModule):
         self._features = _features(self_configs, self._index_of)
         view_of = {c.name: TableView(self, c, self._index_of[c.name]) for c in self_configs}
         self.add_module(views, TableViews(view_of))
+        self._show_parameters(list(view_of.values()))
 
     @property
     def device(self) -> torch.device:

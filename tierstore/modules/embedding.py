@@ -22,7 +22,7 @@ from tierstore.modules.tables import (
     load_table,
     open_tables,
 )
-from tierstore.optim import SGD, OptimizerSpec
+from tierstore.optim import NOT_GIVEN, OptimizerSpec
 
 
 class SingleTable(HasWeight, TieredModule):
@@ -48,6 +48,7 @@ class SingleTable(HasWeight, TieredModule):
         self.name = table.name
         self.padding_idx = None if padding_idx is None else padding_idx % rows
         self._padding_row: Tensor | None = None
+        self._show_parameters([self])
         if is_fresh(engine):  # rows of a store that is opened again stay as they are
             if weight is not None:
                 load_table(self, table, weight, "_weight")
@@ -140,7 +141,7 @@ class TieredEmbedding(SingleTable):
         dtype: torch.dtype | None = None,
         *,
         config: TierConfig | None = None,
-        optimizer: OptimizerSpec | None = SGD(),  # noqa: B008  (immutable)
+        optimizer: OptimizerSpec | None = NOT_GIVEN,
         seed: int = 0,
         init: Any = None,
         name: str = "embedding",

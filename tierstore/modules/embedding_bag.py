@@ -17,7 +17,7 @@ from tierstore.modules.embedding import SingleTable, size_of
 from tierstore.modules.inputs import Bags, FeatureLookup, checked_ids, pooled_lookup
 from tierstore.modules.lookup import MODES
 from tierstore.modules.tables import SharedEngine, check_placement, check_unsupported
-from tierstore.optim import SGD, OptimizerSpec
+from tierstore.optim import NOT_GIVEN, OptimizerSpec
 
 
 class TieredEmbeddingBag(SingleTable):
@@ -53,7 +53,7 @@ class TieredEmbeddingBag(SingleTable):
         dtype: torch.dtype | None = None,
         *,
         config: TierConfig | None = None,
-        optimizer: OptimizerSpec | None = SGD(),  # noqa: B008  (immutable)
+        optimizer: OptimizerSpec | None = NOT_GIVEN,
         seed: int = 0,
         init: Any = None,
         name: str = "embedding",

@@ -16,7 +16,7 @@ from tierstore.modules.configs import EmbeddingBagConfig, PoolingType
 from tierstore.modules.inputs import Bags, FeatureLookup, pooled_lookup
 from tierstore.modules.lookup import MODES
 from tierstore.modules.tables import SharedEngine
-from tierstore.optim import SGD, OptimizerSpec
+from tierstore.optim import NOT_GIVEN, OptimizerSpec
 from tierstore.sparse import KeyedJaggedTensor, KeyedTensor, as_keyed_jagged_tensor
 
 
@@ -42,7 +42,7 @@ class EmbeddingBagCollection(Collection):
         device: Any = None,
         *,
         config: TierConfig | None = None,
-        optimizer: OptimizerSpec | None = SGD(),  # noqa: B008  (immutable)
+        optimizer: OptimizerSpec | None = NOT_GIVEN,
         seed: int = 0,
         _shared: SharedEngine | None = None,
     ) -> None:

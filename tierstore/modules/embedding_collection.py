@@ -12,7 +12,7 @@ from tierstore.modules.collection import Collection
 from tierstore.modules.configs import EmbeddingConfig
 from tierstore.modules.inputs import FeatureLookup, sequence_lookup
 from tierstore.modules.tables import SharedEngine
-from tierstore.optim import SGD, OptimizerSpec
+from tierstore.optim import NOT_GIVEN, OptimizerSpec
 from tierstore.sparse import JaggedTensor, as_keyed_jagged_tensor
 
 
@@ -39,7 +39,7 @@ class EmbeddingCollection(Collection):
         use_gather_select_per_sharding: Any = None,
         *,
         config: TierConfig | None = None,
-        optimizer: OptimizerSpec | None = SGD(),  # noqa: B008  (immutable)
+        optimizer: OptimizerSpec | None = NOT_GIVEN,
         seed: int = 0,
         _shared: SharedEngine | None = None,
     ) -> None:

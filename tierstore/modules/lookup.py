@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tierstore import _core
 from tierstore.cache.chain import Chain
@@ -35,6 +36,10 @@ class Updates(Protocol):
 
     def count_update(self) -> Any:
         """Counts one optimizer step and returns the native core's arguments for it."""
+        ...
+
+    def frozen_tables(self) -> list[int]:
+        """Tables whose rows stay as they are."""
         ...
 
     def mean_squares(
@@ -194,6 +199,7 @@ class PooledFunction(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         assert ctx.saved_tensors
         grad = grads[0].to(torch.float32).contiguous()
@@ -242,6 +248,7 @@ class SequenceFunction(torch.autograd.Function):
         return sequence_forward(lookup.parts)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         assert ctx.saved_tensors
         kept = [grad.to(torch.float32).contiguous() for grad in grads]
@@ -261,6 +268,7 @@ def _update_rows(module: Updates, parts: Sequence[Part], update: Callable[..., N
     tickets = [_held_again(part) for part in parts]
     for part, ticket in zip(parts, tickets, strict=True):
         part.chain.mark_updated(ticket)
+    frozen = module.frozen_tables()
 
     def squares_of(index: int) -> NDArray[np.float32]:
         squares = np.zeros(len(parts[index].batch.unique), np.float32)
@@ -270,10 +278,26 @@ def _update_rows(module: Updates, parts: Sequence[Part], update: Callable[..., N
     wrong = []
     for index, means in enumerate(module.mean_squares(parts, squares_of)):
         address = 0 if means is None else means.ctypes.data
-        rows, csr = _row_arguments(parts[index]), tickets[index].csr
-        wrong.append((parts[index], update(index, rows, csr, step, module.check_gradients, 0, address)))
+        if frozen:
+            kept, rows, csr = _trained_rows(parts[index], frozen)
+            unique = kept[update(index, rows, csr, step, module.check_gradients, 0, address)]
+        else:
+            rows, csr = _row_arguments(parts[index]), tickets[index].csr
+            unique = update(index, rows, csr, step, module.check_gradients, 0, address)
+        wrong.append((parts[index], unique))
         tickets[index].release()
     _report_wrong(module, wrong)
+
+
+def _trained_rows(part: Part, frozen: Sequence[int]) -> tuple[NDArray[np.int32], _RowArguments, Any]:
+    """Which of the part's unique rows are not of frozen tables, where these rows are, and their positions."""
+    trained = ~np.isin(split(part.batch.unique)[0], frozen)
+    number = np.where(trained, np.cumsum(trained) - 1, -1).astype(np.int32)
+    inverse = part.batch.inverse
+    of_position = np.where(inverse < 0, -1, number[inverse]).astype(np.int32) if len(number) else inverse
+    address, row_bytes, dim, slots = _row_arguments(part)
+    kept = np.flatnonzero(trained).astype(np.int32)
+    return kept, (address, row_bytes, dim, slots[kept]), _core.build_csr(of_position, len(kept))
 
 
 def _reaches_rows(ctx: Any) -> bool:

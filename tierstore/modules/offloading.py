@@ -30,7 +30,7 @@ from tierstore.modules.tables import (
     is_fresh,
     load_table,
 )
-from tierstore.optim import SGD, OptimizerSpec
+from tierstore.optim import NOT_GIVEN, SGD, OptimizerSpec
 from tierstore.optim.fused import FusedOptimizer
 
 logger = logging.getLogger("tierstore")
@@ -60,8 +60,8 @@ class Offloaded(EngineCalls, Mapping[str, TieredModule]):
 
     @property
     def optimizers(self) -> list[FusedOptimizer]:
-        """One per module that is not frozen; learning-rate schedulers take them."""
-        return [module.fused_optimizer for module in self._modules.values() if not module.frozen]
+        """One per module that was not frozen when it was replaced; learning-rate schedulers take them."""
+        return [module.fused_optimizer for module in self._modules.values() if module.has_optimizer]
 
     def close(self, *, commit: bool = True) -> None:
         """As TieredModule.close, of all modules together."""
@@ -82,7 +82,7 @@ class Offloaded(EngineCalls, Mapping[str, TieredModule]):
 def offload(
     model: nn.Module,
     config: TierConfig | None = None,
-    optimizer: OptimizerSpec | None = SGD(),  # noqa: B008  (immutable)
+    optimizer: OptimizerSpec | None = NOT_GIVEN,
     *,
     seed: int = 0,
 ) -> Offloaded:

@@ -18,6 +18,8 @@ from tierstore.modules.left_out import check_mark, is_large, is_mark, mark
 from tierstore.optim import SGD, OptimizerSpec
 
 _CHUNK = 1 << 16
+SHOWN = "tiered_weight"
+"""Name of the parameter that stands for a table."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,14 @@ class HasWeight(nn.Module):
         """What the rows are now, as :class:`tierstore.cache.versions.Versions` names it."""
         raise NotImplementedError
 
+    def show_parameter(self, trained: bool) -> nn.Parameter:
+        """A parameter without rows, ``tiered_weight``: it says whether the table is trained, and what is done
+        to all parameters of a model (freezing, wrapping, applying optimizers) is seen by it. No state dict
+        has it."""
+        parameter = nn.Parameter(torch.empty(0, self.table.embedding_dim), requires_grad=trained)
+        self.register_parameter(SHOWN, parameter)
+        return parameter
+
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise AttributeError(
@@ -161,6 +171,7 @@ class HasWeight(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.pop(prefix + SHOWN, None)
         if _rows_left_out.on:
             return
         self._save_weight(destination, prefix + "weight")
@@ -175,16 +186,19 @@ class HasWeight(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        if _rows_left_out.on:
-            super()._load_from_state_dict(
-                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-            )
-            return
         key = prefix + "weight"
-        others = {name: value for name, value in state_dict.items() if name != key}
-        super()._load_from_state_dict(
-            others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        without = _rows_left_out.on
+        others = {name: value for name, value in state_dict.items() if without or name != key}
+        shown = self._parameters.pop(SHOWN, None)
+        try:
+            super()._load_from_state_dict(
+                others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+        finally:
+            if shown is not None:
+                self._parameters[SHOWN] = shown
+        if without:
+            return
         if key not in state_dict:
             missing_keys.append(key)
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tierstore.optim.specs import (
+    NOT_GIVEN,
     OPTIMIZERS,
     SGD,
     Adagrad,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from tierstore.optim.fused import FusedOptimizer
 
 __all__ = [
+    "NOT_GIVEN",
     "OPTIMIZERS",
     "SGD",
     "Adagrad",

@@ -102,37 +102,45 @@ class OptimizerSpec:
         """All of it, in types that JSON has; :func:`from_dict` is the inverse."""
         return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
 
-    def step_args(self, lr: float | None = None, step: int = 1, **changes: Any) -> OptimizerStep:
-        """The native core's arguments for update number ``step`` (from 1), with ``lr`` and any other
-        hyperparameters in ``changes`` in place of this object's."""
+    def step_args(self, step: int = 1, **changes: Any) -> OptimizerStep:
+        """The native core's arguments for update number ``step`` (from 1), with the hyperparameters in
+        ``changes`` in place of this object's.
+
+        Raises ``ConfigError`` for a value that is no finite number, and for an unknown weight decay mode.
+        """
         values = {**self.hyperparameters(), **changes}
-        if lr is not None:
-            values["lr"] = lr
-        beta1, beta2 = values.get("betas", (0.0, 0.0))
-        mode = _DECAY_MODES[values["weight_decay_mode"]] if values["weight_decay"] else 0
-        eps = values.get("eps", 0.0)
-        lr = float(values["lr"])
-        return OptimizerStep(self.kind, lr, eps, values["weight_decay"], mode, beta1, beta2, step)
+        mode = self._decay_mode(values["weight_decay_mode"])
+        lr, decay, eps = (self._number(name, values.get(name, 0.0)) for name in ("lr", "weight_decay", "eps"))
+        beta1, beta2 = _betas(self.name, values["betas"]) if "betas" in values else (0.0, 0.0)
+        return OptimizerStep(self.kind, lr, eps, decay, mode if decay else 0, beta1, beta2, step)
+
+    def _decay_mode(self, mode: Any) -> int:
+        if not isinstance(mode, str) or mode not in _DECAY_MODES:
+            known = " or ".join(map(repr, _DECAY_MODES))
+            raise ConfigError(f"{self.name}: weight_decay_mode is {mode!r}; it must be {known}")
+        return _DECAY_MODES[mode]
+
+    def _number(self, name: str, value: Any) -> float:
+        try:
+            number = math.nan if isinstance(value, str | bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ConfigError(f"{self.name}: {name} is {value!r}; it must be a finite number")
+        return number
 
     def __post_init__(self) -> None:
         for item in fields(self):  # type: ignore[arg-type]
             value = getattr(self, item.name)
             if item.name not in ("betas", "weight_decay_mode"):
-                object.__setattr__(self, item.name, _not_negative(self.name, item.name, value))
-        mode = getattr(self, "weight_decay_mode", "l2")
-        if mode not in _DECAY_MODES:
-            known = " or ".join(map(repr, _DECAY_MODES))
-            raise ConfigError(f"{self.name}: weight_decay_mode is {mode!r}; it must be {known}")
+                object.__setattr__(self, item.name, self._not_negative(item.name, value))
+        self._decay_mode(getattr(self, "weight_decay_mode", "l2"))
 
-
-def _not_negative(owner: str, name: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if isinstance(value, str | bool) or not math.isfinite(number) or number < 0:
-        raise ConfigError(f"{owner}: {name} is {value!r}; it must be a finite number of at least 0")
-    return number
+    def _not_negative(self, name: str, value: Any) -> float:
+        number = self._number(name, value)
+        if number < 0:
+            raise ConfigError(f"{self.name}: {name} is {value!r}; it must be a finite number of at least 0")
+        return number
 
 
 @dataclass(frozen=True)
@@ -150,6 +158,14 @@ class SGD(OptimizerSpec):
 
     name: ClassVar[str] = "sgd"
     kind: ClassVar[int] = 0
+
+
+@dataclass(frozen=True)
+class NotGiven(SGD):
+    """Stands for the optimizer of tables that were built without one: rows without state, never updated."""
+
+
+NOT_GIVEN = NotGiven()
 
 
 @dataclass(frozen=True)
@@ -218,13 +234,17 @@ class Adam(OptimizerSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
-            beta1, beta2 = (float(beta) for beta in self.betas)
-        except (TypeError, ValueError):
-            beta1 = beta2 = math.nan
-        if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-            raise ConfigError(f"{self.name}: betas is {self.betas!r}; it must be two numbers in [0, 1)")
-        object.__setattr__(self, "betas", (beta1, beta2))
+        object.__setattr__(self, "betas", _betas(self.name, self.betas))
+
+
+def _betas(owner: str, value: Any) -> tuple[float, float]:
+    try:
+        beta1, beta2 = (float(beta) for beta in value)
+    except (TypeError, ValueError):
+        beta1 = beta2 = math.nan
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ConfigError(f"{owner}: betas is {value!r}; it must be two numbers in [0, 1)")
+    return beta1, beta2
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from tierstore.modules.collection import (
 from tierstore.modules.configs import from_torchrec
 from tierstore.modules.left_out import mark
 from tierstore.modules.lookup import Part
-from tierstore.optim import SGD, OptimizerSpec
+from tierstore.optim import NOT_GIVEN, SGD, OptimizerSpec
 from tierstore.placement import ShardingPlan, ShardingType
 from tierstore.sharding.column_squares import ColumnSquares
 from tierstore.sharding.commits import Commits, Place
@@ -105,7 +105,7 @@ class ShardedCollection(ShardedLookups):
         env: ShardingEnv,
         *,
         config: TierConfig | None = None,
-        optimizer: OptimizerSpec | None = SGD(),  # noqa: B008  (immutable)
+        optimizer: OptimizerSpec | None = NOT_GIVEN,
         seed: int = 0,
         comms: CommsConfig | None = None,
         is_weighted: bool = False,

@@ -34,7 +34,7 @@ class KeyedFusedOptimizer(AppliedOptimizer):
         self._optimizer_step_pre_hooks: dict[int, Callable[..., Any]] = OrderedDict()
         self._optimizer_step_post_hooks: dict[int, Callable[..., Any]] = OrderedDict()
         self.defaults: dict[str, Any] = {"_save_param_groups": False}
-        self._collections = {name: c for name, c in collections.items() if not c.frozen}
+        self._collections = {name: c for name, c in collections.items() if c.has_optimizer}
         self.params: dict[str, Tensor] = {}
         self._tables: dict[str, tuple[ShardedCollection, Any]] = {}
         self._keys: list[list[str]] = []

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tierstore.sharding.comms import CommsConfig, OutputMemory, WireMemory
 from tierstore.sharding.env import ShardingEnv
@@ -161,6 +162,7 @@ class OutputExchange(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         plan, sizes = ctx.plan, ctx.plan.sizes
         grad = grads[0].to(torch.float32).contiguous()
@@ -252,6 +254,7 @@ class WeightExchange(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         out = torch.empty(sum(ctx.leaving))
         grad = grads[0].contiguous() * ctx.env.world_size  # undoes the division of the outputs' gradients

@@ -102,6 +102,11 @@ def _check_module(module: Any, config: TierConfig | None) -> None:
             f"a {type(module).__module__}.{type(module).__name__} cannot be sharded; build an "
             "EmbeddingBagCollection or an EmbeddingCollection of tierstore"
         )
+    if module.frozen_tables() and not module.frozen:
+        raise ConfigError(
+            "some tables of the collection are frozen and some are not: a sharded collection is trained or "
+            "frozen as a whole, so put the frozen tables into a collection of their own"
+        )
     module.engine.check_open()
     path = module.engine.config.path
     if config is None and path is not None:
@@ -278,6 +283,12 @@ class DistributedModelParallel(nn.Module):
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Of the unsharded model; all ranks call it, with the same rows."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Freezes the rows, too, or lets them be trained again. All ranks call it."""
+        for collection in self._sharded.values():
+            collection.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **kwargs)

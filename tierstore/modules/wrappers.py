@@ -1,0 +1,119 @@
+"""What models are wrapped in, or driven by, that does not know of rows: found before it trains them wrong."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakSet
+from weakref import ref as weakref
+
+import torch
+from torch import nn
+
+from tierstore import optim
+from tierstore.errors import ConfigError
+
+logger = logging.getLogger("tierstore")
+
+_USE_OURS = (
+    "every rank would train rows of its own. Make it an EmbeddingBagCollection or EmbeddingCollection and "
+    "wrap the model in tierstore.sharding.DistributedModelParallel, which shards tables and replicates the rest"
+)
+_told: WeakSet[nn.Module] = WeakSet()
+"""Modules of which a warning has said that every rank trains them for itself."""
+
+
+def refuse_replicas(module: nn.Module, tables: Sequence[str], parameters_are_ours: bool) -> None:
+    """ConfigError where several ranks train an unsharded module as one model. ``parameters_are_ours``: nobody
+    has put parameters of his own in place of the module's, as FSDP does."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return
+    ddp = active_ddp()
+    name = f"a {type(module).__name__} (tables {', '.join(tables)})"
+    if ddp is not None and ddp.process_group.size() > 1:
+        raise ConfigError(
+            f"{name} is inside DistributedDataParallel, which knows nothing of rows: {_USE_OURS}"
+        )
+    if not parameters_are_ours:
+        raise ConfigError(f"{name} is inside FSDP, which knows nothing of rows: {_USE_OURS}")
+    if module not in _told:
+        _told.add(module)
+        logger.warning(
+            "%s is trained by one of %d ranks, and is not sharded: the others know nothing of its rows. If "
+            "the ranks train one model together, %s. (said once)",
+            name,
+            distributed.get_world_size(),
+            _USE_OURS,
+        )
+
+
+def active_ddp() -> Any:
+    """The DistributedDataParallel whose forward call is under way, or None."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+
+
+def refuse_applied(parameters: Iterable[nn.Parameter], tables: Sequence[str]) -> None:
+    """ConfigError if an optimizer was applied to a table by ``apply_optimizer_in_backward``, torch's or
+    torchrec's."""
+    for parameter, table in zip(parameters, tables, strict=False):
+        applied = getattr(parameter, "_in_backward_optimizers", None)
+        if applied:
+            kind, options = type(applied[-1]).__name__, dict(parameter._optimizer_kwargs[-1])  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"apply_optimizer_in_backward gave table {table!r} a {kind}, but the layout of rows is fixed "
+                f"when tables are built: leave it out, and build them with {_given_as(kind, options)}"
+            )
+
+
+def _given_as(kind: str, options: dict[str, Any]) -> str:
+    """The argument that says the same of our optimizer."""
+    spec = getattr(optim, kind, None)
+    if isinstance(spec, type) and issubclass(spec, optim.OptimizerSpec):
+        try:
+            spec(**options)
+        except (TypeError, ValueError):
+            return f"optimizer=tierstore.optim.{kind}(...), which does not have all of {options}"
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        return f"optimizer=tierstore.optim.{kind}({given})"
+    return f"optimizer=, one of tierstore.optim: {', '.join(s.__name__ for s in optim.OPTIMIZERS.values())}"
+
+
+class _Scalers:
+    """The GradScalers of this process. Every object counts as a reference to its class, so the objects are
+    searched, which takes 50 ms, only when a class has another number of references than before."""
+
+    def __init__(self) -> None:
+        self._references: list[int] = []
+        self._found: list[weakref[Any]] = []
+
+    def used(self) -> Any:
+        """One that has scaled a loss, or None."""
+        kinds: list[type] = [torch.amp.GradScaler]
+        for kind in kinds:
+            kinds.extend(kind.__subclasses__())
+        references = [sys.getrefcount(kind) for kind in kinds]
+        if references != self._references:
+            objects = gc.get_referrers(*kinds)
+            self._found = [weakref(one) for one in objects if isinstance(one, torch.amp.GradScaler)]
+            del objects
+            self._references = [sys.getrefcount(kind) for kind in kinds]
+        scalers = (reference() for reference in self._found)
+        return next((s for s in scalers if s is not None and s.is_enabled() and s._scale is not None), None)
+
+
+_scalers = _Scalers()
+
+
+def refuse_scaled(tables: Sequence[str]) -> None:
+    """ConfigError where a GradScaler is in use: gradients arrive multiplied by its scale."""
+    if _scalers.used() is not None:
+        raise ConfigError(
+            f"a GradScaler is in use, and tables {', '.join(tables)} would be updated with scaled gradients: "
+            "use `with tierstore.accumulate(model) as rows:` around backward(), scaler.step(rows) and "
+            "scaler.update(); if the scaler is not for the loss of these tables, set refuse_scaled = False on "
+            "their module"
+        )
