@@ -31,13 +31,12 @@ Store::Span Store::Reserve(Lock& lock, RowClass& row_class, bool relocated, std:
       continue;
     }
     if (segment == nullptr) segment = NewSegment(lock, row_class, relocated);
-    if (segment->chunks.empty() || segment->chunks.back()->last) {
-      if (NewChunk(lock, segment) == nullptr) continue;
-    }
-    Chunk& chunk = *segment->chunks.back();
+    std::shared_ptr<Chunk> chunk = segment->OpenChunk();
+    if (chunk == nullptr) chunk = NewChunk(lock, segment);
+    if (chunk == nullptr) continue;
     const std::uint32_t in_chunk = row_class.slots_per_chunk - segment->slots % row_class.slots_per_chunk;
     const std::uint32_t in_segment = row_class.slots_per_segment - segment->slots;
-    return Span{segment.get(), &chunk, segment->slots, std::min({want, in_chunk, in_segment})};
+    return Span{segment.get(), chunk.get(), segment->slots, std::min({want, in_chunk, in_segment})};
   }
 }
 
@@ -74,7 +73,7 @@ void Store::Advance(const Span& span, std::uint32_t n, const std::uint64_t* keys
   if (segment.slots == row_class.slots_per_segment) {
     Seal(shared);
   } else if (segment.slots % row_class.slots_per_chunk == 0) {
-    const std::shared_ptr<Chunk> full = segment.chunks.back();
+    const std::shared_ptr<Chunk> full = segment.OpenChunk();
     queue_.Enqueue(shared, full, Chunk::kBytes);
     queue_.Close(shared, full);
   }
@@ -192,9 +191,13 @@ void Store::Flush(const SegmentPtr& held) {
   const SegmentPtr segment = held;
   if (segment->slots == segment->flushed_slots) return;
   const RowClass& row_class = *segment->row_class;
-  const std::shared_ptr<Chunk> chunk = segment->chunks.back();
-  const std::size_t end = row_class.geometry.EndOffset(segment->slots) - chunk->offset;
   segment->durable_slots = segment->slots;
+  const std::shared_ptr<Chunk> chunk = segment->OpenChunk();
+  if (chunk == nullptr) {  // the last record filled its chunk, which was queued whole: it ends with a block
+    segment->flushed_slots = segment->slots;
+    return;
+  }
+  const std::size_t end = row_class.geometry.EndOffset(segment->slots) - chunk->offset;
   FillWithVoids(*segment, *chunk);
   segment->flushed_slots = segment->slots;
   queue_.Enqueue(segment, chunk, end);
@@ -210,8 +213,7 @@ void Store::Seal(const SegmentPtr& held) {
   const SegmentPtr segment = held;  // `held` may be the active pointer, which is cleared
   RowClass& row_class = *segment->row_class;
   const std::uint64_t end = row_class.geometry.EndOffset(segment->slots);
-  if (!segment->chunks.empty() && !segment->chunks.back()->last) {
-    const std::shared_ptr<Chunk> chunk = segment->chunks.back();
+  if (const std::shared_ptr<Chunk> chunk = segment->OpenChunk()) {
     if (end > chunk->offset + chunk->queued) queue_.Enqueue(segment, chunk, end - chunk->offset);
     queue_.Close(segment, chunk);
   }

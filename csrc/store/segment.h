@@ -53,6 +53,12 @@ struct Segment {
   std::vector<std::shared_ptr<Chunk>> chunks;  // ascending offsets
   Footer footer;                               // collected until the segment is sealed
 
+  // The chunk that records are appended to; nullptr when there is none: nothing is appended yet, or the last
+  // one is full and closed. `chunks` then still holds what is being written, or nothing.
+  std::shared_ptr<Chunk> OpenChunk() const {
+    return chunks.empty() || chunks.back()->last ? nullptr : chunks.back();
+  }
+
   // The chunk whose valid bytes hold this offset, or nullptr when they are in the file.
   const Chunk* ChunkAt(std::uint64_t at) const {
     for (const auto& chunk : chunks) {
