@@ -23,21 +23,20 @@ std::string FormatBytes(std::uint64_t bytes) {
 
 // Room for 1 to `want` records, all in one chunk. May wait, with the mutex released. Nothing is used until
 // Advance.
-Store::Span Store::Reserve(Lock& lock, RowClass& row_class, bool relocated, std::uint32_t want) {
+Store::Span Store::Reserve(Lock& lock, RowClass& row_class, Stream stream, std::uint32_t want) {
   while (true) {
-    SegmentPtr segment = row_class.active[relocated];
+    SegmentPtr segment = row_class.active[stream];
     if (segment != nullptr && segment->slots == row_class.slots_per_segment) {
       Seal(segment);
       continue;
     }
-    if (segment == nullptr) segment = NewSegment(lock, row_class, relocated);
-    if (segment->chunks.empty() || segment->chunks.back()->last) {
-      if (NewChunk(lock, segment) == nullptr) continue;
-    }
-    Chunk& chunk = *segment->chunks.back();
+    if (segment == nullptr) segment = NewSegment(lock, row_class, stream);
+    std::shared_ptr<Chunk> chunk = segment->OpenChunk();
+    if (chunk == nullptr) chunk = NewChunk(lock, segment);
+    if (chunk == nullptr) continue;
     const std::uint32_t in_chunk = row_class.slots_per_chunk - segment->slots % row_class.slots_per_chunk;
     const std::uint32_t in_segment = row_class.slots_per_segment - segment->slots;
-    return Span{segment.get(), &chunk, segment->slots, std::min({want, in_chunk, in_segment})};
+    return Span{segment.get(), chunk.get(), segment->slots, std::min({want, in_chunk, in_segment})};
   }
 }
 
@@ -70,19 +69,19 @@ void Store::Advance(const Span& span, std::uint32_t n, const std::uint64_t* keys
   Chunk& chunk = *span.chunk;
   chunk.filled =
       row_class.geometry.Offset(segment.slots - 1) + row_class.geometry.record_bytes - chunk.offset;
-  const SegmentPtr& shared = row_class.active[segment.relocated];
+  const SegmentPtr& shared = row_class.active[segment.stream];
   if (segment.slots == row_class.slots_per_segment) {
     Seal(shared);
   } else if (segment.slots % row_class.slots_per_chunk == 0) {
-    const std::shared_ptr<Chunk> full = segment.chunks.back();
-    queue_.Enqueue(shared, full, Chunk::kBytes);
+    const std::shared_ptr<Chunk> full = segment.OpenChunk();
+    queue_.Enqueue(shared, full, row_class.chunk_bytes);
     queue_.Close(shared, full);
   }
 }
 
 // The newest version of each key is now at its location. The new segment's live count has them already.
-void Store::Put(const std::uint64_t* keys, const std::uint32_t* locations, std::size_t n,
-                RowClass& row_class) {
+void Store::Put(const std::uint64_t* keys, const std::uint32_t* locations, std::size_t n, RowClass& row_class,
+                bool relocated) {
   changed_ = changed_ || n > 0;
   std::uint32_t previous[256];
   for (std::size_t at = 0; at < n;) {
@@ -91,13 +90,17 @@ void Store::Put(const std::uint64_t* keys, const std::uint32_t* locations, std::
     Table& table = *tables_[KeyTable(keys[at])];
     table.index.Put(keys + at, locations + at, run, previous);
     for (std::size_t i = 0; i < run; ++i) {
-      if (previous[i] != TableIndex::kAbsent) CountLive(row_class, previous[i], -1);
+      if (previous[i] == TableIndex::kAbsent) continue;
+      const SegmentPtr& segment = row_class.SegmentOf(previous[i]);
+      if (!relocated) segment->Keep(row_class.SlotOf(previous[i]));
+      if (--segment->live == 0) RetireIfDead(segment);
     }
     at += run;
   }
 }
 
-SegmentPtr Store::NewSegment(Lock& lock, RowClass& row_class, bool relocated) {
+SegmentPtr Store::NewSegment(Lock& lock, RowClass& row_class, Stream stream) {
+  const bool relocated = stream != kFromCallers;
   const std::uint64_t bytes = row_class.MaxSegmentBytes(relocated);
   if (!relocated) WaitForSpace(lock, bytes);
   const auto free = std::find(row_class.segments.begin(), row_class.segments.end(), nullptr);
@@ -108,6 +111,7 @@ SegmentPtr Store::NewSegment(Lock& lock, RowClass& row_class, bool relocated) {
   auto segment = std::make_shared<Segment>();
   segment->number = next_segment_++;  // used up even if the file cannot be made: it may be there by then
   segment->relocated = relocated;
+  segment->stream = stream;
   segment->row_class = &row_class;
   segment->ordinal = ordinal;
   segment->crc_prefix = RecordCrcPrefix(store_id_, segment->number);
@@ -133,7 +137,7 @@ SegmentPtr Store::NewSegment(Lock& lock, RowClass& row_class, bool relocated) {
     *free = segment;
   }
   segments_[segment->number] = segment;
-  row_class.active[relocated] = segment;
+  row_class.active[stream] = segment;
   return segment;
 }
 
@@ -143,11 +147,12 @@ std::shared_ptr<Chunk> Store::NewChunk(Lock& lock, const SegmentPtr& segment) {
   RowClass& row_class = *segment->row_class;
   const Geometry& geometry = row_class.geometry;
   const std::uint32_t first = segment->slots / row_class.slots_per_chunk * row_class.slots_per_chunk;
-  auto chunk = queue_.NewChunk(lock, geometry.Offset(first), /*background=*/segment->relocated);
-  if (row_class.active[segment->relocated] != segment) return nullptr;
+  auto chunk = queue_.NewChunk(lock, geometry.Offset(first), row_class.chunk_bytes,
+                               /*background=*/segment->relocated);
+  if (row_class.active[segment->stream] != segment) return nullptr;
   // The buffer may have served before; records overwrite all of it but the ends of the frames.
   const std::size_t used = std::size_t{geometry.records_per_frame} * geometry.record_bytes;
-  for (std::size_t at = 0; at < Chunk::kBytes; at += geometry.frame_bytes) {
+  for (std::size_t at = 0; at < row_class.chunk_bytes; at += geometry.frame_bytes) {
     std::memset(chunk->buffer.data() + at + used, 0, geometry.frame_bytes - used);
   }
   segment->chunks.push_back(chunk);
@@ -192,9 +197,13 @@ void Store::Flush(const SegmentPtr& held) {
   const SegmentPtr segment = held;
   if (segment->slots == segment->flushed_slots) return;
   const RowClass& row_class = *segment->row_class;
-  const std::shared_ptr<Chunk> chunk = segment->chunks.back();
-  const std::size_t end = row_class.geometry.EndOffset(segment->slots) - chunk->offset;
   segment->durable_slots = segment->slots;
+  const std::shared_ptr<Chunk> chunk = segment->OpenChunk();
+  if (chunk == nullptr) {  // the last record filled its chunk, which was queued whole: it ends with a block
+    segment->flushed_slots = segment->slots;
+    return;
+  }
+  const std::size_t end = row_class.geometry.EndOffset(segment->slots) - chunk->offset;
   FillWithVoids(*segment, *chunk);
   segment->flushed_slots = segment->slots;
   queue_.Enqueue(segment, chunk, end);
@@ -210,8 +219,7 @@ void Store::Seal(const SegmentPtr& held) {
   const SegmentPtr segment = held;  // `held` may be the active pointer, which is cleared
   RowClass& row_class = *segment->row_class;
   const std::uint64_t end = row_class.geometry.EndOffset(segment->slots);
-  if (!segment->chunks.empty() && !segment->chunks.back()->last) {
-    const std::shared_ptr<Chunk> chunk = segment->chunks.back();
+  if (const std::shared_ptr<Chunk> chunk = segment->OpenChunk()) {
     if (end > chunk->offset + chunk->queued) queue_.Enqueue(segment, chunk, end - chunk->offset);
     queue_.Close(segment, chunk);
   }
@@ -229,15 +237,13 @@ void Store::Seal(const SegmentPtr& held) {
   reserved_bytes_ -= segment->reserved_bytes;
   segment->reserved_bytes = end + encoded.size();
   reserved_bytes_ += segment->reserved_bytes;
-  row_class.active[segment->relocated].reset();
+  row_class.active[segment->stream].reset();
   queue_.Enqueue(segment, footer, encoded.size());
   queue_.Close(segment, footer);
   WakeCompactor();
 }
 
-bool Store::HasSpace(std::uint64_t bytes) const {
-  return UsedBytes() + bytes + SpaceReserve() <= config_.cap_bytes;
-}
+bool Store::HasSpace(std::uint64_t bytes) const { return UsedBytes() + bytes + SpaceReserve() <= cap_bytes_; }
 
 // Waits for space under the cap, and for compaction where it has fallen behind.
 void Store::WaitForSpace(Lock& lock, std::uint64_t bytes) {
@@ -266,10 +272,10 @@ void Store::ThrowFull(std::uint64_t bytes) const {
   for (const CommitRecord& commit : commits_)
     commits += (commits.empty() ? "" : ", ") + std::to_string(commit.id);
   throw FullError(
-      directory_ + ": the cap of " + FormatBytes(config_.cap_bytes) +
-      " is reached: " + FormatBytes(UsedBytes()) + " are in use, " + FormatBytes(live) +
-      " of them by live rows, and " + FormatBytes(bytes + SpaceReserve()) + " more are needed; segments of " +
-      FormatBytes(kept) + " are kept for commits (" + (commits.empty() ? "none" : commits) +
+      directory_ + ": the cap of " + FormatBytes(cap_bytes_) + " is reached: " + FormatBytes(UsedBytes()) +
+      " are in use, " + FormatBytes(live) + " of them by live rows, and " +
+      FormatBytes(bytes + SpaceReserve()) + " more are needed; segments of " + FormatBytes(kept) +
+      " are kept for commits (" + (commits.empty() ? "none" : commits) +
       ") until newer ones replace them. Raise the cap, drop commits, or commit after fewer rows: what one "
       "commit keeps and all that is written until the next must both fit");
 }

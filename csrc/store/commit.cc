@@ -1,6 +1,7 @@
 // Commits: what is named by the manifest, kept, and given up again.
 #include <algorithm>
 #include <chrono>
+#include <tuple>
 #include <utility>
 
 #include "io/errors.h"
@@ -18,6 +19,7 @@ std::uint64_t Store::Commit(std::string meta, std::string tag) {
   std::lock_guard call(call_);
   CheckWritable();
   Lock lock(mutex_);
+  const Saving saving(*this, lock);
   queue_.ThrowPending();
   ThrowIfCommitsFail();
   for (auto& [row_bytes, row_class] : classes_) {
@@ -33,7 +35,7 @@ std::uint64_t Store::Commit(std::string meta, std::string tag) {
       next_commit_,   history_,        std::chrono::duration_cast<std::chrono::nanoseconds>(now).count(),
       std::move(tag), std::move(meta), CaptureExtents()};
   Pin(record.segments, 1);  // from now on compaction leaves the files in place
-  commit_interval_ = std::exchange(uncommitted_bytes_, 0);
+  const auto before = std::pair(current_commit_, commit_history_);
   current_commit_ = record.id;
   commit_history_ = history_;
   changed_ = false;
@@ -55,11 +57,13 @@ std::uint64_t Store::Commit(std::string meta, std::string tag) {
     SaveManifest(lock, std::move(kept));
   } catch (...) {
     if (commit_failure_.empty()) Pin(record.segments, -1);
+    std::tie(current_commit_, commit_history_) = before;
     changed_ = true;
     ReleaseCompaction();
     throw;
   }
   meta_ = record.meta;
+  BeginInterval();
   if (snapshot) WriteSnapshot(lock, header, indexes);
   ReleaseCompaction();
   return record.id;
@@ -88,6 +92,7 @@ void Store::DropCommit(std::uint64_t id) {
   std::lock_guard call(call_);
   CheckWritable();
   Lock lock(mutex_);
+  const Saving saving(*this, lock);
   queue_.ThrowPending();
   ThrowIfCommitsFail();
   std::vector<CommitRecord> kept = commits_;
@@ -163,7 +168,7 @@ void Store::Pin(const std::vector<SegmentExtent>& extents, int change) {
   for (const SegmentExtent& extent : extents) {
     const SegmentPtr& segment = segments_.at(extent.number);
     segment->pins += static_cast<std::uint32_t>(change);
-    if (segment->pins == 0 && segment->retired) doomed_.push_back(segment);
+    DoomIfUnneeded(segment);
   }
   if (change < 0) WakeCompactor();
 }
@@ -177,7 +182,14 @@ void Store::RetireIfDead(const SegmentPtr& held) {
   if (segment->live > 0) return;
   segment->retired = true;
   segment->row_class->segments[segment->ordinal].reset();
-  if (segment->pins == 0) doomed_.push_back(segment);
+  DoomIfUnneeded(segment);
+}
+
+void Store::DoomIfUnneeded(const SegmentPtr& segment) {
+  if (!segment->retired || segment->pins > 0 || segment->kept > 0 || segment->doomed) return;
+  segment->doomed = true;
+  doomed_.push_back(segment);
+  WakeCompactor();
 }
 
 }  // namespace tierstore

@@ -8,7 +8,6 @@ namespace tierstore {
 namespace {
 
 constexpr char kMagic[9] = "TSTMANIF";
-constexpr std::uint64_t kMaxManifestBytes = 1 << 30;
 constexpr std::size_t kMinCommitBytes = 8 + 8 + 8 + 4 + 4 + 4, kExtentBytes = 8;
 constexpr std::uint32_t kAppendingFlag = 1u << 31;
 
@@ -71,7 +70,7 @@ Manifest Manifest::Decode(std::span<const std::byte> in, const std::string& path
 std::optional<Manifest> Manifest::Load(Env& env, const std::string& directory) {
   const std::string path = directory + "/" + kManifestName;
   if (!env.Exists(path)) return std::nullopt;
-  return Decode(ReadWholeFile(env, path, kMaxManifestBytes), path);
+  return Decode(ReadWholeFile(env, path, kMaxBytes), path);
 }
 
 std::uint64_t Manifest::WriteTemporary(Env& env, const std::string& directory) const {

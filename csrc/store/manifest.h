@@ -28,6 +28,8 @@ struct CommitRecord {
 };
 
 struct Manifest {
+  static constexpr std::uint64_t kMaxBytes = 1 << 30;
+
   StoreId store{};
   std::uint64_t next_commit = 1;
   std::uint32_t next_segment = 1;

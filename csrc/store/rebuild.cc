@@ -46,6 +46,7 @@ void Store::RebuildIndex() {
       if (segment != nullptr) RetireIfDead(segment);
     }
   }
+  BeginInterval();
 }
 
 void Store::ReplaySegment(Segment& segment, Replay& replay) {

@@ -168,7 +168,7 @@ Footer Store::ReadFooterOrScan(Segment& segment, std::uint32_t first_slot) {
     return *std::move(footer);
   }
   Footer footer;
-  AlignedBuffer buffer(Chunk::kBytes);
+  AlignedBuffer buffer(row_class.chunk_bytes);
   const std::uint32_t skipped = first_slot / row_class.slots_per_chunk * row_class.slots_per_chunk;
   footer.keys.resize(skipped);
   if (segment.relocated) footer.epochs.resize(skipped);
@@ -200,7 +200,9 @@ void Store::ResumeAppending(RowClass& row_class) {
     segment->sealed = true;
     if (config_.read_only) continue;
     if (segment->slots >= row_class.slots_per_segment || segment->pinned_slots > segment->slots) continue;
-    if (segment->live == 0 || row_class.active[segment->relocated] != nullptr) continue;
+    Stream stream = segment->relocated ? kOfCommit : kFromCallers;
+    if (segment->relocated && row_class.active[stream] != nullptr) stream = kSinceCommit;
+    if (segment->live == 0 || row_class.active[stream] != nullptr) continue;
     const std::uint64_t end = row_class.geometry.EndOffset(segment->slots);
     Footer footer = ReadFooterOrScan(*segment, 0);
     footer.keys.resize(segment->slots);
@@ -213,7 +215,8 @@ void Store::ResumeAppending(RowClass& row_class) {
     reserved_bytes_ -= segment->reserved_bytes;
     segment->reserved_bytes = row_class.MaxSegmentBytes(segment->relocated);
     reserved_bytes_ += segment->reserved_bytes;
-    row_class.active[segment->relocated] = segment;
+    segment->stream = stream;
+    row_class.active[stream] = segment;
   }
 }
 

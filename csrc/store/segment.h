@@ -3,6 +3,7 @@
 // Everything here is guarded by the store's mutex, but for what says otherwise.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -17,7 +18,8 @@ namespace tierstore {
 // A stretch of a segment's file in memory. Its bytes from `begin` on are valid up to `filled`; those up to
 // `queued` are on their way to the file and no longer change, those up to `written` are there.
 struct Chunk {
-  static constexpr std::size_t kBytes = 2 * kMaxFrameBytes;  // whole frames, so no record is in two chunks
+  // Usually; of whole frames, so no record is in two chunks.
+  static constexpr std::size_t kBytes = 2 * kMaxFrameBytes;
 
   AlignedBuffer buffer;
   std::uint64_t offset = 0;  // in the file
@@ -28,9 +30,18 @@ struct Chunk {
 
 struct RowClass;
 
+// What is appended to a segment: each row size has one active segment for each.
+enum Stream : unsigned {
+  kFromCallers,
+  kOfCommit,     // copies of rows that the last commit holds, and of no others
+  kSinceCommit,  // copies of newer rows
+};
+inline constexpr std::size_t kStreams = 3;
+
 struct Segment {
   std::uint32_t number = 0;
   bool relocated = false;
+  Stream stream = kFromCallers;
   RowClass* row_class = nullptr;
   std::uint32_t ordinal = 0;  // in row_class->segments
   std::uint32_t crc_prefix = 0;
@@ -46,12 +57,38 @@ struct Segment {
   bool sealed = false;
   bool retired = false;              // holds no newest version; waits for its pins to go
   bool unsynced = false;             // written to since the last sync
+  bool doomed = false;               // in line to be removed
   bool damaged = false;              // compaction met a damaged record here; not tried again
+  unsigned failed_reads = 0;         // of compaction; given up on as damaged after some
   std::uint64_t reserved_bytes = 0;  // what it counts against the cap
   std::uint64_t file_bytes = 0;      // what is written
 
+  // What the last commit needs of this segment besides newest versions: rows superseded since. Compaction can
+  // copy them too, and the commit can be written anew to name the copies (renew.cc).
+  bool in_last_commit = false;           // named by it
+  std::uint32_t committed_slots = 0;     // the first so many slots hold nothing newer than it
+  std::uint32_t kept = 0;                // rows superseded since it that it needs
+  std::vector<std::uint64_t> kept_bits;  // by slot, once there is one
+
   std::vector<std::shared_ptr<Chunk>> chunks;  // ascending offsets
   Footer footer;                               // collected until the segment is sealed
+
+  std::uint32_t CommittedSlots() const { return stream == kOfCommit ? slots : committed_slots; }
+  bool IsKept(std::uint32_t slot) const { return kept > 0 && (kept_bits[slot / 64] >> slot % 64 & 1) != 0; }
+  // The row at `slot` is superseded.
+  void Keep(std::uint32_t slot);
+  void Unkeep(std::uint32_t slot) {
+    kept_bits[slot / 64] &= ~(std::uint64_t{1} << slot % 64);
+    --kept;
+  }
+  // Rows without which the segment can go, also from the last commit.
+  std::uint32_t Needed() const { return live + kept; }
+
+  // The chunk that records are appended to; nullptr when there is none: nothing is appended yet, or the last
+  // one is full and closed. `chunks` then still holds what is being written, or nothing.
+  std::shared_ptr<Chunk> OpenChunk() const {
+    return chunks.empty() || chunks.back()->last ? nullptr : chunks.back();
+  }
 
   // The chunk whose valid bytes hold this offset, or nullptr when they are in the file.
   const Chunk* ChunkAt(std::uint64_t at) const {
@@ -70,8 +107,9 @@ struct RowClass {
   std::uint32_t slots_per_segment = 0;
   unsigned slot_bits = 0;
   std::uint32_t slots_per_chunk = 0;
+  std::size_t chunk_bytes = 0;
   std::vector<SegmentPtr> segments;  // by ordinal; null where free
-  SegmentPtr active[2];              // appended to: [0] rows from outside, [1] relocated ones
+  SegmentPtr active[kStreams];       // appended to
 
   std::uint32_t Location(const Segment& segment, std::uint32_t slot) const {
     return segment.ordinal << slot_bits | slot;
@@ -82,5 +120,12 @@ struct RowClass {
     return geometry.EndOffset(slots_per_segment) + Footer::MaxBytes(slots_per_segment, relocated);
   }
 };
+
+inline void Segment::Keep(std::uint32_t slot) {
+  if (slot >= CommittedSlots()) return;  // the last commit does not hold it
+  if (kept == 0) kept_bits.assign(std::max(slots, row_class->slots_per_segment) / 64 + 1, 0);
+  kept_bits[slot / 64] |= std::uint64_t{1} << slot % 64;
+  ++kept;
+}
 
 }  // namespace tierstore

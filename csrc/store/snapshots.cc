@@ -16,7 +16,7 @@ bool Store::SnapshotIsDue(double lag) const {
   const std::uint64_t written = unsnapshotted_bytes_ + queue_.enqueued_bytes() - snapshot_mark_;
   return rows >= config_.snapshot_min_rows &&
          static_cast<double>(written) >= lag * static_cast<double>(bytes) &&
-         UsedBytes() + bytes + SpaceReserve() <= config_.cap_bytes;
+         UsedBytes() + bytes + SpaceReserve() <= cap_bytes_;
 }
 
 SnapshotHeader Store::CaptureSnapshot(std::vector<const TableIndex*>& indexes) const {

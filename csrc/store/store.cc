@@ -10,7 +10,7 @@
 namespace tierstore {
 namespace {
 
-constexpr std::uint64_t kMinSegmentBytes = 128 << 10;
+constexpr std::uint64_t kMinSegmentBytes = 16 << 10;
 constexpr std::uint64_t kSegmentsPerCap = 128;  // so fine that those half filled or kept free hardly matter
 constexpr std::uint32_t kRowsPerSpan = 256;
 // At the end a snapshot is worth more: the next opening gains, and nothing waits.
@@ -27,6 +27,7 @@ Store::Store(Env& env, std::string directory, const StoreConfig& config,
       pid_(getpid()),
       queue_(mutex_, config.write_buffer_bytes, reads_,
              [this](const SegmentPtr& segment) { RetireIfDead(segment); }) {
+  cap_bytes_ = config_.cap_bytes;
   segment_bytes_ = config_.segment_bytes != 0
                        ? std::min(config_.segment_bytes, kMaxSegmentBytes)
                        : std::clamp(config_.cap_bytes / kSegmentsPerCap, kMinSegmentBytes, kMaxSegmentBytes);
@@ -44,6 +45,7 @@ void Store::Close() {
   closed_ = true;
   Lock lock(mutex_);
   stop_ = true;
+  saved_.notify_all();
   compactor_work_.notify_all();
   space_.notify_all();
   queue_.Stop(lock);  // calls that wait for it throw
@@ -86,8 +88,10 @@ RowClass& Store::ClassFor(std::uint32_t row_bytes) {
     slot->geometry = Geometry::For(row_bytes);
     slot->slots_per_segment = slot->geometry.SlotsIn(segment_bytes_);
     slot->slot_bits = static_cast<unsigned>(std::bit_width(slot->slots_per_segment - 1));
-    slot->slots_per_chunk = static_cast<std::uint32_t>(Chunk::kBytes / slot->geometry.frame_bytes) *
-                            slot->geometry.records_per_frame;
+    const std::uint32_t frame_bytes = slot->geometry.frame_bytes;
+    const std::size_t frames = std::max<std::size_t>(1, config_.limits.chunk_bytes / frame_bytes);
+    slot->slots_per_chunk = static_cast<std::uint32_t>(frames) * slot->geometry.records_per_frame;
+    slot->chunk_bytes = frames * frame_bytes;
   }
   return *slot;
 }
@@ -109,12 +113,6 @@ Store::Table& Store::TableFor(std::uint32_t table, std::uint32_t row_bytes) {
   return *entry;
 }
 
-void Store::CountLive(RowClass& row_class, std::uint32_t location, int change) {
-  const SegmentPtr& segment = row_class.SegmentOf(location);
-  segment->live += static_cast<std::uint32_t>(change);
-  if (segment->live == 0 && segment->sealed) RetireIfDead(segment);
-}
-
 void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, std::uint32_t row_bytes) {
   std::lock_guard call(call_);
   CheckWritable();
@@ -129,7 +127,7 @@ void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, st
   std::uint32_t epochs[kRowsPerSpan], locations[kRowsPerSpan];
   for (std::size_t at = 0; at < keys.size();) {
     const auto want = static_cast<std::uint32_t>(std::min<std::size_t>(keys.size() - at, kRowsPerSpan));
-    const Span span = Reserve(lock, row_class, false, want);
+    const Span span = Reserve(lock, row_class, kFromCallers, want);
     lock.unlock();  // only calls append to this segment, and only one call is under way
     LocateRecords(span, records);
     for (std::uint32_t i = 0; i < span.count; ++i) {
@@ -141,9 +139,8 @@ void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, st
                 span.segment->crc_prefix);
     LockAfterReads(lock);
     Advance(span, span.count, &keys[at], nullptr);
-    Put(&keys[at], locations, span.count, row_class);
+    Put(&keys[at], locations, span.count, row_class, /*relocated=*/false);
     written_rows_ += span.count;
-    uncommitted_bytes_ += std::uint64_t{span.count} * row_class.geometry.record_bytes;
     at += span.count;
   }
 }
@@ -186,7 +183,8 @@ StoreCounters Store::Stats() {
   for (const auto& [number, segment] : segments_) {
     counters.disk_bytes += segment->file_bytes;
     if (segment->retired) counters.kept_bytes += segment->file_bytes;
-    counters.buffer_bytes += segment->footer.keys.capacity() * 8 + segment->footer.epochs.capacity() * 4;
+    counters.buffer_bytes += segment->footer.keys.capacity() * 8 + segment->footer.epochs.capacity() * 4 +
+                             segment->kept_bits.capacity() * 8;
   }
   counters.buffer_bytes += queue_.memory_bytes();
   counters.segments = segments_.size();

@@ -37,6 +37,13 @@
 
 namespace tierstore {
 
+// Bounds that tests make smaller, to reach them.
+struct StoreLimits {
+  std::size_t chunk_bytes = Chunk::kBytes;             // of a stretch that is written as one
+  std::uint64_t locations = TableIndex::kMaxLocation;  // of row versions of one size
+  std::uint64_t manifest_bytes = Manifest::kMaxBytes;
+};
+
 struct StoreConfig {
   std::uint64_t cap_bytes = std::uint64_t{1} << 40;  // of all files
   std::uint64_t segment_bytes = 0;                   // at most; 0: from the cap
@@ -49,6 +56,7 @@ struct StoreConfig {
   std::size_t write_buffer_bytes = 16 << 20;
   std::uint64_t snapshot_min_rows = 1 << 17;  // smaller stores open fast without
   std::optional<StoreId> store_id;            // of a new store; random unless given
+  StoreLimits limits;
 };
 
 struct StoreCounters {
@@ -111,15 +119,26 @@ class Store {
   struct Replay;
   struct Survey {                      // of all segments' bytes
     std::uint64_t live = 0, dead = 0;  // newest and superseded versions, outside of retired segments
-    std::uint64_t deferred = 0;        // in retired segments that commits keep
+    std::uint64_t released = 0;        // in segments that the last commit need not name any more
     std::uint64_t free = 0;            // below the cap
     std::uint64_t unit = 0;            // the largest segment
     std::uint64_t tolerated = 0;       // dead ones that compaction leaves
-    std::uint64_t low = 0;             // with less free space compaction begins
-    std::uint64_t demand = 0;          // of space between one commit and the next
-    // What a commit frees would not last until the one after it.
-    bool LacksAfterCommit() const { return free + deferred < low + demand; }
-    bool Lags() const { return dead > tolerated + 4 * unit || (demand > 0 && LacksAfterCommit()); }
+    bool Lags() const { return dead > tolerated + 4 * unit; }
+  };
+  struct Victim {
+    SegmentPtr segment;
+    bool with_kept = false;  // the rows too that only the last commit needs
+  };
+  // Alone in changing the manifest while it lives; waits until that is so.
+  class Saving {
+   public:
+    Saving(Store& store, Lock& lock);
+    ~Saving();
+    Saving(const Saving&) = delete;
+    Saving& operator=(const Saving&) = delete;
+
+   private:
+    Store& store_;
   };
 
   // store.cc
@@ -128,7 +147,6 @@ class Store {
   RowClass& ClassFor(std::uint32_t row_bytes);
   Table& TableFor(std::uint32_t table, std::uint32_t row_bytes);
   Table* FindTable(std::uint32_t table) { return table < tables_.size() ? tables_[table].get() : nullptr; }
-  void CountLive(RowClass& row_class, std::uint32_t location, int change);
 
   // read.cc
   void LockAfterReads(Lock& lock);
@@ -142,11 +160,12 @@ class Store {
   void Fetch(BatchReader& reader, PendingRead& pending, std::span<const std::uint64_t> keys, std::byte* rows);
 
   // append.cc
-  Span Reserve(Lock& lock, RowClass& row_class, bool relocated, std::uint32_t want);
+  Span Reserve(Lock& lock, RowClass& row_class, Stream stream, std::uint32_t want);
   void LocateRecords(const Span& span, std::byte* records[]) const;
   void Advance(const Span& span, std::uint32_t n, const std::uint64_t* keys, const std::uint32_t* epochs);
-  void Put(const std::uint64_t* keys, const std::uint32_t* locations, std::size_t n, RowClass& row_class);
-  SegmentPtr NewSegment(Lock& lock, RowClass& row_class, bool relocated);
+  void Put(const std::uint64_t* keys, const std::uint32_t* locations, std::size_t n, RowClass& row_class,
+           bool relocated);
+  SegmentPtr NewSegment(Lock& lock, RowClass& row_class, Stream stream);
   std::shared_ptr<Chunk> NewChunk(Lock& lock, const SegmentPtr& segment);
   void FillWithVoids(Segment& segment, Chunk& chunk);
   void Flush(const SegmentPtr& segment);
@@ -166,6 +185,15 @@ class Store {
   }
   void Pin(const std::vector<SegmentExtent>& extents, int change);
   void RetireIfDead(const SegmentPtr& segment);
+  void DoomIfUnneeded(const SegmentPtr& segment);
+
+  // renew.cc
+  void BeginInterval();
+  bool CanRenew() const;
+  bool IsReleased(const Segment& segment) const;
+  bool MayRelease(const Segment& segment) const;
+  std::vector<SegmentExtent> ExtentsOfLastCommit() const;
+  void RenewCommit(Lock& lock);
 
   // snapshots.cc
   bool SnapshotIsDue(double lag) const;
@@ -180,10 +208,15 @@ class Store {
   std::uint64_t LargestSegment() const;
   std::uint64_t SpaceReserve() const;
   Survey TakeSurvey() const;
-  SegmentPtr PickVictim();
-  bool CanRelocate(const Segment& victim) const;
-  void CompactSegment(Lock& lock, const SegmentPtr& victim);
-  void RelocateRecords(Lock& lock, const SegmentPtr& victim, const std::byte* data, std::uint32_t first,
+  bool IsShort(const Survey& survey) const;
+  Victim PickVictim(const Survey& survey) const;
+  SegmentPtr PickToFree() const;
+  SegmentPtr PickSparse(bool unpinned) const;
+  bool CanRelocate(const Segment& victim, std::uint32_t rows) const;
+  bool CompactOnce(Lock& lock);
+  void CompactSegment(Lock& lock, const Victim& victim);
+  void ReadVictim(Lock& lock, Segment& victim, std::uint32_t first, std::uint32_t last, std::byte* data);
+  void RelocateRecords(Lock& lock, const Victim& victim, const std::byte* data, std::uint32_t first,
                        std::uint32_t last);
   void RemoveDoomed(Lock& lock);
   void WakeCompactor();
@@ -233,19 +266,20 @@ class Store {
   std::uint64_t next_commit_ = 1;
   std::string meta_;
   std::string commit_failure_;  // why no commit can be made any more; "" when they can
-  std::uint64_t current_commit_ = 0, commit_history_ = 0;      // the last commit made or opened
-  std::uint64_t history_ = 0;                                  // of the next commit
-  std::uint64_t uncommitted_bytes_ = 0, commit_interval_ = 0;  // written since a commit; before the last one
-  bool changed_ = false;                                       // the index, since that commit was captured
+  std::uint64_t current_commit_ = 0, commit_history_ = 0;  // the last commit made or opened
+  std::uint64_t history_ = 0;                              // of the next commit
+  bool changed_ = false;                                   // the index, since that commit was captured
   std::uint64_t snapshot_bytes_ = 0, snapshot_bytes_written_ = 0, snapshot_failures_ = 0, rebuilt_rows_ = 0;
   std::uint64_t unsnapshotted_bytes_ = 0,
                 snapshot_mark_ = 0;    // not in the snapshot at opening; written until it
   std::uint64_t read_cost_bytes_ = 0;  // of the file
+  std::uint64_t cap_bytes_ = 0;
   std::uint64_t segment_bytes_ = 0, manifest_bytes_ = 0, manifest_bytes_written_ = 0;
   std::uint64_t reserved_bytes_ = 0;  // by all segments
   std::uint64_t written_rows_ = 0, relocated_rows_ = 0;
 
-  std::condition_variable compactor_work_, compaction_resumed_, space_;
+  std::condition_variable compactor_work_, compaction_resumed_, space_, saved_;
+  bool saving_ = false;             // the manifest is being replaced
   bool compaction_held_ = false;    // the index must not change
   std::vector<SegmentPtr> doomed_;  // to be removed
   bool compactor_signal_ = false, compact_all_ = false, stop_ = false;

@@ -24,16 +24,17 @@ WriteQueue::~WriteQueue() {
   Stop(lock);
 }
 
-std::shared_ptr<Chunk> WriteQueue::NewChunk(Lock& lock, std::uint64_t offset, bool background) {
+std::shared_ptr<Chunk> WriteQueue::NewChunk(Lock& lock, std::uint64_t offset, std::size_t bytes,
+                                            bool background) {
   progress_.wait(lock, [this] { return stop_ || error_ != nullptr || queued_bytes_ < max_queued_bytes_; });
   if (background && (stop_ || error_ != nullptr)) throw Interrupted{};
   ThrowPending();
   auto chunk = std::make_shared<Chunk>();
   chunk->offset = offset;
   chunk->pooled = true;
-  if (spare_.empty()) {
-    chunk->buffer = AlignedBuffer(Chunk::kBytes);
-    memory_bytes_ += Chunk::kBytes;
+  if (spare_.empty() || spare_.back().size() < bytes) {
+    chunk->buffer = AlignedBuffer(bytes);
+    memory_bytes_ += bytes;
   } else {
     chunk->buffer = std::move(spare_.back());
     spare_.pop_back();
@@ -165,7 +166,7 @@ void WriteQueue::ReleaseIfDone(const SegmentPtr& segment, const std::shared_ptr<
     if (spare_.size() * Chunk::kBytes < max_queued_bytes_) {
       spare_.push_back(std::move(chunk->buffer));
     } else {
-      memory_bytes_ -= Chunk::kBytes;
+      memory_bytes_ -= chunk->buffer.size();
     }
   }
   written_(segment);

@@ -50,9 +50,9 @@ class WriteQueue {
              std::function<void(const SegmentPtr&)> written);
   ~WriteQueue();
 
-  // Begins a chunk at `offset`; waits while too much is queued. Throws the pending error instead, or, in the
-  // background, Interrupted.
-  std::shared_ptr<Chunk> NewChunk(Lock& lock, std::uint64_t offset, bool background);
+  // Begins a chunk of so many bytes at `offset`; waits while too much is queued. Throws the pending error
+  // instead, or, in the background, Interrupted.
+  std::shared_ptr<Chunk> NewChunk(Lock& lock, std::uint64_t offset, std::size_t bytes, bool background);
   // Queues the chunk's bytes from `queued` to `end`, a multiple of kBlockBytes within the chunk.
   void Enqueue(const SegmentPtr& segment, const std::shared_ptr<Chunk>& chunk, std::size_t end);
   // Nothing will be added to the chunk: it leaves memory once all that is queued of it is written.
