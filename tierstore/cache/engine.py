@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from cache_policies.table_curve import TableCurve, planner_document
 from tierstore import _core
+from tierstore.cache.at_exit import end_at_exit
 from tierstore.cache.budget import ChainDemand, TierPlan, divide, fast_tiers
 from tierstore.cache.chain import Chain
 from tierstore.cache.layout import RowLayout, Segment
@@ -99,6 +100,7 @@ class Engine:
         self.policy = as_policy(config.policy)
         self._keep = keep
         self._open(at)
+        end_at_exit(self)
 
     # -- construction --------------------------------------------------------------------
 
@@ -155,7 +157,8 @@ class Engine:
         for tier in ("hbm", "uvm"):
             stated = [getattr(self.config.table(t.origin or t.name), tier) for t in tables]
             brought.append(None if None in stated else sum(stated))
-        return ChainDemand(name, sum(map(_rows, tables)), self.specs[members[0]].row_bytes, *brought)
+        rows = sum(t.num_embeddings if t.rows is None else t.rows for t in tables)
+        return ChainDemand(name, rows, self.specs[members[0]].row_bytes, *brought)
 
     def _chain(self, demand: ChainDemand, members: list[int], fast: TierPlan, host: TierPlan | None) -> Chain:
         policy = self.policy
@@ -361,6 +364,10 @@ class Engine:
                 if self.store is not None:
                     self.store.close()
 
+    def end_at_exit(self) -> None:
+        """The process ends, and nobody has closed the tables."""
+        self.close(commit=False)
+
     # -- statistics ----------------------------------------------------------------------
 
     def reset_stats(self) -> None:
@@ -384,10 +391,6 @@ class Engine:
 
     def _table_curves(self) -> list[TableCurve]:
         return [table_curve(spec, self._chain_of[spec.index].curves) for spec in self.specs]
-
-
-def _rows(table: Table) -> int:
-    return table.num_embeddings if table.rows is None else table.rows
 
 
 def set_num_threads(count: int) -> None:
