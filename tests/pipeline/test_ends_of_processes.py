@@ -22,7 +22,7 @@ def test_a_script_ends_with_its_own_exit_code(how: str, where: str, tmp_path: Pa
         [sys.executable, str(SCRIPT), how, where, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=100,
         check=False,
     )
     assert ended.returncode == CODES.get(how, 0), ended.stderr
