@@ -7,6 +7,7 @@
 #include "cache/held_rows.h"
 #include "cache/tier.h"
 #include "cache/window.h"
+#include "common/content_hash.h"
 
 namespace py = pybind11;
 
@@ -265,6 +266,12 @@ TIERSTORE_BINDINGS(cache) {
   m.def("make_batch", &MakeBatch, py::arg("segments"),
         "Deduplicates ids. segments: (address, count, is_int32, table, bound, padding id or -1) per feature. "
         "Returns (batch, bad segment or -1, its position, the id).");
+  m.def(
+      "content_hash",
+      [](std::uintptr_t address, std::size_t bytes) {
+        return ContentHash(reinterpret_cast<const void*>(address), bytes);
+      },
+      py::arg("address"), py::arg("bytes"), Unlocked(), "A hash (XXH64) of so many bytes.");
   m.def(
       "batch_of_unique",
       [](const Array<std::uint64_t>& keys) {

@@ -28,6 +28,7 @@ from tierstore.cache.read_ahead import ReadAhead
 from tierstore.cache.sequence import Sequence
 from tierstore.cache.stats import ChainStats
 from tierstore.cache.ticket import Ticket
+from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.config import format_bytes
 from tierstore.errors import ClosedError, InputError, TierFullError
 from tierstore.store.protocol import RowStore
@@ -66,7 +67,6 @@ class Chain:
         named = {"hbm": fast, "uvm": host, "ssd": store}
         self.stats = ChainStats(tier for tier, there in named.items() if there is not None)
         self.below = LowerTiers(name, layout.row_bytes, host, store, ahead, self.stats)
-        self._returned: list[NDArray[np.int32]] = []
         self._closed = False
         self._warned_overflow = False
 
@@ -107,7 +107,10 @@ class Chain:
         return batch
 
     def lookup(self, batch: Any) -> Ticket:
-        """Plans and fetches now, in the calling thread."""
+        """Plans and fetches now. A signal that raises meanwhile leaves all rows as before or after it."""
+        return uninterrupted(lambda: self._lookup(batch))
+
+    def _lookup(self, batch: Any) -> Ticket:
         self.check_open()
         # While a window is announced its numbers are taken: share the newest planned one.
         shared = self.window.lookups > 0 and self._planned >= 0
@@ -201,7 +204,7 @@ class Chain:
             if not needed or since >= seq:
                 break
             since += 1
-            if not self.sequence.wait_released(since, seq, is_planner=True, stop=stop):
+            if not self.sequence.wait_released(since, is_planner=True, stop=stop):
                 since = seq
         self.stats.counters.shrunk_plans += since > pinned_since
 
@@ -259,17 +262,6 @@ class Chain:
                 format_bytes(rows * self.layout.row_bytes),
             )
 
-    def released(self, ticket: Ticket) -> None:
-        """Called by tickets; must not block on a plan in progress, so the pad is settled by the next plan."""
-        if self.fast.native.pad_in_use:
-            self._returned.append(ticket.slots)
-        self.sequence.close(ticket.seq)
-
-    def orphaned(self, ticket: Ticket) -> None:
-        """As :meth:`released`, without taking a lock: the graph that held the ticket was dropped."""
-        self._returned.append(ticket.slots)
-        self.sequence.orphans.append(ticket.seq)
-
     # -- moving rows ---------------------------------------------------------------------
 
     def memory_tiers(self) -> Iterator[MemoryTier]:
@@ -290,11 +282,9 @@ class Chain:
 
     def _drain_pad(self) -> None:
         """Writes down rows of the pad that no lookup uses any more."""
-        native = self.fast.native
+        native, returned = self.fast.native, self.sequence.take_returned()
         if not native.pad_in_use:
-            self._returned.clear()
             return
-        returned, self._returned = self._returned, []
         for slots in returned:
             native.release(slots)
         slots, keys, dirty, next_use = native.drainable()
@@ -329,8 +319,10 @@ class Chain:
 
     def flush(self) -> None:
         """Writes every dirty row down to the store; rows stay where they are."""
-        if self.below.store is None:
-            return
+        if self.below.store is not None:
+            uninterrupted(self._flush)
+
+    def _flush(self) -> None:
         with self.sequence.planner(), self.moving:
             self.check_open()
             self._drain_pad()

@@ -57,8 +57,8 @@ def overwrite_rows(chain: Chain, batch: Any, change: Callable[[NDArray[np.uint8]
             rows = np.empty((len(ticket.slots), chain.layout.row_bytes), np.uint8)
             chain.fast.copy_out(ticket.slots, rows)
             change(rows, part)
+            chain.mark_updated(ticket)  # first: a changed row that is not known as one would be lost
             chain.fast.copy_in(ticket.slots, rows)
-            chain.mark_updated(ticket)
         finally:
             ticket.release()
 

@@ -3,6 +3,9 @@
 One planner at a time; lookups are numbered, and every number is *released* once its rows have no update
 pending. Planning ahead waits for releases here; a thread that needs a lookup now makes such a wait end
 early, so that no order of forward and backward calls can deadlock.
+
+The main thread, where a signal may raise between any two steps, does nothing here but :meth:`Sequence.release`
+and :meth:`Sequence.wake`. Neither can be cut in two; a ``with`` of a condition could.
 """
 
 from __future__ import annotations
@@ -12,7 +15,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_ORPHAN_SECONDS = 0.05  # how often a waiting thread looks for orphans, which cannot wake it
+import numpy as np
+from numpy.typing import NDArray
+
+Slots = NDArray[np.int32]
+Use = tuple[int, Slots]
+"""The number of a lookup and the slots that it uses."""
+
+_WAIT_SECONDS = 0.05  # how often a waiting thread looks for releases that did not wake it
 
 
 class Sequence:
@@ -20,18 +30,18 @@ class Sequence:
     batches)."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._next = 0
-        self.orphans: deque[int] = deque()
-        """Numbers whose lookup was dropped by the garbage collector; counted as closed at the next look."""
+        self._over: deque[Use] = deque()  # released, and still counted as in use
+        self._returned: list[Slots] = []  # by lookups that are not counted any more
         self._in_use: Counter[int] = Counter()
         self._planning = False
         self._waiting = 0
-        self._demanded = -1
 
     def take(self, count: int = 1) -> int:
         """Reserves ``count`` numbers for lookups that will be planned in this order; returns the first."""
-        with self._changed:
+        with self._lock:
             first = self._next
             self._next += count
             return first
@@ -43,12 +53,12 @@ class Sequence:
 
     def open(self, seq: int) -> None:
         """Lookup ``seq`` is being planned: from now on its rows are in use."""
-        with self._changed:
+        with self._lock:
             self._in_use[seq] += 1
 
     def close(self, seq: int) -> None:
-        """Lookup ``seq`` is over."""
-        with self._changed:
+        """Lookup ``seq`` was not planned after all."""
+        with self._lock:
             self._close(seq)
             self._changed.notify_all()
 
@@ -57,53 +67,61 @@ class Sequence:
         if self._in_use[seq] <= 0:
             del self._in_use[seq]
 
+    def release(self, uses: Iterator[Use]) -> None:
+        """Lookups are over: those that ``uses``, an iterator of the interpreter's own, still has.
+
+        It takes no lock, since the garbage collector calls it too, and is one step; :meth:`wake` tells others.
+        """
+        self._over.extend(uses)
+
+    def _settle(self) -> None:
+        while self._over:
+            seq, slots = self._over.popleft()
+            self._close(seq)
+            self._returned.append(slots)
+
+    def take_returned(self) -> list[Slots]:
+        """Slots of lookups that are over, each lookup's once."""
+        with self._lock:
+            self._settle()
+            returned, self._returned = self._returned, []
+            return returned
+
     def _oldest(self, default: int) -> int:
-        while self.orphans:
-            self._close(self.orphans.popleft())
+        self._settle()
         return min(list(self._in_use), default=default)
 
     def oldest_in_use(self, default: int) -> int:
         """The smallest number in use; ``default`` if there is none."""
-        with self._changed:
+        with self._lock:
             return self._oldest(default)
 
     def wait_released(
-        self, below: int, planning: int, *, is_planner: bool = False, stop: Callable[[], bool] | None = None
+        self, below: int, *, is_planner: bool = False, stop: Callable[[], bool] | None = None
     ) -> bool:
         """Waits until no number below ``below`` is in use.
 
-        False, early, when somebody cannot go on before ``planning`` is planned, when the caller is the
-        planner and somebody else has to plan, or when ``stop()`` (tested at every change; see
-        :meth:`wake`).
+        False, early, when the caller is the planner and somebody else has to plan, or when ``stop()`` (tested
+        at every change; see :meth:`wake`).
         """
 
         def needed() -> bool:
-            return (
-                self._demanded >= planning
-                or (is_planner and self._waiting > 0)
-                or (stop is not None and stop())
-            )
+            return (is_planner and self._waiting > 0) or (stop is not None and stop())
 
-        with self._changed:
+        with self._lock:
             while not (self._oldest(below) >= below or needed()):
-                self._changed.wait(_ORPHAN_SECONDS)
+                self._changed.wait(_WAIT_SECONDS)
             return self._oldest(below) >= below
 
     def wake(self) -> None:
         """Lets waiting threads test their conditions again."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def demand(self, seq: int) -> None:
-        """The caller cannot go on before ``seq`` is planned."""
-        with self._changed:
-            self._demanded = max(self._demanded, seq)
+        with self._lock:
             self._changed.notify_all()
 
     @contextmanager
     def planner(self) -> Iterator[None]:
-        """The right to change which rows are where; others wait."""
-        with self._changed:
+        """The right to change which rows are where; others wait. Not for the main thread (``uninterrupted``)."""
+        with self._lock:
             self._waiting += 1
             self._changed.notify_all()
             try:
@@ -114,6 +132,6 @@ class Sequence:
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._planning = False
                 self._changed.notify_all()

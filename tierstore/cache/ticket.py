@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Callable, Iterator
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
+from tierstore.cache.sequence import Use
 from tierstore.cache.stats import Before
+from tierstore.cache.uninterrupted import Gate
 
 if TYPE_CHECKING:
     from tierstore.cache.chain import Chain
@@ -48,45 +51,54 @@ class ReadRows(Rows):
 
 
 class Ticket(Rows):
-    """Rows pinned in the fast tier from their plan to :meth:`release`. Filled in by the planning thread."""
+    """Rows pinned in the fast tier from their plan to :meth:`release`. Filled in by the planning thread.
 
-    def __init__(self, chain: Chain, batch: Any, seq: int) -> None:
+    ``demand`` is called by a thread that cannot go on before a lookup planned ahead has its rows.
+    """
+
+    def __init__(self, chain: Chain, batch: Any, seq: int, demand: Callable[[], None] | None = None) -> None:
         super().__init__(chain, batch)
         self.seq = seq
         self.csr: tuple[NDArray[Any], NDArray[np.int32]] | None = None
         self.before: Before | None = None
         """What its chain had counted before it planned this ahead."""
-        self._ready = threading.Event()
+        self._demand = demand
+        self._ready = Gate()
         self._error: BaseException | None = None
-        self._held = False
+        # What is to be released: one item once the rows are pinned, none again when somebody has taken it out.
+        self._uses: Iterator[Use] = iter(())
         self._unwanted = False
-        self._lock = threading.Lock()
 
     def grant(self) -> None:
         """The rows are in place and pinned; if nobody wants them any more, they are released at once."""
-        with self._lock:
-            self._held = not self._unwanted
+        self._uses = iter([(self.seq, self.slots)])
         if self._unwanted:
-            self.chain.released(self)
-        self._ready.set()
+            self._release()
+        self._open()
 
     def fail(self, error: BaseException) -> None:
         """Planning or fetching raised: :meth:`wait` raises it, once."""
         self._error = error
-        self._ready.set()
+        self._open()
 
     def cancel(self) -> None:
         """The lookup will not be planned ahead any more."""
-        self._ready.set()
+        self._open()
+
+    def _open(self) -> None:
+        self._demand = None
+        self._ready.open()
 
     def wait(self) -> bool:
         """Returns True when the rows are in place, False if the plan was cancelled (look up on demand then).
 
         Raises what planning or fetching raised.
         """
-        if not self._ready.is_set():
-            self.chain.sequence.demand(self.seq)
+        if not self._ready.is_open:
             begin = time.perf_counter()
+            demand = self._demand
+            if demand is not None:
+                demand()
             self._ready.wait()
             self.chain.stats.counters.stall_seconds += time.perf_counter() - begin
         error, self._error = self._error, None
@@ -94,21 +106,23 @@ class Ticket(Rows):
             raise error
         if self.before is not None:
             self.before.used = True
-        return self._held
+        return self.held
 
     @property
     def held(self) -> bool:
-        return self._held
+        return length_hint(self._uses) > 0
 
     def release(self) -> None:
         """Ends the lookup, also before it is planned. Calling it again does nothing; it never waits for a
         plan."""
-        with self._lock:
-            held, self._held, self._unwanted = self._held, False, True
-        if held:
-            self.chain.released(self)
+        self._unwanted = True
+        self._release()
+
+    def _release(self) -> None:
+        if self.held:
+            self.chain.sequence.release(self._uses)
+            self.chain.sequence.wake()
 
     def __del__(self) -> None:
         # Runs wherever the garbage collector runs, so it takes no locks.
-        if self._held:
-            self.chain.orphaned(self)
+        self.chain.sequence.release(self._uses)

@@ -6,7 +6,6 @@ import logging
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from tierstore import optim
 from tierstore.cache.engine import Engine
 from tierstore.errors import ConfigError, InputError
+from tierstore.modules.ahead import Ahead, find_ahead
 from tierstore.modules.engine_calls import EngineCalls
 from tierstore.modules.lookup import (
     Lookup,
@@ -31,25 +31,6 @@ from tierstore.modules.wrappers import active_ddp, refuse_applied, refuse_replic
 from tierstore.optim.fused import FusedOptimizer
 
 logger = logging.getLogger("tierstore")
-
-# What identifies a tensor's content without looking at it. The tensor itself must be kept alive
-# meanwhile, so that
-# its memory is not used for another.
-Signature = tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]
-
-
-def signature(tensors: Sequence[Tensor]) -> Signature:
-    return tuple((t.data_ptr(), tuple(t.shape), tuple(t.stride()), t._version) for t in tensors)
-
-
-@dataclass(eq=False)
-class Ahead:
-    """A lookup made ahead for the forward call whose inputs have this signature."""
-
-    inputs: tuple[Tensor, ...]
-    signature: Signature
-    lookup: Lookup
-
 
 class TieredModule(EngineCalls, nn.Module):
     """Base of the modules whose tables live in tiers.
@@ -116,27 +97,34 @@ class TieredModule(EngineCalls, nn.Module):
     def table_names(self) -> list[str]:
         return [self.engine.tables[index].name for index in self._tables]
 
-    def expect(self, inputs: tuple[Tensor, ...], lookup: Lookup) -> Ahead:
-        """Keeps a lookup made ahead for the forward call with these inputs."""
-        ahead = Ahead(inputs, signature(inputs), lookup)
+    def expect(self, ahead: Ahead) -> None:
+        """Keeps a lookup made ahead for its forward call."""
+        ahead.hand_out()
         self._ahead.append(ahead)
-        return ahead
 
     def drop(self, ahead: Ahead) -> None:
         """Forward will not come (or came): gives the rows back if no graph needs them."""
-        if ahead in self._ahead:
+        if self._take(ahead):
+            ahead.release()
+
+    def _take(self, ahead: Ahead) -> bool:
+        """False: another thread has taken it."""
+        try:
             self._ahead.remove(ahead)
-            ahead.lookup.release()
+        except ValueError:
+            return False
+        return True
 
     def _find_lookup(self, *args: Any, **kwargs: Any) -> Lookup:
         if self.observer is not None:
             self.observer(self, args, kwargs)
         if self._ahead:
-            wanted = signature(self.lookup_inputs(*args, **kwargs))
-            for ahead in self._ahead:
-                if ahead.signature == wanted:
-                    self._ahead.remove(ahead)
-                    return ahead.lookup
+            ahead = find_ahead(list(self._ahead), self.lookup_inputs(*args, **kwargs))
+            if ahead is not None and self._take(ahead):
+                if ahead.error is not None:
+                    raise ahead.error
+                assert ahead.lookup is not None
+                return ahead.lookup
         return self.make_lookup(*args, **kwargs)
 
     def _show_parameters(self, holders: Sequence[HasWeight]) -> None:
@@ -321,7 +309,7 @@ class TieredModule(EngineCalls, nn.Module):
         """Commits (if the configuration names a path) and closes the engine; the module cannot be used
         any more. After a commit with an ``extra`` it commits nothing, since that is wrong of later rows."""
         while self._ahead:
-            self._ahead.popleft().lookup.release()
+            self._ahead.popleft().release()
         self.engine.close(commit=commit)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

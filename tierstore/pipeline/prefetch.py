@@ -149,6 +149,7 @@ def _run(
             return
         session = Session(engines, calls)
         try:
+            session.begin()
             yield from _ahead(loader, session, depth, window)
         finally:
             session.close()
@@ -283,8 +284,8 @@ def _bytes(planned: Planned) -> int:
         else:
             parts = (leaf.values(), leaf.weights_or_none(), leaf.lengths_or_none(), leaf.offsets_or_none())
             tensors += [part for part in parts if part is not None]
-    lookups = sum(part.nbytes for _, _, lookup in planned.lookups for part in lookup.parts)
-    return sum(tensor.nbytes for tensor in tensors) + lookups
+    lookups = [ahead.lookup for _, ahead in planned.aheads if ahead.lookup is not None]
+    return sum(t.nbytes for t in tensors) + sum(part.nbytes for lookup in lookups for part in lookup.parts)
 
 
 class PrefetchPipeline:

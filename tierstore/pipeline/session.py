@@ -13,6 +13,7 @@ end of the batches is exchanged like one more batch, so that a rank that has few
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -22,8 +23,10 @@ from tierstore.cache.at_exit import end_at_exit
 from tierstore.cache.chain import Chain
 from tierstore.cache.engine import Engine
 from tierstore.cache.ticket import Ticket
-from tierstore.errors import ClosedError, RankError, TierStoreError
-from tierstore.modules.base import Ahead, TieredModule
+from tierstore.cache.uninterrupted import Gate, uninterrupted
+from tierstore.errors import RankError, TierStoreError
+from tierstore.modules.ahead import Ahead, Content, content_of
+from tierstore.modules.base import TieredModule
 from tierstore.modules.lookup import Lookup
 from tierstore.pipeline.learning import Call
 
@@ -35,19 +38,24 @@ class Planned:
     """One batch on its way: its lookups, and where each chain's numbers begin."""
 
     batch: Any
-    lookups: list[tuple[TieredModule, tuple[Any, ...], Lookup]] = field(default_factory=list)
+    aheads: list[tuple[TieredModule, Ahead]] = field(default_factory=list)
     tickets: list[Ticket] = field(default_factory=list)
+    last: int = -1  # place of its last lookup among all of the session
     first: dict[int, int] = field(default_factory=dict)  # id(chain) → number of its first lookup
-    expected: list[tuple[TieredModule, Ahead]] = field(default_factory=list)
+    contents: dict[int, Content] = field(default_factory=dict)  # number of the call → what it is about
     exchanges: dict[int, Any] = field(default_factory=dict)  # number of the call → exchange with other ranks
     is_end: bool = False  # no batch, but what comes after the last one
     error: RankError | None = None  # why the ranks cannot go on with this batch
-    prepared: bool = False
+    prepared: Gate = field(default_factory=Gate)
 
 
 class Session:
     """Lookahead over one loader. Use from one thread; :meth:`close` is final and may be called at any
-    time."""
+    time.
+
+    An exception that a signal raises in the training thread ends the pass. What it cuts in two is of no
+    importance then, but for the locks: that thread enters ``_lock`` alone, and waits for gates.
+    """
 
     def __init__(self, engines: list[Engine], calls: list[Call]) -> None:
         self.engines = engines
@@ -56,19 +64,32 @@ class Session:
         self.depth = 0
         self.window = 0
         self._coming: deque[Planned] = deque()  # pulled, not yet used; the first is the next to be used
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._announced: deque[Planned] = deque()  # the training thread's: sizes are being exchanged
         self._to_prepare: deque[Planned] = deque()
         self._to_plan: deque[Planned] = deque()
         self._recent: deque[dict[int, int]] = deque()  # first numbers of the last planned batches
+        self._lookups = 0  # that have got a place in the order of the worker's plans
+        self._demanded = -1  # somebody cannot go on before the lookup at this place is planned
         self._exhausted = False
         self._apart = False  # the ranks do not have the same batches any more
         self._started = False
         self._stopping = False
         self._broken = False
-        self._thread = threading.Thread(target=self._work, name="tierstore-prefetch", daemon=True)
+        self._failure: BaseException | None = None
+        self._process = os.getpid()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Starts the worker; the caller is going to call :meth:`close`, whatever happens here."""
+        uninterrupted(self._begin)
+
+    def _begin(self) -> None:
         end_at_exit(self)
-        self._thread.start()
+        thread = threading.Thread(target=self._work, name="tierstore-prefetch", daemon=True)
+        thread.start()
+        self._thread = thread
 
     # -- training thread ------------------------------------------------------------------------
 
@@ -99,7 +120,7 @@ class Session:
         if planned.exchanges:
             self._coming.append(planned)
             self._announced.append(planned)
-        with self._changed:
+        with self._lock:
             self._exhausted = True
             self._changed.notify_all()
         return planned if planned.exchanges else None
@@ -113,7 +134,9 @@ class Session:
         module: Any = call.module
         try:
             args, kwargs = call.arguments(planned.batch)
-        except (LookupError, AttributeError, TypeError) as error:
+            # before the ids are read: what changes them from now on is noticed
+            planned.contents[number] = content_of(module.lookup_inputs(*args, **kwargs))
+        except (TierStoreError, LookupError, AttributeError, TypeError) as error:
             logger.debug("no prefetch for a batch: %s", error)
             args, kwargs = (None,), {}  # a wrong input, of which the other ranks learn: they begin too
         planned.exchanges[number] = module.begin_exchange(*args, **kwargs)
@@ -131,8 +154,11 @@ class Session:
                 except TierStoreError as error:  # on all ranks, and the forward call will raise it
                     logger.debug("no prefetch for a batch: %s", error)
                     del planned.exchanges[number]
-            with self._changed:
-                self._to_prepare.append(planned)
+            with self._lock:
+                if self._failure is None:
+                    self._to_prepare.append(planned)
+                else:
+                    planned.prepared.open()
                 self._exhausted |= self._apart
                 self._changed.notify_all()
 
@@ -150,15 +176,14 @@ class Session:
 
     def start(self, depth: int, window: int) -> None:
         """From now on batches are planned, each once the ``window`` batches behind it are announced."""
-        with self._changed:
+        with self._lock:
             self.depth, self.window, self._started = depth, window, True
             self._changed.notify_all()
 
     def wait_prepared(self, planned: Planned) -> None:
         if planned in self._announced:
             self.send()
-        with self._changed:
-            self._changed.wait_for(lambda: planned.prepared)
+        planned.prepared.wait()
 
     @property
     def pulled_ahead(self) -> int:
@@ -174,39 +199,52 @@ class Session:
 
     def next(self) -> Planned | None:
         """The next batch, its lookups handed to the modules; None when there are no more. Raises RankError
-        where another rank has no such batch, or is lost."""
+        where another rank has no such batch, or is lost, and what the worker has failed with."""
         if not self._coming:
             return None
         planned = self._coming.popleft()
         self.wait_prepared(planned)
         if planned.error is not None:
             raise planned.error
+        if self._failure is not None:
+            raise self._failure
         if planned.is_end:
             return None
-        for module, inputs, lookup in planned.lookups:
-            planned.expected.append((module, module.expect(inputs, lookup)))
+        for module, ahead in planned.aheads:
+            module.expect(ahead)
         return planned
 
     def finish(self, planned: Planned) -> None:
         """The batch was used: lookups that no forward call has taken are given back."""
-        for module, ahead in planned.expected:
+        for module, ahead in planned.aheads:
             module.drop(ahead)
-        for ticket in planned.tickets:  # nothing is gained any more by waiting with its plan
-            ticket.chain.sequence.demand(ticket.seq)
-        planned.expected.clear()
-        planned.lookups.clear()
+        self._demand(planned.last)  # nothing is gained any more by waiting with its plans
+        planned.aheads.clear()
+
+    def _demand(self, place: int) -> None:
+        """Somebody waits for the lookup at ``place``: none before it may wait for releases, in whichever
+        chain, since the one who waits may be who would release."""
+        with self._lock:
+            self._demanded = max(self._demanded, place)
+        for chain in self.chains:
+            chain.sequence.wake()
 
     def close(self) -> None:
-        with self._changed:
+        if os.getpid() == self._process:  # a forked child has no worker, and locks that nobody gives back
+            uninterrupted(self._close)
+
+    def _close(self) -> None:
+        with self._lock:
             self._stopping = True
             self._changed.notify_all()
         for chain in self.chains:
             chain.sequence.wake()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         self._abandon()
         for planned in self._coming:
-            for _, _, lookup in planned.lookups:
-                lookup.release()
+            for _, ahead in planned.aheads:
+                ahead.release()
         self._coming.clear()
 
     def end_at_exit(self) -> None:
@@ -214,21 +252,28 @@ class Session:
 
     # -- worker -------------------------------------------------------------------------------------
 
-    def _stop(self) -> bool:
-        return self._stopping
-
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopping or self._can_plan() or bool(self._to_prepare))
-                if self._stopping:
-                    return
-                plan = self._can_plan()
-                planned = self._to_plan.popleft() if plan else self._to_prepare.popleft()
-            if plan:
-                self._plan(planned)
-            else:
-                self._prepare(planned)
+        try:
+            while self._do_next():
+                pass
+        except BaseException as error:  # next() tells the training thread
+            with self._lock:
+                self._failure = error
+            self._break()
+
+    def _do_next(self) -> bool:
+        """Plans or prepares a batch; False when there is nothing to be done any more."""
+        with self._lock:
+            self._changed.wait_for(lambda: self._stopping or self._can_plan() or bool(self._to_prepare))
+            if self._stopping:
+                return False
+            plan = self._can_plan()
+            planned = (self._to_plan if plan else self._to_prepare).popleft()
+        try:
+            (self._plan if plan else self._prepare)(planned)
+        finally:
+            planned.prepared.open()
+        return True
 
     def _can_plan(self) -> bool:
         if not self._started or self._broken or not self._to_plan:
@@ -239,77 +284,89 @@ class Session:
     def _prepare(self, planned: Planned) -> None:
         if not self._broken and not planned.is_end:
             for number, call in enumerate(self.calls):
-                self._prepare_call(planned, call, planned.exchanges.pop(number, None))
-        with self._changed:
-            planned.prepared = True
-            self._to_plan.append(planned)
-            self._changed.notify_all()
+                self._prepare_call(planned, number, call)
+        with self._lock:
+            if not self._broken:
+                self._to_plan.append(planned)
 
-    def _prepare_call(self, planned: Planned, call: Call, exchange: Any) -> None:
+    def _prepare_call(self, planned: Planned, number: int, call: Call) -> None:
         module: Any = call.module
+        exchange = planned.exchanges.pop(number, None)
         if module.collective and exchange is None:
             return
         try:
             args, kwargs = call.arguments(planned.batch)
             inputs = module.lookup_inputs(*args, **kwargs)
-            lookup = (
-                module.make_lookup(*args, **kwargs) if exchange is None else module.finish_exchange(exchange)
-            )
+            if exchange is None:
+                content = content_of(inputs)  # before the ids are read: what changes them then is noticed
+                lookup = module.make_lookup(*args, **kwargs)
+            else:
+                content, lookup = planned.contents[number], module.finish_exchange(exchange)
         except (TierStoreError, LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             # Whatever is wrong with this batch, the forward call will say, in the user's own thread.
             logger.debug("no prefetch for a batch: %s", error)
             return
+        except BaseException as error:  # no forward call would say so by itself
+            planned.aheads.append((module, Ahead.failed(error)))
+            return
+        planned.aheads.append((module, Ahead(inputs, content, lookup)))
+        self._announce(planned, lookup)
+
+    def _announce(self, planned: Planned, lookup: Lookup) -> None:
         for part in lookup.parts:
+            if self._broken:
+                return
+            place = self._lookups = self._lookups + 1
             seq = part.chain.sequence.take()
-            ticket = Ticket(part.chain, part.batch, seq)
+            part.rows = ticket = Ticket(part.chain, part.batch, seq, lambda place=place: self._demand(place))
+            planned.tickets.append(ticket)
+            planned.last = place
+            planned.first.setdefault(id(part.chain), seq)
             try:
                 part.chain.announce(seq, part.batch)
-            except ClosedError:
-                return
-            part.rows = ticket
-            planned.first.setdefault(id(part.chain), seq)
-            planned.tickets.append(ticket)
-        planned.lookups.append((module, inputs, lookup))
+            except BaseException as error:
+                ticket.fail(error)
+                self._break()
 
     def _plan(self, planned: Planned) -> None:
         self._recent.append(planned.first)
         while len(self._recent) > self.depth + 1:
             self._recent.popleft()
-        for index, ticket in enumerate(planned.tickets):
-            pinned_since = self._pinned_since(ticket)
-            ticket.chain.sequence.wait_released(pinned_since, ticket.seq, stop=self._stop)
-            if self._stopping:
-                for rest in planned.tickets[index:]:
-                    rest.cancel()
-                return
+        place = planned.last - len(planned.tickets)
+        for ticket in planned.tickets:
+            place += 1
+
+            def stop(place: int = place) -> bool:
+                return self._stopping or self._demanded >= place
+
             try:
-                ticket.chain.plan(ticket, pinned_since, announced=True, stop=self._stop)
+                pinned_since = self._pinned_since(ticket)
+                ticket.chain.sequence.wait_released(pinned_since, stop=stop)
+                if not self._stopping and not self._broken:
+                    ticket.chain.plan(ticket, pinned_since, announced=True, stop=stop)
             except BaseException as error:  # it surfaces in the forward call that needs these rows
-                self._broken = True
                 ticket.fail(error)
-                for rest in planned.tickets[index + 1 :]:
-                    rest.cancel()
-                self._abandon()
-                return
+                self._break()
+            ticket.cancel()
 
     def _pinned_since(self, ticket: Ticket) -> int:
         """The first number of this chain in the last ``depth`` batches before this one."""
         return min(first[id(ticket.chain)] for first in self._recent if id(ticket.chain) in first)
 
+    def _break(self) -> None:
+        """Something failed that later batches rely on: they are looked up on demand."""
+        self._broken = True
+        self._abandon()
+
     def _abandon(self) -> None:
         """Nothing more is planned ahead: waiting forward calls look up on demand."""
-        with self._changed:
+        with self._lock:
             waiting = [*self._to_plan, *self._to_prepare]
             self._to_plan.clear()
             self._to_prepare.clear()
-            for planned in waiting:
-                planned.prepared = True
-            self._changed.notify_all()
-        for chain in self.chains:
-            try:
-                chain.forget_window()
-            except ClosedError:
-                continue
         for planned in waiting:
+            planned.prepared.open()
             for ticket in planned.tickets:
                 ticket.cancel()
+        for chain in self.chains:
+            chain.forget_window()
