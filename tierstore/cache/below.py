@@ -54,6 +54,8 @@ class LowerTiers:
         # Whether the store may have rows that no memory tier has. A store without commits has been opened
         # empty; what all fits into memory is never looked for there, however often it is committed.
         self.holds_rows = store is not None and bool(store.commits())
+        self.uncommitted = 0
+        """Rows given to the store since its last commit."""
         self._buffers: dict[str, NDArray[np.uint8]] = {}
 
     @property
@@ -182,3 +184,4 @@ class LowerTiers:
             self.ahead.written(keys)
         self.store.write(keys, rows)
         self.stats.counters.written_rows += len(keys)
+        self.uncommitted += len(keys)

@@ -6,8 +6,6 @@ import json
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -19,9 +17,11 @@ from tierstore.cache.at_exit import end_at_exit
 from tierstore.cache.budget import ChainDemand, TierPlan, divide, fast_tiers
 from tierstore.cache.chain import Chain
 from tierstore.cache.layout import RowLayout, Segment
+from tierstore.cache.loss import warns_of_loss
 from tierstore.cache.memory_tier import MemoryTier, as_policy, bytes_for
 from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, touched_ids
 from tierstore.cache.report import report, table_curve, warn_of_uncommitted
+from tierstore.cache.table import Table as Table
 from tierstore.cache.versions import Versions
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError
@@ -34,29 +34,6 @@ logger = logging.getLogger("tierstore")
 META_VERSION = 1
 READ_AHEAD_BYTES = 8 << 20
 """What rows that are read ahead of their plan may take, in all."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table as modules ask for it, or a shard of one.
-
-    A shard keeps the ids of its table, of which at most ``rows`` occur; its initial values are those of
-    ``origin`` (the table's name) from column ``column`` on.
-    """
-
-    name: str
-    num_embeddings: int
-    embedding_dim: int
-    init: Init
-    origin: str | None = None
-    column: int = 0
-    rows: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("num_embeddings", "embedding_dim"):
-            value = getattr(self, name)
-            if isinstance(value, Integral):  # NumPy's, which JSON does not know
-                object.__setattr__(self, name, int(value))
 
 
 class Engine:
@@ -123,6 +100,7 @@ class Engine:
             self._load_meta()
             self._position = at or max((commit.id for commit in self.commits()), default=0)
             """The commit that the store was opened at or made last."""
+            self.warn_of_loss = warns_of_loss(self, config.path, self.chains)
         except BaseException:
             if self.store is not None:
                 self.store.close()
@@ -327,6 +305,8 @@ class Engine:
         }
         self._position = self.store.commit(json.dumps(meta).encode(), tag)
         self.uncommitted -= before
+        for chain in self.chains:
+            chain.below.uncommitted = 0
         return self._position
 
     def commits(self) -> list[CommitInfo]:
@@ -379,6 +359,7 @@ class Engine:
                         warn_of_uncommitted(self.config.path, extra, self.uncommitted)
             finally:
                 self.closed = True
+                self.warn_of_loss.detach()
                 for chain in self.chains:
                     chain.close()
                 if self.store is not None:
@@ -386,6 +367,7 @@ class Engine:
 
     def end_at_exit(self) -> None:
         """The process ends, and nobody has closed the tables."""
+        self.warn_of_loss()
         self.close(commit=False)
 
     # -- statistics ----------------------------------------------------------------------

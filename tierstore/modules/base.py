@@ -322,4 +322,6 @@ class TieredModule(EngineCalls, nn.Module):
         return self
 
     def __exit__(self, kind: Any, *exc: object) -> None:
+        if kind is not None:
+            self.engine.warn_of_loss()
         self.close(commit=kind is None)

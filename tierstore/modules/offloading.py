@@ -72,6 +72,8 @@ class Offloaded(EngineCalls, Mapping[str, TieredModule]):
         return self
 
     def __exit__(self, kind: Any, *exc: object) -> None:
+        if kind is not None:
+            self.engine.warn_of_loss()
         self.close(commit=kind is None)
 
     def __repr__(self) -> str:

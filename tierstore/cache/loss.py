@@ -1,0 +1,43 @@
+"""Says what is lost when tables go without having been committed or closed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tierstore.cache.chain import Chain
+
+logger = logging.getLogger("tierstore")
+
+
+def uncommitted_rows(chains: Sequence[Chain]) -> int:
+    """Rows changed since the last commit; a row that was written down and changed again counts twice."""
+    dirty = (
+        slots for chain in chains for tier in chain.memory_tiers() for slots in tier.resident(only_dirty=True)
+    )
+    return sum(map(len, dirty)) + sum(chain.below.uncommitted for chain in chains)
+
+
+def warns_of_loss(
+    owner: Any, path: str | os.PathLike[str] | None, chains: Sequence[Chain]
+) -> weakref.finalize:
+    """What to call when uncommitted rows of the lasting store ``path`` are dropped.
+
+    It is called when ``owner`` becomes garbage, or at the end of the process, unless ``detach()`` was.
+    """
+    return weakref.finalize(owner, _warn, path, chains, os.getpid())
+
+
+def _warn(path: str | os.PathLike[str] | None, chains: Sequence[Chain], process: int) -> None:
+    rows = uncommitted_rows(chains) if path is not None and os.getpid() == process else 0
+    if rows:
+        logger.warning(
+            "%s stays at its last commit: up to %d rows that changed since then are dropped, because nobody "
+            "committed or closed the tables; call commit(), checkpoint.save() or close() before the end",
+            os.fspath(path or ""),
+            rows,
+        )
