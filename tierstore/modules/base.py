@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tierstore import optim
 from tierstore.cache.engine import Engine
-from tierstore.errors import InputError
+from tierstore.errors import GradientError, InputError
 from tierstore.modules.engine_calls import EngineCalls
 from tierstore.modules.lookup import (
     Lookup,
@@ -180,6 +180,11 @@ class TieredModule(EngineCalls, nn.Module):
 
     def table_name(self, table: int) -> str:
         return self.engine.tables[table].name
+
+    def report_gradients(self, error: GradientError | None) -> None:
+        """See ``Updates``."""
+        if error is not None:
+            raise error
 
     # -- rows ----------------------------------------------------------------------------
 

@@ -253,9 +253,17 @@ class Commits:
     def commit_last(self) -> None:
         """Commits before the tables are closed, unless the last commit has an ``extra`` (as that of a
         checkpoint has), which would be wrong of rows that were trained since."""
-        if not self.extra:
+        changes = self.uncommitted()
+        if lost := self._env.peers.lost:
+            logger.warning(
+                "%s stays at its last commit: %d updates since then are dropped, for %s",
+                self.path,
+                changes,
+                lost,
+            )
+        elif not self.extra:
             self.commit()
-        elif self._env.rank == 0 and (changes := self.uncommitted()):
+        elif self._env.rank == 0 and changes:
             warn_of_uncommitted(self.path, self.extra, changes)
 
     def uncommitted(self) -> int:

@@ -25,6 +25,7 @@ from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagColle
 from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.optimizer import KeyedFusedOptimizer
+from tierstore.sharding.peers import in_flight
 from tierstore.sharding.planning import plan_of
 
 logger = logging.getLogger("tierstore")
@@ -74,7 +75,7 @@ def shard(
         if sharded.is_fresh:
             _take_over(sharded, module)
     except BaseException:
-        sharded.close(commit=False)
+        sharded.close_here()
         raise
     module.close(commit=False)
     carry_hooks(module, sharded)
@@ -192,13 +193,14 @@ class DistributedModelParallel(nn.Module):
         self.env.check_same({**given, "path": path is not None})
         self.plan = plan_of(module, self.env, config, batch_size) if plan is None else plan
         self._sharded: dict[str, ShardedCollection] = {}
+        self._handled = in_flight()
         self._commits = None if path is None else Commits(path, self.env, list(found))
         try:
             module = self._shard_all(module, found, config, comms)
             self._fused_optimizer = KeyedFusedOptimizer(self._sharded)
             self._wrapped = self._parallel(module, dense, find_unused_parameters)
         except BaseException:
-            self._close_all()
+            self._close_here()
             raise
         self._register_load_state_dict_pre_hook(self._to_own_names)
 
@@ -302,16 +304,25 @@ class DistributedModelParallel(nn.Module):
         return {} if self._commits is None else self._commits.extra
 
     def close(self, *, commit: bool = True) -> None:
-        """Commits (if there is a path; all ranks do it) and closes the tables of this rank. After a commit
-        with an ``extra`` it commits nothing, since that is wrong of later rows."""
+        """As ShardedCollection.close, of all collections."""
+        if all(collection.engine.closed for collection in self._sharded.values()):
+            return
+        if (error := in_flight(self._handled)) is not None:
+            self.env.peers.stop(error)
         try:
             if commit and self._commits is not None:
                 self._commits.commit_last()
         finally:
-            self._close_all()
+            self._close_here()
 
-    def _close_all(self) -> None:
+    def _close_here(self) -> None:
         for collection in self._sharded.values():
-            collection.close(commit=False)
+            collection.close_here()
         if self._commits is not None:
             self._commits.release()
+
+    def __enter__(self) -> DistributedModelParallel:
+        return self
+
+    def __exit__(self, kind: Any, *exc: object) -> None:
+        self.close(commit=kind is None)
