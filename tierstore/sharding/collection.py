@@ -14,7 +14,7 @@ from torch import Tensor
 from tierstore.cache.engine import Engine, Table
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, GradientError, InputError
-from tierstore.initializers import constant
+from tierstore.initializers import Init, as_init, constant
 from tierstore.modules.base import TieredModule
 from tierstore.modules.collection import (
     TableView,
@@ -109,8 +109,10 @@ class ShardedCollection(ShardedLookups):
         configs: list[Any] = [from_torchrec(table) for table in tables]
         config = config or TierConfig()
         kind = (type(self).__name__, is_weighted, [_described(table) for table in configs])
+        initial = [_initial(table, config) for table in configs]
         stores = "no path" if config.path is None else config.engine
         given = {"tables": kind, "plan": plan, "optimizer": optimizer, "seed": seed, "comms": comms}
+        given["initial values"] = initial
         env.check_same({**given, "path or engine": stores, "check_gradients": config.check_gradients})
         _check_names(configs)
         plan = _only(plan, [table.name for table in configs])
@@ -304,6 +306,8 @@ class ShardedCollection(ShardedLookups):
         per_row = self.fused_optimizer.spec.state_per_row
         for shard in self.local_shards(config.name):
             at = np.flatnonzero(shard.holds(keys))
+            if not len(at):
+                continue
             part = None
             if state is not None:
                 part = state[at]
@@ -349,6 +353,12 @@ def _described(table: Any) -> Any:
     """What ranks must give alike of a table's configuration."""
     pooling = getattr(table, "pooling", None)
     return table.name, table.feature_names, table.num_embeddings, table.embedding_dim, pooling
+
+
+def _initial(table: Any, config: TierConfig) -> Any:
+    """What its initial rows are made by, beside the seed of all tables."""
+    override = config.table(table.name)
+    return as_init(override.init, Init(*table.init_rule())), override.seed
 
 
 def _only(plan: ShardingPlan, names: Sequence[str]) -> ShardingPlan:

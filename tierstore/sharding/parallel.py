@@ -27,6 +27,7 @@ from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.optimizer import KeyedFusedOptimizer
 from tierstore.sharding.peers import in_flight
 from tierstore.sharding.planning import plan_of
+from tierstore.sharding.rows_digest import RowsDigest
 
 logger = logging.getLogger("tierstore")
 
@@ -44,9 +45,10 @@ def shard(
     """The sharded counterpart of an unsharded collection, which is closed. All ranks call it.
 
     A commit below the path of ``config`` is restored, whatever its plan and number of ranks. Without one,
-    rows that ``module`` has touched are taken over, on every rank from its own copy; all others have the same
-    initial values sharded and unsharded. ``config`` replaces that of ``module``, in particular its ``path``
-    (below which every rank gets a folder): an unsharded module with a path can be open in one process only.
+    rows that ``module`` has touched are taken over, on every rank from its own copy, which must be the same
+    on all; other rows have the same initial values sharded and unsharded. ``config`` replaces that of
+    ``module``, in particular its ``path`` (below which every rank gets a folder): an unsharded module with a
+    path can be open in one process only.
     ``comms``: how the ranks talk; None: exactly.
 
     Raises ConfigError, on all ranks, for a plan that does not fit the module or the number of ranks.
@@ -58,7 +60,7 @@ def shard(
     options = Options(
         config=module.engine.config if config is None else config,
         optimizer=None if module.frozen else module.fused_optimizer.spec,
-        seed=module.engine.specs[0].seed,
+        seed=module.engine.seed,
         comms=comms,
         _commits=_commits,
         _name=_name,
@@ -73,7 +75,9 @@ def shard(
         sharded = ShardedEmbeddingCollection(tables, plan, env, module.need_indices(), **options)
     try:
         if sharded.is_fresh:
-            _take_over(sharded, module)
+            with env.together():
+                rows = _take_over(sharded, module)
+            env.check_same({**rows, "optimizer state": module.fused_optimizer.state_dict()})
     except BaseException:
         sharded.close_here()
         raise
@@ -130,12 +134,19 @@ def _check_arguments(plan: Any, config: Any, comms: Any, *, planned: bool = Fals
         )
 
 
-def _take_over(sharded: ShardedCollection, module: Collection) -> None:
+def _take_over(sharded: ShardedCollection, module: Collection) -> dict[str, Any]:
+    """Gives the ranks' shards what ``module`` has. Returns digests of its rows, which must be the same on all
+    ranks: each has its shards from its own copy."""
+    found = {}
     for table in module.table_names():
+        digest = RowsDigest()
         for ids in module.touched_ids(table):
-            state = module.optimizer_rows(ids, table)
-            sharded.load_own_rows(ids, module.rows(ids, table), state, table)
+            rows, state = module.rows(ids, table), module.optimizer_rows(ids, table)
+            digest.add(ids, [rows, *state.values()])
+            sharded.load_own_rows(ids, rows, state, table)
+        found[f"rows of table {table!r}"] = digest.value
     sharded.fused_optimizer.load_state_dict(module.fused_optimizer.state_dict())
+    return found
 
 
 class DistributedModelParallel(nn.Module):
