@@ -303,15 +303,19 @@ def _check(record: Any) -> None:
     """Raises one of _DAMAGE unless the record is one that :meth:`Commits._write` makes."""
     if record.get("format") != FORMAT:
         raise ValueError(f"format {record.get('format')!r} is not {FORMAT}")
-    if not isinstance(record["number"], int) or not isinstance(record["extra"], dict):
+    if not _is_count(record["number"]) or not isinstance(record["extra"], dict):
         raise TypeError("number or extra is of another type")
     for name, entry in record["collections"].items():
         saved = _saved(entry)
         numbers = [*saved.ranks, saved.updates]
-        if len(saved.ranks) != saved.plan.world_size or not all(isinstance(n, int) for n in numbers):
+        if len(saved.ranks) != saved.plan.world_size or not all(map(_is_count, numbers)):
             raise ValueError(f"the commits of collection {name!r} are not one of every rank")
         if not isinstance(saved.engine, str) or not _is_inside(saved.folder):
             raise ValueError(f"the folder or the engine of collection {name!r} is none")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _is_inside(folder: Any) -> bool:
