@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from enum import Enum, unique
 from pathlib import Path
 from typing import Any
@@ -141,13 +141,16 @@ class ShardingPlan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ShardingPlan:
-        """Raises ConfigError for what is not a plan."""
-        try:
-            tables = tuple(_table(item) for item in values["tables"])
-            device = str(values.get("device", ""))
-            return cls(tables, int(values["world_size"]), int(values["ranks_per_host"]), device)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"not a sharding plan: {type(error).__name__}: {error}") from error
+        """Raises ConfigError for what is not a plan; the message has the path of the value that is wrong."""
+        plan = _Object("", values)
+        world_size, ranks_per_host = plan.whole("world_size", 1), plan.whole("ranks_per_host", 1)
+        if world_size % ranks_per_host:
+            raise ConfigError(
+                f"{_NO_PLAN}ranks_per_host is {ranks_per_host}; it must divide world_size, "
+                f"which is {world_size}"
+            )
+        tables = tuple(_table(table) for table in plan.objects("tables"))
+        return cls(tables, world_size, ranks_per_host, plan.text("device", "", known=("", "cpu", "cuda")))
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1), encoding="utf-8")
@@ -156,20 +159,93 @@ class ShardingPlan:
     def load(cls, path: str | Path) -> ShardingPlan:
         """A plan that :meth:`save` wrote, or the JSON of ``tierstore plan``."""
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+            values = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{path} is not JSON: {error}") from error
         return cls.from_dict(values)
 
 
-_SHARD_FIELDS = tuple(ShardPlacement.__dataclass_fields__)
-_TABLE_FIELDS = ("name", "predicted_hit_rate", "module", "num_embeddings", "embedding_dim")
+_NO_PLAN = "not a sharding plan: "
+_LARGEST = (1 << 63) - 1
+_REQUIRED: Any = object()
 
 
-def _table(item: Mapping[str, Any]) -> TablePlacement:
-    shards = tuple(
-        ShardPlacement(**{key: int(shard[key]) for key in _SHARD_FIELDS if key in shard})
-        for shard in item["shards"]
+class _Object:
+    """An object of a plan's JSON. ``path``: where it is, such as "tables[0].shards[1].", or empty."""
+
+    def __init__(self, path: str, values: Any) -> None:
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{_NO_PLAN}{path.rstrip('.') or 'it'} is {values!r}; it must be an object")
+        self.path, self.values = path, values
+
+    def whole(self, name: str, least: int = 0, default: int = _REQUIRED) -> int:
+        value = self._value(name, default)
+        if type(value) is not int or not least <= value <= _LARGEST:
+            raise self._wrong(name, f"a whole number from {least} to 2^63 - 1")
+        return value
+
+    def share(self, name: str, default: float) -> float:
+        value = self._value(name, default)
+        if type(value) not in (int, float) or not 0 <= value <= 1:
+            raise self._wrong(name, "a number from 0 to 1")
+        return float(value)
+
+    def text(self, name: str, default: str = _REQUIRED, known: Sequence[str] = ()) -> str:
+        value = self._value(name, default)
+        if not isinstance(value, str) or (known and value not in known):
+            raise self._wrong(name, f"one of {', '.join(map(repr, known))}" if known else "a string")
+        return value
+
+    def objects(self, name: str) -> list[_Object]:
+        value = self._value(name, _REQUIRED)
+        if not isinstance(value, list | tuple) or not value:
+            raise self._wrong(name, "a list, and not empty")
+        return [_Object(f"{self.path}{name}[{at}].", item) for at, item in enumerate(value)]
+
+    def has_only(self, names: Sequence[str]) -> None:
+        unknown = [name for name in self.values if name not in names]
+        if unknown:
+            raise ConfigError(f"{_NO_PLAN}{self.path}{unknown[0]} is unknown; use {', '.join(names)}")
+
+    def _value(self, name: str, default: Any) -> Any:
+        if name not in self.values and default is _REQUIRED:
+            raise ConfigError(f"{_NO_PLAN}{self.path}{name} is missing")
+        return self.values.get(name, default)
+
+    def _wrong(self, name: str, wanted: str) -> ConfigError:
+        value = self.values[name]
+        return ConfigError(f"{_NO_PLAN}{self.path}{name} is {value!r}; it must be {wanted}")
+
+
+def _table(table: _Object) -> TablePlacement:
+    name = table.text("name")
+    if not name:
+        raise ConfigError(f"{_NO_PLAN}{table.path}name is empty; give the table's")
+    kinds = [kind.value for kind in ShardingType]
+    return TablePlacement(
+        name,
+        ShardingType(table.text("sharding_type", known=kinds)),
+        tuple(_shard(shard) for shard in table.objects("shards")),
+        table.share("predicted_hit_rate", 0.0),
+        table.text("module", ""),
+        table.whole("num_embeddings", default=0),
+        table.whole("embedding_dim", default=0),
     )
-    known = {key: item[key] for key in _TABLE_FIELDS if key in item}
-    return TablePlacement(sharding_type=ShardingType(item["sharding_type"]), shards=shards, **known)
+
+
+def _shard(shard: _Object) -> ShardPlacement:
+    shard.has_only([field.name for field in fields(ShardPlacement)])
+    values = {
+        field.name: shard.whole(field.name, default=_REQUIRED if field.default is MISSING else field.default)
+        for field in fields(ShardPlacement)
+    }
+    return ShardPlacement(**values)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{_NO_PLAN}an object has {twice!r} more than once")
+    return found

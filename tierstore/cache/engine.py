@@ -62,6 +62,7 @@ class Engine:
         self.config = config
         self.optimizer = optimizer
         self.tables = list(tables)
+        self.seed = seed
         self.specs = [self._spec(index, table, seed) for index, table in enumerate(tables)]
         self.updates: dict[str, int] = {}
         """Fused optimizer steps so far of each module that uses the engine; committed with the rows."""

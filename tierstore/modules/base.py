@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tierstore import optim
 from tierstore.cache.engine import Engine
-from tierstore.errors import ConfigError, InputError
+from tierstore.errors import ConfigError, GradientError, InputError
 from tierstore.modules.ahead import Ahead, find_ahead
 from tierstore.modules.engine_calls import EngineCalls
 from tierstore.modules.lookup import (
@@ -228,6 +228,11 @@ class TieredModule(EngineCalls, nn.Module):
 
     def table_name(self, table: int) -> str:
         return self.engine.tables[table].name
+
+    def report_gradients(self, error: GradientError | None) -> None:
+        """See ``Updates``."""
+        if error is not None:
+            raise error
 
     # -- rows ----------------------------------------------------------------------------
 

@@ -52,6 +52,10 @@ class Updates(Protocol):
 
     def table_name(self, table: int) -> str: ...
 
+    def report_gradients(self, error: GradientError | None) -> None:
+        """Raises ``error``, which the update had, or sees to it. Told of every update."""
+        ...
+
 
 @dataclass
 class Part:
@@ -322,9 +326,12 @@ def _report_wrong(module: Updates, wrong: list[tuple[Part, NDArray[np.int32]]]) 
         if len(unique):
             tables, ids = split(part.batch.unique[unique])
             found += [f"{module.table_name(int(t))} id {i}" for t, i in zip(tables[:8], ids[:8], strict=True)]
-    if found:
-        total = sum(len(unique) for _, unique in wrong)
-        raise GradientError(
-            f"the gradient of {total} row(s) is NaN or infinite; they were not updated, all others were: "
-            f"{', '.join(found[:8])}{' ...' if total > 8 else ''}. Look at the loss and the learning rate."
-        )
+    if not found:
+        module.report_gradients(None)
+        return
+    total = sum(len(unique) for _, unique in wrong)
+    error = GradientError(
+        f"the gradient of {total} row(s) is NaN or infinite; they were not updated, all others were: "
+        f"{', '.join(found[:8])}{' ...' if total > 8 else ''}. Look at the loss and the learning rate."
+    )
+    module.report_gradients(error)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tierstore.cache.engine import Engine, Table
 from tierstore.config import TierConfig
-from tierstore.errors import ConfigError, InputError
-from tierstore.initializers import constant
+from tierstore.errors import ConfigError, GradientError, InputError
+from tierstore.initializers import Init, as_init, constant
 from tierstore.modules.base import TieredModule
 from tierstore.modules.collection import (
     TableView,
@@ -33,6 +33,7 @@ from tierstore.sharding.commits import Commits, Place
 from tierstore.sharding.comms import CommsConfig
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.lookups import ShardedLookups
+from tierstore.sharding.peers import in_flight
 from tierstore.sharding.planning import tiers_of_rank
 from tierstore.sharding.routing import Routing, shard_name
 from tierstore.sharding.shard_views import Floats
@@ -115,9 +116,11 @@ class ShardedCollection(ShardedLookups):
         configs: list[Any] = [from_torchrec(table) for table in tables]
         config = config or TierConfig()
         kind = (type(self).__name__, is_weighted, [_described(table) for table in configs])
+        initial = [_initial(table, config) for table in configs]
         stores = "no path" if config.path is None else config.engine
         given = {"tables": kind, "plan": plan, "optimizer": optimizer, "seed": seed, "comms": comms}
-        env.check_same({**given, "path or engine": stores})
+        given["initial values"] = initial
+        env.check_same({**given, "path or engine": stores, "check_gradients": config.check_gradients})
         _check_names(configs)
         plan = _only(plan, [table.name for table in configs])
         plan.check(configs, env.world_size, "cpu")
@@ -137,6 +140,8 @@ class ShardedCollection(ShardedLookups):
         self.configs, self.plan = configs, plan
         self._configs = configs
         self._commits = _commits
+        self._handled = in_flight()
+        """The error that was being handled already when the collection was made."""
         self._features = features
         self._set_routing(routing, env, comms)
         self._squares = None if self.frozen else self._column_squares()
@@ -146,7 +151,7 @@ class ShardedCollection(ShardedLookups):
             try:
                 _commits.join(_name, self)
             except BaseException:
-                self.close(commit=False)
+                self.close_here()
                 raise
 
     def _column_squares(self) -> ColumnSquares | None:
@@ -162,6 +167,17 @@ class ShardedCollection(ShardedLookups):
         if self._squares is None:
             return super().mean_squares(parts, squares_of)
         return self._squares.means(parts, squares_of)
+
+    def report_gradients(self, error: GradientError | None) -> None:
+        """As the base's, but every rank raises if one has an error.
+
+        That is when the backward pass is over, and after what others have asked autograd to call then: a rank
+        that left in the middle would not exchange its dense gradients, and DDP would not work any more.
+        """
+        if not self.check_gradients:
+            return
+        later = torch.autograd.Variable._execution_engine.queue_callback
+        later(lambda: later(lambda: self.env.agree(error, GradientError)))
 
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
         """Makes the rows of all ranks durable, as one commit: after a crash all ranks are at it, or none.
@@ -189,14 +205,26 @@ class ShardedCollection(ShardedLookups):
 
     def close(self, *, commit: bool = True) -> None:
         """Commits (if there is a path; all ranks do it) and closes the engine of this rank. After a commit
-        with an ``extra`` it commits nothing, since that is wrong of later rows."""
+        with an ``extra`` it commits nothing, since that is wrong of later rows.
+
+        In a ``finally`` or ``except``, because of an error, it commits nothing either, waits for nobody, and
+        tells the other ranks that this one has stopped: they raise RankError.
+        """
+        if self.engine.closed:
+            return
+        if (error := in_flight(self._handled)) is not None:
+            self.env.peers.stop(error)
         try:
-            if commit and self._commits is not None and not self.engine.closed:
+            if commit and self._commits is not None:
                 self._commits.commit_last()
         finally:
-            super().close(commit=False)
-            if self._commits is not None:
-                self._commits.leave()
+            self.close_here()
+
+    def close_here(self) -> None:
+        """Closes the engine of this rank; the other ranks hear nothing of it."""
+        super().close(commit=False)
+        if self._commits is not None:
+            self._commits.leave()
 
     @property
     def views_name(self) -> str:
@@ -285,6 +313,8 @@ class ShardedCollection(ShardedLookups):
         per_row = self.fused_optimizer.spec.state_per_row
         for shard in self.local_shards(config.name):
             at = np.flatnonzero(shard.holds(keys))
+            if not len(at):
+                continue
             part = None
             if state is not None:
                 part = state[at]
@@ -332,6 +362,12 @@ def _described(table: Any) -> Any:
     return table.name, table.feature_names, table.num_embeddings, table.embedding_dim, pooling
 
 
+def _initial(table: Any, config: TierConfig) -> Any:
+    """What its initial rows are made by, beside the seed of all tables."""
+    override = config.table(table.name)
+    return as_init(override.init, Init(*table.init_rule())), override.seed
+
+
 def _only(plan: ShardingPlan, names: Sequence[str]) -> ShardingPlan:
     """The part of a model's plan that is about one collection."""
     return replace(plan, tables=tuple(table for table in plan.tables if table.name in names))
@@ -374,7 +410,8 @@ def _of_rank(
 ) -> tuple[list[Table], TierConfig]:
     """This rank's tables and tiers. A rank without shards takes part with one row that nobody asks for."""
     if not tables:
-        return [Table(_NO_SHARD, 1, 1, constant(0.0))], TierConfig(hbm="all")
+        nothing = TierConfig(hbm="all", check_gradients=config.check_gradients)
+        return [Table(_NO_SHARD, 1, 1, constant(0.0))], nothing
     names = {table.origin for table in tables}
     changes: dict[str, Any] = {"tables": {name: o for name, o in config.tables.items() if name in names}}
     changes["path"] = None if place is None else place.folder

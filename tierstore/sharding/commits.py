@@ -253,9 +253,17 @@ class Commits:
     def commit_last(self) -> None:
         """Commits before the tables are closed, unless the last commit has an ``extra`` (as that of a
         checkpoint has), which would be wrong of rows that were trained since."""
-        if not self.extra:
+        changes = self.uncommitted()
+        if lost := self._env.peers.lost:
+            logger.warning(
+                "%s stays at its last commit: %d updates since then are dropped, for %s",
+                self.path,
+                changes,
+                lost,
+            )
+        elif not self.extra:
             self.commit()
-        elif self._env.rank == 0 and (changes := self.uncommitted()):
+        elif self._env.rank == 0 and changes:
             warn_of_uncommitted(self.path, self.extra, changes)
 
     def uncommitted(self) -> int:
@@ -295,15 +303,19 @@ def _check(record: Any) -> None:
     """Raises one of _DAMAGE unless the record is one that :meth:`Commits._write` makes."""
     if record.get("format") != FORMAT:
         raise ValueError(f"format {record.get('format')!r} is not {FORMAT}")
-    if not isinstance(record["number"], int) or not isinstance(record["extra"], dict):
+    if not _is_count(record["number"]) or not isinstance(record["extra"], dict):
         raise TypeError("number or extra is of another type")
     for name, entry in record["collections"].items():
         saved = _saved(entry)
         numbers = [*saved.ranks, saved.updates]
-        if len(saved.ranks) != saved.plan.world_size or not all(isinstance(n, int) for n in numbers):
+        if len(saved.ranks) != saved.plan.world_size or not all(map(_is_count, numbers)):
             raise ValueError(f"the commits of collection {name!r} are not one of every rank")
         if not isinstance(saved.engine, str) or not _is_inside(saved.folder):
             raise ValueError(f"the folder or the engine of collection {name!r} is none")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _is_inside(folder: Any) -> bool:

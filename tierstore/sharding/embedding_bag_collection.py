@@ -57,7 +57,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         self._rows_only = self.comms.dedup
         for number, pooling in enumerate(self._poolings):
             if pooling is PoolingType.MAX and self.routing.cut_by_rows[number] and not self._rows_only:
-                self.close(commit=False)
+                self.close_here()
                 raise ConfigError(
                     f"table {self._features[number].config.name!r}: max pooling cannot be cut by rows; use "
                     "another cut, or CommsConfig(dedup=True)"
@@ -118,6 +118,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
 
         Raises InputError on every rank if the input of one is wrong.
         """
+        with self.env.peers.in_step():
+            return self._pooled_rows(features)
+
+    def _pooled_rows(self, features: Any) -> KeyedTensor:
         lookup = self._find_lookup(features)
         assert isinstance(lookup, ShardedLookup)
         keyed = as_keyed_jagged_tensor(features)

@@ -61,6 +61,10 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
 
         Raises InputError on every rank if the input of one is wrong.
         """
+        with self.env.peers.in_step():
+            return self._rows_by_feature(features)
+
+    def _rows_by_feature(self, features: Any) -> dict[str, JaggedTensor]:
         lookup = self._find_lookup(features)
         assert isinstance(lookup, ShardedLookup)
         keyed = as_keyed_jagged_tensor(features)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,21 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tierstore.errors import ConfigError, RankError, TierStoreError
+from tierstore.errors import ConfigError, TierStoreError
+from tierstore.sharding.peers import Peers
 
 
 class Pending:
     """A collective on its way. What it sends and fills must not be touched before :meth:`wait`."""
 
-    def __init__(self, work: Any, *kept: Tensor) -> None:
-        self._work, self._kept = work, kept
+    def __init__(self, peers: Peers, work: Any, *kept: Tensor) -> None:
+        self._peers, self._work, self._kept = peers, work, kept
 
     def wait(self) -> None:
         """Raises RankError if a rank is lost. Waiting again does nothing."""
         work, self._work, self._kept = self._work, None, ()
         if work is not None:
-            with _all_ranks():
-                work.wait()
+            self._peers.wait(work)
 
 
 @dataclass
@@ -50,6 +51,7 @@ class ShardingEnv:
     process_group: Any
     inputs: Any
     outputs: Any
+    peers: Peers = field(compare=False)
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     _known: ClassVar[dict[str, ShardingEnv]] = {}
 
@@ -71,16 +73,19 @@ class ShardingEnv:
         some = len(ranks) < dist.get_world_size()
 
         def new() -> Any:
-            with _all_ranks():
-                return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
+            return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
 
-        return cls(dist.get_rank(group), len(ranks), group, new(), new())
+        with Peers(dist.get_rank(group), group).reached():
+            inputs, outputs = new(), new()
+        return cls(
+            dist.get_rank(group), len(ranks), group, inputs, outputs, Peers(dist.get_rank(group), outputs)
+        )
 
     @classmethod
     def of(cls, env: Any) -> ShardingEnv:
         """``env`` itself; or that of what may be given instead: None (the default group), a process group, or
         torchrec's ShardingEnv. All ranks call it. It is made once for each group, since gloo's groups take
-        threads and sockets for every pair of ranks."""
+        threads and sockets for every pair of ranks, and made again after a rank has stopped."""
         if isinstance(env, cls):
             return env
         group = getattr(env, "process_group", env)
@@ -89,7 +94,7 @@ class ShardingEnv:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         known = cls._known.get(getattr(group, "group_name", ""))
-        if known is None or known.process_group is not group:  # torch uses names again
+        if known is None or known.process_group is not group or known.peers.lost:  # torch uses names again
             known = cls.from_process_group(group)
             cls._known[known.process_group.group_name] = known
         return known
@@ -106,20 +111,20 @@ class ShardingEnv:
         ``arriving[r]`` from it; all ranks do. ``group``: ``outputs`` if None."""
         if self.world_size == 1:
             out.copy_(given)
-            return Pending(None)
+            return Pending(self.peers, None)
         self.traffic.bytes_sent += given.element_size() * (sum(leaving) - leaving[self.rank])
-        with _all_ranks():
+        with self.peers.reached():
             work = dist.all_to_all_single(
                 out, given, list(arriving), list(leaving), group=group or self.outputs, async_op=True
             )
-        return Pending(work, out, given)
+        return Pending(self.peers, work, out, given)
 
     def send_and_receive(self, given: dict[int, Tensor], sizes: dict[int, int]) -> dict[int, Tensor]:
         """Sends ``given[r]`` (float32, 1-D) to each rank r and returns ``sizes[r]`` floats from it. Nothing
         is said where there is nothing to send, so only the ranks concerned take part."""
         arrived = {rank: torch.empty(size) for rank, size in sizes.items()}
         peers = dist.get_process_group_ranks(self.outputs)
-        with _all_ranks():
+        with self.peers.reached():
             works = [dist.irecv(to, peers[rank], self.outputs) for rank, to in arrived.items() if len(to)]
             for rank, tensor in given.items():
                 if len(tensor):
@@ -133,31 +138,55 @@ class ShardingEnv:
     def gather(self, tensor: Tensor, group: Any = None) -> tuple[Pending, Tensor]:
         """Begins to collect a tensor of the same shape of every rank: (ranks, *shape)."""
         everyone = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype)
-        with _all_ranks():
+        with self.peers.reached():
             work = dist.all_gather(list(everyone), tensor, group=group or self.outputs, async_op=True)
-        return Pending(work, tensor), everyone
+        return Pending(self.peers, work, tensor), everyone
 
     def gather_objects(self, value: Any, group: Any = None) -> list[Any]:
         """What every rank gives. All ranks call it."""
-        found: list[Any] = [None] * self.world_size
-        with _all_ranks():
-            dist.all_gather_object(found, value, group=group or self.outputs)
-        return found
+        pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        pending, sizes = self.gather(torch.tensor(len(pickled)), group)
+        pending.wait()
+        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        padded[: len(pickled)] = pickled
+        pending, everyone = self.gather(padded, group)
+        pending.wait()
+        return [
+            pickle.loads(of_rank[:size].numpy().tobytes())
+            for of_rank, size in zip(everyone, sizes.tolist(), strict=True)
+        ]
 
     def broadcast_objects(self, values: list[Any]) -> None:
         """Replaces ``values`` by those of rank 0. All ranks call it."""
-        with _all_ranks():
-            dist.broadcast_object_list(values, src=dist.get_global_rank(self.outputs, 0), group=self.outputs)
+        pickled = torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
+        size = torch.tensor(len(pickled))
+        self._broadcast(size)
+        if self.rank:
+            pickled = torch.empty(int(size), dtype=torch.uint8)
+        self._broadcast(pickled)
+        if self.rank:
+            values[:] = pickle.loads(pickled.numpy().tobytes())
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        with self.peers.reached():
+            source = dist.get_global_rank(self.outputs, 0)
+            work = dist.broadcast(tensor, source, group=self.outputs, async_op=True)
+        self.peers.wait(work)
 
     def barrier(self) -> None:
-        with _all_ranks():
-            dist.barrier(group=self.outputs)
+        with self.peers.reached():
+            work = dist.barrier(group=self.outputs, async_op=True)
+        self.peers.wait(work)
+
+    def _reduce(self, tensor: Tensor, kind: Any, group: Any) -> None:
+        with self.peers.reached():
+            work = dist.all_reduce(tensor, kind, group=group, async_op=True)
+        self.peers.wait(work)
 
     def agree(self, error: Exception | None, kind: type[TierStoreError] = ConfigError) -> None:
         """Raises ``kind`` on every rank if any rank has an error. All ranks call it."""
         failed = torch.tensor([int(error is not None)])
-        with _all_ranks():
-            dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.outputs)
+        self._reduce(failed, dist.ReduceOp.MAX, self.outputs)
         if failed.item():
             self.raise_together(error, self.outputs, kind)
 
@@ -199,16 +228,14 @@ class ShardingEnv:
     def least(self, value: int) -> int:
         """The smallest ``value`` of any rank. All ranks call it."""
         smallest = torch.tensor([value])
-        with _all_ranks():
-            dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self.inputs)
+        self._reduce(smallest, dist.ReduceOp.MIN, self.inputs)
         return int(smallest.item())
 
     def sum_bits(self, tensor: Tensor) -> Tensor:
         """Adds up a float32 tensor of which every element is non-zero bits on at most one rank; in place.
 
         Exact: the bits are added as integers."""
-        with _all_ranks():
-            dist.all_reduce(tensor.view(torch.int32), group=self.outputs)
+        self._reduce(tensor.view(torch.int32), dist.ReduceOp.SUM, self.outputs)
         return tensor
 
 
@@ -220,16 +247,3 @@ def _timeout_of(group: Any) -> timedelta | None:
     except (RuntimeError, AttributeError):
         return None
     return found
-
-
-@contextmanager
-def _all_ranks() -> Iterator[None]:
-    """Around every collective: torch says that a rank is gone, or too late, with a bare RuntimeError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RankError(
-            f"another rank of the job has died or does not answer ({error}). Nothing of this step, or of a "
-            "commit under way, counts; start the job again, and it goes on from the last commit of all ranks "
-            "(set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun to restart ranks by itself)"
-        ) from error

@@ -57,6 +57,7 @@ class NoRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         assert ctx.saved_tensors
         ctx.module.count_update()
+        ctx.module.report_gradients(None)
         return None, None
 
 

@@ -25,7 +25,9 @@ from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagColle
 from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.optimizer import KeyedFusedOptimizer
+from tierstore.sharding.peers import in_flight
 from tierstore.sharding.planning import plan_of
+from tierstore.sharding.rows_digest import RowsDigest
 
 logger = logging.getLogger("tierstore")
 
@@ -43,9 +45,10 @@ def shard(
     """The sharded counterpart of an unsharded collection, which is closed. All ranks call it.
 
     A commit below the path of ``config`` is restored, whatever its plan and number of ranks. Without one,
-    rows that ``module`` has touched are taken over, on every rank from its own copy; all others have the same
-    initial values sharded and unsharded. ``config`` replaces that of ``module``, in particular its ``path``
-    (below which every rank gets a folder): an unsharded module with a path can be open in one process only.
+    rows that ``module`` has touched are taken over, on every rank from its own copy, which must be the same
+    on all; other rows have the same initial values sharded and unsharded. ``config`` replaces that of
+    ``module``, in particular its ``path`` (below which every rank gets a folder): an unsharded module with a
+    path can be open in one process only.
     ``comms``: how the ranks talk; None: exactly.
 
     Raises ConfigError, on all ranks, for a plan that does not fit the module or the number of ranks.
@@ -57,7 +60,7 @@ def shard(
     options = Options(
         config=module.engine.config if config is None else config,
         optimizer=None if module.frozen else module.fused_optimizer.spec,
-        seed=module.engine.specs[0].seed,
+        seed=module.engine.seed,
         comms=comms,
         _commits=_commits,
         _name=_name,
@@ -72,9 +75,11 @@ def shard(
         sharded = ShardedEmbeddingCollection(tables, plan, env, module.need_indices(), **options)
     try:
         if sharded.is_fresh:
-            _take_over(sharded, module)
+            with env.together():
+                rows = _take_over(sharded, module)
+            env.check_same({**rows, "optimizer state": module.fused_optimizer.state_dict()})
     except BaseException:
-        sharded.close(commit=False)
+        sharded.close_here()
         raise
     module.close(commit=False)
     carry_hooks(module, sharded)
@@ -134,12 +139,19 @@ def _check_arguments(plan: Any, config: Any, comms: Any, *, planned: bool = Fals
         )
 
 
-def _take_over(sharded: ShardedCollection, module: Collection) -> None:
+def _take_over(sharded: ShardedCollection, module: Collection) -> dict[str, Any]:
+    """Gives the ranks' shards what ``module`` has. Returns digests of its rows, which must be the same on all
+    ranks: each has its shards from its own copy."""
+    found = {}
     for table in module.table_names():
+        digest = RowsDigest()
         for ids in module.touched_ids(table):
-            state = module.optimizer_rows(ids, table)
-            sharded.load_own_rows(ids, module.rows(ids, table), state, table)
+            rows, state = module.rows(ids, table), module.optimizer_rows(ids, table)
+            digest.add(ids, [rows, *state.values()])
+            sharded.load_own_rows(ids, rows, state, table)
+        found[f"rows of table {table!r}"] = digest.value
     sharded.fused_optimizer.load_state_dict(module.fused_optimizer.state_dict())
+    return found
 
 
 class DistributedModelParallel(nn.Module):
@@ -197,13 +209,14 @@ class DistributedModelParallel(nn.Module):
         self.env.check_same({**given, "path": path is not None})
         self.plan = plan_of(module, self.env, config, batch_size) if plan is None else plan
         self._sharded: dict[str, ShardedCollection] = {}
+        self._handled = in_flight()
         self._commits = None if path is None else Commits(path, self.env, list(found))
         try:
             module = self._shard_all(module, found, config, comms)
             self._fused_optimizer = KeyedFusedOptimizer(self._sharded)
             self._wrapped = self._parallel(module, dense, find_unused_parameters)
         except BaseException:
-            self._close_all()
+            self._close_here()
             raise
         self._register_load_state_dict_pre_hook(self._to_own_names)
 
@@ -313,16 +326,25 @@ class DistributedModelParallel(nn.Module):
         return {} if self._commits is None else self._commits.extra
 
     def close(self, *, commit: bool = True) -> None:
-        """Commits (if there is a path; all ranks do it) and closes the tables of this rank. After a commit
-        with an ``extra`` it commits nothing, since that is wrong of later rows."""
+        """As ShardedCollection.close, of all collections."""
+        if all(collection.engine.closed for collection in self._sharded.values()):
+            return
+        if (error := in_flight(self._handled)) is not None:
+            self.env.peers.stop(error)
         try:
             if commit and self._commits is not None:
                 self._commits.commit_last()
         finally:
-            self._close_all()
+            self._close_here()
 
-    def _close_all(self) -> None:
+    def _close_here(self) -> None:
         for collection in self._sharded.values():
-            collection.close(commit=False)
+            collection.close_here()
         if self._commits is not None:
             self._commits.release()
+
+    def __enter__(self) -> DistributedModelParallel:
+        return self
+
+    def __exit__(self, kind: Any, *exc: object) -> None:
+        self.close(commit=kind is None)

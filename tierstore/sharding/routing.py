@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from tierstore.cache.engine import Table
@@ -37,7 +38,7 @@ class Routing:
         self.rank = rank
         self.world_size = plan.world_size
         for name in dict.fromkeys(feature.config.name for feature in features):
-            check_placement_of(plan.table(name), plan.world_size)
+            check_placement_of(plan.table(name), plan.world_size, plan.ranks_per_host)
         _check_shard_names(plan)
         self.by_rank: list[list[Request]] = [[] for _ in range(plan.world_size)]
         for number, feature in enumerate(features):
@@ -133,21 +134,24 @@ def _requests(number: int, table: TablePlacement) -> list[Request]:
     ]
 
 
-def check_placement_of(table: TablePlacement, world_size: int) -> None:
+def check_placement_of(table: TablePlacement, world_size: int, ranks_per_host: int) -> None:
     """Raises ConfigError unless the shards cover every row and column of the table once (data parallel: on
-    every rank)."""
+    every rank), and are cut as the sharding type says."""
 
     def wrong(why: str) -> ConfigError:
         return ConfigError(
             f"plan of table {table.name!r} ({table.sharding_type}): {why}; make the plan again"
         )
 
+    for shard in table.shards:
+        for name, value in vars(shard).items():
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
+                raise wrong(f"{name} of a shard is {value!r} and not a whole number")
     if not all(0 <= shard.rank < world_size for shard in table.shards):
         raise wrong(f"it names a rank outside [0, {world_size})")
     if table.sharding_type is ShardingType.DATA_PARALLEL:
-        whole = [
-            s for s in table.shards if (s.rows, s.columns) == (table.num_embeddings, table.embedding_dim)
-        ]
+        everything = (0, table.num_embeddings, 0, table.embedding_dim)
+        whole = [s for s in table.shards if (s.row_start, s.rows, s.column_start, s.columns) == everything]
         if sorted(s.rank for s in whole) != list(range(world_size)) or len(whole) < len(table.shards):
             raise wrong("every rank must have the whole table")
         return
@@ -160,6 +164,25 @@ def check_placement_of(table: TablePlacement, world_size: int) -> None:
     for rows in pieces.values():
         if not _tiles(rows, table.num_embeddings):
             raise wrong(f"its shards do not cover the {table.num_embeddings} rows once each")
+    if why := _otherwise_cut(table, ranks_per_host):
+        raise wrong(why)
+
+
+_WHOLE_ROWS = {ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE}
+_WHOLE_COLUMNS = {ShardingType.TABLE_WISE, ShardingType.COLUMN_WISE, ShardingType.TABLE_COLUMN_WISE}
+_ONE_HOST = {ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE}
+
+
+def _otherwise_cut(table: TablePlacement, ranks_per_host: int) -> str:
+    """In what the shards are not those of the sharding type; empty if they are."""
+    kind, shards = table.sharding_type, table.shards
+    if kind in _WHOLE_ROWS and any(shard.columns < table.embedding_dim for shard in shards):
+        return "its shards must have all columns"
+    if kind in _WHOLE_COLUMNS and any(shard.rows < table.num_embeddings for shard in shards):
+        return "its shards must have all rows"
+    if kind in _ONE_HOST and len({shard.rank // ranks_per_host for shard in shards}) > 1:
+        return f"its ranks must be of one host, which has {ranks_per_host}"
+    return ""
 
 
 def _tiles(ranges: list[tuple[int, int]], total: int) -> bool:

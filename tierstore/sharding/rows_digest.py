@@ -1,0 +1,39 @@
+"""Whether ranks have the same rows, told by a number that does not depend on the order of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT = np.uint64(32)
+
+
+class RowsDigest:
+    """Adds up a hash of every row: its id and the bits of its floats."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sum = np.uint64(0)
+
+    @property
+    def value(self) -> tuple[int, int]:
+        """The number of rows, and the sum of their hashes."""
+        return self._count, int(self._sum)
+
+    def add(self, ids: Tensor, parts: Sequence[Tensor]) -> None:
+        """Rows with these ids (n,); ``parts``: float32 (n,) or (n, floats) each."""
+        hashes = ids.numpy().astype(np.uint64) * _ODD
+        for part in parts:
+            for column in part.reshape(len(ids), -1).numpy().view(np.uint32).T:
+                hashes = _mixed(hashes ^ column)
+        self._count += len(ids)
+        self._sum += _mixed(hashes).sum(dtype=np.uint64)
+
+
+def _mixed(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    hashes = hashes * _ODD
+    return hashes ^ (hashes >> _SHIFT)
