@@ -16,8 +16,15 @@ from tests.modules.keyed_batches import ROWS, keyed_batch
 from tests.modules.module_oracles import all_rows, scramble
 from tierstore import optim
 from tierstore.errors import ConfigError
-from tierstore.modules import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
-from tierstore.modules import TieredEmbedding, TieredEmbeddingBag, offload
+from tierstore.modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    TieredEmbedding,
+    TieredEmbeddingBag,
+    offload,
+)
 from tierstore.pipeline.prefetch import prefetch
 
 IDS = torch.tensor([[1, 2], [3, 3]])
@@ -166,7 +173,7 @@ def test_tables_built_frozen_cannot_be_thawed() -> None:
         before = all_rows(module, ROWS)
         module.requires_grad_(True)
         with pytest.raises(
-            ConfigError, match="built with optimizer=None.*build them with an optimizer, or freeze"
+            ConfigError, match=r"built with optimizer=None.*build them with an optimizer, or freeze"
         ):
             step(module)
         assert torch.equal(all_rows(module, ROWS), before)

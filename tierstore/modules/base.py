@@ -56,7 +56,7 @@ class TieredModule(EngineCalls, nn.Module):
         self.fused_optimizer.rows = OptimizerStates(self)
         self.check_gradients = engine.config.check_gradients
         self.refuse_scaled = True
-        """Whether backward passes raise ConfigError while this process uses a GradScaler; see ``accumulate``."""
+        """Whether backward passes raise ConfigError if this process uses a GradScaler; see ``accumulate``."""
         self._shown: list[tuple[HasWeight, nn.Parameter]] = []
         self._key = engine.tables[self._tables[0]].name
         self.take_updates()
@@ -182,8 +182,8 @@ class TieredModule(EngineCalls, nn.Module):
         return sequence_forward(lookup.parts)
 
     def _gradient_anchor(self) -> Tensor:
-        """What autograd believes to be trained: usually nothing that exists; but DistributedDataParallel (of one
-        rank here) waits for a gradient of every parameter."""
+        """What autograd believes to be trained: nothing that exists; but DistributedDataParallel (of one rank
+        here) waits for a gradient of every parameter."""
         if active_ddp() is None or not self._shown:
             return self._anchor
         return torch.cat([parameter.view(-1) for _, parameter in self._shown])

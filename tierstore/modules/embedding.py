@@ -12,6 +12,7 @@ from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import as_init, normal
 from tierstore.modules.base import TieredModule
+from tierstore.modules.compiling import opaque
 from tierstore.modules.inputs import NO_PADDING, FeatureLookup, Ids, checked_ids, sequence_lookup
 from tierstore.modules.tables import (
     HasWeight,
@@ -176,6 +177,7 @@ class TieredEmbedding(SingleTable):
         ids = checked_ids(f"{self.name}: ids", input).view(-1)
         return sequence_lookup(self.engine, [Ids(self.name, self._tables[0], ids, padding=self._padding)])
 
+    @opaque
     def forward(self, input: Tensor) -> Tensor:
         """Rows of ``input``, int64 or int32 of any shape (*), as float32 (*, embedding_dim)."""
         lookup = self._find_lookup(input)

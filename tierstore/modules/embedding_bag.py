@@ -13,6 +13,7 @@ from tierstore.cache.engine import Table
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import as_init, normal
+from tierstore.modules.compiling import opaque
 from tierstore.modules.embedding import SingleTable, size_of
 from tierstore.modules.inputs import Bags, FeatureLookup, checked_ids, pooled_lookup
 from tierstore.modules.lookup import MODES
@@ -158,6 +159,7 @@ class TieredEmbeddingBag(SingleTable):
             raise InputError(f"{self.name}: the last offset is {bounds[-1]} but there are {count} ids")
         return lengths
 
+    @opaque
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:

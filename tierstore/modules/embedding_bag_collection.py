@@ -12,6 +12,7 @@ from torch import Tensor
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
 from tierstore.modules.collection import Collection, FeatureIds
+from tierstore.modules.compiling import opaque
 from tierstore.modules.configs import EmbeddingBagConfig, PoolingType
 from tierstore.modules.inputs import Bags, FeatureLookup, pooled_lookup
 from tierstore.modules.lookup import MODES
@@ -110,6 +111,7 @@ class EmbeddingBagCollection(Collection):
         inverse = keyed.inverse_indices_or_none()
         return inverse is not None and inverse[1].numel() > 0
 
+    @opaque
     def forward(self, features: Any) -> KeyedTensor:
         """Pooled rows, (B, sum of dims) float32; empty bags give zeros.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tierstore.config import TierConfig
 from tierstore.modules.collection import Collection
+from tierstore.modules.compiling import opaque
 from tierstore.modules.configs import EmbeddingConfig
 from tierstore.modules.inputs import FeatureLookup, sequence_lookup
 from tierstore.modules.tables import SharedEngine
@@ -69,6 +70,7 @@ class EmbeddingCollection(Collection):
     def make_lookup(self, features: Any) -> FeatureLookup:
         return sequence_lookup(self.engine, self._feature_ids(as_keyed_jagged_tensor(features)))
 
+    @opaque
     def forward(self, features: Any) -> dict[str, JaggedTensor]:
         """For every feature its rows, (ids, dim) float32, with the lengths of its bags.
 

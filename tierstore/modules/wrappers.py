@@ -20,7 +20,7 @@ logger = logging.getLogger("tierstore")
 
 _USE_OURS = (
     "every rank would train rows of its own. Make it an EmbeddingBagCollection or EmbeddingCollection and "
-    "wrap the model in tierstore.sharding.DistributedModelParallel, which shards tables and replicates the rest"
+    "wrap the model in tierstore.sharding.DistributedModelParallel: it shards tables, and replicates the rest"
 )
 _told: WeakSet[nn.Module] = WeakSet()
 """Modules of which a warning has said that every rank trains them for itself."""
@@ -114,6 +114,6 @@ def refuse_scaled(tables: Sequence[str]) -> None:
         raise ConfigError(
             f"a GradScaler is in use, and tables {', '.join(tables)} would be updated with scaled gradients: "
             "use `with tierstore.accumulate(model) as rows:` around backward(), scaler.step(rows) and "
-            "scaler.update(); if the scaler is not for the loss of these tables, set refuse_scaled = False on "
+            "scaler.update(); if the scaler is not for the loss of these tables, set refuse_scaled=False of "
             "their module"
         )

@@ -13,6 +13,7 @@ from torch.nn.functional import embedding_bag
 
 from tierstore.errors import ConfigError
 from tierstore.modules.collection import FeatureIds
+from tierstore.modules.compiling import opaque
 from tierstore.modules.configs import EmbeddingBagConfig, PoolingType
 from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.inputs import Bags, pooled_lookup
@@ -113,6 +114,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection, EmbeddingBagCollection):
         bags = exchange.bags.T[[request.feature for request in own]].reshape(len(own), self.env.world_size)
         return bags * self._widths
 
+    @opaque
     def forward(self, features: Any) -> KeyedTensor:
         """Pooled rows, (B, sum of dims) float32, of this rank's part of the batch.
 

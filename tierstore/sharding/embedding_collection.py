@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tierstore.modules.collection import FeatureIds
+from tierstore.modules.compiling import opaque
 from tierstore.modules.configs import EmbeddingConfig
 from tierstore.modules.embedding_collection import EmbeddingCollection
 from tierstore.placement import ShardingPlan
@@ -56,6 +57,7 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
     def finish_exchange(self, exchange: InputExchange) -> ShardedLookup:
         return self._row_lookup(exchange)
 
+    @opaque
     def forward(self, features: Any) -> dict[str, JaggedTensor]:
         """For every feature its rows, (ids, dim) float32, with the lengths of its bags, of this rank's part.
 

@@ -1,0 +1,25 @@
+"""torch.compile around tiered modules: their lookups are calls that the compiler does not look into."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+def opaque(forward: Forward) -> Forward:
+    """``forward`` as it is, also in a model that is compiled: one break of the graph, and no import of the
+    compiler where nothing is compiled."""
+    hidden = torch._disable_dynamo(forward)
+
+    @functools.wraps(forward)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return hidden(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+    return called  # type: ignore[return-value]
