@@ -116,8 +116,13 @@ struct RowClass {
   }
   const SegmentPtr& SegmentOf(std::uint32_t location) const { return segments[location >> slot_bits]; }
   std::uint32_t SlotOf(std::uint32_t location) const { return location & ((1u << slot_bits) - 1); }
+  // Without voids.
+  std::uint64_t FullSegmentBytes(bool relocated) const {
+    return geometry.EndOffset(slots_per_segment) + Footer::EncodedBytes(slots_per_segment, 0, relocated);
+  }
   std::uint64_t MaxSegmentBytes(bool relocated) const {
-    return geometry.EndOffset(slots_per_segment) + Footer::MaxBytes(slots_per_segment, relocated);
+    return geometry.EndOffset(slots_per_segment) +
+           Footer::EncodedBytes(slots_per_segment, slots_per_segment, relocated);
   }
 };
 

@@ -10,7 +10,7 @@
 namespace tierstore {
 namespace {
 
-constexpr std::uint64_t kMinSegmentBytes = 16 << 10;
+constexpr std::uint64_t kMinSegmentBytes = 128 << 10;
 constexpr std::uint64_t kSegmentsPerCap = 128;  // so fine that those half filled or kept free hardly matter
 constexpr std::uint32_t kRowsPerSpan = 256;
 // At the end a snapshot is worth more: the next opening gains, and nothing waits.

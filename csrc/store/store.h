@@ -283,6 +283,7 @@ class Store {
   bool compaction_held_ = false;    // the index must not change
   std::vector<SegmentPtr> doomed_;  // to be removed
   bool compactor_signal_ = false, compact_all_ = false, stop_ = false;
+  std::int64_t gained_bytes_ = 0;      // by compaction since the last renewal
   std::uint64_t fruitless_scans_ = 0;  // times that the compactor found nothing to win
   std::uint64_t wanted_bytes_ = 0;     // a writer waits for so much space
 
