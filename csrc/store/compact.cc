@@ -120,6 +120,9 @@ bool Store::IsShort(const Survey& survey) const {
 }
 
 Store::Victim Store::PickVictim(const Survey& survey) const {
+  if (crowded_ != nullptr) {  // a place in the index is free as soon as no newest version is left
+    if (const SegmentPtr victim = PickSparse(/*unpinned=*/false, crowded_)) return {victim, false};
+  }
   if (IsShort(survey)) {
     if (const SegmentPtr victim = PickToFree()) return {victim, true};
   }
@@ -149,11 +152,11 @@ SegmentPtr Store::PickToFree() const {
 }
 
 // The segment with the smallest share of newest versions.
-SegmentPtr Store::PickSparse(bool unpinned) const {
+SegmentPtr Store::PickSparse(bool unpinned, const RowClass* only) const {
   SegmentPtr best;
   for (const auto& [number, segment] : segments_) {
     if (segment->retired || !segment->sealed || !segment->chunks.empty() || segment->damaged) continue;
-    if (unpinned && segment->pins > 0) continue;
+    if ((unpinned && segment->pins > 0) || (only != nullptr && segment->row_class != only)) continue;
     if ((segment->slots - segment->live) * 32 < segment->slots || !CanRelocate(*segment, segment->live))
       continue;
     if (best == nullptr || LiveShare(*segment) < LiveShare(*best)) best = segment;
@@ -164,15 +167,16 @@ SegmentPtr Store::PickSparse(bool unpinned) const {
 // There is room for copies of so many of its rows.
 bool Store::CanRelocate(const Segment& victim, std::uint32_t rows) const {
   const RowClass& row_class = *victim.row_class;
-  std::uint64_t bytes = 0;
+  std::uint64_t bytes = 0, ordinals = 0;
   const auto add = [&](Stream stream) {
     const SegmentPtr& target = row_class.active[stream];
-    if (target == nullptr || row_class.slots_per_segment - target->slots < rows)
-      bytes += row_class.MaxSegmentBytes(true);
+    if (target != nullptr && row_class.slots_per_segment - target->slots >= rows) return;
+    bytes += row_class.MaxSegmentBytes(true);
+    ++ordinals;
   };
   if (victim.CommittedSlots() > 0) add(kOfCommit);
   if (victim.CommittedSlots() < victim.slots) add(kSinceCommit);
-  return bytes == 0 || UsedBytes() + bytes <= cap_bytes_;
+  return bytes == 0 || (UsedBytes() + bytes <= cap_bytes_ && ordinals <= row_class.FreeOrdinals());
 }
 
 void Store::CompactSegment(Lock& lock, const Victim& victim) {

@@ -87,7 +87,12 @@ RowClass& Store::ClassFor(std::uint32_t row_bytes) {
     slot = std::make_unique<RowClass>();
     slot->geometry = Geometry::For(row_bytes);
     slot->slots_per_segment = slot->geometry.SlotsIn(segment_bytes_);
-    slot->slot_bits = static_cast<unsigned>(std::bit_width(slot->slots_per_segment - 1));
+    if (segment_bytes_ == kMaxSegmentBytes) {  // locations count in powers of two: waste none of them
+      const std::uint32_t frame = slot->geometry.records_per_frame;
+      slot->slots_per_segment = std::max(1u, std::bit_floor(slot->slots_per_segment) / frame) * frame;
+    }
+    slot->SetSlotBits(static_cast<unsigned>(std::bit_width(slot->slots_per_segment - 1)),
+                      config_.limits.locations);
     const std::uint32_t frame_bytes = slot->geometry.frame_bytes;
     const std::size_t frames = std::max<std::size_t>(1, config_.limits.chunk_bytes / frame_bytes);
     slot->slots_per_chunk = static_cast<std::uint32_t>(frames) * slot->geometry.records_per_frame;

@@ -102,6 +102,8 @@ class Store {
   // Compacts until less than a tenth of the rows' slots is dead, as far as the cap and the kept commits let
   // it.
   void Compact();
+  // The new cap of all files' bytes; calls that failed with FullError can be made again.
+  void SetCap(std::uint64_t bytes);
   void Close();
 
  private:
@@ -171,13 +173,16 @@ class Store {
   void Flush(const SegmentPtr& segment);
   void Seal(const SegmentPtr& segment);
   bool HasSpace(std::uint64_t bytes) const;
-  void WaitForSpace(Lock& lock, std::uint64_t bytes);
+  bool HasOrdinal(const RowClass& row_class) const;
+  void WaitForSpace(Lock& lock, const RowClass& row_class, std::uint64_t bytes);
   [[noreturn]] void ThrowFull(std::uint64_t bytes) const;
+  [[noreturn]] void ThrowNoOrdinal(const RowClass& row_class) const;
 
   // commit.cc
   std::vector<SegmentExtent> CaptureExtents();
   void ReleaseCompaction();
   void SyncSegments(Lock& lock, const std::vector<SegmentExtent>& extents);
+  void CheckManifest(const std::vector<CommitRecord>& commits, std::uint64_t limit) const;
   void SaveManifest(Lock& lock, std::vector<CommitRecord> commits);
   void ThrowIfCommitsFail() const;
   std::uint64_t UsedBytes() const {
@@ -211,7 +216,7 @@ class Store {
   bool IsShort(const Survey& survey) const;
   Victim PickVictim(const Survey& survey) const;
   SegmentPtr PickToFree() const;
-  SegmentPtr PickSparse(bool unpinned) const;
+  SegmentPtr PickSparse(bool unpinned, const RowClass* only = nullptr) const;
   bool CanRelocate(const Segment& victim, std::uint32_t rows) const;
   bool CompactOnce(Lock& lock);
   void CompactSegment(Lock& lock, const Victim& victim);
@@ -286,6 +291,7 @@ class Store {
   std::int64_t gained_bytes_ = 0;      // by compaction since the last renewal
   std::uint64_t fruitless_scans_ = 0;  // times that the compactor found nothing to win
   std::uint64_t wanted_bytes_ = 0;     // a writer waits for so much space
+  const RowClass* crowded_ = nullptr;  // a writer waits for an ordinal of this size
 
   WriteQueue queue_;
   std::thread compactor_;
