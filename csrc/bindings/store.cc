@@ -155,6 +155,7 @@ py::dict Stats(Store& store) {
   out["written_rows"] = counters.written_rows;
   out["written_bytes"] = counters.written_bytes;
   out["relocated_rows"] = counters.relocated_rows;
+  out["renewed_commits"] = counters.renewed_commits;
   out["snapshot_failures"] = counters.snapshot_failures;
   out["rebuilt_rows"] = counters.rebuilt_rows;
   out["merge_gap_bytes"] = counters.merge_gap_bytes;

@@ -199,6 +199,7 @@ StoreCounters Store::Stats() {
   counters.written_rows = written_rows_;
   counters.written_bytes = queue_.written_bytes() + manifest_bytes_written_ + snapshot_bytes_written_;
   counters.relocated_rows = relocated_rows_;
+  counters.renewed_commits = renewed_commits_;
   counters.io = lanes_[0].reader->name();
   counters.merge_gap_bytes = merge_gap_bytes_;
   return counters;

@@ -65,6 +65,7 @@ struct StoreCounters {
   std::uint64_t snapshot_failures = 0, rebuilt_rows = 0;  // rebuilt: read from footers or records when opened
   std::uint64_t read_rows = 0, read_bytes = 0, read_requests = 0;
   std::uint64_t written_rows = 0, written_bytes = 0, relocated_rows = 0;
+  std::uint64_t renewed_commits = 0;  // times that the last commit was written anew, to name copies
   std::uint64_t merge_gap_bytes =
       0;  // between rows that are read at once, as this device wants it; 0: not known
   std::string io;
@@ -281,7 +282,7 @@ class Store {
   std::uint64_t cap_bytes_ = 0;
   std::uint64_t segment_bytes_ = 0, manifest_bytes_ = 0, manifest_bytes_written_ = 0;
   std::uint64_t reserved_bytes_ = 0;  // by all segments
-  std::uint64_t written_rows_ = 0, relocated_rows_ = 0;
+  std::uint64_t written_rows_ = 0, relocated_rows_ = 0, renewed_commits_ = 0;
 
   std::condition_variable compactor_work_, compaction_resumed_, space_, saved_;
   bool saving_ = false;             // the manifest is being replaced

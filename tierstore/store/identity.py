@@ -53,8 +53,8 @@ def write_identity(path: Path, identity: StoreIdentity) -> None:
     data = json_with_checksum(content)
     if len(data) > _MOST_BYTES:
         raise ConfigError(
-            f"the description of {len(identity.tables)} tables takes {len(data)} bytes of {FILE_NAME}, which has "
-            f"room for {_MOST_BYTES}; give shorter names, or divide the tables among several stores"
+            f"the description of {len(identity.tables)} tables takes {len(data)} bytes of {FILE_NAME}, which "
+            f"has room for {_MOST_BYTES}; give shorter names, or divide the tables among several stores"
         )
     write_atomically(path / FILE_NAME, [data])
 

@@ -187,11 +187,15 @@ def test_more_tagged_commits_than_the_manifest_has_room_for_are_refused():
     limits = NativeLimits(manifest_bytes=4_000)
     env = _core.MemoryEnv()
     with open_on(env, limits=limits) as store:
-        made = []
-        with pytest.raises(InputError, match="drop commits that have a tag"):
+        made: list[int] = []
+
+        def commit_again_and_again():
             for version in range(100):
                 put(store, range(10), version)
                 made.append(store.commit(b"meta", "t" * 90 + f"{version}"))
+
+        with pytest.raises(InputError, match="drop commits that have a tag"):
+            commit_again_and_again()
         assert len(made) > 20
         assert [commit.id for commit in store.commits()] == made
         store.drop_commit(made[0])
