@@ -33,6 +33,11 @@ StoreConfig ParseConfig(const py::object& config) {
   out.at_commit = config.attr("at").cast<std::uint64_t>();
   out.write_buffer_bytes = config.attr("write_buffer_bytes").cast<std::size_t>();
   out.snapshot_min_rows = config.attr("snapshot_min_rows").cast<std::uint64_t>();
+  const py::object limits = config.attr("limits");
+  if (limits.is_none()) return out;
+  out.limits.chunk_bytes = limits.attr("chunk_bytes").cast<std::size_t>();
+  out.limits.locations = limits.attr("locations").cast<std::uint64_t>();
+  out.limits.manifest_bytes = limits.attr("manifest_bytes").cast<std::uint64_t>();
   return out;
 }
 
@@ -150,6 +155,7 @@ py::dict Stats(Store& store) {
   out["written_rows"] = counters.written_rows;
   out["written_bytes"] = counters.written_bytes;
   out["relocated_rows"] = counters.relocated_rows;
+  out["renewed_commits"] = counters.renewed_commits;
   out["snapshot_failures"] = counters.snapshot_failures;
   out["rebuilt_rows"] = counters.rebuilt_rows;
   out["merge_gap_bytes"] = counters.merge_gap_bytes;
@@ -176,6 +182,7 @@ TIERSTORE_BINDINGS(store) {
       .def("meta", [](Store& store) { return py::bytes(store.Meta()); })
       .def("stats", &Stats)
       .def("compact", &Store::Compact, Release())
+      .def("set_cap", &Store::SetCap, py::arg("bytes"), Release())
       .def("close", &Store::Close, Release());
 }
 

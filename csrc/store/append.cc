@@ -102,11 +102,13 @@ void Store::Put(const std::uint64_t* keys, const std::uint32_t* locations, std::
 SegmentPtr Store::NewSegment(Lock& lock, RowClass& row_class, Stream stream) {
   const bool relocated = stream != kFromCallers;
   const std::uint64_t bytes = row_class.MaxSegmentBytes(relocated);
-  if (!relocated) WaitForSpace(lock, bytes);
+  if (!relocated) WaitForSpace(lock, row_class, bytes);
   const auto free = std::find(row_class.segments.begin(), row_class.segments.end(), nullptr);
   const auto ordinal = static_cast<std::uint32_t>(free - row_class.segments.begin());
-  if (((std::uint64_t{ordinal} + 1) << row_class.slot_bits) > TableIndex::kMaxLocation) {
-    throw FullError(directory_ + ": no more than 2^32 row versions of one size fit a store");
+  if (row_class.FreeOrdinals() == 0) ThrowNoOrdinal(row_class);
+  if (next_segment_ == ~std::uint32_t{0}) {
+    throw FullError(directory_ +
+                    ": the numbers of segments are used up; export the store and import it anew");
   }
   auto segment = std::make_shared<Segment>();
   segment->number = next_segment_++;  // used up even if the file cannot be made: it may be there by then
@@ -245,21 +247,39 @@ void Store::Seal(const SegmentPtr& held) {
 
 bool Store::HasSpace(std::uint64_t bytes) const { return UsedBytes() + bytes + SpaceReserve() <= cap_bytes_; }
 
-// Waits for space under the cap, and for compaction where it has fallen behind.
-void Store::WaitForSpace(Lock& lock, std::uint64_t bytes) {
-  const auto may_go_on = [&] { return HasSpace(bytes) && !TakeSurvey().Lags(); };
+// Whether there is a place in the index for another segment, besides those that compaction copies to.
+bool Store::HasOrdinal(const RowClass& row_class) const { return row_class.FreeOrdinals() >= kStreams; }
+
+// Waits for space under the cap and for locations, and for compaction where it has fallen behind.
+void Store::WaitForSpace(Lock& lock, const RowClass& row_class, std::uint64_t bytes) {
+  const auto has_room = [&] { return HasSpace(bytes) && HasOrdinal(row_class); };
+  const auto may_go_on = [&] { return has_room() && !TakeSurvey().Lags(); };
   while (!may_go_on()) {
     CheckOpen();
     queue_.ThrowPending();
     if (!HasSpace(bytes)) wanted_bytes_ = bytes;
+    if (!HasOrdinal(row_class)) crowded_ = &row_class;
     const std::uint64_t scans = fruitless_scans_;
     WakeCompactor();
     space_.wait(lock, [&] { return stop_ || queue_.HasError() || fruitless_scans_ > scans || may_go_on(); });
     wanted_bytes_ = 0;
+    crowded_ = nullptr;
     if (fruitless_scans_ == scans || stop_ || queue_.HasError()) continue;
-    if (HasSpace(bytes)) return;
+    if (has_room()) return;
+    if (!HasOrdinal(row_class)) ThrowNoOrdinal(row_class);
     ThrowFull(bytes);
   }
+}
+
+void Store::ThrowNoOrdinal(const RowClass& row_class) const {
+  std::uint64_t live = 0;
+  for (const SegmentPtr& segment : row_class.segments) live += segment == nullptr ? 0 : segment->live;
+  throw FullError(
+      directory_ + ": a store has places for " +
+      std::to_string(row_class.max_ordinals * row_class.slots_per_segment) + " versions of rows of " +
+      std::to_string(row_class.geometry.row_bytes) + " bytes, and " + std::to_string(live) +
+      " rows take so many of them that no more can be won by compaction. Space on the device does not "
+      "help: divide the tables of this row size among several stores (shards), or give them fewer rows");
 }
 
 void Store::ThrowFull(std::uint64_t bytes) const {
@@ -271,13 +291,23 @@ void Store::ThrowFull(std::uint64_t bytes) const {
   std::string commits;
   for (const CommitRecord& commit : commits_)
     commits += (commits.empty() ? "" : ", ") + std::to_string(commit.id);
+  const std::uint64_t needed = UsedBytes() + bytes + SpaceReserve();
   throw FullError(
       directory_ + ": the cap of " + FormatBytes(cap_bytes_) + " is reached: " + FormatBytes(UsedBytes()) +
-      " are in use, " + FormatBytes(live) + " of them by live rows, and " +
-      FormatBytes(bytes + SpaceReserve()) + " more are needed; segments of " + FormatBytes(kept) +
+      " are in use, " + FormatBytes(live) + " of them by live rows; segments of " + FormatBytes(kept) +
       " are kept for commits (" + (commits.empty() ? "none" : commits) +
-      ") until newer ones replace them. Raise the cap, drop commits, or commit after fewer rows: what one "
-      "commit keeps and all that is written until the next must both fit");
+      "). To go on raise the cap by at least " + std::to_string(needed - cap_bytes_) + " bytes, to " +
+      std::to_string(needed) +
+      ", here or at the next opening, or drop commits that have a tag, or commit after fewer rows. What "
+      "was written before is not lost and can be committed");
+}
+
+void Store::SetCap(std::uint64_t bytes) {
+  std::lock_guard call(call_);
+  CheckWritable();
+  Lock lock(mutex_);
+  cap_bytes_ = bytes;
+  WakeCompactor();
 }
 
 }  // namespace tierstore

@@ -10,6 +10,8 @@
 namespace tierstore {
 namespace {
 
+// Of the largest manifest, what commits leave for renewals of the last one, which may name more segments.
+constexpr std::uint64_t kRenewalShare = 16;
 // A snapshot is written when so many times its size has been written since the last one: 5 % on top.
 constexpr double kSnapshotLag = 20;
 
@@ -34,6 +36,14 @@ std::uint64_t Store::Commit(std::string meta, std::string tag) {
   CommitRecord record{
       next_commit_,   history_,        std::chrono::duration_cast<std::chrono::nanoseconds>(now).count(),
       std::move(tag), std::move(meta), CaptureExtents()};
+  std::vector<CommitRecord> kept = commits_;
+  kept.push_back(record);
+  if (kept.size() > config_.keep_commits) {
+    const auto newest = kept.end() - static_cast<std::ptrdiff_t>(config_.keep_commits);
+    const auto named = [](const CommitRecord& commit) { return !commit.tag.empty(); };
+    kept.erase(std::stable_partition(kept.begin(), newest, named), newest);
+  }
+  CheckManifest(kept, config_.limits.manifest_bytes - config_.limits.manifest_bytes / kRenewalShare);
   Pin(record.segments, 1);  // from now on compaction leaves the files in place
   const auto before = std::pair(current_commit_, commit_history_);
   current_commit_ = record.id;
@@ -46,13 +56,6 @@ std::uint64_t Store::Commit(std::string meta, std::string tag) {
   try {
     queue_.Drain(lock);
     SyncSegments(lock, record.segments);
-    std::vector<CommitRecord> kept = commits_;
-    kept.push_back(record);
-    if (kept.size() > config_.keep_commits) {
-      const auto newest = kept.end() - static_cast<std::ptrdiff_t>(config_.keep_commits);
-      const auto named = [](const CommitRecord& commit) { return !commit.tag.empty(); };
-      kept.erase(std::stable_partition(kept.begin(), newest, named), newest);
-    }
     ++next_commit_;
     SaveManifest(lock, std::move(kept));
   } catch (...) {
@@ -133,8 +136,20 @@ void Store::SyncSegments(Lock& lock, const std::vector<SegmentExtent>& extents) 
   }
 }
 
+// What is larger could be written, but not opened.
+void Store::CheckManifest(const std::vector<CommitRecord>& commits, std::uint64_t limit) const {
+  const std::uint64_t bytes = Manifest{store_id_, next_commit_, next_segment_, commits}.EncodedBytes();
+  if (bytes <= limit) return;
+  throw InputError(
+      directory_ + ": the kept commits with their metas and tags would take " + std::to_string(bytes) +
+      " bytes of the manifest, which has room for " + std::to_string(limit) +
+      "; give this commit a smaller meta, or drop commits that have a tag. Nothing is lost: commit "
+      "again");
+}
+
 // Replaces the kept commits, in memory once the file is durable.
 void Store::SaveManifest(Lock& lock, std::vector<CommitRecord> commits) {
+  CheckManifest(commits, config_.limits.manifest_bytes);
   const Manifest manifest{store_id_, next_commit_, next_segment_, commits};
   std::uint64_t bytes = 0;
   bool begun = false;

@@ -20,9 +20,12 @@ double LiveShare(const Segment& segment) {
   return static_cast<double>(segment.live) / static_cast<double>(segment.slots);
 }
 
-// What copies of so many of its rows take, with their part of a footer.
-std::uint64_t CopiedBytes(const Segment& segment, std::uint32_t rows) {
-  return std::uint64_t{rows} * (segment.row_class->geometry.record_bytes + 12);
+// Bytes that are free in the end when so many of its rows are copied, with their part of header and footer.
+// Negative when copies take more.
+std::int64_t Gain(const Segment& segment, std::uint32_t rows) {
+  const RowClass& row_class = *segment.row_class;
+  const std::uint64_t copied = row_class.FullSegmentBytes(true) * rows / row_class.slots_per_segment;
+  return static_cast<std::int64_t>(segment.reserved_bytes) - static_cast<std::int64_t>(copied);
 }
 
 }  // namespace
@@ -58,8 +61,13 @@ bool Store::CompactOnce(Lock& lock) {
   const Survey survey = TakeSurvey();
   const Victim victim = PickVictim(survey);
   const std::uint64_t enough = (kLowSpaceSegments + kFreedTogether) * survey.unit;
+  // A renewal leaves up to a block unfilled in each segment that copies go to. It must win more, or renewing
+  // and compacting could go on for ever.
+  const std::uint64_t price = 3 * kBlockBytes * classes_.size();
   if (survey.released > 0 && IsShort(survey) && CanRenew() &&
+      gained_bytes_ > static_cast<std::int64_t>(price) &&
       (victim.segment == nullptr || survey.free + survey.released >= enough)) {
+    gained_bytes_ = 0;
     RenewCommit(lock);
     return true;
   }
@@ -112,6 +120,9 @@ bool Store::IsShort(const Survey& survey) const {
 }
 
 Store::Victim Store::PickVictim(const Survey& survey) const {
+  if (crowded_ != nullptr) {  // a place in the index is free as soon as no newest version is left
+    if (const SegmentPtr victim = PickSparse(/*unpinned=*/false, crowded_)) return {victim, false};
+  }
   if (IsShort(survey)) {
     if (const SegmentPtr victim = PickToFree()) return {victim, true};
   }
@@ -130,9 +141,9 @@ SegmentPtr Store::PickToFree() const {
   double best_share = 0;
   for (const auto& [number, segment] : segments_) {
     if (!segment->sealed || !segment->chunks.empty() || segment->damaged || segment->Needed() == 0) continue;
-    const std::uint64_t copied = CopiedBytes(*segment, segment->Needed());
-    const double share = static_cast<double>(copied) / static_cast<double>(segment->reserved_bytes);
-    if (share > 0.95 || (best != nullptr && share >= best_share)) continue;
+    const std::int64_t gain = Gain(*segment, segment->Needed());
+    const double share = static_cast<double>(gain) / static_cast<double>(segment->reserved_bytes);
+    if (share < 0.05 || share <= best_share) continue;
     if (!MayRelease(*segment) || !CanRelocate(*segment, segment->Needed())) continue;
     best = segment;
     best_share = share;
@@ -141,11 +152,11 @@ SegmentPtr Store::PickToFree() const {
 }
 
 // The segment with the smallest share of newest versions.
-SegmentPtr Store::PickSparse(bool unpinned) const {
+SegmentPtr Store::PickSparse(bool unpinned, const RowClass* only) const {
   SegmentPtr best;
   for (const auto& [number, segment] : segments_) {
     if (segment->retired || !segment->sealed || !segment->chunks.empty() || segment->damaged) continue;
-    if (unpinned && segment->pins > 0) continue;
+    if ((unpinned && segment->pins > 0) || (only != nullptr && segment->row_class != only)) continue;
     if ((segment->slots - segment->live) * 32 < segment->slots || !CanRelocate(*segment, segment->live))
       continue;
     if (best == nullptr || LiveShare(*segment) < LiveShare(*best)) best = segment;
@@ -156,15 +167,16 @@ SegmentPtr Store::PickSparse(bool unpinned) const {
 // There is room for copies of so many of its rows.
 bool Store::CanRelocate(const Segment& victim, std::uint32_t rows) const {
   const RowClass& row_class = *victim.row_class;
-  std::uint64_t bytes = 0;
+  std::uint64_t bytes = 0, ordinals = 0;
   const auto add = [&](Stream stream) {
     const SegmentPtr& target = row_class.active[stream];
-    if (target == nullptr || row_class.slots_per_segment - target->slots < rows)
-      bytes += row_class.MaxSegmentBytes(true);
+    if (target != nullptr && row_class.slots_per_segment - target->slots >= rows) return;
+    bytes += row_class.MaxSegmentBytes(true);
+    ++ordinals;
   };
   if (victim.CommittedSlots() > 0) add(kOfCommit);
   if (victim.CommittedSlots() < victim.slots) add(kSinceCommit);
-  return bytes == 0 || UsedBytes() + bytes <= cap_bytes_;
+  return bytes == 0 || (UsedBytes() + bytes <= cap_bytes_ && ordinals <= row_class.FreeOrdinals());
 }
 
 void Store::CompactSegment(Lock& lock, const Victim& victim) {
@@ -172,6 +184,7 @@ void Store::CompactSegment(Lock& lock, const Victim& victim) {
   const RowClass& row_class = *segment.row_class;
   const std::uint32_t step = row_class.slots_per_chunk, slots = segment.slots;
   const auto left = [&] { return victim.with_kept ? segment.Needed() : segment.live; };
+  gained_bytes_ += Gain(segment, left());
   AlignedBuffer buffer(row_class.chunk_bytes);
   // What seems damaged is read once more: it may have been so on the way only.
   for (int pass = 0; pass < 2 && left() > 0; ++pass) {

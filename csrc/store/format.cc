@@ -18,10 +18,6 @@ constexpr std::uint64_t RoundToBlock(std::uint64_t bytes) {
   return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
 }
 
-std::uint64_t FooterBytes(std::uint64_t slots, std::uint64_t voids, bool relocated) {
-  return RoundToBlock(slots * (relocated ? 12 : 8) + voids * 4 + kTrailerBytes);
-}
-
 template <class T>
 void AppendArray(Encoder& out, const std::vector<T>& values) {
   out.Raw(values.data(), values.size() * sizeof(T));
@@ -146,7 +142,7 @@ Bytes Footer::Encode(const SegmentHeader& header) const {
   AppendArray(out, epochs);
   AppendArray(out, voids);
   const std::uint32_t arrays_crc = Crc32c(out.bytes().data(), out.bytes().size());
-  out.PadTo(FooterBytes(keys.size(), voids.size(), header.relocated) - kTrailerBytes);
+  out.PadTo(EncodedBytes(keys.size(), voids.size(), header.relocated) - kTrailerBytes);
   const std::size_t trailer = out.bytes().size();
   out.Raw(kTrailerMagic, 8)
       .Put(kFormatVersion)
@@ -179,7 +175,7 @@ std::optional<Footer> Footer::Load(File& file, const SegmentHeader& header) try 
     return std::nullopt;
   if ((flags == kRelocatedFlag) != header.relocated || slots > kMaxSlots || voids > slots)
     return std::nullopt;
-  if (offset != g.EndOffset(slots) || offset + FooterBytes(slots, voids, header.relocated) != size)
+  if (offset != g.EndOffset(slots) || offset + EncodedBytes(slots, voids, header.relocated) != size)
     return std::nullopt;
 
   AlignedBuffer arrays(size - offset);
@@ -197,8 +193,8 @@ std::optional<Footer> Footer::Load(File& file, const SegmentHeader& header) try 
   return std::nullopt;
 }
 
-std::uint64_t Footer::MaxBytes(std::uint32_t slots, bool relocated) {
-  return FooterBytes(slots, slots, relocated);
+std::uint64_t Footer::EncodedBytes(std::uint64_t slots, std::uint64_t voids, bool relocated) {
+  return RoundToBlock(slots * (relocated ? 12 : 8) + voids * 4 + kTrailerBytes);
 }
 
 }  // namespace tierstore

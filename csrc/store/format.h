@@ -88,7 +88,7 @@ struct Footer {
   Bytes Encode(const SegmentHeader& header) const;
   // Nothing when the file has no valid footer; damage is not told from absence.
   static std::optional<Footer> Load(File& file, const SegmentHeader& header);
-  static std::uint64_t MaxBytes(std::uint32_t slots, bool relocated);
+  static std::uint64_t EncodedBytes(std::uint64_t slots, std::uint64_t voids, bool relocated);
 };
 
 }  // namespace tierstore

@@ -32,6 +32,13 @@ Bytes Manifest::Encode() const {
   return std::move(out.bytes());
 }
 
+std::uint64_t Manifest::EncodedBytes() const {
+  std::uint64_t bytes = 8 + 4 + store.size() + 8 + 4 + 4 + 4;
+  for (const CommitRecord& commit : commits)
+    bytes += kMinCommitBytes + commit.tag.size() + commit.meta.size() + commit.segments.size() * kExtentBytes;
+  return bytes;
+}
+
 Manifest Manifest::Decode(std::span<const std::byte> in, const std::string& path) {
   Decoder decoder(in, path);
   if (std::memcmp(decoder.Take(8), kMagic, 8) != 0) decoder.Fail("is not a manifest of tierstore");

@@ -36,6 +36,7 @@ struct Manifest {
   std::vector<CommitRecord> commits;  // kept ones, oldest first
 
   Bytes Encode() const;
+  std::uint64_t EncodedBytes() const;
   static Manifest Decode(std::span<const std::byte> in, const std::string& path);
 
   // Nothing when there is none yet.

@@ -151,8 +151,7 @@ SegmentPtr Store::OpenSegment(const SegmentExtent& extent) {
     throw CorruptError(segment->path + ": is cut off at " + std::to_string(segment->file_bytes) + " bytes; " +
                        std::to_string(row_class.geometry.EndOffset(extent.slots)) + " are committed");
   }
-  row_class.slot_bits =
-      std::max(row_class.slot_bits, static_cast<unsigned>(std::bit_width(extent.slots - 1)));
+  row_class.SetSlotBits(static_cast<unsigned>(std::bit_width(extent.slots - 1)), config_.limits.locations);
   segment->ordinal = static_cast<std::uint32_t>(row_class.segments.size());
   row_class.segments.push_back(segment);
   return segment;

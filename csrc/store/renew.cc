@@ -98,6 +98,7 @@ void Store::RenewCommit(Lock& lock) {
   for (const SegmentExtent& extent : before) segments_.at(extent.number)->in_last_commit = false;
   for (const SegmentExtent& extent : after) segments_.at(extent.number)->in_last_commit = true;
   Pin(before, -1);
+  ++renewed_commits_;
 }
 
 }  // namespace tierstore

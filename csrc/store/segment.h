@@ -110,14 +110,31 @@ struct RowClass {
   std::size_t chunk_bytes = 0;
   std::vector<SegmentPtr> segments;  // by ordinal; null where free
   SegmentPtr active[kStreams];       // appended to
+  std::uint64_t max_ordinals = 0;
+
+  // At least so many, for a store that may have so many locations.
+  void SetSlotBits(unsigned bits, std::uint64_t locations) {
+    slot_bits = std::max(slot_bits, bits);
+    max_ordinals = locations >> slot_bits;
+  }
+  std::uint64_t FreeOrdinals() const {
+    const auto used = static_cast<std::uint64_t>(segments.size()) -
+                      static_cast<std::uint64_t>(std::count(segments.begin(), segments.end(), nullptr));
+    return max_ordinals > used ? max_ordinals - used : 0;
+  }
 
   std::uint32_t Location(const Segment& segment, std::uint32_t slot) const {
     return segment.ordinal << slot_bits | slot;
   }
   const SegmentPtr& SegmentOf(std::uint32_t location) const { return segments[location >> slot_bits]; }
   std::uint32_t SlotOf(std::uint32_t location) const { return location & ((1u << slot_bits) - 1); }
+  // Without voids.
+  std::uint64_t FullSegmentBytes(bool relocated) const {
+    return geometry.EndOffset(slots_per_segment) + Footer::EncodedBytes(slots_per_segment, 0, relocated);
+  }
   std::uint64_t MaxSegmentBytes(bool relocated) const {
-    return geometry.EndOffset(slots_per_segment) + Footer::MaxBytes(slots_per_segment, relocated);
+    return geometry.EndOffset(slots_per_segment) +
+           Footer::EncodedBytes(slots_per_segment, slots_per_segment, relocated);
   }
 };
 

@@ -82,7 +82,7 @@ bool Store::LoadSnapshot(Replay& replay) try {
   for (const auto& saved : header.classes) {
     if (saved.row_bytes == 0 || saved.row_bytes > kMaxRowBytes) return false;
     RowClass& row_class = ClassFor(saved.row_bytes);
-    row_class.slot_bits = std::max(row_class.slot_bits, saved.slot_bits);
+    row_class.SetSlotBits(saved.slot_bits, config_.limits.locations);
   }
   return LoadSnapshotTables(*reader, replay);
 } catch (const InputError&) {

@@ -10,7 +10,7 @@
 namespace tierstore {
 namespace {
 
-constexpr std::uint64_t kMinSegmentBytes = 16 << 10;
+constexpr std::uint64_t kMinSegmentBytes = 128 << 10;
 constexpr std::uint64_t kSegmentsPerCap = 128;  // so fine that those half filled or kept free hardly matter
 constexpr std::uint32_t kRowsPerSpan = 256;
 // At the end a snapshot is worth more: the next opening gains, and nothing waits.
@@ -87,7 +87,12 @@ RowClass& Store::ClassFor(std::uint32_t row_bytes) {
     slot = std::make_unique<RowClass>();
     slot->geometry = Geometry::For(row_bytes);
     slot->slots_per_segment = slot->geometry.SlotsIn(segment_bytes_);
-    slot->slot_bits = static_cast<unsigned>(std::bit_width(slot->slots_per_segment - 1));
+    if (segment_bytes_ == kMaxSegmentBytes) {  // locations count in powers of two: waste none of them
+      const std::uint32_t frame = slot->geometry.records_per_frame;
+      slot->slots_per_segment = std::max(1u, std::bit_floor(slot->slots_per_segment) / frame) * frame;
+    }
+    slot->SetSlotBits(static_cast<unsigned>(std::bit_width(slot->slots_per_segment - 1)),
+                      config_.limits.locations);
     const std::uint32_t frame_bytes = slot->geometry.frame_bytes;
     const std::size_t frames = std::max<std::size_t>(1, config_.limits.chunk_bytes / frame_bytes);
     slot->slots_per_chunk = static_cast<std::uint32_t>(frames) * slot->geometry.records_per_frame;
@@ -194,6 +199,7 @@ StoreCounters Store::Stats() {
   counters.written_rows = written_rows_;
   counters.written_bytes = queue_.written_bytes() + manifest_bytes_written_ + snapshot_bytes_written_;
   counters.relocated_rows = relocated_rows_;
+  counters.renewed_commits = renewed_commits_;
   counters.io = lanes_[0].reader->name();
   counters.merge_gap_bytes = merge_gap_bytes_;
   return counters;

@@ -65,6 +65,7 @@ struct StoreCounters {
   std::uint64_t snapshot_failures = 0, rebuilt_rows = 0;  // rebuilt: read from footers or records when opened
   std::uint64_t read_rows = 0, read_bytes = 0, read_requests = 0;
   std::uint64_t written_rows = 0, written_bytes = 0, relocated_rows = 0;
+  std::uint64_t renewed_commits = 0;  // times that the last commit was written anew, to name copies
   std::uint64_t merge_gap_bytes =
       0;  // between rows that are read at once, as this device wants it; 0: not known
   std::string io;
@@ -102,6 +103,8 @@ class Store {
   // Compacts until less than a tenth of the rows' slots is dead, as far as the cap and the kept commits let
   // it.
   void Compact();
+  // The new cap of all files' bytes; calls that failed with FullError can be made again.
+  void SetCap(std::uint64_t bytes);
   void Close();
 
  private:
@@ -171,13 +174,16 @@ class Store {
   void Flush(const SegmentPtr& segment);
   void Seal(const SegmentPtr& segment);
   bool HasSpace(std::uint64_t bytes) const;
-  void WaitForSpace(Lock& lock, std::uint64_t bytes);
+  bool HasOrdinal(const RowClass& row_class) const;
+  void WaitForSpace(Lock& lock, const RowClass& row_class, std::uint64_t bytes);
   [[noreturn]] void ThrowFull(std::uint64_t bytes) const;
+  [[noreturn]] void ThrowNoOrdinal(const RowClass& row_class) const;
 
   // commit.cc
   std::vector<SegmentExtent> CaptureExtents();
   void ReleaseCompaction();
   void SyncSegments(Lock& lock, const std::vector<SegmentExtent>& extents);
+  void CheckManifest(const std::vector<CommitRecord>& commits, std::uint64_t limit) const;
   void SaveManifest(Lock& lock, std::vector<CommitRecord> commits);
   void ThrowIfCommitsFail() const;
   std::uint64_t UsedBytes() const {
@@ -211,7 +217,7 @@ class Store {
   bool IsShort(const Survey& survey) const;
   Victim PickVictim(const Survey& survey) const;
   SegmentPtr PickToFree() const;
-  SegmentPtr PickSparse(bool unpinned) const;
+  SegmentPtr PickSparse(bool unpinned, const RowClass* only = nullptr) const;
   bool CanRelocate(const Segment& victim, std::uint32_t rows) const;
   bool CompactOnce(Lock& lock);
   void CompactSegment(Lock& lock, const Victim& victim);
@@ -276,15 +282,17 @@ class Store {
   std::uint64_t cap_bytes_ = 0;
   std::uint64_t segment_bytes_ = 0, manifest_bytes_ = 0, manifest_bytes_written_ = 0;
   std::uint64_t reserved_bytes_ = 0;  // by all segments
-  std::uint64_t written_rows_ = 0, relocated_rows_ = 0;
+  std::uint64_t written_rows_ = 0, relocated_rows_ = 0, renewed_commits_ = 0;
 
   std::condition_variable compactor_work_, compaction_resumed_, space_, saved_;
   bool saving_ = false;             // the manifest is being replaced
   bool compaction_held_ = false;    // the index must not change
   std::vector<SegmentPtr> doomed_;  // to be removed
   bool compactor_signal_ = false, compact_all_ = false, stop_ = false;
+  std::int64_t gained_bytes_ = 0;      // by compaction since the last renewal
   std::uint64_t fruitless_scans_ = 0;  // times that the compactor found nothing to win
   std::uint64_t wanted_bytes_ = 0;     // a writer waits for so much space
+  const RowClass* crowded_ = nullptr;  // a writer waits for an ordinal of this size
 
   WriteQueue queue_;
   std::thread compactor_;

@@ -50,7 +50,13 @@ def write_identity(path: Path, identity: StoreIdentity) -> None:
         "engine": identity.engine,
         "tables": [asdict(spec) for spec in identity.tables],
     }
-    write_atomically(path / FILE_NAME, [json_with_checksum(content)])
+    data = json_with_checksum(content)
+    if len(data) > _MOST_BYTES:
+        raise ConfigError(
+            f"the description of {len(identity.tables)} tables takes {len(data)} bytes of {FILE_NAME}, which "
+            f"has room for {_MOST_BYTES}; give shorter names, or divide the tables among several stores"
+        )
+    write_atomically(path / FILE_NAME, [data])
 
 
 def plain(tables: Sequence[TableSpec]) -> tuple[TableSpec, ...]:

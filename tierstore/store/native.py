@@ -20,6 +20,17 @@ _KEYS_PER_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
+class NativeLimits:
+    """Bounds of the core, at most as here. Tests make them small, to reach them."""
+
+    chunk_bytes: int = 2 << 20
+    """What is written as one; at least a frame of rows."""
+    locations: int = (1 << 32) - 3
+    """Versions of rows of one size."""
+    manifest_bytes: int = 1 << 30
+
+
+@dataclass(frozen=True)
 class NativeConfig:
     """What the native store is opened with. ``StoreOptions`` gives the first two; the rest suits most."""
 
@@ -45,6 +56,8 @@ class NativeConfig:
 
     snapshot_min_rows: int = 1 << 17
     """Rows from which on the index is saved beside the data; smaller stores open fast without."""
+    limits: NativeLimits | None = None
+    """None: those of the core."""
 
     def __post_init__(self) -> None:
         if self.io not in ("auto", "io_uring", "pread"):
@@ -122,6 +135,10 @@ class NativeStore:
     def compact(self) -> None:
         """Wins back the space of superseded rows, as far as kept commits and the cap let it."""
         self._core.compact()
+
+    def set_cap(self, cap_bytes: int) -> None:
+        """Sets the cap on the bytes of all files. After a ``StoreFullError`` and a higher cap, go on."""
+        self._core.set_cap(cap_bytes)
 
     def meta(self) -> bytes:
         return self._core.meta()
