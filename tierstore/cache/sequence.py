@@ -4,8 +4,9 @@ One planner at a time; lookups are numbered, and every number is *released* once
 pending. Planning ahead waits for releases here; a thread that needs a lookup now makes such a wait end
 early, so that no order of forward and backward calls can deadlock.
 
-The main thread, where a signal may raise between any two steps, does nothing here but :meth:`Sequence.release`
-and :meth:`Sequence.wake`. Neither can be cut in two; a ``with`` of a condition could.
+The main thread, where a signal may raise between any two steps, does nothing here but
+:meth:`Sequence.release` and :meth:`Sequence.wake`. Neither can be cut in two; a ``with`` of a condition
+could.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Sequence:
     def release(self, uses: Iterator[Use]) -> None:
         """Lookups are over: those that ``uses``, an iterator of the interpreter's own, still has.
 
-        It takes no lock, since the garbage collector calls it too, and is one step; :meth:`wake` tells others.
+        It takes no lock, since the garbage collector calls it too, and is one step; :meth:`wake` tells
+        others.
         """
         self._over.extend(uses)
 
@@ -120,7 +122,8 @@ class Sequence:
 
     @contextmanager
     def planner(self) -> Iterator[None]:
-        """The right to change which rows are where; others wait. Not for the main thread (``uninterrupted``)."""
+        """The right to change which rows are where; others wait. Not for the main thread
+        (``uninterrupted``)."""
         with self._lock:
             self._waiting += 1
             self._changed.notify_all()

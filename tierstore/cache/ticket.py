@@ -65,7 +65,7 @@ class Ticket(Rows):
         self._demand = demand
         self._ready = Gate()
         self._error: BaseException | None = None
-        # What is to be released: one item once the rows are pinned, none again when somebody has taken it out.
+        # What is to be released: one item once the rows are pinned, none once that is taken out.
         self._uses: Iterator[Use] = iter(())
         self._unwanted = False
 

@@ -17,6 +17,7 @@ import os
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tierstore.cache.at_exit import end_at_exit
@@ -318,7 +319,7 @@ class Session:
                 return
             place = self._lookups = self._lookups + 1
             seq = part.chain.sequence.take()
-            part.rows = ticket = Ticket(part.chain, part.batch, seq, lambda place=place: self._demand(place))
+            part.rows = ticket = Ticket(part.chain, part.batch, seq, partial(self._demand, place))
             planned.tickets.append(ticket)
             planned.last = place
             planned.first.setdefault(id(part.chain), seq)
