@@ -1,4 +1,5 @@
-// A hash of memory's content that tells changed from unchanged, at the speed of a cache. Not against adversaries.
+// A hash of memory's content that tells changed from unchanged, at the speed of a cache. Not against
+// adversaries.
 #pragma once
 
 #include <cstddef>

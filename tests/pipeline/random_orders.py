@@ -1,5 +1,6 @@
-"""Random training loops over a prefetch: modules of several row layouts are called in any order, in threads, with
-changed ids, and without a backward pass for a while. Every run equals the one in memory without prefetch.
+"""Random training loops over a prefetch: modules of several row layouts are called in any order, in threads,
+with changed ids, and without a backward pass for a while. Every run equals the one in memory without
+prefetch.
 
 ``python random_orders.py first-seed seeds`` ends with a traceback of all threads where a loop does not go on.
 """
@@ -78,7 +79,9 @@ def train(seed: int, modules: list[TieredEmbeddingBag], batches: Iterable[Any]) 
     for batch in batches:
         order = list(range(len(modules)))
         choose.shuffle(order)
-        order = [number for number in order if choose.random() < 0.9] + choose.choices(order, k=choose.randint(0, 1))
+        order = [number for number in order if choose.random() < 0.9] + choose.choices(
+            order, k=choose.randint(0, 1)
+        )
         outputs: list[torch.Tensor] = []
         calls = [forward(modules[n], changed(choose, batch[n]), outputs) for n in order]
         if choose.random() < 0.2:

@@ -4,23 +4,23 @@ One planner at a time; lookups are numbered, and every number is *released* once
 pending. Planning ahead waits for releases here; a thread that needs a lookup now makes such a wait end
 early, so that no order of forward and backward calls can deadlock.
 
-The main thread, where a signal may raise between any two steps, does nothing here but :meth:`Sequence.release`
-and :meth:`Sequence.wake`. Neither can be cut in two; a ``with`` of a condition could.
+The main thread, where a signal may raise between any two steps, does nothing here but to drop a use and to
+call :meth:`Sequence.wake`. Neither can be cut in two; a ``with`` of a condition could.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore import _core
+
 Slots = NDArray[np.int32]
-Use = tuple[int, Slots]
-"""The number of a lookup and the slots that it uses."""
 
 _WAIT_SECONDS = 0.05  # how often a waiting thread looks for releases that did not wake it
 
@@ -33,7 +33,9 @@ class Sequence:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._next = 0
-        self._over: deque[Use] = deque()  # released, and still counted as in use
+        self.uses = _core.Uses()
+        """Of which every planned lookup makes itself one; those that are over are counted at the next
+        look."""
         self._returned: list[Slots] = []  # by lookups that are not counted any more
         self._in_use: Counter[int] = Counter()
         self._planning = False
@@ -67,16 +69,8 @@ class Sequence:
         if self._in_use[seq] <= 0:
             del self._in_use[seq]
 
-    def release(self, uses: Iterator[Use]) -> None:
-        """Lookups are over: those that ``uses``, an iterator of the interpreter's own, still has.
-
-        It takes no lock, since the garbage collector calls it too, and is one step; :meth:`wake` tells others.
-        """
-        self._over.extend(uses)
-
     def _settle(self) -> None:
-        while self._over:
-            seq, slots = self._over.popleft()
+        for seq, slots in self.uses.take():
             self._close(seq)
             self._returned.append(slots)
 
@@ -120,7 +114,8 @@ class Sequence:
 
     @contextmanager
     def planner(self) -> Iterator[None]:
-        """The right to change which rows are where; others wait. Not for the main thread (``uninterrupted``)."""
+        """The right to change which rows are where; others wait. Not for the main thread
+        (``uninterrupted``)."""
         with self._lock:
             self._waiting += 1
             self._changed.notify_all()

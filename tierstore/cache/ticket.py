@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from operator import length_hint
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
-from tierstore.cache.sequence import Use
 from tierstore.cache.stats import Before
 from tierstore.cache.uninterrupted import Gate
 
@@ -65,15 +63,14 @@ class Ticket(Rows):
         self._demand = demand
         self._ready = Gate()
         self._error: BaseException | None = None
-        # What is to be released: one item once the rows are pinned, none again when somebody has taken it out.
-        self._uses: Iterator[Use] = iter(())
+        self._use: Any = None  # the rows are pinned until it is released or dropped
         self._unwanted = False
 
     def grant(self) -> None:
         """The rows are in place and pinned; if nobody wants them any more, they are released at once."""
-        self._uses = iter([(self.seq, self.slots)])
+        self._use = _core.Use(self.chain.sequence.uses, self.seq, self.slots)
         if self._unwanted:
-            self._release()
+            self.release()
         self._open()
 
     def fail(self, error: BaseException) -> None:
@@ -110,19 +107,12 @@ class Ticket(Rows):
 
     @property
     def held(self) -> bool:
-        return length_hint(self._uses) > 0
+        return self._use is not None and self._use.held
 
     def release(self) -> None:
         """Ends the lookup, also before it is planned. Calling it again does nothing; it never waits for a
         plan."""
         self._unwanted = True
-        self._release()
-
-    def _release(self) -> None:
         if self.held:
-            self.chain.sequence.release(self._uses)
+            self._use.release()
             self.chain.sequence.wake()
-
-    def __del__(self) -> None:
-        # Runs wherever the garbage collector runs, so it takes no locks.
-        self.chain.sequence.release(self._uses)

@@ -1,8 +1,8 @@
 """Work that a signal must not cut in two.
 
-Python runs signal handlers in the main thread, between any two steps, and what they raise (Ctrl-C, a time limit
-of the user's) would leave rows half moved. Work that changes which rows are where is therefore done by another
-thread while the main one waits; if that wait is interrupted, the work goes on to its end.
+Python runs signal handlers in the main thread, between any two steps, and what they raise (Ctrl-C, a time
+limit of the user's) would leave rows half moved. Work that changes which rows are where is therefore done by
+another thread while the main one waits; if that wait is interrupted, the work goes on to its end.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Result = TypeVar("Result")
 class Gate:
     """Is opened once, by any thread, and lets all threads pass from then on.
 
-    Unlike ``threading.Event`` it is whole again after an exception at any step of a wait: its steps are those of a
-    lock of the interpreter.
+    Unlike ``threading.Event`` it is whole again after an exception at any step of a wait: its steps are
+    those of a lock of the interpreter.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,8 @@ class _Worker:
         return job
 
     def end_at_exit(self) -> None:
-        """Work that was begun is over; then the thread waits in the interpreter for ever, which does no harm."""
+        """Work that was begun is over; then the thread waits in the interpreter for ever, which does no
+        harm."""
         global _over
         _over = True
         self.do(lambda: None).done.wait()
@@ -92,8 +93,8 @@ _over = False  # the process ends: what is torn down now does its work itself
 def uninterrupted(work: Callable[[], Result]) -> Result:
     """What ``work()`` returns or raises.
 
-    An exception that a signal raises in the caller meanwhile is raised at once; ``work`` then goes on, what is
-    called in this way later waits for it, and its result is dropped.
+    An exception that a signal raises in the caller meanwhile is raised at once; ``work`` then goes on, what
+    is called in this way later waits for it, and its result is dropped.
     """
     global _worker
     if _over or threading.get_ident() != threading.main_thread().ident:

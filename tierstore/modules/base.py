@@ -32,6 +32,7 @@ from tierstore.optim.fused import FusedOptimizer
 
 logger = logging.getLogger("tierstore")
 
+
 class TieredModule(EngineCalls, nn.Module):
     """Base of the modules whose tables live in tiers.
 

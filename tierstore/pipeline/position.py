@@ -5,75 +5,165 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
+from weakref import ref
 
 from tierstore.errors import ConfigError, InputError
 
 Batch = TypeVar("Batch")
+Run = Callable[[Iterator[Batch]], Iterator[Batch]]
+_STATELESS = (AttributeError, NotImplementedError)  # what a ``state_dict`` raises that is there only by name
+
+
+class _Position:
+    """What was handed out in the newest pass, and what was pulled ahead of it."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self.used = 0
+        self.state: Any = None
+        self.behind: deque[tuple[Any, Any]] = deque()
+        """Batches that were pulled and not handed out, each with the loader's state behind it."""
+
+
+class _Pass(Iterator[Batch]):
+    """One pass over the loader; dropping it ends its prefetch."""
+
+    def __init__(self, position: _Position, batches: Iterator[Batch]) -> None:
+        position.passes += 1
+        self._position = position
+        self._number = position.passes
+        self._batches = batches
+        self.over = False
+
+    def __next__(self) -> Batch:
+        position = self._position
+        if self._number != position.passes and not self.over:
+            raise ConfigError(
+                "another pass over this prefetch has begun, which has ended this one; "
+                "give loops that run at the same time a prefetch each"
+            )
+        try:
+            batch = next(self._batches)
+        except BaseException:
+            self.over = True
+            raise
+        _, position.state = position.behind.popleft()
+        position.used += 1
+        return batch
+
+    def end_prefetch(self) -> None:
+        close: Callable[[], None] | None = getattr(self._batches, "close", None)
+        if close is not None:
+            close()
 
 
 class Prefetched(Iterator[Batch], Generic[Batch]):
     """The batches of a loader, which may be pulled ahead, and the position of those that were handed out.
 
+    Every ``for`` loop is a new pass over the loader, as over a ``DataLoader``: from its beginning after a
+    ``break``, and for each epoch. A loader that is an iterator itself goes on where the former pass was
+    left, as without prefetch. A new pass ends the one before it, whose iterator raises ``ConfigError`` from
+    then on. ``next()`` of this object begins a pass too, and a ``for`` loop goes on with that one.
+
     ``run`` makes the iterator over the pulled batches; it must keep their order and number.
     """
 
-    def __init__(self, loader: Iterable[Batch], run: Callable[[Iterator[Batch]], Iterator[Batch]]) -> None:
+    def __init__(self, loader: Iterable[Batch], run: Run[Batch]) -> None:
         self._loader = loader
         self._run = run
-        self._behind: deque[Any] = deque()  # states of the loader after each batch that was pulled ahead
-        self._batches: Iterator[Batch] | None = None
-        self._used = 0
-        self._state: Any = None
+        self._position = _Position()
+        self._newest: Callable[[], _Pass[Batch] | None] = lambda: None
+        self._own: _Pass[Batch] | None = None  # the pass of next()
+        self._closed = False
+        self._restored = False
         self._skip = 0
 
-    def __iter__(self) -> Prefetched[Batch]:
-        return self
+    def __iter__(self) -> Iterator[Batch]:
+        if self._own is not None and not self._own.over:
+            return self
+        self._own = None
+        return self._begin()
 
     def __next__(self) -> Batch:
-        if self._batches is None:
-            self._batches = self._run(_pulled(self._loader, self._skip, self._behind))
-        batch = next(self._batches)
-        self._state = self._behind.popleft()
-        self._used += 1
-        return batch
+        if self._own is None:
+            if self._closed:
+                raise StopIteration
+            self._own = self._begin()
+        return next(self._own)
+
+    def __len__(self) -> int:
+        """Batches of the loader, if it knows."""
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def _begin(self) -> _Pass[Batch]:
+        before = self._newest()
+        if before is not None:
+            before.end_prefetch()
+        position, skip = self._position, self._skip
+        left = list(position.behind) if isinstance(self._loader, Iterator) else []
+        position.behind.clear()
+        if not self._restored:
+            position.used, position.state = 0, None
+        self._closed, self._restored, self._skip = False, False, 0
+        pulled = _pulled(left, self._loader, skip, position.behind)
+        begun = _Pass(position, self._run(pulled))
+        self._newest = ref(begun)
+        return begun
 
     def close(self) -> None:
-        """Ends the prefetch. Calling it again does nothing."""
-        if self._batches is None:
-            self._batches = iter(())
-        close: Callable[[], None] | None = getattr(self._batches, "close", None)
-        if close is not None:
-            close()
+        """Ends the prefetch. Calling it again does nothing; iterating again begins a new pass."""
+        self._closed = True
+        begun = self._newest()
+        if begun is not None:
+            begun.over = True
+            begun.end_prefetch()
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch handed out last, whatever was pulled ahead of it: ``batches``, and the
-        loader's own ``state_dict()`` if it has one."""
-        return {"batches": self._used, "loader": self._state}
+        loader's own ``state_dict()`` if it has one. Both are of the newest pass."""
+        return {"batches": self._position.used, "loader": self._position.state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a position: the loader does, if it has ``load_state_dict``, else its first batches are
-        pulled and dropped. ``ConfigError`` once batches were handed out."""
-        if self._batches is not None:
+        """The next pass goes on from a position: the loader does, if it has ``load_state_dict``, else its
+        first batches are pulled and dropped. ``ConfigError`` in the middle of a pass."""
+        begun = self._newest()
+        if begun is not None and not begun.over:
             raise ConfigError("the prefetch has begun; restore its position before its first batch")
         if not isinstance(state.get("batches"), int):
             raise InputError(f"this is not the position of a prefetch: {state!r}")
-        self._used, self._state = state["batches"], state["loader"]
-        if self._state is not None:
+        used, of_loader = state["batches"], state["loader"]
+        if of_loader is not None:
             load: Any = getattr(self._loader, "load_state_dict", None)
             if load is None:
                 raise ConfigError(
                     "the position is that of a loader with a state, and a "
                     f"{type(self._loader).__name__} has none"
                 )
-            load(self._state)
+            load(of_loader)
         else:
-            self._skip = self._used
+            self._skip = used
+        self._position.used, self._position.state, self._restored = used, of_loader, True
+        self._position.behind.clear()
+        self._closed, self._own = False, None
 
 
-def _pulled(loader: Iterable[Batch], skip: int, states: deque[Any]) -> Iterator[Batch]:
-    """The loader's batches after the first ``skip``, and what its state is after each of them."""
+def _pulled(
+    left: list[tuple[Any, Any]], loader: Iterable[Batch], skip: int, behind: deque[tuple[Any, Any]]
+) -> Iterator[Batch]:
+    """The batches that a former pass has left, and the loader's own after the first ``skip``; ``behind`` gets
+    each, with what the loader's state is after it."""
     state: Callable[[], Any] | None = getattr(loader, "state_dict", None)
+    for item in left:
+        behind.append(item)
+        yield item[0]
     for number, batch in enumerate(loader):
-        if number >= skip:
-            states.append(None if state is None else state())
-            yield batch
+        if number < skip:
+            continue
+        after = None
+        if state is not None:
+            try:
+                after = state()
+            except _STATELESS:
+                state = None
+        behind.append((batch, after))
+        yield batch

@@ -4,15 +4,13 @@ way."""
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from tierstore.cache.engine import Engine
 from tierstore.config import MAX_DEPTH, is_whole
 from tierstore.errors import ConfigError, RankError
 from tierstore.modules.base import TieredModule
@@ -33,8 +31,6 @@ WINDOW_COVER = 5
 (docs/policies.md)."""
 AUTO_DEPTH = 2
 
-_claims = threading.Lock()
-_claimed: set[int] = set()
 _told: WeakSet[nn.Module] = WeakSet()
 """Modules of which a warning has said that they are not prefetched."""
 
@@ -57,9 +53,10 @@ def prefetch(
     learned from the first batch, which is then not prefetched. Modules that cannot be learned run on
     demand, and a warning says so once.
 
-    The iterator may be left at any time; close it, or drop it, to end the prefetch. Its ``state_dict()`` is
-    the position of the batches handed out (not of those pulled ahead), for checkpoints; ``load_state_dict()``
-    before the first batch goes on from there.
+    The result is iterated like a ``DataLoader``: once per epoch, each ``for`` loop a new pass, which ends the
+    one before it. A loop may be left at any time; ``close()``, or dropping its iterator, ends the prefetch.
+    ``state_dict()`` is the position of the batches handed out (not of those pulled ahead), for checkpoints;
+    after ``load_state_dict()`` the next pass goes on from there.
 
     Raises ``ConfigError`` for a wrong depth or window, or a model without tiered modules.
     """
@@ -109,18 +106,43 @@ def _given_calls(models: Sequence[nn.Module], inputs: Inputs) -> list[Call]:
     return calls
 
 
-def _claim(modules: list[TieredModule]) -> list[Engine]:
-    """Engines that no other prefetch is using; those of the others serve this one on demand."""
-    engines = {id(module.engine): module.engine for module in modules}
-    free = []
-    with _claims:
-        for key, engine in engines.items():
-            if key in _claimed:
-                logger.info("another prefetch runs on these tables; this one looks their rows up on demand")
+class _Tables:
+    """The engines that a pass prefetches, and the session that does it.
+
+    An interrupt may keep the pass from ending it in order; dropping this object does it then.
+    """
+
+    def __init__(self, modules: list[TieredModule]) -> None:
+        self.session: Session | None = None
+        self.engines = []
+        for engine in {id(module.engine): module.engine for module in modules}.values():
+            if _taken.setdefault(id(engine), self) is self:
+                self.engines.append(engine)
             else:
-                _claimed.add(key)
-                free.append(engine)
-    return free
+                logger.info("another prefetch runs on these tables; this one looks their rows up on demand")
+
+    def has(self, module: TieredModule) -> bool:
+        return any(engine is module.engine for engine in self.engines)
+
+    def begin(self, calls: list[Call]) -> Session:
+        self.session = Session(self.engines, calls)
+        self.session.begin()
+        return self.session
+
+    def end(self) -> None:
+        if self.session is not None:
+            self.session.close()
+        for engine in self.engines:
+            if _taken.get(id(engine)) is self:
+                _taken.pop(id(engine), None)
+
+    def __del__(self) -> None:
+        if self.session is not None:
+            self.session.close()
+
+
+_taken: WeakValueDictionary[int, _Tables] = WeakValueDictionary()
+"""By id(engine), who prefetches its tables; those of others are looked up on demand."""
 
 
 def _run(
@@ -130,32 +152,23 @@ def _run(
     window: int | None,
     given: list[Call] | None,
 ) -> Iterator[Batch]:
-    engines = _claim(modules)
+    tables = _Tables(modules)
     try:
-        usable = {id(engine) for engine in engines}
-        ours = [module for module in modules if id(module.engine) in usable]
-        calls = given
-        if calls is None:
-            recorder = Recorder(ours)
+        if given is None:
+            recorder = Recorder([module for module in modules if tables.has(module)])
             try:
                 yield from _learn(loader, recorder)
             finally:
                 recorder.stop()
             calls = recorder.calls
         else:
-            calls = [call for call in calls if id(call.module.engine) in usable]
-        if not calls:
+            calls = [call for call in given if tables.has(call.module)]
+        if calls:
+            yield from _ahead(loader, tables.begin(calls), depth, window)
+        else:
             yield from loader
-            return
-        session = Session(engines, calls)
-        try:
-            session.begin()
-            yield from _ahead(loader, session, depth, window)
-        finally:
-            session.close()
     finally:
-        with _claims:
-            _claimed.difference_update(id(engine) for engine in engines)
+        tables.end()
 
 
 def _learn(loader: Iterator[Batch], recorder: Recorder) -> Iterator[Batch]:

@@ -17,6 +17,7 @@ import os
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tierstore.cache.at_exit import end_at_exit
@@ -76,6 +77,7 @@ class Session:
         self._apart = False  # the ranks do not have the same batches any more
         self._started = False
         self._stopping = False
+        self._closed = False
         self._broken = False
         self._failure: BaseException | None = None
         self._process = os.getpid()
@@ -230,7 +232,8 @@ class Session:
             chain.sequence.wake()
 
     def close(self) -> None:
-        if os.getpid() == self._process:  # a forked child has no worker, and locks that nobody gives back
+        # A forked child has no worker, and locks that nobody gives back.
+        if not self._closed and os.getpid() == self._process:
             uninterrupted(self._close)
 
     def _close(self) -> None:
@@ -246,6 +249,7 @@ class Session:
             for _, ahead in planned.aheads:
                 ahead.release()
         self._coming.clear()
+        self._closed = True
 
     def end_at_exit(self) -> None:
         self.close()
@@ -318,7 +322,7 @@ class Session:
                 return
             place = self._lookups = self._lookups + 1
             seq = part.chain.sequence.take()
-            part.rows = ticket = Ticket(part.chain, part.batch, seq, lambda place=place: self._demand(place))
+            part.rows = ticket = Ticket(part.chain, part.batch, seq, partial(self._demand, place))
             planned.tickets.append(ticket)
             planned.last = place
             planned.first.setdefault(id(part.chain), seq)

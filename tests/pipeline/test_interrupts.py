@@ -1,0 +1,133 @@
+"""A lookup is a transaction, whichever step of it a signal handler's exception (Ctrl-C) meets."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bags import Bags, budget, build, everything, random_batches
+from tests.pipeline.interrupts import Interrupted, Interrupter
+from tierstore import TierConfig, optim
+from tierstore.pipeline.prefetch import prefetch
+
+ADAGRAD = optim.Adagrad(lr=0.1)
+BATCHES = random_batches(1, 5, 1, 6, 4)
+INPUTS = {"": lambda batch: (batch,)}
+# Rows of the tiers in memory; with fewer slots than a batch has rows, the pad is in use.
+CHAINS = {
+    "one tier": TierConfig(hbm="all"),
+    "two tiers": TierConfig(hbm=budget(30, ADAGRAD), engine="memory"),
+    "three tiers": TierConfig(hbm=budget(30, ADAGRAD), uvm=budget(20, ADAGRAD), engine="memory"),
+    "three tiers and pad": TierConfig(hbm=budget(16, ADAGRAD), uvm=budget(16, ADAGRAD), engine="memory"),
+}
+
+
+def step(module: Bags, ids: Any) -> None:
+    module(ids).sin().sum().backward()
+
+
+@functools.cache
+def states() -> list[list[torch.Tensor]]:
+    """All rows before the first step and after each."""
+    module = build(TierConfig(hbm="all"), ADAGRAD, (5,))
+    found = [everything(module)]
+    for ids in BATCHES:
+        step(module, ids)
+        found.append(everything(module))
+    return found
+
+
+def reached(module: Bags, at_least: int) -> int:
+    """Which of the states the rows are in: that before the step that was interrupted, or that after it."""
+    rows = everything(module)
+    for number in (at_least, at_least + 1):
+        if number < len(states()) and all(
+            torch.equal(a, b) for a, b in zip(rows, states()[number], strict=True)
+        ):
+            return number
+    raise AssertionError("rows are neither as before the interrupted step nor as after it")
+
+
+def train_interrupted(config: TierConfig, ahead: bool, interrupter: Any) -> bool:
+    """Whether an interrupt came before the training was over."""
+    done, came = 0, False
+    with build(config, ADAGRAD, (5,)) as module:
+        while done < len(BATCHES):
+            rest: Any = BATCHES[done:]
+            try:
+                with interrupter.on():
+                    for ids in prefetch(rest, module, depth=1, window=2, inputs=INPUTS) if ahead else rest:
+                        step(module, ids)
+                        done += 1
+                    module.flush()
+            except Interrupted:
+                came = True
+                done = reached(module, done)
+        assert reached(module, done) == done
+        step(module, BATCHES[0])  # whatever was interrupted, training goes on
+    return came
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["on demand", "prefetch"])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_an_exception_at_any_line(chain: str, ahead: bool) -> None:
+    stride = 11
+    at = 1 + (2 * list(CHAINS).index(chain) + ahead) % stride
+    while train_interrupted(CHAINS[chain], ahead, Interrupter(at)):
+        at += stride
+    assert at > 900
+
+
+class Timer:
+    """Signals at any time, from the kernel's timer."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.came = 0
+        signal.signal(signal.SIGALRM, self._raise)
+
+    def _raise(self, *_: Any) -> None:
+        self.came += 1
+        raise Interrupted
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, self.random.uniform(2e-4, 0.02))
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def train_under_signals(seconds: float) -> None:
+    timer, end, rounds = Timer(0), time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        faulthandler.dump_traceback_later(60, exit=True)
+        chain = list(CHAINS)[rounds % len(CHAINS)]
+        train_interrupted(CHAINS[chain], rounds // len(CHAINS) % 2 == 1, timer)
+        rounds += 1
+    faulthandler.cancel_dump_traceback_later()
+    print(f"{timer.came} interrupts")
+
+
+def test_signals_of_a_timer() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", "from tests.pipeline.test_interrupts import train_under_signals as t; t(8)"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout.split()[0]) > 20
