@@ -19,7 +19,7 @@ from tierstore.cache.budget import ChainDemand, TierPlan, divide, fast_tiers
 from tierstore.cache.chain import Chain
 from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import MemoryTier, as_policy, bytes_for
-from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, touched_ids
+from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, rows_in_piece, touched_ids
 from tierstore.cache.report import report, table_curve
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError
@@ -92,10 +92,6 @@ class Engine:
         """Id of the folder whose checkpoints name the store's commits; committed with the rows."""
         self._closing = threading.Lock()
         self.closed = False
-        if not config.keeps_all:
-            # A budget promises what the process takes, and malloc's heap would grow to twice what is in use.
-            # Mapping more costs time, so only where the index of the many rows below needs the room.
-            _core.fix_malloc_threshold(4 << 20 if int(config.hbm) + int(config.uvm) < 512 << 20 else 2 << 20)
         self.policy = as_policy(config.policy)
         self._keep = keep
         self._open(at)
@@ -182,6 +178,7 @@ class Engine:
                 None if plan.holds_all else policy,
                 admission=admission,
                 grows=plan.holds_all,
+                overflows=name == "hbm" and not plan.holds_all,
             )
             for name, plan, admission in (("hbm", fast, self.config.admission), ("uvm", host, "always"))
         ]
@@ -250,10 +247,20 @@ class Engine:
         """Weights (n, dim) and optimizer state (n, state floats) of ``ids`` (n,), copies; nothing changes."""
         self.check_open()
         ids = np.ascontiguousarray(ids, np.int64)
-        rows = read_rows(self._chain_of[table], self._batch_of(table, ids))
-        layout = self._chain_of[table].layout
-        values = rows.data.view(np.float32)[rows.inverse]
-        return values[:, : layout.dim], values[:, layout.dim : layout.dim + layout.state_floats]
+        chain, bound = self._chain_of[table], self.tables[table].num_embeddings
+        layout = chain.layout
+        if len(ids) and not 0 <= ids.min() <= ids.max() < bound:
+            self._batch_of(table, ids)  # raises, and names the position among all ids
+        weight = np.empty((len(ids), layout.dim), np.float32)
+        state = np.empty((len(ids), layout.state_floats), np.float32)
+        step = rows_in_piece(chain)
+        for begin in range(0, len(ids), step):
+            part = slice(begin, begin + step)
+            rows = read_rows(chain, self._batch_of(table, ids[part]))
+            values = rows.data.view(np.float32)
+            weight[part] = values[rows.inverse, : layout.dim]
+            state[part] = values[rows.inverse, layout.dim : layout.dim + layout.state_floats]
+        return weight, state
 
     def write_rows(
         self,
