@@ -1,7 +1,7 @@
 """Budgets are bytes: training takes at most what its dense layers take, plus the budget, plus 200 MiB.
 
-What the dense layers' temporaries leave in malloc's heap is the user's, and depends on malloc's settings, which
-are the user's, too: it is measured by the same training with tables of a few rows in memory.
+What the dense layers' temporaries leave in malloc's heap is the user's, and so are malloc's settings: that
+memory is measured by the same training with tables of a few rows in memory.
 """
 
 from __future__ import annotations

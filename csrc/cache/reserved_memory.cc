@@ -8,7 +8,7 @@
 #include <new>
 #include <string>
 
-#include "common/fork.h"
+#include "common/fork_generation.h"
 #include "common/huge_pages.h"
 
 namespace tierstore {

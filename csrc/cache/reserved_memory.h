@@ -1,6 +1,6 @@
 // Address space reserved once and committed as it is used, so that a tier's rows stay at one address while a
 // tier without a fixed budget, or a batch that overflows its tier, grows behind them. A forked child has none
-// of it (common/fork.h).
+// of it (common/fork_generation.h).
 #pragma once
 
 #include <cstddef>

@@ -24,6 +24,7 @@ from tierstore import _core
 from tierstore.cache.below import Below, LowerTiers
 from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import Flags, Keys, MemoryTier
+from tierstore.cache.process import OwnProcess
 from tierstore.cache.read_ahead import ReadAhead
 from tierstore.cache.sequence import Sequence
 from tierstore.cache.stats import ChainStats
@@ -68,6 +69,7 @@ class Chain:
         self.below = LowerTiers(name, layout.row_bytes, host, store, ahead, self.stats)
         self._returned: list[NDArray[np.int32]] = []
         self._closed = False
+        self._process = OwnProcess()
         self._warned_overflow = False
 
     # -- what is counted -----------------------------------------------------------------
@@ -267,6 +269,8 @@ class Chain:
 
     def released(self, ticket: Ticket) -> None:
         """Called by tickets; must not block on a plan in progress, so the pad is settled by the next plan."""
+        if not self._process.is_here:
+            return  # locks may be held by threads that a forked child does not have
         if self.fast.native.pad_in_use:
             self._returned.append(ticket.slots)
         self.sequence.close(ticket.seq)
@@ -346,7 +350,12 @@ class Chain:
 
     # -- end -----------------------------------------------------------------------------
 
+    def check_process(self) -> None:
+        """Raises ``ClosedError`` in a forked child, where no tier is."""
+        self._process.check()
+
     def check_open(self) -> None:
+        self._process.check()
         if self._closed:
             raise ClosedError("the tables are closed; build the module again to use them")
 

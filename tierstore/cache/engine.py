@@ -20,6 +20,7 @@ from tierstore.cache.chain import Chain
 from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import MemoryTier, as_policy, bytes_for
 from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, rows_in_piece, touched_ids
+from tierstore.cache.process import OwnProcess
 from tierstore.cache.report import report, table_curve
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError
@@ -90,6 +91,7 @@ class Engine:
         """Fused optimizer steps so far of each module that uses the engine; committed with the rows."""
         self.checkpoints = ""
         """Id of the folder whose checkpoints name the store's commits; committed with the rows."""
+        self._process = OwnProcess()
         self._closing = threading.Lock()
         self.closed = False
         self.policy = as_policy(config.policy)
@@ -212,6 +214,7 @@ class Engine:
         return self._chain_of[table]
 
     def check_open(self) -> None:
+        self._process.check()
         if self.closed:
             raise ClosedError("the tables are closed; build the module again to use them")
 
@@ -323,6 +326,7 @@ class Engine:
 
     def commits(self) -> list[CommitInfo]:
         """The commits that the store keeps, oldest first; none without a store."""
+        self._process.check()
         return [] if self.store is None else self.store.commits()
 
     def drop_commit(self, id: int) -> None:
@@ -349,12 +353,15 @@ class Engine:
 
     def committed_extra(self) -> dict[str, Any]:
         """``extra`` of the last commit."""
+        self._process.check()
         meta = self.store.meta() if self.store is not None else b""
         return json.loads(meta).get("extra", {}) if meta else {}
 
     def close(self, *, commit: bool = True) -> None:
         """Commits (if there is a store with a path) and releases everything. Calling it again does
-        nothing."""
+        nothing, and neither does a call in a forked child."""
+        if not self._process.is_here:
+            return
         with self._closing:
             if self.closed:
                 return
@@ -371,6 +378,7 @@ class Engine:
     # -- statistics ----------------------------------------------------------------------
 
     def reset_stats(self) -> None:
+        self._process.check()
         for chain in self.chains:
             chain.stats.reset()
 
@@ -379,6 +387,7 @@ class Engine:
         ``memory`` (bytes), ``tables`` (estimated footprint and misses by cache size, since the engine was
         opened), ``store``, and the counters of ``cache.stats.ChainCounters``; ``chains`` has the same per row
         layout."""
+        self._process.check()
         result = report(self.chains, self._table_curves())
         if self.store is not None and not self.closed:
             result["store"] = vars(self.store.stats())
@@ -387,6 +396,7 @@ class Engine:
     def table_curves(self) -> dict[str, Any]:
         """Miss-ratio curves of the tables as estimated since the engine was opened, as plain JSON:
         ``tierstore plan --stats`` reads it (docs/policies.md)."""
+        self._process.check()
         return planner_document("live", self._table_curves())
 
     def _table_curves(self) -> list[TableCurve]:

@@ -23,6 +23,7 @@ _PIECE_BYTES = (
 
 def read_rows(chain: Chain, batch: Any) -> ReadRows:
     """A copy of the rows wherever they are; no tier changes, no row is created."""
+    chain.check_open()
     keys = batch.unique
     rows = _core.rows_array(len(keys), chain.layout.row_bytes)
     step = rows_in_piece(chain)
@@ -90,6 +91,7 @@ def reset_rows(chain: Chain, table: int) -> None:
 
 def touched_ids(chain: Chain, table: int) -> Iterator[NDArray[np.int64]]:
     """Ids of ``table`` that some tier holds, in chunks, each once."""
+    chain.check_open()
     with chain.moving:
         chain.check_open()
         parts = [t.native.keys_of(slots) for t in chain.memory_tiers() for slots in t.resident()]

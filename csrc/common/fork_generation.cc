@@ -1,4 +1,4 @@
-#include "common/fork.h"
+#include "common/fork_generation.h"
 
 #include <pthread.h>
 
