@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 #: ``next_use`` of a row that no known batch uses.
 UNKNOWN = np.iinfo(np.int64).max
 
+# Slots of the arrays that are measured: arrays of tens of MiB, once freed, would raise the size from which
+# glibc's malloc maps blocks on their own, for the whole process.
+_MEASURED = 1 << 17
 _MAX_CAPACITY = 2**31 - 2**18  # slots and list sentinels are int32
 
 
@@ -51,14 +54,14 @@ class Hooked:
     @property
     def bytes_per_slot(self) -> float:
         """Bytes of state that one more slot costs (measured on the arrays of large capacities)."""
-        low, high = 1 << 20, 1 << 21
+        low, high = _MEASURED, 2 * _MEASURED
         return (self.state_bytes(high) - self.state_bytes(low)) / (high - low)
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes of state beside ``bytes_per_slot`` (rounded up a little); small capacities may cost less."""
-        capacity = 1 << 20
-        return 64 + max(0, int(self.state_bytes(capacity) - self.bytes_per_slot * capacity))
+        capacity = _MEASURED
+        return 256 + max(0, int(self.state_bytes(capacity) - self.bytes_per_slot * capacity))
 
     def compile(self, capacity: int) -> Compiled:
         """Allocate the state for ``capacity`` slots and compile the hooks (cached on disk where possible)."""

@@ -2,6 +2,7 @@
 // keep their owner alive; callers do not write to them.
 #include <numeric>
 
+#include "bindings/arrays.h"
 #include "bindings/registry.h"
 #include "cache/batch.h"
 #include "cache/held_rows.h"
@@ -21,11 +22,6 @@ using Unlocked = py::call_guard<py::gil_scoped_release>;
 template <typename Vector>
 auto View(const Vector& values, py::handle owner) {
   return Array<typename Vector::value_type>(static_cast<py::ssize_t>(values.size()), values.data(), owner);
-}
-
-template <typename T>
-Array<T> Copy(const std::vector<T>& values) {
-  return Array<T>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
 template <auto Member>
@@ -65,16 +61,17 @@ PolicyHooks HooksFrom(std::uintptr_t state, const py::dict& hooks) {
 
 std::unique_ptr<Tier> MakeTier(std::int64_t capacity, std::int64_t row_bytes, bool grows,
                                std::uintptr_t state, const py::object& hooks,
-                               std::pair<std::uintptr_t, std::uintptr_t> filter) {
-  TierConfig config{capacity, row_bytes, grows, {}, {}};
+                               std::pair<std::uintptr_t, std::uintptr_t> filter, std::int64_t pad) {
+  TierConfig config{capacity, pad, row_bytes, grows, {}, {}};
   config.filter = {reinterpret_cast<void*>(filter.first),
                    reinterpret_cast<PolicyHooks::Admit>(filter.second)};
   if (!hooks.is_none()) config.policy = HooksFrom(state, hooks.cast<py::dict>());
   return std::make_unique<Tier>(config);
 }
 
-py::tuple DepartureArrays(const Departures& rows) {
-  return py::make_tuple(Copy(rows.slots), Copy(rows.keys), Copy(rows.dirty), Copy(rows.next_use));
+py::tuple DepartureArrays(Departures rows) {
+  return py::make_tuple(Owned(std::move(rows.slots)), Owned(std::move(rows.keys)),
+                        Owned(std::move(rows.dirty)), Owned(std::move(rows.next_use)));
 }
 
 void BindPlan(py::module_& m) {
@@ -92,7 +89,7 @@ void BindPlan(py::module_& m) {
 // Slots of keys in a Tier or HeldRows, int32; -1 where a key is not.
 template <class Rows>
 Array<std::int32_t> FindSlots(const Rows& rows, const Array<std::uint64_t>& keys) {
-  Array<std::int32_t> slots(keys.size());
+  Array<std::int32_t> slots = Fresh<std::int32_t>(keys.size());
   std::int32_t* out = slots.mutable_data();
   py::gil_scoped_release unlocked;
   rows.Find(keys.data(), keys.size(), out);
@@ -102,7 +99,8 @@ Array<std::int32_t> FindSlots(const Rows& rows, const Array<std::uint64_t>& keys
 void BindTier(py::module_& m) {
   py::class_<Tier>(m, "Tier")
       .def(py::init(&MakeTier), py::arg("capacity"), py::arg("row_bytes"), py::arg("grows"),
-           py::arg("policy_state"), py::arg("policy_hooks"), py::arg("filter") = std::pair(0, 0))
+           py::arg("policy_state"), py::arg("policy_hooks"), py::arg("filter") = std::pair(0, 0),
+           py::arg("pad") = 0)
       .def_property_readonly_static("BYTES_PER_SLOT", [](py::object) { return Tier::kBytesPerSlot; })
       .def(
           "begin",
@@ -120,6 +118,9 @@ void BindTier(py::module_& m) {
       .def(
           "evict", [](Tier& tier, std::int64_t since, Plan& plan) { return tier.Evict(since, &plan); },
           py::arg("pinned_since"), py::arg("plan"), Unlocked())
+      .def(
+          "prepare", [](Tier& tier, bool use_pad, const Plan& plan) { tier.Prepare(use_pad, plan); },
+          py::arg("use_pad"), py::arg("plan"), Unlocked())
       .def(
           "assign",
           [](Tier& tier, const Array<std::uint64_t>& keys, bool use_pad, Plan& plan) {
@@ -140,12 +141,12 @@ void BindTier(py::module_& m) {
       .def(
           "announce",
           [](Tier& tier, const Array<std::uint64_t>& keys, std::int64_t next_use, std::int64_t now) {
-            std::vector<std::uint64_t> absent;
+            PageVector<std::uint64_t> absent;
             {
               py::gil_scoped_release unlocked;
               absent = tier.Announce(keys.data(), keys.size(), next_use, now);
             }
-            return Copy(absent);
+            return Owned(std::move(absent));
           },
           py::arg("keys"), py::arg("next_use"), py::arg("now"), "Returns the keys that are not here.")
       .def("mark_dirty",
@@ -162,21 +163,21 @@ void BindTier(py::module_& m) {
            })
       .def("dirty_of",
            [](const Tier& tier, const Array<std::int32_t>& slots) {
-             Array<std::uint8_t> out(slots.size());
+             Array<std::uint8_t> out = Fresh<std::uint8_t>(slots.size());
              for (py::ssize_t i = 0; i < slots.size(); ++i)
                out.mutable_data()[i] = tier.dirty()[slots.data()[i]];
              return out;
            })
       .def("keys_of",
            [](const Tier& tier, const Array<std::int32_t>& slots) {
-             Array<std::uint64_t> out(slots.size());
+             Array<std::uint64_t> out = Fresh<std::uint64_t>(slots.size());
              for (py::ssize_t i = 0; i < slots.size(); ++i) out.mutable_data()[i] = tier.key(slots.data()[i]);
              return out;
            })
       .def(
           "resident_slots",
           [](const Tier& tier, bool dirty, std::int64_t from, std::int64_t limit) {
-            return Copy(tier.ResidentSlots(dirty, from, limit));
+            return Owned(tier.ResidentSlots(dirty, from, limit));
           },
           py::arg("only_dirty"), py::arg("start"), py::arg("limit"))
       .def_property_readonly("rows_addr",
@@ -196,7 +197,7 @@ void BindHeldRows(py::module_& m) {
       .def("find", &FindSlots<HeldRows>)
       .def("add",
            [](HeldRows& held, const Array<std::uint64_t>& keys) {
-             Array<std::int32_t> slots(keys.size());
+             Array<std::int32_t> slots = Fresh<std::int32_t>(keys.size());
              std::int32_t* out = slots.mutable_data();
              py::gil_scoped_release unlocked;
              held.Add(keys.data(), keys.size(), out);
@@ -232,23 +233,23 @@ void BindWindow(py::module_& m) {
       .def(py::init<>())
       .def("announce",
            [](Window& window, std::int64_t seq, std::shared_ptr<Batch> batch) {
-             std::vector<std::uint64_t> keys;
+             PageVector<std::uint64_t> keys;
              {
                py::gil_scoped_release unlocked;
                keys = window.Announce(seq, std::move(batch));
              }
-             return Copy(keys);
+             return Owned(std::move(keys));
            })
       .def("take",
            [](Window& window, std::int64_t seq) {
-             std::vector<std::int64_t> next_use;
+             PageVector<std::int64_t> next_use;
              {
                py::gil_scoped_release unlocked;
                next_use = window.Take(seq);
              }
-             return Copy(next_use);
+             return Owned(std::move(next_use));
            })
-      .def("clear", [](Window& window) { return Copy(window.Clear()); })
+      .def("clear", [](Window& window) { return Owned(window.Clear()); })
       .def_property_readonly("lookups", &Window::lookups)
       .def_property_readonly("distinct_rows", &Window::distinct_rows)
       .def_property_readonly("memory_bytes", &Window::memory_bytes);
@@ -283,6 +284,15 @@ TIERSTORE_BINDINGS(cache) {
       },
       "A batch of keys (uint64) without repeats.");
   py::register_exception<PolicyFault>(m, "PolicyFault", PyExc_RuntimeError);
+  py::register_exception<PadFull>(m, "PadFull", PyExc_RuntimeError);
+  py::register_exception<AddressSpaceError>(m, "AddressSpaceError", PyExc_RuntimeError);
+  m.def(
+      "rows_array",
+      [](std::int64_t n, std::int64_t row_bytes) {
+        Array<std::uint8_t> rows = Fresh<std::uint8_t>(n * row_bytes);
+        return rows.reshape({n, row_bytes});
+      },
+      "Room for n rows, uint8 (n, row_bytes) in no defined state, outside malloc's heap when large.");
   BindPlan(m);
   BindTier(m);
   BindHeldRows(m);

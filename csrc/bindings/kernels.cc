@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "bindings/arrays.h"
 #include "bindings/registry.h"
 #include "common/key.h"
 #include "common/thread_pool.h"
@@ -97,13 +98,13 @@ void BindCopyIn(Address base, std::int64_t row_bytes, const Array<std::int32_t>&
 py::tuple BindBuildCsr(const Array<std::int32_t>& inverse, std::int64_t num_unique) {
   Require(num_unique >= 0 && num_unique <= INT32_MAX, "num_unique must fit int32");
   Require(inverse.size() <= INT32_MAX, "more than 2^31 - 1 positions in one lookup");
-  Array<std::int32_t> start(num_unique + 1);
+  Array<std::int32_t> start = Fresh<std::int32_t>(num_unique + 1);
   std::int32_t* starts = start.mutable_data();
   {
     py::gil_scoped_release release;
     CountPositions(inverse.data(), inverse.size(), num_unique, starts);
   }
-  Array<std::int32_t> positions(starts[num_unique]);
+  Array<std::int32_t> positions = Fresh<std::int32_t>(starts[num_unique]);
   std::int32_t* to = positions.mutable_data();
   {
     py::gil_scoped_release release;

@@ -3,8 +3,12 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <new>
+#include <string>
 
+#include "common/fork_generation.h"
 #include "common/huge_pages.h"
 
 namespace tierstore {
@@ -13,18 +17,42 @@ namespace {
 constexpr std::size_t kHugeFrom = std::size_t{4} << 20;
 constexpr std::size_t RoundDown(std::size_t bytes) { return bytes / kHugePageBytes * kHugePageBytes; }
 constexpr std::size_t RoundUp(std::size_t bytes) { return RoundDown(bytes + kHugePageBytes - 1); }
+
+[[noreturn]] void Refused(const char* what, std::size_t bytes) {
+  const int code = errno;
+  throw AddressSpaceError("the system refuses " + std::to_string(bytes) + " bytes of " + what + ": " +
+                          std::strerror(code));
+}
 }  // namespace
 
 ReservedMemory::ReservedMemory(std::size_t bytes)
-    : reserved_(RoundUp(std::max<std::size_t>(bytes, 1))), data_(MapAligned(reserved_, PROT_NONE)) {}
+    : reserved_(RoundUp(std::max<std::size_t>(bytes, 1))), generation_(ForkGeneration()) {
+  try {
+    data_ = MapAligned(reserved_, PROT_NONE);
+  } catch (const std::bad_alloc&) {
+    Refused("address space", reserved_);
+  }
+  madvise(data_, reserved_, MADV_DONTFORK);
+}
 
-ReservedMemory::~ReservedMemory() { munmap(data_, reserved_); }
+ReservedMemory::~ReservedMemory() {
+  // In a child something else may be at this address by now.
+  if (data_ != nullptr && generation_ == ForkGeneration()) munmap(data_, reserved_);
+}
+
+void ReservedMemory::Swap(ReservedMemory& other) noexcept {
+  std::swap(reserved_, other.reserved_);
+  std::swap(data_, other.data_);
+  std::swap(committed_, other.committed_);
+  std::swap(huge_, other.huge_);
+  std::swap(generation_, other.generation_);
+}
 
 void ReservedMemory::Commit(std::size_t bytes) {
   const std::size_t accessible = std::min(RoundUp(bytes), reserved_);
   if (accessible > committed_) {
     if (mprotect(data_ + committed_, accessible - committed_, PROT_READ | PROT_WRITE) != 0)
-      throw std::bad_alloc();
+      Refused("memory", accessible);
     committed_ = accessible;
   }
   // The last page is not made a huge one, so that no more memory is taken than was asked for.

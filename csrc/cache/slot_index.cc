@@ -52,8 +52,8 @@ void SlotIndex::Place(std::uint64_t entry) {
 }
 
 void SlotIndex::Grow() {
-  PageVector<std::uint64_t> old(entries_.size() * 2, kEmpty);
-  old.swap(entries_);
+  OwnArray<std::uint64_t> old(entries_.size() * 2, kEmpty);
+  std::swap(old, entries_);
   for (const std::uint64_t entry : old) {
     if (entry != kEmpty) Place(entry);
   }

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "cache/probing.h"
-#include "common/page_allocator.h"
+#include "cache/reserved_memory.h"
 
 namespace tierstore {
 
@@ -45,7 +45,7 @@ class SlotIndex {
 
   const std::uint64_t* keys_;
   std::uint64_t stride_;
-  PageVector<std::uint64_t> entries_;
+  OwnArray<std::uint64_t> entries_;
   std::int64_t size_ = 0;
 };
 

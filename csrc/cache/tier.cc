@@ -29,7 +29,7 @@ class Stopwatch {
 
 Tier::Tier(const TierConfig& config)
     : config_(config),
-      limit_(static_cast<std::size_t>(config.capacity + kMaxPad)),
+      limit_(static_cast<std::size_t>(config.capacity + config.pad)),
       arena_(limit_ * static_cast<std::size_t>(config.row_bytes)),
       row_(limit_),
       last_use_(limit_),
@@ -44,13 +44,13 @@ Tier::Tier(const TierConfig& config)
 
 void Tier::CommitSlots(std::int64_t slots) {
   if (slots <= committed_) return;
-  committed_ = slots + kGrowthStep;
-  const auto size = std::min(static_cast<std::size_t>(committed_), limit_);
+  const auto size = std::min(static_cast<std::size_t>(slots + kGrowthStep), limit_);
   arena_.Commit(size * static_cast<std::size_t>(config_.row_bytes));
   row_.Commit(size);
   last_use_.Commit(size);
   dirty_.Commit(size);
   resident_.Commit(size);
+  committed_ = static_cast<std::int64_t>(size);
 }
 
 // Finds keys[from] and those behind it, a block, and begins to fetch what is kept of their slots.
@@ -73,9 +73,9 @@ void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::i
   else
     plan->next_use.assign(static_cast<std::size_t>(n), kNotKnown);
 
-  std::vector<std::int32_t> hits;
-  std::vector<std::uint64_t> hit_keys;
-  std::vector<std::int64_t> hit_next;
+  PageVector<std::int32_t> hits;
+  PageVector<std::uint64_t> hit_keys;
+  PageVector<std::int64_t> hit_next;
   hits.reserve(static_cast<std::size_t>(n));
   for (std::int64_t i = 0; i < n; ++i) {
     if (i % kBlock == 0 && !absent) FindBlock(keys, i, n, plan->slots.data(), true);
@@ -115,12 +115,12 @@ void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::i
 }
 
 void Tier::Admit(const std::uint64_t* keys, Plan* plan) {
-  std::vector<std::int32_t>& misses = plan->misses;
+  PageVector<std::int32_t>& misses = plan->misses;
   const auto n = static_cast<std::int64_t>(misses.size());
-  std::vector<std::uint64_t> missed;
+  PageVector<std::uint64_t> missed;
   missed.reserve(misses.size());
   for (const std::int32_t miss : misses) missed.push_back(keys[miss]);
-  std::vector<std::uint8_t> admitted(misses.size(), 1);
+  PageVector<std::uint8_t> admitted(misses.size(), 1);
   {
     const Stopwatch watch(&policy_seconds_);
     if (config_.filter)
@@ -128,7 +128,7 @@ void Tier::Admit(const std::uint64_t* keys, Plan* plan) {
     if (config_.policy.admit != nullptr)
       config_.policy.admit(config_.policy.state, missed.data(), n, plan->now, admitted.data());
   }
-  std::vector<std::int32_t> refused;
+  PageVector<std::int32_t> refused;
   std::size_t kept = 0;
   for (std::size_t i = 0; i < misses.size(); ++i) {
     if (admitted[i] != 0)
@@ -165,7 +165,7 @@ void Tier::TakeVictim(std::int32_t slot, Departures* victims) {
 
 std::int64_t Tier::Evict(std::int64_t pinned_since, Plan* plan) {
   if (plan->needed == 0 || !config_.policy) return plan->needed;
-  std::vector<std::int32_t> chosen(static_cast<std::size_t>(plan->needed));
+  PageVector<std::int32_t> chosen(static_cast<std::size_t>(plan->needed));
   const std::int64_t found = [&] {
     const Stopwatch watch(&policy_seconds_);
     return config_.policy.evict(config_.policy.state, plan->needed, last_use_.data(), pinned_since,
@@ -206,13 +206,28 @@ std::int32_t Tier::TakeSlot() {
   return static_cast<std::int32_t>(fresh_++);
 }
 
+void Tier::Prepare(bool use_pad, const Plan& plan) {
+  const auto admitted = static_cast<std::int64_t>(plan.misses.size()) - plan.refused;
+  CommitSlots(std::min(config_.capacity, fresh_ + admitted));
+  const std::int64_t past = use_pad ? plan.needed + plan.refused : 0;
+  const std::int64_t fresh = past - static_cast<std::int64_t>(pad_free_.size());
+  if (fresh <= 0) return;
+  const auto pad = static_cast<std::int64_t>(pad_users_.size()) + fresh;
+  if (pad > config_.pad) {
+    throw PadFull("the rows in use at once exceed the tier's " + std::to_string(config_.capacity) +
+                  " slots by " + std::to_string(pad) + ", and there is address space for " +
+                  std::to_string(config_.pad) + " of them");
+  }
+  CommitSlots(config_.capacity + pad);
+}
+
 void Tier::Assign(const std::uint64_t* keys, bool use_pad, Plan* plan) {
   index_.Erase(plan->victims.slots.data(), static_cast<std::int64_t>(plan->victims.slots.size()));
   free_.insert(free_.end(), plan->victims.slots.rbegin(), plan->victims.slots.rend());
 
-  std::vector<std::int32_t> slots, indexed;
-  std::vector<std::uint64_t> inserted;
-  std::vector<std::int64_t> next_use;
+  PageVector<std::int32_t> slots, indexed;
+  PageVector<std::uint64_t> inserted;
+  PageVector<std::int64_t> next_use;
   indexed.reserve(plan->misses.size());
   const std::size_t admitted = plan->misses.size() - static_cast<std::size_t>(plan->refused);
   for (std::size_t i = 0; i < plan->misses.size(); ++i) {
@@ -274,10 +289,10 @@ void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
   }
 }
 
-std::vector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_t n, std::int64_t next_use,
-                                          std::int64_t now) {
-  std::vector<std::int32_t> slots(static_cast<std::size_t>(n));
-  std::vector<std::uint64_t> absent;
+PageVector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_t n, std::int64_t next_use,
+                                         std::int64_t now) {
+  PageVector<std::int32_t> slots(static_cast<std::size_t>(n));
+  PageVector<std::uint64_t> absent;
   std::size_t kept = 0;
   for (std::int64_t i = 0; i < n; ++i) {
     if (i % kBlock == 0) FindBlock(keys, i, n, slots.data(), false);
@@ -295,7 +310,7 @@ std::vector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_
     if (Resident(slot)) slots[kept++] = slot;
   }
   if (config_.policy && kept > 0) {
-    const std::vector<std::int64_t> uses(kept, next_use);
+    const PageVector<std::int64_t> uses(kept, next_use);
     const Stopwatch watch(&policy_seconds_);
     config_.policy.announce(config_.policy.state, slots.data(), uses.data(), static_cast<std::int64_t>(kept),
                             now);
@@ -315,8 +330,8 @@ void Tier::SetDirty(const std::int32_t* slots, const std::uint8_t* dirty, std::i
   for (std::int64_t i = 0; i < n; ++i) dirty_[slots[i]] = dirty[i];
 }
 
-std::vector<std::int32_t> Tier::ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const {
-  std::vector<std::int32_t> slots;
+PageVector<std::int32_t> Tier::ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const {
+  PageVector<std::int32_t> slots;
   const auto collect = [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t slot = std::max(begin, from); slot < end; ++slot) {
       if (static_cast<std::int64_t>(slots.size()) == limit) return;

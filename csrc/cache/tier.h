@@ -19,39 +19,46 @@
 #include "cache/policy.h"
 #include "cache/reserved_memory.h"
 #include "cache/slot_index.h"
+#include "common/page_allocator.h"
 
 namespace tierstore {
 
 struct TierConfig {
   std::int64_t capacity = 0;   // slots
+  std::int64_t pad = 0;        // slots behind them for which address space is reserved
   std::int64_t row_bytes = 0;  // a multiple of 16
   bool grows = false;          // memory is taken as slots are first used, not at once
   PolicyHooks policy;
   AdmissionHook filter;
 };
 
+// More rows are in use at once than a tier and its pad have slots.
+class PadFull : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // Rows that leave a tier, in the order in which they must be copied out.
 struct Departures {
-  std::vector<std::int32_t> slots;
-  std::vector<std::uint64_t> keys;
-  std::vector<std::uint8_t> dirty;
-  std::vector<std::int64_t> next_use;
+  PageVector<std::int32_t> slots;
+  PageVector<std::uint64_t> keys;
+  PageVector<std::uint8_t> dirty;
+  PageVector<std::int64_t> next_use;
 };
 
 struct Plan {
   std::int64_t now = 0;
-  std::vector<std::int32_t> slots;   // where every unique key's row is, valid after Assign
-  std::vector<std::int32_t> misses;  // indices of unique keys without a slot, refused ones last
-  std::vector<std::int32_t> absent;  // those that are not in the pad either: to be filled by the caller
-  Departures victims;                // to be copied out before the misses are filled
-  std::int64_t needed = 0;           // victims still to be found; those not found go to the pad
-  std::int64_t refused = 0;          // misses that are given no slot but the pad
-  std::vector<std::int64_t> next_use;
+  PageVector<std::int32_t> slots;   // where every unique key's row is, valid after Assign
+  PageVector<std::int32_t> misses;  // indices of unique keys without a slot, refused ones last
+  PageVector<std::int32_t> absent;  // those that are not in the pad either: to be filled by the caller
+  Departures victims;               // to be copied out before the misses are filled
+  std::int64_t needed = 0;          // victims still to be found; those not found go to the pad
+  std::int64_t refused = 0;         // misses that are given no slot but the pad
+  PageVector<std::int64_t> next_use;
 };
 
 class Tier {
  public:
-  static constexpr std::int64_t kMaxPad = std::int64_t{1} << 26;
   // What a slot costs beside its row and its policy: key, last use, next use, dirty flag, index entry, free
   // list.
   static constexpr double kBytesPerSlot = 8 + 8 + 8 + 1 + 1 + 4 + SlotIndex::kBytesPerSlot;
@@ -63,10 +70,12 @@ class Tier {
   // victims that are still needed among slots last used before `pinned_since`; Assign gives every miss a slot
   // (refused or past capacity: pad) and forgets the victims. Between Begin and Assign all rows are still
   // found where they were. Before Evict, lookups older than `pinned_since` must have been released here.
-  // Evict throws PolicyFault; the plan is to be aborted then.
+  // Evict throws PolicyFault; the plan is to be aborted then. Prepare takes what memory Assign needs, so that
+  // Assign itself cannot fail; it throws AddressSpaceError, or PadFull, and the plan is to be aborted then.
   void Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now,
              bool absent, Plan* plan);
   std::int64_t Evict(std::int64_t pinned_since, Plan* plan);
+  void Prepare(bool use_pad, const Plan& plan);
   void Assign(const std::uint64_t* keys, bool use_pad, Plan* plan);
   // Before Assign, when rows could not be moved: the victims stay.
   void Abort(Plan* plan);
@@ -83,14 +92,14 @@ class Tier {
   // Takes rows out of the tier other than by eviction; `slots` must be resident and not in the pad.
   void Remove(const std::int32_t* slots, std::int64_t n);
   // The window has learned that these keys are used at `next_use`. Returns those that are not here.
-  std::vector<std::uint64_t> Announce(const std::uint64_t* keys, std::int64_t n, std::int64_t next_use,
-                                      std::int64_t now);
+  PageVector<std::uint64_t> Announce(const std::uint64_t* keys, std::int64_t n, std::int64_t next_use,
+                                     std::int64_t now);
 
   void MarkDirty(const std::int32_t* slots, std::int64_t n);
   void MarkClean(const std::int32_t* slots, std::int64_t n);
   void SetDirty(const std::int32_t* slots, const std::uint8_t* dirty, std::int64_t n);
   // In increasing order, from slot `from` on, at most `limit`.
-  std::vector<std::int32_t> ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const;
+  PageVector<std::int32_t> ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const;
 
   std::uint64_t key(std::int32_t slot) const { return row_[slot].key; }
   const std::uint8_t* dirty() const { return dirty_.data(); }

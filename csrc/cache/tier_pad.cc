@@ -13,7 +13,7 @@ std::int32_t Tier::TakePadSlot() {
     return slot;
   }
   const std::int64_t pad = static_cast<std::int64_t>(pad_users_.size());
-  if (pad >= kMaxPad) throw std::runtime_error("a batch overflows its tier by more than 2^26 rows");
+  if (pad >= config_.pad) throw std::logic_error("the pad has no slot that was prepared");
   pad_users_.push_back(-1);
   pad_home_.push_back(-1);
   CommitSlots(config_.capacity + pad + 1);

@@ -24,9 +24,9 @@ void Window::Rebuild(std::int64_t extra) {
     if (entry.index != kEmpty && IsLive(entry)) live.push_back(entry);
   }
   if (wanted <= entries_.size() && entries_.size() < 2 * wanted) {  // as a rule: its pages are there
-    std::fill(entries_.begin(), entries_.end(), Entry{});
+    entries_.Fill(Entry{});
   } else {
-    entries_ = PageVector<Entry>(wanted + wanted / 16);
+    entries_ = OwnArray<Entry>(wanted + wanted / 16, Entry{});
   }
   for (const Entry& entry : live) {
     std::size_t at = Home(entry.key);
@@ -36,7 +36,7 @@ void Window::Rebuild(std::int64_t extra) {
   used_ = static_cast<std::int64_t>(live.size());
 }
 
-std::vector<std::uint64_t> Window::Announce(std::int64_t seq, std::shared_ptr<const Batch> batch) {
+PageVector<std::uint64_t> Window::Announce(std::int64_t seq, std::shared_ptr<const Batch> batch) {
   if (!pending_.empty() && pending_.back().seq >= seq)
     throw std::logic_error("window: sequence does not increase");
   const PageVector<std::uint64_t>& keys = batch->unique;
@@ -50,7 +50,7 @@ std::vector<std::uint64_t> Window::Announce(std::int64_t seq, std::shared_ptr<co
   const std::uint32_t first = first_ordinal_, ordinal = first + static_cast<std::uint32_t>(count);
   pending_.push_back({seq, batch, PageVector<std::int32_t>(keys.size()), added});
 
-  std::vector<std::uint64_t> first_seen;
+  PageVector<std::uint64_t> first_seen;
   first_seen.reserve(keys.size());
   Entry* const entries = entries_.data();
   std::size_t homes[kBlock];
@@ -93,14 +93,14 @@ std::vector<std::uint64_t> Window::Announce(std::int64_t seq, std::shared_ptr<co
   return first_seen;
 }
 
-std::vector<std::int64_t> Window::Take(std::int64_t seq) {
+PageVector<std::int64_t> Window::Take(std::int64_t seq) {
   if (pending_.empty() || pending_.front().seq != seq) throw std::logic_error("window: taken out of order");
   const Pending& front = pending_.front();
   std::vector<std::int64_t> uses;  // by how many lookups later
   uses.reserve(pending_.size());
   for (const Pending& pending : pending_) uses.push_back(pending.seq);
   uses[0] = kNotKnown;
-  std::vector<std::int64_t> next_use;
+  PageVector<std::int64_t> next_use;
   next_use.reserve(front.next.size());
   for (const std::int32_t later : front.next) next_use.push_back(uses[static_cast<std::size_t>(later)]);
   live_ -= front.latest;  // its entries are dead from now on: their ordinal is out of range
@@ -109,14 +109,14 @@ std::vector<std::int64_t> Window::Take(std::int64_t seq) {
   return next_use;
 }
 
-std::vector<std::uint64_t> Window::Clear() {
-  std::vector<std::uint64_t> keys;
+PageVector<std::uint64_t> Window::Clear() {
+  PageVector<std::uint64_t> keys;
   for (const Entry& entry : entries_) {
     if (entry.index != kEmpty && IsLive(entry)) keys.push_back(entry.key);
   }
   first_ordinal_ += static_cast<std::uint32_t>(pending_.size());
   pending_.clear();
-  entries_.assign(entries_.size(), Entry{});
+  entries_.Fill(Entry{});
   used_ = live_ = 0;
   return keys;
 }

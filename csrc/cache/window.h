@@ -9,6 +9,7 @@
 
 #include "cache/batch.h"
 #include "cache/probing.h"
+#include "cache/reserved_memory.h"
 
 namespace tierstore {
 
@@ -16,14 +17,14 @@ class Window {
  public:
   // Adds a lookup; sequence numbers must increase. Returns the keys whose only occurrence in the window this
   // is: if they are resident, their tier learns now that they are used at `seq`.
-  std::vector<std::uint64_t> Announce(std::int64_t seq, std::shared_ptr<const Batch> batch);
+  PageVector<std::uint64_t> Announce(std::int64_t seq, std::shared_ptr<const Batch> batch);
 
   // Takes the oldest lookup, which must be `seq`, out of the window, and gives the next use of each of its
   // unique keys (kNotKnown where the window holds none).
-  std::vector<std::int64_t> Take(std::int64_t seq);
+  PageVector<std::int64_t> Take(std::int64_t seq);
 
   // Forgets all lookups; returns the keys whose announced use will not come.
-  std::vector<std::uint64_t> Clear();
+  PageVector<std::uint64_t> Clear();
 
   std::int64_t lookups() const { return static_cast<std::int64_t>(pending_.size()); }
   std::int64_t distinct_rows() const { return live_; }
@@ -53,7 +54,7 @@ class Window {
 
   std::deque<Pending> pending_;
   std::uint32_t first_ordinal_ = 0;  // of pending_.front()
-  PageVector<Entry> entries_;
+  OwnArray<Entry> entries_;
   std::int64_t used_ = 0;  // entries that are not empty, dead ones included
   std::int64_t live_ = 0;
 };

@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "common/float_mode.h"
+
 namespace tierstore {
 namespace {
 
@@ -26,6 +28,7 @@ struct Loop {
   std::int64_t end;
   std::int64_t grain;
   int max_helpers;
+  FloatMode float_mode = CurrentFloatMode();  // the caller's
   std::atomic<std::int64_t> next;
   // Guarded by ThreadPool::mutex_.
   int active = 0;
@@ -66,7 +69,10 @@ class ThreadPool {
       work_.wait(lock, [&] { return (loop = LeastServed()) != nullptr; });
       ++loop->active;
       lock.unlock();
-      Work(*loop);
+      {
+        const ScopedFloatMode mode(loop->float_mode);
+        Work(*loop);
+      }
       lock.lock();
       if (--loop->active == 0) loop->idle.notify_all();
     }

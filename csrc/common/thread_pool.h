@@ -11,8 +11,9 @@
 namespace tierstore {
 
 // Calls fn(b, e) for consecutive pieces [b, e) of [begin, end), each `grain` long except the last, and
-// returns when all are done. Pieces run in any order on any thread; grain must be positive. If fn throws,
-// pieces not yet started are dropped and the first exception is rethrown here.
+// returns when all are done. All threads work in the caller's floating-point mode. Pieces run in any order on
+// any thread; grain must be positive. If fn throws, pieces not yet started are dropped and the first
+// exception is rethrown here.
 void ParallelFor(std::int64_t begin, std::int64_t end, std::int64_t grain,
                  const std::function<void(std::int64_t, std::int64_t)>& fn);
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 
+#include "common/float_mode.h"
 #include "common/key.h"
 #include "kernels/normal.h"
 #include "kernels/philox.h"
@@ -109,6 +110,8 @@ struct InitKernel {
 void InitRows(Rows rows, const std::int32_t* slots, const std::uint64_t* keys, std::int64_t n,
               std::int64_t dim, std::int64_t state_floats, float state_value, const TableInit& tables) {
   const std::int64_t grain = std::max<std::int64_t>(1, 4096 / dim);
+  // A row's values depend on nothing but its key, whichever thread computes them first.
+  const ScopedFloatMode mode(DefaultFloatMode());
   RunKernel<InitKernel>({rows, slots, keys, dim, state_floats, state_value, tables}, 0, n, grain);
 }
 

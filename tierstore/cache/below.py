@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore import _core
 from tierstore.cache.memory_tier import Flags, Keys, MemoryTier
 from tierstore.cache.read_ahead import ReadAhead
 from tierstore.cache.stats import ChainStats
 from tierstore.errors import TierFullError
 from tierstore.store.protocol import RowStore
+
+_USES = 16  # after so many, a room that none of them half filled shrinks
 
 # Positions of rows that were asked for, the address of rows, and which of these they are.
 Piece = tuple[NDArray[np.int64], int, NDArray[np.int32]]
@@ -28,6 +31,31 @@ class Below:
     in_host: Flags | None = None
     lifted: NDArray[np.uint8] | None = None
     dirty: NDArray[np.uint8] | None = None
+
+
+class _Room:
+    """An array that is used again and again: what a peak took goes back to the system after some uses."""
+
+    def __init__(self, row_bytes: int) -> None:
+        self.rows: NDArray[np.uint8] = _core.rows_array(0, row_bytes)
+        self._row_bytes = row_bytes
+        self._largest = 0  # of the uses that are counted
+        self._uses = 0
+
+    def take(self, rows: int) -> NDArray[np.uint8]:
+        self._largest = max(self._largest, rows)
+        self._uses += 1
+        wanted = len(self.rows)
+        if rows > wanted:
+            wanted = rows + rows // 4
+        elif self._uses >= _USES:
+            if wanted > 2 * self._largest:
+                wanted = self._largest + self._largest // 4
+            self._largest = self._uses = 0
+        if wanted != len(self.rows):
+            self.rows = _core.rows_array(0, self._row_bytes)  # the old room first: never both at once
+            self.rows = _core.rows_array(wanted, self._row_bytes)
+        return self.rows[:rows]
 
 
 class LowerTiers:
@@ -56,7 +84,7 @@ class LowerTiers:
         self.holds_rows = store is not None and bool(store.commits())
         self.uncommitted = 0
         """Rows given to the store since its last commit."""
-        self._buffers: dict[str, NDArray[np.uint8]] = {}
+        self._rooms: dict[str, _Room] = {}
 
     @property
     def exist(self) -> bool:
@@ -70,19 +98,16 @@ class LowerTiers:
             self.ahead.announce(seq, keys)
 
     def buffer(self, name: str, rows: int) -> NDArray[np.uint8]:
-        """Room for ``rows`` rows on their way between tiers, kept from plan to plan.
-
-        Fresh arrays of a few MiB each would scatter over malloc's heap and stay resident.
-        """
-        held = self._buffers.get(name)
-        if held is None or len(held) < rows:
-            self._buffers[name] = held = np.empty((rows + rows // 4, self.row_bytes), np.uint8)
-        return held[:rows]
+        """Room for ``rows`` rows on their way between tiers, kept from plan to plan."""
+        room = self._rooms.get(name)
+        if room is None:
+            room = self._rooms[name] = _Room(self.row_bytes)
+        return room.take(rows)
 
     def buffer_bytes(self) -> int:
         """Bytes of rows on their way between tiers."""
         ahead = 0 if self.ahead is None else self.ahead.memory_bytes()
-        return ahead + sum(held.nbytes for held in self._buffers.values())
+        return ahead + sum(room.rows.nbytes for room in self._rooms.values())
 
     def collect(self, missing: Keys) -> Below:
         """What the tiers below hold of ``missing``: read from the store, and taken out of the host tier."""
@@ -148,6 +173,7 @@ class LowerTiers:
                 self._write_down(victims, leaving, victim_dirty, victim_use)
             if len(past):
                 self._write_down(keys[past], rows[past], dirty[past], next_use[past])
+            self.host.prepare(plan, use_pad=False)
         except BaseException:
             native.abort(plan)
             raise

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
-from tierstore.cache.memory_tier import MIN_SLOTS, bytes_for, slots_for
+from tierstore.cache.memory_tier import MAX_SLOTS, MIN_SLOTS, bytes_for, memory_limit, slots_for
 from tierstore.config import TierConfig, format_bytes
 from tierstore.errors import ConfigError
 
@@ -89,7 +87,8 @@ def fast_tiers(config: TierConfig, demands: Sequence[ChainDemand], policy: Any) 
     """The ``hbm`` tiers. With ``hbm="all"`` each may grow to all its rows, or to what the machine's
     memory holds."""
     if config.keeps_all:
-        memory = psutil.virtual_memory().total
-        return [TierPlan(min(d.rows, max(MIN_SLOTS, memory // d.row_bytes)), True) for d in demands]
+        memory = memory_limit()
+        most = [min(MAX_SLOTS, max(MIN_SLOTS, memory // d.row_bytes)) for d in demands]
+        return [TierPlan(min(d.rows, slots), True) for d, slots in zip(demands, most, strict=True)]
     assert isinstance(config.hbm, int)
     return divide(config.hbm, demands, policy, "hbm", config.admission)

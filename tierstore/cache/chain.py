@@ -24,6 +24,7 @@ from tierstore import _core
 from tierstore.cache.below import Below, LowerTiers
 from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import Flags, Keys, MemoryTier
+from tierstore.cache.process import OwnProcess
 from tierstore.cache.read_ahead import ReadAhead
 from tierstore.cache.sequence import Sequence
 from tierstore.cache.stats import ChainStats
@@ -68,6 +69,7 @@ class Chain:
         self.stats = ChainStats(tier for tier, there in named.items() if there is not None)
         self.below = LowerTiers(name, layout.row_bytes, host, store, ahead, self.stats)
         self._closed = False
+        self._process = OwnProcess()
         self._warned_overflow = False
 
     # -- what is counted -----------------------------------------------------------------
@@ -224,6 +226,7 @@ class Chain:
                     f"{self.name}: the hbm tier is full ({self.fast.capacity} rows of "
                     f"{self.layout.row_bytes} bytes) and there is no tier below; raise hbm, or set ssd"
                 )
+            self.fast.prepare(plan, use_pad=True)
             self._count_overflow(plan.needed)
             self._give_up(plan, ticket.seq)
         except BaseException:
@@ -239,7 +242,13 @@ class Chain:
 
     def _give_up(self, plan: Any, seq: int) -> None:
         """Hands the plan's victims to the tiers below."""
-        slots, keys, dirty, next_use = plan.victims
+        victims = plan.victims
+        self._hand_down(victims, seq)
+        self.stats.counters.evicted_rows += len(victims[0])
+
+    def _hand_down(self, departures: tuple[Any, Keys, Any, Any], seq: int) -> None:
+        """Gives rows that leave the fast tier to the tiers below."""
+        slots, keys, dirty, next_use = departures
         # A row that was stored and then stays does no harm; in a memory tier it would be there twice.
         step = _PIECE if self.below.host is None else len(slots)
         for begin in range(0, len(slots), max(1, step)):
@@ -247,7 +256,6 @@ class Chain:
             rows = self.below.buffer("victims", len(slots[part]))
             self.fast.copy_out(slots[part], rows)
             self.below.demote(keys[part], rows, dirty[part], next_use[part], seq)
-        self.stats.counters.evicted_rows += len(slots)
 
     def _count_overflow(self, rows: int) -> None:
         self.stats.counters.overflow_rows += rows
@@ -261,6 +269,11 @@ class Chain:
                 rows,
                 format_bytes(rows * self.layout.row_bytes),
             )
+
+    def wake(self) -> None:
+        """Lets threads that wait for releases look again; a forked child has none of these threads."""
+        if self._process.is_here:
+            self.sequence.wake()
 
     # -- moving rows ---------------------------------------------------------------------
 
@@ -287,12 +300,9 @@ class Chain:
             return
         for slots in returned:
             native.release(slots)
-        slots, keys, dirty, next_use = native.drainable()
-        if len(slots):
-            rows = self.below.buffer("victims", len(slots))
-            self.fast.copy_out(slots, rows)
-            self.below.demote(keys, rows, dirty, next_use, self._planned)
-        native.drained(slots)
+        drained = native.drainable()
+        self._hand_down(drained, self._planned)
+        native.drained(drained[0])
 
     def _fill(self, slots: NDArray[np.int32], keys: Keys, below: Below) -> None:
         """Puts rows at ``slots`` of the fast tier: those from below, and initial values for the others."""
@@ -328,14 +338,19 @@ class Chain:
             self._drain_pad()
             for tier in self.memory_tiers():
                 for slots in tier.resident(only_dirty=True):
-                    rows = np.empty((len(slots), self.layout.row_bytes), np.uint8)
+                    rows = self.below.buffer("written", len(slots))
                     tier.copy_out(slots, rows)
                     self.below.write(tier.native.keys_of(slots), rows)
                     tier.native.mark_clean(slots)
 
     # -- end -----------------------------------------------------------------------------
 
+    def check_process(self) -> None:
+        """Raises ``ClosedError`` in a forked child, where no tier is."""
+        self._process.check()
+
     def check_open(self) -> None:
+        self._process.check()
         if self._closed:
             raise ClosedError("the tables are closed; build the module again to use them")
 

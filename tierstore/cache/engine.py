@@ -19,7 +19,8 @@ from tierstore.cache.chain import Chain
 from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.loss import warns_of_loss
 from tierstore.cache.memory_tier import MemoryTier, as_policy, bytes_for
-from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, touched_ids
+from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, rows_in_piece, touched_ids
+from tierstore.cache.process import OwnProcess
 from tierstore.cache.report import report, table_curve, warn_of_uncommitted
 from tierstore.cache.table import Table as Table
 from tierstore.cache.versions import Versions
@@ -70,12 +71,9 @@ class Engine:
         """Id of the folder whose checkpoints name the store's commits; committed with the rows."""
         self.uncommitted = 0
         """Updates, and calls that overwrote rows, since the last commit."""
+        self._process = OwnProcess()
         self._closing = threading.Lock()
         self.closed = False
-        if not config.keeps_all:
-            # A budget promises what the process takes, and malloc's heap would grow to twice what is in use.
-            # Mapping more costs time, so only where the index of the many rows below needs the room.
-            _core.fix_malloc_threshold(4 << 20 if int(config.hbm) + int(config.uvm) < 512 << 20 else 2 << 20)
         self.policy = as_policy(config.policy)
         self._keep = keep
         self._open(at)
@@ -165,6 +163,7 @@ class Engine:
                 None if plan.holds_all else policy,
                 admission=admission,
                 grows=plan.holds_all,
+                overflows=name == "hbm" and not plan.holds_all,
             )
             for name, plan, admission in (("hbm", fast, self.config.admission), ("uvm", host, "always"))
         ]
@@ -199,6 +198,7 @@ class Engine:
         return self._chain_of[table]
 
     def check_open(self) -> None:
+        self._process.check()
         if self.closed:
             raise ClosedError("the tables are closed; build the module again to use them")
 
@@ -234,10 +234,20 @@ class Engine:
         """Weights (n, dim) and optimizer state (n, state floats) of ``ids`` (n,), copies; nothing changes."""
         self.check_open()
         ids = np.ascontiguousarray(ids, np.int64)
-        rows = read_rows(self._chain_of[table], self._batch_of(table, ids))
-        layout = self._chain_of[table].layout
-        values = rows.data.view(np.float32)[rows.inverse]
-        return values[:, : layout.dim], values[:, layout.dim : layout.dim + layout.state_floats]
+        chain, bound = self._chain_of[table], self.tables[table].num_embeddings
+        layout = chain.layout
+        if len(ids) and not 0 <= ids.min() <= ids.max() < bound:
+            self._batch_of(table, ids)  # raises, and names the position among all ids
+        weight = np.empty((len(ids), layout.dim), np.float32)
+        state = np.empty((len(ids), layout.state_floats), np.float32)
+        step = rows_in_piece(chain)
+        for begin in range(0, len(ids), step):
+            part = slice(begin, begin + step)
+            rows = read_rows(chain, self._batch_of(table, ids[part]))
+            values = rows.data.view(np.float32)
+            weight[part] = values[rows.inverse, : layout.dim]
+            state[part] = values[rows.inverse, layout.dim : layout.dim + layout.state_floats]
+        return weight, state
 
     def write_rows(
         self,
@@ -312,6 +322,7 @@ class Engine:
 
     def commits(self) -> list[CommitInfo]:
         """The commits that the store keeps, oldest first; none without a store."""
+        self._process.check()
         return [] if self.store is None else self.store.commits()
 
     def drop_commit(self, id: int) -> None:
@@ -339,16 +350,19 @@ class Engine:
 
     def committed_extra(self) -> dict[str, Any]:
         """``extra`` of the last commit."""
+        self._process.check()
         meta = self.store.meta() if self.store is not None else b""
         return json.loads(meta).get("extra", {}) if meta else {}
 
     def close(self, *, commit: bool = True) -> None:
         """Commits (if there is a store with a path) and releases everything. Calling it again does
-        nothing.
+        nothing, and neither does a call in a forked child.
 
         If the last commit has an ``extra`` it stays the last one, for that would be wrong of rows that were
         trained since; a warning says so.
         """
+        if not self._process.is_here:
+            return
         with self._closing:
             if self.closed:
                 return
@@ -374,6 +388,7 @@ class Engine:
     # -- statistics ----------------------------------------------------------------------
 
     def reset_stats(self) -> None:
+        self._process.check()
         for chain in self.chains:
             chain.stats.reset()
 
@@ -382,6 +397,7 @@ class Engine:
         ``memory`` (bytes), ``tables`` (estimated footprint and misses by cache size, since the engine was
         opened), ``store``, and the counters of ``cache.stats.ChainCounters``; ``chains`` has the same per row
         layout."""
+        self._process.check()
         result = report(self.chains, self._table_curves())
         if self.store is not None and not self.closed:
             result["store"] = vars(self.store.stats())
@@ -390,6 +406,7 @@ class Engine:
     def table_curves(self) -> dict[str, Any]:
         """Miss-ratio curves of the tables as estimated since the engine was opened, as plain JSON:
         ``tierstore plan --stats`` reads it (docs/policies.md)."""
+        self._process.check()
         return planner_document("live", self._table_curves())
 
     def _table_curves(self) -> list[TableCurve]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
+import resource
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 import cache_policies
 from tierstore import _core
-from tierstore.errors import ConfigError, PolicyFaultError
+from tierstore.errors import ConfigError, PolicyFaultError, TierFullError
 
 Slots = NDArray[np.int32]
 Keys = NDArray[np.uint64]
@@ -21,7 +23,10 @@ Flags = NDArray[np.bool_]
 MIN_SLOTS = 16
 _PIECE = 1 << 13
 _EXACT_UP_TO = 1 << 16
-_MAX_SLOTS = (1 << 31) - (1 << 26) - 1  # slots are int32, and the pad's come behind
+_MOST_PAD_ROWS = 1 << 26
+_MOST_PAD_BYTES = 256 << 30  # of address space, which is 2**47 bytes
+MAX_SLOTS = (1 << 31) - _MOST_PAD_ROWS - 1
+"""Slots are int32, and the pad's come behind."""
 
 
 def as_policy(policy: Any) -> Any:
@@ -67,7 +72,7 @@ def bytes_for(slots: int, row_bytes: int, policy: Any, admission: Any = "always"
 
 def slots_for(budget: int, row_bytes: int, policy: Any, admission: Any = "always") -> int:
     """How many rows ``budget`` bytes hold, index, policy and admission filter included."""
-    low, high = 0, min(_MAX_SLOTS, budget // row_bytes)
+    low, high = 0, min(MAX_SLOTS, budget // row_bytes)
     while low < high:
         middle = (low + high + 1) // 2
         if bytes_for(middle, row_bytes, policy, admission) <= budget:
@@ -77,11 +82,29 @@ def slots_for(budget: int, row_bytes: int, policy: Any, admission: Any = "always
     return low
 
 
+def memory_limit() -> int:
+    """Bytes that this process may come to use: the machine's memory, or half of its limit of address
+    space (code and threads take of that, too)."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    total = int(psutil.virtual_memory().total)
+    return total if limit == resource.RLIM_INFINITY else min(total, limit // 2)
+
+
+def _pad_rows(row_bytes: int) -> int:
+    """For how many rows that overflow a tier address space is reserved: as many as memory could hold."""
+    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    # Where address space is limited, so much of it that dozens of row layouts find theirs.
+    size = memory_limit() // 64 if limited else min(memory_limit(), _MOST_PAD_BYTES)
+    return max(MIN_SLOTS, min(_MOST_PAD_ROWS, size // row_bytes))
+
+
 class MemoryTier:
     """Rows of one layout in memory. Not thread-safe; see :class:`tierstore.cache.chain.Chain`.
 
     ``policy`` None means that the tier holds every row that it is given and never evicts. ``admission``
-    refuses rows a slot: they are used from the pad.
+    refuses rows a slot: they are used from the pad, which a tier has if ``overflows``.
+
+    Raises ``ConfigError`` when the system refuses the address space.
     """
 
     def __init__(
@@ -93,6 +116,7 @@ class MemoryTier:
         *,
         admission: Any = "always",
         grows: bool = False,
+        overflows: bool = True,
     ) -> None:
         self.name = name
         self.capacity = capacity
@@ -106,7 +130,14 @@ class MemoryTier:
         self.policy_bytes = sum(policy_bytes(p and as_policy(p), capacity) for p in (policy, filter_))
         state, hooks = (0, None) if self._policy is None else (self._policy.state_address, self._policy.hooks)
         gate = (0, 0) if self._filter is None else (self._filter.state_address, self._filter.hooks["admit"])
-        self.native = _core.Tier(capacity, row_bytes, grows, state, hooks, gate)
+        pad = _pad_rows(row_bytes) if overflows else 0
+        try:
+            self.native = _core.Tier(capacity, row_bytes, grows, state, hooks, gate, pad)
+        except _core.AddressSpaceError as refused:
+            raise ConfigError(
+                f"{name}: no room for {capacity} rows of {row_bytes} bytes, and for {pad} more while a batch "
+                f"overflows the tier: {refused}. Raise the process's limit (ulimit -v), or lower {name}"
+            ) from None
 
     def __len__(self) -> int:
         return len(self.native)
@@ -138,6 +169,18 @@ class MemoryTier:
                 f"{self.name}: policy {self.policy_name!r} broke its contract in plan {plan.now}: {fault}. "
                 "All rows are as they were. cache_policies.check(policy) finds such faults; "
                 "built-in policies have none"
+            ) from None
+
+    def prepare(self, plan: Any, *, use_pad: bool) -> None:
+        """Takes the memory that assigning the plan's slots needs, so that assigning cannot fail.
+
+        Raises ``TierFullError``; the plan is to be aborted then.
+        """
+        try:
+            self.native.prepare(use_pad, plan)
+        except (_core.PadFull, _core.AddressSpaceError) as refused:
+            raise TierFullError(
+                f"{self.name}: {refused}; raise {self.name}, or use smaller batches"
             ) from None
 
     def resident(self, *, only_dirty: bool = False) -> Iterator[Slots]:

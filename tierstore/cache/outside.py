@@ -16,20 +16,36 @@ if TYPE_CHECKING:
     from tierstore.cache.chain import Chain
 
 _CHUNK = 1 << 16  # rows changed at a time
+_PIECE_BYTES = (
+    4 << 20
+)  # of rows that are read at a time, so that what is on its way does not grow with the ids
 
 
 def read_rows(chain: Chain, batch: Any) -> ReadRows:
     """A copy of the rows wherever they are; no tier changes, no row is created."""
+    chain.check_open()
     keys = batch.unique
+    rows = _core.rows_array(len(keys), chain.layout.row_bytes)
+    step = rows_in_piece(chain)
+    for begin in range(0, max(1, len(keys)), step):
+        _read_piece(chain, keys[begin : begin + step], rows[begin : begin + step])
+    return ReadRows(chain, batch, rows)
+
+
+def rows_in_piece(chain: Chain) -> int:
+    """How many rows are read at a time."""
+    return max(1, _PIECE_BYTES // chain.layout.row_bytes)
+
+
+def _read_piece(chain: Chain, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
     row_bytes = chain.layout.row_bytes
-    rows = np.empty((len(keys), row_bytes), np.uint8)
     left = np.arange(len(keys), dtype=np.int32)
     with chain.moving:
         chain.check_open()
         for tier in chain.memory_tiers():
             slots = tier.find(keys[left])
             here = slots >= 0
-            buffer = np.empty((int(here.sum()), row_bytes), np.uint8)
+            buffer = chain.below.buffer("found", int(here.sum()))
             tier.copy_out(slots[here], buffer)
             _core.copy_in(rows.ctypes.data, row_bytes, left[here], buffer.ctypes.data)
             left = left[~here]
@@ -42,19 +58,18 @@ def read_rows(chain: Chain, batch: Any) -> ReadRows:
             left = left[~found]
         chain.stats.counters.read_rows += len(keys)
     chain.layout.initialise(rows.ctypes.data, left, keys[left])
-    return ReadRows(chain, batch, rows)
 
 
 def overwrite_rows(chain: Chain, batch: Any, change: Callable[[NDArray[np.uint8], slice], None]) -> None:
     """Changes rows in place: ``change(rows, part)`` gets rows of ``batch.unique[part]``, (n, row_bytes)."""
     keys = batch.unique
-    step = max(1, min(_CHUNK, chain.fast.capacity // 2))
+    step = max(1, min(_CHUNK, rows_in_piece(chain), chain.fast.capacity // 2))
     for begin in range(0, len(keys), step):
         part = slice(begin, min(begin + step, len(keys)))
         chunk = _core.batch_of_unique(np.ascontiguousarray(keys[part]))
         ticket = chain.lookup(chunk)
         try:
-            rows = np.empty((len(ticket.slots), chain.layout.row_bytes), np.uint8)
+            rows = _core.rows_array(len(ticket.slots), chain.layout.row_bytes)
             chain.fast.copy_out(ticket.slots, rows)
             change(rows, part)
             chain.mark_updated(ticket)  # first: a changed row that is not known as one would be lost
@@ -76,6 +91,7 @@ def reset_rows(chain: Chain, table: int) -> None:
 
 def touched_ids(chain: Chain, table: int) -> Iterator[NDArray[np.int64]]:
     """Ids of ``table`` that some tier holds, in chunks, each once."""
+    chain.check_open()
     with chain.moving:
         chain.check_open()
         parts = [t.native.keys_of(slots) for t in chain.memory_tiers() for slots in t.resident()]

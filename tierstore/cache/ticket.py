@@ -33,7 +33,7 @@ class Rows:
 
     def copied(self) -> ReadRows:
         """The rows as they are now."""
-        data = np.empty((len(self.slots), self.chain.layout.row_bytes), np.uint8)
+        data = _core.rows_array(len(self.slots), self.chain.layout.row_bytes)
         _core.copy_out(self.rows_addr, self.chain.layout.row_bytes, self.slots, data.ctypes.data)
         return ReadRows(self.chain, self.batch, data)
 
@@ -115,4 +115,4 @@ class Ticket(Rows):
         self._unwanted = True
         if self.held:
             self._use.release()
-            self.chain.sequence.wake()
+            self.chain.wake()

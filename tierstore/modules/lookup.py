@@ -148,6 +148,7 @@ def _held_again(part: Part) -> Ticket:
 
 def _row_arguments(part: Part) -> _RowArguments:
     assert part.rows is not None
+    part.chain.check_process()
     return part.rows.rows_addr, part.chain.layout.row_bytes, part.chain.layout.dim, part.rows.slots
 
 
@@ -219,6 +220,7 @@ class PooledFunction(torch.autograd.Function):
             return None
         out = torch.empty_like(weight)
         layout = part.chain.layout
+        part.chain.check_process()
         _core.weight_grads(
             rows.rows_addr,
             layout.row_bytes,

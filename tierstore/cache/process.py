@@ -1,0 +1,26 @@
+"""Which process has the tables: memory tiers do not exist in a forked child."""
+
+from __future__ import annotations
+
+import os
+
+from tierstore.errors import ClosedError
+
+
+class OwnProcess:
+    """The process that made this object."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raises ``ClosedError`` in a forked child."""
+        if not self.is_here:
+            raise ClosedError(
+                f"the tables belong to process {self._pid}, of which this one is a forked child (a worker of "
+                "a DataLoader, perhaps); use tables in the process that opened them only"
+            )
