@@ -128,9 +128,11 @@ struct RowClass {
   }
   const SegmentPtr& SegmentOf(std::uint32_t location) const { return segments[location >> slot_bits]; }
   std::uint32_t SlotOf(std::uint32_t location) const { return location & ((1u << slot_bits) - 1); }
-  // Without voids.
-  std::uint64_t FullSegmentBytes(bool relocated) const {
-    return geometry.EndOffset(slots_per_segment) + Footer::EncodedBytes(slots_per_segment, 0, relocated);
+  // What so many copies take, with their part of header and footer.
+  std::uint64_t BytesOf(std::uint32_t slots) const {
+    const std::uint64_t full =
+        geometry.EndOffset(slots_per_segment) + Footer::EncodedBytes(slots_per_segment, 0, true);
+    return full * slots / slots_per_segment;
   }
   std::uint64_t MaxSegmentBytes(bool relocated) const {
     return geometry.EndOffset(slots_per_segment) +
