@@ -16,8 +16,8 @@ constexpr std::uint64_t kLowSpaceSegments = 3;  // compaction begins when no mor
 constexpr std::uint64_t kFreedTogether = 4;     // segments, by one renewal of the last commit
 constexpr unsigned kMaxFailedReads = 3;         // of a segment, until it is taken for damaged
 
-double NeededShare(const Segment& segment) {
-  return static_cast<double>(segment.Needed()) / static_cast<double>(segment.slots);
+double LastingShare(const Segment& segment) {
+  return static_cast<double>(segment.Lasting()) / static_cast<double>(segment.slots);
 }
 
 // Bytes that are free in the end when so many of its rows are copied, with their part of header and footer.
@@ -95,7 +95,7 @@ Store::Survey Store::TakeSurvey() const {
     if (segment->retired) continue;
     const std::uint64_t record_bytes = segment->row_class->geometry.record_bytes;
     survey.live += segment->live * record_bytes;
-    survey.dead += (segment->slots - segment->Needed()) * record_bytes;
+    survey.dead += (segment->slots - segment->Lasting()) * record_bytes;
   }
   const std::uint64_t used = UsedBytes();
   survey.unit = LargestSegment();
@@ -125,7 +125,7 @@ Store::Victim Store::PickVictim(const Survey& survey) const {
   if (!much_garbage) return {};
   // Relocating from a segment that a commit keeps takes space now and gives it back with a later commit.
   const SegmentPtr sparsest = survey.free < 2 * survey.unit ? nullptr : PickSparse(/*unpinned=*/false);
-  if (sparsest != nullptr && NeededShare(*sparsest) <= 0.9) return {sparsest, false};
+  if (sparsest != nullptr && LastingShare(*sparsest) <= 0.9) return {sparsest, false};
   return {PickSparse(/*unpinned=*/true), false};
 }
 
@@ -145,16 +145,15 @@ SegmentPtr Store::PickToFree() const {
   return best;
 }
 
-// The segment with the smallest share of needed rows. Those that the last commit keeps count as needed, or
-// what PickToFree has brought together would be taken apart again, without an end.
+// The segment with the smallest share of lasting rows.
 SegmentPtr Store::PickSparse(bool unpinned, const RowClass* only) const {
   SegmentPtr best;
   for (const auto& [number, segment] : segments_) {
     if (segment->retired || !segment->sealed || !segment->chunks.empty() || segment->damaged) continue;
     if ((unpinned && segment->pins > 0) || (only != nullptr && segment->row_class != only)) continue;
-    if ((segment->slots - segment->Needed()) * 32 < segment->slots || !CanRelocate(*segment, segment->live))
+    if ((segment->slots - segment->Lasting()) * 32 < segment->slots || !CanRelocate(*segment, segment->live))
       continue;
-    if (best == nullptr || NeededShare(*segment) < NeededShare(*best)) best = segment;
+    if (best == nullptr || LastingShare(*segment) < LastingShare(*best)) best = segment;
   }
   return best;
 }

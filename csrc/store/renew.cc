@@ -36,6 +36,7 @@ void Store::BeginInterval() {
   }
   for (const auto& [number, segment] : segments_) {
     segment->in_last_commit = false;
+    segment->older = true;
     // What compaction copied while the commit was made is in it, too: it was the newest version all along.
     segment->committed_slots = segment->relocated ? segment->slots : segment->durable_slots;
     segment->kept = 0;
