@@ -22,10 +22,10 @@ from tierstore.cache.memory_tier import MemoryTier, as_policy, bytes_for
 from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, touched_ids
 from tierstore.cache.report import report, table_curve
 from tierstore.config import TierConfig
-from tierstore.errors import ClosedError, ConfigError, InputError
+from tierstore.errors import ClosedError, ConfigError, InputError, StoreFullError
 from tierstore.initializers import Init, as_init, table_seed
-from tierstore.store.directory import open_store
-from tierstore.store.protocol import CommitInfo, RowStore, TableSpec
+from tierstore.store.directory import DirectoryStore, open_store
+from tierstore.store.protocol import CommitInfo, TableSpec
 
 logger = logging.getLogger("tierstore")
 
@@ -108,7 +108,7 @@ class Engine:
         demands = [self._demand(name, members) for name, members in groups.items()]
         fast = fast_tiers(config, demands, self.policy)
         host = divide(int(config.uvm), demands, self.policy, "uvm") if config.uvm else [None] * len(demands)
-        self.store: RowStore | None = None
+        self.store: DirectoryStore | None = None
         if config.ssd:
             self.store = open_store(
                 config.path, config.engine, self.specs, int(config.ssd), keep=self._keep, at=at
@@ -346,20 +346,23 @@ class Engine:
         return json.loads(meta).get("extra", {}) if meta else {}
 
     def close(self, *, commit: bool = True) -> None:
-        """Commits (if there is a store with a path) and releases everything. Calling it again does
-        nothing."""
+        """Commits (if there is a store with a path) and releases everything; a second time does nothing.
+        At a ``StoreFullError`` the tables stay open, with all rows: give room (``set_ssd``) and close again,
+        or give up what was not committed with ``commit=False``."""
         with self._closing:
             if self.closed:
                 return
+            closed = True
             try:
                 if commit and self.store is not None and self.config.path is not None:
                     self.commit()
+            except StoreFullError:
+                closed = False
+                raise
             finally:
-                self.closed = True
-                for chain in self.chains:
-                    chain.close()
-                if self.store is not None:
-                    self.store.close()
+                self.closed = closed
+                for part in filter(None, (*self.chains, self.store) if closed else ()):
+                    part.close()
 
     # -- statistics ----------------------------------------------------------------------
 
