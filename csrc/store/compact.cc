@@ -16,16 +16,15 @@ constexpr std::uint64_t kLowSpaceSegments = 3;  // compaction begins when no mor
 constexpr std::uint64_t kFreedTogether = 4;     // segments, by one renewal of the last commit
 constexpr unsigned kMaxFailedReads = 3;         // of a segment, until it is taken for damaged
 
-double LiveShare(const Segment& segment) {
-  return static_cast<double>(segment.live) / static_cast<double>(segment.slots);
+double LastingShare(const Segment& segment) {
+  return static_cast<double>(segment.Lasting()) / static_cast<double>(segment.slots);
 }
 
 // Bytes that are free in the end when so many of its rows are copied, with their part of header and footer.
 // Negative when copies take more.
 std::int64_t Gain(const Segment& segment, std::uint32_t rows) {
-  const RowClass& row_class = *segment.row_class;
-  const std::uint64_t copied = row_class.FullSegmentBytes(true) * rows / row_class.slots_per_segment;
-  return static_cast<std::int64_t>(segment.reserved_bytes) - static_cast<std::int64_t>(copied);
+  return static_cast<std::int64_t>(segment.reserved_bytes) -
+         static_cast<std::int64_t>(segment.row_class->BytesOf(rows));
 }
 
 }  // namespace
@@ -61,13 +60,8 @@ bool Store::CompactOnce(Lock& lock) {
   const Survey survey = TakeSurvey();
   const Victim victim = PickVictim(survey);
   const std::uint64_t enough = (kLowSpaceSegments + kFreedTogether) * survey.unit;
-  // A renewal leaves up to a block unfilled in each segment that copies go to. It must win more, or renewing
-  // and compacting could go on for ever.
-  const std::uint64_t price = 3 * kBlockBytes * classes_.size();
-  if (survey.released > 0 && IsShort(survey) && CanRenew() &&
-      gained_bytes_ > static_cast<std::int64_t>(price) &&
+  if (survey.released > 0 && IsShort(survey) && CanRenew() && gained_bytes_ > 0 &&
       (victim.segment == nullptr || survey.free + survey.released >= enough)) {
-    gained_bytes_ = 0;
     RenewCommit(lock);
     return true;
   }
@@ -101,7 +95,7 @@ Store::Survey Store::TakeSurvey() const {
     if (segment->retired) continue;
     const std::uint64_t record_bytes = segment->row_class->geometry.record_bytes;
     survey.live += segment->live * record_bytes;
-    survey.dead += (segment->slots - segment->live) * record_bytes;
+    survey.dead += (segment->slots - segment->Lasting()) * record_bytes;
   }
   const std::uint64_t used = UsedBytes();
   survey.unit = LargestSegment();
@@ -131,7 +125,7 @@ Store::Victim Store::PickVictim(const Survey& survey) const {
   if (!much_garbage) return {};
   // Relocating from a segment that a commit keeps takes space now and gives it back with a later commit.
   const SegmentPtr sparsest = survey.free < 2 * survey.unit ? nullptr : PickSparse(/*unpinned=*/false);
-  if (sparsest != nullptr && LiveShare(*sparsest) <= 0.9) return {sparsest, false};
+  if (sparsest != nullptr && LastingShare(*sparsest) <= 0.9) return {sparsest, false};
   return {PickSparse(/*unpinned=*/true), false};
 }
 
@@ -151,15 +145,15 @@ SegmentPtr Store::PickToFree() const {
   return best;
 }
 
-// The segment with the smallest share of newest versions.
+// The segment with the smallest share of lasting rows.
 SegmentPtr Store::PickSparse(bool unpinned, const RowClass* only) const {
   SegmentPtr best;
   for (const auto& [number, segment] : segments_) {
     if (segment->retired || !segment->sealed || !segment->chunks.empty() || segment->damaged) continue;
     if ((unpinned && segment->pins > 0) || (only != nullptr && segment->row_class != only)) continue;
-    if ((segment->slots - segment->live) * 32 < segment->slots || !CanRelocate(*segment, segment->live))
+    if ((segment->slots - segment->Lasting()) * 32 < segment->slots || !CanRelocate(*segment, segment->live))
       continue;
-    if (best == nullptr || LiveShare(*segment) < LiveShare(*best)) best = segment;
+    if (best == nullptr || LastingShare(*segment) < LastingShare(*best)) best = segment;
   }
   return best;
 }

@@ -36,6 +36,7 @@ void Store::BeginInterval() {
   }
   for (const auto& [number, segment] : segments_) {
     segment->in_last_commit = false;
+    segment->older = true;
     // What compaction copied while the commit was made is in it, too: it was the newest version all along.
     segment->committed_slots = segment->relocated ? segment->slots : segment->durable_slots;
     segment->kept = 0;
@@ -76,9 +77,16 @@ std::vector<SegmentExtent> Store::ExtentsOfLastCommit() const {
 // Only the compactor may call this: it alone appends to the segments that are flushed.
 void Store::RenewCommit(Lock& lock) {
   const Saving saving(*this, lock);
+  // What is left unfilled so that a block ends there must be won first next time, or renewing and compacting
+  // could go on for ever.
+  gained_bytes_ = -static_cast<std::int64_t>(kBlockBytes);
   for (auto& [row_bytes, row_class] : classes_) {
     for (const Stream stream : {kOfCommit, kSinceCommit}) {
-      if (row_class->active[stream] != nullptr) Flush(row_class->active[stream]);
+      const SegmentPtr segment = row_class->active[stream];
+      if (segment == nullptr) continue;
+      const std::uint32_t slots = segment->slots;
+      Flush(segment);
+      gained_bytes_ -= static_cast<std::int64_t>(row_class->BytesOf(segment->slots - slots));
     }
   }
   std::vector<CommitRecord> commits = commits_;

@@ -65,6 +65,7 @@ struct Segment {
 
   // What the last commit needs of this segment besides newest versions: rows superseded since. Compaction can
   // copy them too, and the commit can be written anew to name the copies (renew.cc).
+  bool older = false;                    // than the interval since that commit
   bool in_last_commit = false;           // named by it
   std::uint32_t committed_slots = 0;     // the first so many slots hold nothing newer than it
   std::uint32_t kept = 0;                // rows superseded since it that it needs
@@ -83,6 +84,10 @@ struct Segment {
   }
   // Rows without which the segment can go, also from the last commit.
   std::uint32_t Needed() const { return live + kept; }
+  // Rows that compaction copies when space is not short. The next commit gives up those that this one keeps,
+  // so they stay in the segment, but for what was copied since the commit: it would be taken apart again and
+  // again.
+  std::uint32_t Lasting() const { return older ? live : Needed(); }
 
   // The chunk that records are appended to; nullptr when there is none: nothing is appended yet, or the last
   // one is full and closed. `chunks` then still holds what is being written, or nothing.
@@ -128,9 +133,11 @@ struct RowClass {
   }
   const SegmentPtr& SegmentOf(std::uint32_t location) const { return segments[location >> slot_bits]; }
   std::uint32_t SlotOf(std::uint32_t location) const { return location & ((1u << slot_bits) - 1); }
-  // Without voids.
-  std::uint64_t FullSegmentBytes(bool relocated) const {
-    return geometry.EndOffset(slots_per_segment) + Footer::EncodedBytes(slots_per_segment, 0, relocated);
+  // What so many copies take, with their part of header and footer.
+  std::uint64_t BytesOf(std::uint32_t slots) const {
+    const std::uint64_t full =
+        geometry.EndOffset(slots_per_segment) + Footer::EncodedBytes(slots_per_segment, 0, true);
+    return full * slots / slots_per_segment;
   }
   std::uint64_t MaxSegmentBytes(bool relocated) const {
     return geometry.EndOffset(slots_per_segment) +

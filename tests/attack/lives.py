@@ -27,7 +27,7 @@ import tierstore
 from tests.attack.workload import ROWS, Batch, digest, journal_of, open_model, overwrite, stream, turn_of
 from tierstore.errors import TierStoreError
 
-HANG_SECONDS = 120
+HANG_SECONDS = 60
 LINGER_SECONDS = 300
 UNCAUGHT = 1
 
@@ -59,6 +59,7 @@ class Life:
     def __init__(self, folder: Path, seed: int, life: int, steps: int) -> None:
         self.rng = random.Random(f"{seed}-{life}")
         self.seed, self.left = seed, steps
+        self.workers = False
         self.folder = folder
         self._journal = os.open(journal_of(folder, life), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._pause = 0
@@ -132,9 +133,11 @@ class Life:
     def prefetched(self, turns: int) -> Any:
         """A prefetch of the coming turns, over a generator or over workers of a DataLoader."""
         batches: Any = stream(self.seed, self.turn, turns)
+        self.workers = False
         if self.rng.random() < 0.1:
             data = Turns(self.seed, self.turn, turns)
             batches = DataLoader(data, batch_size=None, num_workers=2, timeout=HANG_SECONDS)
+            self.workers = True
         return tierstore.prefetch(batches, self.model)
 
     def ahead(self) -> None:
@@ -249,6 +252,8 @@ class Life:
 
     def fork(self) -> None:
         kind = self.rng.choice(["_exit", "touch", "exit", "linger"])
+        if kind == "exit" and self.workers:
+            return  # multiprocessing would end the parent's workers there
         self.say("fork", kind=kind)
         child = os.fork()
         if not child:
@@ -296,13 +301,15 @@ def serve(folder: Path) -> tuple[int, int, int] | None:
 
 
 def _wait(child: int) -> str:
-    deadline = time.monotonic() + HANG_SECONDS + 20
+    deadline = time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return str(os.waitstatus_to_exitcode(status))
         time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
+    os.killpg(child, signal.SIGUSR1)  # the tracebacks of the life and its children go to its log
+    time.sleep(1)
+    os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return "hang"
 
@@ -315,6 +322,7 @@ if __name__ == "__main__":
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        faulthandler.dump_traceback_later(HANG_SECONDS, exit=False)
+        os.setpgid(0, 0)
+        faulthandler.register(signal.SIGUSR1)
         logging.getLogger("tierstore").setLevel(logging.ERROR)
         Life(root, *told).run()

@@ -25,10 +25,10 @@ from tierstore.cache.report import report, table_curve, warn_of_uncommitted
 from tierstore.cache.table import Table as Table
 from tierstore.cache.versions import Versions
 from tierstore.config import TierConfig
-from tierstore.errors import ClosedError, ConfigError, InputError
+from tierstore.errors import ClosedError, ConfigError, InputError, StoreFullError
 from tierstore.initializers import Init, as_init, table_seed
-from tierstore.store.directory import open_store
-from tierstore.store.protocol import CommitInfo, RowStore, TableSpec
+from tierstore.store.directory import DirectoryStore, open_store
+from tierstore.store.protocol import CommitInfo, TableSpec
 
 logger = logging.getLogger("tierstore")
 
@@ -87,7 +87,7 @@ class Engine:
         demands = [self._demand(name, members) for name, members in groups.items()]
         fast = fast_tiers(config, demands, self.policy)
         host = divide(int(config.uvm), demands, self.policy, "uvm") if config.uvm else [None] * len(demands)
-        self.store: RowStore | None = None
+        self.store: DirectoryStore | None = None
         if config.ssd:
             self.store = open_store(
                 config.path, config.engine, self.specs, int(config.ssd), keep=self._keep, at=at
@@ -359,26 +359,35 @@ class Engine:
         nothing, and neither does a call in a forked child.
 
         If the last commit has an ``extra`` it stays the last one, for that would be wrong of rows that were
-        trained since; a warning says so.
+        trained since; a warning says so. At a ``StoreFullError`` the tables stay open, with all rows: give
+        room (``set_ssd``) and close again, or give up what was not committed with ``commit=False``.
         """
         if not self._process.is_here:
             return
         with self._closing:
             if self.closed:
                 return
+            closed = True
             try:
                 if commit and self.store is not None and self.config.path is not None:
                     if not (extra := self.committed_extra()):
                         self.commit()
                     elif self.uncommitted:
                         warn_of_uncommitted(self.config.path, extra, self.uncommitted)
+            except StoreFullError:
+                closed = False
+                raise
             finally:
-                self.closed = True
-                self.warn_of_loss.detach()
-                for chain in self.chains:
-                    chain.close()
-                if self.store is not None:
-                    self.store.close()
+                self.closed = closed
+                if closed:
+                    self._release()
+
+    def _release(self) -> None:
+        self.warn_of_loss.detach()
+        for chain in self.chains:
+            chain.close()
+        if self.store is not None:
+            self.store.close()
 
     def end_at_exit(self) -> None:
         """The process ends, and nobody has closed the tables."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tierstore.cache.engine import Engine
+from tierstore.config import parse_bytes
+from tierstore.errors import ConfigError
 
 
 class EngineCalls:
@@ -28,6 +30,14 @@ class EngineCalls:
     def flush(self) -> None:
         """Writes all dirty rows down to the store."""
         self.engine.flush()
+
+    def set_ssd(self, ssd: int | str) -> None:
+        """Sets the cap on the store's files, such as ``"200GiB"``, until it is closed. After a
+        ``StoreFullError`` and a higher cap, what failed can be called again: nothing was lost."""
+        self.engine.check_open()
+        if self.engine.store is None:
+            raise ConfigError("there is no ssd tier; set ssd and path in TierConfig")
+        self.engine.store.set_cap(parse_bytes(ssd, "ssd"))
 
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
         """Makes all rows (weights and optimizer state) durable; returns the commit's number. ``tag`` is

@@ -150,6 +150,14 @@ class DirectoryStore:
     def compact(self) -> None:
         self.inner.compact()
 
+    def set_cap(self, ssd_bytes: int) -> None:
+        """Sets the cap on the bytes of all files; ``ConfigError`` by engines that must be opened anew for
+        that."""
+        change = getattr(self.inner, "set_cap", None)
+        if change is None:
+            raise ConfigError(f"a store of engine {self.engine!r} takes another cap only when it is opened")
+        change(ssd_bytes)
+
     def meta(self) -> bytes:
         return self.inner.meta()
 

@@ -1,0 +1,82 @@
+"""A training whose store is full: nothing is given up in silence, and with more room it goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tierstore import TierConfig, TieredEmbedding, optim
+from tierstore.errors import ClosedError, ConfigError, StoreFullError
+
+ROWS, DIM = 30_000, 64
+CONFIG = {"hbm": "1MiB", "ssd": "5MiB"}
+
+
+def build(config: TierConfig) -> TieredEmbedding:
+    return TieredEmbedding(ROWS, DIM, config=config, optimizer=optim.SGD(lr=0.5))
+
+
+def train(module: TieredEmbedding, ids: torch.Tensor) -> None:
+    module(ids).sum().backward()
+
+
+def fill(module: TieredEmbedding) -> list[torch.Tensor]:
+    """Trains until there is no more room; returns the batches whose step was done."""
+    done: list[torch.Tensor] = []
+    for first in range(0, ROWS, 500):
+        batch = torch.arange(first, first + 500)
+        try:
+            train(module, batch)
+        except StoreFullError:
+            return done
+        done.append(batch)
+    pytest.fail("the store never was full")
+
+
+def expected(batches: list[torch.Tensor]) -> torch.Tensor:
+    with build(TierConfig(hbm="all")) as whole:
+        for batch in batches:
+            train(whole, batch)
+        return whole.rows(torch.arange(ROWS))
+
+
+def test_training_goes_on_when_room_is_given(tmp_path):
+    config = TierConfig(path=tmp_path / "s", **CONFIG)
+    module = build(config)
+    batches = fill(module)
+    with pytest.raises(StoreFullError, match="raise the cap by at least"):
+        module.close()
+    with pytest.raises(StoreFullError):  # open still
+        module.close()
+    assert torch.equal(module.rows(torch.arange(ROWS)), expected(batches))
+    module.set_ssd("16MiB")
+    module.commit({"batches": len(batches)})
+    for batch in batches[:3]:
+        train(module, batch)
+    module.close()
+    with build(TierConfig(path=tmp_path / "s", hbm="1MiB", ssd="16MiB")) as module:
+        assert torch.equal(module.rows(torch.arange(ROWS)), expected(batches + batches[:3]))
+
+
+def test_what_does_not_fit_can_be_given_up(tmp_path):
+    config = TierConfig(path=tmp_path / "s", **CONFIG)
+    module = build(config)
+    train(module, torch.arange(100))
+    module.commit({"step": 1})
+    fill(module)
+    with pytest.raises(StoreFullError):
+        module.close()
+    module.close(commit=False)
+    with pytest.raises(ClosedError):
+        module.set_ssd("1GiB")
+    module = build(config)
+    assert module.engine.committed_extra() == {"step": 1}
+    assert torch.equal(module.rows(torch.arange(ROWS)), expected([torch.arange(100)]))
+    module.close()
+
+
+def test_engines_that_cannot_change_the_cap_say_so(tmp_path):
+    in_memory = TierConfig(hbm="1MiB", ssd="1GiB", path=tmp_path / "s", engine="memory")
+    for config, why in ((in_memory, "only when it is opened"), (TierConfig(hbm="all"), "no ssd tier")):
+        with build(config) as module, pytest.raises(ConfigError, match=why):
+            module.set_ssd("2GiB")
