@@ -21,6 +21,7 @@ from tierstore.placement import ShardingPlan
 from tierstore.sharding.collection import Options, ShardedCollection
 from tierstore.sharding.commits import Commits
 from tierstore.sharding.comms import CommsConfig
+from tierstore.sharding.cuts import configs_of
 from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
 from tierstore.sharding.env import ShardingEnv
@@ -108,6 +109,11 @@ def _check_module(module: Any, config: TierConfig | None) -> None:
             "EmbeddingBagCollection or an EmbeddingCollection of tierstore"
         )
     module.engine.check_open()
+    if [table.name for table in module.engine.tables] != [table.name for table in configs_of(module)]:
+        raise ConfigError(
+            "the collection is part of an offloaded model, whose tables have one engine; shard the model "
+            "as it was before offload()"
+        )
     path = module.engine.config.path
     if config is None and path is not None:
         raise ConfigError(

@@ -63,7 +63,8 @@ class Peers:
 
     def stop(self, error: BaseException) -> None:
         """Tells the other ranks, wherever they wait, that this one has stopped because of ``error``."""
-        what = f"rank {self._rank} has stopped after {type(error).__name__}: {error}"[:1000]
+        why = f"{type(error).__name__}: {error}".rstrip(": ")
+        what = f"rank {self._rank} has stopped after {why}"[:1000]
         if not self.lost:
             self.lost = f"{what}. {_GO_ON}"
         with suppress(Exception):  # the host of the store may be gone, and then the ranks hear of that
