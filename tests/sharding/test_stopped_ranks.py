@@ -178,6 +178,19 @@ def test_the_others_hear_of_it(tmp_path: Path, place: str, ahead: bool) -> None:
     assert (record["number"], record["extra"]) == (1, {"step": 1} if number % 2 else {})
 
 
+def close_never(dmp: DistributedModelParallel, *how: Any) -> None:
+    train(dmp, *how)
+
+
+def test_the_others_hear_of_a_lookup_that_failed_though_nobody_closes(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="it died"):
+        run(2, stopped, tmp_path, close_never, "in the lookup", False, False)
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert told[0][0].startswith("RankError: rank 1 has stopped after Boom: boom. Nothing of this step")
+    assert told[1][0] == "Boom: boom"
+    assert max(took for *_, took in told) < _LONG_S
+
+
 # -- ranks that do different things ----------------------------------------------------------
 
 

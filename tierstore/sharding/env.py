@@ -94,7 +94,7 @@ class ShardingEnv:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         known = cls._known.get(getattr(group, "group_name", ""))
-        if known is None or known.process_group is not group or known.peers.lost:  # torch uses names again
+        if known is None or known.process_group is not group or known.peers.stopped:  # torch uses names again
             known = cls.from_process_group(group)
             cls._known[known.process_group.group_name] = known
         return known

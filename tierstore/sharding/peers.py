@@ -128,6 +128,11 @@ class Peers:
                 return Place(**json.loads(store.get(key)))
         return Place()
 
+    @property
+    def stopped(self) -> bool:
+        """Whether this rank has lost the others, or any says that it has stopped."""
+        return bool(self.lost or self._said())
+
     def stop(self, error: BaseException) -> None:
         """Tells the other ranks, wherever they wait, that this one has stopped because of ``error``."""
         why = f"{type(error).__name__}: {error}".rstrip(": ")
