@@ -210,7 +210,6 @@ class DistributedModelParallel(nn.Module):
         self.env.check_same({**given, "path": path is not None})
         self.plan = plan_of(module, self.env, config, batch_size) if plan is None else plan
         self._sharded: dict[str, ShardedCollection] = {}
-        self._handled = in_flight()
         self._commits = None if path is None else Commits(path, self.env, list(found))
         try:
             module = self._shard_all(module, found, config, comms)
@@ -324,7 +323,7 @@ class DistributedModelParallel(nn.Module):
         """As ShardedCollection.close, of all collections."""
         if all(collection.engine.closed for collection in self._sharded.values()):
             return
-        if (error := in_flight(self._handled)) is not None:
+        if (error := in_flight(self.env.peers.handled)) is not None:
             self.env.peers.stop(error)
         try:
             if commit and self._commits is not None:

@@ -51,6 +51,8 @@ class Peers:
     def __init__(self, rank: int, group: Any) -> None:
         self._rank, self._group = rank, group
         self.place = Place()
+        self.handled: BaseException | None = None
+        """What was being handled where all ranks were at the same point, so that it is no error of theirs."""
         self._thread = 0
         """Which begins collectives. Others, that read ahead, may wait while it does not."""
         self.lost = ""
@@ -147,6 +149,7 @@ class Peers:
         """Around what the other ranks will wait for: they are told if it fails on this rank alone."""
         try:
             yield
+            self.handled = sys.exc_info()[1]
         except (InputError, RankError):  # which all ranks raise
             raise
         except BaseException as error:
@@ -174,11 +177,11 @@ def _is_done(work: Any) -> bool:
     return True
 
 
-def in_flight(before: BaseException | None = None) -> BaseException | None:
+def in_flight(handled: BaseException | None = None) -> BaseException | None:
     """The error because of which the caller's ``finally`` or ``except`` runs; None without any, for
-    ``before`` and for what ends a loop or a program in good order."""
+    ``handled`` and for what ends a loop or a program in good order."""
     error = sys.exc_info()[1]
-    if error is before or isinstance(error, _ORDERLY):
+    if error is handled or isinstance(error, _ORDERLY):
         return None
     if isinstance(error, SystemExit) and error.code in (None, 0):
         return None
