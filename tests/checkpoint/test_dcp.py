@@ -51,6 +51,7 @@ def test_a_model_in_one_process(tmp_path: Path) -> None:
         first.step()
         optimizer = first.optimizer.state_dict()
         more = {"optimizer": optimizer, "note": {"steps": [step], "tuple": (1, 2.5, None)}}
+        more["(rank)"] = step  # what the writer calls its own
         if step < 3:
             save(tmp_path / "checkpoints", first.model, step, state_of(first.model, **more))
         if step == 2:
@@ -62,8 +63,10 @@ def test_a_model_in_one_process(tmp_path: Path) -> None:
     second = Training(tmp_path, stores=2)
     second.step()  # a step that is forgotten; it makes the optimizer's state
     state = state_of(second.model, optimizer=second.optimizer.state_dict(), note={"steps": [0], "tuple": ()})
+    state["(rank)"] = 0
     load(tmp_path / "checkpoints", second.model, state)
     assert state["note"] == {"steps": [2], "tuple": (1, 2.5, None)}
+    assert state["(rank)"] == 2
     found = second.everything()
     for name in ("random", "losses", "0.lr"):  # which this state dict has not
         expected.pop(name), found.pop(name)

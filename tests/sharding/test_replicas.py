@@ -125,6 +125,25 @@ def alike() -> None:
     parts.close()
 
 
+def offloaded() -> None:
+    handle = tierstore.offload(nn.ModuleList([bags_of_torchrec(), nn.Embedding(9, 4)]), cases.MEMORY)
+    plan = construct_plan(handle["0"], {"a": row_wise()}, 2)
+    with pytest.raises(ConfigError, match="part of an offloaded model"):
+        shard(handle["0"], plan)
+    assert not handle["1"].engine.closed
+
+
+def bags_of_torchrec() -> Any:
+    import torchrec
+
+    config = torchrec.EmbeddingBagConfig(num_embeddings=9, embedding_dim=4, name="a", feature_names=["a"])
+    return torchrec.EmbeddingBagCollection(tables=[config])
+
+
+def test_collections_of_offloaded_models() -> None:
+    run(2, offloaded)
+
+
 def test_models_that_do_not_differ() -> None:
     run(2, alike)
 

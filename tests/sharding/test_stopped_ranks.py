@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -22,7 +23,13 @@ import tierstore
 from tests.sharding import cases, resumed
 from tests.sharding.ranks import run
 from tierstore import KeyedJaggedTensor, TierConfig
-from tierstore.sharding import DistributedModelParallel, ShardingEnv, construct_plan
+from tierstore.sharding import (
+    DistributedModelParallel,
+    ShardingEnv,
+    column_wise,
+    construct_plan,
+    row_wise,
+)
 from tierstore.sharding.peers import in_flight
 
 TIMEOUT = timedelta(minutes=10)
@@ -111,7 +118,6 @@ def close_by_with(dmp: DistributedModelParallel, *how: Any) -> None:
 
 def stopped(folder: Path, close: Callable[..., None], place: str, extra: bool, ahead: bool) -> None:
     """Ends without a word to the test, which reads what the ranks leave in ``folder``."""
-    rank = dist.get_rank()
     env = ShardingEnv.from_process_group(timeout=TIMEOUT)
     model = resumed.Model()
     plan = construct_plan(model.sparse, resumed.CUTS, 2, name="sparse")
@@ -123,7 +129,12 @@ def stopped(folder: Path, close: Callable[..., None], place: str, extra: bool, a
         found = "nothing"
     except BaseException as error:
         found = f"{type(error).__name__}: {error}"
-    open_still = not dmp.sharded["sparse"].engine.closed
+    leave(folder, start, found, not dmp.sharded["sparse"].engine.closed)
+
+
+def leave(folder: Path, start: float, found: str, open_still: bool) -> None:
+    """Tells the test what this rank has met, waits until the other one has, too, and ends the process."""
+    rank = dist.get_rank()
     told = json.dumps([found, open_still, time.monotonic() - start])
     (folder / f"{rank}.new").write_text(told)
     (folder / f"{rank}.new").rename(folder / f"{rank}.json")
@@ -165,6 +176,101 @@ def test_the_others_hear_of_it(tmp_path: Path, place: str, ahead: bool) -> None:
             assert found.startswith("RankError: rank 1 has stopped after Boom: boom. Nothing of this step")
     record = json.loads((tmp_path / "tables" / "COMMIT.json").read_text())
     assert (record["number"], record["extra"]) == (1, {"step": 1} if number % 2 else {})
+
+
+def close_never(dmp: DistributedModelParallel, *how: Any) -> None:
+    train(dmp, *how)
+
+
+def test_the_others_hear_of_a_lookup_that_failed_though_nobody_closes(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="it died"):
+        run(2, stopped, tmp_path, close_never, "in the lookup", False, False)
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert told[0][0].startswith("RankError: rank 1 has stopped after Boom: boom. Nothing of this step")
+    assert told[1][0] == "Boom: boom"
+    assert max(took for *_, took in told) < _LONG_S
+
+
+# -- ranks that do different things ----------------------------------------------------------
+
+
+def differently(folder: Path, what: str) -> None:
+    """Rank 1 leaves the loop early, or commits where the other one does not. Both stay alive."""
+    rank = dist.get_rank()
+    env = ShardingEnv.from_process_group(timeout=TIMEOUT)
+    model = resumed.Model()
+    plan = construct_plan(model.sparse, resumed.CUTS, 2, name="sparse")
+    tiers = TierConfig(hbm="24KiB", ssd="64MiB", path=str(folder / "tables"))
+    dmp = DistributedModelParallel(model, env, plan=plan, config=tiers)
+    start = time.monotonic()
+    found = "nothing"
+    try:
+        for step, batch in enumerate(cases.batches(2, STEPS, longest=1)):
+            odd = rank == 1 and step == FAILS_AT
+            if odd and what == "fewer batches":
+                break
+            loss = dmp(batch.of([rank])).square().sum()
+            if odd and what == "no backward":
+                break
+            loss.backward()
+            if odd and what == "another commit":
+                dmp.commit({"step": step})
+            if odd and what == "reads rows":
+                dmp.sharded["sparse"].rows([3], "t0")
+            if step == 0:
+                dmp.commit()
+        dmp.close()
+    except BaseException as error:
+        found = f"{type(error).__name__}: {error}"
+        dmp.close()
+    leave(folder, start, found, not dmp.sharded["sparse"].engine.closed)
+
+
+@pytest.mark.parametrize("what", ["fewer batches", "no backward", "another commit", "reads rows"])
+def test_ranks_that_wait_for_one_another(tmp_path: Path, what: str) -> None:
+    with pytest.raises(AssertionError, match="it died"):
+        run(2, differently, tmp_path, what)
+    for rank in range(2):
+        found, open_still, took = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert not open_still
+        assert took < _LONG_S, f"rank {rank} waited {took} s"
+        assert found.startswith("RankError: rank ")
+        assert "all ranks must make as many steps" in found
+    record = json.loads((tmp_path / "tables" / "COMMIT.json").read_text())
+    assert (record["number"], record["extra"]) == (1, {})
+
+
+def slowly(path: str, ahead: bool) -> None:
+    """Ranks that do the same, but each is late somewhere in every step."""
+    rank = dist.get_rank()
+    late = random.Random(rank)
+    model = resumed.Model()
+    cuts = resumed.CUTS | {"t0": row_wise(), "t1": column_wise([2, 0])}
+    plan = construct_plan(model.sparse, cuts, 3, name="sparse")
+    dmp = DistributedModelParallel(
+        model, plan=plan, config=TierConfig(hbm="24KiB", ssd="64MiB", path=path, check_gradients=True)
+    )
+    loader: Any = (batch.of([rank]) for batch in cases.batches(3, 3, longest=1))
+    if ahead:
+        loader = tierstore.prefetch(loader, dmp, depth=1, window=1)
+    for step, features in enumerate(loader):
+        at = late.randrange(5)
+        wait = [1.3 * (place == at) for place in range(5)]
+        time.sleep(wait[0])
+        loss = dmp(features).square().sum()
+        time.sleep(wait[1])
+        loss.backward()
+        time.sleep(wait[2])
+        dmp.commit({"step": step})
+        time.sleep(wait[3])
+        dmp.sharded["sparse"].rows([3], "t0")
+        time.sleep(wait[4])
+    dmp.close()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_ranks_that_are_late_are_waited_for(tmp_path: Path, ahead: bool) -> None:
+    run(3, slowly, str(tmp_path), ahead)
 
 
 # -- what is an error, and what is not -------------------------------------------------------
@@ -217,18 +323,25 @@ def ends_in_order(path: str) -> None:
     except ImportError:
         one_step().close()
     assert updates() == 2
+    dmp = DistributedModelParallel(resumed.Model(), plan=plan, config=tiers)
+    try:
+        raise NotImplementedError
+    except NotImplementedError:  # in which the whole training runs
+        dmp(cases.batches(2, 1)[0].of([dist.get_rank()])).sum().backward()
+        dmp.close()
+    assert updates() == 3
     dmp = one_step()
     try:
         raise SystemExit(0)
     except SystemExit:
         dmp.close()
-    assert updates() == 3
+    assert updates() == 4
     dmp = one_step()
     try:
         raise SystemExit("wrong arguments")
     except SystemExit:
         dmp.close()
-    assert updates() == 3
+    assert updates() == 4
 
 
 def test_the_end_of_a_loop_is_no_error(tmp_path: Path) -> None:

@@ -185,10 +185,10 @@ class StorageWriter(_Storage, storage.StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         assert self._draft is not None
         everything = [result for of_rank in results for result in of_rank]
-        said: list[Any] = [result.storage_data for result in everything if result.index.fqn == _OF_RANK]
+        said: list[Any] = [result.storage_data for result in everything if _is_of_rank(result)]
         content: dict[str, Any] = {
             "dcp": _as_json(metadata),
-            "where": [[*_index(r.index), *r.storage_data] for r in everything if r.index.fqn != _OF_RANK],
+            "where": [[*_index(r.index), *r.storage_data] for r in everything if not _is_of_rank(r)],
             "updates": self.updates(),
             "stores": [training.describe(engine) for engine in self.engines if self.collection is None],
         }
@@ -268,6 +268,11 @@ class StorageReader(_Storage, storage.StorageReader):
         target = planner.resolve_tensor(item).detach()
         target.copy_(tensor)
         planner.commit_tensor(item, target)
+
+
+def _is_of_rank(result: WriteResult) -> bool:
+    """Also a value of the state dict may be called _OF_RANK; what is said of it is a list."""
+    return isinstance(result.storage_data, dict)
 
 
 def _index(index: MetadataIndex) -> tuple[Any, Any, Any]:

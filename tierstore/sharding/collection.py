@@ -140,13 +140,12 @@ class ShardedCollection(ShardedLookups):
         self.configs, self.plan = configs, plan
         self._configs = configs
         self._commits = _commits
-        self._handled = in_flight()
-        """The error that was being handled already when the collection was made."""
         self._features = features
         self._set_routing(routing, env, comms)
         self._squares = None if self.frozen else self._column_squares()
         view_of = {table.name: ShardedTableView(self, table, at) for at, table in enumerate(configs)}
         self.add_module(self._views, TableViews(view_of))
+        env.peers.handled = in_flight()
         if _commits is not None:
             try:
                 _commits.join(_name, self)
@@ -212,7 +211,7 @@ class ShardedCollection(ShardedLookups):
         """
         if self.engine.closed:
             return
-        if (error := in_flight(self._handled)) is not None:
+        if (error := in_flight(self.env.peers.handled)) is not None:
             self.env.peers.stop(error)
         try:
             if commit and self._commits is not None:

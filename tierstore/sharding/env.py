@@ -21,14 +21,14 @@ from tierstore.sharding.peers import Peers
 class Pending:
     """A collective on its way. What it sends and fills must not be touched before :meth:`wait`."""
 
-    def __init__(self, peers: Peers, work: Any, *kept: Tensor) -> None:
-        self._peers, self._work, self._kept = peers, work, kept
+    def __init__(self, peers: Peers, work: Any, *kept: Tensor, exchange: int = 0) -> None:
+        self._peers, self._work, self._kept, self._exchange = peers, work, kept, exchange
 
     def wait(self) -> None:
         """Raises RankError if a rank is lost. Waiting again does nothing."""
         work, self._work, self._kept = self._work, None, ()
         if work is not None:
-            self._peers.wait(work)
+            self._peers.wait(work, self._exchange)
 
 
 @dataclass
@@ -94,7 +94,7 @@ class ShardingEnv:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         known = cls._known.get(getattr(group, "group_name", ""))
-        if known is None or known.process_group is not group or known.peers.lost:  # torch uses names again
+        if known is None or known.process_group is not group or known.peers.stopped:  # torch uses names again
             known = cls.from_process_group(group)
             cls._known[known.process_group.group_name] = known
         return known
@@ -114,10 +114,11 @@ class ShardingEnv:
             return Pending(self.peers, None)
         self.traffic.bytes_sent += given.element_size() * (sum(leaving) - leaving[self.rank])
         with self.peers.reached():
+            exchange = self.peers.begin(exchange=True)
             work = dist.all_to_all_single(
                 out, given, list(arriving), list(leaving), group=group or self.outputs, async_op=True
             )
-        return Pending(self.peers, work, out, given)
+        return Pending(self.peers, work, out, given, exchange=exchange)
 
     def send_and_receive(self, given: dict[int, Tensor], sizes: dict[int, int]) -> dict[int, Tensor]:
         """Sends ``given[r]`` (float32, 1-D) to each rank r and returns ``sizes[r]`` floats from it. Nothing
@@ -139,8 +140,9 @@ class ShardingEnv:
         """Begins to collect a tensor of the same shape of every rank: (ranks, *shape)."""
         everyone = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype)
         with self.peers.reached():
+            exchange = self.peers.begin(exchange=group is self.inputs)
             work = dist.all_gather(list(everyone), tensor, group=group or self.outputs, async_op=True)
-        return Pending(self.peers, work, tensor), everyone
+        return Pending(self.peers, work, tensor, exchange=exchange), everyone
 
     def gather_objects(self, value: Any, group: Any = None) -> list[Any]:
         """What every rank gives. All ranks call it."""
@@ -169,17 +171,20 @@ class ShardingEnv:
 
     def _broadcast(self, tensor: Tensor) -> None:
         with self.peers.reached():
+            self.peers.begin(exchange=False)
             source = dist.get_global_rank(self.outputs, 0)
             work = dist.broadcast(tensor, source, group=self.outputs, async_op=True)
         self.peers.wait(work)
 
     def barrier(self) -> None:
         with self.peers.reached():
+            self.peers.begin(exchange=False)
             work = dist.barrier(group=self.outputs, async_op=True)
         self.peers.wait(work)
 
     def _reduce(self, tensor: Tensor, kind: Any, group: Any) -> None:
         with self.peers.reached():
+            self.peers.begin(exchange=False)
             work = dist.all_reduce(tensor, kind, group=group, async_op=True)
         self.peers.wait(work)
 

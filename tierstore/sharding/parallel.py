@@ -21,6 +21,7 @@ from tierstore.placement import ShardingPlan
 from tierstore.sharding.collection import Options, ShardedCollection
 from tierstore.sharding.commits import Commits
 from tierstore.sharding.comms import CommsConfig
+from tierstore.sharding.cuts import configs_of
 from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
 from tierstore.sharding.env import ShardingEnv
@@ -113,6 +114,11 @@ def _check_module(module: Any, config: TierConfig | None) -> None:
             "frozen as a whole, so put the frozen tables into a collection of their own"
         )
     module.engine.check_open()
+    if [table.name for table in module.engine.tables] != [table.name for table in configs_of(module)]:
+        raise ConfigError(
+            "the collection is part of an offloaded model, whose tables have one engine; shard the model "
+            "as it was before offload()"
+        )
     path = module.engine.config.path
     if config is None and path is not None:
         raise ConfigError(
@@ -209,7 +215,6 @@ class DistributedModelParallel(nn.Module):
         self.env.check_same({**given, "path": path is not None})
         self.plan = plan_of(module, self.env, config, batch_size) if plan is None else plan
         self._sharded: dict[str, ShardedCollection] = {}
-        self._handled = in_flight()
         self._commits = None if path is None else Commits(path, self.env, list(found))
         try:
             module = self._shard_all(module, found, config, comms)
@@ -329,7 +334,7 @@ class DistributedModelParallel(nn.Module):
         """As ShardedCollection.close, of all collections."""
         if all(collection.engine.closed for collection in self._sharded.values()):
             return
-        if (error := in_flight(self._handled)) is not None:
+        if (error := in_flight(self.env.peers.handled)) is not None:
             self.env.peers.stop(error)
         try:
             if commit and self._commits is not None:

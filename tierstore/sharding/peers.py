@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import logging
+import json
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from tierstore.errors import InputError, RankError
 
-logger = logging.getLogger("tierstore")
-
 _LOOK_AGAIN = timedelta(seconds=1)
 """How long a rank waits before it looks whether one that it waits for has stopped."""
 _STOPPED = "tierstore: a rank has stopped"
+_WAITS = "tierstore: waits, rank "
 _GO_ON = (
     "Nothing of this step, or of a commit under way, counts; start the job again, and it goes on from the "
     "last commit of all ranks (set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun to restart ranks by "
@@ -24,13 +25,47 @@ _GO_ON = (
 _ORDERLY = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
+@dataclass
+class Place:
+    """How many collectives a rank has begun, and whether it waits for an exchange or for an agreement: it
+    begins nothing else before that has come. ``exchange``, ``agreement``: number of that, 0 for none."""
+
+    exchanges: int = 0
+    agreements: int = 0
+    exchange: int = 0
+    agreement: int = 0
+
+    def never_meets(self, other: Place) -> bool:
+        """Whether both wait, each for what the other one has not begun."""
+        if self.exchange and other.agreement:
+            return self.exchange > other.exchanges and other.agreement > self.agreements
+        return bool(self.agreement and other.exchange) and other.never_meets(self)
+
+
 class Peers:
-    """What a rank knows of the others. ``group``: of all of them, by whose store they tell one another."""
+    """What a rank knows of the others. ``group``: of all of them, by whose store they tell one another.
+
+    There are exchanges, by which a step moves ids, rows and gradients, and agreements, as of a commit.
+    """
 
     def __init__(self, rank: int, group: Any) -> None:
         self._rank, self._group = rank, group
+        self.place = Place()
+        self.handled: BaseException | None = None
+        """What was being handled where all ranks were at the same point, so that it is no error of theirs."""
+        self._thread = 0
+        """Which begins collectives. Others, that read ahead, may wait while it does not."""
         self.lost = ""
         """Why this rank and the others are not at the same point any more; empty as long as they are."""
+
+    def begin(self, *, exchange: bool) -> int:
+        """Counts a collective that this thread is about to begin; returns its number, to wait for it."""
+        self._thread = threading.get_ident()
+        if exchange:
+            self.place.exchanges += 1
+            return self.place.exchanges
+        self.place.agreements += 1
+        return 0
 
     @contextmanager
     def reached(self) -> Iterator[None]:
@@ -54,16 +89,56 @@ class Peers:
             self.stop(error)
             raise
 
-    def wait(self, work: Any) -> None:
-        """Waits for a collective. Raises RankError if it fails, or if any rank says that it has stopped."""
+    def wait(self, work: Any, exchange: int = 0) -> None:
+        """Waits for the exchange of this number, or the last agreement. Raises RankError if it fails, if any
+        rank says that it has stopped, or waits itself for what this one has not begun."""
+        told = False
         with self.reached():
             while not _is_done(work):
                 if said := self._said():
                     raise RankError(f"{said}. {_GO_ON}")
+                if threading.get_ident() == self._thread:
+                    told = True
+                    self._check_places(exchange)
+            if told:
+                self._tell(Place())
+
+    def _check_places(self, exchange: int) -> None:
+        """Tells the others where this rank waits; RankError if it and another wait for one another."""
+        place = self.place
+        here = replace(place, exchange=exchange, agreement=0 if exchange else place.agreements)
+        self._tell(here)
+        for rank in range(self._group.size()):
+            if here.never_meets(self._place_of(rank)):
+                kinds = ["a commit, close() or another call of all ranks", "the exchanges of a step"]
+                error = RankError(
+                    f"rank {self._rank} waits in {kinds[bool(exchange)]}, and rank {rank} in "
+                    f"{kinds[not exchange]}: all ranks must make as many steps, and call what all ranks call "
+                    f"after the same ones. {_GO_ON}"
+                )
+                self.stop(error)
+                raise error
+
+    def _tell(self, place: Place) -> None:
+        with suppress(Exception):
+            self._group.get_group_store().set(f"{_WAITS}{self._rank}", json.dumps(asdict(place)))
+
+    def _place_of(self, rank: int) -> Place:
+        with suppress(Exception):
+            store, key = self._group.get_group_store(), f"{_WAITS}{rank}"
+            if store.check([key]):  # keys are never deleted, so this does not wait
+                return Place(**json.loads(store.get(key)))
+        return Place()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether this rank has lost the others, or any says that it has stopped."""
+        return bool(self.lost or self._said())
 
     def stop(self, error: BaseException) -> None:
         """Tells the other ranks, wherever they wait, that this one has stopped because of ``error``."""
-        what = f"rank {self._rank} has stopped after {type(error).__name__}: {error}"[:1000]
+        why = f"{type(error).__name__}: {error}".rstrip(": ")
+        what = f"rank {self._rank} has stopped after {why}"[:1000]
         if not self.lost:
             self.lost = f"{what}. {_GO_ON}"
         with suppress(Exception):  # the host of the store may be gone, and then the ranks hear of that
@@ -74,6 +149,7 @@ class Peers:
         """Around what the other ranks will wait for: they are told if it fails on this rank alone."""
         try:
             yield
+            self.handled = sys.exc_info()[1]
         except (InputError, RankError):  # which all ranks raise
             raise
         except BaseException as error:
@@ -101,11 +177,11 @@ def _is_done(work: Any) -> bool:
     return True
 
 
-def in_flight(before: BaseException | None = None) -> BaseException | None:
+def in_flight(handled: BaseException | None = None) -> BaseException | None:
     """The error because of which the caller's ``finally`` or ``except`` runs; None without any, for
-    ``before`` and for what ends a loop or a program in good order."""
+    ``handled`` and for what ends a loop or a program in good order."""
     error = sys.exc_info()[1]
-    if error is before or isinstance(error, _ORDERLY):
+    if error is handled or isinstance(error, _ORDERLY):
         return None
     if isinstance(error, SystemExit) and error.code in (None, 0):
         return None
