@@ -25,7 +25,7 @@ class NotQuantized:
         if module is not None and any(kind.__name__ in _QUANTIZED for kind in classes):
             raise ConfigError(
                 f"{asked.get('prefix') or 'the model'} is a {type(module).__name__} of tierstore, whose rows "
-                "stay float32: quantize a torchrec or torch module that has its state_dict() instead, or leave "
-                "embeddings out of the classes to quantize"
+                "stay float32: quantize a torchrec or torch module that has its state_dict() instead, or "
+                "leave embeddings out of the classes to quantize"
             )
         raise AttributeError("qconfig")
