@@ -85,7 +85,7 @@ def build(args: argparse.Namespace, engine: str, folder: Path) -> Any:
 
     import tierstore
 
-    config = tierstore.TierConfig(hbm="64MiB", ssd="1TiB", path=folder / "rows", engine=engine)
+    config = tierstore.TierConfig(hbm="64MiB", path=folder / "rows", engine=engine)
     bag = tierstore.TieredEmbeddingBag(
         args.rows, args.dim, mode="sum", config=config, optimizer=tierstore.optim.RowWiseAdagrad(lr=0.1)
     )

@@ -104,8 +104,8 @@ def answer_all(args: argparse.Namespace) -> int:
     export_file = JsonFile(args.export, "--export") if args.export else None
     if args.plot:
         plot.check(args.plot)
-    if args.row_bytes < 1 or args.examples_per_s <= 0:
-        raise ConfigError("--row-bytes and --examples-per-s must be positive")
+    if args.row_bytes < 1 or args.examples_per_s <= 0 or args.iops == 0:
+        raise ConfigError("--row-bytes, --examples-per-s and --iops must be positive")
     if args.depth < 0 or args.threads < 1:
         raise ConfigError("--depth must not be negative, and --threads at least 1")
     parse_window(args.window)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-"""A folder where fsync costs nothing; None: there is none."""
+_SHARED = Path("/dev/shm")
+IN_MEMORY = (
+    "/dev/shm" if os.access(_SHARED, os.W_OK) and shutil.disk_usage(_SHARED).total >= 1 << 30 else None
+)
+"""A folder where fsync costs nothing; None: there is none, or none as large as the caps of the tests."""
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[f"{_letter}B"] = 10 ** (3 * _power)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 MAX_DEPTH = 64
+_AUTO_SSD = 1 << 40
 
 
 def is_whole(value: Any, least: int = 0, most: float = math.inf) -> TypeGuard[int]:
@@ -87,8 +88,9 @@ class TierConfig:
     - ``hbm``: the cache that kernels work on. ``"all"`` keeps every touched row in memory with no tier below;
       ``uvm`` and ``ssd`` are then 0.
     - ``uvm``: host memory below it, 0 for none.
-    - ``ssd``: hard cap of the store's files, 0 for no store: memory must hold all touched rows.
-    - ``path``: folder of the store; ``None`` means a temporary one, deleted on close.
+    - ``ssd``: hard cap of the store's files, 0 for no store: memory must hold all touched rows. ``"auto"``:
+      what the file system has, up to 1 TiB.
+    - ``path``: folder of the store, in one that exists; ``None`` means a temporary one, deleted on close.
     - ``engine``: the row store, one of :data:`ENGINE_NAMES`.
     - ``policy``: which rows leave a memory tier: a name of ``cache_policies`` or a policy object.
     - ``admission``: which missed rows get a slot in ``hbm`` at all: "always", "counter(n)", "bloom(n)" or an
@@ -97,11 +99,13 @@ class TierConfig:
     - ``window``: batches whose ids are looked at ahead, or "auto".
     - ``tables``: per-table overrides by table name.
     - ``check_gradients``: report NaN and infinite gradients as an error before they reach a row.
+    - ``overcommit``: allow ``hbm`` and ``uvm`` beyond this machine's memory, and ``ssd`` beyond the size of
+      its file system.
     """
 
     hbm: int | str = "64MiB"
     uvm: int | str = 0
-    ssd: int | str = "1TiB"
+    ssd: int | str = "auto"
     path: str | os.PathLike[str] | None = None
     engine: str = "native"
     policy: Any = "lookahead"
@@ -110,6 +114,7 @@ class TierConfig:
     window: int | str = "auto"
     tables: Mapping[str, TableOverride] = field(default_factory=dict)
     check_gradients: bool = False
+    overcommit: bool = False
 
     def __post_init__(self) -> None:
         self._normalise_sizes()
@@ -130,6 +135,11 @@ class TierConfig:
         """True for ``hbm="all"``: one memory tier that grows with the rows touched."""
         return self.hbm == "all"
 
+    @property
+    def ssd_cap(self) -> int:
+        """Most bytes that the store's files may take; 0 for no store."""
+        return _AUTO_SSD if self.ssd == "auto" else int(self.ssd)
+
     def table(self, name: str) -> TableOverride:
         """Overrides of a table, all ``None`` where there are none."""
         return self.tables.get(name, TableOverride())
@@ -146,7 +156,7 @@ class TierConfig:
             object.__setattr__(self, "uvm", 0)
             object.__setattr__(self, "ssd", 0)
             return
-        for name in ("hbm", "uvm", "ssd"):
+        for name in ("hbm", "uvm", *(() if self.ssd == "auto" else ("ssd",))):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
         if self.hbm == 0:
             raise ConfigError(

@@ -27,6 +27,10 @@ class ResultFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            if path.is_file() or not path.exists():  # what access() says is not all that can be wrong
+                temporary = self._temporary(path.resolve())
+                temporary.touch()
+                temporary.unlink()
 
     def replace(self, content: bytes) -> None:
         """Makes ``content`` the whole file, or leaves it as it was."""
@@ -35,12 +39,16 @@ class ResultFile:
                 self._path.write_bytes(content)
                 return
             target = self._path.resolve()
-            temporary = target.with_name(f".{target.name}.tmp")
+            temporary = self._temporary(target)
             try:
                 temporary.write_bytes(content)
                 os.replace(temporary, target)
             finally:
                 temporary.unlink(missing_ok=True)
+
+    @staticmethod
+    def _temporary(target: Path) -> Path:
+        return target.with_name(f".{target.name}.tmp")
 
 
 class JsonFile(ResultFile):

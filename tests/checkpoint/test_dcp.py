@@ -97,6 +97,7 @@ def sharded(folder: Path, cuts: dict[str, Any], ranks: int, **options: Any) -> D
     )
     torch.manual_seed(0)
     model = Model(sparse)
+    folder.mkdir(exist_ok=True)
     config = TierConfig(hbm="24KiB", ssd="64MiB", path=folder / "rows", **options)
     return DistributedModelParallel(
         model, plan=construct_plan(sparse, cuts, ranks, name="sparse"), config=config, dense="fsdp2"

@@ -24,6 +24,7 @@ ALONE = dict.fromkeys(CUTS, table_wise(0))
 class Training:
     def __init__(self, folder: Path, cuts: dict[str, Any], ranks: int, engine: str = "native") -> None:
         torch.manual_seed(torch.distributed.get_rank())
+        folder.mkdir(exist_ok=True)
         sparse = tierstore.EmbeddingBagCollection(
             cases.tables(), config=cases.MEMORY, optimizer=optim.Adam(lr=0.05), seed=3
         )

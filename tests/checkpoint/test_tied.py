@@ -180,8 +180,10 @@ def test_tensors_of_one_memory_are_kept_once(tmp_path: Path) -> None:
     weight = torch.randn(1000)
     tensors: dict[str, torch.Tensor] = {}
     value = {"a": weight, "b": weight, "c": weight[:500], "d": weight.view(10, 100), "e": torch.zeros(0)}
+    numbers = torch.randn(3, dtype=torch.complex64)
+    value |= {"f": numbers, "g": numbers.conj()}
     packed = pack(value, "x", tensors)
-    assert set(tensors) == {"x.a", "x.c", "x.d", "x.e"}
+    assert set(tensors) == {"x.a", "x.c", "x.d", "x.e", "x.f", "x.g"}
     found = unpack(packed, tensors)
     assert found["a"] is found["b"]
     assert all(torch.equal(found[name], value[name]) for name in value)

@@ -32,6 +32,7 @@ class Model(nn.Module):
 
     @staticmethod
     def _bag(path: Path, engine: str, name: str, seed: int) -> Any:
+        path.parent.mkdir(parents=True, exist_ok=True)
         config = TierConfig(hbm="24KiB", uvm="8KiB", ssd="256MiB", path=path, engine=engine)
         return tierstore.TieredEmbeddingBag(
             ROWS, DIM, config=config, optimizer=optim.Adam(lr=0.05), seed=seed, name=name

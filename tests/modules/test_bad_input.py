@@ -274,7 +274,8 @@ def test_gradients_that_are_not_finite() -> None:
     """They stay in their own rows, and are reported if asked."""
     for checked in (False, True):
         config = small_tiers([4], optim.SGD(), check_gradients=checked)
-        with TieredEmbeddingBag(ROWS, 4, mode="sum", config=config, optimizer=SGD, name="item") as module:
+        options: Any = {"config": config, "optimizer": optim.SGD(lr=0.01)}
+        with TieredEmbeddingBag(ROWS, 4, mode="sum", name="item", **options) as module:
             before = all_rows(module, ROWS)
             out = module(ints(1, 2, 3).view(3, 1))
             loss = (out * torch.tensor([[1.0], [float("nan")], [1.0]])).sum()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from torchrec.distributed import types
+from torchrec.distributed.planner.types import ParameterConstraints as TheirConstraints
+from torchrec.distributed.types import BoundsCheckMode
+from torchrec.types import DataType
 
 from tests.planner.machines import table, topology
 from tierstore.errors import ConfigError
 from tierstore.planner import EmbeddingShardingPlanner, ParameterConstraints
 from tierstore.planner.constraints import constraints_of
+from tierstore.planner.tables import prepared
 
 
 @pytest.mark.parametrize(
@@ -70,3 +76,54 @@ def test_what_is_no_demand_is_refused(fields, message):
 def test_constraints_that_are_none_name_the_table(value):
     with pytest.raises(ConfigError, match="constraints of 't' are a"):
         EmbeddingShardingPlanner(topology(), {"t": value})
+
+
+GIVEN = {
+    "sharding_types": ["row_wise"],
+    "compute_kernels": ["fused"],
+    "min_partition": 4,
+    "pooling_factors": [3.0],
+    "is_weighted": True,
+    "use_virtual_table": True,
+    "num_poolings": [2.0],
+    "batch_sizes": [3],
+    "cache_params": types.CacheParams(load_factor=0.5),
+    "enforce_hbm": True,
+    "stochastic_rounding": True,
+    "bounds_check_mode": BoundsCheckMode.WARNING,
+    "feature_names": ["f"],
+    "output_dtype": DataType.FP16,
+    "device_group": "cuda",
+    "key_value_params": types.KeyValueParams(ssd_storage_directory="/ssd"),
+}
+HONOURED = ("sharding_types", "compute_kernels", "min_partition", "pooling_factors", "is_weighted")
+
+
+@pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(TheirConstraints)])
+def test_every_field_of_torchrecs_is_met_or_named(name):
+    """One that torchrec adds later needs a value here, and is refused until it is met."""
+    plain = constraints_of(TheirConstraints(), "t")
+    value = TheirConstraints(**{name: GIVEN[name]})
+    if name in HONOURED:
+        assert constraints_of(value, "t") != plain
+    elif name == "use_virtual_table":
+        assert constraints_of(value, "t") == plain
+    else:
+        with pytest.raises(ConfigError, match=rf"constraints of 't': {name} of torchrec .*(use|give|leave)"):
+            constraints_of(value, "t")
+
+
+def test_what_a_later_torchrec_may_add_is_not_dropped():
+    with pytest.raises(ConfigError, match="constraints of 't': new_field of torchrec cannot be met: leave"):
+        constraints_of(theirs(new_field=3), "t")
+    assert constraints_of(theirs(bounds_check_mode=BoundsCheckMode.FATAL, stochastic_rounding=False), "t")
+
+
+def test_weights_that_only_the_constraints_tell_of():
+    rows = [table(rows=1000)]
+    plain, weighted = (
+        EmbeddingShardingPlanner(topology(), {"t": theirs(is_weighted=flag)}) for flag in (False, True)
+    )
+    (spec,) = prepared(rows, weighted.constraints, {}, 2)
+    assert spec.weighted
+    assert not prepared(rows, plain.constraints, {}, 2)[0].weighted

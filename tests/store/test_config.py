@@ -59,7 +59,8 @@ def test_format_bytes(size, text):
 
 def test_defaults_are_normalised_to_bytes(tmp_path):
     config = TierConfig()
-    assert (config.hbm, config.uvm, config.ssd) == (64 << 20, 0, 1 << 40)
+    assert (config.hbm, config.uvm, config.ssd, config.ssd_cap) == (64 << 20, 0, "auto", 1 << 40)
+    assert TierConfig(ssd="2TiB").ssd_cap == 2 << 40
     assert TierConfig(path=tmp_path).path == str(tmp_path)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.hbm = 1

@@ -55,8 +55,6 @@ class Engine:
     ) -> None:
         if not tables:
             raise ConfigError("at least one table is needed")
-        if not isinstance(config, TierConfig):
-            raise ConfigError(f'config is {config!r}; give a TierConfig, such as TierConfig(hbm="64MiB")')
         config.check_tables(table.origin or table.name for table in tables)
         if len({table.name for table in tables}) < len(tables):
             raise ConfigError(f"table names must differ: {[table.name for table in tables]}")
@@ -90,7 +88,7 @@ class Engine:
         self.store: DirectoryStore | None = None
         if config.ssd:
             self.store = open_store(
-                config.path, config.engine, self.specs, int(config.ssd), keep=self._keep, at=at
+                config.path, config.engine, self.specs, config.ssd_cap, keep=self._keep, at=at
             )
         try:
             self.chains = [

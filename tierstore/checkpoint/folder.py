@@ -26,6 +26,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from tierstore.cache.machine import check_parent
 from tierstore.errors import ConfigError, StoreCorruptError, StoreLockedError, StoreMismatchError
 from tierstore.store.files import (
     open_regular,
@@ -171,7 +172,8 @@ class Folder:
     def locked(self) -> Iterator[None]:
         """Makes the folder if need be, and keeps others from changing it meanwhile."""
         with store_errors(f"writing a checkpoint to {self.path}"):
-            self.path.mkdir(parents=True, exist_ok=True)
+            check_parent(self.path, "the folder of checkpoints")
+            self.path.mkdir(exist_ok=True)
             lock = open_regular(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
             try:
                 _take(lock, self.path)

@@ -167,7 +167,7 @@ def _different_ties(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterato
     storages: dict[int, list[str]] = {}
     for name, tensor in own.items():
         dense = type(tensor) in (Tensor, nn.Parameter) and isinstance(saved[name], Tensor)
-        if not dense or not tensor.numel():
+        if not dense or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
             continue
         first = first_of.setdefault(id(saved[name]), name)
         if _memory(own[first]) != _memory(tensor):

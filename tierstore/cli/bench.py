@@ -13,6 +13,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from tierstore.cli.arguments import check_arguments
 from tierstore.errors import ConfigError
 
 
@@ -34,7 +35,9 @@ def run(args: argparse.Namespace) -> int:
     module = find_benchmark(args.name)
     parser = argparse.ArgumentParser(prog=f"tierstore bench {args.name}", description=module.SUMMARY)
     module.add_arguments(parser)
-    return int(module.run(parser.parse_args(args.arguments)))
+    own = parser.parse_args(args.arguments)
+    check_arguments(own)
+    return int(module.run(own))
 
 
 def benchmark_names() -> list[str]:

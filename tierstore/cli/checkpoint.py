@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tierstore import checkpoint
+from tierstore.cache.machine import check_parent
 from tierstore.cli.trainer import Trainer
 from tierstore.errors import ConfigError
+from tierstore.result_file import option_errors
 
 MUST_MATCH = ("data", "path", "rows", "tables", "max_rows", "batch_size", "dim", "optimizer", "lr", "seed")
 """Options that a resumed run must repeat, since otherwise it would not be the same training."""
@@ -31,6 +33,14 @@ def store_of(args: argparse.Namespace) -> Path | None:
     if args.ssd is None and args.checkpoint is not None:
         return args.checkpoint / _ROWS
     return args.ssd
+
+
+def make_folder(args: argparse.Namespace) -> None:
+    """Makes the folder of the checkpoints, if the rows go into it."""
+    if args.checkpoint is not None and args.ssd is None:
+        check_parent(args.checkpoint, "--checkpoint")
+        with option_errors("--checkpoint", args.checkpoint):
+            args.checkpoint.mkdir(exist_ok=True)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -77,6 +77,7 @@ class Experiment:
         """The report, or None when a signal ended it."""
         finish_imports()
         args, rss = self.args, PeakRss()
+        checkpoint.make_folder(args)
         with self._open(self.config) as tiered:
             saver = self._begin(tiered, rss)
             with self._recording(tiered):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import tierstore
+from tierstore.cli.arguments import check_arguments
 from tierstore.errors import TierStoreError
 
 COMMANDS = ("train", "inspect", "plan", "trace", "bench", "verify", "commits", "export", "imports", "compact")
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     args = build_parser().parse_args(argv)
     try:
+        check_arguments(args)
         code = int(args.run(args))
         sys.stdout.flush()
         return code

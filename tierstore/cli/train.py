@@ -50,7 +50,10 @@ def _add_tiers(group: Any) -> None:
         help="folder of the row store (default: in --checkpoint DIR, else a temporary one)",
     )
     group.add_argument(
-        "--ssd-cap", default="1TiB", metavar="SIZE", help="most that the store may take; 0 for no store"
+        "--ssd-cap",
+        default="auto",
+        metavar="SIZE",
+        help="most that the store may take (default: what the disk has, up to 1TiB); 0 for no store",
     )
     group.add_argument(
         "--engine", default="native", metavar="NAME", help="row store: native, rocksdb, lmdb, memory"

@@ -26,6 +26,7 @@ from tierstore.modules.lookup import (
     sequence_forward,
 )
 from tierstore.modules.optimizer_states import OptimizerStates
+from tierstore.modules.quantization import NotQuantized
 from tierstore.modules.tables import SHOWN, HasWeight
 from tierstore.modules.wrappers import active_ddp, refuse_applied, refuse_replicas, refuse_scaled
 from tierstore.optim.fused import FusedOptimizer
@@ -66,6 +67,8 @@ class TieredModule(EngineCalls, nn.Module):
         self._ahead: deque[Ahead] = deque()
         self.observer: Callable[[TieredModule, tuple[Any, ...], dict[str, Any]], None] | None = None
         """Told of every forward call while a prefetcher learns which ids come from where in a batch."""
+
+    qconfig = NotQuantized()
 
     # -- lookups -------------------------------------------------------------------------
 

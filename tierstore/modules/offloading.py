@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from tierstore.cache.engine import Engine, Table
+from tierstore.cache.machine import check_machine
 from tierstore.config import TierConfig, format_bytes
 from tierstore.errors import ConfigError
 from tierstore.initializers import normal
@@ -105,7 +106,9 @@ def offload(
     for path, module in found.items():
         _check(path, module, model)
     tables = [table for path, module in found.items() for table in _tables(path, module)]
-    engine = Engine(tables, TierConfig() if config is None else config, optimizer or SGD(), seed)
+    config = TierConfig() if config is None else config
+    check_machine(config)
+    engine = Engine(tables, config, optimizer or SGD(), seed)
     try:
         replaced = {
             path: _replacement(path, module, engine, None if _is_frozen(path, module) else optimizer)

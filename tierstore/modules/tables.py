@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tierstore.cache.engine import Engine, Table
+from tierstore.cache.machine import check_machine
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
 from tierstore.modules.left_out import check_mark, is_large, is_mark, mark
@@ -41,7 +42,9 @@ def open_tables(
     if shared is not None:
         return shared.engine, [shared.engine.table_index(shared.prefix + table.name) for table in tables]
     check_optimizer(optimizer)
-    engine = Engine(tables, TierConfig() if config is None else config, optimizer or SGD(), seed)
+    config = TierConfig() if config is None else config
+    check_machine(config)
+    engine = Engine(tables, config, optimizer or SGD(), seed)
     return engine, list(range(len(tables)))
 
 

@@ -33,6 +33,7 @@ class ParameterConstraints:
       memory; "ssd" with them (the default) allows all three. ``compute_kernels``: the same in torchrec's
       words ("fused", "fused_uvm_caching", "key_value" ..); of several the one with most tiers.
     - ``pooling_factor``, ``optimizer``: instead of the table's. ``pooling_factors``: one for each feature.
+    - ``is_weighted``: lookups have weights, even if the table's module does not say so.
 
     Raises ConfigError for values that are none of these.
     """
@@ -47,6 +48,7 @@ class ParameterConstraints:
     optimizer: str | None = None
     compute_kernels: Sequence[str] | None = None
     pooling_factors: Sequence[float] | None = None
+    is_weighted: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sharding_types", "device_group", "tiers", "compute_kernels", "pooling_factors"):
@@ -66,6 +68,8 @@ class ParameterConstraints:
             raise ConfigError(f"device_group {list(group)} must be ranks: integers from 0")
         for name in ("min_hbm_bytes", "min_uvm_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+        if not isinstance(self.is_weighted, bool):
+            raise ConfigError(f"is_weighted is {self.is_weighted!r}; it must be True or False")
         self._set_tiers()
         self._set_pooling_factor()
 
@@ -113,7 +117,20 @@ class ParameterConstraints:
 
 
 _THEIRS = ("sharding_types", "compute_kernels", "min_partition", "pooling_factors")
-_NOT_OURS = ("num_poolings", "batch_sizes", "device_group", "cache_params", "enforce_hbm", "output_dtype")
+_OF_NO_EFFECT = ("use_virtual_table",)  # every table is one: rows take space when they are touched
+_INSTEAD = {
+    "num_poolings": "give pooling_factors, the ids per example",
+    "batch_sizes": "give the planner the batch_size of all",
+    "device_group": "use tierstore's ParameterConstraints(device_group=[...]), a list of ranks",
+    "cache_params": "use min_hbm_bytes of tierstore's ParameterConstraints, and TierConfig(policy=...)",
+    "enforce_hbm": 'use compute_kernels=["fused"], or tiers=["hbm"] of tierstore\'s ParameterConstraints',
+    "output_dtype": "outputs are float32; leave it out",
+    "stochastic_rounding": "rows are float32 and are not rounded further; leave it out",
+    "bounds_check_mode": "ids that are out of range raise InputError, as with FATAL; leave it out",
+    "key_value_params": "use TierConfig(path=..., ssd=..., engine=...), which says where rows are stored",
+    "feature_names": "those of the table's configuration are looked up; leave it out",
+}
+"""Fields of torchrec's ParameterConstraints that cannot be met, and what to do instead."""
 
 
 def constraints_of(value: Any, table: str) -> ParameterConstraints:
@@ -122,7 +139,9 @@ def constraints_of(value: Any, table: str) -> ParameterConstraints:
         return value
     if not all(hasattr(value, name) for name in _THEIRS):
         raise ConfigError(f"constraints of {table!r} are a {type(value).__name__}; give ParameterConstraints")
-    given = [name for name in _NOT_OURS if getattr(value, name, None)]
-    if given:
-        raise ConfigError(f"constraints of {table!r}: {', '.join(given)} of torchrec have no meaning here")
-    return ParameterConstraints(**{name: getattr(value, name) for name in _THEIRS})
+    weighted = bool(getattr(value, "is_weighted", False))
+    for name, given in vars(value).items():
+        if given and name not in (*_THEIRS, *_OF_NO_EFFECT, "is_weighted"):
+            why = _INSTEAD.get(name, "leave it out")
+            raise ConfigError(f"constraints of {table!r}: {name} of torchrec cannot be met: {why}")
+    return ParameterConstraints(is_weighted=weighted, **{name: getattr(value, name) for name in _THEIRS})

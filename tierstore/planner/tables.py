@@ -212,6 +212,8 @@ def _prepared(
     if demand is not None:
         if demand.pooling_factor is not None:
             spec = replace(spec, pooling_factor=demand.pooling_factor)
+        if demand.is_weighted:
+            spec = replace(spec, weighted=True)
         if demand.optimizer is not None:
             spec = replace(spec, optimizer=optimizer_name(demand.optimizer))
     return spec if stats is None else with_stats(spec, stats)

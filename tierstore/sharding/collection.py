@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tierstore.cache.engine import Engine, Table
+from tierstore.cache.machine import check_machine
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, GradientError, InputError
 from tierstore.initializers import Init, as_init, constant
@@ -126,6 +127,8 @@ class ShardedCollection(ShardedLookups):
         plan.check(configs, env.world_size, "cpu")
         features = _features(configs, {table.name: number for number, table in enumerate(configs)})
         routing = Routing(features, plan, env.rank)
+        with env.together():
+            check_machine(config)
         if _commits is None and config.path is not None:
             _commits = Commits(config.path, env, [_name])
         try:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tierstore.cache.machine import check_machine
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError
 from tierstore.modules.base import TieredModule
@@ -17,6 +18,7 @@ from tierstore.modules.collection import Collection
 from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.embedding_collection import EmbeddingCollection
 from tierstore.modules.hooks import carry_hooks
+from tierstore.modules.tables import without_rows
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.collection import Options, ShardedCollection
 from tierstore.sharding.commits import Commits
@@ -137,6 +139,8 @@ def _check_arguments(plan: Any, config: Any, comms: Any, *, planned: bool = Fals
     for name, value, kind in (("config", config, TierConfig), ("comms", comms, CommsConfig)):
         if value is not None and not isinstance(value, kind):
             raise ConfigError(f"{name} is {value!r}; use a {kind.__name__}, or None")
+    if config is not None:
+        check_machine(config)
     if not planned and not isinstance(plan, ShardingPlan):
         given = f"{type(plan).__module__}.{type(plan).__name__}"
         raise ConfigError(
@@ -156,7 +160,8 @@ def _take_over(sharded: ShardedCollection, module: Collection) -> dict[str, Any]
             digest.add(ids, [rows, *state.values()])
             sharded.load_own_rows(ids, rows, state, table)
         found[f"rows of table {table!r}"] = digest.value
-    sharded.fused_optimizer.load_state_dict(module.fused_optimizer.state_dict())
+    with without_rows():  # which have been taken over
+        sharded.fused_optimizer.load_state_dict(module.fused_optimizer.state_dict())
     return found
 
 

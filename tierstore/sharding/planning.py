@@ -77,7 +77,8 @@ def topology_of(env: ShardingEnv, budgets: Sequence[TierConfig], rows: int) -> T
     rest: dict[str, Any] = {"device": "cpu", "processors_per_rank": (psutil.cpu_count() or 2) / local}
     if any(budget.keeps_all for budget in budgets):
         return Topology(hosts, local, psutil.virtual_memory().total // local, 0, 0, **rest)
-    hbm, uvm, ssd = (sum(int(getattr(budget, tier)) for budget in budgets) for tier in ("hbm", "uvm", "ssd"))
+    hbm, uvm = (sum(int(getattr(budget, tier)) for budget in budgets) for tier in ("hbm", "uvm"))
+    ssd = sum(budget.ssd_cap for budget in budgets)
     # The store's index and a rank's buffers are no part of uvm (docs/design.md).
     beside = rows * INDEX_BYTES_PER_ROW // hosts + (RANK_BUFFERS + _STAGING) * local if ssd else 0
     return Topology(hosts, local, max(hbm, _LEAST_HBM), uvm * local + beside, ssd * local, **rest)

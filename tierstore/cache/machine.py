@@ -1,0 +1,87 @@
+"""Whether this machine has what a configuration asks for."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from tierstore.config import TierConfig, format_bytes
+from tierstore.errors import ConfigError
+
+
+def check_machine(config: TierConfig) -> None:
+    """Raises ``ConfigError`` for budgets beyond this machine, and for a path whose parent does not exist.
+
+    ``TierConfig(overcommit=True)`` allows such budgets: of swap space, or of a disk that grows.
+    """
+    if not isinstance(config, TierConfig):
+        raise ConfigError(f'config is {config!r}; give a TierConfig, such as TierConfig(hbm="64MiB")')
+    if config.path is not None:
+        check_parent(Path(config.path), "path")
+    if config.overcommit:
+        return
+    memory = 0 if config.keeps_all else int(config.hbm) + int(config.uvm)
+    if memory > (there := host_memory()):
+        raise ConfigError(
+            f"hbm and uvm are {format_bytes(memory)}, and this process can have {format_bytes(there)} of "
+            "memory; lower them, or set overcommit=True"
+        )
+    if config.ssd not in ("auto", 0) and config.engine != "memory":
+        disk = file_system_bytes(config.path)
+        if disk and int(config.ssd) > disk:
+            raise ConfigError(
+                f"ssd is {format_bytes(int(config.ssd))}, and the file system of "
+                f"{config.path or tempfile.gettempdir()} has {format_bytes(disk)}; lower it, leave it out to "
+                "take what the disk has, or set overcommit=True"
+            )
+
+
+def check_parent(folder: Path, what: str) -> None:
+    """Raises ``ConfigError`` if the parent of ``folder`` is missing: its disk may not be mounted."""
+    parent = folder.absolute().parent
+    if not parent.exists():
+        missing = next(p for p in reversed([parent, *parent.parents]) if not p.exists())
+        raise ConfigError(
+            f"{what} is {folder}, but {missing} does not exist; mount the disk that belongs there, or create "
+            f"the folder (mkdir -p {parent})"
+        )
+
+
+def host_memory() -> int:
+    """Bytes that this process can have: the machine's, or what its control groups allow."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+
+
+def _group_limits(own: Path, mounted: Path) -> Iterator[int]:
+    """Limits of the groups that ``own`` lists (version 2 and 1), and of those around them."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = mounted / controllers
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        folder = root / group.lstrip("/")
+        for place in (folder, *folder.parents):
+            with suppress(OSError, ValueError):  # not there, "max"
+                yield int((place / name).read_text())
+            if place == root:
+                break
+
+
+def file_system_bytes(path: str | os.PathLike[str] | None) -> int:
+    """Size of the file system of a folder that may not exist yet; 0 if it does not say."""
+    folder = Path(tempfile.gettempdir() if path is None else path).absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        found = os.statvfs(there)
+    except OSError:
+        return 0
+    return found.f_blocks * found.f_frsize

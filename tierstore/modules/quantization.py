@@ -1,0 +1,31 @@
+"""Refuses what would leave tables unquantized without a word."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tierstore.errors import ConfigError
+
+_QUANTIZED = {"Embedding", "EmbeddingBag", "EmbeddingCollection", "EmbeddingBagCollection"}
+"""Classes, of torch and torchrec, whose counterparts here a caller expects to become quantized, too."""
+
+
+class NotQuantized:
+    """``qconfig`` of a module whose rows stay float32: there is none, and quantizing embeddings is an error.
+
+    torch.ao.quantization, and torchrec's ``quantize_inference_model`` over it, replace modules of the classes
+    in a mapping and pass over all others. They ask every module for its own ``qconfig`` first. The mapping is
+    ``qconfig_dict`` there; a module can tell nowhere else that embeddings are meant.
+    """
+
+    def __get__(self, module: Any, owner: Any) -> Any:
+        asked = sys._getframe(1).f_locals
+        classes = [key for key in asked.get("qconfig_dict") or () if isinstance(key, type)]
+        if module is not None and any(kind.__name__ in _QUANTIZED for kind in classes):
+            raise ConfigError(
+                f"{asked.get('prefix') or 'the model'} is a {type(module).__name__} of tierstore, whose rows "
+                "stay float32: quantize a torchrec or torch module that has its state_dict() instead, or "
+                "leave embeddings out of the classes to quantize"
+            )
+        raise AttributeError("qconfig")
