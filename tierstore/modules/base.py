@@ -18,6 +18,7 @@ from tierstore.cache.engine import Engine
 from tierstore.errors import ConfigError, InputError
 from tierstore.modules.engine_calls import EngineCalls
 from tierstore.modules.lookup import (
+    Keeps,
     Lookup,
     Part,
     PooledFunction,
@@ -74,6 +75,8 @@ class TieredModule(EngineCalls, nn.Module):
         self.check_gradients = engine.config.check_gradients
         self.refuse_scaled = True
         """Whether backward passes raise ConfigError if this process uses a GradScaler; see ``accumulate``."""
+        self.accumulation: Keeps | None = None
+        """What keeps the gradients of backward passes meanwhile; see ``tierstore.accumulate``."""
         self._shown: list[tuple[HasWeight, nn.Parameter]] = []
         self._key = engine.tables[self._tables[0]].name
         self.take_updates()
@@ -216,8 +219,8 @@ class TieredModule(EngineCalls, nn.Module):
                 "gradients now: build them with an optimizer, or freeze them by requires_grad_(False)"
             )
         refuse_applied([parameter for _, parameter in self._shown], self.table_names())
-        if self.refuse_scaled:
-            refuse_scaled(self.table_names())
+        if self.refuse_scaled and not (self.accumulation is not None and self.accumulation.unscales):
+            refuse_scaled(self.table_names(), self.collective)
 
     def _check_forward(self) -> None:
         """ConfigError if other ranks would train rows of their own, without this one's."""

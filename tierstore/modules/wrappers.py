@@ -108,12 +108,17 @@ class _Scalers:
 _scalers = _Scalers()
 
 
-def refuse_scaled(tables: Sequence[str]) -> None:
+def refuse_scaled(tables: Sequence[str], sharded: bool) -> None:
     """ConfigError where a GradScaler is in use: gradients arrive multiplied by its scale."""
-    if _scalers.used() is not None:
-        raise ConfigError(
-            f"a GradScaler is in use, and tables {', '.join(tables)} would be updated with scaled gradients: "
-            "use `with tierstore.accumulate(model) as rows:` around backward(), scaler.step(rows) and "
-            "scaler.update(); if the scaler is not for the loss of these tables, set refuse_scaled=False of "
-            "their module"
-        )
+    if _scalers.used() is None:
+        return
+    instead = (
+        "use bfloat16, which needs no scaler"
+        if sharded
+        else "use `with tierstore.accumulate(model) as rows:` around backward(), scaler.step(rows) and "
+        "scaler.update()"
+    )
+    raise ConfigError(
+        f"a GradScaler is in use, and tables {', '.join(tables)} would be updated with scaled gradients: "
+        f"{instead}. If the scaler is for other losses, set refuse_scaled = False of the tables' module"
+    )
