@@ -154,7 +154,7 @@ def test_passes_have_the_bits_of_one_batch(name: str, spec: optim.OptimizerSpec)
     tiers = small_tiers([DIM, DIM + 3], spec, slots=18)
     with case.make(optimizer=spec, config=tiers) as ours, case.make(optimizer=spec) as whole:
         for seed in range(3):
-            batch = batch_of(seed)
+            batch = batch_of(seed, rows=9 if seed else ROWS)  # rows that many features and passes share
             case.loss(whole, batch).backward()
             before = everything(ours)
             with tierstore.accumulate(ours) as kept:
@@ -350,6 +350,9 @@ def test_scaled_gradients_without_accumulate_are_refused_before_anything_moves()
         ours.refuse_scaled = False  # the scaler is another model's
         sum_loss(ours, batch_of(0).ids).backward()
         ours.refuse_scaled = True
+        unused = scaler()  # another object, and as many as before
+        with pytest.raises(ConfigError, match="a GradScaler is in use"):
+            unused.scale(sum_loss(ours, batch_of(0).ids)).backward()
         del unused
         sum_loss(ours, batch_of(0).ids).backward()
         assert ours.fused_optimizer.num_updates == 4

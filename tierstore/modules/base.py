@@ -27,7 +27,15 @@ from tierstore.modules.lookup import (
     sequence_forward,
 )
 from tierstore.modules.tables import SHOWN, HasWeight
-from tierstore.modules.wrappers import active_ddp, refuse_applied, refuse_replicas, refuse_scaled
+from tierstore.modules.wrappers import (
+    APPLIED,
+    active_ddp,
+    has_other_ranks,
+    refuse_applied,
+    refuse_replicas,
+    refuse_scaled,
+    scaler_in_use,
+)
 from tierstore.optim.fused import FusedOptimizer
 
 logger = logging.getLogger("tierstore")
@@ -159,7 +167,9 @@ class TieredModule(EngineCalls, nn.Module):
     @property
     def frozen(self) -> bool:
         """Whether a backward pass would leave all tables as they are."""
-        return len(self.frozen_tables()) == len(self._tables)
+        if not self._shown:
+            return self._without_optimizer or not self._requires_grad
+        return not any(parameter.requires_grad for _, parameter in self._shown)
 
     @property
     def has_optimizer(self) -> bool:
@@ -218,13 +228,16 @@ class TieredModule(EngineCalls, nn.Module):
                 f"tables {', '.join(self.table_names())} were built with optimizer=None and require "
                 "gradients now: build them with an optimizer, or freeze them by requires_grad_(False)"
             )
-        refuse_applied([parameter for _, parameter in self._shown], self.table_names())
-        if self.refuse_scaled and not (self.accumulation is not None and self.accumulation.unscales):
+        for number, (_, parameter) in enumerate(self._shown):
+            if hasattr(parameter, APPLIED):
+                refuse_applied(parameter, self.table_names()[number])
+        unscales = self.accumulation is not None and self.accumulation.unscales
+        if self.refuse_scaled and not unscales and scaler_in_use():
             refuse_scaled(self.table_names(), self.collective)
 
     def _check_forward(self) -> None:
         """ConfigError if other ranks would train rows of their own, without this one's."""
-        if not self.collective:
+        if has_other_ranks() and not self.collective:
             ours = all(holder._parameters.get(SHOWN) is p for holder, p in self._shown)
             refuse_replicas(self, self.table_names(), ours)
 
