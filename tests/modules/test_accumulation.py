@@ -260,6 +260,20 @@ def test_the_global_norm_includes_the_rows(most: float) -> None:
         torch.testing.assert_close(ours.top.weight.double(), theirs.top.weight, rtol=1e-4, atol=1e-5)
 
 
+def test_looking_at_norms_changes_nothing() -> None:
+    """Rows whose gradient is NaN are theirs alone, also when the norm of all was asked for."""
+    with CASES["sum"].make(optimizer=optim.SGD(lr=0.1)) as ours:
+        before = all_rows(ours, ROWS)
+        with tierstore.accumulate(ours) as kept:
+            sum_loss(ours, torch.tensor([[5]]), float("nan")).backward()
+            sum_loss(ours, ONE).backward()
+            assert kept.parameters()[0].grad.isnan().all()
+        after = all_rows(ours, ROWS)
+        torch.testing.assert_close(after[6], before[6] - 0.1 * torch.linspace(-1, 1, DIM))
+        assert after[5].isnan().all()
+        assert torch.equal(after[7:], before[7:])
+
+
 # -- GradScaler --------------------------------------------------------------------------
 
 

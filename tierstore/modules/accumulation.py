@@ -60,6 +60,7 @@ class _Kept:
     passes: list[Pass] = field(default_factory=list)
     shown: Tensor = field(default_factory=lambda: torch.zeros(1, requires_grad=True))
     norm: float | None = None
+    version: int = 0
 
 
 class Accumulation(AppliedOptimizer):
@@ -110,7 +111,7 @@ class Accumulation(AppliedOptimizer):
             if kept.passes and kept.norm is None:
                 kept.norm = _norm(module, kept.passes)
                 kept.shown.grad = torch.tensor([kept.norm])
-                kept.norm = kept.shown.grad.item()  # as float32 has it
+                kept.norm, kept.version = kept.shown.grad.item(), kept.shown.grad._version
         return [kept.shown for kept in self._kept.values()]
 
     @property
@@ -174,10 +175,12 @@ def _update(module: TieredModule, passes: Sequence[Pass], factor: float) -> None
 
 
 def _factor(kept: _Kept) -> float:
-    """By what the gradient that :meth:`Accumulation.parameters` shows was multiplied since."""
-    if not kept.norm or kept.shown.grad is None:
+    """By what the gradient that :meth:`Accumulation.parameters` shows was multiplied since. One of 0 cannot
+    say, and multiplying would change nothing; one of NaN was multiplied if somebody wrote to it."""
+    shown = kept.shown.grad
+    if not kept.norm or shown is None or (math.isnan(kept.norm) and shown._version == kept.version):
         return 1.0
-    return kept.shown.grad.item() / kept.norm
+    return shown.item() / kept.norm
 
 
 def _norm(module: TieredModule, passes: Sequence[Pass]) -> float:

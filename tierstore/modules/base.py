@@ -162,14 +162,15 @@ class TieredModule(EngineCalls, nn.Module):
         """Tables that a backward pass would leave as they are."""
         if not self._shown:
             return [] if self._requires_grad and not self._without_optimizer else self._tables
-        return [t for t, (_, p) in zip(self._tables, self._shown, strict=True) if not p.requires_grad]
+        holders = [holder for holder, _ in self._shown]
+        return [t for t, h in zip(self._tables, holders, strict=True) if not h.shown.requires_grad]
 
     @property
     def frozen(self) -> bool:
         """Whether a backward pass would leave all tables as they are."""
         if not self._shown:
             return self._without_optimizer or not self._requires_grad
-        return not any(parameter.requires_grad for _, parameter in self._shown)
+        return not any(holder.shown.requires_grad for holder, _ in self._shown)
 
     @property
     def has_optimizer(self) -> bool:
@@ -209,7 +210,7 @@ class TieredModule(EngineCalls, nn.Module):
         here) waits for a gradient of every parameter."""
         if active_ddp() is None or not self._shown:
             return self._anchor
-        return torch.cat([parameter.view(-1) for _, parameter in self._shown])
+        return torch.cat([holder.shown.view(-1) for holder, _ in self._shown])
 
     def take_updates(self) -> None:
         """Sets the optimizer's count of updates to that of the commit that the tables are at."""
@@ -228,9 +229,9 @@ class TieredModule(EngineCalls, nn.Module):
                 f"tables {', '.join(self.table_names())} were built with optimizer=None and require "
                 "gradients now: build them with an optimizer, or freeze them by requires_grad_(False)"
             )
-        for number, (_, parameter) in enumerate(self._shown):
-            if hasattr(parameter, APPLIED):
-                refuse_applied(parameter, self.table_names()[number])
+        for number, (holder, _) in enumerate(self._shown):
+            if hasattr(holder.shown, APPLIED):
+                refuse_applied(holder.shown, self.table_names()[number])
         unscales = self.accumulation is not None and self.accumulation.unscales
         if self.refuse_scaled and not unscales and scaler_in_use():
             refuse_scaled(self.table_names(), self.collective)

@@ -11,7 +11,7 @@ from weakref import WeakSet
 from weakref import ref as weakref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tierstore import optim
 from tierstore.errors import ConfigError
@@ -61,7 +61,7 @@ def active_ddp() -> Any:
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
-def refuse_applied(parameter: nn.Parameter, table: str) -> None:
+def refuse_applied(parameter: Tensor, table: str) -> None:
     """ConfigError if ``apply_optimizer_in_backward``, torch's or torchrec's, gave a table an optimizer."""
     applied = getattr(parameter, APPLIED, None)
     if applied:
