@@ -397,6 +397,18 @@ def test_an_exception_drops_what_is_kept() -> None:
         assert ours.fused_optimizer.num_updates == 1
 
 
+def test_a_module_that_cannot_be_updated_leaves_the_others_as_they_are() -> None:
+    with CASES["sum"].make(optimizer=optim.SGD(lr=0.1)) as good, CASES["sum"].make() as bad:
+        before = everything(good)
+        for wrong in (bad, good):
+            good.fused_optimizer.param_groups[0]["lr"] = 0.1 if wrong is bad else None
+            losses = [partial(sum_loss, module, ONE) for module in (good, wrong)]
+            with pytest.raises(ConfigError, match=r"without an optimizer|lr is None"):
+                fill([good, bad], *losses)
+            assert torch.equal(everything(good)[0], before[0])
+            assert good.fused_optimizer.num_updates == 0
+
+
 def test_steps_and_zero_grad_in_the_block() -> None:
     spec = optim.Adagrad(lr=0.1)
     with CASES["sum"].make(optimizer=spec) as ours, CASES["sum"].make(optimizer=spec) as plain:

@@ -135,14 +135,20 @@ class Accumulation(AppliedOptimizer):
         self.unscales = not_finite is not None
         try:
             if not_finite is None or not float(not_finite):
-                for module, kept in self._kept.items():
-                    if kept.passes:
-                        _update(module, kept.passes, _factor(kept) / (1.0 if scale is None else float(scale)))
-                        kept.passes.clear()
+                self._apply(1.0 if scale is None else float(scale))
         finally:
             self.unscales = False
             self.zero_grad()
         return found
+
+    def _apply(self, scale: float) -> None:
+        kept_of = {module: kept for module, kept in self._kept.items() if kept.passes}
+        for module in kept_of:  # what is wrong with one leaves the others as they are
+            module.check_update()
+            module.fused_optimizer.step_args(1)
+        for module, kept in kept_of.items():
+            _update(module, kept.passes, _factor(kept) / scale)
+            kept.passes.clear()
 
     def end(self) -> None:
         """Backward passes update rows again; what is kept is dropped."""

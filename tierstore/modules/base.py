@@ -217,12 +217,12 @@ class TieredModule(EngineCalls, nn.Module):
         self.fused_optimizer.num_updates = self.engine.updates.get(self._key, 0)
 
     def count_update(self) -> Any:
-        self._check_update()
+        self.check_update()
         step = self.fused_optimizer.advance()
         self.engine.updates[self._key] = self.fused_optimizer.num_updates
         return step
 
-    def _check_update(self) -> None:
+    def check_update(self) -> None:
         """ConfigError if something between the loss and the rows would make their update wrong."""
         if self._without_optimizer:
             raise ConfigError(
