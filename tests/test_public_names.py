@@ -8,6 +8,7 @@ import sys
 import tierstore
 
 PUBLIC_NAMES = [
+    "Accumulation",
     "ClosedError",
     "ConfigError",
     "DataType",
@@ -37,6 +38,7 @@ PUBLIC_NAMES = [
     "TieredEmbedding",
     "TieredEmbeddingBag",
     "__version__",
+    "accumulate",
     "offload",
     "prefetch",
     "set_num_threads",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TierStoreError,
     )
     from tierstore.modules import (
+        Accumulation,
         DataType,
         EmbeddingBagCollection,
         EmbeddingBagConfig,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         PoolingType,
         TieredEmbedding,
         TieredEmbeddingBag,
+        accumulate,
         offload,
     )
     from tierstore.pipeline.prefetch import (
@@ -69,6 +71,7 @@ _HOME = {
         "TierStoreError",
     ],
     "modules": [
+        "Accumulation",
         "DataType",
         "EmbeddingBagCollection",
         "EmbeddingBagConfig",
@@ -78,6 +81,7 @@ _HOME = {
         "PoolingType",
         "TieredEmbedding",
         "TieredEmbeddingBag",
+        "accumulate",
         "offload",
     ],
     "pipeline.prefetch": [
@@ -103,6 +107,7 @@ _SUBMODULES = [
 ]
 
 __all__ = [
+    "Accumulation",
     "ClosedError",
     "ConfigError",
     "DataType",
@@ -132,6 +137,7 @@ __all__ = [
     "TieredEmbedding",
     "TieredEmbeddingBag",
     "__version__",
+    "accumulate",
     "offload",
     "prefetch",
     "set_num_threads",

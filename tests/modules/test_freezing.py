@@ -138,6 +138,19 @@ def test_one_frozen_table_of_a_collection_stays(kind: str, spec: optim.Optimizer
         assert not all(whole[frozen])
 
 
+def test_parameters_that_a_conversion_has_replaced_freeze_too() -> None:
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        with make("bag", optimizer=optim.SGD(lr=0.1)) as module:
+            nn.Sequential(module).to(torch.bfloat16)
+            before = rows(module)
+            nn.Sequential(module).requires_grad_(False)
+            step(module)
+            assert all(same(rows(module), before))
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 def test_freezing_in_the_middle_of_a_prefetch(depth: int) -> None:
     batches = [torch.randint(0, ROWS, (4, 3), generator=torch.Generator().manual_seed(n)) for n in range(12)]

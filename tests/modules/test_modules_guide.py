@@ -10,7 +10,7 @@ GUIDE = Path(__file__).resolve().parents[2] / "docs/guides/modules.md"
 
 def test_the_guide_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 6
     names: dict[str, object] = {}
     for block in blocks:
         exec(block, names)

@@ -121,7 +121,7 @@ def test_cuts_within_and_over_hosts() -> None:
 def wrong_inputs() -> None:
     env = ShardingEnv.from_process_group()
     configs = cases.tables()
-    whole = tierstore.EmbeddingBagCollection(configs, config=cases.MEMORY)
+    whole = tierstore.EmbeddingBagCollection(configs, config=cases.MEMORY, optimizer=optim.SGD(lr=0.1))
     cuts = {"t0": row_wise(), "t1": table_wise(1), "t2": column_wise([0, 1]), "t3": data_parallel()}
     parts = shard(whole, construct_plan(configs, cuts, 2), env)
     batch = cases.batches(2, 1)[0].of([env.rank])

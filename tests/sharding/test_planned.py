@@ -13,7 +13,7 @@ import tierstore
 from tests.sharding import cases
 from tests.sharding.ranks import run
 from tests.sharding.test_parallel import Model, train_both
-from tierstore import TierConfig
+from tierstore import TierConfig, optim
 from tierstore.cache.memory_tier import bytes_for
 from tierstore.errors import InfeasiblePlanError
 from tierstore.planner import EmbeddingShardingPlanner, Topology
@@ -127,7 +127,9 @@ def counts_collectives() -> None:
     calls = []
     original = {name: getattr(ShardingEnv, name) for name in ("gather", "all_to_all")}
     plan = construct_plan(configs(), {config.name: row_wise() for config in configs()}, 2)
-    bags = ShardedEmbeddingBagCollection(configs(), plan, ShardingEnv.of(None), config=TierConfig(hbm="all"))
+    bags = ShardedEmbeddingBagCollection(
+        configs(), plan, ShardingEnv.of(None), config=TierConfig(hbm="all"), optimizer=optim.SGD(lr=0.1)
+    )
     for name, call in original.items():
 
         def counted(*args: Any, _call: Any = call, **more: Any) -> Any:

@@ -15,8 +15,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tierstore
+from tests.sharding import cases
 from tests.sharding.ranks import run
 from tierstore.errors import ConfigError
+from tierstore.sharding import DistributedModelParallel
 
 IDS = torch.tensor([[1, 2], [3, 3]])
 
@@ -116,3 +118,55 @@ def warns() -> None:
 
 def test_ranks_that_train_tables_of_their_own_are_warned() -> None:
     run(2, warns)
+
+
+class Sharded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sparse = tierstore.EmbeddingBagCollection(cases.tables(), optimizer=tierstore.optim.SGD(lr=0.5))
+        self.top = nn.Linear(36, 1)
+
+    def forward(self, features: Any) -> Tensor:
+        return self.top(self.sparse(features).values()).square().sum()
+
+
+def freezes_and_refuses() -> None:
+    dmp = DistributedModelParallel(Sharded(), batch_size=4)
+    (batch,) = cases.batches(2, 1)
+    features = batch.of([dist.get_rank()])
+    (collection,) = dmp.sharded.values()
+
+    def weights() -> list[Tensor]:
+        return [collection.rows(torch.arange(50), table) for table in collection.table_names()]
+
+    before = weights()
+    collection.requires_grad_(False)
+    dmp(features).backward()
+    assert all(map(torch.equal, weights(), before))
+    dmp.requires_grad_(True)
+    with pytest.raises(ConfigError, match="are sharded and updated by every backward"):
+        tierstore.accumulate(dmp).__enter__()
+    dmp(features).backward()
+    after = weights()
+    assert not all(map(torch.equal, after, before))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with pytest.raises(ConfigError, match="use bfloat16, which needs no scaler"):
+        scaler.scale(dmp(features)).backward()
+    assert all(map(torch.equal, weights(), after))
+    dmp.close()
+
+
+def test_sharded_tables_freeze_and_refuse_what_they_cannot_do() -> None:
+    run(2, freezes_and_refuses)
+
+
+def refuses_a_half_frozen_collection() -> None:
+    model = Sharded()
+    model.sparse.embedding_bags["t1"].requires_grad_(False)
+    with pytest.raises(ConfigError, match="trained or frozen as a whole"):
+        DistributedModelParallel(model, batch_size=4)
+
+
+def test_a_collection_with_frozen_and_trained_tables_is_not_sharded() -> None:
+    run(2, refuses_a_half_frozen_collection)

@@ -1,5 +1,6 @@
 """nn.Module front ends: drop-ins for torch's embeddings and torchrec's collections, and offload()."""
 
+from tierstore.modules.accumulation import Accumulation, accumulate
 from tierstore.modules.configs import (
     DataType,
     EmbeddingBagConfig,
@@ -14,6 +15,7 @@ from tierstore.modules.embedding_collection import EmbeddingCollection
 from tierstore.modules.offloading import Offloaded, offload
 
 __all__ = [
+    "Accumulation",
     "DataType",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
@@ -23,6 +25,7 @@ __all__ = [
     "PoolingType",
     "TieredEmbedding",
     "TieredEmbeddingBag",
+    "accumulate",
     "from_torchrec",
     "offload",
 ]

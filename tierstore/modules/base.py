@@ -18,6 +18,7 @@ from tierstore.errors import ConfigError, GradientError, InputError
 from tierstore.modules.ahead import Ahead, find_ahead
 from tierstore.modules.engine_calls import EngineCalls
 from tierstore.modules.lookup import (
+    Keeps,
     Lookup,
     Part,
     PooledFunction,
@@ -28,7 +29,15 @@ from tierstore.modules.lookup import (
 from tierstore.modules.optimizer_states import OptimizerStates
 from tierstore.modules.quantization import NotQuantized
 from tierstore.modules.tables import SHOWN, HasWeight
-from tierstore.modules.wrappers import active_ddp, refuse_applied, refuse_replicas, refuse_scaled
+from tierstore.modules.wrappers import (
+    APPLIED,
+    active_ddp,
+    has_other_ranks,
+    refuse_applied,
+    refuse_replicas,
+    refuse_scaled,
+    scaler_in_use,
+)
 from tierstore.optim.fused import FusedOptimizer
 
 logger = logging.getLogger("tierstore")
@@ -59,6 +68,8 @@ class TieredModule(EngineCalls, nn.Module):
         self.check_gradients = engine.config.check_gradients
         self.refuse_scaled = True
         """Whether backward passes raise ConfigError if this process uses a GradScaler; see ``accumulate``."""
+        self.accumulation: Keeps | None = None
+        """What keeps the gradients of backward passes meanwhile; see ``tierstore.accumulate``."""
         self._shown: list[tuple[HasWeight, nn.Parameter]] = []
         self._key = engine.tables[self._tables[0]].name
         self.take_updates()
@@ -145,12 +156,15 @@ class TieredModule(EngineCalls, nn.Module):
         """Tables that a backward pass would leave as they are."""
         if not self._shown:
             return [] if self._requires_grad and not self._without_optimizer else self._tables
-        return [t for t, (_, p) in zip(self._tables, self._shown, strict=True) if not p.requires_grad]
+        holders = [holder for holder, _ in self._shown]
+        return [t for t, h in zip(self._tables, holders, strict=True) if not h.shown.requires_grad]
 
     @property
     def frozen(self) -> bool:
         """Whether a backward pass would leave all tables as they are."""
-        return len(self.frozen_tables()) == len(self._tables)
+        if not self._shown:
+            return self._without_optimizer or not self._requires_grad
+        return not any(holder.shown.requires_grad for holder, _ in self._shown)
 
     @property
     def has_optimizer(self) -> bool:
@@ -190,14 +204,14 @@ class TieredModule(EngineCalls, nn.Module):
         here) waits for a gradient of every parameter."""
         if active_ddp() is None or not self._shown:
             return self._anchor
-        return torch.cat([parameter.view(-1) for _, parameter in self._shown])
+        return torch.cat([holder.shown.view(-1) for holder, _ in self._shown])
 
     def take_updates(self) -> None:
         """Sets the optimizer's count of updates to that of the commit that the tables are at."""
         self.fused_optimizer.num_updates = self.engine.updates.get(self._key, 0)
 
     def count_update(self) -> Any:
-        self._check_update()
+        self.check_update()
         step = self.fused_optimizer.advance()
         self.engine.updates[self._key] = self.fused_optimizer.num_updates
         self.engine.changed(self._tables)
@@ -207,20 +221,23 @@ class TieredModule(EngineCalls, nn.Module):
         """Sets the optimizer's count of updates, as committed with the rows from now on."""
         self.fused_optimizer.num_updates = self.engine.updates[self._key] = count
 
-    def _check_update(self) -> None:
+    def check_update(self) -> None:
         """ConfigError if something between the loss and the rows would make their update wrong."""
         if self._without_optimizer:
             raise ConfigError(
                 f"tables {', '.join(self.table_names())} were built with optimizer=None and require "
                 "gradients now: build them with an optimizer, or freeze them by requires_grad_(False)"
             )
-        refuse_applied([parameter for _, parameter in self._shown], self.table_names())
-        if self.refuse_scaled:
-            refuse_scaled(self.table_names())
+        for number, (holder, _) in enumerate(self._shown):
+            if hasattr(holder.shown, APPLIED):
+                refuse_applied(holder.shown, self.table_names()[number])
+        unscales = self.accumulation is not None and self.accumulation.unscales
+        if self.refuse_scaled and not unscales and scaler_in_use():
+            refuse_scaled(self.table_names(), self.collective)
 
     def _check_forward(self) -> None:
         """ConfigError if other ranks would train rows of their own, without this one's."""
-        if not self.collective:
+        if has_other_ranks() and not self.collective:
             ours = all(holder._parameters.get(SHOWN) is p for holder, p in self._shown)
             refuse_replicas(self, self.table_names(), ours)
 

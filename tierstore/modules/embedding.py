@@ -122,7 +122,7 @@ class TieredEmbedding(SingleTable):
         _freeze: no updates, as with ``optimizer=None``.
         device, dtype: None or the CPU and float32.
         config: budgets and places of the tiers; ``TierConfig()`` if None.
-        optimizer: one of tierstore.optim, None to freeze the table.
+        optimizer: one of tierstore.optim, without which the table can only be read; None freezes it.
         seed, init: initial rows are a function of these and ``name``; ``init`` is one of
             tierstore.initializers, normal(0, 1) if None. Tables of one model should differ in name or seed.
     """

@@ -32,7 +32,7 @@ class EmbeddingBagCollection(Collection):
         is_weighted: rows are multiplied by the weights of the KeyedJaggedTensor, which may require gradients.
         device: None or the CPU.
         config: budgets and places of the tiers; ``TierConfig()`` if None.
-        optimizer: one of tierstore.optim, None to freeze the tables.
+        optimizer: one of tierstore.optim, without which tables can only be read; None freezes them.
         seed: initial rows are a function of this and the table's name.
     """
 

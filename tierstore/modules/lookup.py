@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tierstore import _core
+from tierstore._core import OptimizerStep
 from tierstore.cache.chain import Chain
 from tierstore.cache.outside import read_rows
 from tierstore.cache.ticket import Rows, Ticket
@@ -23,9 +24,22 @@ from tierstore.errors import GradientError
 from tierstore.keys import split
 from tierstore.optim.fused import FusedOptimizer
 
-_RowArguments: TypeAlias = tuple[int, int, int, NDArray[np.int32]]
+RowArguments: TypeAlias = tuple[int, int, int, NDArray[np.int32]]
 """Address and bytes of the rows, their dimension, their slots."""
+Csr: TypeAlias = tuple[NDArray[np.int32], NDArray[np.int32]]
+"""The positions of every unique row, as ``_core.build_csr`` gives them."""
 MODES = {"sum": 0, "mean": 1, "max": 2}
+
+
+class Keeps(Protocol):
+    """Somebody who updates rows later."""
+
+    unscales: bool
+    """Whether the update under way divides gradients by the scale of a GradScaler."""
+
+    def keep(self, module: Any, lookup: Lookup, gradients: Any) -> None:
+        """Takes the gradients of one backward pass, copying what others may change."""
+        ...
 
 
 class Updates(Protocol):
@@ -33,6 +47,8 @@ class Updates(Protocol):
 
     fused_optimizer: FusedOptimizer
     check_gradients: bool
+    accumulation: Keeps | None
+    """What keeps the gradients of backward passes for a later update; None: each updates the rows."""
 
     def count_update(self) -> Any:
         """Counts one optimizer step and returns the native core's arguments for it."""
@@ -137,6 +153,60 @@ class Lookup:
                 part.rows.release()
 
 
+class Gradients(Protocol):
+    """The gradients of a lookup's outputs, and what else the kernels need to make rows' of them."""
+
+    def update(
+        self,
+        index: int,
+        part: Any,
+        rows: RowArguments,
+        csr: Csr | None,
+        step: OptimizerStep,
+        check: bool,
+        squares: int,
+        means: int,
+    ) -> NDArray[np.int32]:
+        """Updates the rows of part number ``index``; see csrc/kernels/update.h for the rest."""
+        ...
+
+    def multiply(self, factor: float) -> None:
+        """Multiplies the gradients, in place."""
+        ...
+
+
+@dataclass
+class PooledGradients:
+    """``grad`` (float32, contiguous) is laid out as the output; the others have an entry per part."""
+
+    grad: Tensor
+    weights: Sequence[Tensor | None]
+    argmaxes: Sequence[Tensor | None]
+
+    def update(self, index: int, part: Any, rows: RowArguments, csr: Any, *more: Any) -> NDArray[np.int32]:
+        weight, argmax = _address(self.weights[index]), _address(self.argmaxes[index])
+        arguments = *rows, *csr, *part.layout, weight, argmax, self.grad.data_ptr(), *more
+        return _core.update_pooled(*arguments)  # type: ignore[no-any-return]
+
+    def multiply(self, factor: float) -> None:
+        self.grad.mul_(factor)
+
+
+@dataclass
+class SequenceGradients:
+    """``grads``: per part the gradient of every position, float32 (positions, dim), contiguous."""
+
+    grads: Sequence[Tensor]
+
+    def update(self, index: int, part: Any, rows: RowArguments, csr: Any, *more: Any) -> NDArray[np.int32]:
+        arguments = *rows, *csr, self.grads[index].data_ptr(), part.chain.layout.dim, *more
+        return _core.update_rows(*arguments)  # type: ignore[no-any-return]
+
+    def multiply(self, factor: float) -> None:
+        for grad in self.grads:
+            grad.mul_(factor)
+
+
 def _held_again(part: Part) -> Ticket:
     """The part's rows, pinned once more if a former backward pass has released them
     (``retain_graph=True``)."""
@@ -146,7 +216,7 @@ def _held_again(part: Part) -> Ticket:
     return part.rows
 
 
-def _row_arguments(part: Part) -> _RowArguments:
+def _row_arguments(part: Part) -> RowArguments:
     assert part.rows is not None
     part.chain.check_process()
     return part.rows.rows_addr, part.chain.layout.row_bytes, part.chain.layout.dim, part.rows.slots
@@ -210,7 +280,8 @@ class PooledFunction(torch.autograd.Function):
         grad = grads[0].to(torch.float32).contiguous()
         weight_grads = [PooledFunction._weight_grad(ctx, index, grad) for index in range(len(ctx.weights))]
         if ctx.module is not None and _reaches_rows(ctx):
-            PooledFunction._update(ctx, grad)
+            gradients = PooledGradients(grad, ctx.weights, ctx.argmaxes)
+            _update_or_keep(ctx.module, ctx.lookup, gradients)
         return (None, None, None, *weight_grads)
 
     @staticmethod
@@ -233,16 +304,6 @@ class PooledFunction(torch.autograd.Function):
         )
         return out.to(ctx.weight_types[index])
 
-    @staticmethod
-    def _update(ctx: Any, grad: Tensor) -> None:
-        def update(index: int, rows: _RowArguments, csr: Any, *more: Any) -> NDArray[np.int32]:
-            part, weight, argmax = ctx.lookup.parts[index], ctx.weights[index], ctx.argmaxes[index]
-            return _core.update_pooled(  # type: ignore[no-any-return]
-                *rows, *csr, *part.layout, _address(weight), _address(argmax), grad.data_ptr(), *more
-            )
-
-        _update_rows(ctx.module, ctx.lookup.parts, update)
-
 
 class SequenceFunction(torch.autograd.Function):
     """``apply(anchor, module, lookup)`` → one (positions, dim) tensor per part."""
@@ -258,18 +319,21 @@ class SequenceFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         assert ctx.saved_tensors
         kept = [grad.to(torch.float32).contiguous() for grad in grads]
-
-        def update(index: int, rows: _RowArguments, csr: Any, *more: Any) -> NDArray[np.int32]:
-            dim = ctx.lookup.parts[index].chain.layout.dim
-            return _core.update_rows(*rows, *csr, kept[index].data_ptr(), dim, *more)  # type: ignore[no-any-return]
-
-        _update_rows(ctx.module, ctx.lookup.parts, update)
+        _update_or_keep(ctx.module, ctx.lookup, SequenceGradients(kept))
         return (None, None, None)
 
 
-def _update_rows(module: Updates, parts: Sequence[Part], update: Callable[..., NDArray[np.int32]]) -> None:
-    """One optimizer step for the rows of every part. ``update(part, rows, csr, step, check, squares, means)``
-    calls the kernel."""
+def _update_or_keep(module: Updates, lookup: Lookup, gradients: Gradients) -> None:
+    """What a backward pass does with the gradients of its lookup."""
+    if module.accumulation is None:
+        update_rows(module, lookup.parts, gradients)
+    else:
+        module.accumulation.keep(module, lookup, gradients)
+        lookup.release()
+
+
+def update_rows(module: Updates, parts: Sequence[Part], gradients: Gradients) -> None:
+    """One optimizer step for the rows of every part, which are released."""
     step = module.count_update()
     tickets = [_held_again(part) for part in parts]
     for part, ticket in zip(parts, tickets, strict=True):
@@ -278,32 +342,27 @@ def _update_rows(module: Updates, parts: Sequence[Part], update: Callable[..., N
 
     def squares_of(index: int) -> NDArray[np.float32]:
         squares = np.zeros(len(parts[index].batch.unique), np.float32)
-        update(index, _row_arguments(parts[index]), tickets[index].csr, step, False, squares.ctypes.data, 0)
+        csr, address = tickets[index].csr, squares.ctypes.data
+        gradients.update(index, parts[index], _row_arguments(parts[index]), csr, step, False, address, 0)
         return squares
 
     wrong = []
     for index, means in enumerate(module.mean_squares(parts, squares_of)):
         address = 0 if means is None else means.ctypes.data
-        if frozen:
-            kept, rows, csr = _trained_rows(parts[index], frozen)
-            unique = kept[update(index, rows, csr, step, module.check_gradients, 0, address)]
-        else:
-            rows, csr = _row_arguments(parts[index]), tickets[index].csr
-            unique = update(index, rows, csr, step, module.check_gradients, 0, address)
-        wrong.append((parts[index], unique))
+        csr = trained_csr(parts[index], frozen) if frozen else tickets[index].csr
+        part, rows, check = parts[index], _row_arguments(parts[index]), module.check_gradients
+        wrong.append((part, gradients.update(index, part, rows, csr, step, check, 0, address)))
         tickets[index].release()
     _report_wrong(module, wrong)
 
 
-def _trained_rows(part: Part, frozen: Sequence[int]) -> tuple[NDArray[np.int32], _RowArguments, Any]:
-    """Which of the part's unique rows are not of frozen tables, where these rows are, and their positions."""
-    trained = ~np.isin(split(part.batch.unique)[0], frozen)
-    number = np.where(trained, np.cumsum(trained) - 1, -1).astype(np.int32)
+def trained_csr(part: Part, frozen: Sequence[int]) -> Csr:
+    """The positions of every unique row, none for rows of frozen tables: a row without positions is not
+    updated."""
+    stays = np.isin(split(part.batch.unique)[0], frozen)
     inverse = part.batch.inverse
-    of_position = np.where(inverse < 0, -1, number[inverse]).astype(np.int32) if len(number) else inverse
-    address, row_bytes, dim, slots = _row_arguments(part)
-    kept = np.flatnonzero(trained).astype(np.int32)
-    return kept, (address, row_bytes, dim, slots[kept]), _core.build_csr(of_position, len(kept))
+    skipped = (inverse < 0) | (stays[np.maximum(inverse, 0)] if len(stays) else True)
+    return _core.build_csr(np.where(skipped, -1, inverse).astype(np.int32), len(stays))  # type: ignore[no-any-return]
 
 
 def _reaches_rows(ctx: Any) -> bool:

@@ -158,6 +158,12 @@ class HasWeight(nn.Module):
         self.register_parameter(SHOWN, parameter)
         return parameter
 
+    @property
+    def shown(self) -> Tensor:
+        """What is in the place of :meth:`show_parameter`'s now: wrappers and conversions put in others."""
+        parameter = self._parameters.get(SHOWN)
+        return getattr(self, SHOWN) if parameter is None else parameter
+
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise AttributeError(

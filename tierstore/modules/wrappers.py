@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 from weakref import WeakSet
 from weakref import ref as weakref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tierstore import optim
 from tierstore.errors import ConfigError
@@ -22,16 +22,21 @@ _USE_OURS = (
     "every rank would train rows of its own. Make it an EmbeddingBagCollection or EmbeddingCollection and "
     "wrap the model in tierstore.sharding.DistributedModelParallel: it shards tables, and replicates the rest"
 )
+APPLIED = "_in_backward_optimizers"
+"""Where ``apply_optimizer_in_backward`` leaves the optimizers of a parameter."""
 _told: WeakSet[nn.Module] = WeakSet()
 """Modules of which a warning has said that every rank trains them for itself."""
+
+
+def has_other_ranks() -> bool:
+    """Whether this process is one of several."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def refuse_replicas(module: nn.Module, tables: Sequence[str], parameters_are_ours: bool) -> None:
     """ConfigError where several ranks train an unsharded module as one model. ``parameters_are_ours``: nobody
     has put parameters of his own in place of the module's, as FSDP does."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-        return
     ddp = active_ddp()
     name = f"a {type(module).__name__} (tables {', '.join(tables)})"
     if ddp is not None and ddp.process_group.size() > 1:
@@ -46,7 +51,7 @@ def refuse_replicas(module: nn.Module, tables: Sequence[str], parameters_are_our
             "%s is trained by one of %d ranks, and is not sharded: the others know nothing of its rows. If "
             "the ranks train one model together, %s. (said once)",
             name,
-            distributed.get_world_size(),
+            torch.distributed.get_world_size(),
             _USE_OURS,
         )
 
@@ -56,17 +61,15 @@ def active_ddp() -> Any:
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
-def refuse_applied(parameters: Iterable[nn.Parameter], tables: Sequence[str]) -> None:
-    """ConfigError if an optimizer was applied to a table by ``apply_optimizer_in_backward``, torch's or
-    torchrec's."""
-    for parameter, table in zip(parameters, tables, strict=False):
-        applied = getattr(parameter, "_in_backward_optimizers", None)
-        if applied:
-            kind, options = type(applied[-1]).__name__, dict(parameter._optimizer_kwargs[-1])  # type: ignore[attr-defined]
-            raise ConfigError(
-                f"apply_optimizer_in_backward gave table {table!r} a {kind}, but the layout of rows is fixed "
-                f"when tables are built: leave it out, and build them with {_given_as(kind, options)}"
-            )
+def refuse_applied(parameter: Tensor, table: str) -> None:
+    """ConfigError if ``apply_optimizer_in_backward``, torch's or torchrec's, gave a table an optimizer."""
+    applied = getattr(parameter, APPLIED, None)
+    if applied:
+        kind, options = type(applied[-1]).__name__, dict(parameter._optimizer_kwargs[-1])  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"apply_optimizer_in_backward gave table {table!r} a {kind}, but the layout of rows is fixed "
+            f"when tables are built: leave it out, and build them with {_given_as(kind, options)}"
+        )
 
 
 def _given_as(kind: str, options: dict[str, Any]) -> str:
@@ -84,7 +87,8 @@ def _given_as(kind: str, options: dict[str, Any]) -> str:
 
 class _Scalers:
     """The GradScalers of this process. Every object counts as a reference to its class, so the objects are
-    searched, which takes 50 ms, only when a class has another number of references than before."""
+    searched, which takes 50 ms, only when a class has another number of references than before, or when one
+    that was found is gone (another may count in its place)."""
 
     def __init__(self) -> None:
         self._references: list[int] = []
@@ -96,7 +100,7 @@ class _Scalers:
         for kind in kinds:
             kinds.extend(kind.__subclasses__())
         references = [sys.getrefcount(kind) for kind in kinds]
-        if references != self._references:
+        if references != self._references or any(found() is None for found in self._found):
             objects = gc.get_referrers(*kinds)
             self._found = [weakref(one) for one in objects if isinstance(one, torch.amp.GradScaler)]
             del objects
@@ -108,12 +112,20 @@ class _Scalers:
 _scalers = _Scalers()
 
 
-def refuse_scaled(tables: Sequence[str]) -> None:
-    """ConfigError where a GradScaler is in use: gradients arrive multiplied by its scale."""
-    if _scalers.used() is not None:
-        raise ConfigError(
-            f"a GradScaler is in use, and tables {', '.join(tables)} would be updated with scaled gradients: "
-            "use `with tierstore.accumulate(model) as rows:` around backward(), scaler.step(rows) and "
-            "scaler.update(); if the scaler is not for the loss of these tables, set refuse_scaled=False of "
-            "their module"
-        )
+def scaler_in_use() -> bool:
+    """Whether this process scales a loss, so that gradients may arrive multiplied by a scale."""
+    return _scalers.used() is not None
+
+
+def refuse_scaled(tables: Sequence[str], sharded: bool) -> NoReturn:
+    """Raises ConfigError."""
+    instead = (
+        "use bfloat16, which needs no scaler"
+        if sharded
+        else "use `with tierstore.accumulate(model) as rows:` around backward(), scaler.step(rows) and "
+        "scaler.update()"
+    )
+    raise ConfigError(
+        f"a GradScaler is in use, and tables {', '.join(tables)} would be updated with scaled gradients: "
+        f"{instead}. If the scaler is for other losses, set refuse_scaled = False of the tables' module"
+    )

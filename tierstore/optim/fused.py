@@ -55,15 +55,7 @@ class FusedOptimizer(AppliedOptimizer):
         super().__init__(shown, spec.hyperparameters())
 
     def advance(self) -> OptimizerStep:
-        """Counts one update and returns the native core's arguments for it. Called by the backward pass.
-
-        Raises ``ConfigError`` if the tables were built without an optimizer."""
-        if isinstance(self.spec, NotGiven):
-            raise ConfigError(
-                "these tables were built without an optimizer, and the backward pass is what applies it: "
-                "build them with optimizer=tierstore.optim.Adagrad(lr=...) or another of tierstore.optim, or "
-                "with optimizer=None to freeze them"
-            )
+        """Counts one update and returns the native core's arguments for it. Called by the backward pass."""
         step = self.step_args(self.num_updates + 1)
         self.num_updates += 1
         # What torch's schedulers look at to tell that an update came before them.
@@ -73,7 +65,14 @@ class FusedOptimizer(AppliedOptimizer):
     def step_args(self, step: int) -> OptimizerStep:
         """The native core's arguments for update number ``step``, with the present hyperparameters.
 
-        Raises ``ConfigError`` if one of them was set to something that cannot be used."""
+        Raises ``ConfigError`` if one of them was set to something that cannot be used, and for tables that
+        were built without an optimizer."""
+        if isinstance(self.spec, NotGiven):
+            raise ConfigError(
+                "these tables were built without an optimizer, and the backward pass is what applies it: "
+                "build them with optimizer=tierstore.optim.Adagrad(lr=...) or another of tierstore.optim, or "
+                "with optimizer=None to freeze them"
+            )
         group = self.param_groups[0]
         return self.spec.step_args(step=step, **{name: group[name] for name in self.spec.hyperparameters()})
 

@@ -1,0 +1,208 @@
+"""``tierstore.accumulate``: several backward passes, one update of the rows."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tierstore import optim
+from tierstore.errors import ConfigError
+from tierstore.modules.base import TieredModule
+from tierstore.modules.inputs import NO_PADDING, FeatureLookup
+from tierstore.modules.joining import Pass, joined
+from tierstore.modules.lookup import PooledGradients, SequenceGradients, trained_csr, update_rows
+from tierstore.optim.fused import AppliedOptimizer
+
+logger = logging.getLogger("tierstore")
+
+
+@contextmanager
+def accumulate(model: nn.Module | Sequence[nn.Module]) -> Iterator[Accumulation]:
+    """Backward passes in the block change no rows; at its end the rows are updated once, by all of them.
+
+    The update is that of one batch that has the examples of all passes, bit for bit where the gradients of
+    the lookups' outputs are: divide the loss of each of k passes by k, as for dense parameters. A table that
+    is looked up several times in a pass is updated once, too, as in torch.
+
+    What the block yields is a torch optimizer of the rows: ``step()`` updates them now, ``zero_grad()`` drops
+    what is kept, ``parameters()`` has a tensor per module whose gradient is the norm of the gradients of its
+    rows: ``torch.nn.utils.clip_grad_norm_([*model.parameters(), *rows.parameters()], most)`` clips rows with
+    the rest. ``torch.amp.GradScaler`` works on it as on any optimizer: ``scaler.unscale_(rows)``,
+    ``scaler.step(rows)``, which divides by the scale, and skips the update if a gradient is not finite.
+
+    An exception in the block drops what is kept, which is ids and gradients of outputs (``kept_bytes``), and
+    no rows.
+
+    Raises ConfigError for a model without tiered modules, with sharded ones, or one that accumulates already.
+    """
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    modules = {id(m): m for one in models for m in one.modules() if isinstance(m, TieredModule)}
+    rows = Accumulation(list(modules.values()))
+    try:
+        yield rows
+        rows.step()
+    finally:
+        rows.end()
+
+
+@dataclass
+class _Kept:
+    """What is kept of one module. ``shown``: a tensor whose gradient is the norm of the rows', when asked."""
+
+    passes: list[Pass] = field(default_factory=list)
+    shown: Tensor = field(default_factory=lambda: torch.zeros(1, requires_grad=True))
+    norm: float | None = None
+    version: int = 0
+
+
+class Accumulation(AppliedOptimizer):
+    """The rows of a model as an optimizer that is applied by ``step()``; see :func:`accumulate`.
+
+    Hyperparameters are those of the modules' ``fused_optimizer``.
+    """
+
+    _step_supports_amp_scaling = True  # so that a GradScaler leaves dividing and skipping to step()
+
+    def __init__(self, modules: Sequence[TieredModule]) -> None:
+        # torch's own constructor would ask for the parameters, which are worked out when they are asked for
+        self.defaults: dict[str, Any] = {}
+        self.unscales = False
+        self._kept = {module: _Kept() for module in modules}
+        if not modules:
+            raise ConfigError("the model has no tiered module: it has no rows to accumulate gradients of")
+        for module in modules:
+            if module.collective:
+                raise ConfigError(
+                    f"tables {', '.join(module.table_names())} are sharded and updated by every backward: "
+                    "use larger batches, and bfloat16 in place of a GradScaler"
+                )
+            if module.accumulation is not None:
+                raise ConfigError(
+                    f"gradients of tables {', '.join(module.table_names())} are accumulated already; leave "
+                    "the outer `with tierstore.accumulate(...)` first, or call step() of what it yields"
+                )
+        for module in modules:
+            module.accumulation = self
+
+    def keep(self, module: Any, lookup: Any, gradients: Any) -> None:
+        """Takes the gradients of one backward pass of ``module``. Called by the backward pass."""
+        parts = [replace(part, rows=None) for part in lookup.parts]
+        kept = self._kept[module]
+        kept.passes.append(Pass(FeatureLookup(parts, (), lookup.features, lookup.counts), _copied(gradients)))
+        kept.norm = kept.shown.grad = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of ids and gradients that are kept until the update."""
+        return sum(one.nbytes for kept in self._kept.values() for one in kept.passes)
+
+    def parameters(self) -> list[Tensor]:
+        """One tensor per module. Its gradient is the norm of the gradients of the rows, NaN if one
+        is not finite, None if there are none; what multiplies it multiplies the rows' gradients, too."""
+        for module, kept in self._kept.items():
+            if kept.passes and kept.norm is None:
+                kept.norm = _norm(module, kept.passes)
+                kept.shown.grad = torch.tensor([kept.norm])
+                kept.norm, kept.version = kept.shown.grad.item(), kept.shown.grad._version
+        return [kept.shown for kept in self._kept.values()]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """One, with :meth:`parameters`."""
+        return [{"params": self.parameters()}]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops what is kept."""
+        for kept in self._kept.values():
+            kept.passes.clear()
+            kept.norm = kept.shown.grad = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates the rows by what is kept, once per module, and drops it. Does nothing if nothing is kept.
+
+        Raises ConfigError if a GradScaler is in use that has not been asked to make this step.
+        """
+        found = super().step(closure)
+        not_finite, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        self.unscales = not_finite is not None
+        try:
+            if not_finite is None or not float(not_finite):
+                self._apply(1.0 if scale is None else float(scale))
+        finally:
+            self.unscales = False
+            self.zero_grad()
+        return found
+
+    def _apply(self, scale: float) -> None:
+        kept_of = {module: kept for module, kept in self._kept.items() if kept.passes}
+        for module in kept_of:  # what is wrong with one leaves the others as they are
+            module.check_update()
+            module.fused_optimizer.step_args(1)
+        for module, kept in kept_of.items():
+            _update(module, kept.passes, _factor(kept) / scale)
+            kept.passes.clear()
+
+    def end(self) -> None:
+        """Backward passes update rows again; what is kept is dropped."""
+        self.zero_grad()
+        for module in self._kept:
+            module.accumulation = None
+
+
+def _copied(gradients: Any) -> Any:
+    """Tensors of its own, since users and wire buffers may change those of autograd."""
+    if isinstance(gradients, SequenceGradients):
+        return SequenceGradients([grad.clone() for grad in gradients.grads])
+    weights = [None if w is None else w.clone() for w in gradients.weights]
+    return PooledGradients(gradients.grad.clone(), weights, gradients.argmaxes)
+
+
+def _padding(module: Any) -> int:
+    return getattr(module, "_padding", NO_PADDING)
+
+
+def _update(module: TieredModule, passes: Sequence[Pass], factor: float) -> None:
+    lookup, gradients = joined(passes, _padding(module))
+    if factor != 1.0:
+        gradients.multiply(factor)
+    lookup.acquire()
+    try:
+        update_rows(module, lookup.parts, gradients)
+    finally:
+        lookup.release()
+
+
+def _factor(kept: _Kept) -> float:
+    """By what the gradient that :meth:`Accumulation.parameters` shows was multiplied since. One of 0 cannot
+    say, and multiplying would change nothing; one of NaN was multiplied if somebody wrote to it."""
+    shown = kept.shown.grad
+    if not kept.norm or shown is None or (math.isnan(kept.norm) and shown._version == kept.version):
+        return 1.0
+    return shown.item() / kept.norm
+
+
+def _norm(module: TieredModule, passes: Sequence[Pass]) -> float:
+    """Of the gradients of all rows together; the rows themselves are not looked at."""
+    lookup, gradients = joined(passes, _padding(module))
+    total, step = 0.0, optim.SGD(lr=1.0).step_args()
+    frozen = module.frozen_tables()
+    for index, part in enumerate(lookup.parts):
+        count = len(part.batch.unique)
+        squares, row = np.zeros(count, np.float32), np.zeros(part.chain.layout.row_bytes, np.uint8)
+        rows = (
+            row.ctypes.data,
+            part.chain.layout.row_bytes,
+            part.chain.layout.dim,
+            np.arange(count, dtype=np.int32),
+        )
+        gradients.update(index, part, rows, trained_csr(part, frozen), step, False, squares.ctypes.data, 0)
+        total += float(squares.sum(dtype=np.float64))
+    return math.sqrt(total)
