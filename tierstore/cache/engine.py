@@ -22,6 +22,7 @@ from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.memory_tier import MemoryTier, as_policy, bytes_for
 from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, touched_ids
 from tierstore.cache.report import report, table_curve
+from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError
 from tierstore.initializers import Init, as_init, table_seed
@@ -189,15 +190,8 @@ class Engine:
             for name, plan, admission in (("hbm", fast, self.config.admission), ("uvm", host, "always"))
         ]
         assert tiers[0] is not None
-        return Chain(
-            demand.name,
-            layout,
-            tiers[0],
-            tiers[1],
-            self.store,
-            members,
-            self._read_ahead_bytes(fast, demand.row_bytes),
-        )
+        ahead = self._read_ahead_bytes(fast, demand.row_bytes)
+        return Chain(demand.name, layout, tiers[0], tiers[1], self.store, members, ahead)
 
     def _read_ahead_bytes(self, fast: TierPlan, row_bytes: int) -> int:
         """What rows that were read ahead may take, beside the fast tier: at most twice as much as it."""
@@ -358,14 +352,16 @@ class Engine:
                 if commit and self.store is not None and self.config.path is not None:
                     self.commit()
             finally:
-                self.closed = True
-                for chain in self.chains:
-                    chain.close()
-                if self.store is not None:
-                    self.store.close()
+                uninterrupted(self._release)
 
-    def end_at_exit(self) -> None:
-        """The process ends, and nobody has closed the tables."""
+    def _release(self) -> None:
+        self.closed = True
+        for chain in self.chains:
+            chain.close()
+        if self.store is not None:
+            self.store.close()
+
+    def end_at_exit(self) -> None:  # nobody has closed the tables
         self.close(commit=False)
 
     # -- statistics ----------------------------------------------------------------------
