@@ -24,19 +24,28 @@ ROWS = 400
 SECONDS = 60  # for one run, which takes a fraction of one
 
 
-def build(dims: list[int], slots: int | None, engine: str = "memory") -> list[TieredEmbeddingBag]:
-    made = []
-    for number, dim in enumerate(dims):
-        hbm: Any = "all" if slots is None else bytes_for(slots, SPEC.row_bytes(dim), "lookahead")
-        config = tierstore.TierConfig(hbm=hbm, engine=engine)
-        made.append(TieredEmbeddingBag(ROWS, dim, config=config, optimizer=SPEC, seed=number))
-    return made
+def build(dims: list[int], slots: int | None, shared: bool) -> list[Any]:
+    """Modules of these dimensions; ``shared``: in one engine, which has a chain per dimension."""
+    sizes = [bytes_for(slots or 1, SPEC.row_bytes(dim), "lookahead") for dim in dims]
+
+    def config(*sizes: int) -> tierstore.TierConfig:
+        return tierstore.TierConfig(hbm="all" if slots is None else sum(sizes), engine="memory")
+
+    if not shared:
+        return [
+            TieredEmbeddingBag(ROWS, dim, config=config(size), optimizer=SPEC, seed=number)
+            for number, (dim, size) in enumerate(zip(dims, sizes, strict=True))
+        ]
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([torch.nn.EmbeddingBag(ROWS, dim) for dim in dims])
+    tierstore.offload(model, config(*sizes), SPEC)
+    return list(model)
 
 
 SPEC = optim.Adagrad(lr=0.1)
 
 
-def everything(modules: list[TieredEmbeddingBag]) -> list[torch.Tensor]:
+def everything(modules: list[Any]) -> list[torch.Tensor]:
     found = []
     for module in modules:
         found.append(module.rows(torch.arange(ROWS)))
@@ -62,7 +71,7 @@ def changed(choose: random.Random, ids: torch.Tensor) -> torch.Tensor:
     return ids
 
 
-def forward(module: TieredEmbeddingBag, ids: torch.Tensor, out: list[torch.Tensor]) -> Callable[[], None]:
+def forward(module: Any, ids: torch.Tensor, out: list[torch.Tensor]) -> Callable[[], None]:
     place = len(out)
     out.append(torch.empty(0))
 
@@ -72,7 +81,7 @@ def forward(module: TieredEmbeddingBag, ids: torch.Tensor, out: list[torch.Tenso
     return run
 
 
-def train(seed: int, modules: list[TieredEmbeddingBag], batches: Iterable[Any]) -> list[torch.Tensor]:
+def train(seed: int, modules: list[Any], batches: Iterable[Any]) -> list[torch.Tensor]:
     choose = random.Random(seed)
     waiting: list[torch.Tensor] = []
     found: list[torch.Tensor] = []
@@ -123,9 +132,10 @@ def run(seed: int) -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     choose = random.Random(seed)
     dims = choose.choice([[4, 8], [8, 4, 16], [4, 4], [4, 8, 4]])
-    want_modules = build(dims, None)
+    shared = choose.random() < 0.5
+    want_modules = build(dims, None, shared)
     want = train(seed, want_modules, drawn(seed)) + everything(want_modules)
-    modules = build(dims, choose.choice([24, 40, 80, 200]))
+    modules = build(dims, choose.choice([24, 40, 80, 200]), shared)
     inputs = {modules[n]: lambda batch, n=n: (batch[n],) for n in range(len(dims))}
     ahead = tierstore.prefetch(
         drawn(seed), modules, inputs=inputs, depth=choose.randint(0, 3), window=choose.randint(0, 5)

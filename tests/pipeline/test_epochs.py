@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -160,3 +163,37 @@ def test_a_loader_with_workers_is_asked_for_one_iterator_per_pass() -> None:
         for _ in range(3):
             train(bags, batches)
         assert loader.iterators == 3
+
+
+@pytest.mark.parametrize("thread", ["main", "tierstore-prefetch"])
+def test_a_loop_that_was_left_in_a_cycle_is_collected_anywhere(thread: str) -> None:
+    """The collector may run while this thread holds what the worker of that loop waits for."""
+
+    def leave() -> None:
+        passing: Any = iter(ahead(bags))
+        next(passing)
+        knot = [passing]
+        knot.append(knot)
+
+    def collect() -> None:
+        with bags.engine.chains[0].moving:
+            gc.collect()
+
+    with module() as bags:
+        gc.disable()
+        try:
+            leave()
+            if thread == "main":
+                collect()
+            else:
+                other = threading.Thread(target=collect, name=thread)
+                other.start()
+                other.join()
+        finally:
+            gc.enable()
+        deadline = time.monotonic() + 60
+        while any(t.name in ("tierstore-prefetch", "tierstore-end") for t in threading.enumerate()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert bags.engine.chains[0].window.lookups == 0
+        assert len(train(bags, ahead(bags))) == 20

@@ -89,6 +89,38 @@ def test_an_exception_at_any_line(chain: str, ahead: bool) -> None:
     assert at > 900
 
 
+def change(module: Bags, ids: torch.Tensor, values: torch.Tensor) -> None:
+    module.load_rows(ids, values)
+    module.engine.commit()
+    module.reset_parameters()
+    module.load_rows(ids[::2], values[::2])
+    module.flush()
+
+
+@pytest.mark.parametrize("chain", ["two tiers", "three tiers and pad"])
+def test_rows_that_are_changed_are_as_before_or_after(chain: str) -> None:
+    ids, values = torch.arange(0, 120), torch.arange(600.0).view(120, 5)
+    with build(TierConfig(hbm="all"), ADAGRAD, (5,)) as memory:
+        initial = memory.rows(ids)
+    at, came = 1, True
+    while came:
+        interrupter, came = Interrupter(at), False
+        with build(CHAINS[chain], ADAGRAD, (5,)) as module:
+            try:
+                with interrupter.on():
+                    change(module, ids, values)
+            except Interrupted:
+                came = True
+            rows = module.rows(ids)
+            assert ((rows == initial).all(1) | (rows == values).all(1)).all()
+            change(module, ids, values)
+            rows = module.rows(ids)
+            assert torch.equal(rows[::2], values[::2])
+            assert torch.equal(rows[1::2], initial[1::2])
+        at += 13
+    assert at > 300
+
+
 class Timer:
     """Signals at any time, from the kernel's timer."""
 

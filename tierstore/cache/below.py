@@ -120,8 +120,9 @@ class LowerTiers:
         lifted = self.buffer("lifted", len(slots))
         self.host.copy_out(slots, lifted)
         dirty = self.host.native.dirty_of(slots)
-        self.host.native.remove(slots)
-        return Below(in_store, pieces, in_host >= 0, lifted, dirty)
+        below = Below(in_store, pieces, in_host >= 0, lifted, dirty)
+        self.host.native.remove(slots)  # last: nothing can fail any more
+        return below
 
     def _read(self, store: RowStore, keys: Keys) -> tuple[Flags, list[Piece]]:
         """Which rows the store has, and where they are now: read ahead, or now."""

@@ -168,8 +168,34 @@ class Chain:
     def _plan(
         self, ticket: Ticket, pinned_since: int, announced: bool, stop: Callable[[], bool] | None
     ) -> None:
-        seq, keys = ticket.seq, ticket.batch.unique
-        fast = self.fast.native
+        fast, keys, ahead = self.fast.native, ticket.batch.unique, self.below.ahead
+        plan, placed = self._begin(ticket, announced), False
+        try:
+            self._find_victims(plan, pinned_since, stop)
+            if ahead is not None:
+                ahead.wait(ticket.seq)
+            with self.moving, self._planning_time():
+                missing = keys[plan.absent]
+                found = self._make_room(plan, missing)
+                fast.assign(keys, True, plan)
+                placed = True
+                try:
+                    self._fill(plan.slots[plan.absent], missing, found)
+                    if ahead is not None:
+                        ahead.taken(ticket.seq, missing)
+                    self._count(plan, ticket, found)
+                    ticket.slots, ticket.rows_addr = plan.slots, self.fast.rows_addr
+                except BaseException:
+                    self._take_back(plan, missing, found)
+                    raise
+        except BaseException:
+            if not placed:
+                with self.moving:
+                    fast.abort(plan)
+            raise
+
+    def _begin(self, ticket: Ticket, announced: bool) -> Any:
+        seq = ticket.seq
         with self.moving, self._planning_time():
             self.check_open()
             if announced:
@@ -178,22 +204,11 @@ class Chain:
                 self.stats.plans_now()
             self._drain_pad()
             next_use = self.window.take(seq) if announced else None
-            ticket.csr = _core.build_csr(ticket.batch.inverse, len(keys))
-            plan = fast.begin(keys, next_use, seq)
+            ticket.csr = _core.build_csr(ticket.batch.inverse, len(ticket.batch.unique))
             self._planned = max(self._planned, seq)
-            ahead = self.below.ahead
-            if ahead is not None:
-                ahead.begun(seq)
-        try:
-            self._find_victims(plan, pinned_since, stop)
-        except BaseException:
-            with self.moving:
-                fast.abort(plan)
-            raise
-        if ahead is not None:
-            ahead.wait(seq)
-        with self.moving, self._planning_time():
-            self._move(ticket, plan, keys)
+            if self.below.ahead is not None:
+                self.below.ahead.begun(seq)
+            return self.fast.native.begin(ticket.batch.unique, next_use, seq)
 
     def _find_victims(self, plan: Any, pinned_since: int, stop: Callable[[], bool] | None) -> None:
         """Without holding ``moving`` while it waits: until the rows move, they are found where they were."""
@@ -210,15 +225,10 @@ class Chain:
                 since = seq
         self.stats.counters.shrunk_plans += since > pinned_since
 
-    def _move(self, ticket: Ticket, plan: Any, keys: Keys) -> None:
-        """Whatever can fail comes before anything that cannot be undone without the store."""
-        fast = self.fast.native
-        missing = keys[plan.absent]
-        try:
-            found = self.below.collect(missing)
-        except BaseException:
-            fast.abort(plan)
-            raise
+    def _make_room(self, plan: Any, missing: Keys) -> Below:
+        """Takes the missing rows from below, and hands the victims down: whatever can fail comes before
+        anything that cannot be undone without the store."""
+        found = self.below.collect(missing)
         try:
             if plan.needed + plan.refused and not self.below.exist:
                 # Rows in the pad have to go somewhere when they are released.
@@ -228,17 +238,20 @@ class Chain:
                 )
             self.fast.prepare(plan, use_pad=True)
             self._count_overflow(plan.needed)
-            self._give_up(plan, ticket.seq)
+            self._give_up(plan, plan.now)
         except BaseException:
-            fast.abort(plan)
-            self.below.restore(found, missing, ticket.seq)
+            self.below.restore(found, missing, plan.now)
             raise
-        fast.assign(keys, True, plan)
-        ticket.slots, ticket.rows_addr = plan.slots, self.fast.rows_addr
-        self._fill(plan.slots[plan.absent], missing, found)
-        if self.below.ahead is not None:
-            self.below.ahead.taken(ticket.seq, missing)
-        self._count(plan, ticket, found)
+        return found
+
+    def _take_back(self, plan: Any, missing: Keys, found: Below) -> None:
+        """Undoes a plan whose victims are below already: the rows that it has missed leave again."""
+        native, capacity = self.fast.native, self.fast.capacity
+        slots = plan.slots[plan.absent]
+        native.remove(slots[slots < capacity])
+        native.drained(slots[slots >= capacity])  # before the others: it forgets what is drainable
+        native.release(np.delete(plan.slots, plan.absent))
+        self.below.restore(found, missing, plan.now)
 
     def _give_up(self, plan: Any, seq: int) -> None:
         """Hands the plan's victims to the tiers below."""

@@ -23,6 +23,7 @@ from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, rows_
 from tierstore.cache.process import OwnProcess
 from tierstore.cache.report import report, table_curve, warn_of_uncommitted
 from tierstore.cache.table import Table as Table
+from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.cache.versions import Versions
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError, StoreFullError
@@ -166,15 +167,8 @@ class Engine:
             for name, plan, admission in (("hbm", fast, self.config.admission), ("uvm", host, "always"))
         ]
         assert tiers[0] is not None
-        return Chain(
-            demand.name,
-            layout,
-            tiers[0],
-            tiers[1],
-            self.store,
-            members,
-            self._read_ahead_bytes(fast, demand.row_bytes),
-        )
+        ahead = self._read_ahead_bytes(fast, demand.row_bytes)
+        return Chain(demand.name, layout, tiers[0], tiers[1], self.store, members, ahead)
 
     def _read_ahead_bytes(self, fast: TierPlan, row_bytes: int) -> int:
         """What rows that were read ahead may take, beside the fast tier: at most twice as much as it."""
@@ -378,7 +372,7 @@ class Engine:
             finally:
                 self.closed = closed
                 if closed:
-                    self._release()
+                    uninterrupted(self._release)
 
     def _release(self) -> None:
         self.warn_of_loss.detach()

@@ -73,6 +73,7 @@ class ReadAhead:
         self._generation = 0
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
 
     # -- what the chain tells -------------------------------------------------------------
 
@@ -87,8 +88,14 @@ class ReadAhead:
     def _wake(self) -> None:
         if self._thread is None:
             # It ends when nothing is announced any more, so it never keeps the tables alive.
-            self._thread = threading.Thread(target=self._work, name="tierstore-read-ahead", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="tierstore-read-ahead", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # plans read for themselves
+                logger.debug("no reading ahead: %s", error)
+                self._queue.clear()
+                return
+            self._thread = thread
         self._changed.notify_all()
 
     def begun(self, seq: int) -> None:
@@ -167,9 +174,12 @@ class ReadAhead:
     # -- taking rows ----------------------------------------------------------------------
 
     def wait(self, seq: int) -> None:
-        """Until nothing is being read for lookup ``seq``."""
+        """Until nothing is being read for lookup ``seq``. Raises what the thread has failed with, once."""
         with self._changed:
             self._changed.wait_for(lambda: self._reading is None or seq not in self._reading)
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def find(self, keys: Keys) -> list[tuple[NDArray[np.int64], int, Slots]]:
         """Positions in ``keys`` of rows that are here, the address of rows, and which of them they are."""
@@ -191,35 +201,47 @@ class ReadAhead:
     # -- the thread -----------------------------------------------------------------------
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or not self._queue or self._is_due())
-                if self._closed or not self._queue:
-                    self._thread = None
-                    return
-                generation = self._generation
-                lookups, keys = self._choose()
-                if not len(keys):
-                    continue
-                rows = self._filling = _core.HeldRows(len(keys), self._row_bytes)
-                self._reading, self._written = lookups, []
-            slots = rows.add(keys)  # from 0 on
-            try:
-                found = self._store.read(keys, rows.rows(len(keys)))
-            except TierStoreError as error:
-                # Plans will ask again, and tell the user in the forward call.
-                logger.debug("no reading ahead: %s", error)
-                found = np.zeros(len(keys), bool)
-            rows.remove(slots[~found])
-            with self._changed:
-                self._reading = self._filling = None
-                for written in self._written:
-                    rows.discard(written)
-                block = _Block(lookups.stop - 1, rows)
-                if generation == self._generation and block.last >= self._begun:
-                    self._blocks.append(block)
-                self._written = []
-                self._changed.notify_all()
+        failure: BaseException | None = None
+        try:
+            while self._read_next():
+                pass
+        except (TierStoreError, MemoryError) as error:
+            # Plans will ask again, and tell the user in the forward call.
+            logger.debug("no reading ahead: %s", error)
+        except BaseException as error:
+            failure = error
+        with self._changed:
+            self._reading = self._filling = None
+            self._failure = failure or self._failure
+            self._thread = None
+            self._queue.clear()  # empty, unless something has failed: plans read for themselves then
+            self._changed.notify_all()
+
+    def _read_next(self) -> bool:
+        """Reads rows of the next lookups when it is time to; False when nothing is announced any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._queue or self._is_due())
+            if self._closed or not self._queue:
+                return False
+            generation = self._generation
+            lookups, keys = self._choose()
+            if not len(keys):
+                return True
+            rows = self._filling = _core.HeldRows(len(keys), self._row_bytes)
+            self._reading, self._written = lookups, []
+        slots = rows.add(keys)  # from 0 on
+        found = self._store.read(keys, rows.rows(len(keys)))
+        rows.remove(slots[~found])
+        with self._changed:
+            self._reading = self._filling = None
+            for written in self._written:
+                rows.discard(written)
+            block = _Block(lookups.stop - 1, rows)
+            if generation == self._generation and block.last >= self._begun:
+                self._blocks.append(block)
+            self._written = []
+            self._changed.notify_all()
+        return True
 
     def _is_due(self) -> bool:
         """The more lookups in one read the better, as long as plans find as many in the block before it."""

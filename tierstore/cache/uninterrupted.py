@@ -65,7 +65,7 @@ class _Worker:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[_Job[Any]] = SimpleQueue()
         # ``Thread.start`` waits for an event, and a signal may come meanwhile.
-        _thread.start_new_thread(_serve, (self._jobs,))
+        self.thread = _thread.start_new_thread(_serve, (self._jobs,))
         end_at_exit(self)
 
     def do(self, work: Callable[[], Result]) -> _Job[Result]:
@@ -111,6 +111,11 @@ def uninterrupted(work: Callable[[], Result]) -> Result:
             del error, job  # its traceback has this frame: no cycle keeps what the work has held
     result: Result = job.result
     return result
+
+
+def works_here() -> bool:
+    """Whether this thread is the one that does the main thread's work."""
+    return _worker is not None and threading.get_ident() == _worker.thread
 
 
 def _forget() -> None:

@@ -24,7 +24,7 @@ from tierstore.cache.at_exit import end_at_exit
 from tierstore.cache.chain import Chain
 from tierstore.cache.engine import Engine
 from tierstore.cache.ticket import Ticket
-from tierstore.cache.uninterrupted import Gate, uninterrupted
+from tierstore.cache.uninterrupted import Gate, uninterrupted, works_here
 from tierstore.errors import RankError, TierStoreError
 from tierstore.modules.ahead import Ahead, Content, content_of
 from tierstore.modules.base import TieredModule
@@ -32,6 +32,8 @@ from tierstore.modules.lookup import Lookup
 from tierstore.pipeline.learning import Call
 
 logger = logging.getLogger("tierstore")
+
+_END_SECONDS = 30.0
 
 
 @dataclass(eq=False)
@@ -233,17 +235,30 @@ class Session:
 
     def close(self) -> None:
         # A forked child has no worker, and locks that nobody gives back.
-        if not self._closed and os.getpid() == self._process:
+        if self._closed or os.getpid() != self._process:
+            return
+        if self._is_in_the_way():
+            threading.Thread(target=self._close, name="tierstore-end", daemon=True).start()
+        else:
             uninterrupted(self._close)
 
-    def _close(self) -> None:
+    def _is_in_the_way(self) -> bool:
+        """Whether this thread was amid something that the worker waits for, when the garbage collector came
+        upon a loop that was left."""
+        ours = works_here() or threading.current_thread().name.startswith("tierstore-")
+        locks: list[Any] = [chain.moving for chain in self.chains]
+        return ours or any(lock._is_owned() for lock in locks)
+
+    def _close(self, seconds: float | None = None) -> None:
         with self._lock:
             self._stopping = True
             self._changed.notify_all()
         for chain in self.chains:
             chain.sequence.wake()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                return
         self._abandon()
         for planned in self._coming:
             for _, ahead in planned.aheads:
@@ -252,7 +267,8 @@ class Session:
         self._closed = True
 
     def end_at_exit(self) -> None:
-        self.close()
+        if not self._closed:
+            self._close(_END_SECONDS)  # other ranks may be gone, and the worker wait for them
 
     # -- worker -------------------------------------------------------------------------------------
 

@@ -1,0 +1,203 @@
+"""What fails in a thread of a prefetch is told by the forward call that needed it, whatever it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.bags import SGD, Bags, budget, build, everything, random_batches
+from tierstore import TierConfig
+from tierstore.cache.chain import Chain
+from tierstore.cache.read_ahead import ReadAhead
+from tierstore.pipeline.prefetch import prefetch
+from tierstore.pipeline.session import Session
+
+BATCHES = random_batches(3, 12, 1, 6, 3)
+FAILURES = [ZeroDivisionError, AssertionError, MemoryError, OSError, KeyboardInterrupt, SystemExit]
+
+
+def train_again(module: Bags, inputs: Any, kind: type[BaseException]) -> int:
+    """Trains with prefetch and repeats steps that fail; how many did. The rows are those of memory."""
+    failed = 0
+    reference = build(TierConfig(hbm="all"), SGD, (5,))
+    for ids in prefetch(BATCHES, module, depth=2, window=4, inputs=inputs):
+        try:
+            out = module(ids)
+        except kind:
+            failed += 1
+            out = module(ids)
+        out.sin().sum().backward()
+        reference(ids).sin().sum().backward()
+    for a, b in zip(everything(module), everything(reference), strict=True):
+        assert torch.equal(a, b)
+    return failed
+
+
+def bags(slots: int = 40) -> Bags:
+    return build(TierConfig(hbm=budget(slots), engine="memory"), SGD, (5,))
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_the_function_of_inputs_fails(kind: type[BaseException]) -> None:
+    def inputs(batch: Any) -> Any:
+        if batch is BATCHES[4] or batch is BATCHES[9]:
+            raise kind
+        return (batch,)
+
+    with bags() as module:
+        assert train_again(module, {"": inputs}, kind) == 2
+
+
+@pytest.mark.parametrize("kind", [LookupError, TypeError, ValueError])
+def test_a_batch_of_another_structure_is_looked_up_on_demand(kind: type[Exception]) -> None:
+    def inputs(batch: Any) -> Any:
+        if batch is BATCHES[4]:
+            raise kind
+        return (batch,)
+
+    with bags() as module:
+        assert train_again(module, {"": inputs}, kind) == 0
+
+
+def failing(call: Callable[..., Any], at: int, kind: type[BaseException]) -> Callable[..., Any]:
+    """Fails at the call with this number of those in the threads of a prefetch."""
+    calls = 0
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        if threading.current_thread().name.startswith("tierstore-"):
+            calls += 1
+            if calls == at:
+                raise kind
+        return call(*args, **options)
+
+    return wrapped
+
+
+STEPS = ["announce", "_plan", "_begin", "_find_victims", "_make_room", "_give_up", "_fill", "_count"]
+
+
+@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt, ZeroDivisionError])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_of_the_worker_fails(
+    step: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bags() as module:
+        monkeypatch.setattr(Chain, step, failing(getattr(Chain, step), 5, kind))
+        failed = train_again(module, {"": lambda batch: (batch,)}, kind)
+        assert failed == 1
+
+
+@pytest.mark.parametrize("step", ["_prepare", "_prepare_call", "_pinned_since", "_can_plan", "_announce"])
+def test_the_worker_itself_fails(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bags() as module:
+        monkeypatch.setattr(Session, step, failing(getattr(Session, step), 4, ZeroDivisionError))
+        with pytest.raises(ZeroDivisionError):  # noqa: PT012  (in any step of the loop)
+            for ids in prefetch(BATCHES, module, depth=2, window=4, inputs={"": lambda batch: (batch,)}):
+                module(ids).sum().backward()
+        monkeypatch.undo()
+        assert train_again_after(module)
+
+
+def train_again_after(module: Bags) -> bool:
+    seen = 0
+    for ids in prefetch(BATCHES, module, depth=2, window=4, inputs={"": lambda batch: (batch,)}):
+        module(ids).sum().backward()
+        seen += 1
+    return seen == len(BATCHES)
+
+
+@pytest.mark.parametrize("step", ["_choose", "_is_due"])
+@pytest.mark.parametrize(("kind", "told"), [(MemoryError, 0), (ZeroDivisionError, 1), (SystemExit, 1)])
+def test_reading_ahead_fails(
+    step: str, kind: type[BaseException], told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is short of memory is done without; what is not foreseen is told."""
+    with bags(20) as module:
+        module.load_rows(torch.arange(1000), torch.randn(1000, 5))
+        monkeypatch.setattr(ReadAhead, step, failing(getattr(ReadAhead, step), 2, kind))
+        errors = 0
+        for ids in prefetch(BATCHES, module, depth=1, window=6, inputs={"": lambda batch: (batch,)}):
+            try:
+                out = module(ids)
+            except kind:
+                errors += 1
+                out = module(ids)
+            out.sum().backward()
+        assert errors == told
+
+
+def test_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    with bags(20) as module:
+        module.load_rows(torch.arange(1000), torch.randn(1000, 5))
+        monkeypatch.setattr("tierstore.cache.read_ahead.threading.Thread", Refused)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            next(prefetch(BATCHES, module, depth=1, window=6, inputs={"": lambda batch: (batch,)}))
+        monkeypatch.undo()
+        assert train_again_after(module)
+
+
+def test_no_thread_to_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    with bags(20) as module:
+        module.load_rows(torch.arange(1000), torch.randn(1000, 5))
+        start = threading.Thread.start
+
+        def refused(thread: threading.Thread) -> None:
+            if thread.name == "tierstore-read-ahead":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        assert train_again_after(module)
+        assert np.isfinite(module.rows(torch.arange(1000)).numpy()).all()
+
+
+def test_inference_mode_before_the_training_forward() -> None:
+    with bags() as module, build(TierConfig(hbm="all"), SGD, (5,)) as memory:
+        with torch.inference_mode():
+            validation = [ids.clone() for ids in BATCHES[0]]
+        for ids in prefetch(BATCHES, module, depth=2, window=4, inputs={"": lambda batch: (batch,)}):
+            with torch.inference_mode():
+                assert torch.equal(module(validation), memory(validation))
+                assert torch.equal(module(ids), memory(ids))
+            for bags_ in (module, memory):
+                bags_(ids).sin().sum().backward()
+        for a, b in zip(everything(module), everything(memory), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_loader_whose_batches_are_inference_tensors() -> None:
+    with torch.inference_mode():
+        made = [[ids.clone() for ids in batch] for batch in BATCHES]
+    with bags() as module, build(TierConfig(hbm="all"), SGD, (5,)) as memory:
+        for ids in prefetch(made, module, depth=2, window=4, inputs={"": lambda batch: (batch,)}):
+            for bags_ in (module, memory):
+                bags_(ids).sin().sum().backward()
+        for a, b in zip(everything(module), everything(memory), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_loader_that_fills_one_buffer_again_and_again() -> None:
+    """Its batches are all pulled, and changed behind torch's back, before the first is used."""
+    buffer = [torch.zeros_like(BATCHES[0][0])]
+
+    def refilled() -> Any:
+        for batch in BATCHES:
+            buffer[0].numpy()[:] = batch[0].numpy()
+            yield buffer
+
+    with bags() as module, build(TierConfig(hbm="all"), SGD, (5,)) as memory:
+        for ids in prefetch(refilled(), module, depth=2, window=4, inputs={"": lambda batch: (batch,)}):
+            for bags_ in (module, memory):
+                bags_(ids).sin().sum().backward()
+        for a, b in zip(everything(module), everything(memory), strict=True):
+            assert torch.equal(a, b)
