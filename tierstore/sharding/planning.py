@@ -154,7 +154,7 @@ def _divided(
         stated[shard.columns] += 0 if shard.hbm_rows else getattr(shard, f"{tier}_bytes")
     if not any(rows.values()) and not any(stated.values()):
         for name in overrides:
-            overrides[name] = replace(overrides[name], **{tier: 0})
+            overrides[name] = replace(overrides[name], **{f"{tier}_share": 0})
         return 0
     # Every row layout takes a few slots of a tier, even if no table of it brings any.
     least = {dim: bytes_for(MIN_SLOTS, spec.row_bytes(dim), policy) for dim in rows}
@@ -166,7 +166,7 @@ def _divided(
         total = rows[shard.columns] + sum(other.columns == shard.columns for _, other in shards)
         brought[table.name] += (sizes[shard.columns] - least[shard.columns]) * weight / total
     for name, size in brought.items():
-        overrides[name] = replace(overrides[name], **{tier: int(size / max(1, pieces[name]))})
+        overrides[name] = replace(overrides[name], **{f"{tier}_share": int(size / max(1, pieces[name]))})
     return sum(sizes.values()) + _ROUNDING * len(tables)
 
 
