@@ -72,11 +72,22 @@ class TableOverride:
     init: Any = None
     """Rule of the initial values, as the module's ``init``."""
     seed: int | None = None
-    hbm: int | None = None
-    """Bytes that the table brings to the ``hbm`` budget: budgets are divided among row layouts by what their
-    tables bring, else by the tables' sizes. Tables of one layout share what they have."""
-    uvm: int | None = None
+    hbm: int | str | None = None
+    """Bytes of ``hbm`` that the table has to itself, metadata included: it never has fewer or more. With room
+    for all of its rows none of them ever leaves. None: it shares what the others leave, unless it is so small
+    that it is kept whole."""
+    uvm: int | str | None = None
     """The same of ``uvm``."""
+    hbm_share: int | None = None
+    """What a table that shares counts for where ``hbm`` is divided among row layouts; None: its bytes."""
+    uvm_share: int | None = None
+    """The same of ``uvm``."""
+
+    def __post_init__(self) -> None:
+        for name in ("hbm", "uvm", "hbm_share", "uvm_share"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_bytes(value, name))
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ class ShardPlacement:
     ssd_bytes: int
     hbm_rows: int = 0
     uvm_rows: int = 0
+    own: int = 0
+    """1 where constraints promise the table bytes or tiers: its slots are its own then."""
 
 
 @dataclass(frozen=True)

@@ -59,13 +59,24 @@ PolicyHooks HooksFrom(std::uintptr_t state, const py::dict& hooks) {
   return out;
 }
 
+ShareConfig MakeShare(std::int64_t capacity, std::uintptr_t state, const py::object& hooks,
+                      std::pair<std::uintptr_t, std::uintptr_t> filter) {
+  ShareConfig share{capacity, {}, {}};
+  share.filter = {reinterpret_cast<void*>(filter.first), reinterpret_cast<PolicyHooks::Admit>(filter.second)};
+  if (!hooks.is_none()) share.policy = HooksFrom(state, hooks.cast<py::dict>());
+  return share;
+}
+
 std::unique_ptr<Tier> MakeTier(std::int64_t capacity, std::int64_t row_bytes, bool grows,
                                std::uintptr_t state, const py::object& hooks,
-                               std::pair<std::uintptr_t, std::uintptr_t> filter, std::int64_t pad) {
-  TierConfig config{capacity, pad, row_bytes, grows, {}, {}};
-  config.filter = {reinterpret_cast<void*>(filter.first),
-                   reinterpret_cast<PolicyHooks::Admit>(filter.second)};
-  if (!hooks.is_none()) config.policy = HooksFrom(state, hooks.cast<py::dict>());
+                               std::pair<std::uintptr_t, std::uintptr_t> filter, std::int64_t pad,
+                               const py::list& others, std::vector<std::int32_t> share_of) {
+  TierConfig config{pad, row_bytes, grows, {MakeShare(capacity, state, hooks, filter)}, std::move(share_of)};
+  for (const py::handle item : others) {
+    const auto share = item.cast<py::tuple>();
+    config.shares.push_back(MakeShare(share[0].cast<std::int64_t>(), share[1].cast<std::uintptr_t>(),
+                                      share[2], share[3].cast<std::pair<std::uintptr_t, std::uintptr_t>>()));
+  }
   return std::make_unique<Tier>(config);
 }
 
@@ -80,6 +91,9 @@ void BindPlan(py::module_& m) {
       .def_readonly("needed", &Plan::needed)
       .def_property_readonly("slots", PlanView<&Plan::slots>())
       .def_readonly("refused", &Plan::refused)
+      .def_property_readonly("table_rows", [](const Plan& plan) { return plan.table_rows; })
+      .def_property_readonly("table_hits", [](const Plan& plan) { return plan.table_hits; })
+      .def("unplaced", [](const Plan& plan) { return Owned(plan.Unplaced()); })
       .def_property_readonly("misses", PlanView<&Plan::misses>())
       .def_property_readonly("absent", PlanView<&Plan::absent>())
       .def_property_readonly("next_use", PlanView<&Plan::next_use>())
@@ -100,7 +114,8 @@ void BindTier(py::module_& m) {
   py::class_<Tier>(m, "Tier")
       .def(py::init(&MakeTier), py::arg("capacity"), py::arg("row_bytes"), py::arg("grows"),
            py::arg("policy_state"), py::arg("policy_hooks"), py::arg("filter") = std::pair(0, 0),
-           py::arg("pad") = 0)
+           py::arg("pad") = 0, py::arg("others") = py::list(),
+           py::arg("share_of") = std::vector<std::int32_t>())
       .def_property_readonly_static("BYTES_PER_SLOT", [](py::object) { return Tier::kBytesPerSlot; })
       .def(
           "begin",
@@ -182,6 +197,7 @@ void BindTier(py::module_& m) {
           py::arg("only_dirty"), py::arg("start"), py::arg("limit"))
       .def_property_readonly("rows_addr",
                              [](const Tier& t) { return reinterpret_cast<std::uintptr_t>(t.rows()); })
+      .def("table_rows", &Tier::TableRows, Unlocked(), "Rows of every table that are here.")
       .def_property_readonly("capacity", &Tier::capacity)
       .def_property_readonly("row_bytes", &Tier::row_bytes)
       .def_property_readonly("pad_in_use", &Tier::pad_in_use)

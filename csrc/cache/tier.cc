@@ -27,19 +27,56 @@ class Stopwatch {
 };
 }  // namespace
 
+std::vector<Tier::Share> Tier::SharesOf(const TierConfig& config) {
+  if (config.shares.empty() || (config.grows && config.shares.size() > 1))
+    throw std::invalid_argument("a tier needs a share, and one that grows has no other");
+  std::vector<Share> shares;
+  std::int64_t begin = 0;
+  for (const ShareConfig& share : config.shares) {
+    shares.push_back({share, begin});
+    begin += share.capacity;
+  }
+  for (const std::int32_t share : config.share_of) {
+    if (share < 0 || static_cast<std::size_t>(share) >= shares.size())
+      throw std::invalid_argument("a table's share does not exist");
+  }
+  return shares;
+}
+
 Tier::Tier(const TierConfig& config)
     : config_(config),
-      limit_(static_cast<std::size_t>(config.capacity + config.pad)),
+      shares_(SharesOf(config)),
+      capacity_(shares_.back().begin + shares_.back().config.capacity),
+      limit_(static_cast<std::size_t>(capacity_ + config.pad)),
       arena_(limit_ * static_cast<std::size_t>(config.row_bytes)),
       row_(limit_),
       last_use_(limit_),
       dirty_(limit_),
       resident_(limit_),
-      index_(&row_.data()->key, sizeof(Row) / sizeof(std::uint64_t), config.grows ? 0 : config.capacity) {
-  if (config.capacity < 1 || config.row_bytes < 16 || config.row_bytes % 16 != 0) {
+      index_(&row_.data()->key, sizeof(Row) / sizeof(std::uint64_t), config.grows ? 0 : capacity_) {
+  if (capacity_ < 1 || config.row_bytes < 16 || config.row_bytes % 16 != 0) {
     throw std::invalid_argument("a tier needs at least one slot, and rows of a multiple of 16 bytes");
   }
-  if (!config.grows) CommitSlots(config.capacity);
+  if (!config.grows) CommitSlots(capacity_);
+}
+
+void Tier::Uses::Reserve(std::size_t rows) {
+  slots.reserve(rows);
+  keys.reserve(rows);
+  next_use.reserve(rows);
+}
+
+void Tier::Uses::Add(std::int32_t slot, std::uint64_t key, std::int64_t next) {
+  slots.push_back(slot);
+  keys.push_back(key);
+  next_use.push_back(next);
+}
+
+void Tier::Tell(PolicyHooks::Use hook, const Share& share, const Uses& uses, std::int64_t now) {
+  if (uses.size() == 0) return;
+  const Stopwatch watch(&policy_seconds_);
+  hook(share.config.policy.state, uses.slots.data(), uses.keys.data(), uses.next_use.data(), uses.size(),
+       now);
 }
 
 void Tier::CommitSlots(std::int64_t slots) {
@@ -73,20 +110,22 @@ void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::i
   else
     plan->next_use.assign(static_cast<std::size_t>(n), kNotKnown);
 
-  PageVector<std::int32_t> hits;
-  PageVector<std::uint64_t> hit_keys;
-  PageVector<std::int64_t> hit_next;
-  hits.reserve(static_cast<std::size_t>(n));
+  std::vector<Uses> hits(shares_.size());
+  const std::size_t tables = config_.share_of.size();
+  plan->table_rows.assign(tables, 0);
+  plan->table_hits.assign(tables, 0);
   for (std::int64_t i = 0; i < n; ++i) {
     if (i % kBlock == 0 && !absent) FindBlock(keys, i, n, plan->slots.data(), true);
     std::int32_t slot = plan->slots[i];
+    const std::size_t table = KeyTable(keys[i]);
+    if (table < tables) ++plan->table_rows[table];
     if (slot < 0) {
       plan->misses.push_back(static_cast<std::int32_t>(i));
       plan->absent.push_back(static_cast<std::int32_t>(i));
       continue;
     }
-    if (slot >= config_.capacity) {
-      const std::int64_t pad = slot - config_.capacity;
+    if (slot >= capacity_) {
+      const std::int64_t pad = slot - capacity_;
       ++pad_users_[pad];
       row_[slot].next_use = plan->next_use[i];
       slot = pad_home_[pad];
@@ -97,51 +136,86 @@ void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::i
     }
     last_use_[slot] = std::max(last_use_[slot], now);
     row_[slot].next_use = plan->next_use[i];
-    if (config_.policy) {
-      hits.push_back(slot);
-      hit_keys.push_back(keys[i]);
-      hit_next.push_back(plan->next_use[i]);
+    if (table < tables) ++plan->table_hits[table];
+    const std::size_t s = ShareOf(keys[i]);
+    const Share& share = shares_[s];
+    if (share.config.policy) {
+      if (hits[s].size() == 0) hits[s].Reserve(static_cast<std::size_t>(n - i));
+      hits[s].Add(static_cast<std::int32_t>(slot - share.begin), keys[i], plan->next_use[i]);
     }
   }
-  if (!hits.empty()) {
-    const Stopwatch watch(&policy_seconds_);
-    config_.policy.touch(config_.policy.state, hits.data(), hit_keys.data(), hit_next.data(),
-                         static_cast<std::int64_t>(hits.size()), now);
+  GroupMisses(keys, plan);
+  plan->needed = plan->refused = 0;
+  for (std::size_t s = 0; s < shares_.size(); ++s) {
+    const Share& share = shares_[s];
+    SharePlan& wanted = plan->shares[s];
+    if (share.config.policy) Tell(share.config.policy.touch, share, hits[s], now);
+    Admit(keys, share, &wanted, plan);
+    const std::int64_t admitted = wanted.end - wanted.begin - wanted.refused;
+    wanted.needed = std::max<std::int64_t>(0, admitted - share.available());
+    plan->needed += wanted.needed;
+    plan->refused += wanted.refused;
   }
-  if ((config_.filter || config_.policy.admit != nullptr) && !plan->misses.empty()) Admit(keys, plan);
-  const auto available = static_cast<std::int64_t>(free_.size()) + config_.capacity - fresh_;
-  const auto admitted = static_cast<std::int64_t>(plan->misses.size()) - plan->refused;
-  plan->needed = std::max<std::int64_t>(0, admitted - available);
 }
 
-void Tier::Admit(const std::uint64_t* keys, Plan* plan) {
-  PageVector<std::int32_t>& misses = plan->misses;
-  const auto n = static_cast<std::int64_t>(misses.size());
+// Orders the misses by share; within one they stay in order of first occurrence.
+void Tier::GroupMisses(const std::uint64_t* keys, Plan* plan) const {
+  plan->shares.assign(shares_.size(), {});
+  if (shares_.size() > 1) {
+    PageVector<std::int32_t> grouped(plan->misses.size());
+    for (const std::int32_t miss : plan->misses) ++plan->shares[ShareOf(keys[miss])].end;
+    std::int64_t at = 0;
+    for (SharePlan& share : plan->shares) {
+      share.begin = at;
+      at += share.end;
+      share.end = share.begin;
+    }
+    for (const std::int32_t miss : plan->misses) grouped[plan->shares[ShareOf(keys[miss])].end++] = miss;
+    plan->misses.swap(grouped);
+  } else {
+    plan->shares[0].end = static_cast<std::int64_t>(plan->misses.size());
+  }
+}
+
+void Tier::Admit(const std::uint64_t* keys, const Share& share, SharePlan* wanted, Plan* plan) {
+  const AdmissionHook& filter = share.config.filter;
+  const PolicyHooks& policy = share.config.policy;
+  const std::int64_t n = wanted->end - wanted->begin;
+  if ((!filter && policy.admit == nullptr) || n == 0) return;
+  std::int32_t* const misses = plan->misses.data() + wanted->begin;
   PageVector<std::uint64_t> missed;
-  missed.reserve(misses.size());
-  for (const std::int32_t miss : misses) missed.push_back(keys[miss]);
-  PageVector<std::uint8_t> admitted(misses.size(), 1);
+  missed.reserve(static_cast<std::size_t>(n));
+  for (std::int64_t i = 0; i < n; ++i) missed.push_back(keys[misses[i]]);
+  PageVector<std::uint8_t> admitted(static_cast<std::size_t>(n), 1);
   {
     const Stopwatch watch(&policy_seconds_);
-    if (config_.filter)
-      config_.filter.admit(config_.filter.state, missed.data(), n, plan->now, admitted.data());
-    if (config_.policy.admit != nullptr)
-      config_.policy.admit(config_.policy.state, missed.data(), n, plan->now, admitted.data());
+    if (filter) filter.admit(filter.state, missed.data(), n, plan->now, admitted.data());
+    if (policy.admit != nullptr) policy.admit(policy.state, missed.data(), n, plan->now, admitted.data());
   }
   PageVector<std::int32_t> refused;
-  std::size_t kept = 0;
-  for (std::size_t i = 0; i < misses.size(); ++i) {
-    if (admitted[i] != 0)
+  std::int64_t kept = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (admitted[static_cast<std::size_t>(i)] != 0)
       misses[kept++] = misses[i];
     else
       refused.push_back(misses[i]);
   }
-  std::copy(refused.begin(), refused.end(), misses.begin() + static_cast<std::ptrdiff_t>(kept));
-  plan->refused = static_cast<std::int64_t>(refused.size());
+  std::copy(refused.begin(), refused.end(), misses + kept);
+  wanted->refused = static_cast<std::int64_t>(refused.size());
 }
 
-std::string Tier::Fault(std::int32_t slot, std::int64_t pinned_since) const {
-  if (slot < 0 || slot >= config_.capacity) return "does not exist";
+PageVector<std::int32_t> Plan::Unplaced() const {
+  PageVector<std::int32_t> unplaced;
+  for (const SharePlan& share : shares) {
+    for (std::int64_t i = share.end - share.refused - share.needed; i < share.end; ++i)
+      unplaced.push_back(misses[static_cast<std::size_t>(i)]);
+  }
+  return unplaced;
+}
+
+std::string Tier::Fault(const Share& share, std::int32_t number, std::int64_t pinned_since) const {
+  if (number < 0 || number >= share.config.capacity) return "does not exist";
+  const auto slot = static_cast<std::int32_t>(number + share.begin);
   if (!Resident(slot)) return "holds no row or was returned twice";
   if (last_use_[slot] >= pinned_since) return "is pinned: a batch in flight uses its row";
   return {};
@@ -164,114 +238,128 @@ void Tier::TakeVictim(std::int32_t slot, Departures* victims) {
 }
 
 std::int64_t Tier::Evict(std::int64_t pinned_since, Plan* plan) {
-  if (plan->needed == 0 || !config_.policy) return plan->needed;
-  PageVector<std::int32_t> chosen(static_cast<std::size_t>(plan->needed));
+  for (std::size_t s = 0; s < shares_.size(); ++s) {
+    SharePlan& wanted = plan->shares[s];
+    if (wanted.needed == 0 || !shares_[s].config.policy) continue;
+    const std::int64_t found = EvictFrom(shares_[s], wanted.needed, pinned_since, plan);
+    wanted.needed -= found;
+    plan->needed -= found;
+  }
+  return plan->needed;
+}
+
+std::int64_t Tier::EvictFrom(const Share& share, std::int64_t needed, std::int64_t pinned_since, Plan* plan) {
+  PageVector<std::int32_t> chosen(static_cast<std::size_t>(needed));
   const std::int64_t found = [&] {
     const Stopwatch watch(&policy_seconds_);
-    return config_.policy.evict(config_.policy.state, plan->needed, last_use_.data(), pinned_since,
-                                chosen.data());
+    return share.config.policy.evict(share.config.policy.state, needed, last_use_.data() + share.begin,
+                                     pinned_since, chosen.data());
   }();
-  if (found < 0 || found > plan->needed) {
+  if (found < 0 || found > needed) {
     throw PolicyFault("evict() returned " + std::to_string(found) + " where it was asked for up to " +
-                      std::to_string(plan->needed) + " slots");
+                      std::to_string(needed) + " slots");
   }
   chosen.resize(static_cast<std::size_t>(found));
+  const auto slot_of = [&](std::size_t i) { return static_cast<std::int32_t>(chosen[i] + share.begin); };
   for (std::size_t i = 0; i < chosen.size(); ++i) {
-    if (i + kAhead < chosen.size()) Prefetch(chosen[i + kAhead]);
-    const std::string fault = Fault(chosen[i], pinned_since);
+    if (i + kAhead < chosen.size()) Prefetch(slot_of(i + kAhead));
+    const std::string fault = Fault(share, chosen[i], pinned_since);
     if (fault.empty()) {
-      TakeVictim(chosen[i], &plan->victims);
+      TakeVictim(slot_of(i), &plan->victims);
       continue;
     }
     // The policy has dropped the others too: Abort gives them back to it.
     for (std::size_t j = i; j < chosen.size(); ++j) {
-      const std::int32_t slot = chosen[j];
-      if (slot >= 0 && slot < config_.capacity && resident_[slot] == kRow) TakeVictim(slot, &plan->victims);
+      if (chosen[j] >= 0 && chosen[j] < share.config.capacity && resident_[slot_of(j)] == kRow)
+        TakeVictim(slot_of(j), &plan->victims);
     }
     throw PolicyFault("evict() returned slot " + std::to_string(chosen[i]) + ", which " + fault);
   }
-  plan->needed -= found;
-  return plan->needed;
+  return found;
 }
 
-// -1 when the tier is full.
-std::int32_t Tier::TakeSlot() {
-  if (!free_.empty()) {
-    const std::int32_t slot = free_.back();
-    free_.pop_back();
+// -1 when the share is full.
+std::int32_t Tier::TakeSlot(Share* share) {
+  if (!share->free.empty()) {
+    const std::int32_t slot = share->free.back();
+    share->free.pop_back();
     return slot;
   }
-  if (fresh_ == config_.capacity) return -1;
-  CommitSlots(fresh_ + 1);
-  return static_cast<std::int32_t>(fresh_++);
+  if (share->fresh == share->config.capacity) return -1;
+  const std::int64_t slot = share->begin + share->fresh++;
+  CommitSlots(slot + 1);
+  return static_cast<std::int32_t>(slot);
 }
 
 void Tier::Prepare(bool use_pad, const Plan& plan) {
   const auto admitted = static_cast<std::int64_t>(plan.misses.size()) - plan.refused;
-  CommitSlots(std::min(config_.capacity, fresh_ + admitted));
+  if (config_.grows) CommitSlots(std::min(capacity_, shares_[0].fresh + admitted));
   const std::int64_t past = use_pad ? plan.needed + plan.refused : 0;
   const std::int64_t fresh = past - static_cast<std::int64_t>(pad_free_.size());
   if (fresh <= 0) return;
   const auto pad = static_cast<std::int64_t>(pad_users_.size()) + fresh;
   if (pad > config_.pad) {
-    throw PadFull("the rows in use at once exceed the tier's " + std::to_string(config_.capacity) +
-                  " slots by " + std::to_string(pad) + ", and there is address space for " +
-                  std::to_string(config_.pad) + " of them");
+    throw PadFull("the rows in use at once exceed the tier's " + std::to_string(capacity_) + " slots by " +
+                  std::to_string(pad) + ", and there is address space for " + std::to_string(config_.pad) +
+                  " of them");
   }
-  CommitSlots(config_.capacity + pad);
+  CommitSlots(capacity_ + pad);
 }
 
 void Tier::Assign(const std::uint64_t* keys, bool use_pad, Plan* plan) {
-  index_.Erase(plan->victims.slots.data(), static_cast<std::int64_t>(plan->victims.slots.size()));
-  free_.insert(free_.end(), plan->victims.slots.rbegin(), plan->victims.slots.rend());
+  const PageVector<std::int32_t>& gone = plan->victims.slots;
+  index_.Erase(gone.data(), static_cast<std::int64_t>(gone.size()));
+  for (auto slot = gone.rbegin(); slot != gone.rend(); ++slot)
+    shares_[ShareOf(row_[*slot].key)].free.push_back(*slot);
 
-  PageVector<std::int32_t> slots, indexed;
-  PageVector<std::uint64_t> inserted;
-  PageVector<std::int64_t> next_use;
+  PageVector<std::int32_t> indexed;
   indexed.reserve(plan->misses.size());
-  const std::size_t admitted = plan->misses.size() - static_cast<std::size_t>(plan->refused);
-  for (std::size_t i = 0; i < plan->misses.size(); ++i) {
-    const std::int32_t miss = plan->misses[i];
-    const std::int32_t in_pad = plan->slots[miss];  // -1: absent
-    std::int32_t slot = i < admitted ? TakeSlot() : -1;
-    if (slot < 0) {
-      if (in_pad >= 0) continue;  // stays there
-      if (!use_pad) continue;     // its slot stays -1
-      slot = TakePadSlot();
-      pad_users_[slot - config_.capacity] = 1;
-    } else if (config_.policy) {
-      slots.push_back(slot);
-      inserted.push_back(keys[miss]);
-      next_use.push_back(plan->next_use[miss]);
+  for (std::size_t s = 0; s < shares_.size(); ++s) {
+    Share& share = shares_[s];
+    const SharePlan& wanted = plan->shares[s];
+    Uses inserted;
+    if (share.config.policy) inserted.Reserve(static_cast<std::size_t>(wanted.end - wanted.begin));
+    for (std::int64_t i = wanted.begin; i < wanted.end; ++i) {
+      const std::int32_t miss = plan->misses[static_cast<std::size_t>(i)];
+      const std::int32_t in_pad = plan->slots[miss];  // -1: absent
+      std::int32_t slot = i < wanted.end - wanted.refused ? TakeSlot(&share) : -1;
+      if (slot < 0) {
+        if (in_pad >= 0) continue;  // stays there
+        if (!use_pad) continue;     // its slot stays -1
+        slot = TakePadSlot();
+        pad_users_[slot - capacity_] = 1;
+      } else if (share.config.policy) {
+        inserted.Add(static_cast<std::int32_t>(slot - share.begin), keys[miss], plan->next_use[miss]);
+      }
+      row_[slot].key = keys[miss];
+      last_use_[slot] = plan->now;
+      row_[slot].next_use = plan->next_use[miss];
+      dirty_[slot] = 0;
+      if (in_pad >= 0) {
+        pad_home_[in_pad - capacity_] = slot;
+        resident_[slot] = kExpected;
+        continue;
+      }
+      plan->slots[miss] = slot;
+      resident_[slot] = kRow;
+      indexed.push_back(slot);
     }
-    row_[slot].key = keys[miss];
-    last_use_[slot] = plan->now;
-    row_[slot].next_use = plan->next_use[miss];
-    dirty_[slot] = 0;
-    if (in_pad >= 0) {
-      pad_home_[in_pad - config_.capacity] = slot;
-      resident_[slot] = kExpected;
-      continue;
-    }
-    plan->slots[miss] = slot;
-    resident_[slot] = kRow;
-    indexed.push_back(slot);
+    if (share.config.policy) Tell(share.config.policy.insert, share, inserted, plan->now);
   }
   index_.Insert(indexed.data(), static_cast<std::int64_t>(indexed.size()));
-  if (!slots.empty()) {
-    const Stopwatch watch(&policy_seconds_);
-    config_.policy.insert(config_.policy.state, slots.data(), inserted.data(), next_use.data(),
-                          static_cast<std::int64_t>(slots.size()), plan->now);
-  }
 }
 
 void Tier::Abort(Plan* plan) {
   const Departures& victims = plan->victims;
-  for (const std::int32_t slot : victims.slots) resident_[slot] = kRow;
-  if (!victims.slots.empty()) {
-    config_.policy.insert(config_.policy.state, victims.slots.data(), victims.keys.data(),
-                          victims.next_use.data(), static_cast<std::int64_t>(victims.slots.size()),
-                          plan->now);
+  std::vector<Uses> back(shares_.size());
+  for (std::size_t i = 0; i < victims.slots.size(); ++i) {
+    resident_[victims.slots[i]] = kRow;
+    const std::size_t s = ShareOf(victims.keys[i]);
+    back[s].Add(static_cast<std::int32_t>(victims.slots[i] - shares_[s].begin), victims.keys[i],
+                victims.next_use[i]);
+  }
+  for (std::size_t s = 0; s < shares_.size(); ++s) {
+    if (shares_[s].config.policy) Tell(shares_[s].config.policy.insert, shares_[s], back[s], plan->now);
   }
   std::erase_if(plan->slots, [](std::int32_t slot) { return slot < 0; });
   Release(plan->slots.data(), static_cast<std::int64_t>(plan->slots.size()));
@@ -279,13 +367,18 @@ void Tier::Abort(Plan* plan) {
 
 void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
   index_.Erase(slots, n);
+  std::vector<PageVector<std::int32_t>> gone(shares_.size());
   for (std::int64_t i = 0; i < n; ++i) {
     resident_[slots[i]] = kEmpty;
-    free_.push_back(slots[i]);
+    const std::size_t s = ShareOf(row_[slots[i]].key);
+    shares_[s].free.push_back(slots[i]);
+    gone[s].push_back(static_cast<std::int32_t>(slots[i] - shares_[s].begin));
   }
-  if (config_.policy && n > 0) {
+  for (std::size_t s = 0; s < shares_.size(); ++s) {
+    const PolicyHooks& policy = shares_[s].config.policy;
+    if (!policy || gone[s].empty()) continue;
     const Stopwatch watch(&policy_seconds_);
-    config_.policy.remove(config_.policy.state, slots, n);
+    policy.remove(policy.state, gone[s].data(), static_cast<std::int64_t>(gone[s].size()));
   }
 }
 
@@ -293,7 +386,7 @@ PageVector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_t
                                          std::int64_t now) {
   PageVector<std::int32_t> slots(static_cast<std::size_t>(n));
   PageVector<std::uint64_t> absent;
-  std::size_t kept = 0;
+  std::vector<PageVector<std::int32_t>> told(shares_.size());
   for (std::int64_t i = 0; i < n; ++i) {
     if (i % kBlock == 0) FindBlock(keys, i, n, slots.data(), false);
     std::int32_t slot = slots[i];
@@ -302,18 +395,22 @@ PageVector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_t
       continue;
     }
     row_[slot].next_use = next_use;
-    if (slot >= config_.capacity) {
-      slot = pad_home_[slot - config_.capacity];
+    if (slot >= capacity_) {
+      slot = pad_home_[slot - capacity_];
       if (slot < 0) continue;
       row_[slot].next_use = next_use;
     }
-    if (Resident(slot)) slots[kept++] = slot;
+    const std::size_t s = ShareOf(keys[i]);
+    if (shares_[s].config.policy && Resident(slot))
+      told[s].push_back(static_cast<std::int32_t>(slot - shares_[s].begin));
   }
-  if (config_.policy && kept > 0) {
-    const PageVector<std::int64_t> uses(kept, next_use);
+  for (std::size_t s = 0; s < shares_.size(); ++s) {
+    if (told[s].empty()) continue;
+    const PolicyHooks& policy = shares_[s].config.policy;
+    const PageVector<std::int64_t> uses(told[s].size(), next_use);
     const Stopwatch watch(&policy_seconds_);
-    config_.policy.announce(config_.policy.state, slots.data(), uses.data(), static_cast<std::int64_t>(kept),
-                            now);
+    policy.announce(policy.state, told[s].data(), uses.data(), static_cast<std::int64_t>(told[s].size()),
+                    now);
   }
   return absent;
 }
@@ -340,14 +437,27 @@ PageVector<std::int32_t> Tier::ResidentSlots(bool only_dirty, std::int64_t from,
       }
     }
   };
-  collect(0, fresh_);
-  collect(config_.capacity, config_.capacity + static_cast<std::int64_t>(pad_users_.size()));
+  for (const Share& share : shares_) collect(share.begin, share.begin + share.fresh);
+  collect(capacity_, capacity_ + static_cast<std::int64_t>(pad_users_.size()));
   return slots;
 }
 
+std::vector<std::int64_t> Tier::TableRows() const {
+  std::vector<std::int64_t> rows(config_.share_of.size(), 0);
+  for (const Share& share : shares_) {
+    for (std::int64_t slot = share.begin; slot < share.begin + share.fresh; ++slot) {
+      const std::size_t table = KeyTable(row_[slot].key);
+      if (resident_[slot] != kEmpty && table < rows.size()) ++rows[table];
+    }
+  }
+  return rows;
+}
+
 std::int64_t Tier::metadata_bytes() const {
+  std::int64_t fresh = 0;
+  for (const Share& share : shares_) fresh += share.fresh;
   return index_.memory_bytes() +
-         static_cast<std::int64_t>(static_cast<double>(fresh_) * (kBytesPerSlot - SlotIndex::kBytesPerSlot));
+         static_cast<std::int64_t>(static_cast<double>(fresh) * (kBytesPerSlot - SlotIndex::kBytesPerSlot));
 }
 
 }  // namespace tierstore

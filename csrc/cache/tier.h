@@ -5,7 +5,11 @@
 // MarkDirty, which the computing thread calls for slots that its own unreleased lookup pins. Rows are moved
 // by the caller: the tier hands out slots.
 //
-// Slots 0 .. capacity-1 belong to the policy. Slots behind them are the transient pad: rows that were not
+// The slots are divided into shares, each with a policy of its own that numbers its slots from 0; a table has
+// its rows in one share. A share without a policy holds every row that it is given (the tables that are
+// always resident, or a tier that holds all).
+//
+// Slots 0 .. capacity-1 belong to the shares. Slots behind them are the transient pad: rows that were not
 // admitted, or of a batch that does not fit; they are counted in and out by their lookups and leave through
 // Drainable(). A plan misses them like absent rows, so that what it decides does not depend on when a lookup
 // was released: one that it gives a slot moves there (its home) when no lookup uses it any more.
@@ -19,17 +23,23 @@
 #include "cache/policy.h"
 #include "cache/reserved_memory.h"
 #include "cache/slot_index.h"
+#include "common/key.h"
 #include "common/page_allocator.h"
 
 namespace tierstore {
 
-struct TierConfig {
-  std::int64_t capacity = 0;   // slots
-  std::int64_t pad = 0;        // slots behind them for which address space is reserved
-  std::int64_t row_bytes = 0;  // a multiple of 16
-  bool grows = false;          // memory is taken as slots are first used, not at once
+struct ShareConfig {
+  std::int64_t capacity = 0;  // slots
   PolicyHooks policy;
   AdmissionHook filter;
+};
+
+struct TierConfig {
+  std::int64_t pad = 0;                // slots behind the shares' for which address space is reserved
+  std::int64_t row_bytes = 0;          // a multiple of 16
+  bool grows = false;                  // memory is taken as slots are first used, not at once
+  std::vector<ShareConfig> shares;     // one at least; a tier that grows has one only
+  std::vector<std::int32_t> share_of;  // of each table; tables behind them belong to share 0
 };
 
 // More rows are in use at once than a tier and its pad have slots.
@@ -46,15 +56,27 @@ struct Departures {
   PageVector<std::int64_t> next_use;
 };
 
+// What a plan wants of one share: its misses are [begin, end) of the plan's, refused ones last.
+struct SharePlan {
+  std::int64_t begin = 0, end = 0;
+  std::int64_t needed = 0;
+  std::int64_t refused = 0;
+};
+
 struct Plan {
   std::int64_t now = 0;
+  std::vector<SharePlan> shares;
   PageVector<std::int32_t> slots;   // where every unique key's row is, valid after Assign
-  PageVector<std::int32_t> misses;  // indices of unique keys without a slot, refused ones last
+  PageVector<std::int32_t> misses;  // indices of unique keys without a slot, share by share
   PageVector<std::int32_t> absent;  // those that are not in the pad either: to be filled by the caller
   Departures victims;               // to be copied out before the misses are filled
   std::int64_t needed = 0;          // victims still to be found; those not found go to the pad
   std::int64_t refused = 0;         // misses that are given no slot but the pad
   PageVector<std::int64_t> next_use;
+  std::vector<std::int64_t> table_rows, table_hits;  // unique keys of each table, and those that were here
+
+  // Misses that find no slot of their share; to be asked after Evict.
+  PageVector<std::int32_t> Unplaced() const;
 };
 
 class Tier {
@@ -104,7 +126,9 @@ class Tier {
   std::uint64_t key(std::int32_t slot) const { return row_[slot].key; }
   const std::uint8_t* dirty() const { return dirty_.data(); }
   std::byte* rows() const { return arena_.data(); }
-  std::int64_t capacity() const { return config_.capacity; }
+  std::int64_t capacity() const { return capacity_; }
+  // Rows of each table that are here, those in the pad excepted.
+  std::vector<std::int64_t> TableRows() const;
   std::int64_t row_bytes() const { return config_.row_bytes; }
   std::int64_t size() const { return index_.size(); }
   std::int64_t pad_in_use() const;
@@ -117,11 +141,41 @@ class Tier {
   void FindBlock(const std::uint64_t* keys, std::int64_t from, std::int64_t n, std::int32_t* slots,
                  bool last_use) const;
   void Prefetch(std::int32_t slot) const;
-  void Admit(const std::uint64_t* keys, Plan* plan);
+  // A share and what is free of it. Its slots are begin .. begin + capacity - 1.
+  struct Share {
+    ShareConfig config;
+    std::int64_t begin;
+    std::vector<std::int32_t> free = {};  // slots given back; used before fresh ones
+    std::int64_t fresh = 0;               // so many of its slots were used so far
+
+    std::int64_t available() const {
+      return static_cast<std::int64_t>(free.size()) + config.capacity - fresh;
+    }
+  };
+  // Rows of one share, as its policy is told of them.
+  struct Uses {
+    PageVector<std::int32_t> slots;  // numbered from the share's first
+    PageVector<std::uint64_t> keys;
+    PageVector<std::int64_t> next_use;
+
+    void Reserve(std::size_t rows);
+    void Add(std::int32_t slot, std::uint64_t key, std::int64_t next);
+    auto size() const { return static_cast<std::int64_t>(slots.size()); }
+  };
+  static std::vector<Share> SharesOf(const TierConfig& config);
+  std::size_t ShareOf(std::uint64_t key) const {
+    if (shares_.size() == 1) return 0;
+    const std::uint32_t table = KeyTable(key);
+    return table < config_.share_of.size() ? static_cast<std::size_t>(config_.share_of[table]) : 0;
+  }
+  void Tell(PolicyHooks::Use hook, const Share& share, const Uses& uses, std::int64_t now);
+  void GroupMisses(const std::uint64_t* keys, Plan* plan) const;
+  void Admit(const std::uint64_t* keys, const Share& share, SharePlan* wanted, Plan* plan);
+  std::int64_t EvictFrom(const Share& share, std::int64_t needed, std::int64_t pinned_since, Plan* plan);
   // What is wrong with a slot that the policy wants to evict; empty if nothing.
-  std::string Fault(std::int32_t slot, std::int64_t pinned_since) const;
+  std::string Fault(const Share& share, std::int32_t slot, std::int64_t pinned_since) const;
   void TakeVictim(std::int32_t slot, Departures* victims);
-  std::int32_t TakeSlot();
+  std::int32_t TakeSlot(Share* share);
   std::int32_t TakePadSlot();
   void MoveHome(std::int32_t slot);
   void ForgetPadSlot(std::int32_t slot);
@@ -136,7 +190,9 @@ class Tier {
   };
 
   TierConfig config_;
-  std::size_t limit_;  // slots, the pad's included, for which address space is reserved
+  std::vector<Share> shares_;
+  std::int64_t capacity_;  // slots of all shares
+  std::size_t limit_;      // slots, the pad's included, for which address space is reserved
   ReservedMemory arena_;
   ReservedArray<Row> row_;
   ReservedArray<std::int64_t> last_use_;  // apart: policies are given it
@@ -144,8 +200,6 @@ class Tier {
   ReservedArray<std::uint8_t> resident_;
   SlotIndex index_;
   std::int64_t committed_ = 0;           // slots with memory behind them
-  std::vector<std::int32_t> free_;       // slots given back; used before fresh ones
-  std::int64_t fresh_ = 0;               // slots from here to capacity were never used
   std::vector<std::int32_t> pad_users_;  // per pad slot: lookups that use it; -1 when free
   std::vector<std::int32_t> pad_home_;   // per pad slot: the slot that its row was given, or -1
   std::vector<std::int32_t> pad_free_;

@@ -16,20 +16,20 @@ std::int32_t Tier::TakePadSlot() {
   if (pad >= config_.pad) throw std::logic_error("the pad has no slot that was prepared");
   pad_users_.push_back(-1);
   pad_home_.push_back(-1);
-  CommitSlots(config_.capacity + pad + 1);
-  return static_cast<std::int32_t>(config_.capacity + pad);
+  CommitSlots(capacity_ + pad + 1);
+  return static_cast<std::int32_t>(capacity_ + pad);
 }
 
 void Tier::ForgetPadSlot(std::int32_t slot) {
   index_.Erase(slot);
   resident_[slot] = kEmpty;
-  pad_users_[slot - config_.capacity] = -1;
-  pad_home_[slot - config_.capacity] = -1;
+  pad_users_[slot - capacity_] = -1;
+  pad_home_[slot - capacity_] = -1;
   pad_free_.push_back(slot);
 }
 
 void Tier::MoveHome(std::int32_t slot) {
-  const std::int32_t home = pad_home_[slot - config_.capacity];
+  const std::int32_t home = pad_home_[slot - capacity_];
   const auto row_bytes = static_cast<std::size_t>(config_.row_bytes);
   std::memcpy(arena_.data() + static_cast<std::size_t>(home) * row_bytes,
               arena_.data() + static_cast<std::size_t>(slot) * row_bytes, row_bytes);
@@ -42,7 +42,7 @@ void Tier::MoveHome(std::int32_t slot) {
 void Tier::Release(const std::int32_t* slots, std::int64_t n) {
   if (pad_users_.empty()) return;
   for (std::int64_t i = 0; i < n; ++i) {
-    const std::int64_t pad = slots[i] - config_.capacity;
+    const std::int64_t pad = slots[i] - capacity_;
     if (pad < 0 || --pad_users_[pad] > 0) continue;
     if (pad_home_[pad] >= 0)
       MoveHome(slots[i]);
@@ -54,7 +54,7 @@ void Tier::Release(const std::int32_t* slots, std::int64_t n) {
 Departures Tier::Drainable() const {
   Departures out;
   for (const std::int32_t slot : pad_drainable_) {
-    if (pad_users_[slot - config_.capacity] != 0) continue;  // used again since
+    if (pad_users_[slot - capacity_] != 0) continue;  // used again since
     out.slots.push_back(slot);
     out.keys.push_back(row_[slot].key);
     out.dirty.push_back(dirty_[slot]);
@@ -70,7 +70,7 @@ void Tier::Drained(const std::int32_t* slots, std::int64_t n) {
   pad_users_.clear();
   pad_home_.clear();
   pad_free_.clear();
-  arena_.Discard(static_cast<std::size_t>(config_.capacity * config_.row_bytes));
+  arena_.Discard(static_cast<std::size_t>(capacity_ * config_.row_bytes));
 }
 
 std::int64_t Tier::pad_in_use() const {

@@ -166,7 +166,7 @@ class LowerTiers:
         try:
             self.host.evict(np.iinfo(np.int64).max, plan)
             # Rows that find no room in the host tier go past it.
-            past = plan.misses[len(keys) - plan.needed - plan.refused :]
+            past = plan.unplaced()
             slots, victims, victim_dirty, victim_use = plan.victims
             if len(slots):
                 leaving = self.buffer("leaving", len(slots))

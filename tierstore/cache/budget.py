@@ -1,69 +1,184 @@
-"""How the budgets of the memory tiers are divided among chains (one per row layout)."""
+"""How the budgets of the memory tiers are divided among tables and chains (one per row layout).
+
+First come tables with bytes of their own (``TableOverride``): these slots are theirs, and they get no others.
+Then, in ``hbm``, small tables become wholly resident: those of at most a sixteenth of the largest table's
+bytes, smallest first, up to half of what is left. The other tables of a chain share its slots; chains get
+bytes in proportion to their tables', and never more than all of their rows take.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tierstore.cache.memory_tier import MAX_SLOTS, MIN_SLOTS, bytes_for, memory_limit, slots_for
+from tierstore.cache.memory_tier import (
+    MAX_SLOTS,
+    MIN_SLOTS,
+    OwnShare,
+    TierPlan,
+    bytes_for,
+    memory_limit,
+    slots_for,
+)
 from tierstore.config import TierConfig, format_bytes
 from tierstore.errors import ConfigError
 
 _HUGE = 1 << 62
+SMALL = 1 / 16
+"""Of the largest table: up to this size a table is small enough to be resident by default."""
+RESIDENT_SHARE = 1 / 2
+"""Of the budget, that such tables may take in all."""
+
+
+@dataclass(frozen=True)
+class TableDemand:
+    """Rows of a table; ``own``: bytes of the tier that are its alone; ``share``: what it counts for where the
+    rest is divided (None: its bytes)."""
+
+    index: int
+    name: str
+    rows: int
+    own: int | None = None
+    share: int | None = None
 
 
 @dataclass(frozen=True)
 class ChainDemand:
-    """Rows (of all its tables) and bytes per row of one chain; what its tables bring to each budget, if that
-    is stated (``TableOverride``)."""
+    """The tables of one row layout."""
 
     name: str
-    rows: int
     row_bytes: int
-    hbm: int | None = None
-    uvm: int | None = None
+    tables: tuple[TableDemand, ...]
 
-    def weight(self, tier: str) -> int:
+    @property
+    def rows(self) -> int:
+        return sum(table.rows for table in self.tables)
+
+    @property
+    def weight(self) -> int:
         """Its part of a budget is in proportion to this."""
-        stated: int | None = getattr(self, tier)
-        return self.rows * self.row_bytes if stated is None else stated
+        shares = [table.share for table in self.tables]
+        stated = [share for share in shares if share is not None]
+        return sum(stated) if len(stated) == len(shares) else self.rows * self.row_bytes
 
-
-@dataclass(frozen=True)
-class TierPlan:
-    """Slots of one memory tier; ``holds_all``: every row fits, so nothing is ever evicted."""
-
-    slots: int
-    holds_all: bool
+    def without(self, tables: Iterable[int]) -> ChainDemand:
+        """The same without some tables, by their indices."""
+        gone = set(tables)
+        return replace(self, tables=tuple(table for table in self.tables if table.index not in gone))
 
 
 def divide(
     budget: int, demands: Sequence[ChainDemand], policy: Any, tier: str, admission: Any = "always"
 ) -> list[TierPlan]:
-    """Slots per chain for ``budget`` bytes: in proportion to the tables' bytes (or to what they bring), never
-    more than all of a chain's rows.
+    """Slots per chain for ``budget`` bytes.
 
-    Raises ``ConfigError`` that names the minimum if the budget cannot hold ``MIN_SLOTS`` rows per chain.
+    Raises ``ConfigError`` that names the minimum if the budget cannot hold what tables have to themselves and
+    ``MIN_SLOTS`` rows per chain.
     """
-    least = [bytes_for(min(MIN_SLOTS, d.rows), d.row_bytes, policy, admission) for d in demands]
-    if sum(least) > budget:
+    own: list[list[OwnShare]] = []
+    taken = 0
+    for demand in demands:
+        shares = [_own_share(table, demand.row_bytes, policy, admission, tier) for table in demand.tables]
+        own.append([share for share in shares if share is not None])
+        taken += sum(_own_bytes(share, demand.row_bytes, policy, admission) for share in own[-1])
+    rest = _without(demands, own)
+    least = [_least(d, policy, admission) for d in rest]
+    if taken + sum(least) > budget:
+        total = taken + sum(least)
         raise ConfigError(
-            f"the {tier} budget of {budget} bytes is below the minimum for these tables: {sum(least)} bytes "
-            f"({format_bytes(sum(least))}: {MIN_SLOTS} rows and their metadata for each of "
-            f"{len(demands)} row layouts)"
+            f"the {tier} budget of {budget} bytes is below the minimum for these tables: {total} bytes "
+            f"({format_bytes(total)}: {taken} bytes that tables have to themselves, and {MIN_SLOTS} rows and "
+            f"their metadata for each of {sum(map(bool, least))} row layouts)"
         )
-    most = [min(_HUGE, bytes_for(d.rows, d.row_bytes, policy, admission)) for d in demands]
-    weight = [d.weight(tier) for d in demands]
-    share = _fill(budget, least, most, weight)
-    plans = []
-    for demand, bytes_, enough in zip(demands, share, most, strict=True):
+    if tier == "hbm" and sum(_most(d, policy, admission) for d in rest) > budget - taken:
+        resident = _small(budget - taken, rest, sum(least))
+        for kept, demand, small in zip(own, rest, resident, strict=True):
+            if small:
+                rows = sum(table.rows for table in small)
+                kept.append(OwnShare(tuple(table.index for table in small), rows, True))
+                taken += bytes_for(rows, demand.row_bytes, None)
+        rest = _without(demands, own)
+    slots = _divide_shared(budget - taken, rest, policy, admission)
+    return [
+        TierPlan(slots, holds_all, tuple(shares))
+        for (slots, holds_all), shares in zip(slots, own, strict=True)
+    ]
+
+
+def _without(demands: Sequence[ChainDemand], own: Sequence[Sequence[OwnShare]]) -> list[ChainDemand]:
+    """The demands of tables that share."""
+    return [
+        demand.without(index for share in shares for index in share.tables)
+        for demand, shares in zip(demands, own, strict=True)
+    ]
+
+
+def _own_share(table: TableDemand, row_bytes: int, policy: Any, admission: Any, tier: str) -> OwnShare | None:
+    if table.own is None:
+        return None
+    if table.own >= bytes_for(table.rows, row_bytes, None):
+        return OwnShare((table.index,), table.rows, True)
+    least = bytes_for(min(MIN_SLOTS, table.rows), row_bytes, policy, admission)
+    if table.own < least:
+        raise ConfigError(f"table {table.name!r}: {tier} is {table.own} bytes; its minimum is {least} bytes")
+    slots = slots_for(table.own, row_bytes, policy, admission)
+    return OwnShare((table.index,), min(slots, table.rows), slots >= table.rows)
+
+
+def _own_bytes(share: OwnShare, row_bytes: int, policy: Any, admission: Any) -> int:
+    if share.holds_all:
+        return bytes_for(share.slots, row_bytes, None)
+    return bytes_for(share.slots, row_bytes, policy, admission)
+
+
+def _least(demand: ChainDemand, policy: Any, admission: Any) -> int:
+    if not demand.tables:
+        return 0
+    return bytes_for(min(MIN_SLOTS, demand.rows), demand.row_bytes, policy, admission)
+
+
+def _most(demand: ChainDemand, policy: Any, admission: Any) -> int:
+    if not demand.tables:
+        return 0
+    return min(_HUGE, bytes_for(demand.rows, demand.row_bytes, policy, admission))
+
+
+def _small(budget: int, demands: Sequence[ChainDemand], least: int) -> list[list[TableDemand]]:
+    """The tables of each chain that become wholly resident; ``least``: what all chains need beside them."""
+    found: list[list[TableDemand]] = [[] for _ in demands]
+    sizes = [
+        (table.rows * demand.row_bytes, chain, table)
+        for chain, demand in enumerate(demands)
+        for table in demand.tables
+    ]
+    largest = max((size for size, _, _ in sizes), default=0)
+    left = min(budget * RESIDENT_SHARE, budget - least)
+    for size, chain, table in sorted(sizes, key=lambda item: (item[0], item[2].index)):
+        cost = bytes_for(table.rows, demands[chain].row_bytes, None)
+        if size > largest * SMALL or cost > left:
+            break
+        if table.share is None:
+            found[chain].append(table)
+            left -= cost
+    return found
+
+
+def _divide_shared(
+    budget: int, demands: Sequence[ChainDemand], policy: Any, admission: Any
+) -> list[tuple[int, bool]]:
+    """Slots that the tables of each chain share, and whether they hold all rows."""
+    least = [_least(d, policy, admission) for d in demands]
+    most = [_most(d, policy, admission) for d in demands]
+    shares = _fill(budget, least, most, [d.weight for d in demands])
+    divided = []
+    for demand, bytes_, enough in zip(demands, shares, most, strict=True):
         if bytes_ >= enough:
-            plans.append(TierPlan(demand.rows, True))
+            divided.append((demand.rows, True))
         else:
             slots = slots_for(bytes_, demand.row_bytes, policy, admission)
-            plans.append(TierPlan(min(demand.rows, slots), False))
-    return plans
+            divided.append((min(demand.rows, slots), False))
+    return divided
 
 
 def _fill(budget: int, least: list[int], most: list[int], weight: list[int]) -> list[int]:
@@ -92,3 +207,17 @@ def fast_tiers(config: TierConfig, demands: Sequence[ChainDemand], policy: Any) 
         return [TierPlan(min(d.rows, slots), True) for d, slots in zip(demands, most, strict=True)]
     assert isinstance(config.hbm, int)
     return divide(config.hbm, demands, policy, "hbm", config.admission)
+
+
+def host_tiers(
+    config: TierConfig, demands: Sequence[ChainDemand], policy: Any, fast: Sequence[TierPlan]
+) -> list[TierPlan | None]:
+    """The ``uvm`` tiers; None where there is none. Tables that stay in ``hbm`` need nothing of it."""
+    if not config.uvm:
+        return [None] * len(demands)
+    below = [
+        demand.without(index for share in plan.own if share.holds_all for index in share.tables)
+        for demand, plan in zip(demands, fast, strict=True)
+    ]
+    plans = divide(int(config.uvm), below, policy, "uvm")
+    return [plan if plan.capacity else None for plan in plans]

@@ -54,6 +54,7 @@ class Chain:
     ) -> None:
         self.name = name
         self.layout = layout
+        self.tables = tables
         self.fast = fast
         self.sequence = Sequence()
         self.window = _core.Window()
@@ -66,7 +67,7 @@ class Chain:
             resident = None if all(tier.uses_window for tier in tiers) else self._resident
             ahead = ReadAhead(store, layout.row_bytes, read_ahead_bytes, self.moving, resident)
         named = {"hbm": fast, "uvm": host, "ssd": store}
-        self.stats = ChainStats(tier for tier, there in named.items() if there is not None)
+        self.stats = ChainStats((tier for tier, there in named.items() if there is not None), fast.tables)
         self.below = LowerTiers(name, layout.row_bytes, host, store, ahead, self.stats)
         self._closed = False
         self._process = OwnProcess()
@@ -78,7 +79,8 @@ class Chain:
         assert ticket.csr is not None
         weight = np.diff(ticket.csr[0])
         self.curves.observe(ticket.batch.unique, weight)
-        self.stats.count(plan, weight, [("uvm", found.in_host), ("ssd", found.in_store)])
+        missing = ticket.batch.unique[plan.absent]
+        self.stats.count(plan, missing, weight, [("uvm", found.in_host), ("ssd", found.in_store)])
 
     @contextmanager
     def _planning_time(self) -> Iterator[None]:

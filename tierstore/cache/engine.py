@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,11 +15,11 @@ from numpy.typing import NDArray
 from cache_policies.table_curve import TableCurve, planner_document
 from tierstore import _core
 from tierstore.cache.at_exit import end_at_exit
-from tierstore.cache.budget import ChainDemand, TierPlan, divide, fast_tiers
+from tierstore.cache.budget import ChainDemand, TableDemand, fast_tiers, host_tiers
 from tierstore.cache.chain import Chain
 from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.loss import warns_of_loss
-from tierstore.cache.memory_tier import MemoryTier, as_policy, bytes_for
+from tierstore.cache.memory_tier import MemoryTier, TierPlan, as_policy, bytes_for
 from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, rows_in_piece, touched_ids
 from tierstore.cache.process import OwnProcess
 from tierstore.cache.report import report, table_curve, warn_of_uncommitted
@@ -83,9 +84,12 @@ class Engine:
     def _open(self, at: int | str) -> None:
         """Opens the store, and empty memory tiers above it."""
         config, groups = self.config, self._groups()
-        demands = [self._demand(name, members) for name, members in groups.items()]
-        fast = fast_tiers(config, demands, self.policy)
-        host = divide(int(config.uvm), demands, self.policy, "uvm") if config.uvm else [None] * len(demands)
+        demands = {
+            tier: [self._demand(name, members, tier) for name, members in groups.items()]
+            for tier in ("hbm", "uvm")
+        }
+        fast = fast_tiers(config, demands["hbm"], self.policy)
+        host = host_tiers(config, demands["uvm"], self.policy, fast)
         self.store: DirectoryStore | None = None
         if config.ssd:
             self.store = open_store(
@@ -93,7 +97,7 @@ class Engine:
             )
         try:
             self.chains = [
-                self._chain(*item) for item in zip(demands, groups.values(), fast, host, strict=True)
+                self._chain(*item) for item in zip(demands["hbm"], groups.values(), fast, host, strict=True)
             ]
             self._load_meta()
             self._position = at or max((commit.id for commit in self.commits()), default=0)
@@ -128,17 +132,23 @@ class Engine:
             groups.setdefault(f"dim{spec.embedding_dim}", []).append(spec.index)
         return groups
 
-    def _demand(self, name: str, members: list[int]) -> ChainDemand:
-        tables = [self.tables[i] for i in members]
-        brought: list[int | None] = []
-        for tier in ("hbm", "uvm"):
-            stated = [getattr(self.config.table(t.origin or t.name), tier) for t in tables]
-            brought.append(None if None in stated else sum(stated))
-        rows = sum(t.num_embeddings if t.rows is None else t.rows for t in tables)
-        return ChainDemand(name, rows, self.specs[members[0]].row_bytes, *brought)
+    def _demand(self, name: str, members: list[int], tier: str) -> ChainDemand:
+        pieces = Counter(table.origin or table.name for table in self.tables)
+        tables = []
+        for index in members:
+            table = self.tables[index]
+            origin = table.origin or table.name
+            override = self.config.table(origin)
+            own, share = getattr(override, tier), getattr(override, f"{tier}_share")
+            own = None if own is None else own // pieces[origin]
+            tables.append(
+                TableDemand(
+                    index, table.name, table.num_embeddings if table.rows is None else table.rows, own, share
+                )
+            )
+        return ChainDemand(name, self.specs[members[0]].row_bytes, tuple(tables))
 
     def _chain(self, demand: ChainDemand, members: list[int], fast: TierPlan, host: TierPlan | None) -> Chain:
-        policy = self.policy
         dim = self.specs[members[0]].embedding_dim
         layout = RowLayout.of(
             dim,
@@ -157,12 +167,12 @@ class Engine:
             if plan is None
             else MemoryTier(
                 name,
-                plan.slots,
+                plan,
                 demand.row_bytes,
-                None if plan.holds_all else policy,
+                self.policy,
+                tables=len(self.tables),
                 admission=admission,
-                grows=plan.holds_all,
-                overflows=name == "hbm" and not plan.holds_all,
+                overflows=name == "hbm" and plan.evicts,
             )
             for name, plan, admission in (("hbm", fast, self.config.admission), ("uvm", host, "always"))
         ]
@@ -172,9 +182,9 @@ class Engine:
 
     def _read_ahead_bytes(self, fast: TierPlan, row_bytes: int) -> int:
         """What rows that were read ahead may take, beside the fast tier: at most twice as much as it."""
-        if fast.holds_all or self.store is None:
+        if not fast.evicts or self.store is None:
             return 0
-        tier = bytes_for(fast.slots, row_bytes, self.policy, self.config.admission)
+        tier = bytes_for(fast.capacity, row_bytes, self.policy, self.config.admission)
         return min(READ_AHEAD_BYTES // len(self._groups()), 2 * tier)
 
     def _load_meta(self) -> None:

@@ -6,6 +6,7 @@ import functools
 import math
 import resource
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -98,11 +99,62 @@ def _pad_rows(row_bytes: int) -> int:
     return max(MIN_SLOTS, min(_MOST_PAD_ROWS, size // row_bytes))
 
 
+@dataclass(frozen=True)
+class OwnShare:
+    """Slots that ``tables`` (indices) have to themselves; ``holds_all``: they hold every row of these
+    tables, so nothing is ever evicted."""
+
+    tables: tuple[int, ...]
+    slots: int
+    holds_all: bool
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """Slots of one memory tier that its tables share, except those in ``own``; ``holds_all``: every row of
+    the tables that share fits, so nothing is ever evicted there."""
+
+    slots: int
+    holds_all: bool
+    own: tuple[OwnShare, ...] = ()
+
+    @property
+    def capacity(self) -> int:
+        """All slots."""
+        return self.slots + sum(share.slots for share in self.own)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether any row may have to leave."""
+        return not (self.holds_all and all(share.holds_all for share in self.own))
+
+    def share_of(self, table: int) -> OwnShare | None:
+        """What ``table`` has to itself."""
+        return next((share for share in self.own if table in share.tables), None)
+
+
+class _Share:
+    """A policy and a filter for some slots, compiled; they own arrays that the native tier points to."""
+
+    def __init__(self, slots: int, policy: Any | None, admission: Any) -> None:
+        self.slots = slots
+        self.policy = None if policy is None else policy.compile(slots)
+        filter_ = None if policy is None else as_admission(admission)
+        self.filter = None if filter_ is None else filter_.compile(slots)
+        self.bytes = policy_bytes(policy, slots) + policy_bytes(filter_, slots)
+
+    def hooks(self) -> tuple[int, int, Any, tuple[int, int]]:
+        state, hooks = (0, None) if self.policy is None else (self.policy.state_address, self.policy.hooks)
+        gate = (0, 0) if self.filter is None else (self.filter.state_address, self.filter.hooks["admit"])
+        return self.slots, state, hooks, gate
+
+
 class MemoryTier:
     """Rows of one layout in memory. Not thread-safe; see :class:`tierstore.cache.chain.Chain`.
 
-    ``policy`` None means that the tier holds every row that it is given and never evicts. ``admission``
-    refuses rows a slot: they are used from the pad, which a tier has if ``overflows``.
+    ``plan`` says how the slots are shared; of shares that cannot hold all of their tables' rows, ``policy``
+    chooses the victims. ``admission`` refuses rows a slot: they are used from the pad, which a tier has if
+    ``overflows``. ``tables``: how many there are in the engine.
 
     Raises ``ConfigError`` when the system refuses the address space.
     """
@@ -110,29 +162,35 @@ class MemoryTier:
     def __init__(
         self,
         name: str,
-        capacity: int,
+        plan: TierPlan,
         row_bytes: int,
-        policy: Any | None,
+        policy: Any,
         *,
+        tables: int,
         admission: Any = "always",
-        grows: bool = False,
         overflows: bool = True,
     ) -> None:
         self.name = name
-        self.capacity = capacity
+        self.plan = plan
+        self.capacity = capacity = plan.capacity
         self.row_bytes = row_bytes
-        # The compiled policy owns the arrays that the native tier points to: keep it as long as the tier.
-        self._policy = None if policy is None else as_policy(policy).compile(capacity)
-        self.uses_window = policy is not None and as_policy(policy).uses_window
-        self.policy_name = "none" if policy is None else as_policy(policy).name
-        filter_ = None if policy is None else as_admission(admission)
-        self._filter = None if filter_ is None else filter_.compile(capacity)
-        self.policy_bytes = sum(policy_bytes(p and as_policy(p), capacity) for p in (policy, filter_))
-        state, hooks = (0, None) if self._policy is None else (self._policy.state_address, self._policy.hooks)
-        gate = (0, 0) if self._filter is None else (self._filter.state_address, self._filter.hooks["admit"])
+        self.tables = tables
+        policy = as_policy(policy)
+        self.uses_window = plan.evicts and policy.uses_window
+        self.policy_name = policy.name if plan.evicts else "none"
+        # The compiled policies own the arrays that the native tier points to: keep them as long as the tier.
+        parts = [(plan.slots, plan.holds_all), *((share.slots, share.holds_all) for share in plan.own)]
+        self._shares = [_Share(slots, None if all_ else policy, admission) for slots, all_ in parts]
+        self.policy_bytes = sum(share.bytes for share in self._shares)
+        share_of = [0] * tables
+        for number, share in enumerate(plan.own, start=1):
+            for table in share.tables:
+                share_of[table] = number
+        grows = plan.holds_all and not plan.own
+        (_, state, hooks, gate), *others = [share.hooks() for share in self._shares]
         pad = _pad_rows(row_bytes) if overflows else 0
         try:
-            self.native = _core.Tier(capacity, row_bytes, grows, state, hooks, gate, pad)
+            self.native = _core.Tier(plan.slots, row_bytes, grows, state, hooks, gate, pad, others, share_of)
         except _core.AddressSpaceError as refused:
             raise ConfigError(
                 f"{name}: no room for {capacity} rows of {row_bytes} bytes, and for {pad} more while a batch "

@@ -33,7 +33,7 @@ def report(chains: Sequence[Chain], tables: Sequence[TableCurve]) -> dict[str, A
         **counters.report(),
         "tiers": {name: tier.report() for name, tier in tiers.items()},
         "memory": _memory(chains),
-        "tables": {table.name: _table(table) for table in tables},
+        "tables": _tables(chains, tables),
         "store": None,
         "chains": {chain.name: _chain(chain) for chain in chains},
     }
@@ -57,6 +57,35 @@ def _chain(chain: Chain) -> dict[str, Any]:
         "slots": chain.fast.capacity,
         "row_bytes": chain.layout.row_bytes,
     }
+
+
+def _tables(chains: Sequence[Chain], tables: Sequence[TableCurve]) -> dict[str, Any]:
+    tiers: dict[int, dict[str, Any]] = {}
+    for chain in chains:
+        found = _table_tiers(chain)
+        tiers.update({index: found[index] for index in chain.tables})
+    return {table.name: {**_table(table), "tiers": tiers[index]} for index, table in enumerate(tables)}
+
+
+def _table_tiers(chain: Chain) -> list[dict[str, Any]]:
+    """What every tier of a chain had of each table, by its index; of memory tiers also the rows that it has
+    now, and its slots where they are the table's own (``slots``; None: it shares)."""
+    memory = {
+        tier.name: (tier.plan.share_of, tier.native.table_rows(), tier.plan.holds_all)
+        for tier in chain.memory_tiers()
+    }
+    tables: list[dict[str, Any]] = [{} for _ in range(chain.fast.tables)]
+    for name, counts in chain.stats.tables.items():
+        for index, (rows, hits) in enumerate(counts.tolist()):
+            told: dict[str, Any] = {"rows": rows, "row_hits": hits, "row_misses": rows - hits}
+            if name in memory:
+                share_of, resident, all_ = memory[name]
+                own = share_of(index)
+                told["resident_rows"] = resident[index]
+                told["slots"] = None if own is None or len(own.tables) > 1 else own.slots
+                told["holds_all"] = all_ if own is None else own.holds_all
+            tables[index][name] = told
+    return tables
 
 
 def _table(table: TableCurve) -> dict[str, Any]:

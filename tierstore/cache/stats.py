@@ -7,11 +7,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.cache.memory_tier import Flags
+from tierstore.cache.memory_tier import Flags, Keys
+from tierstore.keys import ID_BITS
 
 Weights = NDArray[Any]
+TableCounts = dict[str, NDArray[np.int64]]
+"""By tier, of every table: unique rows looked up there, and those that it had."""
 
 
 @dataclass
@@ -85,23 +89,27 @@ class Before:
 
     chain: ChainCounters
     tiers: dict[str, TierCounters]
+    tables: TableCounts
     used: bool = False
 
     @classmethod
-    def copy_of(cls, chain: ChainCounters, tiers: dict[str, TierCounters]) -> Before:
-        return cls(replace(chain), {name: replace(tier) for name, tier in tiers.items()})
+    def copy_of(cls, chain: ChainCounters, tiers: dict[str, TierCounters], tables: TableCounts) -> Before:
+        copied = {name: counts.copy() for name, counts in tables.items()}
+        return cls(replace(chain), {name: replace(tier) for name, tier in tiers.items()}, copied)
 
 
 class ChainStats:
     """What a chain counts. Its methods are called with the chain's lock held, or where nothing runs."""
 
-    def __init__(self, tiers: Iterable[str]) -> None:
+    def __init__(self, tiers: Iterable[str], tables: int) -> None:
         self._names = list(tiers)
+        self._tables = tables
         self.reset()
 
     def reset(self) -> None:
         self.counters = ChainCounters()
         self.tiers = {name: TierCounters() for name in self._names}
+        self.tables: TableCounts = {name: np.zeros((self._tables, 2), np.int64) for name in self._names}
         self.prefetched: tuple[int, int] | None = None
         """Depth and window of the newest prefetch."""
         self._before: deque[Before] = deque()  # lookups planned ahead, in order; no tickets: graphs own those
@@ -109,7 +117,7 @@ class ChainStats:
     def plans_ahead(self) -> Before:
         """A lookup is about to be planned that a forward call will use later."""
         self._forget_used()
-        self._before.append(Before.copy_of(self.counters, self.tiers))
+        self._before.append(Before.copy_of(self.counters, self.tiers, self.tables))
         return self._before[-1]
 
     def plans_now(self) -> None:
@@ -120,7 +128,7 @@ class ChainStats:
         """The counters without what was counted for lookups that no forward call has used yet."""
         self._forget_used()
         if not self._before:
-            return Before.copy_of(self.counters, self.tiers)
+            return Before.copy_of(self.counters, self.tiers, self.tables)
         # What the computing thread counts is never ahead of it.
         counters = replace(
             self._before[0].chain,
@@ -135,11 +143,14 @@ class ChainStats:
         for _ in range(used[-1] + 1 if used else 0):
             self._before.popleft()
 
-    def count(self, plan: Any, weight: Weights, below: Sequence[tuple[str, Flags | None]]) -> None:
+    def count(
+        self, plan: Any, missing: Keys, weight: Weights, below: Sequence[tuple[str, Flags | None]]
+    ) -> None:
         """Counts a lookup whose rows are in place.
 
-        ``weight``: positions that each of its rows stands for. ``below``: of every tier under the fast one,
-        which of the rows it has that no tier above it has; None where there is no such tier.
+        ``missing``: keys of the rows that the fast tier does not have at all. ``weight``: positions that each
+        of its rows stands for. ``below``: of every tier under the fast one, which of the rows it has that no
+        tier above it has; None where there is no such tier.
         """
         misses = plan.misses
         rows, accesses = len(weight), int(weight.sum())
@@ -147,14 +158,18 @@ class ChainStats:
         self.counters.refused_rows += plan.refused
         # A row that is still in the pad misses too, whatever the timing; it is only not looked for below.
         self.tiers["hbm"].count(rows, rows - len(misses), accesses, accesses - int(weight[misses].sum()))
-        missed = weight[plan.absent]
+        self.tables["hbm"][:, 0] += plan.table_rows
+        self.tables["hbm"][:, 1] += plan.table_hits
+        missed, tables = weight[plan.absent], (missing >> np.uint64(ID_BITS)).astype(np.int64)
         left, reach = len(missed), int(missed.sum())
         for tier, hit in below:
             if hit is None:
                 continue
             hits, hit_accesses = int(hit.sum()), int(missed[hit].sum())
             self.tiers[tier].count(left, hits, reach, hit_accesses)
-            missed = missed[~hit]
+            self.tables[tier][:, 0] += np.bincount(tables, minlength=self._tables)
+            self.tables[tier][:, 1] += np.bincount(tables[hit], minlength=self._tables)
+            missed, tables = missed[~hit], tables[~hit]
             left, reach = left - hits, reach - hit_accesses
         self.counters.initialised_rows += left
 
@@ -170,6 +185,7 @@ def counters_of(chains: Any) -> dict[str, Any]:
         name: {
             "chain": asdict(counters.chain),
             "tiers": {tier: asdict(counts) for tier, counts in counters.tiers.items()},
+            "tables": {tier: counts.tolist() for tier, counts in counters.tables.items()},
         }
         for name, counters in counted.items()
     }
@@ -184,3 +200,5 @@ def go_on_counting(chains: Any, saved: dict[str, Any]) -> None:
         stats.counters.add(ChainCounters(**known["chain"]))
         for name in stats.tiers:
             stats.tiers[name] = TierCounters(**known["tiers"].get(name, {}))
+            if name in known.get("tables", {}):
+                stats.tables[name] += np.array(known["tables"][name], np.int64)

@@ -112,6 +112,11 @@ class ParameterConstraints:
         return self.tiers is not None and set(self.tiers) == {"hbm"}
 
     @property
+    def promises_memory(self) -> bool:
+        """Whether the table must not share its slots of the memory tiers with others."""
+        return bool(self.min_hbm_bytes or self.min_uvm_bytes or self.stays_in_memory)
+
+    @property
     def stays_in_memory(self) -> bool:
         return self.tiers is not None and "ssd" not in self.tiers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,7 +98,8 @@ class EmbeddingShardingPlanner:
         solution = self.solve(tables, work)
         if solution.caches.missing:
             raise self._infeasible(solution, start)
-        tables_placed = placements(solution)
+        promised = [name for name, demand in self.constraints.items() if demand.promises_memory]
+        tables_placed = placements(solution, promised)
         report = report_of(solution, tables_placed, start)
         planned_again = advice(self, solution, advice_seconds)
         if planned_again is not None:
@@ -351,8 +352,9 @@ def _optimizer_of(collection: Any) -> dict[str, Any]:
     return {} if name is None else {"optimizer": name}
 
 
-def placements(solution: Solution) -> tuple[TablePlacement, ...]:
-    """The solution as plain placements, in the order of the tables."""
+def placements(solution: Solution, promised: Collection[str] = ()) -> tuple[TablePlacement, ...]:
+    """The solution as plain placements, in the order of the tables. Tables in ``promised`` have their slots
+    to themselves."""
     caches = solution.caches
     columns = [caches.hbm_bytes(), caches.uvm_bytes(), caches.ssd_bytes()]
     columns += [caches.hbm_rows.astype(np.int64), (caches.memory_rows - caches.hbm_rows).astype(np.int64)]
@@ -361,6 +363,8 @@ def placements(solution: Solution) -> tuple[TablePlacement, ...]:
     for item in solution.placed:
         spec, end = solution.tables[item.table], first + len(item.ranks)
         shards = tuple(_shard(spec, item, j, sizes[first + j]) for j in range(len(item.ranks)))
+        if spec.name in promised:
+            shards = tuple(replace(shard, own=1) for shard in shards)
         rate = round(hit_rate(caches, slice(first, end)), 6)
         size = spec.num_embeddings, spec.embedding_dim
         result.append(TablePlacement(spec.name, item.cut.kind, shards, rate, spec.module, *size))

@@ -132,7 +132,10 @@ def tiers_of_rank(
     shards = [(table, shard) for table in placements for shard in table.shards if shard.rank == rank]
     if not any(shard.hbm_bytes for _, shard in shards):
         return {}
-    overrides = {name: config.tables.get(name, TableOverride()) for name in {t.name for t, _ in shards}}
+    overrides = {
+        name: replace(config.tables.get(name, TableOverride()), hbm=None, uvm=None)
+        for name in sorted({t.name for t, _ in shards})
+    }
     budgets = {
         tier: _divided(shards, tier, tables, overrides, config.policy, spec) for tier in ("hbm", "uvm")
     }
@@ -147,28 +150,47 @@ def _divided(
     policy: Any,
     spec: Any,
 ) -> int:
-    """The budget of a tier; ``overrides`` learn what each table brings to it."""
+    """The budget of a tier; ``overrides`` learn what each table has of it, or counts for."""
+    pieces = Counter(table.origin or table.name for table in tables)
+    own = 0
+    for name, size in _own_bytes(shards, tier, policy, spec).items():
+        overrides[name] = replace(overrides[name], **{tier: size * pieces[name]})
+        own += size * pieces[name]
+    shards = [(table, shard) for table, shard in shards if getattr(overrides[table.name], tier) is None]
     rows: dict[int, int] = defaultdict(int)
     stated: dict[int, int] = defaultdict(int)
     for _, shard in shards:
         rows[shard.columns] += getattr(shard, f"{tier}_rows")
         stated[shard.columns] += 0 if shard.hbm_rows else getattr(shard, f"{tier}_bytes")
     if not any(rows.values()) and not any(stated.values()):
-        for name in overrides:
-            overrides[name] = replace(overrides[name], **{tier: 0})
-        return 0
+        for name in {table.name for table, _ in shards}:
+            overrides[name] = replace(overrides[name], **{f"{tier}_share": 0})
+        return own
     # Every row layout takes a few slots of a tier, even if no table of it brings any.
     least = {dim: bytes_for(MIN_SLOTS, spec.row_bytes(dim), policy) for dim in rows}
     sizes = {dim: bytes_for(rows[dim] + MIN_SLOTS, spec.row_bytes(dim), policy) + stated[dim] for dim in rows}
-    pieces = Counter(table.origin or table.name for table in tables)
     brought: dict[str, float] = defaultdict(float)
     for table, shard in shards:
         weight = getattr(shard, f"{tier}_rows") + 1
         total = rows[shard.columns] + sum(other.columns == shard.columns for _, other in shards)
         brought[table.name] += (sizes[shard.columns] - least[shard.columns]) * weight / total
-    for name, size in brought.items():
-        overrides[name] = replace(overrides[name], **{tier: int(size / max(1, pieces[name]))})
-    return sum(sizes.values()) + _ROUNDING * len(tables)
+    for name, share in brought.items():
+        overrides[name] = replace(overrides[name], **{f"{tier}_share": int(share / max(1, pieces[name]))})
+    return own + sum(sizes.values()) + _ROUNDING * len(tables)
+
+
+def _own_bytes(
+    shards: Sequence[tuple[TablePlacement, ShardPlacement]], tier: str, policy: Any, spec: Any
+) -> dict[str, int]:
+    """Bytes of a tier for each piece of the tables that share it with no other; the engine divides what a
+    table has equally among its pieces here."""
+    sizes: dict[str, int] = {}
+    for table, shard in shards:
+        rows = getattr(shard, f"{tier}_rows")
+        if shard.own and rows:
+            size = bytes_for(max(rows, MIN_SLOTS), spec.row_bytes(shard.columns), policy)
+            sizes[table.name] = max(sizes.get(table.name, 0), size)
+    return sizes
 
 
 def _ssd_bytes(shards: Sequence[tuple[TablePlacement, ShardPlacement]], spec: Any, config: TierConfig) -> int:
