@@ -63,6 +63,17 @@ def joined(passes: Sequence[Pass], padding: int) -> tuple[Lookup, Gradients]:
 
 
 @dataclass
+class _Piece:
+    """One feature of one pass: which bags, and which positions, of its part."""
+
+    number: int
+    part: PooledPart
+    feature: int
+    bags: slice
+    positions: slice
+
+
+@dataclass
 class _Pooled:
     part: PooledPart
     weights: Tensor | None
@@ -83,47 +94,55 @@ def _sequence(passes: Sequence[Pass], index: int, padding: int) -> tuple[Sequenc
     return SequencePart(chain, _batch(chain, pieces, padding), []), torch.cat(grads)
 
 
-def _pooled(passes: Sequence[Pass], index: int, bases: Sequence[int], padding: int) -> _Pooled:
+def _pieces(passes: Sequence[Pass], index: int) -> list[_Piece]:
+    found = []
     parts: list[Any] = [one.lookup.parts[index] for one in passes]
-    weights = _weights_of(passes, index)
-    bags, pieces, starts = [], [], []
-    for number in range(len(parts[0].modes)):
-        for part, base in zip(parts, bases, strict=False):
-            first, last = part.bag_start[number], part.bag_start[number + 1]
-            positions = slice(int(part.offsets[first]), int(part.offsets[last]))
-            bags.append((np.diff(part.offsets[first : last + 1]), part, number, base))
-            pieces.append((part, positions))
-            starts.append((slice(int(first), int(last)), positions))
-    chain, ends = parts[0].chain, np.cumsum([0, *(p.stop - p.start for _, p in pieces)])
-    order = list(range(len(passes))) * len(parts[0].modes)
-    argmax = None
-    if passes[0].gradients.argmaxes[index] is not None:
-        dim, shifted = chain.layout.dim, [torch.zeros(1, dtype=torch.int32)]
-        for at, (which, positions), begin in zip(order, starts, ends, strict=False):
-            found = passes[at].gradients.argmaxes[index][which.start * dim : which.stop * dim]
-            shifted.insert(-1, torch.where(found < 0, found, found + int(begin - positions.start)).int())
-        argmax = torch.cat(shifted)
+    for feature in range(len(parts[0].modes)):
+        for number, part in enumerate(parts):
+            bags = slice(int(part.bag_start[feature]), int(part.bag_start[feature + 1]))
+            positions = slice(int(part.offsets[bags.start]), int(part.offsets[bags.stop]))
+            found.append(_Piece(number, part, feature, bags, positions))
+    return found
+
+
+def _pooled(passes: Sequence[Pass], index: int, bases: Sequence[int], padding: int) -> _Pooled:
+    pieces = _pieces(passes, index)
+    chain = pieces[0].part.chain
+    lengths = [np.diff(p.part.offsets[p.bags.start : p.bags.stop + 1]) for p in pieces]
     part = PooledPart(
         chain,
-        _batch(chain, pieces, padding),
+        _batch(chain, [(p.part, p.positions) for p in pieces], padding),
         [],
-        offsets=_from_zero(np.concatenate([lengths for lengths, *_ in bags])),
-        bag_start=_from_zero(np.array([len(lengths) for lengths, *_ in bags])),
-        out_offset=np.array([part.out_offset[n] + base for _, part, n, base in bags], np.int64),
-        out_stride=np.array([part.out_stride[n] for _, part, n, _ in bags], np.int64),
-        modes=np.array([part.modes[n] for _, part, n, _ in bags], np.uint8),
+        offsets=_from_zero(np.concatenate(lengths)),
+        bag_start=_from_zero(np.array([len(own) for own in lengths])),
+        out_offset=np.array([p.part.out_offset[p.feature] + bases[p.number] for p in pieces], np.int64),
+        out_stride=np.array([p.part.out_stride[p.feature] for p in pieces], np.int64),
+        modes=np.array([p.part.modes[p.feature] for p in pieces], np.uint8),
     )
-    cut = [weights[at][where] for at, (_, where) in zip(order, pieces, strict=True)] if weights else None
-    return _Pooled(part, None if cut is None else torch.cat(cut), argmax)
+    return _Pooled(part, _weights(passes, index, pieces), _argmax(passes, index, pieces))
 
 
-def _weights_of(passes: Sequence[Pass], index: int) -> list[Tensor]:
-    """Per pass the weights of all positions, ones where only other passes have weights; [] if none has."""
+def _weights(passes: Sequence[Pass], index: int, pieces: Sequence[_Piece]) -> Tensor | None:
+    """Weights of all positions, ones where only other passes have weights; None if no pass has."""
     found = [one.gradients.weights[index] for one in passes]
     if all(weights is None for weights in found):
-        return []
+        return None
     sizes = [len(one.lookup.parts[index].batch.inverse) for one in passes]
-    return [torch.ones(n) if w is None else w for w, n in zip(found, sizes, strict=True)]
+    whole = [torch.ones(n) if w is None else w for w, n in zip(found, sizes, strict=True)]
+    return torch.cat([whole[p.number][p.positions] for p in pieces])
+
+
+def _argmax(passes: Sequence[Pass], index: int, pieces: Sequence[_Piece]) -> Tensor | None:
+    """Positions that max pooling took, as positions among all; None if there is no such feature."""
+    if passes[0].gradients.argmaxes[index] is None:
+        return None
+    dim, begin, shifted = pieces[0].part.chain.layout.dim, 0, []
+    for p in pieces:
+        found = passes[p.number].gradients.argmaxes[index][p.bags.start * dim : p.bags.stop * dim]
+        shifted.append(torch.where(found < 0, found, found + (begin - p.positions.start)))
+        begin += p.positions.stop - p.positions.start
+    # one more, since an empty tensor has no address
+    return torch.cat([*shifted, torch.zeros(1, dtype=torch.int32)])
 
 
 def _batch(chain: Any, pieces: Sequence[tuple[Part, slice]], padding: int) -> Any:
