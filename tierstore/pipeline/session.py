@@ -18,7 +18,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from tierstore.cache.at_exit import end_at_exit
 from tierstore.cache.chain import Chain
 from tierstore.cache.engine import Engine
 from tierstore.cache.ticket import Ticket
@@ -67,7 +66,6 @@ class Session:
         self._stopping = False
         self._broken = False
         self._thread = threading.Thread(target=self._work, name="tierstore-prefetch", daemon=True)
-        end_at_exit(self)
         self._thread.start()
 
     # -- training thread ------------------------------------------------------------------------
@@ -208,9 +206,6 @@ class Session:
             for _, _, lookup in planned.lookups:
                 lookup.release()
         self._coming.clear()
-
-    def end_at_exit(self) -> None:
-        self.close()
 
     # -- worker -------------------------------------------------------------------------------------
 
