@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("ending_script.py")
-CODES = {"exception": 1, "exit": 3, "ctrl-c": -2}
-SAYS = {"exception": "ValueError: the user's own", "ctrl-c": "KeyboardInterrupt"}
+CODES = {"exception": 1, "full": 1, "exit": 3, "ctrl-c": -2}
+SAYS = {"exception": "ValueError: the user's own", "full": "StoreFullError", "ctrl-c": "KeyboardInterrupt"}
 WHERES = ["no-prefetch", "pulled", "in-forward", "after-backward"]
-RARE = ["ctrl-c", "exit-in-a-thread", "thread-goes-on", "forked-child", "cycle", "closed"]
+RARE = ["ctrl-c", "exit-in-a-thread", "thread-goes-on", "forked-child", "cycle", "closed", "full"]
 ENDS = [(how, where) for how in ("break", "exception", "exit") for where in WHERES]
 
 
@@ -22,7 +22,7 @@ def test_a_script_ends_with_its_own_exit_code(how: str, where: str, tmp_path: Pa
         [sys.executable, str(SCRIPT), how, where, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=100,
         check=False,
     )
     assert ended.returncode == CODES.get(how, 0), ended.stderr

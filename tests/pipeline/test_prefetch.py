@@ -342,8 +342,7 @@ def test_every_batch_before_an_exception_in_the_loader_is_trained_on() -> None:
 
 def test_that_a_module_cannot_be_prefetched_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     batches = [[torch.arange(n)] for n in range(1, 5)]
-    options = {"config": TierConfig(engine="memory"), "optimizer": tierstore.optim.SGD(lr=0.1)}
-    with tierstore.TieredEmbedding(20, 3, **options) as module:
+    with tierstore.TieredEmbedding(20, 3, config=TierConfig(engine="memory")) as module:
         for _ in range(3):
             for (ids,) in prefetch(batches, module):
                 module(ids + 1).sum().backward()
