@@ -7,8 +7,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from tierstore.cache.memory_tier import MemoryTier, TierPlan, as_policy, bytes_f
 from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, rows_in_piece, touched_ids
 from tierstore.cache.process import OwnProcess
 from tierstore.cache.report import report, table_curve
+from tierstore.cache.table import Table as Table
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError
 from tierstore.initializers import Init, as_init, table_seed
@@ -34,29 +33,6 @@ logger = logging.getLogger("tierstore")
 META_VERSION = 1
 READ_AHEAD_BYTES = 8 << 20
 """What rows that are read ahead of their plan may take, in all."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table as modules ask for it, or a shard of one.
-
-    A shard keeps the ids of its table, of which at most ``rows`` occur; its initial values are those of
-    ``origin`` (the table's name) from column ``column`` on.
-    """
-
-    name: str
-    num_embeddings: int
-    embedding_dim: int
-    init: Init
-    origin: str | None = None
-    column: int = 0
-    rows: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("num_embeddings", "embedding_dim"):
-            value = getattr(self, name)
-            if isinstance(value, Integral):  # NumPy's, which JSON does not know
-                object.__setattr__(self, name, int(value))
 
 
 class Engine:
@@ -160,7 +136,7 @@ class Engine:
             override = self.config.table(origin)
             own, share = getattr(override, tier), getattr(override, f"{tier}_share")
             own = None if own is None else own // pieces[origin]
-            tables.append(TableDemand(index, table.name, _rows(table), own, share))
+            tables.append(TableDemand(index, table.name, table.most_rows, own, share))
         return ChainDemand(name, self.specs[members[0]].row_bytes, tuple(tables))
 
     def _chain(self, demand: ChainDemand, members: list[int], fast: TierPlan, host: TierPlan | None) -> Chain:
@@ -392,8 +368,8 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Counters since the last reset, sizes now: ``tiers`` (hit rates per access and per unique row),
         ``memory`` (bytes), ``tables`` (estimated footprint and misses by cache size, since the engine was
-        opened), ``store``, and the counters of ``cache.stats.ChainCounters``; ``chains`` has the same per row
-        layout."""
+        opened; rows, hits and misses of each table in every tier), ``store``, and the counters of
+        ``cache.stats.ChainCounters``; ``chains`` has the same per row layout."""
         self._process.check()
         result = report(self.chains, self._table_curves())
         if self.store is not None and not self.closed:
@@ -408,10 +384,6 @@ class Engine:
 
     def _table_curves(self) -> list[TableCurve]:
         return [table_curve(spec, self._chain_of[spec.index].curves) for spec in self.specs]
-
-
-def _rows(table: Table) -> int:
-    return table.num_embeddings if table.rows is None else table.rows
 
 
 def set_num_threads(count: int) -> None:

@@ -1,0 +1,36 @@
+"""A table as modules ask their engine for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral
+
+from tierstore.initializers import Init
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as modules ask for it, or a shard of one.
+
+    A shard keeps the ids of its table, of which at most ``rows`` occur; its initial values are those of
+    ``origin`` (the table's name) from column ``column`` on.
+    """
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    init: Init
+    origin: str | None = None
+    column: int = 0
+    rows: int | None = None
+
+    @property
+    def most_rows(self) -> int:
+        """How many ids may occur."""
+        return self.num_embeddings if self.rows is None else self.rows
+
+    def __post_init__(self) -> None:
+        for name in ("num_embeddings", "embedding_dim"):
+            value = getattr(self, name)
+            if isinstance(value, Integral):  # NumPy's, which JSON does not know
+                object.__setattr__(self, name, int(value))
