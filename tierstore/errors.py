@@ -36,7 +36,8 @@ class StoreIOError(TierStoreError, OSError):
 
 
 class TierFullError(TierStoreError, MemoryError):
-    """The memory tiers cannot hold the rows touched and there is no tier below."""
+    """The memory tiers cannot hold the rows touched and there is no tier below, or the system refuses memory
+    for the rows of one batch."""
 
 
 class PolicyFaultError(TierStoreError, RuntimeError):

@@ -1,30 +1,18 @@
 #include "cache/tier.h"
 
 #include <algorithm>
-#include <chrono>
 #include <stdexcept>
 #include <string>
+
+#include "cache/stopwatch.h"
 
 namespace tierstore {
 namespace {
 // Memory is made accessible in steps of so many slots; pages cost nothing before they are written.
 constexpr std::int64_t kGrowthStep = 4096;
 // Slots are in no order: what so many of them have is fetched before it is needed.
-constexpr std::int64_t kBlock = 128, kAhead = 24;
+constexpr std::int64_t kBlock = 128;
 
-// Adds the time from its making to its end.
-class Stopwatch {
- public:
-  explicit Stopwatch(double* seconds) : seconds_(seconds), begin_(Clock::now()) {}
-  ~Stopwatch() { *seconds_ += std::chrono::duration<double>(Clock::now() - begin_).count(); }
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-
- private:
-  using Clock = std::chrono::steady_clock;
-  double* seconds_;
-  Clock::time_point begin_;
-};
 }  // namespace
 
 std::vector<Tier::Share> Tier::SharesOf(const TierConfig& config) {
@@ -213,71 +201,6 @@ PageVector<std::int32_t> Plan::Unplaced() const {
   return unplaced;
 }
 
-std::string Tier::Fault(const Share& share, std::int32_t number, std::int64_t pinned_since) const {
-  if (number < 0 || number >= share.config.capacity) return "does not exist";
-  const auto slot = static_cast<std::int32_t>(number + share.begin);
-  if (!Resident(slot)) return "holds no row or was returned twice";
-  if (last_use_[slot] >= pinned_since) return "is pinned: a batch in flight uses its row";
-  return {};
-}
-
-void Tier::Prefetch(std::int32_t slot) const {
-  __builtin_prefetch(&resident_[slot], 1);
-  __builtin_prefetch(&row_[slot]);
-  __builtin_prefetch(&last_use_[slot]);
-  __builtin_prefetch(&dirty_[slot]);
-}
-
-void Tier::TakeVictim(std::int32_t slot, Departures* victims) {
-  // Empty, but found by the index until Assign: reads go on while the row is copied out.
-  resident_[slot] = kEmpty;
-  victims->slots.push_back(slot);
-  victims->keys.push_back(row_[slot].key);
-  victims->dirty.push_back(dirty_[slot]);
-  victims->next_use.push_back(row_[slot].next_use);
-}
-
-std::int64_t Tier::Evict(std::int64_t pinned_since, Plan* plan) {
-  for (std::size_t s = 0; s < shares_.size(); ++s) {
-    SharePlan& wanted = plan->shares[s];
-    if (wanted.needed == 0 || !shares_[s].config.policy) continue;
-    const std::int64_t found = EvictFrom(shares_[s], wanted.needed, pinned_since, plan);
-    wanted.needed -= found;
-    plan->needed -= found;
-  }
-  return plan->needed;
-}
-
-std::int64_t Tier::EvictFrom(const Share& share, std::int64_t needed, std::int64_t pinned_since, Plan* plan) {
-  PageVector<std::int32_t> chosen(static_cast<std::size_t>(needed));
-  const std::int64_t found = [&] {
-    const Stopwatch watch(&policy_seconds_);
-    return share.config.policy.evict(share.config.policy.state, needed, last_use_.data() + share.begin,
-                                     pinned_since, chosen.data());
-  }();
-  if (found < 0 || found > needed) {
-    throw PolicyFault("evict() returned " + std::to_string(found) + " where it was asked for up to " +
-                      std::to_string(needed) + " slots");
-  }
-  chosen.resize(static_cast<std::size_t>(found));
-  const auto slot_of = [&](std::size_t i) { return static_cast<std::int32_t>(chosen[i] + share.begin); };
-  for (std::size_t i = 0; i < chosen.size(); ++i) {
-    if (i + kAhead < chosen.size()) Prefetch(slot_of(i + kAhead));
-    const std::string fault = Fault(share, chosen[i], pinned_since);
-    if (fault.empty()) {
-      TakeVictim(slot_of(i), &plan->victims);
-      continue;
-    }
-    // The policy has dropped the others too: Abort gives them back to it.
-    for (std::size_t j = i; j < chosen.size(); ++j) {
-      if (chosen[j] >= 0 && chosen[j] < share.config.capacity && resident_[slot_of(j)] == kRow)
-        TakeVictim(slot_of(j), &plan->victims);
-    }
-    throw PolicyFault("evict() returned slot " + std::to_string(chosen[i]) + ", which " + fault);
-  }
-  return found;
-}
-
 // -1 when the share is full.
 std::int32_t Tier::TakeSlot(Share* share) {
   if (!share->free.empty()) {
@@ -286,8 +209,9 @@ std::int32_t Tier::TakeSlot(Share* share) {
     return slot;
   }
   if (share->fresh == share->config.capacity) return -1;
-  const std::int64_t slot = share->begin + share->fresh++;
+  const std::int64_t slot = share->begin + share->fresh;
   CommitSlots(slot + 1);
+  ++share->fresh;  // last: TableRows reads what is below, meanwhile
   return static_cast<std::int32_t>(slot);
 }
 
@@ -347,22 +271,6 @@ void Tier::Assign(const std::uint64_t* keys, bool use_pad, Plan* plan) {
     if (share.config.policy) Tell(share.config.policy.insert, share, inserted, plan->now);
   }
   index_.Insert(indexed.data(), static_cast<std::int64_t>(indexed.size()));
-}
-
-void Tier::Abort(Plan* plan) {
-  const Departures& victims = plan->victims;
-  std::vector<Uses> back(shares_.size());
-  for (std::size_t i = 0; i < victims.slots.size(); ++i) {
-    resident_[victims.slots[i]] = kRow;
-    const std::size_t s = ShareOf(victims.keys[i]);
-    back[s].Add(static_cast<std::int32_t>(victims.slots[i] - shares_[s].begin), victims.keys[i],
-                victims.next_use[i]);
-  }
-  for (std::size_t s = 0; s < shares_.size(); ++s) {
-    if (shares_[s].config.policy) Tell(shares_[s].config.policy.insert, shares_[s], back[s], plan->now);
-  }
-  std::erase_if(plan->slots, [](std::int32_t slot) { return slot < 0; });
-  Release(plan->slots.data(), static_cast<std::int64_t>(plan->slots.size()));
 }
 
 void Tier::Remove(const std::int32_t* slots, std::int64_t n) {

@@ -13,7 +13,7 @@
 namespace tierstore {
 namespace {
 
-constexpr std::size_t kMostKept = std::size_t{2} << 20;
+constexpr std::size_t kMostKept = std::size_t{4} << 20;
 
 // Arrays of neighbouring batches differ by a few elements: sizes are quarters of powers of two, so that they
 // fit in one another's pages. Those that no array reaches are never touched.

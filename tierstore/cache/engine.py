@@ -141,11 +141,7 @@ class Engine:
             override = self.config.table(origin)
             own, share = getattr(override, tier), getattr(override, f"{tier}_share")
             own = None if own is None else own // pieces[origin]
-            tables.append(
-                TableDemand(
-                    index, table.name, table.num_embeddings if table.rows is None else table.rows, own, share
-                )
-            )
+            tables.append(TableDemand(index, table.name, table.most_rows, own, share))
         return ChainDemand(name, self.specs[members[0]].row_bytes, tuple(tables))
 
     def _chain(self, demand: ChainDemand, members: list[int], fast: TierPlan, host: TierPlan | None) -> Chain:
@@ -406,8 +402,8 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Counters since the last reset, sizes now: ``tiers`` (hit rates per access and per unique row),
         ``memory`` (bytes), ``tables`` (estimated footprint and misses by cache size, since the engine was
-        opened), ``store``, and the counters of ``cache.stats.ChainCounters``; ``chains`` has the same per row
-        layout."""
+        opened; rows, hits and misses of each table in every tier), ``store``, and the counters of
+        ``cache.stats.ChainCounters``; ``chains`` has the same per row layout."""
         self._process.check()
         result = report(self.chains, self._table_curves())
         if self.store is not None and not self.closed:

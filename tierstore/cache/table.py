@@ -1,4 +1,4 @@
-"""A table as modules ask an engine for it."""
+"""A table as modules ask their engine for it."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ class Table:
     origin: str | None = None
     column: int = 0
     rows: int | None = None
+
+    @property
+    def most_rows(self) -> int:
+        """How many ids may occur."""
+        return self.num_embeddings if self.rows is None else self.rows
 
     def __post_init__(self) -> None:
         for name in ("num_embeddings", "embedding_dim"):
