@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -18,10 +18,11 @@ class Interrupted(BaseException):
 
 
 class Interrupter:
-    """Raises at the n-th line."""
+    """Raises at the n-th line, or calls ``handler`` there."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, handler: Callable[[], None] | None = None) -> None:
         self.at = at
+        self.handler = handler
         self.lines = 0
         self.where = ""
 
@@ -53,7 +54,9 @@ class Interrupter:
             if self.lines == self.at:
                 sys.settrace(None)
                 self.where = f"{name}:{frame.f_lineno}"
-                raise Interrupted(self.where)
+                if self.handler is None:
+                    raise Interrupted(self.where)
+                self.handler()
             return line
 
         return line

@@ -121,6 +121,26 @@ def test_rows_that_are_changed_are_as_before_or_after(chain: str) -> None:
     assert at > 300
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["on demand", "prefetch"])
+def test_a_handler_that_commits_at_any_line(ahead: bool) -> None:
+    """As that of SIGTERM often does."""
+    at, came = 1, True
+    while came:
+        with build(CHAINS["three tiers and pad"], ADAGRAD, (5,)) as module:
+            interrupter = Interrupter(at, module.engine.commit)  # type: ignore[arg-type]
+            batches: Any = prefetch(BATCHES, module, depth=1, window=2, inputs=INPUTS) if ahead else BATCHES
+            with interrupter.on():
+                for ids in batches:
+                    with torch.no_grad():
+                        module(ids)
+                    step(module, ids)
+            came = bool(interrupter.where)
+            assert reached(module, len(BATCHES)) == len(BATCHES)
+            assert len(module.engine.commits()) == came
+        at += 13
+    assert at > 400
+
+
 class Timer:
     """Signals at any time, from the kernel's timer."""
 

@@ -272,6 +272,9 @@ def _update_rows(module: Updates, parts: Sequence[Part], update: Callable[..., N
         address = 0 if means is None else means.ctypes.data
         rows, csr = _row_arguments(parts[index]), tickets[index].csr
         wrong.append((parts[index], update(index, rows, csr, step, module.check_gradients, 0, address)))
+        parts[index].chain.mark_updated(
+            tickets[index]
+        )  # a flush since the first mark has seen the rows as before
         tickets[index].release()
     _report_wrong(module, wrong)
 
