@@ -15,13 +15,15 @@ import tierstore
 from tierstore import TieredEmbeddingBag
 
 HOW, WHERE, FOLDER = sys.argv[1:4]
-ROWS, DIMS = 200_000, (16, 8)
-STEP = 12
+FULL = HOW == "full"  # goes on until the store is
+ROWS, DIMS = (3_000_000 if FULL else 200_000), (16, 8)
+STEP = 10_000 if FULL else 12
 torch.set_num_threads(1)
 
 
 def tables(number: int, dim: int) -> TieredEmbeddingBag:
-    config = tierstore.TierConfig(hbm="2MiB", path=os.path.join(FOLDER, str(number)))
+    path, ssd = os.path.join(FOLDER, str(number)), "64MiB" if FULL else tierstore.TierConfig.ssd
+    config = tierstore.TierConfig(hbm="2MiB", path=path, ssd=ssd)
     return TieredEmbeddingBag(ROWS, dim, config=config, optimizer=tierstore.optim.SGD(lr=0.1))
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("ending_script.py")
-CODES = {"exception": 1, "exit": 3, "ctrl-c": -2}
-SAYS = {"exception": "ValueError: the user's own", "ctrl-c": "KeyboardInterrupt"}
+CODES = {"exception": 1, "full": 1, "exit": 3, "ctrl-c": -2}
+SAYS = {"exception": "ValueError: the user's own", "full": "StoreFullError", "ctrl-c": "KeyboardInterrupt"}
 WHERES = ["no-prefetch", "pulled", "in-forward", "after-backward"]
-RARE = ["ctrl-c", "exit-in-a-thread", "thread-goes-on", "forked-child", "cycle", "closed"]
+RARE = ["ctrl-c", "exit-in-a-thread", "thread-goes-on", "forked-child", "cycle", "closed", "full"]
 ENDS = [(how, where) for how in ("break", "exception", "exit") for where in WHERES]
 
 
