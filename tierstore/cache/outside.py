@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tierstore import _core
 from tierstore.cache.ticket import ReadRows
+from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.keys import make_keys, split
 
 if TYPE_CHECKING:
@@ -24,6 +25,11 @@ _PIECE_BYTES = (
 def read_rows(chain: Chain, batch: Any) -> ReadRows:
     """A copy of the rows wherever they are; no tier changes, no row is created."""
     chain.check_open()
+    # The main thread never holds the chain's lock: a signal handler that commits would wait for it for ever.
+    return uninterrupted(lambda: _read_rows(chain, batch))
+
+
+def _read_rows(chain: Chain, batch: Any) -> ReadRows:
     keys = batch.unique
     rows = _core.rows_array(len(keys), chain.layout.row_bytes)
     step = rows_in_piece(chain)
@@ -74,6 +80,7 @@ def overwrite_rows(chain: Chain, batch: Any, change: Callable[[NDArray[np.uint8]
             change(rows, part)
             chain.mark_updated(ticket)  # first: a changed row that is not known as one would be lost
             chain.fast.copy_in(ticket.slots, rows)
+            chain.mark_updated(ticket)  # again: a flush meanwhile has seen the row as before
         finally:
             ticket.release()
 
@@ -92,10 +99,7 @@ def reset_rows(chain: Chain, table: int) -> None:
 def touched_ids(chain: Chain, table: int) -> Iterator[NDArray[np.int64]]:
     """Ids of ``table`` that some tier holds, in chunks, each once."""
     chain.check_open()
-    with chain.moving:
-        chain.check_open()
-        parts = [t.native.keys_of(slots) for t in chain.memory_tiers() for slots in t.resident()]
-        seen = np.concatenate([np.empty(0, np.uint64), *parts])
+    seen = uninterrupted(lambda: _resident_keys(chain))
     tables, ids = split(seen)
     seen = np.sort(seen[tables == table])
     if len(seen):
@@ -105,3 +109,10 @@ def touched_ids(chain: Chain, table: int) -> Iterator[NDArray[np.int64]]:
             extra = keys[~np.isin(keys, seen, assume_unique=True)] if len(seen) else keys
             if len(extra):
                 yield split(extra)[1]
+
+
+def _resident_keys(chain: Chain) -> NDArray[np.uint64]:
+    with chain.moving:
+        chain.check_open()
+        parts = [t.native.keys_of(slots) for t in chain.memory_tiers() for slots in t.resident()]
+        return np.concatenate([np.empty(0, np.uint64), *parts])

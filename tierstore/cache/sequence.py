@@ -4,16 +4,17 @@ One planner at a time; lookups are numbered, and every number is *released* once
 pending. Planning ahead waits for releases here; a thread that needs a lookup now makes such a wait end
 early, so that no order of forward and backward calls can deadlock.
 
-The main thread, where a signal may raise between any two steps, does nothing here but to drop a use and to
-call :meth:`Sequence.wake`. Neither can be cut in two; a ``with`` of a condition could.
+The main thread, where a signal may raise or do other work between any two steps, does nothing here but to
+drop a use and to call :meth:`Sequence.wake`, which take no lock.
 """
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,8 @@ class Sequence:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._planned = threading.Condition(self._lock)
+        self._bell = _thread.allocate_lock()  # free: something has changed since a waiting thread looked
         self._next = 0
         self.uses = _core.Uses()
         """Of which every planned lookup makes itself one; those that are over are counted at the next
@@ -62,7 +64,7 @@ class Sequence:
         """Lookup ``seq`` was not planned after all."""
         with self._lock:
             self._close(seq)
-            self._changed.notify_all()
+        self.wake()
 
     def _close(self, seq: int) -> None:
         self._in_use[seq] -= 1
@@ -102,15 +104,18 @@ class Sequence:
         def needed() -> bool:
             return (is_planner and self._waiting > 0) or (stop is not None and stop())
 
-        with self._lock:
-            while not (self._oldest(below) >= below or needed()):
-                self._changed.wait(_WAIT_SECONDS)
-            return self._oldest(below) >= below
+        while True:
+            with self._lock:
+                released = self._oldest(below) >= below
+                if released or needed():
+                    return released
+            self._bell.acquire(timeout=_WAIT_SECONDS)
 
     def wake(self) -> None:
-        """Lets waiting threads test their conditions again."""
-        with self._lock:
-            self._changed.notify_all()
+        """Lets a waiting thread test its condition again; were there more, the others would a little
+        later."""
+        with suppress(RuntimeError):  # it was told already
+            self._bell.release()
 
     @contextmanager
     def planner(self) -> Iterator[None]:
@@ -118,9 +123,9 @@ class Sequence:
         (``uninterrupted``)."""
         with self._lock:
             self._waiting += 1
-            self._changed.notify_all()
+            self.wake()
             try:
-                self._changed.wait_for(lambda: not self._planning)
+                self._planned.wait_for(lambda: not self._planning)
             finally:
                 self._waiting -= 1
             self._planning = True
@@ -129,4 +134,4 @@ class Sequence:
         finally:
             with self._lock:
                 self._planning = False
-                self._changed.notify_all()
+                self._planned.notify_all()

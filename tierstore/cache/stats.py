@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.cache.memory_tier import Flags, Keys
+from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.keys import ID_BITS
 
 Weights = NDArray[Any]
@@ -177,10 +178,7 @@ class ChainStats:
 def counters_of(chains: Any) -> dict[str, Any]:
     """All counters of chains, as plain values, for a run that goes on in another process: without those of
     lookups that were planned ahead and not used yet, for they will be planned again there."""
-    counted = {}
-    for chain in chains:
-        with chain.moving:
-            counted[chain.name] = chain.stats.counted()
+    counted = uninterrupted(lambda: {chain.name: _counted(chain) for chain in chains})
     return {
         name: {
             "chain": asdict(counters.chain),
@@ -189,6 +187,12 @@ def counters_of(chains: Any) -> dict[str, Any]:
         }
         for name, counters in counted.items()
     }
+
+
+def _counted(chain: Any) -> Before:
+    with chain.moving:
+        before: Before = chain.stats.counted()
+        return before
 
 
 def go_on_counting(chains: Any, saved: dict[str, Any]) -> None:

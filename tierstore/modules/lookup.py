@@ -352,6 +352,8 @@ def update_rows(module: Updates, parts: Sequence[Part], gradients: Gradients) ->
         csr = trained_csr(parts[index], frozen) if frozen else tickets[index].csr
         part, rows, check = parts[index], _row_arguments(parts[index]), module.check_gradients
         wrong.append((part, gradients.update(index, part, rows, csr, step, check, 0, address)))
+        # A flush since the first mark has seen the rows as they were before.
+        part.chain.mark_updated(tickets[index])
         tickets[index].release()
     _report_wrong(module, wrong)
 
