@@ -18,7 +18,8 @@ from tierstore.modules.tables import STATE_DICT_LIMIT, ThreadFlag, id_ranges
 from tierstore.placement import ShardingType, ShardPlacement, TablePlacement
 
 if TYPE_CHECKING:
-    from tierstore.sharding.collection import LocalShard, ShardedCollection
+    from tierstore.sharding.collection import ShardedCollection
+    from tierstore.sharding.routing import LocalShard
 
 wanted = ThreadFlag()
 """Raised while this thread makes a sharded state dict."""
