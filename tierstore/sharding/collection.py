@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, TypedDict
 
 import numpy as np
@@ -36,7 +36,7 @@ from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.lookups import ShardedLookups
 from tierstore.sharding.peers import in_flight
 from tierstore.sharding.planning import tiers_of_rank
-from tierstore.sharding.routing import Routing, shard_name
+from tierstore.sharding.routing import LocalShard, Routing, shard_name
 from tierstore.sharding.shard_views import Floats
 
 _NO_SHARD = "(no shard)"
@@ -343,19 +343,6 @@ class ShardedCollection(ShardedLookups):
                     (shard.row_start, shard.row_start + shard.rows),
                     placement.sharding_type is ShardingType.DATA_PARALLEL,
                 )
-
-
-@dataclass(frozen=True)
-class LocalShard:
-    """A shard on this rank; ``local``: number of its table in the engine."""
-
-    local: int
-    columns: slice
-    rows: tuple[int, int]
-    replica: bool
-
-    def holds(self, ids: np.ndarray) -> np.ndarray:
-        return (ids >= self.rows[0]) & (ids < self.rows[1])
 
 
 def _described(table: Any) -> Any:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+
 from tierstore.cache.engine import Table
 from tierstore.errors import ConfigError
 from tierstore.modules.collection import FeatureTable, table_of
@@ -27,6 +29,19 @@ class Request:
     width: int
     rows: tuple[int, int] | None
     replica: bool
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """A shard on this rank; ``local``: number of its table in the engine."""
+
+    local: int
+    columns: slice
+    rows: tuple[int, int]
+    replica: bool
+
+    def holds(self, ids: np.ndarray) -> np.ndarray:
+        return (ids >= self.rows[0]) & (ids < self.rows[1])
 
 
 class Routing:

@@ -19,7 +19,8 @@ from tierstore.modules.tables import ThreadFlag, id_ranges
 from tierstore.placement import ShardingType, ShardPlacement, TablePlacement
 
 if TYPE_CHECKING:
-    from tierstore.sharding.collection import LocalShard, ShardedCollection
+    from tierstore.sharding.collection import ShardedCollection
+    from tierstore.sharding.routing import LocalShard
 
 wanted = ThreadFlag()
 """Raised while this thread makes a sharded state dict."""
