@@ -87,7 +87,7 @@ def test_what_was_written_before_a_store_was_full_can_be_committed(tmp_path):
 
     def fill() -> None:
         nonlocal written
-        for written in range(0, training.count, 100):  # noqa: B007
+        for written in range(0, training.count, 100):
             training.write(0, np.arange(written, written + 100), 1)
 
     with pytest.raises(StoreFullError, match="raise the cap by at least") as full:
