@@ -39,19 +39,28 @@ enum Stream : unsigned {
 inline constexpr std::size_t kStreams = 3;
 
 struct Segment {
+  // What changes with every row that is superseded, in one line of the cache. Rows superseded since the last
+  // commit are needed by that: compaction can copy them too, and the commit can be written anew to name the
+  // copies (renew.cc).
+  std::uint32_t slots = 0;               // used, voids included
+  std::uint32_t live = 0;                // rows whose newest version is here
+  std::uint32_t kept = 0;                // rows superseded since the last commit that it needs
+  std::uint32_t committed_slots = 0;     // the first so many slots hold nothing newer than that commit
+  std::vector<std::uint64_t> kept_bits;  // by slot, once there is one
+  Stream stream = kFromCallers;
+  bool older = false;           // than the interval since the last commit
+  bool in_last_commit = false;  // named by it
+
   std::uint32_t number = 0;
   bool relocated = false;
-  Stream stream = kFromCallers;
   RowClass* row_class = nullptr;
   std::uint32_t ordinal = 0;  // in row_class->segments
   std::uint32_t crc_prefix = 0;
   std::unique_ptr<File> file;  // safe to use without the mutex; null for one that only old commits name
   std::string path;
 
-  std::uint32_t slots = 0;          // used, voids included
   std::uint32_t durable_slots = 0;  // those that the next commit may name
   std::uint32_t flushed_slots = 0;  // `slots` after the last flush
-  std::uint32_t live = 0;           // rows whose newest version is here
   std::uint32_t pins = 0;           // kept commits that name it, and a commit under way
   std::uint32_t pinned_slots = 0;   // the most that a kept commit names; found when opening
   bool sealed = false;
@@ -62,14 +71,6 @@ struct Segment {
   unsigned failed_reads = 0;         // of compaction; given up on as damaged after some
   std::uint64_t reserved_bytes = 0;  // what it counts against the cap
   std::uint64_t file_bytes = 0;      // what is written
-
-  // What the last commit needs of this segment besides newest versions: rows superseded since. Compaction can
-  // copy them too, and the commit can be written anew to name the copies (renew.cc).
-  bool older = false;                    // than the interval since that commit
-  bool in_last_commit = false;           // named by it
-  std::uint32_t committed_slots = 0;     // the first so many slots hold nothing newer than it
-  std::uint32_t kept = 0;                // rows superseded since it that it needs
-  std::vector<std::uint64_t> kept_bits;  // by slot, once there is one
 
   std::vector<std::shared_ptr<Chunk>> chunks;  // ascending offsets
   Footer footer;                               // collected until the segment is sealed

@@ -315,3 +315,12 @@ def test_bad_input_says_what_is_wrong(make, message):
 def test_a_workload_has_finite_numbers(name, value):
     with pytest.raises(ConfigError, match=f"{name} is .*0 or more"):
         Workload(**{name: value})
+
+
+def test_more_rows_than_a_store_has_places_for_are_not_called_feasible():
+    """However large the SSD is; divided among more ranks the same rows fit."""
+    wide = {"hbm_per_rank": "16GiB", "host_memory_per_host": "160GiB", "ssd_per_host": "64TiB"}
+    tables = [table("huge", 5_000_000_000, 16)]
+    with pytest.raises(ConfigError, match="a store has places for"):
+        planner(topology(1, 1, **wide)).plan(tables)
+    assert planner(topology(1, 2, **wide)).plan(tables).tables

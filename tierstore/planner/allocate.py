@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.planner.costs import MOST_STORE_BYTES, STORE_SLACK, ShardCost, Workload
+from tierstore.planner.costs import MOST_STORE_BYTES, MOST_STORED_ROWS, STORE_SLACK, ShardCost, Workload
 from tierstore.planner.curves import Floats
 from tierstore.planner.cuts import Cut
 from tierstore.planner.prices import Steps, hbm_steps, memory_steps
@@ -71,6 +71,20 @@ class Allocation:
 
     def ssd_bytes(self) -> NDArray[np.int64]:
         return _whole_bytes(np.multiply(self.ssd_need(), self.ssd_room, dtype=np.float64))
+
+    def crowded(self) -> str:
+        """What does not fit one store however large the SSD is: more rows of one size than it has places for.
+        "" when all fits."""
+        rows: dict[tuple[int, int], float] = {}
+        for cost, rank, stored in zip(self.costs, self.rank.tolist(), self.stored.tolist(), strict=True):
+            rows[rank, cost.row_bytes] = rows.get((rank, cost.row_bytes), 0.0) + stored * cost.rows
+        for (rank, size), count in rows.items():
+            if count > MOST_STORED_ROWS:
+                return (
+                    f"rank {rank} would store {count:,.0f} rows of {size} bytes, and a store has places for "
+                    f"{MOST_STORED_ROWS:,} of one size"
+                )
+        return ""
 
     def misses(self, rows: Floats) -> Floats:
         """Misses per unique row of each shard, if it held ``rows`` (shards,); equal shards ask once."""

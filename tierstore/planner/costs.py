@@ -32,6 +32,7 @@ RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the 
 EXCHANGES = 4  # collectives of a step of one sharded collection: sizes, ids, vectors, gradients
 WEIGHT_BYTES, FLOAT = 4, 4
 _INT32_ROWS = 1 << 31
+MOST_STORED_ROWS = 15 << 28  # of one size in one store: 32-bit locations, a sixteenth of them for compaction
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ class EmbeddingShardingPlanner:
         solution = self.solve(tables, work)
         if solution.caches.missing:
             raise self._infeasible(solution, start)
+        if crowded := solution.caches.crowded():
+            raise ConfigError(f"{crowded}; let constraints cut the tables by rows over more ranks")
         promised = [name for name, demand in self.constraints.items() if demand.promises_memory]
         tables_placed = placements(solution, promised)
         report = report_of(solution, tables_placed, start)

@@ -5,6 +5,7 @@
 //   store_test DIRECTORY [STEPS] [SEED]
 #include "store/store.h"
 
+#include <algorithm>
 #include <atomic>
 #include <filesystem>
 #include <map>
@@ -50,10 +51,14 @@ std::unique_ptr<Store> OpenStore(Env& env, const std::string& directory, ReadEng
                                  std::vector<std::pair<std::uint32_t, std::uint32_t>>{});
 }
 
-void WriteSome(Store& store, std::mt19937_64& random, std::uint64_t version, Model& model) {
+const std::vector<std::pair<std::uint32_t, std::uint32_t>> kNoTables;
+
+// Up to the share 1 / `parts` of a table's rows.
+void WriteRows(Store& store, std::mt19937_64& random, std::uint64_t version, std::uint64_t parts,
+               Model& model) {
   const std::uint32_t table = static_cast<std::uint32_t>(random() % 3);
   std::map<std::uint64_t, bool> chosen;
-  for (std::uint64_t n = 1 + random() % (kIds[table] / 2); n > 0; --n)
+  for (std::uint64_t n = 1 + random() % (kIds[table] / parts); n > 0; --n)
     chosen[MakeKey(table, random() % kIds[table])];
   std::vector<std::uint64_t> keys;
   for (const auto& [key, unused] : chosen) keys.push_back(key);
@@ -63,6 +68,10 @@ void WriteSome(Store& store, std::mt19937_64& random, std::uint64_t version, Mod
     model[keys[i]] = version;
   }
   store.Write(keys, rows.data(), kRowBytes[table]);
+}
+
+void WriteSome(Store& store, std::mt19937_64& random, std::uint64_t version, Model& model) {
+  WriteRows(store, random, version, 2, model);
 }
 
 // Versions of the rows of a table that are stored, by key; each row must be whole.
@@ -194,6 +203,74 @@ void RunOutOfMemory(const char* kind, std::uint64_t seed) {
   CheckAll(*OpenStore(memory, "disk", ReadEngine::kAuto), model);
 }
 
+// Rows of a chunk of `bytes`, and of a segment: commits fall on the ends of both, one short of them and one
+// past.
+void CommitAtEnds(std::uint32_t row_bytes, std::uint64_t off, ReadEngine engine) {
+  MemoryEnv env;
+  const Geometry geometry = Geometry::For(row_bytes);
+  StoreConfig config = Config(engine);
+  config.cap_bytes = 64 << 20;
+  config.limits.chunk_bytes = std::max<std::size_t>(8192, geometry.frame_bytes);
+  config.segment_bytes = kSegmentHeaderBytes + 2 * config.limits.chunk_bytes;
+  const std::uint64_t chunk = config.limits.chunk_bytes / geometry.frame_bytes * geometry.records_per_frame;
+  std::vector<std::byte> rows, read, expected(row_bytes);
+  std::vector<std::uint64_t> keys;
+  for (std::uint64_t id = 0; id < 3 * chunk + off - 1; ++id) keys.push_back(MakeKey(0, id));
+  rows.resize(keys.size() * row_bytes);
+  read.resize(rows.size());
+  const auto found = std::make_unique<bool[]>(keys.size());
+  for (std::uint64_t version = 1; version < 8; ++version) {
+    const std::size_t n = std::min<std::size_t>(keys.size(), version % 3 * chunk + off - (off > 0));
+    for (std::size_t i = 0; i < n; ++i) FillRow(keys[i], version, row_bytes, &rows[i * row_bytes]);
+    Store store(env, "disk", config, {{0, row_bytes}});
+    store.Write({keys.data(), n}, rows.data(), row_bytes);
+    store.Commit("", "");
+    store.Write({keys.data(), n / 2}, rows.data(), row_bytes);
+    store.Commit("", "");
+    auto image = env.AfterCrash(env.operations(), MemoryEnv::Unsynced::kLost, version);
+    Store again(*image, "disk", config, {{0, row_bytes}});
+    again.Read({keys.data(), n}, read.data(), row_bytes, found.get());
+    CHECK(std::all_of(found.get(), found.get() + n, [](bool there) { return there; }));
+    CHECK(std::memcmp(read.data(), rows.data(), n * row_bytes) == 0);
+  }
+}
+
+// Commits of a few rows each while space is short, so that the last commit is written anew beside writes,
+// with readers; what a crash leaves then is the last commit.
+void StayWithinACap(std::uint64_t seed) {
+  MemoryEnv env;
+  StoreConfig config = Config(ReadEngine::kAuto);
+  config.segment_bytes = 16 << 10;
+  config.cap_bytes = 1300 << 10;
+  config.limits.chunk_bytes = 8192;
+  std::mt19937_64 random(seed);
+  Model now, committed;
+  std::uint64_t renewed = 0;
+  for (int opened = 0; opened < 3; ++opened) {
+    Store store(env, "disk", config, {});
+    std::atomic<bool> done{false};
+    std::thread reader([&] {
+      while (!done) ReadTable(store, 1);
+    });
+    for (std::uint64_t version = 1; version < 200; ++version) {
+      WriteRows(store, random, static_cast<std::uint64_t>(opened) * 1000 + version, 20, now);
+      if (version % 5 != 0) continue;
+      auto image = env.AfterCrash(env.operations(), MemoryEnv::Unsynced::kRandom, random());
+      if (!committed.empty())
+        CheckAll(*std::make_unique<Store>(*image, "disk", config, kNoTables), committed);
+      store.Commit("", "");
+      committed = now;
+    }
+    done = true;
+    reader.join();
+    CheckAll(store, now);
+    store.Commit("", "");
+    committed = now;
+    renewed += store.Stats().renewed_commits;
+  }
+  CHECK(renewed > 0);
+}
+
 // Close while another thread works: its call ends, or throws ClosedError.
 void CloseMeanwhile(Env& env, const std::string& directory, ReadEngine engine, std::uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -236,6 +313,10 @@ int main(int argc, char** argv) {
     ReadMeanwhile(other_memory, "disk", ReadEngine::kAuto, steps, seed);
     ReadMeanwhile(PosixEnv(), fresh("meanwhile"), ReadEngine::kAuto, steps, seed);
     ReadMeanwhile(PosixEnv(), fresh("meanwhile"), ReadEngine::kPread, steps, seed);
+    for (const std::uint32_t row_bytes : {16u, 272u, 528u, 2080u}) {
+      for (const std::uint64_t off : {0, 1, 2}) CommitAtEnds(row_bytes, off, ReadEngine::kAuto);
+    }
+    StayWithinACap(seed);
     RunOutOfMemory("sync", seed);
     RunOutOfMemory("rename", seed);
     for (std::uint64_t i = 0; i < 10; ++i) {
