@@ -347,8 +347,7 @@ class Engine:
 
     def close(self, *, commit: bool = True) -> None:
         """Commits (if there is a store with a path) and releases everything; a second time does nothing.
-        At a ``StoreFullError`` the tables stay open, with all rows: give room (``set_ssd``) and close again,
-        or give up what was not committed with ``commit=False``."""
+        At a ``StoreFullError`` the tables stay open: close again after ``set_ssd``, or ``commit=False``."""
         with self._closing:
             if self.closed:
                 return
@@ -361,8 +360,10 @@ class Engine:
                 raise
             finally:
                 self.closed = closed
-                for part in filter(None, (*self.chains, self.store) if closed else ()):
-                    part.close()
+                for chain in self.chains if closed else ():
+                    chain.close()
+                if closed and self.store is not None:
+                    self.store.close()
 
     # -- statistics ----------------------------------------------------------------------
 
