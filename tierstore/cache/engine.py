@@ -346,8 +346,8 @@ class Engine:
         return json.loads(meta).get("extra", {}) if meta else {}
 
     def close(self, *, commit: bool = True) -> None:
-        """Commits (if there is a store with a path) and releases everything; a second time does nothing.
-        At a ``StoreFullError`` the tables stay open: close again after ``set_ssd``, or ``commit=False``."""
+        """Commits (if there is a store with a path) and releases everything, once. At a ``StoreFullError``
+        the tables stay open: close again after ``set_ssd``, or with ``commit=False``."""
         with self._closing:
             if self.closed:
                 return
