@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "common/call_limit.h"
 #include "common/key.h"
 #include "store/store.h"
 
@@ -248,7 +249,13 @@ void Store::WaitForSpace(Lock& lock, std::uint64_t bytes) {
     if (!HasSpace(bytes)) wanted_bytes_ = bytes;
     const std::uint64_t scans = fruitless_scans_;
     WakeCompactor();
-    space_.wait(lock, [&] { return stop_ || queue_.HasError() || fruitless_scans_ > scans || may_go_on(); });
+    try {
+      WaitInCall(space_, lock,
+                 [&] { return stop_ || queue_.HasError() || fruitless_scans_ > scans || may_go_on(); });
+    } catch (const CallEnded&) {
+      wanted_bytes_ = 0;
+      throw;
+    }
     wanted_bytes_ = 0;
     if (fruitless_scans_ == scans || stop_ || queue_.HasError()) continue;
     if (HasSpace(bytes)) return;
