@@ -21,6 +21,7 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[f"{_letter}B"] = 10 ** (3 * _power)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 MAX_DEPTH = 64
+_IO_NAMES = ("auto", "uring", "pread")
 
 
 def is_whole(value: Any, least: int = 0, most: float = math.inf) -> TypeGuard[int]:
@@ -97,6 +98,8 @@ class TierConfig:
     - ``window``: batches whose ids are looked at ahead, or "auto".
     - ``tables``: per-table overrides by table name.
     - ``check_gradients``: report NaN and infinite gradients as an error before they reach a row.
+    - ``io``: how the native store reads: ``"uring"`` (an error where the kernel refuses io_uring),
+      ``"pread"`` (threads), or ``"auto"``, io_uring where the kernel allows it. ``stats()`` tells which.
     """
 
     hbm: int | str = "64MiB"
@@ -110,12 +113,15 @@ class TierConfig:
     window: int | str = "auto"
     tables: Mapping[str, TableOverride] = field(default_factory=dict)
     check_gradients: bool = False
+    io: str = "auto"
 
     def __post_init__(self) -> None:
         self._normalise_sizes()
         self._check_path()
         if self.engine not in ENGINE_NAMES:
             raise ConfigError(f"unknown engine {self.engine!r}; known engines: {', '.join(ENGINE_NAMES)}")
+        if self.io not in _IO_NAMES:
+            raise ConfigError(f"io is {self.io!r}; it must be one of {', '.join(map(repr, _IO_NAMES))}")
         self._check_policy()
         self._normalise_count("depth", MAX_DEPTH)
         self._normalise_count("window", None)

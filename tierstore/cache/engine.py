@@ -110,9 +110,8 @@ class Engine:
         host = divide(int(config.uvm), demands, self.policy, "uvm") if config.uvm else [None] * len(demands)
         self.store: RowStore | None = None
         if config.ssd:
-            self.store = open_store(
-                config.path, config.engine, self.specs, int(config.ssd), keep=self._keep, at=at
-            )
+            path, engine, io = config.path, config.engine, config.io
+            self.store = open_store(path, engine, self.specs, int(config.ssd), io=io, keep=self._keep, at=at)
         try:
             self.chains = [
                 self._chain(*item) for item in zip(demands, groups.values(), fast, host, strict=True)
