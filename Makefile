@@ -50,7 +50,7 @@ wheel: $(VENV)/created
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 
 # Plain programs, so that nothing but the store is instrumented.
-SANITIZED := $(wildcard csrc/common/crc32c.cc csrc/common/huge_pages.cc csrc/io/*.cc csrc/store/*.cc)
+SANITIZED := $(wildcard $(addprefix csrc/common/,crc32c.cc fork.cc huge_pages.cc) csrc/io/*.cc csrc/store/*.cc)
 SANITIZE_OUT := build/sanitize
 
 $(SANITIZE_OUT)/%-address: csrc/store/tests/%.cc $(SANITIZED) $(CSRC)

@@ -22,6 +22,7 @@ for _power, _letter in enumerate("KMGTP", start=1):
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 MAX_DEPTH = 64
 _AUTO_SSD = 1 << 40
+_IO_NAMES = ("auto", "uring", "pread")
 
 
 def is_whole(value: Any, least: int = 0, most: float = math.inf) -> TypeGuard[int]:
@@ -112,6 +113,8 @@ class TierConfig:
     - ``check_gradients``: report NaN and infinite gradients as an error before they reach a row.
     - ``overcommit``: allow ``hbm`` and ``uvm`` beyond this machine's memory, and ``ssd`` beyond the size of
       its file system.
+    - ``io``: how the native store reads: ``"uring"`` (an error where the kernel refuses io_uring),
+      ``"pread"`` (threads), or ``"auto"``, io_uring where the kernel allows it. ``stats()`` tells which.
     """
 
     hbm: int | str = "64MiB"
@@ -126,12 +129,15 @@ class TierConfig:
     tables: Mapping[str, TableOverride] = field(default_factory=dict)
     check_gradients: bool = False
     overcommit: bool = False
+    io: str = "auto"
 
     def __post_init__(self) -> None:
         self._normalise_sizes()
         self._check_path()
         if self.engine not in ENGINE_NAMES:
             raise ConfigError(f"unknown engine {self.engine!r}; known engines: {', '.join(ENGINE_NAMES)}")
+        if self.io not in _IO_NAMES:
+            raise ConfigError(f"io is {self.io!r}; it must be one of {', '.join(map(repr, _IO_NAMES))}")
         self._check_policy()
         self._normalise_count("depth", MAX_DEPTH)
         self._normalise_count("window", None)

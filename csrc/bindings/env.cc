@@ -42,7 +42,8 @@ TIERSTORE_BINDINGS(env) {
       },
       py::arg("path"), py::arg("block_bytes"), py::arg("queue_depth"), py::arg("seconds"),
       py::call_guard<py::gil_scoped_release>());
-  py::class_<Env>(m, "Env");
+  py::class_<Env>(m, "Env").def("close", &Env::Close);
+  m.def("posix_env", &NewPosixEnv, py::arg("directory"));
   py::class_<MemoryEnv, Env>(m, "MemoryEnv")
       .def(py::init<>())
       .def("list", &MemoryEnv::List)

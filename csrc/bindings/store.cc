@@ -1,6 +1,7 @@
 // Bindings of the row store. tierstore/store/native.py checks shapes and gives the arguments their defaults.
 #include "store/store.h"
 
+#include "bindings/long_call.h"
 #include "bindings/registry.h"
 #include "io/errors.h"
 #include "store/errors.h"
@@ -68,9 +69,12 @@ void TranslateException(std::exception_ptr pointer) {
 }
 
 // A forked child has none of the store's threads, so it cannot destroy its copy and leaves it in memory.
+// Destroying waits for threads, so others may have the GIL meanwhile.
 struct DeleteInOwnProcess {
   void operator()(Store* store) const {
-    if (store->InOwnProcess()) delete store;
+    if (!store->InOwnProcess()) return;
+    const py::gil_scoped_release release;
+    delete store;
   }
 };
 using StoreHolder = std::unique_ptr<Store, DeleteInOwnProcess>;
@@ -78,19 +82,23 @@ using StoreHolder = std::unique_ptr<Store, DeleteInOwnProcess>;
 StoreHolder Open(const std::string& directory, const py::object& config,
                  const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables, Env* env) {
   const StoreConfig parsed = ParseConfig(config);
-  py::gil_scoped_release release;
-  return StoreHolder(new Store(env == nullptr ? PosixEnv() : *env, directory, parsed, tables));
+  StoreHolder store;
+  RunLong([&] { store.reset(new Store(env == nullptr ? PosixEnv() : *env, directory, parsed, tables)); });
+  return store;
 }
 
 py::array_t<bool> Read(Store& store, const Keys& keys, Rows& rows) {
+  constexpr std::size_t kRowsOfLongCall = 4096;
   py::array_t<bool> found(keys.size());
   std::byte* data = reinterpret_cast<std::byte*>(rows.mutable_data());
   const std::span<const std::uint64_t> span(keys.data(), static_cast<std::size_t>(keys.size()));
   bool* const flags = found.mutable_data();
   const auto row_bytes = static_cast<std::uint32_t>(rows.shape(1));
-  {
-    py::gil_scoped_release release;
-    store.Read(span, data, row_bytes, flags);
+  const auto call = [&] { store.Read(span, data, row_bytes, flags); };
+  if (span.size() < kRowsOfLongCall) {
+    RunShort(call);
+  } else {
+    RunLong(call);
   }
   return found;
 }
@@ -99,25 +107,30 @@ void Write(Store& store, const Keys& keys, const Rows& rows) {
   const auto* data = reinterpret_cast<const std::byte*>(rows.data());
   const std::span<const std::uint64_t> span(keys.data(), static_cast<std::size_t>(keys.size()));
   const auto row_bytes = static_cast<std::uint32_t>(rows.shape(1));
-  py::gil_scoped_release release;
-  store.Write(span, data, row_bytes);
+  std::size_t at = 0, stored = 0;
+  RunShort([&] {
+    at += std::exchange(stored, 0);
+    store.Write(span.subspan(at), data + at * row_bytes, row_bytes, &stored);
+  });
 }
 
 // (keys, next cursor or None)
 py::tuple ListKeys(Store& store, std::uint32_t table, std::uint64_t cursor, std::size_t limit) {
   std::vector<std::uint64_t> keys;
-  {
-    py::gil_scoped_release release;
-    cursor = store.Keys(table, cursor, limit, keys);
-  }
+  std::uint64_t next = 0;
+  RunShort([&] {
+    keys.clear();
+    next = store.Keys(table, cursor, limit, keys);
+  });
   Keys out(static_cast<py::ssize_t>(keys.size()), keys.data());
-  return py::make_tuple(out, cursor == TableIndex::kEnd ? py::object(py::none()) : py::cast(cursor));
+  return py::make_tuple(out, next == TableIndex::kEnd ? py::object(py::none()) : py::cast(next));
 }
 
 std::uint64_t MakeCommit(Store& store, const py::bytes& meta, const std::string& tag) {
-  std::string copy = meta;
-  py::gil_scoped_release release;
-  return store.Commit(std::move(copy), tag);
+  const std::string copy = meta;
+  std::uint64_t id = 0;
+  RunLong([&] { id = store.Commit(copy, tag); });
+  return id;
 }
 
 // (id, tag, unix nanoseconds, meta) of each
@@ -131,7 +144,23 @@ py::list ToPython(const std::vector<CommitRecord>& commits) {
   return out;
 }
 
-py::list ListCommits(Store& store) { return ToPython(store.Commits()); }
+py::list ListCommits(Store& store) {
+  std::vector<CommitRecord> commits;
+  {
+    const py::gil_scoped_release release;
+    commits = store.Commits();
+  }
+  return ToPython(commits);
+}
+
+py::bytes Meta(Store& store) {
+  std::string meta;
+  {
+    const py::gil_scoped_release release;
+    meta = store.Meta();
+  }
+  return meta;
+}
 
 // The same of a store that is not open; changes nothing.
 py::list KeptCommits(const std::string& directory, Env* env) {
@@ -140,7 +169,11 @@ py::list KeptCommits(const std::string& directory, Env* env) {
 }
 
 py::dict Stats(Store& store) {
-  const StoreCounters counters = store.Stats();
+  StoreCounters counters;
+  {
+    const py::gil_scoped_release release;
+    counters = store.Stats();
+  }
   py::dict out;
   out["rows"] = counters.rows;
   out["live_bytes"] = counters.live_bytes;
@@ -160,6 +193,7 @@ py::dict Stats(Store& store) {
   out["rebuilt_rows"] = counters.rebuilt_rows;
   out["merge_gap_bytes"] = counters.merge_gap_bytes;
   out["io"] = counters.io;
+  out["direct"] = counters.direct;
   return out;
 }
 
@@ -174,14 +208,21 @@ TIERSTORE_BINDINGS(store) {
            py::arg("env") = nullptr, py::keep_alive<1, 5>())
       .def("read", &Read, py::arg("keys").noconvert(), py::arg("rows").noconvert())
       .def("write", &Write, py::arg("keys").noconvert(), py::arg("rows").noconvert())
-      .def("expect", &Store::Expect, py::arg("table"), py::arg("row_bytes"), py::arg("rows"), Release())
+      .def(
+          "expect",
+          [](Store& store, std::uint32_t table, std::uint32_t row_bytes, std::uint64_t rows) {
+            RunShort([&] { store.Expect(table, row_bytes, rows); });
+          },
+          py::arg("table"), py::arg("row_bytes"), py::arg("rows"))
       .def("keys", &ListKeys, py::arg("table"), py::arg("cursor"), py::arg("limit"))
       .def("commit", &MakeCommit, py::arg("meta"), py::arg("tag"))
       .def("commits", &ListCommits)
-      .def("drop_commit", &Store::DropCommit, py::arg("id"), Release())
-      .def("meta", [](Store& store) { return py::bytes(store.Meta()); })
+      .def(
+          "drop_commit", [](Store& store, std::uint64_t id) { RunLong([&] { store.DropCommit(id); }); },
+          py::arg("id"))
+      .def("meta", &Meta)
       .def("stats", &Stats)
-      .def("compact", &Store::Compact, Release())
+      .def("compact", [](Store& store) { RunLong([&] { store.Compact(); }); })
       .def("set_cap", &Store::SetCap, py::arg("bytes"), Release())
       .def("close", &Store::Close, Release());
 }

@@ -4,6 +4,8 @@
 #include <pybind11/functional.h>
 
 #include "bindings/registry.h"
+#include "common/fork.h"
+#include "store/errors.h"
 
 namespace py = pybind11;
 
@@ -12,10 +14,12 @@ namespace {
 
 VerifyReport Verify(const std::string& directory, const std::map<std::uint32_t, std::uint32_t>& row_bytes,
                     const std::function<void(std::uint64_t, std::uint64_t)>& progress, Env* env) {
+  const unsigned forks = ForkCount();
   const auto tell = [&](std::uint64_t done, std::uint64_t total) {
     py::gil_scoped_acquire acquire;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     if (progress) progress(done, total);
+    if (forks != ForkCount()) throw ClosedError("this process was forked while it verified a store");
   };
   py::gil_scoped_release release;
   return VerifyStore(env == nullptr ? PosixEnv() : *env, directory, row_bytes, tell);

@@ -8,7 +8,7 @@
 #include <new>
 #include <string>
 
-#include "common/fork_generation.h"
+#include "common/fork.h"
 #include "common/huge_pages.h"
 
 namespace tierstore {
@@ -26,7 +26,7 @@ constexpr std::size_t RoundUp(std::size_t bytes) { return RoundDown(bytes + kHug
 }  // namespace
 
 ReservedMemory::ReservedMemory(std::size_t bytes)
-    : reserved_(RoundUp(std::max<std::size_t>(bytes, 1))), generation_(ForkGeneration()) {
+    : reserved_(RoundUp(std::max<std::size_t>(bytes, 1))), generation_(ForkCount()) {
   try {
     data_ = MapAligned(reserved_, PROT_NONE);
   } catch (const std::bad_alloc&) {
@@ -37,7 +37,7 @@ ReservedMemory::ReservedMemory(std::size_t bytes)
 
 ReservedMemory::~ReservedMemory() {
   // In a child something else may be at this address by now.
-  if (data_ != nullptr && generation_ == ForkGeneration()) munmap(data_, reserved_);
+  if (data_ != nullptr && generation_ == ForkCount()) munmap(data_, reserved_);
 }
 
 void ReservedMemory::Swap(ReservedMemory& other) noexcept {

@@ -1,6 +1,6 @@
 // Address space reserved once and committed as it is used, so that a tier's rows stay at one address while a
 // tier without a fixed budget, or a batch that overflows its tier, grows behind them. A forked child has none
-// of it (common/fork_generation.h).
+// of it (common/fork.h).
 #pragma once
 
 #include <cstddef>
@@ -43,7 +43,7 @@ class ReservedMemory {
   std::byte* data_ = nullptr;
   std::size_t committed_ = 0;
   std::size_t huge_ = 0;          // of it from the beginning, in huge pages where the system has them
-  std::uint32_t generation_ = 0;  // ForkGeneration() of the process that has it
+  std::uint32_t generation_ = 0;  // ForkCount() of the process that has it
 };
 
 // An array in reserved memory: it grows without moving, so another thread may use elements that it owns

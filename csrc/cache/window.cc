@@ -114,6 +114,7 @@ PageVector<std::uint64_t> Window::Clear() {
   for (const Entry& entry : entries_) {
     if (entry.index != kEmpty && IsLive(entry)) keys.push_back(entry.key);
   }
+  std::sort(keys.begin(), keys.end());  // not in the order of hashes, which differs from process to process
   first_ordinal_ += static_cast<std::uint32_t>(pending_.size());
   pending_.clear();
   entries_.Fill(Entry{});

@@ -17,13 +17,23 @@ inline constexpr std::uint32_t KeyTable(std::uint64_t key) {
 inline constexpr std::uint64_t KeyId(std::uint64_t key) { return key & kIdMask; }
 
 // Finaliser of MurmurHash3: a bijection of 64 bits that mixes every input bit into every output bit.
-inline constexpr std::uint64_t HashKey(std::uint64_t key) {
+inline constexpr std::uint64_t MixKey(std::uint64_t key) {
   key ^= key >> 33;
   key *= 0xff51afd7ed558ccdULL;
   key ^= key >> 33;
   key *= 0xc4ceb9fe1a85ec53ULL;
   key ^= key >> 33;
   return key;
+}
+
+// For tables in memory: keyed by a secret of this process, so that nobody can choose keys that crowd one. No
+// result may depend on it.
+struct HashSecret {
+  std::uint64_t flip, odd_factor;
+};
+extern const HashSecret kHashSecret;
+inline std::uint64_t HashKey(std::uint64_t key) {
+  return MixKey((key ^ kHashSecret.flip) * kHashSecret.odd_factor);
 }
 
 }  // namespace tierstore

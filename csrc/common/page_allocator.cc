@@ -8,6 +8,7 @@
 #include <map>
 #include <mutex>
 
+#include "common/fork.h"
 #include "common/huge_pages.h"
 
 namespace tierstore {
@@ -25,6 +26,8 @@ std::size_t SizeClass(std::size_t bytes) {
 
 class Kept {
  public:
+  // A forked child frees arrays of its parent, too.
+  Kept() { HoldAcrossForks(mutex_); }
   void* Take(std::size_t size) {
     const std::lock_guard lock(mutex_);
     const auto found = blocks_.find(size);

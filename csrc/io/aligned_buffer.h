@@ -1,6 +1,7 @@
 // Memory for direct IO: block-aligned, zero, resident only where touched, movable. Buffers of whole huge
 // pages are made of such, where the system gives them: the kernel then has few pages to pin for each
-// transfer, which is worth a quarter of the speed of large writes.
+// transfer, which is worth a quarter of the speed of large writes. A forked child does not get them: a page
+// that a transfer is under way to must not become a copy.
 #pragma once
 
 #include <sys/mman.h>
@@ -9,6 +10,7 @@
 #include <new>
 #include <utility>
 
+#include "common/fork.h"
 #include "common/huge_pages.h"
 #include "io/env.h"
 
@@ -21,21 +23,25 @@ class AlignedBuffer {
     if (size_ > 0 && size_ % kHugePageBytes == 0) {
       data_ = MapAligned(size_, PROT_READ | PROT_WRITE);
       madvise(data_, size_, MADV_HUGEPAGE);
-      return;
+    } else {
+      void* address = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (address == MAP_FAILED) throw std::bad_alloc();
+      data_ = static_cast<std::byte*>(address);
     }
-    void* address = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (address == MAP_FAILED) throw std::bad_alloc();
-    data_ = static_cast<std::byte*>(address);
+    KeepFromChildren(data_, size_);
   }
   AlignedBuffer(AlignedBuffer&& other) noexcept
-      : size_(std::exchange(other.size_, 0)), data_(std::exchange(other.data_, nullptr)) {}
+      : size_(std::exchange(other.size_, 0)),
+        data_(std::exchange(other.data_, nullptr)),
+        fork_count_(other.fork_count_) {}
   AlignedBuffer& operator=(AlignedBuffer&& other) noexcept {
     std::swap(size_, other.size_);
     std::swap(data_, other.data_);
+    std::swap(fork_count_, other.fork_count_);
     return *this;
   }
   ~AlignedBuffer() {
-    if (data_ != nullptr) munmap(data_, size_);
+    if (data_ != nullptr && fork_count_ == ForkCount()) munmap(data_, size_);
   }
 
   std::byte* data() { return data_; }
@@ -45,6 +51,7 @@ class AlignedBuffer {
  private:
   std::size_t size_ = 0;
   std::byte* data_ = nullptr;
+  unsigned fork_count_ = ForkCount();
 };
 
 }  // namespace tierstore

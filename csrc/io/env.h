@@ -35,6 +35,8 @@ class File {
   virtual void Sync() = 0;
   virtual void Truncate(std::uint64_t size) = 0;
   virtual std::uint64_t Size() = 0;
+  // Whether transfers go past the page cache now.
+  virtual bool IsDirect() const { return false; }
   virtual const std::string& path() const = 0;
 };
 
@@ -68,7 +70,8 @@ class Env {
  public:
   virtual ~Env() = default;
 
-  // `direct` asks for IO past the page cache; where the file system refuses that, buffered IO is used.
+  // `direct` asks for IO past the page cache; where the file system refuses that, now or at a transfer,
+  // buffered IO is used.
   virtual std::unique_ptr<File> Open(const std::string& path, OpenMode mode, bool direct) = 0;
   virtual bool Exists(const std::string& path) = 0;
   // Names of the entries, without "." and "..", in no particular order.
@@ -81,10 +84,15 @@ class Env {
   // `queue_depth`: requests in flight. kIoUring throws where the kernel refuses it; kAuto uses it where it
   // can.
   virtual std::unique_ptr<BatchReader> NewBatchReader(ReadEngine engine, unsigned queue_depth) = 0;
+  // Closes what the Env itself holds open. No file of it may be in use.
+  virtual void Close() {}
 };
 
 // The file system of the machine. Lives as long as the process.
 Env& PosixEnv();
+// The same, with `directory` held open: names in it are found there whatever the working directory is and
+// whoever renames it. Throws IoError. It may be destroyed before its files.
+std::unique_ptr<Env> NewPosixEnv(const std::string& directory);
 
 // Reads one request after the other through File::Read: for Envs that have no device.
 std::unique_ptr<BatchReader> NewSerialReader();

@@ -2,69 +2,46 @@
 
 #include <dirent.h>
 #include <fcntl.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 
+#include "common/call_limit.h"
 #include "io/aligned_buffer.h"
+#include "io/auto_reader.h"
 #include "io/errors.h"
 
 namespace tierstore {
 namespace {
 
-std::string Range(const char* verb, std::size_t size, std::uint64_t offset) {
-  return std::string(verb) + " " + std::to_string(size) + " bytes at offset " + std::to_string(offset);
-}
-
-// A store holds one descriptor per segment, so the soft limit of 1024 that shells give is soon reached.
-void RaiseDescriptorLimit() {
-  rlimit limit{};
-  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return;
-  limit.rlim_cur = std::min<rlim_t>(limit.rlim_max, 1 << 16);
-  setrlimit(RLIMIT_NOFILE, &limit);
-}
-
-int OpenDescriptor(const std::string& path, int flags) {
-  int descriptor = open(path.c_str(), flags, 0644);
-  if (descriptor < 0 && errno == EMFILE) {
-    RaiseDescriptorLimit();
-    descriptor = open(path.c_str(), flags, 0644);
-  }
-  return descriptor;
-}
+constexpr unsigned kMostPreadThreads = 32;
 
 class Posix final : public Env {
  public:
+  explicit Posix(std::shared_ptr<Folder> folder) : folder_(std::move(folder)) {}
+
   std::unique_ptr<File> Open(const std::string& path, OpenMode mode, bool direct) override {
-    // Never through a link: a store directory from elsewhere must not lead out of itself.
-    int flags = O_CLOEXEC | O_NOFOLLOW | (mode == OpenMode::kRead ? O_RDONLY : O_RDWR);
-    if (mode == OpenMode::kCreate) flags |= O_CREAT | O_EXCL;
-    int descriptor = OpenDescriptor(path, flags | (direct ? O_DIRECT : 0));
-    if (descriptor < 0 && direct && errno == EINVAL) {
-      // Some file systems create the file before they refuse O_DIRECT.
-      if (mode == OpenMode::kCreate) flags &= ~O_EXCL;
-      descriptor = OpenDescriptor(path, flags);
-    }
-    if (descriptor < 0) throw IoError(errno, path, mode == OpenMode::kCreate ? "create" : "open");
-    auto file = std::make_unique<PosixFile>(descriptor, path);
-    struct stat status{};
-    if (fstat(descriptor, &status) != 0) throw IoError(errno, path, "stat");
-    if (!S_ISREG(status.st_mode)) throw IoError(EINVAL, path, "open something that is not a regular file");
-    return file;
+    return std::make_unique<PosixFile>(folder_, path, mode, direct);
   }
 
   bool Exists(const std::string& path) override {
     struct stat status{};
-    if (lstat(path.c_str(), &status) == 0) return true;
+    int at;
+    const char* const name = folder_->Resolve(path, &at);
+    if (fstatat(at, name, &status, AT_SYMLINK_NOFOLLOW) == 0) return true;
     if (errno == ENOENT) return false;
     throw IoError(errno, path, "stat");
   }
 
   std::vector<std::string> List(const std::string& directory) override {
-    DIR* stream = opendir(directory.c_str());
-    if (stream == nullptr) throw IoError(errno, directory, "list");
+    DIR* stream = nullptr;
+    const int descriptor = OpenDirectory(directory);
+    if (descriptor < 0 || (stream = fdopendir(descriptor)) == nullptr) {
+      const int code = errno;
+      if (descriptor >= 0) close(descriptor);
+      throw IoError(code, directory, "list");
+    }
     std::vector<std::string> names;
     while (true) {
       errno = 0;
@@ -80,31 +57,55 @@ class Posix final : public Env {
   }
 
   void Rename(const std::string& from, const std::string& to) override {
-    if (rename(from.c_str(), to.c_str()) != 0) throw IoError(errno, to, "rename " + from + " to it");
+    OpenFiles::Instance().Pin(from);
+    OpenFiles::Instance().Pin(to);
+    int at_from, at_to;
+    const char* const old_name = folder_->Resolve(from, &at_from);
+    const char* const new_name = folder_->Resolve(to, &at_to);
+    if (renameat(at_from, old_name, at_to, new_name) != 0) {
+      throw IoError(errno, to, "rename " + from + " to it");
+    }
   }
 
   void Remove(const std::string& path) override {
-    if (unlink(path.c_str()) != 0 && errno != ENOENT) throw IoError(errno, path, "remove");
+    OpenFiles::Instance().Pin(path);
+    int at;
+    const char* const name = folder_->Resolve(path, &at);
+    if (unlinkat(at, name, 0) != 0 && errno != ENOENT) throw IoError(errno, path, "remove");
   }
 
   void SyncDirectory(const std::string& directory) override {
-    const int descriptor = open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (descriptor < 0) throw IoError(errno, directory, "open");
-    const int code = fsync(descriptor) == 0 ? 0 : errno;
-    close(descriptor);
-    if (code != 0) throw IoError(code, directory, "sync");
+    if (folder_->descriptor.value() >= 0 && directory == folder_->path) {
+      if (fsync(folder_->descriptor.value()) != 0) throw IoError(errno, directory, "sync");
+      return;
+    }
+    const OwnDescriptor descriptor([&] { return OpenDirectory(directory); });
+    if (descriptor.error() != 0) throw IoError(descriptor.error(), directory, "open");
+    if (fsync(descriptor.value()) != 0) throw IoError(errno, directory, "sync");
   }
 
   std::unique_ptr<BatchReader> NewBatchReader(ReadEngine engine, unsigned queue_depth) override {
-    if (engine != ReadEngine::kPread) {
-      if (auto reader = NewUringReader(queue_depth)) return reader;
-      if (engine == ReadEngine::kIoUring) {
-        throw IoError(ENOSYS, "io_uring",
-                      "set up a ring (this kernel or container refuses it; use io='pread')");
-      }
+    if (engine == ReadEngine::kPread) return NewPreadReader(std::min(queue_depth, kMostPreadThreads));
+    int error = 0;
+    auto ring = NewUringReader(queue_depth, &error);
+    if (engine == ReadEngine::kIoUring) {
+      if (ring != nullptr) return ring;
+      throw IoError(error, "io_uring", "set up a ring (this kernel or container refuses it; use io='pread')");
     }
-    return NewPreadReader(std::min(queue_depth, 32u));
+    if (ring == nullptr) return NewPreadReader(std::min(queue_depth, kMostPreadThreads));
+    return std::make_unique<AutoReader>(std::move(ring), std::min(queue_depth, kMostPreadThreads));
   }
+
+  void Close() override { folder_->descriptor.Close(); }
+
+ private:
+  int OpenDirectory(const std::string& directory) const {
+    const bool held = folder_->descriptor.value() >= 0 && directory == folder_->path;
+    return openat(held ? folder_->descriptor.value() : AT_FDCWD, held ? "." : directory.c_str(),
+                  O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  }
+
+  const std::shared_ptr<Folder> folder_;
 };
 
 class SerialReader final : public BatchReader {
@@ -112,6 +113,7 @@ class SerialReader final : public BatchReader {
   void Read(std::span<const ReadRequest> requests, const Done& done) override {
     for (std::size_t i = 0; i < requests.size(); ++i) {
       const ReadRequest& request = requests[i];
+      CheckCall();
       done(i, buffer_.data(), request.file->Read(request.offset, buffer_.data(), request.size));
     }
   }
@@ -123,50 +125,28 @@ class SerialReader final : public BatchReader {
 
 }  // namespace
 
-PosixFile::~PosixFile() { close(descriptor_); }
-
-std::size_t PosixFile::Read(std::uint64_t offset, void* data, std::size_t size) {
-  std::size_t at = 0;
-  while (at < size) {
-    const ssize_t n =
-        pread(descriptor_, static_cast<char*>(data) + at, size - at, static_cast<off_t>(offset + at));
-    if (n == 0) break;
-    if (n > 0) at += static_cast<std::size_t>(n);
-    if (n < 0 && errno != EINTR) throw IoError(errno, path_, Range("read", size, offset));
-  }
-  return at;
-}
-
-void PosixFile::Write(std::uint64_t offset, const void* data, std::size_t size) {
-  std::size_t at = 0;
-  while (at < size) {
-    const ssize_t n =
-        pwrite(descriptor_, static_cast<const char*>(data) + at, size - at, static_cast<off_t>(offset + at));
-    if (n > 0) at += static_cast<std::size_t>(n);
-    if (n == 0) throw IoError(ENOSPC, path_, Range("write", size, offset));
-    if (n < 0 && errno != EINTR) throw IoError(errno, path_, Range("write", size, offset));
-  }
-}
-
-void PosixFile::Sync() {
-  if (fdatasync(descriptor_) != 0) throw IoError(errno, path_, "sync");
-}
-
-void PosixFile::Truncate(std::uint64_t size) {
-  if (ftruncate(descriptor_, static_cast<off_t>(size)) != 0) {
-    throw IoError(errno, path_, "truncate to " + std::to_string(size) + " bytes");
-  }
-}
-
-std::uint64_t PosixFile::Size() {
-  struct stat status{};
-  if (fstat(descriptor_, &status) != 0) throw IoError(errno, path_, "stat");
-  return static_cast<std::uint64_t>(status.st_size);
+const char* Folder::Resolve(const std::string& name, int* at) const {
+  const std::size_t prefix = path.size() + 1;
+  const bool inside = descriptor.value() >= 0 && name.size() > prefix && name[path.size()] == '/' &&
+                      name.starts_with(path) && name.find('/', prefix) == std::string::npos;
+  *at = inside ? descriptor.value() : AT_FDCWD;
+  return name.c_str() + (inside ? prefix : 0);
 }
 
 Env& PosixEnv() {
-  static Posix* env = new Posix;  // never destroyed: files may be closed during exit
+  static Posix* env = new Posix(std::make_shared<Folder>());  // never destroyed: files may be closed at exit
   return *env;
+}
+
+std::unique_ptr<Env> NewPosixEnv(const std::string& directory) {
+  auto folder = std::make_shared<Folder>();
+  folder->path = directory;
+  const auto open_folder = [&] {
+    return open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
+  };
+  folder->descriptor = OwnDescriptor(open_folder);
+  if (folder->descriptor.error() != 0) throw IoError(folder->descriptor.error(), directory, "open");
+  return std::make_unique<Posix>(std::move(folder));
 }
 
 std::unique_ptr<BatchReader> NewSerialReader() { return std::make_unique<SerialReader>(); }

@@ -4,7 +4,11 @@
 #include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
+#include <vector>
 
+#include "common/call_limit.h"
+#include "io/errors.h"
 #include "io/posix_env.h"
 #include "io/read_slots.h"
 
@@ -13,7 +17,7 @@ namespace {
 
 class PreadReader final : public BatchReader {
  public:
-  explicit PreadReader(unsigned threads) : threads_(threads), slots_(threads) {}
+  explicit PreadReader(unsigned threads) : threads_(threads), slots_(threads), descriptors_(threads) {}
 
   ~PreadReader() override {
     {
@@ -31,10 +35,19 @@ class PreadReader final : public BatchReader {
     std::size_t next = 0, in_flight = 0;
     std::deque<Job> arrived;
     while (true) {
+      if (error == nullptr && CallMustEnd()) error = std::make_exception_ptr(CallEnded{});
       {
         std::unique_lock lock(mutex_);
         for (; error == nullptr && next < requests.size() && slots_.HasFree(); ++next, ++in_flight) {
+          PosixFile::Descriptor descriptor;
+          try {
+            descriptor = static_cast<PosixFile*>(requests[next].file)->Use(in_flight > 0);
+          } catch (const IoError& refused) {
+            if (!refused.IsOutOfDescriptors() || in_flight == 0) error = std::current_exception();
+          }
+          if (descriptor == nullptr) break;  // what is in flight gives some back
           const unsigned slot = slots_.Take(next);
+          descriptors_[slot] = std::move(descriptor);  // keeps the file open until the thread has read it
           queued_.push_back(Job{slot, &requests[next], slots_.data(slot), 0, nullptr});
           work_.notify_one();
         }
@@ -45,6 +58,7 @@ class PreadReader final : public BatchReader {
       for (const Job& job : arrived) {
         --in_flight;
         if (error == nullptr) error = Deliver(job, slots_[job.slot].request, done);
+        descriptors_[job.slot].reset();
         slots_.Release(job.slot);
       }
       arrived.clear();
@@ -98,6 +112,7 @@ class PreadReader final : public BatchReader {
 
   const unsigned threads_;
   ReadSlots slots_;
+  std::vector<PosixFile::Descriptor> descriptors_;  // by slot, of what is in flight
   std::vector<std::thread> workers_;
 
   std::mutex mutex_;  // guards what follows

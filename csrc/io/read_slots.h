@@ -17,7 +17,8 @@ class ReadSlots {
  public:
   struct Slot {
     std::size_t request = 0;
-    std::size_t got = 0;  // bytes that have arrived
+    std::size_t got = 0;        // bytes that have arrived
+    bool refused_once = false;  // with EINVAL
   };
 
   explicit ReadSlots(unsigned depth) : depth_(depth), arena_(std::max(depth * (32 << 10), kArenaFloor)) {}
@@ -43,7 +44,7 @@ class ReadSlots {
   unsigned Take(std::size_t request) {
     const unsigned slot = free_.back();
     free_.pop_back();
-    slots_[slot] = Slot{request, 0};
+    slots_[slot] = Slot{request, 0, false};
     return slot;
   }
   void Release(unsigned slot) { free_.push_back(slot); }

@@ -44,25 +44,28 @@ void StoreRelease(std::uint32_t* p, std::uint32_t value) {
 void* Map(int descriptor, std::size_t size, off_t offset) {
   void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor, offset);
   if (address == MAP_FAILED) return nullptr;
-  madvise(address, size, MADV_DONTFORK);  // a forked child must not move the parent's ring
+  KeepFromChildren(address, size);  // a forked child must not move the parent's ring
   return address;
 }
 
 }  // namespace
 
-std::unique_ptr<Uring> Uring::Create(unsigned entries) {
+std::unique_ptr<Uring> Uring::Create(unsigned entries, int* error) {
   Params params{};
-  const long descriptor = syscall(kSetup, entries, &params);
-  if (descriptor < 0) return nullptr;
   std::unique_ptr<Uring> ring(new Uring);
-  ring->descriptor_ = static_cast<int>(descriptor);
+  ring->descriptor_ = OwnDescriptor([&] { return static_cast<int>(syscall(kSetup, entries, &params)); });
+  *error = ring->descriptor_.error();
+  if (*error != 0) return nullptr;
+  *error = ENOSYS;
   if (!(params.features & kFeatureSingleMmap) || !(params.features & kFeatureRwCurPos)) return nullptr;
   ring->rings_.size = std::max<std::size_t>(params.sq.array + params.sq_entries * sizeof(std::uint32_t),
                                             params.cq.cqes + params.cq_entries * sizeof(UringCqe));
-  ring->rings_.address = Map(ring->descriptor_, ring->rings_.size, kOffsetRings);
+  ring->rings_.address = Map(ring->descriptor_.value(), ring->rings_.size, kOffsetRings);
   ring->entries_.size = params.sq_entries * sizeof(UringSqe);
-  ring->entries_.address = Map(ring->descriptor_, ring->entries_.size, kOffsetSqes);
+  ring->entries_.address = Map(ring->descriptor_.value(), ring->entries_.size, kOffsetSqes);
+  *error = ENOMEM;
   if (ring->rings_.address == nullptr || ring->entries_.address == nullptr) return nullptr;
+  *error = 0;
   auto at = [&](std::uint32_t offset) {
     return reinterpret_cast<std::uint32_t*>(static_cast<char*>(ring->rings_.address) + offset);
   };
@@ -78,14 +81,14 @@ std::unique_ptr<Uring> Uring::Create(unsigned entries) {
 }
 
 Uring::~Uring() {
+  if (descriptor_.value() < 0) return;  // in a forked child, which has none of the mappings
   if (entries_.address != nullptr) munmap(entries_.address, entries_.size);
   if (rings_.address != nullptr) munmap(rings_.address, rings_.size);
-  if (descriptor_ >= 0) close(descriptor_);
 }
 
 bool Uring::RegisterBuffer(void* memory, std::size_t size) {
   const iovec vector{memory, size};
-  return syscall(kRegister, descriptor_, 0 /* IORING_REGISTER_BUFFERS */, &vector, 1) == 0;
+  return syscall(kRegister, descriptor_.value(), 0 /* IORING_REGISTER_BUFFERS */, &vector, 1) == 0;
 }
 
 UringSqe& Uring::NextSqe() {
@@ -101,7 +104,7 @@ int Uring::SubmitAndWait(unsigned wait) {
   unsigned pending = unsubmitted_;
   unsubmitted_ = 0;
   while (true) {
-    const long n = syscall(kEnter, descriptor_, pending, wait, kEnterGetEvents, nullptr, 0);
+    const long n = syscall(kEnter, descriptor_.value(), pending, wait, kEnterGetEvents, nullptr, 0);
     if (n >= 0) {
       pending -= std::min(pending, static_cast<unsigned>(n));
       if (pending == 0) return 0;

@@ -10,6 +10,8 @@
 #include <span>
 #include <utility>
 
+#include "common/fork.h"
+
 namespace tierstore {
 
 struct UringSqe {
@@ -41,8 +43,9 @@ inline constexpr std::uint8_t kUringRead = 22;
 
 class Uring {
  public:
-  // nullptr where the kernel lacks io_uring, refuses it, or is older than 5.6 (which has no plain reads).
-  static std::unique_ptr<Uring> Create(unsigned entries);
+  // nullptr where the kernel lacks io_uring, refuses it, or is older than 5.6 (which has no plain reads);
+  // `error` says why.
+  static std::unique_ptr<Uring> Create(unsigned entries, int* error);
   ~Uring();
   Uring(const Uring&) = delete;
   Uring& operator=(const Uring&) = delete;
@@ -67,7 +70,7 @@ class Uring {
     std::size_t size = 0;
   };
 
-  int descriptor_ = -1;
+  OwnDescriptor descriptor_;
   Mapping rings_, entries_;
   UringSqe* sqes_ = nullptr;
   UringCqe* cqes_ = nullptr;

@@ -1,5 +1,9 @@
 #include <exception>
+#include <utility>
+#include <vector>
 
+#include "common/call_limit.h"
+#include "io/auto_reader.h"
 #include "io/errors.h"
 #include "io/posix_env.h"
 #include "io/read_slots.h"
@@ -10,41 +14,65 @@ namespace {
 
 class UringReader final : public BatchReader {
  public:
-  UringReader(std::unique_ptr<Uring> ring, unsigned depth) : slots_(depth), ring_(std::move(ring)) {
+  UringReader(std::unique_ptr<Uring> ring, unsigned depth)
+      : slots_(depth), descriptors_(depth), ring_(std::move(ring)) {
     fixed_ = ring_->RegisterBuffer(slots_.arena().data(), slots_.arena().size());
   }
 
   void Read(std::span<const ReadRequest> requests, const Done& done) override {
-    if (broken_ != 0) throw IoError(broken_, "io_uring", "enter the ring (reopen the store)");
+    if (broken_ != 0) throw RingError(broken_);
     requests_ = requests;
     slots_.Prepare(requests);
     error_ = nullptr;
     in_flight_ = 0;
     std::size_t next = 0;
     while (true) {
-      for (; error_ == nullptr && next < requests.size() && slots_.HasFree(); ++next)
-        Submit(slots_.Take(next));
+      while (error_ == nullptr && next < requests.size() && slots_.HasFree() && Begin(next)) ++next;
       if (in_flight_ == 0) break;
       // Waiting for several at once saves system calls and leaves the queue deep enough.
       const int code = ring_->SubmitAndWait(std::min(in_flight_, 8u));
       if (code != 0) {
         broken_ = code;  // what is in flight cannot be awaited; its memory lives as long as the ring
-        throw IoError(code, "io_uring", "enter the ring (reopen the store)");
+        throw RingError(code);
       }
       for (UringCqe cqe; ring_->Reap(cqe);) Complete(cqe, done);
+      if (error_ == nullptr && CallMustEnd()) error_ = std::make_exception_ptr(CallEnded{});
     }
+    last_file_ = nullptr;
+    last_descriptor_.reset();
     if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
   const char* name() const override { return "io_uring"; }
 
  private:
+  static PosixFile& FileOf(const ReadRequest& request) { return static_cast<PosixFile&>(*request.file); }
+
+  // False when the request must wait for descriptors that others hold, or has failed.
+  bool Begin(std::size_t index) try {
+    PosixFile& file = FileOf(requests_[index]);
+    if (&file != last_file_) {
+      last_file_ = nullptr;
+      last_descriptor_.reset();  // it may be what is short
+      last_descriptor_ = file.Use(in_flight_ > 0);
+      if (last_descriptor_ == nullptr) return false;
+      last_file_ = &file;
+    }
+    const unsigned slot = slots_.Take(index);
+    descriptors_[slot] = last_descriptor_;
+    Submit(slot);
+    return true;
+  } catch (const IoError& error) {
+    if (!error.IsOutOfDescriptors() || in_flight_ == 0) error_ = std::current_exception();
+    return false;
+  }
+
   void Submit(unsigned slot) {
     const ReadRequest& request = requests_[slots_[slot].request];
     const std::size_t got = slots_[slot].got;
     UringSqe& sqe = ring_->NextSqe();
     sqe.opcode = fixed_ ? kUringReadFixed : kUringRead;
-    sqe.fd = static_cast<PosixFile*>(request.file)->descriptor();
+    sqe.fd = descriptors_[slot]->value();
     sqe.offset = request.offset + got;
     sqe.address = reinterpret_cast<std::uint64_t>(slots_.data(slot) + got);
     sqe.length = static_cast<std::uint32_t>(request.size - got);
@@ -58,6 +86,10 @@ class UringReader final : public BatchReader {
     const ReadRequest& request = requests_[index];
     --in_flight_;
     if (cqe.result == -EINTR || cqe.result == -EAGAIN) return Submit(slot);
+    if (cqe.result == -EINVAL && !std::exchange(slots_[slot].refused_once, true) &&
+        FileOf(request).GiveUpDirect(descriptors_[slot])) {
+      return Submit(slot);
+    }
     if (cqe.result > 0) slots_[slot].got += static_cast<std::size_t>(cqe.result);
     if (cqe.result > 0 && slots_[slot].got < request.size) return Submit(slot);
     if (error_ == nullptr) {
@@ -72,10 +104,14 @@ class UringReader final : public BatchReader {
         error_ = std::current_exception();
       }
     }
+    descriptors_[slot].reset();
     slots_.Release(slot);
   }
 
   ReadSlots slots_;
+  std::vector<PosixFile::Descriptor> descriptors_;  // by slot, of what is in flight
+  PosixFile* last_file_ = nullptr;
+  PosixFile::Descriptor last_descriptor_;
   std::unique_ptr<Uring> ring_;  // dies before the memory that it may still write to
   bool fixed_ = false;
   int broken_ = 0;
@@ -86,8 +122,8 @@ class UringReader final : public BatchReader {
 
 }  // namespace
 
-std::unique_ptr<BatchReader> NewUringReader(unsigned queue_depth) {
-  auto ring = Uring::Create(queue_depth);
+std::unique_ptr<BatchReader> NewUringReader(unsigned queue_depth, int* error) {
+  auto ring = Uring::Create(queue_depth, error);
   if (ring == nullptr) return nullptr;
   return std::make_unique<UringReader>(std::move(ring), queue_depth);
 }

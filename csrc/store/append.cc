@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "common/call_limit.h"
 #include "common/key.h"
 #include "store/store.h"
 
@@ -261,7 +262,13 @@ void Store::WaitForSpace(Lock& lock, const RowClass& row_class, std::uint64_t by
     if (!HasOrdinal(row_class)) crowded_ = &row_class;
     const std::uint64_t scans = fruitless_scans_;
     WakeCompactor();
-    space_.wait(lock, [&] { return stop_ || queue_.HasError() || fruitless_scans_ > scans || may_go_on(); });
+    try {
+      WaitInCall(space_, lock,
+                 [&] { return stop_ || queue_.HasError() || fruitless_scans_ > scans || may_go_on(); });
+    } catch (const CallEnded&) {
+      wanted_bytes_ = 0;
+      throw;
+    }
     wanted_bytes_ = 0;
     crowded_ = nullptr;
     if (fruitless_scans_ == scans || stop_ || queue_.HasError()) continue;
@@ -303,7 +310,7 @@ void Store::ThrowFull(std::uint64_t bytes) const {
 }
 
 void Store::SetCap(std::uint64_t bytes) {
-  std::lock_guard call(call_);
+  const auto call = BeginCall();
   CheckWritable();
   Lock lock(mutex_);
   cap_bytes_ = bytes;

@@ -4,6 +4,7 @@
 #include <tuple>
 #include <utility>
 
+#include "common/call_limit.h"
 #include "io/errors.h"
 #include "store/store.h"
 
@@ -15,10 +16,15 @@ constexpr std::uint64_t kRenewalShare = 16;
 // A snapshot is written when so many times its size has been written since the last one: 5 % on top.
 constexpr double kSnapshotLag = 20;
 
+// What the kernel could not write it may have dropped, and will not report again.
+std::string FailedSync(const std::exception& error) {
+  return std::string("an earlier sync failed (") + error.what() + "), so what it was for may be lost";
+}
+
 }  // namespace
 
 std::uint64_t Store::Commit(std::string meta, std::string tag) {
-  std::lock_guard call(call_);
+  const auto call = BeginCall();
   CheckWritable();
   Lock lock(mutex_);
   const Saving saving(*this, lock);
@@ -78,21 +84,19 @@ void Store::ReleaseCompaction() {
 }
 
 std::vector<CommitRecord> Store::Commits() {
-  std::lock_guard call(call_);
   CheckOpen();
   Lock lock(mutex_);
   return commits_;
 }
 
 std::string Store::Meta() {
-  std::lock_guard call(call_);
   CheckOpen();
   Lock lock(mutex_);
   return meta_;
 }
 
 void Store::DropCommit(std::uint64_t id) {
-  std::lock_guard call(call_);
+  const auto call = BeginCall();
   CheckWritable();
   Lock lock(mutex_);
   const Saving saving(*this, lock);
@@ -118,20 +122,35 @@ std::vector<SegmentExtent> Store::CaptureExtents() {
 }
 
 void Store::SyncSegments(Lock& lock, const std::vector<SegmentExtent>& extents) {
+  std::vector<SegmentPtr> unsynced;
+  for (const SegmentExtent& extent : extents) {
+    const SegmentPtr& segment = segments_.at(extent.number);
+    if (std::exchange(segment->unsynced, false)) unsynced.push_back(segment);
+  }
+  const bool names = std::exchange(names_unsynced_, false);
+  std::size_t synced = 0;
+  const auto leave_to_next_commit = [&] {
+    for (; synced < unsynced.size(); ++synced) unsynced[synced]->unsynced = true;
+    names_unsynced_ = names_unsynced_ || names;
+  };
   try {
-    std::vector<SegmentPtr> unsynced;
-    for (const SegmentExtent& extent : extents) {
-      const SegmentPtr& segment = segments_.at(extent.number);
-      if (std::exchange(segment->unsynced, false)) unsynced.push_back(segment);
-    }
-    const bool names = std::exchange(names_unsynced_, false);
     const Unlocked unlocked(lock);
-    for (const SegmentPtr& segment : unsynced) segment->file->Sync();
+    for (; synced < unsynced.size(); ++synced) {
+      CheckCall();
+      unsynced[synced]->file->Sync();
+    }
     if (names) env_.SyncDirectory(directory_);
+  } catch (const CallEnded&) {
+    leave_to_next_commit();
+    throw;
+  } catch (const IoError& error) {
+    leave_to_next_commit();
+    if (error.IsOutOfDescriptors()) throw;  // before anything was synced
+    commit_failure_ = FailedSync(error);
+    throw;
   } catch (const std::exception& error) {
-    // What the kernel could not write it may have dropped, and will not report again.
-    commit_failure_ =
-        std::string("an earlier sync failed (") + error.what() + "), so what it was for may be lost";
+    leave_to_next_commit();
+    commit_failure_ = FailedSync(error);
     throw;
   }
 }

@@ -3,6 +3,7 @@
 // live ones.
 #include <algorithm>
 
+#include "common/call_limit.h"
 #include "common/key.h"
 #include "io/aligned_buffer.h"
 #include "io/errors.h"
@@ -293,14 +294,22 @@ void Store::RelocateRecords(Lock& lock, const Victim& chosen, const std::byte* d
   }
 }
 
+// Those that are being read go later: a read opens its files when it comes to them.
 void Store::RemoveDoomed(Lock& lock) {
+  constexpr int kOwnReferences = 2;  // of segments_ and of this function
+  std::vector<SegmentPtr> read;
+  removal_waits_ = !doomed_.empty();  // before the references are counted, so that no read's end is missed
   while (!doomed_.empty()) {
     const SegmentPtr segment = doomed_.back();
     doomed_.pop_back();
+    if (segment.use_count() > kOwnReferences) {
+      read.push_back(segment);
+      continue;
+    }
     std::exception_ptr error;
     try {
       const Unlocked unlocked(lock);
-      env_.Remove(segment->path);  // a read under way still has it open
+      env_.Remove(segment->path);
     } catch (...) {
       error = std::current_exception();
     }
@@ -312,17 +321,24 @@ void Store::RemoveDoomed(Lock& lock) {
     segments_.erase(segment->number);
     space_.notify_all();
   }
+  removal_waits_ = !read.empty();
+  doomed_.insert(doomed_.end(), read.begin(), read.end());
 }
 
 void Store::Compact() {
-  std::lock_guard call(call_);
+  const auto call = BeginCall();
   CheckWritable();
   Lock lock(mutex_);
   queue_.ThrowPending();
   compact_all_ = true;
   const std::uint64_t scans = fruitless_scans_;
   WakeCompactor();
-  space_.wait(lock, [&] { return stop_ || queue_.HasError() || fruitless_scans_ > scans; });
+  try {
+    WaitInCall(space_, lock, [&] { return stop_ || queue_.HasError() || fruitless_scans_ > scans; });
+  } catch (const CallEnded&) {
+    compact_all_ = false;
+    throw;
+  }
   compact_all_ = false;
   queue_.ThrowPending();
 }

@@ -8,7 +8,12 @@
 // The position of an entry tells about the upper bits of its h. A larger index therefore stores only 40 of
 // the 48 and has more empty positions in the same memory, and grows in longer strides: that is what makes
 // insertions fast. Its entries must lie within reach_ positions of their homes. Ids fail that only if they
-// were chosen to; then the index goes back to entries with all bits, for good.
+// were chosen to; then the index goes back to entries with all bits.
+//
+// Every index begins with the same permutation, so equal stores list their keys in the same order and save
+// equal snapshots. Ids that are chosen to crowd it make runs of neighbours that other ids never make; such a
+// run sorts the index anew by a permutation that nobody can know, once. From then on its order is its own,
+// and it cannot be saved.
 //
 // Growth happens in place: the mapping is extended, and entries move from the right end to their new, never
 // smaller, positions, some with every insertion; so there is no long pause and no second copy. Entries with
@@ -49,15 +54,16 @@ class TableIndex {
   // Appends up to `limit` entries from `cursor` (0 at first) on; returns the next cursor, or kEnd. Entries
   // that were there at the start and stay are listed once, whatever is put meanwhile. The order jumps about
   // in h: whoever puts the ids into another index, entry by entry, would otherwise fill it from one end, and
-  // each would push aside all before it.
+  // each would push aside all before it. A cursor that is not IsCurrent is of an order that is no more.
   static constexpr std::uint64_t kEnd = ~std::uint64_t{0};
   std::uint64_t List(std::uint64_t cursor, std::size_t limit, std::vector<std::uint64_t>& ids,
                      std::vector<std::uint32_t>* locations) const;
+  bool IsCurrent(std::uint64_t cursor) const { return cursor == 0 || cursor >> 48 == orders_; }
 
   // All entries in descending order of h, for snapshots: Dump copies the next ones (0 at the end) and moves
   // the cursor, which begins as DumpBegin(); nothing may be put meanwhile. Restore fills an empty index:
   // Reserve, then Append in the same order; false when an entry is not in order, and the index must be
-  // discarded.
+  // discarded. Only what an index dumps that HasOwnOrder is false for means anything to another.
   struct Entry {
     std::uint64_t hash;
     std::uint32_t location;
@@ -69,10 +75,12 @@ class TableIndex {
   void Reserve(std::size_t entries);
   bool Append(const Entry* entries, std::size_t n);
 
+  bool HasOwnOrder() const { return orders_ > 0; }
+
   std::size_t size() const { return count_; }
   std::size_t bytes() const { return memory_.bytes(); }
 
-  // Bijection of 48 bits, and its inverse.
+  // The permutation that every index begins with, and its inverse.
   static std::uint64_t Permute(std::uint64_t id);
   static std::uint64_t Unpermute(std::uint64_t h);
 
@@ -87,6 +95,16 @@ class TableIndex {
     std::size_t growth;      // by 1 / growth of the capacity
   };
   static constexpr Layout kLayouts[] = {{0, 10, 0.9, 16}, {1 << 16, 9, 0.885, 6}};
+
+  // Bijection of 48 bits.
+  struct Permutation {
+    std::uint64_t flip, factors[2], inverses[2];
+
+    static Permutation Random();
+    std::uint64_t Of(std::uint64_t id) const;
+    std::uint64_t IdOf(std::uint64_t h) const;
+  };
+  static const Permutation kCommon;
 
   static constexpr int kStripeShift = 30;  // List takes 2^18 stripes of h one after the other
   static constexpr std::uint64_t kWithinStripe = (std::uint64_t{1} << kStripeShift) - 1;
@@ -110,7 +128,9 @@ class TableIndex {
   Position Home(std::uint64_t h) const;
   Position Seek(std::uint64_t h) const;
   bool Holds(Position p, std::uint64_t h) const;
-  void Insert(std::uint64_t h, std::uint32_t location, Position place);
+  Position Insert(std::uint64_t h, std::uint32_t location, Position place);
+  std::uint32_t PutOrdered(std::uint64_t id, std::uint32_t location, bool& crowds);
+  void TakeOwnOrder();
   bool StayInReach(std::uint64_t h, Position place, Position empty) const;
 
   const Layout& LayoutFor(std::size_t rows) const;
@@ -133,6 +153,8 @@ class TableIndex {
   std::size_t count_ = 0;
   std::size_t max_count_ = 0;  // growth begins there
   bool crowded_ = false;       // ids that need all bits have come
+  Permutation order_;
+  std::uint64_t orders_ = 0;  // that the index has had before this one
 
   const Layout* layout_ = nullptr;
   Position entry_bytes_ = 0;

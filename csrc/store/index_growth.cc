@@ -13,6 +13,7 @@ constexpr std::size_t kSlack = 256;
 constexpr std::size_t kSmall = 1 << 14;  // below this, growth is coarser
 constexpr std::int64_t kBlock = 512;
 constexpr std::size_t kEntriesAtOnce = 4096;
+constexpr std::uint64_t kMostOrders = 0x7fff;  // so that no cursor is kEnd
 constexpr std::int64_t kAnyReach = std::int64_t{1} << 48;
 
 // 2^64 / capacity
@@ -157,11 +158,29 @@ void TableIndex::GiveUpReach(std::size_t entries) {
 void TableIndex::Rewrite(std::size_t entries) {
   TableIndex other;
   other.crowded_ = crowded_;
+  other.order_ = order_;
+  other.orders_ = orders_;
   other.Reserve(entries);
   std::vector<Entry> some(kEntriesAtOnce);
   Position cursor = DumpBegin();
   while (const std::size_t n = Dump(cursor, some.data(), some.size())) other.Append(some.data(), n);
   *this = std::move(other);
+}
+
+// Sorts all entries anew. Where memory is short the next entry that crowds tries again.
+void TableIndex::TakeOwnOrder() try {
+  TableIndex other;
+  other.order_ = Permutation::Random();
+  other.orders_ = std::min<std::uint64_t>(orders_ + 1, kMostOrders);
+  other.Reserve(count_ + count_ / kLayouts[0].growth);
+  std::vector<Entry> some(kEntriesAtOnce);
+  Position cursor = DumpBegin();
+  bool crowds = false;
+  while (const std::size_t n = Dump(cursor, some.data(), some.size())) {
+    for (std::size_t i = 0; i < n; ++i) other.PutOrdered(order_.IdOf(some[i].hash), some[i].location, crowds);
+  }
+  *this = std::move(other);
+} catch (const std::bad_alloc&) {
 }
 
 }  // namespace tierstore

@@ -4,6 +4,7 @@
 
 #include <new>
 
+#include "common/fork.h"
 #include "common/huge_pages.h"
 
 namespace tierstore {
@@ -18,7 +19,7 @@ constexpr std::size_t RoundUp(std::size_t bytes, std::size_t unit) {
 }  // namespace
 
 IndexMemory::~IndexMemory() {
-  if (data_ != nullptr) munmap(data_, reserved_bytes_);
+  if (data_ != nullptr && fork_count_ == ForkCount()) munmap(data_, reserved_bytes_);
 }
 
 // A large index gets address space to grow into, aligned, so that it keeps its huge pages when it does grow
@@ -32,6 +33,7 @@ void IndexMemory::Extend(std::size_t bytes) {
                         : mremap(data_, bytes_, bytes, MREMAP_MAYMOVE);
     if (address == MAP_FAILED) throw std::bad_alloc();
     data_ = static_cast<std::byte*>(address);
+    KeepFromChildren(data_, bytes);
     reserved_bytes_ = bytes_ = bytes;
     return;
   }
@@ -43,6 +45,7 @@ void IndexMemory::Extend(std::size_t bytes) {
 
 void IndexMemory::Reserve(std::size_t bytes) {
   std::byte* const to = MapAligned(bytes, PROT_NONE);
+  KeepFromChildren(to, bytes);
   if (data_ != nullptr) {
     if (mremap(data_, bytes_, bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, to) == MAP_FAILED) {
       munmap(to, bytes);

@@ -1,8 +1,11 @@
-// The array of an index: zeros at first, growing at its right end, in huge pages once it is large.
+// The array of an index: zeros at first, growing at its right end, in huge pages once it is large. A forked
+// child does not get it.
 #pragma once
 
 #include <cstddef>
 #include <utility>
+
+#include "common/fork.h"
 
 namespace tierstore {
 
@@ -14,6 +17,7 @@ class IndexMemory {
     std::swap(data_, other.data_);
     std::swap(bytes_, other.bytes_);
     std::swap(reserved_bytes_, other.reserved_bytes_);
+    std::swap(fork_count_, other.fork_count_);
     return *this;
   }
   ~IndexMemory();
@@ -29,6 +33,7 @@ class IndexMemory {
 
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0, reserved_bytes_ = 0;  // the latter in address space
+  unsigned fork_count_ = ForkCount();
 };
 
 }  // namespace tierstore

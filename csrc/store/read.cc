@@ -2,6 +2,7 @@
 // positions, with blocks that are near one another in one request.
 #include <algorithm>
 
+#include "common/call_limit.h"
 #include "common/key.h"
 #include "io/aligned_buffer.h"
 #include "io/errors.h"
@@ -63,14 +64,25 @@ struct Store::PendingRead {
   std::vector<SegmentPtr> segments;  // by ordinal, those of the items
 };
 
+// Wakes the compactor for the segments that it did not remove because of a read.
+struct Store::ReadEnd {
+  Store& store;
+  ~ReadEnd() {
+    if (!store.removal_waits_) return;
+    const Lock lock(store.mutex_);
+    store.WakeCompactor();
+  }
+};
+
 void Store::Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found) {
+  const ReadEnd end{*this};  // comes after the segments are let go
   PendingRead pending;
   Locate(keys, rows, row_bytes, found, pending);
   if (const std::size_t n = pending.items.size(); n > 0) {
     ReadLane& lane = PickLane(n);
     const Counted queued(lane.rows, n);
     const Counted read(reads_, 1);
-    std::lock_guard reading(lane.mutex);
+    const auto reading = LockInCall(lane.mutex);
     CheckOpen();
     if (lane.reader == nullptr) lane.reader = env_.NewBatchReader(config_.read_engine, config_.queue_depth);
     if (merge_gap_bytes_ == 0 && n >= kRowsToMeasure && &lane == &lanes_[0])
@@ -119,6 +131,7 @@ void Store::Locate(std::span<const std::uint64_t> keys, std::byte* rows, std::ui
     at += n;
     if (may_release) GiveWay(lock);
     CheckOpen();
+    CheckCall();
   }
 }
 
@@ -185,6 +198,7 @@ bool Store::Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::u
 void Store::Fetch(BatchReader& reader, PendingRead& pending, std::span<const std::uint64_t> keys,
                   std::byte* rows) {
   std::sort(pending.items.begin(), pending.items.end());
+  CheckCall();
   const RowClass& row_class = *pending.row_class;
   const Geometry& geometry = row_class.geometry;
   const auto segment_of = [&](std::uint64_t item) -> const Segment& {
@@ -229,6 +243,7 @@ void Store::Fetch(BatchReader& reader, PendingRead& pending, std::span<const std
     // Rows so large that each is a request of its own, too large for the reader's buffers.
     AlignedBuffer buffer(geometry.record_bytes + 2 * kBlockBytes);
     for (std::size_t i = 0; i < requests.size(); ++i) {
+      CheckCall();
       deliver(i, buffer.data(), requests[i].file->Read(requests[i].offset, buffer.data(), requests[i].size));
     }
   } else {

@@ -6,6 +6,7 @@
 // is older than all that is not in it.
 #include <algorithm>
 
+#include "common/call_limit.h"
 #include "common/key.h"
 #include "store/replay.h"
 #include "store/store.h"
@@ -74,6 +75,7 @@ void Store::ReplaySegment(Segment& segment, Replay& replay) {
 // Keys of one table.
 void Store::ReplayRun(Segment& segment, const std::uint64_t* keys, const std::uint32_t* slots, std::size_t n,
                       Replay& replay) {
+  CheckCall();
   RowClass& row_class = *segment.row_class;
   TableIndex& index = TableFor(KeyTable(keys[0]), row_class.geometry.row_bytes).index;
   std::uint32_t previous[kKeysPerRun];

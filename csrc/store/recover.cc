@@ -4,6 +4,7 @@
 #include <bit>
 #include <random>
 
+#include "common/call_limit.h"
 #include "common/key.h"
 #include "io/aligned_buffer.h"
 #include "store/store.h"
@@ -70,6 +71,9 @@ void Store::Recover(const std::vector<std::pair<std::uint32_t, std::uint32_t>>& 
 Manifest Store::LoadOrCreateManifest(const std::vector<std::string>& names) {
   if (auto manifest = Manifest::Load(env_, directory_)) {
     manifest_bytes_ = manifest->Encode().size();
+    // Whoever renamed it may have died before the name was durable; what only the manifest before it names is
+    // about to be removed.
+    env_.SyncDirectory(directory_);
     return *std::move(manifest);
   }
   if (std::any_of(names.begin(), names.end(),
@@ -109,6 +113,7 @@ void Store::OpenSegments(const Manifest& manifest) {
     for (const SegmentExtent& extent : commit.segments) {
       SegmentPtr& segment = segments_[extent.number];
       if (segment == nullptr) {
+        CheckCall();
         const auto found = now.find(extent.number);
         segment = OpenSegment(found == now.end() ? SegmentExtent{extent.number, 0, false} : found->second);
       }
@@ -174,6 +179,7 @@ Footer Store::ReadFooterOrScan(Segment& segment, std::uint32_t first_slot) {
   for (std::uint32_t first = skipped; first < segment.slots; first += row_class.slots_per_chunk) {
     const std::uint32_t last = std::min(segment.slots, first + row_class.slots_per_chunk);
     const std::uint64_t offset = geometry.Offset(first), size = geometry.EndOffset(last) - offset;
+    CheckCall();
     const std::size_t got = segment.file->Read(offset, buffer.data(), size);
     for (std::uint32_t slot = first; slot < last; ++slot) {
       const std::uint64_t at = geometry.Offset(slot) - offset;

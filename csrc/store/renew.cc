@@ -9,13 +9,14 @@
 // The commit stays the same one, with the same rows, whichever of the two manifests a crash leaves.
 #include <algorithm>
 
+#include "common/call_limit.h"
 #include "store/errors.h"
 #include "store/store.h"
 
 namespace tierstore {
 
 Store::Saving::Saving(Store& store, Lock& lock) : store_(store) {
-  store_.saved_.wait(lock, [this] { return store_.stop_ || !store_.saving_; });
+  WaitInCall(store_.saved_, lock, [this] { return store_.stop_ || !store_.saving_; });
   if (store_.saving_) throw ClosedError("the store is closed");
   store_.saving_ = true;
 }

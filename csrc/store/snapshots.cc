@@ -1,6 +1,7 @@
 // When the index is saved, and how it is taken back.
 #include <algorithm>
 
+#include "common/call_limit.h"
 #include "io/errors.h"
 #include "store/errors.h"
 #include "store/replay.h"
@@ -11,7 +12,11 @@ namespace tierstore {
 // `lag`: how many times the size of a snapshot must have been written since the last one.
 bool Store::SnapshotIsDue(double lag) const {
   std::uint64_t rows = 0;
-  for (const auto& table : tables_) rows += table == nullptr ? 0 : table->index.size();
+  for (const auto& table : tables_) {
+    if (table == nullptr) continue;
+    if (table->index.HasOwnOrder()) return false;
+    rows += table->index.size();
+  }
   const std::uint64_t bytes = rows * 10;
   const std::uint64_t written = unsnapshotted_bytes_ + queue_.enqueued_bytes() - snapshot_mark_;
   return rows >= config_.snapshot_min_rows &&
@@ -128,6 +133,7 @@ bool Store::LoadSnapshotTables(SnapshotReader& reader, Replay& replay) {
     table.index.Reserve(saved.entries);
     for (std::uint64_t left = saved.entries; left > 0;) {
       const std::size_t n = std::min<std::uint64_t>(left, entries.size());
+      CheckCall();
       if (!reader.Read(entries.data(), n)) return false;
       for (std::size_t i = 0; i < n; ++i) {
         const std::uint32_t ordinal = entries[i].location >> saved_class->slot_bits;

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <bit>
 
+#include "common/call_limit.h"
+#include "common/fork.h"
 #include "common/key.h"
 
 namespace tierstore {
@@ -38,11 +40,12 @@ Store::Store(Env& env, std::string directory, const StoreConfig& config,
 
 Store::~Store() { Close(); }
 
-bool Store::InOwnProcess() const { return getpid() == pid_; }
+bool Store::InOwnProcess() const { return getpid() == pid_ && fork_count_ == ForkCount(); }
 
 void Store::Close() {
   if (!InOwnProcess()) return;
   closed_ = true;
+  const std::lock_guard closing(closing_);
   Lock lock(mutex_);
   stop_ = true;
   saved_.notify_all();
@@ -74,6 +77,12 @@ void Store::CheckOpen() const {
     throw ClosedError(
         "the store was opened before this process was forked; open it in the process that uses it");
   }
+}
+
+// Excludes other calls. In a forked child the mutex may be locked for ever, so the check comes first.
+std::unique_lock<std::timed_mutex> Store::BeginCall() {
+  CheckOpen();
+  return LockInCall(call_);
 }
 
 void Store::CheckWritable() const {
@@ -118,8 +127,10 @@ Store::Table& Store::TableFor(std::uint32_t table, std::uint32_t row_bytes) {
   return *entry;
 }
 
-void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, std::uint32_t row_bytes) {
-  std::lock_guard call(call_);
+void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, std::uint32_t row_bytes,
+                  std::size_t* stored) {
+  if (stored != nullptr) *stored = 0;
+  const auto call = BeginCall();
   CheckWritable();
   Lock lock(mutex_);
   queue_.ThrowPending();
@@ -131,6 +142,7 @@ void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, st
   std::byte* records[kRowsPerSpan];
   std::uint32_t epochs[kRowsPerSpan], locations[kRowsPerSpan];
   for (std::size_t at = 0; at < keys.size();) {
+    CheckCall();
     const auto want = static_cast<std::uint32_t>(std::min<std::size_t>(keys.size() - at, kRowsPerSpan));
     const Span span = Reserve(lock, row_class, kFromCallers, want);
     lock.unlock();  // only calls append to this segment, and only one call is under way
@@ -147,11 +159,12 @@ void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, st
     Put(&keys[at], locations, span.count, row_class, /*relocated=*/false);
     written_rows_ += span.count;
     at += span.count;
+    if (stored != nullptr) *stored = at;
   }
 }
 
 void Store::Expect(std::uint32_t table, std::uint32_t row_bytes, std::uint64_t rows) {
-  std::lock_guard call(call_);
+  const auto call = BeginCall();
   CheckWritable();
   Lock lock(mutex_);
   TableFor(table, row_bytes).index.Reserve(rows);
@@ -159,12 +172,16 @@ void Store::Expect(std::uint32_t table, std::uint32_t row_bytes, std::uint64_t r
 
 std::uint64_t Store::Keys(std::uint32_t table, std::uint64_t cursor, std::size_t limit,
                           std::vector<std::uint64_t>& keys) {
-  std::lock_guard call(call_);
+  const auto call = BeginCall();
   CheckOpen();
   Lock lock(mutex_);
   queue_.ThrowPending();
   const Table* entry = FindTable(table);
   if (entry == nullptr) return TableIndex::kEnd;
+  if (!entry->index.IsCurrent(cursor)) {
+    throw InputError("rows of table " + std::to_string(table) +
+                     " were written while its keys were listed, which changed their order; list them anew");
+  }
   const std::size_t before = keys.size();
   cursor = entry->index.List(cursor, limit, keys, nullptr);
   for (std::size_t i = before; i < keys.size(); ++i) keys[i] = MakeKey(table, keys[i]);
@@ -172,9 +189,9 @@ std::uint64_t Store::Keys(std::uint32_t table, std::uint64_t cursor, std::size_t
 }
 
 StoreCounters Store::Stats() {
-  std::lock_guard call(call_);
   CheckOpen();
   Lock lock(mutex_);
+  CheckOpen();
   StoreCounters counters;
   for (const auto& table : tables_) {
     if (table == nullptr) continue;
@@ -201,6 +218,7 @@ StoreCounters Store::Stats() {
   counters.relocated_rows = relocated_rows_;
   counters.renewed_commits = renewed_commits_;
   counters.io = lanes_[0].reader->name();
+  counters.direct = !segments_.empty() && segments_.rbegin()->second->file->IsDirect();
   counters.merge_gap_bytes = merge_gap_bytes_;
   return counters;
 }

@@ -4,11 +4,12 @@
 //
 // All may be called from any thread. Calls exclude one another, but for Read, which goes on beside the
 // others: of rows that are written meanwhile it gives the old or the new ones. Close makes calls under way
-// throw ClosedError. Threads work in the background: two write, one compacts. Their errors are thrown by the
-// next call that is not Read, once.
+// throw ClosedError. Commits, Meta and Stats wait for no call. Threads work in the background: two write, one
+// compacts. Their errors are thrown by the next call that is not Read, once.
 //
-// Throws IoError, CorruptError, FullError, ClosedError and InputError (store/errors.h). A call that throws
-// has no effect, except that Write may have stored a leading part of its rows.
+// Throws IoError, CorruptError, FullError, ClosedError and InputError (store/errors.h), and CallEnded where
+// the caller has set a limit (common/call_limit.h). A call that throws has no effect, except that Write may
+// have stored a leading part of its rows.
 #pragma once
 
 #include <sys/types.h>
@@ -27,6 +28,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/fork.h"
 #include "io/env.h"
 #include "store/index.h"
 #include "store/index_snapshot.h"
@@ -69,6 +71,7 @@ struct StoreCounters {
   std::uint64_t merge_gap_bytes =
       0;  // between rows that are read at once, as this device wants it; 0: not known
   std::string io;
+  bool direct = false;  // IO goes past the page cache
 };
 
 class Store {
@@ -83,8 +86,10 @@ class Store {
   bool InOwnProcess() const;
   // rows[i] (at `rows` + i·row_bytes) and found[i] of each key. Rows that are not found are left as they are.
   void Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found);
-  // Of keys that come twice the last one stays.
-  void Write(std::span<const std::uint64_t> keys, const std::byte* rows, std::uint32_t row_bytes);
+  // Of keys that come twice the last one stays. `stored` is told the number of rows stored, also when this
+  // throws.
+  void Write(std::span<const std::uint64_t> keys, const std::byte* rows, std::uint32_t row_bytes,
+             std::size_t* stored = nullptr);
   // So many rows of a table are about to be written: saves the index its growth.
   void Expect(std::uint32_t table, std::uint32_t row_bytes, std::uint64_t rows);
   // Appends keys of a table from `cursor` (0 at first) on; returns the next cursor or TableIndex::kEnd.
@@ -118,6 +123,7 @@ class Store {
     std::uint32_t first, count;
   };
   struct PendingRead;
+  struct ReadEnd;
   struct ReadLane;
   struct Replay;
   struct Survey {                      // of all segments' bytes
@@ -147,6 +153,7 @@ class Store {
   // store.cc
   void CheckOpen() const;
   void CheckWritable() const;
+  std::unique_lock<std::timed_mutex> BeginCall();
   RowClass& ClassFor(std::uint32_t row_bytes);
   Table& TableFor(std::uint32_t table, std::uint32_t row_bytes);
   Table* FindTable(std::uint32_t table) { return table < tables_.size() ? tables_[table].get() : nullptr; }
@@ -245,14 +252,17 @@ class Store {
   const std::string directory_;
   const StoreConfig config_;
   const pid_t pid_;  // a forked child must not touch the parent's threads and files
+  const unsigned fork_count_ = ForkCount();
   StoreId store_id_{};
   std::atomic<bool> closed_{false};
+  std::mutex closing_;  // held during Close; taken before all others
 
-  std::mutex call_;  // held during every public call but Read and Close; taken before what follows
+  // Held during every public call but Read, Commits, Meta, Stats and Close; taken before what follows.
+  std::timed_mutex call_;
   // Reads from files, while other calls go on: one batch at a time in each lane. Small ones go where less is
   // ahead of them, large ones always to the first, so that the second is soon free.
   struct ReadLane {
-    std::mutex mutex;                     // taken before mutex_
+    std::timed_mutex mutex;               // taken before mutex_
     std::unique_ptr<BatchReader> reader;  // used with the lane's mutex held; made when first needed
     std::atomic<std::size_t> rows{0};     // being read or waiting
   };
@@ -285,9 +295,10 @@ class Store {
   std::uint64_t written_rows_ = 0, relocated_rows_ = 0, renewed_commits_ = 0;
 
   std::condition_variable compactor_work_, compaction_resumed_, space_, saved_;
-  bool saving_ = false;             // the manifest is being replaced
-  bool compaction_held_ = false;    // the index must not change
-  std::vector<SegmentPtr> doomed_;  // to be removed
+  bool saving_ = false;                     // the manifest is being replaced
+  bool compaction_held_ = false;            // the index must not change
+  std::vector<SegmentPtr> doomed_;          // to be removed
+  std::atomic<bool> removal_waits_{false};  // of some of them, for a read to end
   bool compactor_signal_ = false, compact_all_ = false, stop_ = false;
   std::int64_t gained_bytes_ = 0;      // by compaction since the last renewal
   std::uint64_t fruitless_scans_ = 0;  // times that the compactor found nothing to win

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "common/call_limit.h"
 #include "store/errors.h"
 
 namespace tierstore {
@@ -26,7 +27,8 @@ WriteQueue::~WriteQueue() {
 
 std::shared_ptr<Chunk> WriteQueue::NewChunk(Lock& lock, std::uint64_t offset, std::size_t bytes,
                                             bool background) {
-  progress_.wait(lock, [this] { return stop_ || error_ != nullptr || queued_bytes_ < max_queued_bytes_; });
+  WaitInCall(progress_, lock,
+             [this] { return stop_ || error_ != nullptr || queued_bytes_ < max_queued_bytes_; });
   if (background && (stop_ || error_ != nullptr)) throw Interrupted{};
   ThrowPending();
   auto chunk = std::make_shared<Chunk>();
@@ -53,7 +55,7 @@ void WriteQueue::Enqueue(const SegmentPtr& segment, const std::shared_ptr<Chunk>
 
 void WriteQueue::Drain(Lock& lock) {
   const std::uint64_t ticket = enqueued_;
-  progress_.wait(lock, [&] { return stop_ || error_ != nullptr || finished_ >= ticket; });
+  WaitInCall(progress_, lock, [&] { return stop_ || error_ != nullptr || finished_ >= ticket; });
   ThrowPending();
 }
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tierstore import StoreLockedError
-from tierstore.store.directory import lock_for_writing
+from tierstore.store.directory import lock_folder
 
 HOLDER = """
 import os, sys
 from pathlib import Path
-from tierstore.store.directory import lock_for_writing
-lock = lock_for_writing(Path(sys.argv[1]))
+from tierstore.store.directory import lock_folder
+lock = lock_folder(Path(sys.argv[1]))
 if sys.argv[2] == "fork" and os.fork() == 0:
     print("worker", os.getpid(), flush=True)
     sys.stdin.read()
@@ -41,16 +41,16 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path, kind: str) -> None
     worker = int(holder.stdout.readline().split()[1])
     try:
         with pytest.raises(StoreLockedError, match=f"is in use by process {holder.pid}; close it there"):
-            lock_for_writing(folder)
+            lock_folder(folder)
         holder.kill()
         holder.wait()
         if worker:
             os.kill(worker, 0)  # lives on, and has not the lock
-        lock = lock_for_writing(folder)
+        lock = lock_folder(folder)
         with pytest.raises(StoreLockedError, match="another object of this process"):
-            lock_for_writing(folder)
+            lock_folder(folder)
         lock.close()
-        lock_for_writing(folder).close()
+        lock_folder(folder).close()
     finally:
         holder.kill()
         if worker:

@@ -92,8 +92,9 @@ class Engine:
         host = host_tiers(config, demands["uvm"], self.policy, fast)
         self.store: DirectoryStore | None = None
         if config.ssd:
+            cap, io = config.ssd_cap, config.io
             self.store = open_store(
-                config.path, config.engine, self.specs, config.ssd_cap, keep=self._keep, at=at
+                config.path, config.engine, self.specs, cap, io=io, keep=self._keep, at=at
             )
         try:
             self.chains = [

@@ -14,7 +14,6 @@ import logging
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path, PurePath
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,9 @@ from tierstore.placement import ShardingPlan
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.restore import restore
 from tierstore.store import identity
-from tierstore.store.directory import lock_for_writing
+from tierstore.store.directory import lock_folder
 from tierstore.store.files import read_regular, store_error, write_atomically
+from tierstore.store.lock import FolderLock
 
 if TYPE_CHECKING:
     from tierstore.sharding.collection import ShardedCollection
@@ -86,7 +86,7 @@ class Commits:
     def __init__(self, path: str | os.PathLike[str], env: ShardingEnv, names: Collection[str]) -> None:
         self.path = Path(path)
         self._env = env
-        self._lock: FileIO | None = None
+        self._lock: FolderLock | None = None
         try:
             record = self._read()
             self._check_names(record.get("collections", {}), names)
@@ -111,7 +111,7 @@ class Commits:
         record: list[Any] = [None, None, token_hex(4)]
         if self._env.rank == 0:
             try:
-                self._lock = lock_for_writing(self.path)
+                self._lock = lock_folder(self.path)
                 record[0] = self._read_file()
             except TierStoreError as error:
                 record[1] = error

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,9 @@ class StoreBase(ABC):
         self._current: CommitInfo | None = None  # the commit that the store was opened at or made last
         self._lock = threading.RLock()
         self._closed = ""  # why, once it is
+        self._listings: weakref.WeakSet[Generator[NDArray[np.uint64], None, None]] = (
+            weakref.WeakSet()
+        )  # not at their end
         self._read_rows = self._read_bytes = self._read_requests = 0
         self._written_rows = self._written_bytes = 0
 
@@ -157,7 +161,9 @@ class StoreBase(ABC):
     def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
         with self._open():
             self._sizes.of_table(table)
-        return self._checked(self._keys(table))
+            chunks = self._keys(table)
+            self._listings.add(chunks)
+        return self._checked(chunks)
 
     def expect(self, table: int, rows: int) -> None:
         with self._open_to_write():
@@ -228,7 +234,7 @@ class StoreBase(ABC):
     def _write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None: ...
 
     @abstractmethod
-    def _keys(self, table: int) -> Iterator[NDArray[np.uint64]]: ...
+    def _keys(self, table: int) -> Generator[NDArray[np.uint64], None, None]: ...
 
     @abstractmethod
     def _commit(self, commit: CommitInfo) -> None:
@@ -281,9 +287,12 @@ class StoreBase(ABC):
         with self._lock:
             if not self._closed:
                 self._closed = why
+                for chunks in list(self._listings):
+                    with suppress(ValueError):  # it is what found that the store must be closed
+                        chunks.close()  # it may hold what is released now, and keep it alive
                 self._release()
 
-    def _checked(self, chunks: Iterator[NDArray[np.uint64]]) -> Iterator[NDArray[np.uint64]]:
+    def _checked(self, chunks: Generator[NDArray[np.uint64], None, None]) -> Iterator[NDArray[np.uint64]]:
         while True:
             with self._open():
                 chunk = next(chunks, None)

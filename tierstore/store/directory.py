@@ -1,11 +1,12 @@
 """Store directories: created, recognised, locked, and opened with the engine they were made for.
 
-A directory holds ``TIERSTORE.json`` (:mod:`tierstore.store.identity`), ``LOCK`` (held with flock as long
-as the store is open; its text is the holder's process id) and a folder named after the engine.
+A directory holds ``TIERSTORE.json`` (:mod:`tierstore.store.identity`), ``LOCK`` (:mod:`tierstore.store.lock`,
+held as long as the store is open) and a folder named after the engine.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import shutil
@@ -14,25 +15,25 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from io import FileIO
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.errors import ConfigError, StoreCorruptError, StoreLockedError, StoreMismatchError
+from tierstore import _core
+from tierstore.errors import ClosedError, ConfigError, StoreCorruptError, StoreMismatchError
 from tierstore.store import identity as identities
 from tierstore.store.commits import find_commit
-from tierstore.store.files import open_regular, store_errors, sync_directory, walk_files
+from tierstore.store.files import open_own, store_errors, sync_directory, walk_files
 from tierstore.store.identity import StoreIdentity
+from tierstore.store.lock import LOCK, FolderLock, lock_for_reading, lock_for_writing
 from tierstore.store.portable import Progress, export_rows
 from tierstore.store.protocol import CommitId, CommitInfo, RowStore, StoreStats, TableSpec
 from tierstore.store.registry import StoreOptions, get_engine
 
 NO_CAP = 1 << 62
-_LOCK = "LOCK"
 _TEMPORARY = "tierstore-temporary-"
-_MAY_BE_IN_A_NEW_ONE = {_LOCK, identities.FILE_NAME + ".tmp", "lost+found"}
+_MAY_BE_IN_A_NEW_ONE = {LOCK, identities.FILE_NAME + ".tmp", "lost+found"}
 
 
 def open_store(
@@ -75,11 +76,12 @@ def open_store(
     with store_errors(doing), ExitStack() as undo:
         folder = _temporary(undo) if path is None else _make_folders(Path(path), undo)
         _recognise(folder, wanted)  # before there is a lock file, so that a foreign folder stays untouched
-        lock = undo.enter_context(_lock(folder))
+        lock = lock_for_writing(folder)
+        undo.callback(lock.close)
         found = _recognise(folder, wanted)
-        os.pwrite(lock.fileno(), b"%-20d" % os.getpid(), 0)
+        lock.sign()
         if found is None:
-            undo.callback(_remove_new, folder, engine)
+            undo.callback(_remove_new, folder, engine, lock)
             identities.write_identity(folder, wanted)
         inner = factory(_engine_folder(folder, engine), wanted.tables, options)
         undo.callback(inner.close)
@@ -91,7 +93,8 @@ def open_store(
 
 def _open_read_only(folder: Path, wanted: StoreIdentity, options: StoreOptions) -> DirectoryStore:
     with store_errors(f"opening the store in {folder}"), ExitStack() as undo:
-        lock = undo.enter_context(lock_for_reading(folder))
+        lock = lock_for_reading(folder)
+        undo.callback(lock.close)
         identities.check(folder, identities.read_identity(folder), wanted)
         own = folder / wanted.engine
         check_no_links(own)
@@ -101,13 +104,16 @@ def _open_read_only(folder: Path, wanted: StoreIdentity, options: StoreOptions) 
 
 
 class DirectoryStore:
-    """A row store together with the directory that it holds the lock of. A :class:`RowStore`."""
+    """A row store together with the directory that it holds the lock of. A :class:`RowStore`.
+
+    In a forked child every method but ``close``, which does nothing there, raises ``ClosedError``.
+    """
 
     def __init__(
         self,
         path: Path,
         inner: RowStore,
-        lock: FileIO,
+        lock: FolderLock,
         tables: tuple[TableSpec, ...],
         at: int | str,
         temporary: bool,
@@ -118,37 +124,47 @@ class DirectoryStore:
         self.inner = inner
         """The engine's own object."""
         self.engine = inner.engine
-        self._lock = lock
         kept = inner.commits()
         self._commit = find_commit(kept, at, path) if at else (kept[-1] if kept else None)
         self._closing = threading.Lock()
-        self._delete = weakref.finalize(self, _delete_temporary, path, os.getpid()) if temporary else None
+        self._forks = _core.fork_count()
+        # Also where nobody closes the store: the engine must have ended before the lock is free.
+        self._release = weakref.finalize(self, _release, inner, lock, path if temporary else None)
+        self._release.atexit = temporary
+        _OPEN.add(self)
 
     def read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        return self.inner.read(keys, out)
+        return self._own().read(keys, out)
 
     def write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
-        self.inner.write(keys, rows)
+        self._own().write(keys, rows)
 
     def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
-        return self.inner.keys(table)
+        return self._while_locked(self._own().keys(table))
 
     def expect(self, table: int, rows: int) -> None:
-        self.inner.expect(table, rows)
+        self._own().expect(table, rows)
 
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
-        number = self.inner.commit(meta, tag)
-        self._commit = self.inner.commits()[-1]
-        return number
+        """Of a call that is interrupted, as by Ctrl-C, :meth:`commits` tells whether the commit was made."""
+        inner = self._own()
+        last = self._commit.id if self._commit else 0
+        try:
+            return inner.commit(meta, tag)
+        finally:
+            with suppress(ClosedError):
+                kept = inner.commits()
+                if kept and kept[-1].id > last:
+                    self._commit = kept[-1]
 
     def commits(self) -> list[CommitInfo]:
-        return self.inner.commits()
+        return self._own().commits()
 
     def drop_commit(self, id: CommitId) -> None:
-        self.inner.drop_commit(id)
+        self._own().drop_commit(id)
 
     def compact(self) -> None:
-        self.inner.compact()
+        self._own().compact()
 
     def set_cap(self, ssd_bytes: int) -> None:
         """Sets the cap on the bytes of all files; ``ConfigError`` by engines that must be opened anew for
@@ -159,10 +175,10 @@ class DirectoryStore:
         change(ssd_bytes)
 
     def meta(self) -> bytes:
-        return self.inner.meta()
+        return self._own().meta()
 
     def stats(self) -> StoreStats:
-        return self.inner.stats()
+        return self._own().stats()
 
     def export(self, target: str | os.PathLike[str], progress: Progress | None = None) -> int:
         """Writes a portable copy of all rows as they are now to the new folder ``target``; returns how many.
@@ -171,18 +187,13 @@ class DirectoryStore:
         commit first. :func:`tierstore.store.import_` reads the copy; for errors see
         :func:`tierstore.store.portable.export_rows`.
         """
+        self._own()
         return export_rows(self, target, self._commit, progress)
 
     def close(self) -> None:
-        with self._closing:
-            if self._lock.closed:
-                return
-            try:
-                self.inner.close()
-            finally:
-                self._lock.close()
-                if self._delete:
-                    self._delete()
+        if self._forks == _core.fork_count():
+            with self._closing:
+                self._release()
 
     def __enter__(self) -> DirectoryStore:
         return self
@@ -190,12 +201,54 @@ class DirectoryStore:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _own(self) -> RowStore:
+        """The engine, where it can be used: it has threads and files in one process only."""
+        if self._forks != _core.fork_count():
+            raise ClosedError(
+                f"the store in {self.path} was opened before this process was forked; open it in the process "
+                "that uses it"
+            )
+        return self.inner
+
+    def _while_locked(self, chunks: Iterator[NDArray[np.uint64]]) -> Iterator[NDArray[np.uint64]]:
+        """``chunks``, with this store (and so its lock) alive as long as the iterator is."""
+        while True:
+            self._own()
+            chunk = next(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+
+
+_OPEN: weakref.WeakSet[DirectoryStore] = weakref.WeakSet()
+
+
+def _keep_engines_for_ever() -> None:
+    """In a forked child: engines must not be destroyed there, since their threads are missing."""
+    for store in list(_OPEN):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(store.inner))
+
+
+os.register_at_fork(after_in_child=_keep_engines_for_ever)
+
+
+def _release(inner: RowStore, lock: FolderLock, temporary: Path | None) -> None:
+    """Ends the engine, then the lock. Nothing in a forked child, whose parent works with all of it."""
+    if lock.closed:
+        return
+    try:
+        inner.close()
+    finally:
+        lock.close()
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+
 
 def _temporary(undo: ExitStack) -> Path:
     with suppress(OSError):
         _delete_left_behind(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
-    undo.callback(_delete_temporary, folder, os.getpid())
+    undo.callback(_delete_temporary, folder, _core.fork_count())
     return folder
 
 
@@ -205,11 +258,14 @@ def _delete_left_behind(parent: Path) -> None:
         with suppress(OSError, ValueError, StoreCorruptError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
-            with FileIO(open_regular(folder / _LOCK), "r") as lock:
+            lock = open_own(folder / LOCK)
+            try:
                 # Whoever makes a store writes its number when it has the lock; until then there is none.
                 if not _is_running(int(os.pread(lock.fileno(), 20, 0))):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                lock.close()
 
 
 def _is_running(process: int) -> bool:
@@ -222,8 +278,8 @@ def _is_running(process: int) -> bool:
     return True
 
 
-def _delete_temporary(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child must not delete what its parent works with
+def _delete_temporary(folder: Path, forks: int) -> None:
+    if _core.fork_count() == forks:  # a forked child must not delete what its parent works with
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -239,17 +295,32 @@ def _make_folders(folder: Path, undo: ExitStack) -> Path:
     return folder
 
 
+def lock_folder(folder: Path) -> FolderLock:
+    """Creates ``folder`` where it is missing and takes its lock, with this process's number in the file.
+
+    Raises ``StoreLockedError`` when somebody has the lock, also in this process.
+    """
+    with store_errors(f"locking {folder}"), ExitStack() as undo:
+        lock = lock_for_writing(_make_folders(folder, undo))
+        undo.callback(lock.close)
+        lock.sign()
+        undo.pop_all()
+    return lock
+
+
 def _remove_if_empty(folder: Path) -> None:
     with suppress(OSError):
         folder.rmdir()
 
 
-def _remove_new(folder: Path, engine: str) -> None:
-    """Takes back the files of a store directory whose first opening failed."""
+def _remove_new(folder: Path, engine: str, lock: FolderLock) -> None:
+    """Takes back the files of a store directory whose first opening failed, with its lock held."""
+    if lock.closed:  # in a forked child: they are the parent's
+        return
     shutil.rmtree(folder / engine, ignore_errors=True)
-    for name in (identities.FILE_NAME, _LOCK):
-        with suppress(OSError):
-            (folder / name).unlink()
+    with suppress(OSError):
+        (folder / identities.FILE_NAME).unlink()
+    lock.remove_file()
 
 
 def check_no_links(folder: Path) -> None:
@@ -264,6 +335,7 @@ def _engine_folder(folder: Path, engine: str) -> Path:
     own = folder / engine
     if not own.is_symlink():
         own.mkdir(exist_ok=True)
+        sync_directory(folder)  # always: whoever made it may have died before this
     check_no_links(own)
     return own
 
@@ -282,63 +354,3 @@ def _recognise(folder: Path, wanted: StoreIdentity) -> StoreIdentity | None:
             f"{', …' if len(foreign) > 3 else ''}); give an empty or new folder"
         )
     return None
-
-
-def _lock(folder: Path) -> FileIO:
-    """Takes the lock of ``folder``; closing the file releases it."""
-    return _flock(folder, FileIO(open_regular(folder / _LOCK, os.O_RDWR | os.O_CREAT), "r+"), fcntl.LOCK_EX)
-
-
-def lock_for_writing(folder: Path) -> FileIO:
-    """Creates ``folder`` where it is missing and takes its lock, as the text of which it leaves this process.
-
-    ``StoreLockedError`` when somebody has it, also in this process. Closing the file releases it, and so does
-    the end of the process, whatever it has forked.
-    """
-    with store_errors(f"locking {folder}"), ExitStack() as undo:
-        lock = undo.enter_context(_lock(_make_folders(folder, undo)))
-        os.pwrite(lock.fileno(), b"%-20d" % os.getpid(), 0)
-        undo.pop_all()
-    _held_for_writing.add(lock)
-    return lock
-
-
-_held_for_writing: weakref.WeakSet[FileIO] = weakref.WeakSet()
-
-
-def _give_up_locks_of_parent() -> None:
-    for lock in list(_held_for_writing):
-        lock.close()
-
-
-os.register_at_fork(after_in_child=_give_up_locks_of_parent)
-
-
-def lock_for_reading(folder: Path) -> FileIO:
-    """Keeps others from writing to the store in ``folder``, without writing there; several may at a time.
-
-    ``StoreLockedError`` when it is open for writing, ``StoreMismatchError`` when it is no store directory.
-    """
-    identities.read_identity(folder)  # says so where there is none
-    try:
-        fd = open_regular(folder / _LOCK)
-    except FileNotFoundError:  # a copy without it, which nobody writes to
-        fd = open_regular(folder / identities.FILE_NAME)
-    return _flock(folder, FileIO(fd, "r"), fcntl.LOCK_SH)
-
-
-def _flock(folder: Path, file: FileIO, kind: int) -> FileIO:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(file.fileno(), 20, 0).decode("ascii", "replace").strip()
-        file.close()
-        if holder == str(os.getpid()):
-            who = "another object of this process"
-        else:
-            who = f"process {holder}" if holder.isdigit() else "another process"
-        raise StoreLockedError(f"{folder} is in use by {who}; close it there, or give another path") from None
-    except BaseException:
-        file.close()
-        raise
-    return file

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tierstore import _core
 from tierstore.errors import StoreCorruptError, StoreFullError, StoreIOError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -80,16 +81,35 @@ def write_fully(fd: int, data: memoryview) -> None:
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """A descriptor of the regular file ``path``; a link in its place is refused, and so is anything else."""
-    try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise StoreCorruptError(f"{path} is a symbolic link; a store does not follow links") from error
-        raise
+    with _no_link(path):
+        fd = os.open(path, flags | _REGULAR, 0o666)
     if not os.path.isfile(fd):
         os.close(fd)
         raise StoreCorruptError(f"{path} is not a regular file")
     return fd
+
+
+def open_own(path: Path, flags: int = os.O_RDONLY) -> _core.OwnDescriptor:
+    """As :func:`open_regular`, but a descriptor that no forked child keeps."""
+    with _no_link(path):
+        own = _core.OwnDescriptor(os.fsencode(path), flags | _REGULAR)
+    if not os.path.isfile(own.fileno()):
+        own.close()
+        raise StoreCorruptError(f"{path} is not a regular file")
+    return own
+
+
+_REGULAR = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@contextmanager
+def _no_link(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise StoreCorruptError(f"{path} is a symbolic link; a store does not follow links") from error
+        raise
 
 
 def read_regular(path: Path, most: int) -> bytes:

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -178,7 +178,7 @@ class LMDBStore(StoreBase):
             cursor.putmulti(zip(names, values, strict=True))
         self._changed_rows += len(keys)
 
-    def _keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
+    def _keys(self, table: int) -> Generator[NDArray[np.uint64], None, None]:
         start, last = table << ID_BITS, table << ID_BITS | MAX_ID
         while start <= last:
             with (

@@ -11,7 +11,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -111,7 +111,7 @@ class MemoryStore(StoreBase):
             )
         arena.write(keys, rows)
 
-    def _keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
+    def _keys(self, table: int) -> Generator[NDArray[np.uint64], None, None]:
         keys = self._arenas[self._sizes.of_table(table)].keys()
         keys = keys[keys >> np.uint64(ID_BITS) == table]
         for start in range(0, len(keys), _CHUNK):

@@ -37,7 +37,7 @@ class NativeConfig:
     cap_bytes: int
     """Hard cap on the bytes of all its files."""
     io: str = "auto"
-    """"io_uring", "pread" (a pool of threads), or "auto": io_uring where the kernel allows it."""
+    """"io_uring" (or "uring"), "pread" (threads), or "auto": io_uring where the kernel allows it."""
     keep: int = 1
     """Commits kept beside those with a tag; a new one drops the oldest beyond that. What a kept commit names
     stays on disk."""
@@ -60,6 +60,8 @@ class NativeConfig:
     """None: those of the core."""
 
     def __post_init__(self) -> None:
+        if self.io == "uring":
+            object.__setattr__(self, "io", "io_uring")
         if self.io not in ("auto", "io_uring", "pread"):
             raise ConfigError(f"io is {self.io!r}; it must be 'auto', 'io_uring' or 'pread'")
         if self.keep < 1:
@@ -94,6 +96,10 @@ class NativeStore:
             if options is None:
                 raise ConfigError("NativeStore needs options or a config")
             config = NativeConfig(options.ssd_bytes, options.io, options.keep, options.at, options.read_only)
+        self._folder: _core.Env | None = None
+        if env is None:
+            path = path.absolute()  # its names are looked up long after this
+            env = self._folder = _core.posix_env(str(path))
         if config.read_only:
             env = _core.ReadOnlyEnv(env)
         if config.at:
@@ -155,6 +161,8 @@ class NativeStore:
 
     def close(self) -> None:
         self._core.close()
+        if self._folder is not None:
+            self._folder.close()
 
     def __enter__(self) -> NativeStore:
         return self

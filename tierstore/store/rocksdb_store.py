@@ -22,7 +22,7 @@ import re
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice, repeat
 from operator import is_not
@@ -142,7 +142,7 @@ class RocksDBStore(StoreBase):
         with self._breaking("writing"), self._rocksdb_errors("writing"):
             self._db.write(batch, self._write_options)
 
-    def _keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
+    def _keys(self, table: int) -> Generator[NDArray[np.uint64], None, None]:
         start, last = table << ID_BITS, table << ID_BITS | MAX_ID
         while start <= last:
             with self._rocksdb_errors("reading"):

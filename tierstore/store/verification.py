@@ -19,9 +19,10 @@ from typing import Any
 from tierstore import _core
 from tierstore.errors import StoreCorruptError, StoreIOError, TierStoreError
 from tierstore.keys import ID_BITS, MAX_ID
-from tierstore.store.directory import NO_CAP, check_no_links, lock_for_reading, open_store
+from tierstore.store.directory import NO_CAP, check_no_links, open_store
 from tierstore.store.files import store_errors, walk_files
 from tierstore.store.identity import StoreIdentity, read_identity
+from tierstore.store.lock import lock_for_reading
 from tierstore.store.protocol import CommitInfo, TableSpec
 
 Progress = Callable[[int, int], None]

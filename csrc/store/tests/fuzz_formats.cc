@@ -286,7 +286,7 @@ int main(int argc, char** argv) {
     LLVMFuzzerTestOneInput(input.data(), input.size());
     if (places == reached_before) continue;
     if (argc > 4) {
-      const auto path = std::filesystem::path(argv[4]) / ("input-" + std::to_string(HashKey(places + i)));
+      const auto path = std::filesystem::path(argv[4]) / ("input-" + std::to_string(MixKey(places + i)));
       std::ofstream(path, std::ios::binary)
           .write(reinterpret_cast<const char*>(input.data()), static_cast<std::streamsize>(input.size()));
     }

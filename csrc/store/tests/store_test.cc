@@ -30,7 +30,7 @@ constexpr std::uint64_t kIds[] = {3000, 600, 60};
 
 void FillRow(std::uint64_t key, std::uint64_t version, std::uint32_t row_bytes, std::byte* row) {
   for (std::uint32_t at = 0; at < row_bytes; at += 8) {
-    const std::uint64_t word = at == 0 ? version : HashKey(key + version * 1000003 + at);
+    const std::uint64_t word = at == 0 ? version : MixKey(key + version * 1000003 + at);
     std::memcpy(row + at, &word, 8);
   }
 }

@@ -1,0 +1,48 @@
+// Reads by io_uring for as long as the kernel lets it, and by pread from then on: a filter on system calls
+// may come when the ring is there already.
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "io/errors.h"
+#include "io/posix_env.h"
+
+namespace tierstore {
+
+// The ring cannot be entered any more; what it has begun may still arrive in its own memory.
+class RingError : public IoError {
+ public:
+  explicit RingError(int code)
+      : IoError(code, "io_uring", "enter the ring (refused by now; open the store anew with io='pread')") {}
+};
+
+class AutoReader final : public BatchReader {
+ public:
+  AutoReader(std::unique_ptr<BatchReader> ring, unsigned threads)
+      : ring_(std::move(ring)), threads_(threads) {}
+
+  // After a refusal requests are made again, also those that `done` was called for.
+  void Read(std::span<const ReadRequest> requests, const Done& done) override {
+    if (pread_ == nullptr) {
+      try {
+        ring_->Read(requests, done);
+        return;
+      } catch (const RingError&) {
+        pread_ = NewPreadReader(threads_);
+        name_ = pread_->name();
+      }
+    }
+    pread_->Read(requests, done);
+  }
+
+  const char* name() const override { return name_; }
+
+ private:
+  const std::unique_ptr<BatchReader> ring_;  // lives on: the kernel may still write to its memory
+  const unsigned threads_;
+  std::unique_ptr<BatchReader> pread_;
+  std::atomic<const char*> name_{ring_->name()};
+};
+
+}  // namespace tierstore

@@ -1,0 +1,95 @@
+"""The lock of a store directory: flock on its file ``LOCK``, whose text is the holder's process id.
+
+A forked child does not inherit it: the lock ends with the process that took it, whatever children it leaves.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from tierstore import _core
+from tierstore.errors import StoreLockedError
+from tierstore.store import identity as identities
+from tierstore.store.files import open_own
+
+LOCK = "LOCK"
+
+
+class FolderLock:
+    """A lock that is held until :meth:`close`, or the end of the process."""
+
+    def __init__(self, path: Path, descriptor: _core.OwnDescriptor) -> None:
+        self._path = path
+        self._descriptor = descriptor
+
+    @property
+    def closed(self) -> bool:
+        return self._descriptor.fileno() < 0
+
+    def close(self) -> None:
+        self._descriptor.close()
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def sign(self) -> None:
+        """Writes this process's number into the file, for the messages of those who find it locked."""
+        os.pwrite(self._descriptor.fileno(), b"%-20d" % os.getpid(), 0)
+
+    def remove_file(self) -> None:
+        """Removes the file, unless another one has taken its place."""
+        with suppress(OSError):
+            if self.is_current():
+                self._path.unlink()
+
+    def is_current(self) -> bool:
+        """Whether the file that is locked is the one that others find."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor.fileno()), os.stat(self._path))
+        except FileNotFoundError:
+            return False
+
+
+def lock_for_writing(folder: Path) -> FolderLock:
+    """Takes the lock of ``folder`` for one; ``StoreLockedError`` when somebody has it."""
+    return _take(folder, folder / LOCK, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
+
+
+def lock_for_reading(folder: Path) -> FolderLock:
+    """Keeps others from writing to the store in ``folder``, without writing there; several may at a time.
+
+    ``StoreLockedError`` when it is open for writing, ``StoreMismatchError`` when it is no store directory.
+    """
+    identities.read_identity(folder)  # says so where there is none
+    try:
+        return _take(folder, folder / LOCK, os.O_RDONLY, fcntl.LOCK_SH)
+    except FileNotFoundError:  # a copy without it, which nobody writes to
+        return _take(folder, folder / identities.FILE_NAME, os.O_RDONLY, fcntl.LOCK_SH)
+
+
+def _take(folder: Path, path: Path, flags: int, kind: int) -> FolderLock:
+    while True:
+        lock = FolderLock(path, descriptor := open_own(path, flags))
+        try:
+            fcntl.flock(descriptor.fileno(), kind | fcntl.LOCK_NB)
+            if lock.is_current():
+                return lock
+        except BlockingIOError:
+            holder = os.pread(descriptor.fileno(), 20, 0).decode("ascii", "replace").strip()
+            lock.close()
+            if holder == str(os.getpid()):
+                who = "another object of this process"
+            else:
+                who = f"process {holder}" if holder.isdigit() else "another process"
+            message = f"{folder} is in use by {who}; close it there, or give another path"
+            raise StoreLockedError(message) from None
+        except BaseException:
+            lock.close()
+            raise
+        lock.close()  # whoever held it has removed the file meanwhile: there is a new one, or will be
