@@ -23,13 +23,25 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+import cache_policies
 import tierstore
-from tests.attack.workload import ROWS, Batch, digest, journal_of, open_model, overwrite, stream, turn_of
+from tests.attack.workload import (
+    Batch,
+    cold_digest,
+    digest,
+    journal_of,
+    open_model,
+    overwrite,
+    stream,
+    turn_of,
+)
+from tierstore.cli.setup import finish_imports
 from tierstore.errors import TierStoreError
 
 HANG_SECONDS = 60
 LINGER_SECONDS = 300
 UNCAUGHT = 1
+POLICIES = ["lookahead", "lru", "lfu"]
 
 
 class Interrupt(Exception):
@@ -83,14 +95,14 @@ class Life:
             uvm=uvm,
             ssd=rng.choice(["48MiB", "1GiB"]),
             path=self.folder / "tables",
-            policy=rng.choice(["lookahead", "lru", "lfu"]),
+            policy=rng.choice(POLICIES),
             depth=rng.choice([0, 1, 2, 5]),
             window=rng.choice([0, 1, 4, 30]),
         )
         self.say("open", hbm=config.hbm, uvm=uvm, ssd=config.ssd, depth=config.depth, window=config.window)
         self.model, self.tables = open_model(config)
         self.turn = int(self.tables.engine.committed_extra().get("turn", 0))
-        self.say("opened", turn=self.turn, digest=digest(self.tables, ROWS["items"]))
+        self.say("opened", turn=self.turn, digest=digest(self.tables), cold=cold_digest(self.tables))
         while self.left > 0:
             rng.choice([self.on_demand, self.ahead, self.ahead, self.between])()
         self.end()
@@ -138,7 +150,8 @@ class Life:
             data = Turns(self.seed, self.turn, turns)
             batches = DataLoader(data, batch_size=None, num_workers=2, timeout=HANG_SECONDS)
             self.workers = True
-        return tierstore.prefetch(batches, self.model)
+        inputs = {"items": lambda batch: batch.items, "pairs": lambda batch: batch.pairs}
+        return tierstore.prefetch(batches, self.model, inputs=self.rng.choice([None, inputs]))
 
     def ahead(self) -> None:
         rng = self.rng
@@ -225,7 +238,7 @@ class Life:
             self.say("committed", turn=self.turn)
 
     def read_interrupted(self) -> None:
-        self.interrupted("rows", lambda: digest(self.tables, ROWS["items"]))
+        self.interrupted("rows", lambda: cold_digest(self.tables))
 
     def interrupted(self, what: str, work: Callable[[], Any]) -> bool:
         """Whether ``work`` was done before an exception was raised in it from a signal handler."""
@@ -316,6 +329,10 @@ def _wait(child: int) -> str:
 
 if __name__ == "__main__":
     root = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    finish_imports()  # what is imported and compiled now need not be in every life
+    for policy in POLICIES:
+        cache_policies.get(policy).compile(1)
     told = serve(root)
     if told is not None:
         output = os.open(root / f"life-{told[1]}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

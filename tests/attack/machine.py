@@ -67,10 +67,10 @@ class Machine:
             turn = last.get("turn", 0)
             if last["what"] == "opened":
                 assert turn in self.allowed, f"opened at turn {turn}, not at one of {self.allowed}"
-                self._same(last, full=True)
+                self._same(last)
                 self.allowed = {turn}
             elif last["what"] == "digest":
-                self._same(last, full=False)
+                self._same(last)
             elif last["what"] == "committing":
                 self.allowed.add(turn)
             elif last["what"] == "committed":
@@ -84,9 +84,10 @@ class Machine:
         self.ends[ends[0]["kind"]] += 1
         assert code == str(ends[0]["code"]), f"exit code {code} instead of {ends[0]['code']}"
 
-    def _same(self, line: dict[str, Any], full: bool) -> None:
-        expected = self.reference.digest(line["turn"], full)
+    def _same(self, line: dict[str, Any]) -> None:
+        expected, cold = self.reference.digests(line["turn"])
         assert line["digest"] == expected, f"wrong rows {line['what']} at turn {line['turn']}"
+        assert line.get("cold", cold) == cold, f"wrong cold rows at turn {line['turn']}"
 
     def _end_children(self) -> None:
         for child in self.children:

@@ -110,14 +110,21 @@ def overwrite(tables: Any, turn: Turn) -> None:
         tables["items"].load_rows(ids, values)
 
 
-def digest(tables: Any, items: int = HOT) -> str:
-    """Of every bit of ``pairs`` and of the first ``items`` rows of ``items``, optimizer state included."""
-    result = hashlib.sha256()
-    for name, count in (("items", items), ("pairs", ROWS["pairs"])):
-        ids = torch.arange(count)
-        result.update(tables[name].rows(ids).numpy().tobytes())
-        for value in tables[name].optimizer_rows(ids).values():
-            result.update(value.numpy().tobytes())
+def digest(tables: Any) -> str:
+    """Of every bit of ``pairs`` and of the rows of ``items`` that batches ask for, with optimizer state."""
+    return _digest(tables, "items", 0, HOT)[:32] + _digest(tables, "pairs", 0, ROWS["pairs"])[:32]
+
+
+def cold_digest(tables: Any) -> str:
+    """Of the rows that change in bulk alone."""
+    return _digest(tables, "items", HOT, ROWS["items"])
+
+
+def _digest(tables: Any, name: str, begin: int, end: int) -> str:
+    ids = torch.arange(begin, end)
+    result = hashlib.sha256(tables[name].rows(ids).numpy().tobytes())
+    for value in tables[name].optimizer_rows(ids).values():
+        result.update(value.numpy().tobytes())
     return result.hexdigest()
 
 
@@ -127,24 +134,21 @@ class Reference:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.model, self.tables = open_model(tierstore.TierConfig(hbm="all"))
-        self._turn = 0
-        self._digests = [self._now()]
+        self._digests = [digest(self.tables)]
+        self._cold = [cold_digest(self.tables)]
 
-    def digest(self, turn: int, full: bool) -> str:
-        """The digest after ``turn`` turns; ``full``: of all rows."""
-        while self._turn < turn:
+    def digests(self, turn: int) -> tuple[str, str]:
+        """What :func:`digest` and :func:`cold_digest` give after ``turn`` turns."""
+        while len(self._digests) <= turn:
             self._step()
-        return self._digests[turn][full]
+        return self._digests[turn], self._cold[turn]
 
     def _step(self) -> None:
-        turn = turn_of(self.seed, self._turn)
+        turn = turn_of(self.seed, len(self._digests) - 1)
         torch.stack([self.model(batch) for batch in turn.batches]).sum().backward()
         overwrite(self.tables, turn)
-        self._turn += 1
-        self._digests.append(self._now())
-
-    def _now(self) -> tuple[str, str]:
-        return digest(self.tables), digest(self.tables, ROWS["items"])
+        self._digests.append(digest(self.tables))
+        self._cold.append(cold_digest(self.tables) if turn.bulk else self._cold[-1])
 
 
 def journal_of(folder: Path, life: int) -> Path:
