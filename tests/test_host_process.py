@@ -55,7 +55,8 @@ def settings():
 
 before = settings()
 import tierstore
-with tierstore.TieredEmbedding(5000, 16, config=tierstore.TierConfig(hbm="128KiB", ssd="1GiB")) as table:
+config, sgd = tierstore.TierConfig(hbm="128KiB", ssd="1GiB"), tierstore.optim.SGD(lr=0.1)
+with tierstore.TieredEmbedding(5000, 16, config=config, optimizer=sgd) as table:
     for _ in range(5):
         table(torch.randint(5000, (600,))).sum().backward()
 after = settings()
@@ -85,7 +86,8 @@ def test_rows_on_their_way_are_given_back() -> None:
 import tierstore
 from tierstore import TierConfig, TieredEmbedding
 dim, count = 64, 400_000
-table = TieredEmbedding(count, dim, config=TierConfig(hbm="4MiB", ssd="2GiB", engine="native"))
+config, sgd = TierConfig(hbm="4MiB", ssd="2GiB", engine="native"), tierstore.optim.SGD(lr=0.1)
+table = TieredEmbedding(count, dim, config=config, optimizer=sgd)
 def load(ids):
     table.load_rows(ids, ids[:, None].expand(-1, dim).float().contiguous())
 for begin in range(0, count, 40_000):
@@ -173,9 +175,12 @@ def test_a_batch_that_exceeds_the_overflow_slots_changes_nothing(past: int) -> N
 from tierstore.cache import memory_tier
 from tierstore import TierConfig, TieredEmbedding
 from tierstore.errors import TierFullError
+from tierstore.optim import SGD
 memory_tier._pad_rows = lambda row_bytes: 64
-table = TieredEmbedding(5000, 16, config=TierConfig(hbm="4KiB", ssd="1GiB", engine="memory"))
-other = TieredEmbedding(5000, 16, config=TierConfig(hbm="all"))
+sgd = SGD(lr=0.1)
+config = TierConfig(hbm="4KiB", ssd="1GiB", engine="memory")
+table = TieredEmbedding(5000, 16, config=config, optimizer=sgd)
+other = TieredEmbedding(5000, 16, config=TierConfig(hbm="all"), optimizer=sgd)
 slots = table.stats()["chains"]["dim16"]["slots"]
 table(torch.arange(10)).sum().backward()
 other(torch.arange(10)).sum().backward()

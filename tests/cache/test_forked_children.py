@@ -14,6 +14,7 @@ torch.set_num_threads(1)
 import tierstore
 from tierstore import TierConfig, TieredEmbedding
 from tierstore.errors import ClosedError
+from tierstore.optim import SGD
 
 def in_child(work):
     child = os.fork()
@@ -50,7 +51,7 @@ def test_every_entry_says_that_tables_are_of_another_process(hbm: str) -> None:
         """
 hbm = sys.argv[1]
 ssd = {} if hbm == "all" else {"ssd": "1GiB", "engine": "memory"}
-table = TieredEmbedding(20_000, 16, config=TierConfig(hbm=hbm, **ssd))
+table = TieredEmbedding(20_000, 16, config=TierConfig(hbm=hbm, **ssd), optimizer=SGD(lr=0.1))
 ids = torch.randint(20_000, (3000,))
 table(ids).sum().backward()
 waiting = table(ids).sum()
@@ -89,7 +90,7 @@ in_child(ends)
 chain = table.engine.chains[0]
 held, done = threading.Event(), threading.Event()
 def hold():
-    with chain.moving, chain.sequence._changed:
+    with chain.moving, chain.sequence._lock:
         held.set()
         done.wait()
 thread = threading.Thread(target=hold)
@@ -123,7 +124,7 @@ class Data(torch.utils.data.Dataset):
             self.table.rows(torch.tensor([index]))
         return index
 for touch in (False, True):
-    table = TieredEmbedding(20_000, 16, config=TierConfig(hbm="256KiB", ssd="1GiB"))
+    table = TieredEmbedding(20_000, 16, config=TierConfig(hbm="256KiB", ssd="1GiB"), optimizer=SGD(lr=0.1))
     data = Data(table)
     data.touch = touch
     loader = torch.utils.data.DataLoader(data, 4, num_workers=2, multiprocessing_context="fork")
@@ -152,7 +153,7 @@ def private(pid):
         if line.startswith(("Private_Dirty", "Private_Clean")):
             total += int(line.split()[1]) << 10
     return total
-table = TieredEmbedding(400_000, 64, config=TierConfig(hbm="all"))
+table = TieredEmbedding(400_000, 64, config=TierConfig(hbm="all"), optimizer=SGD(lr=0.1))
 for begin in range(0, 400_000, 20_000):
     table(torch.arange(begin, begin + 20_000)).sum().backward()
 size = table.stats()["memory"]["hbm"]
@@ -178,7 +179,7 @@ def test_memory_freed_in_a_child_is_not_what_lies_there_now() -> None:
     run(
         """
 import mmap, numpy as np
-table = TieredEmbedding(200_000, 64, config=TierConfig(hbm="all"))
+table = TieredEmbedding(200_000, 64, config=TierConfig(hbm="all"), optimizer=SGD(lr=0.1))
 table(torch.arange(200_000)).sum().backward()
 def churn():
     global table
@@ -189,7 +190,8 @@ def churn():
     assert all(int(block[::4096].sum()) == i * len(block[::4096]) for i, block in enumerate(blocks))
     for piece in more:
         piece[:8] = b"12345678"
-    other = TieredEmbedding(1000, 16, config=TierConfig(hbm="64KiB", ssd="1GiB", engine="memory"))
+    config = TierConfig(hbm="64KiB", ssd="1GiB", engine="memory")
+    other = TieredEmbedding(1000, 16, config=config, optimizer=SGD(lr=0.1))
     other(torch.arange(1000)).sum().backward()
     other.close()
 in_child(churn)

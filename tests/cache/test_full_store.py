@@ -50,7 +50,7 @@ def test_training_goes_on_when_room_is_given(tmp_path):
         module.close()
     assert torch.equal(module.rows(torch.arange(ROWS)), expected(batches))
     module.set_ssd("16MiB")
-    module.commit({"batches": len(batches)})
+    module.commit()
     for batch in batches[:3]:
         train(module, batch)
     module.close()
@@ -62,7 +62,7 @@ def test_what_does_not_fit_can_be_given_up(tmp_path):
     config = TierConfig(path=tmp_path / "s", **CONFIG)
     module = build(config)
     train(module, torch.arange(100))
-    module.commit({"step": 1})
+    module.commit()
     fill(module)
     with pytest.raises(StoreFullError):
         module.close()
@@ -70,7 +70,6 @@ def test_what_does_not_fit_can_be_given_up(tmp_path):
     with pytest.raises(ClosedError):
         module.set_ssd("1GiB")
     module = build(config)
-    assert module.engine.committed_extra() == {"step": 1}
     assert torch.equal(module.rows(torch.arange(ROWS)), expected([torch.arange(100)]))
     module.close()
 

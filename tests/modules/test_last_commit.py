@@ -136,7 +136,8 @@ def test_modules_of_one_engine_count_together(tmp_path: Path, caplog: pytest.Log
     def offloaded() -> Any:
         torch.manual_seed(0)
         model = torch.nn.ModuleList([torch.nn.Embedding(50, 4), torch.nn.Embedding(60, 8)])
-        return tierstore.offload(model, TierConfig(hbm="64KiB", ssd="64MiB", path=tmp_path))
+        config = TierConfig(hbm="64KiB", ssd="64MiB", path=tmp_path)
+        return tierstore.offload(model, config, optim.SGD(lr=0.01))
 
     handle = offloaded()
     modules = list(handle.values())

@@ -342,7 +342,8 @@ def test_every_batch_before_an_exception_in_the_loader_is_trained_on() -> None:
 
 def test_that_a_module_cannot_be_prefetched_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     batches = [[torch.arange(n)] for n in range(1, 5)]
-    with tierstore.TieredEmbedding(20, 3, config=TierConfig(engine="memory")) as module:
+    config = TierConfig(engine="memory")
+    with tierstore.TieredEmbedding(20, 3, config=config, optimizer=optim.SGD(lr=0.1)) as module:
         for _ in range(3):
             for (ids,) in prefetch(batches, module):
                 module(ids + 1).sum().backward()

@@ -106,6 +106,7 @@ OPTIONAL = {
     "embedding_dim",
     "hbm_rows",
     "uvm_rows",
+    "own",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -70,7 +71,7 @@ class TieredModule(EngineCalls, nn.Module):
         """Whether backward passes raise ConfigError if this process uses a GradScaler; see ``accumulate``."""
         self.accumulation: Keeps | None = None
         """What keeps the gradients of backward passes meanwhile; see ``tierstore.accumulate``."""
-        self._shown: list[tuple[HasWeight, nn.Parameter]] = []
+        self._shown: list[tuple[weakref.ref[HasWeight], nn.Parameter]] = []
         self._key = engine.tables[self._tables[0]].name
         self.take_updates()
         # Not a parameter: it only makes autograd call the backward functions.
@@ -145,7 +146,14 @@ class TieredModule(EngineCalls, nn.Module):
     def _show_parameters(self, holders: Sequence[HasWeight]) -> None:
         """Gives every table a parameter; ``holders`` in the order of the tables."""
         trained = not self._without_optimizer
-        self._shown = [(holder, holder.show_parameter(trained)) for holder in holders]
+        self._shown = [(weakref.ref(holder), holder.show_parameter(trained)) for holder in holders]
+
+    @property
+    def _holders(self) -> list[HasWeight]:
+        """The modules that show the tables' parameters. A module of one table is its own holder, so the
+        references are weak: tables end with the last reference of their user."""
+        holders = [reference() for reference, _ in self._shown]
+        return [holder for holder in holders if holder is not None]
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Freezes all tables, or lets them be trained again. Rows of frozen tables are only read."""
@@ -156,15 +164,14 @@ class TieredModule(EngineCalls, nn.Module):
         """Tables that a backward pass would leave as they are."""
         if not self._shown:
             return [] if self._requires_grad and not self._without_optimizer else self._tables
-        holders = [holder for holder, _ in self._shown]
-        return [t for t, h in zip(self._tables, holders, strict=True) if not h.shown.requires_grad]
+        return [t for t, h in zip(self._tables, self._holders, strict=True) if not h.shown.requires_grad]
 
     @property
     def frozen(self) -> bool:
         """Whether a backward pass would leave all tables as they are."""
         if not self._shown:
             return self._without_optimizer or not self._requires_grad
-        return not any(holder.shown.requires_grad for holder, _ in self._shown)
+        return not any(holder.shown.requires_grad for holder in self._holders)
 
     @property
     def has_optimizer(self) -> bool:
@@ -204,7 +211,7 @@ class TieredModule(EngineCalls, nn.Module):
         here) waits for a gradient of every parameter."""
         if active_ddp() is None or not self._shown:
             return self._anchor
-        return torch.cat([holder.shown.view(-1) for holder, _ in self._shown])
+        return torch.cat([holder.shown.view(-1) for holder in self._holders])
 
     def take_updates(self) -> None:
         """Sets the optimizer's count of updates to that of the commit that the tables are at."""
@@ -228,7 +235,7 @@ class TieredModule(EngineCalls, nn.Module):
                 f"tables {', '.join(self.table_names())} were built with optimizer=None and require "
                 "gradients now: build them with an optimizer, or freeze them by requires_grad_(False)"
             )
-        for number, (holder, _) in enumerate(self._shown):
+        for number, holder in enumerate(self._holders):
             if hasattr(holder.shown, APPLIED):
                 refuse_applied(holder.shown, self.table_names()[number])
         unscales = self.accumulation is not None and self.accumulation.unscales
@@ -238,7 +245,8 @@ class TieredModule(EngineCalls, nn.Module):
     def _check_forward(self) -> None:
         """ConfigError if other ranks would train rows of their own, without this one's."""
         if has_other_ranks() and not self.collective:
-            ours = all(holder._parameters.get(SHOWN) is p for holder, p in self._shown)
+            shown = zip(self._holders, self._shown, strict=True)
+            ours = all(holder._parameters.get(SHOWN) is parameter for holder, (_, parameter) in shown)
             refuse_replicas(self, self.table_names(), ours)
 
     def mean_squares(

@@ -47,10 +47,11 @@ class OptimizerStates:
 
     def _of(self, key: str, view: Any, num_updates: int) -> dict[str, Tensor]:
         state = {f"{view.name}.step": torch.tensor(float(num_updates))}
-        parts = {name: torch.empty(shape) for name, shape in self._shapes(view).items()}
-        if parts and is_large(view.table):
+        shapes = self._shapes(view)
+        if shapes and is_large(view.table):
             name = f"{view.name}.{LEFT_OUT}"
             return state | {name: mark(view.rows_version(), view.table, f"{key}'s {name}")}
+        parts = {name: torch.empty(shape) for name, shape in shapes.items()}
         for begin, end in id_ranges(0, view.num_embeddings) if parts else ():
             for name, values in view.optimizer_rows(torch.arange(begin, end)).items():
                 parts[name][begin:end] = values
