@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -51,11 +53,16 @@ def _is_number(action: argparse.Action) -> bool:
     """Whether the option's type makes a number of "1", and nothing of "x"."""
     if not callable(action.type):
         return False
-    try:
-        one = action.type("1")
-        action.type("x")
-    except (ValueError, argparse.ArgumentTypeError, ConfigError):
-        return isinstance(one, int | float)
+    here = os.getcwd()
+    with tempfile.TemporaryDirectory() as scratch:  # some types make the folder that they are given
+        os.chdir(scratch)
+        try:
+            one = action.type("1")
+            action.type("x")
+        except (ValueError, argparse.ArgumentTypeError, ConfigError):
+            return isinstance(one, int | float)
+        finally:
+            os.chdir(here)
     return False
 
 
