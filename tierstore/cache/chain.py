@@ -353,10 +353,15 @@ class Chain:
             self._drain_pad()
             for tier in self.memory_tiers():
                 for slots in tier.resident(only_dirty=True):
-                    rows = self.below.buffer("written", len(slots))
-                    tier.copy_out(slots, rows)
-                    self.below.write(tier.native.keys_of(slots), rows)
+                    # First: what an update changes after the copy, while this goes on, stays dirty.
                     tier.native.mark_clean(slots)
+                    try:
+                        rows = self.below.buffer("written", len(slots))
+                        tier.copy_out(slots, rows)
+                        self.below.write(tier.native.keys_of(slots), rows)
+                    except BaseException:
+                        tier.native.mark_dirty(slots)
+                        raise
 
     # -- end -----------------------------------------------------------------------------
 
