@@ -36,6 +36,7 @@ class Machine:
         self.lives = self.steps = 0
         self.ends: Counter[str] = Counter()
         self.children: list[int] = []
+        self._checked = 0  # lines of the journal
         command = [sys.executable, "-m", "tests.attack.lives", str(folder)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.server = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
@@ -56,14 +57,14 @@ class Machine:
         try:
             self._check(journal, code, log)
         except AssertionError as error:
-            tail = "\n".join(lines[-15:])
+            tail = "\n".join(lines[max(0, self._checked - 40) : self._checked])
             where = f"seed {self.seed}, life {life} in {self.folder}"
             raise AssertionError(f"{where}: {error}\n{tail}\nexit code {code}\n{log[-6000:]}") from None
         self.steps += steps
 
     def _check(self, journal: list[dict[str, Any]], code: str, log: str) -> None:
         last = {"what": "nothing", "code": None}
-        for last in journal:
+        for self._checked, last in enumerate(journal, 1):
             turn = last.get("turn", 0)
             if last["what"] == "opened":
                 assert turn in self.allowed, f"opened at turn {turn}, not at one of {self.allowed}"
