@@ -72,6 +72,8 @@ class Life:
         self.rng = random.Random(f"{seed}-{life}")
         self.seed, self.left = seed, steps
         self.workers = False
+        self.few = self.rng.random() < 0.3
+        """Whether descriptors are few: too few for the tensors of a DataLoader's workers, which take one each."""
         self.folder = folder
         self._journal = os.open(journal_of(folder, life), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._pause = 0
@@ -85,9 +87,9 @@ class Life:
 
     def run(self) -> None:
         rng = self.rng
-        if rng.random() < 0.3:
-            few = rng.choice([80, 160])
-            resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))
+        if self.few:
+            limit = rng.choice([80, 160])
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         torch.set_num_threads(1)
         uvm = rng.choice([0, 0, "96KiB", "1MiB"])
         config = tierstore.TierConfig(
@@ -146,7 +148,7 @@ class Life:
         """A prefetch of the coming turns, over a generator or over workers of a DataLoader."""
         batches: Any = stream(self.seed, self.turn, turns)
         self.workers = False
-        if self.rng.random() < 0.1:
+        if not self.few and self.rng.random() < 0.1:
             data = Turns(self.seed, self.turn, turns)
             batches = DataLoader(data, batch_size=None, num_workers=2, timeout=HANG_SECONDS)
             self.workers = True
