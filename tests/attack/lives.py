@@ -73,7 +73,7 @@ class Life:
         self.seed, self.left = seed, steps
         self.workers = False
         self.few = self.rng.random() < 0.3
-        """Whether descriptors are few: too few for the tensors of a DataLoader's workers, which take one each."""
+        """Whether descriptors are few. The tensors of a DataLoader's workers take one each: too many then."""
         self.folder = folder
         self._journal = os.open(journal_of(folder, life), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._pause = 0
