@@ -30,7 +30,7 @@ from tierstore.modules.lookup import Part
 from tierstore.optim import NOT_GIVEN, SGD, OptimizerSpec
 from tierstore.placement import ShardingPlan, ShardingType
 from tierstore.sharding.column_squares import ColumnSquares
-from tierstore.sharding.commits import Commits, Place
+from tierstore.sharding.commits import Commits, Place, end
 from tierstore.sharding.comms import CommsConfig
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.lookups import ShardedLookups
@@ -214,13 +214,7 @@ class ShardedCollection(ShardedLookups):
         """
         if self.engine.closed:
             return
-        if (error := in_flight(self.env.peers.handled)) is not None:
-            self.env.peers.stop(error)
-        try:
-            if commit and self._commits is not None:
-                self._commits.commit_last()
-        finally:
-            self.close_here()
+        end(self.env.peers, self._commits, commit, self.close_here)
 
     def close_here(self) -> None:
         """Closes the engine of this rank; the other ranks hear nothing of it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from secrets import token_hex
@@ -24,6 +24,7 @@ from tierstore.cache.report import warn_of_uncommitted
 from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError, TierStoreError
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.peers import Peers, in_flight
 from tierstore.sharding.restore import restore
 from tierstore.store import identity
 from tierstore.store.directory import lock_folder
@@ -297,6 +298,20 @@ def _checked(extra: Any) -> dict[str, Any]:
             f"extra must be plain JSON values: {error}; give others to checkpoint.save"
         ) from error
     return found
+
+
+def end(peers: Peers, commits: Commits | None, commit: bool, close_here: Callable[[], None]) -> None:
+    """Commits what the ranks have, where ``commit`` asks for that, and calls ``close_here``.
+
+    In the handling of an error the other ranks are told that this one has stopped.
+    """
+    if (error := in_flight(peers.handled)) is not None:
+        peers.stop(error)
+    try:
+        if commit and commits is not None:
+            commits.commit_last()
+    finally:
+        close_here()
 
 
 def _check(record: Any) -> None:

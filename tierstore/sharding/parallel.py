@@ -21,14 +21,13 @@ from tierstore.modules.hooks import carry_hooks
 from tierstore.modules.tables import without_rows
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.collection import Options, ShardedCollection
-from tierstore.sharding.commits import Commits
+from tierstore.sharding.commits import Commits, end
 from tierstore.sharding.comms import CommsConfig
 from tierstore.sharding.cuts import configs_of
 from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.optimizer import KeyedFusedOptimizer
-from tierstore.sharding.peers import in_flight
 from tierstore.sharding.planning import plan_of
 from tierstore.sharding.rows_digest import RowsDigest
 
@@ -341,13 +340,7 @@ class DistributedModelParallel(nn.Module):
         """As ShardedCollection.close, of all collections."""
         if all(collection.engine.closed for collection in self._sharded.values()):
             return
-        if (error := in_flight(self.env.peers.handled)) is not None:
-            self.env.peers.stop(error)
-        try:
-            if commit and self._commits is not None:
-                self._commits.commit_last()
-        finally:
-            self._close_here()
+        end(self.env.peers, self._commits, commit, self._close_here)
 
     def _close_here(self) -> None:
         for collection in self._sharded.values():
