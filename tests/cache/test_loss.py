@@ -128,3 +128,32 @@ def test_going_to_a_commit_forgets_on_purpose(tmp_path: Path, caplog: pytest.Log
     train(module)
     del module
     assert len(warnings_of(caplog)) == 1
+
+
+def interrupted_in(module: TieredEmbeddingBag, where: Any, name: str, before: bool) -> None:
+    """close() is interrupted when it calls ``where.name``: before that does its work, or right after it."""
+    work = getattr(where, name)
+
+    def interrupt(*args: Any) -> None:
+        if not before:
+            work(*args)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            module.close()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_close_that_is_interrupted_says_what_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, before: bool
+) -> None:
+    module = bag(tmp_path / "rows")
+    train(module)
+    interrupted_in(module, module.engine.store, "commit", before)
+    assert module.engine.closed
+    assert len([r for r in caplog.records if "are dropped" in r.getMessage()]) == before
+    again = bag(tmp_path / "rows")
+    assert len(again.engine.commits()) == (not before)
+    again.close()

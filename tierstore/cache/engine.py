@@ -366,7 +366,7 @@ class Engine:
         with self._closing:
             if self.closed:
                 return
-            closed = True
+            closed, last = True, self.commits()[-1:]
             try:
                 if commit and self.store is not None and self.config.path is not None:
                     if not (extra := self.committed_extra()):
@@ -375,6 +375,10 @@ class Engine:
                         warn_of_uncommitted(self.config.path, extra, self.uncommitted)
             except StoreFullError:
                 closed = False
+                raise
+            except BaseException:  # Ctrl-C, perhaps: the commit goes on where it was, and may be made
+                if self.commits()[-1:] == last:
+                    uninterrupted(self.warn_of_loss)
                 raise
             finally:
                 self.closed = closed
