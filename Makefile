@@ -73,17 +73,20 @@ sanitize: $(addprefix $(SANITIZE_OUT)/,index_test-address store_test-address fuz
 crash-test: $(TESTABLE)
 	@$(MAKE) --no-print-directory --jobs 3 --keep-going --output-sync=target crash-states crash-steps crash-kills crash-attack
 
+# However long one of these tests takes.
+PATIENT := $(BIN)/python -m pytest -o faulthandler_timeout=0 --timeout 86400
+
 crash-states: $(TESTABLE)
-	TIERSTORE_CRASH_STATES=100000 $(BIN)/python -m pytest --timeout 7200 tests/store/native/test_crash_states.py
+	TIERSTORE_CRASH_STATES=100000 $(PATIENT) tests/store/native/test_crash_states.py
 
 crash-steps: $(TESTABLE)
-	TIERSTORE_STATEFUL_STEPS=20000 $(BIN)/python -m pytest --timeout 7200 tests/store/test_stateful.py
+	TIERSTORE_STATEFUL_STEPS=20000 $(PATIENT) tests/store/test_stateful.py
 
 crash-kills: $(TESTABLE)
-	TIERSTORE_CRASH_KILLS=1000 $(BIN)/python -m pytest --timeout 7200 tests/checkpoint/test_killed.py
+	TIERSTORE_CRASH_KILLS=1000 $(PATIENT) tests/checkpoint/test_killed.py
 
 crash-attack: $(TESTABLE)
-	TIERSTORE_ATTACK_STEPS=200000 $(BIN)/python -m pytest --timeout 86400 tests/attack
+	TIERSTORE_ATTACK_STEPS=200000 $(PATIENT) tests/attack
 
 clean:
 	rm -rf $(VENV) build dist demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

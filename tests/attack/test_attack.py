@@ -20,7 +20,7 @@ STEPS = int(os.environ.get("TIERSTORE_ATTACK_STEPS", "5000"))
 OF_ONE_RUN = 2_500
 
 
-@pytest.mark.timeout(600 + STEPS)
+@pytest.mark.timeout(600 + STEPS // 5)
 def test_random_lives(tmp_path: Path) -> None:  # noqa: F811
     for number in range(-(-STEPS // OF_ONE_RUN)):
         seed, folder = random.randrange(1 << 32), tmp_path / str(number)

@@ -79,11 +79,20 @@ def stored_ids(store: RowStore, table: int) -> list[int]:
     return sorted(int(key) & MAX_ID for chunk in chunks for key in chunk.tolist())
 
 
-def run_child(code: str, *arguments: object, **options) -> subprocess.Popen:
+class Child(subprocess.Popen):
+    """A process that a failing test kills: Popen would wait for its end, for ever where that hangs."""
+
+    def __exit__(self, failure, *rest):
+        if failure is not None:
+            self.kill()
+        super().__exit__(failure, *rest)
+
+
+def run_child(code: str, *arguments: object, **options) -> Child:
     """A Python process that runs ``code`` and can import what the tests can."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, [Path(__file__).parents[2], *sys.path])),
     }
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, **options)
+    return Child(command, stdout=subprocess.PIPE, text=True, env=environment, **options)
