@@ -6,6 +6,7 @@ import fcntl
 import os
 import random
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import tierstore
 from tests.checkpoint.trainings import Training, equal
 from tierstore import TierConfig, checkpoint
+from tierstore.checkpoint.folder import Folder
 from tierstore.errors import (
     ConfigError,
     StoreCorruptError,
@@ -170,6 +172,24 @@ def test_a_folder_in_use(tmp_path: Path) -> None:
     with pytest.raises(StoreLockedError, match="in use by another object of this process"):
         Training(tmp_path)
     training.model.close()
+
+
+def test_a_folder_locked_at_a_fork(tmp_path: Path) -> None:
+    """A worker of a DataLoader that is forked during a save does not keep the lock."""
+    begun, tell = os.pipe()
+    with (folder := Folder(tmp_path / "checkpoints")).locked():
+        child = os.fork()
+        if child == 0:
+            os.write(tell, b"x")
+            while True:
+                signal.pause()
+    os.read(begun, 1)
+    try:
+        with folder.locked():
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_newer_formats(saved: Path) -> None:

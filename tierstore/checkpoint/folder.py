@@ -29,6 +29,7 @@ from torch import Tensor
 from tierstore.cache.machine import check_parent
 from tierstore.errors import ConfigError, StoreCorruptError, StoreLockedError, StoreMismatchError
 from tierstore.store.files import (
+    open_own,
     open_regular,
     read_regular,
     store_errors,
@@ -174,9 +175,9 @@ class Folder:
         with store_errors(f"writing a checkpoint to {self.path}"):
             check_parent(self.path, "the folder of checkpoints")
             self.path.mkdir(exist_ok=True)
-            lock = open_regular(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
+            lock = open_own(self.path / _LOCK, os.O_RDWR | os.O_CREAT)
             try:
-                _take(lock, self.path)
+                _take(lock.fileno(), self.path)
                 self.id = self._read_id()
                 if not self.id:
                     self.id = secrets.token_hex(4)
@@ -185,7 +186,7 @@ class Folder:
                     sync_directory(self.path.parent)
                 yield
             finally:
-                os.close(lock)
+                lock.close()
 
     def add(self, step: int, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> Unit:
         """Writes the files of a checkpoint, durably. To be called with the folder locked."""
