@@ -2,8 +2,9 @@
 
 First come tables with bytes of their own (``TableOverride``): these slots are theirs, and they get no others.
 Then, in ``hbm``, small tables become wholly resident: those of at most a sixteenth of the largest table's
-bytes, smallest first, up to half of what is left. The other tables of a chain share its slots; chains get
-bytes in proportion to their tables', and never more than all of their rows take.
+bytes, smallest first, up to half of what is left where their whole row layout is small, else up to a 32nd.
+The other tables of a chain share its slots; chains get bytes in proportion to their tables', and never more
+than all of their rows take.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ SMALL = 1 / 16
 """Of the largest table: up to this size a table is small enough to be resident by default."""
 RESIDENT_SHARE = 1 / 2
 """Of the budget, that such tables may take in all."""
+RESIDENT_SHARE_OF_NEIGHBOURS = 1 / 32
+"""Of the budget, that small tables may take whose row layout has larger tables, too: such tables share enough
+slots, and the policy knows better than sizes do which rows are worth them."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +157,21 @@ def _small(budget: int, demands: Sequence[ChainDemand], least: int) -> list[list
         for table in demand.tables
     ]
     largest = max((size for size, _, _ in sizes), default=0)
+    has_larger = {chain for size, chain, _ in sizes if size > largest * SMALL}
     left = min(budget * RESIDENT_SHARE, budget - least)
+    left_of_neighbours = budget * RESIDENT_SHARE_OF_NEIGHBOURS
     for size, chain, table in sorted(sizes, key=lambda item: (item[0], item[2].index)):
         cost = bytes_for(table.rows, demands[chain].row_bytes, None)
         if size > largest * SMALL or cost > left:
             break
-        if table.share is None:
-            found[chain].append(table)
-            left -= cost
+        if table.share is not None:
+            continue
+        if chain in has_larger:
+            if cost > left_of_neighbours:
+                continue
+            left_of_neighbours -= cost
+        found[chain].append(table)
+        left -= cost
     return found
 
 
