@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from cache_policies.errors import PolicyError
 from cache_policies.hashing import mix
-from cache_policies.policy import Hooked, PolicyError
+from cache_policies.policy import Hooked
 
 
 class Admission(Hooked):

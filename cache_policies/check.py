@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from cache_policies import registry
-from cache_policies.policy import UNKNOWN, Policy, PolicyError
+from cache_policies.errors import PolicyError
+from cache_policies.policy import UNKNOWN, Policy
 
 #: Plans from now until a use, or None if it is not known.
 Deltas = Sequence[int | None]

@@ -12,7 +12,8 @@ import numpy as np
 
 from cache_policies import registry
 from cache_policies.admission import Admission
-from cache_policies.policy import Policy, PolicyError
+from cache_policies.errors import PolicyError
+from cache_policies.policy import Policy
 from cache_policies.prepared import PreparedTrace, prepare
 from cache_policies.reuse import sample
 from cache_policies.simulator import Simulation, simulate

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from cache_policies.errors import PolicyError
+
 if TYPE_CHECKING:
     from cache_policies.native import Compiled
 
@@ -22,10 +24,6 @@ UNKNOWN = np.iinfo(np.int64).max
 # glibc's malloc maps blocks on their own, for the whole process.
 _MEASURED = 1 << 17
 _MAX_CAPACITY = 2**31 - 2**18  # slots and list sentinels are int32
-
-
-class PolicyError(ValueError):
-    """A policy that does not exist, does not compile or broke the contract; the message names it."""
 
 
 class Hooked:

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from cache_policies import hashing
-from cache_policies.policy import PolicyError
+from cache_policies.errors import PolicyError
 from cache_policies.prefetch import AHEAD, prefetch
 
 #: ``next_batch`` of a row that the rest of the trace does not use.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from cache_policies.policy import Policy, PolicyError
+from cache_policies.errors import PolicyError
+from cache_policies.policy import Policy
 
 _BUILTIN = {
     "lookahead": "lookahead.Lookahead",

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
+from cache_policies.errors import PolicyError
 from cache_policies.hashing import mix
-from cache_policies.policy import PolicyError
 from cache_policies.prepared import PreparedTrace, select
 from cache_policies.simulator import missed_by_row
 

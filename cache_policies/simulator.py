@@ -19,8 +19,9 @@ from numba import njit
 
 from cache_policies import registry
 from cache_policies.admission import Admission, get_admission
+from cache_policies.errors import PolicyError
 from cache_policies.native import call_int64, call_void
-from cache_policies.policy import UNKNOWN, Policy, PolicyError
+from cache_policies.policy import UNKNOWN, Policy
 from cache_policies.prepared import NEVER, PreparedTrace, prepare
 from cache_policies.replay import replay
 

@@ -132,7 +132,7 @@ class KeyedJaggedTensor(FiguresPerKey):
         """Of one JaggedTensor per key; where their batch sizes differ, the strides of the result do."""
         if not jt_dict:
             return KeyedJaggedTensor.empty()
-        return rearrange.from_parts(KeyedJaggedTensor, jt_dict).sync()
+        return KeyedJaggedTensor(**rearrange.join_dict(jt_dict)).sync()
 
     @staticmethod
     def empty(
@@ -170,30 +170,24 @@ class KeyedJaggedTensor(FiguresPerKey):
     @staticmethod
     def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         """The keys of all, one after another; all or none have weights, strides per key, inverse indices."""
-        return rearrange.concat(kjt_list)
+        parts = rearrange.concat(kjt_list)
+        return type(kjt_list[0])(**parts)
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
         """The first ``segments[0]`` keys, then the next ``segments[1]``, and so on. Views, no copies."""
-        return rearrange.split(self, segments)
+        bounds = rearrange.segment_bounds(self, segments)
+        # The whole is returned as it is, with everything that it has computed.
+        return [
+            self if end - start == len(self._keys) else type(self)(**rearrange.key_range(self, start, end))
+            for start, end in bounds
+        ]
 
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
         """The keys at ``indices`` in that order; a key may be left out or occur more than once.
 
         ``indices_tensor`` (the same indices as a tensor) is accepted for torchrec's sake and not needed.
         """
-        return rearrange.permute(self, indices)
-
-    def inverse_indices(self) -> InverseIndices:
-        """(keys, (len(keys), B) integers): which bag of its key every example has; InputError if none."""
-        if self._inverse_indices is None:
-            raise InputError(
-                "this KeyedJaggedTensor has no inverse indices; construct it with inverse_indices=..."
-            )
-        return self._inverse_indices
-
-    def inverse_indices_or_none(self) -> InverseIndices | None:
-        """The inverse indices, or None."""
-        return self._inverse_indices
+        return type(self)(**rearrange.permute(self, indices))
 
     def __getitem__(self, key: str) -> JaggedTensor:
         """The bags of one key (views); KeyError if there is no such key."""

@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from tierstore.errors import InputError
 from tierstore.sparse.jagged import JaggedBase, JaggedTensor
 
 InverseIndices = tuple[list[str], Tensor]
@@ -133,3 +134,15 @@ class FiguresPerKey(JaggedBase, Keys):
         if self._lengths_offset_per_key is None:
             self._lengths_offset_per_key = [0, *accumulate(self.stride_per_key())]
         return self._lengths_offset_per_key
+
+    def inverse_indices(self) -> InverseIndices:
+        """(keys, (len(keys), B) integers): which bag of its key every example has; InputError if none."""
+        if self._inverse_indices is None:
+            raise InputError(
+                "this KeyedJaggedTensor has no inverse indices; construct it with inverse_indices=..."
+            )
+        return self._inverse_indices
+
+    def inverse_indices_or_none(self) -> InverseIndices | None:
+        """The inverse indices, or None."""
+        return self._inverse_indices
