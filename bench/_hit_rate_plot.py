@@ -10,7 +10,7 @@ from tierstore.config import format_bytes
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from .hit_rate import Answer
+    from ._hit_rate_answer import Answer
 
 _FORMATS = (".png", ".svg", ".pdf", ".html")
 # Okabe and Ito's colours, which colour-blind readers can tell apart, and a marker each for print in grey.

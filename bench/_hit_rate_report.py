@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.config import format_bytes
 
+from ._hit_rate_answer import Answer, Size, simulate_one
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from cache_policies import Point, Policy, PreparedTrace
     from tierstore.trace import TableCurve
 
-    from .hit_rate import Answer, Size
 
 _GOAL = 0.01  # capacity misses per unique row that "almost as good as all in memory" allows
 _STEPS = 10  # of the search for the smallest budget
@@ -158,8 +159,6 @@ class Advice:
 def recommend(answer: Answer, policies: list[Policy], args: Any, bars: Any) -> Advice:
     """Searches the size for each policy by halving its logarithm; the least bytes win."""
     from tierstore.cache.memory_tier import bytes_for
-
-    from .hit_rate import simulate_one
 
     rate = answer.points[0].rate
     step = bars("searching", len(policies) * _STEPS)
