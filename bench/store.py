@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tierstore.config import parse_bytes
 from tierstore.keys import make_keys
-from tierstore.store import DirectoryStore, TableSpec, engine_names, open_store
+from tierstore.store import DirectoryStore, StoredTable, engine_names, open_store
 
 from ._drive import Device
 from ._folder import folder
@@ -92,7 +92,7 @@ class EngineBench:
         self.engine, self.path, self.args = engine, path, args
         self.random = np.random.default_rng(1)
         self.ids = self.random.permutation(rows * _ID_SPREAD)[:rows]
-        self.table = TableSpec("bench", 0, rows * _ID_SPREAD, args.row_bytes // 4, args.row_bytes)
+        self.table = StoredTable("bench", 0, rows * _ID_SPREAD, args.row_bytes // 4, args.row_bytes)
         self.values = self.random.integers(0, 256, (args.batch, args.row_bytes), dtype=np.uint8)
 
     def load(self) -> dict[str, float]:

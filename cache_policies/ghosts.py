@@ -26,9 +26,9 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 
-def new_ghosts(most: int, lists: int) -> dict[str, np.ndarray]:
-    """Arrays for at most ``most`` (at least one) ghosts in ``lists`` (at most 255) lists."""
-    room = most + most // 2 + AHEAD
+def new_ghosts(capacity: int, lists: int) -> dict[str, np.ndarray]:
+    """Return empty arrays for ``capacity`` (at least one) ghosts in ``lists`` (at most 255) lists."""
+    room = capacity + capacity // 2 + AHEAD
     return {
         "ghost_key": np.zeros(room, np.uint64),
         "ghost_list": np.full(room, _GAP, np.uint8),
@@ -38,8 +38,8 @@ def new_ghosts(most: int, lists: int) -> dict[str, np.ndarray]:
         "ghost_first": np.zeros(lists, np.int64),
         "ghost_end": np.zeros(1, np.int64),
         "ghost_full": np.array([room]),
-        "ghost_most": np.array([most]),
-        "ghost_table": np.zeros(most + 3 * most // 4 + 2, np.uint64),  # hash, entry + 1; 0: empty
+        "ghost_capacity": np.array([capacity]),
+        "ghost_table": np.zeros(capacity + 3 * capacity // 4 + 2, np.uint64),  # hash, entry + 1; 0: empty
     }
 
 
@@ -197,7 +197,7 @@ def remember(s, key, list_):
     """``key``, which is no ghost, becomes the newest ghost of a list; if there are as many as may be, the
     oldest of the list (or, if it has none, of the first list that has) is forgotten.
     """
-    if s.ghost_size.sum() == s.ghost_most[0]:
+    if s.ghost_size.sum() == s.ghost_capacity[0]:
         forget(s, oldest(s, _crowded(s, list_)))
     if s.ghost_end[0] == s.ghost_full[0]:
         _make_room(s)

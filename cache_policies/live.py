@@ -18,7 +18,7 @@ from cache_policies.prefetch import AHEAD, prefetch
 from cache_policies.reuse import ReuseCurve
 
 _ROWS = 1 << 16  # sampled at most, of all tables together
-_MOST, _FEWEST = 1 << 14, 1 << 8  # of one table
+_MAX_ROWS, _MIN_ROWS = 1 << 14, 1 << 8  # of one table
 _PER_BATCH = 16  # a batch may use so much of a table's sample; if it uses more, the rate halves
 _TABLE = np.uint64(48)  # keys are table << 48 | id
 _FREE = np.uint64(2**64 - 1)  # no row: hashes above the first threshold are never sampled
@@ -30,7 +30,7 @@ class LiveCurves:
 
     def __init__(self, tables: Sequence[int]) -> None:
         n = len(tables)
-        rows = min(_MOST, max(_FEWEST, _ROWS // max(1, n)))
+        rows = min(_MAX_ROWS, max(_MIN_ROWS, _ROWS // max(1, n)))
         self.tables = tuple(tables)
         self._number = np.zeros(max(tables, default=0) + 1, np.int32)
         self._number[list(tables)] = np.arange(n)

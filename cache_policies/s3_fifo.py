@@ -10,7 +10,7 @@ from cache_policies.policy import Policy
 from cache_policies.prefetch import AHEAD, prefetch
 
 _SMALL, _MAIN = 0, 1  # queues
-_MOST_USES = 3
+_MAX_USES = 3
 _USES_FOR_MAIN = 2
 
 
@@ -120,7 +120,7 @@ class S3Fifo(Policy):
         for i in range(slots.size):
             if i + AHEAD < slots.size:
                 prefetch(s.uses, slots[i + AHEAD])
-            s.uses[slots[i]] = min(s.uses[slots[i]] + 1, _MOST_USES)
+            s.uses[slots[i]] = min(s.uses[slots[i]] + 1, _MAX_USES)
 
     @staticmethod
     def insert(s, slots, keys, next_use, now):

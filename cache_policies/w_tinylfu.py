@@ -13,7 +13,7 @@ from cache_policies.prefetch import AHEAD, prefetch
 
 _WINDOW, _PROBATION, _PROTECTED = 0, 1, 2
 _ROWS = 4  # of the sketch
-_MOST = 15  # counters have four bits
+_MAX_COUNT = 15  # counters have four bits
 _MULTIPLIERS = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64
 )
@@ -56,11 +56,11 @@ def _fetch_candidates(s, n):
 @njit(error_model="numpy", forceinline=True)
 def _estimate(s, hash_):
     width = 2 * s.sketch.size // _ROWS
-    least = _MOST
+    lowest = _MAX_COUNT
     for row in range(_ROWS):
         at = _counter(hash_, row, width)
-        least = min(least, (s.sketch[at >> 1] >> ((at & 1) * 4)) & _MOST)
-    return least
+        lowest = min(lowest, (s.sketch[at >> 1] >> ((at & 1) * 4)) & _MAX_COUNT)
+    return lowest
 
 
 @njit(error_model="numpy", forceinline=True)
@@ -69,7 +69,7 @@ def _count(s, hash_):
     for row in range(_ROWS):
         at = _counter(hash_, row, width)
         shift = (at & 1) * 4
-        if (s.sketch[at >> 1] >> shift) & _MOST < _MOST:
+        if (s.sketch[at >> 1] >> shift) & _MAX_COUNT < _MAX_COUNT:
             s.sketch[at >> 1] += np.uint8(1 << shift)
     s.counted[0] += 1
     if s.counted[0] >= _SAMPLE * s.hash.size:

@@ -49,7 +49,7 @@ ONLY_THIRD_PARTY = {
 }
 NEVER_IMPORTED = {"store": {"torch"}, "errors": {"torch"}, "keys": {"torch"}}
 
-MOST_PARAMETERS = 6
+MAX_PARAMETERS = 6
 # Classes whose constructors have the parameters of torch's or torchrec's.
 LIKE_TORCH = {
     "TieredEmbedding",
@@ -228,7 +228,7 @@ def test_constructors_take_few_parameters() -> None:
                 if isinstance(function, ast.FunctionDef) and function.name == "__init__":
                     parts = function.args
                     count = len([*parts.posonlyargs, *parts.args, *parts.kwonlyargs]) - 1
-                    if count + bool(parts.vararg) + bool(parts.kwarg) > MOST_PARAMETERS:
+                    if count + bool(parts.vararg) + bool(parts.kwarg) > MAX_PARAMETERS:
                         found.add(node.name)
     assert found == CONSTRUCTORS_TO_SHRINK, "take a dataclass; of one that is mended, delete the entry"
 

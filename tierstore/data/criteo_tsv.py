@@ -25,8 +25,8 @@ _TAB, _NEWLINE, _RETURN, _MINUS = ord("\t"), ord("\n"), ord("\r"), ord("-")
 
 
 @numba.njit(nogil=True, cache=True)
-def _parse_field(text, start, last, base, most):
-    """The number of up to ``most`` digits before the next tab or ``last``.
+def _parse_field(text, start, last, base, max_digits):
+    """The number of up to ``max_digits`` digits before the next tab or ``last``.
 
     Returns (value, digits: 0 if the field is empty, -1 if it is no such number, where the field ends).
     """
@@ -42,7 +42,7 @@ def _parse_field(text, start, last, base, most):
             digit = c - 87
         elif 65 <= c <= 70:
             digit = c - 55
-        if digit >= base or digits == most:
+        if digit >= base or digits == max_digits:
             return value, np.int64(-1), start
         value, digits, start = value * base + digit, digits + 1, start + 1
     if negative:

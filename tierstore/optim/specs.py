@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from tierstore._core import OptimizerStep
-from tierstore.config import is_whole
+from tierstore.config import is_integer
 from tierstore.errors import ConfigError
 
 _DECAY_MODES = {"l2": 1, "decoupled": 2}
@@ -68,7 +68,7 @@ class OptimizerSpec:
 
     def row_bytes(self, dim: int) -> int:
         """Bytes of a row, a multiple of 16. Raises ``ConfigError`` unless ``dim`` is a positive integer."""
-        if not is_whole(dim, 1):
+        if not is_integer(dim, 1):
             raise ConfigError(f"embedding_dim is {dim!r}; it must be a positive integer")
         return -(-4 * (dim + self.state_floats(dim)) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 

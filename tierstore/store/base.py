@@ -21,7 +21,7 @@ from tierstore.errors import ClosedError, InputError, StoreCorruptError
 from tierstore.keys import ID_BITS
 from tierstore.store.commits import check_droppable, find_commit, new_commit, superseded
 from tierstore.store.files import store_errors
-from tierstore.store.protocol import CommitId, CommitInfo, StoreStats, TableSpec
+from tierstore.store.protocol import CommitId, CommitInfo, StoredTable, StoreStats
 from tierstore.store.registry import StoreOptions
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _TAG = re.compile(r"[ -.0-~]{0,100}")  # so that it may be part of a file's name
 class RowSizes:
     """Row sizes by table index, and the check that arrays of a call fit them."""
 
-    def __init__(self, tables: Sequence[TableSpec]) -> None:
+    def __init__(self, tables: Sequence[StoredTable]) -> None:
         self._sizes = np.zeros(1 + max((spec.index for spec in tables), default=-1), np.int64)
         for spec in tables:
             self._sizes[spec.index] = spec.row_bytes
@@ -120,7 +120,7 @@ class StoreBase(ABC):
     engine: str
     io: str
 
-    def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
+    def __init__(self, path: Path, tables: Sequence[StoredTable], options: StoreOptions) -> None:
         self._path = path
         self._sizes = RowSizes(tables)
         self._cap = options.ssd_bytes
@@ -165,7 +165,7 @@ class StoreBase(ABC):
             self._listings.add(chunks)
         return self._checked(chunks)
 
-    def expect(self, table: int, rows: int) -> None:
+    def reserve(self, table: int, rows: int) -> None:
         with self._open_to_write():
             self._sizes.of_table(table)
 

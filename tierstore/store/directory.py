@@ -28,7 +28,7 @@ from tierstore.store.files import open_own, store_errors, sync_directory, walk_f
 from tierstore.store.identity import StoreIdentity
 from tierstore.store.lock import LOCK, FolderLock, lock_for_reading, lock_for_writing
 from tierstore.store.portable import Progress, export_rows
-from tierstore.store.protocol import CommitId, CommitInfo, RowStore, StoreStats, TableSpec
+from tierstore.store.protocol import CommitId, CommitInfo, RowStore, StoredTable, StoreStats
 from tierstore.store.registry import StoreOptions, get_engine
 
 NO_CAP = 1 << 62
@@ -39,7 +39,7 @@ _MAY_BE_IN_A_NEW_ONE = {LOCK, identities.FILE_NAME + ".tmp", "lost+found"}
 def open_store(
     path: str | os.PathLike[str] | None,
     engine: str | None = None,
-    tables: Sequence[TableSpec] | None = None,
+    tables: Sequence[StoredTable] | None = None,
     ssd_bytes: int = NO_CAP,
     *,
     io: str = "auto",
@@ -114,7 +114,7 @@ class DirectoryStore:
         path: Path,
         inner: RowStore,
         lock: FolderLock,
-        tables: tuple[TableSpec, ...],
+        tables: tuple[StoredTable, ...],
         at: int | str,
         temporary: bool,
     ) -> None:
@@ -142,8 +142,8 @@ class DirectoryStore:
     def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
         return self._while_locked(self._own().keys(table))
 
-    def expect(self, table: int, rows: int) -> None:
-        self._own().expect(table, rows)
+    def reserve(self, table: int, rows: int) -> None:
+        self._own().reserve(table, rows)
 
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
         """Of a call that is interrupted, as by Ctrl-C, :meth:`commits` tells whether the commit was made."""

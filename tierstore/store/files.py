@@ -112,13 +112,13 @@ def _no_link(path: Path) -> Iterator[None]:
         raise
 
 
-def read_regular(path: Path, most: int) -> bytes:
-    """The bytes of the regular file ``path``; refuses links and files of more than ``most`` bytes."""
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Return the content of ``path``. A link and a file above ``max_bytes`` raise ``StoreCorruptError``."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise StoreCorruptError(f"{path} has {size} bytes, more than the {most} that it may have")
-        return file.read(most)
+        if size > max_bytes:
+            raise StoreCorruptError(f"{path} has {size} bytes, more than the {max_bytes} that it may have")
+        return file.read(max_bytes)
 
 
 def json_with_checksum(content: dict[str, Any]) -> bytes:

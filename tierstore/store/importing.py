@@ -11,7 +11,7 @@ from tierstore.keys import make_keys
 from tierstore.store.directory import NO_CAP, open_store
 from tierstore.store.files import store_errors
 from tierstore.store.portable import Progress, RowCounter, appearing, read_description
-from tierstore.store.protocol import CommitId, RowStore, TableSpec
+from tierstore.store.protocol import CommitId, RowStore, StoredTable
 from tierstore.store.shards import ShardLayout, read_shard
 
 
@@ -35,7 +35,7 @@ def import_(
         cap = NO_CAP if ssd_bytes is None else ssd_bytes
         with appearing(Path(path)) as folder, open_store(folder, engine, tables, cap) as store:
             for spec in tables:
-                store.expect(spec.index, sum(_rows_there(Path(source), spec, s) for s in shards[spec.index]))
+                store.reserve(spec.index, sum(_rows_there(Path(source), spec, s) for s in shards[spec.index]))
                 for shard in shards[spec.index]:
                     layout = ShardLayout(spec, shard["rows"])
                     for ids, rows in read_shard(Path(source, shard["file"]), layout, shard["crc32"]):
@@ -45,7 +45,7 @@ def import_(
             return store.commit(commit.meta, commit.tag or None)
 
 
-def _rows_there(source: Path, spec: TableSpec, shard: dict[str, Any]) -> int:
+def _rows_there(source: Path, spec: StoredTable, shard: dict[str, Any]) -> int:
     """Rows that a file can have, whatever the description says."""
     try:
         size = os.stat(source / shard["file"], follow_symlinks=False).st_size
@@ -54,7 +54,7 @@ def _rows_there(source: Path, spec: TableSpec, shard: dict[str, Any]) -> int:
     return min(shard["rows"], size // spec.row_bytes)
 
 
-def _check_count(source: Path, store: RowStore, spec: TableSpec, shards: list[dict[str, Any]]) -> None:
+def _check_count(source: Path, store: RowStore, spec: StoredTable, shards: list[dict[str, Any]]) -> None:
     """An id twice would make two rows one."""
     stored = sum(len(chunk) for chunk in store.keys(spec.index))
     listed = sum(shard["rows"] for shard in shards)

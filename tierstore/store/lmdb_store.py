@@ -37,7 +37,7 @@ from tierstore.store.base import StoreBase, as_bytes, scatter
 from tierstore.store.commits import find_commit, pack_commit, read_commit, unpack_commit
 from tierstore.store.files import disk_bytes, open_regular, store_errors, sync_directory, write_atomically
 from tierstore.store.parallel import SMALLEST, Readers
-from tierstore.store.protocol import CommitInfo, TableSpec
+from tierstore.store.protocol import CommitInfo, StoredTable
 from tierstore.store.registry import StoreOptions
 
 _COMMIT = b"commit"
@@ -48,7 +48,7 @@ _MAX_MAP = 1 << 46  # x86-64 gives a process 2**47 bytes of addresses
 _MIN_MAP = 1 << 20
 _SAMPLE = 64
 _COLD_SECONDS = 20e-6  # per row; a page in memory takes under 5 µs, one on a fast SSD over 50 µs
-_MOST_DIRTY_PAGES = 131_071  # MDB_IDL_UM_MAX
+_MAX_DIRTY_PAGES = 131_071  # MDB_IDL_UM_MAX
 
 
 class LMDBStore(StoreBase):
@@ -57,7 +57,7 @@ class LMDBStore(StoreBase):
     engine = "lmdb"
     io = "mmap"
 
-    def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
+    def __init__(self, path: Path, tables: Sequence[StoredTable], options: StoreOptions) -> None:
         super().__init__(path, tables, options)
         self._changed_rows = 0
         with store_errors(f"opening {path}"):
@@ -254,7 +254,7 @@ class LMDBStore(StoreBase):
             counts = {size: self._txn.stat(db)["entries"] for size, db in self._rows.items()}
             page = self._env.stat()["psize"]
         live = sum(size * count for size, count in counts.items())
-        dirty = page * min(self._changed_rows, _MOST_DIRTY_PAGES)
+        dirty = page * min(self._changed_rows, _MAX_DIRTY_PAGES)
         return sum(counts.values()), live, disk_bytes(self._path), dirty
 
     def _release(self) -> None:

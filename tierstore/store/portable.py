@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.config import is_whole
+from tierstore.config import is_integer
 from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
 from tierstore.keys import MAX_ID
 from tierstore.store.files import (
@@ -34,7 +34,7 @@ from tierstore.store.files import (
     write_atomically,
 )
 from tierstore.store.identity import parse_tables
-from tierstore.store.protocol import CommitInfo, RowStore, TableSpec
+from tierstore.store.protocol import CommitInfo, RowStore, StoredTable
 from tierstore.store.shards import ShardLayout, ShardWriter
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ FILE_NAME = "EXPORT.json"
 FORMAT = 1
 SHARD_BYTES = 512 << 20
 _SHARD = re.compile(r"\d{5}-\d{5}\.safetensors")
-_MOST_JSON_BYTES = 256 << 20
+_MAX_JSON_BYTES = 256 << 20
 _CHECKSUMS = {"header", "ids", "weights", "state"}
 
 Progress = Callable[[int, int], None]
@@ -54,7 +54,7 @@ class StoreOfTables(RowStore, Protocol):
     """A store that tells its tables."""
 
     @property
-    def tables(self) -> Sequence[TableSpec]: ...
+    def tables(self) -> Sequence[StoredTable]: ...
 
 
 def export_rows(
@@ -99,7 +99,7 @@ class RowCounter:
             self._progress(self.done, max(self.done, self._total))
 
 
-def _shards_of(store: StoreOfTables, spec: TableSpec, shard_bytes: int) -> Iterator[NDArray[np.uint64]]:
+def _shards_of(store: StoreOfTables, spec: StoredTable, shard_bytes: int) -> Iterator[NDArray[np.uint64]]:
     """Keys of the stored rows, as many at a time as fill a file."""
     rows = max(1, shard_bytes // spec.row_bytes)
     waiting: list[NDArray[np.uint64]] = []
@@ -118,7 +118,7 @@ def _shards_of(store: StoreOfTables, spec: TableSpec, shard_bytes: int) -> Itera
 def _write_shard(
     path: Path,
     store: StoreOfTables,
-    spec: TableSpec,
+    spec: StoredTable,
     keys: NDArray[np.uint64],
     counter: RowCounter,
 ) -> dict[str, int]:
@@ -146,11 +146,11 @@ def _describe(commit: CommitInfo | None) -> dict[str, Any] | None:
 
 def read_description(
     source: Path,
-) -> tuple[tuple[TableSpec, ...], dict[int, list[dict[str, Any]]], CommitInfo]:
+) -> tuple[tuple[StoredTable, ...], dict[int, list[dict[str, Any]]], CommitInfo]:
     """Tables, shards by table index, and commit of the export ``source``."""
     file = source / FILE_NAME
     try:
-        content = parse_json(read_regular(file, _MOST_JSON_BYTES), file)
+        content = parse_json(read_regular(file, _MAX_JSON_BYTES), file)
     except (FileNotFoundError, NotADirectoryError):
         raise StoreMismatchError(f"{source} is not an export: it has no {FILE_NAME}") from None
     listed = content.get("tables")
@@ -171,7 +171,7 @@ def _checked_shards(file: Path, shards: Any) -> list[dict[str, Any]]:
             isinstance(shard, dict)
             and isinstance(shard.get("file"), str)
             and _SHARD.fullmatch(shard["file"])
-            and is_whole(shard.get("rows"), 0, 1 << 48)
+            and is_integer(shard.get("rows"), 0, 1 << 48)
             and isinstance(shard.get("crc32"), dict)
             and shard["crc32"].keys() == _CHECKSUMS
         )

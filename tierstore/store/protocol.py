@@ -14,7 +14,7 @@ from tierstore.keys import MAX_ID, MAX_TABLE
 
 
 @dataclass(frozen=True)
-class TableSpec:
+class StoredTable:
     """What a store must know of a table; all of it is part of the identity of a store directory.
 
     ``optimizer`` and ``init`` hold plain JSON values (str, int, float, bool, None, and lists or dicts of
@@ -131,7 +131,7 @@ class RowStore(Protocol):
         """
         ...
 
-    def expect(self, table: int, rows: int) -> None:
+    def reserve(self, table: int, rows: int) -> None:
         """A hint that so many rows of ``table`` are about to be written to an empty store."""
         ...
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tierstore.config import ENGINE_NAMES
 from tierstore.errors import ConfigError
-from tierstore.store.protocol import RowStore, TableSpec
+from tierstore.store.protocol import RowStore, StoredTable
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StoreOptions:
             raise ConfigError(f"keep is {self.keep}; a store keeps at least its last commit")
 
 
-EngineFactory = Callable[[Path, Sequence[TableSpec], StoreOptions], RowStore]
+EngineFactory = Callable[[Path, Sequence[StoredTable], StoreOptions], RowStore]
 """Called with the engine's own folder, which exists, is locked, and holds only files of this engine."""
 
 _FACTORIES: dict[str, EngineFactory | str] = {

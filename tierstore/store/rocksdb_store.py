@@ -46,7 +46,7 @@ from tierstore.store.files import (
     write_atomically,
 )
 from tierstore.store.parallel import Readers
-from tierstore.store.protocol import CommitInfo, TableSpec
+from tierstore.store.protocol import CommitInfo, StoredTable
 from tierstore.store.registry import StoreOptions
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class RocksDBStore(StoreBase):
     engine = "rocksdb"
     io = "rocksdb"
 
-    def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
+    def __init__(self, path: Path, tables: Sequence[StoredTable], options: StoreOptions) -> None:
         super().__init__(path, tables, options)
         self._readers = Readers(options.read_threads)
         self._unchecked_bytes = 0

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tierstore.errors import StoreCorruptError
 from tierstore.keys import MAX_ID
 from tierstore.store.files import open_regular, write_fully
-from tierstore.store.protocol import TableSpec
+from tierstore.store.protocol import StoredTable
 
 _LENGTH_BYTES = 8
 _BATCH_BYTES = 16 << 20
@@ -29,7 +29,7 @@ _NAMES = ("ids", "weights", "state")
 class ShardLayout:
     """Where the tensors of ``rows`` rows of a table lie in their file."""
 
-    def __init__(self, spec: TableSpec, rows: int) -> None:
+    def __init__(self, spec: StoredTable, rows: int) -> None:
         self.rows = rows
         self.spec = spec
         self.weight_bytes = 4 * spec.embedding_dim

@@ -23,7 +23,7 @@ from tierstore.store.directory import NO_CAP, check_no_links, open_store
 from tierstore.store.files import store_errors, walk_files
 from tierstore.store.identity import StoreIdentity, read_identity
 from tierstore.store.lock import lock_for_reading
-from tierstore.store.protocol import CommitInfo, TableSpec
+from tierstore.store.protocol import CommitInfo, StoredTable
 
 Progress = Callable[[int, int], None]
 """Gets bytes done, and in all."""
@@ -218,7 +218,7 @@ def read_everything(path: str) -> None:
 def _read_commit(path: str, commit: CommitInfo, position: int, commits: int) -> None:
     import numpy as np
 
-    specs: Sequence[TableSpec] = read_identity(path).tables
+    specs: Sequence[StoredTable] = read_identity(path).tables
     with open_store(path, read_only=True, at=commit.id) as store:
         for number, spec in enumerate(specs):
             done = int(1e6 * (position + (number + 1) / len(specs)) / commits)
