@@ -22,9 +22,7 @@ _IO_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Answer:
-    """All that was found out. ``points`` are the online policies', ``belady`` the optimum at every size among
-    them.
-    """
+    """The result: ``points`` of the online policies, and in ``belady`` the optimum at each of their sizes."""
 
     source: str
     trace: PreparedTrace
@@ -45,7 +43,7 @@ def simulate_all(
     sizes: list[Size],
     bars: Any,
 ) -> Answer:
-    """Every policy at every size, and Belady's optimum at each size that came up."""
+    """Simulate each policy at each size, and Belady's optimum at each size in rows that came up."""
     from cache_policies.curves import auto_rate
     from tierstore.cache.memory_tier import bytes_for
 
@@ -83,7 +81,7 @@ def simulate_one(
     rate: float,
     progress: Any,
 ) -> list[Point]:
-    """``policy`` at ``sizes`` under the options of ``args``."""
+    """Simulate ``policy`` at ``sizes`` (rows) under the options of ``args``."""
     from cache_policies import miss_curves
 
     return miss_curves(
@@ -102,14 +100,14 @@ def simulate_one(
 
 @dataclass(frozen=True)
 class Size:
-    """A cache size as it was asked for."""
+    """A cache size as the user gave it."""
 
     text: str
     number: float
     unit: str  # "%" of the footprint, "rows" or "bytes"
 
     def rows(self, footprint: int, row_bytes: int, policy: Any) -> int:
-        """Rows of a cache of this size with ``policy``, whose arrays count."""
+        """Return the rows of a cache of this size with ``policy``, whose arrays count."""
         from tierstore.cache.memory_tier import slots_for
 
         if self.unit == "%":
@@ -160,7 +158,7 @@ def parse_sample(text: str) -> float:
 
 
 def measure_iops(folder: str | None) -> float:
-    """Random direct reads of 4 KiB per second of the device that ``folder`` is on."""
+    """Measure the random direct reads of 4 KiB per second of the device that ``folder`` is on."""
     with tempfile.TemporaryDirectory(prefix="tierstore-io-", dir=folder) as place:
         device = Device(Path(place) / "device", _IO_BYTES, _IO_SECONDS)
         device.writes()

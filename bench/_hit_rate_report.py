@@ -26,7 +26,7 @@ _STEPS = 10  # of the search for the smallest budget
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, int | None], Callable[..., None]]]:
-    """Gives ``bars(text, total)``, which gives ``step(done, ...)``; on a terminal only."""
+    """Give ``bars(text, total)``, which returns ``step(done, ...)``; bars show on a terminal only."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -41,7 +41,7 @@ def progress() -> Iterator[Callable[[str, int | None], Callable[..., None]]]:
 
 
 def io_seconds(answer: Answer, point: Point) -> float:
-    """Seconds per batch that the reads of capacity misses take, one row per read."""
+    """Return the seconds per batch that the reads of capacity misses take, one row per read."""
     return point.capacity_miss_ratio * answer.trace.uniques / max(1, answer.trace.batches) / answer.iops
 
 
@@ -96,7 +96,7 @@ def show(answer: Answer) -> None:
 
 
 def fit(table: Table, console: Console) -> None:
-    """On a narrow terminal spaces go, then columns that follow from others: figures are never cut."""
+    """Fit ``table`` to a narrow terminal: remove spaces, then columns that follow from other columns."""
 
     def too_wide() -> bool:
         return console.measure(table, options=console.options.update(width=1000)).maximum > console.width
@@ -157,7 +157,7 @@ class Advice:
 
 
 def recommend(answer: Answer, policies: list[Policy], args: Any, bars: Any) -> Advice:
-    """Searches the size for each policy by halving its logarithm; the least bytes win."""
+    """Search the size for each policy by halving its logarithm; the policy with the least bytes wins."""
     from tierstore.cache.memory_tier import bytes_for
 
     rate = answer.points[0].rate

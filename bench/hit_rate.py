@@ -121,7 +121,7 @@ def answer_all(args: argparse.Namespace) -> int:
 
 
 def chosen_policies(text: str) -> list[Policy]:
-    """Online policies by name; Belady's optimum comes along in any case."""
+    """Return online policies by name; Belady's optimum is simulated in any case."""
     import cache_policies
 
     names = cache_policies.names() if text == "all" else [name.strip() for name in text.split(",")]
@@ -134,7 +134,7 @@ def chosen_policies(text: str) -> list[Policy]:
 
 
 def informed(policy: Policy, prepared: PreparedTrace) -> Policy:
-    """``static_top`` is given the frequencies of the whole trace, which no other online policy knows."""
+    """Give ``static_top`` the frequencies of the whole trace, which no other online policy knows."""
     import numpy as np
 
     from cache_policies.static_top import StaticTop

@@ -61,7 +61,7 @@ _PARAMETERS = {
 
 @intrinsic
 def _pointer(typingctx: Any, address: Any) -> Any:
-    """int64 address → void pointer."""
+    """Convert an int64 address to a void pointer."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
@@ -189,12 +189,12 @@ def _function(owner: HookOwner, hook: str) -> Any:
 
 @cache
 def _state_class(fields: tuple[str, ...]) -> type:
-    """The tuple that hooks see; one class for all hooks, so that what they share is compiled once."""
+    """Return the class of the tuple that hooks see: one for all, so that numba compiles shared code once."""
     return namedtuple("State", fields)  # type: ignore[misc, no-any-return]
 
 
 def _compile(owner: HookOwner, hook: str, function: Any, fields: dict[str, np.dtype], digest: str) -> Any:
-    """The C function of one hook: rebuilds the arrays from the table and calls the compiled hook."""
+    """Compile the C function of one hook: it rebuilds the arrays from the table and calls the hook."""
     parameters, arguments = _PARAMETERS[hook]
     return _wrap(owner, hook, parameters, [("state", fields)], arguments, _inlined(function), digest)
 
@@ -212,8 +212,10 @@ def _wrap(
     function: Any,
     digest: str,
 ) -> Any:
-    """The C function ``hook(parameters)``, which calls ``function`` with a tuple of arrays for each of
-    ``tables`` (the parameter that points to it, its arrays) and with ``arguments``."""
+    """Compile the C function ``hook(parameters)``, which calls ``function`` with arrays and ``arguments``.
+
+    The arrays are a named tuple for each of ``tables``: the parameter that points to the table, its arrays.
+    """
     scope: dict[str, Any] = {
         "function": function,
         "carray": carray,
@@ -241,8 +243,10 @@ def _wrap(
 
 
 def run_loop(owner: HookOwner, compiled: Compiled, make: Any, arrays: dict[str, np.ndarray]) -> None:
-    """Run ``make(hooks)(s, t)`` compiled, with the hooks inlined: ``s`` are the arrays of
-    ``compiled``, a cache of ``owner``, and ``t`` is a named tuple of ``arrays``."""
+    """Run ``make(hooks)(s, t)`` compiled, with the hooks inlined.
+
+    ``s`` are the arrays of ``compiled``, a cache of ``owner``; ``t`` is a named tuple of ``arrays``.
+    """
     hooks = {hook: _function(owner, hook) for hook in owner.hook_names()}
     layouts = [{name: array.dtype for name, array in group.items()} for group in (compiled.arrays, arrays)]
     digest = _digest([make, *hooks.values(), repr([list(layout.items()) for layout in layouts])])
@@ -256,7 +260,7 @@ def run_loop(owner: HookOwner, compiled: Compiled, make: Any, arrays: dict[str, 
 
 
 def _new_table(first: int, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """A number, then address and length of each array."""
+    """Return the table of a hook: a number, then address and length of each array."""
     rows = [(array.ctypes.data, array.size) for array in arrays.values()]
     return np.array([first, *(number for row in rows for number in row)], np.int64)
 
@@ -304,14 +308,14 @@ class _HookCache(FunctionCache):
 
 
 def _builtin(owner: HookOwner) -> str | None:
-    """The name by which another process finds a policy of this package."""
+    """Return the name by which another process finds a policy of this package; None of other owners."""
     is_ours = owner.kind == "policy" and type(owner).__module__.startswith("cache_policies.")
     return owner.name if is_ours else None
 
 
 @cache
 def _compile_elsewhere(policy: str) -> bool:
-    """Fills the on-disk cache from another process: the compiler takes some 100 MiB, and keeps them."""
+    """Fill the on-disk cache from another process: the compiler takes some 100 MiB, and keeps them."""
     if not sys.executable or os.environ.get(_COMPILING):
         return False
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])

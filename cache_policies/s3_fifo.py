@@ -16,7 +16,7 @@ _USES_FOR_MAIN = 2
 
 @njit(error_model="numpy", forceinline=True)
 def _fetch(s, queue, last_use):
-    """What looking at the next slots of a queue will read."""
+    """Prefetch what looking at the next slots of a queue will read."""
     slot = queues.upcoming(s, queue, 2 * AHEAD)
     prefetch(s.place, slot)
     prefetch(s.uses, slot)
@@ -28,7 +28,7 @@ def _fetch(s, queue, last_use):
 
 @njit(error_model="numpy", forceinline=True)
 def _evict_small(s, last_use, pinned_since):
-    """The next victim of the small queue, ``NO_SLOT`` if there is none.
+    """Return the next victim of the small queue, ``NO_SLOT`` if there is none.
 
     Rows used twice since they came move to the main queue on the way.
     """

@@ -41,7 +41,7 @@ def _fetch_counters(s, hash_):
 
 @njit(error_model="numpy")
 def _fetch_candidates(s, n):
-    """What comparing ``n`` rows of the window and of probation will read."""
+    """Prefetch what comparing ``n`` rows of the window and of probation will read."""
     for queue in (_WINDOW, _PROBATION):
         sentinel = s.hash.size + queue
         lists.fetch_oldest(s.prev, s.next, sentinel, n, s.hash)
@@ -93,8 +93,9 @@ def _leave(s, slot):
 
 @njit(error_model="numpy", forceinline=True)
 def _oldest(s, queue, last_use, pinned_since):
-    """The oldest unpinned slot of a list, or its sentinel. Goes on behind the pinned ones that it saw in the
-    same call of ``evict``.
+    """Return the oldest unpinned slot of a list, or the list's sentinel.
+
+    The search goes on behind the pinned slots that it saw in the same call of ``evict``.
     """
     slot = s.next[s.behind[queue]]
     while slot != s.hash.size + queue and last_use[slot] >= pinned_since:
@@ -105,7 +106,7 @@ def _oldest(s, queue, last_use, pinned_since):
 
 @njit(error_model="numpy", forceinline=True)
 def _choose(s, incoming, last_use, pinned_since):
-    """The next victim when the window will get ``incoming`` more rows; -1 if all are pinned."""
+    """Return the next victim when the window will get ``incoming`` more rows; -1 if all are pinned."""
     capacity = s.hash.size
     window = capacity + _WINDOW
     main = s.length[_PROBATION] + s.length[_PROTECTED]

@@ -158,11 +158,11 @@ class TierConfig:
         return _AUTO_SSD if self.ssd == "auto" else int(self.ssd)
 
     def table(self, name: str) -> TableOverride:
-        """Overrides of a table, all ``None`` where there are none."""
+        """Return the overrides of a table; all of them are ``None`` where the user gave none."""
         return self.tables.get(name, TableOverride())
 
     def check_tables(self, names: Iterable[str]) -> None:
-        """Raises ``ConfigError`` when ``tables`` names one that is not in ``names``."""
+        """Raise ``ConfigError`` when ``tables`` names a table that is not in ``names``."""
         names = list(names)
         unknown = [name for name in self.tables if name not in names]
         if unknown:

@@ -148,7 +148,7 @@ def _gathered(flat: Tensor, bounds: Sequence[int], indices: Sequence[int]) -> Te
 
 
 def _selected(inverse: InverseIndices | None, keys: Sequence[str]) -> InverseIndices | None:
-    """The rows of the inverse indices for ``keys``, in their order; rows of other keys are left out."""
+    """Return the rows of the inverse indices for ``keys``, in the keys' order, without other keys' rows."""
     if inverse is None:
         return None
     row_of = {name: row for row, name in enumerate(inverse[0])}

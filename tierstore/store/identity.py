@@ -30,10 +30,10 @@ class StoreIdentity:
 
 
 def read_identity(path: str | os.PathLike[str]) -> StoreIdentity:
-    """The identity of the store directory ``path``, without opening or locking the store.
+    """Return the identity of the store directory ``path``, without opening or locking the store.
 
-    Raises ``StoreMismatchError`` when there is none, or one of a newer version; ``StoreCorruptError``
-    when it is damaged.
+    Raises ``StoreMismatchError`` when ``path`` has no identity or one of a newer version, and
+    ``StoreCorruptError`` when the identity is damaged.
     """
     file = Path(path) / FILE_NAME
     try:
@@ -44,7 +44,7 @@ def read_identity(path: str | os.PathLike[str]) -> StoreIdentity:
 
 
 def write_identity(path: Path, identity: StoreIdentity) -> None:
-    """Writes ``TIERSTORE.json`` into ``path``, atomically and durably."""
+    """Write ``TIERSTORE.json`` into ``path``, atomically and durably."""
     content = {
         "format": identity.format,
         "engine": identity.engine,
@@ -81,9 +81,9 @@ def plain(tables: Sequence[StoredTable]) -> tuple[StoredTable, ...]:
 
 
 def check(path: Path, found: StoreIdentity, wanted: StoreIdentity) -> None:
-    """Raises ``StoreMismatchError`` that says what differs unless ``path``, which holds ``found``, fits.
+    """Raise ``StoreMismatchError``, which says what differs, unless ``path``, which holds ``found``, fits.
 
-    The engine and every stored table must be as wanted; tables that are not stored yet may be added to them.
+    The engine and each stored table must be as wanted; ``wanted`` may have more tables.
     """
     if found.engine != wanted.engine:
         raise StoreMismatchError(
@@ -113,7 +113,7 @@ def _compare(path: Path, stored: StoredTable, asked: StoredTable) -> None:
 
 
 def parse_tables(file: Path, content: Any) -> StoreIdentity:
-    """The identity that the JSON object ``content`` of ``file`` describes; errors as of read_identity."""
+    """Return the identity that the JSON object ``content`` of ``file`` describes; errors as read_identity."""
 
     def need(holds: bool, what: str) -> None:
         if not holds:

@@ -22,12 +22,12 @@ def import_(
     ssd_bytes: int | None = None,
     progress: Progress | None = None,
 ) -> CommitId:
-    """Makes the new store directory ``path`` of the export ``source``, on any engine; returns its commit.
+    """Make the new store directory ``path`` of the export ``source``, on any engine; return its commit.
 
-    Tables, rows (bit for bit), meta and tag are those of the exported commit. ``ssd_bytes`` caps the store's
-    files while it is written. Raises ``StoreMismatchError`` when ``source`` is no export, ``ConfigError``
-    when ``path`` is not free, ``StoreCorruptError`` when anything in the export is damaged; in any case of
-    failure nothing is left under ``path``.
+    Tables, rows (bit for bit), meta and tag are those of the exported commit. ``ssd_bytes`` caps the bytes of
+    the store's files while they are written. Raises ``StoreMismatchError`` when ``source`` is no export,
+    ``ConfigError`` when ``path`` is not free, ``StoreCorruptError`` when anything in the export is damaged.
+    A failure leaves nothing under ``path``.
     """
     with store_errors(f"importing {source} to {path}"):
         tables, shards, commit = read_description(Path(source))
@@ -46,7 +46,7 @@ def import_(
 
 
 def _rows_there(source: Path, spec: StoredTable, shard: dict[str, Any]) -> int:
-    """Rows that a file can have, whatever the description says."""
+    """Return the rows that a file can have, whatever the description says."""
     try:
         size = os.stat(source / shard["file"], follow_symlinks=False).st_size
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def _rows_there(source: Path, spec: StoredTable, shard: dict[str, Any]) -> int:
 
 
 def _check_count(source: Path, store: RowStore, spec: StoredTable, shards: list[dict[str, Any]]) -> None:
-    """An id twice would make two rows one."""
+    """Raise ``StoreCorruptError`` if an id occurs twice, which makes two rows one."""
     stored = sum(len(chunk) for chunk in store.keys(spec.index))
     listed = sum(shard["rows"] for shard in shards)
     if stored != listed:

@@ -170,7 +170,7 @@ class MemoryStore(StoreBase):
 
     @staticmethod
     def _sections_of(file: Path) -> memoryview:
-        """The checked bytes behind the commit record."""
+        """Return the checked bytes behind the commit record."""
         data = memoryview(read_regular(file, file.stat().st_size))
         body, tail = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
         if len(tail) < _CHECKSUM.size or _CHECKSUM.unpack(tail)[0] != zlib.crc32(body):

@@ -143,7 +143,7 @@ class NativeStore:
         self._core.compact()
 
     def set_cap(self, cap_bytes: int) -> None:
-        """Sets the cap on the bytes of all files. After a ``StoreFullError`` and a higher cap, go on."""
+        """Set the cap on the bytes of all files. A store that was full goes on under a higher cap."""
         self._core.set_cap(cap_bytes)
 
     def meta(self) -> bytes:

@@ -64,11 +64,10 @@ def export_rows(
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Writes all rows of ``store``, as it reads now, to the new folder ``target``; returns how many.
+    """Write all rows of ``store``, as it reads now, to the new folder ``target``; return how many.
 
-    ``commit`` is kept with them. Raises ``ConfigError`` when ``target`` exists and is not an empty folder,
-    ``StoreFullError`` when there is no room; then, and when it is interrupted, nothing is left under
-    ``target``.
+    The export names ``commit``. Raises ``ConfigError`` when ``target`` exists and is not an empty folder,
+    and ``StoreFullError`` when there is no room. An error or an interruption leaves nothing under ``target``.
     """
     counter = RowCounter(progress, store.stats().rows)
     with store_errors(f"exporting to {target}"), appearing(Path(target)) as folder:
@@ -100,7 +99,7 @@ class RowCounter:
 
 
 def _shards_of(store: StoreOfTables, spec: StoredTable, shard_bytes: int) -> Iterator[NDArray[np.uint64]]:
-    """Keys of the stored rows, as many at a time as fill a file."""
+    """Yield the keys of the stored rows, as many at a time as fill a file."""
     rows = max(1, shard_bytes // spec.row_bytes)
     waiting: list[NDArray[np.uint64]] = []
     count = 0
@@ -147,7 +146,7 @@ def _describe(commit: CommitInfo | None) -> dict[str, Any] | None:
 def read_description(
     source: Path,
 ) -> tuple[tuple[StoredTable, ...], dict[int, list[dict[str, Any]]], CommitInfo]:
-    """Tables, shards by table index, and commit of the export ``source``."""
+    """Return tables, shards by table index, and commit of the export ``source``."""
     file = source / FILE_NAME
     try:
         content = parse_json(read_regular(file, _MAX_JSON_BYTES), file)
@@ -163,7 +162,7 @@ def read_description(
 
 
 def _checked_shards(file: Path, shards: Any) -> list[dict[str, Any]]:
-    """Only names that export writes are taken, so no path leads out of the folder."""
+    """Check the shards of a table. Only names that export writes pass, so no path leads out of the folder."""
     if not isinstance(shards, list):
         raise StoreCorruptError(f"{file} is damaged: shards of a table are not a list")
     for shard in shards:
@@ -192,7 +191,7 @@ def _checked_commit(file: Path, commit: Any) -> CommitInfo:
 
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """A folder to work in that becomes ``target`` when the body is done, and vanishes when it fails."""
+    """Give a folder to work in that becomes ``target`` when the body is done, and vanishes when it fails."""
     target = target.absolute()
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise ConfigError(f"{target} exists already; give a new path, or an empty folder")

@@ -49,12 +49,12 @@ _FACTORIES: dict[str, EngineFactory | str] = {
 
 
 def engine_names() -> list[str]:
-    """Names of all registered engines."""
+    """Return the names of all registered engines."""
     return list(_FACTORIES)
 
 
 def register_engine(name: str, factory: EngineFactory | str) -> None:
-    """Adds an engine: a factory, or "module:attribute" of one, imported at first use."""
+    """Add an engine: a factory, or "module:attribute" of one, imported at first use."""
     if name in _FACTORIES:
         raise ConfigError(f"engine {name!r} is already registered")
     _FACTORIES[name] = factory
@@ -62,7 +62,7 @@ def register_engine(name: str, factory: EngineFactory | str) -> None:
 
 
 def get_engine(name: str) -> EngineFactory:
-    """The factory of an engine; ``ConfigError`` lists the known names when there is none of that name."""
+    """Return the factory of an engine; ``ConfigError`` lists the known names when ``name`` is unknown."""
     factory = _FACTORIES.get(name)
     if factory is None:
         raise ConfigError(f"unknown engine {name!r}; known engines: {', '.join(_FACTORIES)}")

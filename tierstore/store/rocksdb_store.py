@@ -158,7 +158,7 @@ class RocksDBStore(StoreBase):
             yield chunk
 
     def _check_end(self, last: bytes) -> None:
-        """Raises where iteration ended because of damage behind the key ``last``, which it does silently."""
+        """Raise if damage behind the key ``last`` ended the iteration, which RocksDB does not report."""
         probe = self._db.iter(self._read_options)
         probe.seek(last + b"\0")
         probe.status()
@@ -212,7 +212,7 @@ class RocksDBStore(StoreBase):
         return self._db.property_int_value(f"rocksdb.{name}") or 0
 
     def _check_cap(self, new_bytes: int) -> None:
-        """Looks at the disk every few megabytes, since RocksDB has no cap of its own."""
+        """Look at the disk every few megabytes, since RocksDB has no cap of its own."""
         self._unchecked_bytes += new_bytes
         if self._unchecked_bytes < min(_WRITE_BUFFER, self._cap // 16):
             return
@@ -245,7 +245,7 @@ def _commit_numbers(path: Path) -> list[int]:
 
 
 def _clean(path: Path) -> None:
-    """Removes what the last process worked with, and what a crash left."""
+    """Remove what the last process worked with, and what a crash left."""
     whole = {_record_name(number) for number in _commit_numbers(path)}
     for name in os.listdir(path):
         if name == "live" or (name.endswith(".tmp") and (path / name).is_dir()):
@@ -255,7 +255,7 @@ def _clean(path: Path) -> None:
 
 
 def _restore(path: Path, commit: CommitInfo | None, live: Path, link: Callable[[str, Path], None]) -> None:
-    """Makes the new folder ``live`` the state of ``commit``, with links to what never changes."""
+    """Make the new folder ``live`` the state of ``commit``, with links to what never changes."""
     live.mkdir()
     if commit is not None:
         for entry in os.scandir(path / _folder_name(commit.id)):

@@ -56,8 +56,9 @@ class Description:
 
 
 def describe(trace: Trace, progress: Callable[[int], None] | None = None) -> Description:
-    """Reads the trace once; ``progress(batches read)`` is called now and then. InputError if it has no
-    accesses.
+    """Read the trace once and describe it; ``progress(batches read)`` is called now and then.
+
+    Raises InputError if the trace has no accesses.
     """
     histograms = _Reuse()
     halves = _Drift(trace.num_batches)
