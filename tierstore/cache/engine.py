@@ -30,7 +30,7 @@ from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError, StoreFullError
 from tierstore.initializers import Init, as_init, table_seed
 from tierstore.store.directory import DirectoryStore, open_store
-from tierstore.store.protocol import CommitInfo, TableSpec
+from tierstore.store.protocol import CommitInfo, StoredTable
 
 logger = logging.getLogger("tierstore")
 
@@ -114,9 +114,9 @@ class Engine:
             for table in members
         }
 
-    def _spec(self, index: int, table: Table, seed: int) -> TableSpec:
+    def _spec(self, index: int, table: Table, seed: int) -> StoredTable:
         override = self.config.table(table.origin or table.name)
-        return TableSpec(
+        return StoredTable(
             name=table.name,
             index=index,
             num_embeddings=table.num_embeddings,

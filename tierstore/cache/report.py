@@ -13,7 +13,7 @@ from cache_policies.live import LiveCurves
 from cache_policies.table_curve import TableCurve
 from tierstore.cache.chain import Chain
 from tierstore.cache.stats import ChainCounters, TierCounters
-from tierstore.store.protocol import TableSpec
+from tierstore.store.protocol import StoredTable
 
 logger = logging.getLogger("tierstore")
 
@@ -39,7 +39,7 @@ def report(chains: Sequence[Chain], tables: Sequence[TableCurve]) -> dict[str, A
     }
 
 
-def table_curve(spec: TableSpec, curves: LiveCurves) -> TableCurve:
+def table_curve(spec: StoredTable, curves: LiveCurves) -> TableCurve:
     """A table as ``curves``, its chain's, know it by now."""
     rows, accesses = curves.per_batch(spec.index)
     curve, footprint = curves.curve(spec.index), curves.footprint(spec.index)

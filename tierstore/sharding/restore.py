@@ -14,7 +14,7 @@ from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement
 from tierstore.sharding.routing import shard_name
 from tierstore.store.directory import open_store
 from tierstore.store.identity import read_identity
-from tierstore.store.protocol import RowStore, TableSpec
+from tierstore.store.protocol import RowStore, StoredTable
 
 if TYPE_CHECKING:
     from tierstore.sharding.collection import ShardedCollection
@@ -78,7 +78,7 @@ def _read_rank(
 
 
 def _read_table(
-    collection: ShardedCollection, store: RowStore, table: str, spec: TableSpec, shard: ShardPlacement
+    collection: ShardedCollection, store: RowStore, table: str, spec: StoredTable, shard: ShardPlacement
 ) -> None:
     optimizer = collection.fused_optimizer.spec
     if dict(spec.optimizer) != optimizer.identity:

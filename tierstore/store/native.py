@@ -13,7 +13,7 @@ from tierstore import _core
 from tierstore.errors import ConfigError, InputError
 from tierstore.store.base import RowSizes, check_commit
 from tierstore.store.commits import check_droppable, find_commit
-from tierstore.store.protocol import CommitId, CommitInfo, StoreStats, TableSpec
+from tierstore.store.protocol import CommitId, CommitInfo, StoredTable, StoreStats
 from tierstore.store.registry import StoreOptions
 
 _KEYS_PER_CHUNK = 1 << 16
@@ -87,7 +87,7 @@ class NativeStore:
     def __init__(
         self,
         path: Path,
-        tables: Sequence[TableSpec],
+        tables: Sequence[StoredTable],
         options: StoreOptions | None = None,
         config: NativeConfig | None = None,
         env: _core.Env | None = None,
@@ -124,7 +124,7 @@ class NativeStore:
         self._sizes.of_table(table)
         return self._list_keys(table)
 
-    def expect(self, table: int, rows: int) -> None:
+    def reserve(self, table: int, rows: int) -> None:
         self._core.expect(table, self._sizes.of_table(table), rows)
 
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
@@ -143,7 +143,7 @@ class NativeStore:
         self._core.compact()
 
     def set_cap(self, cap_bytes: int) -> None:
-        """Sets the cap on the bytes of all files. After a ``StoreFullError`` and a higher cap, go on."""
+        """Set the cap on the bytes of all files. A store that was full goes on under a higher cap."""
         self._core.set_cap(cap_bytes)
 
     def meta(self) -> bytes:
