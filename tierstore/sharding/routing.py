@@ -162,6 +162,8 @@ def check_placement_of(table: TablePlacement, world_size: int, ranks_per_host: i
         for name, value in vars(shard).items():
             if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
                 raise wrong(f"{name} of a shard is {value!r} and not a whole number")
+        if shard.own > 1:
+            raise wrong(f"own of a shard is {shard.own!r} and not 0 or 1")
     if not all(0 <= shard.rank < world_size for shard in table.shards):
         raise wrong(f"it names a rank outside [0, {world_size})")
     if table.sharding_type is ShardingType.DATA_PARALLEL:
