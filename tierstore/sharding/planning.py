@@ -27,8 +27,8 @@ from tierstore.placement import (
     TablePlacement,
     record_bytes,
 )
-from tierstore.sharding.cuts import configs_of
 from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.table_sharding import configs_of
 
 logger = logging.getLogger("tierstore")
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-import numpy as np
-
 from tierstore.cache.engine import Table
 from tierstore.errors import ConfigError
-from tierstore.modules.collection import FeatureTable, table_of
-from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
+from tierstore.modules.features import Feature, table_of
+from tierstore.placement import ShardingPlan, ShardingType, TablePlacement
+from tierstore.sharding.shards import shard_name
 
 
 @dataclass(frozen=True)
@@ -31,23 +30,10 @@ class Request:
     replica: bool
 
 
-@dataclass(frozen=True)
-class LocalShard:
-    """A shard on this rank; ``local``: number of its table in the engine."""
-
-    local: int
-    columns: slice
-    rows: tuple[int, int]
-    replica: bool
-
-    def holds(self, ids: np.ndarray) -> np.ndarray:
-        return (ids >= self.rows[0]) & (ids < self.rows[1])
-
-
 class Routing:
     """Requests by rank, in the order in which they are sent: that of the features, then of the shards."""
 
-    def __init__(self, features: Sequence[FeatureTable], plan: ShardingPlan, rank: int) -> None:
+    def __init__(self, features: Sequence[Feature], plan: ShardingPlan, rank: int) -> None:
         self.features = list(features)
         self.plan = plan
         self.rank = rank
@@ -111,13 +97,6 @@ class Routing:
                     rows,
                 )
         return list(found.values())
-
-
-def shard_name(table: str, embedding_dim: int, shard: ShardPlacement) -> str:
-    """Name of a shard's table in the engine of its rank: the table's own unless it is cut by columns."""
-    if shard.columns == embedding_dim:
-        return table
-    return f"{table}[{shard.column_start}:{shard.column_start + shard.columns}]"
 
 
 def _check_shard_names(plan: ShardingPlan) -> None:
