@@ -29,8 +29,7 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "cache": BASICS | {"_core", "cache_policies", "optim", "store"},
     "modules": BASICS | {"_core", "sparse", "optim", "store", "cache"},
     "pipeline": BASICS | {"sparse", "optim", "store", "cache", "modules"},
-    "sharding": BASICS
-    | {"_core", "placement", "planner", "sparse", "optim", "store", "cache", "modules", "pipeline"},
+    "sharding": BASICS | {"_core", "placement", "sparse", "optim", "store", "cache", "modules", "pipeline"},
     "checkpoint": BASICS | {"optim", "store", "cache", "modules", "pipeline"},
     "data": BASICS | {"sparse", "modules"},
     "trace": BASICS | {"sparse", "data", "cache_policies"},
