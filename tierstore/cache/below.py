@@ -16,8 +16,8 @@ from tierstore.store.protocol import RowStore
 
 _USES = 16  # after so many, a room that none of them half filled shrinks
 
-# Positions of rows that were asked for, the address of rows, and which of these they are.
-Piece = tuple[NDArray[np.int64], int, NDArray[np.int32]]
+# Positions of rows that were asked for, rows, and which of these they are.
+Piece = tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]]
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class LowerTiers:
         if len(left):
             rows = self.buffer("fetched", len(left))
             there = np.flatnonzero(store.read(keys[left], rows))
-            pieces.append((left[there], rows.ctypes.data, there.astype(np.int32)))
+            pieces.append((left[there], rows, there.astype(np.int32)))
             found[left[there]] = True
         return found, pieces
 

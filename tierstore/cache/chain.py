@@ -186,7 +186,7 @@ class Chain:
                     if ahead is not None:
                         ahead.taken(ticket.seq, missing)
                     self._count(plan, ticket, found)
-                    ticket.slots, ticket.rows_addr = plan.slots, self.fast.rows_addr
+                    ticket.slots, ticket.device_rows = plan.slots, self.fast.rows
                 except BaseException:
                     self._take_back(plan, missing, found)
                     raise
@@ -321,17 +321,17 @@ class Chain:
 
     def _fill(self, slots: NDArray[np.int32], keys: Keys, below: Below) -> None:
         """Puts rows at ``slots`` of the fast tier: those from below, and initial values for the others."""
-        if below.in_host is not None and below.lifted is not None:
+        if below.in_host is not None and below.lifted is not None and below.dirty is not None:
             lifted = slots[below.in_host]
             self.fast.copy_in(lifted, below.lifted)
             self.fast.native.set_dirty(lifted, below.dirty)
             slots, keys = slots[~below.in_host], keys[~below.in_host]
         if below.in_store is not None:
-            for positions, address, source in below.pieces:
-                _core.copy_in(self.fast.rows_addr, self.layout.row_bytes, slots[positions], address, source)
+            for positions, rows, source in below.pieces:
+                self.fast.rows.copy_in(slots[positions], rows, source)
             slots, keys = slots[~below.in_store], keys[~below.in_store]
         if len(keys):
-            self.layout.initialise(self.fast.rows_addr, slots, keys)
+            self.fast.rows.initialise(self.layout.initial, slots, keys)
 
     # -- rows that were changed -----------------------------------------------------------
 

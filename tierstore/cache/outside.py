@@ -44,7 +44,7 @@ def rows_in_piece(chain: Chain) -> int:
 
 
 def _read_piece(chain: Chain, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
-    row_bytes = chain.layout.row_bytes
+    copies = _core.HostRows.view(rows)
     left = np.arange(len(keys), dtype=np.int32)
     with chain.moving:
         chain.check_open()
@@ -53,17 +53,17 @@ def _read_piece(chain: Chain, keys: NDArray[np.uint64], rows: NDArray[np.uint8])
             here = slots >= 0
             buffer = chain.below.buffer("found", int(here.sum()))
             tier.copy_out(slots[here], buffer)
-            _core.copy_in(rows.ctypes.data, row_bytes, left[here], buffer.ctypes.data)
+            copies.copy_in(left[here], buffer)
             left = left[~here]
         store = chain.below.store
         if store is not None and len(left):
             fetched = chain.below.buffer("fetched", len(left))
             found = store.read(keys[left], fetched)
             source = np.flatnonzero(found).astype(np.int32)
-            _core.copy_in(rows.ctypes.data, row_bytes, left[found], fetched.ctypes.data, source)
+            copies.copy_in(left[found], fetched, source)
             left = left[~found]
         chain.stats.counters.read_rows += len(keys)
-    chain.layout.initialise(rows.ctypes.data, left, keys[left])
+    chain.layout.initialise(rows, left, keys[left])
 
 
 def overwrite_rows(chain: Chain, batch: Any, change: Callable[[NDArray[np.uint8], slice], None]) -> None:
@@ -91,7 +91,7 @@ def reset_rows(chain: Chain, table: int) -> None:
         keys = make_keys(table, ids)
 
         def change(rows: NDArray[np.uint8], part: slice, keys: NDArray[np.uint64] = keys) -> None:
-            chain.layout.initialise(rows.ctypes.data, np.arange(len(rows), dtype=np.int32), keys[part])
+            chain.layout.initialise(rows, None, keys[part])
 
         overwrite_rows(chain, _core.batch_of_unique(keys), change)
 

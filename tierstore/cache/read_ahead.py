@@ -130,7 +130,7 @@ class ReadAhead:
             self._kept = _core.HeldRows(most, self._row_bytes)
         slots = self._kept.add(keys[wanted])
         source = wanted.astype(np.int32)
-        _core.copy_in(self._kept.rows_addr, self._row_bytes, slots, rows.ctypes.data, source)
+        _core.HostRows.view(self._kept.rows(most)).copy_in(slots, rows, source)
 
     def left(self, keys: Keys, next_use: NDArray[np.int64]) -> None:
         """Rows that the store has, in this version, are in memory no more."""
@@ -181,14 +181,14 @@ class ReadAhead:
         if failure is not None:
             raise failure
 
-    def find(self, keys: Keys) -> list[tuple[NDArray[np.int64], int, Slots]]:
-        """Positions in ``keys`` of rows that are here, the address of rows, and which of them they are."""
+    def find(self, keys: Keys) -> list[tuple[NDArray[np.int64], NDArray[np.uint8], Slots]]:
+        """Positions in ``keys`` of rows that are here, rows, and which of these they are."""
         found = []
         for rows in self._all():
             slots = rows.find(keys)
             here = np.flatnonzero(slots >= 0)
             if len(here):
-                found.append((here, rows.rows_addr, slots[here]))
+                found.append((here, rows.rows(rows.capacity), slots[here]))
         return found
 
     def taken(self, seq: int, keys: Keys) -> None:

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """Rows of one deduplicated lookup at ``rows_addr``: unique row u is at slot ``slots[u]``, position p uses
-    ``inverse[p]`` (-1: skipped)."""
+    """Rows of one deduplicated lookup in ``device_rows``: unique row u is at slot ``slots[u]``, position p
+    uses ``inverse[p]`` (-1: skipped)."""
+
+    device_rows: _core.HostRows
 
     def __init__(self, chain: Chain, batch: Any) -> None:
         self.chain = chain
         self.batch = batch
-        self.rows_addr = 0
         self.slots: NDArray[np.int32] = np.empty(0, np.int32)
 
     @property
@@ -34,7 +35,7 @@ class Rows:
     def copied(self) -> ReadRows:
         """The rows as they are now."""
         data = _core.rows_array(len(self.slots), self.chain.layout.row_bytes)
-        _core.copy_out(self.rows_addr, self.chain.layout.row_bytes, self.slots, data.ctypes.data)
+        self.device_rows.copy_out(self.slots, data)
         return ReadRows(self.chain, self.batch, data)
 
 
@@ -44,7 +45,7 @@ class ReadRows(Rows):
     def __init__(self, chain: Chain, batch: Any, data: NDArray[np.uint8]) -> None:
         super().__init__(chain, batch)
         self.data = data
-        self.rows_addr = data.ctypes.data
+        self.device_rows = _core.HostRows.view(data)
         self.slots = np.arange(len(data), dtype=np.int32)
 
 
