@@ -157,7 +157,7 @@ class Advice:
 
 def recommend(answer: Answer, policies: list[Policy], args: Any, bars: Any) -> Advice:
     """Searches the size for each policy by halving its logarithm; the least bytes win."""
-    from tierstore.cache.memory_tier import bytes_for
+    from tierstore.cache.tiers.memory import bytes_for
 
     from .hit_rate import simulate_one
 

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tierstore.cache.chain import Chain
 from tierstore.cache.engine import Engine
+from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import Segment
 from tierstore.errors import InputError
 from tierstore.modules.lookup import Lookup, PooledPart, SequencePart
@@ -101,10 +101,10 @@ def sequence_lookup(engine: Engine, features: Sequence[Ids]) -> FeatureLookup:
     )
 
 
-def _by_chain(engine: Engine, features: Sequence[Ids]) -> list[tuple[Chain, list[int]]]:
-    groups: dict[int, tuple[Chain, list[int]]] = {}
+def _by_chain(engine: Engine, features: Sequence[Ids]) -> list[tuple[TierGroup, list[int]]]:
+    groups: dict[int, tuple[TierGroup, list[int]]] = {}
     for number, feature in enumerate(features):
-        chain = engine.chain_of(feature.table)
+        chain = engine.group_of(feature.table)
         groups.setdefault(id(chain), (chain, []))[1].append(number)
     return list(groups.values())
 

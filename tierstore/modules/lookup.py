@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from tierstore import _core
 from tierstore._core import OptimizerStep
-from tierstore.cache.chain import Chain
-from tierstore.cache.outside import read_rows
-from tierstore.cache.ticket import Rows, Ticket
+from tierstore.cache.group import TierGroup
+from tierstore.cache.pinned_rows import PinnedRows, Rows
+from tierstore.cache.row_access import read_rows
 from tierstore.errors import GradientError
 from tierstore.keys import split
 from tierstore.optim.fused import FusedOptimizer
@@ -80,7 +80,7 @@ class Part:
     ``spans``: which positions of the module's ids are this part's, as (begin, end), in order.
     """
 
-    chain: Chain
+    chain: TierGroup
     batch: Any
     spans: list[tuple[int, int]]
     rows: Rows | None = None
@@ -135,7 +135,7 @@ class Lookup:
         """Pins the rows of every part in the fast tier; waits for those that were planned ahead."""
         try:
             for part in self.parts:
-                if not (isinstance(part.rows, Ticket) and part.rows.wait()):
+                if not (isinstance(part.rows, PinnedRows) and part.rows.wait()):
                     part.rows = part.chain.lookup(part.batch)
         except BaseException:
             self.release()
@@ -149,7 +149,7 @@ class Lookup:
 
     def release(self) -> None:
         for part in self.parts:
-            if isinstance(part.rows, Ticket):
+            if isinstance(part.rows, PinnedRows):
                 part.rows.release()
 
 
@@ -207,10 +207,10 @@ class SequenceGradients:
             grad.mul_(factor)
 
 
-def _held_again(part: Part) -> Ticket:
+def _held_again(part: Part) -> PinnedRows:
     """The part's rows, pinned once more if a former backward pass has released them
     (``retain_graph=True``)."""
-    assert isinstance(part.rows, Ticket)
+    assert isinstance(part.rows, PinnedRows)
     if not part.rows.held:
         part.rows = part.chain.lookup(part.batch)
     return part.rows
