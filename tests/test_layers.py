@@ -62,7 +62,7 @@ LIKE_TORCH = {
 
 # What is still to be mended. An entry that is no longer needed fails its test, so these lists only shrink.
 CIRCLES_TO_CUT = {
-    frozenset({"tierstore.cache.chain", "tierstore.cache.ticket"}),
+    frozenset({"tierstore.cache.group", "tierstore.cache.pinned_rows"}),
     frozenset({"tierstore.modules.base", "tierstore.modules.optimizer_states"}),
     frozenset({"tierstore.planner.again", "tierstore.planner.planner", "tierstore.planner.report"}),
     frozenset(f"tierstore.sharding.{name}" for name in ("collection", "commits", "restore", "shard_views")),
