@@ -86,9 +86,7 @@ class PlanDriver:
         announced: dict[int, int | None] | None = None,
         depth: int = 0,
     ) -> None:
-        """One plan as the engine makes it: ``keys`` are used, ``announced`` says of slots when they will
-        be.
-        """
+        """Make one plan as the engine does: it uses ``keys``; ``announced`` has next uses of slots."""
         known = {slot: delta for slot, delta in (announced or {}).items() if slot in self.row_in}
         self.announce(list(known), list(known.values()))
         slot_of = {key: slot for slot, key in self.row_in.items()}

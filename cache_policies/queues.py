@@ -22,7 +22,7 @@ _GONE = -1
 
 
 def new_queues(capacity: int) -> dict[str, np.ndarray]:
-    """Arrays for slots ``0 .. capacity - 1``, none of them in a queue."""
+    """Return arrays for slots ``0 .. capacity - 1``, none of them in a queue."""
     return {
         "queue": np.zeros(2 * (capacity + capacity // 8 + AHEAD), np.int32),  # two rings of slots
         "place": np.full(capacity, _GONE, np.int32),  # per slot: index of its entry in "queue"

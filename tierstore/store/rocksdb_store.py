@@ -62,7 +62,7 @@ _BIG_ENDIAN = np.dtype(">u8")
 
 
 def _db_options(direct_io: bool) -> rocksdict.Options:
-    """Tuned for random reads and overwrites of small rows; docs/engines.md gives the reason of each."""
+    """Return options for random reads and overwrites of small rows; docs/engines.md gives the reasons."""
     blocks = rocksdict.BlockBasedOptions()
     blocks.set_block_size(4096)
     blocks.set_bloom_filter(10, False)
@@ -240,7 +240,7 @@ class RocksDBStore(StoreBase):
 
 
 def _commit_numbers(path: Path) -> list[int]:
-    """Of all commits, ascending."""
+    """Return the numbers of all commits, ascending."""
     return sorted(int(match[1]) for match in map(_COMMIT_FOLDER.fullmatch, os.listdir(path)) if match)
 
 
@@ -263,7 +263,7 @@ def _restore(path: Path, commit: CommitInfo | None, live: Path, link: Callable[[
 
 
 def _link_or_copy(source: str, target: Path, link: Callable[[str, Path], None]) -> None:
-    """Sorted files never change and are linked, where that works; the others RocksDB goes on writing."""
+    """Link a sorted file, which never changes, where links work; copy a file that RocksDB still writes."""
     if source.endswith(".sst"):
         with suppress(OSError):
             link(source, target)
