@@ -1,4 +1,4 @@
-"""What exchanges of ranks of one host take over gloo: per byte, per collective, and in the runtime."""
+"""The cost of exchanges between ranks of one host over gloo: per byte, per collective, in the runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements that take turns in rounds, each in a process of its own; a later command goes on with them."""
+"""Measurements that take turns in rounds, each in its own process; a later command can go on with a round."""
 
 from __future__ import annotations
 

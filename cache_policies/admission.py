@@ -1,7 +1,7 @@
 """Admission filters: which missed rows get a slot at all.
 
-A row that is not admitted is used from the transient pad and written through, so it displaces nothing. A
-filter is a ``Hooked`` with the one hook ``admit``, called before that of the policy.
+A row that is not admitted uses a transient overflow slot and is written through, so it displaces no row. A
+filter is a ``Hooked`` whose one hook ``admit`` is called before the policy's.
 """
 
 from __future__ import annotations

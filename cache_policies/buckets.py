@@ -3,8 +3,8 @@
 Keys are int64; the smallest is evicted first, and within one key the slot that came first. There are few
 distinct keys (frequencies; batches of the window) for many slots, so the heap of buckets is small and rarely
 changes. The number of buckets is bounded: when all are in use, a slot that needs a new key stays in its
-bucket (or joins the first one). With frequencies that takes ``POOL`` different ones at a time, and so at
-least ``POOL**2 / 2`` = 5.4e8 touches of resident rows.
+bucket (or joins the first one). Frequencies fill all buckets only with ``POOL`` different ones at a time,
+which takes at least ``POOL**2 / 2`` = 5.4e8 touches of resident rows.
 
 A policy merges ``new_buckets`` into its state and passes the state to the functions here.
 """

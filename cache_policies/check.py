@@ -1,7 +1,7 @@
 """Does a policy keep the contract? Random plans on its compiled hooks, as a tier would make them.
 
-A policy that breaks it is found out by the engine and the simulator too, but later: run ``check`` on your own
-first.
+The engine and the simulator find a policy that breaks the contract too, but later: run ``check`` on your own
+policy first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two FIFO queues of slots, as rings that are read in order: S3-FIFO's.
+"""The two FIFO queues of slots of S3-FIFO, as rings that are read in order.
 
 Compared with linked lists nothing waits for one slot to find the next, so what a walk will read can be
 fetched ahead. An entry whose slot has left the queue is stale and skipped. A ring has some more room than

@@ -33,7 +33,7 @@ class ReuseCurve:
     ``rate`` is the share of rows that were sampled. ``uniques`` and ``accesses`` are of the whole trace: uses
     of the hottest rows that a sample caught beyond its share, or short of it, count as hits (SHARDS-adj).
     Caches smaller than a batch keep what their next batch happens to leave, which no distance tells;
-    ``below``, if present, simulates them.
+    ``within_batch``, if present, simulates them.
     """
 
     counts: np.ndarray
@@ -43,7 +43,7 @@ class ReuseCurve:
     uniques: int
     accesses: int
     rate: float
-    below: BelowBatch | None = None
+    within_batch: WithinBatch | None = None
 
     def misses(self, sizes: np.ndarray | list[int]) -> np.ndarray:
         """Return the trace's misses with ``sizes`` slots, which are whole numbers if all rows are sampled."""
@@ -60,9 +60,9 @@ class ReuseCurve:
         scaled = np.ceil(np.asarray(sizes, np.float64) * self.rate).astype(np.int64)
         missed = hits[-1] + first - hits[np.minimum(scaled, counts.size)]
         missed = missed if self.rate == 1 else missed / self.rate
-        if self.below is not None:
-            for at in np.flatnonzero(np.asarray(sizes) < self.below.largest_batch):
-                missed[at] = self.below.missed(int(sizes[at]))[kind]
+        if self.within_batch is not None:
+            for at in np.flatnonzero(np.asarray(sizes) < self.within_batch.largest_batch):
+                missed[at] = self.within_batch.missed(int(sizes[at]))[kind]
         return missed
 
     def unique_miss_ratio(self, sizes: np.ndarray | list[int]) -> np.ndarray:
@@ -101,7 +101,7 @@ def sample(trace: PreparedTrace, rate: float) -> PreparedTrace:
     return trace if rate == 1 else select(trace, sampled(trace.keys, rate))
 
 
-class BelowBatch:
+class WithinBatch:
     """What LRU misses with fewer slots than a batch has rows, by simulation of all rows or of a sample.
 
     The sample is larger than distances need, since a few rows decide how a batch overflows. Misses of first
@@ -114,7 +114,7 @@ class BelowBatch:
     def __init__(self, trace: PreparedTrace, rate: float) -> None:
         self.largest_batch = trace.largest_batch
         self.first = (trace.footprint, int(_first_uses(trace).sum()))
-        self._again = (trace.uniques - self.first[0], trace.accesses - self.first[1])
+        self._reuses = (trace.uniques - self.first[0], trace.accesses - self.first[1])
         self._part = sample(trace, min(1.0, max(rate, _QUICK_USES / max(1, trace.uniques))))
         self._rate = self._part.footprint / max(1, trace.footprint) or 1.0
         self._known: dict[int, tuple[float, float]] = {}
@@ -136,7 +136,7 @@ class BelowBatch:
         """Return all misses; ``uses`` and ``missed`` count after the first use, per row of the sample."""
         if self._rate == 1:
             return self.first[kind] + int(missed.sum())
-        lacking = self._again[kind] - uses.sum() / self._rate
+        lacking = self._reuses[kind] - uses.sum() / self._rate
         miss_ratio_of_hot = (uses @ missed) / max(1, uses @ uses)
         return float(self.first[kind] + missed.sum() / self._rate + lacking * miss_ratio_of_hot)
 
@@ -159,12 +159,11 @@ def lru_curve(trace: PreparedTrace, rate: float = 1.0) -> ReuseCurve:
         first = int(rows.size - counts.sum())
         return ReuseCurve(counts, first, counts, first, trace.uniques, trace.accesses, rate)
     access_counts = np.bincount(distances[seen], part.uses[seen], 1).astype(np.int64)
-    first, below = part.footprint, BelowBatch(trace, rate)
-    first_accesses = (
-        below.first[1] * rate
-    )  # of the whole trace: a few rows of one batch may have most of them
+    first, within_batch = part.footprint, WithinBatch(trace, rate)
+    # Counted on the whole trace, since a few rows of one batch may have most of them.
+    first_accesses = within_batch.first[1] * rate
     return ReuseCurve(
-        counts, first, access_counts, first_accesses, trace.uniques, trace.accesses, rate, below
+        counts, first, access_counts, first_accesses, trace.uniques, trace.accesses, rate, within_batch
     )
 
 

@@ -3,9 +3,8 @@
 Batch ``i`` is plan ``i``. Before it, the window announces the batches up to ``i + window``; then hits are
 touched, misses take free slots (lowest first) and after these the victims of ``evict``, and are inserted in
 order of first occurrence. Rows used since plan ``i - depth`` are pinned; if that leaves too few victims the
-depth shrinks for this plan, and if batch ``i`` alone does not fit, its last misses overflow: they are used
-from a transient pad and are not resident afterwards. The hooks that run are the ones that the live engine
-runs.
+depth shrinks for this plan, and if batch ``i`` alone does not fit, its last misses overflow: they use
+transient overflow slots and are not resident afterwards. The simulator runs the live engine's hooks.
 """
 
 from __future__ import annotations

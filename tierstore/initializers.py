@@ -1,4 +1,4 @@
-"""Initial values of rows: pure functions of (seed, table name, id, column), whatever the tier or the
+"""Initial values of rows: pure functions of (seed, table name, id, column), not of the tier or the
 order of arrival."""
 
 from __future__ import annotations

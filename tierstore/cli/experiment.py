@@ -1,4 +1,4 @@
-"""One call of ``tierstore train``: a run with tiers, if asked another all in memory, and what they showed."""
+"""One call of ``tierstore train``: a run with tiers, a run in memory if asked for, and the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands on store directories share: progress, JSON, how a store that is in use is met."""
+"""What the commands on store directories share: progress, JSON, errors of a store that is in use."""
 
 from __future__ import annotations
 

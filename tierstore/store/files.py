@@ -1,4 +1,4 @@
-"""What store directories and the Python engines ask of the operating system, and what its errors become."""
+"""Calls of the operating system by store directories and Python engines, and the errors that they raise."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ some to unused places of the file.
 
 LMDB knows only its last commit. An older one that is to be kept is a copy of the tree, ``commit-N.mdb``,
 made just before the next commit, beside the record ``commit-N.record`` that lists it. A store opened at such
-a commit works on a copy of that, ``branch.mdb``, which the next commit puts in the place of ``data.mdb``.
+a commit works on another copy, ``branch.mdb``, which the next commit puts in the place of ``data.mdb``.
 
 There is one database per row size, with native-endian integer keys, and one for the commit record (key
 ``commit``, :mod:`tierstore.store.commits`). An error inside a transaction breaks it, so it closes the store.

@@ -2,14 +2,14 @@
 
 RocksDB runs without a write-ahead log in the folder ``live``. A commit flushes the memtables and makes a
 checkpoint, ``commit-N``: a folder of hard links to the sorted files, which are never changed, and a copy
-of the small ones. The newest commit folder is the state after a crash or a close: opening replaces
-``live`` by links to it, or to another that is kept. So a commit costs what changed since the last one, and
-nothing written later can show. The files of a kept commit stay on disk, even when compaction has replaced
+of each small file. The newest commit folder is the state after a crash or a close: opening replaces
+``live`` by links to it, or to another kept commit. So a commit costs what changed since the last commit,
+and nothing written later can show. The files of a kept commit stay on disk, even when compaction has replaced
 them in ``live``.
 
 Keys are big-endian, so that tables are ranges. The key of one zero byte, which sorts before all others,
 holds the commit record (:mod:`tierstore.store.commits`), which the file ``commit-N.record`` repeats, so that
-commits can be listed. It is there before the folder is, and only the folder counts. After an error of the
+commits can be listed. That file is there before the folder, and only the folder counts. After an error of the
 device RocksDB refuses further writes until it is opened again, so such an error closes the store.
 """
 

@@ -1,4 +1,4 @@
-"""Verification: every byte of a store directory read and checked, and what is damaged named.
+"""Verification: reads and checks every byte of a store directory, and names what is damaged.
 
 ``native`` has a checksum over every record and structure, so each byte that a kept commit needs is covered.
 ``memory`` and ``rocksdb`` are checked by their own checksums, of files and of blocks. ``lmdb`` has none: its

@@ -1,6 +1,4 @@
-"""What a trace is like: repetition, popularity, drift; the figures by which synthetic traces are held to real
-ones.
-"""
+"""Repetition, popularity and drift of a trace: the figures that synthetic traces must match."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces in files of others: arrays, text, tables, libCacheSim's binary, Meta's dlrm_datasets."""
+"""Traces in files of other programs: arrays, text, tables, libCacheSim's binary, Meta's dlrm_datasets."""
 
 from __future__ import annotations
 
