@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     out.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves: .png, .svg, .pdf or .html")
     out.add_argument(
-        "--export", type=Path, metavar="FILE", help="write every table's curve for planners (JSON)"
+        "--save-curves", type=Path, metavar="FILE", help="write every table's curve for planners (JSON)"
     )
 
 
@@ -101,7 +101,7 @@ def answer_all(args: argparse.Namespace) -> int:
     policies = chosen_policies(args.policies)
     sizes = parse_sizes(args.sizes)
     json_file = JsonFile(args.json) if args.json else None
-    export_file = JsonFile(args.export, "--export") if args.export else None
+    curves_file = JsonFile(args.save_curves, "--save-curves") if args.save_curves else None
     if args.plot:
         plot.check(args.plot)
     if args.row_bytes < 1 or args.examples_per_s <= 0 or args.iops == 0:
@@ -120,7 +120,7 @@ def answer_all(args: argparse.Namespace) -> int:
         policies = [informed(policy, prepared) for policy in policies]
         answer = simulate_all(args, source, prepared, policies, sizes, bars)
         tables = None
-        if args.per_table or args.export:
+        if args.per_table or args.save_curves:
             from tierstore.trace import table_curves
 
             tables = table_curves(source, prepared, answer.points[0].rate, bars("tables", len(source.tables)))
@@ -132,10 +132,10 @@ def answer_all(args: argparse.Namespace) -> int:
         print(advice.text)
     if json_file:
         json_file.write(report.to_json(answer, advice, tables))
-    if export_file and tables:
+    if curves_file and tables:
         from tierstore.trace import planner_input
 
-        export_file.write(planner_input(source, tables))
+        curves_file.write(planner_input(source, tables))
     if args.plot:
         plot.draw(answer, args.plot, None if advice is None else advice.size_rows)
     return 0

@@ -13,9 +13,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from tierstore.cli.memory import machine
 from tierstore.errors import ConfigError
-from tierstore.result_file import JsonFile
+from tierstore.result_file import JsonFile, machine
 
 SUMMARY = "add machine, commit and date to figures that --json wrote, and file them under bench/results"
 RESULTS = Path(__file__).resolve().parent / "results"

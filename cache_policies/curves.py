@@ -117,7 +117,8 @@ def miss_curves(
 
 def window_for(trace: PreparedTrace, slots: int, cover: float = 5.0, most: int = 256) -> int:
     """The smallest window whose batches, the planned one included, use ``cover`` times ``slots`` distinct
-    rows at the beginning of the trace, at most ``most``: what a live prefetch chooses (docs/policies.md).
+    rows at the beginning of the trace, at most ``most``: what a live prefetch chooses
+    (docs/reference/policies.md).
     """
     ends = (
         trace.offsets[1 : most + 2]

@@ -68,8 +68,8 @@ class TableCurve:
 
 
 def planner_document(source: str, curves: Iterable[TableCurve], bins: int = 100) -> dict[str, Any]:
-    """Plain JSON that ``tierstore plan --stats`` reads (docs/policies.md), of the tables that were used; with
-    ``offload_stats`` of each.
+    """Plain JSON that ``tierstore plan --stats`` reads (docs/reference/policies.md), of the tables that were
+    used; with ``offload_stats`` of each.
     """
     return {
         "format": FORMAT,

@@ -70,7 +70,7 @@ def test_advice_reaches_what_it_promises(tmp_path, capsys):
 
 def test_tables_and_exports(tmp_path, capsys):
     export, out = tmp_path / "e.json", tmp_path / "r.json"
-    assert run(*SOURCE, *FAST, "--per-table", "--export", export, "--json", out) == 0
+    assert run(*SOURCE, *FAST, "--per-table", "--save-curves", export, "--json", out) == 0
     assert "each table alone" in capsys.readouterr().out
     assert list(json.loads(export.read_text())["tables"]) == ["t0", "t1"]
     table = json.loads(out.read_text())["tables"]["t0"]

@@ -127,7 +127,7 @@ def test_export_and_import(folder, tmp_path, capsys):
     code, _, errors = run(capsys, "export", folder, tmp_path / "copy")
     assert code == 2
     assert "exists already" in errors
-    code, _, errors = run(capsys, "import", tmp_path / "older", tmp_path / "new", "--ssd-cap", "100KiB")
+    code, _, errors = run(capsys, "import", tmp_path / "older", tmp_path / "new", "--ssd", "100KiB")
     assert code == 2
     assert "cap" in errors
     assert not (tmp_path / "new").exists()

@@ -10,7 +10,7 @@ from typing import Any
 from tierstore.errors import ConfigError
 from tierstore.result_file import ResultFile
 
-RESULTS = ("json", "plot", "export")
+RESULTS = ("json", "plot", "save_curves")
 """Options that name a file for results."""
 
 _MAY_BE_NEGATIVE = ("seed",)

@@ -14,7 +14,10 @@ from tierstore.cli.trainer import Trainer
 from tierstore.errors import ConfigError
 from tierstore.result_file import option_errors
 
-MUST_MATCH = ("data", "path", "rows", "tables", "max_rows", "batch_size", "dim", "optimizer", "lr", "seed")
+MUST_MATCH = (
+    *("data", "data_path", "rows", "tables", "max_rows", "batch_size"),
+    *("dim", "optimizer", "lr", "seed"),
+)
 """Options that a resumed run must repeat, since otherwise it would not be the same training."""
 
 _STORE_FILE = "TIERSTORE.json"
@@ -23,21 +26,21 @@ _ROWS = "rows"
 
 def folder_of(args: argparse.Namespace) -> Path | None:
     """Where the run is saved: ``--checkpoint``, else in the store's folder; None if neither is given."""
-    if args.checkpoint is None and args.ssd is not None:
-        return args.ssd / "checkpoints"
+    if args.checkpoint is None and args.store is not None:
+        return args.store / "checkpoints"
     return args.checkpoint
 
 
 def store_of(args: argparse.Namespace) -> Path | None:
-    """Where the rows are: ``--ssd``, else in the folder of the checkpoints; None for a temporary folder."""
-    if args.ssd is None and args.checkpoint is not None:
+    """Where the rows are: ``--store``, else in the folder of the checkpoints; None for a temporary folder."""
+    if args.store is None and args.checkpoint is not None:
         return args.checkpoint / _ROWS
-    return args.ssd
+    return args.store
 
 
 def make_folder(args: argparse.Namespace) -> None:
     """Makes the folder of the checkpoints, if the rows go into it."""
-    if args.checkpoint is not None and args.ssd is None:
+    if args.checkpoint is not None and args.store is None:
         check_parent(args.checkpoint, "--checkpoint")
         with option_errors("--checkpoint", args.checkpoint):
             args.checkpoint.mkdir(exist_ok=True)

@@ -18,14 +18,14 @@ from tierstore.cli import checkpoint
 from tierstore.cli.checkpoint import Saver
 from tierstore.cli.compare import compare, touched_ids
 from tierstore.cli.interrupt import GracefulInterrupt
-from tierstore.cli.memory import PeakRss, machine
+from tierstore.cli.memory import PeakRss
 from tierstore.cli.progress import Display
 from tierstore.cli.report import Report, RunResult, Scalars
 from tierstore.cli.setup import finish_imports, load_dataset, open_trainer, tier_config
 from tierstore.cli.trainer import Trainer
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, TierStoreError
-from tierstore.result_file import JsonFile, option_errors
+from tierstore.result_file import JsonFile, machine, option_errors
 from tierstore.trace import TraceRecorder
 
 EXIT_DIFFERENT = 1
@@ -38,7 +38,7 @@ class Experiment:
         self.args = args
         checkpoint.check(args)
         self.json = JsonFile(args.json) if args.json else None
-        self.export = JsonFile(args.export, "--export") if args.export else None
+        self.curves_file = JsonFile(args.save_curves, "--save-curves") if args.save_curves else None
         self.curves: dict[str, Any] | None = None
         if not 0 < args.record_rate <= 1:
             raise ConfigError(f"--record-rate must be above 0 and at most 1, not {args.record_rate:g}")
@@ -159,7 +159,7 @@ class Experiment:
         hit_rate = {name: tier["hit_rate"] for name, tier in stats["tiers"].items()}
         ssd_bytes = stats["store"]["disk_bytes"] if stats["store"] else 0
         slots = {"hbm": sum(chain["slots"] for chain in stats["chains"].values())}
-        if self.args.export and self.curves is None:
+        if self.args.save_curves and self.curves is None:
             self.curves = trainer.embeddings.table_curves()
         auc, base_rate = trainer.evaluate(self.dataset)
         peak = rss.peak_bytes() if saver is None else saver.peak_rss_bytes()
@@ -179,9 +179,9 @@ class Experiment:
         if self.json:
             self.json.write(report.to_json())
             console.print(f"figures: {self.args.json}")
-        if self.export:
-            self.export.write(self.curves or {})
-            console.print(f"curves: {self.args.export} (for tierstore plan --stats)")
+        if self.curves_file:
+            self.curves_file.write(self.curves or {})
+            console.print(f"curves: {self.args.save_curves} (for tierstore plan --stats)")
         if self.args.record:
             console.print(f"trace: {self.args.record} (for tierstore bench hit-rate)")
 

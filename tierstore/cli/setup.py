@@ -47,7 +47,7 @@ def finish_imports() -> None:
 
 def load_dataset(args: argparse.Namespace) -> Dataset:
     """The data set of ``--data``, with those of its options that were given."""
-    path = None if args.path is None else str(args.path)
+    path = None if args.data_path is None else str(args.data_path)
     dataset = data.load(
         args.data, path=path, seed=args.seed, rows=args.rows, tables=args.tables, max_rows=args.max_rows
     )
@@ -71,11 +71,11 @@ def budget(text: str, of: int, option: str) -> int | str:
 
 
 def tier_config(args: argparse.Namespace, all_bytes: int) -> TierConfig:
-    """The tiers of ``--hbm``, ``--uvm``, ``--ssd`` and their like, for tables of ``all_bytes``."""
+    """Return the tiers that the options of the group "tiers" ask for; the tables take ``all_bytes``."""
     return TierConfig(
         hbm=budget(args.hbm, all_bytes, "--hbm"),
         uvm=budget(args.uvm, all_bytes, "--uvm"),
-        ssd=args.ssd_cap,
+        ssd=args.ssd,
         path=store_of(args),
         engine=args.engine,
         policy=args.policy,

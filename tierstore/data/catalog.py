@@ -29,8 +29,9 @@ def load(spec: str, *, path: str | None = None, seed: int = 0, **options: Any) -
     """The dataset named ``spec``: "flights", "synthetic:zipf:0.95", ...; ``names()`` lists them.
 
     ``path`` is where recorded data lies, ``seed`` is that of generated data (recorded data is the same for
-    every seed). Other options are the keyword arguments of the dataset's own function (docs/datasets.md);
-    None means not given. ConfigError for unknown names and for options that the dataset does not take.
+    every seed). Other options are the keyword arguments of the dataset's own function
+    (docs/reference/datasets.md); None means not given. ConfigError for unknown names and for options that the
+    dataset does not take.
     """
     name, *parts = spec.split(":")
     given = {key: value for key, value in options.items() if value is not None}

@@ -1,7 +1,7 @@
 """Export and import: a store as safetensors files and a JSON file, for other engines, machines and programs.
 
-The format is in docs/formats.md. Rows pass through in batches of some megabytes, so memory does not grow with
-the store. What is written appears under its final name only when it is complete and durable.
+The format is in docs/reference/formats.md. Rows pass through in batches of some megabytes, so memory does
+not grow with the store. What is written appears under its final name only when it is complete and durable.
 """
 
 from __future__ import annotations
