@@ -94,7 +94,7 @@ crash-attack: $(TESTABLE)
 
 clean:
 	rm -rf $(VENV) build dist demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f tierstore/_core*.so
+	rm -f tierstore/_core*.so docs/reference/commands.md docs/reference/measurements.md
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/created:

@@ -14,14 +14,14 @@ Names = dict[str, Any]
 
 
 def check_checkpoint(names: Names) -> None:
-    """A training that was stopped and resumed has the loss of one that never stopped."""
+    """Compare a training that was stopped and resumed with one that never stopped."""
     Path("undisturbed").mkdir()
     names["folder"] = Path("undisturbed")
     assert names["train"]() == names["resumed"]
 
 
 def check_policy(names: Names) -> None:
-    """The policy of the page is short, better than LRU, and all hooks are named."""
+    """Find the policy of the page short and better than LRU, and all hooks named."""
     page = ROOT / "docs/how-to/policy.md"
     slru, trace = names["Slru"], names["trace"]
     first = next(block.text for block in blocks_of(page) if block.language == "python")
