@@ -17,11 +17,11 @@ import pytest
 from tierstore.cli.main import main
 from tierstore.cli.storage import run_while_waiting
 from tierstore.keys import make_keys
-from tierstore.store import TableSpec, open_store
+from tierstore.store import StoredTable, open_store
 
 TABLES = [
-    TableSpec("users", 0, 10**9, 60, 256, {"name": "rowwise_adagrad"}),
-    TableSpec("items", 1, 1000, 8, 48),
+    StoredTable("users", 0, 10**9, 60, 256, {"name": "rowwise_adagrad"}),
+    StoredTable("items", 1, 1000, 8, 48),
 ]
 ROWS = 3000
 

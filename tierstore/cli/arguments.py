@@ -17,9 +17,10 @@ _MAY_BE_NEGATIVE = ("seed",)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raises ``ConfigError`` for a number that is negative or not finite, and for results without a place.
+    """Check ``args`` before the work begins, since an hour of work must not end in such an error.
 
-    Work that takes an hour must not end in either.
+    Raises ``ConfigError`` for a number that is negative or not finite, and for a result file in a folder that
+    does not exist or refuses it.
     """
     for name, value in vars(args).items():
         option = f"--{name.replace('_', '-')}"

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """The options that say which trace: ``open_source`` reads them."""
+    """Add the options that name a trace; ``open_source`` reads them."""
     parser.add_argument("source", metavar="SOURCE", help="a trace file, or a dataset as synthetic:zipf:0.95")
     parser.add_argument("--batch-size", type=int, default=4096, metavar="N", help="examples per batch (4096)")
     parser.add_argument("--batches", type=int, metavar="N", help="read at most N batches")
@@ -26,7 +26,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def open_source(args: argparse.Namespace) -> Trace:
-    """The trace that the options of ``add_source`` name."""
+    """Open the trace that the options of ``add_source`` name."""
     from tierstore.trace import open_trace
 
     options = {
