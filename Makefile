@@ -1,6 +1,7 @@
 # make demo     train on real data with tables 37 times larger than their memory budget, and check every bit
 # make test     run the tests            (PYTEST_ARGS="tests/cli -x" picks some)
 # make lint     ruff, mypy, clang-format (what CI checks); make format mends what they can
+# make docs     build the documents as a site in build/site, warnings as errors
 # make wheel    build the wheel in an isolated environment, without torch
 # make sanitize    the native store's own tests and fuzzing under ASan, UBSan and TSan
 # make crash-test  100,000 crash states of the store, 20,000 random steps on each engine, 1,000 trainings killed,
@@ -22,7 +23,7 @@ CSRC := $(shell find csrc -name '*.cc' -o -name '*.h')
 INSTALLED := $(VENV)/installed-torch-$(TORCH)
 TESTABLE := $(VENV)/testable-torch-$(TORCH)
 
-.PHONY: demo test lint format wheel clean sanitize crash-test crash-states crash-steps crash-kills crash-attack
+.PHONY: demo test lint format docs wheel clean sanitize crash-test crash-states crash-steps crash-kills crash-attack
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -45,6 +46,9 @@ format: $(TESTABLE)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CSRC)
+
+docs: $(TESTABLE)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/site
 
 wheel: $(VENV)/created
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
@@ -90,7 +94,7 @@ crash-attack: $(TESTABLE)
 
 clean:
 	rm -rf $(VENV) build dist demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f tierstore/_core*.so
+	rm -f tierstore/_core*.so docs/reference/commands.md docs/reference/measurements.md
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/created:
@@ -118,6 +122,6 @@ ifneq ($(filter 2.11.%,$(TORCH)),)
 PEERS := fbgemm-gpu-cpu==1.6.0 torchrec==1.6.1 iopath portalocker
 endif
 $(TESTABLE): $(INSTALLED)
-	$(PIP) install --quiet "torch==$(TORCH)" "tierstore[test,lint]" tensordict pyre-extensions torchmetrics==1.0.3 tqdm
+	$(PIP) install --quiet "torch==$(TORCH)" "tierstore[test,lint,docs]" tensordict pyre-extensions torchmetrics==1.0.3 tqdm
 	$(PIP) install --quiet --no-deps $(PEERS)
 	@rm -f $(VENV)/testable-* && touch $@

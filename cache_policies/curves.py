@@ -117,7 +117,7 @@ def miss_curves(
 
 
 def window_for(trace: PreparedTrace, slots: int, cover: float = 5.0, max_window: int = 256) -> int:
-    """Return the window that a live prefetch chooses (docs/policies.md), in batches.
+    """Return the window that a live prefetch chooses (docs/reference/policies.md), in batches.
 
     The window is the smallest whose batches, the planned one included, use ``cover`` times ``slots`` distinct
     rows at the beginning of the trace; ``max_window`` is its limit.

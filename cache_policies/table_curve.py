@@ -72,9 +72,9 @@ class TableCurve:
 
 
 def planner_document(source: str, curves: Iterable[TableCurve], bins: int = 100) -> dict[str, Any]:
-    """Return the plain JSON that ``tierstore plan --stats`` reads (docs/policies.md), of the used tables.
+    """Return the plain JSON of the used tables that ``tierstore plan --stats`` reads.
 
-    Each table has its ``offload_stats``.
+    Each table has its ``offload_stats`` (docs/reference/policies.md).
     """
     return {
         "format": FORMAT,

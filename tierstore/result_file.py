@@ -5,8 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +72,27 @@ def option_errors(option: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"{option} {path}: {error.strerror}; give another path") from error
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine that gave a figure: processor, usable cores, memory, versions, date (UTC)."""
+    import torch
+
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "tierstore": version("tierstore"),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+    except OSError:
+        match = None
+    return match.group(1).strip() if match else platform.machine()

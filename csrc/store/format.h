@@ -1,4 +1,4 @@
-// Segment files: geometry, header, records, footer. docs/formats.md specifies every byte.
+// Segment files: geometry, header, records, footer. docs/reference/formats.md specifies every byte.
 #pragma once
 
 #include <array>

@@ -1,5 +1,5 @@
 // The manifest: the one file that says what is committed. It is written whole to a temporary name, synced and
-// renamed, so there is always exactly one, old or new. docs/formats.md specifies its bytes.
+// renamed, so there is always exactly one, old or new. docs/reference/formats.md specifies its bytes.
 #pragma once
 
 #include <cstdint>

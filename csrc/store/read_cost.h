@@ -1,5 +1,5 @@
 // What reads of different sizes cost on the device of a store: measured once, by reading the store's own
-// segments, and kept in the file DEVICE beside them. docs/formats.md specifies its bytes.
+// segments, and kept in the file DEVICE beside them. docs/reference/formats.md specifies its bytes.
 #pragma once
 
 #include <array>

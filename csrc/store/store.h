@@ -1,5 +1,5 @@
 // The native row store: rows of fixed sizes by 64-bit key (table << 48 | id), in append-only segments, with
-// an index in memory and commits that survive crashes. docs/design.md has the idea, docs/formats.md the
+// an index in memory and commits that survive crashes. docs/design.md has the idea, docs/reference/formats.md the
 // bytes.
 //
 // All may be called from any thread. Calls exclude one another, but for Read, which goes on beside the

@@ -65,7 +65,7 @@ def sequences() -> list[EmbeddingConfig]:
 
 
 def expected_bytes(collection: ShardedCollection, batch: cases.Batch, pooled: bool) -> int:
-    """The table of docs/sharding.md, from the plan and the batch alone."""
+    """The table of docs/explanation/sharding.md, from the plan and the batch alone."""
     rank, world, comms = collection.env.rank, collection.env.world_size, collection.comms
     wire = {"fp32": 4, "bf16": 2, "fp16": 2}
     total = 0

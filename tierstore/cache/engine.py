@@ -419,7 +419,7 @@ class Engine:
 
     def table_curves(self) -> dict[str, Any]:
         """Miss-ratio curves of the tables as estimated since the engine was opened, as plain JSON:
-        ``tierstore plan --stats`` reads it (docs/policies.md)."""
+        ``tierstore plan --stats`` reads it (docs/reference/policies.md)."""
         self._process.check()
         return planner_document("live", self._table_curves())
 

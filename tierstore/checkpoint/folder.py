@@ -4,7 +4,7 @@
 folder ``NNNNNN-stepN-XXXXXXXX`` of ``state.json``, ``tensors.safetensors`` and ``SHA256SUMS``, which appears
 by a rename when all of them are durable, and never changes; once the stores have committed it gets a
 ``COMMITTED.json``, which is for people and for error messages: what counts is the tag of the stores' commits
-(docs/formats.md).
+(docs/reference/formats.md).
 """
 
 from __future__ import annotations

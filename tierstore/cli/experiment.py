@@ -18,14 +18,14 @@ from tierstore.cli import checkpoint
 from tierstore.cli.checkpoint import Saver
 from tierstore.cli.compare import compare, touched_ids
 from tierstore.cli.interrupt import GracefulInterrupt
-from tierstore.cli.memory import PeakRss, machine
+from tierstore.cli.memory import PeakRss
 from tierstore.cli.progress import Display
 from tierstore.cli.report import Report, RunResult, Scalars
 from tierstore.cli.setup import finish_imports, load_dataset, open_trainer, tier_config
 from tierstore.cli.trainer import Trainer
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, TierStoreError
-from tierstore.result_file import JsonFile, option_errors
+from tierstore.result_file import JsonFile, machine, option_errors
 from tierstore.trace import TraceRecorder
 
 EXIT_DIFFERENT = 1

@@ -1,4 +1,4 @@
-"""``tierstore trace record|describe``: traces of embedding lookups (docs/traces.md)."""
+"""``tierstore trace record|describe``: traces of embedding lookups (docs/reference/traces.md)."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ def load(spec: str, *, path: str | None = None, seed: int = 0, **options: Any) -
     """Load the dataset named ``spec``: "flights", "synthetic:zipf:0.95", ...; ``names()`` lists the names.
 
     ``path`` is where recorded data lies. ``seed`` is the seed of generated data; recorded data does not
-    depend on it. Other options are the keyword arguments of the dataset's own function (docs/datasets.md);
-    None means not given. Raises ConfigError for an unknown name and for an option that the dataset does not
-    take.
+    depend on it. Other options are the keyword arguments of the dataset's own function
+    (docs/reference/datasets.md); None means not given. Raises ConfigError for an unknown name and for an
+    option that the dataset does not take.
     """
     name, *parts = spec.split(":")
     given = {key: value for key, value in options.items() if value is not None}

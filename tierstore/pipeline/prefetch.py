@@ -28,7 +28,7 @@ WINDOW_BYTES = 16 << 20
 """What the batches of an automatic window, and what is kept of their ids, may take together."""
 WINDOW_COVER = 5
 """Distinct rows in the window per slot of the fast tier beyond which more window brings nothing
-(docs/policies.md)."""
+(docs/reference/policies.md)."""
 AUTO_DEPTH = 2
 
 _told: WeakSet[nn.Module] = WeakSet()

@@ -260,7 +260,7 @@ def exchanged_ids(table: TableSpec, global_batch: int, accesses: float) -> float
 
 def read_bytes(record: int) -> int:
     """Bytes that the native store reads for one record: the blocks of 4 KiB that it lies in. In frames of one
-    block none crosses its end; in larger frames (docs/formats.md) records lie anywhere."""
+    block none crosses its end; in larger frames (docs/reference/formats.md) records lie anywhere."""
     if record <= 4096 and 4096 % record <= 4096 // 50:
         return 4096
     return 4096 + record - 1
@@ -291,7 +291,7 @@ def features_of(table: TableSpec) -> int:
 
 def replica_cost(table: TableSpec, topology: Topology, work: Workload) -> ShardCost:
     """One replica of a data-parallel table: every rank gets the ids and gradients of all ranks, and makes the
-    same update (docs/sharding.md); no dense gradient is reduced."""
+    same update (docs/explanation/sharding.md); no dense gradient is reduced."""
     size = work.batch_size * topology.world_size
     accesses, (unique, _) = table.accesses(size), table.demand(size)
     bytes_ = row_bytes(table.embedding_dim, table.optimizer)

@@ -1,8 +1,8 @@
 """Exports: a store as safetensors files and a JSON file, for other engines, machines and programs.
 
-docs/formats.md describes the format; :mod:`tierstore.store.importing` makes stores of exports. Rows pass
-through in batches of some megabytes, so memory does not grow with the store. A folder appears under its final
-name only when it is complete and durable.
+docs/reference/formats.md describes the format; :mod:`tierstore.store.importing` makes stores of exports.
+Rows pass through in batches of some megabytes, so memory does not grow with the store. A folder appears under
+its final name only when it is complete and durable.
 """
 
 from __future__ import annotations

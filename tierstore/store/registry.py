@@ -24,7 +24,7 @@ class StoreOptions:
     """Threads over which rocksdb and lmdb, whose reads block, spread a batch; 1 means the caller alone."""
     keep: int = 1
     """Commits without a tag to keep: the next commit drops the oldest beyond that.
-    docs/engines.md says what each engine pays for it."""
+    docs/reference/engines.md says what each engine pays for it."""
     at: int | str = 0
     """The kept commit to open at, by number or tag; 0 for the last. Commits made after it are kept, and the
     next one goes on from here."""

@@ -62,7 +62,7 @@ _BIG_ENDIAN = np.dtype(">u8")
 
 
 def _db_options(direct_io: bool) -> rocksdict.Options:
-    """Return options for random reads and overwrites of small rows; docs/engines.md gives the reasons."""
+    """Return options for random reads and overwrites of small rows (reasons: docs/reference/engines.md)."""
     blocks = rocksdict.BlockBasedOptions()
     blocks.set_block_size(4096)
     blocks.set_bloom_filter(10, False)

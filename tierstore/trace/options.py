@@ -15,7 +15,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=4096, metavar="N", help="examples per batch (4096)")
     parser.add_argument("--batches", type=int, metavar="N", help="read at most N batches")
     parser.add_argument("--columns", metavar="A,B", help="of CSV and parquet files: the columns to read")
-    data = parser.add_argument_group("options of datasets (docs/datasets.md)")
+    data = parser.add_argument_group("options of datasets (docs/reference/datasets.md)")
     data.add_argument("--data-path", metavar="PATH", help="where recorded data lies")
     data.add_argument("--seed", type=int, default=0, metavar="N", help="of generated data (default: 0)")
     data.add_argument("--tables", type=int, metavar="N", help="number of tables of generated data")

@@ -1,4 +1,4 @@
-"""Recorded traces: an ``.npz`` that is written while training runs (docs/traces.md).
+"""Recorded traces: an ``.npz`` that is written while training runs (docs/reference/traces.md).
 
 Members: ``tierstore_trace.json`` (as bytes) names the format, the tables and the sampling rate; then for
 every chunk of batches ``c`` the arrays ``ids/c`` (all ids, batch after batch, table after table, uint32 where

@@ -46,7 +46,7 @@ def holds(store: NativeStore, ids, version: int, row_bytes: int = 272) -> bool:
 
 
 def in_chunk(row_bytes: int, chunk_bytes: int) -> int:
-    """Records of a chunk of so many bytes, by the rules of docs/formats.md."""
+    """Records of a chunk of so many bytes, by the rules of docs/reference/formats.md."""
     record, frame = (row_bytes + 16 + 7) // 8 * 8, 4096
     while frame < 1 << 20 and frame % record * 50 > frame:
         frame *= 2
