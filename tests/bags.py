@@ -53,7 +53,7 @@ class Bags(TieredModule):
         return Lookup(parts, (bags, column))
 
     def forward(self, ids: list[torch.Tensor]) -> torch.Tensor:
-        return self._pooled(self._find_lookup(ids), None)
+        return self.pooled_rows(self.find_lookup(ids), None)
 
 
 def build(config: TierConfig, optimizer: optim.OptimizerSpec, dims: tuple[int, ...]) -> Bags:

@@ -23,14 +23,14 @@ from tierstore.cache.tiers.store import StoreTier
 from tierstore.errors import StoreIOError, TierFullError
 from tierstore.keys import make_keys
 from tierstore.store.directory import open_store
-from tierstore.store.protocol import TableSpec
+from tierstore.store.protocol import StoredTable
 
 ROW = 32
 ROOM = 20
 
 
 def store(path: Path, engine: str) -> Tier:
-    specs = [TableSpec(f"t{i}", i, 1000, 8, ROW, {"name": "sgd"}, 0, {"kind": "zeros"}) for i in range(2)]
+    specs = [StoredTable(f"t{i}", i, 1000, 8, ROW, {"name": "sgd"}, 0, {"kind": "zeros"}) for i in range(2)]
     return StoreTier("ssd", open_store(path / "rows", engine, specs), ROW, GroupStats(2))
 
 

@@ -22,6 +22,7 @@ from tierstore.sharding import (
     DistributedModelParallel,
     ShardedEmbeddingBagCollection,
     ShardingEnv,
+    ShardingOptions,
     ShardingPlan,
     construct_plan,
     row_wise,
@@ -127,9 +128,8 @@ def counts_collectives() -> None:
     calls = []
     original = {name: getattr(ShardingEnv, name) for name in ("gather", "all_to_all")}
     plan = construct_plan(configs(), {config.name: row_wise() for config in configs()}, 2)
-    bags = ShardedEmbeddingBagCollection(
-        configs(), plan, ShardingEnv.of(None), config=TierConfig(hbm="all"), optimizer=optim.SGD(lr=0.1)
-    )
+    options = ShardingOptions(config=TierConfig(hbm="all"), optimizer=optim.SGD(lr=0.1))
+    bags = ShardedEmbeddingBagCollection(configs(), plan, ShardingEnv.of(None), options=options)
     for name, call in original.items():
 
         def counted(*args: Any, _call: Any = call, **more: Any) -> Any:

@@ -168,13 +168,13 @@ def stages() -> None:
     dmp = model(env, TierConfig(hbm="64KiB", ssd="64MiB", engine="memory"))
     bags = dmp.sharded["bags"]
     begun: list[InputExchange] = []
-    original = bags.begin_exchange
+    original = bags.lookups.begin
 
     def begin(features: Any) -> InputExchange:
         begun.append(original(features))
         return begun[-1]
 
-    bags.begin_exchange = begin  # type: ignore[method-assign]
+    bags.lookups.begin = begin  # type: ignore[method-assign]
     for step, features in enumerate(tierstore.prefetch(data, dmp, depth=1, window=1)):
         loss = dmp(features)[0]
         if 0 < step < 5:  # nothing but the other threads works now

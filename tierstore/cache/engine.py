@@ -29,7 +29,7 @@ from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError, StoreFullError
 from tierstore.initializers import as_init
 from tierstore.store.directory import DirectoryStore, open_store
-from tierstore.store.protocol import CommitInfo, TableSpec
+from tierstore.store.protocol import CommitInfo, StoredTable
 
 logger = logging.getLogger("tierstore")
 
@@ -100,9 +100,9 @@ class Engine:
             raise
         self._group_of = {table: group for group in self.groups for table in group.tables}
 
-    def _spec(self, index: int, table: Table, seed: int) -> TableSpec:
+    def _spec(self, index: int, table: Table, seed: int) -> StoredTable:
         override = self.config.table(table.origin or table.name)
-        return TableSpec(
+        return StoredTable(
             name=table.name,
             index=index,
             num_embeddings=table.num_embeddings,

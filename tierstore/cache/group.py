@@ -152,7 +152,7 @@ class TierGroup:
                         self.stack.end_lookup(pinned.seq, missing)
                     with stage("plan_seconds"):
                         self._count(plan, pinned, found)
-                    pinned.slots, pinned.rows_addr = plan.slots, self.fast.rows_addr
+                    pinned.slots, pinned.device_rows = plan.slots, self.fast.rows
                 except BaseException:
                     self._take_back(plan, missing, found)
                     raise
@@ -278,7 +278,7 @@ class TierGroup:
             if found.pieces:
                 slots, keys = slots[~found.here], keys[~found.here]
         if len(keys):
-            self.layout.initialise(self.fast.rows_addr, slots, keys)
+            self.fast.rows.initialise(self.layout.initial, slots, keys)
 
     def _count(self, plan: Any, pinned: PinnedRows, every: list[FoundRows]) -> None:
         assert pinned.csr is not None
@@ -298,16 +298,15 @@ class TierGroup:
 
     def read(self, keys: Keys, rows: RowBytes) -> None:
         """Copy the rows of ``keys`` (n,), without repeats, to ``rows``; no tier changes."""
-        left = np.arange(len(keys), dtype=np.int32)
+        copies, left = _core.HostRows.view(rows), np.arange(len(keys), dtype=np.int32)
         with self.residency_lock:
             self.check_open()
             for found in self.stack.find(keys, self.stack.tiers):
                 for positions, data, source in found.pieces:
-                    address = data.ctypes.data
-                    _core.copy_in(rows.ctypes.data, self.layout.row_bytes, left[positions], address, source)
+                    copies.copy_in(left[positions], data, source)
                 left = left[~found.here]
             self.stats.counters.read_rows += len(keys)
-        self.layout.initialise(rows.ctypes.data, left, keys[left])
+        self.layout.initialise(rows, left, keys[left])
 
     def touched_keys(self, table: int) -> Iterator[Keys]:
         """Yield the keys of ``table`` that some tier has, in chunks, each once."""

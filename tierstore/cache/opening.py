@@ -16,7 +16,7 @@ from tierstore.cache.tiers.memory import TierPlan, bytes_for
 from tierstore.cache.tiers.registry import TierRequest, make_tiers
 from tierstore.config import TierConfig
 from tierstore.initializers import Init, table_seed
-from tierstore.store.protocol import RowStore, TableSpec
+from tierstore.store.protocol import RowStore, StoredTable
 
 READ_AHEAD_BYTES = 8 << 20
 """What rows that are read ahead of their plan may take, in all."""
@@ -31,7 +31,7 @@ class GroupOpening:
     def __init__(
         self,
         tables: Sequence[Table],
-        specs: Sequence[TableSpec],
+        specs: Sequence[StoredTable],
         config: TierConfig,
         optimizer: Any,
         policy: Any,

@@ -29,13 +29,14 @@ class Owner(Protocol):
 
 
 class Rows:
-    """Rows of one deduplicated lookup at ``rows_addr``: unique row u is at slot ``slots[u]``, position p uses
-    ``inverse[p]`` (-1: skipped)."""
+    """Rows of one deduplicated lookup in ``device_rows``: unique row u is at slot ``slots[u]``, position p
+    uses ``inverse[p]`` (-1: skipped)."""
+
+    device_rows: _core.HostRows
 
     def __init__(self, group: Owner, batch: Any) -> None:
         self.group = group
         self.batch = batch
-        self.rows_addr = 0
         self.slots: NDArray[np.int32] = np.empty(0, np.int32)
 
     @property
@@ -45,7 +46,7 @@ class Rows:
     def copied(self) -> ReadRows:
         """Return a copy of the rows as they are now."""
         data = _core.rows_array(len(self.slots), self.group.layout.row_bytes)
-        _core.copy_out(self.rows_addr, self.group.layout.row_bytes, self.slots, data.ctypes.data)
+        self.device_rows.copy_out(self.slots, data)
         return ReadRows(self.group, self.batch, data)
 
 
@@ -55,7 +56,7 @@ class ReadRows(Rows):
     def __init__(self, group: Owner, batch: Any, data: NDArray[np.uint8]) -> None:
         super().__init__(group, batch)
         self.data = data
-        self.rows_addr = data.ctypes.data
+        self.device_rows = _core.HostRows.view(data)
         self.slots = np.arange(len(data), dtype=np.int32)
 
 

@@ -13,7 +13,7 @@ from cache_policies.live import LiveCurves
 from cache_policies.table_curve import TableCurve
 from tierstore.cache.group import TierGroup
 from tierstore.cache.stats import GroupCounters, TierCounters
-from tierstore.store.protocol import TableSpec
+from tierstore.store.protocol import StoredTable
 
 logger = logging.getLogger("tierstore")
 
@@ -39,7 +39,7 @@ def report(groups: Sequence[TierGroup], tables: Sequence[TableCurve]) -> dict[st
     }
 
 
-def table_curve(spec: TableSpec, curves: LiveCurves) -> TableCurve:
+def table_curve(spec: StoredTable, curves: LiveCurves) -> TableCurve:
     """Return a table as ``curves``, its group's, know it by now."""
     rows, accesses = curves.per_batch(spec.index)
     curve, footprint = curves.curve(spec.index), curves.footprint(spec.index)

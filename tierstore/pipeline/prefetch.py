@@ -11,7 +11,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from tierstore.config import MAX_DEPTH, is_whole
+from tierstore.config import MAX_DEPTH, is_integer
 from tierstore.errors import ConfigError, RankError
 from tierstore.modules.base import TieredModule
 from tierstore.pipeline.learning import Call, Recorder, leaves
@@ -74,7 +74,7 @@ def prefetch(
 def _number(name: str, value: int | str, most: int) -> int | None:
     if value == "auto":
         return None
-    if not is_whole(value, 0, most):
+    if not is_integer(value, 0, most):
         raise ConfigError(f'{name} is {value!r}; it must be "auto" or an integer from 0 to {most}')
     return value
 

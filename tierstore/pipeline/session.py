@@ -340,13 +340,13 @@ class Session:
             if self._broken:
                 return
             place = self._lookups = self._lookups + 1
-            seq = part.chain.order.take()
-            part.rows = pinned = PinnedRows(part.chain, part.batch, seq, partial(self._demand, place))
-            planned.lookups.append((part.chain, pinned))
+            seq = part.group.order.take()
+            part.rows = pinned = PinnedRows(part.group, part.batch, seq, partial(self._demand, place))
+            planned.lookups.append((part.group, pinned))
             planned.last = place
-            planned.first.setdefault(id(part.chain), seq)
+            planned.first.setdefault(id(part.group), seq)
             try:
-                part.chain.announce(seq, part.batch)
+                part.group.announce(seq, part.batch)
             except BaseException as error:
                 pinned.fail(error)
                 self._break()

@@ -129,7 +129,7 @@ class ReadAhead:
             self._kept = _core.HeldRows(most, self._row_bytes)
         slots = self._kept.add(keys[wanted])
         source = wanted.astype(np.int32)
-        _core.copy_in(self._kept.rows_addr, self._row_bytes, slots, rows.ctypes.data, source)
+        _core.HostRows.view(self._kept.rows(most)).copy_in(slots, rows, source)
 
     def rows_evicted(self, keys: Keys, next_use: NDArray[np.int64]) -> None:
         """Queue clean rows again that have left memory before they are used."""
