@@ -10,10 +10,8 @@ another is part of them. So nothing else should run meanwhile.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,12 +22,9 @@ from scipy.optimize import nnls
 
 import tierstore
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor, TierConfig
-from tierstore.cache import lookup_order
 from tierstore.cache.engine import set_num_threads
 from tierstore.cache.tiers.memory import bytes_for
-from tierstore.cache.tiers.read_ahead import ReadAhead
 from tierstore.optim import RowWiseAdagrad
-from tierstore.pipeline.session import Session
 from tierstore.planner.topology import ROW_SIZE_COSTS
 
 from ._neighbours import LOUD, Neighbours
@@ -60,60 +55,14 @@ KINDS = {
 _ROUNDS = 3
 
 
-class Clock:
-    """Seconds of the prefetching thread per batch, its waits left out: until it is deduplicated and
-    announced, then until its rows are in place."""
-
-    def __init__(self) -> None:
-        self.index: list[float] = []
-        self.plan: list[float] = []
-        self._own = threading.local()  # other threads wait, too
-
-    @property
-    def fetch(self) -> list[float]:
-        """Both, of every batch that was planned."""
-        return [index + plan for index, plan in zip(self.index, self.plan, strict=False)]
-
-    def _timed(self, work: Callable[..., None], into: list[float]) -> Callable[..., None]:
-        def timed(*args: Any) -> None:
-            start, self._own.waited = time.perf_counter(), 0.0
-            work(*args)
-            into.append(time.perf_counter() - start - self._own.waited)
-
-        return timed
-
-    def _waiting(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **options: Any) -> Any:
-            wall, busy = time.perf_counter(), time.thread_time()
-            try:
-                return call(*args, **options)
-            finally:
-                waited = (time.perf_counter() - wall) - (time.thread_time() - busy)
-                self._own.waited = getattr(self._own, "waited", 0.0) + waited
-
-        return timed
-
-    @contextmanager
-    def watching(self, bags: Any) -> Iterator[Clock]:
-        """Times the prefetches that begin meanwhile, and the store of ``bags``."""
-        order = lookup_order.LookupOrder
-        places: list[tuple[Any, str, Callable[..., Any]]] = [
-            (Session, "_prepare", self._timed(Session._prepare, self.index)),
-            (Session, "_plan", self._timed(Session._plan, self.plan)),
-            (order, "wait_released", self._waiting(order.wait_released)),
-            (ReadAhead, "wait", self._waiting(ReadAhead.wait)),
-        ]
-        store = bags.engine.store
-        if store is not None:
-            places += [(store, name, self._waiting(getattr(store, name))) for name in ("read", "write")]
-        before = [getattr(owner, name) for owner, name, _ in places]
-        for owner, name, timed in places:
-            setattr(owner, name, timed)
-        try:
-            yield self
-        finally:
-            for (owner, name, _), original in zip(places, before, strict=True):
-                setattr(owner, name, original)
+def planning_seconds(bags: Any) -> float:
+    """Return the seconds that deduplicating, announcing, planning and moving rows have taken so far, without
+    waits for other batches and for the drive."""
+    every = [group.stats.counters for group in bags.engine.groups]
+    return sum(
+        c.announce_seconds + c.plan_seconds + c.fetch_seconds + c.move_seconds - c.blocked_seconds
+        for c in every
+    )
 
 
 @dataclass(frozen=True)
@@ -227,19 +176,19 @@ def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps
     drawn = [
         [names[np.searchsorted(edges, random.random(count))] for _ in tables] for _ in range(steps + _WARM)
     ]
-    clock, compute, counts = Clock(), [], []
+    fetch, compute, counts = [planning_seconds(bags)], [], []
     batches = [_features(bags, ids) for ids in drawn]
     groups = bags.engine.groups
     width = sum(table.embedding_dim for table in tables)
     output_grad, dense = torch.ones(count // _BAG, width), _Dense(count // _BAG, width)
     neighbours = Neighbours()
-    with clock.watching(bags):
-        for features in tierstore.prefetch(iter(batches), bags, depth=_DEPTH, window=_WINDOW):
-            start = time.thread_time()
-            bags(features).values().backward(output_grad)
-            compute.append(time.thread_time() - start)
-            dense.step()
-            counts.append([_counted(group) for group in groups])
+    for features in tierstore.prefetch(iter(batches), bags, depth=_DEPTH, window=_WINDOW):
+        start = time.thread_time()
+        bags(features).values().backward(output_grad)
+        compute.append(time.thread_time() - start)
+        dense.step()
+        counts.append([_counted(group) for group in groups])
+        fetch.append(planning_seconds(bags))
     others = neighbours.share()
     parts = []
     for i, group in enumerate(groups):
@@ -248,13 +197,13 @@ def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps
         unique = float(np.mean([sum(len(np.unique(ids[t])) for t in own) for ids in drawn]))
         layout = group.layout.dim, group.layout.row_bytes
         parts.append(Part(*layout, count * len(own), unique, float(missed), float(read)))
-    # The last batches are planned without as many behind them in the window.
-    typical = slice(_WARM, -_WINDOW)
-    stages = (_middle(values[typical]) for values in (clock.fetch, compute))
+    # During the last steps no more batches are announced or planned.
+    typical = slice(_WARM, -_WINDOW - _DEPTH)
+    stages = (_middle(values[typical]) for values in (np.diff(fetch), compute))
     return Sample(mode, parts, *stages, others)
 
 
-def _middle(seconds: Sequence[float]) -> float:
+def _middle(seconds: Sequence[float] | NDArray[np.float64]) -> float:
     """The median of the means of :data:`_CHUNK` neighbours each."""
     chunks = np.array_split(np.array(seconds), max(1, len(seconds) // _CHUNK))
     return float(np.median([chunk.mean() for chunk in chunks]))

@@ -24,7 +24,7 @@ from tierstore.planner.planner import Solution, placements
 from tierstore.planner.tables import prepared, spec_of_config
 
 from ._neighbours import LOUD, Neighbours
-from ._runtime_costs import Clock
+from ._runtime_costs import planning_seconds
 
 DEPTH, WINDOW, BAG = 2, 8, 8
 LR = 0.01
@@ -212,7 +212,7 @@ class Job:
         self.bags = self._collection(RowWiseAdagrad(lr=LR))
         self.model = Model(self.bags, data.width)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
-        self.clock, self.turns = Clock(), list[dict[str, float]]()
+        self.turns = list[dict[str, float]]()
         self.drawn, self.step = deque[KeyedJaggedTensor](), RECORDED
         self.batches = tierstore.prefetch(self._loader(), self.model, depth=DEPTH, window=WINDOW)
 
@@ -248,33 +248,32 @@ class Job:
     def train(self, turns: Turns) -> None:
         neighbours = Neighbours()
         self._draw(turns.warm + WINDOW + DEPTH + 2)
-        with self.clock.watching(self.bags):
-            self._steps(turns.warm)
-            self.bags.engine.reset_stats()
-            calm = 0
-            self._draw(turns.turns * turns.steps)
-            while calm < turns.turns and len(self.turns) < 2 * turns.turns:
-                if len(self.drawn) < turns.steps:
-                    self._draw(turns.steps)
-                    self._steps(WINDOW)
-                neighbours.share()
-                self.turns.append(self._turn(turns.steps))
-                self.turns[-1]["others"] = neighbours.share()
-                calm += self.turns[-1]["others"] < LOUD
+        self._steps(turns.warm)
+        self.bags.engine.reset_stats()
+        calm = 0
+        self._draw(turns.turns * turns.steps)
+        while calm < turns.turns and len(self.turns) < 2 * turns.turns:
+            if len(self.drawn) < turns.steps:
+                self._draw(turns.steps)
+                self._steps(WINDOW)
+            neighbours.share()
+            self.turns.append(self._turn(turns.steps))
+            self.turns[-1]["others"] = neighbours.share()
+            calm += self.turns[-1]["others"] < LOUD
 
     def _steps(self, count: int) -> None:
         for _ in range(count):
             train_step(self.model, self.optimizer, next(self.batches))
 
     def _turn(self, count: int) -> dict[str, float]:
-        first = len(self.clock.plan)
+        planning = planning_seconds(self.bags)
         start, busy, all_ = time.perf_counter(), time.thread_time(), time.process_time()
         self._steps(count)
         return {
             "step": (time.perf_counter() - start) / count,
             "compute": (time.thread_time() - busy) / count,
             "process": (time.process_time() - all_) / count,
-            "fetch": float(np.mean(self.clock.fetch[first:])),
+            "fetch": (planning_seconds(self.bags) - planning) / count,
         }
 
     def result(self) -> dict[str, Any]:

@@ -45,7 +45,8 @@ def make_fail(module: Bags, fail_at: set[int]) -> Failing:
     store = Failing(module.engine.store, fail_at)
     module.engine.store = store
     for group in module.engine.groups:
-        group.below.store = store
+        tier: Any = group.stack.lasting[0]
+        tier.store = store
     return store
 
 

@@ -65,7 +65,7 @@ class Rig:
         with self.lock:
             pieces = self.ahead.find(np.array(keys, np.uint64))
         return {
-            keys[p]: int(rows[slot, 0])
+            keys[p]: rows[slot, 0]
             for at, rows, slots in pieces
             for p, slot in zip(at.tolist(), slots.tolist(), strict=True)
         }
@@ -74,7 +74,7 @@ class Rig:
         """The rows of these keys leave memory in this version; they are used next by these lookups."""
         keys = np.array(list(uses), np.uint64)
         with self.lock:
-            self.ahead.written(keys)
+            self.ahead.rows_overwritten(keys)
             self.store.version.update((key, version) for key in uses)
             rows = np.full((len(uses), ROW), version, np.uint8)
             self.ahead.keep(keys, rows, np.array(list(uses.values())))
@@ -82,10 +82,10 @@ class Rig:
     def plan(self, seq: int, *keys: int) -> None:
         """Lookup ``seq`` is planned and takes these rows."""
         with self.lock:
-            self.ahead.begun(seq)
+            self.ahead.lookup_begun(seq)
         self.ahead.wait(seq)
         with self.lock:
-            self.ahead.taken(seq, np.array(keys, np.uint64))
+            self.ahead.lookup_filled(seq, np.array(keys, np.uint64))
 
     def wait_idle(self) -> None:
         deadline = time.monotonic() + 20
@@ -129,13 +129,13 @@ def test_rows_written_during_or_after_the_read_are_not_given(rig: Rig) -> None:
     rig.announce(0, 2, 4, 6, 8)
     assert rig.store.begun.wait(20)
     with rig.lock:
-        rig.ahead.written(np.array([4, 99], np.uint64))
+        rig.ahead.rows_overwritten(np.array([4, 99], np.uint64))
         rig.store.version[4] = 2
     rig.store.go.set()
     rig.wait_idle()
     assert rig.find(2, 4, 6, 8) == {2: 1, 6: 1, 8: 1}
     with rig.lock:
-        rig.ahead.written(np.array([8, 7], np.uint64))
+        rig.ahead.rows_overwritten(np.array([8, 7], np.uint64))
     assert rig.find(2, 4, 6, 8) == {2: 1, 6: 1}
 
 
@@ -155,7 +155,7 @@ def test_a_plan_waits_for_the_read_that_has_its_rows(rig: Rig) -> None:
 
 def test_lookups_that_are_planned_or_too_large_are_not_read(rig: Rig) -> None:
     with rig.lock:
-        rig.ahead.begun(3)
+        rig.ahead.lookup_begun(3)
         rig.announce(3, 2)
         rig.announce(4, *range(0, 200, 2))
         rig.announce(5, 4)
@@ -241,7 +241,7 @@ def test_rows_that_come_back_are_kept_until_they_are_taken_or_written(rig: Rig) 
     rig.keep(3, {4: 6})
     assert rig.find(4) == {4: 3}
     with rig.lock:
-        rig.ahead.written(np.array([4], np.uint64))
+        rig.ahead.rows_overwritten(np.array([4], np.uint64))
     assert rig.find(4) == {}
     assert rig.ahead.memory_bytes() == 0
     rig.keep(4, {4: 6})
@@ -286,11 +286,11 @@ def test_rows_that_leave_memory_unkept_before_their_lookup_are_read(told: Rig) -
         told.announce(1)  # all that it asks for is in memory
         told.announce(2, 4)
         # 50 leave where 32 may be kept, and two that the store has in this version.
-        told.ahead.written(np.arange(500, 600, 2, dtype=np.uint64))
+        told.ahead.rows_overwritten(np.arange(500, 600, 2, dtype=np.uint64))
         told.store.version.update((key, 2) for key in range(500, 600, 2))
         rows, uses = np.full((50, ROW), 2, np.uint8), np.repeat([1, 2], 25)
         told.ahead.keep(np.arange(500, 600, 2, dtype=np.uint64), rows, uses)
-        told.ahead.left(np.array([6, 8], np.uint64), np.array([2, NEVER]))
+        told.ahead.rows_evicted(np.array([6, 8], np.uint64), np.array([2, NEVER]))
     told.store.go.set()
     told.wait_idle()
     assert told.store.asked == [[2, 4, 6, *range(500, 536, 2)]]
@@ -302,7 +302,7 @@ def test_rows_that_leave_after_their_lookup_was_read_are_left_to_its_plan(told: 
     told.announce(3, 2)
     told.wait_idle()
     with told.lock:
-        told.ahead.left(np.array([4], np.uint64), np.array([3]))
+        told.ahead.rows_evicted(np.array([4], np.uint64), np.array([3]))
     told.plan(3, 2, 4)
     told.announce(4, 6)
     told.wait_idle()

@@ -1,7 +1,7 @@
 """What has to end before the interpreter does.
 
 A thread that comes back from native code while the interpreter is torn down aborts the process or hangs it.
-Tables, and what runs threads above them, are therefore ended by the one function that is registered here:
+Tables, and objects with threads above them, are therefore ended by the one function that is registered here:
 when the main program and its threads are over, the newest first, whatever the program left undone.
 """
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("tierstore")
 
 class Ending(Protocol):
     def end_at_exit(self) -> None:
-        """Ends its threads for good. May be called again, and after an orderly end."""
+        """End its threads for good. May be called again, and after an orderly end."""
 
 
 _running: WeakValueDictionary[int, Ending] = WeakValueDictionary()
@@ -27,7 +27,7 @@ _numbers = itertools.count()
 
 
 def end_at_exit(thing: Ending) -> None:
-    """Has ``thing`` ended with the process, as long as something else refers to it."""
+    """End ``thing`` with the process, as long as something else refers to it."""
     _running[next(_numbers)] = thing
 
 
@@ -38,12 +38,12 @@ def _end_all() -> None:
             continue
         try:
             thing.end_at_exit()
-        except BaseException as error:  # the others have to end, and the exit code is the program's
+        except BaseException as error:  # further things have to end, and the exit code is the program's
             logger.warning("%s did not end as it should: %r", type(thing).__name__, error)
 
 
 def _forget_all() -> None:
-    """A forked child has none of the threads, and its locks may be held by those that it does not have."""
+    """Forget everything in a forked child, which has none of the threads that may hold the locks."""
     global _running
     _running = WeakValueDictionary()
 

@@ -1,7 +1,7 @@
 """How the budgets of the memory tiers are divided among tables and groups (one per row layout).
 
-First come tables with bytes of their own (``TableOverride``): these slots are theirs, and they get no others.
-Then, in ``hbm``, small tables become wholly resident: those of at most a sixteenth of the largest table's
+First come tables with bytes of their own (``TableOverride``): these slots are theirs, and they get no more.
+Then, in ``hbm``, small tables become wholly resident: tables of at most a sixteenth of the largest table's
 bytes, smallest first, up to half of what is left where their whole row layout is small, else up to a 32nd.
 The other tables of a group share its slots; groups get bytes in proportion to their tables', and never more
 than all of their rows take.
@@ -67,7 +67,7 @@ class GroupDemand:
         return sum(stated) if len(stated) == len(shares) else self.rows * self.row_bytes
 
     def without(self, tables: Iterable[int]) -> GroupDemand:
-        """The same without some tables, by their indices."""
+        """Return the same demand without some tables, by their indices."""
         gone = set(tables)
         return replace(self, tables=tuple(table for table in self.tables if table.index not in gone))
 
@@ -75,7 +75,7 @@ class GroupDemand:
 def divide(
     budget: int, demands: Sequence[GroupDemand], policy: Any, tier: str, admission: Any = "always"
 ) -> list[TierPlan]:
-    """Slots per group for ``budget`` bytes.
+    """Return the slots per group for ``budget`` bytes.
 
     Raises ``ConfigError`` that names the minimum if the budget cannot hold what tables have to themselves and
     ``MIN_SLOTS`` rows per group.
@@ -111,7 +111,7 @@ def divide(
 
 
 def _without(demands: Sequence[GroupDemand], own: Sequence[Sequence[OwnShare]]) -> list[GroupDemand]:
-    """The demands of tables that share."""
+    """Return the demands of tables that share slots."""
     return [
         demand.without(index for share in shares for index in share.tables)
         for demand, shares in zip(demands, own, strict=True)
@@ -149,7 +149,8 @@ def _most(demand: GroupDemand, policy: Any, admission: Any) -> int:
 
 
 def _small(budget: int, demands: Sequence[GroupDemand], least: int) -> list[list[TableDemand]]:
-    """The tables of each group that become wholly resident; ``least``: what all groups need beside them."""
+    """Return the tables of each group that become wholly resident; ``least``: bytes that all groups need
+    beside these tables."""
     found: list[list[TableDemand]] = [[] for _ in demands]
     sizes = [
         (table.rows * demand.row_bytes, group, table)
@@ -178,7 +179,7 @@ def _small(budget: int, demands: Sequence[GroupDemand], least: int) -> list[list
 def _divide_shared(
     budget: int, demands: Sequence[GroupDemand], policy: Any, admission: Any
 ) -> list[tuple[int, bool]]:
-    """Slots that the tables of each group share, and whether they hold all rows."""
+    """Return the slots that the tables of each group share, and whether they hold all rows."""
     least = [_least(d, policy, admission) for d in demands]
     most = [_most(d, policy, admission) for d in demands]
     shares = _fill(budget, least, most, [d.weight for d in demands])
@@ -193,8 +194,8 @@ def _divide_shared(
 
 
 def _fill(budget: int, least: list[int], most: list[int], weight: list[int]) -> list[int]:
-    """Shares in proportion to ``weight`` within [least, most]; what a capped group cannot use goes to
-    the others."""
+    """Return shares in proportion to ``weight`` within [least, most]; what a capped group cannot use goes to
+    the groups that are not capped."""
     share = list(least)
     while True:
         open_ = [i for i in range(len(share)) if share[i] < most[i]]
@@ -210,7 +211,7 @@ def _fill(budget: int, least: list[int], most: list[int], weight: list[int]) -> 
 
 
 def fast_tiers(config: TierConfig, demands: Sequence[GroupDemand], policy: Any) -> list[TierPlan]:
-    """The ``hbm`` tiers. With ``hbm="all"`` each may grow to all its rows, or to what the machine's
+    """Return the ``hbm`` tiers. With ``hbm="all"`` each may grow to all its rows, or to what the machine's
     memory holds."""
     if config.keeps_all:
         memory = memory_limit()
@@ -223,12 +224,12 @@ def fast_tiers(config: TierConfig, demands: Sequence[GroupDemand], policy: Any) 
 def host_tiers(
     config: TierConfig, demands: Sequence[GroupDemand], policy: Any, fast: Sequence[TierPlan]
 ) -> list[TierPlan | None]:
-    """The ``uvm`` tiers; None where there is none. Tables that stay in ``hbm`` need nothing of it."""
+    """Return the ``uvm`` tiers; None where there is none. Tables that stay in ``hbm`` need no ``uvm``."""
     if not config.uvm:
         return [None] * len(demands)
-    below = [
+    rest = [
         demand.without(index for share in plan.own if share.holds_all for index in share.tables)
         for demand, plan in zip(demands, fast, strict=True)
     ]
-    plans = divide(int(config.uvm), below, policy, "uvm")
+    plans = divide(int(config.uvm), rest, policy, "uvm")
     return [plan if plan.capacity else None for plan in plans]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,28 +14,26 @@ from numpy.typing import NDArray
 from cache_policies.table_curve import TableCurve, planner_document
 from tierstore import _core
 from tierstore.cache.at_exit import end_at_exit
-from tierstore.cache.budget import GroupDemand, TableDemand, fast_tiers, host_tiers
 from tierstore.cache.group import TierGroup
-from tierstore.cache.layout import RowLayout, Segment
+from tierstore.cache.layout import Segment
 from tierstore.cache.loss import warns_of_loss
+from tierstore.cache.opening import GroupOpening
 from tierstore.cache.process import OwnProcess
 from tierstore.cache.report import report, table_curve, warn_of_uncommitted
 from tierstore.cache.row_access import overwrite_rows, read_rows, reset_rows, rows_in_piece, touched_ids
 from tierstore.cache.table import Table as Table
-from tierstore.cache.tiers.memory import MemoryTier, TierPlan, as_policy, bytes_for
+from tierstore.cache.tiers.memory import as_policy
 from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.cache.versions import Versions
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError, StoreFullError
-from tierstore.initializers import Init, as_init, table_seed
+from tierstore.initializers import as_init
 from tierstore.store.directory import DirectoryStore, open_store
 from tierstore.store.protocol import CommitInfo, StoredTable
 
 logger = logging.getLogger("tierstore")
 
 META_VERSION = 1
-READ_AHEAD_BYTES = 8 << 20
-"""What rows that are read ahead of their plan may take, in all."""
 
 
 class Engine:
@@ -82,14 +79,9 @@ class Engine:
     # -- construction --------------------------------------------------------------------
 
     def _open(self, at: int | str) -> None:
-        """Opens the store, and empty memory tiers above it."""
-        config, groups = self.config, self._groups()
-        demands = {
-            tier: [self._demand(name, members, tier) for name, members in groups.items()]
-            for tier in ("hbm", "uvm")
-        }
-        fast = fast_tiers(config, demands["hbm"], self.policy)
-        host = host_tiers(config, demands["uvm"], self.policy, fast)
+        """Open the store, and empty tiers above it."""
+        config = self.config
+        opening = GroupOpening(self.tables, self.specs, config, self.optimizer, self.policy)
         self.store: DirectoryStore | None = None
         if config.ssd:
             cap, io = config.ssd_cap, config.io
@@ -97,9 +89,7 @@ class Engine:
                 config.path, config.engine, self.specs, cap, io=io, keep=self._keep, at=at
             )
         try:
-            self.groups = [
-                self._group(*item) for item in zip(demands["hbm"], groups.values(), fast, host, strict=True)
-            ]
+            self.groups = opening.groups(self.store)
             self._load_meta()
             self._position = at or max((commit.id for commit in self.commits()), default=0)
             """The commit that the store was opened at or made last."""
@@ -108,11 +98,7 @@ class Engine:
             if self.store is not None:
                 self.store.close()
             raise
-        self._group_of: dict[int, TierGroup] = {
-            table: group
-            for group, members in zip(self.groups, groups.values(), strict=True)
-            for table in members
-        }
+        self._group_of = {table: group for group in self.groups for table in group.tables}
 
     def _spec(self, index: int, table: Table, seed: int) -> StoredTable:
         override = self.config.table(table.origin or table.name)
@@ -126,65 +112,6 @@ class Engine:
             seed=seed if override.seed is None else override.seed,
             init=as_init(override.init, table.init).to_dict(),
         )
-
-    def _groups(self) -> dict[str, list[int]]:
-        groups: dict[str, list[int]] = {}
-        for spec in self.specs:
-            groups.setdefault(f"dim{spec.embedding_dim}", []).append(spec.index)
-        return groups
-
-    def _demand(self, name: str, members: list[int], tier: str) -> GroupDemand:
-        pieces = Counter(table.origin or table.name for table in self.tables)
-        tables = []
-        for index in members:
-            table = self.tables[index]
-            origin = table.origin or table.name
-            override = self.config.table(origin)
-            own, share = getattr(override, tier), getattr(override, f"{tier}_share")
-            own = None if own is None else own // pieces[origin]
-            tables.append(TableDemand(index, table.name, table.most_rows, own, share))
-        return GroupDemand(name, self.specs[members[0]].row_bytes, tuple(tables))
-
-    def _group(
-        self, demand: GroupDemand, members: list[int], fast: TierPlan, host: TierPlan | None
-    ) -> TierGroup:
-        dim = self.specs[members[0]].embedding_dim
-        layout = RowLayout.of(
-            dim,
-            demand.row_bytes,
-            self.optimizer.state_floats(dim),
-            self.optimizer.initial_state,
-            [Init(**spec.init) for spec in self.specs],
-            [
-                table_seed(spec.seed, table.origin or table.name)
-                for spec, table in zip(self.specs, self.tables, strict=True)
-            ],
-            [table.column for table in self.tables],
-        )
-        tiers = [
-            None
-            if plan is None
-            else MemoryTier(
-                name,
-                plan,
-                demand.row_bytes,
-                self.policy,
-                tables=len(self.tables),
-                admission=admission,
-                overflows=name == "hbm" and plan.evicts,
-            )
-            for name, plan, admission in (("hbm", fast, self.config.admission), ("uvm", host, "always"))
-        ]
-        assert tiers[0] is not None
-        ahead = self._read_ahead_bytes(fast, demand.row_bytes)
-        return TierGroup(demand.name, layout, tiers[0], tiers[1], self.store, members, ahead)
-
-    def _read_ahead_bytes(self, fast: TierPlan, row_bytes: int) -> int:
-        """What rows that were read ahead may take, beside the fast tier: at most twice as much as it."""
-        if not fast.evicts or self.store is None:
-            return 0
-        tier = bytes_for(fast.capacity, row_bytes, self.policy, self.config.admission)
-        return min(READ_AHEAD_BYTES // len(self._groups()), 2 * tier)
 
     def _load_meta(self) -> None:
         meta = self.store.meta() if self.store is not None else b""
@@ -204,7 +131,7 @@ class Engine:
             raise ClosedError("the tables are closed; build the module again to use them")
 
     def table_index(self, name: str | None) -> int:
-        """Index of a table by name; None is allowed where there is only one."""
+        """Return the index of a table by name; None is allowed where there is only one."""
         if name is None:
             if len(self.tables) > 1:
                 raise InputError(f"name a table; there are {[table.name for table in self.tables]}")
@@ -232,7 +159,8 @@ class Engine:
     def read_rows(
         self, table: int, ids: NDArray[np.int64]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Weights (n, dim) and optimizer state (n, state floats) of ``ids`` (n,), copies; nothing changes."""
+        """Return weights (n, dim) and optimizer state (n, state floats) of ``ids`` (n,), copies; nothing
+        changes."""
         self.check_open()
         ids = np.ascontiguousarray(ids, np.int64)
         group, bound = self._group_of[table], self.tables[table].num_embeddings
@@ -257,7 +185,7 @@ class Engine:
         weight: NDArray[np.float32] | None,
         state: NDArray[np.float32] | None,
     ) -> None:
-        """Overwrites weights and/or optimizer state of ``ids``, which must not repeat; None leaves that
+        """Overwrite weights and/or optimizer state of ``ids``, which must not repeat; None leaves that
         part."""
         self.check_open()
         ids = np.ascontiguousarray(ids, np.int64)
@@ -277,31 +205,32 @@ class Engine:
         overwrite_rows(self._group_of[table], batch, change)
 
     def reset_rows(self, table: int) -> None:
-        """Gives the rows of a table their initial values and state again."""
+        """Give the rows of a table their initial values and state again."""
         self.check_open()
         self.changed([table])
         reset_rows(self._group_of[table], table)
 
     def touched_ids(self, table: int) -> Iterator[NDArray[np.int64]]:
-        """Ids that some tier holds a row of, in chunks, each once; all others have their initial values."""
+        """Return the ids that some tier holds a row of, in chunks, each once; all further rows have their
+        initial values."""
         self.check_open()
         return touched_ids(self._group_of[table], table)
 
     def changed(self, tables: Sequence[int]) -> None:
-        """Notes that rows of ``tables`` change: their versions, and that there is something to commit."""
+        """Note that rows of ``tables`` change: their versions, and that there is something to commit."""
         self.versions.changed(tables)
         self.uncommitted += 1
 
     # -- state ---------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Writes all dirty rows down to the store (not durable before :meth:`commit`)."""
+        """Write all dirty rows down to the store (not durable before :meth:`commit`)."""
         self.check_open()
         for group in self.groups:
             group.flush()
 
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
-        """Flushes and makes everything durable as one commit; returns its number. ``extra``: plain JSON
+        """Flush, make everything durable as one commit, and return its number. ``extra``: plain JSON
         values; ``tag``: a name by which the commit can be opened too."""
         self.check_open()
         if self.store is None:
@@ -318,22 +247,22 @@ class Engine:
         self._position = self.store.commit(json.dumps(meta).encode(), tag)
         self.uncommitted -= before
         for group in self.groups:
-            group.below.uncommitted = 0
+            group.stats.uncommitted_rows = 0
         return self._position
 
     def commits(self) -> list[CommitInfo]:
-        """The commits that the store keeps, oldest first; none without a store."""
+        """Return the commits that the store keeps, oldest first; none without a store."""
         self._process.check()
         return [] if self.store is None else self.store.commits()
 
     def drop_commit(self, id: int) -> None:
-        """Gives up a commit that is not the newest."""
+        """Give up a commit that is not the newest."""
         self.check_open()
         if self.store is not None:
             self.store.drop_commit(id)
 
     def go_to(self, commit: int) -> None:
-        """Makes the tables those of a commit that the store keeps; everything later is forgotten.
+        """Bring the tables back to a commit that the store keeps; everything later is forgotten.
 
         Raises ``ConfigError`` while lookups are in flight. If the store does not open any more, the tables
         are closed.
@@ -350,13 +279,13 @@ class Engine:
         self.closed = False
 
     def committed_extra(self) -> dict[str, Any]:
-        """``extra`` of the last commit."""
+        """Return the ``extra`` of the last commit."""
         self._process.check()
         meta = self.store.meta() if self.store is not None else b""
         return json.loads(meta).get("extra", {}) if meta else {}
 
     def close(self, *, commit: bool = True) -> None:
-        """Commits (if there is a store with a path) and releases everything. Calling it again does
+        """Commit (if there is a store with a path) and release everything. Calling it again does
         nothing, and neither does a call in a forked child.
 
         If the last commit has an ``extra`` it stays the last one, for that would be wrong of rows that were
@@ -395,7 +324,7 @@ class Engine:
             self.store.close()
 
     def end_at_exit(self) -> None:
-        """The process ends, and nobody has closed the tables."""
+        """Say what is lost, and close without a commit: the process ends."""
         self.warn_of_loss()
         self.close(commit=False)
 
@@ -407,9 +336,9 @@ class Engine:
             group.stats.reset()
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the last reset, sizes now: ``tiers`` (hit rates per access and per unique row),
-        ``memory`` (bytes), ``tables`` (estimated footprint and misses by cache size, since the engine was
-        opened; rows, hits and misses of each table in every tier), ``store``, and the counters of
+        """Return counters since the last reset, sizes now: ``tiers`` (hit rates per access and per unique
+        row), ``memory`` (bytes), ``tables`` (estimated footprint and misses by cache size, since the engine
+        was opened; rows, hits and misses of each table in every tier), ``store``, and the counters of
         ``cache.stats.GroupCounters``; ``groups`` has the same per row layout."""
         self._process.check()
         result = report(self.groups, self._table_curves())
@@ -418,7 +347,7 @@ class Engine:
         return result
 
     def table_curves(self) -> dict[str, Any]:
-        """Miss-ratio curves of the tables as estimated since the engine was opened, as plain JSON:
+        """Return miss-ratio curves of the tables as estimated since the engine was opened, as plain JSON:
         ``tierstore plan --stats`` reads it (docs/reference/policies.md)."""
         self._process.check()
         return planner_document("live", self._table_curves())
@@ -428,7 +357,7 @@ class Engine:
 
 
 def set_num_threads(count: int) -> None:
-    """Threads that the native kernels may use, at least 1; results do not depend on it."""
+    """Set the threads that the native kernels may use, at least 1; results do not depend on it."""
     if count < 1:
         raise ConfigError(f"the number of threads is {count}; it must be at least 1")
     _core.set_num_threads(count)

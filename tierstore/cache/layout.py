@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore._core import HostRows, InitialValues
-from tierstore.cache.tiers.memory import Keys
+from tierstore.cache.tiers.protocol import Keys
 from tierstore.initializers import KINDS, Init
 
 

@@ -36,7 +36,7 @@ class LookupOrder:
         self._bell = _thread.allocate_lock()  # free: something has changed since a waiting thread looked
         self._next = 0
         self.uses = _core.Uses()
-        """Of which every planned lookup makes itself one; those that are over are counted at the next
+        """Every planned lookup makes itself a use of these; uses that are over are counted at the next
         look."""
         self._returned: list[Slots] = []  # by lookups that are not counted any more
         self._in_use: Counter[int] = Counter()
@@ -44,7 +44,7 @@ class LookupOrder:
         self._waiting = 0
 
     def take(self, count: int = 1) -> int:
-        """Reserves ``count`` numbers for lookups that will be planned in this order; returns the first."""
+        """Reserve ``count`` numbers for lookups that will be planned in this order, and return the first."""
         with self._lock:
             first = self._next
             self._next += count
@@ -52,16 +52,16 @@ class LookupOrder:
 
     @property
     def last(self) -> int:
-        """The number handed out last, -1 before the first."""
+        """Return the number handed out last, -1 before the first."""
         return self._next - 1
 
     def open(self, seq: int) -> None:
-        """Lookup ``seq`` is being planned: from now on its rows are in use."""
+        """Count the rows of lookup ``seq`` as in use from now on: it is being planned."""
         with self._lock:
             self._in_use[seq] += 1
 
     def close(self, seq: int) -> None:
-        """Lookup ``seq`` was not planned after all."""
+        """Take :meth:`open` back: lookup ``seq`` was not planned after all."""
         with self._lock:
             self._close(seq)
         self.wake()
@@ -77,7 +77,7 @@ class LookupOrder:
             self._returned.append(slots)
 
     def take_returned(self) -> list[Slots]:
-        """Slots of lookups that are over, each lookup's once."""
+        """Return the slots of lookups that are over, each lookup's once."""
         with self._lock:
             self._settle()
             returned, self._returned = self._returned, []
@@ -88,17 +88,17 @@ class LookupOrder:
         return min(list(self._in_use), default=default)
 
     def oldest_in_use(self, default: int) -> int:
-        """The smallest number in use; ``default`` if there is none."""
+        """Return the smallest number in use; ``default`` if there is none."""
         with self._lock:
             return self._oldest(default)
 
     def wait_released(
         self, below: int, *, is_planner: bool = False, stop: Callable[[], bool] | None = None
     ) -> bool:
-        """Waits until no number below ``below`` is in use.
+        """Wait until no number below ``below`` is in use; return whether that is so.
 
-        False, early, when the caller is the planner and somebody else has to plan, or when ``stop()`` (tested
-        at every change; see :meth:`wake`).
+        Returns False, early, when the caller is the planner and somebody else has to plan, or when ``stop()``
+        (tested at every change; see :meth:`wake`).
         """
 
         def needed() -> bool:
@@ -112,14 +112,13 @@ class LookupOrder:
             self._bell.acquire(timeout=_WAIT_SECONDS)
 
     def wake(self) -> None:
-        """Lets a waiting thread test its condition again; were there more, the others would a little
-        later."""
-        with suppress(RuntimeError):  # it was told already
+        """Let a waiting thread test its condition again; further waiting threads do so a little later."""
+        with suppress(RuntimeError):  # it is awake already
             self._bell.release()
 
     @contextmanager
     def planner(self) -> Iterator[None]:
-        """The right to change which rows are where; others wait. Not for the main thread
+        """Hold the right to change which rows are where; other planners wait. Not for the main thread
         (``uninterrupted``)."""
         with self._lock:
             self._waiting += 1

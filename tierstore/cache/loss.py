@@ -6,26 +6,23 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tierstore.cache.group import TierGroup
+from tierstore.cache.group import TierGroup
 
 logger = logging.getLogger("tierstore")
 
 
 def uncommitted_rows(groups: Sequence[TierGroup]) -> int:
-    """Rows changed since the last commit; a row that was written down and changed again counts twice."""
-    dirty = (
-        slots for group in groups for tier in group.memory_tiers() for slots in tier.resident(only_dirty=True)
-    )
-    return sum(map(len, dirty)) + sum(group.below.uncommitted for group in groups)
+    """Return how many rows changed since the last commit; a row that was written down and changed again
+    counts twice."""
+    return sum(group.uncommitted_rows() for group in groups)
 
 
 def warns_of_loss(
     owner: Any, path: str | os.PathLike[str] | None, groups: Sequence[TierGroup]
 ) -> weakref.finalize:
-    """What to call when uncommitted rows of the lasting store ``path`` are dropped.
+    """Return what to call when uncommitted rows of the store at ``path`` are dropped.
 
     It is called when ``owner`` becomes garbage, or at the end of the process, unless ``detach()`` was.
     """

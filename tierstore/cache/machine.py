@@ -13,7 +13,7 @@ from tierstore.errors import ConfigError
 
 
 def check_machine(config: TierConfig) -> None:
-    """Raises ``ConfigError`` for budgets beyond this machine, and for a path whose parent does not exist.
+    """Raise ``ConfigError`` for budgets beyond this machine, and for a path whose parent does not exist.
 
     ``TierConfig(overcommit=True)`` allows such budgets: of swap space, or of a disk that grows.
     """
@@ -40,7 +40,7 @@ def check_machine(config: TierConfig) -> None:
 
 
 def check_parent(folder: Path, what: str) -> None:
-    """Raises ``ConfigError`` if the parent of ``folder`` is missing: its disk may not be mounted."""
+    """Raise ``ConfigError`` if the parent of ``folder`` is missing: its disk may not be mounted."""
     parent = folder.absolute().parent
     if not parent.exists():
         missing = next(p for p in reversed([parent, *parent.parents]) if not p.exists())
@@ -51,13 +51,14 @@ def check_parent(folder: Path, what: str) -> None:
 
 
 def host_memory() -> int:
-    """Bytes that this process can have: the machine's, or what its control groups allow."""
+    """Return the bytes that this process can have: the machine's, or what its control groups allow."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
 
 
 def _group_limits(own: Path, mounted: Path) -> Iterator[int]:
-    """Limits of the groups that ``own`` lists (version 2 and 1), and of those around them."""
+    """Yield the limits of the control groups that ``own`` lists (version 2 and 1), and of the groups around
+    them."""
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -77,7 +78,7 @@ def _group_limits(own: Path, mounted: Path) -> Iterator[int]:
 
 
 def file_system_bytes(path: str | os.PathLike[str] | None) -> int:
-    """Size of the file system of a folder that may not exist yet; 0 if it does not say."""
+    """Return the size of the file system of a folder that may not exist yet; 0 if it does not say."""
     folder = Path(tempfile.gettempdir() if path is None else path).absolute()
     there = next(place for place in (folder, *folder.parents) if place.exists())
     try:

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
-from tierstore.cache.device import DeviceRows
-from tierstore.cache.stats import Before
+from tierstore.cache.device import Device, DeviceRows
+from tierstore.cache.layout import RowLayout
+from tierstore.cache.lookup_order import LookupOrder
+from tierstore.cache.stats import Before, GroupStats
 from tierstore.cache.uninterrupted import Gate
 
-if TYPE_CHECKING:
-    from tierstore.cache.group import TierGroup
+
+class Owner(Protocol):
+    """What pinned rows need of their tier group."""
+
+    device: Device
+    layout: RowLayout
+    order: LookupOrder
+    stats: GroupStats
+
+    def wake(self) -> None:
+        """Let threads that wait for releases look again."""
+        ...
 
 
 class Rows:
@@ -24,7 +36,7 @@ class Rows:
 
     device_rows: DeviceRows
 
-    def __init__(self, group: TierGroup, batch: Any) -> None:
+    def __init__(self, group: Owner, batch: Any) -> None:
         self.group = group
         self.batch = batch
         self.slots: NDArray[np.int32] = np.empty(0, np.int32)
@@ -34,7 +46,7 @@ class Rows:
         return self.batch.inverse
 
     def copied(self) -> ReadRows:
-        """The rows as they are now."""
+        """Return a copy of the rows as they are now."""
         data = _core.rows_array(len(self.slots), self.group.layout.row_bytes)
         self.device_rows.copy_out(self.slots, data)
         return ReadRows(self.group, self.batch, data)
@@ -43,10 +55,10 @@ class Rows:
 class ReadRows(Rows):
     """A private copy of rows, for lookups that change nothing."""
 
-    def __init__(self, group: TierGroup, batch: Any, data: NDArray[np.uint8]) -> None:
+    def __init__(self, group: Owner, batch: Any, data: NDArray[np.uint8]) -> None:
         super().__init__(group, batch)
         self.data = data
-        self.device_rows = group.fast.plan.device.load(data)
+        self.device_rows = group.device.load(data)
         self.slots = np.arange(len(data), dtype=np.int32)
 
 
@@ -56,9 +68,7 @@ class PinnedRows(Rows):
     ``demand`` is called by a thread that cannot go on before a lookup planned ahead has its rows.
     """
 
-    def __init__(
-        self, group: TierGroup, batch: Any, seq: int, demand: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, group: Owner, batch: Any, seq: int, demand: Callable[[], None] | None = None) -> None:
         super().__init__(group, batch)
         self.seq = seq
         self.csr: tuple[NDArray[Any], NDArray[np.int32]] | None = None
@@ -71,19 +81,20 @@ class PinnedRows(Rows):
         self._unwanted = False
 
     def grant(self) -> None:
-        """The rows are in place and pinned; if nobody wants them any more, they are released at once."""
+        """Open :meth:`wait`: the rows are in place and pinned. If nobody wants the rows any more, release
+        them."""
         self._use = _core.Use(self.group.order.uses, self.seq, self.slots)
         if self._unwanted:
             self.release()
         self._open()
 
     def fail(self, error: BaseException) -> None:
-        """Planning or fetching raised: :meth:`wait` raises it, once."""
+        """Make :meth:`wait` raise what planning or fetching raised, once."""
         self._error = error
         self._open()
 
     def cancel(self) -> None:
-        """The lookup will not be planned ahead any more."""
+        """Open :meth:`wait`: the lookup will not be planned ahead any more."""
         self._open()
 
     def _open(self) -> None:
@@ -91,7 +102,8 @@ class PinnedRows(Rows):
         self._ready.open()
 
     def wait(self) -> bool:
-        """Returns True when the rows are in place, False if the plan was cancelled (look up on demand then).
+        """Wait; return True when the rows are in place, False if the plan was cancelled (look up on demand
+        then).
 
         Raises what planning or fetching raised.
         """
@@ -114,7 +126,7 @@ class PinnedRows(Rows):
         return self._use is not None and self._use.held
 
     def release(self) -> None:
-        """Ends the lookup, also before it is planned. Calling it again does nothing; it never waits for a
+        """End the lookup, also before it is planned. Calling it again does nothing; it never waits for a
         plan."""
         self._unwanted = True
         if self.held:

@@ -18,7 +18,7 @@ class OwnProcess:
         return os.getpid() == self._pid
 
     def check(self) -> None:
-        """Raises ``ClosedError`` in a forked child."""
+        """Raise ``ClosedError`` in a forked child."""
         if not self.is_here:
             raise ClosedError(
                 f"the tables belong to process {self._pid}, of which this one is a forked child (a worker of "

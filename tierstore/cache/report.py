@@ -21,7 +21,7 @@ _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the rows used: sizes at which 
 
 
 def report(groups: Sequence[TierGroup], tables: Sequence[TableCurve]) -> dict[str, Any]:
-    """What ``Engine.stats`` says, the store's own figures (``store``: None) excepted."""
+    """Return what ``Engine.stats`` says, without the store's own figures (``store``: None)."""
     counters = GroupCounters()
     tiers: dict[str, TierCounters] = {}
     for group in groups:
@@ -40,7 +40,7 @@ def report(groups: Sequence[TierGroup], tables: Sequence[TableCurve]) -> dict[st
 
 
 def table_curve(spec: StoredTable, curves: LiveCurves) -> TableCurve:
-    """A table as ``curves``, its group's, know it by now."""
+    """Return a table as ``curves``, its group's, know it by now."""
     rows, accesses = curves.per_batch(spec.index)
     curve, footprint = curves.curve(spec.index), curves.footprint(spec.index)
     return TableCurve(spec.name, spec.num_embeddings, footprint, rows, accesses, curve)
@@ -68,28 +68,19 @@ def _tables(groups: Sequence[TierGroup], tables: Sequence[TableCurve]) -> dict[s
 
 
 def _table_tiers(group: TierGroup) -> list[dict[str, Any]]:
-    """What every tier of a group had of each table, by its index; of memory tiers also the rows that it has
-    now, and its slots where they are the table's own (``slots``; None: it shares)."""
-    memory = {
-        tier.name: (tier.plan.share_of, tier.native.table_rows(), tier.plan.holds_all)
-        for tier in group.memory_tiers()
-    }
+    """Return what every tier of a group had of each table, by its index, and what the tier tells of it
+    now."""
     tables: list[dict[str, Any]] = [{} for _ in range(group.fast.tables)]
-    for name, counts in group.stats.tables.items():
-        for index, (rows, hits) in enumerate(counts.tolist()):
-            told: dict[str, Any] = {"rows": rows, "row_hits": hits, "row_misses": rows - hits}
-            if name in memory:
-                share_of, resident, all_ = memory[name]
-                own = share_of(index)
-                told["resident_rows"] = resident[index]
-                told["slots"] = None if own is None or len(own.tables) > 1 else own.slots
-                told["holds_all"] = all_ if own is None else own.holds_all
-            tables[index][name] = told
+    for tier in group.stack.tiers:
+        now = tier.stats().tables
+        for index, (rows, hits) in enumerate(group.stats.tables[tier.name].tolist()):
+            counted = {"rows": rows, "row_hits": hits, "row_misses": rows - hits}
+            tables[index][tier.name] = {**counted, **(now[index] if now else {})}
     return tables
 
 
 def _table(table: TableCurve) -> dict[str, Any]:
-    """Rows used so far, what a batch looks up, and LRU's misses at a few sizes."""
+    """Return rows used so far, what a batch looks up, and LRU's misses at a few sizes."""
     sizes = [max(1, round(share * table.footprint)) for share in _SHARES]
     misses = np.clip(table.curve.capacity_miss_ratio(sizes), 0, 1).tolist() if table.accesses else []
     return {
@@ -101,17 +92,21 @@ def _table(table: TableCurve) -> dict[str, Any]:
 
 
 def _memory(groups: Sequence[TierGroup]) -> dict[str, int]:
+    sizes = {"hbm": 0, "uvm": 0}
+    for group in groups:
+        for tier in group.stack.tiers:
+            if tier.exclusive:
+                sizes[tier.name] = sizes.get(tier.name, 0) + tier.stats().memory_bytes
     return {
-        "hbm": sum(group.fast.memory_bytes() for group in groups),
-        "uvm": sum(group.below.host.memory_bytes() for group in groups if group.below.host is not None),
-        "buffers": sum(group.below.buffer_bytes() for group in groups),
+        **sizes,
+        "buffers": sum(group.buffer_bytes() for group in groups),
         "window": sum(group.window.memory_bytes for group in groups),
         "curves": sum(group.curves.nbytes for group in groups),
     }
 
 
 def warn_of_uncommitted(path: Any, extra: dict[str, Any], changes: int) -> None:
-    """Says that ``close()`` leaves ``path`` at its last commit, which has ``extra``."""
+    """Warn that ``close()`` leaves ``path`` at its last commit, which has ``extra``."""
     logger.warning(
         "%s stays at its last commit, of %s: %d updates since then are dropped, for close() does not know "
         "what else belongs to them; call commit(extra), or checkpoint.save, before close() to keep them",

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.cache.tiers.memory import Flags, Keys
+from tierstore.cache.tiers.protocol import FoundRows, Keys
 from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.keys import ID_BITS
 
 Weights = NDArray[Any]
 TableCounts = dict[str, NDArray[np.int64]]
-"""By tier, of every table: unique rows looked up there, and those that it had."""
+"""By tier, of every table: unique rows looked up there, and rows that it had."""
 
 
 @dataclass
@@ -62,17 +63,30 @@ class GroupCounters:
     written_rows: int = 0
     """Dirty rows handed to the store."""
     overflow_rows: int = 0
-    """Rows that did not fit beside what was in flight and used the transient pad."""
+    """Rows that did not fit beside what was in flight and used overflow slots."""
     refused_rows: int = 0
-    """Rows that admission gave no slot: they used the transient pad and were written through."""
+    """Rows that admission gave no slot: they used overflow slots and were written through."""
     shrunk_plans: int = 0
     """Plans that had to wait for more releases than their depth asks for."""
+    announce_seconds: float = 0.0
+    """Removing repeated ids, and announcing lookups to the tiers. Written by whoever makes lookups."""
     plan_seconds: float = 0.0
-    """Time that lookups took to be announced and planned and to have their rows moved, waits excepted."""
-    policy_seconds: float = 0.0
-    """Of it, what policies and admission filters took."""
+    """Deciding where rows go: hits, victims, slots."""
+    fetch_seconds: float = 0.0
+    """Finding missing rows in the lower tiers, and copying them out of there."""
+    move_seconds: float = 0.0
+    """Handing victims down, and filling slots."""
+    wait_seconds: float = 0.0
+    """Waits of the planning thread: for releases of earlier lookups, and for rows that are being read
+    ahead."""
+    compute_seconds: float = 0.0
+    """Kernels that look rows up and update them. Written by the computing threads."""
     stall_seconds: float = 0.0
-    """Time that the computing thread waited for rows."""
+    """Waits of the computing thread for rows. Written by that thread."""
+    policy_seconds: float = 0.0
+    """Of announce, plan and move: the policies and admission filters."""
+    blocked_seconds: float = 0.0
+    """Of fetch and move: the store, as far as it did not use this thread's processor."""
     read_rows: int = 0
     """Rows read without a plan (eval, no_grad, rows())."""
 
@@ -99,13 +113,53 @@ class Before:
         return cls(replace(group), {name: replace(tier) for name, tier in tiers.items()}, copied)
 
 
-class GroupStats:
-    """What a group counts. Its methods are called with the group's lock held, or where nothing runs."""
+class Stage:
+    """Adds the seconds of a ``with`` block, by a clock of nanoseconds, to one of the counters."""
 
-    def __init__(self, tiers: Iterable[str], tables: int) -> None:
-        self._names = list(tiers)
+    __slots__ = ("_begin", "_clock", "_counter", "_stats")
+
+    def __init__(self, stats: GroupStats, counter: str, clock: Callable[[], int]) -> None:
+        self._stats = stats
+        self._counter = counter
+        self._clock = clock
+        self._begin = 0
+
+    def __enter__(self) -> None:
+        self._begin = self._clock()
+
+    def __exit__(self, *_: object) -> None:
+        seconds, counters = (self._clock() - self._begin) * 1e-9, self._stats.counters
+        setattr(counters, self._counter, getattr(counters, self._counter) + seconds)
+
+
+def _blocked_ns() -> int:
+    """Return the nanoseconds in which this thread did not run, from some moment on."""
+    return time.perf_counter_ns() - time.thread_time_ns()
+
+
+class GroupStats:
+    """What a group counts. Its methods are called with the group's residency lock held, or where nothing
+    runs; :meth:`stage` and what it counts need no lock."""
+
+    def __init__(self, tables: int) -> None:
+        self._names: list[str] = []
         self._tables = tables
+        self.uncommitted_rows = 0
+        """Rows given to the store since its last commit; :meth:`reset` leaves it."""
         self.reset()
+
+    def add_tiers(self, names: Iterable[str]) -> None:
+        """Count for these tiers from now on."""
+        self._names += names
+        self.reset()
+
+    def stage(self, counter: str) -> Stage:
+        """Return a context that adds its seconds to ``counter``, such as "plan_seconds"."""
+        return Stage(self, counter, time.perf_counter_ns)
+
+    def blocked(self) -> Stage:
+        """Return a context that adds the seconds in which this thread does not run to ``blocked_seconds``."""
+        return Stage(self, "blocked_seconds", _blocked_ns)
 
     def reset(self) -> None:
         self.counters = GroupCounters()
@@ -113,20 +167,23 @@ class GroupStats:
         self.tables: TableCounts = {name: np.zeros((self._tables, 2), np.int64) for name in self._names}
         self.prefetched: tuple[int, int] | None = None
         """Depth and window of the newest prefetch."""
-        self._before: deque[Before] = deque()  # lookups planned ahead, in order; no pinned: graphs own those
+        self._before: deque[Before] = (
+            deque()
+        )  # lookups planned ahead, in order; no PinnedRows: graphs own those
 
     def plans_ahead(self) -> Before:
-        """A lookup is about to be planned that a forward call will use later."""
+        """Keep the counters as they are before a lookup that a forward call will use later, and return
+        them."""
         self._forget_used()
         self._before.append(Before.copy_of(self.counters, self.tiers, self.tables))
         return self._before[-1]
 
     def plans_now(self) -> None:
-        """A lookup is about to be planned, and none is planned ahead any more."""
+        """Forget kept counters: a lookup is about to be planned, and none is planned ahead any more."""
         self._before.clear()
 
     def counted(self) -> Before:
-        """The counters without what was counted for lookups that no forward call has used yet."""
+        """Return the counters without lookups that no forward call has used yet."""
         self._forget_used()
         if not self._before:
             return Before.copy_of(self.counters, self.tiers, self.tables)
@@ -134,38 +191,37 @@ class GroupStats:
         counters = replace(
             self._before[0].group,
             stall_seconds=self.counters.stall_seconds,
+            compute_seconds=self.counters.compute_seconds,
             read_rows=self.counters.read_rows,
         )
         return replace(self._before[0], group=counters)
 
     def _forget_used(self) -> None:
-        """Of lookups planned ahead, leaves those behind the last one that was used."""
+        """Forget the counters of lookups planned ahead, up to the last one that was used."""
         used = [index for index, before in enumerate(self._before) if before.used]
         for _ in range(used[-1] + 1 if used else 0):
             self._before.popleft()
 
-    def count(
-        self, plan: Any, missing: Keys, weight: Weights, below: Sequence[tuple[str, Flags | None]]
-    ) -> None:
-        """Counts a lookup whose rows are in place.
+    def count(self, plan: Any, missing: Keys, weight: Weights, lower: Sequence[FoundRows]) -> None:
+        """Count a lookup whose rows are in place.
 
-        ``missing``: keys of the rows that the fast tier does not have at all. ``weight``: positions that each
-        of its rows stands for. ``below``: of every tier under the fast one, which of the rows it has that no
-        tier above it has; None where there is no such tier.
+        ``missing``: keys of the rows that the first tier does not have at all. ``weight``: positions that
+        each of its rows stands for. ``lower``: what every tier under the first has that no tier above it has.
         """
         misses = plan.misses
         rows, accesses = len(weight), int(weight.sum())
         self.counters.lookups += 1
         self.counters.refused_rows += plan.refused
-        # A row that is still in the pad misses too, whatever the timing; it is only not looked for below.
-        self.tiers["hbm"].count(rows, rows - len(misses), accesses, accesses - int(weight[misses].sum()))
-        self.tables["hbm"][:, 0] += plan.table_rows
-        self.tables["hbm"][:, 1] += plan.table_hits
+        # A row that is in an overflow slot misses too, whatever the timing; the lower tiers are only not
+        # asked for it.
+        first, *names = self._names
+        self.tiers[first].count(rows, rows - len(misses), accesses, accesses - int(weight[misses].sum()))
+        self.tables[first][:, 0] += plan.table_rows
+        self.tables[first][:, 1] += plan.table_hits
         missed, tables = weight[plan.absent], (missing >> np.uint64(ID_BITS)).astype(np.int64)
         left, reach = len(missed), int(missed.sum())
-        for tier, hit in below:
-            if hit is None:
-                continue
+        for tier, found in zip(names, lower, strict=True):
+            hit = found.here
             hits, hit_accesses = int(hit.sum()), int(missed[hit].sum())
             self.tiers[tier].count(left, hits, reach, hit_accesses)
             self.tables[tier][:, 0] += np.bincount(tables, minlength=self._tables)
@@ -176,8 +232,8 @@ class GroupStats:
 
 
 def counters_of(groups: Any) -> dict[str, Any]:
-    """All counters of groups, as plain values, for a run that goes on in another process: without those of
-    lookups that were planned ahead and not used yet, for they will be planned again there."""
+    """Return all counters of groups, as plain values, for a run that goes on in another process. Lookups that
+    were planned ahead and not used yet are left out: they will be planned again there."""
     counted = uninterrupted(lambda: {group.name: _counted(group) for group in groups})
     return {
         name: {
@@ -196,7 +252,7 @@ def _counted(group: Any) -> Before:
 
 
 def go_on_counting(groups: Any, saved: dict[str, Any]) -> None:
-    """Sets the counters of groups to saved ones; tiers that are new begin at 0."""
+    """Set the counters of groups to saved ones; tiers that are new begin at 0."""
     for group in groups:
         stats = group.stats
         stats.reset()

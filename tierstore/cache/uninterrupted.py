@@ -23,7 +23,7 @@ class Gate:
     """Is opened once, by any thread, and lets all threads pass from then on.
 
     Unlike ``threading.Event`` it is whole again after an exception at any step of a wait: its steps are
-    those of a lock of the interpreter.
+    the steps of a lock of the interpreter.
     """
 
     def __init__(self) -> None:
@@ -74,8 +74,8 @@ class _Worker:
         return job
 
     def end_at_exit(self) -> None:
-        """Work that was begun is over; then the thread waits in the interpreter for ever, which does no
-        harm."""
+        """Wait until work that was begun is over. Then the thread waits in the interpreter for ever, which
+        does no harm."""
         global _over
         _over = True
         self.do(lambda: None).done.wait()
@@ -91,7 +91,7 @@ _over = False  # the process ends: what is torn down now does its work itself
 
 
 def uninterrupted(work: Callable[[], Result]) -> Result:
-    """What ``work()`` returns or raises.
+    """Return or raise what ``work()`` does, which no signal interrupts.
 
     An exception that a signal raises in the caller meanwhile is raised at once; ``work`` then goes on, what
     is called in this way later waits for it, and its result is dropped.
@@ -114,7 +114,7 @@ def uninterrupted(work: Callable[[], Result]) -> Result:
 
 
 def works_here() -> bool:
-    """Whether this thread is the one that does the main thread's work."""
+    """Return whether this thread is the one that does the main thread's work."""
     return _worker is not None and threading.get_ident() == _worker.thread
 
 

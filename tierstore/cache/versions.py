@@ -27,16 +27,16 @@ class Versions:
         )
 
     def of(self, table: int) -> str:
-        """The version of the rows as they are now."""
+        """Return the version of the rows as they are now."""
         return self._known.setdefault(self._names[table], secrets.token_hex(16))
 
     def changed(self, tables: Iterable[int]) -> None:
-        """Tells that rows of these tables have changed."""
+        """Forget the versions of these tables: their rows have changed."""
         for table in tables:
             self._known.pop(self._names[table], None)
 
     def to_meta(self) -> dict[str, str]:
-        """All of them by the names of the tables."""
+        """Return all versions by the names of the tables."""
         return {name: self.of(table) for table, name in enumerate(self._names)}
 
 

@@ -230,9 +230,10 @@ def pooled_forward(
             argmax = torch.empty((len(part.offsets) - 1) * part.group.layout.dim + 1, dtype=torch.int32)
         assert part.rows is not None
         args = _lookup_args(part, part.rows)
-        part.rows.device_rows.lookup_pooled(
-            args, part.bags, out.data_ptr(), _address(weight), _address(argmax)
-        )
+        with part.group.stats.stage("compute_seconds"):
+            part.rows.device_rows.lookup_pooled(
+                args, part.bags, out.data_ptr(), _address(weight), _address(argmax)
+            )
         argmaxes.append(argmax)
     return argmaxes
 
@@ -329,7 +330,8 @@ def update_rows(module: Updates, parts: Sequence[Part], gradients: Gradients) ->
         part, pinned = parts[index], pinned_rows[index]
         csr = trained_csr(part, frozen) if frozen else pinned.csr
         args = update_args(part, pinned.slots, csr, step, module.check_gradients, means=means)
-        wrong.append((part, gradients.update(index, part, pinned.device_rows, args)))
+        with part.group.stats.stage("compute_seconds"):
+            wrong.append((part, gradients.update(index, part, pinned.device_rows, args)))
         # A flush since the first mark has seen the rows as they were before.
         part.group.mark_updated(pinned)
         pinned.release()
@@ -375,7 +377,8 @@ def sequence_forward(parts: Sequence[Part]) -> tuple[Tensor, ...]:
         assert part.rows is not None
         dim = part.group.layout.dim
         out = torch.empty((len(part.rows.inverse), dim), dtype=torch.float32)
-        part.rows.device_rows.lookup_rows(_lookup_args(part, part.rows), out.data_ptr(), dim)
+        with part.group.stats.stage("compute_seconds"):
+            part.rows.device_rows.lookup_rows(_lookup_args(part, part.rows), out.data_ptr(), dim)
         outs.append(out)
     return tuple(outs)
 

@@ -22,12 +22,12 @@ _MAX_DEPTH = 8
 
 
 def is_keyed_jagged(value: Any) -> bool:
-    """Ours or torchrec's."""
+    """Return whether it is a keyed jagged tensor, ours or torchrec's."""
     return hasattr(value, "keys") and hasattr(value, "lengths_or_none") and hasattr(value, "stride_per_key")
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Tensors and keyed jagged tensors in a batch, each with the way to it."""
+    """Yield tensors and keyed jagged tensors in a batch, each with the way to it."""
     if isinstance(value, Tensor) or is_keyed_jagged(value):
         yield path, value
         return
@@ -45,7 +45,7 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def follow(batch: Any, path: Path) -> Any:
-    """The leaf at ``path``. Raises LookupError, AttributeError or TypeError if the batch has another
+    """Return the leaf at ``path``. Raises LookupError, AttributeError or TypeError if the batch has another
     structure."""
     for kind, key in path:
         batch = batch[key] if kind == "item" else getattr(batch, key)
@@ -94,10 +94,10 @@ class Recorder:
             module.observer = None
 
     def learn(self, batch: Any) -> bool:
-        """Fills ``calls`` (those that can be foretold from a batch) and ``unknown`` (modules with one that
+        """Fill ``calls`` (calls that can be foretold from a batch) and ``unknown`` (modules with a call that
         cannot).
 
-        False if no module was called in training, so that there was nothing to learn from.
+        Returns False if no module was called in training, so that there was nothing to learn from.
         """
         self.stop()
         found = list(leaves(batch))
@@ -120,7 +120,7 @@ class Recorder:
 def _recipe(
     module: TieredModule, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[tuple[Path, Any]]
 ) -> Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]] | None:
-    """How to get this call's arguments out of another batch, or None."""
+    """Return how to get this call's arguments out of another batch, or None."""
     sources: dict[Any, Path] = {}
     for place, value in [*enumerate(args), *kwargs.items()]:
         if not (isinstance(value, Tensor) or is_keyed_jagged(value)):

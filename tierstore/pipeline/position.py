@@ -15,7 +15,7 @@ _STATELESS = (AttributeError, NotImplementedError)  # what a ``state_dict`` rais
 
 
 class _Position:
-    """What was handed out in the newest pass, and what was pulled ahead of it."""
+    """Which batches of the newest pass were handed out, and which were pulled ahead of these."""
 
     def __init__(self) -> None:
         self.passes = 0
@@ -58,7 +58,7 @@ class _Pass(Iterator[Batch]):
 
 
 class Prefetched(Iterator[Batch], Generic[Batch]):
-    """The batches of a loader, which may be pulled ahead, and the position of those that were handed out.
+    """The batches of a loader, which may be pulled ahead, and the position of the batch handed out last.
 
     Every ``for`` loop is a new pass over the loader, as over a ``DataLoader``: from its beginning after a
     ``break``, and for each epoch. A loader that is an iterator itself goes on where the former pass was
@@ -92,7 +92,7 @@ class Prefetched(Iterator[Batch], Generic[Batch]):
         return next(self._own)
 
     def __len__(self) -> int:
-        """Batches of the loader, if it knows."""
+        """Return the number of batches of the loader, if it knows."""
         return len(self._loader)  # type: ignore[arg-type]
 
     def _begin(self) -> _Pass[Batch]:
@@ -111,7 +111,7 @@ class Prefetched(Iterator[Batch], Generic[Batch]):
         return begun
 
     def close(self) -> None:
-        """Ends the prefetch. Calling it again does nothing; iterating again begins a new pass."""
+        """End the prefetch. Calling it again does nothing; iterating again begins a new pass."""
         self._closed = True
         begun = self._newest()
         if begun is not None:
@@ -119,12 +119,12 @@ class Prefetched(Iterator[Batch], Generic[Batch]):
             begun.end_prefetch()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batch handed out last, whatever was pulled ahead of it: ``batches``, and the
-        loader's own ``state_dict()`` if it has one. Both are of the newest pass."""
+        """Return the position after the batch handed out last, whatever was pulled ahead: ``batches``, and
+        the loader's own ``state_dict()`` if it has one. Both are of the newest pass."""
         return {"batches": self._position.used, "loader": self._position.state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next pass goes on from a position: the loader does, if it has ``load_state_dict``, else its
+        """Begin the next pass at a position: by the loader's ``load_state_dict``, if it has one, else its
         first batches are pulled and dropped. ``ConfigError`` in the middle of a pass."""
         begun = self._newest()
         if begun is not None and not begun.over:
@@ -150,8 +150,8 @@ class Prefetched(Iterator[Batch], Generic[Batch]):
 def _pulled(
     left: list[tuple[Any, Any]], loader: Iterable[Batch], skip: int, behind: deque[tuple[Any, Any]]
 ) -> Iterator[Batch]:
-    """The batches that a former pass has left, and the loader's own after the first ``skip``; ``behind`` gets
-    each, with what the loader's state is after it."""
+    """Yield the batches that a former pass has left, and the loader's own after the first ``skip``;
+    ``behind`` gets each, with what the loader's state is after it."""
     state: Callable[[], Any] | None = getattr(loader, "state_dict", None)
     for item in left:
         behind.append(item)

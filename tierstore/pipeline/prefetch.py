@@ -31,7 +31,7 @@ WINDOW_COVER = 5
 (docs/reference/policies.md)."""
 AUTO_DEPTH = 2
 
-_told: WeakSet[nn.Module] = WeakSet()
+_warned: WeakSet[nn.Module] = WeakSet()
 """Modules of which a warning has said that they are not prefetched."""
 
 
@@ -43,7 +43,7 @@ def prefetch(
     window: int | str | None = None,
     inputs: Inputs | None = None,
 ) -> Prefetched[Batch]:
-    """Yields the batches of ``loader`` in order while a worker thread brings the rows of the next ones into
+    """Yield the batches of ``loader`` in order while a worker thread brings the rows of the next ones into
     memory.
 
     ``depth``: batches that are planned and fetched ahead (0: none); ``window``: batches whose ids are known
@@ -55,7 +55,7 @@ def prefetch(
 
     The result is iterated like a ``DataLoader``: once per epoch, each ``for`` loop a new pass, which ends the
     one before it. A loop may be left at any time; ``close()``, or dropping its iterator, ends the prefetch.
-    ``state_dict()`` is the position of the batches handed out (not of those pulled ahead), for checkpoints;
+    ``state_dict()`` is the position of the batches handed out (not of batches pulled ahead), for checkpoints;
     after ``load_state_dict()`` the next pass goes on from there.
 
     Raises ``ConfigError`` for a wrong depth or window, or a model without tiered modules.
@@ -142,7 +142,7 @@ class _Tables:
 
 
 _taken: WeakValueDictionary[int, _Tables] = WeakValueDictionary()
-"""By id(engine), who prefetches its tables; those of others are looked up on demand."""
+"""By id(engine), who prefetches its tables; other prefetches look their rows up on demand."""
 
 
 def _run(
@@ -172,16 +172,16 @@ def _run(
 
 
 def _learn(loader: Iterator[Batch], recorder: Recorder) -> Iterator[Batch]:
-    """Yields batches until one has shown what each module gets (a batch may be used without training)."""
+    """Yield batches until one has shown what each module gets (a batch may be used without training)."""
     for batch in loader:
         recorder.start()
         yield batch
         if recorder.learn(batch):
             break
     for module in recorder.unknown:
-        if module in _told:
+        if module in _warned:
             continue
-        _told.add(module)
+        _warned.add(module)
         logger.warning(
             "%s (tables %s): what it looks up cannot be told from the batch, so it is not prefetched; give "
             "prefetch(..., inputs={module: function of the batch}). (said once)",
@@ -215,7 +215,7 @@ def _ahead(
         except RankError:
             if failed is None:
                 raise
-            raise failed from None  # of which the other ranks were told
+            raise failed from None  # the other ranks know of it
 
     more = _fill(session, pull, depth, window)
     while (planned := next_batch()) is not None:
@@ -232,7 +232,7 @@ def _ahead(
 def _fill(
     session: Session, pull: Callable[[], Planned | None], depth: int | None, window: int | None
 ) -> bool:
-    """Pulls the first window, chooses what is automatic, and lets the session begin. False: the loader has
+    """Pull the first window, choose what is automatic, and start the session. Returns False if the loader has
     ended."""
     depth, window = _agreed(session, depth), _agreed(session, window)
     held, first = 0, None
@@ -265,14 +265,14 @@ def _fill(
 
 
 def _agreed(session: Session, number: int | None) -> int | None:
-    """The smallest of what the ranks were given, or automatic if it is that for one of them: ranks that pull
-    other numbers of batches ahead would wait for one another."""
+    """Return the smallest number that a rank was given, or None (automatic) if one rank has None: ranks that
+    pull different numbers of batches ahead would wait for one another."""
     smallest = session.least(-1 if number is None else number)
     return None if smallest < 0 else smallest
 
 
 def _covered(session: Session) -> bool:
-    """Whether the window says of every group that evicts all that its policy can use."""
+    """Return whether the window is as long as the policy of every group that evicts can use."""
     return all(
         not group.fast.uses_window or group.window.distinct_rows >= WINDOW_COVER * group.fast.capacity
         for group in session.groups
@@ -280,16 +280,16 @@ def _covered(session: Session) -> bool:
 
 
 def _auto_depth(session: Session, first: Planned | None) -> int:
-    """As many batches as fit in half of the fast tier beside the one in use, at most ``AUTO_DEPTH``."""
+    """Return how many batches fit in half of the first tier beside the one in use, at most ``AUTO_DEPTH``."""
     fits = AUTO_DEPTH
-    for ticket in first.tickets if first is not None else []:
-        rows = max(1, len(ticket.batch.unique))
-        fits = min(fits, ticket.group.fast.capacity // (2 * rows) - 1)
+    for group, pinned in first.lookups if first is not None else []:
+        rows = max(1, len(pinned.batch.unique))
+        fits = min(fits, group.fast.capacity // (2 * rows) - 1)
     return max(1, fits)
 
 
 def _bytes(planned: Planned) -> int:
-    """What a batch that waits for its turn takes: its tensors, and what is kept of its lookups."""
+    """Return the bytes of a batch that waits for its turn: its tensors, and what is kept of its lookups."""
     tensors: list[Tensor] = []
     for _, leaf in leaves(planned.batch):
         if isinstance(leaf, Tensor):
@@ -327,7 +327,7 @@ class PrefetchPipeline:
         self._batches: Iterator[Any] | None = None
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """One training step (in ``eval()`` mode: one forward pass) on the next batch of the iterator."""
+        """Do one training step (in ``eval()`` mode: one forward pass) on the next batch of the iterator."""
         if self._batches is None or dataloader_iter is not self._source:
             self.close()
             self._source = dataloader_iter
@@ -354,7 +354,7 @@ class PrefetchPipeline:
         return batch.to(self.device) if hasattr(batch, "to") else batch
 
     def close(self) -> None:
-        """Ends the prefetch; the next :meth:`progress` starts anew."""
+        """End the prefetch; the next :meth:`progress` starts anew."""
         batches, self._batches, self._source = self._batches, None, None
         close: Callable[[], None] | None = getattr(batches, "close", None)
         if close is not None:

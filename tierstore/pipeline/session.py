@@ -42,7 +42,7 @@ class Planned:
 
     batch: Any
     aheads: list[tuple[TieredModule, Ahead]] = field(default_factory=list)
-    tickets: list[PinnedRows] = field(default_factory=list)
+    lookups: list[tuple[TierGroup, PinnedRows]] = field(default_factory=list)
     last: int = -1  # place of its last lookup among all of the session
     first: dict[int, int] = field(default_factory=dict)  # id(group) → number of its first lookup
     contents: dict[int, Content] = field(default_factory=dict)  # number of the call → what it is about
@@ -86,7 +86,7 @@ class Session:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Starts the worker; the caller is going to call :meth:`close`, whatever happens here."""
+        """Start the worker; the caller is going to call :meth:`close`, whatever happens here."""
         uninterrupted(self._begin)
 
     def _begin(self) -> None:
@@ -98,7 +98,8 @@ class Session:
     # -- training thread ------------------------------------------------------------------------
 
     def add(self, batch: Any) -> Planned | None:
-        """A batch was pulled. None if it is in vain: another rank has had no batch before this one."""
+        """Take a batch that was pulled. Returns None if it is in vain: another rank has had no batch before
+        this one."""
         self.send()
         if self._apart:
             return None
@@ -113,8 +114,8 @@ class Session:
         return planned
 
     def end(self, error: Exception | None) -> Planned | None:
-        """The loader has no more batches, or has raised ``error``: other ranks learn of it. None where there
-        are none."""
+        """Announce to other ranks that the loader has no more batches, or has raised ``error``. Returns None
+        where there are no other ranks."""
         self.send()
         planned = Planned(None, is_end=True)
         for number, call in enumerate(self.calls):
@@ -131,7 +132,7 @@ class Session:
 
     @property
     def ended(self) -> bool:
-        """Whether no more batches are pulled, or all in vain."""
+        """Return whether no more batches are pulled, or all in vain."""
         return self._exhausted
 
     def _begin_exchange(self, planned: Planned, number: int, call: Call) -> None:
@@ -146,7 +147,7 @@ class Session:
         planned.exchanges[number] = module.begin_exchange(*args, **kwargs)
 
     def send(self) -> None:
-        """Hands batches to the worker, whose sizes the ranks have announced to one another meanwhile."""
+        """Hand batches to the worker, whose sizes the ranks have announced to one another meanwhile."""
         while self._announced:
             planned = self._announced.popleft()
             for number, exchange in list(planned.exchanges.items()):
@@ -167,7 +168,8 @@ class Session:
                 self._changed.notify_all()
 
     def least(self, value: int) -> int:
-        """The smallest ``value`` of any rank, where ranks look rows up together; else ``value`` itself."""
+        """Return the smallest ``value`` of any rank, where ranks look rows up together; else ``value``
+        itself."""
         for call in self.calls:
             if call.module.collective:
                 module: Any = call.module
@@ -175,11 +177,11 @@ class Session:
         return value
 
     def any_rank(self, condition: bool) -> bool:
-        """Whether ``condition`` holds on any rank, where ranks look rows up together."""
+        """Return whether ``condition`` holds on any rank, where ranks look rows up together."""
         return not self.least(int(not condition))
 
     def start(self, depth: int, window: int) -> None:
-        """From now on batches are planned, each once the ``window`` batches behind it are announced."""
+        """Plan batches from now on, each once the ``window`` batches behind it are announced."""
         with self._lock:
             self.depth, self.window, self._started = depth, window, True
             self._changed.notify_all()
@@ -191,19 +193,20 @@ class Session:
 
     @property
     def pulled_ahead(self) -> int:
-        """Batches pulled and not yet used."""
+        """Return the number of batches pulled and not yet used."""
         return sum(not planned.is_end for planned in self._coming)
 
     @property
     def wants_more(self) -> bool:
-        """Whether another batch is to be pulled before the next one is used: up to the window behind the last
-        one that is planned ahead; and one more where that is what sends the ids of the window's last."""
+        """Return whether another batch is to be pulled before the next one is used: up to the window behind
+        the last one that is planned ahead; and one more where that is what sends the ids of the window's
+        last."""
         announced = any(call.module.collective for call in self.calls)
         return len(self._coming) <= self.depth + self.window + announced
 
     def next(self) -> Planned | None:
-        """The next batch, its lookups handed to the modules; None when there are no more. Raises RankError
-        where another rank has no such batch, or is lost, and what the worker has failed with."""
+        """Return the next batch, its lookups handed to the modules; None when there are no more. Raises
+        RankError where another rank has no such batch, or is lost, and what the worker has failed with."""
         if not self._coming:
             return None
         planned = self._coming.popleft()
@@ -219,15 +222,15 @@ class Session:
         return planned
 
     def finish(self, planned: Planned) -> None:
-        """The batch was used: lookups that no forward call has taken are given back."""
+        """Give back the lookups of a used batch that no forward call has taken."""
         for module, ahead in planned.aheads:
             module.drop(ahead)
         self._demand(planned.last)  # nothing is gained any more by waiting with its plans
         planned.aheads.clear()
 
     def _demand(self, place: int) -> None:
-        """Somebody waits for the lookup at ``place``: none before it may wait for releases, in whichever
-        group, since the one who waits may be who would release."""
+        """Let no lookup up to ``place`` wait for releases, in whichever group: somebody waits for the lookup
+        there, who may be the one who would release."""
         with self._lock:
             self._demanded = max(self._demanded, place)
         for group in self.groups:
@@ -243,8 +246,8 @@ class Session:
             uninterrupted(self._close)
 
     def _is_in_the_way(self) -> bool:
-        """Whether this thread was amid something that the worker waits for, when the garbage collector came
-        upon a loop that was left."""
+        """Return whether this thread was amid something that the worker waits for, when the garbage collector
+        came upon a loop that was left."""
         ours = works_here() or threading.current_thread().name.startswith("tierstore-")
         locks: list[Any] = [group.residency_lock for group in self.groups]
         return ours or any(lock._is_owned() for lock in locks)
@@ -282,7 +285,7 @@ class Session:
             self._break()
 
     def _do_next(self) -> bool:
-        """Plans or prepares a batch; False when there is nothing to be done any more."""
+        """Plan or prepare a batch; return False when there is nothing to be done any more."""
         with self._lock:
             self._changed.wait_for(lambda: self._stopping or self._can_plan() or bool(self._to_prepare))
             if self._stopping:
@@ -338,55 +341,56 @@ class Session:
                 return
             place = self._lookups = self._lookups + 1
             seq = part.group.order.take()
-            part.rows = ticket = PinnedRows(part.group, part.batch, seq, partial(self._demand, place))
-            planned.tickets.append(ticket)
+            part.rows = pinned = PinnedRows(part.group, part.batch, seq, partial(self._demand, place))
+            planned.lookups.append((part.group, pinned))
             planned.last = place
             planned.first.setdefault(id(part.group), seq)
             try:
                 part.group.announce(seq, part.batch)
             except BaseException as error:
-                ticket.fail(error)
+                pinned.fail(error)
                 self._break()
 
     def _plan(self, planned: Planned) -> None:
         self._recent.append(planned.first)
         while len(self._recent) > self.depth + 1:
             self._recent.popleft()
-        place = planned.last - len(planned.tickets)
-        for ticket in planned.tickets:
+        place = planned.last - len(planned.lookups)
+        for group, pinned in planned.lookups:
             place += 1
 
             def stop(place: int = place) -> bool:
                 return self._stopping or self._demanded >= place
 
             try:
-                pinned_since = self._pinned_since(ticket)
-                ticket.group.order.wait_released(pinned_since, stop=stop)
+                pinned_since = self._pinned_since(group)
+                with group.stats.stage("wait_seconds"):
+                    group.order.wait_released(pinned_since, stop=stop)
                 if not self._stopping and not self._broken:
-                    ticket.group.plan(ticket, pinned_since, announced=True, stop=stop)
+                    group.plan(pinned, pinned_since, announced=True, stop=stop)
             except BaseException as error:  # it surfaces in the forward call that needs these rows
-                ticket.fail(error)
+                pinned.fail(error)
                 self._break()
-            ticket.cancel()
+            pinned.cancel()
 
-    def _pinned_since(self, ticket: PinnedRows) -> int:
-        """The first number of this group in the last ``depth`` batches before this one."""
-        return min(first[id(ticket.group)] for first in self._recent if id(ticket.group) in first)
+    def _pinned_since(self, group: TierGroup) -> int:
+        """Return the first number of this group in the last ``depth`` batches before this one."""
+        return min(first[id(group)] for first in self._recent if id(group) in first)
 
     def _break(self) -> None:
-        """Something failed that later batches rely on: they are looked up on demand."""
+        """Look later batches up on demand: something failed that they rely on."""
         self._broken = True
         self._abandon()
 
     def _abandon(self) -> None:
-        """Nothing more is planned ahead: waiting forward calls look up on demand."""
+        """Plan nothing more ahead: waiting forward calls look up on demand."""
         with self._lock:
             waiting = [*self._to_plan, *self._to_prepare]
             self._to_plan.clear()
             self._to_prepare.clear()
         for planned in waiting:
             planned.prepared.open()
-            for ticket in planned.tickets:
-                ticket.cancel()
+            for _, pinned in planned.lookups:
+                pinned.cancel()
         for group in self.groups:
             group.forget_window()

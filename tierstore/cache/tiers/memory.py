@@ -5,34 +5,42 @@ from __future__ import annotations
 import functools
 import math
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import psutil
-from numpy.typing import NDArray
 
 import cache_policies
 from tierstore import _core
 from tierstore.cache.device import HOST, Device
+from tierstore.cache.tiers.buffers import Buffer
+from tierstore.cache.tiers.protocol import (
+    NEVER,
+    Flags,
+    FoundRows,
+    Keys,
+    MovingRows,
+    RowBytes,
+    Slots,
+    Tier,
+    TierStats,
+)
 from tierstore.errors import ConfigError, PolicyFaultError, TierFullError
-
-Slots = NDArray[np.int32]
-Keys = NDArray[np.uint64]
-Flags = NDArray[np.bool_]
+from tierstore.keys import split
 
 MIN_SLOTS = 16
 _PIECE = 1 << 13
 _EXACT_UP_TO = 1 << 16
-_MOST_PAD_ROWS = 1 << 26
-_MOST_PAD_BYTES = 256 << 30  # of address space, which is 2**47 bytes
-MAX_SLOTS = (1 << 31) - _MOST_PAD_ROWS - 1
-"""Slots are int32, and the pad's come behind."""
+_MOST_OVERFLOW_ROWS = 1 << 26
+_MOST_OVERFLOW_BYTES = 256 << 30  # of address space, which is 2**47 bytes
+MAX_SLOTS = (1 << 31) - _MOST_OVERFLOW_ROWS - 1
+"""Slots are int32, and the overflow slots come behind the others."""
 
 
 def as_policy(policy: Any) -> Any:
-    """The policy object of a name (an object stays as it is); ``ConfigError`` for offline ones."""
+    """Return the policy object of a name (an object stays as it is); ``ConfigError`` for offline ones."""
     policy = cache_policies.get(policy) if isinstance(policy, str) else policy
     if getattr(policy, "offline", False):
         raise ConfigError(
@@ -43,14 +51,14 @@ def as_policy(policy: Any) -> Any:
 
 
 def as_admission(admission: Any) -> Any:
-    """The admission filter of a name such as "counter(2)"; None for "always", which asks nothing."""
+    """Return the admission filter of a name such as "counter(2)"; None for "always", which asks nothing."""
     filter_ = cache_policies.get_admission(admission)
     return None if filter_.name == "always" else filter_
 
 
 def policy_bytes(policy: Any, slots: int) -> int:
-    """Bytes of the arrays of a policy or an admission filter (None: 0) for ``slots``: exact where that is
-    cheap to find out."""
+    """Return the bytes of the arrays of a policy or an admission filter (None: 0) for ``slots``: exact where
+    that is cheap to find out."""
     if policy is None:
         return 0
     exact = getattr(policy, "state_bytes", None)
@@ -62,18 +70,18 @@ def policy_bytes(policy: Any, slots: int) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _estimate(policy: Any) -> tuple[float, float]:
-    """Asked once per policy object, which may measure large arrays for it."""
+    """Return bytes per slot and fixed bytes. Asked once per policy object, which may measure large arrays."""
     return policy.bytes_per_slot, policy.fixed_bytes
 
 
 def bytes_for(slots: int, row_bytes: int, policy: Any, admission: Any = "always") -> int:
-    """What ``slots`` rows cost, index, policy and admission filter included."""
+    """Return the bytes that ``slots`` rows cost, index, policy and admission filter included."""
     arrays = policy_bytes(as_policy(policy), slots) + policy_bytes(as_admission(admission), slots)
     return math.ceil(slots * (row_bytes + _core.Tier.BYTES_PER_SLOT)) + arrays
 
 
 def slots_for(budget: int, row_bytes: int, policy: Any, admission: Any = "always") -> int:
-    """How many rows ``budget`` bytes hold, index, policy and admission filter included."""
+    """Return how many rows ``budget`` bytes hold, index, policy and admission filter included."""
     low, high = 0, min(MAX_SLOTS, budget // row_bytes)
     while low < high:
         middle = (low + high + 1) // 2
@@ -85,19 +93,20 @@ def slots_for(budget: int, row_bytes: int, policy: Any, admission: Any = "always
 
 
 def memory_limit() -> int:
-    """Bytes that this process may come to use: the machine's memory, or half of its limit of address
-    space (code and threads take of that, too)."""
+    """Return the bytes that this process may come to use: the machine's memory, or half of its limit of
+    address space (code and threads take of that, too)."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     total = int(psutil.virtual_memory().total)
     return total if limit == resource.RLIM_INFINITY else min(total, limit // 2)
 
 
-def _pad_rows(row_bytes: int) -> int:
-    """For how many rows that overflow a tier address space is reserved: as many as memory could hold."""
+def _overflow_rows(row_bytes: int) -> int:
+    """Return for how many rows that overflow a tier address space is reserved: as many as memory could
+    hold."""
     limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     # Where address space is limited, so much of it that dozens of row layouts find theirs.
-    size = memory_limit() // 64 if limited else min(memory_limit(), _MOST_PAD_BYTES)
-    return max(MIN_SLOTS, min(_MOST_PAD_ROWS, size // row_bytes))
+    size = memory_limit() // 64 if limited else min(memory_limit(), _MOST_OVERFLOW_BYTES)
+    return max(MIN_SLOTS, min(_MOST_OVERFLOW_ROWS, size // row_bytes))
 
 
 @dataclass(frozen=True)
@@ -112,8 +121,8 @@ class OwnShare:
 
 @dataclass(frozen=True)
 class TierPlan:
-    """Slots of one memory tier that its tables share, except those in ``own``; ``holds_all``: every row of
-    the tables that share fits, so nothing is ever evicted there."""
+    """Slots of one memory tier that its tables share, except the slots in ``own``; ``holds_all``: every row
+    of the tables that share fits, so nothing is ever evicted there."""
 
     slots: int
     holds_all: bool
@@ -123,16 +132,16 @@ class TierPlan:
 
     @property
     def capacity(self) -> int:
-        """All slots."""
+        """Return the number of all slots."""
         return self.slots + sum(share.slots for share in self.own)
 
     @property
     def evicts(self) -> bool:
-        """Whether any row may have to leave."""
+        """Return whether any row may have to leave."""
         return not (self.holds_all and all(share.holds_all for share in self.own))
 
     def share_of(self, table: int) -> OwnShare | None:
-        """What ``table`` has to itself."""
+        """Return what ``table`` has to itself."""
         return next((share for share in self.own if table in share.tables), None)
 
 
@@ -156,15 +165,20 @@ class _Share:
         )
 
 
-class MemoryTier:
-    """Rows of one layout in memory. Not thread-safe; see :class:`tierstore.cache.group.TierGroup`.
+class MemoryTier(Tier):
+    """Rows of one layout in memory.
 
     ``plan`` says how the slots are shared; of shares that cannot hold all of their tables' rows, ``policy``
-    chooses the victims. ``admission`` refuses rows a slot: they are used from the pad, which a tier has if
-    ``overflows``. ``tables``: how many there are in the engine.
+    chooses the victims. ``tables``: how many there are in the engine. ``admission`` may refuse rows a slot;
+    such rows, and rows of a batch that does not fit, are used from overflow slots. None: the tier has no
+    overflow slots, and refuses no row.
+
+    As the first tier of a group it is planned in, through ``native``; otherwise rows are put into it.
 
     Raises ``ConfigError`` when the system refuses the address space.
     """
+
+    exclusive = True
 
     def __init__(
         self,
@@ -172,10 +186,8 @@ class MemoryTier:
         plan: TierPlan,
         row_bytes: int,
         policy: Any,
-        *,
         tables: int,
-        admission: Any = "always",
-        overflows: bool = True,
+        admission: Any | None = None,
     ) -> None:
         self.name = name
         self.plan = plan
@@ -187,15 +199,18 @@ class MemoryTier:
         self.policy_name = policy.name if plan.evicts else "none"
         # The compiled policies own the arrays that the native tier points to: keep them as long as the tier.
         parts = [(plan.slots, plan.holds_all), *((share.slots, share.holds_all) for share in plan.own)]
-        self._shares = [_Share(slots, None if all_ else policy, admission) for slots, all_ in parts]
-        self.policy_bytes = sum(share.bytes for share in self._shares)
+        self._shares = [
+            _Share(slots, None if all_ else policy, admission or "always") for slots, all_ in parts
+        ]
+        self._policy_bytes = sum(share.bytes for share in self._shares)
+        self._found, self._leaving = Buffer(row_bytes), Buffer(row_bytes)
         share_of = [0] * tables
         for number, share in enumerate(plan.own, start=1):
             for table in share.tables:
                 share_of[table] = number
         grows = plan.holds_all and not plan.own
         shares = [share.config() for share in self._shares]
-        pad = _pad_rows(row_bytes) if overflows else 0
+        pad = 0 if admission is None else _overflow_rows(row_bytes)
         try:
             self.native = _core.Tier(shares, grows=grows, pad=pad, share_of=share_of)
             self.rows = plan.device.allocate(capacity + pad, row_bytes)
@@ -209,18 +224,27 @@ class MemoryTier:
     def __len__(self) -> int:
         return len(self.native)
 
-    def find(self, keys: Keys) -> Slots:
-        """Slots of ``keys``, -1 where a row is not here."""
+    @property
+    def policy_seconds(self) -> float:
+        seconds: float = self.native.policy_seconds
+        return seconds
+
+    # -- slots ---------------------------------------------------------------------------
+
+    def slots_of(self, keys: Keys) -> Slots:
+        """Return the slots of ``keys``, -1 where a row is not here."""
         return self.native.find(keys)
 
-    def copy_out(self, slots: Slots, out: NDArray[np.uint8]) -> None:
+    def copy_out(self, slots: Slots, out: RowBytes) -> None:
+        """Copy the rows at ``slots`` to ``out``, one after the other."""
         self.rows.copy_out(slots, out)
 
-    def copy_in(self, slots: Slots, rows: NDArray[np.uint8]) -> None:
-        self.rows.copy_in(slots, rows)
+    def copy_in(self, slots: Slots, rows: RowBytes, source: Slots | None = None) -> None:
+        """Copy row i of ``rows``, or row ``source[i]``, to ``slots[i]``, for all i."""
+        self.rows.copy_in(slots, rows, source)
 
     def evict(self, pinned_since: int, plan: Any) -> int:
-        """Looks for the plan's victims among rows last used before ``pinned_since``.
+        """Look for the plan's victims among rows last used before lookup ``pinned_since``.
 
         Returns how many are still needed. Raises ``PolicyFaultError`` for what a policy must not do; the
         plan is to be aborted then.
@@ -234,24 +258,24 @@ class MemoryTier:
                 "built-in policies have none"
             ) from None
 
-    def prepare(self, plan: Any, *, use_pad: bool) -> None:
-        """Takes the memory that assigning the plan's slots needs, so that assigning cannot fail.
+    def prepare(self, plan: Any, *, use_overflow: bool) -> None:
+        """Take the memory that assigning the plan's slots needs, so that assigning cannot fail.
 
         Raises ``TierFullError``; the plan is to be aborted then.
         """
         try:
-            self.rows.commit(self.native.prepare(use_pad, plan))
+            self.rows.commit(self.native.prepare(use_overflow, plan))
         except (_core.PadFull, _core.AddressSpaceError) as refused:
             raise TierFullError(
                 f"{self.name}: {refused}; raise {self.name}, or use smaller batches"
             ) from None
 
     def abort(self, plan: Any) -> None:
-        """Keeps the plan's victims, and gives back what the plan has pinned."""
+        """Keep the plan's victims, and give back what the plan has pinned."""
         self._move(self.native.abort(plan))
 
     def release(self, slots: Slots) -> None:
-        """Ends a lookup that used ``slots``."""
+        """End a lookup that used ``slots``."""
         self._move(self.native.release(slots))
 
     def _move(self, moves: tuple[Slots, Slots]) -> None:
@@ -259,18 +283,97 @@ class MemoryTier:
             self.rows.move(*moves)
 
     def drained(self, slots: Slots) -> None:
-        """Forgets rows of the pad that were written down."""
+        """Forget rows of the pad that were written down."""
         self.native.drained(slots)
         if not self.native.pad_in_use:
             self.rows.discard(self.capacity)
 
-    def resident(self, *, only_dirty: bool = False) -> Iterator[Slots]:
-        """Slots that hold rows, in order, in pieces; nothing may move meanwhile."""
+    def _resident(self, *, only_dirty: bool = False) -> Iterator[Slots]:
+        """Yield slots that hold rows, in order, in pieces; nothing may move meanwhile."""
         start = 0
         while len(slots := self.native.resident_slots(only_dirty, start, _PIECE)):
             yield slots
             start = int(slots[-1]) + 1
 
-    def memory_bytes(self) -> int:
-        """Bytes taken by rows, index and policy for what the tier holds now."""
-        return len(self) * self.row_bytes + self.native.metadata_bytes + self.policy_bytes
+    # -- as a tier -------------------------------------------------------------------------
+
+    def find(self, keys: Keys) -> FoundRows:
+        slots = self.slots_of(keys)
+        here = slots >= 0
+        positions = np.flatnonzero(here)
+        if not len(positions):
+            return FoundRows(here, [])
+        slots = slots[positions]
+        rows = self._found.take(len(slots))
+        self.copy_out(slots, rows)
+        return FoundRows(here, [(positions, rows, None)], self.native.dirty_of(slots), slots)
+
+    def holds(self, keys: Keys) -> Flags:
+        return self.slots_of(keys) >= 0
+
+    def take(self, found: FoundRows) -> None:
+        if found.slots is not None:
+            self.native.remove(found.slots)
+
+    def put(self, rows: MovingRows, seq: int, below: Callable[..., None]) -> None:
+        native = self.native
+        plan = native.begin(rows.keys, rows.next_use, seq, absent=True)
+        try:
+            self.evict(NEVER, plan)
+            self.prepare(plan, use_overflow=False)
+            # Rows that find no room here go past this tier.
+            past = plan.unplaced()
+            slots, victims, dirty, next_use = plan.victims
+            leaving = []
+            if len(slots):
+                copies = self._leaving.take(len(slots))
+                self.copy_out(slots, copies)
+                leaving.append(MovingRows(victims, copies, dirty, next_use))
+            if len(past):
+                leaving.append(rows.part(past))
+            if leaving:
+                below(*leaving)
+        except BaseException:
+            self.abort(plan)
+            raise
+        native.assign(rows.keys, False, plan)
+        stay = plan.slots >= 0
+        slots, rows = (plan.slots, rows) if stay.all() else (plan.slots[stay], rows.part(stay))
+        self.copy_in(slots, rows.rows)
+        native.set_dirty(slots, rows.dirty)
+
+    def flush(self, write: Callable[[Keys, RowBytes], None]) -> None:
+        for slots in self._resident(only_dirty=True):
+            # First: what an update changes after the copy, while this goes on, stays dirty.
+            self.native.mark_clean(slots)
+            try:
+                rows = self._leaving.take(len(slots))
+                self.copy_out(slots, rows)
+                write(self.native.keys_of(slots), rows)
+            except BaseException:
+                self.native.mark_dirty(slots)
+                raise
+
+    def keys(self, table: int | None = None, *, only_dirty: bool = False) -> Iterator[Keys]:
+        for slots in self._resident(only_dirty=only_dirty):
+            keys = self.native.keys_of(slots)
+            yield keys if table is None else keys[split(keys)[0] == table]
+
+    def announce(self, keys: Keys, next_use: int, now: int) -> Keys:
+        return self.native.announce(keys, next_use, now) if self.uses_window else keys
+
+    def stats(self) -> TierStats:
+        """Return its sizes; of each table its rows here, its own slots (None: it shares), and whether the
+        tier holds all of its rows."""
+        tables = []
+        for index, rows in enumerate(self.native.table_rows()):
+            own = self.plan.share_of(index)
+            tables.append(
+                {
+                    "resident_rows": rows,
+                    "slots": None if own is None or len(own.tables) > 1 else own.slots,
+                    "holds_all": self.plan.holds_all if own is None else own.holds_all,
+                }
+            )
+        memory = len(self) * self.row_bytes + self.native.metadata_bytes + self._policy_bytes
+        return TierStats(memory, self._found.nbytes + self._leaving.nbytes, tables)

@@ -1,12 +1,12 @@
 """Rows of coming lookups, in memory before their plans ask for them.
 
-Those that no memory tier has are read from the store many lookups at a time, by a thread of its own: the
+Rows that no exclusive tier has are read from the store many lookups at a time, by a thread of its own: the
 store reads the rows of one call in the order of their places, neighbours in one request, so that many lookups
 in one call cost a fraction of as many calls (``tierstore bench store``), and planning goes on meanwhile.
-Those that leave memory although the window wants them again are kept as they are written to the store.
+Rows that leave memory although the window wants them again are kept as they are written to the store.
 
-What is here is what the store has: a row that is written to the store later is not to be had here any more,
-and nobody asks for rows that a memory tier has.
+What is here is what the store has: a row that is written to the store later is dropped here, and nobody asks
+for rows that an exclusive tier has.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
-from tierstore.cache.tiers.memory import Flags, Keys, Slots
+from tierstore.cache.tiers.protocol import NEVER, Flags, Keys, Piece, RowBytes
 from tierstore.errors import TierStoreError
 from tierstore.store.protocol import RowStore
 
@@ -29,7 +29,6 @@ logger = logging.getLogger("tierstore")
 
 _BLOCKS = 2  # of rows that were read: one that plans take rows from, and one that is being filled
 _KEEP_SHARE = 0.4  # of all rows, that may be kept ones; as far as there are none, blocks are larger
-_NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(eq=False)
@@ -43,9 +42,9 @@ class _Block:
 class ReadAhead:
     """Rows of one group. Its methods are called with ``lock`` held, :meth:`wait` and :meth:`close` without.
 
-    ``max_bytes`` is what the rows may take, their index included. ``resident`` tells which keys some memory
-    tier holds. None: the tiers know the next use of their rows, so that what they hold is not announced, and
-    is told when it leaves before it is used.
+    ``max_bytes`` is what the rows may take, their index included. ``resident`` tells which keys some
+    exclusive tier holds. None: the tiers know the next use of their rows, so that their rows are not
+    announced, and :meth:`rows_evicted` names rows that leave before they are used.
     """
 
     def __init__(
@@ -75,10 +74,10 @@ class ReadAhead:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    # -- what the group tells -------------------------------------------------------------
+    # -- what happens to rows -------------------------------------------------------------
 
     def announce(self, seq: int, keys: Keys) -> None:
-        """Lookup ``seq`` will come and ask for ``keys``, which no announced lookup before it asks for."""
+        """Queue ``keys`` for coming lookup ``seq``; no announced lookup before it asks for them."""
         if self._closed or seq <= self._begun:
             return
         self._queue[seq] = [keys]
@@ -98,32 +97,32 @@ class ReadAhead:
             self._thread = thread
         self._changed.notify_all()
 
-    def begun(self, seq: int) -> None:
-        """Lookup ``seq`` is being planned: it has left the window."""
+    def lookup_begun(self, seq: int) -> None:
+        """Drop lookup ``seq`` and all before it from the queue: it is being planned."""
         self._begun = max(self._begun, seq)
         while self._queue and (first := next(iter(self._queue))) <= self._begun:
             del self._queue[first]
         self._changed.notify_all()
 
-    def written(self, keys: Keys) -> None:
-        """The store gets other versions of these rows."""
+    def rows_overwritten(self, keys: Keys) -> None:
+        """Drop these rows: the store gets other versions of them."""
         if self._reading is not None:
             self._written.append(keys)
         for rows in self._all():
             rows.discard(keys)
 
-    def keep(self, keys: Keys, rows: NDArray[np.uint8], next_use: NDArray[np.int64]) -> None:
-        """These rows were just written to the store: those of announced lookups need not be read for them."""
+    def keep(self, keys: Keys, rows: RowBytes, next_use: NDArray[np.int64]) -> None:
+        """Keep copies of rows that announced lookups use: the rows were just written to the store."""
         if self._closed:
             return
         wanted = self._wanted(next_use)
         most = int(self._max_rows * _KEEP_SHARE)
         held = 0 if self._kept is None else len(self._kept)
         self._keep_rows = max(self._keep_rows, min(most, held + len(wanted)))
-        # Policies that know the next use give those up last that are wanted first.
+        # Policies that know the next use evict last what is wanted first.
         room = max(0, min(most - held, self._free()))
-        others, wanted = np.split(wanted, [max(0, len(wanted) - room)])
-        self._read_again(keys[others], next_use[others])
+        past, wanted = np.split(wanted, [max(0, len(wanted) - room)])
+        self._read_again(keys[past], next_use[past])
         if not len(wanted):
             return
         if self._kept is None:
@@ -132,16 +131,16 @@ class ReadAhead:
         source = wanted.astype(np.int32)
         _core.HostRows.view(self._kept.rows(most)).copy_in(slots, rows, source)
 
-    def left(self, keys: Keys, next_use: NDArray[np.int64]) -> None:
-        """Rows that the store has, in this version, are in memory no more."""
+    def rows_evicted(self, keys: Keys, next_use: NDArray[np.int64]) -> None:
+        """Queue clean rows again that have left memory before they are used."""
         wanted = self._wanted(next_use)
         self._read_again(keys[wanted], next_use[wanted])
 
     def _wanted(self, next_use: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.flatnonzero((next_use > self._begun) & (next_use < _NEVER))
+        return np.flatnonzero((next_use > self._begun) & (next_use < NEVER))
 
     def _read_again(self, keys: Keys, next_use: NDArray[np.int64]) -> None:
-        """Rows that were in memory when their next lookups were announced are to be read after all."""
+        """Queue rows that were in memory when their next lookups were announced."""
         if self._resident is not None or not len(keys):
             return  # it is asked again before it is read
         for seq in np.unique(next_use).tolist():
@@ -150,7 +149,7 @@ class ReadAhead:
                 self._wake()
 
     def forget(self) -> None:
-        """Lookups that were announced will not come."""
+        """Drop all rows and the queue: the announced lookups will not come."""
         self._generation += 1
         self._queue.clear()
         self._blocks.clear()
@@ -162,27 +161,28 @@ class ReadAhead:
         return int(each * (self._max_rows - self._free()))
 
     def _free(self) -> int:
-        """Rows for which there is room in all."""
+        """Return for how many rows there is room in all."""
         held = sum(block.rows.capacity for block in self._blocks)
         held += 0 if self._filling is None else self._filling.capacity
         return self._max_rows - held - (0 if self._kept is None else len(self._kept))
 
     def _all(self) -> list[Any]:
-        """Where rows are to be had."""
+        """Return what holds rows that can be taken."""
         return [block.rows for block in self._blocks] + ([] if self._kept is None else [self._kept])
 
     # -- taking rows ----------------------------------------------------------------------
 
     def wait(self, seq: int) -> None:
-        """Until nothing is being read for lookup ``seq``. Raises what the thread has failed with, once."""
+        """Wait until nothing is being read for lookup ``seq``. Raises what the thread has failed with,
+        once."""
         with self._changed:
             self._changed.wait_for(lambda: self._reading is None or seq not in self._reading)
             failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def find(self, keys: Keys) -> list[tuple[NDArray[np.int64], NDArray[np.uint8], Slots]]:
-        """Positions in ``keys`` of rows that are here, rows, and which of these they are."""
+    def find(self, keys: Keys) -> list[Piece]:
+        """Return the rows of ``keys`` that are here, in place."""
         found = []
         for rows in self._all():
             slots = rows.find(keys)
@@ -191,8 +191,8 @@ class ReadAhead:
                 found.append((here, rows.rows(rows.capacity), slots[here]))
         return found
 
-    def taken(self, seq: int, keys: Keys) -> None:
-        """Lookup ``seq`` has its rows: those of ``keys`` that were found here are in a memory tier now."""
+    def lookup_filled(self, seq: int, keys: Keys) -> None:
+        """Drop rows of ``keys``, and blocks up to lookup ``seq``: the rows are in the first tier now."""
         if self._kept is not None:
             self._kept.discard(keys)
         self._blocks = [block for block in self._blocks if block.last > seq]
@@ -218,7 +218,8 @@ class ReadAhead:
             self._changed.notify_all()
 
     def _read_next(self) -> bool:
-        """Reads rows of the next lookups when it is time to; False when nothing is announced any more."""
+        """Read rows of the next lookups when it is time to; return False when nothing is announced any
+        more."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._queue or self._is_due())
             if self._closed or not self._queue:
@@ -244,13 +245,14 @@ class ReadAhead:
         return True
 
     def _is_due(self) -> bool:
-        """The more lookups in one read the better, as long as plans find as many in the block before it."""
+        """Return whether to read now: the more lookups in one read the better, as long as plans find as many
+        in the block before it."""
         if len(self._blocks) >= _BLOCKS:
             return False
         return not self._blocks or len(self._queue) >= self._blocks[-1].last - self._begun
 
     def _choose(self) -> tuple[range, Keys]:
-        """The next lookups, as many as a block has room for, and their keys that must be read."""
+        """Return the next lookups, as many as a block has room for, and their keys that must be read."""
         first, last = -1, -1
         room = min((self._max_rows - self._keep_rows) // _BLOCKS, self._free())
         chosen: list[Keys] = []
@@ -276,7 +278,7 @@ class ReadAhead:
         return range(first, last + 1), keys
 
     def close(self) -> None:
-        """Ends the thread; to be called before the store is closed."""
+        """End the thread; to be called before the store is closed."""
         with self._changed:
             self._closed = True
             self.forget()

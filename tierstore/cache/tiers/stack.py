@@ -1,214 +1,140 @@
-"""The tiers below the fast one of a group: the host tier, the row store, and what is read ahead of it."""
+"""The walk down a list of tiers: where rows are found, and where they go when they leave the tier above."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tierstore import _core
-from tierstore.cache.stats import GroupStats
-from tierstore.cache.tiers.memory import Flags, Keys, MemoryTier
-from tierstore.cache.tiers.read_ahead import ReadAhead
+from tierstore.cache.tiers.protocol import (
+    NEVER,
+    Flags,
+    FoundRows,
+    Keys,
+    LastingTier,
+    MovingRows,
+    Tier,
+)
 from tierstore.errors import TierFullError
-from tierstore.store.protocol import RowStore
-
-_USES = 16  # after so many, a room that none of them half filled shrinks
-
-# Positions of rows that were asked for, rows, and which of these they are.
-Piece = tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]]
 
 
-@dataclass(frozen=True)
-class Below:
-    """What the tiers below hold of some missing keys. ``in_host`` (None: no host tier) tells which keys
-    ``lifted`` has the rows of, and ``in_store`` which of the others the store has: in ``pieces``, by
-    their positions among the others."""
+class TierStack:
+    """The tiers of a group, the fastest first; see :mod:`tierstore.cache.tiers.protocol` for their order.
 
-    in_store: Flags | None
-    pieces: list[Piece]
-    in_host: Flags | None = None
-    lifted: NDArray[np.uint8] | None = None
-    dirty: NDArray[np.uint8] | None = None
-
-
-class _Room:
-    """An array that is used again and again: what a peak took goes back to the system after some uses."""
-
-    def __init__(self, row_bytes: int) -> None:
-        self.rows: NDArray[np.uint8] = _core.rows_array(0, row_bytes)
-        self._row_bytes = row_bytes
-        self._largest = 0  # of the uses that are counted
-        self._uses = 0
-
-    def take(self, rows: int) -> NDArray[np.uint8]:
-        self._largest = max(self._largest, rows)
-        self._uses += 1
-        wanted = len(self.rows)
-        if rows > wanted:
-            wanted = rows + rows // 4
-        elif self._uses >= _USES:
-            if wanted > 2 * self._largest:
-                wanted = self._largest + self._largest // 4
-            self._largest = self._uses = 0
-        if wanted != len(self.rows):
-            self.rows = _core.rows_array(0, self._row_bytes)  # the old room first: never both at once
-            self.rows = _core.rows_array(wanted, self._row_bytes)
-        return self.rows[:rows]
-
-
-class LowerTiers:
-    """Where rows come from and go to; ``host``, ``store`` and ``ahead`` may be missing.
-
-    Its methods are called by whoever plans, with the group's lock held.
+    Its methods are called with the group's residency lock held, except :meth:`wait` and :meth:`close`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        row_bytes: int,
-        host: MemoryTier | None,
-        store: RowStore | None,
-        ahead: ReadAhead | None,
-        stats: GroupStats,
-    ) -> None:
+    def __init__(self, name: str, tiers: Sequence[Tier]) -> None:
         self.name = name
-        self.row_bytes = row_bytes
-        self.host = host
-        self.store = store
-        self.ahead = ahead
-        self.stats = stats
-        # Whether the store may have rows that no memory tier has. A store without commits has been opened
-        # empty; what all fits into memory is never looked for there, however often it is committed.
-        self.holds_rows = store is not None and bool(store.commits())
-        self.uncommitted = 0
-        """Rows given to the store since its last commit."""
-        self._rooms: dict[str, _Room] = {}
+        self.tiers = list(tiers)
+        self.lower = self.tiers[1:]
+        self.exclusive = [tier for tier in tiers if tier.exclusive]
+        lasting = self.tiers[len(self.exclusive) :]
+        if [tier.exclusive for tier in lasting] != [False] * len(lasting):
+            raise ValueError(f"{name}: an exclusive tier is below a lasting one: {[t.name for t in tiers]}")
+        self.lasting: list[LastingTier] = lasting  # type: ignore[assignment]  # what is not exclusive lasts
 
-    @property
-    def exist(self) -> bool:
-        """Whether there is any tier below."""
-        return self.host is not None or self.store is not None
+    def find(self, keys: Keys, tiers: Sequence[Tier]) -> Iterator[FoundRows]:
+        """Yield what each of ``tiers`` has of ``keys`` that none before it has: asked when it is its turn."""
+        for tier in tiers:
+            found = tier.find(keys)
+            yield found
+            keys = keys[~found.here]
 
-    def announce(self, seq: int, keys: Keys) -> None:
-        """Lookup ``seq`` will come, and is the first announced one that asks for ``keys``, which no tier has
-        that knows the next use of its rows."""
-        if self.ahead is not None and self.holds_rows:
-            self.ahead.announce(seq, keys)
+    # -- rows that move ------------------------------------------------------------------------
 
-    def buffer(self, name: str, rows: int) -> NDArray[np.uint8]:
-        """Room for ``rows`` rows on their way between tiers, kept from plan to plan."""
-        room = self._rooms.get(name)
-        if room is None:
-            room = self._rooms[name] = _Room(self.row_bytes)
-        return room.take(rows)
+    def collect(self, missing: Keys) -> list[FoundRows]:
+        """Return what each tier under the first has of ``missing``; these rows leave exclusive tiers."""
+        every = list(self.find(missing, self.lower))
+        for tier, found in zip(self.lower, every, strict=True):
+            tier.take(found)  # last: nothing can fail any more
+        return every
 
-    def buffer_bytes(self) -> int:
-        """Bytes of rows on their way between tiers."""
-        ahead = 0 if self.ahead is None else self.ahead.memory_bytes()
-        return ahead + sum(room.rows.nbytes for room in self._rooms.values())
+    def restore(self, every: Sequence[FoundRows], missing: Keys, seq: int) -> None:
+        """Put collected rows back; exclusive tiers have room, since the rows were just taken out of them."""
+        for level, found in enumerate(every, start=1):
+            for positions, rows, _ in found.pieces if self.tiers[level].exclusive else ():
+                assert found.dirty is not None
+                never = np.full(len(rows), NEVER)
+                self.demote(level, seq, MovingRows(missing[positions], rows, found.dirty, never))
+            missing = missing[~found.here]
 
-    def collect(self, missing: Keys) -> Below:
-        """What the tiers below hold of ``missing``: read from the store, and taken out of the host tier."""
-        in_host = None if self.host is None else self.host.find(missing)
-        asked = missing if in_host is None else missing[in_host < 0]
-        in_store, pieces = (None, []) if self.store is None else self._read(self.store, asked)
-        if self.host is None or in_host is None:
-            return Below(in_store, pieces)
-        slots = in_host[in_host >= 0]
-        lifted = self.buffer("lifted", len(slots))
-        self.host.copy_out(slots, lifted)
-        dirty = self.host.native.dirty_of(slots)
-        below = Below(in_store, pieces, in_host >= 0, lifted, dirty)
-        self.host.native.remove(slots)  # last: nothing can fail any more
-        return below
+    def demote(self, level: int, seq: int, *parts: MovingRows) -> None:
+        """Hand rows, which have left the tiers above and are in no other, to tier number ``level``.
 
-    def _read(self, store: RowStore, keys: Keys) -> tuple[Flags, list[Piece]]:
-        """Which rows the store has, and where they are now: read ahead, or now."""
-        found = np.zeros(len(keys), bool)
-        if not self.holds_rows:
-            return found, []
-        pieces = [] if self.ahead is None else self.ahead.find(keys)
-        for positions, _, _ in pieces:
-            found[positions] = True
-            self.stats.counters.read_ahead_rows += len(positions)
-        left = np.flatnonzero(~found)
-        if len(left):
-            rows = self.buffer("fetched", len(left))
-            there = np.flatnonzero(store.read(keys[left], rows))
-            pieces.append((left[there], rows, there.astype(np.int32)))
-            found[left[there]] = True
-        return found, pieces
+        Raises ``TierFullError`` if the list ends here and a row was updated.
+        """
+        if level == len(self.tiers):
+            if any(part.dirty.any() for part in parts):
+                raise self._full()
+            return  # rows that were never updated have their initial values
+        tier = self.tiers[level]
+        if (
+            tier.exclusive and len(parts) > 1
+        ):  # the second call could fail, and rows of the first be here twice
+            parts = (MovingRows.joined(parts),)
+        for part in parts:
+            tier.put(part, seq, partial(self.demote, level + 1, seq))
 
-    def restore(self, found: Below, missing: Keys, seq: int) -> None:
-        """Puts lifted rows back; the host tier has room, since they were just taken out of it."""
-        if found.lifted is not None and len(found.lifted):
-            assert found.in_host is not None
-            assert found.dirty is not None
-            never = np.full(len(found.lifted), np.iinfo(np.int64).max)
-            self.demote(missing[found.in_host], found.lifted, found.dirty, never, seq)
+    def _full(self) -> TierFullError:
+        return TierFullError(
+            f"{self.name}: the memory tiers are full and there is no store below; raise hbm or uvm, "
+            "or set ssd"
+        )
 
-    def demote(
-        self,
-        keys: Keys,
-        rows: NDArray[np.uint8],
-        dirty: NDArray[np.uint8],
-        next_use: NDArray[np.int64],
-        seq: int,
-    ) -> None:
-        """Hands rows that left the fast tier, and are in no other, to the tier below."""
-        if self.host is None:
-            self._write_down(keys, rows, dirty, next_use)
-            return
-        native = self.host.native
-        plan = native.begin(keys, next_use, seq, absent=True)
-        try:
-            self.host.evict(np.iinfo(np.int64).max, plan)
-            # Rows that find no room in the host tier go past it.
-            past = plan.unplaced()
-            slots, victims, victim_dirty, victim_use = plan.victims
-            if len(slots):
-                leaving = self.buffer("leaving", len(slots))
-                self.host.copy_out(slots, leaving)
-                self._write_down(victims, leaving, victim_dirty, victim_use)
-            if len(past):
-                self._write_down(keys[past], rows[past], dirty[past], next_use[past])
-            self.host.prepare(plan, use_pad=False)
-        except BaseException:
-            self.host.abort(plan)
-            raise
-        native.assign(keys, False, plan)
-        stay = plan.slots >= 0
-        slots = plan.slots if stay.all() else plan.slots[stay]
-        self.host.copy_in(slots, rows if stay.all() else rows[stay])
-        native.set_dirty(slots, dirty if stay.all() else dirty[stay])
+    def flush(self) -> None:
+        """Write every dirty row to the first lasting tier; rows stay where they are."""
+        for tier in self.exclusive:
+            tier.flush(self.lasting[0].write)
 
-    def _write_down(
-        self, keys: Keys, rows: NDArray[np.uint8], dirty: NDArray[np.uint8], next_use: NDArray[np.int64]
-    ) -> None:
-        """Stores the dirty ones; clean rows are in the store already, or were never updated."""
-        self.holds_rows = True
-        changed = dirty.astype(bool)
-        if not changed.all():
-            if self.ahead is not None:
-                self.ahead.left(keys[~changed], next_use[~changed])
-            keys, rows, next_use = keys[changed], rows[changed], next_use[changed]
-            if not len(keys):
-                return
-        self.write(keys, rows)
-        if self.ahead is not None:
-            self.ahead.keep(keys, rows, next_use)
+    # -- rows that stay -------------------------------------------------------------------------
 
-    def write(self, keys: Keys, rows: NDArray[np.uint8]) -> None:
-        """Rows of the memory tiers go to the store, whether or not they stay in memory as well."""
-        if self.store is None:
-            raise TierFullError(
-                f"{self.name}: the memory tiers are full and there is no store below; raise hbm or uvm, "
-                "or set ssd"
-            )
-        if self.ahead is not None:
-            self.ahead.written(keys)
-        self.store.write(keys, rows)
-        self.stats.counters.written_rows += len(keys)
-        self.uncommitted += len(keys)
+    def resident(self, keys: Keys) -> Flags:
+        """Return which of ``keys`` an exclusive tier has."""
+        return resident(self.exclusive, keys)
+
+    def resident_keys(self, table: int) -> Keys:
+        """Return the keys of ``table`` that an exclusive tier has, each once."""
+        parts = [keys for tier in self.exclusive for keys in tier.keys(table)]
+        return np.concatenate([np.empty(0, np.uint64), *parts])
+
+    def dirty_rows(self) -> int:
+        """Return how many rows no lasting tier has in their version."""
+        return sum(len(keys) for tier in self.exclusive for keys in tier.keys(only_dirty=True))
+
+    # -- the window ------------------------------------------------------------------------------
+
+    def announce(self, keys: Keys, next_use: int, now: int) -> None:
+        """Tell the tiers which lookup uses ``keys`` next; a tier passes on what a lower one has to learn."""
+        for tier in self.tiers:
+            keys = tier.announce(keys, next_use, now)
+
+    def begin_lookup(self, seq: int) -> None:
+        """Tell the tiers that lookup ``seq`` is being planned."""
+        for tier in self.lower:
+            tier.begin_lookup(seq)
+
+    def wait(self, seq: int) -> None:
+        """Wait until no tier is reading for lookup ``seq``."""
+        for tier in self.lower:
+            tier.wait(seq)
+
+    def end_lookup(self, seq: int, keys: Keys) -> None:
+        """Tell the tiers that lookup ``seq`` has its rows, of which ``keys`` were missing in the first."""
+        for tier in self.lower:
+            tier.end_lookup(seq, keys)
+
+    def close(self) -> None:
+        """End the threads of the tiers."""
+        for tier in self.tiers:
+            tier.close()
+
+
+def resident(tiers: Sequence[Tier], keys: Keys) -> Flags:
+    """Return which of ``keys`` one of ``tiers`` has."""
+    here = np.zeros(len(keys), bool)
+    for tier in tiers:
+        left = np.flatnonzero(~here)
+        here[left] = tier.holds(keys[left])
+    return here

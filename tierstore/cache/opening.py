@@ -1,0 +1,104 @@
+"""How the tier groups of an engine are opened: one per row layout, their tiers sized by the budgets."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from tierstore.cache.budget import GroupDemand, TableDemand, fast_tiers, host_tiers
+from tierstore.cache.group import TierGroup
+from tierstore.cache.layout import RowLayout
+from tierstore.cache.stats import GroupStats
+from tierstore.cache.table import Table
+from tierstore.cache.tiers.memory import TierPlan, bytes_for
+from tierstore.cache.tiers.registry import TierRequest, make_tiers
+from tierstore.config import TierConfig
+from tierstore.initializers import Init, table_seed
+from tierstore.store.protocol import RowStore, StoredTable
+
+READ_AHEAD_BYTES = 8 << 20
+"""What rows that are read ahead of their plan may take, in all."""
+
+
+class GroupOpening:
+    """The tier groups of ``tables``, with their budgets divided among them; nothing is allocated yet.
+
+    Raises ``ConfigError`` for budgets that are too small.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        specs: Sequence[StoredTable],
+        config: TierConfig,
+        optimizer: Any,
+        policy: Any,
+    ) -> None:
+        self._tables = tables
+        self._specs = specs
+        self._config = config
+        self._optimizer = optimizer
+        self._policy = policy
+        self._members: dict[str, list[int]] = {}
+        for spec in specs:
+            self._members.setdefault(f"dim{spec.embedding_dim}", []).append(spec.index)
+        demands = {tier: [self._demand(name, tier) for name in self._members] for tier in ("hbm", "uvm")}
+        self._hbm = fast_tiers(config, demands["hbm"], policy)
+        self._uvm = host_tiers(config, demands["uvm"], policy, self._hbm)
+
+    def groups(self, store: RowStore | None) -> list[TierGroup]:
+        """Return the groups, with empty tiers above ``store``."""
+        plans = zip(self._members, self._hbm, self._uvm, strict=True)
+        return [self._group(name, hbm, uvm, store) for name, hbm, uvm in plans]
+
+    def _demand(self, name: str, tier: str) -> GroupDemand:
+        pieces = Counter(table.origin or table.name for table in self._tables)
+        tables = []
+        for index in self._members[name]:
+            table = self._tables[index]
+            origin = table.origin or table.name
+            override = self._config.table(origin)
+            own, share = getattr(override, tier), getattr(override, f"{tier}_share")
+            own = None if own is None else own // pieces[origin]
+            tables.append(TableDemand(index, table.name, table.most_rows, own, share))
+        return GroupDemand(name, self._specs[self._members[name][0]].row_bytes, tuple(tables))
+
+    def _group(self, name: str, hbm: TierPlan, uvm: TierPlan | None, store: RowStore | None) -> TierGroup:
+        layout, stats, lock = self._layout(name), GroupStats(len(self._tables)), threading.RLock()
+        request = TierRequest(
+            config=self._config,
+            policy=self._policy,
+            row_bytes=layout.row_bytes,
+            tables=len(self._tables),
+            slots={"hbm": hbm, "uvm": uvm},
+            store=store,
+            read_ahead_bytes=0 if store is None else self._read_ahead_bytes(hbm, layout.row_bytes),
+            lock=lock,
+            stats=stats,
+        )
+        return TierGroup(name, layout, self._members[name], make_tiers(request), stats, lock)
+
+    def _layout(self, name: str) -> RowLayout:
+        spec = self._specs[self._members[name][0]]
+        return RowLayout.of(
+            spec.embedding_dim,
+            spec.row_bytes,
+            self._optimizer.state_floats(spec.embedding_dim),
+            self._optimizer.initial_state,
+            [Init(**spec.init) for spec in self._specs],
+            [
+                table_seed(spec.seed, table.origin or table.name)
+                for spec, table in zip(self._specs, self._tables, strict=True)
+            ],
+            [table.column for table in self._tables],
+        )
+
+    def _read_ahead_bytes(self, hbm: TierPlan, row_bytes: int) -> int:
+        """Return what rows that were read ahead may take, beside the first tier: at most twice as much as
+        it."""
+        if not hbm.evicts:
+            return 0
+        tier = bytes_for(hbm.capacity, row_bytes, self._policy, self._config.admission)
+        return min(READ_AHEAD_BYTES // len(self._members), 2 * tier)

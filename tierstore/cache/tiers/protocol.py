@@ -1,0 +1,179 @@
+"""What a tier is: one place in the list of places where the rows of a row layout live.
+
+A tier group (:class:`tierstore.cache.group.TierGroup`) has a list of tiers, the fastest first; lookups walk
+down the list. There are two kinds:
+
+- An *exclusive* tier owns its rows: a row is in one exclusive tier at most, and leaves it when it moves.
+- A *lasting* tier keeps what it was given: a row that moves up leaves a copy there, which is valid unless a
+tier
+  above has the row. Lasting tiers come after all exclusive ones; the first of them is given the dirty rows.
+
+A row is *dirty* when no lasting tier has it in this version, and it was updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Slots = NDArray[np.int32]
+Keys = NDArray[np.uint64]
+Flags = NDArray[np.bool_]
+RowBytes = NDArray[np.uint8]
+"""Rows as bytes, (n, row_bytes), C-contiguous."""
+Piece = tuple[NDArray[np.int64], RowBytes, Slots | None]
+"""Positions of asked keys (m,), rows, and which of these rows belong to the positions (None: all, in
+order)."""
+
+NEVER = int(np.iinfo(np.int64).max)
+"""The next use of a row that no announced lookup uses."""
+
+
+@dataclass(frozen=True)
+class FoundRows:
+    """Copies of those rows of n asked keys that a tier has, valid until its next :meth:`Tier.find`.
+
+    ``here``: (n,), which of the keys it has. ``dirty``: uint8, of each of these (None: all are clean).
+    ``slots``: where the tier has them, if it wants to know. ``read_ahead``: how many were read ahead.
+    """
+
+    here: Flags
+    pieces: list[Piece]
+    dirty: NDArray[np.uint8] | None = None
+    slots: Slots | None = None
+    read_ahead: int = 0
+
+
+@dataclass(frozen=True)
+class MovingRows:
+    """Rows that leave a tier: keys (n,), rows (n, row_bytes), dirty flags uint8 (n,), and the numbers of the
+    lookups that use them next, int64 (n,)."""
+
+    keys: Keys
+    rows: RowBytes
+    dirty: NDArray[np.uint8]
+    next_use: NDArray[np.int64]
+
+    def part(self, which: Any) -> MovingRows:
+        """Return the rows that a NumPy index selects."""
+        return MovingRows(self.keys[which], self.rows[which], self.dirty[which], self.next_use[which])
+
+    @staticmethod
+    def joined(parts: Sequence[MovingRows]) -> MovingRows:
+        """Return the rows of all ``parts``, in order."""
+        return MovingRows(
+            np.concatenate([part.keys for part in parts]),
+            np.concatenate([part.rows for part in parts]),
+            np.concatenate([part.dirty for part in parts]),
+            np.concatenate([part.next_use for part in parts]),
+        )
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """Sizes of a tier now, in bytes: what counts against its budget, and rows on their way beside it.
+
+    ``tables``: what it tells of each table, by the table's index; may be empty.
+    """
+
+    memory_bytes: int = 0
+    buffer_bytes: int = 0
+    tables: Sequence[dict[str, Any]] = ()
+
+
+class Tier(Protocol):
+    """Rows of one row layout. The group holds its residency lock during every call but :meth:`wait`,
+    :meth:`close` and, of lasting tiers, :meth:`keys`.
+
+    Subclass it: methods with a body here have a default. Of a plan that fails, the group calls no later
+    method.
+    """
+
+    name: str
+    """Its name in ``stats()`` and errors."""
+    exclusive: bool
+    """Whether it owns its rows (True) or lasts (False)."""
+    uses_window: bool = False
+    """Whether it remembers the next use of its rows, so that :meth:`put` passes it on with rows that
+    leave."""
+
+    @property
+    def policy_seconds(self) -> float:
+        """Seconds that its policy has taken so far."""
+        return 0.0
+
+    # -- rows ----------------------------------------------------------------------------
+
+    def find(self, keys: Keys) -> FoundRows:
+        """Copy the rows of ``keys`` (n,), without repeats, that are here. Nothing changes, also if it
+        raises."""
+        ...
+
+    def holds(self, keys: Keys) -> Flags:
+        """Return which of ``keys`` are here. Nothing changes, also if it raises."""
+        ...
+
+    def take(self, found: FoundRows) -> None:
+        """Let go of rows that were just found: they move up. Must not fail."""
+        return
+
+    def put(self, rows: MovingRows, seq: int, below: Callable[..., None]) -> None:
+        """Take rows that left the tier above while lookup ``seq`` was planned.
+
+        What finds no room, and what has to make room, goes to ``below(*MovingRows)``, in one call. Everything
+        that can fail, ``below`` included, comes before the first change: if it raises, an exclusive tier is
+        as it was, and a lasting one may have stored some of the rows. Rows that were just taken out of an
+        exclusive tier find room there again.
+        """
+        ...
+
+    def flush(self, write: Callable[[Keys, RowBytes], None]) -> None:
+        """Give every dirty row to ``write`` and call it clean; it stays here. A row that changes meanwhile is
+        dirty again, and so are rows whose ``write`` has raised."""
+        return
+
+    def keys(self, table: int | None = None, *, only_dirty: bool = False) -> Iterator[Keys]:
+        """Yield the keys of rows that are here, each once, in chunks: of ``table``, or (exclusive tiers) of
+        all."""
+        ...
+
+    def stats(self) -> TierStats:
+        """Return its sizes now."""
+        return TierStats()
+
+    # -- the window ------------------------------------------------------------------------
+
+    def announce(self, keys: Keys, next_use: int, now: int) -> Keys:
+        """Learn that lookup ``next_use`` is the first announced one that asks for ``keys``; ``now``: the
+        newest planned lookup. Return the keys that a lower tier has to learn of. ``NEVER``: the window is
+        forgotten."""
+        return keys
+
+    def begin_lookup(self, seq: int) -> None:
+        """Learn that lookup ``seq`` leaves the window: it is being planned."""
+        return
+
+    def wait(self, seq: int) -> None:
+        """Wait until nothing is being read for lookup ``seq``. Called without the residency lock; raises what
+        reading ahead has failed with, once."""
+        return
+
+    def end_lookup(self, seq: int, keys: Keys) -> None:
+        """Learn that lookup ``seq`` has its rows; those of ``keys`` were missing in the first tier."""
+        return
+
+    def close(self) -> None:
+        """End its threads. Further calls do nothing."""
+        return
+
+
+class LastingTier(Tier, Protocol):
+    """A tier that keeps what it is given."""
+
+    def write(self, keys: Keys, rows: RowBytes) -> None:
+        """Keep these versions of rows that may stay in the tiers above. If it raises, some may be kept."""
+        ...

@@ -1,0 +1,77 @@
+"""Which tiers there are, the fastest first, and how each is made for a row layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tierstore.cache.stats import GroupStats
+from tierstore.cache.tiers.memory import MemoryTier, TierPlan
+from tierstore.cache.tiers.protocol import Tier
+from tierstore.cache.tiers.read_ahead import ReadAhead
+from tierstore.cache.tiers.stack import resident
+from tierstore.cache.tiers.store import StoreTier
+from tierstore.config import TierConfig
+from tierstore.store.protocol import RowStore
+
+
+@dataclass(frozen=True)
+class TierRequest:
+    """What the tiers of one row layout are made for.
+
+    ``slots``: by tier, what it gets of a budget in ``config`` (None: there is no such tier). ``tables``: how
+    many the engine has. ``read_ahead_bytes``: what rows that are read ahead may take. ``lock``: the residency
+    lock. ``above``: the tiers that are made already.
+    """
+
+    config: TierConfig
+    policy: Any
+    row_bytes: int
+    tables: int
+    slots: Mapping[str, TierPlan | None]
+    store: RowStore | None
+    read_ahead_bytes: int
+    lock: Any
+    stats: GroupStats
+    above: list[Tier] = field(default_factory=list)
+
+
+TierFactory = Callable[[TierRequest], Tier | None]
+"""Makes a tier; None where the configuration has no such tier."""
+
+
+def _memory(name: str, request: TierRequest) -> Tier | None:
+    plan = request.slots[name]
+    if plan is None:
+        return None
+    is_first = not request.above
+    admission = request.config.admission if is_first and plan.evicts else None
+    return MemoryTier(name, plan, request.row_bytes, request.policy, request.tables, admission)
+
+
+def _store(request: TierRequest) -> Tier | None:
+    if request.store is None:
+        return None
+    ahead = None
+    if request.read_ahead_bytes:
+        # Tiers that know the next use of their rows tell it when a row leaves before it is used.
+        above = [tier for tier in request.above if tier.exclusive]
+        asks = None if all(tier.uses_window for tier in above) else partial(resident, above)
+        ahead = ReadAhead(request.store, request.row_bytes, request.read_ahead_bytes, request.lock, asks)
+    return StoreTier("ssd", request.store, request.row_bytes, request.stats, ahead)
+
+
+TIERS: list[TierFactory] = [partial(_memory, "hbm"), partial(_memory, "uvm"), _store]
+"""The first must make a :class:`MemoryTier`. A further tier is a factory in this list: exclusive tiers before
+the store, lasting ones behind it."""
+
+
+def make_tiers(request: TierRequest) -> list[Tier]:
+    """Return the tiers of one row layout, the fastest first."""
+    for make in TIERS:
+        tier = make(request)
+        if tier is not None:
+            request.above.append(tier)
+    return request.above

@@ -1,0 +1,121 @@
+"""The row store as a tier, with the rows that are read ahead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from tierstore.cache.stats import GroupStats
+from tierstore.cache.tiers.buffers import Buffer
+from tierstore.cache.tiers.protocol import (
+    NEVER,
+    Flags,
+    FoundRows,
+    Keys,
+    LastingTier,
+    MovingRows,
+    RowBytes,
+    TierStats,
+)
+from tierstore.cache.tiers.read_ahead import ReadAhead
+from tierstore.store.protocol import RowStore
+
+
+class StoreTier(LastingTier):
+    """Rows of one layout in ``store``, which has the rows of other layouts, too. ``ahead`` may be missing."""
+
+    exclusive = False
+    uses_window = False
+
+    def __init__(
+        self, name: str, store: RowStore, row_bytes: int, stats: GroupStats, ahead: ReadAhead | None = None
+    ) -> None:
+        self.name = name
+        self.store = store
+        self.ahead = ahead
+        self._stats = stats
+        self._fetched = Buffer(row_bytes)
+        # Whether the store may have rows that no exclusive tier has. A store without commits has been opened
+        # empty; what all fits into memory is never looked for there, however often it is committed.
+        self._holds_rows = bool(store.commits())
+
+    def find(self, keys: Keys) -> FoundRows:
+        here = np.zeros(len(keys), bool)
+        if not self._holds_rows:
+            return FoundRows(here, [])
+        pieces = [] if self.ahead is None else self.ahead.find(keys)
+        for positions, _, _ in pieces:
+            here[positions] = True
+        left = np.flatnonzero(~here)
+        read_ahead = len(keys) - len(left)
+        if len(left):
+            rows = self._fetched.take(len(left))
+            there = np.flatnonzero(self._read(keys[left], rows))
+            pieces.append((left[there], rows, there.astype(np.int32)))
+            here[left[there]] = True
+        return FoundRows(here, pieces, read_ahead=read_ahead)
+
+    def _read(self, keys: Keys, rows: RowBytes) -> Flags:
+        with self._stats.blocked():
+            return self.store.read(keys, rows)
+
+    def holds(self, keys: Keys) -> Flags:
+        return self._read(keys, self._fetched.take(len(keys)))
+
+    def take(self, found: FoundRows) -> None:
+        self._stats.counters.read_ahead_rows += found.read_ahead
+
+    def put(self, rows: MovingRows, seq: int, below: Callable[..., None]) -> None:
+        """Store the dirty rows; clean rows are in the store already, or were never updated."""
+        self._holds_rows = True
+        changed = rows.dirty.astype(bool)
+        if not changed.all():
+            if self.ahead is not None:
+                self.ahead.rows_evicted(rows.keys[~changed], rows.next_use[~changed])
+            rows = rows.part(changed)
+            if not len(rows.keys):
+                return
+        self.write(rows.keys, rows.rows)
+        if self.ahead is not None:
+            self.ahead.keep(rows.keys, rows.rows, rows.next_use)
+
+    def write(self, keys: Keys, rows: RowBytes) -> None:
+        if self.ahead is not None:
+            self.ahead.rows_overwritten(keys)
+        with self._stats.blocked():
+            self.store.write(keys, rows)
+        self._stats.counters.written_rows += len(keys)
+        self._stats.uncommitted_rows += len(keys)
+
+    def keys(self, table: int | None = None, *, only_dirty: bool = False) -> Iterator[Keys]:
+        assert table is not None or only_dirty
+        return iter(()) if table is None else self.store.keys(table)
+
+    def stats(self) -> TierStats:
+        ahead = 0 if self.ahead is None else self.ahead.memory_bytes()
+        return TierStats(buffer_bytes=ahead + self._fetched.nbytes)
+
+    def announce(self, keys: Keys, next_use: int, now: int) -> Keys:
+        if self.ahead is not None:
+            if next_use == NEVER:
+                self.ahead.forget()
+            elif self._holds_rows:
+                self.ahead.announce(next_use, keys)
+        return keys
+
+    def begin_lookup(self, seq: int) -> None:
+        if self.ahead is not None:
+            self.ahead.lookup_begun(seq)
+
+    def wait(self, seq: int) -> None:
+        if self.ahead is not None:
+            self.ahead.wait(seq)
+
+    def end_lookup(self, seq: int, keys: Keys) -> None:
+        if self.ahead is not None:
+            self.ahead.lookup_filled(seq, keys)
+
+    def close(self) -> None:
+        if self.ahead is not None:
+            self.ahead.close()
