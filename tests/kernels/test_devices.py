@@ -180,11 +180,11 @@ def test_what_does_not_fit_is_refused(device: Device) -> None:
 
 def test_rows_that_overflow_a_tier_move_home(device: Device) -> None:
     """A row in an overflow slot goes to the slot that a later plan gives it, when no lookup uses it there."""
-    tier = MemoryTier("hbm", TierPlan(16, False, device=device), ROW, "lru", tables=1)
+    tier = MemoryTier("hbm", TierPlan(16, False, device=device), ROW, "lru", tables=1, admission="always")
     keys, data = np.arange(20, dtype=np.uint64), some_rows(20)
     plan = tier.native.begin(keys, None, 0)
     tier.evict(0, plan)
-    tier.prepare(plan, use_pad=True)
+    tier.prepare(plan, use_overflow=True)
     tier.native.assign(keys, True, plan)
     tier.copy_in(plan.slots, data)
     first, last = plan.slots.copy(), keys[16:]
@@ -192,12 +192,12 @@ def test_rows_that_overflow_a_tier_move_home(device: Device) -> None:
     assert len(again.misses) == 4
     assert not len(again.absent)
     tier.evict(1, again)
-    tier.prepare(again, use_pad=True)
+    tier.prepare(again, use_overflow=True)
     tier.native.assign(last, True, again)
     tier.release(again.slots)
-    assert (tier.find(last) >= 16).all()
+    assert (tier.slots_of(last) >= 16).all()
     tier.release(first)
-    home = tier.find(last)
+    home = tier.slots_of(last)
     assert (home < 16).all()
     np.testing.assert_array_equal(read(tier.rows, home), data[16:])
     tier.drained(tier.native.drainable()[0])
