@@ -158,13 +158,13 @@ class Experiment:
         progress, stats = trainer.progress(), trainer.embeddings.stats()
         hit_rate = {name: tier["hit_rate"] for name, tier in stats["tiers"].items()}
         ssd_bytes = stats["store"]["disk_bytes"] if stats["store"] else 0
-        slots = {"hbm": sum(chain["slots"] for chain in stats["chains"].values())}
+        slots = {"hbm": sum(group["slots"] for group in stats["groups"].values())}
         if self.args.save_curves and self.curves is None:
             self.curves = trainer.embeddings.table_curves()
         auc, base_rate = trainer.evaluate(self.dataset)
         peak = rss.peak_bytes() if saver is None else saver.peak_rss_bytes()
-        chain = next(iter(stats["chains"].values()))
-        known = chain["depth"], chain["window"]
+        group = next(iter(stats["groups"].values()))
+        known = group["depth"], group["window"]
         return RunResult(progress, auc, base_rate, hit_rate, slots, ssd_bytes, *known, rss.before_bytes, peak)
 
     def _tell(self, report: Report) -> None:

@@ -136,7 +136,7 @@ class Trainer:
             "losses": list(self._losses),
             "auc": self._auc,
             "auc_so_far": self._auc_so_far,
-            "counters": counters_of(self.embeddings.engine.chains),
+            "counters": counters_of(self.embeddings.engine.groups),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -145,7 +145,7 @@ class Trainer:
         self._losses = deque(state["losses"], maxlen=RECENT_BATCHES)
         self._auc.load_state_dict(state["auc"])
         self._auc_so_far = state["auc_so_far"]
-        go_on_counting(self.embeddings.engine.chains, state["counters"])
+        go_on_counting(self.embeddings.engine.groups, state["counters"])
 
     def progress(self) -> Progress:
         stats = self.embeddings.stats()

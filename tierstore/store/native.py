@@ -149,15 +149,25 @@ class NativeStore:
     def meta(self) -> bytes:
         return self._core.meta()
 
-    def counters(self) -> dict[str, int | str]:
+    def counters(self) -> _core.StoreCounters:
         """Return all counters of the core, also the counters that :class:`StoreStats` lacks."""
         return self._core.stats()
 
     def stats(self) -> StoreStats:
         counters = self._core.stats()
-        index_bytes = counters["index_bytes"] + counters["buffer_bytes"]
-        shared = {name: counters[name] for name in StoreStats.__dataclass_fields__ if name in counters}
-        return StoreStats(**{**shared, "engine": self.engine, "index_bytes": index_bytes})
+        return StoreStats(
+            engine=self.engine,
+            rows=counters["rows"],
+            disk_bytes=counters["disk_bytes"],
+            live_bytes=counters["live_bytes"],
+            index_bytes=counters["index_bytes"] + counters["buffer_bytes"],
+            read_rows=counters["read_rows"],
+            read_bytes=counters["read_bytes"],
+            read_requests=counters["read_requests"],
+            written_rows=counters["written_rows"],
+            written_bytes=counters["written_bytes"],
+            io=counters["io"],
+        )
 
     def close(self) -> None:
         self._core.close()
