@@ -143,7 +143,7 @@ def _verify_native(own: Path, identity: StoreIdentity, report: VerifyReport, pro
         report.commits = [commit[0] for commit in _core.kept_commits(str(own))]
 
 
-def fill_report(report: VerifyReport, found: Any, names: dict[int, str]) -> None:
+def fill_report(report: VerifyReport, found: _core.VerifyReport, names: dict[int, str]) -> None:
     """Take over what the core found; ``names`` has the tables' names by index."""
     report.damage += [_damage(report.engine, item, names) for item in found.findings]
     report.damage_total += found.findings_total
@@ -151,7 +151,7 @@ def fill_report(report: VerifyReport, found: Any, names: dict[int, str]) -> None
     report.leftovers, report.foreign = found.leftovers, found.foreign
 
 
-def _damage(engine: str, item: Any, names: dict[int, str]) -> Damage:
+def _damage(engine: str, item: _core.Finding, names: dict[int, str]) -> Damage:
     def name(table: int) -> str:
         return names.get(table, f"number {table}")
 
