@@ -63,14 +63,14 @@ class Experiment:
             report = self._runs(interrupt)
         except (KeyboardInterrupt, TierStoreError):
             if self.started:
-                self._tell_what_is_left()
+                self._print_resume_hint()
             raise
         finally:
             self.scalars.close()
         if report is None:
-            self._tell_what_is_left()
+            self._print_resume_hint()
             return 128 + interrupt.signal if interrupt.signal else 1
-        self._tell(report)
+        self._print_report(report)
         return EXIT_DIFFERENT if report.comparison and not report.comparison.bit_identical else 0
 
     def _runs(self, interrupt: GracefulInterrupt) -> Report | None:
@@ -167,7 +167,7 @@ class Experiment:
         known = group["depth"], group["window"]
         return RunResult(progress, auc, base_rate, hit_rate, slots, ssd_bytes, *known, rss.before_bytes, peak)
 
-    def _tell(self, report: Report) -> None:
+    def _print_report(self, report: Report) -> None:
         from rich.console import Console
 
         console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -185,7 +185,7 @@ class Experiment:
         if self.args.record:
             console.print(f"trace: {self.args.record} (for tierstore bench hit-rate)")
 
-    def _tell_what_is_left(self) -> None:
+    def _print_resume_hint(self) -> None:
         if self.saved is not None:
             text = f"saved after {self.saved:,} batches in {self.folder}"
             text += "; to go on, repeat the command with --resume"

@@ -61,7 +61,7 @@ class KeyedJaggedTensor(FiguresPerKey):
         checks.check_key_counts(keys, bags, stride, strides)
         checks.check_inverse_shape(inverse_indices)
         self._assign(keys, values, weights, lengths, offsets, stride, strides, inverse_indices)
-        self._know(
+        self._set_known(
             stride_per_key, length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict
         )
 
@@ -82,7 +82,7 @@ class KeyedJaggedTensor(FiguresPerKey):
         self._stride = stride
         self._stride_per_key_per_rank = strides
         self._inverse_indices = inverse_indices
-        self._know()
+        self._set_known()
         return self
 
     @staticmethod
@@ -271,7 +271,7 @@ class KeyedJaggedTensor(FiguresPerKey):
             self._stride_per_key_per_rank,
             None if inverse is None else (inverse[0], change(inverse[1])),
         )
-        result._know(
+        result._set_known(
             self._stride_per_key,
             self._length_per_key,
             self._lengths_offset_per_key,

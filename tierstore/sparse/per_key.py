@@ -44,7 +44,7 @@ class FiguresPerKey(JaggedBase, Keys):
     _stride_per_key_per_rank: Tensor | None
     _inverse_indices: InverseIndices | None
 
-    def _know(
+    def _set_known(
         self,
         stride_per_key: list[int] | None = None,
         length_per_key: list[int] | None = None,

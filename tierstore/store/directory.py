@@ -134,20 +134,20 @@ class DirectoryStore:
         _OPEN.add(self)
 
     def read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        return self._own().read(keys, out)
+        return self._engine().read(keys, out)
 
     def write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
-        self._own().write(keys, rows)
+        self._engine().write(keys, rows)
 
     def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
-        return self._while_locked(self._own().keys(table))
+        return self._while_locked(self._engine().keys(table))
 
     def reserve(self, table: int, rows: int) -> None:
-        self._own().reserve(table, rows)
+        self._engine().reserve(table, rows)
 
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
         """See :class:`RowStore`. After an interrupted call (Ctrl-C) :meth:`commits` tells what was made."""
-        inner = self._own()
+        inner = self._engine()
         last = self._commit.id if self._commit else 0
         try:
             return inner.commit(meta, tag)
@@ -158,13 +158,13 @@ class DirectoryStore:
                     self._commit = kept[-1]
 
     def commits(self) -> list[CommitInfo]:
-        return self._own().commits()
+        return self._engine().commits()
 
     def drop_commit(self, id: CommitId) -> None:
-        self._own().drop_commit(id)
+        self._engine().drop_commit(id)
 
     def compact(self) -> None:
-        self._own().compact()
+        self._engine().compact()
 
     def set_cap(self, ssd_bytes: int) -> None:
         """Set the cap on the bytes of all files; ``ConfigError`` if the engine must be opened anew for it."""
@@ -174,10 +174,10 @@ class DirectoryStore:
         change(ssd_bytes)
 
     def meta(self) -> bytes:
-        return self._own().meta()
+        return self._engine().meta()
 
     def stats(self) -> StoreStats:
-        return self._own().stats()
+        return self._engine().stats()
 
     def export(self, target: str | os.PathLike[str], progress: Progress | None = None) -> int:
         """Write a portable copy of all rows as they are now to the new folder ``target``; return how many.
@@ -186,7 +186,7 @@ class DirectoryStore:
         first. :func:`tierstore.store.import_` reads the copy; for errors see
         :func:`tierstore.store.portable.export_rows`.
         """
-        self._own()
+        self._engine()
         return export_rows(self, target, self._commit, progress)
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class DirectoryStore:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _own(self) -> RowStore:
+    def _engine(self) -> RowStore:
         """Return the engine; ``ClosedError`` in a forked child, which lacks the engine's threads."""
         if self._forks != _core.fork_count():
             raise ClosedError(
@@ -212,7 +212,7 @@ class DirectoryStore:
     def _while_locked(self, chunks: Iterator[NDArray[np.uint64]]) -> Iterator[NDArray[np.uint64]]:
         """Yield ``chunks``, and keep this store (and so its lock) alive as long as the iterator."""
         while True:
-            self._own()
+            self._engine()
             chunk = next(chunks, None)
             if chunk is None:
                 return

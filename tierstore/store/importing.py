@@ -10,7 +10,7 @@ from tierstore.errors import StoreCorruptError
 from tierstore.keys import make_keys
 from tierstore.store.directory import NO_CAP, open_store
 from tierstore.store.files import store_errors
-from tierstore.store.portable import Progress, RowCounter, appearing, read_description
+from tierstore.store.portable import Progress, RowCounter, atomic_folder, read_description
 from tierstore.store.protocol import CommitId, RowStore, StoredTable
 from tierstore.store.shards import ShardLayout, read_shard
 
@@ -33,7 +33,7 @@ def import_(
         tables, shards, commit = read_description(Path(source))
         counter = RowCounter(progress, sum(shard["rows"] for listed in shards.values() for shard in listed))
         cap = NO_CAP if ssd_bytes is None else ssd_bytes
-        with appearing(Path(path)) as folder, open_store(folder, engine, tables, cap) as store:
+        with atomic_folder(Path(path)) as folder, open_store(folder, engine, tables, cap) as store:
             for spec in tables:
                 store.reserve(spec.index, sum(_rows_there(Path(source), spec, s) for s in shards[spec.index]))
                 for shard in shards[spec.index]:

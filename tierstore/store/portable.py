@@ -70,7 +70,7 @@ def export_rows(
     and ``StoreFullError`` when there is no room. An error or an interruption leaves nothing under ``target``.
     """
     counter = RowCounter(progress, store.stats().rows)
-    with store_errors(f"exporting to {target}"), appearing(Path(target)) as folder:
+    with store_errors(f"exporting to {target}"), atomic_folder(Path(target)) as folder:
         tables = []
         for spec in store.tables:
             shards: list[dict[str, Any]] = []
@@ -190,7 +190,7 @@ def _checked_commit(file: Path, commit: Any) -> CommitInfo:
 
 
 @contextmanager
-def appearing(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """Give a folder to work in that becomes ``target`` when the body is done, and vanishes when it fails."""
     target = target.absolute()
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
