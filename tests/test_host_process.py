@@ -172,11 +172,11 @@ else:
 def test_a_batch_that_exceeds_the_overflow_slots_changes_nothing(past: int) -> None:
     run(
         f"""
-from tierstore.cache import memory_tier
+from tierstore.cache.tiers import memory
 from tierstore import TierConfig, TieredEmbedding
 from tierstore.errors import TierFullError
 from tierstore.optim import SGD
-memory_tier._pad_rows = lambda row_bytes: 64
+memory._overflow_rows = lambda row_bytes: 64
 sgd = SGD(lr=0.1)
 config = TierConfig(hbm="4KiB", ssd="1GiB", engine="memory")
 table = TieredEmbedding(5000, 16, config=config, optimizer=sgd)
