@@ -23,7 +23,7 @@ from tierstore.sharding import (
     shard,
     table_wise,
 )
-from tierstore.sharding.cuts import Cut
+from tierstore.sharding.table_sharding import TableSharding
 
 from ._torchrec import as_theirs, sharded_by_torchrec
 
@@ -52,8 +52,8 @@ class Setting:
             for i in range(self.tables)
         ]
 
-    def cuts(self, world: int) -> dict[str, Cut]:
-        kinds: dict[str, Callable[[int], Cut]] = {
+    def cuts(self, world: int) -> dict[str, TableSharding]:
+        kinds: dict[str, Callable[[int], TableSharding]] = {
             "table_wise": lambda i: table_wise(i % world),
             "row_wise": lambda _: row_wise(),
             "column_wise": lambda _: column_wise(list(range(world))),
@@ -64,8 +64,11 @@ class Setting:
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    """``seconds``: of every step, of the slowest rank, by system; ``cpu_seconds``: of all threads of all
-    ranks; ``bytes_sent``: by tierstore's rank 0 to others, in the last step."""
+    """Measure ``seconds``, ``cpu_seconds`` and ``bytes_sent``.
+
+    ``seconds`` are of each step and the slowest rank, by system. ``cpu_seconds`` are of all threads of all
+    ranks. ``bytes_sent`` are what tierstore's rank 0 sends to other ranks in the last step.
+    """
     torch.set_num_threads(1)
     tierstore.set_num_threads(1)
     env = ShardingEnv.from_process_group()

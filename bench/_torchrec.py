@@ -1,4 +1,4 @@
-"""torchrec's sharded collection, for what is compared with it."""
+"""torchrec's sharded collection, with which benchmarks compare."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierstore.planner import TableSpec
 
 @contextmanager
 def importing_torchrec() -> Iterator[None]:
-    """Around its imports: ConfigError where torchrec is not installed."""
+    """Raise ConfigError where the body imports torchrec and torchrec is not installed."""
     try:
         yield
     except ImportError as error:
@@ -25,7 +25,7 @@ def importing_torchrec() -> Iterator[None]:
 
 
 def collection_on_meta(tables: Iterable[EmbeddingBagConfig | TableSpec]) -> Any:
-    """torchrec's EmbeddingBagCollection of such tables, without memory; those of the planner are summed."""
+    """Make torchrec's EmbeddingBagCollection of such tables, without memory; the planner's are summed."""
     with importing_torchrec():
         import torchrec
 
@@ -45,11 +45,10 @@ def collection_on_meta(tables: Iterable[EmbeddingBagConfig | TableSpec]) -> Any:
 def sharded_by_torchrec(
     configs: Sequence[EmbeddingBagConfig], cuts: Callable[[Any], Mapping[str, Any]], lr: float
 ) -> nn.Module:
-    """An EmbeddingBagCollection of torchrec with SGD on the CPUs of all ranks, called with its own
-    KeyedJaggedTensor (:func:`as_theirs`).
+    """Shard an EmbeddingBagCollection of torchrec with SGD over the CPUs of all ranks.
 
-    ``cuts``: from torchrec's module ``sharding_plan`` to a cut per table. ConfigError where torchrec is
-    not installed.
+    Its input is torchrec's own KeyedJaggedTensor (:func:`as_theirs`). ``cuts`` maps torchrec's module
+    ``sharding_plan`` to a cut per table. Raises ConfigError where torchrec is not installed.
     """
     with importing_torchrec():
         from torch.distributed.optim import _apply_optimizer_in_backward
@@ -72,7 +71,7 @@ def sharded_by_torchrec(
 
 
 def as_theirs(batch: KeyedJaggedTensor) -> Any:
-    """The same batch as torchrec's class."""
+    """Return the same batch as torchrec's class."""
     import torchrec
 
     return torchrec.KeyedJaggedTensor(batch.keys(), batch.values(), lengths=batch.lengths().to(torch.int32))

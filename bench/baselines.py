@@ -22,7 +22,7 @@ DEFAULT_SYSTEMS = "torch-sparse,fbgemm,in-memory,tiered"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument("--data", default="flights", metavar="NAME", help="data set (default: flights)")
-    data.add_argument("--path", metavar="PATH", help="file or folder of the data set")
+    data.add_argument("--data-path", metavar="PATH", help="file or folder of the data set")
     data.add_argument("--rows", type=int, metavar="N", help="synthetic: rows per table")
     data.add_argument("--tables", type=int, metavar="N", help="synthetic: number of tables")
     data.add_argument("--max-rows", type=int, metavar="N", help="synthetic:criteo, criteo: cap of the rows")
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--threads", type=int, metavar="N", help="threads to compute with")
     tiers = parser.add_argument_group("tiers of the system 'tiered'")
     tiers.add_argument("--hbm", default="1/37", metavar="SIZE", help="bytes, or fraction of the tables'")
-    tiers.add_argument("--ssd", metavar="DIR", help="folder of its row store (default: a temporary one)")
+    tiers.add_argument("--store", metavar="DIR", help="folder of its row store (default: a temporary one)")
     tiers.add_argument("--policy", default="lookahead", metavar="NAME")
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument(
@@ -69,7 +69,12 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
         tierstore.set_num_threads(args.threads)
     dataset = data.load(
-        args.data, path=args.path, seed=args.seed, rows=args.rows, tables=args.tables, max_rows=args.max_rows
+        args.data,
+        path=args.data_path,
+        seed=args.seed,
+        rows=args.rows,
+        tables=args.tables,
+        max_rows=args.max_rows,
     )
     steps = args.steps or (dataset.num_train and -(-dataset.num_train // args.batch_size))
     if not steps:
@@ -102,13 +107,13 @@ def _setting(args: argparse.Namespace, dataset: Any) -> Any:
     ]
     table_bytes = sum(table.num_embeddings for table in tables) * RowWiseAdagrad().row_bytes(args.dim)
     hbm = int(Fraction(args.hbm) * table_bytes) if "/" in args.hbm else args.hbm
-    return Setting(tables, dataset.dense_dim, args.lr, args.seed, hbm, args.ssd, args.policy)
+    return Setting(tables, dataset.dense_dim, args.lr, args.seed, hbm, args.store, args.policy)
 
 
 def _take_turns(
     systems: dict[str, Any], dataset: Any, args: argparse.Namespace, steps: int
 ) -> list[dict[str, float]]:
-    """Trains every system on the same batches, a round's share at a time; examples/s by system, per round.
+    """Train each system on the same batches, a round's share at a time; return examples/s by system.
 
     The batches of a round are drawn before its clock starts. The order turns, so that no system is always
     first.
@@ -134,7 +139,7 @@ def _take_turns(
 def _result(
     systems: dict[str, Any], rounds: list[dict[str, float]], dataset: Any, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Figures by system; the first round, which also warms up, counts only if there is no other."""
+    """Return figures by system; the first round, which also warms up, counts only if there is no other."""
     counted = rounds[1:] or rounds
     base = next(iter(systems))
     figures = {}

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tierstore.config import parse_bytes
 from tierstore.keys import make_keys
-from tierstore.store import DirectoryStore, TableSpec, engine_names, open_store
+from tierstore.store import DirectoryStore, StoredTable, engine_names, open_store
 
 from ._drive import Device
 from ._folder import folder
@@ -92,11 +92,11 @@ class EngineBench:
         self.engine, self.path, self.args = engine, path, args
         self.random = np.random.default_rng(1)
         self.ids = self.random.permutation(rows * _ID_SPREAD)[:rows]
-        self.table = TableSpec("bench", 0, rows * _ID_SPREAD, args.row_bytes // 4, args.row_bytes)
+        self.table = StoredTable("bench", 0, rows * _ID_SPREAD, args.row_bytes // 4, args.row_bytes)
         self.values = self.random.integers(0, 256, (args.batch, args.row_bytes), dtype=np.uint8)
 
     def load(self) -> dict[str, float]:
-        """All rows in random order, then one commit."""
+        """Load all rows in random order, then commit once."""
         with self.open() as store:
             phase = Phase(self.args.row_bytes)
             for first in range(0, len(self.ids), self.args.batch):
@@ -117,7 +117,7 @@ class EngineBench:
         }
 
     def round(self) -> dict[str, float]:
-        """Every phase once, on a store of which nothing is in the page cache when it is opened."""
+        """Run each phase once, on a store of which nothing is in the page cache when it is opened."""
         figures = {}
         if self.engine in _THREADED:
             forget(self.path)
@@ -133,7 +133,7 @@ class EngineBench:
             figures |= self.reads(store, "read_window", self.args.window)
             figures |= self.overwrites(store)
             figures |= self.mix(store)
-            if self.engine == "native":  # the others' calls must come one after the other
+            if self.engine == "native":  # other engines take one call at a time
                 figures |= self.reads_beside_writes(store)
             figures |= self.commit_of_changes(store)
         return figures
@@ -142,7 +142,7 @@ class EngineBench:
         return open_store(self.path, self.engine, [self.table], _CAP, read_threads=read_threads)
 
     def keys(self, batches: int = 1) -> Keys:
-        """Of that many batches, without repeats as far as there are rows."""
+        """Draw the keys of that many batches, without repeats as far as there are rows."""
         count = min(batches * self.args.batch, len(self.ids))
         return make_keys(0, self.random.choice(self.ids, count, replace=False))
 
@@ -156,7 +156,7 @@ class EngineBench:
         return phase.figures(name, moved="read")
 
     def overwrites(self, store: DirectoryStore) -> dict[str, float]:
-        """Rows overwritten at random; the commit at the end counts among the bytes that this writes."""
+        """Overwrite rows at random; the bytes of the commit at the end count as written."""
         phase = Phase(self.args.row_bytes)
         coming = [self.keys() for _ in range(16)]
         while phase.seconds < self.args.seconds:
@@ -168,7 +168,7 @@ class EngineBench:
         return figures | {"write_amplification": phase.written / phase.useful}
 
     def mix(self, store: DirectoryStore) -> dict[str, float]:
-        """A batch read, a batch overwritten, and so on."""
+        """Read a batch, overwrite a batch, and so on."""
         phase = Phase(self.args.row_bytes)
         out = np.empty_like(self.values)
         while phase.seconds < self.args.seconds:
@@ -180,8 +180,10 @@ class EngineBench:
         return phase.figures("mix")
 
     def reads_beside_writes(self, store: DirectoryStore) -> dict[str, float]:
-        """Reads while another thread overwrites as many rows and commits all the time, and what that makes
-        the engine do in the background goes on."""
+        """Read while another thread overwrites as many rows and commits all the time.
+
+        The work that these writes make the engine do in the background goes on meanwhile.
+        """
         stop, turns = threading.Event(), threading.Semaphore(0)
 
         def change() -> None:
@@ -213,8 +215,10 @@ class EngineBench:
         return phase.figures("read_beside_writes")
 
     def reads_beside_compaction(self) -> dict[str, float]:
-        """Reads of another store that is 75 % full, first alone, then while a thread overwrites as fast as it
-        can and commits after every 2 % of the rows, so that compaction never ends."""
+        """Read another store that is 75 % full, first alone, then beside compaction that never ends.
+
+        In the second phase a thread overwrites as fast as it can, and commits after every 2 % of the rows.
+        """
         ids = self.ids[:_FULL_ROWS]
         cap = int(len(ids) * (self.args.row_bytes + 16) * 1.05 / _FULL)  # headers, ends of blocks, footers
         cap = max(cap, 16 << 20)  # a smaller one has too few segments
@@ -266,7 +270,7 @@ class EngineBench:
         return phase.figures(name)
 
     def commit_of_changes(self, store: DirectoryStore) -> dict[str, float]:
-        """A commit after 1 % of the rows have changed."""
+        """Commit after 1 % of the rows have changed."""
         store.commit(b"")
         settle()
         count = max(1, len(self.ids) // 100)
@@ -330,19 +334,19 @@ class Phase:
 
 
 def moved_bytes() -> tuple[int, int]:
-    """Bytes that this process made the devices read and write so far."""
+    """Return the bytes that this process made the devices read and write so far."""
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters["read_bytes"]), int(counters["write_bytes"])
 
 
 def cpu_seconds() -> float:
-    """Of all threads of this process, the system's work for them included."""
+    """Return the CPU seconds of all threads of this process, the system's work for them included."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def settle(seconds: float = 30) -> None:
-    """Waits until this process moves no bytes, so that no compaction runs beside what comes next."""
+    """Wait until this process moves no bytes, so that no compaction runs beside what comes next."""
     end = time.perf_counter() + seconds
     before, now = (-1, -1), moved_bytes()
     while now != before and time.perf_counter() < end:
@@ -351,7 +355,7 @@ def settle(seconds: float = 30) -> None:
 
 
 def forget(path: Path) -> None:
-    """Drops the files below ``path`` from the page cache."""
+    """Drop the files below ``path`` from the page cache."""
     os.sync()
     for file in path.rglob("*"):
         if file.is_file():
@@ -361,7 +365,7 @@ def forget(path: Path) -> None:
 
 
 def ratios(figures: dict[str, float], engines: list[str]) -> dict[str, float]:
-    """Each engine against the device, and the first engine against the others."""
+    """Compare each engine with the device, and the first engine with the other engines."""
     result = {}
     for name in engines:
         own = {

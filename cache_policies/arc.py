@@ -33,14 +33,14 @@ def _replace(s, once, prefer_once, last_use, pinned_since, leaves_ghost):
 
 @njit(error_model="numpy")
 def _fetch_victims(s, n, last_use):
-    """What evicting ``n`` rows will most likely read."""
+    """Prefetch what evicting ``n`` rows will most likely read."""
     queue = _ONCE if s.length[_ONCE] > s.target[0] else _OFTEN
     ghosts.fetch_oldest_slots(s, s.key.size + queue, n, last_use)
 
 
 @njit(error_model="numpy", forceinline=True)
 def _adapt(s, key):
-    """What is known of a missed row; shifts the balance if a longer list would have kept it."""
+    """Return what is known of a missed row; shift the balance if a longer list would have kept the row."""
     ghost = ghosts.find(s, key)
     if ghost == ghosts.NO_GHOST:
         return _NEW
@@ -143,7 +143,7 @@ class Arc(Policy):
                     if leaves_ghost:
                         ghosts.forget(s, ghosts.oldest(s, _ONCE))
                     else:
-                        once = capacity + 1  # T1 fills the cache: whatever its share, its oldest row goes
+                        once = capacity + 1  # T1 fills the cache: its oldest row goes, whatever share T1 has
                 elif seen >= 2 * capacity and s.ghost_size[_OFTEN] > 0:
                     ghosts.forget(s, ghosts.oldest(s, _OFTEN))
             slot = _replace(s, once, known == _WAS_OFTEN, last_use, pinned_since, leaves_ghost)

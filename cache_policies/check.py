@@ -1,7 +1,7 @@
 """Does a policy keep the contract? Random plans on its compiled hooks, as a tier would make them.
 
-A policy that breaks it is found out by the engine and the simulator too, but later: run ``check`` on your own
-first.
+The engine and the simulator find a policy that breaks the contract too, but later: run ``check`` on your own
+policy first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from cache_policies import registry
-from cache_policies.policy import UNKNOWN, Policy, PolicyError
+from cache_policies.errors import PolicyError
+from cache_policies.policy import UNKNOWN, Policy
 
 #: Plans from now until a use, or None if it is not known.
 Deltas = Sequence[int | None]
@@ -42,7 +43,7 @@ class PlanDriver:
         self.call("touch", np.array(slots, np.int32), keys, self._uses(deltas, len(slots)), self.now)
 
     def admit(self, keys: Sequence[int]) -> list[int]:
-        """The keys that the policy does not refuse a slot."""
+        """Return the keys that the policy does not refuse a slot."""
         admitted = np.ones(len(keys), np.uint8)
         self.hooks.admit(np.array(keys, np.uint64), self.now, admitted)
         return [key for key, taken in zip(keys, admitted, strict=True) if taken]
@@ -61,7 +62,7 @@ class PlanDriver:
         return victims
 
     def insert(self, n: int, deltas: Deltas = (), keys: Sequence[int] | None = None) -> list[int]:
-        """Gives the first ``n`` free slots to ``keys`` (new ones if None); the slots."""
+        """Give the first ``n`` free slots to ``keys`` (new keys if None); return the slots."""
         if keys is None:
             keys = list(range(self.next_key, self.next_key + n))
             self.next_key += n
@@ -85,9 +86,7 @@ class PlanDriver:
         announced: dict[int, int | None] | None = None,
         depth: int = 0,
     ) -> None:
-        """One plan as the engine makes it: ``keys`` are used, ``announced`` says of slots when they will
-        be.
-        """
+        """Make one plan as the engine does: it uses ``keys``; ``announced`` has next uses of slots."""
         known = {slot: delta for slot, delta in (announced or {}).items() if slot in self.row_in}
         self.announce(list(known), list(known.values()))
         slot_of = {key: slot for slot, key in self.row_in.items()}

@@ -17,8 +17,8 @@ from cache_policies.hashing import mix
 from cache_policies.prefetch import AHEAD, prefetch
 from cache_policies.reuse import ReuseCurve
 
-_ROWS = 1 << 16  # sampled at most, of all tables together
-_MOST, _FEWEST = 1 << 14, 1 << 8  # of one table
+_ROWS = 1 << 16  # the most sampled rows, summed over all tables
+_MAX_ROWS, _MIN_ROWS = 1 << 14, 1 << 8  # of one table
 _PER_BATCH = 16  # a batch may use so much of a table's sample; if it uses more, the rate halves
 _TABLE = np.uint64(48)  # keys are table << 48 | id
 _FREE = np.uint64(2**64 - 1)  # no row: hashes above the first threshold are never sampled
@@ -30,7 +30,7 @@ class LiveCurves:
 
     def __init__(self, tables: Sequence[int]) -> None:
         n = len(tables)
-        rows = min(_MOST, max(_FEWEST, _ROWS // max(1, n)))
+        rows = min(_MAX_ROWS, max(_MIN_ROWS, _ROWS // max(1, n)))
         self.tables = tuple(tables)
         self._number = np.zeros(max(tables, default=0) + 1, np.int32)
         self._number[list(tables)] = np.arange(n)
@@ -42,16 +42,16 @@ class LiveCurves:
         self._hashes = np.full((n, 2 * rows), _FREE)
         self._position = np.zeros((n, 2 * rows), np.int32)
         self._taken = np.zeros((n, 2 * rows // _WORD), np.uint64)  # a bit per position
-        self._before = np.zeros((n, 2 * rows // _WORD), np.int32)  # taken positions before those of a word
+        self._before = np.zeros((n, 2 * rows // _WORD), np.int32)  # taken positions before a word's
         self._distances = np.zeros((n, rows + 1, 2))  # uses, accesses; at the last place first uses
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """Return the bytes of all arrays."""
         return sum(a.nbytes for a in vars(self).values() if isinstance(a, np.ndarray))
 
     def observe(self, keys: np.ndarray, uses: np.ndarray) -> None:
-        """One batch: its rows (uint64 keys, each once) and how often it uses each (int32 or int64)."""
+        """Add one batch: its rows (uint64 keys, each once) and how often it uses each (int32 or int64)."""
         self._batches += 1
         _observe(
             keys, uses, self._number, self._totals, self._threshold,
@@ -59,21 +59,21 @@ class LiveCurves:
         )  # fmt: skip
 
     def per_batch(self, table: int) -> tuple[float, float]:
-        """Mean distinct rows and accesses per batch."""
+        """Return the mean distinct rows and accesses per batch."""
         rows, accesses = self._totals[self._number[table]] / max(1, self._batches)
         return float(rows), float(accesses)
 
     def footprint(self, table: int) -> int:
-        """Rows used so far, estimated."""
+        """Estimate the rows used so far."""
         t = self._number[table]
         return round(int(self._live[t, 0]) / self.rate(table))
 
     def rate(self, table: int) -> float:
-        """Share of the table's rows that is sampled now."""
+        """Return the share of the table's rows that is sampled now."""
         return (int(self._threshold[self._number[table]]) + 1) / 2**64
 
     def curve(self, table: int) -> ReuseCurve:
-        """Of the batches since the beginning; counts are estimates."""
+        """Return the curve of all batches so far; its counts are estimates."""
         t = self._number[table]
         uses, accesses = self._distances[t].T
         uniques, all_accesses = (int(n) for n in self._totals[t])
@@ -90,13 +90,13 @@ def _hash(key):
 
 @njit(error_model="numpy", forceinline=True)
 def _home(hashes, hash_):
-    """By the lower half: of sampled rows' hashes, the upper bits are 0."""
+    """Return the place of a hash by its lower half: of sampled rows' hashes, the upper bits are 0."""
     return np.int64(((hash_ & np.uint64(0xFFFFFFFF)) * np.uint64(hashes.size)) >> np.uint64(32))
 
 
 @njit(error_model="numpy", forceinline=True)
 def _find(hashes, hash_):
-    """Where ``hash_`` is, or the free place where it belongs."""
+    """Return where ``hash_`` is, or the free place where it belongs."""
     at = _home(hashes, hash_)
     while hashes[at] != hash_ and hashes[at] != _FREE:
         at += 1
@@ -132,8 +132,10 @@ def _observe(keys, uses, number, totals, threshold, state):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _choose(keys, uses, number, totals, threshold, chosen, runs):
-    """Adds to the totals and chooses the sampled keys. Of every run of keys of one table, ``runs`` gets the
-    table's number and where it begins in ``chosen``; returns how many runs there are."""
+    """Add to the totals, choose the sampled keys, and return the number of runs of keys of one table.
+
+    Of each run, ``runs`` gets the table's number and where the run begins in ``chosen``.
+    """
     i, count, run = 0, 0, 0
     while i < keys.size:
         first, table, accesses = i, keys[i] >> _TABLE, 0
@@ -154,7 +156,7 @@ def _choose(keys, uses, number, totals, threshold, chosen, runs):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _measure(keys, uses, chosen, where, live, hashes, position, taken, before, distances):
-    """Counts the uses of one table's rows by distance; fills in where their hashes are or belong."""
+    """Count the uses of one table's rows by distance; fill in where their hashes are or belong."""
     for k in range(chosen.size):
         if k + AHEAD < chosen.size:
             home = _home(hashes, _hash(keys[chosen[k + AHEAD]]))
@@ -172,7 +174,7 @@ def _measure(keys, uses, chosen, where, live, hashes, position, taken, before, d
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _use(keys, chosen, where, t, threshold, state):
-    """Makes rows of one table its most recent ones; ``where`` is where they were, if they were known."""
+    """Make rows of one table its most recent ones; ``where`` is where known rows were before."""
     live, hashes, position, taken = state[0][t], state[1][t], state[2][t], state[3][t]
     rows = state[5].shape[1] - 1
     for k in range(chosen.size):
@@ -205,7 +207,7 @@ def _ones(word):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _number(taken, before):
-    """``before`` for all words."""
+    """Compute ``before`` for all words."""
     total = 0
     for word in range(taken.size):
         before[word] = total
@@ -214,7 +216,7 @@ def _number(taken, before):
 
 @njit(error_model="numpy", forceinline=True)
 def _taken_to(taken, before, position):
-    """Taken positions up to ``position``, itself included."""
+    """Count the taken positions up to ``position``, itself included."""
     word = position >> 6
     return before[word] + _ones(taken[word] << np.uint64(63 - (position & 63)))
 
@@ -226,7 +228,7 @@ def _flip(taken, position):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _halve(t, threshold, state):
-    """Samples half as many of the table's rows from now on; distances and counts shrink with them."""
+    """Sample half as many of the table's rows from now on; distances and counts shrink with them."""
     live, hashes, position, taken, _, distances = state
     threshold[t] >>= np.uint64(1)
     rows, old = hashes[t].copy(), position[t].copy()
@@ -251,7 +253,7 @@ def _halve(t, threshold, state):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _compact(t, state):
-    """Closes the gaps between positions."""
+    """Close the gaps between positions."""
     live, hashes, position, taken, before, _ = state
     _number(taken[t], before[t])
     for at in range(hashes.shape[1]):

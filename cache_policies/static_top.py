@@ -6,7 +6,8 @@ import numpy as np
 from numba import njit
 
 from cache_policies import buckets, hashing
-from cache_policies.policy import Policy, PolicyError
+from cache_policies.errors import PolicyError
+from cache_policies.policy import Policy
 
 
 @njit(error_model="numpy", forceinline=True)
@@ -33,7 +34,7 @@ class StaticTop(Policy):
     name = "static_top"
 
     def __init__(self, keys: np.ndarray | None = None, counts: np.ndarray | None = None) -> None:
-        """``keys`` (integers without repeats) and how often each is used (integers, not negative)."""
+        """Take ``keys`` (integers without repeats) and how often each is used (integers, not negative)."""
         self.keys = np.zeros(0, np.uint64) if keys is None else np.ascontiguousarray(keys, np.uint64)
         self.counts = np.zeros(0, np.int64) if counts is None else np.ascontiguousarray(counts, np.int64)
         if self.keys.ndim != 1 or self.keys.shape != self.counts.shape or (self.counts < 0).any():

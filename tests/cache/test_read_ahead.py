@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore import _core
-from tierstore.cache.read_ahead import ReadAhead
+from tierstore.cache.tiers.read_ahead import ReadAhead
 from tierstore.errors import StoreIOError
 
 ROW = 16

@@ -13,7 +13,7 @@ from tests.kernels.far_device import FarDevice
 from tierstore import TierConfig, TieredEmbeddingBag, optim
 from tierstore import _core as core
 from tierstore.cache.device import HOST, Device, DeviceRows, HostDevice
-from tierstore.cache.memory_tier import MemoryTier, TierPlan
+from tierstore.cache.tiers.memory import MemoryTier, TierPlan
 
 SLOTS, ROW, DIM = 64, 48, 8  # 8 weights, 1 float of state, padding
 DEVICES = {"host": HostDevice, "far": FarDevice}

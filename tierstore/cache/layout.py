@@ -1,4 +1,4 @@
-"""What a chain's rows look like, and where a lookup's ids lie."""
+"""What a group's rows look like, and where a lookup's ids lie."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore._core import HostRows, InitialValues
-from tierstore.cache.memory_tier import Keys
+from tierstore.cache.tiers.memory import Keys
 from tierstore.initializers import KINDS, Init
 
 
@@ -28,7 +28,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """What the rows of a chain look like, and how untouched rows of each table begin."""
+    """What the rows of a group look like, and how untouched rows of each table begin."""
 
     dim: int
     row_bytes: int

@@ -80,7 +80,7 @@ class Report:
         }
 
     def table(self) -> Any:
-        """The closing table, a rich renderable: one column per run."""
+        """Return the closing table, a rich renderable with one column per run."""
         from rich import box
         from rich.table import Table
 
@@ -93,7 +93,7 @@ class Report:
         return grid
 
     def sentences(self) -> list[str]:
-        """The result in words, one line each."""
+        """Return the result in words, one line per fact."""
         times, budget = self.table_bytes / self.budget_bytes, format_bytes(self.budget_bytes)
         fits = (
             f"{times:.3g} times the memory budget of {budget}"
@@ -153,7 +153,7 @@ def _lines(runs: list[RunResult]) -> list[tuple[str, list[str]]]:
 
 
 def _number(value: float) -> float | None:
-    """``value`` for JSON, which knows no NaN: None for it and the infinities."""
+    """Return ``value``, or None for NaN and the infinities, which JSON does not know."""
     return value if math.isfinite(value) else None
 
 

@@ -1,4 +1,4 @@
-"""What the commands on store directories share: progress, JSON, how a store that is in use is met."""
+"""What the commands on store directories share: progress, JSON, errors of a store that is in use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXIT_CODES = "exit codes: 0 done, 1 damage found (verify), 2 wrong usage or an e
 def add_command(
     subparsers: Any, name: str, help: str, description: str, examples: Sequence[str], directory: str = "DIR"
 ) -> argparse.ArgumentParser:
-    """A sub-command on a store directory, with ``--json``."""
+    """Add a sub-command on a store directory, with ``--json``."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
         help=help,
@@ -46,7 +46,7 @@ def add_command(
 
 
 def parse_commit(text: str) -> int | str:
-    """A commit on the command line: its number, or its tag."""
+    """Return the commit that an argument names: its number, or its tag."""
     return int(text) if text.isdigit() else text
 
 
@@ -55,7 +55,7 @@ def print_json(content: Any) -> None:
 
 
 def describe_commit(commit: CommitInfo) -> dict[str, Any]:
-    """Plain JSON values; ``meta`` as JSON where it is that, or its number of bytes."""
+    """Return a commit as plain JSON values; ``meta`` as JSON where it is JSON, else its number of bytes."""
     return {
         "id": commit.id,
         "tag": commit.tag,
@@ -66,18 +66,18 @@ def describe_commit(commit: CommitInfo) -> dict[str, Any]:
 
 
 def read_meta(meta: bytes) -> Any:
-    """What a training run said of its commit: JSON values; None for nothing, else a text on the bytes."""
+    """Return the JSON values that a run wrote with its commit; None for nothing, a text for other bytes."""
     if not meta:
         return None
     try:
-        said = json.loads(meta)
+        values = json.loads(meta)
     except ValueError:
         return f"{len(meta)} bytes that are not tierstore's own"
-    return said.get("extra") or said if isinstance(said, dict) else said
+    return values.get("extra") or values if isinstance(values, dict) else values
 
 
 def time_of(commit: CommitInfo) -> str:
-    """Local time, to the second; "" where it is not known."""
+    """Return the local time, to the second; "" where the time is not known."""
     if not commit.unix_nanoseconds:
         return ""
     moment = datetime.fromtimestamp(commit.unix_nanoseconds / 1e9).astimezone()
@@ -86,7 +86,7 @@ def time_of(commit: CommitInfo) -> str:
 
 @contextmanager
 def progress_of(doing: str, unit: str) -> Iterator[Progress]:
-    """Shows progress on stderr: a bar on a terminal, a line every few seconds elsewhere.
+    """Show progress on stderr: a bar on a terminal, a line every few seconds elsewhere.
 
     ``unit`` is "bytes" or "rows".
     """
@@ -132,7 +132,7 @@ def _lines(doing: str, unit: str) -> Progress:
 
 
 def run_while_waiting(doing: str, work: Callable[[], Result], stop: Callable[[], object]) -> Result:
-    """Runs ``work`` in a thread and shows that it goes on; Ctrl-C calls ``stop``, which ends it."""
+    """Run ``work`` in a thread and show that it goes on; Ctrl-C calls ``stop``, which ends the work."""
     results: list[Result] = []
     errors: list[BaseException] = []
 

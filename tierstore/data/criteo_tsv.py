@@ -19,16 +19,17 @@ from tierstore.data.dataset import Batch, TableInfo, check_batching, one_id_per_
 from tierstore.errors import InputError
 
 COUNTS, IDS = 13, 26
-MISSING = 1 << 32  # as an id: above the 32 bits of the others
+MISSING = 1 << 32  # as an id: above all ids of 32 bits
 _BLOCK = 1 << 20
 _TAB, _NEWLINE, _RETURN, _MINUS = ord("\t"), ord("\n"), ord("\r"), ord("-")
 
 
 @numba.njit(nogil=True, cache=True)
-def _parse_field(text, start, last, base, most):
-    """The number of up to ``most`` digits before the next tab or ``last``.
+def _parse_field(text, start, last, base, max_digits):
+    """Parse the number of up to ``max_digits`` digits before the next tab or ``last``.
 
-    Returns (value, digits: 0 if the field is empty, -1 if it is no such number, where the field ends).
+    Returns (value, digits, where the field ends). The digits are 0 of an empty field and -1 of a field that
+    is no such number.
     """
     negative = base == 10 and start < last and text[start] == _MINUS
     start += np.int64(negative)
@@ -42,7 +43,7 @@ def _parse_field(text, start, last, base, most):
             digit = c - 87
         elif 65 <= c <= 70:
             digit = c - 55
-        if digit >= base or digits == most:
+        if digit >= base or digits == max_digits:
             return value, np.int64(-1), start
         value, digits, start = value * base + digit, digits + 1, start + 1
     if negative:
@@ -52,7 +53,7 @@ def _parse_field(text, start, last, base, most):
 
 @numba.njit(nogil=True, cache=True)
 def _parse_line(text, start, last, counts, ids):
-    """Parses one line, ``text[start:last]``; returns (label, field at fault or 0)."""
+    """Parse one line, ``text[start:last]``; return (label, field at fault or 0)."""
     label = np.int64(0)
     for field in range(1 + COUNTS + IDS):
         if start > last:
@@ -75,11 +76,11 @@ def _parse_line(text, start, last, counts, ids):
 
 @numba.njit(nogil=True, cache=True)
 def parse_lines(text, at, labels, counts, ids):
-    """Parses whole lines of ``text`` uint8 (n,) from ``at`` on, until the arrays are full or no line is
-    whole.
+    """Parse whole lines of ``text`` uint8 (n,) from ``at`` on, until the arrays are full or no line is whole.
 
-    labels float32 (B,), counts float32 (B, 13), NaN if missing, ids int64 (B, 26), MISSING if missing.
-    Returns (lines parsed, where the next one starts, field at fault: 1 to 40, 41 if there are more, or 0).
+    The arrays are labels float32 (B,), counts float32 (B, 13) and ids int64 (B, 26). A missing count is NaN,
+    a missing id is MISSING. Returns (lines parsed, where the next line starts, field at fault). The field at
+    fault is 1 to 40, 41 if there are more fields than that, or 0.
     """
     row, n = 0, text.shape[0]
     while row < labels.shape[0]:
@@ -100,16 +101,17 @@ def parse_lines(text, at, labels, counts, ids):
 
 @dataclass(frozen=True)
 class TextFile:
-    """The lines of a file, or those that start in the first nine tenths of its bytes (as stored), or after.
+    """The lines of a file, or of a part of it.
 
-    late: None for the whole file, False for the first part, True for the rest.
+    late: None for the whole file, False for the lines that start in the first nine tenths of its bytes (as
+    stored), True for the rest.
     """
 
     path: Path
     late: bool | None = None
 
     def pieces(self) -> Iterator[bytes]:
-        """The text, in pieces of any size."""
+        """Yield the text, in pieces of any size."""
         size = self.path.stat().st_size
         block = max(1, min(_BLOCK, size // 64))
         blocks = _gunzipped(self.path, block) if self.path.suffix == ".gz" else None
@@ -123,7 +125,7 @@ class TextFile:
             yield from _before(blocks or _plain(self.path, block, 0), split)
 
     def lines_before(self) -> int:
-        """Lines of the file before the first one of these; reads them all."""
+        """Count the lines of the file before the first line of this part, by reading all of them."""
         if not self.late:
             return 0
         return sum(piece.count(b"\n") for piece in replace(self, late=False).pieces())
@@ -133,7 +135,7 @@ Blocks = Iterator[tuple[int, bytes]]  # (offset in the file as stored, text)
 
 
 def _before(blocks: Blocks, split: int) -> Iterator[bytes]:
-    """The lines that start in blocks before ``split``."""
+    """Yield the lines that start in blocks before ``split``."""
     open_line = False
     for offset, text in blocks:
         if offset < split:
@@ -148,7 +150,7 @@ def _before(blocks: Blocks, split: int) -> Iterator[bytes]:
 
 
 def _after(blocks: Blocks, split: int) -> Iterator[bytes]:
-    """The lines that start in blocks from ``split`` on."""
+    """Yield the lines that start in blocks from ``split`` on."""
     open_line = False
     for offset, text in blocks:
         if offset >= split and not open_line:
@@ -176,7 +178,7 @@ def _gunzipped(path: Path, block: int) -> Blocks:
         try:
             while stored := raw.read(block):
                 text = decoder.decompress(stored)
-                while decoder.eof and decoder.unused_data:  # gzip files may be strung together
+                while decoder.eof and decoder.unused_data:  # a file may be a chain of gzip files
                     rest, decoder = decoder.unused_data, zlib.decompressobj(wbits=31)
                     text += decoder.decompress(rest)
                 yield offset, text
@@ -229,7 +231,7 @@ class CriteoText:
         return one_id_per_table(self.tables, dense, self._rows(ids[:n].T), labels[:n])
 
     def _rows(self, ids: np.ndarray) -> np.ndarray:
-        """ids (26, n) as rows of the tables."""
+        """Turn ids (26, n) into rows of the tables."""
         if not self.hashed:
             return ids
         rows = np.array([[table.num_embeddings] for table in self.tables], dtype=np.uint64)
@@ -255,7 +257,7 @@ class _Lines:
                 yield file, b"\n"
 
     def _more(self) -> bool:
-        """Reads another piece behind the rest of the text at hand, which is less than a line."""
+        """Read another piece behind the rest of the text at hand, which is less than a line."""
         file, piece = next(((file, piece) for file, piece in self._pieces if piece), (self._file, b""))
         if not piece:
             return False
@@ -267,7 +269,7 @@ class _Lines:
         return True
 
     def skip(self, lines: int) -> int:
-        """Goes ahead by that many lines, unparsed; returns how many there were."""
+        """Skip that many lines, unparsed; return how many lines there were."""
         left = lines
         while left > 0:
             ends = np.flatnonzero(self._text[self._at :] == _NEWLINE)[:left]
@@ -280,7 +282,7 @@ class _Lines:
         return lines - left
 
     def fill(self, labels: np.ndarray, counts: np.ndarray, ids: np.ndarray) -> int:
-        """Parses lines into the arrays until these are full or the files end; returns their number."""
+        """Parse lines into the arrays until the arrays are full or the files end; return how many lines."""
         done = 0
         while done < len(labels):
             parsed, self._at, fault = parse_lines(

@@ -11,7 +11,7 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """The SplitMix64 finaliser, a bijection of uint64 in which every input bit reaches every output bit."""
+    """Apply the SplitMix64 finaliser, a bijection of uint64: every input bit reaches every output bit."""
     mixed = values.astype(np.uint64)
     mixed ^= mixed >> np.uint64(30)
     mixed *= _MULTIPLIERS[0]
@@ -22,9 +22,7 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 
 def hashed_cross(columns: Sequence[np.ndarray], num_embeddings: int) -> np.ndarray:
-    """int32 ids below ``num_embeddings`` (at most 2^31) for combinations of integer ``columns``, each
-    (n,).
-    """
+    """Hash combinations of integer ``columns``, each (n,), to int32 ids below ``num_embeddings`` <= 2^31."""
     state = np.zeros(len(columns[0]), dtype=np.uint64)
     for column in columns:
         state = mix64(state + _GOLDEN + column.astype(np.uint64))

@@ -65,9 +65,7 @@ class DLRM(nn.Module):
         self.over_arch = OverArch(over_in_features, over_arch_layer_sizes, dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: Any) -> Tensor:
-        """dense_features float32 (B, dense_in_features), sparse_features a KeyedJaggedTensor -> logits (B,
-        1).
-        """
+        """Return logits (B, 1) of dense_features float32 (B, dense_in_features) and a KeyedJaggedTensor."""
         dense = self.dense_arch(dense_features)
         pooled = self.embedding_bag_collection(sparse_features).values()
         embeddings = pooled.reshape(dense.shape[0], -1, dense.shape[1])
@@ -102,9 +100,7 @@ class DCNv2(nn.Module):
         self.over_arch = OverArch(width, over_arch_layer_sizes, dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: Any) -> Tensor:
-        """dense_features float32 (B, dense_in_features), sparse_features a KeyedJaggedTensor -> logits (B,
-        1).
-        """
+        """Return logits (B, 1) of dense_features float32 (B, dense_in_features) and a KeyedJaggedTensor."""
         dense = self.dense_arch(dense_features)
         pooled = self.embedding_bag_collection(sparse_features).values()
         return self.over_arch(self.inter_arch(torch.cat([dense, pooled], dim=1)))
@@ -121,16 +117,14 @@ class DLRMTrain(nn.Module):
         self.loss_fn = nn.BCEWithLogitsLoss()
 
     def forward(self, batch: LabelledBatch) -> tuple[Tensor, Logs]:
-        """Returns (loss, (loss, logits (B,), labels (B,))), the latter three detached."""
+        """Return (loss, (loss, logits (B,), labels (B,))); the three in the inner tuple are detached."""
         logits = self.model(batch.dense, batch.sparse).squeeze(-1)
         loss = self.loss_fn(logits, batch.labels)
         return loss, (loss.detach(), logits.detach(), batch.labels.detach())
 
 
 def embedding_dims(embedding_bag_collection: nn.Module) -> list[int]:
-    """The embedding_dim of every output key of a collection: one per feature of every table, in config
-    order.
-    """
+    """Return the embedding_dim of each output key of a collection, in the order of tables and features."""
     configs: Any = embedding_bag_collection.embedding_bag_configs()  # type: ignore[operator]
     if not configs:
         raise ConfigError("the embedding bag collection has no tables")

@@ -202,9 +202,9 @@ def _norm(module: TieredModule, passes: Sequence[Pass]) -> float:
     frozen = module.frozen_tables()
     for index, part in enumerate(lookup.parts):
         count = len(part.batch.unique)
-        squares, row = np.zeros(count, np.float32), np.zeros((1, part.chain.layout.row_bytes), np.uint8)
+        squares, row = np.zeros(count, np.float32), np.zeros((1, part.group.layout.row_bytes), np.uint8)
         slots, csr = np.zeros(count, np.int32), trained_csr(part, frozen)
         args = update_args(part, slots, csr, step, squares=squares)
-        gradients.update(index, part, part.chain.fast.plan.device.load(row), args)
+        gradients.update(index, part, part.group.fast.plan.device.load(row), args)
         total += float(squares.sum(dtype=np.float64))
     return math.sqrt(total)

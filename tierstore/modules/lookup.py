@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from tierstore import _core
 from tierstore._core import LookupArgs, OptimizerStep, UpdateArgs
-from tierstore.cache.chain import Chain
 from tierstore.cache.device import DeviceRows
-from tierstore.cache.outside import read_rows
-from tierstore.cache.ticket import Rows, Ticket
+from tierstore.cache.group import TierGroup
+from tierstore.cache.pinned_rows import PinnedRows, Rows
+from tierstore.cache.row_access import read_rows
 from tierstore.errors import GradientError
 from tierstore.keys import split
 from tierstore.optim.fused import FusedOptimizer
@@ -74,12 +74,12 @@ class Updates(Protocol):
 
 @dataclass
 class Part:
-    """The share of one lookup that one chain (row layout) serves.
+    """The share of one lookup that one group (row layout) serves.
 
     ``spans``: which positions of the module's ids are this part's, as (begin, end), in order.
     """
 
-    chain: Chain
+    group: TierGroup
     batch: _core.Batch
     spans: list[tuple[int, int]]
     rows: Rows | None = None
@@ -121,7 +121,7 @@ class PooledPart(Part):
 
 @dataclass
 class SequencePart(Part):
-    """One output row of ``chain.layout.dim`` floats per position."""
+    """One output row of ``group.layout.dim`` floats per position."""
 
 
 @dataclass
@@ -139,8 +139,8 @@ class Lookup:
         """Pins the rows of every part in the fast tier; waits for those that were planned ahead."""
         try:
             for part in self.parts:
-                if not (isinstance(part.rows, Ticket) and part.rows.wait()):
-                    part.rows = part.chain.lookup(part.batch)
+                if not (isinstance(part.rows, PinnedRows) and part.rows.wait()):
+                    part.rows = part.group.lookup(part.batch)
         except BaseException:
             self.release()
             raise
@@ -149,11 +149,11 @@ class Lookup:
         """Copies the rows of every part; changes nothing. Tickets of a plan made ahead are given back."""
         self.release()
         for part in self.parts:
-            part.rows = read_rows(part.chain, part.batch)
+            part.rows = read_rows(part.group, part.batch)
 
     def release(self) -> None:
         for part in self.parts:
-            if isinstance(part.rows, Ticket):
+            if isinstance(part.rows, PinnedRows):
                 part.rows.release()
 
 
@@ -192,25 +192,25 @@ class SequenceGradients:
     grads: Sequence[Tensor]
 
     def update(self, index: int, part: Part, rows: DeviceRows, args: UpdateArgs) -> NDArray[np.int32]:
-        return rows.update_rows(args, self.grads[index].data_ptr(), part.chain.layout.dim)
+        return rows.update_rows(args, self.grads[index].data_ptr(), part.group.layout.dim)
 
     def multiply(self, factor: float) -> None:
         for grad in self.grads:
             grad.mul_(factor)
 
 
-def _held_again(part: Part) -> Ticket:
+def _held_again(part: Part) -> PinnedRows:
     """The part's rows, pinned once more if a former backward pass has released them
     (``retain_graph=True``)."""
-    assert isinstance(part.rows, Ticket)
+    assert isinstance(part.rows, PinnedRows)
     if not part.rows.held:
-        part.rows = part.chain.lookup(part.batch)
+        part.rows = part.group.lookup(part.batch)
     return part.rows
 
 
 def _lookup_args(part: Part, rows: Rows) -> LookupArgs:
-    part.chain.check_process()
-    return LookupArgs(dim=part.chain.layout.dim, slots=rows.slots, inverse=rows.inverse)
+    part.group.check_process()
+    return LookupArgs(dim=part.group.layout.dim, slots=rows.slots, inverse=rows.inverse)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -227,7 +227,7 @@ def pooled_forward(
         argmax = None
         if (part.modes == MODES["max"]).any():
             # one more, since an empty tensor has no address
-            argmax = torch.empty((len(part.offsets) - 1) * part.chain.layout.dim + 1, dtype=torch.int32)
+            argmax = torch.empty((len(part.offsets) - 1) * part.group.layout.dim + 1, dtype=torch.int32)
         assert part.rows is not None
         args = _lookup_args(part, part.rows)
         part.rows.device_rows.lookup_pooled(
@@ -312,27 +312,27 @@ def _update_or_keep(module: Updates, lookup: Lookup, gradients: Gradients) -> No
 def update_rows(module: Updates, parts: Sequence[Part], gradients: Gradients) -> None:
     """One optimizer step for the rows of every part, which are released."""
     step = module.count_update()
-    tickets = [_held_again(part) for part in parts]
-    for part, ticket in zip(parts, tickets, strict=True):
-        part.chain.mark_updated(ticket)
+    pinned_rows = [_held_again(part) for part in parts]
+    for part, pinned in zip(parts, pinned_rows, strict=True):
+        part.group.mark_updated(pinned)
     frozen = module.frozen_tables()
 
     def squares_of(index: int) -> NDArray[np.float32]:
-        part, ticket = parts[index], tickets[index]
+        part, pinned = parts[index], pinned_rows[index]
         squares = np.zeros(len(part.batch.unique), np.float32)
-        args = update_args(part, ticket.slots, ticket.csr, step, squares=squares)
-        gradients.update(index, part, ticket.device_rows, args)
+        args = update_args(part, pinned.slots, pinned.csr, step, squares=squares)
+        gradients.update(index, part, pinned.device_rows, args)
         return squares
 
     wrong = []
     for index, means in enumerate(module.mean_squares(parts, squares_of)):
-        part, ticket = parts[index], tickets[index]
-        csr = trained_csr(part, frozen) if frozen else ticket.csr
-        args = update_args(part, ticket.slots, csr, step, module.check_gradients, means=means)
-        wrong.append((part, gradients.update(index, part, ticket.device_rows, args)))
+        part, pinned = parts[index], pinned_rows[index]
+        csr = trained_csr(part, frozen) if frozen else pinned.csr
+        args = update_args(part, pinned.slots, csr, step, module.check_gradients, means=means)
+        wrong.append((part, gradients.update(index, part, pinned.device_rows, args)))
         # A flush since the first mark has seen the rows as they were before.
-        part.chain.mark_updated(ticket)
-        ticket.release()
+        part.group.mark_updated(pinned)
+        pinned.release()
     _report_wrong(module, wrong)
 
 
@@ -348,9 +348,9 @@ def update_args(
 ) -> UpdateArgs:
     """Return the arguments for one optimizer step of the part's unique rows at ``slots``."""
     assert csr is not None
-    part.chain.check_process()
+    part.group.check_process()
     return UpdateArgs(
-        dim=part.chain.layout.dim, slots=slots, csr_start=csr[0], csr_positions=csr[1],
+        dim=part.group.layout.dim, slots=slots, csr_start=csr[0], csr_positions=csr[1],
         step=step, check_finite=check_finite, squares=squares, means=means,
     )  # fmt: skip
 
@@ -373,7 +373,7 @@ def sequence_forward(parts: Sequence[Part]) -> tuple[Tensor, ...]:
     outs = []
     for part in parts:
         assert part.rows is not None
-        dim = part.chain.layout.dim
+        dim = part.group.layout.dim
         out = torch.empty((len(part.rows.inverse), dim), dtype=torch.float32)
         part.rows.device_rows.lookup_rows(_lookup_args(part, part.rows), out.data_ptr(), dim)
         outs.append(out)

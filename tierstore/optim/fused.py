@@ -16,14 +16,14 @@ class AppliedOptimizer(torch.optim.Optimizer):
     """An optimizer that the backward passes apply: ``step()`` and ``zero_grad()`` do nothing."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Runs ``closure`` if there is one; the backward pass has already updated the rows."""
+        """Run ``closure`` if there is one; the backward pass has already updated the rows."""
         if closure is None:
             return None
         with torch.enable_grad():
             return closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: gradients of rows are never kept."""
+        """Do nothing, since gradients of rows are never kept."""
 
 
 class RowStates(Protocol):
@@ -55,7 +55,7 @@ class FusedOptimizer(AppliedOptimizer):
         super().__init__(shown, spec.hyperparameters())
 
     def advance(self) -> OptimizerStep:
-        """Counts one update and returns the native core's arguments for it. Called by the backward pass."""
+        """Count one update and return the native core's arguments for it. The backward pass calls this."""
         step = self.step_args(self.num_updates + 1)
         self.num_updates += 1
         # What torch's schedulers look at to tell that an update came before them.
@@ -63,10 +63,10 @@ class FusedOptimizer(AppliedOptimizer):
         return step
 
     def step_args(self, step: int) -> OptimizerStep:
-        """The native core's arguments for update number ``step``, with the present hyperparameters.
+        """Return the native core's arguments for update number ``step``, with the present hyperparameters.
 
-        Raises ``ConfigError`` if one of them was set to something that cannot be used, and for tables that
-        were built without an optimizer."""
+        Raises ``ConfigError`` for a hyperparameter that cannot be used, and for tables without an optimizer.
+        """
         if isinstance(self.spec, NotGiven):
             raise ConfigError(
                 "these tables were built without an optimizer, and the backward pass is what applies it: "
@@ -84,11 +84,11 @@ class FusedOptimizer(AppliedOptimizer):
         (undecorated or torch.optim.Optimizer.add_param_group)(self, param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"state": {weight: {"<table>.<part>": tensor}}, "param_groups": [...], "name", "num_updates"}``.
+        """Return ``{"state": {weight: {"<table>.<part>": tensor}}, "param_groups", "name", "num_updates"}``.
 
-        The parts are torch's (``sum``, ``exp_avg`` ..), dense over all rows, and ``step``. Of tables of more
-        than 1 GiB there is a mark instead, and within ``without_rows()`` nothing. Of sharded tables all ranks
-        call it.
+        The parts are torch's (``sum``, ``exp_avg`` ..), dense over all rows, and ``step``. A table of more
+        than 1 GiB has a mark instead. Within ``without_rows()`` no table has parts. All ranks of sharded
+        tables must call this.
         """
         found = super().state_dict()
         if self.rows is not None and (state := self.rows.save(self.num_updates)):
@@ -97,10 +97,11 @@ class FusedOptimizer(AppliedOptimizer):
         return {**found, "name": self.spec.name, "num_updates": self.num_updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what :meth:`state_dict` gave.
+        """Take what :meth:`state_dict` gave.
 
-        Raises ``ConfigError`` for the state of another optimizer or of other tables, or without that of the
-        rows; ``StoreMismatchError`` where it was left out and the rows are others now.
+        Raises ``ConfigError`` for the state of another optimizer or of other tables, and where the rows'
+        state is missing. Raises ``StoreMismatchError`` where that state was left out and the rows have
+        changed since.
         """
         state = dict(state_dict)
         name, num_updates = state.pop("name", None), state.pop("num_updates", None)

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from tierstore._core import OptimizerStep
-from tierstore.config import is_whole
+from tierstore.config import is_integer
 from tierstore.errors import ConfigError
 
 _DECAY_MODES = {"l2": 1, "decoupled": 2}
@@ -63,50 +63,50 @@ class OptimizerSpec:
         return super().__new__(cls)
 
     def state_floats(self, dim: int) -> int:
-        """Floats of state beside ``dim`` weights."""
+        """Return the floats of state beside ``dim`` weights."""
         return len(self.state_names) * (1 if self.state_per_row else dim)
 
     def row_bytes(self, dim: int) -> int:
-        """Bytes of a row, a multiple of 16. Raises ``ConfigError`` unless ``dim`` is a positive integer."""
-        if not is_whole(dim, 1):
+        """Return a row's bytes, a multiple of 16. ``ConfigError`` unless ``dim`` is an integer above 0."""
+        if not is_integer(dim, 1):
             raise ConfigError(f"embedding_dim is {dim!r}; it must be a positive integer")
         return -(-4 * (dim + self.state_floats(dim)) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
     @property
     def initial_state(self) -> float:
-        """Value of every float of the state of a row that was never updated."""
+        """Return the value of each float of the state of a row that was never updated."""
         return 0.0
 
     def state_columns(self, dim: int) -> dict[str, slice]:
-        """Which floats of a row belong to each named part of the state."""
+        """Return which floats of a row belong to each named part of the state."""
         width = 1 if self.state_per_row else dim
         return {
             name: slice(dim + i * width, dim + (i + 1) * width) for i, name in enumerate(self.state_names)
         }
 
     def split_state(self, rows: Rows, dim: int) -> dict[str, Rows]:
-        """Views of the named parts of the state in ``rows``: (n,) if one float per row, else (n, dim)."""
+        """Return views of the state's parts in ``rows`` by name: (n,) if one float per row, else (n, dim)."""
         columns: Any = {n: c.start if self.state_per_row else c for n, c in self.state_columns(dim).items()}
         return {name: rows[:, column] for name, column in columns.items()}  # type: ignore[index]
 
     def hyperparameters(self) -> dict[str, Any]:
-        """What a parameter group holds and may change during training: everything but the identity."""
+        """Return what a parameter group holds and may change during training: all but the identity."""
         return {k: v for k, v in asdict(self).items() if k not in self.identity}  # type: ignore[call-overload]
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What stored rows depend on, and what must therefore be the same when a store is opened again."""
+        """Return what stored rows depend on, which must be the same when a store is opened again."""
         return {"name": self.name}
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, in types that JSON has; :func:`from_dict` is the inverse."""
+        """Return the specification in types that JSON has; :func:`from_dict` is the inverse."""
         return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
 
     def step_args(self, step: int = 1, **changes: Any) -> OptimizerStep:
-        """The native core's arguments for update number ``step`` (from 1), with the hyperparameters in
-        ``changes`` in place of this object's.
+        """Return the native core's arguments for update number ``step`` (from 1).
 
-        Raises ``ConfigError`` for a value that is no finite number, and for an unknown weight decay mode.
+        Hyperparameters in ``changes`` replace this object's. Raises ``ConfigError`` for a value that is no
+        finite number, and for an unknown weight decay mode.
         """
         values = {**self.hyperparameters(), **changes}
         mode = self._decay_mode(values["weight_decay_mode"])
@@ -276,14 +276,14 @@ OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
 
 
 def make(name: str, **hyperparameters: Any) -> OptimizerSpec:
-    """The optimizer called ``name``. Raises ``ConfigError`` for an unknown name or hyperparameter."""
+    """Make the optimizer called ``name``. Raises ``ConfigError`` for an unknown name or hyperparameter."""
     if name not in OPTIMIZERS:
         raise ConfigError(f"unknown optimizer {name!r}; known optimizers: {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name](**hyperparameters)
 
 
 def from_dict(values: Mapping[str, Any]) -> OptimizerSpec:
-    """Inverse of :meth:`OptimizerSpec.to_dict`. An identity alone gives the defaults for the rest."""
+    """Invert :meth:`OptimizerSpec.to_dict`. An identity alone gives the defaults for the rest."""
     rest = dict(values)
     name = rest.pop("name", None)
     if name is None:

@@ -6,8 +6,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tierstore.config import is_whole
+from tierstore.config import is_integer
 from tierstore.errors import ConfigError
+from tierstore.placement import MOST_STORE_BYTES as MOST_STORE_BYTES
+from tierstore.placement import STORE_SLACK as STORE_SLACK
+from tierstore.placement import record_bytes as record_bytes
 from tierstore.planner.curves import MissCurve
 from tierstore.planner.tables import ParameterConstraints, TableSpec, row_bytes
 from tierstore.planner.topology import Topology
@@ -17,15 +20,12 @@ TIER_BYTES_PER_SLOT = 30 + 8 * 4 / 3
 POLICY_BYTES_PER_SLOT = 16  # lookahead
 POLICY_FIXED_SLOTS = 7_800  # the first slots of lookahead take
 POLICY_FIXED_BYTES = 40  # more
-RECORD_HEADER = 16
 INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
 HELD_BYTES_PER_ROW = 12 + 8 * 4 / 3  # of a row that was read ahead, beside its bytes
 READ_AHEAD_BYTES = 8 << 20  # of a rank's rows that were read ahead, in two blocks per row size
-STORE_SLACK = 64 << 20  # of a rank's store, beyond what the plan gives it
 MOST_FILE_BYTES = (
     2.0  # per live byte: as many superseded rows as live ones are left before they are compacted
 )
-MOST_STORE_BYTES = 3.0  # per live byte, that a store has a use for: these, and as many that a commit keeps
 TWO_TIER_READS = 0.35  # more reads if all memory were host memory: rows forget their use going down (CPU)
 MERGED_READ_BYTES = 64 << 10  # the largest read that brings several rows
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
@@ -68,7 +68,7 @@ class Workload:
     disk_slack: float = 1.25
 
     def __post_init__(self) -> None:
-        if not is_whole(self.batch_size, 1):
+        if not is_integer(self.batch_size, 1):
             raise ConfigError(f"batch_size is {self.batch_size!r}; it must be a positive integer")
         for name in ("dense_seconds", "dense_bytes", "depth"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -256,11 +256,6 @@ def exchanged_ids(table: TableSpec, global_batch: int, accesses: float) -> float
     size = 4 if table.num_embeddings <= _INT32_ROWS else 8
     weights = WEIGHT_BYTES if table.weighted else 0
     return accesses * (size + weights) + global_batch * len(table.feature_names) * size
-
-
-def record_bytes(row: int) -> int:
-    """Bytes of a row of ``row`` bytes in the native store."""
-    return -(-(RECORD_HEADER + row) // 8) * 8
 
 
 def read_bytes(record: int) -> int:

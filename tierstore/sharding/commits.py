@@ -16,23 +16,27 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from tierstore.cache.engine import Engine
 from tierstore.cache.report import warn_of_uncommitted
-from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError, TierStoreError
+from tierstore.errors import (
+    ConfigError,
+    StoreCorruptError,
+    StoreFullError,
+    StoreMismatchError,
+    TierStoreError,
+)
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.peers import Peers, in_flight
 from tierstore.sharding.restore import restore
+from tierstore.sharding.shards import RankShards
 from tierstore.store import identity
 from tierstore.store.directory import lock_folder
 from tierstore.store.files import read_regular, store_error, write_atomically
 from tierstore.store.lock import FolderLock
-
-if TYPE_CHECKING:
-    from tierstore.sharding.collection import ShardedCollection
 
 logger = logging.getLogger("tierstore")
 
@@ -98,11 +102,11 @@ class Commits:
         """Of the last commit of all ranks, 0 before the first."""
         self.extra: dict[str, Any] = record.get("extra", {})
         self._saved = {name: _saved(entry) for name, entry in record.get("collections", {}).items()}
-        self._collections: dict[str, ShardedCollection] = {}
+        self._shards: dict[str, RankShards] = {}
         self._folders: dict[str, str] = {}
         self._left: dict[str, str] = {}
         """Folders of the last commit, of which the next one will need nothing."""
-        self._restored: set[int] = set()
+        self._restored: set[str] = set()
         self._named: list[dict[str, int]] = []
         """The commits of every rank that the file names, where they are in the present stores."""
 
@@ -159,7 +163,7 @@ class Commits:
 
     def leave(self) -> None:
         """Gives the lock back if all collections are closed. Each says when it is."""
-        if all(collection.engine.closed for collection in self._collections.values()):
+        if all(shards.engine.closed for shards in self._shards.values()):
             self.release()
 
     def place(self, name: str, plan: ShardingPlan, engine: str) -> Place:
@@ -177,25 +181,29 @@ class Commits:
         self._folders[name] = f"{self._generation}/{quote(name, safe='') or 'tables'}"
         return Place(str(self.path / self._folders[name] / rank), 0, 0)
 
-    def join(self, name: str, collection: ShardedCollection) -> None:
+    def join(self, name: str, shards: RankShards) -> None:
         """The collection takes part from now on; its rows are those of the last commit, if that has them."""
-        self._collections[name] = collection
+        self._shards[name] = shards
         saved = self._saved.get(name)
         if saved is None:
             return
-        self._restored.add(id(collection))
+        self._restored.add(name)
         if saved.folder != self._folders[name]:
-            restore(collection, self.path / saved.folder, saved.plan, saved.ranks)
+            restore(shards, self.path / saved.folder, saved.plan, saved.ranks)
             self._left[name] = saved.folder
-        collection.fused_optimizer.num_updates = saved.updates
+        shards.fused_optimizer.num_updates = saved.updates
 
-    def restored(self, collection: ShardedCollection) -> bool:
+    def restored(self, name: str) -> bool:
         """Whether the collection began with the rows of a commit."""
-        return id(collection) in self._restored
+        return name in self._restored
 
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
-        """One commit of all ranks; returns its number. ``extra``: plain JSON values, rank 0's are kept.
-        ``tag`` names the commit of each rank's store, which then stays until it is dropped."""
+        """Make one commit of all ranks; returns its number. All ranks call it.
+
+        ``extra``: plain JSON values, of which those of rank 0 are kept. ``tag`` names the commit of each
+        rank's store, which then stays until it is dropped. Raises ConfigError on all ranks if one fails, or
+        StoreFullError, after which all ranks can try again.
+        """
         with self._env.together():
             extra = _checked(extra)
         # rank 0's: after a save by torch.distributed.checkpoint that failed ranks have counted differently
@@ -203,10 +211,10 @@ class Commits:
         self._env.broadcast_objects(said)
         begun = said[0]
         own: dict[str, int] = {}
-        with self._env.together():  # or nobody counts this commit as made
+        with self._env.together_unless_full():  # or no rank counts this commit as made
             own = self.commit_own(begun, tag)
         everyone = self._env.gather_objects(own)
-        with self._env.together():
+        with self._env.together_unless_full():
             if self._env.rank == 0:
                 self.record(begun, everyone)
         self._named = everyone
@@ -223,8 +231,8 @@ class Commits:
         does not name, and never will, are given up."""
         own: dict[str, int] = {}
         number, named = begun["number"], begun["named"]
-        for name, collection in self._collections.items():
-            engine = collection.engine
+        for name, shards in self._shards.items():
+            engine = shards.engine
             if engine.store is None:
                 own[name] = engine.uncommitted = 0
                 continue
@@ -269,18 +277,18 @@ class Commits:
 
     def uncommitted(self) -> int:
         """Updates of this rank, and calls that overwrote rows, since the last commit."""
-        return sum(collection.engine.uncommitted for collection in self._collections.values())
+        return sum(shards.engine.uncommitted for shards in self._shards.values())
 
     def _write(self, number: int, everyone: list[dict[str, int]], extra: dict[str, Any]) -> None:
         collections = {
             name: {
                 "folder": self._folders[name],
-                "engine": collection.tiers.engine,
-                "plan": collection.plan.to_dict(),
+                "engine": shards.config.engine,
+                "plan": shards.plan.to_dict(),
                 "ranks": [own[name] for own in everyone],
-                "updates": collection.fused_optimizer.num_updates,
+                "updates": shards.fused_optimizer.num_updates,
             }
-            for name, collection in self._collections.items()
+            for name, shards in self._shards.items()
         }
         record = {"format": FORMAT, "number": number, "extra": extra, "collections": collections}
         self.path.mkdir(parents=True, exist_ok=True)
@@ -301,17 +309,23 @@ def _checked(extra: Any) -> dict[str, Any]:
 
 
 def end(peers: Peers, commits: Commits | None, commit: bool, close_here: Callable[[], None]) -> None:
-    """Commits what the ranks have, where ``commit`` asks for that, and calls ``close_here``.
+    """Commit what the ranks have, where ``commit`` asks for that, and call ``close_here``.
 
-    In the handling of an error the other ranks are told that this one has stopped.
+    In the handling of an error the other ranks are told that this one has stopped. Raises StoreFullError on
+    all ranks, whose tables stay open, if a store is full.
     """
     if (error := in_flight(peers.handled)) is not None:
         peers.stop(error)
+    stays_open = False
     try:
         if commit and commits is not None:
             commits.commit_last()
+    except StoreFullError:
+        stays_open = True
+        raise
     finally:
-        close_here()
+        if not stays_open:
+            close_here()
 
 
 def _check(record: Any) -> None:

@@ -8,7 +8,7 @@ some to unused places of the file.
 
 LMDB knows only its last commit. An older one that is to be kept is a copy of the tree, ``commit-N.mdb``,
 made just before the next commit, beside the record ``commit-N.record`` that lists it. A store opened at such
-a commit works on a copy of that, ``branch.mdb``, which the next commit puts in the place of ``data.mdb``.
+a commit works on another copy, ``branch.mdb``, which the next commit puts in the place of ``data.mdb``.
 
 There is one database per row size, with native-endian integer keys, and one for the commit record (key
 ``commit``, :mod:`tierstore.store.commits`). An error inside a transaction breaks it, so it closes the store.
@@ -37,7 +37,7 @@ from tierstore.store.base import StoreBase, as_bytes, scatter
 from tierstore.store.commits import find_commit, pack_commit, read_commit, unpack_commit
 from tierstore.store.files import disk_bytes, open_regular, store_errors, sync_directory, write_atomically
 from tierstore.store.parallel import SMALLEST, Readers
-from tierstore.store.protocol import CommitInfo, TableSpec
+from tierstore.store.protocol import CommitInfo, StoredTable
 from tierstore.store.registry import StoreOptions
 
 _COMMIT = b"commit"
@@ -48,7 +48,7 @@ _MAX_MAP = 1 << 46  # x86-64 gives a process 2**47 bytes of addresses
 _MIN_MAP = 1 << 20
 _SAMPLE = 64
 _COLD_SECONDS = 20e-6  # per row; a page in memory takes under 5 µs, one on a fast SSD over 50 µs
-_MOST_DIRTY_PAGES = 131_071  # MDB_IDL_UM_MAX
+_MAX_DIRTY_PAGES = 131_071  # MDB_IDL_UM_MAX
 
 
 class LMDBStore(StoreBase):
@@ -57,7 +57,7 @@ class LMDBStore(StoreBase):
     engine = "lmdb"
     io = "mmap"
 
-    def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
+    def __init__(self, path: Path, tables: Sequence[StoredTable], options: StoreOptions) -> None:
         super().__init__(path, tables, options)
         self._changed_rows = 0
         with store_errors(f"opening {path}"):
@@ -68,13 +68,13 @@ class LMDBStore(StoreBase):
         self._current = self._open_tree(path / _DATA)
         if self._current is not None:
             for copy in [copy for copy in self._kept if copy.id >= self._current.id]:
-                self._give_up(copy)  # made for a commit that a crash cut short
+                self._drop(copy)  # made for a commit that a crash cut short
             self._kept.append(self._current)
         if options.at:
             self._branch(options.at)
 
     def _branch(self, at: int | str) -> None:
-        """Goes on from a copy of the kept commit ``at``, if that is not the last one."""
+        """Go on from a copy of the kept commit ``at``, if that is not the last one."""
         try:
             commit = find_commit(self._kept, at, self._path)
         except InputError:
@@ -95,7 +95,7 @@ class LMDBStore(StoreBase):
             )
 
     def _open_tree(self, file: Path) -> CommitInfo | None:
-        """Opens the environment ``file`` and begins a transaction; returns the commit that it holds."""
+        """Open the environment ``file`` and begin a transaction; return the commit that the file holds."""
         sizes = self._sizes.known()
         self._file = file
         map_size = min(max(self._cap, _MIN_MAP), _MAX_MAP)
@@ -151,16 +151,16 @@ class LMDBStore(StoreBase):
             return cursor.getmulti(names)
 
     def _is_cold(self, database: Any, names: list[bytes]) -> bool:
-        """Whether a sample of the rows takes so long to read that their pages must come from the device."""
+        """Tell whether a sample of the rows reads so slowly that its pages must come from the device."""
         sample = names[:: len(names) // _SAMPLE]
         start = time.perf_counter()
         self._get(self._txn, database, sample)
         return time.perf_counter() - start > len(sample) * _COLD_SECONDS
 
     def _touch(self, database: Any, names: list[bytes]) -> list[None]:
-        """Brings pages of the last commit to memory; the caller then reads what is newest.
+        """Bring pages of the last commit to memory; the caller then reads the newest rows.
 
-        Only a transaction of the last commit may be used beside others, and most pages are still those of it.
+        Several threads can read the last commit at a time, but not what is newer; most pages are the same.
         """
         with self._env.begin() as transaction:
             self._get(transaction, database, names)
@@ -213,7 +213,7 @@ class LMDBStore(StoreBase):
         self._changed_rows = 0
 
     def _copy_last(self) -> None:
-        """Copies the last commit, which the next one is about to replace."""
+        """Copy the last commit, which the next commit is about to replace."""
         last = self._kept[-1]
         needed = disk_bytes(self._path) + self._file.stat().st_size
         if needed > self._cap:
@@ -236,7 +236,7 @@ class LMDBStore(StoreBase):
         sync_directory(self._path)
 
     def _replace_data(self) -> None:
-        """Puts the branch in the place of the last commit, which becomes one of the copies."""
+        """Put the branch in the place of the last commit, which becomes one of the copies."""
         last = self._kept[-1]
         write_atomically(self._path / _record_name(last.id), [pack_commit(last)])
         (self._path / _DATA).rename(self._path / _copy_name(last.id))
@@ -254,7 +254,7 @@ class LMDBStore(StoreBase):
             counts = {size: self._txn.stat(db)["entries"] for size, db in self._rows.items()}
             page = self._env.stat()["psize"]
         live = sum(size * count for size, count in counts.items())
-        dirty = page * min(self._changed_rows, _MOST_DIRTY_PAGES)
+        dirty = page * min(self._changed_rows, _MAX_DIRTY_PAGES)
         return sum(counts.values()), live, disk_bytes(self._path), dirty
 
     def _release(self) -> None:
@@ -266,14 +266,14 @@ class LMDBStore(StoreBase):
         self._env.close()
 
     def _check_length(self) -> None:
-        """A file shorter than its tree would kill the process at the first access beyond its end."""
+        """Check that the file has its tree's length: an access beyond its end would kill the process."""
         needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         length = self._file.stat().st_size
         if length < needed:
             raise StoreCorruptError(f"{self._file} is cut off: {length} bytes of {needed}")
 
     def _need_room(self) -> None:
-        """Raises the system's error when the file cannot grow; LMDB itself calls a full disk an IO error."""
+        """Raise the system's error when the file cannot grow; LMDB itself calls a full disk an IO error."""
         fd = os.open(self._file, os.O_RDWR | os.O_NOFOLLOW)
         try:
             length = os.fstat(fd).st_size
@@ -307,7 +307,7 @@ class LMDBStore(StoreBase):
 
 
 def _clean(path: Path) -> None:
-    """Removes what a crash left, and ends a replacement of ``data.mdb`` by a branch that it cut short."""
+    """Remove what a crash left, and end a replacement of ``data.mdb`` by a branch that it cut short."""
     data, branch = path / _DATA, path / _BRANCH
     if not data.exists() and branch.exists() and _copies(path):
         branch.rename(data)  # it is synced: only the names were still to be changed
@@ -319,7 +319,7 @@ def _clean(path: Path) -> None:
 
 
 def _copies(path: Path) -> list[int]:
-    """Numbers of the commits that are copies, ascending."""
+    """Return the numbers of the commits that are copies, ascending."""
     return sorted(int(match[1]) for match in map(_COPY.fullmatch, os.listdir(path)) if match)
 
 

@@ -1,6 +1,6 @@
 """The lock of a store directory: flock on its file ``LOCK``, whose text is the holder's process id.
 
-A forked child does not inherit it: the lock ends with the process that took it, whatever children it leaves.
+A forked child does not inherit the lock, which ends with the process that took it.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class FolderLock:
         self.close()
 
     def sign(self) -> None:
-        """Writes this process's number into the file, for the messages of those who find it locked."""
+        """Write this process's number into the file, which errors of other processes name."""
         os.pwrite(self._descriptor.fileno(), b"%-20d" % os.getpid(), 0)
 
     def remove_file(self) -> None:
-        """Removes the file, unless another one has taken its place."""
+        """Remove the file, unless another file has taken its place."""
         with suppress(OSError):
             if self.is_current():
                 self._path.unlink()
 
     def is_current(self) -> bool:
-        """Whether the file that is locked is the one that others find."""
+        """Tell whether the locked file is the file that other processes find."""
         try:
             return os.path.samestat(os.fstat(self._descriptor.fileno()), os.stat(self._path))
         except FileNotFoundError:
@@ -57,19 +57,20 @@ class FolderLock:
 
 
 def lock_for_writing(folder: Path) -> FolderLock:
-    """Takes the lock of ``folder`` for one; ``StoreLockedError`` when somebody has it."""
+    """Take the exclusive lock of ``folder``; ``StoreLockedError`` when somebody has it."""
     return _take(folder, folder / LOCK, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
 
 
 def lock_for_reading(folder: Path) -> FolderLock:
-    """Keeps others from writing to the store in ``folder``, without writing there; several may at a time.
+    """Take the shared lock of the store in ``folder``, which keeps writers out, without writing there.
 
-    ``StoreLockedError`` when it is open for writing, ``StoreMismatchError`` when it is no store directory.
+    Raises ``StoreLockedError`` when the store is open for writing, and ``StoreMismatchError`` when
+    ``folder`` is no store directory.
     """
     identities.read_identity(folder)  # says so where there is none
     try:
         return _take(folder, folder / LOCK, os.O_RDONLY, fcntl.LOCK_SH)
-    except FileNotFoundError:  # a copy without it, which nobody writes to
+    except FileNotFoundError:  # a copy without the file; no process writes to it
         return _take(folder, folder / identities.FILE_NAME, os.O_RDONLY, fcntl.LOCK_SH)
 
 
@@ -92,4 +93,4 @@ def _take(folder: Path, path: Path, flags: int, kind: int) -> FolderLock:
         except BaseException:
             lock.close()
             raise
-        lock.close()  # whoever held it has removed the file meanwhile: there is a new one, or will be
+        lock.close()  # the holder has removed the file meanwhile: there is a new one, or will be

@@ -2,14 +2,14 @@
 
 RocksDB runs without a write-ahead log in the folder ``live``. A commit flushes the memtables and makes a
 checkpoint, ``commit-N``: a folder of hard links to the sorted files, which are never changed, and a copy
-of the small ones. The newest commit folder is the state after a crash or a close: opening replaces
-``live`` by links to it, or to another that is kept. So a commit costs what changed since the last one, and
-nothing written later can show. The files of a kept commit stay on disk, even when compaction has replaced
+of each small file. The newest commit folder is the state after a crash or a close: opening replaces
+``live`` by links to it, or to another kept commit. So a commit costs what changed since the last commit,
+and nothing written later can show. The files of a kept commit stay on disk, even when compaction has replaced
 them in ``live``.
 
 Keys are big-endian, so that tables are ranges. The key of one zero byte, which sorts before all others,
 holds the commit record (:mod:`tierstore.store.commits`), which the file ``commit-N.record`` repeats, so that
-commits can be listed. It is there before the folder is, and only the folder counts. After an error of the
+commits can be listed. That file is there before the folder, and only the folder counts. After an error of the
 device RocksDB refuses further writes until it is opened again, so such an error closes the store.
 """
 
@@ -46,7 +46,7 @@ from tierstore.store.files import (
     write_atomically,
 )
 from tierstore.store.parallel import Readers
-from tierstore.store.protocol import CommitInfo, TableSpec
+from tierstore.store.protocol import CommitInfo, StoredTable
 from tierstore.store.registry import StoreOptions
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ _BIG_ENDIAN = np.dtype(">u8")
 
 
 def _db_options(direct_io: bool) -> rocksdict.Options:
-    """Tuned for random reads and overwrites of small rows; docs/engines.md gives the reason of each."""
+    """Return options for random reads and overwrites of small rows; docs/engines.md gives the reasons."""
     blocks = rocksdict.BlockBasedOptions()
     blocks.set_block_size(4096)
     blocks.set_bloom_filter(10, False)
@@ -90,7 +90,7 @@ class RocksDBStore(StoreBase):
     engine = "rocksdb"
     io = "rocksdb"
 
-    def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
+    def __init__(self, path: Path, tables: Sequence[StoredTable], options: StoreOptions) -> None:
         super().__init__(path, tables, options)
         self._readers = Readers(options.read_threads)
         self._unchecked_bytes = 0
@@ -158,7 +158,7 @@ class RocksDBStore(StoreBase):
             yield chunk
 
     def _check_end(self, last: bytes) -> None:
-        """Raises where iteration ended because of damage behind the key ``last``, which it does silently."""
+        """Raise if damage behind the key ``last`` ended the iteration, which RocksDB does not report."""
         probe = self._db.iter(self._read_options)
         probe.seek(last + b"\0")
         probe.status()
@@ -212,7 +212,7 @@ class RocksDBStore(StoreBase):
         return self._db.property_int_value(f"rocksdb.{name}") or 0
 
     def _check_cap(self, new_bytes: int) -> None:
-        """Looks at the disk every few megabytes, since RocksDB has no cap of its own."""
+        """Look at the disk every few megabytes, since RocksDB has no cap of its own."""
         self._unchecked_bytes += new_bytes
         if self._unchecked_bytes < min(_WRITE_BUFFER, self._cap // 16):
             return
@@ -240,12 +240,12 @@ class RocksDBStore(StoreBase):
 
 
 def _commit_numbers(path: Path) -> list[int]:
-    """Of all commits, ascending."""
+    """Return the numbers of all commits, ascending."""
     return sorted(int(match[1]) for match in map(_COMMIT_FOLDER.fullmatch, os.listdir(path)) if match)
 
 
 def _clean(path: Path) -> None:
-    """Removes what the last process worked with, and what a crash left."""
+    """Remove what the last process worked with, and what a crash left."""
     whole = {_record_name(number) for number in _commit_numbers(path)}
     for name in os.listdir(path):
         if name == "live" or (name.endswith(".tmp") and (path / name).is_dir()):
@@ -255,7 +255,7 @@ def _clean(path: Path) -> None:
 
 
 def _restore(path: Path, commit: CommitInfo | None, live: Path, link: Callable[[str, Path], None]) -> None:
-    """Makes the new folder ``live`` the state of ``commit``, with links to what never changes."""
+    """Make the new folder ``live`` the state of ``commit``, with links to what never changes."""
     live.mkdir()
     if commit is not None:
         for entry in os.scandir(path / _folder_name(commit.id)):
@@ -263,7 +263,7 @@ def _restore(path: Path, commit: CommitInfo | None, live: Path, link: Callable[[
 
 
 def _link_or_copy(source: str, target: Path, link: Callable[[str, Path], None]) -> None:
-    """Sorted files never change and are linked, where that works; the others RocksDB goes on writing."""
+    """Link a sorted file, which never changes, where links work; copy a file that RocksDB still writes."""
     if source.endswith(".sst"):
         with suppress(OSError):
             link(source, target)

@@ -22,7 +22,7 @@ def table_curves(
     rate: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[TableCurve]:
-    """The LRU curve of every table of ``trace``, which ``prepared`` is of; ``rate`` samples rows."""
+    """Return the LRU curve of each table of ``trace``, prepared as ``prepared``; ``rate`` samples rows."""
     table_of = (prepared.keys >> np.uint64(ID_BITS)).astype(np.int64)
     batches = max(1, prepared.batches)
     curves = []
@@ -44,5 +44,5 @@ def table_curves(
 
 
 def planner_input(trace: Trace, curves: list[TableCurve], bins: int = 100) -> dict[str, Any]:
-    """Plain JSON for ``tierstore plan --stats`` (docs/policies.md)."""
+    """Return plain JSON for ``tierstore plan --stats`` (docs/policies.md)."""
     return planner_document(trace.name, curves, bins)

@@ -68,7 +68,7 @@ class TraceRecorder:
         self._thread.start()
 
     def record(self, ids: Mapping[str, Any]) -> None:
-        """One batch: table name → its ids (NumPy array or CPU tensor of integers, any shape)."""
+        """Record one batch: table name → its ids (NumPy array or CPU tensor of integers, any shape)."""
         self._check()
         unknown = set(ids) - set(self._index)
         if unknown:
@@ -81,7 +81,7 @@ class TraceRecorder:
         self._keep(np.concatenate(parts, dtype=np.int64, casting="unsafe"), counts)
 
     def record_features(self, features: KeyedJaggedTensor) -> None:
-        """One batch: the ids of the features, which are named as the tables are."""
+        """Record one batch: the ids of the features, which are named as the tables are."""
         names = features.keys()
         if tuple(names) != self.tables:
             self.record({name: features[name].values().cpu().numpy() for name in names})
@@ -91,15 +91,13 @@ class TraceRecorder:
         self._keep(values.astype(np.int64), np.array(features.length_per_key(), np.uint32))
 
     def watch(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yields ``batches`` unchanged and records the KeyedJaggedTensor in each (itself, or its
-        ``sparse``).
-        """
+        """Yield ``batches`` unchanged and record each one's KeyedJaggedTensor: itself, or its ``sparse``."""
         for batch in batches:
             self.record_features(getattr(batch, "sparse", batch))
             yield batch
 
     def close(self) -> None:
-        """Writes what is left; raises the error that the writing thread met, if any."""
+        """Write what is left; raise the error that the writing thread met, if any."""
         if self._thread is None:
             return
         self._flush()
@@ -123,7 +121,7 @@ class TraceRecorder:
             raise self._error
 
     def _keep(self, ids: np.ndarray, counts: np.ndarray) -> None:
-        """The ids of a batch (int64), table after table (``counts`` of each); the array is kept."""
+        """Keep the ids of a batch (int64), table after table, ``counts`` of each; the array is not copied."""
         self._ids.append(ids)
         self._counts.append(counts)
         self._held += ids.size
@@ -161,7 +159,7 @@ class TraceRecorder:
 
 
 def _sampled(ids: np.ndarray, counts: np.ndarray, rate: float) -> tuple[np.ndarray, np.ndarray]:
-    """Of batches' ids (``counts``: batches by tables) those of a share of the rows, and their counts."""
+    """Select the ids of a share of the rows, and their counts; ``counts`` is (batches, tables)."""
     tables = np.arange(counts.shape[1], dtype=np.uint64) << np.uint64(ID_BITS)
     chosen = sampled(make_keys(0, ids) | np.repeat(np.tile(tables, len(counts)), counts.reshape(-1)), rate)
     ends = np.cumsum(counts.reshape(-1), dtype=np.int64)
@@ -170,7 +168,7 @@ def _sampled(ids: np.ndarray, counts: np.ndarray, rate: float) -> tuple[np.ndarr
 
 
 def open_recorded(path: Path) -> Trace:
-    """The trace in ``path``; InputError if it is damaged or of another format."""
+    """Open the trace in ``path``; InputError if the file is damaged or of another format."""
     try:
         with zipfile.ZipFile(path) as archive:
             header = json.loads(archive.read(HEADER))

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
-from tierstore.cache.memory_tier import Flags, Keys, Slots
+from tierstore.cache.tiers.memory import Flags, Keys, Slots
 from tierstore.errors import TierStoreError
 from tierstore.store.protocol import RowStore
 
@@ -41,7 +41,7 @@ class _Block:
 
 
 class ReadAhead:
-    """Rows of one chain. Its methods are called with ``lock`` held, :meth:`wait` and :meth:`close` without.
+    """Rows of one group. Its methods are called with ``lock`` held, :meth:`wait` and :meth:`close` without.
 
     ``max_bytes`` is what the rows may take, their index included. ``resident`` tells which keys some memory
     tier holds. None: the tiers know the next use of their rows, so that what they hold is not announced, and
@@ -75,7 +75,7 @@ class ReadAhead:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    # -- what the chain tells -------------------------------------------------------------
+    # -- what the group tells -------------------------------------------------------------
 
     def announce(self, seq: int, keys: Keys) -> None:
         """Lookup ``seq`` will come and ask for ``keys``, which no announced lookup before it asks for."""

@@ -1,4 +1,4 @@
-"""The tiers below the fast one of a chain: the host tier, the row store, and what is read ahead of it."""
+"""The tiers below the fast one of a group: the host tier, the row store, and what is read ahead of it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
-from tierstore.cache.memory_tier import Flags, Keys, MemoryTier
-from tierstore.cache.read_ahead import ReadAhead
-from tierstore.cache.stats import ChainStats
+from tierstore.cache.stats import GroupStats
+from tierstore.cache.tiers.memory import Flags, Keys, MemoryTier
+from tierstore.cache.tiers.read_ahead import ReadAhead
 from tierstore.errors import TierFullError
 from tierstore.store.protocol import RowStore
 
@@ -61,7 +61,7 @@ class _Room:
 class LowerTiers:
     """Where rows come from and go to; ``host``, ``store`` and ``ahead`` may be missing.
 
-    Its methods are called by whoever plans, with the chain's lock held.
+    Its methods are called by whoever plans, with the group's lock held.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LowerTiers:
         host: MemoryTier | None,
         store: RowStore | None,
         ahead: ReadAhead | None,
-        stats: ChainStats,
+        stats: GroupStats,
     ) -> None:
         self.name = name
         self.row_bytes = row_bytes

@@ -157,7 +157,7 @@ class _Share:
 
 
 class MemoryTier:
-    """Rows of one layout in memory. Not thread-safe; see :class:`tierstore.cache.chain.Chain`.
+    """Rows of one layout in memory. Not thread-safe; see :class:`tierstore.cache.group.TierGroup`.
 
     ``plan`` says how the slots are shared; of shares that cannot hold all of their tables' rows, ``policy``
     chooses the victims. ``admission`` refuses rows a slot: they are used from the pad, which a tier has if
