@@ -14,7 +14,7 @@
 
 namespace tierstore {
 
-inline constexpr std::int64_t kReducePositions = 1024;
+inline constexpr std::int64_t kReducePositions = 256;
 
 // The rows of a batch and, by CountPositions and PlacePositions, who uses them. slots must not repeat.
 struct Touched {

@@ -11,7 +11,7 @@ import numpy as np
 from tierstore import _core as core
 
 F32 = np.float32
-REDUCE_POSITIONS = 1024
+REDUCE_POSITIONS = 256
 SUM, MEAN, MAX = 0, 1, 2
 
 

@@ -195,7 +195,7 @@ def test_sequence_lookup_and_update(case: tuple, step: Step) -> None:
         same_bits(rows, expected)
 
 
-@pytest.mark.parametrize("counts", [(1023, 1024, 1025), (1, 5000, 2, 2048, 0)])
+@pytest.mark.parametrize("counts", [(255, 256, 257), (1023, 1024, 1025), (1, 5000, 2, 2048, 0)])
 def test_hot_rows_are_summed_in_fixed_pieces(counts: tuple[int, ...]) -> None:
     rng = np.random.default_rng(5)
     dim, step = 20, Step(kind=1)

@@ -5,7 +5,6 @@ The fused optimizer runs inside the backward pass; no gradient of a table is eve
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -106,14 +105,15 @@ class PooledPart(Part):
     out_stride: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     modes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
 
+    bags: _core.Bags = field(init=False)
+    """The arrays above for the kernels."""
+
     @property
     def nbytes(self) -> int:
         return super().nbytes + self.offsets.nbytes
 
-    @functools.cached_property
-    def bags(self) -> _core.Bags:
-        """The arrays above for the kernels."""
-        return _core.Bags(
+    def __post_init__(self) -> None:
+        self.bags = _core.Bags(
             offsets=self.offsets, bag_start=self.bag_start, out_offset=self.out_offset,
             out_stride=self.out_stride, modes=self.modes,
         )  # fmt: skip
