@@ -5,13 +5,6 @@
 
 namespace tierstore {
 
-void Segment::Keep(std::uint32_t slot) {
-  if (slot >= CommittedSlots()) return;  // the last commit does not hold it
-  if (kept == 0) kept_bits.assign(std::max(slots, row_class->slots_per_segment) / 64 + 1, 0);
-  kept_bits[slot / 64] |= std::uint64_t{1} << slot % 64;
-  ++kept;
-}
-
 SegmentHeader Segment::Header(const StoreId& store) const {
   return {row_class->geometry.row_bytes, number, relocated, store};
 }

@@ -156,6 +156,13 @@ struct RowClass {
   }
 };
 
+inline void Segment::Keep(std::uint32_t slot) {
+  if (slot >= CommittedSlots()) return;  // the last commit does not hold it
+  if (kept == 0) kept_bits.assign(std::max(slots, row_class->slots_per_segment) / 64 + 1, 0);
+  kept_bits[slot / 64] |= std::uint64_t{1} << slot % 64;
+  ++kept;
+}
+
 // The keys (and, of copies, the epochs) of the segment's slots, and which of them are voids: from its footer
 // or, where there is no valid one, from the records of the slots from `first_slot` on; what comes before may
 // then be missing (0). Throws CorruptError when one of those records is damaged, IoError, CallEnded.
