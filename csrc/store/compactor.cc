@@ -159,6 +159,7 @@ void Compactor::Relocate(Lock& lock, const Batch& batch) {
   for (std::size_t at = 0; at < slots.size();) {
     mutex_.GiveWay(lock);
     control_.WaitUntilReleased(lock);
+    if (control_.stopped()) return;  // a commit under way may still hold the index, and needs the mutex
     // Overwritten while the mutex was free, some of them.
     if (!IsNeeded(batch, slots[at])) {
       ++at;
