@@ -160,7 +160,7 @@ void Compactor::Relocate(Lock& lock, const Batch& batch) {
     mutex_.GiveWay(lock);
     control_.WaitUntilReleased(lock);
     if (control_.stopped()) return;  // a commit under way may still hold the index, and needs the mutex
-    // Overwritten while the mutex was free, some of them.
+    // The row may have been overwritten while the mutex was free.
     if (!IsNeeded(batch, slots[at])) {
       ++at;
       continue;
@@ -172,14 +172,14 @@ void Compactor::Relocate(Lock& lock, const Batch& batch) {
       ++end;
     const Span span = appender_.Reserve(lock, *victim.row_class, committed ? kOfCommit : kSinceCommit,
                                         static_cast<std::uint32_t>(end - at));
-    // A commit that was made during the wait holds all of them.
+    // A commit that was made during the wait holds all of these rows.
     if (control_.held() || (slots[at] < victim.CommittedSlots()) != committed) continue;
     Copy(batch, &slots[at], span);
     at += span.count;
   }
 }
 
-// Those of the span's count of slots that are still needed.
+// Copies the span's count of slots, but for those that are not needed any more.
 void Compactor::Copy(const Batch& batch, const std::uint32_t* slots, const Span& span) {
   Segment& victim = batch.victim();
   RowClass& row_class = *victim.row_class;

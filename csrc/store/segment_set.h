@@ -35,7 +35,7 @@ class SegmentSet {
   std::uint32_t next_number() const { return next_number_; }
   void SkipNumbersBelow(std::uint32_t number) { next_number_ = std::max(next_number_, number); }
 
-  // `created`: the file is new, so the next Sync syncs the directory.
+  // A segment file was created, so the next Sync syncs the directory, too.
   void NoteCreated() { names_unsynced_ = true; }
   void Add(const SegmentPtr& segment) { segments_[segment->number] = segment; }
 
