@@ -182,16 +182,16 @@ py::dict Stats(Store& store) {
   out["index_bytes"] = counters.index_bytes;
   out["buffer_bytes"] = counters.buffer_bytes;
   out["segments"] = counters.segments;
-  out["read_rows"] = counters.read_rows;
-  out["read_bytes"] = counters.read_bytes;
-  out["read_requests"] = counters.read_requests;
+  out["read_rows"] = counters.read.rows;
+  out["read_bytes"] = counters.read.bytes;
+  out["read_requests"] = counters.read.requests;
   out["written_rows"] = counters.written_rows;
   out["written_bytes"] = counters.written_bytes;
   out["relocated_rows"] = counters.relocated_rows;
   out["renewed_commits"] = counters.renewed_commits;
   out["snapshot_failures"] = counters.snapshot_failures;
   out["rebuilt_rows"] = counters.rebuilt_rows;
-  out["merge_gap_bytes"] = counters.merge_gap_bytes;
+  out["merge_gap_bytes"] = counters.read.merge_gap_bytes;
   out["io"] = counters.io;
   out["direct"] = counters.direct;
   return out;
@@ -209,9 +209,9 @@ TIERSTORE_BINDINGS(store) {
       .def("read", &Read, py::arg("keys").noconvert(), py::arg("rows").noconvert())
       .def("write", &Write, py::arg("keys").noconvert(), py::arg("rows").noconvert())
       .def(
-          "expect",
+          "reserve",
           [](Store& store, std::uint32_t table, std::uint32_t row_bytes, std::uint64_t rows) {
-            RunShort([&] { store.Expect(table, row_bytes, rows); });
+            RunShort([&] { store.Reserve(table, row_bytes, rows); });
           },
           py::arg("table"), py::arg("row_bytes"), py::arg("rows"))
       .def("keys", &ListKeys, py::arg("table"), py::arg("cursor"), py::arg("limit"))

@@ -41,7 +41,7 @@ inline constexpr std::size_t kStreams = 3;
 struct Segment {
   // What changes with every row that is superseded, in one line of the cache. Rows superseded since the last
   // commit are needed by that: compaction can copy them too, and the commit can be written anew to name the
-  // copies (renew.cc).
+  // copies (Committer::Renew).
   std::uint32_t slots = 0;               // used, voids included
   std::uint32_t live = 0;                // rows whose newest version is here
   std::uint32_t kept = 0;                // rows superseded since the last commit that it needs
@@ -89,6 +89,11 @@ struct Segment {
   // so they stay in the segment, but for what was copied since the commit: it would be taken apart again and
   // again.
   std::uint32_t Lasting() const { return older ? live : Needed(); }
+  // Nothing but the last commit names the segment, and that needs nothing of it.
+  bool IsReleased() const { return retired && kept == 0 && pins == 1 && in_last_commit; }
+  // Written whole and no longer in memory, so that compaction can read it from its file.
+  bool IsComplete() const { return sealed && chunks.empty(); }
+  SegmentHeader Header(const StoreId& store) const;
 
   // The chunk that records are appended to; nullptr when there is none: nothing is appended yet, or the last
   // one is full and closed. `chunks` then still holds what is being written, or nothing.
@@ -129,6 +134,11 @@ struct RowClass {
     return max_ordinals > used ? max_ordinals - used : 0;
   }
 
+  // There is a place for a segment of callers, besides those that compaction copies to.
+  bool HasOrdinalForCallers() const { return FreeOrdinals() >= kStreams; }
+  // Gives the segment the first free ordinal.
+  void AddSegment(const SegmentPtr& segment);
+
   std::uint32_t Location(const Segment& segment, std::uint32_t slot) const {
     return segment.ordinal << slot_bits | slot;
   }
@@ -152,5 +162,10 @@ inline void Segment::Keep(std::uint32_t slot) {
   kept_bits[slot / 64] |= std::uint64_t{1} << slot % 64;
   ++kept;
 }
+
+// The keys (and, of copies, the epochs) of the segment's slots, and which of them are voids: from its footer
+// or, where there is no valid one, from the records of the slots from `first_slot` on; what comes before may
+// then be missing (0). Throws CorruptError when one of those records is damaged, IoError, CallEnded.
+Footer LoadKeys(const Segment& segment, const StoreId& store, std::uint32_t first_slot);
 
 }  // namespace tierstore

@@ -22,22 +22,9 @@
 #include <vector>
 
 #include "store/segment.h"
+#include "store/store_mutex.h"
 
 namespace tierstore {
-
-using Lock = std::unique_lock<std::mutex>;
-
-// The mutex is free while this lives; whatever is thrown meanwhile is caught with it held again.
-class Unlocked {
- public:
-  explicit Unlocked(Lock& lock) : lock_(lock) { lock_.unlock(); }
-  ~Unlocked() { lock_.lock(); }
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
-
- private:
-  Lock& lock_;
-};
 
 // Ends work of a background thread when the store closes or an error waits to be thrown.
 struct Interrupted {};

@@ -27,7 +27,7 @@ def machine(**changes: object) -> Topology:
 
 
 def merged(places: np.ndarray, gap: float) -> tuple[int, int]:
-    """Reads, and their bytes, of records at ``places`` in order, as csrc/store/read.cc puts them together."""
+    """Reads, and their bytes, of records at ``places`` in order, as csrc/store/reader.cc joins them."""
     reads, size, start, end = 0, 0, 0, -1
     for begin in (places // BLOCK * BLOCK).tolist():
         if end >= 0 and begin <= end + gap and begin + BLOCK - start <= MERGED_READ_BYTES:
@@ -67,7 +67,7 @@ def solved(rows: int, batch_size: int, machines: Topology, **changes: object) ->
 
 class Log:
     """A log of rows in segments, of which compaction takes those with the fewest live rows while more
-    records are superseded than live, as csrc/store/compact.cc does."""
+    records are superseded than live, as csrc/store/victims.cc does."""
 
     SLOTS = 1024
 

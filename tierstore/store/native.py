@@ -125,7 +125,7 @@ class NativeStore:
         return self._list_keys(table)
 
     def reserve(self, table: int, rows: int) -> None:
-        self._core.expect(table, self._sizes.of_table(table), rows)
+        self._core.reserve(table, self._sizes.of_table(table), rows)
 
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
         check_commit(meta, tag)

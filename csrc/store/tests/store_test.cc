@@ -292,6 +292,31 @@ void CloseMeanwhile(Env& env, const std::string& directory, ReadEngine engine, s
   worker.join();
 }
 
+// Close while a commit saves the index, which compaction waits for with rows in its hands: all three end.
+void CloseBesideASnapshot(std::uint64_t seed) {
+  MemoryEnv memory;
+  FaultEnv env(memory);
+  StoreConfig config = Config(ReadEngine::kAuto);
+  config.segment_bytes = 16 << 10;
+  std::mt19937_64 random(seed);
+  Store store(env, "disk", config, {});
+  env.SlowDown(200e-6);
+  std::thread worker([&] {
+    std::mt19937_64 random_writes(seed);
+    Model model;
+    try {
+      for (std::uint64_t version = 1;; ++version) {
+        WriteSome(store, random_writes, version, model);
+        if (version % 3 == 0) store.Commit("", "");
+      }
+    } catch (const ClosedError&) {
+    }
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20 + random() % 100));
+  store.Close();
+  worker.join();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -317,6 +342,7 @@ int main(int argc, char** argv) {
       for (const std::uint64_t off : {0, 1, 2}) CommitAtEnds(row_bytes, off, ReadEngine::kAuto);
     }
     StayWithinACap(seed);
+    for (std::uint64_t i = 0; i < 20; ++i) CloseBesideASnapshot(seed * 100 + i);
     RunOutOfMemory("sync", seed);
     RunOutOfMemory("rename", seed);
     for (std::uint64_t i = 0; i < 10; ++i) {

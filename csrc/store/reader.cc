@@ -1,18 +1,20 @@
-// Batched reads: look all rows up, copy those that are still in memory, read the others in the order of their
-// positions, with blocks that are near one another in one request.
+#include "store/reader.h"
+
 #include <algorithm>
+#include <cstring>
+#include <vector>
 
 #include "common/call_limit.h"
 #include "common/key.h"
 #include "io/aligned_buffer.h"
 #include "io/errors.h"
-#include "store/store.h"
+#include "store/errors.h"
+#include "store/read_cost.h"
 
 namespace tierstore {
 namespace {
 
 constexpr std::size_t kRowsPerLookup = 1024;
-constexpr int kYields = 64;  // until the mutex is taken all the same
 // Where reading on costs less than another request, as long as it is not known for this device.
 constexpr std::uint64_t kUsualMergeGap = 8 << 10;
 // Reads are measured where there are so many rows to read, in so many bytes of files.
@@ -58,85 +60,93 @@ class Counted {
 }  // namespace
 
 // Rows that must come from files. The segments are held, so compaction may go on meanwhile.
-struct Store::PendingRead {
+struct Reader::Pending {
   RowClass* row_class = nullptr;
   std::vector<std::uint64_t> items;  // location << 32 | position in the call; sorted: by place
   std::vector<SegmentPtr> segments;  // by ordinal, those of the items
-};
 
-// Wakes the compactor for the segments that it did not remove because of a read.
-struct Store::ReadEnd {
-  Store& store;
-  ~ReadEnd() {
-    if (!store.removal_waits_) return;
-    const Lock lock(store.mutex_);
-    store.WakeCompactor();
+  const Segment& SegmentOf(std::uint64_t item) const {
+    return *segments[static_cast<std::uint32_t>(item >> 32) >> row_class->slot_bits];
+  }
+  std::uint32_t SlotOf(std::uint64_t item) const {
+    return row_class->SlotOf(static_cast<std::uint32_t>(item >> 32));
   }
 };
 
-void Store::Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found) {
-  const ReadEnd end{*this};  // comes after the segments are let go
-  PendingRead pending;
+// What to read for sorted items: items first[i] to first[i + 1] lie in list[i].
+struct Reader::Requests {
+  std::vector<ReadRequest> list;
+  std::vector<std::size_t> first;
+
+  Requests(const Pending& pending, std::uint64_t merge_gap);
+};
+
+// Wakes the compactor for the segments that it did not remove because of a read.
+struct Reader::End {
+  Reader& reader;
+  ~End() {
+    if (!reader.state_.segments.removal_waits()) return;
+    const Lock lock(reader.mutex_);
+    reader.control_.Wake();
+  }
+};
+
+Reader::Reader(const StoreContext& context, StoreMutex& mutex, StoreState& state, CompactorControl& control,
+               std::atomic<int>& reads)
+    : context_(context), mutex_(mutex), state_(state), control_(control), reads_(reads) {
+  lanes_[0].reader = context.env.NewBatchReader(context.config.read_engine, context.config.queue_depth);
+}
+
+void Reader::Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes,
+                  bool* found) {
+  const End end{*this};  // comes after the segments are let go
+  Pending pending;
   Locate(keys, rows, row_bytes, found, pending);
   if (const std::size_t n = pending.items.size(); n > 0) {
-    ReadLane& lane = PickLane(n);
+    Lane& lane = PickLane(n);
     const Counted queued(lane.rows, n);
     const Counted read(reads_, 1);
     const auto reading = LockInCall(lane.mutex);
-    CheckOpen();
-    if (lane.reader == nullptr) lane.reader = env_.NewBatchReader(config_.read_engine, config_.queue_depth);
-    if (merge_gap_bytes_ == 0 && n >= kRowsToMeasure && &lane == &lanes_[0])
-      MeasureReads(*lane.reader, pending);
+    context_.CheckOpen();
+    const StoreConfig& config = context_.config;
+    if (lane.reader == nullptr)
+      lane.reader = context_.env.NewBatchReader(config.read_engine, config.queue_depth);
+    if (merge_gap_bytes_ == 0 && n >= kRowsToMeasure && &lane == &lanes_[0]) Measure(*lane.reader, pending);
     Fetch(*lane.reader, pending, keys, rows);
   }
   read_rows_ += static_cast<std::uint64_t>(std::count(found, found + keys.size(), true));
 }
 
-// Takes the mutex, after reads that wait for it: it would be taken again before they have woken up.
-void Store::LockAfterReads(Lock& lock) {
-  for (int i = 0; reads_waiting_ > 0 && i < kYields; ++i) std::this_thread::yield();
-  lock.lock();
-}
-
-// Lets reads that wait for the mutex go first.
-void Store::GiveWay(Lock& lock) {
-  if (reads_waiting_ == 0) return;
-  lock.unlock();
-  LockAfterReads(lock);
-}
-
-Store::ReadLane& Store::PickLane(std::size_t rows) {
+Reader::Lane& Reader::PickLane(std::size_t rows) {
   return rows < kRowsOfLargeRead && lanes_[1].rows < lanes_[0].rows ? lanes_[1] : lanes_[0];
 }
 
-// Where the rows are; copies those that are in memory. Others may use the store between some rows and the
-// next.
-void Store::Locate(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found,
-                   PendingRead& pending) {
-  CheckOpen();
-  ++reads_waiting_;
-  Lock lock(mutex_);
-  --reads_waiting_;
-  CheckOpen();
+// Where the rows are; copies those that are in memory. Other calls may use the store between a thousand rows
+// and the next.
+void Reader::Locate(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes,
+                    bool* found, Pending& pending) {
+  context_.CheckOpen();
+  Lock lock = mutex_.LockForRead();
+  context_.CheckOpen();
   bool may_release = true;
   for (std::size_t at = 0; at < keys.size();) {
     std::size_t n = 1;
     while (at + n < keys.size() && n < kRowsPerLookup && KeyTable(keys[at + n]) == KeyTable(keys[at])) ++n;
     if (!Resolve(keys.subspan(at, n), rows, row_bytes, found + at, at, pending)) {
-      pending = PendingRead{};
+      pending = Pending{};
       may_release = false;
       at = 0;
       continue;
     }
     at += n;
-    if (may_release) GiveWay(lock);
-    CheckOpen();
+    if (may_release) mutex_.GiveWay(lock);
+    context_.CheckOpen();
     CheckCall();
   }
 }
 
 // Once per store. A failure costs only the knowledge.
-void Store::MeasureReads(BatchReader& reader, const PendingRead& pending) try {
+void Reader::Measure(BatchReader& reader, const Pending& pending) try {
   std::vector<File*> files;
   std::uint64_t bytes = 0;
   for (const SegmentPtr& segment : pending.segments) {
@@ -149,27 +159,27 @@ void Store::MeasureReads(BatchReader& reader, const PendingRead& pending) try {
   if (bytes < kBytesToMeasure) return;
   const ReadCost cost = ReadCost::Measure(reader, files);
   merge_gap_bytes_ = cost.MergeGap();
-  if (config_.read_only) return;
+  if (context_.config.read_only) return;
   {
-    Lock lock(mutex_);
-    if (UsedBytes() + kBlockBytes + SpaceReserve() > config_.cap_bytes) return;
-    read_cost_bytes_ = kBlockBytes;
+    const Lock lock(mutex_);
+    if (!state_.space.Fits(kBlockBytes)) return;
+    state_.space.SetFileBytes(MetaFile::kReadCost, kBlockBytes);
   }
-  cost.Save(env_, directory_);
+  cost.Save(context_.env, context_.directory);
 } catch (const IoError&) {
   // The next opening removes what is left of the file.
 }
 
 // Keys of one table, from position `base` of the call on. False when a segment of the rows before has given
 // its ordinal to another one, so that all must be looked up again.
-bool Store::Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes,
-                    bool* found, std::size_t base, PendingRead& pending) {
+bool Reader::Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes,
+                     bool* found, std::size_t base, Pending& pending) {
   const std::uint32_t number = KeyTable(keys[0]);
-  if (FindTable(number) == nullptr) {
+  if (state_.rows.FindTable(number) == nullptr) {
     std::fill_n(found, keys.size(), false);
     return true;
   }
-  const Table& table = TableFor(number, row_bytes);
+  const RowIndex::Table& table = state_.rows.TableFor(number, row_bytes);
   RowClass& row_class = *table.row_class;
   pending.row_class = &row_class;
   pending.segments.resize(row_class.segments.size());
@@ -195,62 +205,58 @@ bool Store::Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::u
   return true;
 }
 
-void Store::Fetch(BatchReader& reader, PendingRead& pending, std::span<const std::uint64_t> keys,
-                  std::byte* rows) {
-  std::sort(pending.items.begin(), pending.items.end());
-  CheckCall();
-  const RowClass& row_class = *pending.row_class;
-  const Geometry& geometry = row_class.geometry;
-  const auto segment_of = [&](std::uint64_t item) -> const Segment& {
-    return *pending.segments[static_cast<std::uint32_t>(item >> 32) >> row_class.slot_bits];
-  };
-  const auto slot_of = [&](std::uint64_t item) {
-    return row_class.SlotOf(static_cast<std::uint32_t>(item >> 32));
-  };
-
-  const std::uint64_t measured = merge_gap_bytes_, merge_gap = measured != 0 ? measured : kUsualMergeGap;
-  std::vector<ReadRequest> requests;
-  std::vector<std::size_t> first;  // item of each request
+Reader::Requests::Requests(const Pending& pending, std::uint64_t merge_gap) {
+  const Geometry& geometry = pending.row_class->geometry;
   for (std::size_t i = 0; i < pending.items.size(); ++i) {
-    File* const file = segment_of(pending.items[i]).file.get();
-    const std::uint64_t offset = geometry.Offset(slot_of(pending.items[i]));
+    File* const file = pending.SegmentOf(pending.items[i]).file.get();
+    const std::uint64_t offset = geometry.Offset(pending.SlotOf(pending.items[i]));
     const std::uint64_t begin = offset / kBlockBytes * kBlockBytes;
     const std::uint64_t end = (offset + geometry.record_bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
-    if (!requests.empty()) {
-      ReadRequest& last = requests.back();
+    if (!list.empty()) {
+      ReadRequest& last = list.back();
       if (last.file == file && begin <= last.offset + last.size + merge_gap &&
           end - last.offset <= kMaxReadBytes) {
         last.size = std::max(last.size, static_cast<std::uint32_t>(end - last.offset));
         continue;
       }
     }
-    requests.push_back({file, begin, static_cast<std::uint32_t>(end - begin)});
+    list.push_back({file, begin, static_cast<std::uint32_t>(end - begin)});
     first.push_back(i);
   }
   first.push_back(pending.items.size());
+}
 
-  const auto deliver = [&](std::size_t request, const std::byte* data, std::size_t size) {
-    for (std::size_t i = first[request]; i < first[request + 1]; ++i) {
+void Reader::Fetch(BatchReader& reader, Pending& pending, std::span<const std::uint64_t> keys,
+                   std::byte* rows) {
+  std::sort(pending.items.begin(), pending.items.end());
+  CheckCall();
+  const Geometry& geometry = pending.row_class->geometry;
+  const std::uint64_t measured = merge_gap_bytes_;
+  const Requests requests(pending, measured != 0 ? measured : kUsualMergeGap);
+  const auto deliver = [&](std::size_t number, const std::byte* data, std::size_t size) {
+    const ReadRequest& request = requests.list[number];
+    for (std::size_t i = requests.first[number]; i < requests.first[number + 1]; ++i) {
       const std::uint64_t item = pending.items[i];
+      const std::uint32_t slot = pending.SlotOf(item);
       const auto position = static_cast<std::uint32_t>(item);
-      const std::size_t at =
-          std::min<std::size_t>(geometry.Offset(slot_of(item)) - requests[request].offset, size);
-      CopyRow(segment_of(item), slot_of(item), keys[position], data + at, size - at,
+      const std::size_t at = std::min<std::size_t>(geometry.Offset(slot) - request.offset, size);
+      CopyRow(pending.SegmentOf(item), slot, keys[position], data + at, size - at,
               rows + std::size_t{position} * geometry.row_bytes);
     }
   };
   if (geometry.record_bytes + kBlockBytes > kMaxReadBytes) {
     // Rows so large that each is a request of its own, too large for the reader's buffers.
     AlignedBuffer buffer(geometry.record_bytes + 2 * kBlockBytes);
-    for (std::size_t i = 0; i < requests.size(); ++i) {
+    for (std::size_t i = 0; i < requests.list.size(); ++i) {
+      const ReadRequest& request = requests.list[i];
       CheckCall();
-      deliver(i, buffer.data(), requests[i].file->Read(requests[i].offset, buffer.data(), requests[i].size));
+      deliver(i, buffer.data(), request.file->Read(request.offset, buffer.data(), request.size));
     }
   } else {
-    reader.Read(requests, deliver);
+    reader.Read(requests.list, deliver);
   }
-  read_requests_ += requests.size();
-  for (const ReadRequest& request : requests) read_bytes_ += request.size;
+  read_requests_ += requests.list.size();
+  for (const ReadRequest& request : requests.list) read_bytes_ += request.size;
 }
 
 }  // namespace tierstore

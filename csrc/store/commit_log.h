@@ -1,0 +1,34 @@
+// The commits that a store keeps, and the place in its history that it stands at.
+//
+// Recovery fills this, the Committer changes it, the other parts only read it. Guarded by the store's mutex
+// (store/store_mutex.h).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "store/manifest.h"
+
+namespace tierstore {
+
+struct CommitLog {
+  std::vector<CommitRecord> kept;  // as the manifest in force lists them, oldest first
+  std::uint64_t next_id = 1;
+  std::uint64_t next_history = 0;  // of the next commit
+  // The commit that was opened or made last, or is being made. It may be none of the kept ones: id 0 before
+  // the first.
+  std::uint64_t current_id = 0, current_history = 0;
+  std::string meta;  // of the commit that was opened or made last; "" before the first
+
+  // nullptr when it is not kept.
+  const CommitRecord* Find(std::uint64_t id) const {
+    const auto found =
+        std::find_if(kept.begin(), kept.end(), [id](const CommitRecord& commit) { return commit.id == id; });
+    return found == kept.end() ? nullptr : &*found;
+  }
+  const CommitRecord* Current() const { return Find(current_id); }
+};
+
+}  // namespace tierstore

@@ -1,0 +1,106 @@
+// Makes commits, drops them, and writes the last one anew. Each replaces the manifest; one does so at a time.
+//
+// A commit goes in this order, and a crash at any point leaves the commit before it or this one, whole: the
+// active segments are flushed to the queue, the segments that hold newest versions are pinned, the queue is
+// drained, the segments' files and the names of new ones are synced, the manifest is written to a temporary
+// file, synced, renamed and its name synced. The mutex is free from the draining on, so reads and (but for
+// calls, which exclude one another) compaction go on.
+//
+// When a sync, or the manifest's replacement, fails half-way, nobody knows what the device holds: from then
+// on every commit throws IoError until the store is opened anew. Rows can be read and written all the same.
+//
+// *Renewal* lets a store with one kept commit win back space without another commit: the last commit comes to
+// name copies instead of the segments that they were made from, so that these can go. Two kinds of rows must
+// be copied for that: newest versions, as ever, and those that were superseded since the commit
+// (Segment::kept). Copies go to segments that hold nothing newer than the commit (Stream kOfCommit), or it
+// could not name them. A segment that the commit names a part of is left alone: a copy from it would be taken
+// for newer than rows that were appended to it since. The commit stays the same one, with the same rows,
+// whichever of the two manifests a crash leaves.
+//
+// Guarded by the store's mutex (store/store_mutex.h).
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "store/appender.h"
+#include "store/context.h"
+#include "store/snapshots.h"
+#include "store/state.h"
+
+namespace tierstore {
+
+class Committer {
+ public:
+  Committer(const StoreContext& context, StoreState& state, Appender& appender, Snapshots& snapshots,
+            WriteQueue& queue, CompactorControl& control)
+      : context_(context),
+        state_(state),
+        appender_(appender),
+        snapshots_(snapshots),
+        queue_(queue),
+        control_(control) {}
+
+  // Makes all rows durable and returns the commit's id; drops untagged commits beyond those to keep. Throws
+  // InputError when the manifest would be too large, IoError, ClosedError, CallEnded, and what the queue has
+  // to report; there is no new commit then.
+  std::uint64_t Commit(Lock& lock, std::string meta, std::string tag);
+  // Forgets a commit that is not the newest. Throws as Commit does, and InputError when it is not kept.
+  void Drop(Lock& lock, std::uint64_t id);
+
+  // Nothing speaks against renewing the last commit: it is kept, and no other change is under way.
+  bool CanRenew() const;
+  // Writes the last commit anew, while CanRenew. The compactor has flushed the segments that it appends to.
+  // Throws as Commit does.
+  void Renew(Lock& lock);
+  std::uint64_t renewals() const { return renewals_; }
+
+  // The last commit holds all that is in the store now: no row is superseded since. Commit does this itself;
+  // an opening calls it at its end.
+  void BeginInterval();
+
+  // Calls that wait for their turn throw ClosedError.
+  void Stop() {
+    stop_ = true;
+    saved_.notify_all();
+  }
+
+ private:
+  // Alone in changing the manifest while it lives; waits until that is so.
+  class Turn {
+   public:
+    Turn(Committer& committer, Lock& lock);
+    ~Turn();
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    Committer& committer_;
+  };
+
+  void ThrowIfCommitsFail() const;
+  void FlushAll();
+  std::vector<CommitRecord> KeptWith(const CommitRecord& record) const;
+  std::vector<SegmentExtent> CaptureExtents() const;
+  std::vector<SegmentExtent> ExtentsOfLastCommit() const;
+  void Sync(Lock& lock, const std::vector<SegmentExtent>& extents);
+  void CheckManifest(const std::vector<CommitRecord>& commits, std::uint64_t limit) const;
+  void SaveManifest(Lock& lock, std::vector<CommitRecord> commits);
+
+  const StoreContext& context_;
+  StoreState& state_;
+  Appender& appender_;
+  Snapshots& snapshots_;
+  WriteQueue& queue_;
+  CompactorControl& control_;
+
+  std::condition_variable saved_;
+  bool saving_ = false;  // the manifest is being replaced
+  bool stop_ = false;
+  std::string failure_;  // why no commit can be made any more; "" when they can
+  std::uint64_t renewals_ = 0;
+};
+
+}  // namespace tierstore

@@ -1,0 +1,217 @@
+#include "store/compactor.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "common/key.h"
+#include "io/aligned_buffer.h"
+#include "io/errors.h"
+#include "store/errors.h"
+
+namespace tierstore {
+namespace {
+
+constexpr std::uint32_t kSlotsPerBatch = 256;
+constexpr unsigned kMaxFailedReads = 3;  // of a segment, until it is taken for damaged
+
+}  // namespace
+
+// The slots from `first` to `last` of a victim, whose bytes `data` holds.
+struct Compactor::Batch {
+  const Victim& chosen;
+  const std::byte* data;
+  std::uint32_t first, last;
+
+  Segment& victim() const { return *chosen.segment; }
+  const std::byte* RecordOf(std::uint32_t slot) const {
+    const Geometry& geometry = victim().row_class->geometry;
+    return data + (geometry.Offset(slot) - geometry.Offset(first));
+  }
+};
+
+void Compactor::Run() {
+  Lock lock(mutex_);
+  while (!control_.stopped()) {
+    control_.BeginScan();
+    try {
+      state_.segments.RemoveDoomed(lock, queue_);
+      if (CompactOnce(lock)) continue;
+      const auto is_being_written = [](const auto& entry) {
+        return entry.second->sealed && !entry.second->chunks.empty();
+      };
+      const auto& segments = state_.segments.by_number();
+      if (!state_.segments.HasDoomed() && std::none_of(segments.begin(), segments.end(), is_being_written))
+        control_.CountFruitlessScan();
+    } catch (const Interrupted&) {
+    } catch (...) {
+      queue_.Report(std::current_exception());
+    }
+    control_.NotifyProgress();
+    control_.WaitForWork(lock);
+  }
+}
+
+// False when there is nothing to win.
+bool Compactor::CompactOnce(Lock& lock) {
+  const Survey survey = state_.space.TakeSurvey();
+  const Victim victim = victims_.Pick(survey);
+  if (survey.released > 0 && victims_.IsShort(survey) && committer_.CanRenew() && gained_bytes_ > 0 &&
+      (victim.segment == nullptr || VictimPicker::IsEnough(survey))) {
+    RenewCommit(lock);
+    return true;
+  }
+  if (victim.segment == nullptr) return false;
+  CompactSegment(lock, victim);
+  return true;
+}
+
+void Compactor::RenewCommit(Lock& lock) {
+  // What is left unfilled so that a block ends there must be won first next time, or renewing and compacting
+  // could go on for ever.
+  gained_bytes_ = -static_cast<std::int64_t>(kBlockBytes);
+  for (const auto& [row_bytes, row_class] : state_.rows.classes()) {
+    for (const Stream stream : {kOfCommit, kSinceCommit}) {
+      const SegmentPtr segment = row_class->active[stream];
+      if (segment == nullptr) continue;
+      const std::uint32_t slots = segment->slots;
+      appender_.Flush(segment);
+      gained_bytes_ -= static_cast<std::int64_t>(row_class->BytesOf(segment->slots - slots));
+    }
+  }
+  committer_.Renew(lock);
+}
+
+void Compactor::CompactSegment(Lock& lock, const Victim& victim) {
+  Segment& segment = *victim.segment;
+  const RowClass& row_class = *segment.row_class;
+  const std::uint32_t step = row_class.slots_per_chunk, slots = segment.slots;
+  gained_bytes_ += Gain(segment, victim.Left());
+  AlignedBuffer buffer(row_class.chunk_bytes);
+  // What seems damaged is read once more: it may have been so on the way only.
+  for (int pass = 0; pass < 2 && victim.Left() > 0; ++pass) {
+    for (std::uint32_t first = 0; first < slots && victim.Left() > 0 && !control_.stopped(); first += step) {
+      const std::uint32_t last = std::min(slots, first + step);
+      ReadVictim(lock, segment, first, last, buffer.data());
+      Relocate(lock, {victim, buffer.data(), first, last});
+    }
+  }
+  state_.segments.DoomIfUnneeded(victim.segment);
+  if (victim.Left() == 0 || control_.stopped()) return;
+  segment.damaged = true;
+  throw CorruptError(
+      segment.path + ": compaction found " + std::to_string(victim.Left()) +
+      " rows damaged (checksum or key mismatch) and left them; the others are safe elsewhere. Reading a "
+      "damaged row names it");
+}
+
+// Reads slots first to last. Only what the device says of these very bytes counts against the segment:
+// memory, descriptors or space may be short for a moment, and errors of the target are none of it.
+void Compactor::ReadVictim(Lock& lock, Segment& victim, std::uint32_t first, std::uint32_t last,
+                           std::byte* data) {
+  const Geometry& geometry = victim.row_class->geometry;
+  const std::uint64_t offset = geometry.Offset(first), size = geometry.EndOffset(last) - offset;
+  std::size_t got = 0;
+  try {
+    const Unlocked unlocked(lock);
+    got = victim.file->Read(offset, data, size);
+  } catch (const IoError& error) {
+    const bool of_device = error.code() == EIO || error.code() == EBADMSG || error.code() == EUCLEAN;
+    if (of_device && ++victim.failed_reads == kMaxFailedReads) victim.damaged = true;
+    throw;
+  }
+  victim.failed_reads = 0;
+  if (got == size) return;
+  victim.damaged = true;
+  throw CorruptError(victim.path + ": the file ends at offset " + std::to_string(offset + got) +
+                     ", within its rows");
+}
+
+bool Compactor::IsNewest(const Batch& batch, std::uint32_t slot) const {
+  const Segment& victim = batch.victim();
+  if (victim.retired) return false;
+  const RowClass& row_class = *victim.row_class;
+  const std::uint64_t key = LoadRecordHeader(batch.RecordOf(slot)).key;
+  const RowIndex::Table* table = state_.rows.FindTable(KeyTable(key));
+  return table != nullptr && table->row_class == &row_class &&
+         table->index.Find(key) == row_class.Location(victim, slot);
+}
+
+bool Compactor::IsNeeded(const Batch& batch, std::uint32_t slot) const {
+  return IsNewest(batch, slot) || (batch.chosen.with_kept && batch.victim().IsKept(slot));
+}
+
+// Slots of the batch that are needed, and intact.
+std::vector<std::uint32_t> Compactor::FindNeeded(Lock& lock, const Batch& batch) {
+  const Segment& victim = batch.victim();
+  std::vector<std::uint32_t> slots;
+  for (std::uint32_t slot = batch.first; slot < batch.last; ++slot) {
+    if (slot % kSlotsPerBatch == 0) mutex_.GiveWay(lock);
+    if (IsNeeded(batch, slot) &&
+        RecordIsIntact(batch.RecordOf(slot), slot, victim.row_class->geometry, victim.crc_prefix))
+      slots.push_back(slot);
+  }
+  return slots;
+}
+
+void Compactor::Relocate(Lock& lock, const Batch& batch) {
+  const Segment& victim = batch.victim();
+  const std::vector<std::uint32_t> slots = FindNeeded(lock, batch);
+  for (std::size_t at = 0; at < slots.size();) {
+    mutex_.GiveWay(lock);
+    control_.WaitUntilReleased(lock);
+    if (control_.stopped()) return;  // a commit under way may still hold the index, and needs the mutex
+    // The row may have been overwritten while the mutex was free.
+    if (!IsNeeded(batch, slots[at])) {
+      ++at;
+      continue;
+    }
+    const bool committed = slots[at] < victim.CommittedSlots();
+    std::size_t end = at + 1;
+    while (end < slots.size() && end - at < kSlotsPerBatch &&
+           (slots[end] < victim.CommittedSlots()) == committed)
+      ++end;
+    const Span span = appender_.Reserve(lock, *victim.row_class, committed ? kOfCommit : kSinceCommit,
+                                        static_cast<std::uint32_t>(end - at));
+    // A commit that was made during the wait holds all of these rows.
+    if (control_.held() || (slots[at] < victim.CommittedSlots()) != committed) continue;
+    Copy(batch, &slots[at], span);
+    at += span.count;
+  }
+}
+
+// Copies the span's count of slots, but for those that are not needed any more.
+void Compactor::Copy(const Batch& batch, const std::uint32_t* slots, const Span& span) {
+  Segment& victim = batch.victim();
+  RowClass& row_class = *victim.row_class;
+  const Geometry& geometry = row_class.geometry;
+  std::uint64_t keys[kSlotsPerBatch], newest_keys[kSlotsPerBatch];
+  std::uint32_t epochs[kSlotsPerBatch], newest_locations[kSlotsPerBatch], kept[kSlotsPerBatch];
+  std::byte* records[kSlotsPerBatch];
+  std::uint32_t n = 0, newest = 0, others = 0;
+  span.LocateRecords(records);
+  for (std::uint32_t i = 0; i < span.count; ++i) {
+    const bool is_newest = IsNewest(batch, slots[i]);
+    if (!is_newest && !IsNeeded(batch, slots[i])) continue;
+    const std::byte* const record = batch.RecordOf(slots[i]);
+    const RecordHeader header = LoadRecordHeader(record);
+    keys[n] = header.key;
+    epochs[n] = header.epoch;
+    std::memcpy(records[n], record, geometry.record_bytes);
+    if (is_newest) {
+      newest_keys[newest] = header.key;
+      newest_locations[newest++] = row_class.Location(*span.segment, span.first + n);
+    } else {
+      victim.Unkeep(slots[i]);
+      kept[others++] = span.first + n;
+    }
+    ++n;
+  }
+  SealRecords(records, keys, epochs, span.first, n, geometry, span.segment->crc_prefix);
+  appender_.Advance(span, n, keys, epochs);
+  span.segment->live -= others;
+  for (std::uint32_t i = 0; i < others; ++i) span.segment->Keep(kept[i]);
+  state_.rows.Put(newest_keys, newest_locations, newest, row_class, /*relocated=*/true);
+  relocated_rows_ += n;
+}
+
+}  // namespace tierstore

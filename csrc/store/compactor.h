@@ -1,0 +1,74 @@
+// The compactor: a thread that copies the rows that are needed out of segments that hold few of them, so that
+// the segments can go, and that removes those that nothing needs. When space is short it serves the call that
+// waits; otherwise it keeps dead bytes below what is tolerated (Space::TakeSurvey).
+//
+// A copy changes nothing that a caller sees: Read gives the same bytes before and after. A row that is
+// damaged is not copied; its segment stays, is left alone from then on, and the error is reported to the
+// write queue, whose next ThrowPending throws it. What the other parts say to the compactor is in
+// store/compactor_control.h.
+//
+// The thread takes the store's mutex (store/store_mutex.h), gives way to reads within each batch of rows, and
+// holds the mutex in no IO but the creation of a segment. The members are the thread's own.
+#pragma once
+
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#include "store/appender.h"
+#include "store/committer.h"
+#include "store/compactor_control.h"
+#include "store/state.h"
+#include "store/victims.h"
+
+namespace tierstore {
+
+class Compactor {
+ public:
+  Compactor(StoreMutex& mutex, StoreState& state, Appender& appender, Committer& committer, WriteQueue& queue,
+            CompactorControl& control)
+      : mutex_(mutex),
+        state_(state),
+        appender_(appender),
+        committer_(committer),
+        queue_(queue),
+        control_(control),
+        victims_(state, committer, control) {}
+
+  void Start() {
+    thread_ = std::thread([this] { Run(); });
+  }
+  // After CompactorControl::Stop; without the mutex.
+  void Join() {
+    if (thread_.joinable()) thread_.join();
+  }
+  // With the mutex held.
+  std::uint64_t relocated_rows() const { return relocated_rows_; }
+
+ private:
+  struct Batch;
+
+  void Run();
+  bool CompactOnce(Lock& lock);
+  void RenewCommit(Lock& lock);
+  void CompactSegment(Lock& lock, const Victim& victim);
+  void ReadVictim(Lock& lock, Segment& victim, std::uint32_t first, std::uint32_t last, std::byte* data);
+  bool IsNewest(const Batch& batch, std::uint32_t slot) const;
+  bool IsNeeded(const Batch& batch, std::uint32_t slot) const;
+  std::vector<std::uint32_t> FindNeeded(Lock& lock, const Batch& batch);
+  void Relocate(Lock& lock, const Batch& batch);
+  void Copy(const Batch& batch, const std::uint32_t* slots, const Span& span);
+
+  StoreMutex& mutex_;
+  StoreState& state_;
+  Appender& appender_;
+  Committer& committer_;
+  WriteQueue& queue_;
+  CompactorControl& control_;
+  const VictimPicker victims_;
+  std::int64_t gained_bytes_ = 0;  // by compaction since the last renewal
+  std::uint64_t relocated_rows_ = 0;
+  std::thread thread_;
+};
+
+}  // namespace tierstore

@@ -1,0 +1,87 @@
+// What the other parts of a store say to its compactor, and what the compactor answers. So they need not know
+// the compactor, and it may use them.
+//
+// Guarded by the store's mutex (store/store_mutex.h).
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+
+#include "common/call_limit.h"
+#include "store/segment.h"
+#include "store/store_mutex.h"
+
+namespace tierstore {
+
+// What a call waits for.
+struct CompactionDemand {
+  std::uint64_t bytes = 0;            // so much space
+  const RowClass* crowded = nullptr;  // an ordinal for a segment of this row size
+  bool all = false;                   // all that can be won
+};
+
+class CompactorControl {
+ public:
+  // There may be work: a segment has lost rows or a commit, or the cap has changed.
+  void Wake() {
+    signal_ = true;
+    work_.notify_one();
+  }
+
+  // Makes the demand and waits until `done()` holds, the store closes, or the compactor has looked at the
+  // store once more and found nothing to win; returns whether the last has happened, and the store is open.
+  // Throws CallEnded. One call demands at a time.
+  template <class Done>
+  bool Demand(Lock& lock, const CompactionDemand& demand, Done done) {
+    const std::uint64_t scans = fruitless_scans_;
+    demand_ = demand;
+    Wake();
+    try {
+      WaitInCall(progress_, lock, [&] { return stop_ || fruitless_scans_ > scans || done(); });
+    } catch (...) {
+      demand_ = {};
+      throw;
+    }
+    demand_ = {};
+    return fruitless_scans_ > scans && !stop_;
+  }
+
+  // Between Hold and Release the compactor moves no row, so that the index stays as a commit found it.
+  void Hold() { held_ = true; }
+  void Release() {
+    held_ = false;
+    released_.notify_all();
+  }
+
+  // Ends every wait above and below.
+  void Stop() {
+    stop_ = true;
+    work_.notify_all();
+    progress_.notify_all();
+    released_.notify_all();
+  }
+  bool stopped() const { return stop_; }
+
+  // The rest is for the compactor.
+  const CompactionDemand& demand() const { return demand_; }
+  bool held() const { return held_; }
+  void WaitUntilReleased(Lock& lock) {
+    released_.wait(lock, [this] { return stop_ || !held_; });
+  }
+  // A scan looks at the state after all signals so far.
+  void BeginScan() { signal_ = false; }
+  void CountFruitlessScan() { ++fruitless_scans_; }
+  // Space was won, or a scan has ended.
+  void NotifyProgress() { progress_.notify_all(); }
+  void WaitForWork(Lock& lock) {
+    work_.wait(lock, [this] { return stop_ || signal_; });
+  }
+
+ private:
+  std::condition_variable work_, progress_, released_;
+  bool signal_ = false, held_ = false, stop_ = false;
+  CompactionDemand demand_;
+  std::uint64_t fruitless_scans_ = 0;  // times that the compactor found nothing to win
+};
+
+}  // namespace tierstore

@@ -1,0 +1,37 @@
+// What a store is opened with.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "io/env.h"
+#include "store/index.h"
+#include "store/manifest.h"
+#include "store/segment.h"
+
+namespace tierstore {
+
+// Bounds that tests make smaller, to reach them.
+struct StoreLimits {
+  std::size_t chunk_bytes = Chunk::kBytes;             // of a stretch that is written as one
+  std::uint64_t locations = TableIndex::kMaxLocation;  // of row versions of one size
+  std::uint64_t manifest_bytes = Manifest::kMaxBytes;
+};
+
+struct StoreConfig {
+  std::uint64_t cap_bytes = std::uint64_t{1} << 40;  // of all files
+  std::uint64_t segment_bytes = 0;                   // at most; 0: from the cap
+  ReadEngine read_engine = ReadEngine::kAuto;
+  unsigned queue_depth = 128;
+  bool direct = true;            // IO goes past the page cache where the file system allows that
+  std::size_t keep_commits = 1;  // the next commit drops older ones that have no tag
+  std::uint64_t at_commit = 0;   // the commit that the store is opened at; 0: the last
+  bool read_only = false;        // nothing is resumed, compacted or saved; goes with a ReadOnlyEnv
+  std::size_t write_buffer_bytes = 16 << 20;
+  std::uint64_t snapshot_min_rows = 1 << 17;  // smaller stores open fast without a snapshot
+  std::optional<StoreId> store_id;            // of a new store; random unless given
+  StoreLimits limits;
+};
+
+}  // namespace tierstore

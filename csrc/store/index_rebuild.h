@@ -1,0 +1,61 @@
+// Fills the index when a store is opened: from the snapshot, if one can serve, and from the footers (or
+// records) of what came after.
+//
+// Segments may come in any order. Of two versions of a row the one with the higher epoch is newer; with equal
+// epochs a relocated one is, since compaction copies the newest of a finished segment. What a snapshot holds
+// is older than all that is not in it.
+//
+// The store's mutex is held throughout: nobody else uses the store yet.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "store/context.h"
+#include "store/snapshots.h"
+#include "store/state.h"
+
+namespace tierstore {
+
+class IndexRebuild {
+ public:
+  // The segments of the current commit are open, and their row classes hold them.
+  IndexRebuild(const StoreContext& context, StoreState& state, Snapshots& snapshots)
+      : context_(context), state_(state), snapshots_(snapshots) {}
+
+  // Puts the newest version of each row into the index, and counts them in Segment::live. Throws CorruptError
+  // when what is needed is damaged, IoError, CallEnded.
+  void Run();
+
+ private:
+  struct Source {
+    std::uint32_t covered = 0;          // the first so many slots came with the snapshot
+    std::vector<std::uint32_t> epochs;  // by slot, of relocated segments that are replayed
+  };
+  // A table of the snapshot, and what its locations mean there.
+  struct SavedTable {
+    const SnapshotHeader::Table& table;
+    const SnapshotHeader::RowClass& row_class;
+    const std::vector<SegmentPtr>& segments;  // by ordinal of the snapshot
+  };
+
+  bool LoadSnapshot();
+  bool MatchSegments(const SnapshotHeader::RowClass& saved, std::vector<SegmentPtr>& segments);
+  bool LoadTables(SnapshotReader& reader);
+  bool LoadTable(SnapshotReader& reader, const SavedTable& saved);
+  void ForgetRows();
+  void ReplayAll();
+  void Replay(Segment& segment);
+  void ReplayRun(Segment& segment, const std::uint64_t* keys, const std::uint32_t* slots, std::size_t n);
+  std::uint64_t AgeOf(const Segment& segment, std::uint32_t slot) const;
+
+  const StoreContext& context_;
+  StoreState& state_;
+  Snapshots& snapshots_;
+  std::map<const Segment*, Source> sources_;  // of every segment that the index points to
+  // Segments that the snapshot names and the commit does not: in the end nothing may point to them.
+  std::vector<SegmentPtr> ghosts_;
+};
+
+}  // namespace tierstore

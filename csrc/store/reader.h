@@ -1,0 +1,78 @@
+// Reads rows: looks all of them up, copies those that are still in memory, and reads the others in the order
+// of their places, with rows that are near one another in one request.
+//
+// Reads come from any thread, beside everything else. A read takes the store's mutex (store/store_mutex.h)
+// for a moment per thousand rows, and none of the mutexes of calls. Files are read without it, one batch at a
+// time in each of two lanes: small batches go where less is ahead of them, large ones always to the first
+// lane, so that the second is soon free.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+
+#include "store/compactor_control.h"
+#include "store/context.h"
+#include "store/state.h"
+
+namespace tierstore {
+
+struct ReadCounters {
+  std::uint64_t rows = 0, bytes = 0, requests = 0;
+  std::uint64_t merge_gap_bytes = 0;  // between rows that are read at once; 0 until the device was measured
+};
+
+class Reader {
+ public:
+  // `reads` counts the reads from files that are under way or wait for a lane.
+  Reader(const StoreContext& context, StoreMutex& mutex, StoreState& state, CompactorControl& control,
+         std::atomic<int>& reads);
+
+  // As Store::Read.
+  void Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found);
+
+  // What reads cost here, where an earlier opening has measured it.
+  void SetMergeGap(std::uint64_t bytes) { merge_gap_bytes_ = bytes; }
+  ReadCounters counters() const { return {read_rows_, read_bytes_, read_requests_, merge_gap_bytes_}; }
+  // "io_uring", "pread" or a test double's; not after Close.
+  std::string io() const { return lanes_[0].reader->name(); }
+
+  // Waits for reads from files; none begins while the result lives.
+  [[nodiscard]] auto Exclude() { return std::scoped_lock(lanes_[0].mutex, lanes_[1].mutex); }
+  // While reads are excluded.
+  void Close() {
+    for (Lane& lane : lanes_) lane.reader.reset();
+  }
+
+ private:
+  struct Pending;
+  struct Requests;
+  struct End;
+  struct Lane {
+    std::timed_mutex mutex;               // taken before the store's mutex
+    std::unique_ptr<BatchReader> reader;  // used with the lane's mutex held; made when first needed
+    std::atomic<std::size_t> rows{0};     // being read or waiting
+  };
+
+  void Locate(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found,
+              Pending& pending);
+  bool Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found,
+               std::size_t base, Pending& pending);
+  Lane& PickLane(std::size_t rows);
+  void Measure(BatchReader& reader, const Pending& pending);
+  void Fetch(BatchReader& reader, Pending& pending, std::span<const std::uint64_t> keys, std::byte* rows);
+
+  const StoreContext& context_;
+  StoreMutex& mutex_;
+  StoreState& state_;
+  CompactorControl& control_;
+  std::atomic<int>& reads_;
+  Lane lanes_[2];
+  std::atomic<std::uint64_t> merge_gap_bytes_{0};
+  std::atomic<std::uint64_t> read_rows_{0}, read_bytes_{0}, read_requests_{0};
+};
+
+}  // namespace tierstore

@@ -1,0 +1,51 @@
+// Opens a store: the manifest says what is committed; everything else of the store in the directory is what a
+// crash left, and goes.
+//
+// In this order: load the manifest, or write the first one; sync the directory, since whoever renamed the
+// manifest may have died before its name was durable; remove temporary files and segments that no kept commit
+// names; open the segments that one names; rebuild the index (store/index_rebuild.h); cut the segments that
+// the commit was appending to off behind its rows, and go on appending to them.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "store/committer.h"
+#include "store/context.h"
+#include "store/reader.h"
+#include "store/snapshots.h"
+#include "store/state.h"
+
+namespace tierstore {
+
+class Recovery {
+ public:
+  // `state` is empty.
+  Recovery(StoreContext& context, StoreState& state, Reader& reader, Snapshots& snapshots,
+           Committer& committer)
+      : context_(context), state_(state), reader_(reader), snapshots_(snapshots), committer_(committer) {}
+
+  // Fills the state as of StoreConfig::at_commit, and the store's id. `tables`: (table, row_bytes) pairs that
+  // are known beforehand. Throws CorruptError, IoError, CallEnded, and InputError when that commit is not
+  // kept, or the tables are not what they were.
+  void Run(StoreMutex& mutex, const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables);
+
+ private:
+  Manifest LoadOrCreateManifest(const std::vector<std::string>& names);
+  void RemoveLeftovers(const std::vector<std::string>& names);
+  const CommitRecord* ChooseCommit() const;
+  void OpenSegments();
+  SegmentPtr OpenSegment(const SegmentExtent& extent);
+  void ResumeAppending(RowClass& row_class);
+
+  StoreContext& context_;
+  StoreState& state_;
+  Reader& reader_;
+  Snapshots& snapshots_;
+  Committer& committer_;
+};
+
+}  // namespace tierstore

@@ -1,0 +1,100 @@
+#include "store/row_index.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "common/key.h"
+#include "store/errors.h"
+
+namespace tierstore {
+namespace {
+
+constexpr std::uint64_t kMinSegmentBytes = 128 << 10;
+constexpr std::uint64_t kSegmentsPerCap = 128;  // so fine that those half filled or kept free hardly matter
+constexpr std::size_t kMaxTables = std::size_t{1} << (64 - kIdBits);
+
+std::uint64_t SegmentBytes(const StoreConfig& config) {
+  if (config.segment_bytes != 0) return std::min(config.segment_bytes, kMaxSegmentBytes);
+  return std::clamp(config.cap_bytes / kSegmentsPerCap, kMinSegmentBytes, kMaxSegmentBytes);
+}
+
+}  // namespace
+
+RowIndex::RowIndex(const StoreContext& context, SegmentSet& segments)
+    : context_(context), segments_(segments), segment_bytes_(SegmentBytes(context.config)) {}
+
+RowClass& RowIndex::ClassFor(std::uint32_t row_bytes) {
+  auto& slot = classes_[row_bytes];
+  if (slot == nullptr) {
+    const StoreLimits& limits = context_.config.limits;
+    slot = std::make_unique<RowClass>();
+    slot->geometry = Geometry::For(row_bytes);
+    slot->slots_per_segment = slot->geometry.SlotsIn(segment_bytes_);
+    if (segment_bytes_ == kMaxSegmentBytes) {  // locations count in powers of two: waste none of them
+      const std::uint32_t frame = slot->geometry.records_per_frame;
+      slot->slots_per_segment = std::max(1u, std::bit_floor(slot->slots_per_segment) / frame) * frame;
+    }
+    slot->SetSlotBits(static_cast<unsigned>(std::bit_width(slot->slots_per_segment - 1)), limits.locations);
+    const std::uint32_t frame_bytes = slot->geometry.frame_bytes;
+    const std::size_t frames = std::max<std::size_t>(1, limits.chunk_bytes / frame_bytes);
+    slot->slots_per_chunk = static_cast<std::uint32_t>(frames) * slot->geometry.records_per_frame;
+    slot->chunk_bytes = frames * frame_bytes;
+  }
+  return *slot;
+}
+
+std::uint64_t RowIndex::LargestSegmentBytes() const {
+  std::uint64_t largest = 0;
+  for (const auto& [row_bytes, row_class] : classes_)
+    largest = std::max(largest, row_class->MaxSegmentBytes(true));
+  return largest;
+}
+
+RowIndex::Table& RowIndex::TableFor(std::uint32_t table, std::uint32_t row_bytes) {
+  if (row_bytes == 0 || row_bytes > kMaxRowBytes) {
+    throw InputError("rows of " + std::to_string(row_bytes) + " bytes cannot be stored; 1 to " +
+                     std::to_string(kMaxRowBytes) + " can");
+  }
+  if (table >= kMaxTables) throw InputError("table " + std::to_string(table) + " is not below 65536");
+  if (table >= tables_.size()) tables_.resize(table + 1);
+  auto& entry = tables_[table];
+  if (entry == nullptr) entry.reset(new Table{&ClassFor(row_bytes), {}});
+  const std::uint32_t expected = entry->row_class->geometry.row_bytes;
+  if (expected != row_bytes) {
+    throw InputError("table " + std::to_string(table) + " has rows of " + std::to_string(expected) +
+                     " bytes, not " + std::to_string(row_bytes));
+  }
+  return *entry;
+}
+
+void RowIndex::Put(const std::uint64_t* keys, const std::uint32_t* locations, std::size_t n,
+                   RowClass& row_class, bool relocated) {
+  changed_ = changed_ || n > 0;
+  std::uint32_t previous[256];
+  for (std::size_t at = 0; at < n;) {
+    std::size_t run = 1;
+    while (at + run < n && run < std::size(previous) && KeyTable(keys[at + run]) == KeyTable(keys[at])) ++run;
+    Table& table = *tables_[KeyTable(keys[at])];
+    table.index.Put(keys + at, locations + at, run, previous);
+    for (std::size_t i = 0; i < run; ++i) {
+      if (previous[i] == TableIndex::kAbsent) continue;
+      const SegmentPtr& segment = row_class.SegmentOf(previous[i]);
+      if (!relocated) segment->Keep(row_class.SlotOf(previous[i]));
+      if (--segment->live == 0) segments_.RetireIfDead(segment);
+    }
+    at += run;
+  }
+}
+
+void RowIndex::ForgetRows() {
+  for (auto& table : tables_) {
+    if (table != nullptr) table.reset(new Table{table->row_class, {}});
+  }
+}
+
+void RowIndex::Clear() {
+  classes_.clear();
+  tables_.clear();
+}
+
+}  // namespace tierstore

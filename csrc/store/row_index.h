@@ -1,0 +1,69 @@
+// Where the newest version of each row is: an index per table, over the segments of the table's row size.
+//
+// Tables of one row size share a row class, and with it segments. Tables and row classes are never removed
+// while the store is open, so references to them stay valid; segments come and go.
+//
+// Guarded by the store's mutex (store/store_mutex.h).
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "store/context.h"
+#include "store/index.h"
+#include "store/segment_set.h"
+
+namespace tierstore {
+
+class RowIndex {
+ public:
+  struct Table {
+    RowClass* row_class;
+    TableIndex index;
+  };
+
+  RowIndex(const StoreContext& context, SegmentSet& segments);
+
+  // The class of a row size, made when first asked for.
+  RowClass& ClassFor(std::uint32_t row_bytes);
+  const std::map<std::uint32_t, std::unique_ptr<RowClass>>& classes() const { return classes_; }
+  // The most that a new segment of any of the classes takes.
+  std::uint64_t LargestSegmentBytes() const;
+
+  // The table, made when first asked for. Throws InputError when rows of this size cannot be stored, or when
+  // the table's rows have another.
+  Table& TableFor(std::uint32_t table, std::uint32_t row_bytes);
+  // nullptr when there is none.
+  Table* FindTable(std::uint32_t table) const {
+    return table < tables_.size() ? tables_[table].get() : nullptr;
+  }
+  // By number; null where there is none.
+  const std::vector<std::unique_ptr<Table>>& tables() const { return tables_; }
+
+  // The newest version of each key is now at its location, in a segment whose `live` counts these rows
+  // already. The versions before are superseded; where copies are put (`relocated`) they are the same rows,
+  // so the last commit does not need the sources.
+  void Put(const std::uint64_t* keys, const std::uint32_t* locations, std::size_t n, RowClass& row_class,
+           bool relocated);
+
+  // Whether rows were put since the last MarkCommitted.
+  bool changed() const { return changed_; }
+  void MarkCommitted() { changed_ = false; }
+  void MarkChanged() { changed_ = true; }
+
+  // Forgets all rows, and keeps tables and classes.
+  void ForgetRows();
+  void Clear();
+
+ private:
+  const StoreContext& context_;
+  SegmentSet& segments_;
+  const std::uint64_t segment_bytes_;
+  std::vector<std::unique_ptr<Table>> tables_;
+  std::map<std::uint32_t, std::unique_ptr<RowClass>> classes_;  // by row_bytes
+  bool changed_ = false;
+};
+
+}  // namespace tierstore

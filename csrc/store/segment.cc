@@ -1,0 +1,56 @@
+#include "store/segment.h"
+
+#include "common/call_limit.h"
+#include "store/errors.h"
+
+namespace tierstore {
+
+SegmentHeader Segment::Header(const StoreId& store) const {
+  return {row_class->geometry.row_bytes, number, relocated, store};
+}
+
+void RowClass::AddSegment(const SegmentPtr& segment) {
+  const auto free = std::find(segments.begin(), segments.end(), nullptr);
+  segment->ordinal = static_cast<std::uint32_t>(free - segments.begin());
+  if (free == segments.end()) {
+    segments.push_back(segment);
+  } else {
+    *free = segment;
+  }
+}
+
+Footer LoadKeys(const Segment& segment, const StoreId& store, std::uint32_t first_slot) {
+  const RowClass& row_class = *segment.row_class;
+  const Geometry& geometry = row_class.geometry;
+  if (auto footer = Footer::Load(*segment.file, segment.Header(store));
+      footer && footer->keys.size() >= segment.slots) {
+    return *std::move(footer);
+  }
+  Footer footer;
+  AlignedBuffer buffer(row_class.chunk_bytes);
+  const std::uint32_t skipped = first_slot / row_class.slots_per_chunk * row_class.slots_per_chunk;
+  footer.keys.resize(skipped);
+  if (segment.relocated) footer.epochs.resize(skipped);
+  for (std::uint32_t first = skipped; first < segment.slots; first += row_class.slots_per_chunk) {
+    const std::uint32_t last = std::min(segment.slots, first + row_class.slots_per_chunk);
+    const std::uint64_t offset = geometry.Offset(first), size = geometry.EndOffset(last) - offset;
+    CheckCall();
+    const std::size_t got = segment.file->Read(offset, buffer.data(), size);
+    for (std::uint32_t slot = first; slot < last; ++slot) {
+      const std::uint64_t at = geometry.Offset(slot) - offset;
+      const std::byte* record = buffer.data() + at;
+      if (at + geometry.record_bytes > got || !RecordIsIntact(record, slot, geometry, segment.crc_prefix)) {
+        throw CorruptError(
+            segment.path + ": the record at offset " + std::to_string(offset + at) +
+            " is damaged (checksum mismatch), and the segment has no valid footer that tells its key");
+      }
+      const RecordHeader record_header = LoadRecordHeader(record);
+      footer.keys.push_back(record_header.key);
+      if (segment.relocated) footer.epochs.push_back(record_header.epoch);
+      if (record_header.epoch == 0) footer.voids.push_back(slot);
+    }
+  }
+  return footer;
+}
+
+}  // namespace tierstore

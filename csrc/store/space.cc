@@ -1,0 +1,96 @@
+#include "store/space.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <iterator>
+
+#include "store/errors.h"
+
+namespace tierstore {
+namespace {
+
+// "1.5 GiB", "24 MiB", "272 B": as tierstore.config.format_bytes writes them.
+std::string FormatBytes(std::uint64_t bytes) {
+  static constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+  double value = static_cast<double>(bytes);
+  std::size_t unit = 0;
+  for (; value >= 1024 && unit + 1 < std::size(kUnits); ++unit) value /= 1024;
+  char text[32];
+  std::snprintf(text, sizeof text, value < 1000 ? "%.4g %s" : "%.0f %s", value, kUnits[unit]);
+  return text;
+}
+
+}  // namespace
+
+Space::Space(const StoreContext& context, const RowIndex& rows, const SegmentSet& segments,
+             const CommitLog& commits)
+    : context_(context),
+      rows_(rows),
+      segments_(segments),
+      commits_(commits),
+      cap_bytes_(context.config.cap_bytes) {}
+
+// What only compaction may use, so that it can always go on: a segment to copy to, and half of one more. For
+// a victim gives back less than the new segment takes at first (footers), and several victims may be needed
+// until what they give back is more.
+std::uint64_t Space::Reserve() const {
+  const std::uint64_t largest = rows_.LargestSegmentBytes();
+  return largest + largest / 2;
+}
+
+// Bytes of superseded rows that are tolerated: as many as live ones, which makes uniform overwrites cost
+// about 1.26 times their bytes; fewer where a commit keeps them, since what replaces them must fit the cap
+// too.
+Survey Space::TakeSurvey() const {
+  Survey survey;
+  for (const auto& [number, segment] : segments_.by_number()) {
+    if (segment->IsReleased()) survey.released += segment->reserved_bytes;
+    if (segment->retired) continue;
+    const std::uint64_t record_bytes = segment->row_class->geometry.record_bytes;
+    survey.live += segment->live * record_bytes;
+    survey.dead += (segment->slots - segment->Lasting()) * record_bytes;
+  }
+  const std::uint64_t used = UsedBytes();
+  survey.unit = rows_.LargestSegmentBytes();
+  survey.free = used < cap_bytes_ ? cap_bytes_ - used : 0;
+  survey.tolerated = survey.live;
+  if (!commits_.kept.empty()) {
+    const std::uint64_t spare = cap_bytes_ > 2 * survey.live ? (cap_bytes_ - 2 * survey.live) / 2 : 0;
+    survey.tolerated = std::clamp(spare, survey.live / 4, survey.live);
+  }
+  survey.tolerated += 2 * survey.unit;
+  return survey;
+}
+
+void Space::ThrowNoOrdinal(const RowClass& row_class) const {
+  std::uint64_t live = 0;
+  for (const SegmentPtr& segment : row_class.segments) live += segment == nullptr ? 0 : segment->live;
+  throw FullError(
+      context_.directory + ": a store has places for " +
+      std::to_string(row_class.max_ordinals * row_class.slots_per_segment) + " versions of rows of " +
+      std::to_string(row_class.geometry.row_bytes) + " bytes, and " + std::to_string(live) +
+      " rows take so many of them that no more can be won by compaction. Space on the device does not "
+      "help: divide the tables of this row size among several stores (shards), or give them fewer rows");
+}
+
+void Space::ThrowFull(std::uint64_t bytes) const {
+  std::uint64_t live = 0, kept = 0;
+  for (const auto& [number, segment] : segments_.by_number()) {
+    live += std::uint64_t{segment->live} * segment->row_class->geometry.record_bytes;
+    if (segment->pins > 0) kept += segment->reserved_bytes;
+  }
+  std::string commits;
+  for (const CommitRecord& commit : commits_.kept)
+    commits += (commits.empty() ? "" : ", ") + std::to_string(commit.id);
+  const std::uint64_t needed = UsedBytes() + bytes + Reserve();
+  throw FullError(
+      context_.directory + ": the cap of " + FormatBytes(cap_bytes_) +
+      " is reached: " + FormatBytes(UsedBytes()) + " are in use, " + FormatBytes(live) +
+      " of them by live rows; segments of " + FormatBytes(kept) + " are kept for commits (" +
+      (commits.empty() ? "none" : commits) + "). To go on raise the cap by at least " +
+      std::to_string(needed - cap_bytes_) + " bytes, to " + std::to_string(needed) +
+      ", here or at the next opening, or drop commits that have a tag, or commit after fewer rows. What "
+      "was written before is not lost and can be committed");
+}
+
+}  // namespace tierstore

@@ -1,0 +1,72 @@
+// The bytes of a store: what its files take of the cap, what of them is live, and what a writer may have.
+//
+// All files count: segments at the most that they will take (Segment::reserved_bytes), the manifest, the
+// saved index and DEVICE at their size. A writer leaves Reserve() bytes to compaction.
+//
+// Guarded by the store's mutex (store/store_mutex.h).
+#pragma once
+
+#include <cstdint>
+
+#include "store/commit_log.h"
+#include "store/row_index.h"
+#include "store/segment_set.h"
+
+namespace tierstore {
+
+// The files beside the segments.
+enum class MetaFile { kManifest, kSnapshot, kReadCost };
+
+// The bytes of all segments, and of what they hold.
+struct Survey {
+  std::uint64_t live = 0, dead = 0;  // newest and superseded versions, outside of retired segments
+  std::uint64_t released = 0;        // in segments that the last commit need not name any more
+  std::uint64_t free = 0;            // below the cap
+  std::uint64_t unit = 0;            // of the largest segment
+  std::uint64_t tolerated = 0;       // dead ones that compaction leaves
+
+  // Compaction has fallen behind, so a writer waits for it.
+  bool Lags() const { return dead > tolerated + 4 * unit; }
+};
+
+class Space {
+ public:
+  Space(const StoreContext& context, const RowIndex& rows, const SegmentSet& segments,
+        const CommitLog& commits);
+
+  void SetCap(std::uint64_t bytes) { cap_bytes_ = bytes; }
+  // The file has this size now. Overwritten counts its bytes as written, too.
+  void SetFileBytes(MetaFile file, std::uint64_t bytes) { BytesOf(file) = bytes; }
+  void Overwritten(MetaFile file, std::uint64_t bytes) {
+    BytesOf(file) = bytes;
+    written_bytes_ += bytes;
+  }
+  std::uint64_t meta_bytes() const { return file_bytes_[0] + file_bytes_[1] + file_bytes_[2]; }
+  std::uint64_t meta_bytes_written() const { return written_bytes_; }
+
+  // Whether so many more bytes fit the cap, for compaction and for all others.
+  bool FitsForCompaction(std::uint64_t bytes) const { return UsedBytes() + bytes <= cap_bytes_; }
+  bool Fits(std::uint64_t bytes) const { return FitsForCompaction(bytes + Reserve()); }
+
+  Survey TakeSurvey() const;
+
+  // Throws FullError, which says what takes the space and what to do: for `bytes` that do not fit, and for
+  // a row class that has no ordinal left for another segment.
+  [[noreturn]] void ThrowFull(std::uint64_t bytes) const;
+  [[noreturn]] void ThrowNoOrdinal(const RowClass& row_class) const;
+
+ private:
+  std::uint64_t& BytesOf(MetaFile file) { return file_bytes_[static_cast<std::size_t>(file)]; }
+  std::uint64_t UsedBytes() const { return segments_.reserved_bytes() + meta_bytes(); }
+  std::uint64_t Reserve() const;
+
+  const StoreContext& context_;
+  const RowIndex& rows_;
+  const SegmentSet& segments_;
+  const CommitLog& commits_;
+  std::uint64_t cap_bytes_;
+  std::uint64_t file_bytes_[3] = {};
+  std::uint64_t written_bytes_ = 0;
+};
+
+}  // namespace tierstore

@@ -1,0 +1,48 @@
+// Which segment compaction takes next.
+//
+// When space is short, that is the one that gives back most for the rows that must be copied, so that it can
+// go at once, if need be by renewing the last commit. Otherwise it is the one with the fewest lasting rows,
+// while there are more dead bytes than are tolerated. Guarded by the store's mutex (store/store_mutex.h).
+#pragma once
+
+#include "store/committer.h"
+#include "store/compactor_control.h"
+#include "store/state.h"
+
+namespace tierstore {
+
+struct Victim {
+  SegmentPtr segment;      // nullptr when there is nothing to win
+  bool with_kept = false;  // the rows too that only the last commit needs
+
+  // Rows that are still to be copied.
+  std::uint32_t Left() const { return with_kept ? segment->Needed() : segment->live; }
+};
+
+class VictimPicker {
+ public:
+  VictimPicker(const StoreState& state, const Committer& committer, const CompactorControl& control)
+      : state_(state), committer_(committer), control_(control) {}
+
+  Victim Pick(const Survey& survey) const;
+  // A call waits for space, or hardly any is free.
+  bool IsShort(const Survey& survey) const;
+  // So much is free that the released segments would be enough for a while.
+  static bool IsEnough(const Survey& survey);
+
+ private:
+  SegmentPtr PickToFree() const;
+  SegmentPtr PickSparse(bool unpinned, const RowClass* only = nullptr) const;
+  bool MayRelease(const Segment& segment) const;
+  bool CanRelocate(const Segment& victim, std::uint32_t rows) const;
+
+  const StoreState& state_;
+  const Committer& committer_;
+  const CompactorControl& control_;
+};
+
+// Bytes that are free in the end when so many of the segment's rows are copied, with their part of header and
+// footer. Negative when the copies take more.
+std::int64_t Gain(const Segment& segment, std::uint32_t rows);
+
+}  // namespace tierstore
