@@ -24,10 +24,10 @@ from scipy.optimize import nnls
 
 import tierstore
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor, TierConfig
-from tierstore.cache import sequence
+from tierstore.cache import lookup_order
 from tierstore.cache.engine import set_num_threads
-from tierstore.cache.memory_tier import bytes_for
-from tierstore.cache.read_ahead import ReadAhead
+from tierstore.cache.tiers.memory import bytes_for
+from tierstore.cache.tiers.read_ahead import ReadAhead
 from tierstore.optim import RowWiseAdagrad
 from tierstore.pipeline.session import Session
 from tierstore.planner.topology import ROW_SIZE_COSTS
@@ -96,7 +96,7 @@ class Clock:
     @contextmanager
     def watching(self, bags: Any) -> Iterator[Clock]:
         """Times the prefetches that begin meanwhile, and the store of ``bags``."""
-        order = sequence.Sequence
+        order = lookup_order.LookupOrder
         places: list[tuple[Any, str, Callable[..., Any]]] = [
             (Session, "_prepare", self._timed(Session._prepare, self.index)),
             (Session, "_plan", self._timed(Session._plan, self.plan)),
@@ -229,7 +229,7 @@ def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps
     ]
     clock, compute, counts = Clock(), [], []
     batches = [_features(bags, ids) for ids in drawn]
-    chains = bags.engine.chains
+    groups = bags.engine.groups
     width = sum(table.embedding_dim for table in tables)
     output_grad, dense = torch.ones(count // _BAG, width), _Dense(count // _BAG, width)
     neighbours = Neighbours()
@@ -239,14 +239,14 @@ def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps
             bags(features).values().backward(output_grad)
             compute.append(time.thread_time() - start)
             dense.step()
-            counts.append([_counted(chain) for chain in chains])
+            counts.append([_counted(group) for group in groups])
     others = neighbours.share()
     parts = []
-    for i, chain in enumerate(chains):
+    for i, group in enumerate(groups):
         missed, read = (np.array(counts[-1][i]) - counts[_WARM][i]) / (len(counts) - 1 - _WARM)
-        own = [t for t, table in enumerate(tables) if table.embedding_dim == chain.layout.dim]
+        own = [t for t, table in enumerate(tables) if table.embedding_dim == group.layout.dim]
         unique = float(np.mean([sum(len(np.unique(ids[t])) for t in own) for ids in drawn]))
-        layout = chain.layout.dim, chain.layout.row_bytes
+        layout = group.layout.dim, group.layout.row_bytes
         parts.append(Part(*layout, count * len(own), unique, float(missed), float(read)))
     # The last batches are planned without as many behind them in the window.
     typical = slice(_WARM, -_WINDOW)
@@ -260,9 +260,9 @@ def _middle(seconds: Sequence[float]) -> float:
     return float(np.median([chunk.mean() for chunk in chunks]))
 
 
-def _counted(chain: Any) -> tuple[int, int]:
-    """Rows that missed in the fast tier of a chain, and that were found in its store, so far."""
-    hbm, ssd = chain.stats.tiers["hbm"], chain.stats.tiers.get("ssd")
+def _counted(group: Any) -> tuple[int, int]:
+    """Rows that missed in the fast tier of a group, and that were found in its store, so far."""
+    hbm, ssd = group.stats.tiers["hbm"], group.stats.tiers.get("ssd")
     return hbm.rows - hbm.row_hits, 0 if ssd is None else ssd.row_hits
 
 

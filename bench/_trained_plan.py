@@ -283,7 +283,7 @@ class Job:
         names = ("step", "compute", "process", "fetch", "others")
         figures = {name: float(np.median([turn[name] for turn in calm or self.turns])) for name in names}
         tiers = self.bags.engine.stats()["tiers"]
-        lookups = max(chain.stats.counters.lookups for chain in self.bags.engine.chains)
+        lookups = max(group.stats.counters.lookups for group in self.bags.engine.groups)
         return {
             **figures,
             "calm": len(calm),

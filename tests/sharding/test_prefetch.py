@@ -194,8 +194,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 def planned_ahead(module: Any, batches: int) -> bool:
     """Whether the rows of so many later batches are in the fast tier, pinned."""
-    chain = module.engine.chains[0]
-    return chain._planned >= chain.sequence.oldest_in_use(1 << 60) + batches
+    group = module.engine.groups[0]
+    return group._planned >= group.order.oldest_in_use(1 << 60) + batches
 
 
 def test_exchange_fetch_and_compute_overlap() -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tierstore.config import is_whole
+from tierstore.config import is_integer
 from tierstore.errors import ConfigError
 from tierstore.placement import MOST_STORE_BYTES as MOST_STORE_BYTES
 from tierstore.placement import STORE_SLACK as STORE_SLACK
@@ -68,7 +68,7 @@ class Workload:
     disk_slack: float = 1.25
 
     def __post_init__(self) -> None:
-        if not is_whole(self.batch_size, 1):
+        if not is_integer(self.batch_size, 1):
             raise ConfigError(f"batch_size is {self.batch_size!r}; it must be a positive integer")
         for name in ("dense_seconds", "dense_bytes", "depth"):
             if not 0 <= getattr(self, name) < math.inf:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tierstore.config import is_number, is_whole
+from tierstore.config import is_integer, is_number
 from tierstore.errors import ConfigError
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.curves import MissCurve, Popularity
@@ -67,7 +67,7 @@ class TableSpec:
             raise ConfigError(f"a table needs a name, got {self.name!r}")
         for name in ("num_embeddings", "embedding_dim"):
             value = getattr(self, name)
-            if not is_whole(value, 1):
+            if not is_integer(value, 1):
                 raise ConfigError(f"table {self.name!r}: {name} is {value!r}; it must be a positive integer")
         if self.num_embeddings > MOST_ROWS:
             raise ConfigError(
@@ -91,7 +91,7 @@ class TableSpec:
                 f"table {self.name!r}: unknown optimizer {self.optimizer!r}; known: {', '.join(STATE_FLOATS)}"
             )
         touched = self.touched_rows
-        if touched is not None and not is_whole(touched, 1, self.num_embeddings):
+        if touched is not None and not is_integer(touched, 1, self.num_embeddings):
             raise ConfigError(
                 f"table {self.name!r}: touched_rows is {touched!r}; it must be from 1 to num_embeddings"
             )

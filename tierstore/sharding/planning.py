@@ -14,7 +14,7 @@ import psutil
 from torch import nn
 
 from tierstore.cache.engine import Table
-from tierstore.cache.memory_tier import MIN_SLOTS, bytes_for
+from tierstore.cache.tiers.memory import MIN_SLOTS, bytes_for
 from tierstore.config import TableOverride, TierConfig
 from tierstore.errors import ConfigError
 from tierstore.modules.collection import Collection

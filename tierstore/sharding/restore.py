@@ -13,7 +13,7 @@ from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement
 from tierstore.sharding.shards import RankShards, shard_name
 from tierstore.store.directory import open_store
 from tierstore.store.identity import read_identity
-from tierstore.store.protocol import RowStore, TableSpec
+from tierstore.store.protocol import RowStore, StoredTable
 
 _NO_CAP = 1 << 60
 
@@ -72,7 +72,7 @@ def _read_rank(shards: RankShards, folder: Path, plan: ShardingPlan, rank: int, 
 
 
 def _read_table(
-    shards: RankShards, store: RowStore, table: str, spec: TableSpec, shard: ShardPlacement
+    shards: RankShards, store: RowStore, table: str, spec: StoredTable, shard: ShardPlacement
 ) -> None:
     optimizer = shards.fused_optimizer.spec
     if dict(spec.optimizer) != optimizer.identity:

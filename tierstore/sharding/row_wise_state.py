@@ -90,7 +90,7 @@ class RowWiseStateExchange:
         self._exchange(used)
         means: list[FloatArray | None] = [None] * len(parts)
         for part, squares in own.items():
-            means[part] = squares / np.float32(parts[part].chain.layout.dim)
+            means[part] = squares / np.float32(parts[part].group.layout.dim)
         for (table, _), use in used.items():
             columns = [use.squares[column] for column in sorted(use.squares)]
             total = columns[0].copy()
