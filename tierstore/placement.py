@@ -46,7 +46,7 @@ def record_bytes(row_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks of a running job, as a planner is told of them. Sizes are bytes of one rank.
+    """The ranks of a running job, as a planner needs to know them. Sizes are bytes of one rank.
 
     ``rows``: of all tables. ``depth``, ``window``: batches that are fetched and known ahead, ``batch_size``:
     examples per rank and step; None is the planner's default.
@@ -120,18 +120,18 @@ class ShardingPlan:
         return result
 
     def table(self, name: str) -> TablePlacement:
-        """The placement of the table called ``name``. Raises ConfigError when the plan has none."""
+        """Return the placement of the table called ``name``. Raises ConfigError when the plan has none."""
         for table in self.tables:
             if table.name == name:
                 return table
         raise ConfigError(f"the plan has no table {name!r}; it has {[table.name for table in self.tables]}")
 
     def on_rank(self, rank: int) -> list[tuple[TablePlacement, ShardPlacement]]:
-        """The shards that ``rank`` holds, in the plan's order."""
+        """Return the shards that ``rank`` holds, in the plan's order."""
         return [(table, shard) for table in self.tables for shard in table.shards if shard.rank == rank]
 
     def check(self, tables: Sequence[Any], world_size: int, device: str = "") -> None:
-        """Raises ConfigError unless this is a plan for these table configurations, this world size and this
+        """Raise ConfigError unless this is a plan for these table configurations, this world size and this
         kind of device (empty: any)."""
         if device and self.device and device != self.device:
             raise ConfigError(
@@ -176,7 +176,7 @@ class ShardingPlan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ShardingPlan:
-        """Raises ConfigError for what is not a plan; the message has the path of the value that is wrong."""
+        """Raise ConfigError for what is not a plan; the message has the path of the value that is wrong."""
         plan = _Object("", values)
         world_size, ranks_per_host = plan.whole("world_size", 1), plan.whole("ranks_per_host", 1)
         if world_size % ranks_per_host:
@@ -192,7 +192,7 @@ class ShardingPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> ShardingPlan:
-        """A plan that :meth:`save` wrote, or the JSON of ``tierstore plan``."""
+        """Return a plan that :meth:`save` wrote, or the JSON of ``tierstore plan``."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -94,7 +94,7 @@ class _Storage:
         self.engines = engines_of(self.modules)
 
     def updates(self) -> dict[str, int]:
-        """Updates of each fused optimizer so far."""
+        """Return the number of updates of each fused optimizer so far."""
         return {name: optimizer.num_updates for name, optimizer in fused_optimizers(self.modules).items()}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -111,7 +111,7 @@ class _Storage:
 class StorageWriter(_Storage, storage.StorageWriter):
     """For ``dcp.save(state, storage_writer=StorageWriter(path, model, step=n), planner=JsonSavePlanner())``.
 
-    Commits the stores of ``model`` with what it writes; the checkpoint before is given up afterwards. Of a
+    Commits the stores of ``model`` with what it writes; the checkpoint before it is removed afterwards. Of a
     model that is not sharded there must be one process. All ranks must see ``path``.
     """
 
@@ -151,7 +151,7 @@ class StorageWriter(_Storage, storage.StorageWriter):
         }
         if self.collection is not None:
             commits = self.collection.commits
-            common["commit"] = commits.begin(ranks.said_of(self._draft, commits.number + 1))
+            common["commit"] = commits.begin(ranks.extra_of(self._draft, commits.number + 1))
         self._common = common
         return [replace(plan, storage_data=common) for plan in plans]
 
@@ -271,7 +271,7 @@ class StorageReader(_Storage, storage.StorageReader):
 
 
 def _is_of_rank(result: WriteResult) -> bool:
-    """Also a value of the state dict may be called _OF_RANK; what is said of it is a list."""
+    """Return whether a result is of a rank, and not of a value of the state dict called _OF_RANK."""
     return isinstance(result.storage_data, dict)
 
 

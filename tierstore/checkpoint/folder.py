@@ -63,7 +63,7 @@ class Unit:
         return (self.path / _COMMITTED).exists()
 
     def note_committed(self, commits: list[dict[str, Any]]) -> None:
-        """Notes which commit of which store belongs to it."""
+        """Note which commit of which store belongs to it."""
         write_atomically(self.path / _COMMITTED, [json.dumps({"stores": commits}, indent=1).encode()])
 
     def read_state(self, part: str = "state") -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Unit:
         return state
 
     def read_tensors(self, name: str = _TENSORS) -> dict[str, Tensor]:
-        """The tensors by name. ``StoreCorruptError`` when they are not what was written."""
+        """Return the tensors by name. ``StoreCorruptError`` when they are not what was written."""
         file = self._checked(name, lambda file: file)
         try:
             return safetensors.torch.load_file(file)
@@ -124,7 +124,7 @@ class Folder:
         """Random, drawn when the folder is made; "" before. Part of every tag."""
 
     def _read_id(self) -> str:
-        """Raises ``StoreMismatchError`` for a folder that is for something else."""
+        """Raise ``StoreMismatchError`` for a folder that is for something else."""
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file; give the folder of the checkpoints")
         try:
@@ -152,7 +152,7 @@ class Folder:
             )
 
     def units(self) -> list[Unit]:
-        """The checkpoints whose files are there, oldest first."""
+        """Return the checkpoints whose files are there, oldest first."""
         found = [(match, name) for name in _names(self.path) if (match := _NAME.fullmatch(name))]
         for _, name in found:
             if (self.path / name).is_symlink() or not (self.path / name).is_dir():
@@ -166,12 +166,12 @@ class Folder:
         return sorted(units, key=lambda unit: unit.number)
 
     def owns(self, tag: str) -> bool:
-        """Whether a commit's tag is that of a checkpoint of this folder, there or gone."""
+        """Return whether a commit's tag is that of a checkpoint of this folder, there or gone."""
         return bool(self.id) and tag.startswith(f"checkpoint {self.id} ")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Makes the folder if need be, and keeps others from changing it meanwhile."""
+        """Make the folder if need be, and keep other processes from changing it meanwhile."""
         with store_errors(f"writing a checkpoint to {self.path}"):
             check_parent(self.path, "the folder of checkpoints")
             self.path.mkdir(exist_ok=True)
@@ -189,7 +189,7 @@ class Folder:
                 lock.close()
 
     def add(self, step: int, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> Unit:
-        """Writes the files of a checkpoint, durably. To be called with the folder locked."""
+        """Write the files of a checkpoint, durably. To be called with the folder locked."""
         draft = self.begin(step)
         try:
             return self.publish(draft, state, {_TENSORS: write_tensors(draft.path / _TENSORS, tensors)})
@@ -198,7 +198,7 @@ class Folder:
             raise
 
     def begin(self, step: int) -> Unit:
-        """A new checkpoint under a temporary name, for files to be written to."""
+        """Return a new checkpoint under a temporary name, for files to be written to."""
         number = 1 + max((unit.number for unit in self.units()), default=0)
         name = f"{number:06d}-step{step}-{secrets.token_hex(4)}"
         path = self.path / (name + _LEFT_BEHIND)
@@ -206,7 +206,7 @@ class Folder:
         return Unit(path, number, step, f"checkpoint {self.id} {name}")
 
     def publish(self, draft: Unit, state: dict[str, Any], sums: Mapping[str, str]) -> Unit:
-        """Completes a checkpoint, durably. ``sums``: SHA-256 of its other files, which are durable."""
+        """Complete a checkpoint, durably. ``sums``: SHA-256 of its other files, which are durable."""
         state = {"format": FORMAT, "step": draft.step, **state}
         (draft.path / _STATE).write_bytes(json.dumps(state, allow_nan=False).encode())
         lines = [f"{sum}  {file}\n" for file, sum in {_STATE: _sha256(draft.path / _STATE), **sums}.items()]
@@ -219,7 +219,7 @@ class Folder:
         return replace(draft, path=path)
 
     def remove_all_but(self, kept: list[Unit]) -> None:
-        """Removes other checkpoints, and what crashes have left. To be called with the folder locked."""
+        """Remove other checkpoints, and what crashes have left. To be called with the folder locked."""
         names = {unit.path.name for unit in kept}
         for name in _names(self.path):
             if _NAME.fullmatch(name) and name not in names:
@@ -231,7 +231,7 @@ class Folder:
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Writes a file of tensors, durably; returns its SHA-256."""
+    """Write a file of tensors, durably; returns its SHA-256."""
     safetensors.torch.save_file(dict(tensors), file)
     sync_file(file)
     return _sha256(file)

@@ -1,4 +1,4 @@
-"""The same for models whose collections are sharded: all ranks save and restore together.
+"""Checkpoints of models whose collections are sharded: all ranks save and restore together.
 
 Rank 0 writes the files. The commit of all ranks (``ShardedCollection.commit``) names them and is the atomic
 step: it is restored by new collections, on any number of ranks, and says which files belong to it.
@@ -34,7 +34,7 @@ def save(folder: Folder, parts: Parts, modules: Mapping[str, TieredModule], step
         )
     if collection.commits is None:
         raise ConfigError(NO_STORES)
-    with collection.env.together():
+    with collection.env.shared_errors():
         own = own_state(parts.loader)
     everyone = collection.env.gather_objects(own)
 
@@ -42,7 +42,7 @@ def save(folder: Folder, parts: Parts, modules: Mapping[str, TieredModule], step
         with folder.locked():
             return folder.add(step, {"stores": [], "state": state}, tensors)
 
-    with collection.env.together():
+    with collection.env.shared_errors():
         _check_whole(parts.model)
         state, tensors = capture(parts, {"ranks": everyone})
     unit = on_rank_0(collection.env, write)
@@ -93,37 +93,37 @@ def _check_whole(model: nn.Module) -> None:
         )
 
 
-def said_of(unit: Unit, number: int) -> dict[str, Any]:
-    """What commit ``number`` of all ranks says of the checkpoint that it is part of."""
+def extra_of(unit: Unit, number: int) -> dict[str, Any]:
+    """Return what commit ``number`` of all ranks says of the checkpoint that it is part of."""
     return {"checkpoint": unit.tag, "step": unit.step, "commit": number}
 
 
 def named_unit(folder: Folder, collection: Any) -> Unit | None:
-    """The checkpoint that the last commit of all ranks belongs to; None if nothing was ever committed."""
-    said, commits = collection.committed_extra(), collection.commits
-    if "checkpoint" not in said:
+    """Return the checkpoint of the last commit of all ranks; None if nothing was ever committed."""
+    extra, commits = collection.committed_extra(), collection.commits
+    if "checkpoint" not in extra:
         if commits is not None and commits.number:
             raise StoreMismatchError(
                 f"{commits.path} has a commit that belongs to no checkpoint; remove it to start anew, or go "
                 "on from it without restore()"
             )
         return None
-    if said["commit"] != commits.number:
+    if extra["commit"] != commits.number:
         raise StoreMismatchError(
-            f"{commits.path} was committed after the checkpoint of step {said['step']}, whose rows are gone "
+            f"{commits.path} was committed after the checkpoint of step {extra['step']}, whose rows are gone "
             "by that; commit by checkpoint.save alone"
         )
     for unit in folder.units():
-        if unit.tag == said["checkpoint"]:
+        if unit.tag == extra["checkpoint"]:
             return unit
     raise StoreMismatchError(
-        f"{folder.path} does not hold the checkpoint of step {said['step']} that {commits.path} was "
+        f"{folder.path} does not hold the checkpoint of step {extra['step']} that {commits.path} was "
         "committed with; give the folder that it was saved in"
     )
 
 
 def on_rank_0(env: Any, work: Callable[[], Result]) -> Result:
-    """The result of ``work`` on rank 0, told to all; its error is raised on all."""
+    """Return the result of ``work`` on rank 0, on all ranks, which also raise its error."""
     found: list[Any] = [None, None]
     if env.rank == 0:
         try:
@@ -140,7 +140,7 @@ def on_rank_0(env: Any, work: Callable[[], Result]) -> Result:
 
 
 def one_of(modules: Mapping[str, TieredModule]) -> Any:
-    """A collection that stands for all, since they share one commit."""
+    """Return one of the collections, which share one commit."""
     others = [path for path, module in modules.items() if not module.collective]
     if others:
         raise ConfigError(f"{others} are tiered and not sharded, beside sharded collections; shard them too")

@@ -44,7 +44,7 @@ def engines_of(modules: Mapping[str, TieredModule]) -> list[Engine]:
 
 
 def random_states() -> dict[str, Any]:
-    """The state of python's, NumPy's and torch's global generators."""
+    """Return the state of python's, NumPy's and torch's global generators."""
     states = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  (users' code may draw from it)
@@ -56,7 +56,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Puts them back. States of CUDA devices that are not there are left out."""
+    """Restore the states of all generators but those of CUDA devices that are not there."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])  # noqa: NPY002
     torch.set_rng_state(states["torch"])
@@ -65,12 +65,12 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def own_state(loader: Any) -> dict[str, Any]:
-    """What every process has for itself: its position in the data, its random generators."""
+    """Return what every process has for itself: its position in the data, its random generators."""
     return {"loader": saved_state(loader), "random": random_states()}
 
 
 def capture(parts: Parts, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state as JSON and tensors; ``own`` is that of :func:`own_state`, or ``ranks``, a list of them."""
+    """Return the state as JSON and tensors. ``own``: of :func:`own_state`, or ``ranks``, a list of these."""
     tensors: dict[str, Tensor] = {}
     with without_rows():
         dense, fused = dict(parts.model.state_dict()), _fused(parts.model)
@@ -79,7 +79,7 @@ def capture(parts: Parts, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 
 
 def fused_optimizers(modules: Mapping[str, TieredModule]) -> dict[str, FusedOptimizer]:
-    """By path; sharded collections, whose path depends on what wraps them, by their tables."""
+    """Return the modules' optimizers by path, or by tables for sharded collections: wrappers change paths."""
     return {
         ",".join(module.table_names()) if module.collective else path: module.fused_optimizer
         for path, module in modules.items()
@@ -115,7 +115,7 @@ class DenseState:
             )
 
     def apply(self, parts: Parts) -> None:
-        """Puts everything back, the random generators last."""
+        """Put everything back, the random generators last."""
         with without_rows():
             parts.model.load_state_dict(self._parts["model"])
             load_into(_fused(parts.model), self._parts["fused"], "the model")
@@ -127,9 +127,9 @@ class DenseState:
             set_random_states(self._parts["random"])
 
     def choose_rank(self, rank: int, world_size: int) -> None:
-        """Of a state of several ranks: from now on it is that of this one.
+        """Make a state of several ranks the state of this rank.
 
-        With another number of ranks than there was, nobody gets a position in the data or random states.
+        With another number of ranks than there was, no rank gets a position in the data or random states.
         """
         ranks = self._parts.pop("ranks")
         if len(ranks) == world_size:
@@ -143,7 +143,7 @@ class DenseState:
             )
 
     def is_of_the_rows_of(self, model: nn.Module) -> bool:
-        """Whether the model's rows have had as many updates as those that belong to this state."""
+        """Return whether the model's rows have had as many updates as those that belong to this state."""
         saved = {name: state["num_updates"] for name, state in self._parts["fused"].items()}
         return saved == {name: optimizer.num_updates for name, optimizer in _fused(model).items()}
 
@@ -162,7 +162,7 @@ def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[s
 
 
 def _different_ties(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
-    """Of states of the same shapes: tensors that are one in the checkpoint only, or in the model only."""
+    """Yield tensors of equal shapes that are one in the checkpoint only, or in the model only."""
     first_of: dict[int, str] = {}
     storages: dict[int, list[str]] = {}
     for name, tensor in own.items():
@@ -183,7 +183,7 @@ def _memory(tensor: Tensor) -> Any:
 
 
 def _fit_together(names: list[str], saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Whether the saved values of views of one storage are still all there when all are written into it."""
+    """Return whether views of one storage keep their saved values when all of these are written into it."""
     storage = own[names[0]].untyped_storage().clone()
     views = []
     for name in names:

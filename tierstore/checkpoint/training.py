@@ -36,7 +36,7 @@ class Restored:
     extra: Any
     """As it was given to :func:`save`; objects with a state are dicts of it."""
     path: Path
-    """Of the checkpoint's own files."""
+    """Folder of the checkpoint's own files."""
 
 
 def save(
@@ -49,7 +49,7 @@ def save(
     loader: Any = None,
     keep: int = 1,
 ) -> Path:
-    """Saves the whole training in ``dir`` as one checkpoint, and gives up older ones beyond ``keep``.
+    """Save the whole training in ``dir`` as one checkpoint, and drop older ones beyond ``keep``.
 
     Rows go to their stores as commits (what changed since the last one), everything else to a folder in
     ``dir``: parameters and buffers of ``model``, its fused optimizers, ``optimizer`` (one, or a list or dict
@@ -104,7 +104,7 @@ def restore(
     extra: Any = None,
     loader: Any = None,
 ) -> Restored | None:
-    """Puts everything back that :func:`save` saved last (or at ``step``); None if nothing was ever saved.
+    """Put everything back that :func:`save` saved last (or at ``step``); None if nothing was ever saved.
 
     ``model``, ``optimizer``, ``loader`` and ``extra`` are built as for the training that was saved; the
     objects in ``extra`` get their state, and so do the global random generators. The tables' stores must be
@@ -151,7 +151,7 @@ def read_extra(dir: str | os.PathLike[str]) -> Any:
 
 def check_stores(engines: Sequence[Engine]) -> None:
     if not engines:
-        raise ConfigError("the model has no tiered module; torch.save keeps the others")
+        raise ConfigError("the model has no tiered module; torch.save keeps other modules")
     for engine in engines:
         engine.check_open()
         if engine.store is None or engine.config.path is None:
@@ -204,7 +204,7 @@ def compare_stores(unit: Unit, saved: Sequence[Mapping[str, Any]], engines: Sequ
 
 
 def commit_of(engine: Engine, unit: Unit) -> int:
-    """Number of the checkpoint's commit in the engine's store, 0 if it is not there."""
+    """Return the number of the checkpoint's commit in the engine's store, 0 if it is not there."""
     return next((commit.id for commit in engine.commits() if commit.tag == unit.tag), 0)
 
 

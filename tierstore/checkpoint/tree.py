@@ -39,7 +39,7 @@ class _Kept:
         self._names: dict[Any, tuple[str, Tensor]] = {}
 
     def add(self, tensor: Tensor, place: str) -> str:
-        """Adds a contiguous tensor, unless it was added before; returns its name."""
+        """Add a contiguous tensor, unless it was added before; returns its name."""
         memory = (tensor.data_ptr(), tensor.dtype, tensor.shape)
         if tensor.numel() and memory in self._names:
             return self._names[memory][0]
@@ -93,7 +93,7 @@ def _pack(value: Any, place: str, tensors: _Kept) -> Any:
 
 
 def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What was packed. ``StoreCorruptError`` for what :func:`pack` never makes."""
+    """Return what was packed. Raises ``StoreCorruptError`` for what :func:`pack` never makes."""
     if isinstance(packed, list):
         return [unpack(item, tensors) for item in packed]
     if not isinstance(packed, dict):
@@ -110,7 +110,7 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def load_into(target: Any, saved: Any, place: str) -> None:
-    """Gives the objects in ``target`` (lists, tuples and dicts of them, or one) their state in ``saved``.
+    """Give the objects in ``target`` (lists, tuples and dicts of them, or one) their state in ``saved``.
 
     Raises ``StoreMismatchError`` where the checkpoint has nothing for an object.
     """
@@ -130,7 +130,7 @@ def load_into(target: Any, saved: Any, place: str) -> None:
 
 
 def saved_state(value: Any) -> SavedState | None:
-    """The state of an object that has one, else None."""
+    """Return the state of an object that has one, else None."""
     state = _state_of(value)
     return None if state is None else SavedState(state)
 

@@ -99,7 +99,7 @@ class Accumulation(AppliedOptimizer):
             module.accumulation = self
 
     def keep(self, module: Any, lookup: Any, gradients: Any) -> None:
-        """Takes the gradients of one backward pass of ``module``. Called by the backward pass."""
+        """Take the gradients of one backward pass of ``module``. Called by the backward pass."""
         parts = [replace(part, rows=None) for part in lookup.parts]
         kept = self._kept[module]
         kept.passes.append(Pass(FeatureLookup(parts, (), lookup.features, lookup.counts), _copied(gradients)))
@@ -126,13 +126,13 @@ class Accumulation(AppliedOptimizer):
         return [{"params": self.parameters()}]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops what is kept."""
+        """Drop what is kept."""
         for kept in self._kept.values():
             kept.passes.clear()
             kept.norm = kept.shown.grad = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Updates the rows by what is kept, once per module, and drops it. Does nothing if nothing is kept.
+        """Update the rows by what is kept, once per module, and drop it. Does nothing if nothing is kept.
 
         Raises ConfigError if a GradScaler is in use that has not been asked to make this step.
         """
@@ -149,7 +149,7 @@ class Accumulation(AppliedOptimizer):
 
     def _apply(self, scale: float) -> None:
         kept_of = {module: kept for module, kept in self._kept.items() if kept.passes}
-        for module in kept_of:  # what is wrong with one leaves the others as they are
+        for module in kept_of:  # an error of one module leaves all modules as they are
             module.check_update()
             module.fused_optimizer.step_args(1)
         for module, kept in kept_of.items():
@@ -164,7 +164,7 @@ class Accumulation(AppliedOptimizer):
 
 
 def _copied(gradients: Any) -> Any:
-    """Tensors of its own, since users and wire buffers may change those of autograd."""
+    """Return copies of tensors, since users and wire buffers may change autograd's."""
     if isinstance(gradients, SequenceGradients):
         return SequenceGradients([grad.clone() for grad in gradients.grads])
     weights = [None if w is None else w.clone() for w in gradients.weights]
@@ -187,8 +187,10 @@ def _update(module: TieredModule, passes: Sequence[Pass], factor: float) -> None
 
 
 def _factor(kept: _Kept) -> float:
-    """By what the gradient that :meth:`Accumulation.parameters` shows was multiplied since. One of 0 cannot
-    say, and multiplying would change nothing; one of NaN was multiplied if somebody wrote to it."""
+    """Return the factor by which the shown gradient was multiplied since :meth:`Accumulation.parameters`.
+
+    A gradient of 0 does not tell, but its factor changes nothing; one of NaN was multiplied if it was written
+    to."""
     shown = kept.shown.grad
     if not kept.norm or shown is None or (math.isnan(kept.norm) and shown._version == kept.version):
         return 1.0
@@ -196,7 +198,7 @@ def _factor(kept: _Kept) -> float:
 
 
 def _norm(module: TieredModule, passes: Sequence[Pass]) -> float:
-    """Of the gradients of all rows together; the rows themselves are not looked at."""
+    """Return the norm of the gradients of all rows together; the rows themselves are not read."""
     lookup, gradients = joined(passes, _padding(module))
     total, step = 0.0, optim.SGD(lr=1.0).step_args()
     frozen = module.frozen_tables()

@@ -15,7 +15,7 @@ Content: TypeAlias = "tuple[int, ...] | None"
 
 
 def content_of(tensors: Sequence[Tensor]) -> Content:
-    """What a lookup of ``tensors`` depends on, as a hash of each; None where they cannot be compared."""
+    """Return a hash of each of ``tensors``, a lookup's inputs; None where they cannot be compared."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return None
     kept = [tensor.detach().contiguous() for tensor in tensors]
@@ -23,9 +23,9 @@ def content_of(tensors: Sequence[Tensor]) -> Content:
 
 
 def _identity(tensors: Sequence[Tensor]) -> Identity | None:
-    """Which memory ``tensors`` are, and how often torch has changed it; None where torch does not count that.
+    """Return which memory ``tensors`` are, and how often torch has changed it; None if it does not count.
 
-    The tensors must be kept alive meanwhile, so that their memory is not used for others.
+    The tensors must be kept alive meanwhile, so that their memory is not used for other tensors.
     """
     if any(tensor.is_inference() for tensor in tensors):
         return None
@@ -51,7 +51,7 @@ class Ahead:
         return ahead
 
     def hand_out(self) -> None:
-        """From now on the inputs are the user's: other versions of them are other inputs."""
+        """Note the inputs' versions: the user has them from now on, and other versions are other inputs."""
         self.identity = _identity(self._inputs)
 
     def release(self) -> None:
@@ -60,7 +60,7 @@ class Ahead:
 
 
 def find_ahead(handed_out: Iterable[Ahead], inputs: Sequence[Tensor]) -> Ahead | None:
-    """The first one that is for a forward call with ``inputs``, or has failed.
+    """Return the first one that is for a forward call with ``inputs``, or has failed.
 
     Memory that was changed behind torch's back (``x.data``, ``x.numpy()``) has other content.
     """

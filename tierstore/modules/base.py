@@ -90,25 +90,25 @@ class TieredModule(EngineCalls, nn.Module):
     # -- lookups -------------------------------------------------------------------------
 
     collective = False
-    """Whether ranks look rows up together. Such modules have ``begin_exchange(*args)``, called by all ranks
-    in the order of the batches, which gives an object with ``send()``; ``finish_exchange(object)``, which
-    gives the lookup; ``announce_end(error)``, in place of the former when there are no more batches; and
-    ``least(value)``, the smallest ``value`` of any rank."""
+    """Whether ranks look rows up together. Such modules have ``begin_exchange(*args)``, which all ranks call
+    in the order of the batches, and which returns an object with ``send()``; ``finish_exchange(object)``,
+    which returns the lookup; ``announce_end(error)``, in place of ``begin_exchange`` when there are no more
+    batches; and ``min_over_ranks(value)``, which returns the smallest ``value`` of any rank."""
 
     @abstractmethod
     def lookup_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """The tensors among forward's arguments that determine the lookup (ids, offsets or lengths)."""
+        """Return those arguments of forward that determine the lookup: ids, offsets or lengths."""
 
     @abstractmethod
     def make_lookup(self, *args: Any, **kwargs: Any) -> Lookup:
-        """Checks and deduplicates forward's arguments (per-sample weights excepted); changes nothing.
+        """Check and deduplicate forward's arguments (per-sample weights excepted); changes nothing.
 
         Raises ``InputError`` that names the feature and what is wrong with it.
         """
 
     def lookup_arguments(self, args: tuple[object, ...], kwargs: dict[str, object]) -> set[int | str]:
-        """Places (positions or names) of forward's arguments that :meth:`make_lookup` needs; others may be
-        anything."""
+        """Return the places (positions or names) of forward's arguments that :meth:`make_lookup` needs; other
+        arguments may be anything."""
         return {*range(len(args)), *kwargs} - {"per_sample_weights"}
 
     def feature_names(self) -> list[str]:
@@ -119,7 +119,7 @@ class TieredModule(EngineCalls, nn.Module):
         return [self.engine.tables[index].name for index in self.table_numbers]
 
     def expect(self, ahead: Ahead) -> None:
-        """Keeps a lookup made ahead for its forward call."""
+        """Keep a lookup made ahead for its forward call."""
         ahead.hand_out()
         self._ahead.append(ahead)
 
@@ -129,7 +129,7 @@ class TieredModule(EngineCalls, nn.Module):
             ahead.release()
 
     def _take(self, ahead: Ahead) -> bool:
-        """False: another thread has taken it."""
+        """Remove a lookup from those ahead. Return False if another thread has removed it."""
         try:
             self._ahead.remove(ahead)
         except ValueError:
@@ -149,7 +149,7 @@ class TieredModule(EngineCalls, nn.Module):
         return self.make_lookup(*args, **kwargs)
 
     def show_parameters(self, holders: Sequence[HasWeight]) -> None:
-        """Gives every table a parameter; ``holders`` in the order of the tables."""
+        """Give every table a parameter; ``holders`` in the order of the tables."""
         trained = not self._without_optimizer
         self._shown = [(weakref.ref(holder), holder.show_parameter(trained)) for holder in holders]
 
@@ -161,7 +161,7 @@ class TieredModule(EngineCalls, nn.Module):
         return [holder for holder in holders if holder is not None]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freezes all tables, or lets them be trained again. Rows of frozen tables are only read."""
+        """Freeze all tables, or let them be trained again. Rows of frozen tables are only read."""
         self._requires_grad = requires_grad
         return super().requires_grad_(requires_grad)
 
@@ -214,14 +214,14 @@ class TieredModule(EngineCalls, nn.Module):
         return sequence_forward(lookup.parts)
 
     def _gradient_anchor(self) -> Tensor:
-        """What autograd believes to be trained: nothing that exists; but DistributedDataParallel (of one rank
-        here) waits for a gradient of every parameter."""
+        """Return a tensor without elements, for autograd to train. DistributedDataParallel (of one rank here)
+        waits for a gradient of every parameter, so these are in it."""
         if active_ddp() is None or not self._shown:
             return self.anchor
         return torch.cat([holder.shown.view(-1) for holder in self._holders])
 
     def take_updates(self) -> None:
-        """Sets the optimizer's count of updates to that of the commit that the tables are at."""
+        """Set the optimizer's count of updates to that of the commit that the tables are at."""
         self.fused_optimizer.num_updates = self.engine.updates.get(self._key, 0)
 
     def count_update(self) -> OptimizerStep:
@@ -232,11 +232,11 @@ class TieredModule(EngineCalls, nn.Module):
         return step
 
     def set_updates(self, count: int) -> None:
-        """Sets the optimizer's count of updates, as committed with the rows from now on."""
+        """Set the optimizer's count of updates, as committed with the rows from now on."""
         self.fused_optimizer.num_updates = self.engine.updates[self._key] = count
 
     def check_update(self) -> None:
-        """ConfigError if something between the loss and the rows would make their update wrong."""
+        """Raise ConfigError if something between the loss and the rows would make their update wrong."""
         if self._without_optimizer:
             raise ConfigError(
                 f"tables {', '.join(self.table_names())} were built with optimizer=None and require "
@@ -250,7 +250,7 @@ class TieredModule(EngineCalls, nn.Module):
             refuse_scaled(self.table_names(), self.collective)
 
     def _check_forward(self) -> None:
-        """ConfigError if other ranks would train rows of their own, without this one's."""
+        """Raise ConfigError if other ranks would train rows of their own, without this one's."""
         if has_other_ranks() and not self.collective:
             shown = zip(self._holders, self._shown, strict=True)
             ours = all(holder._parameters.get(SHOWN) is parameter for holder, (_, parameter) in shown)
@@ -259,14 +259,14 @@ class TieredModule(EngineCalls, nn.Module):
     def mean_squares(
         self, parts: Sequence[Part], squares_of: Callable[[int], np.ndarray]
     ) -> Sequence[np.ndarray | None]:
-        """See ``Updates``; the rows have all columns of their tables."""
+        """Return None for every part, whose rows have all columns of their tables; see ``Updates``."""
         return [None] * len(parts)
 
     def table_name(self, table: int) -> str:
         return self.engine.tables[table].name
 
     def report_gradients(self, error: GradientError | None) -> None:
-        """See ``Updates``."""
+        """Raise ``error``, if there is one; see ``Updates``."""
         if error is not None:
             raise error
 
@@ -278,7 +278,7 @@ class TieredModule(EngineCalls, nn.Module):
         return self.engine.table_index(name)
 
     def rows(self, ids: object, table: str | None = None) -> Tensor:
-        """Weights of ``ids`` (n,) as float32 (n, dim): a copy. Untouched ids have their initial values."""
+        """Return a copy of the weights of ``ids`` (n,), float32 (n, dim); initial values of untouched ids."""
         weights, _ = self.engine.read_rows(self.table_number(table), checked_row_ids(ids))
         return torch.from_numpy(np.ascontiguousarray(weights))
 
@@ -298,7 +298,7 @@ class TieredModule(EngineCalls, nn.Module):
         optimizer: dict[str, Tensor] | None = None,
         table: str | None = None,
     ) -> None:
-        """Overwrites rows: ``weight`` (n, dim); ``optimizer`` as :meth:`optimizer_rows` gives it, None
+        """Overwrite rows: ``weight`` (n, dim); ``optimizer`` as :meth:`optimizer_rows` gives it, None
         keeps the state."""
         index, keys = self.table_number(table), checked_row_ids(ids)
         dim = self.engine.tables[index].embedding_dim
@@ -309,22 +309,23 @@ class TieredModule(EngineCalls, nn.Module):
         self.engine.write_rows(index, keys, values, state)
 
     def reset_parameters(self) -> None:
-        """Gives all rows their initial values again, which are those of the seed, and forgets the optimizer's
+        """Give all rows their initial values again, which are those of the seed, and forget the optimizer's
         state. A sharded collection resets the rows of this rank, so all ranks call it."""
         for table in self.table_numbers:
             self.engine.reset_rows(table)
         self.set_updates(0)
 
     def touched_ids(self, table: str | None = None) -> Iterator[Tensor]:
-        """Ids that some tier holds a row of, int64 (n,) chunks, each id once; others have their initial
-        values."""
+        """Yield the ids that some tier holds a row of, int64 (n,) chunks, each id once.
+
+        Rows of other ids have initial values."""
         for ids in self.engine.touched_ids(self.table_number(table)):
             yield torch.from_numpy(ids)
 
     # -- state ---------------------------------------------------------------------------
 
     def close(self, *, commit: bool = True) -> None:
-        """Commits (if the configuration names a path) and closes the engine; the module cannot be used
+        """Commit (if the configuration names a path) and close the engine; the module cannot be used
         any more. After a commit with an ``extra`` it commits nothing, since that is wrong of later rows."""
         while self._ahead:
             self._ahead.popleft().release()

@@ -19,7 +19,7 @@ from tierstore.sparse import as_keyed_jagged_tensor
 
 
 class LookupStrategy(Protocol):
-    """How a collection looks its features up: in its own engine, or in those of all ranks.
+    """How a collection looks its features up: in its own engine, or in the engines of all ranks.
 
     Beside ``make``, a strategy has ``pooled(module, features)`` or ``rows(module, features)``, which give a
     forward call its vectors. A strategy keeps no reference to the module, whose tables end with their user's.

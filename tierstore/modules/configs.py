@@ -28,7 +28,7 @@ class PoolingType(Enum):
 
 @unique
 class DataType(Enum):
-    """torchrec's data types. Tables are FP32; the others are refused."""
+    """torchrec's data types. Tables are FP32; other types are refused."""
 
     FP32 = "FP32"
     FP16 = "FP16"
@@ -117,11 +117,11 @@ class BaseEmbeddingConfig:
         return -sqrt(1 / self.num_embeddings) if self.weight_init_min is None else self.weight_init_min
 
     def num_features(self) -> int:
-        """Number of input keys that are looked up in this table."""
+        """Return the number of input keys that are looked up in this table."""
         return len(self.feature_names)
 
     def init_rule(self) -> tuple[str, float, float]:
-        """Initial values as ("uniform", low, high), ("normal", mean, deviation) or ("constant", value, 0)."""
+        """Return ("uniform", low, high), ("normal", mean, deviation) or ("constant", value, 0)."""
         if self.init_fn is None:
             low, high = self.get_weight_init_min(), self.get_weight_init_max()
             if low > high:
@@ -161,7 +161,7 @@ class EmbeddingConfig(BaseEmbeddingConfig):
 
 
 def from_torchrec(config: Any) -> EmbeddingBagConfig | EmbeddingConfig:
-    """The same table as a torchrec EmbeddingBagConfig or EmbeddingConfig, recognised by its fields.
+    """Return the same table as a torchrec EmbeddingBagConfig or EmbeddingConfig, recognised by its fields.
 
     Raises ConfigError for what cannot be honoured, and for objects that are neither.
     """
@@ -190,7 +190,7 @@ def from_torchrec(config: Any) -> EmbeddingBagConfig | EmbeddingConfig:
 
 
 def rule_of_init_fn(init_fn: Callable[..., Any]) -> tuple[str, float, float] | None:
-    """What an initialiser of torch.nn.init, or a partial of one, does; None if it is another function."""
+    """Return the rule of an initialiser of torch.nn.init, or a partial of one; None of other functions."""
     arguments: dict[str, Any] = {}
     if isinstance(init_fn, partial):
         if init_fn.args:

@@ -78,7 +78,7 @@ class SingleTable(HasWeight, TieredModule):
     reset_parameters.__doc__ = TieredModule.reset_parameters.__doc__
 
     def _find_padding_row(self) -> None:
-        """Padding ids are not looked up, so what they yield is kept here: None for zeros."""
+        """Keep what padding ids yield, which are not looked up: None for zeros."""
         if self.padding_idx is not None:
             row = self.rows(torch.tensor([self.padding_idx]))[0]
             self._padding_row = row if row.any() else None

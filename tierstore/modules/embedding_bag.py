@@ -115,7 +115,7 @@ class TieredEmbeddingBag(SingleTable):
         return pooled_lookup(self.engine, [bags], (len(lengths), dim))
 
     def _lengths(self, ids: Tensor, offsets: Tensor | None) -> NDArray[np.int64]:
-        """Number of ids per bag."""
+        """Return the number of ids per bag."""
         if ids.dim() == 2:
             if offsets is not None:
                 raise InputError(f"{self.name}: with 2-D ids every row is a bag, so offsets must be None")

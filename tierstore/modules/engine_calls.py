@@ -10,7 +10,7 @@ from tierstore.errors import ConfigError
 
 
 class EngineCalls:
-    """Of all tables of ``engine``, whichever module asks."""
+    """Calls about all tables of ``engine``, whichever module gets them."""
 
     engine: Engine
 
@@ -19,20 +19,20 @@ class EngineCalls:
         return self.engine.stats()
 
     def table_curves(self) -> dict[str, Any]:
-        """What a planner wants to know of the tables, estimated while training; see
+        """Return what a planner wants to know of the tables, estimated while training; see
         :meth:`Engine.table_curves`."""
         return self.engine.table_curves()
 
     def reset_stats(self) -> None:
-        """Begins to count anew."""
+        """Reset all counters."""
         self.engine.reset_stats()
 
     def flush(self) -> None:
-        """Writes all dirty rows down to the store."""
+        """Write all dirty rows down to the store."""
         self.engine.flush()
 
     def set_ssd(self, ssd: int | str) -> None:
-        """Sets the cap on the store's files, such as ``"200GiB"``, until it is closed. After a
+        """Set the cap on the store's files, such as ``"200GiB"``, until it is closed. After a
         ``StoreFullError`` and a higher cap, what failed can be called again: nothing was lost."""
         self.engine.check_open()
         if self.engine.store is None:
@@ -40,6 +40,6 @@ class EngineCalls:
         self.engine.store.set_cap(parse_bytes(ssd, "ssd"))
 
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
-        """Makes all rows (weights and optimizer state) durable; returns the commit's number. ``tag`` is
+        """Make all rows (weights and optimizer state) durable; returns the commit's number. ``tag`` is
         a name for it."""
         return self.engine.commit(extra, tag)

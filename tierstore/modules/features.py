@@ -63,7 +63,7 @@ class Features:
         return [feature.output for feature in self.all]
 
     def tables(self) -> list[Table]:
-        """Return what an engine is told of the tables."""
+        """Return the tables as an engine takes them."""
         return [table_of(config) for config in self.configs]
 
     def outputs_by_table(self) -> list[list[str]]:

@@ -17,7 +17,7 @@ _CARRIED = (
 
 
 def carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    """``new`` calls the forward and backward hooks of ``old``, of which it takes the place; handles of these
-    hooks still remove them."""
+    """Give ``new`` the forward and backward hooks of ``old``, whose place it takes; their handles still
+    remove them."""
     for name in _CARRIED:
         setattr(new, name, getattr(old, name))

@@ -122,7 +122,7 @@ def _segment(engine: Engine, feature: Ids) -> Segment:
 
 
 def _spans(features: Sequence[Ids]) -> list[tuple[int, int]]:
-    """Which of the module's ids the features have; neighbours are joined, so that weights need no copy."""
+    """Return the features' ranges of the module's ids, joined where possible: weights then need no copy."""
     spans: list[tuple[int, int]] = []
     for feature in features:
         begin, end = feature.begin, feature.begin + feature.ids.numel()

@@ -50,7 +50,7 @@ class Pass:
 
 
 def joined(passes: Sequence[Pass], padding: int) -> tuple[Lookup, Gradients]:
-    """``padding``: the id that the module's lookups skip."""
+    """Return one lookup of all passes and its gradients. ``padding``: the id that lookups skip."""
     indices = range(len(passes[0].lookup.parts))
     if isinstance(passes[0].gradients, SequenceGradients):
         found = [_sequence(passes, index, padding) for index in indices]
@@ -123,7 +123,7 @@ def _pooled(passes: Sequence[Pass], index: int, bases: Sequence[int], padding: i
 
 
 def _weights(passes: Sequence[Pass], index: int, pieces: Sequence[_Piece]) -> Tensor | None:
-    """Weights of all positions, ones where only other passes have weights; None if no pass has."""
+    """Return weights of all positions, ones where only other passes have weights; None if no pass has."""
     found = [one.gradients.weights[index] for one in passes]
     if all(weights is None for weights in found):
         return None
@@ -133,7 +133,7 @@ def _weights(passes: Sequence[Pass], index: int, pieces: Sequence[_Piece]) -> Te
 
 
 def _argmax(passes: Sequence[Pass], index: int, pieces: Sequence[_Piece]) -> Tensor | None:
-    """Positions that max pooling took, as positions among all; None if there is no such feature."""
+    """Return positions that max pooling took, as positions among all; None if there is no such feature."""
     if passes[0].gradients.argmaxes[index] is None:
         return None
     dim, begin, shifted = pieces[0].part.group.layout.dim, 0, []
@@ -146,7 +146,7 @@ def _argmax(passes: Sequence[Pass], index: int, pieces: Sequence[_Piece]) -> Ten
 
 
 def _batch(group: Any, pieces: Sequence[tuple[Part, slice]], padding: int) -> Any:
-    """The ids at these positions, deduplicated together."""
+    """Return the ids at these positions, deduplicated together."""
     tables, ids = [], []
     for part, where in pieces:
         inverse = part.batch.inverse[where]

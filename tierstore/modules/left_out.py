@@ -27,19 +27,19 @@ _DIGITS = 32
 
 
 def is_large(table: Table) -> bool:
-    """Whether state dicts leave the rows of a table out."""
+    """Return whether state dicts leave the rows of a table out."""
     return 4 * table.num_embeddings * table.embedding_dim > STATE_DICT_LIMIT
 
 
 def mark(version: str, table: Table, key: str) -> Tensor:
-    """What a state dict has under ``key`` for rows of this version, with a warning."""
+    """Return what a state dict has under ``key`` for rows of this version, with a warning."""
     size = format_bytes(4 * table.num_embeddings * table.embedding_dim)
     logger.warning("%s (%s if dense) is in this state dict without its rows: commit() keeps them", key, size)
     return torch.frombuffer(bytearray(_PREFIX + version.encode("ascii")), dtype=torch.uint8)
 
 
 def is_mark(value: object) -> bool:
-    """Whether a value of a state dict stands for rows that were left out."""
+    """Return whether a value of a state dict stands for rows that were left out."""
     if getattr(value, "is_meta", False):
         return True
     return (
@@ -51,7 +51,7 @@ def is_mark(value: object) -> bool:
 
 
 def check_mark(value: Any, version: str, key: str) -> None:
-    """Raises ``StoreMismatchError`` unless the rows that were left out are of this ``version``."""
+    """Raise ``StoreMismatchError`` unless the rows that were left out are of this ``version``."""
     if not value.is_meta and bytes(value[len(_PREFIX) :].tolist()) == version.encode("ascii"):
         return
     raise StoreMismatchError(

@@ -90,7 +90,7 @@ def offload(
     *,
     seed: int = 0,
 ) -> Offloaded:
-    """Replaces every nn.Embedding, nn.EmbeddingBag and unsharded torchrec collection of ``model``, in place.
+    """Replace every nn.Embedding, nn.EmbeddingBag and unsharded torchrec collection of ``model``, in place.
 
     Weights are kept, and forward and backward hooks; modules whose weights do not require gradients stay
     frozen; subclasses are left alone.
@@ -164,7 +164,7 @@ def _collection_kind(module: nn.Module) -> tuple[str, str] | None:
 
 
 def _embeddings(path: str, module: nn.Module) -> dict[str, Any]:
-    """The nn.Embedding(Bag)s of a module by path."""
+    """Return the nn.Embedding(Bag)s of a module by path."""
     kind = _collection_kind(module)
     if kind is None:
         return {path: module}
@@ -216,7 +216,7 @@ def _configs(module: nn.Module) -> list[Any]:
 
 
 def _tables(path: str, module: Any) -> list[Table]:
-    """The tables of a module, named by their paths."""
+    """Return the tables of a module, named by their paths."""
     if _collection_kind(module) is None:
         return [Table(path, module.num_embeddings, module.embedding_dim, normal(0.0, 1.0))]
     return [replace(table_of(config), name=f"{path}.{config.name}") for config in _configs(module)]

@@ -42,7 +42,7 @@ class OptimizerStates:
         self._module = weakref.ref(module)
 
     def _views(self) -> dict[str, Any]:
-        """The tables by the names of their weights."""
+        """Return the tables by the names of their weights."""
         module = self._module()
         if module is None:
             raise ClosedError("the tables of this optimizer are gone, and their rows' state with them")
@@ -50,7 +50,7 @@ class OptimizerStates:
         return {f"{path}.weight" if path else "weight": part for path, part in found.items()}
 
     def save(self, num_updates: int) -> dict[str, dict[str, Tensor]]:
-        """The state; nothing within ``without_rows()``, and of frozen tables."""
+        """Return the state; nothing within ``without_rows()``, and of frozen tables."""
         module = self._module()
         if rows_are_left_out() or (module is not None and module.frozen):
             return {}
@@ -76,7 +76,7 @@ class OptimizerStates:
         return dict.fromkeys(spec.state_names, (view.num_embeddings, *width))
 
     def load(self, state: Mapping[str, Mapping[str, Any]], num_updates: int) -> None:
-        """Takes the state of :meth:`save`; within ``without_rows()`` only the number of updates.
+        """Take the state of :meth:`save`; within ``without_rows()`` only the number of updates.
 
         Raises ``ConfigError`` for a state that is not of these tables, or has none although there were
         updates, and ``StoreMismatchError`` where it was left out of a large table; before anything changes.

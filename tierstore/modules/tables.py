@@ -63,7 +63,7 @@ def open_tables(tables: Sequence[Table], opening: Opening) -> OpenTables:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """ConfigError unless it is a specification of tierstore.optim or None."""
+    """Raise ConfigError unless it is a specification of tierstore.optim or None."""
     if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
         raise ConfigError(
             f"optimizer is {optimizer!r}; the backward pass applies it to the rows, so it must be one of "
@@ -90,7 +90,7 @@ def check_unsupported(max_norm: float | None, scale_grad_by_freq: bool) -> None:
 
 
 def is_fresh(engine: Engine) -> bool:
-    """Whether no rows were committed to the engine's store before it was opened."""
+    """Return whether no rows were committed to the engine's store before it was opened."""
     return engine.store is None or not engine.store.meta()
 
 
@@ -101,7 +101,7 @@ def id_ranges(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def save_table(module: Any, table: Table, destination: dict[str, Any], key: str) -> None:
-    """Puts the weights of a table into a state dict. ``module`` has ``rows`` and ``rows_version``."""
+    """Put the weights of a table into a state dict. ``module`` has ``rows`` and ``rows_version``."""
     if is_large(table):
         destination[key] = mark(module.rows_version(), table, key)
         return
@@ -112,7 +112,7 @@ def save_table(module: Any, table: Table, destination: dict[str, Any], key: str)
 
 
 def load_table(module: Any, table: Table, weight: Tensor, key: str) -> None:
-    """Writes all rows of a table from a dense tensor; of rows that were left out it checks the version."""
+    """Write all rows of a table from a dense tensor; of rows that were left out it checks the version."""
     if is_mark(weight):
         check_mark(weight, module.rows_version(), key)
         return
@@ -143,7 +143,7 @@ def without_rows() -> AbstractContextManager[None]:
 
 
 def rows_are_left_out() -> bool:
-    """Whether this thread is in :func:`without_rows`."""
+    """Return whether this thread is in :func:`without_rows`."""
     return _rows_left_out.on
 
 
@@ -161,20 +161,21 @@ class HasWeight(nn.Module):
         raise NotImplementedError
 
     def rows_version(self) -> str:
-        """What the rows are now, as :class:`tierstore.cache.versions.Versions` names it."""
+        """Return what the rows are now, as :class:`tierstore.cache.versions.Versions` names it."""
         raise NotImplementedError
 
     def show_parameter(self, trained: bool) -> nn.Parameter:
-        """A parameter without rows, ``tiered_weight``: it says whether the table is trained, and what is done
-        to all parameters of a model (freezing, wrapping, applying optimizers) is seen by it. No state dict
-        has it."""
+        """Add and return a parameter without rows, ``tiered_weight``.
+
+        It says whether the table is trained, and shows what is done to all parameters of a model: freezing,
+        wrapping, applying optimizers. No state dict has it."""
         parameter = nn.Parameter(torch.empty(0, self.table.embedding_dim), requires_grad=trained)
         self.register_parameter(SHOWN, parameter)
         return parameter
 
     @property
     def shown(self) -> Tensor:
-        """What is in the place of :meth:`show_parameter`'s now: wrappers and conversions put in others."""
+        """The parameter that stands for the table now: wrappers may replace :meth:`show_parameter`'s."""
         parameter = self._parameters.get(SHOWN)
         return getattr(self, SHOWN) if parameter is None else parameter
 

@@ -24,19 +24,21 @@ _USE_OURS = (
 )
 APPLIED = "_in_backward_optimizers"
 """Where ``apply_optimizer_in_backward`` leaves the optimizers of a parameter."""
-_told: WeakSet[nn.Module] = WeakSet()
-"""Modules of which a warning has said that every rank trains them for itself."""
+_warned: WeakSet[nn.Module] = WeakSet()
+"""Modules for which there was a warning that every rank trains them for itself."""
 
 
 def has_other_ranks() -> bool:
-    """Whether this process is one of several."""
+    """Return whether this process is one of several."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def refuse_replicas(module: nn.Module, tables: Sequence[str], parameters_are_ours: bool) -> None:
-    """ConfigError where several ranks train an unsharded module as one model. ``parameters_are_ours``: nobody
-    has put parameters of his own in place of the module's, as FSDP does."""
+    """Raise ConfigError where several ranks train an unsharded module as one model.
+
+    ``parameters_are_ours``: no wrapper has replaced the module's parameters, as FSDP does.
+    """
     ddp = active_ddp()
     name = f"a {type(module).__name__} (tables {', '.join(tables)})"
     if ddp is not None and ddp.process_group.size() > 1:
@@ -45,8 +47,8 @@ def refuse_replicas(module: nn.Module, tables: Sequence[str], parameters_are_our
         )
     if not parameters_are_ours:
         raise ConfigError(f"{name} is inside FSDP, which knows nothing of rows: {_USE_OURS}")
-    if module not in _told:
-        _told.add(module)
+    if module not in _warned:
+        _warned.add(module)
         logger.warning(
             "%s is trained by one of %d ranks, and is not sharded: the others know nothing of its rows. If "
             "the ranks train one model together, %s. (said once)",
@@ -57,12 +59,12 @@ def refuse_replicas(module: nn.Module, tables: Sequence[str], parameters_are_our
 
 
 def active_ddp() -> Any:
-    """The DistributedDataParallel whose forward call is under way, or None."""
+    """Return the DistributedDataParallel whose forward call is under way, or None."""
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
 def refuse_applied(parameter: Tensor, table: str) -> None:
-    """ConfigError if ``apply_optimizer_in_backward``, torch's or torchrec's, gave a table an optimizer."""
+    """Raise ConfigError if torch's or torchrec's apply_optimizer_in_backward gave a table an optimizer."""
     applied = getattr(parameter, APPLIED, None)
     if applied:
         kind, options = type(applied[-1]).__name__, dict(parameter._optimizer_kwargs[-1])  # type: ignore[attr-defined]
@@ -73,7 +75,7 @@ def refuse_applied(parameter: Tensor, table: str) -> None:
 
 
 def _given_as(kind: str, options: dict[str, Any]) -> str:
-    """The argument that says the same of our optimizer."""
+    """Return the argument that says the same of our optimizer."""
     spec = getattr(optim, kind, None)
     if isinstance(spec, type) and issubclass(spec, optim.OptimizerSpec):
         try:
@@ -113,12 +115,12 @@ _scalers = _Scalers()
 
 
 def scaler_in_use() -> bool:
-    """Whether this process scales a loss, so that gradients may arrive multiplied by a scale."""
+    """Return whether this process scales a loss, so that gradients may arrive multiplied by a scale."""
     return _scalers.used() is not None
 
 
 def refuse_scaled(tables: Sequence[str], sharded: bool) -> NoReturn:
-    """Raises ConfigError."""
+    """Raise ConfigError that says what to use in place of a GradScaler."""
     instead = (
         "use bfloat16, which needs no scaler"
         if sharded

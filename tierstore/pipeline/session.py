@@ -173,7 +173,7 @@ class Session:
         for call in self.calls:
             if call.module.collective:
                 module: Any = call.module
-                return int(module.least(value))
+                return int(module.min_over_ranks(value))
         return value
 
     def any_rank(self, condition: bool) -> bool:

@@ -66,34 +66,34 @@ class ShardedCollection(Collection):
         """In place of :meth:`begin_exchange`: this rank has no more batches, perhaps because of ``error``."""
         return self.lookups.announce_end(error)
 
-    def least(self, value: int) -> int:
+    def min_over_ranks(self, value: int) -> int:
         """Return the smallest ``value`` of any rank. All ranks call it."""
-        return self.env.least(value)
+        return self.env.min_over_ranks(value)
 
     def mean_squares(
         self, parts: Sequence[Part], squares_of: Callable[[int], NDArray[np.float32]]
     ) -> Sequence[NDArray[np.float32] | None]:
-        """As the base's; shards of tables cut by columns ask those of the other columns."""
+        """As TieredModule.mean_squares; shards of some columns add the squares of the other columns."""
         if self._row_wise_state is None:
             return super().mean_squares(parts, squares_of)
         return self._row_wise_state.mean_squares(parts, squares_of)
 
     def report_gradients(self, error: GradientError | None) -> None:
-        """As the base's, but every rank raises if one has an error.
+        """Raise on every rank if one rank has an error.
 
-        That is when the backward pass is over, and after what others have asked autograd to call then: a rank
-        that left in the middle would not exchange its dense gradients, and DDP would not work any more.
+        All ranks raise when the backward pass is over, after other callbacks of autograd: a rank that left in
+        the middle would not exchange its dense gradients, and DDP would not work any more.
         """
         if not self.check_gradients:
             return
         later = torch.autograd.Variable._execution_engine.queue_callback
-        later(lambda: later(lambda: self.env.agree(error, GradientError)))
+        later(lambda: later(lambda: self.env.share_error(error, GradientError)))
 
     # -- commits -------------------------------------------------------------------------
 
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
         """Make the rows of all ranks durable, as one commit: after a crash all ranks are at it, or none.
-        With DistributedModelParallel, those of all collections. All ranks call it; returns its number.
+        With DistributedModelParallel the commit has all collections. All ranks call it; returns its number.
 
         Raises on all ranks: ConfigError without a path, or if a rank fails; StoreFullError if that is why.
         """
@@ -119,8 +119,8 @@ class ShardedCollection(Collection):
         """Commit (if there is a path; all ranks do it) and close the engine of this rank. After a commit
         with an ``extra`` it commits nothing, since that is wrong of later rows.
 
-        In a ``finally`` or ``except``, because of an error, it commits nothing either, waits for nobody, and
-        tells the other ranks that this one has stopped: they raise RankError.
+        In a ``finally`` or ``except``, because of an error, it commits nothing either, does not wait, and
+        tells the other ranks that this one has stopped: the other ranks raise RankError.
 
         At a StoreFullError, which all ranks raise, the tables of all ranks stay open: give room
         (``set_ssd``) on the ranks that it names and close again on all, or use ``commit=False``.
@@ -144,7 +144,7 @@ class ShardedCollection(Collection):
         return self.configs[self.config_number(table)]
 
     def _asked(self, ids: Any, table: str | None) -> tuple[Any, NDArray[np.int64]]:
-        """Return the table's configuration and the ids. Every rank raises if those of one are wrong."""
+        """Return the table's configuration and the ids. Every rank raises if a rank's are wrong."""
         error: InputError | None = None
         asked: Any = None
         try:

@@ -66,10 +66,10 @@ class Place:
     folder: str
     at: int
     number: int
-    """Of the commit of all ranks; 0 if there is none that this store takes part in."""
+    """Number of the commit of all ranks; 0 if this store takes part in none."""
 
     def check(self, engine: Engine) -> None:
-        """StoreMismatchError unless the store is at the commit of all ranks: some engines keep only one."""
+        """Raise StoreMismatchError unless the store is at the commit of all ranks: some engines keep one."""
         if not self.number or engine.store is None:
             return
         found = engine.committed_extra().get("commit")
@@ -84,7 +84,7 @@ class Commits:
     """The commits below ``path``, of the collections called ``names``. All ranks make it and use it together.
 
     Rank 0 has the lock of ``path`` until :meth:`release`, or until all collections are closed. Raises, on all
-    ranks, StoreLockedError if somebody else has it, and StoreMismatchError if the last commit has rows of
+    ranks, StoreLockedError if another process has it, and StoreMismatchError if the last commit has rows of
     other collections.
     """
 
@@ -99,19 +99,19 @@ class Commits:
             self.release()
             raise
         self.number: int = record.get("number", 0)
-        """Of the last commit of all ranks, 0 before the first."""
+        """Number of the last commit of all ranks; 0 before the first."""
         self.extra: dict[str, Any] = record.get("extra", {})
         self._saved = {name: _saved(entry) for name, entry in record.get("collections", {}).items()}
         self._shards: dict[str, RankShards] = {}
         self._folders: dict[str, str] = {}
         self._left: dict[str, str] = {}
-        """Folders of the last commit, of which the next one will need nothing."""
+        """Folders that only the last commit needs: the next commit does not."""
         self._restored: set[str] = set()
         self._named: list[dict[str, int]] = []
-        """The commits of every rank that the file names, where they are in the present stores."""
+        """By rank, those commits named in the file that are in the present stores."""
 
     def _read(self) -> dict[str, Any]:
-        """Rank 0's file, told to all: ranks on other hosts may not see it."""
+        """Return what rank 0 has read, on all ranks: ranks on other hosts may not see the file."""
         # a name that no interrupted job has used: what is in its folders belongs to no commit
         record: list[Any] = [None, None, token_hex(4)]
         if self._env.rank == 0:
@@ -147,7 +147,7 @@ class Commits:
         return record
 
     def _check_names(self, saved: Collection[str], names: Collection[str]) -> None:
-        """Rows of a collection that the model does not have would not be in the next commit."""
+        """Raise StoreMismatchError for saved collections that the next commit would not have."""
         lost = sorted(set(saved) - set(names))
         if lost:
             raise StoreMismatchError(
@@ -157,17 +157,17 @@ class Commits:
             )
 
     def release(self) -> None:
-        """Gives the lock of the path back."""
+        """Give the lock of the path back."""
         if self._lock is not None:
             self._lock.close()
 
     def leave(self) -> None:
-        """Gives the lock back if all collections are closed. Each says when it is."""
+        """Give the lock back if all collections are closed. A collection calls it when it is closed."""
         if all(shards.engine.closed for shards in self._shards.values()):
             self.release()
 
     def place(self, name: str, plan: ShardingPlan, engine: str) -> Place:
-        """Where this rank's store of a collection is: in a new folder if the last commit has another plan."""
+        """Return where this rank's store is: in a new folder if the last commit has another plan."""
         saved = self._saved.get(name)
         rank = f"rank{self._env.rank:05d}"
         if saved is not None and (_geometry(saved.plan), saved.engine) == (_geometry(plan), engine):
@@ -182,7 +182,7 @@ class Commits:
         return Place(str(self.path / self._folders[name] / rank), 0, 0)
 
     def join(self, name: str, shards: RankShards) -> None:
-        """The collection takes part from now on; its rows are those of the last commit, if that has them."""
+        """Add a collection, and restore its rows from the last commit, if that has them."""
         self._shards[name] = shards
         saved = self._saved.get(name)
         if saved is None:
@@ -194,7 +194,7 @@ class Commits:
         shards.fused_optimizer.num_updates = saved.updates
 
     def restored(self, name: str) -> bool:
-        """Whether the collection began with the rows of a commit."""
+        """Return whether the collection began with the rows of a commit."""
         return name in self._restored
 
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
@@ -204,17 +204,17 @@ class Commits:
         rank's store, which then stays until it is dropped. Raises ConfigError on all ranks if one fails, or
         StoreFullError, after which all ranks can try again.
         """
-        with self._env.together():
+        with self._env.shared_errors():
             extra = _checked(extra)
         # rank 0's: after a save by torch.distributed.checkpoint that failed ranks have counted differently
-        said = [self.begin(extra)]
-        self._env.broadcast_objects(said)
-        begun = said[0]
+        sent = [self.begin(extra)]
+        self._env.broadcast_objects(sent)
+        begun = sent[0]
         own: dict[str, int] = {}
-        with self._env.together_unless_full():  # or no rank counts this commit as made
+        with self._env.shared_errors_or_full():  # or no rank counts this commit as made
             own = self.commit_own(begun, tag)
         everyone = self._env.gather_objects(own)
-        with self._env.together_unless_full():
+        with self._env.shared_errors_or_full():
             if self._env.rank == 0:
                 self.record(begun, everyone)
         self._named = everyone
@@ -222,13 +222,16 @@ class Commits:
         return self.number
 
     def begin(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """First step of a commit of all ranks, for who does the talking between them: what one rank tells
-        all. Then every rank calls :meth:`commit_own`, that one :meth:`record`, and all :meth:`count`."""
+        """Return what one rank sends to all to begin a commit of all ranks.
+
+        Then every rank calls :meth:`commit_own`, the one rank :meth:`record`, and every rank :meth:`count`.
+        """
         return {"number": self.number + 1, "named": self._named, "extra": extra}
 
     def commit_own(self, begun: dict[str, Any], tag: str | None = None) -> dict[str, int]:
-        """Commits this rank's stores; returns the commits' numbers by collection. Those that the last record
-        does not name, and never will, are given up."""
+        """Commit this rank's stores; return the commits' numbers by collection.
+
+        Commits of all ranks that no record names are dropped."""
         own: dict[str, int] = {}
         number, named = begun["number"], begun["named"]
         for name, shards in self._shards.items():
@@ -244,23 +247,23 @@ class Commits:
         return own
 
     def count(self, begun: dict[str, Any]) -> None:
-        """The commit is the last one now, as far as this rank knows."""
+        """Note that the commit is the last one now."""
         self.number, self.extra = begun["number"], begun["extra"]
 
     def record(self, begun: dict[str, Any], everyone: list[dict[str, int]]) -> None:
-        """Makes the ranks' commits the one of all ranks; ``everyone``: what they returned."""
+        """Record the ranks' commits as one of all ranks. ``everyone``: numbers by rank."""
         self._write(begun["number"], everyone, begun["extra"])
         self._named = everyone
         for name, folder in self._left.items():
             logger.info(
-                "the rows of %s are in %s from now on; the former can be deleted on every host",
+                "the rows of %s are in %s from now on; the former folder can be deleted on every host",
                 self.path / folder,
                 self.path / self._folders[name],
             )
         self._left.clear()
 
     def commit_last(self) -> None:
-        """Commits before the tables are closed, unless the last commit has an ``extra`` (as that of a
+        """Commit before the tables are closed, unless the last commit has an ``extra`` (as that of a
         checkpoint has), which would be wrong of rows that were trained since."""
         changes = self.uncommitted()
         if lost := self._env.peers.lost:
@@ -276,7 +279,7 @@ class Commits:
             warn_of_uncommitted(self.path, self.extra, changes)
 
     def uncommitted(self) -> int:
-        """Updates of this rank, and calls that overwrote rows, since the last commit."""
+        """Return how many updates and calls that overwrote rows this rank has had since the last commit."""
         return sum(shards.engine.uncommitted for shards in self._shards.values())
 
     def _write(self, number: int, everyone: list[dict[str, int]], extra: dict[str, Any]) -> None:
@@ -303,7 +306,7 @@ def _checked(extra: Any) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(json.dumps(extra or {}, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"extra must be plain JSON values: {error}; give others to checkpoint.save"
+            f"extra must be plain JSON values: {error}; give other values to checkpoint.save"
         ) from error
     return found
 
@@ -329,7 +332,7 @@ def end(peers: Peers, commits: Commits | None, commit: bool, close_here: Callabl
 
 
 def _check(record: Any) -> None:
-    """Raises one of _DAMAGE unless the record is one that :meth:`Commits._write` makes."""
+    """Raise one of _DAMAGE unless the record is one that :meth:`Commits._write` makes."""
     if record.get("format") != FORMAT:
         raise ValueError(f"format {record.get('format')!r} is not {FORMAT}")
     if not _is_count(record["number"]) or not isinstance(record["extra"], dict):

@@ -21,7 +21,7 @@ class CommsConfig:
     """How sharded collections talk. The default is exact.
 
     forward_precision, backward_precision: "fp32", "bf16" or "fp16"; vectors and their gradients are rounded
-        to it, also those that stay on their rank, so that the result does not depend on who holds a row.
+        to it, also where they stay on their rank, so that the result does not depend on who holds a row.
         Gradients beyond 65504 become infinite in fp16, and so do their rows, unless the tiers have
         ``check_gradients``, which leaves these rows alone and raises GradientError.
     dedup: every rank asks for an id once per batch and feature, gets rows instead of pooled vectors, pools
@@ -62,7 +62,7 @@ class WireMemory:
 
 
 class OutputMemory:
-    """Memory of outputs, used again when nobody has the tensor, a view of it or a graph that needs it any
+    """Memory of outputs, used again when no one has the tensor, a view of it or a graph that needs it any
     more: a new one would have its pages faulted in and cleared at every step."""
 
     _KEPT = 2
@@ -72,7 +72,7 @@ class OutputMemory:
         """Memory, and what the tensor's storage refers to, which goes when the storage does."""
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
-        """A float32 tensor, not initialised."""
+        """Return a float32 tensor, not initialised."""
         count = math.prod(shape)
         free = [at for at, (memory, user) in enumerate(self._held) if user() is None and len(memory) >= count]
         memory = self._held.pop(free[0])[0] if free else np.empty(count + count // 8, np.float32)

@@ -1,4 +1,4 @@
-"""Who takes part: the ranks of a job, and everything that sharded collections say to one another."""
+"""The ranks of a job, and every collective by which sharded collections exchange data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Pending:
         self._peers, self._work, self._kept, self._exchange = peers, work, kept, exchange
 
     def wait(self) -> None:
-        """Raises RankError if a rank is lost. Waiting again does nothing."""
+        """Raise RankError if a rank is lost. Waiting again does nothing."""
         work, self._work, self._kept = self._work, None, ()
         if work is not None:
             self._peers.wait(work, self._exchange)
@@ -33,7 +33,7 @@ class Pending:
 
 @dataclass
 class Traffic:
-    """What this rank has sent to others in all-to-alls: ids, vectors, gradients and weights, in bytes."""
+    """Bytes that this rank has sent to other ranks in all-to-alls: ids, vectors, gradients and weights."""
 
     bytes_sent: int = 0
 
@@ -58,7 +58,7 @@ class ShardingEnv:
     @classmethod
     def from_process_group(cls, group: Any = None, timeout: timedelta | None = None) -> ShardingEnv:
         """``group``: the ranks that share the tables, the default group if None. ``timeout``: after which a
-        collective that some rank does not join fails on the others; that of ``group`` if None."""
+        collective that some rank does not join fails on the other ranks; the timeout of ``group`` if None."""
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError(
                 "torch.distributed is not initialised; start the ranks with torchrun and call "
@@ -107,7 +107,7 @@ class ShardingEnv:
     def all_to_all(
         self, out: Tensor, given: Tensor, arriving: Sequence[int], leaving: Sequence[int], group: Any = None
     ) -> Pending:
-        """Begins to send ``leaving[r]`` elements of ``given`` to each rank r, and to fill ``out`` with
+        """Begin to send ``leaving[r]`` elements of ``given`` to each rank r, and to fill ``out`` with
         ``arriving[r]`` from it; all ranks do. ``group``: ``outputs`` if None."""
         if self.world_size == 1:
             out.copy_(given)
@@ -121,8 +121,8 @@ class ShardingEnv:
         return Pending(self.peers, work, out, given, exchange=exchange)
 
     def send_and_receive(self, given: dict[int, Tensor], sizes: dict[int, int]) -> dict[int, Tensor]:
-        """Sends ``given[r]`` (float32, 1-D) to each rank r and returns ``sizes[r]`` floats from it. Nothing
-        is said where there is nothing to send, so only the ranks concerned take part."""
+        """Send ``given[r]`` (float32, 1-D) to each rank r and return ``sizes[r]`` floats from it. Ranks
+        with nothing to send exchange no message, so only the ranks concerned take part."""
         arrived = {rank: torch.empty(size) for rank, size in sizes.items()}
         peers = dist.get_process_group_ranks(self.outputs)
         with self.peers.reached():
@@ -137,7 +137,7 @@ class ShardingEnv:
         return arrived
 
     def gather(self, tensor: Tensor, group: Any = None) -> tuple[Pending, Tensor]:
-        """Begins to collect a tensor of the same shape of every rank: (ranks, *shape)."""
+        """Begin to collect a tensor of the same shape of every rank: (ranks, *shape)."""
         everyone = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype)
         with self.peers.reached():
             exchange = self.peers.begin(exchange=group is self.inputs)
@@ -145,7 +145,7 @@ class ShardingEnv:
         return Pending(self.peers, work, tensor, exchange=exchange), everyone
 
     def gather_objects(self, value: Any, group: Any = None) -> list[Any]:
-        """What every rank gives. All ranks call it."""
+        """Return what every rank gives. All ranks call it."""
         pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         pending, sizes = self.gather(torch.tensor(len(pickled)), group)
         pending.wait()
@@ -159,7 +159,7 @@ class ShardingEnv:
         ]
 
     def broadcast_objects(self, values: list[Any]) -> None:
-        """Replaces ``values`` by those of rank 0. All ranks call it."""
+        """Replace ``values`` by the values of rank 0. All ranks call it."""
         pickled = torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
         size = torch.tensor(len(pickled))
         self._broadcast(size)
@@ -188,28 +188,28 @@ class ShardingEnv:
             work = dist.all_reduce(tensor, kind, group=group, async_op=True)
         self.peers.wait(work)
 
-    def agree(self, error: Exception | None, kind: type[TierStoreError] = ConfigError) -> None:
+    def share_error(self, error: Exception | None, kind: type[TierStoreError] = ConfigError) -> None:
         """Raise ``kind`` on every rank if any rank has an error. All ranks call it."""
         failed = torch.tensor([int(error is not None)])
         self._reduce(failed, dist.ReduceOp.MAX, self.outputs)
         if failed.item():
-            self.raise_together(error, self.outputs, kind)
+            self.raise_shared(error, self.outputs, kind)
 
     @contextmanager
-    def together(self, kind: type[TierStoreError] = ConfigError) -> Iterator[None]:
-        """Make what is done within fail on every rank, with ``kind``, if it fails on any. All ranks do it."""
+    def shared_errors(self, kind: type[TierStoreError] = ConfigError) -> Iterator[None]:
+        """Raise ``kind`` on every rank if the block fails on any rank. All ranks enter it."""
         error: Exception | None = None
         try:
             yield
         except Exception as raised:  # the other ranks must not wait
             error = raised
-        self.agree(error, kind)
+        self.share_error(error, kind)
 
     @contextmanager
-    def together_unless_full(self) -> Iterator[None]:
-        """As :meth:`together`, but every rank raises StoreFullError if that is the only kind of error.
+    def shared_errors_or_full(self) -> Iterator[None]:
+        """Raise as :meth:`shared_errors`, but StoreFullError if no rank has another kind of error.
 
-        The caller may then give room and try again: no rank has stopped.
+        The caller may then give room and try again, for no rank has stopped.
         """
         error: Exception | None = None
         try:
@@ -219,29 +219,29 @@ class ShardingEnv:
         # 0: no error, 1: a full store, 2: another error
         worst = torch.tensor([0 if error is None else 1 if isinstance(error, StoreFullError) else 2])
         self._reduce(worst, dist.ReduceOp.MAX, self.outputs)
-        if worst.item() == 2:
-            self.raise_together(error, self.outputs, ConfigError)
-        if worst.item() == 1:
+        if worst.item():
             try:
-                self.raise_together(error, self.outputs, StoreFullError)
+                self.raise_shared(error, self.outputs, (StoreFullError, ConfigError)[int(worst.item()) - 1])
             except StoreFullError as full:
                 self.peers.handled = full
                 raise
 
     def check_same(self, values: Mapping[str, Any]) -> None:
-        """ConfigError on every rank, which names them, unless all give equal values (in their ``repr``). All
-        ranks call it."""
+        """Raise ConfigError, which names them, on every rank unless all ranks give values of equal ``repr``.
+
+        All ranks call it.
+        """
         digests = b"".join(hashlib.sha256(repr(value).encode()).digest() for value in values.values())
         pending, everyone = self.gather(torch.frombuffer(bytearray(digests), dtype=torch.uint8))
         pending.wait()
         different = (everyone != everyone[0]).view(self.world_size, len(values), -1).any(dim=2)
-        for rank, those in enumerate(different.tolist()):
-            if any(those):
-                what = ", ".join(name for name, other in zip(values, those, strict=True) if other)
+        for rank, differs in enumerate(different.tolist()):
+            if any(differs):
+                what = ", ".join(name for name, other in zip(values, differs, strict=True) if other)
                 raise ConfigError(f"rank {rank} was given other {what} than rank 0; give all ranks the same")
 
-    def raise_together(self, error: Exception | None, group: Any, kind: type[TierStoreError]) -> NoReturn:
-        """Raises ``kind`` on every rank, with what all ranks that have an error say."""
+    def raise_shared(self, error: Exception | None, group: Any, kind: type[TierStoreError]) -> NoReturn:
+        """Raise ``kind`` on every rank, with what all ranks that have an error say."""
         own = None if error is None else str(error) or type(error).__name__
         found: list[str | None] = self.gather_objects(own, group)
         ranks: dict[str, list[str]] = {}
@@ -250,17 +250,17 @@ class ShardingEnv:
                 ranks.setdefault(text, []).append(str(rank))
         if len(found) in map(len, ranks.values()):
             raise kind(next(iter(ranks))) from error
-        said = (f"rank {', '.join(those)}: {text}" for text, those in ranks.items())
-        raise kind("; ".join(said)) from error
+        texts = (f"rank {', '.join(failed)}: {text}" for text, failed in ranks.items())
+        raise kind("; ".join(texts)) from error
 
-    def least(self, value: int) -> int:
-        """The smallest ``value`` of any rank. All ranks call it."""
+    def min_over_ranks(self, value: int) -> int:
+        """Return the smallest ``value`` of any rank. All ranks call it."""
         smallest = torch.tensor([value])
         self._reduce(smallest, dist.ReduceOp.MIN, self.inputs)
         return int(smallest.item())
 
     def sum_bits(self, tensor: Tensor) -> Tensor:
-        """Adds up a float32 tensor of which every element is non-zero bits on at most one rank; in place.
+        """Add up a float32 tensor of which every element is non-zero bits on at most one rank; in place.
 
         Exact: the bits are added as integers."""
         self._reduce(tensor.view(torch.int32), dist.ReduceOp.SUM, self.outputs)
@@ -268,8 +268,7 @@ class ShardingEnv:
 
 
 def _timeout_of(group: Any) -> timedelta | None:
-    """What ``init_process_group`` or ``new_group`` was given, which further groups do not inherit; None if
-    the group has no CPU backend."""
+    """Return the timeout of a group, which further groups do not inherit; None if it has no CPU backend."""
     try:
         found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     except (RuntimeError, AttributeError):

@@ -105,11 +105,11 @@ class InputExchange:
         goes_on = batch.state in (_GOES_ON, _WANTS_GRADIENTS)
         found = batch.features if goes_on else []
         self.lengths = [feature.lengths for feature in found]
-        """Of this rank's bags, by feature."""
+        """Lengths of this rank's bags, by feature."""
         self.begins = [feature.begin for feature in found]
         """Position in the batch of every feature's first id."""
         self.inverse: list[Tensor] = []
-        """By feature: which of the ids that are asked for each of the batch's is; only with ``dedup``."""
+        """By feature, for each id of the batch its position among the ids asked for; only with ``dedup``."""
         if rules.dedup:
             found, self.inverse = _without_repeats(found)
         elif rules.rows_only:
@@ -117,7 +117,7 @@ class InputExchange:
         self.asked = found
         as_int32 = self._dtype == torch.int32
         self.sent: list[list[Sent]] = _divide(self._routing, found, as_int32) if goes_on else []
-        """By rank, by request of that rank."""
+        """What is sent to each rank, by request of that rank."""
         self._leaving = [sum(len(piece.ids) for piece in pieces) for pieces in self.sent]
         self._pending, self._all_meta = env.gather(self._announcement(batch.state), env.inputs)
         self._started = False
@@ -134,8 +134,8 @@ class InputExchange:
         return meta
 
     def send(self) -> None:
-        """Sends the ids. Doing it again does nothing. Raises on all ranks: InputError if one of them has a
-        wrong input, RankError if one has no batch and others have."""
+        """Send the ids. Doing it again does nothing. Raises on all ranks: InputError if one of them has a
+        wrong input, RankError if one has no batch and another one has."""
         if self._started:
             return
         self._started = True
@@ -146,9 +146,9 @@ class InputExchange:
             return
         if _FAILED in states or _ENDED in states:
             own = self._error or (_NO_BATCH if meta[self._env.rank, 0] == _ENDED else None)
-            self._env.raise_together(own, self._env.inputs, RankError)
+            self._env.raise_shared(own, self._env.inputs, RankError)
         if _WRONG in states:
-            self._env.raise_together(self._error, self._env.inputs, InputError)
+            self._env.raise_shared(self._error, self._env.inputs, InputError)
         self.weights_learn = _WANTS_GRADIENTS in states
         """Whether the weights of any rank require gradients, in whose exchange all ranks take part."""
         count = len(self._routing.features)
@@ -175,7 +175,7 @@ class InputExchange:
         )
 
     def receive(self) -> list[list[Arrived]]:
-        """By request of this rank, by rank that asks."""
+        """Return what arrived, by request of this rank and by rank that asks."""
         self.send()
         self._pending.wait()
         requests = [request.feature for request in self._routing.own]
@@ -196,14 +196,14 @@ class InputExchange:
         return arrived
 
     def sent_by_answer(self) -> list[Sent]:
-        """What was sent for each of the routing's answers."""
+        """Return what was sent for each of the routing's answers."""
         rank = self._env.rank
         pairs = [list(zip(r, s, strict=True)) for r, s in zip(self._routing.by_rank, self.sent, strict=True)]
         others = [piece for of_rank in pairs for request, piece in of_rank if not request.replica]
         return others + [piece for request, piece in pairs[rank] if request.replica]
 
     def positions(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Of the ids sent, in their order: positions in the batch's values; and which are not for a replica
+        """Return the sent ids' positions in the batch's values, in order, and which ids are not for a replica
         on another rank."""
         positions, counted = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
         for rank, (pieces, requests) in enumerate(zip(self.sent, self._routing.by_rank, strict=True)):
@@ -235,7 +235,7 @@ def _without_repeats(features: Sequence[FeatureIds]) -> tuple[list[FeatureIds], 
 
 
 def check_range(features: Sequence[FeatureIds], bounds: Sequence[int]) -> None:
-    """InputError that names the feature, the first id out of range and its position."""
+    """Raise InputError that names the feature, the first id out of range and its position."""
     described = [
         (f.ids.data_ptr(), f.ids.dtype == torch.int32, f.ids.numel(), bound)
         for f, bound in zip(features, bounds, strict=True)
@@ -249,7 +249,7 @@ def check_range(features: Sequence[FeatureIds], bounds: Sequence[int]) -> None:
 
 
 def _divide(routing: Routing, features: Sequence[FeatureIds], as_int32: bool) -> list[list[Sent]]:
-    """By rank, by request of that rank, what it gets of this rank's batch."""
+    """Return what each rank gets of this rank's batch, by request of that rank."""
     pieces: dict[tuple[int, tuple[int, int] | None], Sent] = {}
     wire = np.int32 if as_int32 else np.int64
     for number, feature in enumerate(features):
@@ -264,7 +264,7 @@ def _divide(routing: Routing, features: Sequence[FeatureIds], as_int32: bool) ->
 
 
 def _by_rows(feature: FeatureIds, ranges: Sequence[tuple[int, int]], as_int32: bool) -> list[Sent]:
-    """A feature's ids divided by ranges that cover all rows, in order of position within each."""
+    """Return a feature's ids divided by ranges that cover all rows, in order of position within each."""
     starts = np.array([begin for begin, _ in ranges], np.int64)
     own = feature.ids.contiguous()
     bags = feature.lengths

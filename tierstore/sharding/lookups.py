@@ -75,7 +75,7 @@ class Layout:
 
 
 class ExchangedLookups:
-    """Looks rows up for all ranks, and gets those of this rank's own batch from all ranks.
+    """Looks rows up for all ranks, and gets the rows of this rank's own batch from all ranks.
 
     ``rows_only``: rows are asked for one by one, and not pooled by their owners.
     """

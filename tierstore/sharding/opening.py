@@ -26,7 +26,7 @@ _NO_SHARD = "(no shard)"
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """What a sharded collection is told beside its tables, their plan and the ranks.
+    """Options of a sharded collection, beside its tables, their plan and the ranks.
 
     Args:
         config: budgets of one rank, where the plan states no bytes; ``path`` gets a folder for every rank.
@@ -76,7 +76,7 @@ def open_shards(
     plan.check(configs, env.world_size, "cpu")
     routing = Routing(features.all, plan, env.rank)
     _check_max_pooling(features, routing, options.comms)
-    with env.together():
+    with env.shared_errors():
         check_machine(config)
     commits = options.commits
     if commits is None and config.path is not None:
@@ -147,7 +147,7 @@ def _open(
     """Return the engine of this rank's shards; ConfigError on every rank if one of them fails."""
     engine: Engine | None = None
     try:
-        with env.together():
+        with env.shared_errors():
             optimizer = options.optimizer or SGD()
             tables, config = _of_rank(routing, configs, options.config, place, optimizer)
             at = 0 if place is None else place.at
@@ -169,7 +169,7 @@ def _of_rank(
     place: Place | None,
     optimizer: OptimizerSpec,
 ) -> tuple[list[Table], TierConfig]:
-    """Return this rank's tables and tiers. A rank without shards has one row that nobody asks for."""
+    """Return this rank's tables and tiers. A rank without shards has one row that no rank asks for."""
     tables = routing.local_tables(configs)
     if not tables:
         nothing = TierConfig(hbm="all", check_gradients=config.check_gradients)

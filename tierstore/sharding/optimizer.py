@@ -30,7 +30,7 @@ class KeyedFusedOptimizer(AppliedOptimizer):
     """
 
     def __init__(self, collections: Mapping[str, ShardedCollection]) -> None:
-        # torch's own constructor would copy the parameter groups, which must stay those of the collections
+        # torch's own constructor would copy the parameter groups, which the collections must share
         self._optimizer_step_pre_hooks: dict[int, Callable[..., Any]] = OrderedDict()
         self._optimizer_step_post_hooks: dict[int, Callable[..., Any]] = OrderedDict()
         self.defaults: dict[str, Any] = {"_save_param_groups": False}
@@ -60,7 +60,7 @@ class KeyedFusedOptimizer(AppliedOptimizer):
 
     @_opt_called.setter
     def _opt_called(self, value: bool) -> None:
-        """Of no use: updates come with backward passes, not with ``step()``."""
+        """Ignore ``value``: updates come with backward passes, not with ``step()``."""
 
     @property
     def state(self) -> dict[Tensor, dict[str, Tensor]]:  # type: ignore[override]
@@ -69,7 +69,8 @@ class KeyedFusedOptimizer(AppliedOptimizer):
 
     def add_param_group(self, param_group: Any) -> None:
         raise ConfigError(
-            "a fused optimizer has the groups of its collections; give others an optimizer of their own"
+            "a fused optimizer has the groups of its collections; give other parameters an optimizer of "
+            "their own"
         )
 
     def save_param_groups(self, save: bool) -> None:
@@ -77,14 +78,14 @@ class KeyedFusedOptimizer(AppliedOptimizer):
         self.defaults["_save_param_groups"] = save
 
     def post_load_state_dict(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """``{"state": {weight: {"<table>.<state>": tensor}}, "param_groups": [...]}``, groups with names of
         weights.
 
         State is (rows,) or (rows, dim) float32, and ``<table>.step`` the number of updates. Tables beyond
-        STATE_DICT_LIMIT bytes have a mark for the former: commits keep their state. All ranks call it.
+        STATE_DICT_LIMIT bytes have a mark in place of their state, which commits keep. All ranks call it.
         """
         groups = [{**g, "params": keys} for g, keys in zip(self.param_groups, self._keys, strict=True)]
         if shard_views.wanted.on:
@@ -94,7 +95,7 @@ class KeyedFusedOptimizer(AppliedOptimizer):
         return {"state": {key: self._state_of(key) for key in self.params}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Of :meth:`state_dict`, whatever the plan that it comes from. All ranks call it with the same.
+        """Load a :meth:`state_dict`, of any plan. All ranks call it with the same.
 
         Raises ConfigError for another model's or optimizer's.
         """
@@ -128,7 +129,7 @@ class KeyedFusedOptimizer(AppliedOptimizer):
             raise ConfigError(f"{key}: {spec.name} has {spec.state_names} of shape {shape}, not {found}")
 
     def _load(self, key: str, state: dict[str, Tensor]) -> None:
-        """The state of one table; of one that was left out, only the number of updates."""
+        """Load the state of one table; of one that was left out, only the number of updates."""
         collection, table = self._tables[key]
         collection.fused_optimizer.num_updates = int(state["step"])
         whole = {}

@@ -56,8 +56,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Floats by rank. ``answered``: to the others, 0 to itself; ``expected``: from the others; ``own``: of
-    this rank's answers to itself; ``replicas``: of its replicas' answers to every rank."""
+    """Floats by rank.
+
+    ``answered``: to the other ranks, 0 to itself. ``expected``: from the other ranks. ``own``: of this rank's
+    answers to itself. ``replicas``: of its replicas' answers to every rank.
+    """
 
     answered: list[int]
     expected: list[int]
@@ -81,7 +84,7 @@ class OutputPlan:
 def local_offsets(
     floats: NDArray[np.int64], replica: NDArray[np.bool_], env: ShardingEnv
 ) -> NDArray[np.int64]:
-    """Where in local each answer begins, by own request and rank; ``floats``: how long it is."""
+    """Return where in local each answer begins, by own request and rank; ``floats``: how long it is."""
     offsets = np.zeros_like(floats)
     at = 0
     for kind in (~replica, replica):
@@ -117,7 +120,7 @@ def sources_of(
     expected: Sequence[int],
     rows: Sequence[Tensor | None],
 ) -> list[Source]:
-    """Where each of the routing's answers is; ``rows`` of each."""
+    """Return where each of the routing's answers is; ``rows`` of each."""
     own_at = sum(sizes.answered)
     replica_at = own_at + sizes.own + sum(sizes.replicas) - sizes.replicas[env.rank]
     received_at = 0
@@ -138,7 +141,7 @@ def sources_of(
 class OutputExchange(torch.autograd.Function):
     """``apply(local, plan)`` → output of ``plan.shape``.
 
-    Gradients are divided by the number of ranks, as those of the dense parameters under DDP are.
+    Gradients are divided by the number of ranks, as gradients of dense parameters are under DDP.
     """
 
     @staticmethod
@@ -182,7 +185,7 @@ class OutputExchange(torch.autograd.Function):
 
 
 def _assemble(target: Target, output: Tensor, received: Tensor, local: Tensor) -> None:
-    """Fills the target; partial sums are added in the order of the rows."""
+    """Fill the target; partial sums are added in the order of the rows."""
     into = target.of(output)
     blocks = [_block(target, source, local if source.here else received) for source in target.sources]
     if target.sources[0].rows is not None:
@@ -224,8 +227,8 @@ def _spread(plan: OutputPlan, grad: Tensor, leaving: Tensor, local: Tensor, own:
 
 
 def _exchange_replicas(plan: OutputPlan, replicas: Tensor) -> None:
-    """Every rank's gradients to all replicas. ``replicas``: of the others' batches (to be filled), and the
-    own."""
+    """Send every rank's gradients to all replicas. ``replicas``: gradients of the other ranks' batches, which
+    are filled in, and of this rank's own."""
     env, sizes = plan.env, plan.sizes.replicas
     if env.world_size == 1 or not sum(sizes):  # on all ranks or on none: replicas answer every rank's batch
         return

@@ -67,7 +67,7 @@ def _shard(
 ) -> ShardedCollection:
     """As :func:`shard`, of the collection called ``name`` that takes part in ``commits``."""
     config, comms = given
-    with env.together():
+    with env.shared_errors():
         _check_arguments(plan, config, comms)
         _check_module(module, config)
     options = ShardingOptions(
@@ -81,7 +81,7 @@ def _shard(
     sharded = _sharded(module, plan, env, options)
     try:
         if sharded.is_fresh:
-            with env.together():
+            with env.shared_errors():
                 rows = _take_over(sharded, module)
             with without_rows():  # whose digests are among ``rows``
                 state = module.fused_optimizer.state_dict()
@@ -106,7 +106,7 @@ def _sharded(
 
 
 def _check_untouched(module: nn.Module) -> None:
-    """ConfigError for tables that no exchange would keep equal on all ranks."""
+    """Raise ConfigError for tables that no exchange would keep equal on all ranks."""
     for name, child in module.named_modules():
         if isinstance(child, ShardedCollection):
             raise ConfigError(
@@ -165,7 +165,7 @@ def _check_arguments(plan: Any, config: Any, comms: Any, *, planned: bool = Fals
 
 
 def _take_over(sharded: ShardedCollection, module: Collection) -> dict[str, Any]:
-    """Gives the ranks' shards what ``module`` has. Returns digests of its rows, which must be the same on all
+    """Give the ranks' shards what ``module`` has. Returns digests of its rows, which must be the same on all
     ranks: each has its shards from its own copy."""
     found = {}
     for table in module.table_names():
@@ -183,7 +183,7 @@ def _take_over(sharded: ShardedCollection, module: Collection) -> dict[str, Any]
 class DistributedModelParallel(nn.Module):
     """A model whose collections are sharded, and whose other parameters DDP replicates, or FSDP2 shards.
 
-    ``module`` is changed in place. Names in state dicts and of parameters are those of ``module``.
+    ``module`` is changed in place. State dicts and parameters keep the names of ``module``.
 
     Args:
         module: with collections of tierstore, the same on all ranks.
@@ -193,12 +193,12 @@ class DistributedModelParallel(nn.Module):
             for the budgets of ``config`` and ``batch_size`` examples per rank and step
             (:func:`tierstore.sharding.planning.plan_of`).
         sharders: None; there is one way to shard each collection.
-        config: tiers of one rank; those of each collection if None.
+        config: tiers of one rank; each collection's own if None.
         comms: how the ranks talk; None: exactly.
         dense: "ddp" or "fsdp2", for all other parameters. With "fsdp2" they are DTensors, in state dicts too;
             make their optimizer afterwards.
         find_unused_parameters: as for DDP.
-        batch_size: what the planner is told where there is no ``plan``; 512 if None.
+        batch_size: for the planner, where there is no ``plan``; 512 if None.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class DistributedModelParallel(nn.Module):
         super().__init__()
         self.env = ShardingEnv.of(env)
         found = {name: child for name, child in module.named_modules() if _can_be_sharded(child)}
-        with self.env.together():
+        with self.env.shared_errors():
             if plan is not None and batch_size is not None:
                 raise ConfigError("batch_size is for the planner, and a plan is given: leave one of them out")
             if dense not in ("ddp", "fsdp2"):
@@ -313,15 +313,15 @@ class DistributedModelParallel(nn.Module):
         return self._wrapped(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of the unsharded model, on every rank; all ranks call it."""
+        """Return the state dict of the unsharded model, on every rank; all ranks call it."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Of the unsharded model; all ranks call it, with the same rows."""
+        """Load a state dict of the unsharded model; all ranks call it, with the same rows."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Freezes the rows, too, or lets them be trained again. All ranks call it."""
+        """Freeze the rows, too, or let them be trained again. All ranks call it."""
         for collection in self._sharded.values():
             collection.requires_grad_(requires_grad)
         return super().requires_grad_(requires_grad)
@@ -333,7 +333,7 @@ class DistributedModelParallel(nn.Module):
         return self.module.named_buffers(*args, **kwargs)
 
     def _to_own_names(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """For a module around this one that loads the state dict which it made."""
+        """Rename the keys of a state dict that was made by a module around this one, which loads it."""
         inner = f"{prefix}_wrapped." + ("" if self.module is self._wrapped else "module.")
         for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inner)]:
             state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)

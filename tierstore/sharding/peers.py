@@ -26,53 +26,55 @@ _ORDERLY = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
 @dataclass
-class Place:
-    """How many collectives a rank has begun, and whether it waits for an exchange or for an agreement: it
-    begins nothing else before that has come. ``exchange``, ``agreement``: number of that, 0 for none."""
+class Progress:
+    """How many collectives a rank has begun, and which one it waits for before it begins another.
+
+    ``exchange``, ``agreement``: the number of the one that it waits for, 0 for none.
+    """
 
     exchanges: int = 0
     agreements: int = 0
     exchange: int = 0
     agreement: int = 0
 
-    def never_meets(self, other: Place) -> bool:
-        """Whether both wait, each for what the other one has not begun."""
+    def never_meets(self, other: Progress) -> bool:
+        """Return whether both ranks wait, each for a collective that the other rank has not begun."""
         if self.exchange and other.agreement:
             return self.exchange > other.exchanges and other.agreement > self.agreements
         return bool(self.agreement and other.exchange) and other.never_meets(self)
 
 
 class Peers:
-    """What a rank knows of the others. ``group``: of all of them, by whose store they tell one another.
+    """What a rank knows of the other ranks. ``group``: of all ranks, which publish messages in its store.
 
-    There are exchanges, by which a step moves ids, rows and gradients, and agreements, as of a commit.
+    Collectives are exchanges, by which a step moves ids, rows and gradients, or agreements, as of a commit.
     """
 
     def __init__(self, rank: int, group: Any) -> None:
         self._rank, self._group = rank, group
-        self.place = Place()
+        self.progress = Progress()
         self.handled: BaseException | None = None
-        """What was being handled where all ranks were at the same point, so that it is no error of theirs."""
+        """The exception that all ranks were handling at the same point, so that it stops none of them."""
         self._thread = 0
-        """Which begins collectives. Others, that read ahead, may wait while it does not."""
+        """The thread that begins collectives. Threads that read ahead may wait while it does not."""
         self.lost = ""
-        """Why this rank and the others are not at the same point any more; empty as long as they are."""
+        """Why this rank and the other ranks are no longer at the same point; empty as long as they are."""
 
     def begin(self, *, exchange: bool) -> int:
-        """Counts a collective that this thread is about to begin; returns its number, to wait for it."""
+        """Count a collective that this thread is about to begin; returns its number, to wait for it."""
         self._thread = threading.get_ident()
         if exchange:
-            self.place.exchanges += 1
-            return self.place.exchanges
-        self.place.agreements += 1
+            self.progress.exchanges += 1
+            return self.progress.exchanges
+        self.progress.agreements += 1
         return 0
 
     @contextmanager
     def reached(self) -> Iterator[None]:
-        """Around every collective: torch says that a rank is gone, or too late, with a bare RuntimeError.
+        """Raise RankError where torch says with a bare RuntimeError that a rank is gone or too late.
 
-        Raises RankError then, and for ever after. A rank that leaves a collective for another reason, as an
-        interrupt, is not at the same point as the others either.
+        Every collective is in it, and every later one raises RankError, too. A rank that leaves a collective
+        for another reason, as an interrupt, is not at the same point as the other ranks either.
         """
         if self.lost:
             raise RankError(self.lost)
@@ -83,33 +85,33 @@ class Peers:
             raise
         except RuntimeError as error:
             gone = f"another rank of the job has died or does not answer ({error})"
-            self.lost = f"{self._said() or gone}. {_GO_ON}"
+            self.lost = f"{self._stop_reason() or gone}. {_GO_ON}"
             raise RankError(self.lost) from error
         except BaseException as error:
             self.stop(error)
             raise
 
     def wait(self, work: Any, exchange: int = 0) -> None:
-        """Waits for the exchange of this number, or the last agreement. Raises RankError if it fails, if any
+        """Wait for the exchange of this number, or the last agreement. Raises RankError if it fails, if any
         rank says that it has stopped, or waits itself for what this one has not begun."""
         told = False
         with self.reached():
             while not _is_done(work):
-                if said := self._said():
+                if said := self._stop_reason():
                     raise RankError(f"{said}. {_GO_ON}")
                 if threading.get_ident() == self._thread:
                     told = True
-                    self._check_places(exchange)
+                    self._check_progress(exchange)
             if told:
-                self._tell(Place())
+                self._publish(Progress())
 
-    def _check_places(self, exchange: int) -> None:
-        """Tells the others where this rank waits; RankError if it and another wait for one another."""
-        place = self.place
-        here = replace(place, exchange=exchange, agreement=0 if exchange else place.agreements)
-        self._tell(here)
+    def _check_progress(self, exchange: int) -> None:
+        """Tell the other ranks where this rank waits. Raises RankError if two ranks wait for one another."""
+        progress = self.progress
+        here = replace(progress, exchange=exchange, agreement=0 if exchange else progress.agreements)
+        self._publish(here)
         for rank in range(self._group.size()):
-            if here.never_meets(self._place_of(rank)):
+            if here.never_meets(self._progress_of(rank)):
                 kinds = ["a commit, close() or another call of all ranks", "the exchanges of a step"]
                 error = RankError(
                     f"rank {self._rank} waits in {kinds[bool(exchange)]}, and rank {rank} in "
@@ -119,24 +121,24 @@ class Peers:
                 self.stop(error)
                 raise error
 
-    def _tell(self, place: Place) -> None:
+    def _publish(self, progress: Progress) -> None:
         with suppress(Exception):
-            self._group.get_group_store().set(f"{_WAITS}{self._rank}", json.dumps(asdict(place)))
+            self._group.get_group_store().set(f"{_WAITS}{self._rank}", json.dumps(asdict(progress)))
 
-    def _place_of(self, rank: int) -> Place:
+    def _progress_of(self, rank: int) -> Progress:
         with suppress(Exception):
             store, key = self._group.get_group_store(), f"{_WAITS}{rank}"
             if store.check([key]):  # keys are never deleted, so this does not wait
-                return Place(**json.loads(store.get(key)))
-        return Place()
+                return Progress(**json.loads(store.get(key)))
+        return Progress()
 
     @property
     def stopped(self) -> bool:
-        """Whether this rank has lost the others, or any says that it has stopped."""
-        return bool(self.lost or self._said())
+        """Whether this rank has lost the other ranks, or any rank says that it has stopped."""
+        return bool(self.lost or self._stop_reason())
 
     def stop(self, error: BaseException) -> None:
-        """Tells the other ranks, wherever they wait, that this one has stopped because of ``error``."""
+        """Tell the other ranks, wherever they wait, that this one has stopped because of ``error``."""
         why = f"{type(error).__name__}: {error}".rstrip(": ")
         what = f"rank {self._rank} has stopped after {why}"[:1000]
         if not self.lost:
@@ -146,7 +148,7 @@ class Peers:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Around what the other ranks will wait for: they are told if it fails on this rank alone."""
+        """Tell the other ranks, which will wait for what is done within, if it fails on this rank alone."""
         try:
             yield
             self.handled = sys.exc_info()[1]
@@ -156,8 +158,8 @@ class Peers:
             self.stop(error)
             raise
 
-    def _said(self) -> str:
-        """What the first rank that stopped has said; empty if none has."""
+    def _stop_reason(self) -> str:
+        """Return what the first rank that stopped has said; empty if none has."""
         with suppress(Exception):
             store = self._group.get_group_store()
             if store.check([_STOPPED]):
@@ -178,7 +180,7 @@ def _is_done(work: Any) -> bool:
 
 
 def in_flight(handled: BaseException | None = None) -> BaseException | None:
-    """The error because of which the caller's ``finally`` or ``except`` runs; None without any, for
+    """Return the error because of which the caller's ``finally`` or ``except`` runs; None without any, for
     ``handled`` and for what ends a loop or a program in good order."""
     error = sys.exc_info()[1]
     if error is handled or isinstance(error, _ORDERLY):

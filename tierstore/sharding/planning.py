@@ -40,7 +40,7 @@ _ROUNDING = 1024  # bytes per table, so that a layout that is to hold all rows d
 def plan_of(
     module: nn.Module, env: ShardingEnv, config: TierConfig | None, batch_size: int | None = None
 ) -> ShardingPlan:
-    """The planner's plan for the collections of ``module`` on the ranks of ``env``; all ranks call it.
+    """Return the planner's plan for the collections of ``module`` on the ranks of ``env``; all ranks call it.
 
     The budgets are those of ``config``, which each rank has, or of the collections' own together; so is how
     far ahead batches are fetched. ``batch_size``: examples per rank and step, the planner's default if None.
@@ -71,7 +71,7 @@ def plan_of(
 
 
 def job_of(env: ShardingEnv, budgets: Sequence[TierConfig], rows: int) -> Job:
-    """Return the ranks of a job as a planner is told of them. All ranks call it.
+    """Return the ranks of a job as a planner needs to know them. All ranks call it.
 
     ``budgets``: of one rank. ``rows``: of all tables.
     """
@@ -86,8 +86,8 @@ def job_of(env: ShardingEnv, budgets: Sequence[TierConfig], rows: int) -> Job:
 
 
 def _ranks_per_host(env: ShardingEnv) -> int:
-    """What torchrun says, if it divides the ranks; else ranks that share a host name, if all hosts have as
-    many."""
+    """Return torchrun's number, if it divides the ranks; else that of ranks with one host name; 1 if hosts
+    differ."""
     names = env.gather_objects((os.uname().nodename, os.environ.get("LOCAL_WORLD_SIZE")))
     local = int(names[0][1] or 0)
     if local and env.world_size % local == 0:
@@ -98,7 +98,7 @@ def _ranks_per_host(env: ShardingEnv) -> int:
 
 
 def without_bytes(plan: ShardingPlan) -> ShardingPlan:
-    """The plan's cuts and ranks alone: budgets are those of TierConfig."""
+    """Return the plan's cuts and ranks alone: budgets are those of TierConfig."""
 
     def bare(table: TablePlacement) -> TablePlacement:
         none = {f"{tier}_bytes": 0 for tier in ("hbm", "uvm", "ssd")} | {"hbm_rows": 0, "uvm_rows": 0}
@@ -108,7 +108,7 @@ def without_bytes(plan: ShardingPlan) -> ShardingPlan:
 
 
 def within(plan: ShardingPlan, uvm: int) -> ShardingPlan:
-    """The plan with at most ``uvm`` bytes in the host tier of each rank."""
+    """Return the plan with at most ``uvm`` bytes in the host tier of each rank."""
     used = [0] * plan.world_size
     for table in plan.tables:
         for shard in table.shards:
@@ -151,7 +151,7 @@ def _divided(
     policy: Any,
     spec: Any,
 ) -> int:
-    """The budget of a tier; ``overrides`` learn what each table has of it, or counts for."""
+    """Return the budget of a tier; ``overrides`` learn what each table has of it, or counts for."""
     pieces = Counter(table.origin or table.name for table in tables)
     own = 0
     for name, size in _own_bytes(shards, tier, policy, spec).items():
@@ -183,8 +183,9 @@ def _divided(
 def _own_bytes(
     shards: Sequence[tuple[TablePlacement, ShardPlacement]], tier: str, policy: Any, spec: Any
 ) -> dict[str, int]:
-    """Bytes of a tier for each piece of the tables that share it with no other; the engine divides what a
-    table has equally among its pieces here."""
+    """Return bytes of a tier for each piece of the tables that have slots of their own.
+
+    The engine divides a table's bytes equally among its pieces on this rank."""
     sizes: dict[str, int] = {}
     for table, shard in shards:
         rows = getattr(shard, f"{tier}_rows")
@@ -195,7 +196,7 @@ def _own_bytes(
 
 
 def _ssd_bytes(shards: Sequence[tuple[TablePlacement, ShardPlacement]], spec: Any, config: TierConfig) -> int:
-    """Those of the plan, and with a path to commit to also room for the rows that stay in memory."""
+    """Return the plan's bytes, and with a path to commit to also room for the rows that stay in memory."""
     total = sum(shard.ssd_bytes for _, shard in shards)
     if config.path is not None:
         held = [shard for _, shard in shards if not shard.ssd_bytes]

@@ -104,7 +104,7 @@ class ExchangedPooling(ExchangedLookups):
         return torch.from_numpy(exchange.lengths[feature]).clamp(min=1).unsqueeze(1)
 
     def local_output(self, module: TieredModule, lookup: ShardedLookup, weights: Tensor | None) -> Tensor:
-        """Return what this rank pools for all ranks, (floats,); ``weights`` are those of its own batch."""
+        """Return what this rank pools for all ranks, (floats,); ``weights`` are its own batch's."""
         if weights is None:
             return module.pooled_rows(lookup, None)
         arrived = self._exchanged_weights(weights, lookup.exchange)
@@ -115,7 +115,7 @@ class ExchangedPooling(ExchangedLookups):
         """Return the weights of the ids that arrived, in their order."""
         positions, counted = exchange.positions()
         picked = weights.index_select(0, torch.from_numpy(positions))
-        if exchange.weights_learn and not picked.requires_grad:  # those of another rank do
+        if exchange.weights_learn and not picked.requires_grad:  # another rank's do
             picked.requires_grad_()
         if not counted.all():  # replicas on other ranks compute the same gradients once more
             picked = torch.where(torch.from_numpy(counted), picked, picked.detach())
@@ -128,7 +128,7 @@ class ExchangedPooling(ExchangedLookups):
         weights: Tensor | None,
         inverse: list[Tensor] | None,
     ) -> Tensor:
-        """Return pooled rows; ``found``: those that were asked for one by one, by feature."""
+        """Return pooled rows; ``found``: the rows that were asked for one by one, by feature."""
         blocks = []
         for number, rows in enumerate(found):
             begin, lengths = exchange.begins[number], exchange.lengths[number]

@@ -19,7 +19,7 @@ _NO_CAP = 1 << 60
 
 
 def restore(shards: RankShards, folder: Path, plan: ShardingPlan, commits: list[int]) -> None:
-    """Reads what this rank's shards need from the stores of all ranks of ``plan``, which all ranks must see.
+    """Read what this rank's shards need from the stores of all ranks of ``plan``, which all ranks must see.
 
     ``commits``: which commit of each store. All ranks call it: they take turns, for a store is open once.
     """
@@ -32,14 +32,14 @@ def restore(shards: RankShards, folder: Path, plan: ShardingPlan, commits: list[
         try:
             if old < plan.world_size and commits[old]:
                 _read_rank(shards, folder / f"rank{old:05d}", plan, old, commits[old])
-        except Exception as raised:  # the others must not wait
+        except Exception as raised:  # the other ranks must not wait
             error = raised
-        env.agree(error, StoreMismatchError)
+        env.share_error(error, StoreMismatchError)
     env.barrier()
 
 
 def _check_tables(shards: RankShards, folder: Path, plan: ShardingPlan) -> None:
-    """Every table that was committed must be there as it was, as in one process; others may be added."""
+    """Raise StoreMismatchError unless every committed table is there as it was; tables may be added."""
     wanted = {config.name: (config.num_embeddings, config.embedding_dim) for config in shards.configs}
     for table in plan.tables:
         committed = (table.num_embeddings, table.embedding_dim)
@@ -103,7 +103,7 @@ def _put(
     state: NDArray[np.float32],
     column: int,
 ) -> None:
-    """Writes into this rank's shards the columns of ``weight`` and ``state``, which begin at ``column``."""
+    """Write into this rank's shards the columns of ``weight`` and ``state``, which begin at ``column``."""
     per_row = shards.fused_optimizer.spec.state_per_row
     for shard in shards.of(table):
         begin = max(column, shard.columns.start)

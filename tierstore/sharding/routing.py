@@ -48,7 +48,7 @@ class Routing:
         self.own = self.by_rank[rank]
         self.cut_by_rows = [False] * len(self.features)
         self.has_whole = [False] * len(self.features)
-        """By feature: whether shards have parts of the rows, and whether any has all."""
+        """Whether any shard has all rows, by feature; ``cut_by_rows``: whether any has a part of the rows."""
         for request in (r for requests in self.by_rank for r in requests):
             self.cut_by_rows[request.feature] |= request.rows is not None
             self.has_whole[request.feature] |= request.rows is None
@@ -59,7 +59,7 @@ class Routing:
         self.columns = self._columns()
 
     def _row_ranges(self, feature: int) -> list[list[tuple[int, int]]]:
-        """The different ways in which ranges of a feature's columns are cut by rows."""
+        """Return the different ways in which ranges of a feature's columns are cut by rows."""
         cuts: dict[int, list[tuple[int, int]]] = {}
         for request in (r for requests in self.by_rank for r in requests if r.feature == feature):
             if request.rows is not None:
@@ -67,7 +67,7 @@ class Routing:
         return [list(cut) for cut in dict.fromkeys(tuple(sorted(cut)) for cut in cuts.values())]
 
     def _columns(self) -> list[list[list[int]]]:
-        """For every feature, for every range of columns in order, the numbers of its answers by first row."""
+        """Return for every feature and range of its columns the numbers of the answers, by first row."""
         found: list[dict[int, list[int]]] = [{} for _ in self.features]
         for number, answer in enumerate(self.answers):
             found[answer.feature].setdefault(answer.column, []).append(number)
@@ -78,7 +78,7 @@ class Routing:
         ]
 
     def local_tables(self, configs: Sequence[Any]) -> list[Table]:
-        """What this rank's engine holds: one table per range of columns, with the ids of the whole table."""
+        """Return the tables of this rank's engine: one per range of columns, with ids of the whole table."""
         found: dict[str, Table] = {}
         for config in configs:
             whole = table_of(config)
@@ -100,7 +100,7 @@ class Routing:
 
 
 def _check_shard_names(plan: ShardingPlan) -> None:
-    """ConfigError if a shard would be called like another table, whose rows would then be looked up."""
+    """Raise ConfigError if a shard would be called like another table, whose rows would then be looked up."""
     names = {table.name for table in plan.tables}
     for table in plan.tables:
         for shard in table.shards:
@@ -129,7 +129,7 @@ def _requests(number: int, table: TablePlacement) -> list[Request]:
 
 
 def check_placement_of(table: TablePlacement, world_size: int, ranks_per_host: int) -> None:
-    """Raises ConfigError unless the shards cover every row and column of the table once (data parallel: on
+    """Raise ConfigError unless the shards cover every row and column of the table once (data parallel: on
     every rank), and are cut as the sharding type says."""
 
     def wrong(why: str) -> ConfigError:
@@ -170,7 +170,7 @@ _ONE_HOST = {ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE}
 
 
 def _otherwise_cut(table: TablePlacement, ranks_per_host: int) -> str:
-    """In what the shards are not those of the sharding type; empty if they are."""
+    """Return in what the shards do not fit the sharding type; empty if they do."""
     kind, shards = table.sharding_type, table.shards
     if kind in _WHOLE_ROWS and any(shard.columns < table.embedding_dim for shard in shards):
         return "its shards must have all columns"

@@ -78,7 +78,7 @@ class RowWiseStateExchange:
     def mean_squares(
         self, parts: Sequence[Part], squares_of: Callable[[int], FloatArray]
     ) -> list[FloatArray | None]:
-        """By part the mean square of the whole gradient of each unique row; None: no cut tables there.
+        """Return by part the mean square of the whole gradient of each unique row; None: no cut tables there.
 
         ``squares_of(part)``: sums over the columns that are here, float32 (unique rows,). The ranks that have
         shards of a cut table all call it, at the same point of the step.
@@ -105,7 +105,7 @@ class RowWiseStateExchange:
         return self._tables[table].shards[position]
 
     def _used(self, parts: Sequence[Part]) -> dict[tuple[int, int], _Used]:
-        """By (table, shard) of this rank."""
+        """Return the rows that a batch uses, by (table, shard) of this rank."""
         used = {}
         for (table, position), local in self._local.items():
             shard = self._shard(table, position)
@@ -119,7 +119,7 @@ class RowWiseStateExchange:
         return used
 
     def _exchange(self, used: dict[tuple[int, int], _Used]) -> None:
-        """Tells the owners of other columns the sums of this rank's, and puts theirs into ``used``."""
+        """Tell the owners of other columns the sums of this rank's, and put theirs into ``used``."""
         leaving: dict[int, list[FloatArray]] = {}
         awaited: dict[int, list[tuple[_Pair, _Used, slice]]] = {}
         for pair in self._pairs:

@@ -1,4 +1,4 @@
-"""Whether ranks have the same rows, told by a number that does not depend on the order of the rows."""
+"""A digest of rows that does not depend on their order, by which ranks compare the rows that they have."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ class ShardedValues:
         return max(held.values()) <= STATE_DICT_LIMIT
 
     def view(self) -> Any:
-        """The ShardedTensor, (rows, columns), or (rows,) of state kept per row, with copies of this rank's
-        shards."""
+        """Return a ShardedTensor with copies of this rank's shards: (rows, columns), or (rows,) of state kept
+        per row."""
         from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
         from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
         from torch.distributed._shard.sharding_spec import ShardMetadata
@@ -96,7 +96,7 @@ class ShardedValues:
         return ShardedTensor._init_from_local_shards_and_global_metadata(shards, whole, process_group=group)
 
     def load(self, view: Any, key: str) -> None:
-        """Writes this rank's shards of a ShardedTensor; InputError, on every rank, if its cut is another."""
+        """Write this rank's shards of a ShardedTensor; InputError, on every rank, if its cut is another."""
         group = self.shards.env.process_group
         found = {
             (tuple(shard.shard_offsets), tuple(shard.shard_sizes), shard.placement.rank())
@@ -120,7 +120,7 @@ class ShardedValues:
                 self._write(local, first, last, values[first - begin : last - begin].numpy())
 
     def _load_for_all_columns(self, given: dict[tuple[int, ...], Tensor]) -> None:
-        """Shards of other columns keep the same number per row; only those of the first are in the view."""
+        """Load state kept per row, which all columns' shards have, from the first columns' in the view."""
         for first, last in id_ranges(0, self.placement.num_embeddings):
             values = torch.zeros(last - first)
             for (begin,), piece in given.items():
@@ -138,24 +138,24 @@ class ShardedValues:
         return self.state is not None and self.shards.fused_optimizer.spec.state_per_row
 
     def _shown(self) -> Sequence[ShardPlacement]:
-        """The shards that a view has."""
+        """Return the shards that a view has."""
         shards = [part for part in self.placement.shards if part.rows and part.columns]
         return [part for part in shards if not part.column_start] if self._per_row else shards
 
     def _cell(self, part: ShardPlacement) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offsets and sizes of a shard in the view."""
+        """Return offsets and sizes of a shard in the view."""
         if self._per_row:
             return (part.row_start,), (part.rows,)
         return (part.row_start, part.column_start), (part.rows, part.columns)
 
     def _offsets(self, local: LocalShard) -> tuple[int, ...]:
-        """Those of a shard of this rank, and of no other for columns that the view has not."""
+        """Return the offsets of a shard of this rank; empty for columns that the view does not have."""
         if not self._per_row:
             return local.rows[0], local.columns.start
         return (local.rows[0],) if local.columns.start == 0 else ()
 
     def _columns(self, local: LocalShard) -> Any:
-        """Which floats of the state of this rank's shard they are."""
+        """Return which floats of the state of this rank's shard they are."""
         width = local.columns.stop - local.columns.start
         columns = self.shards.fused_optimizer.spec.state_columns(width)[self.state or ""]
         start = columns.start - width

@@ -44,7 +44,7 @@ class RankShards:
     """The shards of one collection that this rank has.
 
     ``configs``: of the whole tables. ``config``: as the user gave it, for one rank. ``engine``: of this
-    rank's shards; a rank without any has one row that nobody asks for.
+    rank's shards; a rank without any has one row that no rank asks for.
     """
 
     env: ShardingEnv
@@ -98,7 +98,7 @@ class RankShards:
         weight: NDArray[np.float32],
         state: NDArray[np.float32] | None,
     ) -> None:
-        """Overwrite those rows of a table that are here.
+        """Overwrite the rows of a table that are on this rank.
 
         ``weight`` (ids, dim) and ``state`` (ids, floats of state) are of whole rows; None keeps the state.
         """

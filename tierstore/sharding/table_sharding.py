@@ -23,7 +23,7 @@ class TableSharding:
         self.rectangles = rectangles
 
     def place(self, table: Any, module: str, world_size: int, ranks_per_host: int) -> TablePlacement:
-        """The placement of a table (a configuration) with no bytes stated: the budgets of TierConfig hold."""
+        """Return the placement of a table (a configuration), without bytes: TierConfig has the budgets."""
         rows, columns = table.num_embeddings, table.embedding_dim
         shards = tuple(
             ShardPlacement(*rectangle, hbm_bytes=0, uvm_bytes=0, ssd_bytes=0)
@@ -44,7 +44,7 @@ def data_parallel() -> TableSharding:
 
 
 def table_wise(rank: int) -> TableSharding:
-    """The whole table on one rank."""
+    """Return the whole table on one rank."""
     _check_integers("ranks", [rank])
     return TableSharding(ShardingType.TABLE_WISE, lambda rows, columns, *_: [(rank, 0, rows, 0, columns)])
 
@@ -125,7 +125,7 @@ def construct_plan(
     ranks_per_host: int | None = None,
     name: str = "",
 ) -> ShardingPlan:
-    """The plan that cuts every table of ``module`` (a collection, or its configurations) as ``cuts`` says.
+    """Return the plan that cuts every table of ``module`` (a collection, or its configurations) by ``cuts``.
 
     ``name``: the module's path in the model. Raises ConfigError for a table without a cut or a cut without a
     table, for what is no cut, for shares that do not add up, and unless every host has as many ranks.
@@ -156,7 +156,7 @@ def configs_of(module: Any) -> list[Any]:
 
 
 def _check_integers(what: str, values: Any) -> None:
-    """ConfigError unless it is None or a sequence of integers, not empty."""
+    """Raise ConfigError unless it is None or a sequence of integers, not empty."""
     if values is None:
         return
     if not isinstance(values, Sequence) or not values or not all(isinstance(v, Integral) for v in values):
