@@ -61,7 +61,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "ranks_per_host": args.ranks,
         "hbm_per_rank": memory // 4 // args.ranks,
         "host_memory_per_host": memory // 2,
-        "host_memory_bw": copy,
         "processors_per_rank": (os.cpu_count() or 2) / args.ranks,
         "device": "cpu",
     }
@@ -81,13 +80,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if args.no_runtime or result["device"] != "cpu":
             result["index_rows_per_s"] = index_rate(args.seconds)
         else:
-            result |= runtime_costs(folder, result["measured"])
+            result |= runtime_costs(result["measured"])
     return result
 
 
-def runtime_costs(folder: str, notes: dict[str, Any]) -> dict[str, Any]:
-    """What the CPU engine itself takes per row and byte, one thread computing: instead of the rates of plain
-    copies and reads, which are kept in ``notes``."""
+def runtime_costs(notes: dict[str, Any]) -> dict[str, Any]:
+    """Return what the CPU engine itself takes per row and byte, one thread computing.
+
+    They replace the rates of plain copies. ``notes`` gets what a step takes beside its rows.
+    """
     import torch
 
     from tierstore.cache.engine import set_num_threads
@@ -96,7 +97,7 @@ def runtime_costs(folder: str, notes: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     set_num_threads(1)
-    figures = runtime_figures(folder=folder)
+    figures = runtime_figures()
     notes["step_s"] = figures.pop("step_s")
     return figures
 
@@ -185,7 +186,7 @@ def _rate(call: Callable[[], int], seconds: float) -> float:
 def _text(key: str, value: Any) -> str:
     if isinstance(value, int) and key.startswith(("hbm_per", "host_memory_per", "ssd_per")):
         return format_bytes(value)
-    if key in ("row_seconds", "row_size_seconds", "exchange_seconds"):
+    if key in ("row_seconds", "exchange_seconds"):
         scale, unit = (1e9, "ns") if key == "row_seconds" else (1e6, "us")
         return ", ".join(f"{name} {seconds * scale:,.0f} {unit}" for name, seconds in value.items())
     if isinstance(value, float):
