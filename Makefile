@@ -27,7 +27,7 @@ TESTABLE := $(VENV)/testable-torch-$(TORCH)
 
 demo: $(INSTALLED)
 	@rm -rf demo-out/store && mkdir -p demo-out
-	$(BIN)/tierstore train --data flights --hbm 1/37 --ssd demo-out/store --policy lookahead --depth auto \
+	$(BIN)/tierstore train --data flights --hbm 1/37 --store demo-out/store --policy lookahead --depth auto \
 	  --epochs 1 --compare in-memory --json demo-out/result.json $(ARGS)
 
 test: $(TESTABLE)

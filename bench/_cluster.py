@@ -145,7 +145,7 @@ class Simulation:
 
 
 def popular_ids(random: np.random.Generator, rows: int, popularity: Popularity, count: int) -> np.ndarray:
-    """The distinct ones of ``count`` draws of P(k) ~ (k + q)^-s, k from 0 to rows - 1 (int64, sorted)."""
+    """Return the distinct ids of ``count`` draws of P(k) ~ (k + q)^-s, k in [0, rows) (int64, sorted)."""
     power, shift = 1 - popularity.s or 1e-9, popularity.q + 1
     first, last = ((np.array([-0.5, rows - 0.5]) + shift) ** power).tolist()
     drawn = (first + (last - first) * random.random(count)) ** (1 / power) - shift

@@ -10,7 +10,7 @@ from tierstore.config import format_bytes
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from .hit_rate import Answer
+    from ._hit_rate_answer import Answer
 
 _FORMATS = (".png", ".svg", ".pdf", ".html")
 # Okabe and Ito's colours, which colour-blind readers can tell apart, and a marker each for print in grey.
@@ -19,7 +19,7 @@ _MARKERS = "osD^vPX<>*"
 
 
 def check(path: Path) -> None:
-    """ConfigError if a picture cannot be written to ``path``; before the work, not after it."""
+    """Raise ConfigError, before the work begins, if a picture cannot be written to ``path``."""
     if path.suffix not in _FORMATS:
         raise ConfigError(f"--plot {path}: the name must end in {', '.join(_FORMATS)}")
     try:
@@ -29,7 +29,7 @@ def check(path: Path) -> None:
 
 
 def draw(answer: Answer, path: Path, marked_rows: int | None) -> None:
-    """Capacity misses per unique row by size, Belady's bound shaded; ``marked_rows`` is the size to mark."""
+    """Draw capacity misses per unique row by size, with Belady's bound shaded; mark ``marked_rows``."""
     import matplotlib
 
     matplotlib.use("agg")

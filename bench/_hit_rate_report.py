@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tierstore.config import format_bytes
 
+from ._hit_rate_answer import Answer, Size, simulate_one
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
     from cache_policies import Point, Policy, PreparedTrace
     from tierstore.trace import TableCurve
 
-    from .hit_rate import Answer, Size
 
 _GOAL = 0.01  # capacity misses per unique row that "almost as good as all in memory" allows
 _STEPS = 10  # of the search for the smallest budget
@@ -25,7 +26,7 @@ _STEPS = 10  # of the search for the smallest budget
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, int | None], Callable[..., None]]]:
-    """Gives ``bars(text, total)``, which gives ``step(done, ...)``; on a terminal only."""
+    """Give ``bars(text, total)``, which returns ``step(done, ...)``; bars show on a terminal only."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -40,7 +41,7 @@ def progress() -> Iterator[Callable[[str, int | None], Callable[..., None]]]:
 
 
 def io_seconds(answer: Answer, point: Point) -> float:
-    """Seconds per batch that the reads of capacity misses take, one row per read."""
+    """Return the seconds per batch that the reads of capacity misses take, one row per read."""
     return point.capacity_miss_ratio * answer.trace.uniques / max(1, answer.trace.batches) / answer.iops
 
 
@@ -95,7 +96,7 @@ def show(answer: Answer) -> None:
 
 
 def fit(table: Table, console: Console) -> None:
-    """On a narrow terminal spaces go, then columns that follow from others: figures are never cut."""
+    """Fit ``table`` to a narrow terminal: remove spaces, then columns that follow from other columns."""
 
     def too_wide() -> bool:
         return console.measure(table, options=console.options.update(width=1000)).maximum > console.width
@@ -156,10 +157,8 @@ class Advice:
 
 
 def recommend(answer: Answer, policies: list[Policy], args: Any, bars: Any) -> Advice:
-    """Searches the size for each policy by halving its logarithm; the least bytes win."""
-    from tierstore.cache.memory_tier import bytes_for
-
-    from .hit_rate import simulate_one
+    """Search the size for each policy by halving its logarithm; the policy with the least bytes wins."""
+    from tierstore.cache.tiers.memory import bytes_for
 
     rate = answer.points[0].rate
     step = bars("searching", len(policies) * _STEPS)

@@ -12,21 +12,21 @@ LOUD = 0.1
 
 
 class Neighbours:
-    """CPU seconds per second that other processes took since the last look.
+    """Measures the CPU seconds per second that other processes take.
 
-    ``together``: of several processes that measure together, the sum of what each gives it; they all look at
+    ``summed`` adds up a number over the processes that measure together; all of them call :meth:`share` at
     the same time.
     """
 
-    def __init__(self, together: Callable[[float], float] = float) -> None:
-        self._own, self._together = psutil.Process(), together
+    def __init__(self, summed: Callable[[float], float] = float) -> None:
+        self._own, self._summed = psutil.Process(), summed
         self.share()
 
     def share(self) -> float:
-        """Since the last call; what the kernel does for nobody in particular is left out."""
+        """Return the share since the last call, without what the kernel does for nobody in particular."""
         everyone, own, now = psutil.cpu_times(), self._own.cpu_times(), time.perf_counter()
         busy = everyone.user + getattr(everyone, "nice", 0.0) + everyone.system
-        busy -= self._together(own.user + own.system)
+        busy -= self._summed(own.user + own.system)
         before = getattr(self, "_before", (busy, now - 1.0))
         self._before = busy, now
         return max(0.0, (busy - before[0]) / max(now - before[1], 1e-3))

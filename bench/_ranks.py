@@ -14,9 +14,9 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> Any:
-    """What ``work(*arguments)`` returns on rank 0 (as JSON keeps it), called on all ranks of a gloo group.
+    """Call ``work(*arguments)`` on all ranks of a gloo group; return what rank 0 returns (as JSON keeps it).
 
-    Processes are forks of one that has imported torch, so that hundreds may be begun.
+    Processes are forks of a process that has imported torch, so that hundreds may be begun.
     """
     import torch.multiprocessing as mp
 

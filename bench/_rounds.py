@@ -13,7 +13,7 @@ from tierstore.errors import ConfigError
 
 
 def read_records(path: Path | None) -> dict[str, Any]:
-    """What an earlier command wrote, with ``records``; nothing without a file. Raises ConfigError."""
+    """Return what an earlier command wrote, with ``records``; nothing without a file. Raises ConfigError."""
     if path is None or not path.exists():
         return {}
     known: dict[str, Any] = json.loads(path.read_text())
@@ -33,7 +33,7 @@ def due(keys: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]])
 
 
 def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What ``work`` returns, called in a new process."""
+    """Call ``work`` in a new process and return its result."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(work, *arguments).result()
 

@@ -24,10 +24,10 @@ from scipy.optimize import nnls
 
 import tierstore
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor, TierConfig
-from tierstore.cache import sequence
+from tierstore.cache import lookup_order
 from tierstore.cache.engine import set_num_threads
-from tierstore.cache.memory_tier import bytes_for
-from tierstore.cache.read_ahead import ReadAhead
+from tierstore.cache.tiers.memory import bytes_for
+from tierstore.cache.tiers.read_ahead import ReadAhead
 from tierstore.optim import RowWiseAdagrad
 from tierstore.pipeline.session import Session
 
@@ -93,8 +93,8 @@ class Clock:
 
     @contextmanager
     def watching(self, bags: Any) -> Iterator[Clock]:
-        """Times the prefetches that begin meanwhile, and the store of ``bags``."""
-        order = sequence.Sequence
+        """Time the prefetches that begin meanwhile, and the store of ``bags``."""
+        order = lookup_order.LookupOrder
         places: list[tuple[Any, str, Callable[..., Any]]] = [
             (Session, "_prepare", self._timed(Session._prepare, self.index)),
             (Session, "_plan", self._timed(Session._plan, self.plan)),
@@ -176,7 +176,7 @@ def samples(mode: str, dims: tuple[int, ...], steps: int, rounds: int = _ROUNDS)
 
 
 def _calm(bags: Any, mode: str, popularity: Iterable[float], count: int, steps: int, seed: int) -> Sample:
-    """The least disturbed of three at most; the first one that no other process disturbed."""
+    """Return the first sample that no other process disturbed; of three, the least disturbed."""
     found: list[Sample] = []
     while len(found) < _TRIES and (not found or found[-1].others >= LOUD):
         found.append(_sample(bags, mode, popularity, count, steps, seed + _ROUNDS * len(found)))
@@ -194,7 +194,7 @@ def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps
     ]
     clock, compute, counts = Clock(), [], []
     batches = [_features(bags, ids) for ids in drawn]
-    chains = bags.engine.chains
+    groups = bags.engine.groups
     width = sum(table.embedding_dim for table in tables)
     output_grad, dense = torch.ones(count // _BAG, width), _Dense(count // _BAG, width)
     neighbours = Neighbours()
@@ -204,11 +204,11 @@ def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps
             bags(features).values().backward(output_grad)
             compute.append(time.thread_time() - start)
             dense.step()
-            counts.append([_counted(chain) for chain in chains])
+            counts.append([_counted(group) for group in groups])
     others = neighbours.share()
     sums = dict.fromkeys(("ids", "unique", "misses", "moved", "computed"), 0.0)
-    for i, chain in enumerate(chains):
-        layout = chain.layout
+    for i, group in enumerate(groups):
+        layout = group.layout
         own = [t for t, table in enumerate(tables) if table.embedding_dim == layout.dim]
         unique = float(np.mean([sum(len(np.unique(ids[t])) for t in own) for ids in drawn]))
         missed = (counts[-1][i] - counts[_WARM][i]) / (len(counts) - 1 - _WARM)
@@ -224,14 +224,14 @@ def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps
 
 
 def _middle(seconds: Sequence[float]) -> float:
-    """The median of the means of :data:`_CHUNK` neighbours each."""
+    """Return the median of the means of :data:`_CHUNK` neighbours each."""
     chunks = np.array_split(np.array(seconds), max(1, len(seconds) // _CHUNK))
     return float(np.median([chunk.mean() for chunk in chunks]))
 
 
-def _counted(chain: Any) -> int:
-    """Return the rows that missed in the fast tier of a chain so far."""
-    hbm = chain.stats.tiers["hbm"]
+def _counted(group: Any) -> int:
+    """Return the rows that missed in the fast tier of a group so far."""
+    hbm = group.stats.tiers["hbm"]
     return hbm.rows - hbm.row_hits
 
 

@@ -23,7 +23,7 @@ from tierstore.sharding import (
     shard,
     table_wise,
 )
-from tierstore.sharding.cuts import Cut
+from tierstore.sharding.table_sharding import TableSharding
 
 from ._torchrec import as_theirs, sharded_by_torchrec
 
@@ -52,8 +52,8 @@ class Setting:
             for i in range(self.tables)
         ]
 
-    def cuts(self, world: int) -> dict[str, Cut]:
-        kinds: dict[str, Callable[[int], Cut]] = {
+    def cuts(self, world: int) -> dict[str, TableSharding]:
+        kinds: dict[str, Callable[[int], TableSharding]] = {
             "table_wise": lambda i: table_wise(i % world),
             "row_wise": lambda _: row_wise(),
             "column_wise": lambda _: column_wise(list(range(world))),

@@ -182,7 +182,7 @@ def _collection(setting: Setting, config: TierConfig) -> Any:
 
 
 def _load_initial_rows(bags: Any, setting: Setting) -> None:
-    """Gives ``bags`` the rows that tierstore's tables begin with."""
+    """Give ``bags`` the rows that tierstore's tables begin with."""
     collection = _collection(setting, TierConfig(hbm="all"))
     try:
         for table in setting.tables:

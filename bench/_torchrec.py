@@ -45,11 +45,10 @@ def collection_on_meta(tables: Iterable[EmbeddingBagConfig | TableSpec]) -> Any:
 def sharded_by_torchrec(
     configs: Sequence[EmbeddingBagConfig], cuts: Callable[[Any], Mapping[str, Any]], lr: float
 ) -> nn.Module:
-    """An EmbeddingBagCollection of torchrec with SGD on the CPUs of all ranks, called with its own
-    KeyedJaggedTensor (:func:`as_theirs`).
+    """Shard an EmbeddingBagCollection of torchrec with SGD over the CPUs of all ranks.
 
-    ``cuts``: from torchrec's module ``sharding_plan`` to a cut per table. ConfigError where torchrec is
-    not installed.
+    Its input is torchrec's own KeyedJaggedTensor (:func:`as_theirs`). ``cuts`` maps torchrec's module
+    ``sharding_plan`` to a cut per table. Raises ConfigError where torchrec is not installed.
     """
     with importing_torchrec():
         from torch.distributed.optim import _apply_optimizer_in_backward
@@ -72,7 +71,7 @@ def sharded_by_torchrec(
 
 
 def as_theirs(batch: KeyedJaggedTensor) -> Any:
-    """The same batch as torchrec's class."""
+    """Return the same batch as torchrec's class."""
     import torchrec
 
     return torchrec.KeyedJaggedTensor(batch.keys(), batch.values(), lengths=batch.lengths().to(torch.int32))

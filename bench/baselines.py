@@ -22,7 +22,7 @@ DEFAULT_SYSTEMS = "torch-sparse,fbgemm,in-memory,tiered"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument("--data", default="flights", metavar="NAME", help="data set (default: flights)")
-    data.add_argument("--path", metavar="PATH", help="file or folder of the data set")
+    data.add_argument("--data-path", metavar="PATH", help="file or folder of the data set")
     data.add_argument("--rows", type=int, metavar="N", help="synthetic: rows per table")
     data.add_argument("--tables", type=int, metavar="N", help="synthetic: number of tables")
     data.add_argument("--max-rows", type=int, metavar="N", help="synthetic:criteo, criteo: cap of the rows")
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--threads", type=int, metavar="N", help="threads to compute with")
     tiers = parser.add_argument_group("tiers of the system 'tiered'")
     tiers.add_argument("--hbm", default="1/37", metavar="SIZE", help="bytes, or fraction of the tables'")
-    tiers.add_argument("--ssd", metavar="DIR", help="folder of its row store (default: a temporary one)")
+    tiers.add_argument("--store", metavar="DIR", help="folder of its row store (default: a temporary one)")
     tiers.add_argument("--policy", default="lookahead", metavar="NAME")
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument(
@@ -69,7 +69,12 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
         tierstore.set_num_threads(args.threads)
     dataset = data.load(
-        args.data, path=args.path, seed=args.seed, rows=args.rows, tables=args.tables, max_rows=args.max_rows
+        args.data,
+        path=args.data_path,
+        seed=args.seed,
+        rows=args.rows,
+        tables=args.tables,
+        max_rows=args.max_rows,
     )
     steps = args.steps or (dataset.num_train and -(-dataset.num_train // args.batch_size))
     if not steps:
@@ -102,7 +107,7 @@ def _setting(args: argparse.Namespace, dataset: Any) -> Any:
     ]
     table_bytes = sum(table.num_embeddings for table in tables) * RowWiseAdagrad().row_bytes(args.dim)
     hbm = int(Fraction(args.hbm) * table_bytes) if "/" in args.hbm else args.hbm
-    return Setting(tables, dataset.dense_dim, args.lr, args.seed, hbm, args.ssd, args.policy)
+    return Setting(tables, dataset.dense_dim, args.lr, args.seed, hbm, args.store, args.policy)
 
 
 def _take_turns(

@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace, engine: str, folder: Path) -> dict[str, fl
 
 
 def build(args: argparse.Namespace, engine: str, folder: Path) -> Any:
-    """A tiered table (of row-wise Adagrad) and dense parameters."""
+    """Build a tiered table (with row-wise Adagrad) and dense parameters."""
     import torch
 
     import tierstore

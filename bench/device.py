@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a Topology of one host that were measured. Bandwidths between hosts are not."""
+    """Measure the fields of a Topology of one host, but for bandwidths between hosts."""
     memory = psutil.virtual_memory().total
     copy = memory_bandwidth(args.seconds)
     result: dict[str, Any] = {
@@ -103,7 +103,7 @@ def runtime_costs(notes: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory_bandwidth(seconds: float) -> float:
-    """Bytes read and written per second by copies of an array larger than the caches, on two threads."""
+    """Return the bytes per second, read and written, of two threads that copy more than the caches hold."""
     arrays = [(np.ones(1 << 24), np.empty(1 << 24)) for _ in range(min(2, os.cpu_count() or 1))]
 
     def copy(pair: tuple[np.ndarray, np.ndarray]) -> None:
@@ -121,7 +121,7 @@ def index_rate(seconds: float) -> float:
     from tierstore import _core
 
     ids = np.random.default_rng(0).zipf(1.2, 1 << 17).astype(np.uint64) % np.uint64(1 << 24)
-    tier = _core.Tier(1 << 17, 16, True, 0, None)
+    tier = _core.Tier([_core.ShareConfig(slots=1 << 17)], 16, grows=True)
 
     def plan() -> int:
         unique, inverse = np.unique(ids, return_inverse=True)
@@ -160,7 +160,7 @@ def cuda_figures(seconds: float) -> dict[str, Any]:
 
 
 def drive_figures(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Writes a file, then reads it at random in several sizes, as the store does: past the page cache where
+    """Write a file, then read it at random in several sizes, as the store does: past the page cache where
     the file system can, many reads in flight."""
     device = Device(path, parse_bytes(args.file_size, "--file-size"), args.seconds)
     write = device.writes()
@@ -175,7 +175,7 @@ def drive_figures(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rate(call: Callable[[], int], seconds: float) -> float:
-    """What ``call`` returns, summed, per second."""
+    """Return the sum of what ``call`` returns, per second."""
     call()
     total, start = 0, time.perf_counter()
     while (spent := time.perf_counter() - start) < seconds or not total:

@@ -5,41 +5,19 @@ training.
 from __future__ import annotations
 
 import argparse
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tierstore.config import format_bytes, parse_bytes
 from tierstore.errors import ConfigError
 from tierstore.result_file import JsonFile
 from tierstore.trace.options import add_source, open_source
 
 if TYPE_CHECKING:
-    from cache_policies import Point, Policy, PreparedTrace
+    from cache_policies import Policy, PreparedTrace
 
 SUMMARY = "miss ratios of eviction policies by cache size, on a trace"
 DEFAULT_POLICIES = "lookahead,lru,lfu,s3_fifo,w_tinylfu"
 DEFAULT_SIZES = "1%,2%,5%,10%,20%,50%"
-_IO_SECONDS = 0.5
-_IO_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Answer:
-    """All that was found out. ``points`` are the online policies', ``belady`` the optimum at every size among
-    them.
-    """
-
-    source: str
-    trace: PreparedTrace
-    points: list[Point]
-    belady: dict[int, Point]
-    size_bytes: dict[tuple[str, int], int]
-    row_bytes: int
-    iops: float  # random reads per second of the device
-    examples_per_batch: int
-    examples_per_s: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     out.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves: .png, .svg, .pdf or .html")
     out.add_argument(
-        "--export", type=Path, metavar="FILE", help="write every table's curve for planners (JSON)"
+        "--save-curves", type=Path, metavar="FILE", help="write every table's curve for planners (JSON)"
     )
 
 
@@ -97,11 +75,12 @@ def answer_all(args: argparse.Namespace) -> int:
 
     from . import _hit_rate_plot as plot
     from . import _hit_rate_report as report
+    from ._hit_rate_answer import parse_sample, parse_sizes, parse_window, simulate_all
 
     policies = chosen_policies(args.policies)
     sizes = parse_sizes(args.sizes)
     json_file = JsonFile(args.json) if args.json else None
-    export_file = JsonFile(args.export, "--export") if args.export else None
+    curves_file = JsonFile(args.save_curves, "--save-curves") if args.save_curves else None
     if args.plot:
         plot.check(args.plot)
     if args.row_bytes < 1 or args.examples_per_s <= 0 or args.iops == 0:
@@ -120,7 +99,7 @@ def answer_all(args: argparse.Namespace) -> int:
         policies = [informed(policy, prepared) for policy in policies]
         answer = simulate_all(args, source, prepared, policies, sizes, bars)
         tables = None
-        if args.per_table or args.export:
+        if args.per_table or args.save_curves:
             from tierstore.trace import table_curves
 
             tables = table_curves(source, prepared, answer.points[0].rate, bars("tables", len(source.tables)))
@@ -132,139 +111,17 @@ def answer_all(args: argparse.Namespace) -> int:
         print(advice.text)
     if json_file:
         json_file.write(report.to_json(answer, advice, tables))
-    if export_file and tables:
+    if curves_file and tables:
         from tierstore.trace import planner_input
 
-        export_file.write(planner_input(source, tables))
+        curves_file.write(planner_input(source, tables))
     if args.plot:
         plot.draw(answer, args.plot, None if advice is None else advice.size_rows)
     return 0
 
 
-def simulate_all(
-    args: argparse.Namespace,
-    source: Any,
-    prepared: PreparedTrace,
-    policies: list[Policy],
-    sizes: list[Size],
-    bars: Any,
-) -> Answer:
-    """Every policy at every size, and Belady's optimum at each size that came up."""
-    from cache_policies.curves import auto_rate
-    from tierstore.cache.memory_tier import bytes_for
-
-    rows = {
-        policy.name: [size.rows(prepared.footprint, args.row_bytes, policy) for size in sizes]
-        for policy in policies
-    }
-    bounds = sorted({n for counts in rows.values() for n in counts})
-    runs = len(policies) * len(sizes) + len(bounds)
-    rate = auto_rate(prepared, runs) if args.sample == "auto" else parse_sample(args.sample)
-    step = bars("simulating", runs)
-    points: list[Point] = []
-    done = 0
-    for policy, counts in [*((policy, rows[policy.name]) for policy in policies), (None, bounds)]:
-        points += simulate_one(
-            args, prepared, policy or "belady", counts, rate, lambda n, _, d=done: step(d + n)
-        )
-        done += len(counts)
-    online, belady = points[: -len(bounds)], {point.size_rows: point for point in points[-len(bounds) :]}
-    by_name = {policy.name: policy for policy in policies}
-    size_bytes = {
-        (p.policy, p.size_rows): bytes_for(p.size_rows, args.row_bytes, by_name[p.policy]) for p in online
-    }
-    return Answer(
-        source.name, prepared, online, belady, size_bytes, args.row_bytes,
-        args.iops or measure_iops(args.io_dir), args.batch_size, args.examples_per_s,
-    )  # fmt: skip
-
-
-def simulate_one(
-    args: argparse.Namespace,
-    prepared: PreparedTrace,
-    policy: Any,
-    sizes: list[int],
-    rate: float,
-    progress: Any,
-) -> list[Point]:
-    """``policy`` at ``sizes`` under the options of ``args``."""
-    from cache_policies import miss_curves
-
-    return miss_curves(
-        prepared,
-        [policy],
-        sizes,
-        rate=rate,
-        depth=args.depth,
-        window=parse_window(args.window),
-        on_demand=1,  # as in training, where a prefetch learns from the first batch
-        admission=args.admission if policy != "belady" else "always",
-        threads=args.threads,
-        progress=progress,
-    )
-
-
-@dataclass(frozen=True)
-class Size:
-    """A cache size as it was asked for."""
-
-    text: str
-    number: float
-    unit: str  # "%" of the footprint, "rows" or "bytes"
-
-    def rows(self, footprint: int, row_bytes: int, policy: Any) -> int:
-        """Rows of a cache of this size with ``policy``, whose arrays count."""
-        from tierstore.cache.memory_tier import slots_for
-
-        if self.unit == "%":
-            return max(1, round(footprint * self.number / 100))
-        rows = int(self.number) if self.unit == "rows" else slots_for(int(self.number), row_bytes, policy)
-        if rows < 1:
-            raise ConfigError(
-                f"--sizes: {self.text} does not hold a single row of {row_bytes} bytes with policy "
-                f"{policy.name}, whose arrays alone take {format_bytes(policy.fixed_bytes)}"
-            )
-        return rows
-
-
-def parse_sizes(text: str) -> list[Size]:
-    sizes = []
-    for part in (part.strip() for part in text.split(",")):
-        number = part.removesuffix("%").strip()
-        if part.endswith("%") and number.replace(".", "", 1).isdigit():
-            size = Size(part, float(number), "%")
-        elif part.isdigit():
-            size = Size(part, int(part), "rows")
-        else:
-            size = Size(part, parse_bytes(part, "--sizes"), "bytes")
-        if size.number <= 0:
-            raise ConfigError(f"--sizes: {part!r} is no size; write 1% of the rows used, 500 rows, or 64MiB")
-        sizes.append(size)
-    return sizes
-
-
-def parse_window(text: str) -> int | str:
-    if text == "auto":
-        return text
-    if not text.isdigit():
-        raise ConfigError(f"--window is a number of batches or auto, not {text!r}")
-    return int(text)
-
-
-def parse_sample(text: str) -> float:
-    if text in ("exact", "auto"):
-        return 1.0
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate <= 1:
-        raise ConfigError(f"--sample is a share above 0 and up to 1, or exact, not {text!r}")
-    return rate
-
-
 def chosen_policies(text: str) -> list[Policy]:
-    """Online policies by name; Belady's optimum comes along in any case."""
+    """Return online policies by name; Belady's optimum is simulated in any case."""
     import cache_policies
 
     names = cache_policies.names() if text == "all" else [name.strip() for name in text.split(",")]
@@ -277,7 +134,7 @@ def chosen_policies(text: str) -> list[Policy]:
 
 
 def informed(policy: Policy, prepared: PreparedTrace) -> Policy:
-    """``static_top`` is given the frequencies of the whole trace, which no other online policy knows."""
+    """Give ``static_top`` the frequencies of the whole trace, which no other online policy knows."""
     import numpy as np
 
     from cache_policies.static_top import StaticTop
@@ -291,13 +148,3 @@ def counted(batches: Any, step: Any) -> Any:
     for i, batch in enumerate(batches):
         yield batch
         step(i + 1)
-
-
-def measure_iops(folder: str | None) -> float:
-    """Random direct reads of 4 KiB per second of the device that ``folder`` is on."""
-    from .store import Device
-
-    with tempfile.TemporaryDirectory(prefix="tierstore-io-", dir=folder) as place:
-        device = Device(Path(place) / "device", _IO_BYTES, _IO_SECONDS)
-        device.writes()
-        return device.reads()

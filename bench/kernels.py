@@ -95,12 +95,12 @@ class Ours:
         self.slots = [slot_of[self._rows(self.dedup(batch).unique)] for batch in ids]
         bags = args.tables * args.batch_size
         per_table = np.arange(args.tables, dtype=np.int64)
-        self.bags = (
-            np.arange(bags + 1, dtype=np.int64) * args.pooling,
-            np.arange(args.tables + 1, dtype=np.int64) * args.batch_size,
-            per_table * args.dim,
-            np.full(args.tables, args.tables * args.dim, np.int64),
-            np.zeros(args.tables, np.uint8),
+        self.bags = _core.Bags(
+            offsets=np.arange(bags + 1, dtype=np.int64) * args.pooling,
+            bag_start=np.arange(args.tables + 1, dtype=np.int64) * args.batch_size,
+            out_offset=per_table * args.dim,
+            out_stride=np.full(args.tables, args.tables * args.dim, np.int64),
+            modes=np.zeros(args.tables, np.uint8),
         )
         self.copy = np.ones((bags * args.pooling, self.row_bytes), np.uint8)
 
@@ -114,24 +114,26 @@ class Ours:
     def step(self, index: int) -> dict[str, float]:
         import torch
 
-        slots, table = self.slots[index], (self.arena.ctypes.data, self.row_bytes, self.args.dim)
+        slots, dim, rows = self.slots[index], self.args.dim, _core.HostRows.view(self.arena.view(np.uint8))
         dedup, batch = timed(lambda: self.dedup(self.ids[index]))
 
         def lookup() -> Any:
             out = torch.empty_like(self.grad)
-            _core.lookup_pooled(*table, slots, batch.inverse, *self.bags, 0, out.data_ptr())
+            args = _core.LookupArgs(dim=dim, slots=slots, inverse=batch.inverse)
+            rows.lookup_pooled(args, self.bags, out.data_ptr())
             return out
 
         def update() -> None:
-            step = self.spec.step_args()
-            _core.update_pooled(*table, slots, *csr, *self.bags, 0, 0, self.grad.data_ptr(), step)
+            step, (start, positions) = self.spec.step_args(), csr
+            args = _core.UpdateArgs(dim=dim, slots=slots, csr_start=start, csr_positions=positions, step=step)
+            rows.update_pooled(args, self.bags, self.grad.data_ptr())
 
         looked_up, _ = timed(lookup)
         transposed, csr = timed(lambda: _core.build_csr(batch.inverse, len(slots)))
         updated, _ = timed(update)
-        gathered, _ = timed(lambda: _core.copy_out(*table[:2], slots, self.copy.ctypes.data))
-        rows = self.arena[: len(slots)].view(np.uint8)
-        copied, _ = timed(lambda: np.copyto(self.copy[: len(slots)], rows))
+        gathered, _ = timed(lambda: rows.copy_out(slots, self.copy))
+        first = self.arena[: len(slots)].view(np.uint8)
+        copied, _ = timed(lambda: np.copyto(self.copy[: len(slots)], first))
         return {
             "dedup_ms": dedup,
             "lookup_ms": looked_up,

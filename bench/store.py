@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tierstore.config import parse_bytes
 from tierstore.keys import make_keys
-from tierstore.store import DirectoryStore, TableSpec, engine_names, open_store
+from tierstore.store import DirectoryStore, StoredTable, engine_names, open_store
 
 from ._drive import Device
 from ._folder import folder
@@ -92,7 +92,7 @@ class EngineBench:
         self.engine, self.path, self.args = engine, path, args
         self.random = np.random.default_rng(1)
         self.ids = self.random.permutation(rows * _ID_SPREAD)[:rows]
-        self.table = TableSpec("bench", 0, rows * _ID_SPREAD, args.row_bytes // 4, args.row_bytes)
+        self.table = StoredTable("bench", 0, rows * _ID_SPREAD, args.row_bytes // 4, args.row_bytes)
         self.values = self.random.integers(0, 256, (args.batch, args.row_bytes), dtype=np.uint8)
 
     def load(self) -> dict[str, float]:
@@ -168,7 +168,7 @@ class EngineBench:
         return figures | {"write_amplification": phase.written / phase.useful}
 
     def mix(self, store: DirectoryStore) -> dict[str, float]:
-        """A batch read, a batch overwritten, and so on."""
+        """Read a batch, overwrite a batch, and so on."""
         phase = Phase(self.args.row_bytes)
         out = np.empty_like(self.values)
         while phase.seconds < self.args.seconds:
@@ -180,8 +180,10 @@ class EngineBench:
         return phase.figures("mix")
 
     def reads_beside_writes(self, store: DirectoryStore) -> dict[str, float]:
-        """Reads while another thread overwrites as many rows and commits all the time, and what that makes
-        the engine do in the background goes on."""
+        """Read while another thread overwrites as many rows and commits all the time.
+
+        The work that these writes make the engine do in the background goes on meanwhile.
+        """
         stop, turns = threading.Event(), threading.Semaphore(0)
 
         def change() -> None:
@@ -213,8 +215,10 @@ class EngineBench:
         return phase.figures("read_beside_writes")
 
     def reads_beside_compaction(self) -> dict[str, float]:
-        """Reads of another store that is 75 % full, first alone, then while a thread overwrites as fast as it
-        can and commits after every 2 % of the rows, so that compaction never ends."""
+        """Read another store that is 75 % full, first alone, then beside compaction that never ends.
+
+        In the second phase a thread overwrites as fast as it can, and commits after every 2 % of the rows.
+        """
         ids = self.ids[:_FULL_ROWS]
         cap = int(len(ids) * (self.args.row_bytes + 16) * 1.05 / _FULL)  # headers, ends of blocks, footers
         cap = max(cap, 16 << 20)  # a smaller one has too few segments
@@ -266,7 +270,7 @@ class EngineBench:
         return phase.figures(name)
 
     def commit_of_changes(self, store: DirectoryStore) -> dict[str, float]:
-        """A commit after 1 % of the rows have changed."""
+        """Commit after 1 % of the rows have changed."""
         store.commit(b"")
         settle()
         count = max(1, len(self.ids) // 100)
@@ -342,7 +346,7 @@ def cpu_seconds() -> float:
 
 
 def settle(seconds: float = 30) -> None:
-    """Waits until this process moves no bytes, so that no compaction runs beside what comes next."""
+    """Wait until this process moves no bytes, so that no compaction runs beside what comes next."""
     end = time.perf_counter() + seconds
     before, now = (-1, -1), moved_bytes()
     while now != before and time.perf_counter() < end:
@@ -351,7 +355,7 @@ def settle(seconds: float = 30) -> None:
 
 
 def forget(path: Path) -> None:
-    """Drops the files below ``path`` from the page cache."""
+    """Drop the files below ``path`` from the page cache."""
     os.sync()
     for file in path.rglob("*"):
         if file.is_file():

@@ -5,7 +5,8 @@ only.
 from cache_policies.admission import Admission, get_admission
 from cache_policies.check import check
 from cache_policies.curves import Point, miss_curves, window_for
-from cache_policies.policy import UNKNOWN, Policy, PolicyError
+from cache_policies.errors import PolicyError
+from cache_policies.policy import UNKNOWN, Policy
 from cache_policies.prepared import PreparedTrace, prepare, prepare_flat
 from cache_policies.registry import get, names, register
 from cache_policies.reuse import ReuseCurve, lru_curve

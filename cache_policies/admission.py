@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from cache_policies.errors import PolicyError
 from cache_policies.hashing import mix
-from cache_policies.policy import Hooked, PolicyError
+from cache_policies.policy import Hooked
 
 
 class Admission(Hooked):
@@ -140,7 +141,7 @@ _FILTERS: dict[str, type[Admission]] = {"always": Always, "counter": Counter, "b
 
 
 def get_admission(admission: str | Admission) -> Admission:
-    """A filter from its name, as ``always``, ``bloom``, ``counter(3)``; a filter is passed through."""
+    """Return the filter called ``always``, ``bloom``, ``counter(3)`` and so on; pass a filter through."""
     if isinstance(admission, Admission):
         return admission
     if not isinstance(admission, str):

@@ -33,14 +33,14 @@ def _replace(s, once, prefer_once, last_use, pinned_since, leaves_ghost):
 
 @njit(error_model="numpy")
 def _fetch_victims(s, n, last_use):
-    """What evicting ``n`` rows will most likely read."""
+    """Prefetch what evicting ``n`` rows will most likely read."""
     queue = _ONCE if s.length[_ONCE] > s.target[0] else _OFTEN
     ghosts.fetch_oldest_slots(s, s.key.size + queue, n, last_use)
 
 
 @njit(error_model="numpy", forceinline=True)
 def _adapt(s, key):
-    """What is known of a missed row; shifts the balance if a longer list would have kept it."""
+    """Return what is known of a missed row; shift the balance if a longer list would have kept the row."""
     ghost = ghosts.find(s, key)
     if ghost == ghosts.NO_GHOST:
         return _NEW

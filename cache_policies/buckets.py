@@ -43,7 +43,7 @@ def new_buckets(capacity: int, pool: int = POOL) -> dict[str, np.ndarray]:
 
 @njit(error_model="numpy", forceinline=True)
 def fetch(s, slots, i):
-    """Called for every ``i``: asks for the nodes of later slots and then for their neighbours."""
+    """Prefetch the nodes of later slots and then their neighbours; call it for each ``i``."""
     if i + 2 * AHEAD < slots.size:
         prefetch(s.node, 4 * np.int64(slots[i + 2 * AHEAD]))
     if i + AHEAD < slots.size:
@@ -54,7 +54,7 @@ def fetch(s, slots, i):
 
 @njit(error_model="numpy", forceinline=True)
 def spare(s, slot):
-    """The position in ``s.node`` of a slot's word for the policy; it stays when the slot moves."""
+    """Return the position in ``s.node`` of a slot's word for the policy; it stays when the slot moves."""
     return 4 * np.int64(slot) + _SPARE
 
 
@@ -139,7 +139,7 @@ def _take_from_heap(s, bucket):
 
 @njit(error_model="numpy", forceinline=True)
 def _bucket_of(s, key):
-    """The bucket of ``key``, made if need be; ``NO_BUCKET`` when all are in use."""
+    """Return the bucket of ``key``, made if need be; ``NO_BUCKET`` when all are in use."""
     hint = s.hint[key & (_HINTS - 1)]
     if s.key[hint] == key:
         return hint
@@ -174,7 +174,7 @@ def _drop_if_empty(s, bucket):
 
 @njit(error_model="numpy", forceinline=True)
 def add(s, slot, key):
-    """A slot that is in no bucket becomes the newest of ``key``."""
+    """Make a slot that is in no bucket the newest of ``key``."""
     bucket = _bucket_of(s, key)
     _join(s, slot, s.heap[0] if bucket == NO_BUCKET else bucket)
 
@@ -190,7 +190,7 @@ def remove(s, slots):
 
 @njit(error_model="numpy", forceinline=True)
 def move(s, slot, key):
-    """A slot that is in some bucket becomes the newest of ``key``."""
+    """Make a slot that is in some bucket the newest of ``key``."""
     old = _bucket(s, slot)
     bucket = old if s.key[old] == key else _bucket_of(s, key)
     if bucket == NO_BUCKET:
@@ -203,7 +203,7 @@ def move(s, slot, key):
 
 @njit(error_model="numpy", forceinline=True)
 def place(s, slot, key):
-    """A slot that is in some bucket, and is not used now, becomes the oldest of ``key``."""
+    """Make a slot that is in some bucket, and is not used now, the oldest of ``key``."""
     old = _bucket(s, slot)
     bucket = old if s.key[old] == key else _bucket_of(s, key)
     if bucket == NO_BUCKET:

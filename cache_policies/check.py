@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from cache_policies import registry
-from cache_policies.policy import UNKNOWN, Policy, PolicyError
+from cache_policies.errors import PolicyError
+from cache_policies.policy import UNKNOWN, Policy
 
 #: Plans from now until a use, or None if it is not known.
 Deltas = Sequence[int | None]
@@ -42,7 +43,7 @@ class PlanDriver:
         self.call("touch", np.array(slots, np.int32), keys, self._uses(deltas, len(slots)), self.now)
 
     def admit(self, keys: Sequence[int]) -> list[int]:
-        """The keys that the policy does not refuse a slot."""
+        """Return the keys that the policy does not refuse a slot."""
         admitted = np.ones(len(keys), np.uint8)
         self.hooks.admit(np.array(keys, np.uint64), self.now, admitted)
         return [key for key, taken in zip(keys, admitted, strict=True) if taken]
@@ -61,7 +62,7 @@ class PlanDriver:
         return victims
 
     def insert(self, n: int, deltas: Deltas = (), keys: Sequence[int] | None = None) -> list[int]:
-        """Gives the first ``n`` free slots to ``keys`` (new ones if None); the slots."""
+        """Give the first ``n`` free slots to ``keys`` (new keys if None); return the slots."""
         if keys is None:
             keys = list(range(self.next_key, self.next_key + n))
             self.next_key += n

@@ -12,7 +12,8 @@ import numpy as np
 
 from cache_policies import registry
 from cache_policies.admission import Admission
-from cache_policies.policy import Policy, PolicyError
+from cache_policies.errors import PolicyError
+from cache_policies.policy import Policy
 from cache_policies.prepared import PreparedTrace, prepare
 from cache_policies.reuse import sample
 from cache_policies.simulator import Simulation, simulate
@@ -115,14 +116,16 @@ def miss_curves(
     return [results[i] for i in range(len(runs))]
 
 
-def window_for(trace: PreparedTrace, slots: int, cover: float = 5.0, most: int = 256) -> int:
-    """The smallest window whose batches, the planned one included, use ``cover`` times ``slots`` distinct
-    rows at the beginning of the trace, at most ``most``: what a live prefetch chooses (docs/policies.md).
+def window_for(trace: PreparedTrace, slots: int, cover: float = 5.0, max_window: int = 256) -> int:
+    """Return the window that a live prefetch chooses (docs/policies.md), in batches.
+
+    The window is the smallest whose batches, the planned one included, use ``cover`` times ``slots`` distinct
+    rows at the beginning of the trace; ``max_window`` is its limit.
     """
     ends = (
-        trace.offsets[1 : most + 2]
+        trace.offsets[1 : max_window + 2]
         if trace.offsets.size
-        else np.arange(1, min(most + 1, trace.rows.size) + 1)
+        else np.arange(1, min(max_window + 1, trace.rows.size) + 1)
     )
     for window, end in enumerate(ends):
         if end and trace.rows[:end].max() + 1 >= cover * slots:  # rows are numbered by first use

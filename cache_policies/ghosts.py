@@ -26,9 +26,9 @@ _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 
-def new_ghosts(most: int, lists: int) -> dict[str, np.ndarray]:
-    """Arrays for at most ``most`` (at least one) ghosts in ``lists`` (at most 255) lists."""
-    room = most + most // 2 + AHEAD
+def new_ghosts(capacity: int, lists: int) -> dict[str, np.ndarray]:
+    """Return empty arrays for ``capacity`` (at least one) ghosts in ``lists`` (at most 255) lists."""
+    room = capacity + capacity // 2 + AHEAD
     return {
         "ghost_key": np.zeros(room, np.uint64),
         "ghost_list": np.full(room, _GAP, np.uint8),
@@ -38,8 +38,8 @@ def new_ghosts(most: int, lists: int) -> dict[str, np.ndarray]:
         "ghost_first": np.zeros(lists, np.int64),
         "ghost_end": np.zeros(1, np.int64),
         "ghost_full": np.array([room]),
-        "ghost_most": np.array([most]),
-        "ghost_table": np.zeros(most + 3 * most // 4 + 2, np.uint64),  # hash, entry + 1; 0: empty
+        "ghost_capacity": np.array([capacity]),
+        "ghost_table": np.zeros(capacity + 3 * capacity // 4 + 2, np.uint64),  # hash, entry + 1; 0: empty
     }
 
 
@@ -67,7 +67,7 @@ def fetch(s, key):
 
 @njit(error_model="numpy", forceinline=True)
 def fetch_next(s, keys, i):
-    """Called for every ``i`` of ``keys`` that are looked for."""
+    """Prefetch for the lookup of ``keys``; call it for each ``i``."""
     if i + 2 * AHEAD < keys.size:
         fetch(s, keys[i + 2 * AHEAD])
         word = s.ghost_table[_home(s.ghost_table, mix(keys[i + AHEAD]))]
@@ -77,7 +77,7 @@ def fetch_next(s, keys, i):
 
 @njit(error_model="numpy", forceinline=True)
 def fetch_oldest_slots(s, sentinel, n, last_use):
-    """The ``n`` oldest slots of a list of the policy will become ghosts soon."""
+    """Prefetch the ``n`` oldest slots of a list of the policy, which will become ghosts soon."""
     fetch_oldest(s.prev, s.next, sentinel, n, s.key)
     slot = s.next[sentinel]
     for _ in range(n):
@@ -90,7 +90,7 @@ def fetch_oldest_slots(s, sentinel, n, last_use):
 
 @njit(error_model="numpy", forceinline=True)
 def find(s, key):
-    """The ghost of ``key``, or ``NO_GHOST``."""
+    """Return the ghost of ``key``, or ``NO_GHOST``."""
     hash_ = mix(key)
     at = _home(s.ghost_table, hash_)
     while True:
@@ -106,7 +106,7 @@ def find(s, key):
 
 @njit(error_model="numpy", forceinline=True)
 def oldest(s, list_):
-    """The oldest ghost of a list that is not empty."""
+    """Return the oldest ghost of a list that is not empty."""
     position = s.ghost_first[list_]
     while s.ghost_list[_entry(s, position)] != list_:
         position += 1
@@ -126,7 +126,7 @@ def _word_of(s, ghost):
 
 @njit(error_model="numpy", forceinline=True)
 def _erase(s, ghost):
-    """Takes a ghost out of the table, moving later entries of its run back."""
+    """Take a ghost out of the table, and move later entries of its run back."""
     table = s.ghost_table
     hole = _word_of(s, ghost)
     at = _after(table, hole)
@@ -150,7 +150,7 @@ def forget(s, ghost):
 
 @njit(error_model="numpy", forceinline=True)
 def _crowded(s, list_):
-    """The list whose oldest ghost makes room for one more in ``list_``."""
+    """Return the list whose oldest ghost makes room for one more in ``list_``."""
     for other in range(s.ghost_size.size):
         if s.ghost_size[list_] == 0:
             list_ = other
@@ -197,7 +197,7 @@ def remember(s, key, list_):
     """``key``, which is no ghost, becomes the newest ghost of a list; if there are as many as may be, the
     oldest of the list (or, if it has none, of the first list that has) is forgotten.
     """
-    if s.ghost_size.sum() == s.ghost_most[0]:
+    if s.ghost_size.sum() == s.ghost_capacity[0]:
         forget(s, oldest(s, _crowded(s, list_)))
     if s.ghost_end[0] == s.ghost_full[0]:
         _make_room(s)
@@ -235,7 +235,7 @@ def note(s, i, known):
 
 @njit(error_model="numpy", forceinline=True)
 def recall(s, i):
-    """What was noted of the ``i``-th row that is inserted: 0 if nothing, ``UNASKED`` without ``admit``."""
+    """Return what ``admit`` noted of the ``i``-th inserted row: 0 for nothing, ``UNASKED`` without it."""
     if not s.asked[0]:
         return np.uint8(UNASKED)
     return s.known[i] if i < s.misses[0] else np.uint8(0)

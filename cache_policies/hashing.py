@@ -11,13 +11,13 @@ from numba import njit
 
 
 def new_table(entries: int) -> np.ndarray:
-    """An empty table for at most ``entries`` entries."""
+    """Return an empty table for at most ``entries`` entries."""
     return np.zeros(entries + entries // 2 + 2, np.int32)
 
 
 @njit(error_model="numpy", forceinline=True)
 def mix(key):
-    """A 64-bit hash (the finaliser of MurmurHash3)."""
+    """Return a 64-bit hash (the finaliser of MurmurHash3)."""
     x = np.uint64(key)
     x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)

@@ -6,7 +6,8 @@ import numpy as np
 from numba import njit
 
 from cache_policies import buckets
-from cache_policies.policy import Policy, PolicyError
+from cache_policies.errors import PolicyError
+from cache_policies.policy import Policy
 
 _STEPS = 8  # buckets per halving of the weight
 

@@ -48,7 +48,7 @@ def push_oldest(prev, next, sentinel, node):
 
 @njit(error_model="numpy", forceinline=True)
 def fetch(prev, next, slots, i):
-    """Called for every ``i`` of ``slots`` that are about to leave their place in a list."""
+    """Prefetch for ``slots`` that are about to leave their place in a list; call it for each ``i``."""
     if i + 2 * AHEAD < slots.size:
         prefetch(prev, slots[i + 2 * AHEAD])
         prefetch(next, slots[i + 2 * AHEAD])

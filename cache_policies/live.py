@@ -18,7 +18,7 @@ from cache_policies.prefetch import AHEAD, prefetch
 from cache_policies.reuse import ReuseCurve
 
 _ROWS = 1 << 16  # sampled at most, of all tables together
-_MOST, _FEWEST = 1 << 14, 1 << 8  # of one table
+_MAX_ROWS, _MIN_ROWS = 1 << 14, 1 << 8  # of one table
 _PER_BATCH = 16  # a batch may use so much of a table's sample; if it uses more, the rate halves
 _TABLE = np.uint64(48)  # keys are table << 48 | id
 _FREE = np.uint64(2**64 - 1)  # no row: hashes above the first threshold are never sampled
@@ -30,7 +30,7 @@ class LiveCurves:
 
     def __init__(self, tables: Sequence[int]) -> None:
         n = len(tables)
-        rows = min(_MOST, max(_FEWEST, _ROWS // max(1, n)))
+        rows = min(_MAX_ROWS, max(_MIN_ROWS, _ROWS // max(1, n)))
         self.tables = tuple(tables)
         self._number = np.zeros(max(tables, default=0) + 1, np.int32)
         self._number[list(tables)] = np.arange(n)
@@ -132,8 +132,10 @@ def _observe(keys, uses, number, totals, threshold, state):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _choose(keys, uses, number, totals, threshold, chosen, runs):
-    """Adds to the totals and chooses the sampled keys. Of every run of keys of one table, ``runs`` gets the
-    table's number and where it begins in ``chosen``; returns how many runs there are."""
+    """Add to the totals, choose the sampled keys, and return the number of runs of keys of one table.
+
+    Of each run, ``runs`` gets the table's number and where the run begins in ``chosen``.
+    """
     i, count, run = 0, 0, 0
     while i < keys.size:
         first, table, accesses = i, keys[i] >> _TABLE, 0
@@ -154,7 +156,7 @@ def _choose(keys, uses, number, totals, threshold, chosen, runs):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _measure(keys, uses, chosen, where, live, hashes, position, taken, before, distances):
-    """Counts the uses of one table's rows by distance; fills in where their hashes are or belong."""
+    """Count the uses of one table's rows by distance; fill in where their hashes are or belong."""
     for k in range(chosen.size):
         if k + AHEAD < chosen.size:
             home = _home(hashes, _hash(keys[chosen[k + AHEAD]]))
@@ -172,7 +174,7 @@ def _measure(keys, uses, chosen, where, live, hashes, position, taken, before, d
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _use(keys, chosen, where, t, threshold, state):
-    """Makes rows of one table its most recent ones; ``where`` is where they were, if they were known."""
+    """Make rows of one table its most recent ones; ``where`` is where known rows were before."""
     live, hashes, position, taken = state[0][t], state[1][t], state[2][t], state[3][t]
     rows = state[5].shape[1] - 1
     for k in range(chosen.size):
@@ -226,7 +228,7 @@ def _flip(taken, position):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _halve(t, threshold, state):
-    """Samples half as many of the table's rows from now on; distances and counts shrink with them."""
+    """Sample half as many of the table's rows from now on; distances and counts shrink with them."""
     live, hashes, position, taken, _, distances = state
     threshold[t] >>= np.uint64(1)
     rows, old = hashes[t].copy(), position[t].copy()
@@ -251,7 +253,7 @@ def _halve(t, threshold, state):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _compact(t, state):
-    """Closes the gaps between positions."""
+    """Close the gaps between positions."""
     live, hashes, position, taken, before, _ = state
     _number(taken[t], before[t])
     for at in range(hashes.shape[1]):

@@ -12,7 +12,7 @@ import types as pytypes
 from collections import namedtuple
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numba import carray, njit, types
@@ -23,7 +23,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.core.errors import NumbaError
 from numba.extending import intrinsic
 
-from cache_policies.policy import Hooked, Policy, PolicyError
+from cache_policies.errors import PolicyError
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ _PARAMETERS = {
 
 @intrinsic
 def _pointer(typingctx: Any, address: Any) -> Any:
-    """int64 address → void pointer."""
+    """Convert an int64 address to a void pointer."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
@@ -93,6 +93,20 @@ call_void = _caller(types.void)
 call_int64 = _caller(types.int64)
 
 
+class HookOwner(Protocol):
+    """What is compiled: a policy or an admission filter (``cache_policies.policy.Hooked``)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    def state(self, capacity: int) -> dict[str, np.ndarray]: ...
+
+    def hook_names(self) -> list[str]: ...
+
+
 class Compiled:
     """State for one cache and the addresses of the hooks. Owns the arrays; keep it alive while hooks run.
 
@@ -101,7 +115,7 @@ class Compiled:
     methods of the same names call them on NumPy arrays.
     """
 
-    def __init__(self, owner: Hooked, capacity: int) -> None:
+    def __init__(self, owner: HookOwner, capacity: int) -> None:
         arrays = owner.state(capacity)
         for field, array in arrays.items():
             if not (isinstance(array, np.ndarray) and array.ndim == 1 and array.flags.c_contiguous):
@@ -158,7 +172,7 @@ def _ctypes_function(hook: str, address: int) -> Any:
 _compiled: dict[str, dict[str, Any]] = {}
 
 
-def _addresses(owner: Hooked, fields: dict[str, np.dtype]) -> dict[str, int]:
+def _addresses(owner: HookOwner, fields: dict[str, np.dtype]) -> dict[str, int]:
     functions = {hook: _function(owner, hook) for hook in owner.hook_names()}
     digest = _digest([*functions.values(), repr(list(fields.items()))])
     if digest not in _compiled:
@@ -168,19 +182,19 @@ def _addresses(owner: Hooked, fields: dict[str, np.dtype]) -> dict[str, int]:
     return {hook: function.address for hook, function in _compiled[digest].items()}
 
 
-def _function(owner: Hooked, hook: str) -> Any:
+def _function(owner: HookOwner, hook: str) -> Any:
     function = getattr(type(owner), hook)
     return function.py_func if isinstance(function, Dispatcher) else function
 
 
 @cache
 def _state_class(fields: tuple[str, ...]) -> type:
-    """The tuple that hooks see; one class for all hooks, so that what they share is compiled once."""
+    """Return the class of the tuple that hooks see: one for all, so that numba compiles shared code once."""
     return namedtuple("State", fields)  # type: ignore[misc, no-any-return]
 
 
-def _compile(owner: Hooked, hook: str, function: Any, fields: dict[str, np.dtype], digest: str) -> Any:
-    """The C function of one hook: rebuilds the arrays from the table and calls the compiled hook."""
+def _compile(owner: HookOwner, hook: str, function: Any, fields: dict[str, np.dtype], digest: str) -> Any:
+    """Compile the C function of one hook: it rebuilds the arrays from the table and calls the hook."""
     parameters, arguments = _PARAMETERS[hook]
     return _wrap(owner, hook, parameters, [("state", fields)], arguments, _inlined(function), digest)
 
@@ -190,7 +204,7 @@ def _inlined(function: Any) -> Any:
 
 
 def _wrap(
-    owner: Hooked,
+    owner: HookOwner,
     hook: str,
     parameters: str,
     tables: list[tuple[str, dict[str, np.dtype]]],
@@ -198,8 +212,10 @@ def _wrap(
     function: Any,
     digest: str,
 ) -> Any:
-    """The C function ``hook(parameters)``, which calls ``function`` with a tuple of arrays for each of
-    ``tables`` (the parameter that points to it, its arrays) and with ``arguments``."""
+    """Compile the C function ``hook(parameters)``, which calls ``function`` with arrays and ``arguments``.
+
+    The arrays are a named tuple for each of ``tables``: the parameter that points to the table, its arrays.
+    """
     scope: dict[str, Any] = {
         "function": function,
         "carray": carray,
@@ -226,9 +242,11 @@ def _wrap(
     return _build(scope[name], owner, hook, digest)
 
 
-def run_loop(owner: Hooked, compiled: Compiled, make: Any, arrays: dict[str, np.ndarray]) -> None:
-    """Run ``make(hooks)(s, t)`` compiled, with the hooks inlined: ``s`` are the arrays of
-    ``compiled``, a cache of ``owner``, and ``t`` is a named tuple of ``arrays``."""
+def run_loop(owner: HookOwner, compiled: Compiled, make: Any, arrays: dict[str, np.ndarray]) -> None:
+    """Run ``make(hooks)(s, t)`` compiled, with the hooks inlined.
+
+    ``s`` are the arrays of ``compiled``, a cache of ``owner``; ``t`` is a named tuple of ``arrays``.
+    """
     hooks = {hook: _function(owner, hook) for hook in owner.hook_names()}
     layouts = [{name: array.dtype for name, array in group.items()} for group in (compiled.arrays, arrays)]
     digest = _digest([make, *hooks.values(), repr([list(layout.items()) for layout in layouts])])
@@ -242,12 +260,12 @@ def run_loop(owner: Hooked, compiled: Compiled, make: Any, arrays: dict[str, np.
 
 
 def _new_table(first: int, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """A number, then address and length of each array."""
+    """Return the table of a hook: a number, then address and length of each array."""
     rows = [(array.ctypes.data, array.size) for array in arrays.values()]
     return np.array([first, *(number for row in rows for number in row)], np.int64)
 
 
-def _build(wrapper: Any, owner: Hooked, hook: str, digest: str) -> Any:
+def _build(wrapper: Any, owner: HookOwner, hook: str, digest: str) -> Any:
     """Compile through the on-disk cache; where that cannot be used, without."""
     signature = _SIGNATURES[hook]
     function = CFunc(wrapper, (signature.args, signature.return_type), {}, {"error_model": "numpy"})
@@ -289,15 +307,15 @@ class _HookCache(FunctionCache):
         return (sig, codegen.magic_tuple(), self._digest)
 
 
-def _builtin(owner: Hooked) -> str | None:
-    """The name by which another process finds a policy of this package."""
-    is_ours = isinstance(owner, Policy) and type(owner).__module__.startswith("cache_policies.")
+def _builtin(owner: HookOwner) -> str | None:
+    """Return the name by which another process finds a policy of this package; None of other owners."""
+    is_ours = owner.kind == "policy" and type(owner).__module__.startswith("cache_policies.")
     return owner.name if is_ours else None
 
 
 @cache
 def _compile_elsewhere(policy: str) -> bool:
-    """Fills the on-disk cache from another process: the compiler takes some 100 MiB, and keeps them."""
+    """Fill the on-disk cache from another process: the compiler takes some 100 MiB, and keeps them."""
     if not sys.executable or os.environ.get(_COMPILING):
         return False
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])

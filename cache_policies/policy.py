@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from cache_policies.errors import PolicyError
+
 if TYPE_CHECKING:
     from cache_policies.native import Compiled
 
@@ -22,10 +24,6 @@ UNKNOWN = np.iinfo(np.int64).max
 # glibc's malloc maps blocks on their own, for the whole process.
 _MEASURED = 1 << 17
 _MAX_CAPACITY = 2**31 - 2**18  # slots and list sentinels are int32
-
-
-class PolicyError(ValueError):
-    """A policy that does not exist, does not compile or broke the contract; the message names it."""
 
 
 class Hooked:
@@ -39,27 +37,27 @@ class Hooked:
     kind: ClassVar[str] = "policy"
 
     def state(self, capacity: int) -> dict[str, np.ndarray]:
-        """The arrays (1-d, C-contiguous) for slots ``0 .. capacity-1``, all empty."""
+        """Return the arrays (1-d, C-contiguous) for slots ``0 .. capacity-1``, all of them empty."""
         raise NotImplementedError(f"{self.kind} {self.name!r} defines no state(capacity)")
 
     @classmethod
     def hook_names(cls) -> list[str]:
-        """The hooks that the engine is given."""
+        """Return the names of the hooks that the engine is given."""
         raise NotImplementedError
 
     def state_bytes(self, capacity: int) -> int:
-        """Exact bytes of the arrays for ``capacity`` slots."""
+        """Return the exact bytes of the arrays for ``capacity`` slots."""
         return sum(array.nbytes for array in self.state(capacity).values())
 
     @property
     def bytes_per_slot(self) -> float:
-        """Bytes of state that one more slot costs (measured on the arrays of large capacities)."""
+        """Return the bytes of state that one more slot costs, measured on the arrays of large capacities."""
         low, high = _MEASURED, 2 * _MEASURED
         return (self.state_bytes(high) - self.state_bytes(low)) / (high - low)
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of state beside ``bytes_per_slot`` (rounded up a little); small capacities may cost less."""
+        """Return the bytes of state beside ``bytes_per_slot``, rounded up; small capacities may cost less."""
         capacity = _MEASURED
         return 256 + max(0, int(self.state_bytes(capacity) - self.bytes_per_slot * capacity))
 
@@ -97,30 +95,35 @@ class Policy(Hooked):
 
     @staticmethod
     def touch(s: Any, slots: Any, keys: Any, next_use: Any, now: Any) -> None:
-        """Resident ``slots`` (int32, each once) were used by plan ``now``; ``keys`` uint64, ``next_use``
-        int64.
+        """Note that plan ``now`` uses the resident ``slots`` (int32, each once).
+
+        ``keys`` is uint64 and ``next_use`` int64, one per slot.
         """
 
     @staticmethod
     def insert(s: Any, slots: Any, keys: Any, next_use: Any, now: Any) -> None:
-        """``slots`` were given to rows that were not resident; arguments as in ``touch``."""
+        """Note that ``slots`` were given to rows that were not resident; arguments are those of ``touch``."""
 
     @staticmethod
     def announce(s: Any, slots: Any, next_use: Any, now: Any) -> None:
-        """The window learnt when resident ``slots`` are used next (``UNKNOWN``: that use was called off)."""
+        """Note when resident ``slots`` are used next (``UNKNOWN``: the known use was called off)."""
 
     @staticmethod
     def remove(s: Any, slots: Any) -> None:
-        """``slots`` were emptied other than by ``evict``."""
+        """Note that ``slots`` were emptied other than by ``evict``."""
 
     @staticmethod
     def evict(s: Any, n: Any, last_use: Any, pinned_since: Any, victims: Any) -> Any:
-        """Write up to ``n`` slots with ``last_use[slot] < pinned_since`` to ``victims``, drop them from the
-        state and return how many; fewer than ``n`` only if no other unpinned slot is resident.
+        """Write up to ``n`` victims to ``victims``, drop them from the state and return how many.
+
+        A victim is a slot with ``last_use[slot] < pinned_since``. There are fewer than ``n`` only if no other
+        unpinned slot is resident.
         """
         return 0
 
     @staticmethod
     def admit(s: Any, keys: Any, now: Any, admitted: Any) -> None:
-        """Plan ``now`` lacks the rows ``keys``; called before ``evict``, if the policy defines it. Clearing
-        ``admitted[i]`` (uint8; 1, or 0 if a filter refused before) refuses row ``i`` a slot."""
+        """Refuse rows a slot: plan ``now`` lacks the rows ``keys``. Called before ``evict``, if defined.
+
+        Clearing ``admitted[i]`` (uint8; 1, or 0 if a filter refused the row before) refuses row ``i`` a slot.
+        """

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from cache_policies import hashing
-from cache_policies.policy import PolicyError
+from cache_policies.errors import PolicyError
 from cache_policies.prefetch import AHEAD, prefetch
 
 #: ``next_batch`` of a row that the rest of the trace does not use.
@@ -62,7 +62,7 @@ class PreparedTrace:
 
     @property
     def largest_batch(self) -> int:
-        """Distinct rows of the batch with the most."""
+        """Return the distinct rows of the batch with the most distinct rows."""
         if not self.offsets.size:
             return min(1, self.rows.size)
         return int(np.diff(self.offsets).max(initial=0))
@@ -92,14 +92,14 @@ def prepare_flat(keys: np.ndarray, batch_size: int) -> PreparedTrace:
 
 
 def select(trace: PreparedTrace, chosen: np.ndarray) -> PreparedTrace:
-    """The trace of some rows only: ``chosen`` is a bool per row. Batches keep their numbers."""
+    """Return the trace of some rows only: ``chosen`` is a bool per row. Batches keep their numbers."""
     number = np.cumsum(chosen, dtype=np.int32) - 1
     positions = np.flatnonzero(chosen[trace.rows])
     return _part(trace, positions, number[trace.rows[positions]], trace.keys[chosen])
 
 
 def split(trace: PreparedTrace, group: np.ndarray, groups: int) -> Iterator[PreparedTrace]:
-    """The traces of each group of rows alone: ``group`` is 0 to ``groups`` - 1 per row."""
+    """Return the traces of each group of rows alone: ``group`` is 0 to ``groups`` - 1 per row."""
     uses = np.argsort(group[trace.rows], kind="stable")
     rows = np.argsort(group, kind="stable")
     use_ends = np.cumsum(np.bincount(group[trace.rows], minlength=groups))[:-1]
@@ -111,7 +111,7 @@ def split(trace: PreparedTrace, group: np.ndarray, groups: int) -> Iterator[Prep
 
 
 def _part(trace: PreparedTrace, positions: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> PreparedTrace:
-    """The uses at ``positions`` (ascending) of ``trace``, whose ``rows`` are numbered anew."""
+    """Return the uses at ``positions`` (ascending) of ``trace``, whose ``rows`` are numbered anew."""
     single = not trace.offsets.size
     offsets = np.arange(trace.rows.size + 1) if single else trace.offsets
     return PreparedTrace(

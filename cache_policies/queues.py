@@ -44,13 +44,13 @@ def _index(s, queue, position):
 
 @njit(error_model="numpy", forceinline=True)
 def queue_of(s, slot):
-    """The queue, 0 or 1, of a slot that is in one."""
+    """Return the queue, 0 or 1, of a slot that is in one."""
     return 1 if s.place[slot] >= s.queue.size >> 1 else 0
 
 
 @njit(error_model="numpy", forceinline=True)
 def push(s, queue, slot):
-    """A slot that is in no queue becomes the newest of one."""
+    """Make a slot that is in no queue the newest of ``queue``."""
     if s.queue_end[queue] - s.queue_first[queue] == s.queue.size >> 1:
         _drop_stale(s, queue)
     index = _index(s, queue, s.queue_end[queue])
@@ -62,14 +62,14 @@ def push(s, queue, slot):
 
 @njit(error_model="numpy", forceinline=True)
 def drop(s, slot):
-    """A slot leaves its queue, wherever it is in it."""
+    """Take a slot out of its queue, wherever the slot is in the queue."""
     s.length[queue_of(s, slot)] -= 1
     s.place[slot] = _GONE
 
 
 @njit(error_model="numpy", forceinline=True)
 def look(s, queue):
-    """The oldest slot that the walk has not passed, ``NO_SLOT`` if there is none."""
+    """Return the oldest slot that the walk has not passed, ``NO_SLOT`` if there is none."""
     while s.queue_at[queue] < s.queue_end[queue]:
         index = _index(s, queue, s.queue_at[queue])
         slot = s.queue[index]
@@ -81,13 +81,13 @@ def look(s, queue):
 
 @njit(error_model="numpy", forceinline=True)
 def upcoming(s, queue, distance):
-    """The slot of the entry ``distance`` behind the one that the walk looks at (any if there is none)."""
+    """Return the slot ``distance`` entries behind the walk's entry; any slot if there is no such entry."""
     return s.queue[_index(s, queue, min(s.queue_at[queue] + distance, s.queue_end[queue]))]
 
 
 @njit(error_model="numpy", forceinline=True)
 def take(s, queue, slot):
-    """The slot that ``look`` gave leaves the queue."""
+    """Take the slot that ``look`` gave out of the queue."""
     s.place[slot] = _GONE
     s.queue_at[queue] += 1
     s.length[queue] -= 1
@@ -95,7 +95,7 @@ def take(s, queue, slot):
 
 @njit(error_model="numpy", forceinline=True)
 def keep(s, queue, slot):
-    """The walk passes the slot that ``look`` gave."""
+    """Let the walk pass the slot that ``look`` gave."""
     s.queue[_index(s, queue, s.queue_first[queue] + s.queue_kept[queue])] = slot
     s.queue_kept[queue] += 1
     s.queue_at[queue] += 1
@@ -103,7 +103,7 @@ def keep(s, queue, slot):
 
 @njit(error_model="numpy", forceinline=True)
 def finish(s):
-    """The walk ends."""
+    """End the walk."""
     for queue in range(2):
         _close_gap(s, queue)
         s.queue_kept[queue] = 0

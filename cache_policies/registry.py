@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from cache_policies.policy import Policy, PolicyError
+from cache_policies.errors import PolicyError
+from cache_policies.policy import Policy
 
 _BUILTIN = {
     "lookahead": "lookahead.Lookahead",
@@ -24,12 +25,12 @@ _registered: dict[str, type[Policy]] = {}
 
 
 def names() -> list[str]:
-    """Names that ``get`` knows."""
+    """Return the names that ``get`` knows."""
     return [*_BUILTIN, *_registered]
 
 
 def get(policy: str | Policy | type[Policy]) -> Policy:
-    """The policy of that name with its default parameters; a policy (or its class) is passed through."""
+    """Return the policy of that name with its default parameters; pass a policy (or its class) through."""
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, type) and issubclass(policy, Policy):
@@ -43,7 +44,7 @@ def get(policy: str | Policy | type[Policy]) -> Policy:
 
 
 def register(policy: type[Policy]) -> type[Policy]:
-    """Class decorator that makes a policy known to ``get`` and the command line by its ``name``."""
+    """Make a policy known to ``get`` and the command line by its ``name``; a class decorator."""
     if not policy.name or policy.name in _BUILTIN:
         raise PolicyError(
             f"{policy.__name__}.name = {policy.name!r} is empty or a built-in's; choose another"

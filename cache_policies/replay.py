@@ -41,7 +41,7 @@ def replay(
 
 
 def _loop(hooks: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The loop over single accesses around ``hooks``, to be compiled."""
+    """Make the loop over single accesses around ``hooks``, to be compiled."""
     touch, insert, announce, evict = (hooks[name] for name in ("touch", "insert", "announce", "evict"))
     admits = "admit" in hooks
     admit = hooks.get("admit", touch)

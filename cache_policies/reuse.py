@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
+from cache_policies.errors import PolicyError
 from cache_policies.hashing import mix
-from cache_policies.policy import PolicyError
 from cache_policies.prepared import PreparedTrace, select
 from cache_policies.simulator import missed_by_row
 
@@ -94,8 +94,9 @@ def _below(keys, threshold):
 
 
 def sample(trace: PreparedTrace, rate: float) -> PreparedTrace:
-    """The uses of the sampled rows of a trace; a cache of ``rate`` times the slots misses about as often on
-    it.
+    """Return the uses of the sampled rows of a trace.
+
+    A cache of ``rate`` times the slots misses about as often on the sample as the cache on the trace.
     """
     return trace if rate == 1 else select(trace, sampled(trace.keys, rate))
 
@@ -141,11 +142,11 @@ class BelowBatch:
 
 
 def lru_curve(trace: PreparedTrace, rate: float = 1.0) -> ReuseCurve:
-    """The curve of LRU, exact at ``rate`` 1 for single accesses.
+    """Return the curve of LRU, exact at ``rate`` 1 for single accesses.
 
-    In batches, rows are hit or missed as they stand when the batch begins. Rows of one batch count as used in
-    order of their first use; a live cache treats its hits before its misses, which moves a curve by less than
-    the rows of one batch.
+    In batches, the state at the beginning of the batch decides what is hit. Rows of one batch count as used
+    in order of their first use. A live cache treats its hits before its misses, which moves a curve by less
+    than the rows of one batch.
     """
     part = sample(trace, rate)
     rate = part.footprint / trace.footprint if rate < 1 and part.footprint else rate  # what chance made of it

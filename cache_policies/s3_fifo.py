@@ -10,13 +10,13 @@ from cache_policies.policy import Policy
 from cache_policies.prefetch import AHEAD, prefetch
 
 _SMALL, _MAIN = 0, 1  # queues
-_MOST_USES = 3
+_MAX_USES = 3
 _USES_FOR_MAIN = 2
 
 
 @njit(error_model="numpy", forceinline=True)
 def _fetch(s, queue, last_use):
-    """What looking at the next slots of a queue will read."""
+    """Prefetch what looking at the next slots of a queue will read."""
     slot = queues.upcoming(s, queue, 2 * AHEAD)
     prefetch(s.place, slot)
     prefetch(s.uses, slot)
@@ -28,7 +28,7 @@ def _fetch(s, queue, last_use):
 
 @njit(error_model="numpy", forceinline=True)
 def _evict_small(s, last_use, pinned_since):
-    """The next victim of the small queue, ``NO_SLOT`` if there is none.
+    """Return the next victim of the small queue, ``NO_SLOT`` if there is none.
 
     Rows used twice since they came move to the main queue on the way.
     """
@@ -120,7 +120,7 @@ class S3Fifo(Policy):
         for i in range(slots.size):
             if i + AHEAD < slots.size:
                 prefetch(s.uses, slots[i + AHEAD])
-            s.uses[slots[i]] = min(s.uses[slots[i]] + 1, _MOST_USES)
+            s.uses[slots[i]] = min(s.uses[slots[i]] + 1, _MAX_USES)
 
     @staticmethod
     def insert(s, slots, keys, next_use, now):

@@ -19,8 +19,9 @@ from numba import njit
 
 from cache_policies import registry
 from cache_policies.admission import Admission, get_admission
+from cache_policies.errors import PolicyError
 from cache_policies.native import call_int64, call_void
-from cache_policies.policy import UNKNOWN, Policy, PolicyError
+from cache_policies.policy import UNKNOWN, Policy
 from cache_policies.prepared import NEVER, PreparedTrace, prepare
 from cache_policies.replay import replay
 
@@ -115,7 +116,7 @@ def _simulate_batches(
     admission: str | Admission,
     missed_of: np.ndarray,
 ) -> tuple[int, ...]:
-    """The last fields of a Simulation; ``setting`` is depth, window and on_demand."""
+    """Return the last fields of a Simulation; ``setting`` is depth, window and on_demand."""
     compiled = policy.compile(capacity)
     hooks = compiled.hooks
     gate = get_admission(admission).compile(capacity)
@@ -308,7 +309,7 @@ def _split(rows, next_batch, keys, now, known, cache, hit, miss, missed):
 
 @njit(error_model="numpy", forceinline=True)
 def _missed_accesses(rows, uses, missed, n, missed_of):
-    """Accesses of the first ``n`` of ``missed``, which are in order of ``rows``."""
+    """Return the accesses of the first ``n`` of ``missed``, which are in order of ``rows``."""
     if uses.size == 0:
         return n
     accesses, k = 0, 0
@@ -362,7 +363,7 @@ def _make_room(evict, state, need, pinned_since, now, cache, victims):
 
 @njit(error_model="numpy", forceinline=True)
 def _check(victims, n, asked, row_in, last_use, pinned_since):
-    """Number of the fault in ``n`` returned victims, 0 if there is none; leaves the arrays as they were."""
+    """Return the number of the fault in ``n`` victims, 0 if there is none; leave the arrays as they were."""
     if n < 0 or n > asked:
         return 1
     fault = 0

@@ -6,7 +6,8 @@ import numpy as np
 from numba import njit
 
 from cache_policies import buckets, hashing
-from cache_policies.policy import Policy, PolicyError
+from cache_policies.errors import PolicyError
+from cache_policies.policy import Policy
 
 
 @njit(error_model="numpy", forceinline=True)

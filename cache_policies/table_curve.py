@@ -29,8 +29,10 @@ class TableCurve:
     curve: ReuseCurve
 
     def reuse_histogram(self, bins: int = 100) -> np.ndarray:
-        """Uses that hit once the cache has the rows up to each bin's upper edge (float64, bins of equal width
-        over ``num_embeddings``); first uses are in none, since they miss at any size.
+        """Count the uses that hit once the cache has the rows up to each bin's upper edge.
+
+        The counts are float64, of bins of equal width over ``num_embeddings``. No bin has the first uses,
+        which miss at any size.
         """
         edges = np.linspace(0, self.num_embeddings, bins + 1)
         missed = self.curve.misses(np.floor(edges))

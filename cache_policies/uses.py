@@ -29,7 +29,7 @@ def new_uses(capacity: int) -> dict[str, np.ndarray]:
 
 @njit(error_model="numpy", forceinline=True)
 def fetch(s, slots, i):
-    """Called for every ``i`` of ``slots`` that are about to be used."""
+    """Prefetch for ``slots`` that are about to be used; call it for each ``i``."""
     if i + AHEAD < slots.size:
         prefetch(s.used_at, slots[i + AHEAD])
 

@@ -13,7 +13,7 @@ from cache_policies.prefetch import AHEAD, prefetch
 
 _WINDOW, _PROBATION, _PROTECTED = 0, 1, 2
 _ROWS = 4  # of the sketch
-_MOST = 15  # counters have four bits
+_MAX_COUNT = 15  # counters have four bits
 _MULTIPLIERS = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64
 )
@@ -41,7 +41,7 @@ def _fetch_counters(s, hash_):
 
 @njit(error_model="numpy")
 def _fetch_candidates(s, n):
-    """What comparing ``n`` rows of the window and of probation will read."""
+    """Prefetch what comparing ``n`` rows of the window and of probation will read."""
     for queue in (_WINDOW, _PROBATION):
         sentinel = s.hash.size + queue
         lists.fetch_oldest(s.prev, s.next, sentinel, n, s.hash)
@@ -56,11 +56,11 @@ def _fetch_candidates(s, n):
 @njit(error_model="numpy", forceinline=True)
 def _estimate(s, hash_):
     width = 2 * s.sketch.size // _ROWS
-    least = _MOST
+    lowest = _MAX_COUNT
     for row in range(_ROWS):
         at = _counter(hash_, row, width)
-        least = min(least, (s.sketch[at >> 1] >> ((at & 1) * 4)) & _MOST)
-    return least
+        lowest = min(lowest, (s.sketch[at >> 1] >> ((at & 1) * 4)) & _MAX_COUNT)
+    return lowest
 
 
 @njit(error_model="numpy", forceinline=True)
@@ -69,7 +69,7 @@ def _count(s, hash_):
     for row in range(_ROWS):
         at = _counter(hash_, row, width)
         shift = (at & 1) * 4
-        if (s.sketch[at >> 1] >> shift) & _MOST < _MOST:
+        if (s.sketch[at >> 1] >> shift) & _MAX_COUNT < _MAX_COUNT:
             s.sketch[at >> 1] += np.uint8(1 << shift)
     s.counted[0] += 1
     if s.counted[0] >= _SAMPLE * s.hash.size:
@@ -93,8 +93,9 @@ def _leave(s, slot):
 
 @njit(error_model="numpy", forceinline=True)
 def _oldest(s, queue, last_use, pinned_since):
-    """The oldest unpinned slot of a list, or its sentinel. Goes on behind the pinned ones that it saw in the
-    same call of ``evict``.
+    """Return the oldest unpinned slot of a list, or the list's sentinel.
+
+    The search goes on behind the pinned slots that it saw in the same call of ``evict``.
     """
     slot = s.next[s.behind[queue]]
     while slot != s.hash.size + queue and last_use[slot] >= pinned_since:
@@ -105,7 +106,7 @@ def _oldest(s, queue, last_use, pinned_since):
 
 @njit(error_model="numpy", forceinline=True)
 def _choose(s, incoming, last_use, pinned_since):
-    """The next victim when the window will get ``incoming`` more rows; -1 if all are pinned."""
+    """Return the next victim when the window will get ``incoming`` more rows; -1 if all are pinned."""
     capacity = s.hash.size
     window = capacity + _WINDOW
     main = s.length[_PROBATION] + s.length[_PROTECTED]

@@ -8,7 +8,7 @@ import torch
 from tierstore import TierConfig, optim
 from tierstore.cache.engine import Engine, Table
 from tierstore.cache.layout import Segment
-from tierstore.cache.memory_tier import bytes_for
+from tierstore.cache.tiers.memory import bytes_for
 from tierstore.initializers import uniform
 from tierstore.modules.base import TieredModule
 from tierstore.modules.lookup import Lookup, PooledPart
@@ -29,8 +29,8 @@ class Bags(TieredModule):
         for table in self.engine.tables:
             columns.append(column)
             column += table.embedding_dim
-        for chain in self.engine.chains:
-            members = [i for i in range(len(ids)) if self.engine.chain_of(i) is chain]
+        for group in self.engine.groups:
+            members = [i for i in range(len(ids)) if self.engine.group_of(i) is group]
             segments = [
                 Segment(
                     f"f{i}", i, ids[i].data_ptr(), ids[i].numel(), False, self.engine.tables[i].num_embeddings
@@ -40,8 +40,8 @@ class Bags(TieredModule):
             counts = np.concatenate([np.full(bags, ids[i].shape[1]) for i in members])
             parts.append(
                 PooledPart(
-                    chain,
-                    chain.batch(segments),
+                    group,
+                    group.batch(segments),
                     [],
                     offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
                     bag_start=np.arange(len(members) + 1, dtype=np.int64) * bags,
@@ -53,7 +53,7 @@ class Bags(TieredModule):
         return Lookup(parts, (bags, column))
 
     def forward(self, ids: list[torch.Tensor]) -> torch.Tensor:
-        return self._pooled(self._find_lookup(ids), None)
+        return self.pooled_rows(self.find_lookup(ids), None)
 
 
 def build(config: TierConfig, optimizer: optim.OptimizerSpec, dims: tuple[int, ...]) -> Bags:

@@ -181,7 +181,7 @@ sgd = SGD(lr=0.1)
 config = TierConfig(hbm="4KiB", ssd="1GiB", engine="memory")
 table = TieredEmbedding(5000, 16, config=config, optimizer=sgd)
 other = TieredEmbedding(5000, 16, config=TierConfig(hbm="all"), optimizer=sgd)
-slots = table.stats()["chains"]["dim16"]["slots"]
+slots = table.stats()["groups"]["dim16"]["slots"]
 table(torch.arange(10)).sum().backward()
 other(torch.arange(10)).sum().backward()
 ids = torch.arange(slots + 64 + {past})

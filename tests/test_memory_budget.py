@@ -45,7 +45,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> int:
     ],
 )
 def test_peak_memory_of_training(hbm: str, uvm: str, data: str, dense: int, tmp_path: Path) -> None:
-    tiers = ["--hbm", hbm, "--uvm", uvm, "--ssd", str(tmp_path / "store")]
+    tiers = ["--hbm", hbm, "--uvm", uvm, "--store", str(tmp_path / "store")]
     # The first one begins like the first training after an installation, with nothing compiled yet.
     cache = {"NUMBA_CACHE_DIR": str(tmp_path / "compiled")} if hbm == "16MiB" else {}
     figures = trained(data, tiers, tmp_path / "result.json", cache)

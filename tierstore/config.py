@@ -25,13 +25,13 @@ _AUTO_SSD = 1 << 40
 _IO_NAMES = ("auto", "uring", "pread")
 
 
-def is_whole(value: Any, least: int = 0, most: float = math.inf) -> TypeGuard[int]:
-    """Whether ``value`` is an ``int`` from ``least`` to ``most``; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+def is_integer(value: Any, minimum: int = 0, maximum: float = math.inf) -> TypeGuard[int]:
+    """Tell whether ``value`` is an ``int`` from ``minimum`` to ``maximum``; a ``bool`` is no integer."""
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether ``value`` is an ``int`` or ``float``; True and False are none."""
+    """Tell whether ``value`` is an ``int`` or ``float``; a ``bool`` is no number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -158,11 +158,11 @@ class TierConfig:
         return _AUTO_SSD if self.ssd == "auto" else int(self.ssd)
 
     def table(self, name: str) -> TableOverride:
-        """Overrides of a table, all ``None`` where there are none."""
+        """Return the overrides of a table; all of them are ``None`` where the user gave none."""
         return self.tables.get(name, TableOverride())
 
     def check_tables(self, names: Iterable[str]) -> None:
-        """Raises ``ConfigError`` when ``tables`` names one that is not in ``names``."""
+        """Raise ``ConfigError`` when ``tables`` names a table that is not in ``names``."""
         names = list(names)
         unknown = [name for name in self.tables if name not in names]
         if unknown:
@@ -218,12 +218,12 @@ class TierConfig:
         if self.policy not in known:
             raise ConfigError(f"unknown policy {self.policy!r}; known policies: {', '.join(known)}")
 
-    def _normalise_count(self, name: str, most: int | None) -> None:
+    def _normalise_count(self, name: str, maximum: int | None) -> None:
         value = getattr(self, name)
         if value == "auto":
             return
         whole = isinstance(value, Integral) and not isinstance(value, bool)
-        if not whole or value < 0 or (most is not None and value > most):
-            bound = "of at least 0" if most is None else f"from 0 to {most}"
+        if not whole or value < 0 or (maximum is not None and value > maximum):
+            bound = "of at least 0" if maximum is None else f"from 0 to {maximum}"
             raise ConfigError(f'{name} is {value!r}; it must be "auto" or an integer {bound}')
         object.__setattr__(self, name, int(value))

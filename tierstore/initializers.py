@@ -75,6 +75,6 @@ def as_init(value: Any, default: Init) -> Init:
 
 
 def table_seed(seed: int, table: str) -> int:
-    """The 64-bit seed of one table: it depends on its name, never on its place in a collection."""
+    """Return the 64-bit seed of one table, which depends on its name, never on its place in a collection."""
     digest = hashlib.blake2b(f"{seed}:{table}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

@@ -31,6 +31,39 @@ class ShardingType(str, Enum):
         return self.value
 
 
+STORE_SLACK = 64 << 20
+"""Bytes of a rank's store beyond the ``ssd_bytes`` of its shards."""
+MOST_STORE_BYTES = 3.0
+"""Bytes that a store has a use for, per live byte: a commit may keep as many superseded bytes as are live,
+and compaction needs as many again."""
+_RECORD_HEADER = 16
+
+
+def record_bytes(row_bytes: int) -> int:
+    """Return the bytes that a row of ``row_bytes`` bytes takes in the native store."""
+    return -(-(_RECORD_HEADER + row_bytes) // 8) * 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """The ranks of a running job, as a planner is told of them. Sizes are bytes of one rank.
+
+    ``rows``: of all tables. ``depth``, ``window``: batches that are fetched and known ahead, ``batch_size``:
+    examples per rank and step; None is the planner's default.
+    """
+
+    hosts: int
+    ranks_per_host: int
+    processors_per_rank: float
+    hbm_bytes: int
+    uvm_bytes: int
+    ssd_bytes: int
+    rows: int
+    depth: int | None = None
+    window: int | None = None
+    batch_size: int | None = None
+
+
 @dataclass(frozen=True)
 class ShardPlacement:
     """A rectangle of a table on one rank, and its bytes in each tier, all metadata included.
@@ -50,7 +83,7 @@ class ShardPlacement:
     hbm_rows: int = 0
     uvm_rows: int = 0
     own: int = 0
-    """1 where constraints promise the table bytes or tiers: its slots are its own then."""
+    """1 where constraints promise the table bytes or tiers, so that no other table uses its slots; else 0."""
 
 
 @dataclass(frozen=True)
@@ -180,10 +213,12 @@ class _Object:
             raise ConfigError(f"{_NO_PLAN}{path.rstrip('.') or 'it'} is {values!r}; it must be an object")
         self.path, self.values = path, values
 
-    def whole(self, name: str, least: int = 0, default: int = _REQUIRED) -> int:
+    def whole(self, name: str, least: int = 0, default: int = _REQUIRED, most: int = _LARGEST) -> int:
         value = self._value(name, default)
-        if type(value) is not int or not least <= value <= _LARGEST:
-            raise self._wrong(name, f"a whole number from {least} to 2^63 - 1")
+        if type(value) is not int or not least <= value <= most:
+            raise self._wrong(
+                name, f"a whole number from {least} to {'2^63 - 1' if most == _LARGEST else most}"
+            )
         return value
 
     def share(self, name: str, default: float) -> float:
@@ -238,7 +273,11 @@ def _table(table: _Object) -> TablePlacement:
 def _shard(shard: _Object) -> ShardPlacement:
     shard.has_only([field.name for field in fields(ShardPlacement)])
     values = {
-        field.name: shard.whole(field.name, default=_REQUIRED if field.default is MISSING else field.default)
+        field.name: shard.whole(
+            field.name,
+            default=_REQUIRED if field.default is MISSING else field.default,
+            most=1 if field.name == "own" else _LARGEST,
+        )
         for field in fields(ShardPlacement)
     }
     return ShardPlacement(**values)

@@ -33,7 +33,7 @@ class ResultFile:
                 temporary.unlink()
 
     def replace(self, content: bytes) -> None:
-        """Makes ``content`` the whole file, or leaves it as it was."""
+        """Make ``content`` the whole file, or leave the file as it was."""
         with option_errors(self._option, self._path):
             if self._path.exists() and not self._path.is_file():
                 self._path.write_bytes(content)
@@ -63,7 +63,7 @@ class JsonFile(ResultFile):
 
 @contextmanager
 def option_errors(option: str, path: Path) -> Iterator[None]:
-    """Turns an error of the system at the path that an option gave into one that names the option."""
+    """Turn an error of the system at the path of an option into a ``ConfigError`` that names the option."""
     try:
         yield
     except OSError as error:

@@ -96,12 +96,11 @@ def placed_as(problem: Problem, number: int, theirs: Any) -> Placed:
 
 
 def as_our_plan(theirs: Mapping[str, Any], ours: Solution) -> tuple[ShardingPlan, list[str]]:
-    """The same shards on the same ranks, with the bytes that torchrec's compute kernels take: all rows in
-    hbm, or its cache's share there and the others in uvm. ``ours``: a solution for the same tables and
-    machine.
+    """Return the same shards on the same ranks, and what had to be changed to keep to the memories, in words.
 
-    Also what had to be changed to keep to the machine's memories, in words. Raises ConfigError for kernels
-    that keep rows elsewhere.
+    torchrec's compute kernels say the bytes: all rows in hbm, or its cache's share there and the rest in uvm.
+    ``ours``: a solution for the same tables and machine. Raises ConfigError for kernels that keep rows
+    elsewhere.
     """
     machine, notes = ours.topology, []
     placed = [
@@ -157,7 +156,7 @@ def _columns(shard: Any) -> tuple[int, int]:
 
 
 def _cached_share(name: str, theirs: Any) -> float:
-    """The share of the rows that is in device memory."""
+    """Return the share of the rows that is in device memory."""
     kernel = theirs.compute_kernel
     if kernel in ("dense", "fused"):
         return 1.0

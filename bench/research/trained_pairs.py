@@ -310,7 +310,7 @@ def compared(
 
 
 def _figures(same: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rounds that other processes disturbed are left out where there are others."""
+    """Return medians of the rounds that no other process disturbed, of all where there are none."""
     rounds = list(zip(ours, same, strict=False))
     calm = [both for both in rounds if all(record["others"] < LOUD for record in both)] or rounds
     ratios = [own["step"] / other["step"] for own, other in calm]

@@ -5,28 +5,32 @@
 #include <pybind11/numpy.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 
 #include "common/page_allocator.h"
 
 namespace tierstore {
 
+template <typename T>
+using Array = pybind11::array_t<T, pybind11::array::c_style>;
+
 // An array that takes what `values` has.
 template <typename T>
-pybind11::array_t<T, pybind11::array::c_style> Owned(PageVector<T>&& values) {
+Array<T> Owned(PageVector<T>&& values) {
   auto kept = std::make_unique<PageVector<T>>(std::move(values));
   const auto size = static_cast<pybind11::ssize_t>(kept->size());
   T* const data = kept->data();
   const pybind11::capsule owner(kept.get(), [](void* at) { delete static_cast<PageVector<T>*>(at); });
   kept.release();
-  return pybind11::array_t<T, pybind11::array::c_style>(size, data, owner);
+  return Array<T>(size, data, owner);
 }
 
 // An array of `n` elements in no defined state.
 template <typename T>
-pybind11::array_t<T, pybind11::array::c_style> Fresh(pybind11::ssize_t n) {
+Array<T> Fresh(pybind11::ssize_t n) {
   const auto bytes = static_cast<std::size_t>(n) * sizeof(T);
-  if (bytes < PageAllocator<T>::kLeastBytes) return pybind11::array_t<T, pybind11::array::c_style>(n);
+  if (bytes < PageAllocator<T>::kLeastBytes) return Array<T>(n);
   struct Block {
     explicit Block(std::size_t bytes) : bytes(bytes), at(TakePages(bytes)) {}
     ~Block() { GivePages(at, bytes); }
@@ -37,7 +41,24 @@ pybind11::array_t<T, pybind11::array::c_style> Fresh(pybind11::ssize_t n) {
   T* const data = static_cast<T*>(block->at);
   const pybind11::capsule owner(block.get(), [](void* at) { delete static_cast<Block*>(at); });
   block.release();
-  return pybind11::array_t<T, pybind11::array::c_style>(n, data, owner);
+  return Array<T>(n, data, owner);
+}
+
+// An array over the elements of `values`, which `owner` keeps.
+template <typename Vector>
+auto View(const Vector& values, pybind11::handle owner) {
+  return Array<typename Vector::value_type>(static_cast<pybind11::ssize_t>(values.size()), values.data(),
+                                            owner);
+}
+
+// Slots of keys in a Tier or HeldRows, int32; -1 where a key is not there.
+template <class Rows>
+Array<std::int32_t> FindSlots(const Rows& rows, const Array<std::uint64_t>& keys) {
+  Array<std::int32_t> slots = Fresh<std::int32_t>(keys.size());
+  std::int32_t* out = slots.mutable_data();
+  pybind11::gil_scoped_release unlocked;
+  rows.Find(keys.data(), keys.size(), out);
+  return slots;
 }
 
 }  // namespace tierstore

@@ -46,7 +46,7 @@ TIERSTORE_BINDINGS(env) {
   m.def("posix_env", &NewPosixEnv, py::arg("directory"));
   py::class_<MemoryEnv, Env>(m, "MemoryEnv")
       .def(py::init<>())
-      .def("list", &MemoryEnv::List)
+      .def("list", &MemoryEnv::List, py::arg("directory"))
       .def("operations", &MemoryEnv::operations)
       .def(
           "after_crash",
@@ -54,21 +54,21 @@ TIERSTORE_BINDINGS(env) {
             return env.AfterCrash(operations, ParseUnsynced(unsynced), seed);
           },
           py::arg("operations"), py::arg("unsynced"), py::arg("seed") = 0)
-      .def("contents", &Contents)
-      .def("set_contents", &SetContents)
-      .def("remove", &MemoryEnv::Remove);
+      .def("contents", &Contents, py::arg("path"))
+      .def("set_contents", &SetContents, py::arg("path"), py::arg("contents"))
+      .def("remove", &MemoryEnv::Remove, py::arg("path"));
   py::class_<ReadOnlyEnv, Env>(m, "ReadOnlyEnv")
       .def(py::init(
                [](Env* base) { return std::make_unique<ReadOnlyEnv>(base == nullptr ? PosixEnv() : *base); }),
            py::arg("base") = nullptr, py::keep_alive<1, 2>());
   py::class_<FaultEnv, Env>(m, "FaultEnv")
-      .def(py::init<Env&>(), py::keep_alive<1, 2>())
+      .def(py::init<Env&>(), py::arg("base"), py::keep_alive<1, 2>())
       .def("fail", &FaultEnv::Fail, py::arg("kind"), py::arg("nth"), py::arg("errno"),
            py::arg("forever") = false)
-      .def("set_capacity", &FaultEnv::SetCapacity)
-      .def("flip_bits", &FaultEnv::FlipBits)
-      .def("shorten_reads", &FaultEnv::ShortenReads)
-      .def("slow_down", &FaultEnv::SlowDown)
+      .def("set_capacity", &FaultEnv::SetCapacity, py::arg("bytes"))
+      .def("flip_bits", &FaultEnv::FlipBits, py::arg("every_nth_read"))
+      .def("shorten_reads", &FaultEnv::ShortenReads, py::arg("every_nth_read"))
+      .def("slow_down", &FaultEnv::SlowDown, py::arg("seconds_per_operation"))
       .def("heal", &FaultEnv::Heal)
       .def("counts", &FaultEnv::Counts);
 }

@@ -1,4 +1,5 @@
 // Python bindings of what sharded collections do to the ids of a batch before they exchange them.
+#include "bindings/arrays.h"
 #include "bindings/registry.h"
 #include "kernels/divide.h"
 
@@ -6,8 +7,7 @@ namespace py = pybind11;
 
 namespace {
 
-template <typename T>
-using Array = py::array_t<T, py::array::c_style>;
+using tierstore::Array;
 
 // Hands the vector's memory over to numpy.
 template <typename T>

@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tierstore_bench._cluster import Simulation
-
 from tierstore.cli.plan import read_yaml
 from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
 from tierstore.planner.files import specs_of_yaml
+from tierstore_bench._cluster import Simulation
 
 HERE = Path(__file__).parent
 

@@ -8,6 +8,7 @@ or ``hang``.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -335,6 +336,7 @@ if __name__ == "__main__":
     finish_imports()  # what is imported and compiled now need not be in every life
     for policy in POLICIES:
         cache_policies.get(policy).compile(1)
+    gc.freeze()  # else every life would copy and search all of these objects when it ends
     told = serve(root)
     if told is not None:
         output = os.open(root / f"life-{told[1]}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

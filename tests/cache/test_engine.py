@@ -24,13 +24,13 @@ CHAINS: dict[str, dict[str, int]] = {  # slots; 0: no such tier
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "lookahead"])
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("group", CHAINS)
 @pytest.mark.parametrize("optimizer", [optim.SGD(lr=0.1), optim.RowWiseAdagrad(lr=0.1), optim.Adam(lr=0.1)])
-def test_tiers_equal_memory(chain: str, policy: str, optimizer: optim.OptimizerSpec) -> None:
+def test_tiers_equal_memory(group: str, policy: str, optimizer: optim.OptimizerSpec) -> None:
     batches = random_batches(0, 25, 2, 8, 3)
     expected = build(TierConfig(hbm="all"), optimizer, (5, 5))
     reference = train(expected, batches)
-    slots = CHAINS[chain]
+    slots = CHAINS[group]
     config = TierConfig(
         hbm=budget(slots["hbm"], optimizer, 5, policy),
         uvm=budget(slots["uvm"], optimizer, 5, policy) if slots["uvm"] else 0,
@@ -44,10 +44,10 @@ def test_tiers_equal_memory(chain: str, policy: str, optimizer: optim.OptimizerS
         for got, want in zip(everything(module), everything(expected), strict=True):
             assert torch.equal(got, want)
         stats = module.stats()
-        if chain not in ("hbm", "hbm+uvm"):
+        if group not in ("hbm", "hbm+uvm"):
             assert stats["evicted_rows"] > 0
             assert stats["tiers"]["ssd"]["row_hits"] > 0
-        if chain == "overflow":
+        if group == "overflow":
             assert stats["overflow_rows"] > 0
 
 
@@ -103,9 +103,9 @@ def test_counting_goes_on_in_another_process() -> None:
         with build(TierConfig(hbm=budget(40), engine="memory"), optim.SGD(lr=0.1), (8,)) as module:
             train(module, batches[:12])
             if pause:
-                saved = json.loads(json.dumps(counters_of(module.engine.chains)))
+                saved = json.loads(json.dumps(counters_of(module.engine.groups)))
                 module.reset_stats()
-                go_on_counting(module.engine.chains, saved)
+                go_on_counting(module.engine.groups, saved)
             train(module, batches[12:])
             stats = module.stats()
         counted.append({name: value for name, value in stats.items() if name.endswith(("_rows", "lookups"))})

@@ -44,8 +44,8 @@ class Failing:
 def make_fail(module: Bags, fail_at: set[int]) -> Failing:
     store = Failing(module.engine.store, fail_at)
     module.engine.store = store
-    for chain in module.engine.chains:
-        chain.below.store = store
+    for group in module.engine.groups:
+        group.below.store = store
     return store
 
 

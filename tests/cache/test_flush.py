@@ -24,7 +24,7 @@ def test_an_update_during_a_flush_stays_to_be_written(
     module = build(tmp_path / "rows")
     module(IDS).sum().backward()
     loss = module(IDS).square().sum()
-    lower: Any = module.engine.chains[0].below
+    lower: Any = module.engine.groups[0].below
     write, updated = lower.write, []
 
     def write_and_update(*args: Any) -> None:
@@ -52,7 +52,7 @@ def test_rows_of_a_flush_that_failed_are_written_by_the_next(
         raise OSError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module.engine.chains[0].below, "write", fail)
+        patch.setattr(module.engine.groups[0].below, "write", fail)
         with pytest.raises(OSError, match="no"):
             module.flush()
     rows = module.rows(IDS)

@@ -87,10 +87,10 @@ def ends():
 in_child(ends)
 
 # Another thread has the locks while the process forks.
-chain = table.engine.chains[0]
+group = table.engine.groups[0]
 held, done = threading.Event(), threading.Event()
 def hold():
-    with chain.moving, chain.sequence._lock:
+    with group.residency_lock, group.order._lock:
         held.set()
         done.wait()
 thread = threading.Thread(target=hold)

@@ -110,7 +110,7 @@ def test_checkpoints_on_a_disk_that_is_not_mounted(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["train", "--data", "synthetic:zipf:1.05", "--rows", "50", "--tables", "1", "--steps", "1"]
     small += ["--batch-size", "8", "--dim", "4"]
-    for option in ("--ssd", "--checkpoint"):
+    for option in ("--store", "--checkpoint"):
         assert main([*small, option, str(tmp_path / "mnt" / "run")]) != 0
         assert "does not exist; mount the disk that belongs there" in capsys.readouterr().err
     assert main([*small, "--hbm", "900GiB"]) != 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 import time
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore import _core
-from tierstore.cache.read_ahead import ReadAhead
+from tierstore.cache.tiers.read_ahead import ReadAhead
 from tierstore.errors import StoreIOError
 
 ROW = 16
@@ -66,8 +65,8 @@ class Rig:
         with self.lock:
             pieces = self.ahead.find(np.array(keys, np.uint64))
         return {
-            keys[p]: ctypes.string_at(address + ROW * slot, 1)[0]
-            for at, address, slots in pieces
+            keys[p]: int(rows[slot, 0])
+            for at, rows, slots in pieces
             for p, slot in zip(at.tolist(), slots.tolist(), strict=True)
         }
 

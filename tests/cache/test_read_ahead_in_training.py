@@ -78,8 +78,8 @@ def test_tables_that_nobody_holds_are_freed() -> None:
         random_batches(3, 30, 1, 6, 3), module, inputs={"": lambda b: (b,)}, depth=1, window=8
     ):
         module(ids).sin().sum().backward()
-    chain = weakref.ref(module.engine.chains[0])
+    group = weakref.ref(module.engine.groups[0])
     module.engine.close()
     del module, ids
     gc.collect()
-    assert chain() is None
+    assert group() is None

@@ -15,12 +15,12 @@ from tierstore.cache.budget import (
     RESIDENT_SHARE,
     RESIDENT_SHARE_OF_NEIGHBOURS,
     SMALL,
-    ChainDemand,
+    GroupDemand,
     TableDemand,
     divide,
 )
 from tierstore.cache.engine import Engine, Table
-from tierstore.cache.memory_tier import MIN_SLOTS, bytes_for
+from tierstore.cache.tiers.memory import MIN_SLOTS, bytes_for
 from tierstore.errors import ConfigError
 from tierstore.initializers import uniform
 from tierstore.keys import make_keys
@@ -69,7 +69,7 @@ def test_a_small_table_beside_a_large_one_is_resident() -> None:
         assert not large["holds_all"]
         touched = len(torch.cat(list(module.touched_ids("t0"))))
         assert small["resident_rows"] == touched == small["row_misses"]
-        assert stats["chains"]["dim8"]["overflow_rows"] == stats["chains"]["dim8"]["evicted_rows"] == 0
+        assert stats["groups"]["dim8"]["overflow_rows"] == stats["groups"]["dim8"]["evicted_rows"] == 0
 
 
 def test_what_a_table_is_promised_it_has() -> None:
@@ -104,21 +104,21 @@ def test_each_share_is_what_the_simulator_says_of_its_tables_alone(policy, depth
     module = build(config, rows, [8] * 4)
     for ids in prefetch(batches, module, inputs={module: lambda ids: (ids,)}, depth=depth, window=window):
         module(ids).sum().backward()
-    (chain,) = module.engine.chains
+    (group,) = module.engine.groups
     stats = module.stats()["tables"]
     hbm = [stats[f"t{i}"]["tiers"]["hbm"] for i in range(4)]
     assert hbm[0]["row_misses"] == hbm[0]["resident_rows"] <= 25
     assert hbm[1]["slots"] == 150
-    for tables, slots in (([1], 150), ([2, 3], chain.fast.plan.slots)):
+    for tables, slots in (([1], 150), ([2, 3], group.fast.plan.slots)):
         keys = [np.concatenate([make_keys(t, ids[t].numpy().reshape(-1)) for t in tables]) for ids in batches]
         result = simulate(keys, policy, slots, depth=depth, window=window)
         assert sum(hbm[t]["rows"] for t in tables) == result.uniques
         assert sum(hbm[t]["row_misses"] for t in tables) == result.misses
-    tier = chain.stats.tiers["hbm"]
+    tier = group.stats.tiers["hbm"]
     assert sum(table["rows"] for table in hbm) == tier.rows
     assert sum(table["row_hits"] for table in hbm) == tier.row_hits
     ssd = [stats[f"t{i}"]["tiers"]["ssd"] for i in range(4)]
-    assert sum(table["row_hits"] for table in ssd) == chain.stats.tiers["ssd"].row_hits
+    assert sum(table["row_hits"] for table in ssd) == group.stats.tiers["ssd"].row_hits
     module.close()
 
 
@@ -173,7 +173,7 @@ def test_promises_hold_whatever_is_looked_up(given, seed, bags, prefetched) -> N
             assert torch.equal(got, want)
         stats = module.stats()
         if not stats["overflow_rows"]:  # those rows are outside the budget
-            smallest = 512 * len(module.engine.chains)  # of an index
+            smallest = 512 * len(module.engine.groups)  # of an index
             assert stats["memory"]["hbm"] <= hbm + smallest
             assert stats["memory"]["uvm"] <= uvm + smallest
 
@@ -218,10 +218,10 @@ def test_small_tables_take_a_bounded_share_of_the_budget(small: int, alone: bool
     tables = [TableDemand(i, f"t{i}", 10 + i) for i in range(small)]
     large = [TableDemand(small + i, f"big{i}", 10**6) for i in range(2)]
     if alone:
-        demands = [ChainDemand("dim8", row_bytes(8), tuple(tables))]
-        demands.append(ChainDemand("dim16", row_bytes(16), tuple(large)))
+        demands = [GroupDemand("dim8", row_bytes(8), tuple(tables))]
+        demands.append(GroupDemand("dim16", row_bytes(16), tuple(large)))
     else:
-        demands = [ChainDemand("dim8", row_bytes(8), (*tables, *large))]
+        demands = [GroupDemand("dim8", row_bytes(8), (*tables, *large))]
     budget = 1 << 20
     plan, *others = divide(budget, demands, "lru", "hbm")
     (kept,) = plan.own
@@ -238,12 +238,12 @@ def test_small_tables_take_a_bounded_share_of_the_budget(small: int, alone: bool
 def test_tables_of_one_size_share() -> None:
     for count in (2, 8, 100):
         tables = tuple(TableDemand(i, f"t{i}", 10_000) for i in range(count))
-        (plan,) = divide(1 << 20, [ChainDemand("dim8", row_bytes(8), tables)], "lru", "hbm")
+        (plan,) = divide(1 << 20, [GroupDemand("dim8", row_bytes(8), tables)], "lru", "hbm")
         assert plan.own == ()
     large = tuple(TableDemand(1 + i, f"t{1 + i}", 4_800) for i in range(5))
     exact = (TableDemand(0, "t0", int(4_800 * SMALL)), *large)
-    (plan,) = divide(1 << 20, [ChainDemand("dim8", row_bytes(8), exact)], "lru", "hbm")
+    (plan,) = divide(1 << 20, [GroupDemand("dim8", row_bytes(8), exact)], "lru", "hbm")
     assert [share.tables for share in plan.own] == [(0,)]
     past = (TableDemand(0, "t0", int(4_800 * SMALL) + 1), *large)
-    (plan,) = divide(1 << 20, [ChainDemand("dim8", row_bytes(8), past)], "lru", "hbm")
+    (plan,) = divide(1 << 20, [GroupDemand("dim8", row_bytes(8), past)], "lru", "hbm")
     assert plan.own == ()

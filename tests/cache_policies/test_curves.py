@@ -163,7 +163,7 @@ def test_the_window_covers_five_times_the_cache():
     trace = prepare([np.arange(10 * i, 10 * i + 15) for i in range(40)])  # 15, 25, 35 ... distinct rows
     assert [window_for(trace, slots) for slots in (1, 3, 5, 12)] == [0, 0, 1, 5]
     assert window_for(trace, 10**6) == 39
-    assert window_for(trace, 10**6, most=20) == 20
+    assert window_for(trace, 10**6, max_window=20) == 20
     assert window_for(prepare_flat(np.arange(50), 1), 5) == 24
     assert window_for(prepare([]), 5) == 0
     (point,) = miss_curves(trace, ["lookahead"], [8], window="auto", rate=1)

@@ -12,7 +12,7 @@ from cache_policies import simulate
 from cache_policies.lru import Lru
 from tests.bags import build, everything
 from tierstore import TierConfig, optim
-from tierstore.cache.memory_tier import bytes_for
+from tierstore.cache.tiers.memory import bytes_for
 from tierstore.keys import make_keys
 from tierstore.pipeline.prefetch import prefetch
 from tierstore.sparse import KeyedJaggedTensor
@@ -45,22 +45,22 @@ def keys_of(batch: list[torch.Tensor]) -> np.ndarray:
 
 
 def train(config: TierConfig, batches, **options):
-    """The chain of one row layout after one pass, and its capacity."""
+    """The group of one row layout after one pass, and its capacity."""
     module = build(config, optim.SGD(lr=0.1), (8, 8))
     for ids in prefetch(batches, module, inputs={module: lambda ids: (ids,)}, **options):
         module(ids).sum().backward()
-    (chain,) = module.engine.chains
-    return chain, module
+    (group,) = module.engine.groups
+    return group, module
 
 
-def assert_equal(chain, result) -> None:
-    live = chain.stats.tiers["hbm"]
+def assert_equal(group, result) -> None:
+    live = group.stats.tiers["hbm"]
     assert (live.rows, live.accesses) == (result.uniques, result.accesses)
     assert live.rows - live.row_hits == result.misses
     assert live.accesses - live.access_hits == result.access_misses
-    assert chain.stats.counters.overflow_rows == result.overflowed
-    assert chain.stats.counters.refused_rows == result.refused
-    assert chain.stats.counters.shrunk_plans == result.shrunk_plans
+    assert group.stats.counters.overflow_rows == result.overflowed
+    assert group.stats.counters.refused_rows == result.refused
+    assert group.stats.counters.shrunk_plans == result.shrunk_plans
 
 
 @pytest.mark.parametrize(("depth", "window"), [(0, 0), (1, 4), (3, 12)])
@@ -68,10 +68,10 @@ def assert_equal(chain, result) -> None:
 def test_hit_rates_are_equal(tmp_path, policy, depth, window):
     batches = skewed_batches(tables=2, count=60, bags=24, hotness=3)
     config = TierConfig(hbm=80_000, path=tmp_path, engine="memory", policy=policy)
-    chain, module = train(config, batches, depth=depth, window=window)
+    group, module = train(config, batches, depth=depth, window=window)
     keys = [keys_of(batch) for batch in batches]
-    result = simulate(keys, policy, chain.fast.capacity, depth=depth, window=window)
-    assert_equal(chain, result)
+    result = simulate(keys, policy, group.fast.capacity, depth=depth, window=window)
+    assert_equal(group, result)
     assert result.overflowed == 0
     assert 0.05 < result.unique_miss_ratio < 0.95
     module.close()
@@ -82,10 +82,10 @@ def test_hit_rates_are_equal(tmp_path, policy, depth, window):
 def test_rows_that_overflow_into_the_pad_miss_whenever_it_is_drained(tmp_path, policy, depth):
     batches = skewed_batches(tables=2, count=40, bags=48, hotness=4)
     config = TierConfig(hbm=bytes_for(120, 32, policy), path=tmp_path, engine="memory", policy=policy)
-    chain, module = train(config, batches, depth=depth, window=4)
+    group, module = train(config, batches, depth=depth, window=4)
     keys = [keys_of(batch) for batch in batches]
-    result = simulate(keys, policy, chain.fast.capacity, depth=depth, window=4)
-    assert_equal(chain, result)
+    result = simulate(keys, policy, group.fast.capacity, depth=depth, window=4)
+    assert_equal(group, result)
     assert result.overflowed > 500
     module.close()
 
@@ -101,10 +101,10 @@ def test_refused_rows_are_written_through_and_train_all_the_same(tmp_path, admis
     config = TierConfig(
         hbm=60_000, uvm=uvm, path=tmp_path, engine="memory", policy=policy, admission=admission
     )
-    chain, module = train(config, batches, depth=depth, window=6)
+    group, module = train(config, batches, depth=depth, window=6)
     keys = [keys_of(batch) for batch in batches]
-    result = simulate(keys, policy, chain.fast.capacity, depth=depth, window=6, admission=admission)
-    assert_equal(chain, result)
+    result = simulate(keys, policy, group.fast.capacity, depth=depth, window=6, admission=admission)
+    assert_equal(group, result)
     if admission != "always" or isinstance(policy, Picky):
         assert result.refused > 300
     assert all(torch.equal(a, b) for a, b in zip(everything(module), everything(memory), strict=True))
@@ -131,8 +131,8 @@ def test_a_prefetch_that_learns_looks_its_first_batch_up_on_demand(tmp_path, pol
     ]
     for batch in prefetch(batches, bags, depth=2, window=6):
         bags(batch).values().sum().backward()
-    (chain,) = bags.engine.chains
+    (group,) = bags.engine.groups
     keys = [keys_of([one, other]) for one, other in zip(ids[::2], ids[1::2], strict=True)]
-    result = simulate(keys, policy, chain.fast.capacity, depth=2, window=6, on_demand=1)
-    assert chain.stats.tiers["hbm"].rows - chain.stats.tiers["hbm"].row_hits == result.misses
+    result = simulate(keys, policy, group.fast.capacity, depth=2, window=6, on_demand=1)
+    assert group.stats.tiers["hbm"].rows - group.stats.tiers["hbm"].row_hits == result.misses
     bags.close()

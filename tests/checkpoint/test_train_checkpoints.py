@@ -119,12 +119,12 @@ class TestWrongInput:
         assert "love.txt is a file" in capsys.readouterr().err
 
     def test_rows_that_no_checkpoint_names(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert train("--ssd", tmp_path / "rows", "--checkpoint", tmp_path / "a") == 0
-        assert train("--ssd", tmp_path / "rows", "--checkpoint", tmp_path / "b") == 2
+        assert train("--store", tmp_path / "rows", "--checkpoint", tmp_path / "a") == 0
+        assert train("--store", tmp_path / "rows", "--checkpoint", tmp_path / "b") == 2
         assert "rows already holds a store" in capsys.readouterr().err
-        assert train("--ssd", tmp_path / "rows", "--checkpoint", tmp_path / "b", "--resume") == 2
+        assert train("--store", tmp_path / "rows", "--checkpoint", tmp_path / "b", "--resume") == 2
         assert "b has no whole checkpoint, but the store" in capsys.readouterr().err
-        assert train("--ssd", tmp_path / "other", "--checkpoint", tmp_path / "a", "--resume") == 2
+        assert train("--store", tmp_path / "other", "--checkpoint", tmp_path / "a", "--resume") == 2
         assert "other is not the store that" in capsys.readouterr().err
 
     def test_tables_without_a_store(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

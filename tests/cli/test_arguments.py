@@ -95,7 +95,13 @@ def test_numbers(words: list[str], action: Any, bad: str, capsys: pytest.Capture
 def test_there_are_numbers_and_results_to_check() -> None:
     assert len(options()) > 60
     found = {param.id for param in options(*arguments.RESULTS)}
-    assert {"bench_hit-rate_json", "bench_store_json", "plan_plot", "train_json", "train_export"} <= found
+    assert {
+        "bench_hit-rate_json",
+        "bench_store_json",
+        "plan_plot",
+        "train_json",
+        "train_save_curves",
+    } <= found
 
 
 @pytest.mark.parametrize(("words", "action"), options(*arguments.RESULTS))

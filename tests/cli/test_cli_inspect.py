@@ -10,11 +10,11 @@ import pytest
 
 from tierstore.cli.main import main
 from tierstore.keys import make_keys
-from tierstore.store import DirectoryStore, TableSpec, open_store
+from tierstore.store import DirectoryStore, StoredTable, open_store
 
 TABLES = [
-    TableSpec("users", 0, 10**12 >> 4, 8, 48, {"name": "rowwise_adagrad"}),
-    TableSpec("items", 1, 1000, 8, 48, {"name": "rowwise_adagrad"}),
+    StoredTable("users", 0, 10**12 >> 4, 8, 48, {"name": "rowwise_adagrad"}),
+    StoredTable("items", 1, 1000, 8, 48, {"name": "rowwise_adagrad"}),
 ]
 
 

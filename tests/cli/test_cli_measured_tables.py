@@ -51,9 +51,9 @@ def test_the_planner_reads_the_curves_of_a_trace_and_of_training(tmp_path, capsy
     hit_rate.add_arguments(parser)
     from_trace = tmp_path / "trace-curves.json"
     command = [SOURCE, *SHAPE, "--batches", "40", "--policies", "lru", "--sizes", "10%", "--iops", "1e5"]
-    assert hit_rate.run(parser.parse_args([*command, "--export", str(from_trace)])) == 0
+    assert hit_rate.run(parser.parse_args([*command, "--save-curves", str(from_trace)])) == 0
     from_training = tmp_path / "live-curves.json"
-    train(tmp_path, "--hbm", "1MiB", "--policy", "lru", "--export", from_training)
+    train(tmp_path, "--hbm", "1MiB", "--policy", "lru", "--save-curves", from_training)
 
     traced, live = (json.loads(path.read_text())["tables"] for path in (from_trace, from_training))
     assert list(traced) == list(live) == ["t0", "t1", "t2"]
@@ -69,7 +69,7 @@ def test_the_planner_reads_the_curves_of_a_trace_and_of_training(tmp_path, capsy
 def test_training_reports_the_hit_rate_that_the_simulator_finds_on_its_trace(tmp_path, capsys, policy):
     recorded = tmp_path / "trace.npz"
     options = ["--hbm", "900KiB", "--policy", policy, "--record", recorded]
-    report = train(tmp_path, *options, "--ssd-cap", "1GiB", "--engine", "memory")
+    report = train(tmp_path, *options, "--ssd", "1GiB", "--engine", "memory")
     assert f"--depth {report['depth']} --window {report['window']}" in capsys.readouterr().out
     slots, known = report["slots"]["hbm"], {name: report[name] for name in ("depth", "window")}
     result = simulate(open_trace(str(recorded)).key_batches(), policy, slots, on_demand=1, **known)

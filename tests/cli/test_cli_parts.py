@@ -83,11 +83,11 @@ class TestOptions:
                 "checkpoint_every",
                 "compare",
                 "data",
+                "data_path",
                 "depth",
                 "dim",
                 "engine",
                 "epochs",
-                "export",
                 "hbm",
                 "json",
                 "lr",
@@ -95,16 +95,16 @@ class TestOptions:
             *(
                 "max_rows",
                 "optimizer",
-                "path",
                 "policy",
                 "record",
                 "record_rate",
                 "resume",
                 "rows",
+                "save_curves",
                 "seed",
                 "ssd",
-                "ssd_cap",
                 "steps",
+                "store",
             ),
             *("tables", "tensorboard", "threads", "uvm", "window"),
         ]
@@ -209,7 +209,7 @@ class TestJsonFile:
 
 
 def test_a_store_is_not_overwritten(tmp_path: Path) -> None:
-    arguments = ["--ssd", str(tmp_path)]
+    arguments = ["--store", str(tmp_path)]
     checkpoint.check(parse(*arguments))
     (tmp_path / "TIERSTORE.json").write_text("{}")
     with pytest.raises(ConfigError, match="already holds a store"):

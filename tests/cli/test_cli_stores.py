@@ -17,11 +17,11 @@ import pytest
 from tierstore.cli.main import main
 from tierstore.cli.storage import run_while_waiting
 from tierstore.keys import make_keys
-from tierstore.store import TableSpec, open_store
+from tierstore.store import StoredTable, open_store
 
 TABLES = [
-    TableSpec("users", 0, 10**9, 60, 256, {"name": "rowwise_adagrad"}),
-    TableSpec("items", 1, 1000, 8, 48),
+    StoredTable("users", 0, 10**9, 60, 256, {"name": "rowwise_adagrad"}),
+    StoredTable("items", 1, 1000, 8, 48),
 ]
 ROWS = 3000
 
@@ -127,7 +127,7 @@ def test_export_and_import(folder, tmp_path, capsys):
     code, _, errors = run(capsys, "export", folder, tmp_path / "copy")
     assert code == 2
     assert "exists already" in errors
-    code, _, errors = run(capsys, "import", tmp_path / "older", tmp_path / "new", "--ssd-cap", "100KiB")
+    code, _, errors = run(capsys, "import", tmp_path / "older", tmp_path / "new", "--ssd", "100KiB")
     assert code == 2
     assert "cap" in errors
     assert not (tmp_path / "new").exists()

@@ -67,7 +67,7 @@ def test_small_tables_are_trained_to_the_same_bits(
 @pytest.mark.parametrize("engine", ["native", "rocksdb", "lmdb", "memory"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_every_engine(engine: str, optimizer: str, tmp_path: Path) -> None:
-    more = [] if engine == "memory" else ["--ssd", tmp_path / "store"]
+    more = [] if engine == "memory" else ["--store", tmp_path / "store"]
     options = [
         "--engine",
         engine,
@@ -113,16 +113,15 @@ class TestStopping:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         store = tmp_path / "store"
-        assert train("--ssd", store) == 130
+        assert train("--store", store) == 130
         said = f"saved after 10 batches in {store}/checkpoints; to go on, repeat the command with --resume"
         assert said in capsys.readouterr().err
         assert main(["inspect", str(store)]) == 0
         assert "  step: 10\n" in capsys.readouterr().out
         monkeypatch.undo()
-        assert (
-            train("--ssd", store, "--resume", "--compare", "in-memory", "--json", tmp_path / "out.json") == 0
-        )
-        assert json.loads((tmp_path / "out.json").read_text())["examples"] == 24 * 64
+        out = tmp_path / "out.json"
+        assert train("--store", store, "--resume", "--compare", "in-memory", "--json", out) == 0
+        assert json.loads(out.read_text())["examples"] == 24 * 64
         assert len(list((store / "checkpoints").glob("*-step24-*"))) == 1
 
     @pytest.mark.usefixtures("ctrl_c_in_batch_10")
@@ -131,10 +130,10 @@ class TestStopping:
         assert "nothing is kept" in capsys.readouterr().err
 
     def test_resume_wants_the_same_options(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert train("--ssd", tmp_path / "store") == 0
-        assert train("--ssd", tmp_path / "store") == 2
+        assert train("--store", tmp_path / "store") == 0
+        assert train("--store", tmp_path / "store") == 2
         assert "already holds a checkpoint" in capsys.readouterr().err
-        assert train("--ssd", tmp_path / "store", "--resume", "--lr", "0.5") == 2
+        assert train("--store", tmp_path / "store", "--resume", "--lr", "0.5") == 2
         assert "had --lr 0.02" in capsys.readouterr().err
 
 
@@ -153,7 +152,7 @@ class TestStopping:
         (["--lr", "-1"], "lr is -1.0"),
         (["--resume"], "--resume needs --checkpoint DIR"),
         (["--checkpoint-every", "3"], "--checkpoint-every needs --checkpoint DIR"),
-        (["--hbm", "all", "--ssd", "somewhere"], "nothing would be stored there"),
+        (["--hbm", "all", "--store", "somewhere"], "nothing would be stored there"),
         (["--depth", "1000"], "depth is 1000"),
     ],
 )
@@ -180,13 +179,13 @@ def test_endless_data_needs_an_end(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_data_without_examples_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.txt").touch()
-    assert main(["train", "--data", "criteo", "--path", str(tmp_path / "empty.txt")]) == 2
+    assert main(["train", "--data", "criteo", "--data-path", str(tmp_path / "empty.txt")]) == 2
     assert "data 'criteo' has no examples to train on" in capsys.readouterr().err
 
 
 def test_a_full_disk_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = tmp_path / "store"
-    assert train("--ssd", store, "--ssd-cap", "64KiB", "--hbm", "8KiB") == 2
+    assert train("--store", store, "--ssd", "64KiB", "--hbm", "8KiB") == 2
     error = capsys.readouterr().err
     assert f"{store}/checkpoints holds what was saved before this run, and nothing of it" in error
     assert "error: " in error.splitlines()[-1]

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tierstore import _core as core
+
 F32 = np.float32
 REDUCE_POSITIONS = 1024
 SUM, MEAN, MAX = 0, 1, 2
@@ -114,8 +116,21 @@ class Batch:
     csr: tuple[np.ndarray, np.ndarray] = field(default_factory=tuple)  # type: ignore[assignment]
 
     @property
-    def bags(self) -> tuple[np.ndarray, ...]:
-        return self.offsets, self.bag_start, self.out_offset, self.out_stride, self.modes
+    def bags(self) -> core.Bags:
+        return core.Bags(
+            offsets=self.offsets, bag_start=self.bag_start, out_offset=self.out_offset,
+            out_stride=self.out_stride, modes=self.modes,
+        )  # fmt: skip
+
+    def lookup_args(self, dim: int) -> core.LookupArgs:
+        return core.LookupArgs(dim=dim, slots=self.slots, inverse=self.inverse)
+
+    def update_args(self, dim: int, step: Step, check_finite: bool = False) -> core.UpdateArgs:
+        start, positions = self.csr
+        return core.UpdateArgs(
+            dim=dim, slots=self.slots, csr_start=start, csr_positions=positions,
+            step=core.OptimizerStep(*step.arguments()), check_finite=check_finite,
+        )  # fmt: skip
 
     @property
     def num_bags(self) -> int:

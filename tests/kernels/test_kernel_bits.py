@@ -82,6 +82,10 @@ def batches(draw: st.DrawFn) -> tuple[np.random.Generator, int, int, Batch, int]
     return rng, dim, num_slots, batch, size
 
 
+def of(rows: np.ndarray) -> core.HostRows:
+    return core.HostRows.view(rows.view(np.uint8))
+
+
 def address(array: np.ndarray | None) -> int:
     return 0 if array is None else array.ctypes.data
 
@@ -110,10 +114,9 @@ def test_lookup_pooled(case: tuple) -> None:
         use(machine)
         out = np.full(size, 7, np.float32)
         argmax = np.full((batch.num_bags, dim), -9, np.int32)
-        core.lookup_pooled(
-            rows.ctypes.data, rows.shape[1] * 4, dim, batch.slots, batch.inverse, *batch.bags,
-            address(batch.weights), out.ctypes.data, argmax.ctypes.data,
-        )  # fmt: skip
+        of(rows).lookup_pooled(
+            batch.lookup_args(dim), batch.bags, out.ctypes.data, address(batch.weights), argmax.ctypes.data
+        )
         same_bits(out, expected)
         np.testing.assert_array_equal(argmax[is_max], expected_argmax[is_max])
 
@@ -128,10 +131,7 @@ def test_weight_grads(case: tuple) -> None:
     for machine in MACHINES:
         use(machine)
         out = np.full(len(batch.inverse), 7, np.float32)
-        core.weight_grads(
-            rows.ctypes.data, rows.shape[1] * 4, dim, batch.slots, batch.inverse, *batch.bags,
-            grad.ctypes.data, out.ctypes.data,
-        )  # fmt: skip
+        of(rows).weight_grads(batch.lookup_args(dim), batch.bags, grad.ctypes.data, out.ctypes.data)
         same_bits(out, expected)
 
 
@@ -164,10 +164,9 @@ def test_update_pooled(case: tuple, step: Step, check_finite: bool) -> None:
     for machine in MACHINES:
         use(machine)
         rows = before.copy()
-        got = core.update_pooled(
-            rows.ctypes.data, rows.shape[1] * 4, dim, batch.slots, *batch.csr, *batch.bags,
-            address(batch.weights), argmax.ctypes.data, grad.ctypes.data,
-            core.OptimizerStep(*step.arguments()), check_finite=check_finite,
+        got = of(rows).update_pooled(
+            batch.update_args(dim, step, check_finite), batch.bags, grad.ctypes.data,
+            address(batch.weights), argmax.ctypes.data,
         )  # fmt: skip
         same_bits(rows, expected)
         assert got.tolist() == rejected
@@ -190,14 +189,9 @@ def test_sequence_lookup_and_update(case: tuple, step: Step) -> None:
         use(machine)
         rows = before.copy()
         out = np.zeros((n, stride), np.float32)
-        core.lookup_rows(
-            rows.ctypes.data, rows.shape[1] * 4, dim, batch.slots, batch.inverse, out.ctypes.data, stride
-        )
+        of(rows).lookup_rows(batch.lookup_args(dim), out.ctypes.data, stride)
         same_bits(out, looked_up)
-        core.update_rows(
-            rows.ctypes.data, rows.shape[1] * 4, dim, batch.slots, *batch.csr, grad.ctypes.data, stride,
-            core.OptimizerStep(*step.arguments()),
-        )  # fmt: skip
+        of(rows).update_rows(batch.update_args(dim, step), grad.ctypes.data, stride)
         same_bits(rows, expected)
 
 
@@ -219,8 +213,6 @@ def test_hot_rows_are_summed_in_fixed_pieces(counts: tuple[int, ...]) -> None:
         for threads in (1, 2, 4):
             use((isa, threads))
             rows = before.copy()
-            core.update_rows(
-                rows.ctypes.data, rows.shape[1] * 4, dim, batch.slots, *core.build_csr(inverse, len(counts)),
-                grad.ctypes.data, dim, core.OptimizerStep(*step.arguments()),
-            )  # fmt: skip
+            batch.csr = core.build_csr(inverse, len(counts))
+            of(rows).update_rows(batch.update_args(dim, step), grad.ctypes.data, dim)
             same_bits(rows, expected)

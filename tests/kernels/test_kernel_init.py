@@ -25,7 +25,10 @@ def init(
     width = -(-(dim + state[0]) // 4) * 4
     rows = np.full((num_slots or len(keys), width), 77, np.float32)
     kinds, a, b, seeds = (np.array(x, t) for x, t in zip(zip(*tables, strict=True), "BffQ", strict=True))
-    core.init_rows(rows.ctypes.data, width * 4, slots, keys, dim, *state, kinds, a, b, seeds)
+    values = core.InitialValues(
+        dim=dim, state_floats=state[0], state_value=state[1], kinds=kinds, a=a, b=b, seeds=seeds
+    )
+    core.HostRows.view(rows.view(np.uint8)).initialise(values, slots, keys)
     return rows
 
 
@@ -123,10 +126,13 @@ def test_bad_arguments() -> None:
 @pytest.mark.parametrize("dim", [1, 5, 16, 90])
 def test_a_range_of_columns_begins_where_it_is_in_the_whole_table(kind: int, first: int, dim: int) -> None:
     keys = np.array([5, (1 << 40) + 3], np.uint64)
-    one = (np.array([kind], np.uint8), np.array([-1.0], np.float32), np.array([1.0], np.float32))
-    seed = np.array([77], np.uint64)
     whole, part = np.zeros((2, 160), np.float32), np.zeros((2, 92), np.float32)
-    core.init_rows(whole.ctypes.data, 160 * 4, None, keys, 160, 0, 0.0, *one, seed)
-    core.init_rows(part.ctypes.data, 92 * 4, None, keys, dim, 0, 0.0, *one, seed, np.array([first], np.int64))
+    for rows, width, columns in ((whole, 160, None), (part, dim, np.array([first], np.int64))):
+        values = core.InitialValues(
+            dim=width, state_floats=0, state_value=0.0, kinds=np.array([kind], np.uint8),
+            a=np.array([-1.0], np.float32), b=np.array([1.0], np.float32),
+            seeds=np.array([77], np.uint64), columns=columns,
+        )  # fmt: skip
+        core.HostRows.view(rows.view(np.uint8)).initialise(values, None, keys)
     np.testing.assert_array_equal(part[:, :dim], whole[:, first : first + dim])
     assert not part[:, dim:].any()

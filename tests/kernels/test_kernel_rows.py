@@ -17,16 +17,17 @@ def test_copies(row_bytes: int, threads: int) -> None:
     before = core.num_threads()
     core.set_num_threads(threads)
     out = np.zeros((3000, row_bytes), np.uint8)
-    core.copy_out(rows.ctypes.data, row_bytes, slots, out.ctypes.data)
+    core.HostRows.view(rows).copy_out(slots, out)
     np.testing.assert_array_equal(out, rows[slots])
 
     copy = np.zeros_like(rows)
-    core.copy_in(copy.ctypes.data, row_bytes, slots, out.ctypes.data)
+    into = core.HostRows.view(copy)
+    into.copy_in(slots, out)
     np.testing.assert_array_equal(copy[slots], rows[slots])
     assert not copy[np.setdiff1d(np.arange(4000), slots)].any()
 
     source = rng.integers(0, 3000, 500).astype(np.int32)
-    core.copy_in(copy.ctypes.data, row_bytes, slots[:500], out.ctypes.data, src_index=source)
+    into.copy_in(slots[:500], out, source)
     np.testing.assert_array_equal(copy[slots[:500]], out[source])
     core.set_num_threads(before)
 
@@ -65,9 +66,8 @@ I64 = np.int64
     ],
 )
 def test_lookup_rejects_what_does_not_fit(change: dict, message: str) -> None:
-    rows, out = np.zeros((4, 8), np.float32), np.zeros((2, 5), np.float32)
+    out = np.zeros((2, 5), np.float32)
     arguments = {
-        "rows_addr": rows.ctypes.data,
         "row_bytes": 32,
         "dim": 5,
         "slots": np.array([1, 2], np.int32),
@@ -77,12 +77,16 @@ def test_lookup_rejects_what_does_not_fit(change: dict, message: str) -> None:
         "out_offset": np.array([0], I64),
         "out_stride": np.array([5], I64),
         "modes": np.array([0], np.uint8),
-        "weights_addr": 0,
-        "out_addr": out.ctypes.data,
     }
-    core.lookup_pooled(**arguments)
+
+    def look_up(row_bytes: int, dim: int, slots: np.ndarray, inverse: np.ndarray, **bags: np.ndarray) -> None:
+        rows = core.HostRows.view(np.zeros((4, row_bytes), np.uint8))
+        args = core.LookupArgs(dim=dim, slots=slots, inverse=inverse)
+        rows.lookup_pooled(args, core.Bags(**bags), out.ctypes.data)
+
+    look_up(**arguments)
     with pytest.raises(ValueError, match=message):
-        core.lookup_pooled(**{**arguments, **change})
+        look_up(**{**arguments, **change})
 
 
 def test_arrays_of_another_dtype_are_not_converted() -> None:

@@ -32,7 +32,7 @@ class Copies:
 
     def check(self) -> None:
         out = np.zeros_like(self.rows)
-        core.copy_out(self.rows.ctypes.data, ROW_BYTES, self.slots, out.ctypes.data)
+        core.HostRows.view(self.rows).copy_out(self.slots, out)
         np.testing.assert_array_equal(out, self.rows[self.slots])
 
 

@@ -18,10 +18,11 @@ from tierstore.optim import FusedOptimizer
 
 def update_of_one(step: core.OptimizerStep) -> float:
     """What a step does to a row with weight 0 and gradient 1."""
-    row, grad = np.zeros(4, np.float32), np.ones(1, np.float32)
-    csr = np.array([0, 1], np.int32), np.array([0], np.int32)
-    core.update_rows(row.ctypes.data, 16, 1, np.zeros(1, np.int32), *csr, grad.ctypes.data, 1, step)
-    return float(row[0])
+    row, grad = np.zeros((1, 4), np.float32), np.ones(1, np.float32)
+    start, zero = np.array([0, 1], np.int32), np.zeros(1, np.int32)
+    args = core.UpdateArgs(dim=1, slots=zero, csr_start=start, csr_positions=zero, step=step)
+    core.HostRows.view(row.view(np.uint8)).update_rows(args, grad.ctypes.data, 1)
+    return float(row[0, 0])
 
 
 def test_schedulers_change_the_next_update() -> None:

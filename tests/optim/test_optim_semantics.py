@@ -47,11 +47,15 @@ def train(
     for step, (ids, offsets, grad) in enumerate(batches(bags, scale), start=1):
         unique, inverse = np.unique(ids, return_inverse=True)
         start, positions = core.build_csr(inverse.astype(np.int32), len(unique))
-        core.update_pooled(
-            rows.ctypes.data, rows.shape[1] * 4, DIM, unique.astype(np.int32), start, positions,
-            offsets, np.array([0, bags]), zero, stride, np.zeros(1, np.uint8), 0, 0,
-            grad.ctypes.data, spec.step_args(step=step),
+        grouped = core.Bags(
+            offsets=offsets, bag_start=np.array([0, bags]), out_offset=zero, out_stride=stride,
+            modes=np.zeros(1, np.uint8),
         )  # fmt: skip
+        args = core.UpdateArgs(
+            dim=DIM, slots=unique.astype(np.int32), csr_start=start, csr_positions=positions,
+            step=spec.step_args(step=step),
+        )  # fmt: skip
+        core.HostRows.view(rows.view(np.uint8)).update_pooled(args, grouped, grad.ctypes.data)
     return rows[:, :DIM], spec.split_state(rows, DIM)
 
 

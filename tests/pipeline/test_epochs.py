@@ -39,7 +39,7 @@ def train(bags: Bags, batches: Any) -> list[Any]:
 
 def planned_ahead(bags: Bags) -> bool:
     """Whether lookups were announced: prefetch was at work, and not only the loader."""
-    return bags.engine.chains[0].stats.prefetched == (2, 5)
+    return bags.engine.groups[0].stats.prefetched == (2, 5)
 
 
 @pytest.mark.parametrize("left_at", [None, 1, 7])
@@ -48,8 +48,8 @@ def test_every_loop_is_a_pass_from_the_beginning(left_at: int | None) -> None:
         batches = ahead(bags)
         assert len(batches) == 20
         for epoch in range(3):
-            bags.engine.chains[0].stats.reset()
-            bags.engine.chains[0].stats.prefetched = None
+            bags.engine.groups[0].stats.reset()
+            bags.engine.groups[0].stats.prefetched = None
             if left_at is not None and epoch == 1:
                 for number, batch in enumerate(batches):
                     bags(batch).sin().sum().backward()
@@ -176,7 +176,7 @@ def test_a_loop_that_was_left_in_a_cycle_is_collected_anywhere(thread: str) -> N
         knot.append(knot)
 
     def collect() -> None:
-        with bags.engine.chains[0].moving:
+        with bags.engine.groups[0].residency_lock:
             gc.collect()
 
     with module() as bags:
@@ -195,5 +195,5 @@ def test_a_loop_that_was_left_in_a_cycle_is_collected_anywhere(thread: str) -> N
         while any(t.name in ("tierstore-prefetch", "tierstore-end") for t in threading.enumerate()):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert bags.engine.chains[0].window.lookups == 0
+        assert bags.engine.groups[0].window.lookups == 0
         assert len(train(bags, ahead(bags))) == 20

@@ -53,16 +53,16 @@ def test_a_run_that_goes_on_counts_every_batch_once(used: int, closed: bool) -> 
         batches = prefetch(BATCHES, first, inputs=INPUTS, depth=2, window=5)
         for _ in range(used):
             first(next(batches)).sum().backward()
-        chain = first.engine.chains[0]
-        wait_until(lambda: chain.stats.counters.lookups == min(20, used + 2))  # those of the batches ahead
+        group = first.engine.groups[0]
+        wait_until(lambda: group.stats.counters.lookups == min(20, used + 2))  # those of the batches ahead
         if closed:
             batches.close()
-        saved = json.loads(json.dumps(counters_of(first.engine.chains)))
+        saved = json.loads(json.dumps(counters_of(first.engine.groups)))
         batches.close()
     (counters,) = saved.values()
-    assert counters["chain"]["lookups"] == used
+    assert counters["group"]["lookups"] == used
     with module() as second:
-        go_on_counting(second.engine.chains, saved)
+        go_on_counting(second.engine.groups, saved)
         for batch in prefetch(BATCHES[used:], second, inputs=INPUTS, depth=2, window=5):
             second(batch).sum().backward()
         got = second.stats()

@@ -12,8 +12,8 @@ import torch
 
 from tests.bags import SGD, Bags, budget, build, everything, random_batches
 from tierstore import TierConfig
-from tierstore.cache.chain import Chain
-from tierstore.cache.read_ahead import ReadAhead
+from tierstore.cache.group import TierGroup
+from tierstore.cache.tiers.read_ahead import ReadAhead
 from tierstore.pipeline.prefetch import prefetch
 from tierstore.pipeline.session import Session
 
@@ -79,7 +79,7 @@ def failing(call: Callable[..., Any], at: int, kind: type[BaseException]) -> Cal
     return wrapped
 
 
-STEPS = ["announce", "_plan", "_begin", "_find_victims", "_make_room", "_give_up", "_fill", "_count"]
+STEPS = ["announce", "_plan", "_begin", "_find_victims", "_make_room", "_demote", "_fill", "_count"]
 
 
 @pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt, ZeroDivisionError])
@@ -88,7 +88,7 @@ def test_a_step_of_the_worker_fails(
     step: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with bags() as module:
-        monkeypatch.setattr(Chain, step, failing(getattr(Chain, step), 5, kind))
+        monkeypatch.setattr(TierGroup, step, failing(getattr(TierGroup, step), 5, kind))
         failed = train_again(module, {"": lambda batch: (batch,)}, kind)
         assert failed == 1
 
@@ -139,7 +139,7 @@ def test_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with bags(20) as module:
         module.load_rows(torch.arange(1000), torch.randn(1000, 5))
-        monkeypatch.setattr("tierstore.cache.read_ahead.threading.Thread", Refused)
+        monkeypatch.setattr("tierstore.cache.tiers.read_ahead.threading.Thread", Refused)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             next(prefetch(BATCHES, module, depth=1, window=6, inputs={"": lambda batch: (batch,)}))
         monkeypatch.undo()

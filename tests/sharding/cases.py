@@ -13,7 +13,7 @@ from torch import Tensor
 import tierstore
 from tierstore import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, PoolingType, TierConfig, optim
 from tierstore.sharding import CommsConfig, ShardingEnv, construct_plan, shard
-from tierstore.sharding.cuts import Cut
+from tierstore.sharding.table_sharding import TableSharding
 
 MEMORY = TierConfig(hbm="all")
 TIGHT = TierConfig(hbm="24KiB", uvm="16KiB", ssd="64MiB", engine="memory")
@@ -95,7 +95,7 @@ def batches(
 
 def check(
     env: ShardingEnv,
-    cuts: dict[str, Cut],
+    cuts: dict[str, TableSharding],
     configs: list[Any],
     data: list[Batch],
     optimizer: optim.OptimizerSpec,

@@ -12,9 +12,9 @@ from tests.sharding import cases
 from tests.sharding.ranks import run
 from tierstore import TierConfig, optim
 from tierstore.sharding import (
-    Cut,
     ShardedCollection,
     ShardingEnv,
+    TableSharding,
     column_wise,
     construct_plan,
     data_parallel,
@@ -34,7 +34,7 @@ ALONE = dict.fromkeys(CUTS, table_wise(0))
 
 
 def build(
-    env: ShardingEnv, cuts: dict[str, Cut], path: str | None, engine: str = "native"
+    env: ShardingEnv, cuts: dict[str, TableSharding], path: str | None, engine: str = "native"
 ) -> ShardedCollection:
     whole = tierstore.EmbeddingBagCollection(
         cases.tables(), config=cases.MEMORY, optimizer=optim.Adam(lr=0.05), seed=3

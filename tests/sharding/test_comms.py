@@ -33,12 +33,12 @@ from tierstore.sharding import (
     shard,
     table_wise,
 )
-from tierstore.sharding.cuts import Cut
+from tierstore.sharding.table_sharding import TableSharding
 
 DEDUP = CommsConfig(dedup=True)
 
 
-def kinds(world: int) -> dict[str, dict[str, Cut]]:
+def kinds(world: int) -> dict[str, dict[str, TableSharding]]:
     last = world - 1
     names = ["t0", "t1", "t2", "t3"]
     return {
@@ -117,7 +117,7 @@ def count_bytes(world: int) -> None:
                 parts.close()
 
 
-def sharded(configs: list[Any], cuts: dict[str, Cut], env: ShardingEnv, comms: CommsConfig) -> Any:
+def sharded(configs: list[Any], cuts: dict[str, TableSharding], env: ShardingEnv, comms: CommsConfig) -> Any:
     kind: Callable[..., Any] = tierstore.EmbeddingCollection
     if isinstance(configs[0], tierstore.EmbeddingBagConfig):
         kind = tierstore.EmbeddingBagCollection
@@ -170,7 +170,7 @@ def exactly_rounded(env: ShardingEnv, batch: cases.Batch) -> None:
     found = parts(batch.of([env.rank])).values()
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     found.square().sum().backward()
-    (local,) = parts.local_shards("t2")
+    (local,) = parts.shards.of("t2")
     values = torch.from_numpy(parts.engine.read_rows(local.local, torch.arange(64).numpy())[0].copy())
     of_first = values.clone()
     dist.broadcast(of_first, 0)

@@ -23,8 +23,8 @@ from tierstore import (
     optim,
 )
 from tierstore.sharding import (
-    Cut,
     DistributedModelParallel,
+    TableSharding,
     column_wise,
     construct_plan,
     row_wise,
@@ -49,7 +49,7 @@ def features(names: Sequence[str], ranks: Sequence[int]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor([f"of {name}" for name in names], torch.cat(ids), lengths=lengths)
 
 
-def is_the_same(names: Sequence[str], cuts: dict[str, Cut]) -> None:
+def is_the_same(names: Sequence[str], cuts: dict[str, TableSharding]) -> None:
     whole, twin = bags(names), bags(names)
     parts = shard(twin, construct_plan(twin, cuts, 2))
     (whole(features(names, [0, 1])).values().square().sum() / 2).backward()

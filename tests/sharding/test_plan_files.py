@@ -77,7 +77,8 @@ def wrong_values(path: tuple[Any, ...], value: Any) -> list[Any]:
     if isinstance(value, list):
         return OF_LISTS
     if isinstance(value, int):
-        return OF_NUMBERS + ([0] if path[-1] in ("world_size", "ranks_per_host") else [])
+        others = {"world_size": [0], "ranks_per_host": [0], "own": [2]}
+        return OF_NUMBERS + others.get(path[-1], [])
     if isinstance(value, float):
         return OF_RATES
     more = {"sharding_type": ["", "rows", "TABLE_WISE"], "device": ["tpu", "CPU"], "name": [""]}
@@ -222,5 +223,8 @@ def test_shards_made_in_python(value: Any) -> None:
         wrong = replace(plan.tables[1], shards=(replace(shard, **{name: value}),))
         with pytest.raises(ConfigError, match=f"{name} of a shard is {value!r} and not a whole number"):
             check_placement_of(wrong, WORLD, PER_HOST)
+    wrong = replace(plan.tables[1], shards=(replace(shard, own=2),))
+    with pytest.raises(ConfigError, match="own of a shard is 2 and not 0 or 1"):
+        check_placement_of(wrong, WORLD, PER_HOST)
     fine = replace(plan.tables[1], shards=(replace(shard, rank=np.int64(1)),))
     check_placement_of(fine, WORLD, PER_HOST)

@@ -14,7 +14,7 @@ from tests.sharding import cases
 from tests.sharding.ranks import run
 from tests.sharding.test_parallel import Model, train_both
 from tierstore import TierConfig, optim
-from tierstore.cache.memory_tier import bytes_for
+from tierstore.cache.tiers.memory import bytes_for
 from tierstore.errors import InfeasiblePlanError
 from tierstore.planner import EmbeddingShardingPlanner, Topology
 from tierstore.planner.costs import EXCHANGES
@@ -22,6 +22,7 @@ from tierstore.sharding import (
     DistributedModelParallel,
     ShardedEmbeddingBagCollection,
     ShardingEnv,
+    ShardingOptions,
     ShardingPlan,
     construct_plan,
     row_wise,
@@ -57,13 +58,13 @@ def keeps_its_budgets(dmp: DistributedModelParallel) -> None:
     planned: dict[int, int] = {}
     for _, shard in dmp.plan.on_rank(collection.env.rank):
         planned[shard.columns] = planned.get(shard.columns, 0) + shard.hbm_rows
-    chains = collection.engine.chains
-    for chain in chains:
-        rows = planned.get(chain.layout.dim, 0)
-        assert rows <= chain.fast.capacity
+    groups = collection.engine.groups
+    for group in groups:
+        rows = planned.get(group.layout.dim, 0)
+        assert rows <= group.fast.capacity
         if collection.tiers.hbm != "all":
-            spare = len(chains) * bytes_for(64, chain.layout.row_bytes, collection.engine.policy)
-            assert (chain.fast.capacity - rows) * chain.layout.row_bytes <= spare
+            spare = len(groups) * bytes_for(64, group.layout.row_bytes, collection.engine.policy)
+            assert (group.fast.capacity - rows) * group.layout.row_bytes <= spare
 
 
 def too_small() -> None:
@@ -127,9 +128,8 @@ def counts_collectives() -> None:
     calls = []
     original = {name: getattr(ShardingEnv, name) for name in ("gather", "all_to_all")}
     plan = construct_plan(configs(), {config.name: row_wise() for config in configs()}, 2)
-    bags = ShardedEmbeddingBagCollection(
-        configs(), plan, ShardingEnv.of(None), config=TierConfig(hbm="all"), optimizer=optim.SGD(lr=0.1)
-    )
+    options = ShardingOptions(config=TierConfig(hbm="all"), optimizer=optim.SGD(lr=0.1))
+    bags = ShardedEmbeddingBagCollection(configs(), plan, ShardingEnv.of(None), options=options)
     for name, call in original.items():
 
         def counted(*args: Any, _call: Any = call, **more: Any) -> Any:

@@ -168,13 +168,13 @@ def stages() -> None:
     dmp = model(env, TierConfig(hbm="64KiB", ssd="64MiB", engine="memory"))
     bags = dmp.sharded["bags"]
     begun: list[InputExchange] = []
-    original = bags.begin_exchange
+    original = bags.lookups.begin
 
     def begin(features: Any) -> InputExchange:
         begun.append(original(features))
         return begun[-1]
 
-    bags.begin_exchange = begin  # type: ignore[method-assign]
+    bags.lookups.begin = begin  # type: ignore[method-assign]
     for step, features in enumerate(tierstore.prefetch(data, dmp, depth=1, window=1)):
         loss = dmp(features)[0]
         if 0 < step < 5:  # nothing but the other threads works now
@@ -194,8 +194,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 def planned_ahead(module: Any, batches: int) -> bool:
     """Whether the rows of so many later batches are in the fast tier, pinned."""
-    chain = module.engine.chains[0]
-    return chain._planned >= chain.sequence.oldest_in_use(1 << 60) + batches
+    group = module.engine.groups[0]
+    return group._planned >= group.order.oldest_in_use(1 << 60) + batches
 
 
 def test_exchange_fetch_and_compute_overlap() -> None:

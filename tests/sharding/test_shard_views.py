@@ -27,9 +27,9 @@ from tierstore.sharding import (
     sharded_state_dict,
     table_wise,
 )
-from tierstore.sharding.cuts import Cut
+from tierstore.sharding.table_sharding import TableSharding
 
-PLANS: dict[str, dict[str, Cut]] = {
+PLANS: dict[str, dict[str, TableSharding]] = {
     "same": CUTS,
     "other": {
         "t0": column_wise([1, 0]),

@@ -77,7 +77,7 @@ def train(dmp: DistributedModelParallel, place: str, extra: bool, ahead: bool) -
         if fails and place == "in forward":  # the dense part, after the rows were exchanged
             dmp.module.over.forward = fail
         if fails and place == "in the lookup":  # after the ids were exchanged
-            dmp.module.sparse._local_output = fail
+            dmp.module.sparse.lookups.local_output = fail
         optimizer.zero_grad()
         loss = dmp(features).square().sum()
         if fails and place == "between forward and backward":

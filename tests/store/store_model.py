@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from tierstore.keys import MAX_ID, make_keys
-from tierstore.store import DirectoryStore, RowStore, TableSpec, open_store
+from tierstore.store import DirectoryStore, RowStore, StoredTable, open_store
 
 CAP = 1 << 30
 TABLES = (
-    TableSpec("small", 0, 1000, 4, 16),
-    TableSpec("wide", 1, MAX_ID + 1, 64, 272, {"name": "RowWiseAdagrad"}, 1, {"rule": "uniform"}),
-    TableSpec("other", 7, MAX_ID + 1, 64, 272),
-    TableSpec("last", 65535, MAX_ID + 1, 300, 1200),
+    StoredTable("small", 0, 1000, 4, 16),
+    StoredTable("wide", 1, MAX_ID + 1, 64, 272, {"name": "RowWiseAdagrad"}, 1, {"rule": "uniform"}),
+    StoredTable("other", 7, MAX_ID + 1, 64, 272),
+    StoredTable("last", 65535, MAX_ID + 1, 300, 1200),
 )
 ROW_BYTES = {spec.index: spec.row_bytes for spec in TABLES}
 

@@ -29,7 +29,7 @@ def every_call(store):
     keys = np.arange(5, dtype=np.uint64) + (np.uint64(1) << np.uint64(48))
     return {
         "read": lambda: store.read(keys, rows), "write": lambda: store.write(keys, rows),
-        "keys": lambda: list(store.keys(1)), "expect": lambda: store.expect(1, 5), "commit": store.commit,
+        "keys": lambda: list(store.keys(1)), "reserve": lambda: store.reserve(1, 5), "commit": store.commit,
         "commits": store.commits, "drop_commit": lambda: store.drop_commit(1), "compact": store.compact,
         "meta": store.meta, "stats": store.stats, "export": lambda: store.export(path + "-copy"),
     }

@@ -10,7 +10,7 @@ import pytest
 
 from tests.store.store_model import CAP, TABLES, folder_contents, make_store, open_memory
 from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
-from tierstore.store import TableSpec, open_store, read_identity
+from tierstore.store import StoredTable, open_store, read_identity
 
 WIDE = TABLES[1]
 
@@ -57,7 +57,7 @@ def test_another_engine_or_other_tables_are_refused(tmp_path):
     with pytest.raises(
         StoreMismatchError, match=r"rows of table 'small', which was not asked for \(asked: \['x'\]"
     ):
-        open_memory(path, [TableSpec("x", 0, 10, 4, 16)])
+        open_memory(path, [StoredTable("x", 0, 10, 4, 16)])
     with pytest.raises(StoreMismatchError, match="'wide', which was not asked for"):
         open_memory(path, TABLES[:1])
     assert folder_contents(path) == before

@@ -1,9 +1,9 @@
-"""How the budgets of the memory tiers are divided among tables and chains (one per row layout).
+"""How the budgets of the memory tiers are divided among tables and groups (one per row layout).
 
 First come tables with bytes of their own (``TableOverride``): these slots are theirs, and they get no others.
 Then, in ``hbm``, small tables become wholly resident: those of at most a sixteenth of the largest table's
 bytes, smallest first, up to half of what is left where their whole row layout is small, else up to a 32nd.
-The other tables of a chain share its slots; chains get bytes in proportion to their tables', and never more
+The other tables of a group share its slots; groups get bytes in proportion to their tables', and never more
 than all of their rows take.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tierstore.cache.memory_tier import (
+from tierstore.cache.tiers.memory import (
     MAX_SLOTS,
     MIN_SLOTS,
     OwnShare,
@@ -48,7 +48,7 @@ class TableDemand:
 
 
 @dataclass(frozen=True)
-class ChainDemand:
+class GroupDemand:
     """The tables of one row layout."""
 
     name: str
@@ -66,19 +66,19 @@ class ChainDemand:
         stated = [share for share in shares if share is not None]
         return sum(stated) if len(stated) == len(shares) else self.rows * self.row_bytes
 
-    def without(self, tables: Iterable[int]) -> ChainDemand:
+    def without(self, tables: Iterable[int]) -> GroupDemand:
         """The same without some tables, by their indices."""
         gone = set(tables)
         return replace(self, tables=tuple(table for table in self.tables if table.index not in gone))
 
 
 def divide(
-    budget: int, demands: Sequence[ChainDemand], policy: Any, tier: str, admission: Any = "always"
+    budget: int, demands: Sequence[GroupDemand], policy: Any, tier: str, admission: Any = "always"
 ) -> list[TierPlan]:
-    """Slots per chain for ``budget`` bytes.
+    """Slots per group for ``budget`` bytes.
 
     Raises ``ConfigError`` that names the minimum if the budget cannot hold what tables have to themselves and
-    ``MIN_SLOTS`` rows per chain.
+    ``MIN_SLOTS`` rows per group.
     """
     own: list[list[OwnShare]] = []
     taken = 0
@@ -110,7 +110,7 @@ def divide(
     ]
 
 
-def _without(demands: Sequence[ChainDemand], own: Sequence[Sequence[OwnShare]]) -> list[ChainDemand]:
+def _without(demands: Sequence[GroupDemand], own: Sequence[Sequence[OwnShare]]) -> list[GroupDemand]:
     """The demands of tables that share."""
     return [
         demand.without(index for share in shares for index in share.tables)
@@ -136,49 +136,49 @@ def _own_bytes(share: OwnShare, row_bytes: int, policy: Any, admission: Any) -> 
     return bytes_for(share.slots, row_bytes, policy, admission)
 
 
-def _least(demand: ChainDemand, policy: Any, admission: Any) -> int:
+def _least(demand: GroupDemand, policy: Any, admission: Any) -> int:
     if not demand.tables:
         return 0
     return bytes_for(min(MIN_SLOTS, demand.rows), demand.row_bytes, policy, admission)
 
 
-def _most(demand: ChainDemand, policy: Any, admission: Any) -> int:
+def _most(demand: GroupDemand, policy: Any, admission: Any) -> int:
     if not demand.tables:
         return 0
     return min(_HUGE, bytes_for(demand.rows, demand.row_bytes, policy, admission))
 
 
-def _small(budget: int, demands: Sequence[ChainDemand], least: int) -> list[list[TableDemand]]:
-    """The tables of each chain that become wholly resident; ``least``: what all chains need beside them."""
+def _small(budget: int, demands: Sequence[GroupDemand], least: int) -> list[list[TableDemand]]:
+    """The tables of each group that become wholly resident; ``least``: what all groups need beside them."""
     found: list[list[TableDemand]] = [[] for _ in demands]
     sizes = [
-        (table.rows * demand.row_bytes, chain, table)
-        for chain, demand in enumerate(demands)
+        (table.rows * demand.row_bytes, group, table)
+        for group, demand in enumerate(demands)
         for table in demand.tables
     ]
     largest = max((size for size, _, _ in sizes), default=0)
-    has_larger = {chain for size, chain, _ in sizes if size > largest * SMALL}
+    has_larger = {group for size, group, _ in sizes if size > largest * SMALL}
     left = min(budget * RESIDENT_SHARE, budget - least)
     left_of_neighbours = budget * RESIDENT_SHARE_OF_NEIGHBOURS
-    for size, chain, table in sorted(sizes, key=lambda item: (item[0], item[2].index)):
-        cost = bytes_for(table.rows, demands[chain].row_bytes, None)
+    for size, group, table in sorted(sizes, key=lambda item: (item[0], item[2].index)):
+        cost = bytes_for(table.rows, demands[group].row_bytes, None)
         if size > largest * SMALL or cost > left:
             break
         if table.share is not None:
             continue
-        if chain in has_larger:
+        if group in has_larger:
             if cost > left_of_neighbours:
                 continue
             left_of_neighbours -= cost
-        found[chain].append(table)
+        found[group].append(table)
         left -= cost
     return found
 
 
 def _divide_shared(
-    budget: int, demands: Sequence[ChainDemand], policy: Any, admission: Any
+    budget: int, demands: Sequence[GroupDemand], policy: Any, admission: Any
 ) -> list[tuple[int, bool]]:
-    """Slots that the tables of each chain share, and whether they hold all rows."""
+    """Slots that the tables of each group share, and whether they hold all rows."""
     least = [_least(d, policy, admission) for d in demands]
     most = [_most(d, policy, admission) for d in demands]
     shares = _fill(budget, least, most, [d.weight for d in demands])
@@ -193,7 +193,7 @@ def _divide_shared(
 
 
 def _fill(budget: int, least: list[int], most: list[int], weight: list[int]) -> list[int]:
-    """Shares in proportion to ``weight`` within [least, most]; what a capped chain cannot use goes to
+    """Shares in proportion to ``weight`` within [least, most]; what a capped group cannot use goes to
     the others."""
     share = list(least)
     while True:
@@ -209,7 +209,7 @@ def _fill(budget: int, least: list[int], most: list[int], weight: list[int]) -> 
             return share
 
 
-def fast_tiers(config: TierConfig, demands: Sequence[ChainDemand], policy: Any) -> list[TierPlan]:
+def fast_tiers(config: TierConfig, demands: Sequence[GroupDemand], policy: Any) -> list[TierPlan]:
     """The ``hbm`` tiers. With ``hbm="all"`` each may grow to all its rows, or to what the machine's
     memory holds."""
     if config.keeps_all:
@@ -221,7 +221,7 @@ def fast_tiers(config: TierConfig, demands: Sequence[ChainDemand], policy: Any) 
 
 
 def host_tiers(
-    config: TierConfig, demands: Sequence[ChainDemand], policy: Any, fast: Sequence[TierPlan]
+    config: TierConfig, demands: Sequence[GroupDemand], policy: Any, fast: Sequence[TierPlan]
 ) -> list[TierPlan | None]:
     """The ``uvm`` tiers; None where there is none. Tables that stay in ``hbm`` need nothing of it."""
     if not config.uvm:

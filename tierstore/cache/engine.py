@@ -15,22 +15,22 @@ from numpy.typing import NDArray
 from cache_policies.table_curve import TableCurve, planner_document
 from tierstore import _core
 from tierstore.cache.at_exit import end_at_exit
-from tierstore.cache.budget import ChainDemand, TableDemand, fast_tiers, host_tiers
-from tierstore.cache.chain import Chain
+from tierstore.cache.budget import GroupDemand, TableDemand, fast_tiers, host_tiers
+from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import RowLayout, Segment
 from tierstore.cache.loss import warns_of_loss
-from tierstore.cache.memory_tier import MemoryTier, TierPlan, as_policy, bytes_for
-from tierstore.cache.outside import overwrite_rows, read_rows, reset_rows, rows_in_piece, touched_ids
 from tierstore.cache.process import OwnProcess
 from tierstore.cache.report import report, table_curve, warn_of_uncommitted
+from tierstore.cache.row_access import overwrite_rows, read_rows, reset_rows, rows_in_piece, touched_ids
 from tierstore.cache.table import Table as Table
+from tierstore.cache.tiers.memory import MemoryTier, TierPlan, as_policy, bytes_for
 from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.cache.versions import Versions
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError, StoreFullError
 from tierstore.initializers import Init, as_init, table_seed
 from tierstore.store.directory import DirectoryStore, open_store
-from tierstore.store.protocol import CommitInfo, TableSpec
+from tierstore.store.protocol import CommitInfo, StoredTable
 
 logger = logging.getLogger("tierstore")
 
@@ -97,26 +97,26 @@ class Engine:
                 config.path, config.engine, self.specs, cap, io=io, keep=self._keep, at=at
             )
         try:
-            self.chains = [
-                self._chain(*item) for item in zip(demands["hbm"], groups.values(), fast, host, strict=True)
+            self.groups = [
+                self._group(*item) for item in zip(demands["hbm"], groups.values(), fast, host, strict=True)
             ]
             self._load_meta()
             self._position = at or max((commit.id for commit in self.commits()), default=0)
             """The commit that the store was opened at or made last."""
-            self.warn_of_loss = warns_of_loss(self, config.path, self.chains)
+            self.warn_of_loss = warns_of_loss(self, config.path, self.groups)
         except BaseException:
             if self.store is not None:
                 self.store.close()
             raise
-        self._chain_of: dict[int, Chain] = {
-            table: chain
-            for chain, members in zip(self.chains, groups.values(), strict=True)
+        self._group_of: dict[int, TierGroup] = {
+            table: group
+            for group, members in zip(self.groups, groups.values(), strict=True)
             for table in members
         }
 
-    def _spec(self, index: int, table: Table, seed: int) -> TableSpec:
+    def _spec(self, index: int, table: Table, seed: int) -> StoredTable:
         override = self.config.table(table.origin or table.name)
-        return TableSpec(
+        return StoredTable(
             name=table.name,
             index=index,
             num_embeddings=table.num_embeddings,
@@ -133,7 +133,7 @@ class Engine:
             groups.setdefault(f"dim{spec.embedding_dim}", []).append(spec.index)
         return groups
 
-    def _demand(self, name: str, members: list[int], tier: str) -> ChainDemand:
+    def _demand(self, name: str, members: list[int], tier: str) -> GroupDemand:
         pieces = Counter(table.origin or table.name for table in self.tables)
         tables = []
         for index in members:
@@ -143,9 +143,11 @@ class Engine:
             own, share = getattr(override, tier), getattr(override, f"{tier}_share")
             own = None if own is None else own // pieces[origin]
             tables.append(TableDemand(index, table.name, table.most_rows, own, share))
-        return ChainDemand(name, self.specs[members[0]].row_bytes, tuple(tables))
+        return GroupDemand(name, self.specs[members[0]].row_bytes, tuple(tables))
 
-    def _chain(self, demand: ChainDemand, members: list[int], fast: TierPlan, host: TierPlan | None) -> Chain:
+    def _group(
+        self, demand: GroupDemand, members: list[int], fast: TierPlan, host: TierPlan | None
+    ) -> TierGroup:
         dim = self.specs[members[0]].embedding_dim
         layout = RowLayout.of(
             dim,
@@ -175,7 +177,7 @@ class Engine:
         ]
         assert tiers[0] is not None
         ahead = self._read_ahead_bytes(fast, demand.row_bytes)
-        return Chain(demand.name, layout, tiers[0], tiers[1], self.store, members, ahead)
+        return TierGroup(demand.name, layout, tiers[0], tiers[1], self.store, members, ahead)
 
     def _read_ahead_bytes(self, fast: TierPlan, row_bytes: int) -> int:
         """What rows that were read ahead may take, beside the fast tier: at most twice as much as it."""
@@ -193,8 +195,8 @@ class Engine:
 
     # -- lookups -------------------------------------------------------------------------
 
-    def chain_of(self, table: int) -> Chain:
-        return self._chain_of[table]
+    def group_of(self, table: int) -> TierGroup:
+        return self._group_of[table]
 
     def check_open(self) -> None:
         self._process.check()
@@ -223,7 +225,7 @@ class Engine:
             False,
             self.tables[table].num_embeddings,
         )
-        return self._chain_of[table].batch([segment])
+        return self._group_of[table].batch([segment])
 
     # -- rows ----------------------------------------------------------------------------
 
@@ -233,16 +235,16 @@ class Engine:
         """Weights (n, dim) and optimizer state (n, state floats) of ``ids`` (n,), copies; nothing changes."""
         self.check_open()
         ids = np.ascontiguousarray(ids, np.int64)
-        chain, bound = self._chain_of[table], self.tables[table].num_embeddings
-        layout = chain.layout
+        group, bound = self._group_of[table], self.tables[table].num_embeddings
+        layout = group.layout
         if len(ids) and not 0 <= ids.min() <= ids.max() < bound:
             self._batch_of(table, ids)  # raises, and names the position among all ids
         weight = np.empty((len(ids), layout.dim), np.float32)
         state = np.empty((len(ids), layout.state_floats), np.float32)
-        step = rows_in_piece(chain)
+        step = rows_in_piece(group)
         for begin in range(0, len(ids), step):
             part = slice(begin, begin + step)
-            rows = read_rows(chain, self._batch_of(table, ids[part]))
+            rows = read_rows(group, self._batch_of(table, ids[part]))
             values = rows.data.view(np.float32)
             weight[part] = values[rows.inverse, : layout.dim]
             state[part] = values[rows.inverse, layout.dim : layout.dim + layout.state_floats]
@@ -262,7 +264,7 @@ class Engine:
         batch = self._batch_of(table, ids)
         if len(batch.unique) != len(ids):
             raise InputError(f"{self.tables[table].name}: ids repeat; every row can be given one value only")
-        layout = self._chain_of[table].layout
+        layout = self._group_of[table].layout
         self.changed([table])
 
         def change(rows: NDArray[np.uint8], part: slice) -> None:
@@ -272,18 +274,18 @@ class Engine:
             if state is not None:
                 values[:, layout.dim : layout.dim + layout.state_floats] = state[part]
 
-        overwrite_rows(self._chain_of[table], batch, change)
+        overwrite_rows(self._group_of[table], batch, change)
 
     def reset_rows(self, table: int) -> None:
         """Gives the rows of a table their initial values and state again."""
         self.check_open()
         self.changed([table])
-        reset_rows(self._chain_of[table], table)
+        reset_rows(self._group_of[table], table)
 
     def touched_ids(self, table: int) -> Iterator[NDArray[np.int64]]:
         """Ids that some tier holds a row of, in chunks, each once; all others have their initial values."""
         self.check_open()
-        return touched_ids(self._chain_of[table], table)
+        return touched_ids(self._group_of[table], table)
 
     def changed(self, tables: Sequence[int]) -> None:
         """Notes that rows of ``tables`` change: their versions, and that there is something to commit."""
@@ -295,8 +297,8 @@ class Engine:
     def flush(self) -> None:
         """Writes all dirty rows down to the store (not durable before :meth:`commit`)."""
         self.check_open()
-        for chain in self.chains:
-            chain.flush()
+        for group in self.groups:
+            group.flush()
 
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
         """Flushes and makes everything durable as one commit; returns its number. ``extra``: plain JSON
@@ -315,8 +317,8 @@ class Engine:
         }
         self._position = self.store.commit(json.dumps(meta).encode(), tag)
         self.uncommitted -= before
-        for chain in self.chains:
-            chain.below.uncommitted = 0
+        for group in self.groups:
+            group.below.uncommitted = 0
         return self._position
 
     def commits(self) -> list[CommitInfo]:
@@ -337,12 +339,12 @@ class Engine:
         are closed.
         """
         self.check_open()
-        if self._position == commit and all(chain.is_empty() for chain in self.chains):
+        if self._position == commit and all(group.is_empty() for group in self.groups):
             return
-        if any(chain.window.lookups for chain in self.chains):
+        if any(group.window.lookups for group in self.groups):
             raise ConfigError("a prefetch is running on these tables; close it first")
         self.close(commit=False)
-        self.chains, self._chain_of = [], {}
+        self.groups, self._group_of = [], {}
         self._open(commit)
         self.uncommitted = 0
         self.closed = False
@@ -387,8 +389,8 @@ class Engine:
 
     def _release(self) -> None:
         self.warn_of_loss.detach()
-        for chain in self.chains:
-            chain.close()
+        for group in self.groups:
+            group.close()
         if self.store is not None:
             self.store.close()
 
@@ -401,16 +403,16 @@ class Engine:
 
     def reset_stats(self) -> None:
         self._process.check()
-        for chain in self.chains:
-            chain.stats.reset()
+        for group in self.groups:
+            group.stats.reset()
 
     def stats(self) -> dict[str, Any]:
         """Counters since the last reset, sizes now: ``tiers`` (hit rates per access and per unique row),
         ``memory`` (bytes), ``tables`` (estimated footprint and misses by cache size, since the engine was
         opened; rows, hits and misses of each table in every tier), ``store``, and the counters of
-        ``cache.stats.ChainCounters``; ``chains`` has the same per row layout."""
+        ``cache.stats.GroupCounters``; ``groups`` has the same per row layout."""
         self._process.check()
-        result = report(self.chains, self._table_curves())
+        result = report(self.groups, self._table_curves())
         if self.store is not None and not self.closed:
             result["store"] = vars(self.store.stats())
         return result
@@ -422,7 +424,7 @@ class Engine:
         return planner_document("live", self._table_curves())
 
     def _table_curves(self) -> list[TableCurve]:
-        return [table_curve(spec, self._chain_of[spec.index].curves) for spec in self.specs]
+        return [table_curve(spec, self._group_of[spec.index].curves) for spec in self.specs]
 
 
 def set_num_threads(count: int) -> None:

@@ -1,4 +1,4 @@
-"""What a chain's rows look like, and where a lookup's ids lie."""
+"""What a group's rows look like, and where a lookup's ids lie."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore import _core
-from tierstore.cache.memory_tier import Keys
+from tierstore._core import HostRows, InitialValues
+from tierstore.cache.tiers.memory import Keys
 from tierstore.initializers import KINDS, Init
 
 
@@ -28,21 +28,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """What the rows of a chain look like, and how untouched rows of each table begin.
-
-    The arrays are indexed by table; entries of tables in other chains are not used.
-    """
+    """What the rows of a group look like, and how untouched rows of each table begin."""
 
     dim: int
     row_bytes: int
     state_floats: int
-    state_value: float
-    kinds: NDArray[np.uint8]
-    a: NDArray[np.float32]
-    b: NDArray[np.float32]
-    seeds: NDArray[np.uint64]
-    columns: NDArray[np.int64] | None = None
-    """First column of each table that is a range of a wider one's; None: all begin at 0."""
+    initial: InitialValues
 
     @classmethod
     def of(
@@ -55,17 +46,26 @@ class RowLayout:
         seeds: List[int],
         columns: List[int] | None = None,
     ) -> RowLayout:
-        return cls(
-            dim, row_bytes, state_floats, state_value,
-            np.array([KINDS[init.kind] for init in inits], np.uint8),
-            np.array([init.a for init in inits], np.float32),
-            np.array([init.b for init in inits], np.float32),
-            np.array(seeds, np.uint64),
-            None if columns is None else np.array(columns, np.int64),
-        )  # fmt: skip
+        """Return the layout of a chain.
 
-    def initialise(self, address: int, slots: NDArray[np.int32] | None, keys: Keys) -> None:
-        _core.init_rows(
-            address, self.row_bytes, slots, keys, self.dim, self.state_floats, self.state_value,
-            self.kinds, self.a, self.b, self.seeds, self.columns,
-        )  # fmt: skip
+        ``inits``, ``seeds`` and ``columns`` have an entry per table, also for the tables of other chains.
+        ``columns``: the first column of each table that is a range of a wider one's; None: all begin at 0.
+        """
+        initial = InitialValues(
+            dim=dim,
+            state_floats=state_floats,
+            state_value=state_value,
+            kinds=np.array([KINDS[init.kind] for init in inits], np.uint8),
+            a=np.array([init.a for init in inits], np.float32),
+            b=np.array([init.b for init in inits], np.float32),
+            seeds=np.array(seeds, np.uint64),
+            columns=None if columns is None else np.array(columns, np.int64),
+        )
+        return cls(dim, row_bytes, state_floats, initial)
+
+    def initialise(self, rows: NDArray[np.uint8], at: NDArray[np.int32] | None, keys: Keys) -> None:
+        """Write the initial records of ``keys`` to ``rows[at]``, or to the first rows if ``at`` is None.
+
+        ``rows``: uint8 (n, row_bytes). ``keys``: uint64, without repeats.
+        """
+        HostRows.view(rows).initialise(self.initial, at, keys)

@@ -9,31 +9,31 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tierstore.cache.chain import Chain
+    from tierstore.cache.group import TierGroup
 
 logger = logging.getLogger("tierstore")
 
 
-def uncommitted_rows(chains: Sequence[Chain]) -> int:
+def uncommitted_rows(groups: Sequence[TierGroup]) -> int:
     """Rows changed since the last commit; a row that was written down and changed again counts twice."""
     dirty = (
-        slots for chain in chains for tier in chain.memory_tiers() for slots in tier.resident(only_dirty=True)
+        slots for group in groups for tier in group.memory_tiers() for slots in tier.resident(only_dirty=True)
     )
-    return sum(map(len, dirty)) + sum(chain.below.uncommitted for chain in chains)
+    return sum(map(len, dirty)) + sum(group.below.uncommitted for group in groups)
 
 
 def warns_of_loss(
-    owner: Any, path: str | os.PathLike[str] | None, chains: Sequence[Chain]
+    owner: Any, path: str | os.PathLike[str] | None, groups: Sequence[TierGroup]
 ) -> weakref.finalize:
     """What to call when uncommitted rows of the lasting store ``path`` are dropped.
 
     It is called when ``owner`` becomes garbage, or at the end of the process, unless ``detach()`` was.
     """
-    return weakref.finalize(owner, _warn, path, chains, os.getpid())
+    return weakref.finalize(owner, _warn, path, groups, os.getpid())
 
 
-def _warn(path: str | os.PathLike[str] | None, chains: Sequence[Chain], process: int) -> None:
-    rows = uncommitted_rows(chains) if path is not None and os.getpid() == process else 0
+def _warn(path: str | os.PathLike[str] | None, groups: Sequence[TierGroup], process: int) -> None:
+    rows = uncommitted_rows(groups) if path is not None and os.getpid() == process else 0
     if rows:
         logger.warning(
             "%s stays at its last commit: up to %d rows that changed since then are dropped, because nobody "

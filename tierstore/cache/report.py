@@ -1,4 +1,4 @@
-"""What ``stats()`` and ``table_curves()`` tell of an engine: plain values, made of its chains' counters."""
+"""What ``stats()`` and ``table_curves()`` tell of an engine: plain values, made of its groups' counters."""
 
 from __future__ import annotations
 
@@ -11,71 +11,71 @@ import numpy as np
 
 from cache_policies.live import LiveCurves
 from cache_policies.table_curve import TableCurve
-from tierstore.cache.chain import Chain
-from tierstore.cache.stats import ChainCounters, TierCounters
-from tierstore.store.protocol import TableSpec
+from tierstore.cache.group import TierGroup
+from tierstore.cache.stats import GroupCounters, TierCounters
+from tierstore.store.protocol import StoredTable
 
 logger = logging.getLogger("tierstore")
 
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the rows used: sizes at which a report tells the misses
 
 
-def report(chains: Sequence[Chain], tables: Sequence[TableCurve]) -> dict[str, Any]:
+def report(groups: Sequence[TierGroup], tables: Sequence[TableCurve]) -> dict[str, Any]:
     """What ``Engine.stats`` says, the store's own figures (``store``: None) excepted."""
-    counters = ChainCounters()
+    counters = GroupCounters()
     tiers: dict[str, TierCounters] = {}
-    for chain in chains:
-        counters.add(chain.stats.counters)
-        for name, tier in chain.stats.tiers.items():
+    for group in groups:
+        counters.add(group.stats.counters)
+        for name, tier in group.stats.tiers.items():
             total = tiers.setdefault(name, TierCounters())
             total.count(tier.rows, tier.row_hits, tier.accesses, tier.access_hits)
     return {
         **counters.report(),
         "tiers": {name: tier.report() for name, tier in tiers.items()},
-        "memory": _memory(chains),
-        "tables": _tables(chains, tables),
+        "memory": _memory(groups),
+        "tables": _tables(groups, tables),
         "store": None,
-        "chains": {chain.name: _chain(chain) for chain in chains},
+        "groups": {group.name: _group(group) for group in groups},
     }
 
 
-def table_curve(spec: TableSpec, curves: LiveCurves) -> TableCurve:
-    """A table as ``curves``, its chain's, know it by now."""
+def table_curve(spec: StoredTable, curves: LiveCurves) -> TableCurve:
+    """A table as ``curves``, its group's, know it by now."""
     rows, accesses = curves.per_batch(spec.index)
     curve, footprint = curves.curve(spec.index), curves.footprint(spec.index)
     return TableCurve(spec.name, spec.num_embeddings, footprint, rows, accesses, curve)
 
 
-def _chain(chain: Chain) -> dict[str, Any]:
-    stats = chain.stats
+def _group(group: TierGroup) -> dict[str, Any]:
+    stats = group.stats
     depth, window = stats.prefetched or (None, None)
     return {
         **stats.counters.report(),
         "tiers": {name: tier.report() for name, tier in stats.tiers.items()},
         "depth": depth,
         "window": window,
-        "slots": chain.fast.capacity,
-        "row_bytes": chain.layout.row_bytes,
+        "slots": group.fast.capacity,
+        "row_bytes": group.layout.row_bytes,
     }
 
 
-def _tables(chains: Sequence[Chain], tables: Sequence[TableCurve]) -> dict[str, Any]:
+def _tables(groups: Sequence[TierGroup], tables: Sequence[TableCurve]) -> dict[str, Any]:
     tiers: dict[int, dict[str, Any]] = {}
-    for chain in chains:
-        found = _table_tiers(chain)
-        tiers.update({index: found[index] for index in chain.tables})
+    for group in groups:
+        found = _table_tiers(group)
+        tiers.update({index: found[index] for index in group.tables})
     return {table.name: {**_table(table), "tiers": tiers[index]} for index, table in enumerate(tables)}
 
 
-def _table_tiers(chain: Chain) -> list[dict[str, Any]]:
-    """What every tier of a chain had of each table, by its index; of memory tiers also the rows that it has
+def _table_tiers(group: TierGroup) -> list[dict[str, Any]]:
+    """What every tier of a group had of each table, by its index; of memory tiers also the rows that it has
     now, and its slots where they are the table's own (``slots``; None: it shares)."""
     memory = {
         tier.name: (tier.plan.share_of, tier.native.table_rows(), tier.plan.holds_all)
-        for tier in chain.memory_tiers()
+        for tier in group.memory_tiers()
     }
-    tables: list[dict[str, Any]] = [{} for _ in range(chain.fast.tables)]
-    for name, counts in chain.stats.tables.items():
+    tables: list[dict[str, Any]] = [{} for _ in range(group.fast.tables)]
+    for name, counts in group.stats.tables.items():
         for index, (rows, hits) in enumerate(counts.tolist()):
             told: dict[str, Any] = {"rows": rows, "row_hits": hits, "row_misses": rows - hits}
             if name in memory:
@@ -100,13 +100,13 @@ def _table(table: TableCurve) -> dict[str, Any]:
     }
 
 
-def _memory(chains: Sequence[Chain]) -> dict[str, int]:
+def _memory(groups: Sequence[TierGroup]) -> dict[str, int]:
     return {
-        "hbm": sum(chain.fast.memory_bytes() for chain in chains),
-        "uvm": sum(chain.below.host.memory_bytes() for chain in chains if chain.below.host is not None),
-        "buffers": sum(chain.below.buffer_bytes() for chain in chains),
-        "window": sum(chain.window.memory_bytes for chain in chains),
-        "curves": sum(chain.curves.nbytes for chain in chains),
+        "hbm": sum(group.fast.memory_bytes() for group in groups),
+        "uvm": sum(group.below.host.memory_bytes() for group in groups if group.below.host is not None),
+        "buffers": sum(group.below.buffer_bytes() for group in groups),
+        "window": sum(group.window.memory_bytes for group in groups),
+        "curves": sum(group.curves.nbytes for group in groups),
     }
 
 

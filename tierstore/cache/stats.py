@@ -1,4 +1,4 @@
-"""Counters of one chain of tiers. Per access and per unique row of a lookup: dedup takes the easy hits."""
+"""Counters of one group of tiers. Per access and per unique row of a lookup: dedup takes the easy hits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.cache.memory_tier import Flags, Keys
+from tierstore.cache.tiers.memory import Flags, Keys
 from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.keys import ID_BITS
 
@@ -50,8 +50,8 @@ class TierCounters:
 
 
 @dataclass
-class ChainCounters:
-    """Everything a chain counts; plain attributes, written by the planner only unless said otherwise."""
+class GroupCounters:
+    """Everything a group counts; plain attributes, written by the planner only unless said otherwise."""
 
     lookups: int = 0
     initialised_rows: int = 0
@@ -76,7 +76,7 @@ class ChainCounters:
     read_rows: int = 0
     """Rows read without a plan (eval, no_grad, rows())."""
 
-    def add(self, other: ChainCounters) -> None:
+    def add(self, other: GroupCounters) -> None:
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
@@ -86,21 +86,21 @@ class ChainCounters:
 
 @dataclass(eq=False)
 class Before:
-    """The counters of a chain as they were before it planned a lookup ahead; ``used``: by a forward call."""
+    """The counters of a group as they were before it planned a lookup ahead; ``used``: by a forward call."""
 
-    chain: ChainCounters
+    group: GroupCounters
     tiers: dict[str, TierCounters]
     tables: TableCounts
     used: bool = False
 
     @classmethod
-    def copy_of(cls, chain: ChainCounters, tiers: dict[str, TierCounters], tables: TableCounts) -> Before:
+    def copy_of(cls, group: GroupCounters, tiers: dict[str, TierCounters], tables: TableCounts) -> Before:
         copied = {name: counts.copy() for name, counts in tables.items()}
-        return cls(replace(chain), {name: replace(tier) for name, tier in tiers.items()}, copied)
+        return cls(replace(group), {name: replace(tier) for name, tier in tiers.items()}, copied)
 
 
-class ChainStats:
-    """What a chain counts. Its methods are called with the chain's lock held, or where nothing runs."""
+class GroupStats:
+    """What a group counts. Its methods are called with the group's lock held, or where nothing runs."""
 
     def __init__(self, tiers: Iterable[str], tables: int) -> None:
         self._names = list(tiers)
@@ -108,12 +108,12 @@ class ChainStats:
         self.reset()
 
     def reset(self) -> None:
-        self.counters = ChainCounters()
+        self.counters = GroupCounters()
         self.tiers = {name: TierCounters() for name in self._names}
         self.tables: TableCounts = {name: np.zeros((self._tables, 2), np.int64) for name in self._names}
         self.prefetched: tuple[int, int] | None = None
         """Depth and window of the newest prefetch."""
-        self._before: deque[Before] = deque()  # lookups planned ahead, in order; no tickets: graphs own those
+        self._before: deque[Before] = deque()  # lookups planned ahead, in order; no pinned: graphs own those
 
     def plans_ahead(self) -> Before:
         """A lookup is about to be planned that a forward call will use later."""
@@ -132,11 +132,11 @@ class ChainStats:
             return Before.copy_of(self.counters, self.tiers, self.tables)
         # What the computing thread counts is never ahead of it.
         counters = replace(
-            self._before[0].chain,
+            self._before[0].group,
             stall_seconds=self.counters.stall_seconds,
             read_rows=self.counters.read_rows,
         )
-        return replace(self._before[0], chain=counters)
+        return replace(self._before[0], group=counters)
 
     def _forget_used(self) -> None:
         """Of lookups planned ahead, leaves those behind the last one that was used."""
@@ -175,13 +175,13 @@ class ChainStats:
         self.counters.initialised_rows += left
 
 
-def counters_of(chains: Any) -> dict[str, Any]:
-    """All counters of chains, as plain values, for a run that goes on in another process: without those of
+def counters_of(groups: Any) -> dict[str, Any]:
+    """All counters of groups, as plain values, for a run that goes on in another process: without those of
     lookups that were planned ahead and not used yet, for they will be planned again there."""
-    counted = uninterrupted(lambda: {chain.name: _counted(chain) for chain in chains})
+    counted = uninterrupted(lambda: {group.name: _counted(group) for group in groups})
     return {
         name: {
-            "chain": asdict(counters.chain),
+            "group": asdict(counters.group),
             "tiers": {tier: asdict(counts) for tier, counts in counters.tiers.items()},
             "tables": {tier: counts.tolist() for tier, counts in counters.tables.items()},
         }
@@ -189,19 +189,19 @@ def counters_of(chains: Any) -> dict[str, Any]:
     }
 
 
-def _counted(chain: Any) -> Before:
-    with chain.moving:
-        before: Before = chain.stats.counted()
+def _counted(group: Any) -> Before:
+    with group.residency_lock:
+        before: Before = group.stats.counted()
         return before
 
 
-def go_on_counting(chains: Any, saved: dict[str, Any]) -> None:
-    """Sets the counters of chains to saved ones; tiers that are new begin at 0."""
-    for chain in chains:
-        stats = chain.stats
+def go_on_counting(groups: Any, saved: dict[str, Any]) -> None:
+    """Sets the counters of groups to saved ones; tiers that are new begin at 0."""
+    for group in groups:
+        stats = group.stats
         stats.reset()
-        known = saved.get(chain.name, {"chain": {}, "tiers": {}})
-        stats.counters.add(ChainCounters(**known["chain"]))
+        known = saved.get(group.name, {"group": {}, "tiers": {}})
+        stats.counters.add(GroupCounters(**known["group"]))
         for name in stats.tiers:
             stats.tiers[name] = TierCounters(**known["tiers"].get(name, {}))
             if name in known.get("tables", {}):

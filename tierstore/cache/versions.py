@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tierstore.store.protocol import TableSpec
+from tierstore.store.protocol import StoredTable
 
 
 class Versions:
@@ -20,7 +20,7 @@ class Versions:
     store.
     """
 
-    def __init__(self, specs: Sequence[TableSpec], committed: Mapping[str, str] | None) -> None:
+    def __init__(self, specs: Sequence[StoredTable], committed: Mapping[str, str] | None) -> None:
         self._names = [spec.name for spec in specs]
         self._known = (
             {spec.name: _untouched(spec) for spec in specs} if committed is None else dict(committed)
@@ -40,7 +40,7 @@ class Versions:
         return {name: self.of(table) for table, name in enumerate(self._names)}
 
 
-def _untouched(spec: TableSpec) -> str:
+def _untouched(spec: StoredTable) -> str:
     described: dict[str, Any] = asdict(spec)
     del described["index"]
     return hashlib.sha256(json.dumps(described, sort_keys=True, default=repr).encode()).hexdigest()[:32]

@@ -20,10 +20,10 @@ from tierstore.cache.engine import Engine
 from tierstore.checkpoint import ranks
 from tierstore.checkpoint.folder import Folder, Unit
 from tierstore.checkpoint.state import DenseState, Parts, capture, engines_of, own_state, tiered_modules
-from tierstore.config import is_whole
+from tierstore.config import is_integer
 from tierstore.errors import ConfigError, StoreMismatchError
 from tierstore.store.identity import plain
-from tierstore.store.protocol import TableSpec
+from tierstore.store.protocol import StoredTable
 
 logger = logging.getLogger("tierstore")
 
@@ -70,9 +70,9 @@ def save(
     The rows' part is then the commit of all ranks, of which ``keep`` must be 1, and each rank has its own
     position in the data and random generators.
     """
-    if not is_whole(step):
+    if not is_integer(step):
         raise ConfigError(f"step is {step!r}; it must be the number of steps so far")
-    if not is_whole(keep, 1):
+    if not is_integer(keep, 1):
         raise ConfigError(f"keep is {keep!r}; at least the last checkpoint is kept")
     parts, modules = Parts(model, optimizer, loader, extra), tiered_modules(model)
     folder = Folder(dir)
@@ -181,7 +181,7 @@ def describe(engine: Engine) -> dict[str, Any]:
 
 
 def compare_stores(unit: Unit, saved: Sequence[Mapping[str, Any]], engines: Sequence[Engine]) -> None:
-    was = [[TableSpec(**table) for table in store["tables"]] for store in saved]
+    was = [[StoredTable(**table) for table in store["tables"]] for store in saved]
     now = [list(plain(engine.specs)) for engine in engines]
     if was == now:
         return

@@ -10,16 +10,17 @@ from typing import Any
 from tierstore.errors import ConfigError
 from tierstore.result_file import ResultFile
 
-RESULTS = ("json", "plot", "export")
+RESULTS = ("json", "plot", "save_curves")
 """Options that name a file for results."""
 
 _MAY_BE_NEGATIVE = ("seed",)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raises ``ConfigError`` for a number that is negative or not finite, and for results without a place.
+    """Check ``args`` before the work begins, since an hour of work must not end in such an error.
 
-    Work that takes an hour must not end in either.
+    Raises ``ConfigError`` for a number that is negative or not finite, and for a result file in a folder that
+    does not exist or refuses it.
     """
     for name, value in vars(args).items():
         option = f"--{name.replace('_', '-')}"

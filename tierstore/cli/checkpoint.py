@@ -14,7 +14,10 @@ from tierstore.cli.trainer import Trainer
 from tierstore.errors import ConfigError
 from tierstore.result_file import option_errors
 
-MUST_MATCH = ("data", "path", "rows", "tables", "max_rows", "batch_size", "dim", "optimizer", "lr", "seed")
+MUST_MATCH = (
+    *("data", "data_path", "rows", "tables", "max_rows", "batch_size"),
+    *("dim", "optimizer", "lr", "seed"),
+)
 """Options that a resumed run must repeat, since otherwise it would not be the same training."""
 
 _STORE_FILE = "TIERSTORE.json"
@@ -22,29 +25,29 @@ _ROWS = "rows"
 
 
 def folder_of(args: argparse.Namespace) -> Path | None:
-    """Where the run is saved: ``--checkpoint``, else in the store's folder; None if neither is given."""
-    if args.checkpoint is None and args.ssd is not None:
-        return args.ssd / "checkpoints"
+    """Return where the run is saved: ``--checkpoint``, else in ``--store``; None if neither is given."""
+    if args.checkpoint is None and args.store is not None:
+        return args.store / "checkpoints"
     return args.checkpoint
 
 
 def store_of(args: argparse.Namespace) -> Path | None:
-    """Where the rows are: ``--ssd``, else in the folder of the checkpoints; None for a temporary folder."""
-    if args.ssd is None and args.checkpoint is not None:
+    """Return the store's folder: ``--store``, else in ``--checkpoint``; None for a temporary folder."""
+    if args.store is None and args.checkpoint is not None:
         return args.checkpoint / _ROWS
-    return args.ssd
+    return args.store
 
 
 def make_folder(args: argparse.Namespace) -> None:
-    """Makes the folder of the checkpoints, if the rows go into it."""
-    if args.checkpoint is not None and args.ssd is None:
+    """Make the folder of the checkpoints, if the rows go into it."""
+    if args.checkpoint is not None and args.store is None:
         check_parent(args.checkpoint, "--checkpoint")
         with option_errors("--checkpoint", args.checkpoint):
             args.checkpoint.mkdir(exist_ok=True)
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ``ConfigError`` if the run would mix with another one, or cannot go on with the one it names."""
+    """Raise ``ConfigError`` if the run would mix with another one, or cannot go on with the run it names."""
     folder, store = folder_of(args), store_of(args)
     if folder is None or store is None:
         for option, given in (("--resume", args.resume), ("--checkpoint-every", args.checkpoint_every)):
@@ -100,7 +103,7 @@ class Saver:
         """Batches of the last checkpoint, None if there is none."""
 
     def resume(self) -> bool:
-        """Puts the trainer where the last checkpoint was. False if there is none: the run starts anew."""
+        """Put the trainer where the last checkpoint was. Return False without one: the run starts anew."""
         found = checkpoint.restore(
             self._folder, self._trainer.model, self._trainer.optimizer, extra={"trainer": self._trainer}
         )
@@ -111,16 +114,16 @@ class Saver:
         return True
 
     def peak_rss_bytes(self) -> int:
-        """Of this process and those before it."""
+        """Return the peak of this process and of the processes whose run it continues, in bytes."""
         return max(self._peak_before, self._peak_rss_bytes())
 
     def after_step(self) -> None:
-        """Saves if it is time to."""
+        """Save the run if ``--checkpoint-every`` batches have passed."""
         if self._every and self._trainer.batches % self._every == 0:
             self.save()
 
     def save(self) -> None:
-        """Saves, if there is anything new since the last checkpoint."""
+        """Save the run, if there is anything new since the last checkpoint."""
         trainer = self._trainer
         if self.saved == trainer.batches:
             return

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def list_commits(directory: Path) -> tuple[list[CommitInfo], str]:
-    """The kept commits, and a remark when the store is in use (native ones can be asked all the same)."""
+    """Return the kept commits, and a remark when the store is in use (which a native store allows)."""
     from tierstore import _core
     from tierstore.errors import StoreLockedError
     from tierstore.store import CommitInfo, open_store, read_identity

@@ -45,7 +45,7 @@ def touched_ids(batches: Iterable[Batch]) -> dict[str, NDArray[np.int64]]:
 
 
 def compare(left: Trainer, right: Trainer, ids: Mapping[str, NDArray[np.int64]]) -> Comparison:
-    """Compares the rows ``ids`` (by table) of two runs, their optimizer state, and the dense parameters."""
+    """Compare the rows ``ids`` (by table) of two runs, their optimizer state, and the dense parameters."""
     rows = 0
     for table, wanted in ids.items():
         for start in range(0, len(wanted), CHUNK):

@@ -32,13 +32,13 @@ EXIT_DIFFERENT = 1
 
 
 class Experiment:
-    """Checks all options before it trains; :meth:`run` gives the exit code."""
+    """Trains as the options say, after it has checked all of them; :meth:`run` gives the exit code."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         checkpoint.check(args)
         self.json = JsonFile(args.json) if args.json else None
-        self.export = JsonFile(args.export, "--export") if args.export else None
+        self.curves_file = JsonFile(args.save_curves, "--save-curves") if args.save_curves else None
         self.curves: dict[str, Any] | None = None
         if not 0 < args.record_rate <= 1:
             raise ConfigError(f"--record-rate must be above 0 and at most 1, not {args.record_rate:g}")
@@ -57,7 +57,7 @@ class Experiment:
         """Batches of the last checkpoint that is known of."""
 
     def run(self) -> int:
-        """0; 1 if a comparison found a difference; 128 + signal if stopped."""
+        """Return 0, or 1 if a comparison found a difference, or 128 + the signal that stopped the run."""
         interrupt = GracefulInterrupt()
         try:
             report = self._runs(interrupt)
@@ -74,7 +74,7 @@ class Experiment:
         return EXIT_DIFFERENT if report.comparison and not report.comparison.bit_identical else 0
 
     def _runs(self, interrupt: GracefulInterrupt) -> Report | None:
-        """The report, or None when a signal ended it."""
+        """Return the report, or None when a signal ended the training."""
         finish_imports()
         args, rss = self.args, PeakRss()
         checkpoint.make_folder(args)
@@ -97,7 +97,7 @@ class Experiment:
         return Report(self._options(), machine(), *sizes, first, second, comparison)
 
     def _begin(self, trainer: Trainer, rss: PeakRss) -> Saver | None:
-        """Puts the trainer where the run is to go on; None if it is not to be saved."""
+        """Put the trainer where the run is to go on; return None if the run is not to be saved."""
         if self.folder is None or trainer.embeddings.engine.store is None:
             return None
         saver = Saver(trainer, self.args, self.folder, rss.peak_bytes)
@@ -108,7 +108,7 @@ class Experiment:
 
     @contextmanager
     def _recording(self, trainer: Trainer) -> Iterator[None]:
-        """Writes the trace that ``--record`` asks for; what it has when the training ends early is whole."""
+        """Write the trace that ``--record`` asks for; a training that ends early leaves a readable file."""
         if self.args.record is None:
             yield
             return
@@ -158,13 +158,13 @@ class Experiment:
         progress, stats = trainer.progress(), trainer.embeddings.stats()
         hit_rate = {name: tier["hit_rate"] for name, tier in stats["tiers"].items()}
         ssd_bytes = stats["store"]["disk_bytes"] if stats["store"] else 0
-        slots = {"hbm": sum(chain["slots"] for chain in stats["chains"].values())}
-        if self.args.export and self.curves is None:
+        slots = {"hbm": sum(group["slots"] for group in stats["groups"].values())}
+        if self.args.save_curves and self.curves is None:
             self.curves = trainer.embeddings.table_curves()
         auc, base_rate = trainer.evaluate(self.dataset)
         peak = rss.peak_bytes() if saver is None else saver.peak_rss_bytes()
-        chain = next(iter(stats["chains"].values()))
-        known = chain["depth"], chain["window"]
+        group = next(iter(stats["groups"].values()))
+        known = group["depth"], group["window"]
         return RunResult(progress, auc, base_rate, hit_rate, slots, ssd_bytes, *known, rss.before_bytes, peak)
 
     def _tell(self, report: Report) -> None:
@@ -179,9 +179,9 @@ class Experiment:
         if self.json:
             self.json.write(report.to_json())
             console.print(f"figures: {self.args.json}")
-        if self.export:
-            self.export.write(self.curves or {})
-            console.print(f"curves: {self.args.export} (for tierstore plan --stats)")
+        if self.curves_file:
+            self.curves_file.write(self.curves or {})
+            console.print(f"curves: {self.args.save_curves} (for tierstore plan --stats)")
         if self.args.record:
             console.print(f"trace: {self.args.record} (for tierstore bench hit-rate)")
 

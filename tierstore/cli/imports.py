@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "checked, nothing in EXPORT is trusted, and DIR appears only when it is complete.",
         [
             "tierstore import /backup/run42 runs/43/store",
-            "tierstore import /backup/run42 runs/43/store --engine lmdb --ssd-cap 200GiB",
+            "tierstore import /backup/run42 runs/43/store --engine lmdb --ssd 200GiB",
         ],
         directory="EXPORT",
     )
@@ -28,14 +28,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument(
         "--engine", choices=ENGINE_NAMES, default="native", help="engine of the new store (default native)"
     )
-    parser.add_argument("--ssd-cap", metavar="SIZE", help="refuse to take more than SIZE, as in 200GiB")
+    parser.add_argument("--ssd", metavar="SIZE", help="refuse to take more than SIZE, as in 200GiB")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     from tierstore.store import import_
 
-    cap = None if args.ssd_cap is None else parse_bytes(args.ssd_cap, "--ssd-cap")
+    cap = None if args.ssd is None else parse_bytes(args.ssd, "--ssd")
     seen = 0
 
     with progress_of("importing", "rows") as progress:

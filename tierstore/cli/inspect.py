@@ -118,7 +118,7 @@ def _print(
 
 
 def _meta_lines(meta: bytes) -> list[str]:
-    """What a training run said of its commit, one fact a line."""
+    """Return what a training run wrote with its commit, one fact per line."""
     said = read_meta(meta)
     if said is None:
         return ["commit: none, or one without training counters"]

@@ -25,7 +25,7 @@ EXIT_INTERRUPTED = 130
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; each sub-command sets ``args.run``."""
+    """Build the parser of the whole command line; each sub-command sets ``args.run``."""
     parser = argparse.ArgumentParser(
         prog="tierstore",
         description="Embedding tables larger than memory for PyTorch, trained bit for bit as if in memory.",
@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code."""
+    """Run the command line and return its exit code."""
     args = build_parser().parse_args(argv)
     try:
         check_arguments(args)
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def error_text(error: Exception) -> str:
-    """The message of an error on one line, with the way to learn more unless it is one of tierstore's own."""
+    """Return an error's message on one line; one that is not tierstore's own also says how to learn more."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, TierStoreError):
         return text

@@ -38,7 +38,7 @@ def _status_bytes(field: str) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What a figure must be read with: processor, cores usable, memory, versions, date (UTC)."""
+    """Describe the machine that gave a figure: processor, usable cores, memory, versions, date (UTC)."""
     import torch
 
     return {

@@ -80,7 +80,7 @@ class Report:
         }
 
     def table(self) -> Any:
-        """The closing table, a rich renderable: one column per run."""
+        """Return the closing table, a rich renderable with one column per run."""
         from rich import box
         from rich.table import Table
 
@@ -93,7 +93,7 @@ class Report:
         return grid
 
     def sentences(self) -> list[str]:
-        """The result in words, one line each."""
+        """Return the result in words, one line per fact."""
         times, budget = self.table_bytes / self.budget_bytes, format_bytes(self.budget_bytes)
         fits = (
             f"{times:.3g} times the memory budget of {budget}"

@@ -36,18 +36,18 @@ _FRACTION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:/\s*(\d+)|(%))\s*")
 
 
 def finish_imports() -> None:
-    """Loads code now that would be loaded later, so that memory measured from here on is the tiers'.
+    """Load code that would be loaded later, so that memory measured from here on is the tiers'.
 
-    torch imports 70 MiB when the first optimizer is made; the compiler of the policies takes 60 MiB,
-    and 70 MiB more where it has to compile for the first time.
+    torch imports 70 MiB when the first optimizer is made. The compiler of the policies takes 60 MiB. It takes
+    70 MiB more where it has to compile for the first time.
     """
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
     cache_policies.get("lru").compile(1)
 
 
 def load_dataset(args: argparse.Namespace) -> Dataset:
-    """The data set of ``--data``, with those of its options that were given."""
-    path = None if args.path is None else str(args.path)
+    """Load the data set of ``--data`` with the options that were given."""
+    path = None if args.data_path is None else str(args.data_path)
     dataset = data.load(
         args.data, path=path, seed=args.seed, rows=args.rows, tables=args.tables, max_rows=args.max_rows
     )
@@ -57,7 +57,7 @@ def load_dataset(args: argparse.Namespace) -> Dataset:
 
 
 def budget(text: str, of: int, option: str) -> int | str:
-    """The size that an option asks for: a fraction or percentage of ``of`` in bytes, others as they are."""
+    """Return a fraction or percentage of ``of`` in bytes, other text as it is; ``option`` is for errors."""
     match = _FRACTION.fullmatch(text)
     if match is None:
         return text
@@ -71,11 +71,11 @@ def budget(text: str, of: int, option: str) -> int | str:
 
 
 def tier_config(args: argparse.Namespace, all_bytes: int) -> TierConfig:
-    """The tiers of ``--hbm``, ``--uvm``, ``--ssd`` and their like, for tables of ``all_bytes``."""
+    """Return the tiers that the options of the group "tiers" ask for; the tables take ``all_bytes``."""
     return TierConfig(
         hbm=budget(args.hbm, all_bytes, "--hbm"),
         uvm=budget(args.uvm, all_bytes, "--uvm"),
-        ssd=args.ssd_cap,
+        ssd=args.ssd,
         path=store_of(args),
         engine=args.engine,
         policy=args.policy,
@@ -89,9 +89,9 @@ def tier_config(args: argparse.Namespace, all_bytes: int) -> TierConfig:
 def open_trainer(
     args: argparse.Namespace, dataset: Dataset, optimizer: OptimizerSpec, config: TierConfig
 ) -> Iterator[Trainer]:
-    """A model of the seed's initial weights with its tiers, which are closed at the end whatever happens.
+    """Open a model of the seed's initial weights with its tiers, and close the tiers however the body ends.
 
-    Closing commits nothing: what is to be kept, :class:`tierstore.cli.checkpoint.Saver` commits.
+    Closing commits nothing; :class:`tierstore.cli.checkpoint.Saver` commits what is to be kept.
     """
     tables = [
         tierstore.EmbeddingBagConfig(

@@ -32,7 +32,7 @@ EXIT_CODES = "exit codes: 0 done, 1 damage found (verify), 2 wrong usage or an e
 def add_command(
     subparsers: Any, name: str, help: str, description: str, examples: Sequence[str], directory: str = "DIR"
 ) -> argparse.ArgumentParser:
-    """A sub-command on a store directory, with ``--json``."""
+    """Add a sub-command on a store directory, with ``--json``."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
         help=help,
@@ -46,7 +46,7 @@ def add_command(
 
 
 def parse_commit(text: str) -> int | str:
-    """A commit on the command line: its number, or its tag."""
+    """Return the commit that an argument names: its number, or its tag."""
     return int(text) if text.isdigit() else text
 
 
@@ -66,7 +66,7 @@ def describe_commit(commit: CommitInfo) -> dict[str, Any]:
 
 
 def read_meta(meta: bytes) -> Any:
-    """What a training run said of its commit: JSON values; None for nothing, else a text on the bytes."""
+    """Return the JSON values that a run wrote with its commit; None for nothing, a text for other bytes."""
     if not meta:
         return None
     try:
@@ -86,7 +86,7 @@ def time_of(commit: CommitInfo) -> str:
 
 @contextmanager
 def progress_of(doing: str, unit: str) -> Iterator[Progress]:
-    """Shows progress on stderr: a bar on a terminal, a line every few seconds elsewhere.
+    """Show progress on stderr: a bar on a terminal, a line every few seconds elsewhere.
 
     ``unit`` is "bytes" or "rows".
     """
@@ -132,7 +132,7 @@ def _lines(doing: str, unit: str) -> Progress:
 
 
 def run_while_waiting(doing: str, work: Callable[[], Result], stop: Callable[[], object]) -> Result:
-    """Runs ``work`` in a thread and shows that it goes on; Ctrl-C calls ``stop``, which ends it."""
+    """Run ``work`` in a thread and show that it goes on; Ctrl-C calls ``stop``, which ends the work."""
     results: list[Result] = []
     errors: list[BaseException] = []
 

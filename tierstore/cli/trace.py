@@ -102,7 +102,7 @@ def _print(d: Any) -> None:
     if d.zipf:
         lines.append(
             f"Zipf-Mandelbrot over all tables: (rank + {d.zipf.q:g})^-{d.zipf.s:g}, from {d.zipf.rows:,} "
-            f"rows used at least {d.zipf.least} times"
+            f"rows used at least {d.zipf.min_uses} times"
         )
     print(*lines, sep="\n")
     table = Table(

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 EPILOG = """\
-data sets: flights | movielens | criteo (--path) | synthetic:zipf:S | synthetic:criteo | synthetic:meta2021
+data sets: flights | movielens | criteo (needs --data-path) |
+  synthetic:zipf:S | synthetic:criteo | synthetic:meta2021
 sizes: bytes, or 64MiB, 1.5GiB; --hbm also takes a fraction of the tables' bytes (1/37, 2.7%) or all
 """
 
@@ -30,9 +31,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def _add_data(group: Any) -> None:
     group.add_argument("--data", default="flights", metavar="NAME", help="data set (default: flights)")
-    group.add_argument(
-        "--path", "--data-path", type=Path, metavar="PATH", help="file or folder of the data set"
-    )
+    group.add_argument("--data-path", type=Path, metavar="PATH", help="file or folder of the data set")
     group.add_argument("--rows", type=int, metavar="N", help="synthetic: rows per table")
     group.add_argument("--tables", type=int, metavar="N", help="synthetic: number of tables")
     group.add_argument(
@@ -44,13 +43,13 @@ def _add_tiers(group: Any) -> None:
     group.add_argument("--hbm", default="64MiB", metavar="SIZE", help="fast memory (default: 64MiB)")
     group.add_argument("--uvm", default="0", metavar="SIZE", help="host memory below it (default: 0)")
     group.add_argument(
-        "--ssd",
+        "--store",
         type=Path,
         metavar="DIR",
         help="folder of the row store (default: in --checkpoint DIR, else a temporary one)",
     )
     group.add_argument(
-        "--ssd-cap",
+        "--ssd",
         default="auto",
         metavar="SIZE",
         help="most that the store may take (default: what the disk has, up to 1TiB); 0 for no store",
@@ -100,7 +99,7 @@ def _add_training(group: Any) -> None:
         "--checkpoint",
         type=Path,
         metavar="DIR",
-        help="save the run there, rows included (default: in --ssd DIR at the end)",
+        help="save the run there, rows included (default: in --store DIR at the end)",
     )
     group.add_argument(
         "--checkpoint-every", type=_positive, metavar="N", help="save after every N batches too"
@@ -118,7 +117,10 @@ def _add_output(group: Any) -> None:
     )
     group.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     group.add_argument(
-        "--export", type=Path, metavar="FILE", help="write every table's miss-ratio curve for tierstore plan"
+        "--save-curves",
+        type=Path,
+        metavar="FILE",
+        help="write the tables' miss-ratio curves for tierstore plan",
     )
     group.add_argument(
         "--record", type=Path, metavar="FILE.npz", help="write the trace of the batches trained on"

@@ -49,7 +49,7 @@ class Schedule:
         return known if self.steps is None else min(known, self.steps)
 
     def draw(self, dataset: Dataset, start_batch: int = 0) -> Iterator[Batch]:
-        """The batches of the run from ``start_batch`` on."""
+        """Yield the batches of the run from ``start_batch`` on."""
         batches = dataset.train(self.batch_size, epochs=self.epochs, start_batch=start_batch)
         return batches if self.steps is None else islice(batches, max(self.steps - start_batch, 0))
 
@@ -128,7 +128,7 @@ class Trainer:
         return auc.value(), positives / max(examples, 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and all that the closing figures are made of; model and rows are not part of it."""
+        """Return the position and what the closing figures are made of, without the model and the rows."""
         return {
             "batches": self.batches,
             "examples": self._examples,
@@ -136,7 +136,7 @@ class Trainer:
             "losses": list(self._losses),
             "auc": self._auc,
             "auc_so_far": self._auc_so_far,
-            "counters": counters_of(self.embeddings.engine.chains),
+            "counters": counters_of(self.embeddings.engine.groups),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -145,7 +145,7 @@ class Trainer:
         self._losses = deque(state["losses"], maxlen=RECENT_BATCHES)
         self._auc.load_state_dict(state["auc"])
         self._auc_so_far = state["auc_so_far"]
-        go_on_counting(self.embeddings.engine.chains, state["counters"])
+        go_on_counting(self.embeddings.engine.groups, state["counters"])
 
     def progress(self) -> Progress:
         stats = self.embeddings.stats()

@@ -11,7 +11,7 @@ from tierstore.config import format_bytes
 if TYPE_CHECKING:
     from tierstore.store import Damage, VerifyReport
 
-_MOST_SHOWN = 50
+_MAX_SHOWN = 50
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -60,10 +60,10 @@ def _print(report: VerifyReport) -> None:
         console.print("intact: everything is as it was written", style="green")
         return
     console.print(f"DAMAGED in {report.damage_total:,} place{'s' * (report.damage_total != 1)}:", style="red")
-    for damage in report.damage[:_MOST_SHOWN]:
+    for damage in report.damage[:_MAX_SHOWN]:
         _print_damage(console, damage)
-    if report.damage_total > _MOST_SHOWN:
-        console.print(f"  … and {report.damage_total - _MOST_SHOWN:,} more (--json has up to 1,000)")
+    if report.damage_total > _MAX_SHOWN:
+        console.print(f"  … and {report.damage_total - _MAX_SHOWN:,} more (--json has up to 1,000)")
     console.print("What to do:")
     for line in report.advice():
         console.print(f"  {line}")

@@ -21,16 +21,17 @@ _SYNTHETIC = ("zipf:S", "zipf:S:Q", "mixed", "criteo", "meta2021", "meta2022")
 
 
 def names() -> list[str]:
-    """What ``load`` knows; S and Q stand for numbers."""
+    """Return the names that ``load`` knows; S and Q stand for numbers."""
     return [*_RECORDED, *(f"synthetic:{preset}" for preset in _SYNTHETIC)]
 
 
 def load(spec: str, *, path: str | None = None, seed: int = 0, **options: Any) -> Dataset:
-    """The dataset named ``spec``: "flights", "synthetic:zipf:0.95", ...; ``names()`` lists them.
+    """Load the dataset named ``spec``: "flights", "synthetic:zipf:0.95", ...; ``names()`` lists the names.
 
-    ``path`` is where recorded data lies, ``seed`` is that of generated data (recorded data is the same for
-    every seed). Other options are the keyword arguments of the dataset's own function (docs/datasets.md);
-    None means not given. ConfigError for unknown names and for options that the dataset does not take.
+    ``path`` is where recorded data lies. ``seed`` is the seed of generated data; recorded data does not
+    depend on it. Other options are the keyword arguments of the dataset's own function (docs/datasets.md);
+    None means not given. Raises ConfigError for an unknown name and for an option that the dataset does not
+    take.
     """
     name, *parts = spec.split(":")
     given = {key: value for key, value in options.items() if value is not None}

@@ -25,10 +25,11 @@ _TAB, _NEWLINE, _RETURN, _MINUS = ord("\t"), ord("\n"), ord("\r"), ord("-")
 
 
 @numba.njit(nogil=True, cache=True)
-def _parse_field(text, start, last, base, most):
-    """The number of up to ``most`` digits before the next tab or ``last``.
+def _parse_field(text, start, last, base, max_digits):
+    """Parse the number of up to ``max_digits`` digits before the next tab or ``last``.
 
-    Returns (value, digits: 0 if the field is empty, -1 if it is no such number, where the field ends).
+    Returns (value, digits, where the field ends). The digits are 0 of an empty field and -1 of a field that
+    is no such number.
     """
     negative = base == 10 and start < last and text[start] == _MINUS
     start += np.int64(negative)
@@ -42,7 +43,7 @@ def _parse_field(text, start, last, base, most):
             digit = c - 87
         elif 65 <= c <= 70:
             digit = c - 55
-        if digit >= base or digits == most:
+        if digit >= base or digits == max_digits:
             return value, np.int64(-1), start
         value, digits, start = value * base + digit, digits + 1, start + 1
     if negative:
@@ -52,7 +53,7 @@ def _parse_field(text, start, last, base, most):
 
 @numba.njit(nogil=True, cache=True)
 def _parse_line(text, start, last, counts, ids):
-    """Parses one line, ``text[start:last]``; returns (label, field at fault or 0)."""
+    """Parse one line, ``text[start:last]``; return (label, field at fault or 0)."""
     label = np.int64(0)
     for field in range(1 + COUNTS + IDS):
         if start > last:
@@ -75,11 +76,11 @@ def _parse_line(text, start, last, counts, ids):
 
 @numba.njit(nogil=True, cache=True)
 def parse_lines(text, at, labels, counts, ids):
-    """Parses whole lines of ``text`` uint8 (n,) from ``at`` on, until the arrays are full or no line is
-    whole.
+    """Parse whole lines of ``text`` uint8 (n,) from ``at`` on, until the arrays are full or no line is whole.
 
-    labels float32 (B,), counts float32 (B, 13), NaN if missing, ids int64 (B, 26), MISSING if missing.
-    Returns (lines parsed, where the next one starts, field at fault: 1 to 40, 41 if there are more, or 0).
+    The arrays are labels float32 (B,), counts float32 (B, 13) and ids int64 (B, 26). A missing count is NaN,
+    a missing id is MISSING. Returns (lines parsed, where the next line starts, field at fault). The field at
+    fault is 1 to 40, 41 if there are more fields than that, or 0.
     """
     row, n = 0, text.shape[0]
     while row < labels.shape[0]:
@@ -109,7 +110,7 @@ class TextFile:
     late: bool | None = None
 
     def pieces(self) -> Iterator[bytes]:
-        """The text, in pieces of any size."""
+        """Yield the text, in pieces of any size."""
         size = self.path.stat().st_size
         block = max(1, min(_BLOCK, size // 64))
         blocks = _gunzipped(self.path, block) if self.path.suffix == ".gz" else None
@@ -133,7 +134,7 @@ Blocks = Iterator[tuple[int, bytes]]  # (offset in the file as stored, text)
 
 
 def _before(blocks: Blocks, split: int) -> Iterator[bytes]:
-    """The lines that start in blocks before ``split``."""
+    """Yield the lines that start in blocks before ``split``."""
     open_line = False
     for offset, text in blocks:
         if offset < split:
@@ -148,7 +149,7 @@ def _before(blocks: Blocks, split: int) -> Iterator[bytes]:
 
 
 def _after(blocks: Blocks, split: int) -> Iterator[bytes]:
-    """The lines that start in blocks from ``split`` on."""
+    """Yield the lines that start in blocks from ``split`` on."""
     open_line = False
     for offset, text in blocks:
         if offset >= split and not open_line:
@@ -255,7 +256,7 @@ class _Lines:
                 yield file, b"\n"
 
     def _more(self) -> bool:
-        """Reads another piece behind the rest of the text at hand, which is less than a line."""
+        """Read another piece behind the rest of the text at hand, which is less than a line."""
         file, piece = next(((file, piece) for file, piece in self._pieces if piece), (self._file, b""))
         if not piece:
             return False
@@ -280,7 +281,7 @@ class _Lines:
         return lines - left
 
     def fill(self, labels: np.ndarray, counts: np.ndarray, ids: np.ndarray) -> int:
-        """Parses lines into the arrays until these are full or the files end; returns their number."""
+        """Parse lines into the arrays until the arrays are full or the files end; return how many lines."""
         done = 0
         while done < len(labels):
             parsed, self._at, fault = parse_lines(

@@ -11,7 +11,7 @@ _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """The SplitMix64 finaliser, a bijection of uint64 in which every input bit reaches every output bit."""
+    """Apply the SplitMix64 finaliser, a bijection of uint64: every input bit reaches every output bit."""
     mixed = values.astype(np.uint64)
     mixed ^= mixed >> np.uint64(30)
     mixed *= _MULTIPLIERS[0]

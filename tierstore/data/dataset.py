@@ -103,9 +103,7 @@ class Dataset(Protocol):
 def one_id_per_table(
     tables: tuple[TableInfo, ...], dense: np.ndarray, ids: np.ndarray, labels: np.ndarray
 ) -> Batch:
-    """A batch of one id per table and example: dense (B, D), ids (tables, B) of any integer type, labels
-    (B,).
-    """
+    """Make a batch of one id per table and example: dense (B, D), integer ids (tables, B), labels (B,)."""
     size = labels.shape[0]
     sparse = KeyedJaggedTensor(
         [table.name for table in tables],
@@ -122,7 +120,7 @@ def one_id_per_table(
 
 
 def check_batching(batch_size: int, epochs: int = 1, start_batch: int = 0) -> None:
-    """Raises ValueError for counts that make no sense."""
+    """Raise ValueError for counts that make no sense."""
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
     if epochs < 0 or start_batch < 0:

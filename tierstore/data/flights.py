@@ -202,7 +202,7 @@ def _dense(columns: Arrays, schedule: Schedule, weather: Arrays) -> np.ndarray:
 
 
 def _weather_before(origin: np.ndarray, schedule: Schedule, weather: Arrays) -> list[np.ndarray]:
-    """What was measured at the origin in the hour before the one of the departure, and its recent course."""
+    """Return the weather at the origin in the hour before the departure's hour, and its recent course."""
     places = np.unique(origin)
     start = int(schedule.date.min())
     known = np.isin(weather["origin"], places)
@@ -239,7 +239,7 @@ def _weather_before(origin: np.ndarray, schedule: Schedule, weather: Arrays) -> 
 
 
 def _last_known(grid: np.ndarray, usual: float, carry: bool) -> np.ndarray:
-    """Replaces NaN of (places, hours) by the last value before if ``carry``; the rest by ``usual``."""
+    """Replace NaN of (places, hours) by the last value before it if ``carry``, and by ``usual`` otherwise."""
     if carry:
         seen = np.maximum.accumulate(np.where(np.isnan(grid), 0, np.arange(grid.shape[1])), axis=1)
         grid = np.take_along_axis(grid, seen, axis=1)

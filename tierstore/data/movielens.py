@@ -128,7 +128,7 @@ def _installed_folder() -> Path:
 
 
 def _bucket(rows: int) -> int:
-    """The power of two at or above ``rows``, at most 2^24."""
+    """Return the power of two at or above ``rows``, at most 2^24."""
     return min(1 << 24, 1 << max(0, rows - 1).bit_length())
 
 
@@ -142,7 +142,7 @@ def _dense(times: np.ndarray, years: np.ndarray) -> np.ndarray:
 
 
 def parse(files: Files) -> Arrays:
-    """The columns of MovieLensDataset, in the order of time; users and items numbered from 0."""
+    """Return the columns of MovieLensDataset in the order of time; users and items are numbered from 0."""
     parts = list(_ratings(files))
     if not parts:
         raise InputError(f"{files.ratings} has no ratings")

@@ -30,7 +30,7 @@ def mix(value):
 
 @_compiled
 def uniform(stream, counter):
-    """The ``counter``-th float64 in (0, 1) of ``stream``, both uint64."""
+    """Return the ``counter``-th float64 in (0, 1) of ``stream``; counter and stream are uint64."""
     return (np.float64(mix(stream + _GOLDEN * (counter + np.uint64(1))) >> np.uint64(11)) + 0.5) * _UNIT
 
 
@@ -56,10 +56,10 @@ def _density(x, s, q):
 
 @_compiled
 def scatter(value, size, seed):
-    """A bijection of [0, size) keyed by ``seed``; ``value``, ``size`` <= 2^62, ``seed`` are uint64.
+    """Map ``value`` by a bijection of [0, size) keyed by ``seed``; all are uint64, ``size`` <= 2^62.
 
-    A Feistel network on pairs of digits (a, b) of a mixed radix just above the square root of ``size``;
-    results outside, few, are put through it again until one is inside (cycle walking).
+    The bijection is a Feistel network on pairs of digits (a, b) of a mixed radix just above the square root
+    of ``size``. The few results outside go through the network again until one is inside (cycle walking).
     """
     radix = np.uint64(math.ceil(math.sqrt(np.float64(size))))
     rows = (size + radix - np.uint64(1)) // radix
@@ -78,11 +78,11 @@ def scatter(value, size, seed):
 
 @_compiled
 def drifted(rank, size, in_play, phase, seed):
-    """The place in [0, size) of ``rank`` < ``size``; as ``phase`` grows by d, a share d of the ranks move.
+    """Return the place in [0, size) of ``rank``; as ``phase`` grows by d, a share d of the ranks move.
 
-    Ranks ``in_play`` apart take turns with one another, each group at its own moments, so at any time the
-    places are a permutation of the ranks, and a rank in play gives way to one that was not if size >= 2
-    in_play.
+    Ranks ``in_play`` apart take turns with one another, each group at its own moments, so the places are a
+    permutation of the ranks at any time. If size >= 2 in_play, a rank in play gives way to a rank that was
+    not.
     """
     turns = size // in_play
     if turns < np.uint64(2) or rank >= turns * in_play:
@@ -94,9 +94,9 @@ def drifted(rank, size, in_play, phase, seed):
 
 @_compiled
 def draw_ids(out, ranks, s, q, rows, lanes, phase, table_seed, stream):
-    """Fills ``out`` int64 (n,) with ids in [0, rows): P(rank k) ~ (k + 1 + q)^-s for k in [0, ranks).
+    """Fill ``out`` int64 (n,) with ids in [0, rows): P(rank k) ~ (k + 1 + q)^-s for k in [0, ranks).
 
-    ranks <= rows; lanes: see ``drifted`` (its ``in_play``); phase: how often a row has been replaced on
+    ranks <= rows. lanes is the ``in_play`` of ``drifted``. phase says how often a row has been replaced on
     average.
     """
     n = np.float64(ranks)
@@ -122,9 +122,7 @@ def draw_ids(out, ranks, s, q, rows, lanes, phase, table_seed, stream):
 
 @_compiled
 def add_effects(logits, ids, lengths, scale, table_seed):
-    """Adds to ``logits`` float64 (B,) of every example ``scale`` times the hidden effects, in [-1, 1], of its
-    ids.
-    """
+    """Add ``scale`` times the hidden effects, in [-1, 1], of the examples' ids to ``logits`` float64 (B,)."""
     seed = mix(table_seed ^ _M1)
     at = 0
     for example in range(lengths.shape[0]):
@@ -137,7 +135,7 @@ def add_effects(logits, ids, lengths, scale, table_seed):
 
 @_compiled
 def draw_lengths(out, mean, stream):
-    """Fills ``out`` int64 (B,) with bag sizes of the given mean: uniform over 1 .. 2 mean - 1."""
+    """Fill ``out`` int64 (B,) with bag sizes of the given mean: uniform over 1 .. 2 mean - 1."""
     spread = 2.0 * (mean - 1.0)
     for i in range(out.shape[0]):
         u = uniform(stream, np.uint64(2 * i))
@@ -149,7 +147,7 @@ def draw_lengths(out, mean, stream):
 
 @_compiled
 def draw_normals(out, stream):
-    """Fills ``out`` float32 (n,) with standard normal values (Box-Muller)."""
+    """Fill ``out`` float32 (n,) with standard normal values (Box-Muller)."""
     for i in range(out.shape[0]):
         radius = math.sqrt(-2.0 * math.log(uniform(stream, np.uint64(2 * i))))
         out[i] = radius * math.cos(2.0 * math.pi * uniform(stream, np.uint64(2 * i + 1)))
@@ -157,13 +155,13 @@ def draw_normals(out, stream):
 
 @_compiled
 def draw_labels(out, logits, stream):
-    """Fills ``out`` float32 (B,) with 1 at the probability of the logit, else 0."""
+    """Fill ``out`` float32 (B,) with 1 at the probability of the logit, else 0."""
     for i in range(out.shape[0]):
         out[i] = 1.0 if uniform(stream, np.uint64(i)) * (1.0 + math.exp(-logits[i])) < 1.0 else 0.0
 
 
 def stream_seed(*parts: int) -> np.uint64:
-    """A stream seed from integers: any other parts, or order, give an independent stream."""
+    """Make a stream seed from integers: any other parts, or order, give an independent stream."""
     mask, state = (1 << 64) - 1, 0
     for part in parts:
         state = _mix_int((state + int(_GOLDEN) + part) & mask)

@@ -100,7 +100,7 @@ def meta2022(
     drift: float = 0.001,
     examples: int | None = None,
 ) -> SyntheticDataset:
-    """The same for the year 2022 (788 tables, 131,072 examples): unique ratio .078."""
+    """Make the data set of the year 2022: 788 tables, batches of 131,072 examples, unique ratio .078."""
     kinds = ({"q": 0.0, "hotness": 12.1, "in_play": 331_000}, {"q": 71.0, "hotness": 15.1, "in_play": 70_600})
     specs = []
     for t in range(tables):

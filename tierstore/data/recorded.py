@@ -40,7 +40,7 @@ class TimeOrdered:
         return (self.examples(skip + first, skip + end) for first, end in ranges)
 
     def examples(self, first: int, end: int) -> Batch:
-        """The batch of examples first .. end - 1."""
+        """Return the batch of examples first .. end - 1."""
         raise NotImplementedError
 
 

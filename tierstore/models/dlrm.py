@@ -121,16 +121,14 @@ class DLRMTrain(nn.Module):
         self.loss_fn = nn.BCEWithLogitsLoss()
 
     def forward(self, batch: LabelledBatch) -> tuple[Tensor, Logs]:
-        """Returns (loss, (loss, logits (B,), labels (B,))), the latter three detached."""
+        """Return (loss, (loss, logits (B,), labels (B,))); the three in the inner tuple are detached."""
         logits = self.model(batch.dense, batch.sparse).squeeze(-1)
         loss = self.loss_fn(logits, batch.labels)
         return loss, (loss.detach(), logits.detach(), batch.labels.detach())
 
 
 def embedding_dims(embedding_bag_collection: nn.Module) -> list[int]:
-    """The embedding_dim of every output key of a collection: one per feature of every table, in config
-    order.
-    """
+    """Return the embedding_dim of each output key of a collection, in the order of tables and features."""
     configs: Any = embedding_bag_collection.embedding_bag_configs()  # type: ignore[operator]
     if not configs:
         raise ConfigError("the embedding bag collection has no tables")

@@ -11,9 +11,7 @@ Values = torch.Tensor | np.ndarray
 
 
 def binary_auc(labels: Values, scores: Values) -> float:
-    """The exact AUC of ``scores`` (n,) for ``labels`` (n,) that are 0 or 1; NaN if there is one class
-    only.
-    """
+    """Return the exact AUC of ``scores`` (n,) for ``labels`` (n,) of 0 and 1; NaN if all labels are equal."""
     return AUC().update(labels, scores).value()
 
 
@@ -33,9 +31,7 @@ class AUC:
         self._waiting = 0
 
     def update(self, labels: Values, scores: Values) -> AUC:
-        """Adds examples, labels (n,) and scores (n,); returns self. ValueError for NaN scores and odd
-        labels.
-        """
+        """Add examples, labels (n,) and scores (n,); return self. ValueError for NaN and for odd labels."""
         label, score = _flat(labels), _flat(scores)
         if label.shape != score.shape:
             raise ValueError(f"labels and scores must have one shape, not {label.shape} and {score.shape}")
@@ -51,7 +47,7 @@ class AUC:
         return self
 
     def value(self) -> float:
-        """The AUC of all examples so far."""
+        """Return the AUC of all examples so far."""
         self._merge()
         negatives, positives = self._counts
         pairs = negatives.sum() * positives.sum()
@@ -61,13 +57,13 @@ class AUC:
         return float((positives * (below + negatives / 2)).sum() / pairs)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """What it has seen so far; a copy goes on to the same bits."""
+        """Return what the metric has seen so far; another AUC that loads it goes on to the same bits."""
         waiting = self._pending or [(np.empty(0), np.empty(0, bool))]
         scores, positive = (np.concatenate(parts) for parts in zip(*waiting, strict=True))
         return {"scores": self._scores, "counts": self._counts, "waiting": scores, "positive": positive}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Takes the state of another AUC of the same ``exact``."""
+        """Take the state of another AUC of the same ``exact``."""
         self._scores, self._counts = state["scores"], state["counts"]
         self._waiting = len(state["waiting"])
         self._pending = [(state["waiting"], state["positive"])] if self._waiting else []

@@ -68,7 +68,7 @@ class DenseEmbeddingBags(nn.Module):
 
     @torch.no_grad()
     def load_rows(self, table: str, ids: Tensor, weight: Tensor) -> None:
-        """Sets rows of a table: ids int64 (n,), weight float32 (n, embedding_dim)."""
+        """Set rows of a table: ids int64 (n,), weight float32 (n, embedding_dim)."""
         self.embedding_bags[table].weight[ids] = weight  # type: ignore[index, operator]
 
 

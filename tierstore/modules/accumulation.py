@@ -14,11 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from tierstore import optim
+from tierstore._core import HostRows
 from tierstore.errors import ConfigError
 from tierstore.modules.base import TieredModule
 from tierstore.modules.inputs import NO_PADDING, FeatureLookup
 from tierstore.modules.joining import Pass, joined
-from tierstore.modules.lookup import PooledGradients, SequenceGradients, trained_csr, update_rows
+from tierstore.modules.lookup import (
+    PooledGradients,
+    SequenceGradients,
+    trained_csr,
+    update_args,
+    update_rows,
+)
 from tierstore.optim.fused import AppliedOptimizer
 
 logger = logging.getLogger("tierstore")
@@ -196,13 +203,9 @@ def _norm(module: TieredModule, passes: Sequence[Pass]) -> float:
     frozen = module.frozen_tables()
     for index, part in enumerate(lookup.parts):
         count = len(part.batch.unique)
-        squares, row = np.zeros(count, np.float32), np.zeros(part.chain.layout.row_bytes, np.uint8)
-        rows = (
-            row.ctypes.data,
-            part.chain.layout.row_bytes,
-            part.chain.layout.dim,
-            np.arange(count, dtype=np.int32),
-        )
-        gradients.update(index, part, rows, trained_csr(part, frozen), step, False, squares.ctypes.data, 0)
+        squares, row = np.zeros(count, np.float32), np.zeros((1, part.group.layout.row_bytes), np.uint8)
+        slots, csr = np.zeros(count, np.int32), trained_csr(part, frozen)
+        args = update_args(part, slots, csr, step, squares=squares)
+        gradients.update(index, part, HostRows.view(row), args)
         total += float(squares.sum(dtype=np.float64))
     return math.sqrt(total)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tierstore import optim
 from tierstore.cache.engine import Engine
-from tierstore.errors import ConfigError, GradientError, InputError
+from tierstore.errors import ConfigError, GradientError
 from tierstore.modules.ahead import Ahead, find_ahead
 from tierstore.modules.engine_calls import EngineCalls
 from tierstore.modules.lookup import (
@@ -29,6 +29,7 @@ from tierstore.modules.lookup import (
 )
 from tierstore.modules.optimizer_states import OptimizerStates
 from tierstore.modules.quantization import NotQuantized
+from tierstore.modules.row_arguments import checked_row_ids, float_matrix, state_matrix
 from tierstore.modules.tables import SHOWN, HasWeight
 from tierstore.modules.wrappers import (
     APPLIED,
@@ -60,7 +61,7 @@ class TieredModule(EngineCalls, nn.Module):
     ) -> None:
         super().__init__()
         self.engine = engine
-        self._tables = list(tables)
+        self.table_numbers = list(tables)
         self._without_optimizer = optimizer is None
         self._requires_grad = True
         self.fused_optimizer = FusedOptimizer(optimizer or optim.SGD())
@@ -72,10 +73,10 @@ class TieredModule(EngineCalls, nn.Module):
         self.accumulation: Keeps | None = None
         """What keeps the gradients of backward passes meanwhile; see ``tierstore.accumulate``."""
         self._shown: list[tuple[weakref.ref[HasWeight], nn.Parameter]] = []
-        self._key = engine.tables[self._tables[0]].name
+        self._key = engine.tables[self.table_numbers[0]].name
         self.take_updates()
-        # Not a parameter: it only makes autograd call the backward functions.
-        self._anchor = torch.zeros(0, requires_grad=True)
+        self.anchor = torch.zeros(0, requires_grad=True)
+        """Not a parameter: it only makes autograd call the backward functions."""
         self._ahead: deque[Ahead] = deque()
         self.observer: Callable[[TieredModule, tuple[Any, ...], dict[str, Any]], None] | None = None
         """Told of every forward call while a prefetcher learns which ids come from where in a batch."""
@@ -111,7 +112,7 @@ class TieredModule(EngineCalls, nn.Module):
         return []
 
     def table_names(self) -> list[str]:
-        return [self.engine.tables[index].name for index in self._tables]
+        return [self.engine.tables[index].name for index in self.table_numbers]
 
     def expect(self, ahead: Ahead) -> None:
         """Keeps a lookup made ahead for its forward call."""
@@ -131,7 +132,7 @@ class TieredModule(EngineCalls, nn.Module):
             return False
         return True
 
-    def _find_lookup(self, *args: Any, **kwargs: Any) -> Lookup:
+    def find_lookup(self, *args: Any, **kwargs: Any) -> Lookup:
         if self.observer is not None:
             self.observer(self, args, kwargs)
         if self._ahead:
@@ -143,7 +144,7 @@ class TieredModule(EngineCalls, nn.Module):
                 return ahead.lookup
         return self.make_lookup(*args, **kwargs)
 
-    def _show_parameters(self, holders: Sequence[HasWeight]) -> None:
+    def show_parameters(self, holders: Sequence[HasWeight]) -> None:
         """Gives every table a parameter; ``holders`` in the order of the tables."""
         trained = not self._without_optimizer
         self._shown = [(weakref.ref(holder), holder.show_parameter(trained)) for holder in holders]
@@ -163,8 +164,10 @@ class TieredModule(EngineCalls, nn.Module):
     def frozen_tables(self) -> list[int]:
         """Tables that a backward pass would leave as they are."""
         if not self._shown:
-            return [] if self._requires_grad and not self._without_optimizer else self._tables
-        return [t for t, h in zip(self._tables, self._holders, strict=True) if not h.shown.requires_grad]
+            return [] if self._requires_grad and not self._without_optimizer else self.table_numbers
+        return [
+            t for t, h in zip(self.table_numbers, self._holders, strict=True) if not h.shown.requires_grad
+        ]
 
     @property
     def frozen(self) -> bool:
@@ -183,7 +186,7 @@ class TieredModule(EngineCalls, nn.Module):
         """Whether a forward call now would be followed by an update."""
         return self.training and torch.is_grad_enabled() and not self.frozen
 
-    def _pooled(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
+    def pooled_rows(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
         parts: Any = lookup.parts
         per_part = [None if weights is None else part.weights_of(weights) for part in parts]
         if self.trains:
@@ -192,13 +195,13 @@ class TieredModule(EngineCalls, nn.Module):
             return PooledFunction.apply(self._gradient_anchor(), self, lookup, *per_part)
         lookup.read()
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
-            return PooledFunction.apply(self._anchor, None, lookup, *per_part)
+            return PooledFunction.apply(self.anchor, None, lookup, *per_part)
         out = lookup.new_output()
         kept = [None if w is None else w.detach().to(torch.float32).contiguous() for w in per_part]
         pooled_forward(parts, out, kept)
         return out
 
-    def _sequence(self, lookup: Lookup) -> tuple[Tensor, ...]:
+    def rows_one_by_one(self, lookup: Lookup) -> tuple[Tensor, ...]:
         if self.trains:
             self._check_forward()
             lookup.acquire()
@@ -210,7 +213,7 @@ class TieredModule(EngineCalls, nn.Module):
         """What autograd believes to be trained: nothing that exists; but DistributedDataParallel (of one rank
         here) waits for a gradient of every parameter."""
         if active_ddp() is None or not self._shown:
-            return self._anchor
+            return self.anchor
         return torch.cat([holder.shown.view(-1) for holder in self._holders])
 
     def take_updates(self) -> None:
@@ -221,7 +224,7 @@ class TieredModule(EngineCalls, nn.Module):
         self.check_update()
         step = self.fused_optimizer.advance()
         self.engine.updates[self._key] = self.fused_optimizer.num_updates
-        self.engine.changed(self._tables)
+        self.engine.changed(self.table_numbers)
         return step
 
     def set_updates(self, count: int) -> None:
@@ -265,32 +268,20 @@ class TieredModule(EngineCalls, nn.Module):
 
     # -- rows ----------------------------------------------------------------------------
 
-    def _table(self, name: str | None) -> int:
-        if name is None and len(self._tables) == 1:
-            return self._tables[0]
+    def table_number(self, name: str | None) -> int:
+        if name is None and len(self.table_numbers) == 1:
+            return self.table_numbers[0]
         return self.engine.table_index(name)
-
-    @staticmethod
-    def _ids(ids: Any) -> np.ndarray:
-        try:
-            tensor = torch.as_tensor(ids)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"ids must be a 1-D tensor of integers: {error}") from None
-        if isinstance(ids, list) and not ids:
-            tensor = tensor.long()
-        if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 1:
-            raise InputError(f"ids must be a 1-D int64 or int32 tensor, not {tensor.dim()}-D {tensor.dtype}")
-        return tensor.detach().cpu().to(torch.int64).numpy()
 
     def rows(self, ids: Any, table: str | None = None) -> Tensor:
         """Weights of ``ids`` (n,) as float32 (n, dim): a copy. Untouched ids have their initial values."""
-        weights, _ = self.engine.read_rows(self._table(table), self._ids(ids))
+        weights, _ = self.engine.read_rows(self.table_number(table), checked_row_ids(ids))
         return torch.from_numpy(np.ascontiguousarray(weights))
 
     def optimizer_rows(self, ids: Any, table: str | None = None) -> dict[str, Tensor]:
         """Optimizer state of ``ids`` by name: float32, (n,) for state kept per row, else (n, dim). A copy."""
-        index = self._table(table)
-        weights, state = self.engine.read_rows(index, self._ids(ids))
+        index = self.table_number(table)
+        weights, state = self.engine.read_rows(index, checked_row_ids(ids))
         spec = self.fused_optimizer.spec
         both = np.concatenate([weights, state], axis=1)
         parts = spec.split_state(both, self.engine.tables[index].embedding_dim)
@@ -301,40 +292,25 @@ class TieredModule(EngineCalls, nn.Module):
     ) -> None:
         """Overwrites rows: ``weight`` (n, dim); ``optimizer`` as :meth:`optimizer_rows` gives it, None
         keeps the state."""
-        index, keys = self._table(table), self._ids(ids)
+        index, keys = self.table_number(table), checked_row_ids(ids)
         dim = self.engine.tables[index].embedding_dim
-        values = self._matrix("weight", weight, (len(keys), dim))
-        state = None if optimizer is None else self._state(optimizer, len(keys), dim)
+        values = float_matrix("weight", weight, (len(keys), dim))
+        state = (
+            None if optimizer is None else state_matrix(self.fused_optimizer.spec, optimizer, len(keys), dim)
+        )
         self.engine.write_rows(index, keys, values, state)
 
     def reset_parameters(self) -> None:
         """Gives all rows their initial values again, which are those of the seed, and forgets the optimizer's
         state. A sharded collection resets the rows of this rank, so all ranks call it."""
-        for table in self._tables:
+        for table in self.table_numbers:
             self.engine.reset_rows(table)
         self.set_updates(0)
-
-    @staticmethod
-    def _matrix(name: str, tensor: Any, shape: tuple[int, ...]) -> np.ndarray:
-        value = torch.as_tensor(tensor).detach().cpu()
-        if tuple(value.shape) != shape:
-            raise InputError(f"{name} has shape {tuple(value.shape)}; it must be {shape}")
-        return value.to(torch.float32).contiguous().numpy()
-
-    def _state(self, optimizer: dict[str, Tensor], count: int, dim: int) -> np.ndarray:
-        spec = self.fused_optimizer.spec
-        if set(optimizer) != set(spec.state_names):
-            raise InputError(
-                f"optimizer state has {sorted(optimizer)}; {spec.name} has {sorted(spec.state_names)}"
-            )
-        shape = (count,) if spec.state_per_row else (count, dim)
-        columns = [self._matrix(name, optimizer[name], shape).reshape(count, -1) for name in spec.state_names]
-        return np.concatenate(columns, axis=1) if columns else np.empty((count, 0), np.float32)
 
     def touched_ids(self, table: str | None = None) -> Iterator[Tensor]:
         """Ids that some tier holds a row of, int64 (n,) chunks, each id once; others have their initial
         values."""
-        for ids in self.engine.touched_ids(self._table(table)):
+        for ids in self.engine.touched_ids(self.table_number(table)):
             yield torch.from_numpy(ids)
 
     # -- state ---------------------------------------------------------------------------

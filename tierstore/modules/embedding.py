@@ -16,6 +16,7 @@ from tierstore.modules.compiling import opaque
 from tierstore.modules.inputs import NO_PADDING, FeatureLookup, Ids, checked_ids, sequence_lookup
 from tierstore.modules.tables import (
     HasWeight,
+    Opening,
     SharedEngine,
     check_placement,
     check_unsupported,
@@ -34,36 +35,33 @@ class SingleTable(HasWeight, TieredModule):
         table: Table,
         padding_idx: int | None,
         weight: Tensor | None,
-        config: TierConfig | None,
-        optimizer: OptimizerSpec | None,
-        seed: int,
-        shared: SharedEngine | None,
+        opening: Opening,
     ) -> None:
         rows, dim = table.num_embeddings, table.embedding_dim
         if padding_idx is not None and not -rows <= padding_idx < rows:
             raise ConfigError(f"padding_idx {padding_idx} is outside the {rows} rows of table {table.name!r}")
-        engine, indices = open_tables([table], config, optimizer, seed, shared)
-        super().__init__(engine, indices, optimizer)
+        opened = open_tables([table], opening)
+        super().__init__(opened.engine, opened.numbers, opening.optimizer)
         self.num_embeddings = rows
         self.embedding_dim = dim
         self.name = table.name
         self.padding_idx = None if padding_idx is None else padding_idx % rows
         self._padding_row: Tensor | None = None
-        self._show_parameters([self])
-        if is_fresh(engine):  # rows of a store that is opened again stay as they are
+        self.show_parameters([self])
+        if is_fresh(self.engine):  # rows of a store that is opened again stay as they are
             if weight is not None:
                 load_table(self, table, weight, "_weight")
             else:
                 self._clear_padding_row()
         self._find_padding_row()
-        engine.reset_stats()
+        self.engine.reset_stats()
 
     @property
     def table(self) -> Table:
-        return self.engine.tables[self._tables[0]]
+        return self.engine.tables[self.table_numbers[0]]
 
     def rows_version(self) -> str:
-        return self.engine.versions.of(self._tables[0])
+        return self.engine.versions.of(self.table_numbers[0])
 
     @property
     def _padding(self) -> int:
@@ -151,7 +149,8 @@ class TieredEmbedding(SingleTable):
         check_unsupported(max_norm, scale_grad_by_freq)
         check_placement(device, dtype)
         table = Table(name, num_embeddings, embedding_dim, as_init(init, normal(0.0, 1.0)))
-        super().__init__(table, padding_idx, _weight, config, None if _freeze else optimizer, seed, _shared)
+        opening = Opening(config, None if _freeze else optimizer, seed, _shared)
+        super().__init__(table, padding_idx, _weight, opening)
 
     @classmethod
     def from_pretrained(
@@ -175,13 +174,15 @@ class TieredEmbedding(SingleTable):
 
     def make_lookup(self, input: Tensor) -> FeatureLookup:
         ids = checked_ids(f"{self.name}: ids", input).view(-1)
-        return sequence_lookup(self.engine, [Ids(self.name, self._tables[0], ids, padding=self._padding)])
+        return sequence_lookup(
+            self.engine, [Ids(self.name, self.table_numbers[0], ids, padding=self._padding)]
+        )
 
     @opaque
     def forward(self, input: Tensor) -> Tensor:
         """Rows of ``input``, int64 or int32 of any shape (*), as float32 (*, embedding_dim)."""
-        lookup = self._find_lookup(input)
-        (rows,) = self._sequence(lookup)
+        lookup = self.find_lookup(input)
+        (rows,) = self.rows_one_by_one(lookup)
         rows = rows.view(*input.shape, self.embedding_dim)
         if self._padding_row is None:
             return rows

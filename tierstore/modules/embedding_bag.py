@@ -17,7 +17,7 @@ from tierstore.modules.compiling import opaque
 from tierstore.modules.embedding import SingleTable, size_of
 from tierstore.modules.inputs import Bags, FeatureLookup, checked_ids, pooled_lookup
 from tierstore.modules.lookup import MODES
-from tierstore.modules.tables import SharedEngine, check_placement, check_unsupported
+from tierstore.modules.tables import Opening, SharedEngine, check_placement, check_unsupported
 from tierstore.optim import NOT_GIVEN, OptimizerSpec
 
 
@@ -65,7 +65,7 @@ class TieredEmbeddingBag(SingleTable):
         if mode not in MODES:
             raise ConfigError(f"mode is {mode!r}; it must be one of {', '.join(map(repr, MODES))}")
         table = Table(name, num_embeddings, embedding_dim, as_init(init, normal(0.0, 1.0)))
-        super().__init__(table, padding_idx, _weight, config, optimizer, seed, _shared)
+        super().__init__(table, padding_idx, _weight, Opening(config, optimizer, seed, _shared))
         self.mode = mode
         self.include_last_offset = include_last_offset
 
@@ -105,7 +105,7 @@ class TieredEmbeddingBag(SingleTable):
         dim = self.embedding_dim
         bags = Bags(
             self.name,
-            self._tables[0],
+            self.table_numbers[0],
             ids.view(-1),
             padding=self._padding,
             lengths=lengths,
@@ -172,7 +172,7 @@ class TieredEmbeddingBag(SingleTable):
         """
         if per_sample_weights is not None:
             per_sample_weights = self._checked_weights(per_sample_weights, input)
-        return self._pooled(self._find_lookup(input, offsets), per_sample_weights)
+        return self.pooled_rows(self.find_lookup(input, offsets), per_sample_weights)
 
     def _checked_weights(self, weights: Tensor, input: Tensor) -> Tensor:
         if self.mode != "sum":

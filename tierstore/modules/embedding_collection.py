@@ -11,8 +11,9 @@ from tierstore.config import TierConfig
 from tierstore.modules.collection import Collection
 from tierstore.modules.compiling import opaque
 from tierstore.modules.configs import EmbeddingConfig
-from tierstore.modules.inputs import FeatureLookup, sequence_lookup
-from tierstore.modules.tables import SharedEngine
+from tierstore.modules.features import Features
+from tierstore.modules.local_lookups import LocalRows
+from tierstore.modules.tables import Opening, SharedEngine, check_placement, open_tables
 from tierstore.optim import NOT_GIVEN, OptimizerSpec
 from tierstore.sparse import JaggedTensor, as_keyed_jagged_tensor
 
@@ -31,6 +32,9 @@ class EmbeddingCollection(Collection):
         config, optimizer, seed: as for EmbeddingBagCollection.
     """
 
+    views_name = "embeddings"
+    lookups: LocalRows
+
     def __init__(
         self,
         tables: Sequence[Any],
@@ -44,47 +48,46 @@ class EmbeddingCollection(Collection):
         seed: int = 0,
         _shared: SharedEngine | None = None,
     ) -> None:
-        super().__init__(tables, device, "embeddings", config, optimizer, seed, _shared)
+        check_placement(device)
+        features = Features(tables)
+        opened = open_tables(features.tables(), Opening(config, optimizer, seed, _shared))
+        super().__init__(opened, optimizer, features, LocalRows(features, opened))
         self._need_indices = need_indices
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The tables."""
-        return self._configs
+        """Return the tables."""
+        return self.configs
 
     def need_indices(self) -> bool:
-        """Whether the ids are returned too."""
+        """Return whether the ids are returned too."""
         return self._need_indices
 
     def embedding_dim(self) -> int:
-        """The dim of all tables; -1 if they differ."""
-        dims = {config.embedding_dim for config in self._configs}
-        return dims.pop() if len(dims) == 1 else -1
+        """Return the dim of all tables; -1 if they differ."""
+        return self.features.common_dim()
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """For every table the names of its features in the output."""
-        return [
-            [feature.output for feature in self._features if feature.config is config]
-            for config in self._configs
-        ]
-
-    def make_lookup(self, features: Any) -> FeatureLookup:
-        return sequence_lookup(self.engine, self._feature_ids(as_keyed_jagged_tensor(features)))
+        """Return for every table the names of its features in the output."""
+        return self.features.outputs_by_table()
 
     @opaque
     def forward(self, features: Any) -> dict[str, JaggedTensor]:
-        """For every feature its rows, (ids, dim) float32, with the lengths of its bags.
+        """Return for every feature its rows, (ids, dim) float32, with the lengths of its bags.
 
         Args:
             features: a KeyedJaggedTensor, ours or torchrec's, with all features; other keys are ignored.
         """
-        keyed = as_keyed_jagged_tensor(features)
-        lookup = self._find_lookup(keyed)
-        assert isinstance(lookup, FeatureLookup)
-        pieces: list[Tensor] = self._split(lookup, self._sequence(lookup), lookup.counts)
-        found = {}
-        for feature, rows in zip(self._features, pieces, strict=True):
-            part = keyed[feature.name]
-            found[feature.output] = JaggedTensor(
-                rows, part.values() if self._need_indices else None, part.lengths()
-            )
-        return found
+        rows = self.lookups.rows(self, features)
+        return jagged_rows(self.features, features, rows, self._need_indices)
+
+
+def jagged_rows(
+    features: Features, batch: Any, rows: Sequence[Tensor], need_indices: bool
+) -> dict[str, JaggedTensor]:
+    """Return the rows (ids, dim) of every feature of ``batch`` with the lengths of its bags, by output."""
+    keyed = as_keyed_jagged_tensor(batch)
+    found = {}
+    for feature, values in zip(features.all, rows, strict=True):
+        part = keyed[feature.name]
+        found[feature.output] = JaggedTensor(values, part.values() if need_indices else None, part.lengths())
+    return found

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tierstore.cache.chain import Chain
 from tierstore.cache.engine import Engine
+from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import Segment
 from tierstore.errors import InputError
 from tierstore.modules.lookup import Lookup, PooledPart, SequencePart
@@ -69,13 +69,13 @@ def pooled_lookup(engine: Engine, features: Sequence[Bags], out_shape: tuple[int
     """Deduplicates and checks the ids of pooled features; InputError names the feature of a wrong one."""
     grouped = _by_chain(engine, features)
     parts = []
-    for chain, members in grouped:
+    for group, members in grouped:
         own = [features[number] for number in members]
         lengths = np.concatenate([feature.lengths for feature in own])
         parts.append(
             PooledPart(
-                chain,
-                chain.batch([_segment(engine, feature) for feature in own]),
+                group,
+                group.batch([_segment(engine, feature) for feature in own]),
                 _spans(own),
                 offsets=_from_zero(lengths),
                 bag_start=_from_zero([len(feature.lengths) for feature in own]),
@@ -93,19 +93,19 @@ def sequence_lookup(engine: Engine, features: Sequence[Ids]) -> FeatureLookup:
     """Deduplicates and checks the ids of features whose rows are returned one by one."""
     grouped = _by_chain(engine, features)
     parts = [
-        SequencePart(chain, chain.batch([_segment(engine, features[number]) for number in members]), [])
-        for chain, members in grouped
+        SequencePart(group, group.batch([_segment(engine, features[number]) for number in members]), [])
+        for group, members in grouped
     ]
     return FeatureLookup(
         parts, (), [members for _, members in grouped], [feature.ids.numel() for feature in features]
     )
 
 
-def _by_chain(engine: Engine, features: Sequence[Ids]) -> list[tuple[Chain, list[int]]]:
-    groups: dict[int, tuple[Chain, list[int]]] = {}
+def _by_chain(engine: Engine, features: Sequence[Ids]) -> list[tuple[TierGroup, list[int]]]:
+    groups: dict[int, tuple[TierGroup, list[int]]] = {}
     for number, feature in enumerate(features):
-        chain = engine.chain_of(feature.table)
-        groups.setdefault(id(chain), (chain, []))[1].append(number)
+        group = engine.group_of(feature.table)
+        groups.setdefault(id(group), (group, []))[1].append(number)
     return list(groups.values())
 
 

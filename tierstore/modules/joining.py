@@ -90,8 +90,8 @@ def _sequence(passes: Sequence[Pass], index: int, padding: int) -> tuple[Sequenc
             where = slice(begin, begin + counts[number])
             pieces.append((one.lookup.parts[index], where))
             grads.append(one.gradients.grads[index][where])
-    chain = passes[0].lookup.parts[index].chain
-    return SequencePart(chain, _batch(chain, pieces, padding), []), torch.cat(grads)
+    group = passes[0].lookup.parts[index].group
+    return SequencePart(group, _batch(group, pieces, padding), []), torch.cat(grads)
 
 
 def _pieces(passes: Sequence[Pass], index: int) -> list[_Piece]:
@@ -107,11 +107,11 @@ def _pieces(passes: Sequence[Pass], index: int) -> list[_Piece]:
 
 def _pooled(passes: Sequence[Pass], index: int, bases: Sequence[int], padding: int) -> _Pooled:
     pieces = _pieces(passes, index)
-    chain = pieces[0].part.chain
+    group = pieces[0].part.group
     lengths = [np.diff(p.part.offsets[p.bags.start : p.bags.stop + 1]) for p in pieces]
     part = PooledPart(
-        chain,
-        _batch(chain, [(p.part, p.positions) for p in pieces], padding),
+        group,
+        _batch(group, [(p.part, p.positions) for p in pieces], padding),
         [],
         offsets=_from_zero(np.concatenate(lengths)),
         bag_start=_from_zero(np.array([len(own) for own in lengths])),
@@ -136,7 +136,7 @@ def _argmax(passes: Sequence[Pass], index: int, pieces: Sequence[_Piece]) -> Ten
     """Positions that max pooling took, as positions among all; None if there is no such feature."""
     if passes[0].gradients.argmaxes[index] is None:
         return None
-    dim, begin, shifted = pieces[0].part.chain.layout.dim, 0, []
+    dim, begin, shifted = pieces[0].part.group.layout.dim, 0, []
     for p in pieces:
         found = passes[p.number].gradients.argmaxes[index][p.bags.start * dim : p.bags.stop * dim]
         shifted.append(torch.where(found < 0, found, found + (begin - p.positions.start)))
@@ -145,7 +145,7 @@ def _argmax(passes: Sequence[Pass], index: int, pieces: Sequence[_Piece]) -> Ten
     return torch.cat([*shifted, torch.zeros(1, dtype=torch.int32)])
 
 
-def _batch(chain: Any, pieces: Sequence[tuple[Part, slice]], padding: int) -> Any:
+def _batch(group: Any, pieces: Sequence[tuple[Part, slice]], padding: int) -> Any:
     """The ids at these positions, deduplicated together."""
     tables, ids = [], []
     for part, where in pieces:
@@ -155,7 +155,7 @@ def _batch(chain: Any, pieces: Sequence[tuple[Part, slice]], padding: int) -> An
         table, found[used] = _split(part.batch.unique[inverse[used]])
         tables.append(table)
         ids.append(found)
-    return chain.batch(
+    return group.batch(
         [
             Segment("", table, found.ctypes.data, len(found), False, MAX_ID + 1, padding)
             for table, found in zip(tables, ids, strict=True)

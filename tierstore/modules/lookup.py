@@ -5,6 +5,7 @@ The fused optimizer runs inside the backward pass; no gradient of a table is eve
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -16,16 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tierstore import _core
-from tierstore._core import OptimizerStep
-from tierstore.cache.chain import Chain
-from tierstore.cache.outside import read_rows
-from tierstore.cache.ticket import Rows, Ticket
+from tierstore._core import HostRows, LookupArgs, OptimizerStep, UpdateArgs
+from tierstore.cache.group import TierGroup
+from tierstore.cache.pinned_rows import PinnedRows, Rows
+from tierstore.cache.row_access import read_rows
 from tierstore.errors import GradientError
 from tierstore.keys import split
 from tierstore.optim.fused import FusedOptimizer
 
-RowArguments: TypeAlias = tuple[int, int, int, NDArray[np.int32]]
-"""Address and bytes of the rows, their dimension, their slots."""
 Csr: TypeAlias = tuple[NDArray[np.int32], NDArray[np.int32]]
 """The positions of every unique row, as ``_core.build_csr`` gives them."""
 MODES = {"sum": 0, "mean": 1, "max": 2}
@@ -75,12 +74,12 @@ class Updates(Protocol):
 
 @dataclass
 class Part:
-    """The share of one lookup that one chain (row layout) serves.
+    """The share of one lookup that one group (row layout) serves.
 
     ``spans``: which positions of the module's ids are this part's, as (begin, end), in order.
     """
 
-    chain: Chain
+    group: TierGroup
     batch: Any
     spans: list[tuple[int, int]]
     rows: Rows | None = None
@@ -98,7 +97,7 @@ class Part:
 
 @dataclass
 class PooledPart(Part):
-    """Bags grouped by feature; arrays as ``_core.lookup_pooled`` takes them."""
+    """Bags grouped by feature; arrays as ``_core.Bags`` takes them."""
 
     offsets: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     bag_start: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
@@ -110,14 +109,18 @@ class PooledPart(Part):
     def nbytes(self) -> int:
         return super().nbytes + self.offsets.nbytes
 
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        return self.offsets, self.bag_start, self.out_offset, self.out_stride, self.modes
+    @functools.cached_property
+    def bags(self) -> _core.Bags:
+        """The arrays above for the kernels."""
+        return _core.Bags(
+            offsets=self.offsets, bag_start=self.bag_start, out_offset=self.out_offset,
+            out_stride=self.out_stride, modes=self.modes,
+        )  # fmt: skip
 
 
 @dataclass
 class SequencePart(Part):
-    """One output row of ``chain.layout.dim`` floats per position."""
+    """One output row of ``group.layout.dim`` floats per position."""
 
 
 @dataclass
@@ -135,8 +138,8 @@ class Lookup:
         """Pins the rows of every part in the fast tier; waits for those that were planned ahead."""
         try:
             for part in self.parts:
-                if not (isinstance(part.rows, Ticket) and part.rows.wait()):
-                    part.rows = part.chain.lookup(part.batch)
+                if not (isinstance(part.rows, PinnedRows) and part.rows.wait()):
+                    part.rows = part.group.lookup(part.batch)
         except BaseException:
             self.release()
             raise
@@ -145,29 +148,19 @@ class Lookup:
         """Copies the rows of every part; changes nothing. Tickets of a plan made ahead are given back."""
         self.release()
         for part in self.parts:
-            part.rows = read_rows(part.chain, part.batch)
+            part.rows = read_rows(part.group, part.batch)
 
     def release(self) -> None:
         for part in self.parts:
-            if isinstance(part.rows, Ticket):
+            if isinstance(part.rows, PinnedRows):
                 part.rows.release()
 
 
 class Gradients(Protocol):
     """The gradients of a lookup's outputs, and what else the kernels need to make rows' of them."""
 
-    def update(
-        self,
-        index: int,
-        part: Any,
-        rows: RowArguments,
-        csr: Csr | None,
-        step: OptimizerStep,
-        check: bool,
-        squares: int,
-        means: int,
-    ) -> NDArray[np.int32]:
-        """Updates the rows of part number ``index``; see csrc/kernels/update.h for the rest."""
+    def update(self, index: int, part: Any, rows: HostRows, args: UpdateArgs) -> NDArray[np.int32]:
+        """Update the rows of part number ``index``; return the unique rows (int32) that were left alone."""
         ...
 
     def multiply(self, factor: float) -> None:
@@ -183,10 +176,9 @@ class PooledGradients:
     weights: Sequence[Tensor | None]
     argmaxes: Sequence[Tensor | None]
 
-    def update(self, index: int, part: Any, rows: RowArguments, csr: Any, *more: Any) -> NDArray[np.int32]:
+    def update(self, index: int, part: PooledPart, rows: HostRows, args: UpdateArgs) -> NDArray[np.int32]:
         weight, argmax = _address(self.weights[index]), _address(self.argmaxes[index])
-        arguments = *rows, *csr, *part.layout, weight, argmax, self.grad.data_ptr(), *more
-        return _core.update_pooled(*arguments)  # type: ignore[no-any-return]
+        return rows.update_pooled(args, part.bags, self.grad.data_ptr(), weight, argmax)
 
     def multiply(self, factor: float) -> None:
         self.grad.mul_(factor)
@@ -198,28 +190,26 @@ class SequenceGradients:
 
     grads: Sequence[Tensor]
 
-    def update(self, index: int, part: Any, rows: RowArguments, csr: Any, *more: Any) -> NDArray[np.int32]:
-        arguments = *rows, *csr, self.grads[index].data_ptr(), part.chain.layout.dim, *more
-        return _core.update_rows(*arguments)  # type: ignore[no-any-return]
+    def update(self, index: int, part: Part, rows: HostRows, args: UpdateArgs) -> NDArray[np.int32]:
+        return rows.update_rows(args, self.grads[index].data_ptr(), part.group.layout.dim)
 
     def multiply(self, factor: float) -> None:
         for grad in self.grads:
             grad.mul_(factor)
 
 
-def _held_again(part: Part) -> Ticket:
+def _held_again(part: Part) -> PinnedRows:
     """The part's rows, pinned once more if a former backward pass has released them
     (``retain_graph=True``)."""
-    assert isinstance(part.rows, Ticket)
+    assert isinstance(part.rows, PinnedRows)
     if not part.rows.held:
-        part.rows = part.chain.lookup(part.batch)
+        part.rows = part.group.lookup(part.batch)
     return part.rows
 
 
-def _row_arguments(part: Part) -> RowArguments:
-    assert part.rows is not None
-    part.chain.check_process()
-    return part.rows.rows_addr, part.chain.layout.row_bytes, part.chain.layout.dim, part.rows.slots
+def _lookup_args(part: Part, rows: Rows) -> LookupArgs:
+    part.group.check_process()
+    return LookupArgs(dim=part.group.layout.dim, slots=rows.slots, inverse=rows.inverse)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -236,15 +226,11 @@ def pooled_forward(
         argmax = None
         if (part.modes == MODES["max"]).any():
             # one more, since an empty tensor has no address
-            argmax = torch.empty((len(part.offsets) - 1) * part.chain.layout.dim + 1, dtype=torch.int32)
+            argmax = torch.empty((len(part.offsets) - 1) * part.group.layout.dim + 1, dtype=torch.int32)
         assert part.rows is not None
-        _core.lookup_pooled(
-            *_row_arguments(part),
-            part.rows.inverse,
-            *part.layout,
-            _address(weight),
-            out.data_ptr(),
-            _address(argmax),
+        args = _lookup_args(part, part.rows)
+        part.rows.device_rows.lookup_pooled(
+            args, part.bags, out.data_ptr(), _address(weight), _address(argmax)
         )
         argmaxes.append(argmax)
     return argmaxes
@@ -290,18 +276,8 @@ class PooledFunction(torch.autograd.Function):
         if rows is None:
             return None
         out = torch.empty_like(weight)
-        layout = part.chain.layout
-        part.chain.check_process()
-        _core.weight_grads(
-            rows.rows_addr,
-            layout.row_bytes,
-            layout.dim,
-            rows.slots,
-            rows.inverse,
-            *part.layout,
-            grad.data_ptr(),
-            out.data_ptr(),
-        )
+        args = _lookup_args(part, rows)
+        rows.device_rows.weight_grads(args, part.bags, grad.data_ptr(), out.data_ptr())
         return out.to(ctx.weight_types[index])
 
 
@@ -335,27 +311,47 @@ def _update_or_keep(module: Updates, lookup: Lookup, gradients: Gradients) -> No
 def update_rows(module: Updates, parts: Sequence[Part], gradients: Gradients) -> None:
     """One optimizer step for the rows of every part, which are released."""
     step = module.count_update()
-    tickets = [_held_again(part) for part in parts]
-    for part, ticket in zip(parts, tickets, strict=True):
-        part.chain.mark_updated(ticket)
+    pinned_rows = [_held_again(part) for part in parts]
+    for part, pinned in zip(parts, pinned_rows, strict=True):
+        part.group.mark_updated(pinned)
     frozen = module.frozen_tables()
 
     def squares_of(index: int) -> NDArray[np.float32]:
-        squares = np.zeros(len(parts[index].batch.unique), np.float32)
-        csr, address = tickets[index].csr, squares.ctypes.data
-        gradients.update(index, parts[index], _row_arguments(parts[index]), csr, step, False, address, 0)
+        part, pinned = parts[index], pinned_rows[index]
+        squares = np.zeros(len(part.batch.unique), np.float32)
+        args = update_args(part, pinned.slots, pinned.csr, step, squares=squares)
+        gradients.update(index, part, pinned.device_rows, args)
         return squares
 
     wrong = []
     for index, means in enumerate(module.mean_squares(parts, squares_of)):
-        address = 0 if means is None else means.ctypes.data
-        csr = trained_csr(parts[index], frozen) if frozen else tickets[index].csr
-        part, rows, check = parts[index], _row_arguments(parts[index]), module.check_gradients
-        wrong.append((part, gradients.update(index, part, rows, csr, step, check, 0, address)))
+        part, pinned = parts[index], pinned_rows[index]
+        csr = trained_csr(part, frozen) if frozen else pinned.csr
+        args = update_args(part, pinned.slots, csr, step, module.check_gradients, means=means)
+        wrong.append((part, gradients.update(index, part, pinned.device_rows, args)))
         # A flush since the first mark has seen the rows as they were before.
-        part.chain.mark_updated(tickets[index])
-        tickets[index].release()
+        part.group.mark_updated(pinned)
+        pinned.release()
     _report_wrong(module, wrong)
+
+
+def update_args(
+    part: Part,
+    slots: NDArray[np.int32],
+    csr: Csr | None,
+    step: OptimizerStep,
+    check_finite: bool = False,
+    *,
+    squares: NDArray[np.float32] | None = None,
+    means: NDArray[np.float32] | None = None,
+) -> UpdateArgs:
+    """Return the arguments for one optimizer step of the part's unique rows at ``slots``."""
+    assert csr is not None
+    part.group.check_process()
+    return UpdateArgs(
+        dim=part.group.layout.dim, slots=slots, csr_start=csr[0], csr_positions=csr[1],
+        step=step, check_finite=check_finite, squares=squares, means=means,
+    )  # fmt: skip
 
 
 def trained_csr(part: Part, frozen: Sequence[int]) -> Csr:
@@ -364,7 +360,7 @@ def trained_csr(part: Part, frozen: Sequence[int]) -> Csr:
     stays = np.isin(split(part.batch.unique)[0], frozen)
     inverse = part.batch.inverse
     skipped = (inverse < 0) | (stays[np.maximum(inverse, 0)] if len(stays) else True)
-    return _core.build_csr(np.where(skipped, -1, inverse).astype(np.int32), len(stays))  # type: ignore[no-any-return]
+    return _core.build_csr(np.where(skipped, -1, inverse).astype(np.int32), len(stays))
 
 
 def _reaches_rows(ctx: Any) -> bool:
@@ -376,9 +372,9 @@ def sequence_forward(parts: Sequence[Part]) -> tuple[Tensor, ...]:
     outs = []
     for part in parts:
         assert part.rows is not None
-        dim = part.chain.layout.dim
+        dim = part.group.layout.dim
         out = torch.empty((len(part.rows.inverse), dim), dtype=torch.float32)
-        _core.lookup_rows(*_row_arguments(part), part.rows.inverse, out.data_ptr(), dim)
+        part.rows.device_rows.lookup_rows(_lookup_args(part, part.rows), out.data_ptr(), dim)
         outs.append(out)
     return tuple(outs)
 

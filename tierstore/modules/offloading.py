@@ -15,13 +15,14 @@ from tierstore.config import TierConfig, format_bytes
 from tierstore.errors import ConfigError
 from tierstore.initializers import normal
 from tierstore.modules.base import TieredModule
-from tierstore.modules.collection import Collection, table_of
+from tierstore.modules.collection import Collection
 from tierstore.modules.configs import from_torchrec
 from tierstore.modules.embedding import TieredEmbedding
 from tierstore.modules.embedding_bag import TieredEmbeddingBag
 from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.embedding_collection import EmbeddingCollection
 from tierstore.modules.engine_calls import EngineCalls
+from tierstore.modules.features import table_of
 from tierstore.modules.hooks import carry_hooks
 from tierstore.modules.tables import (
     SharedEngine,

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tierstore.errors import ClosedError, ConfigError
 from tierstore.modules.left_out import check_mark, is_large, is_mark, mark
 from tierstore.modules.tables import HasWeight, id_ranges, rows_are_left_out
-
-if TYPE_CHECKING:
-    from tierstore.modules.base import TieredModule
+from tierstore.optim.fused import FusedOptimizer
 
 LEFT_OUT = "rows"
 """Name of the mark that stands for the state of a large table."""
+
+
+class HasFusedOptimizer(Protocol):
+    """What is asked of the module whose rows have the state."""
+
+    fused_optimizer: FusedOptimizer
+
+    @property
+    def frozen(self) -> bool: ...
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+
+    def set_updates(self, count: int) -> None: ...
 
 
 class OptimizerStates:
@@ -27,7 +38,7 @@ class OptimizerStates:
     those of the specification, whole and dense, and ``step``, the number of updates.
     """
 
-    def __init__(self, module: TieredModule) -> None:
+    def __init__(self, module: HasFusedOptimizer) -> None:
         self._module = weakref.ref(module)
 
     def _views(self) -> dict[str, Any]:

@@ -31,21 +31,35 @@ class SharedEngine:
     prefix: str = ""
 
 
-def open_tables(
-    tables: Sequence[Table],
-    config: TierConfig | None,
-    optimizer: OptimizerSpec | None,
-    seed: int,
-    shared: SharedEngine | None,
-) -> tuple[Engine, list[int]]:
-    """The engine of a module's tables and their indices in it."""
+@dataclass(frozen=True)
+class Opening:
+    """How a module's tables are opened: in the engine of ``shared``, or in a new one of these arguments."""
+
+    config: TierConfig | None
+    optimizer: OptimizerSpec | None
+    seed: int
+    shared: SharedEngine | None
+
+
+@dataclass(frozen=True)
+class OpenTables:
+    """The engine of a module's tables, and their ``numbers`` in it."""
+
+    engine: Engine
+    numbers: Sequence[int]
+
+
+def open_tables(tables: Sequence[Table], opening: Opening) -> OpenTables:
+    """Open ``tables``. Raises ConfigError for what is no optimizer, and for budgets that cannot be met."""
+    shared = opening.shared
     if shared is not None:
-        return shared.engine, [shared.engine.table_index(shared.prefix + table.name) for table in tables]
-    check_optimizer(optimizer)
-    config = TierConfig() if config is None else config
+        numbers = [shared.engine.table_index(shared.prefix + table.name) for table in tables]
+        return OpenTables(shared.engine, numbers)
+    check_optimizer(opening.optimizer)
+    config = TierConfig() if opening.config is None else opening.config
     check_machine(config)
-    engine = Engine(tables, config, optimizer or SGD(), seed)
-    return engine, list(range(len(tables)))
+    engine = Engine(tables, config, opening.optimizer or SGD(), opening.seed)
+    return OpenTables(engine, list(range(len(tables))))
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -172,10 +186,10 @@ class HasWeight(nn.Module):
             )
         return super().__getattr__(name)
 
-    def _save_weight(self, destination: dict[str, Any], key: str) -> None:
+    def save_weight(self, destination: dict[str, Any], key: str) -> None:
         save_table(self, self.table, destination, key)
 
-    def _load_weight(self, weight: Any, key: str) -> None:
+    def load_weight(self, weight: Any, key: str) -> None:
         load_table(self, self.table, weight, key)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -183,7 +197,7 @@ class HasWeight(nn.Module):
         destination.pop(prefix + SHOWN, None)
         if _rows_left_out.on:
             return
-        self._save_weight(destination, prefix + "weight")
+        self.save_weight(destination, prefix + "weight")
 
     def _load_from_state_dict(
         self,
@@ -212,6 +226,6 @@ class HasWeight(nn.Module):
             missing_keys.append(key)
             return
         try:
-            self._load_weight(state_dict[key], key)
+            self.load_weight(state_dict[key], key)
         except InputError as error:
             error_msgs.append(str(error))

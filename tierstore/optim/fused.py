@@ -16,7 +16,7 @@ class AppliedOptimizer(torch.optim.Optimizer):
     """An optimizer that the backward passes apply: ``step()`` and ``zero_grad()`` do nothing."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Runs ``closure`` if there is one; the backward pass has already updated the rows."""
+        """Run ``closure`` if there is one; the backward pass has already updated the rows."""
         if closure is None:
             return None
         with torch.enable_grad():
@@ -55,7 +55,7 @@ class FusedOptimizer(AppliedOptimizer):
         super().__init__(shown, spec.hyperparameters())
 
     def advance(self) -> OptimizerStep:
-        """Counts one update and returns the native core's arguments for it. Called by the backward pass."""
+        """Count one update and return the native core's arguments for it. The backward pass calls this."""
         step = self.step_args(self.num_updates + 1)
         self.num_updates += 1
         # What torch's schedulers look at to tell that an update came before them.
@@ -63,10 +63,10 @@ class FusedOptimizer(AppliedOptimizer):
         return step
 
     def step_args(self, step: int) -> OptimizerStep:
-        """The native core's arguments for update number ``step``, with the present hyperparameters.
+        """Return the native core's arguments for update number ``step``, with the present hyperparameters.
 
-        Raises ``ConfigError`` if one of them was set to something that cannot be used, and for tables that
-        were built without an optimizer."""
+        Raises ``ConfigError`` for a hyperparameter that cannot be used, and for tables without an optimizer.
+        """
         if isinstance(self.spec, NotGiven):
             raise ConfigError(
                 "these tables were built without an optimizer, and the backward pass is what applies it: "
@@ -97,10 +97,11 @@ class FusedOptimizer(AppliedOptimizer):
         return {**found, "name": self.spec.name, "num_updates": self.num_updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what :meth:`state_dict` gave.
+        """Take what :meth:`state_dict` gave.
 
-        Raises ``ConfigError`` for the state of another optimizer or of other tables, or without that of the
-        rows; ``StoreMismatchError`` where it was left out and the rows are others now.
+        Raises ``ConfigError`` for the state of another optimizer or of other tables, and where the rows'
+        state is missing. Raises ``StoreMismatchError`` where that state was left out and the rows have
+        changed since.
         """
         state = dict(state_dict)
         name, num_updates = state.pop("name", None), state.pop("num_updates", None)

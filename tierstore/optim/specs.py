@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from tierstore._core import OptimizerStep
-from tierstore.config import is_whole
+from tierstore.config import is_integer
 from tierstore.errors import ConfigError
 
 _DECAY_MODES = {"l2": 1, "decoupled": 2}
@@ -68,7 +68,7 @@ class OptimizerSpec:
 
     def row_bytes(self, dim: int) -> int:
         """Bytes of a row, a multiple of 16. Raises ``ConfigError`` unless ``dim`` is a positive integer."""
-        if not is_whole(dim, 1):
+        if not is_integer(dim, 1):
             raise ConfigError(f"embedding_dim is {dim!r}; it must be a positive integer")
         return -(-4 * (dim + self.state_floats(dim)) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
@@ -85,12 +85,12 @@ class OptimizerSpec:
         }
 
     def split_state(self, rows: Rows, dim: int) -> dict[str, Rows]:
-        """Views of the named parts of the state in ``rows``: (n,) if one float per row, else (n, dim)."""
+        """Return views of the state's parts in ``rows`` by name: (n,) if one float per row, else (n, dim)."""
         columns: Any = {n: c.start if self.state_per_row else c for n, c in self.state_columns(dim).items()}
         return {name: rows[:, column] for name, column in columns.items()}  # type: ignore[index]
 
     def hyperparameters(self) -> dict[str, Any]:
-        """What a parameter group holds and may change during training: everything but the identity."""
+        """Return what a parameter group holds and may change during training: all but the identity."""
         return {k: v for k, v in asdict(self).items() if k not in self.identity}  # type: ignore[call-overload]
 
     @property
@@ -103,10 +103,10 @@ class OptimizerSpec:
         return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
 
     def step_args(self, step: int = 1, **changes: Any) -> OptimizerStep:
-        """The native core's arguments for update number ``step`` (from 1), with the hyperparameters in
-        ``changes`` in place of this object's.
+        """Return the native core's arguments for update number ``step`` (from 1).
 
-        Raises ``ConfigError`` for a value that is no finite number, and for an unknown weight decay mode.
+        Hyperparameters in ``changes`` replace this object's. Raises ``ConfigError`` for a value that is no
+        finite number, and for an unknown weight decay mode.
         """
         values = {**self.hyperparameters(), **changes}
         mode = self._decay_mode(values["weight_decay_mode"])
@@ -276,7 +276,7 @@ OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
 
 
 def make(name: str, **hyperparameters: Any) -> OptimizerSpec:
-    """The optimizer called ``name``. Raises ``ConfigError`` for an unknown name or hyperparameter."""
+    """Make the optimizer called ``name``. Raises ``ConfigError`` for an unknown name or hyperparameter."""
     if name not in OPTIMIZERS:
         raise ConfigError(f"unknown optimizer {name!r}; known optimizers: {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name](**hyperparameters)

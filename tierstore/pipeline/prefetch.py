@@ -11,7 +11,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from tierstore.config import MAX_DEPTH, is_whole
+from tierstore.config import MAX_DEPTH, is_integer
 from tierstore.errors import ConfigError, RankError
 from tierstore.modules.base import TieredModule
 from tierstore.pipeline.learning import Call, Recorder, leaves
@@ -74,7 +74,7 @@ def prefetch(
 def _number(name: str, value: int | str, most: int) -> int | None:
     if value == "auto":
         return None
-    if not is_whole(value, 0, most):
+    if not is_integer(value, 0, most):
         raise ConfigError(f'{name} is {value!r}; it must be "auto" or an integer from 0 to {most}')
     return value
 
@@ -256,8 +256,8 @@ def _fill(
     chosen = max(0, session.pulled_ahead - 1) if window is None else window
     deep = session.least(_auto_depth(session, first)) if depth is None else depth
     session.start(deep, chosen)
-    for chain in session.chains:
-        chain.stats.prefetched = deep, chosen
+    for group in session.groups:
+        group.stats.prefetched = deep, chosen
     logger.debug("prefetch: depth %d, window %d", deep, chosen)
     while more and session.wants_more:
         more = pull() is not None
@@ -272,10 +272,10 @@ def _agreed(session: Session, number: int | None) -> int | None:
 
 
 def _covered(session: Session) -> bool:
-    """Whether the window says of every chain that evicts all that its policy can use."""
+    """Whether the window says of every group that evicts all that its policy can use."""
     return all(
-        not chain.fast.uses_window or chain.window.distinct_rows >= WINDOW_COVER * chain.fast.capacity
-        for chain in session.chains
+        not group.fast.uses_window or group.window.distinct_rows >= WINDOW_COVER * group.fast.capacity
+        for group in session.groups
     )
 
 
@@ -284,7 +284,7 @@ def _auto_depth(session: Session, first: Planned | None) -> int:
     fits = AUTO_DEPTH
     for ticket in first.tickets if first is not None else []:
         rows = max(1, len(ticket.batch.unique))
-        fits = min(fits, ticket.chain.fast.capacity // (2 * rows) - 1)
+        fits = min(fits, ticket.group.fast.capacity // (2 * rows) - 1)
     return max(1, fits)
 
 

@@ -21,9 +21,9 @@ from functools import partial
 from typing import Any
 
 from tierstore.cache.at_exit import end_at_exit
-from tierstore.cache.chain import Chain
 from tierstore.cache.engine import Engine
-from tierstore.cache.ticket import Ticket
+from tierstore.cache.group import TierGroup
+from tierstore.cache.pinned_rows import PinnedRows
 from tierstore.cache.uninterrupted import Gate, uninterrupted, works_here
 from tierstore.errors import RankError, TierStoreError
 from tierstore.modules.ahead import Ahead, Content, content_of
@@ -38,13 +38,13 @@ _END_SECONDS = 30.0
 
 @dataclass(eq=False)
 class Planned:
-    """One batch on its way: its lookups, and where each chain's numbers begin."""
+    """One batch on its way: its lookups, and where each group's numbers begin."""
 
     batch: Any
     aheads: list[tuple[TieredModule, Ahead]] = field(default_factory=list)
-    tickets: list[Ticket] = field(default_factory=list)
+    tickets: list[PinnedRows] = field(default_factory=list)
     last: int = -1  # place of its last lookup among all of the session
-    first: dict[int, int] = field(default_factory=dict)  # id(chain) → number of its first lookup
+    first: dict[int, int] = field(default_factory=dict)  # id(group) → number of its first lookup
     contents: dict[int, Content] = field(default_factory=dict)  # number of the call → what it is about
     exchanges: dict[int, Any] = field(default_factory=dict)  # number of the call → exchange with other ranks
     is_end: bool = False  # no batch, but what comes after the last one
@@ -63,7 +63,7 @@ class Session:
     def __init__(self, engines: list[Engine], calls: list[Call]) -> None:
         self.engines = engines
         self.calls = calls
-        self.chains: list[Chain] = list({id(c): c for e in engines for c in e.chains}.values())
+        self.groups: list[TierGroup] = list({id(c): c for e in engines for c in e.groups}.values())
         self.depth = 0
         self.window = 0
         self._coming: deque[Planned] = deque()  # pulled, not yet used; the first is the next to be used
@@ -227,11 +227,11 @@ class Session:
 
     def _demand(self, place: int) -> None:
         """Somebody waits for the lookup at ``place``: none before it may wait for releases, in whichever
-        chain, since the one who waits may be who would release."""
+        group, since the one who waits may be who would release."""
         with self._lock:
             self._demanded = max(self._demanded, place)
-        for chain in self.chains:
-            chain.sequence.wake()
+        for group in self.groups:
+            group.order.wake()
 
     def close(self) -> None:
         # A forked child has no worker, and locks that nobody gives back.
@@ -246,15 +246,15 @@ class Session:
         """Whether this thread was amid something that the worker waits for, when the garbage collector came
         upon a loop that was left."""
         ours = works_here() or threading.current_thread().name.startswith("tierstore-")
-        locks: list[Any] = [chain.moving for chain in self.chains]
+        locks: list[Any] = [group.residency_lock for group in self.groups]
         return ours or any(lock._is_owned() for lock in locks)
 
     def _close(self, seconds: float | None = None) -> None:
         with self._lock:
             self._stopping = True
             self._changed.notify_all()
-        for chain in self.chains:
-            chain.sequence.wake()
+        for group in self.groups:
+            group.order.wake()
         if self._thread is not None:
             self._thread.join(seconds)
             if self._thread.is_alive():
@@ -337,13 +337,13 @@ class Session:
             if self._broken:
                 return
             place = self._lookups = self._lookups + 1
-            seq = part.chain.sequence.take()
-            part.rows = ticket = Ticket(part.chain, part.batch, seq, partial(self._demand, place))
+            seq = part.group.order.take()
+            part.rows = ticket = PinnedRows(part.group, part.batch, seq, partial(self._demand, place))
             planned.tickets.append(ticket)
             planned.last = place
-            planned.first.setdefault(id(part.chain), seq)
+            planned.first.setdefault(id(part.group), seq)
             try:
-                part.chain.announce(seq, part.batch)
+                part.group.announce(seq, part.batch)
             except BaseException as error:
                 ticket.fail(error)
                 self._break()
@@ -361,17 +361,17 @@ class Session:
 
             try:
                 pinned_since = self._pinned_since(ticket)
-                ticket.chain.sequence.wait_released(pinned_since, stop=stop)
+                ticket.group.order.wait_released(pinned_since, stop=stop)
                 if not self._stopping and not self._broken:
-                    ticket.chain.plan(ticket, pinned_since, announced=True, stop=stop)
+                    ticket.group.plan(ticket, pinned_since, announced=True, stop=stop)
             except BaseException as error:  # it surfaces in the forward call that needs these rows
                 ticket.fail(error)
                 self._break()
             ticket.cancel()
 
-    def _pinned_since(self, ticket: Ticket) -> int:
-        """The first number of this chain in the last ``depth`` batches before this one."""
-        return min(first[id(ticket.chain)] for first in self._recent if id(ticket.chain) in first)
+    def _pinned_since(self, ticket: PinnedRows) -> int:
+        """The first number of this group in the last ``depth`` batches before this one."""
+        return min(first[id(ticket.group)] for first in self._recent if id(ticket.group) in first)
 
     def _break(self) -> None:
         """Something failed that later batches rely on: they are looked up on demand."""
@@ -388,5 +388,5 @@ class Session:
             planned.prepared.open()
             for ticket in planned.tickets:
                 ticket.cancel()
-        for chain in self.chains:
-            chain.forget_window()
+        for group in self.groups:
+            group.forget_window()

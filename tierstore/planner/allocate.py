@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.planner.costs import MOST_STORE_BYTES, MOST_STORED_ROWS, STORE_SLACK, Problem
+from tierstore.placement import MOST_STORE_BYTES, STORE_SLACK
+from tierstore.planner.costs import MOST_STORED_ROWS, Problem
 from tierstore.planner.curves import Floats
 from tierstore.planner.options import ShardCost, ShardingOption
 from tierstore.planner.prices import Steps, hbm_steps, memory_steps

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tierstore.config import is_whole, parse_bytes
+from tierstore.config import is_integer, parse_bytes
 from tierstore.errors import ConfigError
 from tierstore.placement import ShardingType
 
@@ -61,10 +61,10 @@ class ParameterConstraints:
             if not names or not set(names) <= set(known):
                 raise ConfigError(f"sharding_types {names} must be some of {known}")
             object.__setattr__(self, "sharding_types", tuple(names))
-        if self.min_partition is not None and not is_whole(self.min_partition, 1):
+        if self.min_partition is not None and not is_integer(self.min_partition, 1):
             raise ConfigError(f"min_partition is {self.min_partition!r}; it must be a positive integer")
         group = self.device_group
-        if group is not None and not (len(group) and all(is_whole(rank) for rank in group)):
+        if group is not None and not (len(group) and all(is_integer(rank) for rank in group)):
             raise ConfigError(f"device_group {list(group)} must be ranks: integers from 0")
         for name in ("min_hbm_bytes", "min_uvm_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tierstore.config import is_whole
+from tierstore.config import is_integer
 from tierstore.errors import ConfigError
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.tables import TableSpec, row_bytes
@@ -22,10 +22,7 @@ HELD_BYTES_PER_ROW = 12 + 8 * 4 / 3  # of a row that was read ahead, beside its 
 READ_AHEAD_BYTES = 8 << 20  # of a rank's rows that were read ahead
 EXCHANGES = 4  # collectives of a step of one sharded collection: sizes, ids, vectors, gradients
 
-RECORD_HEADER = 16
 INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
-STORE_SLACK = 64 << 20  # of a rank's store, beyond what the plan gives it
-MOST_STORE_BYTES = 3.0  # per live byte: superseded rows take as many again, and so does a kept commit
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
 MOST_STORED_ROWS = 15 << 28  # of one size in one store: 32-bit locations, a sixteenth of them for compaction
 FLOAT = 4
@@ -56,7 +53,7 @@ class Workload:
     disk_slack: float = 1.25
 
     def __post_init__(self) -> None:
-        if not is_whole(self.batch_size, 1):
+        if not is_integer(self.batch_size, 1):
             raise ConfigError(f"batch_size is {self.batch_size!r}; it must be a positive integer")
         for name in ("dense_seconds", "dense_bytes", "depth"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -111,7 +108,7 @@ class Problem:
         return len({table.module for table in self.tables})
 
     def _policy_bytes(self, memory: int) -> int:
-        """What the policies of a rank's tier take beside their slots, if each row size has an equal part."""
+        """Return what the policies of a rank's tier take beside slots, if row sizes have equal parts."""
         rows = rows_by_size(self.tables)
         room = {size: int(memory / len(rows) / (size + TIER_BYTES_PER_SLOT)) for size in rows}
         slots = (min(POLICY_FIXED_SLOTS, count, room[size]) for size, count in rows.items())
@@ -130,11 +127,6 @@ def rows_by_size(tables: Sequence[TableSpec]) -> dict[int, int]:
 def slot_bytes(row: int) -> float:
     """Return the bytes that a slot for a row of ``row`` bytes takes of a memory tier."""
     return row + TIER_BYTES_PER_SLOT + POLICY_BYTES_PER_SLOT
-
-
-def record_bytes(row: int) -> int:
-    """Return the bytes of a row of ``row`` bytes in the native store."""
-    return -(-(RECORD_HEADER + row) // 8) * 8
 
 
 def read_bytes(record: int) -> int:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierstore.errors import ConfigError
-from tierstore.placement import ShardingType
+from tierstore.placement import ShardingType, record_bytes
 from tierstore.planner.constraints import ParameterConstraints
-from tierstore.planner.costs import FLOAT, INDEX_BYTES_PER_ROW, Problem, read_bytes, record_bytes, slot_bytes
+from tierstore.planner.costs import FLOAT, INDEX_BYTES_PER_ROW, Problem, read_bytes, slot_bytes
 from tierstore.planner.curves import Floats, MissCurve
 from tierstore.planner.tables import TableSpec, row_bytes
 from tierstore.planner.topology import Topology

@@ -10,8 +10,9 @@ import math
 
 import numpy as np
 
+from tierstore.placement import record_bytes
 from tierstore.planner.allocate import Allocation
-from tierstore.planner.costs import HELD_BYTES_PER_ROW, READ_AHEAD_BYTES, Problem, read_bytes, record_bytes
+from tierstore.planner.costs import HELD_BYTES_PER_ROW, READ_AHEAD_BYTES, Problem, read_bytes
 from tierstore.planner.curves import Floats
 from tierstore.planner.topology import Topology
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tierstore.config import is_number, is_whole
+from tierstore.config import is_integer, is_number
 from tierstore.errors import ConfigError
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.curves import MissCurve, Popularity
@@ -67,7 +67,7 @@ class TableSpec:
             raise ConfigError(f"a table needs a name, got {self.name!r}")
         for name in ("num_embeddings", "embedding_dim"):
             value = getattr(self, name)
-            if not is_whole(value, 1):
+            if not is_integer(value, 1):
                 raise ConfigError(f"table {self.name!r}: {name} is {value!r}; it must be a positive integer")
         if self.num_embeddings > MOST_ROWS:
             raise ConfigError(
@@ -91,7 +91,7 @@ class TableSpec:
                 f"table {self.name!r}: unknown optimizer {self.optimizer!r}; known: {', '.join(STATE_FLOATS)}"
             )
         touched = self.touched_rows
-        if touched is not None and not is_whole(touched, 1, self.num_embeddings):
+        if touched is not None and not is_integer(touched, 1, self.num_embeddings):
             raise ConfigError(
                 f"table {self.name!r}: touched_rows is {touched!r}; it must be from 1 to num_embeddings"
             )
@@ -123,7 +123,7 @@ class TableSpec:
 
 
 def spec_of_config(config: Any, module: str = "", weighted: bool = False) -> TableSpec:
-    """A table of any object that has EmbeddingBagConfig's or EmbeddingConfig's fields, ours or torchrec's."""
+    """Make a table of an object with the fields of EmbeddingBagConfig or EmbeddingConfig, whoever's."""
     if isinstance(config, TableSpec):
         return config
     missing = [name for name in ("num_embeddings", "embedding_dim", "name") if not hasattr(config, name)]
@@ -144,7 +144,7 @@ def spec_of_config(config: Any, module: str = "", weighted: bool = False) -> Tab
 
 
 def check_data_type(name: str, kind: Any) -> None:
-    """Raises ConfigError unless rows of this type are float32: others would take fewer bytes than planned."""
+    """Raise ConfigError unless rows of this type are float32: other rows take fewer bytes than planned."""
     if str(getattr(kind, "name", kind)).upper().removeprefix("DATATYPE.") != "FP32":
         raise ConfigError(f"table {name!r}: data_type is {kind!r}; tables hold float32, use FP32")
 

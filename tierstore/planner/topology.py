@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tierstore.config import is_number, is_whole, parse_bytes
+from tierstore.config import is_integer, is_number, parse_bytes
 from tierstore.errors import ConfigError
 
 _SIZES = ("hbm_per_rank", "host_memory_per_host", "ssd_per_host")
@@ -89,7 +89,7 @@ class Topology:
             raise ConfigError(f'device is {self.device!r}; it must be "cuda" or "cpu"')
         for name in ("hosts", "ranks_per_host"):
             value = getattr(self, name)
-            if not is_whole(value, 1):
+            if not is_integer(value, 1):
                 raise ConfigError(f"topology: {name} is {value!r}; it must be a positive integer")
         if self.world_size > _MOST_RANKS:
             raise ConfigError(f"topology: {self.world_size} ranks; plans are made for {_MOST_RANKS} at most")

@@ -3,8 +3,15 @@
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
 from tierstore.sharding.collection import ShardedCollection
 from tierstore.sharding.comms import CommsConfig
-from tierstore.sharding.cuts import (
-    Cut,
+from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
+from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
+from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.opening import ShardingOptions
+from tierstore.sharding.optimizer import KeyedFusedOptimizer
+from tierstore.sharding.parallel import DistributedModelParallel, shard
+from tierstore.sharding.shard_views import sharded_state_dict
+from tierstore.sharding.table_sharding import (
+    TableSharding,
     column_wise,
     construct_plan,
     data_parallel,
@@ -14,16 +21,9 @@ from tierstore.sharding.cuts import (
     table_row_wise,
     table_wise,
 )
-from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
-from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
-from tierstore.sharding.env import ShardingEnv
-from tierstore.sharding.optimizer import KeyedFusedOptimizer
-from tierstore.sharding.parallel import DistributedModelParallel, shard
-from tierstore.sharding.shard_views import sharded_state_dict
 
 __all__ = [
     "CommsConfig",
-    "Cut",
     "DistributedModelParallel",
     "KeyedFusedOptimizer",
     "ShardPlacement",
@@ -31,9 +31,11 @@ __all__ = [
     "ShardedEmbeddingBagCollection",
     "ShardedEmbeddingCollection",
     "ShardingEnv",
+    "ShardingOptions",
     "ShardingPlan",
     "ShardingType",
     "TablePlacement",
+    "TableSharding",
     "column_wise",
     "construct_plan",
     "data_parallel",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from tierstore.cache.engine import Engine
@@ -26,13 +26,11 @@ from tierstore.placement import ShardingPlan
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.peers import Peers, in_flight
 from tierstore.sharding.restore import restore
+from tierstore.sharding.shards import RankShards
 from tierstore.store import identity
 from tierstore.store.directory import lock_folder
 from tierstore.store.files import read_regular, store_error, write_atomically
 from tierstore.store.lock import FolderLock
-
-if TYPE_CHECKING:
-    from tierstore.sharding.collection import ShardedCollection
 
 logger = logging.getLogger("tierstore")
 
@@ -98,11 +96,11 @@ class Commits:
         """Of the last commit of all ranks, 0 before the first."""
         self.extra: dict[str, Any] = record.get("extra", {})
         self._saved = {name: _saved(entry) for name, entry in record.get("collections", {}).items()}
-        self._collections: dict[str, ShardedCollection] = {}
+        self._shards: dict[str, RankShards] = {}
         self._folders: dict[str, str] = {}
         self._left: dict[str, str] = {}
         """Folders of the last commit, of which the next one will need nothing."""
-        self._restored: set[int] = set()
+        self._restored: set[str] = set()
         self._named: list[dict[str, int]] = []
         """The commits of every rank that the file names, where they are in the present stores."""
 
@@ -159,7 +157,7 @@ class Commits:
 
     def leave(self) -> None:
         """Gives the lock back if all collections are closed. Each says when it is."""
-        if all(collection.engine.closed for collection in self._collections.values()):
+        if all(shards.engine.closed for shards in self._shards.values()):
             self.release()
 
     def place(self, name: str, plan: ShardingPlan, engine: str) -> Place:
@@ -177,21 +175,21 @@ class Commits:
         self._folders[name] = f"{self._generation}/{quote(name, safe='') or 'tables'}"
         return Place(str(self.path / self._folders[name] / rank), 0, 0)
 
-    def join(self, name: str, collection: ShardedCollection) -> None:
+    def join(self, name: str, shards: RankShards) -> None:
         """The collection takes part from now on; its rows are those of the last commit, if that has them."""
-        self._collections[name] = collection
+        self._shards[name] = shards
         saved = self._saved.get(name)
         if saved is None:
             return
-        self._restored.add(id(collection))
+        self._restored.add(name)
         if saved.folder != self._folders[name]:
-            restore(collection, self.path / saved.folder, saved.plan, saved.ranks)
+            restore(shards, self.path / saved.folder, saved.plan, saved.ranks)
             self._left[name] = saved.folder
-        collection.fused_optimizer.num_updates = saved.updates
+        shards.fused_optimizer.num_updates = saved.updates
 
-    def restored(self, collection: ShardedCollection) -> bool:
+    def restored(self, name: str) -> bool:
         """Whether the collection began with the rows of a commit."""
-        return id(collection) in self._restored
+        return name in self._restored
 
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
         """One commit of all ranks; returns its number. ``extra``: plain JSON values, rank 0's are kept.
@@ -223,8 +221,8 @@ class Commits:
         does not name, and never will, are given up."""
         own: dict[str, int] = {}
         number, named = begun["number"], begun["named"]
-        for name, collection in self._collections.items():
-            engine = collection.engine
+        for name, shards in self._shards.items():
+            engine = shards.engine
             if engine.store is None:
                 own[name] = engine.uncommitted = 0
                 continue
@@ -269,18 +267,18 @@ class Commits:
 
     def uncommitted(self) -> int:
         """Updates of this rank, and calls that overwrote rows, since the last commit."""
-        return sum(collection.engine.uncommitted for collection in self._collections.values())
+        return sum(shards.engine.uncommitted for shards in self._shards.values())
 
     def _write(self, number: int, everyone: list[dict[str, int]], extra: dict[str, Any]) -> None:
         collections = {
             name: {
                 "folder": self._folders[name],
-                "engine": collection.tiers.engine,
-                "plan": collection.plan.to_dict(),
+                "engine": shards.config.engine,
+                "plan": shards.plan.to_dict(),
                 "ranks": [own[name] for own in everyone],
-                "updates": collection.fused_optimizer.num_updates,
+                "updates": shards.fused_optimizer.num_updates,
             }
-            for name, collection in self._collections.items()
+            for name, shards in self._shards.items()
         }
         record = {"format": FORMAT, "number": number, "extra": extra, "collections": collections}
         self.path.mkdir(parents=True, exist_ok=True)

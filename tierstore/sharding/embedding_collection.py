@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tierstore.modules.collection import FeatureIds
 from tierstore.modules.compiling import opaque
 from tierstore.modules.configs import EmbeddingConfig
-from tierstore.modules.embedding_collection import EmbeddingCollection
+from tierstore.modules.embedding_collection import jagged_rows
+from tierstore.modules.features import Features
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.collection import ShardedCollection
 from tierstore.sharding.env import ShardingEnv
-from tierstore.sharding.input_exchange import InputExchange
-from tierstore.sharding.lookups import ShardedLookup
-from tierstore.sparse import JaggedTensor, as_keyed_jagged_tensor
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from tierstore.sharding.collection import Options
+from tierstore.sharding.lookups import ExchangedRows
+from tierstore.sharding.opening import ShardingOptions, open_shards
+from tierstore.sparse import JaggedTensor
 
 
-class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
+class ShardedEmbeddingCollection(ShardedCollection):
     """KeyedJaggedTensor of this rank's part of the batch → its rows, from the tables of all ranks.
 
     As EmbeddingCollection of the whole batch (feature by feature the ranks' parts one after another), with
@@ -31,11 +26,11 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
 
     Args:
         tables, need_indices: as for EmbeddingCollection, the same on all ranks.
-        plan, env, options: as for ShardedCollection.
+        plan, env, options: as for ShardedEmbeddingBagCollection.
     """
 
-    _views = "embeddings"
-    _rows_only = True
+    views_name = "embeddings"
+    lookups: ExchangedRows
 
     def __init__(
         self,
@@ -43,40 +38,34 @@ class ShardedEmbeddingCollection(ShardedCollection, EmbeddingCollection):
         plan: ShardingPlan,
         env: ShardingEnv,
         need_indices: bool = False,
-        **options: Unpack[Options],
+        options: ShardingOptions | None = None,
     ) -> None:
-        ShardedCollection.__init__(self, tables, plan, env, **options)
+        kind = (type(self).__name__,)
+        opened = open_shards(kind, tables, Features, plan, env, options or ShardingOptions())
+        super().__init__(opened, ExchangedRows(opened))
         self._need_indices = need_indices
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        return self._configs
+        """Return the tables."""
+        return self.configs
 
-    def _checked(self, features: Any) -> list[FeatureIds]:
-        return self._feature_ids(as_keyed_jagged_tensor(features))
+    def need_indices(self) -> bool:
+        """Return whether the ids are returned too."""
+        return self._need_indices
 
-    def finish_exchange(self, exchange: InputExchange) -> ShardedLookup:
-        return self._row_lookup(exchange)
+    def embedding_dim(self) -> int:
+        """Return the dim of all tables; -1 if they differ."""
+        return self.features.common_dim()
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """Return for every table the names of its features in the output."""
+        return self.features.outputs_by_table()
 
     @opaque
     def forward(self, features: Any) -> dict[str, JaggedTensor]:
-        """For every feature its rows, (ids, dim) float32, with the lengths of its bags, of this rank's part.
+        """Return for every feature its rows, (ids, dim) float32, with the lengths of its bags.
 
-        Raises InputError on every rank if the input of one is wrong.
+        Both are of this rank's part of the batch. Raises InputError on all ranks if one has a wrong input.
         """
-        with self.env.peers.in_step():
-            return self._rows_by_feature(features)
-
-    def _rows_by_feature(self, features: Any) -> dict[str, JaggedTensor]:
-        lookup = self._find_lookup(features)
-        assert isinstance(lookup, ShardedLookup)
-        keyed = as_keyed_jagged_tensor(features)
-        found = {}
-        rows = self._exchanged_rows(lookup)
-        for number, feature in enumerate(self._features):
-            part, inverse = keyed[feature.name], lookup.exchange.inverse
-            found[feature.output] = JaggedTensor(
-                rows[number].index_select(0, inverse[number]) if inverse else rows[number],
-                part.values() if self._need_indices else None,
-                part.lengths(),
-            )
-        return found
+        rows = self.lookups.rows(self, features)
+        return jagged_rows(self.features, features, rows, self._need_indices)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tierstore import _core
 from tierstore.errors import InputError, RankError
-from tierstore.modules.collection import FeatureIds
+from tierstore.modules.features import FeatureIds
 from tierstore.modules.inputs import NO_PADDING
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.routing import Routing
@@ -59,57 +59,79 @@ class Arrived:
     begin: int
 
 
-class InputExchange:
-    """One batch. ``found``: this rank's features; ``error``: why there are none (every rank then raises).
+@dataclass(frozen=True)
+class ExchangeRules:
+    """What all batches of a collection have in common.
 
-    ``rows_only``: rows are asked for one by one, and no bags are told; ``dedup``: repeated ids once.
-    ``weights_learn``: the weights of this rank's batch require gradients.
-    ``ended``: there is no batch any more on this rank, because of ``error`` if there is one.
+    ``dtype``: of ids on the wire. ``rows_only``: rows are asked for one by one, and no bags are sent.
+    ``dedup``: repeated ids are asked for once.
     """
 
-    def __init__(
-        self,
-        env: ShardingEnv,
-        routing: Routing,
-        dtype: torch.dtype,
-        found: Sequence[FeatureIds],
-        error: Exception | None,
-        *,
-        rows_only: bool = False,
-        dedup: bool = False,
-        weights_learn: bool = False,
-        ended: bool = False,
-    ) -> None:
-        self._env, self._routing, self._dtype = env, routing, dtype
-        self._error = error
-        if ended:
-            state = _ENDED if error is None else _FAILED
-        else:
-            state = _GOES_ON if error is None else _WRONG
-        found = found if state == _GOES_ON else []
-        self.lengths = [lengths_of(feature) for feature in found]
+    routing: Routing
+    dtype: torch.dtype
+    rows_only: bool
+    dedup: bool
+
+
+@dataclass(frozen=True)
+class OwnBatch:
+    """This rank's batch. ``error``: why it has no features, so that every rank raises.
+
+    ``weights_learn``: its weights require gradients. ``ended``: this rank has no batch any more, because of
+    ``error`` if there is one.
+    """
+
+    features: Sequence[FeatureIds]
+    error: Exception | None = None
+    weights_learn: bool = False
+    ended: bool = False
+
+    @property
+    def state(self) -> int:
+        """What the other ranks are told of the batch."""
+        if self.ended:
+            return _ENDED if self.error is None else _FAILED
+        if self.error is not None:
+            return _WRONG
+        return _WANTS_GRADIENTS if self.weights_learn else _GOES_ON
+
+
+class InputExchange:
+    """The exchange of one batch."""
+
+    def __init__(self, env: ShardingEnv, rules: ExchangeRules, batch: OwnBatch) -> None:
+        self._env, self._routing, self._dtype = env, rules.routing, rules.dtype
+        self._error = batch.error
+        goes_on = batch.state in (_GOES_ON, _WANTS_GRADIENTS)
+        found = batch.features if goes_on else []
+        self.lengths = [feature.lengths for feature in found]
         """Of this rank's bags, by feature."""
         self.begins = [feature.begin for feature in found]
         """Position in the batch of every feature's first id."""
         self.inverse: list[Tensor] = []
         """By feature: which of the ids that are asked for each of the batch's is; only with ``dedup``."""
-        if dedup:
+        if rules.dedup:
             found, self.inverse = _without_repeats(found)
-        elif rows_only:
+        elif rules.rows_only:
             found = [replace(f, lengths=np.array([f.ids.numel()])) for f in found]
         self.asked = found
-        as_int32 = dtype == torch.int32
-        self.sent: list[list[Sent]] = _divide(routing, found, as_int32) if state == _GOES_ON else []
+        as_int32 = self._dtype == torch.int32
+        self.sent: list[list[Sent]] = _divide(self._routing, found, as_int32) if goes_on else []
         """By rank, by request of that rank."""
-        meta = torch.zeros(1 + len(routing.features) + env.world_size, dtype=torch.int64)
-        meta[0] = _WANTS_GRADIENTS if weights_learn and state == _GOES_ON else state
-        for number, feature in enumerate(found):
-            meta[1 + number] = len(lengths_of(feature))
         self._leaving = [sum(len(piece.ids) for piece in pieces) for pieces in self.sent]
-        for rank, ids in enumerate(self._leaving):
-            meta[1 + len(routing.features) + rank] = ids
-        self._pending, self._all_meta = env.gather(meta, env.inputs)
+        self._pending, self._all_meta = env.gather(self._announcement(batch.state), env.inputs)
         self._started = False
+
+    def _announcement(self, state: int) -> Tensor:
+        """Return the state of this rank's batch, its bags by feature, and its ids by rank."""
+        features = len(self._routing.features)
+        meta = torch.zeros(1 + features + self._env.world_size, dtype=torch.int64)
+        meta[0] = state
+        for number, feature in enumerate(self.asked):
+            meta[1 + number] = len(feature.lengths)
+        for rank, ids in enumerate(self._leaving):
+            meta[1 + features + rank] = ids
+        return meta
 
     def send(self) -> None:
         """Sends the ids. Doing it again does nothing. Raises on all ranks: InputError if one of them has a
@@ -132,9 +154,13 @@ class InputExchange:
         count = len(self._routing.features)
         self.bags = meta[:, 1 : 1 + count]
         """(ranks, features): how many bags each rank's batch has."""
-        asked = [request.feature for request in self._routing.own]
         self._arriving = meta[:, 1 + count + self._env.rank]
-        arriving = self.bags[:, asked].sum(axis=1) + self._arriving
+        self._send_ids()
+
+    def _send_ids(self) -> None:
+        """Send lengths of bags and ids, of which all ranks know how many come."""
+        asked = [request.feature for request in self._routing.own]
+        self._sizes = self.bags[:, asked].sum(axis=1) + self._arriving
         parts = [
             part for pieces in self.sent for part in (*(p.lengths for p in pieces), *(p.ids for p in pieces))
         ]
@@ -143,10 +169,9 @@ class InputExchange:
             for ids, pieces in zip(self._leaving, self.sent, strict=True)
         ]
         outgoing = torch.from_numpy(np.concatenate(parts)) if parts else torch.empty(0, dtype=self._dtype)
-        self._incoming = torch.empty(int(arriving.sum()), dtype=self._dtype)
-        self._sizes = arriving
+        self._incoming = torch.empty(int(self._sizes.sum()), dtype=self._dtype)
         self._pending = self._env.all_to_all(
-            self._incoming, outgoing, arriving.tolist(), leaving, self._env.inputs
+            self._incoming, outgoing, self._sizes.tolist(), leaving, self._env.inputs
         )
 
     def receive(self) -> list[list[Arrived]]:
@@ -209,11 +234,6 @@ def _without_repeats(features: Sequence[FeatureIds]) -> tuple[list[FeatureIds], 
     return found, inverse
 
 
-def lengths_of(feature: FeatureIds) -> NDArray[np.int64]:
-    assert feature.lengths is not None
-    return feature.lengths
-
-
 def check_range(features: Sequence[FeatureIds], bounds: Sequence[int]) -> None:
     """InputError that names the feature, the first id out of range and its position."""
     described = [
@@ -235,7 +255,7 @@ def _divide(routing: Routing, features: Sequence[FeatureIds], as_int32: bool) ->
     for number, feature in enumerate(features):
         if routing.has_whole[number]:
             places = slice(feature.begin, feature.begin + feature.ids.numel())
-            ids, lengths = (a.astype(wire, copy=False) for a in (feature.ids.numpy(), lengths_of(feature)))
+            ids, lengths = (a.astype(wire, copy=False) for a in (feature.ids.numpy(), feature.lengths))
             pieces[number, None] = Sent(ids, lengths, places)
         for ranges in routing.row_ranges[number]:
             for rows, piece in zip(ranges, _by_rows(feature, ranges, as_int32), strict=True):
@@ -247,7 +267,7 @@ def _by_rows(feature: FeatureIds, ranges: Sequence[tuple[int, int]], as_int32: b
     """A feature's ids divided by ranges that cover all rows, in order of position within each."""
     starts = np.array([begin for begin, _ in ranges], np.int64)
     own = feature.ids.contiguous()
-    bags = lengths_of(feature)
+    bags = feature.lengths
     ids, flat, positions, ends = _core.divide_by_rows(
         own.data_ptr(), own.dtype == torch.int32, own.numel(), np.ascontiguousarray(bags), starts, as_int32
     )

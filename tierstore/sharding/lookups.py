@@ -1,4 +1,4 @@
-"""Lookups that ask other ranks: what the sharded collections share of a step."""
+"""Lookups that ask all ranks: ids go to the owners of their rows, and vectors come back."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tierstore.errors import RankError
-from tierstore.modules.collection import Collection, FeatureIds
+from tierstore.modules.base import TieredModule
+from tierstore.modules.features import FeatureIds, Features
 from tierstore.modules.inputs import FeatureLookup, Ids, sequence_lookup
-from tierstore.sharding.comms import CommsConfig, OutputMemory, WireMemory
-from tierstore.sharding.env import ShardingEnv
-from tierstore.sharding.input_exchange import InputExchange, check_range
+from tierstore.modules.local_lookups import rows_by_feature
+from tierstore.sharding.comms import OutputMemory, WireMemory
+from tierstore.sharding.input_exchange import ExchangeRules, InputExchange, OwnBatch, check_range
+from tierstore.sharding.opening import OpenShards
 from tierstore.sharding.output_exchange import (
     OutputExchange,
     OutputPlan,
@@ -27,7 +29,7 @@ from tierstore.sharding.output_exchange import (
     sizes_of,
     sources_of,
 )
-from tierstore.sharding.routing import Routing
+from tierstore.sparse import as_keyed_jagged_tensor
 
 _INT32_ROWS = 1 << 31
 
@@ -48,7 +50,7 @@ class NoRows(torch.autograd.Function):
     exchange of the gradients and counts the update that the other ranks make."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, module: ShardedLookups) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, module: TieredModule) -> Tensor:
         ctx.module = module
         ctx.save_for_backward(anchor)  # so that a second backward pass fails here as it does on other ranks
         return torch.empty(0)
@@ -61,166 +63,187 @@ class NoRows(torch.autograd.Function):
         return None, None
 
 
-class ShardedLookups(Collection):
-    """A collection that looks rows up for all ranks, and gets those of its own batch from all ranks."""
+@dataclass(frozen=True)
+class Layout:
+    """Where vectors are in an output of ``shape``: vector i of ``counts[f]`` of feature f is at float
+    ``first + i * stride`` of ``places[f]``, divided by ``divisors[f]``, if that is not None."""
 
-    env: ShardingEnv
-    comms: CommsConfig
-    routing: Routing
-    collective = True
-    _rows_only = False
-    """Whether rows are asked for one by one, and not pooled by their owners."""
+    counts: Sequence[int]
+    places: Sequence[tuple[int, int]]
+    shape: tuple[int, ...]
+    divisors: Sequence[Tensor | None]
 
-    def _set_routing(self, routing: Routing, env: ShardingEnv, comms: CommsConfig | None) -> None:
-        self.env, self.routing, self.comms = env, routing, comms or CommsConfig()
+
+class ExchangedLookups:
+    """Looks rows up for all ranks, and gets those of this rank's own batch from all ranks.
+
+    ``rows_only``: rows are asked for one by one, and not pooled by their owners.
+    """
+
+    def __init__(self, opened: OpenShards, rows_only: bool) -> None:
+        self.env, self.routing, self.comms = opened.env, opened.routing, opened.options.comms
+        self.rows_only = rows_only
+        self._engine, self._features = opened.engine, opened.features
         self._wire, self._outputs = WireMemory(), OutputMemory()
-        self._bounds = [feature.config.num_embeddings for feature in routing.features]
-        self._id_type = torch.int32 if max(self._bounds) <= _INT32_ROWS else torch.int64
-        self._local = [self.engine.table_index(request.table) for request in routing.own]
-        self._widths = np.array([request.width for request in routing.own], np.int64).reshape(-1, 1)
-        self._replica = np.array([request.replica for request in routing.own], bool)
+        id_type = torch.int32 if max(self._features.bounds) <= _INT32_ROWS else torch.int64
+        self._rules = ExchangeRules(self.routing, id_type, rows_only, self.comms.dedup)
+        self._own_tables = [self._engine.table_index(request.table) for request in self.routing.own]
+        self._widths = np.array([request.width for request in self.routing.own], np.int64).reshape(-1, 1)
+        self._replica = np.array([request.replica for request in self.routing.own], bool)
 
-    def least(self, value: int) -> int:
-        """The smallest ``value`` of any rank. All ranks call it."""
-        return self.env.least(value)
-
-    def begin_exchange(self, features: Any) -> InputExchange:
-        """Begins to send the ids of a batch to the ranks that hold their rows."""
+    def begin(self, features: Any) -> InputExchange:
+        """Begin to send the ids of a batch to the ranks that hold their rows. All ranks call it."""
         found: list[FeatureIds] = []
         error: Exception | None = None
+        weights_learn = False
         try:
-            found = self._checked(features)
-            check_range(found, self._bounds)
+            found = self.checked(features)
+            check_range(found, self._features.bounds)
+            weights_learn = self.weights_learn(features)
         except Exception as raised:  # every rank raises it, so that none waits for this one
             error = raised
-        return InputExchange(
-            self.env,
-            self.routing,
-            self._id_type,
-            found,
-            error,
-            rows_only=self._rows_only,
-            dedup=self.comms.dedup,
-            weights_learn=error is None and self._weights_learn(features),
-        )
-
-    def _weights_learn(self, features: Any) -> bool:
-        """Whether the weights of a batch require gradients."""
-        return False
+        return InputExchange(self.env, self._rules, OwnBatch(found, error, weights_learn))
 
     def announce_end(self, error: Exception | None) -> InputExchange:
-        """In place of :meth:`begin_exchange`: this rank has no more batches, perhaps because of ``error``."""
+        """In place of :meth:`begin`: this rank has no more batches, perhaps because of ``error``."""
         if error is not None:
             error = RankError(f"its loader raised {type(error).__name__}: {error}")
-        return InputExchange(self.env, self.routing, self._id_type, [], error, ended=True)
+        return InputExchange(self.env, self._rules, OwnBatch([], error, ended=True))
 
-    def make_lookup(self, features: Any) -> ShardedLookup:
-        """Exchanges the ids with the other ranks, which must do the same, and deduplicates what arrives.
+    def make(self, features: Any) -> ShardedLookup:
+        """Exchange the ids with the other ranks, which must do the same, and deduplicate what arrives.
 
         Raises InputError on every rank if the input of one is wrong.
         """
-        return self.finish_exchange(self.begin_exchange(features))
+        return self.finish(self.begin(features))
 
     @abstractmethod
-    def finish_exchange(self, exchange: InputExchange) -> ShardedLookup:
-        """The lookup of what all ranks ask this one for."""
+    def finish(self, exchange: InputExchange) -> ShardedLookup:
+        """Return the lookup of what all ranks ask this one for."""
 
     @abstractmethod
-    def _checked(self, features: Any) -> list[FeatureIds]:
-        """This rank's features; InputError if something is wrong with them."""
+    def checked(self, features: Any) -> list[FeatureIds]:
+        """Return this rank's features; raises InputError if something is wrong with them."""
 
-    def _lookup(self, found: FeatureLookup, exchange: InputExchange) -> ShardedLookup:
-        return ShardedLookup(
-            found.parts,
-            found.out_shape,
-            found.features,
-            found.counts,
-            exchange=exchange,
-            wire=self._wire,
-        )
+    def weights_learn(self, features: Any) -> bool:
+        """Return whether the weights of a batch require gradients."""
+        return False
 
-    def _offsets(self, floats: NDArray[np.int64]) -> NDArray[np.int64]:
+    def sharded(self, found: FeatureLookup, exchange: InputExchange) -> ShardedLookup:
+        """Return ``found``, which serves ``exchange``."""
+        own = found.parts, found.out_shape, found.features, found.counts
+        return ShardedLookup(*own, exchange=exchange, wire=self._wire)
+
+    def offsets(self, floats: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where each answer begins, by own request and rank; ``floats``: how long it is."""
         return local_offsets(floats, self._replica, self.env)
 
+    def exchanged(
+        self, local: Tensor, exchange: InputExchange, answered: NDArray[np.int64], layout: Layout
+    ) -> Tensor:
+        """Return the output of ``layout``, filled by all ranks with their ``local`` answers.
+
+        ``answered``: floats by own request and rank.
+        """
+        return OutputExchange.apply(local, self._output_plan(exchange, answered, layout))  # type: ignore[no-any-return]
+
     def _output_plan(
-        self,
-        exchange: InputExchange,
-        answered: NDArray[np.int64],
-        counts: Sequence[int],
-        places: Sequence[tuple[int, int]],
-        shape: tuple[int, ...],
-        divisors: Sequence[Tensor | None] | None = None,
+        self, exchange: InputExchange, answered: NDArray[np.int64], layout: Layout
     ) -> OutputPlan:
-        """The exchange that fills an output of ``shape``: vector i of ``counts`` of a feature is at float
-        ``first + i * stride`` of ``places``. ``answered``: floats by own request and rank."""
-        rows = self._rows_of_answers(exchange) if self._rows_only else [None] * len(self.routing.answers)
+        counts, answers = layout.counts, self.routing.answers
+        rows = self._rows_of_answers(exchange) if self.rows_only else [None] * len(answers)
         expected = [
             (counts[answer.feature] if at is None else len(at)) * answer.width
-            for answer, at in zip(self.routing.answers, rows, strict=True)
+            for answer, at in zip(answers, rows, strict=True)
         ]
         sizes = sizes_of(self.env, answered, self._replica, self.routing, expected)
         sources = sources_of(self.env, self.routing, sizes, expected, rows)
         targets = []
         for feature, columns in enumerate(self.routing.columns):
-            first, stride = places[feature]
-            divisor = None if divisors is None else divisors[feature]
+            (first, stride), divisor = layout.places[feature], layout.divisors[feature]
             for numbers in columns:
-                answer = self.routing.answers[numbers[0]]
+                answer = answers[numbers[0]]
                 pieces = [sources[number] for number in numbers]
-                targets.append(
-                    Target(first + answer.column, stride, counts[feature], answer.width, pieces, divisor)
-                )
-        return OutputPlan(self.env, self.comms, self._wire, self._outputs, sizes, targets, shape)
+                offset, count = first + answer.column, counts[feature]
+                targets.append(Target(offset, stride, count, answer.width, pieces, divisor))
+        return OutputPlan(self.env, self.comms, self._wire, self._outputs, sizes, targets, layout.shape)
 
     # -- lookups of rows one by one ------------------------------------------------------
 
-    def _row_lookup(self, exchange: InputExchange) -> ShardedLookup:
+    def row_lookup(self, exchange: InputExchange) -> ShardedLookup:
+        """Return the lookup of the rows that all ranks ask this one for, one by one."""
         arrived = exchange.receive()
         ids = [
             Ids(
-                f"{self._features[request.feature].name!r} of rank {rank}",
-                self._local[number],
+                f"{self._features.all[request.feature].name!r} of rank {rank}",
+                self._own_tables[number],
                 piece.ids,
                 piece.begin,
             )
             for number, request in enumerate(self.routing.own)
             for rank, piece in enumerate(arrived[number])
         ]
-        return self._lookup(sequence_lookup(self.engine, ids), exchange)
+        return self.sharded(sequence_lookup(self._engine, ids), exchange)
 
     def _rows_of_answers(self, exchange: InputExchange) -> list[Tensor | None]:
-        """Which of a feature's rows each answer has; None: all."""
+        """Return which of a feature's rows each answer has; None: all."""
         return [
             torch.from_numpy(sent.positions - exchange.asked[answer.feature].begin) if answer.rows else None
             for sent, answer in zip(exchange.sent_by_answer(), self.routing.answers, strict=True)
         ]
 
-    def _exchanged_rows(self, lookup: ShardedLookup) -> list[Tensor]:
-        """For every feature the rows of its ids, (ids asked for, dim)."""
-        exchange = lookup.exchange
+    def exchanged_rows(self, module: TieredModule, lookup: ShardedLookup) -> list[Tensor]:
+        """Return for every feature the rows of the ids that were asked for, (ids asked for, dim)."""
+        exchange, dims = lookup.exchange, self._features.dims
         answered = np.array(lookup.counts, np.int64).reshape(-1, self.env.world_size) * self._widths
         counts = [feature.ids.numel() for feature in exchange.asked]
-        dims = [feature.config.embedding_dim for feature in self._features]
         floats = [count * dim for count, dim in zip(counts, dims, strict=True)]
         places = list(zip((np.cumsum(floats) - floats).tolist(), dims, strict=True))
-        plan = self._output_plan(exchange, answered, counts, places, (sum(floats),))
-        values = OutputExchange.apply(self._by_rank(lookup), plan)
+        layout = Layout(counts, places, (sum(floats),), [None] * len(counts))
+        values = self.exchanged(self._by_rank(module, lookup), exchange, answered, layout)
         return [block.view(-1, dim) for block, dim in zip(values.split(floats), dims, strict=True)]
 
-    def _by_rank(self, lookup: ShardedLookup) -> Tensor:
-        """The looked-up rows in one piece, in the order of OutputExchange."""
+    def _by_rank(self, module: TieredModule, lookup: ShardedLookup) -> Tensor:
+        """Return the looked-up rows in one piece, in the order of OutputExchange."""
         world = self.env.world_size
-        pieces: list[Tensor] = [torch.empty(0)] * len(lookup.counts)
-        for members, output in zip(lookup.features, self._sequence(lookup), strict=True):
-            for number, piece in zip(members, output.split([lookup.counts[m] for m in members]), strict=True):
-                pieces[number] = piece.reshape(-1)
+        pieces = rows_by_feature(lookup, module.rows_one_by_one(lookup))
         ordered = [
-            pieces[number * world + rank]
+            pieces[number * world + rank].reshape(-1)
             for kind in (False, True)
             for rank in self.env.others_first
             for number, request in enumerate(self.routing.own)
             if request.replica == kind
         ]
-        if self.trains and not lookup.parts:
-            ordered.append(NoRows.apply(self._anchor, self))
+        if module.trains and not lookup.parts:
+            ordered.append(NoRows.apply(module.anchor, module))
         return torch.cat(ordered) if ordered else torch.empty(0)
+
+
+class ExchangedRows(ExchangedLookups):
+    """Lookups of rows one by one."""
+
+    def __init__(self, opened: OpenShards) -> None:
+        super().__init__(opened, rows_only=True)
+
+    def checked(self, features: Any) -> list[FeatureIds]:
+        return checked_features(self._features, features)
+
+    def finish(self, exchange: InputExchange) -> ShardedLookup:
+        return self.row_lookup(exchange)
+
+    def rows(self, module: TieredModule, features: Any) -> list[Tensor]:
+        """Return for every feature the rows of its ids, float32 (ids, dim)."""
+        with self.env.peers.in_step():
+            lookup = module.find_lookup(features)
+            assert isinstance(lookup, ShardedLookup)
+            found, inverse = self.exchanged_rows(module, lookup), lookup.exchange.inverse
+            return (
+                [rows.index_select(0, at) for rows, at in zip(found, inverse, strict=True)]
+                if inverse
+                else found
+            )
+
+
+def checked_features(own: Features, features: Any) -> list[FeatureIds]:
+    """Return what a batch has for every feature of ``own``, by numbers of tables of the collection."""
+    return own.ids_of(as_keyed_jagged_tensor(features), [feature.table for feature in own.all])

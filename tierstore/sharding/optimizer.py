@@ -16,7 +16,7 @@ from tierstore.modules.tables import id_ranges, rows_are_left_out
 from tierstore.optim.fused import AppliedOptimizer
 from tierstore.sharding import shard_views
 from tierstore.sharding.collection import ShardedCollection
-from tierstore.sharding.shard_views import Floats
+from tierstore.sharding.shard_views import ShardedValues
 
 
 class KeyedFusedOptimizer(AppliedOptimizer):
@@ -134,7 +134,7 @@ class KeyedFusedOptimizer(AppliedOptimizer):
         whole = {}
         for name, value in state.items():
             if hasattr(value, "local_shards"):
-                Floats(collection, table.name, name).load(value, f"{name} of {key}")
+                ShardedValues(collection.shards, table.name, name).load(value, f"{name} of {key}")
             elif name != "step":
                 whole[name] = value
         for begin, end in id_ranges(0, table.num_embeddings) if whole else ():
@@ -149,7 +149,7 @@ class KeyedFusedOptimizer(AppliedOptimizer):
         state = {f"{table.name}.step": torch.tensor(float(collection.fused_optimizer.num_updates))}
         if rows_are_left_out():
             return state
-        parts = {name: Floats(collection, table.name, name) for name in spec.state_names}
+        parts = {name: ShardedValues(collection.shards, table.name, name) for name in spec.state_names}
         if all(part.are_sharded and part.are_small for part in parts.values()):
             return state | {f"{table.name}.{name}": part.view() for name, part in parts.items()}
         if 4 * table.num_embeddings * width > STATE_DICT_LIMIT:

@@ -20,16 +20,17 @@ from tierstore.modules.embedding_collection import EmbeddingCollection
 from tierstore.modules.hooks import carry_hooks
 from tierstore.modules.tables import without_rows
 from tierstore.placement import ShardingPlan
-from tierstore.sharding.collection import Options, ShardedCollection
+from tierstore.sharding.collection import ShardedCollection
 from tierstore.sharding.commits import Commits, end
 from tierstore.sharding.comms import CommsConfig
-from tierstore.sharding.cuts import configs_of
 from tierstore.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tierstore.sharding.embedding_collection import ShardedEmbeddingCollection
 from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.opening import ShardingOptions
 from tierstore.sharding.optimizer import KeyedFusedOptimizer
 from tierstore.sharding.planning import plan_of
 from tierstore.sharding.rows_digest import RowsDigest
+from tierstore.sharding.table_sharding import configs_of
 
 logger = logging.getLogger("tierstore")
 
@@ -41,10 +42,8 @@ def shard(
     *,
     config: TierConfig | None = None,
     comms: CommsConfig | None = None,
-    _commits: Commits | None = None,
-    _name: str = "",
 ) -> ShardedCollection:
-    """The sharded counterpart of an unsharded collection, which is closed. All ranks call it.
+    """Return the sharded counterpart of an unsharded collection, which is closed. All ranks call it.
 
     A commit below the path of ``config`` is restored, whatever its plan and number of ranks. Without one,
     rows that ``module`` has touched are taken over, on every rank from its own copy, which must be the same
@@ -55,26 +54,31 @@ def shard(
 
     Raises ConfigError, on all ranks, for a plan that does not fit the module or the number of ranks.
     """
-    env = ShardingEnv.of(env)
+    return _shard(module, plan, ShardingEnv.of(env), (config, comms), None, "")
+
+
+def _shard(
+    module: Collection,
+    plan: ShardingPlan,
+    env: ShardingEnv,
+    given: tuple[TierConfig | None, CommsConfig | None],
+    commits: Commits | None,
+    name: str,
+) -> ShardedCollection:
+    """As :func:`shard`, of the collection called ``name`` that takes part in ``commits``."""
+    config, comms = given
     with env.together():
         _check_arguments(plan, config, comms)
         _check_module(module, config)
-    options = Options(
+    options = ShardingOptions(
         config=module.engine.config if config is None else config,
         optimizer=None if module.frozen else module.fused_optimizer.spec,
         seed=module.engine.seed,
-        comms=comms,
-        _commits=_commits,
-        _name=_name,
+        comms=CommsConfig() if comms is None else comms,
+        commits=commits,
+        name=name,
     )
-    sharded: ShardedCollection
-    if isinstance(module, EmbeddingBagCollection):
-        bags = module.embedding_bag_configs()
-        sharded = ShardedEmbeddingBagCollection(bags, plan, env, module.is_weighted(), **options)
-    else:
-        assert isinstance(module, EmbeddingCollection)
-        tables = module.embedding_configs()
-        sharded = ShardedEmbeddingCollection(tables, plan, env, module.need_indices(), **options)
+    sharded = _sharded(module, plan, env, options)
     try:
         if sharded.is_fresh:
             with env.together():
@@ -88,6 +92,17 @@ def shard(
     module.close(commit=False)
     carry_hooks(module, sharded)
     return sharded.train(module.training)
+
+
+def _sharded(
+    module: Collection, plan: ShardingPlan, env: ShardingEnv, options: ShardingOptions
+) -> ShardedCollection:
+    """Return a collection with the tables of ``module``, and none of its rows."""
+    if isinstance(module, EmbeddingBagCollection):
+        weighted = module.is_weighted()
+        return ShardedEmbeddingBagCollection(module.configs, plan, env, weighted, options)
+    assert isinstance(module, EmbeddingCollection)
+    return ShardedEmbeddingCollection(module.configs, plan, env, module.need_indices(), options)
 
 
 def _check_untouched(module: nn.Module) -> None:
@@ -131,8 +146,7 @@ def _check_module(module: Any, config: TierConfig | None) -> None:
 
 
 def _can_be_sharded(module: nn.Module) -> TypeGuard[Collection]:
-    kinds = (EmbeddingBagCollection, EmbeddingCollection)
-    return isinstance(module, kinds) and not isinstance(module, ShardedCollection)
+    return isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
 
 
 def _check_arguments(plan: Any, config: Any, comms: Any, *, planned: bool = False) -> None:
@@ -252,9 +266,7 @@ class DistributedModelParallel(nn.Module):
                 else f"names of tables must differ over the whole model: {names}"
             )
         for name, child in found.items():
-            new = shard(
-                child, self.plan, self.env, config=config, comms=comms, _commits=self._commits, _name=name
-            )
+            new = _shard(child, self.plan, self.env, (config, comms), self._commits, name)
             self._sharded[name] = new
             if not name:
                 return new

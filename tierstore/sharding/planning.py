@@ -1,4 +1,4 @@
-"""From ranks to a plan and from a plan to budgets: what the planner is told, what a rank makes of it."""
+"""From ranks to a plan, and from a plan to the budgets of a rank."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import psutil
 from torch import nn
 
 from tierstore.cache.engine import Table
-from tierstore.cache.memory_tier import MIN_SLOTS, bytes_for
+from tierstore.cache.tiers.memory import MIN_SLOTS, bytes_for
 from tierstore.config import TableOverride, TierConfig
 from tierstore.errors import ConfigError
 from tierstore.modules.collection import Collection
-from tierstore.placement import ShardingPlan, ShardPlacement, TablePlacement
-from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
-from tierstore.planner.costs import (
-    INDEX_BYTES_PER_ROW,
+from tierstore.placement import (
     MOST_STORE_BYTES,
-    RANK_BUFFERS,
     STORE_SLACK,
+    Job,
+    ShardingPlan,
+    ShardPlacement,
+    TablePlacement,
     record_bytes,
 )
-from tierstore.sharding.cuts import configs_of
 from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.table_sharding import configs_of
 
 logger = logging.getLogger("tierstore")
 
+_PLANNER = "tierstore.planner.job"
+"""Imported only where no plan is given: sharding knows plans by placement.py alone."""
 _ROUNDING = 1024  # bytes per table, so that a layout that is to hold all rows does
-_LEAST_HBM = 1 << 20
-_STAGING = 256 << 20  # of host memory per rank, for rows on their way
 
 
 def plan_of(
@@ -55,9 +56,8 @@ def plan_of(
         for name in ("depth", "window")
         if (value := [getattr(budget, name) for budget in budgets if getattr(budget, name) != "auto"])
     }
-    work = Workload(**ahead)
-    planner = EmbeddingShardingPlanner(topology_of(env, budgets, rows), workload=work, batch_size=batch_size)
-    plan = planner.collective_plan(module, pg=env.process_group)
+    job = replace(job_of(env, budgets, rows), batch_size=batch_size, **ahead)
+    plan: ShardingPlan = import_module(_PLANNER).plan_job(module, job, env.process_group)
     if env.rank == 0:
         logger.info(
             "planned %d tables on %d ranks, with assumed rates; tierstore bench device measures them, and "
@@ -70,18 +70,19 @@ def plan_of(
     return within(plan, sum(int(budget.uvm) for budget in budgets))
 
 
-def topology_of(env: ShardingEnv, budgets: Sequence[TierConfig], rows: int) -> Topology:
-    """The ranks of a job as the planner sees them; all ranks call it. ``budgets``: of one rank."""
+def job_of(env: ShardingEnv, budgets: Sequence[TierConfig], rows: int) -> Job:
+    """Return the ranks of a job as a planner is told of them. All ranks call it.
+
+    ``budgets``: of one rank. ``rows``: of all tables.
+    """
     local = _ranks_per_host(env)
-    hosts = env.world_size // local
-    rest: dict[str, Any] = {"device": "cpu", "processors_per_rank": (psutil.cpu_count() or 2) / local}
     if any(budget.keeps_all for budget in budgets):
-        return Topology(hosts, local, psutil.virtual_memory().total // local, 0, 0, **rest)
-    hbm, uvm = (sum(int(getattr(budget, tier)) for budget in budgets) for tier in ("hbm", "uvm"))
-    ssd = sum(budget.ssd_cap for budget in budgets)
-    # The store's index and a rank's buffers are no part of uvm (docs/design.md).
-    beside = rows * INDEX_BYTES_PER_ROW // hosts + (RANK_BUFFERS + _STAGING) * local if ssd else 0
-    return Topology(hosts, local, max(hbm, _LEAST_HBM), uvm * local + beside, ssd * local, **rest)
+        hbm, uvm, ssd = psutil.virtual_memory().total // local, 0, 0
+    else:
+        hbm, uvm = (sum(int(getattr(budget, tier)) for budget in budgets) for tier in ("hbm", "uvm"))
+        ssd = sum(budget.ssd_cap for budget in budgets)
+    processors = (psutil.cpu_count() or 2) / local
+    return Job(env.world_size // local, local, processors, hbm, uvm, ssd, rows)
 
 
 def _ranks_per_host(env: ShardingEnv) -> int:

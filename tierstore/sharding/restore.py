@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,40 +10,37 @@ from numpy.typing import NDArray
 from tierstore.errors import StoreMismatchError
 from tierstore.keys import split
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement
-from tierstore.sharding.routing import shard_name
+from tierstore.sharding.shards import RankShards, shard_name
 from tierstore.store.directory import open_store
 from tierstore.store.identity import read_identity
-from tierstore.store.protocol import RowStore, TableSpec
-
-if TYPE_CHECKING:
-    from tierstore.sharding.collection import ShardedCollection
+from tierstore.store.protocol import RowStore, StoredTable
 
 _NO_CAP = 1 << 60
 
 
-def restore(collection: ShardedCollection, folder: Path, plan: ShardingPlan, commits: list[int]) -> None:
+def restore(shards: RankShards, folder: Path, plan: ShardingPlan, commits: list[int]) -> None:
     """Reads what this rank's shards need from the stores of all ranks of ``plan``, which all ranks must see.
 
     ``commits``: which commit of each store. All ranks call it: they take turns, for a store is open once.
     """
-    _check_tables(collection, folder, plan)
-    env = collection.env
+    _check_tables(shards, folder, plan)
+    env = shards.env
     turns = max(env.world_size, plan.world_size)
     for turn in range(turns):
         old = (env.rank + turn) % turns
         error: Exception | None = None
         try:
             if old < plan.world_size and commits[old]:
-                _read_rank(collection, folder / f"rank{old:05d}", plan, old, commits[old])
+                _read_rank(shards, folder / f"rank{old:05d}", plan, old, commits[old])
         except Exception as raised:  # the others must not wait
             error = raised
         env.agree(error, StoreMismatchError)
     env.barrier()
 
 
-def _check_tables(collection: ShardedCollection, folder: Path, plan: ShardingPlan) -> None:
+def _check_tables(shards: RankShards, folder: Path, plan: ShardingPlan) -> None:
     """Every table that was committed must be there as it was, as in one process; others may be added."""
-    wanted = {config.name: (config.num_embeddings, config.embedding_dim) for config in collection.configs}
+    wanted = {config.name: (config.num_embeddings, config.embedding_dim) for config in shards.configs}
     for table in plan.tables:
         committed = (table.num_embeddings, table.embedding_dim)
         if table.name not in wanted:
@@ -59,9 +55,7 @@ def _check_tables(collection: ShardedCollection, folder: Path, plan: ShardingPla
             )
 
 
-def _read_rank(
-    collection: ShardedCollection, folder: Path, plan: ShardingPlan, rank: int, commit: int
-) -> None:
+def _read_rank(shards: RankShards, folder: Path, plan: ShardingPlan, rank: int, commit: int) -> None:
     identity = read_identity(folder)
     specs = {spec.name: spec for spec in identity.tables}
     with open_store(folder, identity.engine, identity.tables, _NO_CAP, keep=2, at=commit) as store:
@@ -74,18 +68,18 @@ def _read_rank(
                 if shard.rank == rank
             }
             for name, shard in parts.items():
-                _read_table(collection, store, table.name, specs[name], shard)
+                _read_table(shards, store, table.name, specs[name], shard)
 
 
 def _read_table(
-    collection: ShardedCollection, store: RowStore, table: str, spec: TableSpec, shard: ShardPlacement
+    shards: RankShards, store: RowStore, table: str, spec: StoredTable, shard: ShardPlacement
 ) -> None:
-    optimizer = collection.fused_optimizer.spec
+    optimizer = shards.fused_optimizer.spec
     if dict(spec.optimizer) != optimizer.identity:
         raise StoreMismatchError(
             f"table {table!r} was committed with optimizer {dict(spec.optimizer)}, not {optimizer.identity}"
         )
-    for own, whole in zip(collection.engine.specs, collection.engine.tables, strict=True):
+    for own, whole in zip(shards.engine.specs, shards.engine.tables, strict=True):
         if whole.origin == table and (own.seed, own.init) != (spec.seed, spec.init):
             raise StoreMismatchError(
                 f"the initial rows of table {table!r} were committed with seed {spec.seed}, "
@@ -98,11 +92,11 @@ def _read_table(
         values = rows.view(np.float32)
         ids = split(keys)[1]
         state = values[:, width : width + optimizer.state_floats(width)]
-        _put(collection, table, ids, values[:, :width], state, shard.column_start)
+        _put(shards, table, ids, values[:, :width], state, shard.column_start)
 
 
 def _put(
-    collection: ShardedCollection,
+    shards: RankShards,
     table: str,
     ids: NDArray[np.int64],
     weight: NDArray[np.float32],
@@ -110,14 +104,14 @@ def _put(
     column: int,
 ) -> None:
     """Writes into this rank's shards the columns of ``weight`` and ``state``, which begin at ``column``."""
-    per_row = collection.fused_optimizer.spec.state_per_row
-    for shard in collection.local_shards(table):
+    per_row = shards.fused_optimizer.spec.state_per_row
+    for shard in shards.of(table):
         begin = max(column, shard.columns.start)
         end = min(column + weight.shape[1], shard.columns.stop)
         at = np.flatnonzero(shard.holds(ids))
         if begin >= end or not len(at):
             continue
-        new_weight, new_state = (np.array(part) for part in collection.engine.read_rows(shard.local, ids[at]))
+        new_weight, new_state = (np.array(part) for part in shards.engine.read_rows(shard.local, ids[at]))
         to, source = _shift(begin, end, shard.columns.start), _shift(begin, end, column)
         new_weight[:, to] = weight[at, source]
         if not per_row:
@@ -125,7 +119,7 @@ def _put(
             new[:, :, to] = state[at].reshape(len(at), -1, weight.shape[1])[:, :, source]
         elif begin == shard.columns.start:
             new_state[:] = state[at]
-        collection.engine.write_rows(shard.local, ids[at], new_weight, new_state)
+        shards.engine.write_rows(shard.local, ids[at], new_weight, new_state)
 
 
 def _shift(begin: int, end: int, origin: int) -> slice:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-import numpy as np
-
 from tierstore.cache.engine import Table
 from tierstore.errors import ConfigError
-from tierstore.modules.collection import FeatureTable, table_of
-from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
+from tierstore.modules.features import Feature, table_of
+from tierstore.placement import ShardingPlan, ShardingType, TablePlacement
+from tierstore.sharding.shards import shard_name
 
 
 @dataclass(frozen=True)
@@ -31,23 +30,10 @@ class Request:
     replica: bool
 
 
-@dataclass(frozen=True)
-class LocalShard:
-    """A shard on this rank; ``local``: number of its table in the engine."""
-
-    local: int
-    columns: slice
-    rows: tuple[int, int]
-    replica: bool
-
-    def holds(self, ids: np.ndarray) -> np.ndarray:
-        return (ids >= self.rows[0]) & (ids < self.rows[1])
-
-
 class Routing:
     """Requests by rank, in the order in which they are sent: that of the features, then of the shards."""
 
-    def __init__(self, features: Sequence[FeatureTable], plan: ShardingPlan, rank: int) -> None:
+    def __init__(self, features: Sequence[Feature], plan: ShardingPlan, rank: int) -> None:
         self.features = list(features)
         self.plan = plan
         self.rank = rank
@@ -113,13 +99,6 @@ class Routing:
         return list(found.values())
 
 
-def shard_name(table: str, embedding_dim: int, shard: ShardPlacement) -> str:
-    """Name of a shard's table in the engine of its rank: the table's own unless it is cut by columns."""
-    if shard.columns == embedding_dim:
-        return table
-    return f"{table}[{shard.column_start}:{shard.column_start + shard.columns}]"
-
-
 def _check_shard_names(plan: ShardingPlan) -> None:
     """ConfigError if a shard would be called like another table, whose rows would then be looked up."""
     names = {table.name for table in plan.tables}
@@ -162,6 +141,8 @@ def check_placement_of(table: TablePlacement, world_size: int, ranks_per_host: i
         for name, value in vars(shard).items():
             if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
                 raise wrong(f"{name} of a shard is {value!r} and not a whole number")
+        if shard.own > 1:
+            raise wrong(f"own of a shard is {shard.own!r} and not 0 or 1")
     if not all(0 <= shard.rank < world_size for shard in table.shards):
         raise wrong(f"it names a rank outside [0, {world_size})")
     if table.sharding_type is ShardingType.DATA_PARALLEL:

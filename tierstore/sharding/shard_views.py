@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +17,7 @@ from tierstore.errors import InputError
 from tierstore.modules.left_out import STATE_DICT_LIMIT
 from tierstore.modules.tables import ThreadFlag, id_ranges
 from tierstore.placement import ShardingType, ShardPlacement, TablePlacement
-
-if TYPE_CHECKING:
-    from tierstore.sharding.collection import ShardedCollection
-    from tierstore.sharding.routing import LocalShard
+from tierstore.sharding.shards import LocalShard, RankShards
 
 wanted = ThreadFlag()
 """Raised while this thread makes a sharded state dict."""
@@ -44,16 +41,16 @@ def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Floats:
+class ShardedValues:
     """The weights of a sharded table, or a named part of its optimizer's ``state``."""
 
-    collection: ShardedCollection
+    shards: RankShards
     table: str
     state: str | None = None
 
     @property
     def placement(self) -> TablePlacement:
-        return self.collection.plan.table(self.table)
+        return self.shards.plan.table(self.table)
 
     @property
     def are_sharded(self) -> bool:
@@ -75,14 +72,14 @@ class Floats:
         from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
         from torch.distributed._shard.sharding_spec import ShardMetadata
 
-        group = self.collection.env.process_group
+        group = self.shards.env.process_group
         described = {}
         for part in self._shown():
             offsets, sizes = self._cell(part)
             place = f"rank:{dist.get_global_rank(group, part.rank)}/cpu"
             described[offsets] = ShardMetadata(list(offsets), list(sizes), place)
         shards = []
-        for local in self.collection.local_shards(self.table):
+        for local in self.shards.of(self.table):
             metadata = described.get(self._offsets(local))
             if metadata is None or local.columns.start == local.columns.stop:
                 continue
@@ -100,7 +97,7 @@ class Floats:
 
     def load(self, view: Any, key: str) -> None:
         """Writes this rank's shards of a ShardedTensor; InputError, on every rank, if its cut is another."""
-        group = self.collection.env.process_group
+        group = self.shards.env.process_group
         found = {
             (tuple(shard.shard_offsets), tuple(shard.shard_sizes), shard.placement.rank())
             for shard in view.metadata().shards_metadata
@@ -114,7 +111,7 @@ class Floats:
         if self._per_row and any(part.column_start for part in self.placement.shards):
             self._load_for_all_columns(given)
             return
-        for local in self.collection.local_shards(self.table):
+        for local in self.shards.of(self.table):
             begin, end = local.rows
             values = given.get(self._offsets(local))
             if values is None:  # a shard of no rows
@@ -130,15 +127,15 @@ class Floats:
                 low, high = max(first, begin), min(last, begin + len(piece))
                 if low < high:
                     values[low - first : high - first] = piece[low - begin : high - begin]
-            self.collection.env.sum_bits(values)
-            for local in self.collection.local_shards(self.table):
+            self.shards.env.sum_bits(values)
+            for local in self.shards.of(self.table):
                 low, high = max(first, local.rows[0]), min(last, local.rows[1])
                 if low < high:
                     self._write(local, low, high, values[low - first : high - first].numpy())
 
     @property
     def _per_row(self) -> bool:
-        return self.state is not None and self.collection.fused_optimizer.spec.state_per_row
+        return self.state is not None and self.shards.fused_optimizer.spec.state_per_row
 
     def _shown(self) -> Sequence[ShardPlacement]:
         """The shards that a view has."""
@@ -160,16 +157,16 @@ class Floats:
     def _columns(self, local: LocalShard) -> Any:
         """Which floats of the state of this rank's shard they are."""
         width = local.columns.stop - local.columns.start
-        columns = self.collection.fused_optimizer.spec.state_columns(width)[self.state or ""]
+        columns = self.shards.fused_optimizer.spec.state_columns(width)[self.state or ""]
         start = columns.start - width
         return start if self._per_row else slice(start, columns.stop - width)
 
     def _read(self, local: LocalShard, first: int, last: int) -> NDArray[np.float32]:
-        weight, state = self.collection.engine.read_rows(local.local, np.arange(first, last))
+        weight, state = self.shards.engine.read_rows(local.local, np.arange(first, last))
         return weight if self.state is None else state[:, self._columns(local)]
 
     def _write(self, local: LocalShard, first: int, last: int, values: NDArray[np.float32]) -> None:
-        engine, ids = self.collection.engine, np.arange(first, last)
+        engine, ids = self.shards.engine, np.arange(first, last)
         if self.state is None:
             engine.write_rows(local.local, ids, values, None)
             return

@@ -64,7 +64,7 @@ def check_counts(what: str, lengths: Tensor | None, offsets: Tensor | None) -> N
 
 
 def check_key_counts(keys: Sequence[str], bags: int, stride: int | None, strides: Tensor | None) -> None:
-    """Does the number of bags fit the keys and their batch size, or sizes: ``strides`` (keys, ranks)?"""
+    """Check that the number of bags fits the keys and their batch sizes; ``strides`` is (keys, ranks)."""
     if strides is not None:
         if (keys or strides.numel()) and (strides.dim() != 2 or strides.size(0) != len(keys)):
             raise InputError(
@@ -106,7 +106,7 @@ def check_inverse_shape(inverse: tuple[list[str], Tensor] | None) -> None:
 
 
 def check_sums(keys: Sequence[str], length_per_key: Sequence[int], size: int) -> None:
-    """Do the lengths of all keys add up to the number of values? If not, says at which key they part."""
+    """Check that the lengths of all keys add up to the number of values; an error names the key at fault."""
     total = sum(length_per_key)
     if total == size and min(length_per_key, default=0) >= 0:
         return
@@ -140,7 +140,7 @@ def check_bags(
     keys: Sequence[str] = (),
     strides: Sequence[int] = (),
 ) -> None:
-    """Reads lengths and offsets: not negative, not decreasing, from 0 to ``size``, and in agreement."""
+    """Read lengths and offsets and check that they are not negative, fit ``size`` values, and agree."""
 
     def bag(position: int) -> str:
         for key, stride in zip(keys, strides, strict=True):

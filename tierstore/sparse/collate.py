@@ -14,7 +14,7 @@ from tierstore.sparse.keyed_jagged import KeyedJaggedTensor
 
 
 def collate_jagged(batch: Sequence[JaggedTensor], *, collate_fn_map: Any = None) -> JaggedTensor:
-    """The bags of all, one JaggedTensor after another."""
+    """Join the bags of all samples, one JaggedTensor after another."""
     weighted = [jagged.weights_or_none() is not None for jagged in batch]
     if any(weighted) and not all(weighted):
         raise InputError(
@@ -30,7 +30,7 @@ def collate_jagged(batch: Sequence[JaggedTensor], *, collate_fn_map: Any = None)
 def collate_keyed_jagged(
     batch: Sequence[KeyedJaggedTensor], *, collate_fn_map: Any = None
 ) -> KeyedJaggedTensor:
-    """For every key, the bags of all; they must have the same keys and no inverse indices."""
+    """Join the bags of each key; all samples must have the same keys and no inverse indices."""
     keys = batch[0].keys()
     for number, keyed in enumerate(batch):
         if keyed.keys() != keys:

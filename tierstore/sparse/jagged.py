@@ -25,34 +25,34 @@ class JaggedBase:
     _offsets: Tensor | None
 
     def values(self) -> Tensor:
-        """Values of all bags, one after another: shape (N,) or (N, ...)."""
+        """Return the values of all bags, one after another: shape (N,) or (N, ...)."""
         return self._values
 
     def weights(self) -> Tensor:
-        """Weights of the values, shape (N,) or (N, ...); InputError if there are none."""
+        """Return the weights of the values, shape (N,) or (N, ...); InputError if there are none."""
         if self._weights is None:
             raise InputError(f"this {type(self).__name__} has no weights; construct it with weights=...")
         return self._weights
 
     def weights_or_none(self) -> Tensor | None:
-        """Weights of the values, or None."""
+        """Return the weights of the values, or None."""
         return self._weights
 
     def lengths(self) -> Tensor:
-        """Number of values in every bag, shape (bags,); computed from the offsets on first use."""
+        """Return the number of values in each bag, shape (bags,); the first call derives it from offsets."""
         if self._lengths is None:
             assert self._offsets is not None
             self._lengths = torch.diff(self._offsets)
         return self._lengths
 
     def lengths_or_none(self) -> Tensor | None:
-        """The lengths if they were given or already computed."""
+        """Return the lengths if they were given or already computed."""
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """Where every bag starts, and the end of the last: shape (bags + 1,); computed on first use.
+        """Return where each bag starts and the last ends, shape (bags + 1,); the first call computes it.
 
-        They have the dtype of the lengths unless their sum might not fit: then int64.
+        The offsets have the dtype of the lengths, or int64 if their sum might not fit.
         """
         if self._offsets is None:
             assert self._lengths is not None
@@ -60,29 +60,29 @@ class JaggedBase:
         return self._offsets
 
     def offsets_or_none(self) -> Tensor | None:
-        """The offsets if they were given or already computed."""
+        """Return the offsets if they were given or already computed."""
         return self._offsets
 
     def device(self) -> torch.device:
-        """Device of the values."""
+        """Return the device of the values."""
         return self._values.device
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that are present, values first."""
+        """Return the tensors that are present, values first."""
         parts = (self._values, self._weights, self._lengths, self._offsets)
         return [part for part in parts if part is not None]
 
     def size_in_bytes(self) -> int:
-        """Bytes of all tensors that are present."""
+        """Return the bytes of all tensors that are present."""
         return sum(part.element_size() * part.numel() for part in self.tensors())
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Tells the allocator that ``stream`` uses these tensors (see torch.Tensor.record_stream)."""
+        """Tell the allocator that ``stream`` uses these tensors (see torch.Tensor.record_stream)."""
         for part in self.tensors():
             part.record_stream(stream)  # type: ignore[arg-type]
 
     def _copy_tensors(self, other: JaggedBase, non_blocking: bool) -> None:
-        """Copies into every tensor that this one has, so that none of them is left with the old bags."""
+        """Copy into every tensor that this one has, so that no tensor is left with the old bags."""
         if (self._weights is None) != (other._weights is None):
             raise InputError(f"{type(self).__name__}.copy_: one of the two has weights, the other has none")
         self._values.copy_(other._values, non_blocking=non_blocking)
@@ -128,7 +128,7 @@ class JaggedTensor(JaggedBase):
     def _unchecked(
         cls, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> JaggedTensor:
-        """From parts that are known to fit, or that a pytree walk has replaced by something else."""
+        """Make one of parts that are known to fit, or that a pytree walk has replaced by something else."""
         jagged = cls.__new__(cls)
         jagged._values, jagged._weights, jagged._lengths, jagged._offsets = values, weights, lengths, offsets
         return jagged
@@ -141,7 +141,7 @@ class JaggedTensor(JaggedBase):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> JaggedTensor:
-        """A batch of no bags."""
+        """Make a batch of no bags."""
         return JaggedTensor(
             values=torch.empty(0, dtype=values_dtype, device=device),
             weights=torch.empty(0, dtype=weights_dtype, device=device) if is_weighted else None,
@@ -151,8 +151,9 @@ class JaggedTensor(JaggedBase):
 
     @staticmethod
     def empty_like(jt: JaggedTensor, device: Device | None = None) -> JaggedTensor:
-        """Without a device: a batch of no bags with the dtypes and device of ``jt``.
-        With one: uninitialised tensors of the same shapes there, as targets of ``copy_``.
+        """Make a batch of no bags with the dtypes and device of ``jt``.
+
+        With ``device``, make uninitialised tensors of the shapes of ``jt`` there, as targets of ``copy_``.
         """
         weights = jt.weights_or_none()
         if device is None:
@@ -168,7 +169,7 @@ class JaggedTensor(JaggedBase):
 
     @staticmethod
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> JaggedTensor:
-        """One bag per tensor of the list."""
+        """Make one bag per tensor of the list."""
         if not values:
             return JaggedTensor.empty(is_weighted=weights is not None)
         flat = torch.cat(values, dim=0)
@@ -180,7 +181,7 @@ class JaggedTensor(JaggedBase):
 
     @staticmethod
     def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> JaggedTensor:
-        """The first ``lengths[b]`` columns of every row b of ``values`` (B, L): the inverse of padding."""
+        """Take the first ``lengths[b]`` columns of each row b of ``values`` (B, L), and so undo padding."""
         columns = torch.arange(values.size(1), device=values.device)
         mask = columns.expand(values.size(0), -1) < lengths.unsqueeze(-1)
         return JaggedTensor(
@@ -188,24 +189,25 @@ class JaggedTensor(JaggedBase):
         )
 
     def to_dense(self) -> list[Tensor]:
-        """The bags as a list of B tensors (views of the values)."""
+        """Return the bags as a list of B tensors (views of the values)."""
         return _bags(self._values, self.offsets())
 
     def to_dense_weights(self) -> list[Tensor] | None:
-        """The weights of the bags as a list of B tensors, or None without weights."""
+        """Return the weights of the bags as a list of B tensors, or None without weights."""
         return None if self._weights is None else _bags(self._weights, self.offsets())
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
-        """The bags as rows of a dense tensor (B, L, ...), L the longest bag or ``desired_length``.
+        """Return the bags as rows of a dense tensor (B, L, ...); L is the longest bag or ``desired_length``.
 
-        Shorter bags are filled up with ``padding_value``, longer ones lose their tail. Differentiable.
+        Shorter bags are filled up with ``padding_value``, longer bags lose their tail. The result is
+        differentiable.
         """
         return self._padded(self._values, desired_length, padding_value)
 
     def to_padded_dense_weights(
         self, desired_length: int | None = None, padding_value: float = 0.0
     ) -> Tensor | None:
-        """Like ``to_padded_dense``, of the weights; None without weights."""
+        """Return the weights as ``to_padded_dense`` returns the values; None without weights."""
         return None if self._weights is None else self._padded(self._weights, desired_length, padding_value)
 
     def _padded(self, flat: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
@@ -217,24 +219,24 @@ class JaggedTensor(JaggedBase):
         return padded.index_put((present,), flat[positions])
 
     def to(self, device: Device, non_blocking: bool = False) -> JaggedTensor:
-        """A copy on ``device``."""
+        """Return a copy on ``device``."""
         parts = (self._values, self._weights, self._lengths, self._offsets)
         return JaggedTensor._unchecked(
             *(None if part is None else part.to(device, non_blocking=non_blocking) for part in parts)  # type: ignore[arg-type]
         )
 
     def pin_memory(self) -> JaggedTensor:
-        """A copy in page-locked host memory."""
+        """Return a copy in page-locked host memory."""
         parts = (self._values, self._weights, self._lengths, self._offsets)
         return JaggedTensor._unchecked(*(None if part is None else part.pin_memory() for part in parts))  # type: ignore[arg-type]
 
     def copy_(self, jt: JaggedTensor, non_blocking: bool = False) -> JaggedTensor:
-        """Copies the tensors of ``jt``, which must have the same shapes, into this one's."""
+        """Copy the tensors of ``jt``, which must have the same shapes, into this one's."""
         self._copy_tensors(jt, non_blocking)
         return self
 
     def validate(self) -> JaggedTensor:
-        """Reads all lengths and offsets and raises InputError if they do not fit the values; returns self."""
+        """Read all lengths and offsets and raise InputError if they do not fit the values; return self."""
         checks.check_bags("JaggedTensor", self._lengths, self._offsets, self._values.size(0))
         return self
 
@@ -255,7 +257,7 @@ class JaggedTensor(JaggedBase):
 
 
 def lengths_to_offsets(lengths: Tensor, total: int) -> Tensor:
-    """Exclusive cumulative sum with the total appended: (B,) → (B + 1,). ``total`` is the expected sum."""
+    """Return the exclusive cumulative sum and the total: (B,) → (B + 1,). ``total`` is the expected sum."""
     fits = lengths.dtype == torch.int64 or (lengths.dtype == torch.int32 and total <= INT32_MAX)
     offsets = torch.zeros(
         lengths.numel() + 1, dtype=lengths.dtype if fits else torch.int64, device=lengths.device

@@ -68,48 +68,48 @@ class KeyedTensor(Keys):
     def from_tensor_list(
         keys: list[str], tensors: list[Tensor], key_dim: int = 1, cat_dim: int = 1
     ) -> KeyedTensor:
-        """Concatenates one tensor per key along ``cat_dim``."""
+        """Concatenate one tensor per key along ``cat_dim``."""
         lengths = [tensor.shape[key_dim] for tensor in tensors]
         return KeyedTensor(keys, lengths, torch.cat(tensors, dim=cat_dim), key_dim)
 
     def values(self) -> Tensor:
-        """The concatenation of all keys."""
+        """Return the concatenation of all keys."""
         return self._values
 
     def key_dim(self) -> int:
-        """The dimension that is divided between the keys."""
+        """Return the dimension that is divided between the keys."""
         return self._key_dim
 
     def device(self) -> torch.device:
-        """Device of the values."""
+        """Return the device of the values."""
         return self._values.device
 
     def length_per_key(self) -> list[int]:
-        """Size of every key along ``key_dim``."""
+        """Return the size of each key along ``key_dim``."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Where every key starts along ``key_dim``, and the end of the last."""
+        """Return where each key starts along ``key_dim``, and where the last key ends."""
         if self._offset_per_key is None:
             self._offset_per_key = [0, *accumulate(self._length_per_key)]
         return self._offset_per_key
 
     def __getitem__(self, key: str) -> Tensor:
-        """The tensor of one key (a view); KeyError if there is no such key."""
+        """Return the tensor of one key (a view); KeyError if there is no such key."""
         if key not in self.index_per_key():
             raise KeyError(f"no key {key!r} in this KeyedTensor; it has {self._keys}")
         index = self.index_per_key()[key]
         return self._values.narrow(self._key_dim, self.offset_per_key()[index], self._length_per_key[index])
 
     def to_dict(self) -> dict[str, Tensor]:
-        """The tensor of every key (views)."""
+        """Return the tensor of each key (views)."""
         return {key: self[key] for key in self._keys}
 
     @staticmethod
     def regroup(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
-        """One tensor per group: its keys, of any of the ``keyed_tensors``, side by side. Differentiable.
+        """Return one tensor per group: the group's keys, of any of the ``keyed_tensors``, side by side.
 
-        A key that several of them have is taken from the last.
+        A key that several keyed tensors have is taken from the last. The result is differentiable.
         """
         holder = {key: keyed for keyed in keyed_tensors for key in keyed._keys}
         missing = sorted({key for group in groups for key in group if key not in holder})
@@ -121,25 +121,25 @@ class KeyedTensor(Keys):
     def regroup_as_dict(
         keyed_tensors: list[KeyedTensor], groups: list[list[str]], keys: list[str]
     ) -> dict[str, Tensor]:
-        """Like ``regroup``, with a name for every group."""
+        """Regroup as ``regroup`` does, with a name for each group."""
         if len(groups) != len(keys):
             raise InputError(f"regroup_as_dict: {len(groups)} groups need as many keys, got {len(keys)}")
         return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
 
     def size_in_bytes(self) -> int:
-        """Bytes of the values."""
+        """Return the bytes of the values."""
         return self._values.element_size() * self._values.numel()
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Tells the allocator that ``stream`` uses the values (see torch.Tensor.record_stream)."""
+        """Tell the allocator that ``stream`` uses the values (see torch.Tensor.record_stream)."""
         self._values.record_stream(stream)  # type: ignore[arg-type]
 
     def to(self, device: Device, non_blocking: bool = False) -> KeyedTensor:
-        """A copy on ``device``."""
+        """Return a copy on ``device``."""
         return self._with_values(self._values.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> KeyedTensor:
-        """A copy in page-locked host memory."""
+        """Return a copy in page-locked host memory."""
         return self._with_values(self._values.pin_memory())
 
     def _with_values(self, values: Tensor) -> KeyedTensor:

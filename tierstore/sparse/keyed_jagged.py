@@ -76,7 +76,7 @@ class KeyedJaggedTensor(FiguresPerKey):
         strides: Tensor | None,
         inverse_indices: InverseIndices | None,
     ) -> KeyedJaggedTensor:
-        """Sets the defining parts unchecked: they are known to fit, or are a pytree walk's stand-ins."""
+        """Set the defining parts unchecked: the parts are known to fit, or are a pytree walk's stand-ins."""
         self._keys = keys
         self._values, self._weights, self._lengths, self._offsets = values, weights, lengths, offsets
         self._stride = stride
@@ -95,7 +95,7 @@ class KeyedJaggedTensor(FiguresPerKey):
         stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> KeyedJaggedTensor:
-        """From lengths; computes (and checks) the lengths and offsets per key, which reads the lengths."""
+        """Make one of lengths, read the lengths, and compute and check the lengths and offsets per key."""
         return KeyedJaggedTensor(
             keys,
             values,
@@ -116,7 +116,7 @@ class KeyedJaggedTensor(FiguresPerKey):
         stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> KeyedJaggedTensor:
-        """From offsets; computes (and checks) the lengths and offsets per key, which reads the offsets."""
+        """Make one of offsets, read the offsets, and compute and check the lengths and offsets per key."""
         return KeyedJaggedTensor(
             keys,
             values,
@@ -129,10 +129,10 @@ class KeyedJaggedTensor(FiguresPerKey):
 
     @staticmethod
     def from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """Of one JaggedTensor per key; where their batch sizes differ, the strides of the result do."""
+        """Join one JaggedTensor per key; batch sizes that differ become strides that differ."""
         if not jt_dict:
             return KeyedJaggedTensor.empty()
-        return rearrange.from_parts(KeyedJaggedTensor, jt_dict).sync()
+        return KeyedJaggedTensor(**rearrange.join_dict(jt_dict)).sync()
 
     @staticmethod
     def empty(
@@ -142,7 +142,7 @@ class KeyedJaggedTensor(FiguresPerKey):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> KeyedJaggedTensor:
-        """No keys and no values."""
+        """Make a batch of no keys and no values."""
         return KeyedJaggedTensor(
             [],
             torch.empty(0, dtype=values_dtype, device=device),
@@ -153,8 +153,9 @@ class KeyedJaggedTensor(FiguresPerKey):
 
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor, device: Device | None = None) -> KeyedJaggedTensor:
-        """Without a device: no keys and no values, but the batch size, dtypes and device of ``kjt``.
-        With one: uninitialised tensors of the same shapes there, as targets of ``copy_``.
+        """Make a batch of no keys and no values with the batch size, dtypes and device of ``kjt``.
+
+        With ``device``, make uninitialised tensors of the shapes of ``kjt`` there, as targets of ``copy_``.
         """
         weights = kjt.weights_or_none()
         if device is None:
@@ -169,34 +170,28 @@ class KeyedJaggedTensor(FiguresPerKey):
 
     @staticmethod
     def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
-        """The keys of all, one after another; all or none have weights, strides per key, inverse indices."""
-        return rearrange.concat(kjt_list)
+        """Join the keys of all; either all or none have weights, strides per key, or inverse indices."""
+        parts = rearrange.concat(kjt_list)
+        return type(kjt_list[0])(**parts)
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
-        """The first ``segments[0]`` keys, then the next ``segments[1]``, and so on. Views, no copies."""
-        return rearrange.split(self, segments)
+        """Cut into the first ``segments[0]`` keys, the next ``segments[1]``, and so on. Views, no copies."""
+        bounds = rearrange.segment_bounds(self, segments)
+        # The whole is returned as it is, with everything that it has computed.
+        return [
+            self if end - start == len(self._keys) else type(self)(**rearrange.key_range(self, start, end))
+            for start, end in bounds
+        ]
 
     def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
-        """The keys at ``indices`` in that order; a key may be left out or occur more than once.
+        """Return the keys at ``indices`` in that order; a key may be left out or occur more than once.
 
-        ``indices_tensor`` (the same indices as a tensor) is accepted for torchrec's sake and not needed.
+        ``indices_tensor`` (the same indices as a tensor) is accepted since torchrec has it, and is not used.
         """
-        return rearrange.permute(self, indices)
-
-    def inverse_indices(self) -> InverseIndices:
-        """(keys, (len(keys), B) integers): which bag of its key every example has; InputError if none."""
-        if self._inverse_indices is None:
-            raise InputError(
-                "this KeyedJaggedTensor has no inverse indices; construct it with inverse_indices=..."
-            )
-        return self._inverse_indices
-
-    def inverse_indices_or_none(self) -> InverseIndices | None:
-        """The inverse indices, or None."""
-        return self._inverse_indices
+        return type(self)(**rearrange.permute(self, indices))
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        """The bags of one key (views); KeyError if there is no such key."""
+        """Return the bags of one key (views); KeyError if there is no such key."""
         if key not in self.index_per_key():
             raise KeyError(f"no key {key!r} in this KeyedJaggedTensor; it has {self._keys}")
         index = self.index_per_key()[key]
@@ -210,7 +205,7 @@ class KeyedJaggedTensor(FiguresPerKey):
         )
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """The bags of every key (views). The dict is kept and returned again by the next call."""
+        """Return the bags of each key (views). The dict is kept, and the next call returns it again."""
         if self._jt_dict is None:
             self._jt_dict = {key: self[key] for key in self._keys}
         if compute_offsets:
@@ -219,11 +214,11 @@ class KeyedJaggedTensor(FiguresPerKey):
         return self._jt_dict
 
     def flatten_lengths(self) -> KeyedJaggedTensor:
-        """The same with lengths in one dimension (they always are) and nothing else but them computed."""
+        """Return a copy whose lengths have one dimension (they always have) and nothing else is computed."""
         return self._mapped(lambda part: part)
 
     def sync(self) -> KeyedJaggedTensor:
-        """Computes lengths and offsets per key; InputError if the lengths do not add up to the values."""
+        """Compute lengths and offsets per key; InputError if the lengths do not add up to the values."""
         lengths = self.length_per_key()
         if self._values.device.type != "meta":
             checks.check_first_offset(self._offsets)
@@ -232,13 +227,13 @@ class KeyedJaggedTensor(FiguresPerKey):
         return self
 
     def unsync(self) -> KeyedJaggedTensor:
-        """Forgets the lengths and offsets per key."""
+        """Forget the lengths and offsets per key."""
         self._length_per_key = None
         self._offset_per_key = None
         return self
 
     def validate(self) -> KeyedJaggedTensor:
-        """Reads lengths, offsets and inverse indices; InputError names key, bag and numbers. Returns self."""
+        """Read and check lengths, offsets, inverse indices; InputError names key and bag. Return self."""
         repeated = {key for key in self._keys if self._keys.count(key) > 1}
         if repeated:
             raise InputError(f"KeyedJaggedTensor: keys must be unique, but {sorted(repeated)} are repeated")
@@ -253,18 +248,18 @@ class KeyedJaggedTensor(FiguresPerKey):
     def to(
         self, device: Device, non_blocking: bool = False, dtype: torch.dtype | None = None
     ) -> KeyedJaggedTensor:
-        """A copy on ``device``; ``dtype`` is for the weights only."""
+        """Return a copy on ``device``; ``dtype`` is for the weights only."""
         moved = self._mapped(lambda part: part.to(device, non_blocking=non_blocking))
         if dtype is not None and moved._weights is not None:
             moved._weights = moved._weights.to(dtype)
         return moved
 
     def pin_memory(self) -> KeyedJaggedTensor:
-        """A copy in page-locked host memory."""
+        """Return a copy in page-locked host memory."""
         return self._mapped(lambda part: part.pin_memory())
 
     def _mapped(self, change) -> KeyedJaggedTensor:  # type: ignore[no-untyped-def]
-        """The same with every tensor of the data changed; what is known of the keys stays known."""
+        """Apply ``change`` to each tensor of the data; what is known of the keys stays known."""
         inverse = self._inverse_indices
         result = object.__new__(KeyedJaggedTensor)._assign(
             self._keys,
@@ -286,7 +281,7 @@ class KeyedJaggedTensor(FiguresPerKey):
         return result
 
     def copy_(self, kjt: KeyedJaggedTensor, non_blocking: bool = False) -> KeyedJaggedTensor:
-        """Copies the data of ``kjt``, which must have the same keys and shapes, into this one's tensors."""
+        """Copy the data of ``kjt``, which must have the same keys and shapes, into this one's tensors."""
         self._copy_tensors(kjt, non_blocking)
         if self._inverse_indices is not None and kjt._inverse_indices is not None:
             self._inverse_indices[1].copy_(kjt._inverse_indices[1], non_blocking=non_blocking)
@@ -299,7 +294,7 @@ class KeyedJaggedTensor(FiguresPerKey):
         return self
 
     def tensors(self) -> list[Tensor]:
-        """The tensors that are present, values first."""
+        """Return the tensors that are present, values first."""
         return super().tensors() + ([] if self._inverse_indices is None else [self._inverse_indices[1]])
 
     def size_in_bytes(self) -> int:

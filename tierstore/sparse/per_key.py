@@ -1,4 +1,4 @@
-"""What can be told of every key of a batch: its index, and where its bags and values are."""
+"""The figures of each key of a batch: its index, and where its bags and values are."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from tierstore.errors import InputError
 from tierstore.sparse.jagged import JaggedBase, JaggedTensor
 
 InverseIndices = tuple[list[str], Tensor]
@@ -19,11 +20,11 @@ class Keys:
     _index_per_key: dict[str, int] | None
 
     def keys(self) -> list[str]:
-        """Names of the features."""
+        """Return the names of the features."""
         return self._keys
 
     def index_per_key(self) -> dict[str, int]:
-        """Position of every key."""
+        """Return the position of each key."""
         if self._index_per_key is None:
             self._index_per_key = {key: index for index, key in enumerate(self._keys)}
         return self._index_per_key
@@ -33,8 +34,11 @@ class Keys:
 
 
 class FiguresPerKey(JaggedBase, Keys):
-    """Bags per key (strides), values per key, and where they begin: derived when they are first asked for,
-    and kept, for reading lengths waits for their device."""
+    """Bags per key (strides), values per key, and where each key begins.
+
+    A figure is derived by the first call that asks for it, and kept, since reading lengths waits for their
+    device.
+    """
 
     _stride: int | None
     _stride_per_key_per_rank: Tensor | None
@@ -49,7 +53,7 @@ class FiguresPerKey(JaggedBase, Keys):
         index_per_key: dict[str, int] | None = None,
         jt_dict: dict[str, JaggedTensor] | None = None,
     ) -> None:
-        """Sets what can be derived from the defining parts, as far as it is known already."""
+        """Set what can be derived from the defining parts, as far as the caller knows it already."""
         self._stride_per_key = stride_per_key
         self._length_per_key = length_per_key
         self._lengths_offset_per_key = lengths_offset_per_key
@@ -58,7 +62,7 @@ class FiguresPerKey(JaggedBase, Keys):
         self._jt_dict = jt_dict
 
     def stride(self) -> int:
-        """Batch size: bags per key; where they differ that of the inverse indices, or else the largest."""
+        """Return the bags per key; if keys differ, the batch size of the inverse indices, or the largest."""
         if self._stride is None:
             self._stride = self._derived_stride()
         return self._stride
@@ -79,7 +83,7 @@ class FiguresPerKey(JaggedBase, Keys):
         return lengths.numel() if lengths is not None else offsets.numel() - 1  # type: ignore[union-attr]
 
     def stride_per_key(self) -> list[int]:
-        """Number of bags of every key."""
+        """Return the number of bags of each key."""
         if self._stride_per_key is None:
             strides = self._stride_per_key_per_rank
             if strides is None:
@@ -89,16 +93,16 @@ class FiguresPerKey(JaggedBase, Keys):
         return self._stride_per_key
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Bags per key and rank, where they differ; otherwise []."""
+        """Return the bags per key and rank where keys differ; otherwise []."""
         strides = self._stride_per_key_per_rank
         return [] if strides is None else strides.tolist()
 
     def variable_stride_per_key(self) -> bool:
-        """Whether the keys may have different numbers of bags."""
+        """Tell whether the keys may have different numbers of bags."""
         return self._stride_per_key_per_rank is not None
 
     def length_per_key(self) -> list[int]:
-        """Number of values of every key; reads the lengths on first use."""
+        """Return the number of values of each key; the first call reads the lengths."""
         if self._length_per_key is None:
             self._length_per_key = self._summed_lengths()
         return self._length_per_key
@@ -115,21 +119,33 @@ class FiguresPerKey(JaggedBase, Keys):
         return lengths.view(len(self._keys), -1).sum(dim=1).tolist()
 
     def length_per_key_or_none(self) -> list[int] | None:
-        """The lengths per key if they were given or already computed."""
+        """Return the lengths per key if they were given or already computed."""
         return self._length_per_key
 
     def offset_per_key(self) -> list[int]:
-        """Where the values of every key start, and the end of the last; reads the lengths on first use."""
+        """Return where each key's values start and the last key's end; the first call reads the lengths."""
         if self._offset_per_key is None:
             self._offset_per_key = [0, *accumulate(self.length_per_key())]
         return self._offset_per_key
 
     def offset_per_key_or_none(self) -> list[int] | None:
-        """The offsets per key if they were given or already computed."""
+        """Return the offsets per key if they were given or already computed."""
         return self._offset_per_key
 
     def lengths_offset_per_key(self) -> list[int]:
-        """Where the bags (lengths) of every key start, and the end of the last."""
+        """Return where the bags (lengths) of each key start, and where the last ones end."""
         if self._lengths_offset_per_key is None:
             self._lengths_offset_per_key = [0, *accumulate(self.stride_per_key())]
         return self._lengths_offset_per_key
+
+    def inverse_indices(self) -> InverseIndices:
+        """Return (keys, (len(keys), B) integers): the bag of each example by key; InputError if none."""
+        if self._inverse_indices is None:
+            raise InputError(
+                "this KeyedJaggedTensor has no inverse indices; construct it with inverse_indices=..."
+            )
+        return self._inverse_indices
+
+    def inverse_indices_or_none(self) -> InverseIndices | None:
+        """Return the inverse indices, or None."""
+        return self._inverse_indices

@@ -1,22 +1,36 @@
-"""Keys of KeyedJaggedTensors put together, taken apart and into another order."""
+"""Put keys of KeyedJaggedTensors together, take them apart, and bring them into another order.
+
+Each function returns the arguments of the constructor of the result.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from typing import TYPE_CHECKING
+from itertools import accumulate, chain, pairwise
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from tierstore.errors import InputError
-
-if TYPE_CHECKING:
-    from tierstore.sparse.jagged import JaggedTensor
-    from tierstore.sparse.keyed_jagged import InverseIndices, KeyedJaggedTensor
+from tierstore.sparse.jagged import JaggedTensor
+from tierstore.sparse.per_key import FiguresPerKey, InverseIndices
 
 
-def from_parts(kind: type[KeyedJaggedTensor], parts: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
+class Parts(TypedDict):
+    """Arguments of :class:`tierstore.sparse.KeyedJaggedTensor`, by name."""
+
+    keys: list[str]
+    values: Tensor
+    weights: Tensor | None
+    lengths: Tensor
+    stride: int | None
+    stride_per_key_per_rank: Tensor | list[list[int]] | None
+    length_per_key: list[int] | None
+    inverse_indices: InverseIndices | None
+
+
+def join_dict(parts: Mapping[str, JaggedTensor]) -> Parts:
     """See KeyedJaggedTensor.from_jt_dict."""
     weighted = [key for key, part in parts.items() if part.weights_or_none() is not None]
     if weighted and len(weighted) < len(parts):
@@ -24,17 +38,19 @@ def from_parts(kind: type[KeyedJaggedTensor], parts: Mapping[str, JaggedTensor])
         raise InputError(f"from_jt_dict: key {weighted[0]!r} has weights but {bare!r} has none")
     strides = [part.lengths().numel() for part in parts.values()]
     uniform = len(set(strides)) == 1
-    return kind(
-        list(parts),
-        torch.cat([part.values() for part in parts.values()]),
-        torch.cat([part.weights() for part in parts.values()]) if weighted else None,
+    return Parts(
+        keys=list(parts),
+        values=torch.cat([part.values() for part in parts.values()]),
+        weights=torch.cat([part.weights() for part in parts.values()]) if weighted else None,
         lengths=torch.cat([part.lengths() for part in parts.values()]),
         stride=strides[0] if uniform else None,
         stride_per_key_per_rank=None if uniform else [[stride] for stride in strides],
+        length_per_key=None,
+        inverse_indices=None,
     )
 
 
-def concat(kjts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+def concat(kjts: Sequence[FiguresPerKey]) -> Parts:
     """See KeyedJaggedTensor.concat."""
     if not kjts:
         raise InputError("concat: there is no KeyedJaggedTensor to concatenate")
@@ -45,10 +61,10 @@ def concat(kjts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     if not variable and len(set(strides)) > 1:
         raise InputError(f"concat: batch sizes must agree, got {strides}")
     known = [kjt.length_per_key_or_none() for kjt in kjts]
-    return type(kjts[0])(
-        list(chain.from_iterable(kjt.keys() for kjt in kjts)),
-        torch.cat([kjt.values() for kjt in kjts]),
-        torch.cat([kjt.weights() for kjt in kjts]) if weighted else None,
+    return Parts(
+        keys=list(chain.from_iterable(kjt.keys() for kjt in kjts)),
+        values=torch.cat([kjt.values() for kjt in kjts]),
+        weights=torch.cat([kjt.weights() for kjt in kjts]) if weighted else None,
         lengths=torch.cat([kjt.lengths() for kjt in kjts]),
         stride=None if variable else strides[0],
         stride_per_key_per_rank=[row for kjt in kjts for row in kjt.stride_per_key_per_rank()]
@@ -59,20 +75,15 @@ def concat(kjts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
     )
 
 
-def split(kjt: KeyedJaggedTensor, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
-    """See KeyedJaggedTensor.split."""
-    keys = kjt.keys()
-    if min(segments, default=0) < 0 or sum(segments) > len(keys):
-        raise InputError(f"split: segments {list(segments)} do not fit {len(keys)} keys")
-    pieces, start = [], 0
-    for segment in segments:
-        # the whole is returned as it is, with everything that it has computed
-        pieces.append(kjt if segment == len(keys) else _key_range(kjt, start, start + segment))
-        start += segment
-    return pieces
+def segment_bounds(kjt: FiguresPerKey, segments: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the last key (exclusive) of each segment, a number of keys."""
+    count = len(kjt.keys())
+    if min(segments, default=0) < 0 or sum(segments) > count:
+        raise InputError(f"split: segments {list(segments)} do not fit {count} keys")
+    return list(pairwise(accumulate(segments, initial=0)))
 
 
-def permute(kjt: KeyedJaggedTensor, indices: Sequence[int]) -> KeyedJaggedTensor:
+def permute(kjt: FiguresPerKey, indices: Sequence[int]) -> Parts:
     """See KeyedJaggedTensor.permute."""
     count = len(kjt.keys())
     wrong = [index for index in indices if not 0 <= index < count]
@@ -92,7 +103,8 @@ def permute(kjt: KeyedJaggedTensor, indices: Sequence[int]) -> KeyedJaggedTensor
     )
 
 
-def _key_range(kjt: KeyedJaggedTensor, start: int, end: int) -> KeyedJaggedTensor:
+def key_range(kjt: FiguresPerKey, start: int, end: int) -> Parts:
+    """Cut out the keys from ``start`` to ``end`` (exclusive), without copies."""
     values, bags = kjt.offset_per_key(), kjt.lengths_offset_per_key()
     weights = kjt.weights_or_none()
     inside = slice(values[start], values[end])
@@ -108,20 +120,20 @@ def _key_range(kjt: KeyedJaggedTensor, start: int, end: int) -> KeyedJaggedTenso
 
 
 def _derived(
-    kjt: KeyedJaggedTensor,
+    kjt: FiguresPerKey,
     keys: list[str],
     values: Tensor,
     weights: Tensor | None,
     lengths: Tensor,
     indices: list[int],
     length_per_key: list[int],
-) -> KeyedJaggedTensor:
-    """Some keys of ``kjt``: it keeps their strides, and their inverse indices."""
+) -> Parts:
+    """Add the strides and the inverse indices that ``keys`` have in ``kjt``."""
     strides = kjt._stride_per_key_per_rank
-    return type(kjt)(
-        keys,
-        values,
-        weights,
+    return Parts(
+        keys=keys,
+        values=values,
+        weights=weights,
         lengths=lengths,
         stride=kjt.stride(),
         stride_per_key_per_rank=None if strides is None or strides.dim() != 2 else strides[indices],
@@ -136,7 +148,7 @@ def _gathered(flat: Tensor, bounds: Sequence[int], indices: Sequence[int]) -> Te
 
 
 def _selected(inverse: InverseIndices | None, keys: Sequence[str]) -> InverseIndices | None:
-    """The rows of the inverse indices for ``keys``, in their order; rows of other keys are left out."""
+    """Return the rows of the inverse indices for ``keys``, in the keys' order, without other keys' rows."""
     if inverse is None:
         return None
     row_of = {name: row for row, name in enumerate(inverse[0])}

@@ -2,8 +2,8 @@
 
 from tierstore.store.directory import DirectoryStore, open_store
 from tierstore.store.identity import StoreIdentity, read_identity
-from tierstore.store.portable import import_
-from tierstore.store.protocol import CommitId, CommitInfo, RowStore, StoreStats, TableSpec
+from tierstore.store.importing import import_
+from tierstore.store.protocol import CommitId, CommitInfo, RowStore, StoredTable, StoreStats
 from tierstore.store.registry import StoreOptions, engine_names, get_engine, register_engine
 from tierstore.store.verification import Damage, VerifyReport, verify
 
@@ -16,7 +16,7 @@ __all__ = [
     "StoreIdentity",
     "StoreOptions",
     "StoreStats",
-    "TableSpec",
+    "StoredTable",
     "VerifyReport",
     "engine_names",
     "get_engine",

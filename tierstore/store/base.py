@@ -21,7 +21,7 @@ from tierstore.errors import ClosedError, InputError, StoreCorruptError
 from tierstore.keys import ID_BITS
 from tierstore.store.commits import check_droppable, find_commit, new_commit, superseded
 from tierstore.store.files import store_errors
-from tierstore.store.protocol import CommitId, CommitInfo, StoreStats, TableSpec
+from tierstore.store.protocol import CommitId, CommitInfo, StoredTable, StoreStats
 from tierstore.store.registry import StoreOptions
 
 log = logging.getLogger(__name__)
@@ -32,28 +32,28 @@ _TAG = re.compile(r"[ -.0-~]{0,100}")  # so that it may be part of a file's name
 class RowSizes:
     """Row sizes by table index, and the check that arrays of a call fit them."""
 
-    def __init__(self, tables: Sequence[TableSpec]) -> None:
+    def __init__(self, tables: Sequence[StoredTable]) -> None:
         self._sizes = np.zeros(1 + max((spec.index for spec in tables), default=-1), np.int64)
         for spec in tables:
             self._sizes[spec.index] = spec.row_bytes
 
     def known(self) -> list[int]:
-        """All row sizes, ascending."""
+        """Return all row sizes, ascending."""
         return np.unique(self._sizes[self._sizes > 0]).tolist()
 
     def of_table(self, table: int) -> int:
-        """Row size of ``table``; ``InputError`` when the store has no such table."""
+        """Return the row size of ``table``; ``InputError`` when the store has no such table."""
         size = self._sizes[table] if 0 <= table < len(self._sizes) else 0
         if size == 0:
             raise InputError(f"table index {table} is unknown to this store; it has {self._indices()}")
         return int(size)
 
     def of_keys(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Row size of every key's table, int64 (n,); all tables must be known."""
+        """Return the row size of each key's table, int64 (n,); all tables must be known."""
         return self._sizes[keys >> np.uint64(ID_BITS)]
 
     def check(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8], name: str) -> None:
-        """Raises ``InputError`` unless keys are uint64 (n,) and rows uint8 (n, row_bytes), C-contiguous.
+        """Raise ``InputError`` unless keys are uint64 (n,) and rows uint8 (n, row_bytes), C-contiguous.
 
         ``name`` is what messages call ``rows``.
         """
@@ -92,12 +92,12 @@ def _check_array(array: object, name: str, dtype: type[np.generic], ndim: int) -
 
 
 def as_bytes(rows: NDArray[np.uint8]) -> list[bytes]:
-    """Each row of uint8 (n, row_bytes) as a bytes object."""
+    """Return each row of uint8 (n, row_bytes) as a bytes object."""
     return rows.view(f"V{rows.shape[1]}").ravel().tolist()
 
 
 def scatter(values: list[bytes], positions: NDArray[np.int64], out: NDArray[np.uint8], path: Path) -> None:
-    """Copies ``values[i]``, of row_bytes each, to ``out[positions[i]]``."""
+    """Copy ``values[i]``, of row_bytes each, to ``out[positions[i]]``."""
     data = b"".join(values)
     if len(data) != len(values) * out.shape[1]:
         raise StoreCorruptError(
@@ -107,7 +107,7 @@ def scatter(values: list[bytes], positions: NDArray[np.int64], out: NDArray[np.u
 
 
 def check_commit(meta: object, tag: object) -> None:
-    """Raises ``InputError`` unless both can be kept with a commit."""
+    """Raise ``InputError`` unless both can be kept with a commit."""
     if not isinstance(meta, bytes):
         raise InputError(f"meta must be bytes, not {type(meta).__name__}")
     if tag is not None and not (isinstance(tag, str) and _TAG.fullmatch(tag)):
@@ -120,7 +120,7 @@ class StoreBase(ABC):
     engine: str
     io: str
 
-    def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
+    def __init__(self, path: Path, tables: Sequence[StoredTable], options: StoreOptions) -> None:
         self._path = path
         self._sizes = RowSizes(tables)
         self._cap = options.ssd_bytes
@@ -165,7 +165,7 @@ class StoreBase(ABC):
             self._listings.add(chunks)
         return self._checked(chunks)
 
-    def expect(self, table: int, rows: int) -> None:
+    def reserve(self, table: int, rows: int) -> None:
         with self._open_to_write():
             self._sizes.of_table(table)
 
@@ -238,22 +238,22 @@ class StoreBase(ABC):
 
     @abstractmethod
     def _commit(self, commit: CommitInfo) -> None:
-        """Makes everything written so far durable as ``commit``."""
+        """Make everything written so far durable as ``commit``."""
 
     @abstractmethod
     def _remove(self, commit: CommitInfo) -> None:
-        """Removes the files of a kept commit, which is not the last; those that are gone are no error."""
+        """Remove the files of a kept commit, which is not the last; a file that is gone is no error."""
 
     def _compact(self) -> None:  # noqa: B027  # most engines have nothing to do
-        """Wins back space; nothing to do unless the engine says otherwise."""
+        """Win back space; an engine that has nothing to win back need not override this."""
 
     @abstractmethod
     def _space(self) -> tuple[int, int, int, int]:
-        """Rows, live bytes, bytes on disk, bytes of memory."""
+        """Return rows, live bytes, bytes on disk, bytes of memory."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Frees everything; called once."""
+        """Free everything; called once."""
 
     def _give_up(self, commit: CommitInfo) -> None:
         self._remove(commit)
@@ -261,7 +261,7 @@ class StoreBase(ABC):
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Holds the lock that keeps close() out, of a store that is open."""
+        """Hold the lock that keeps close() out; ``ClosedError`` unless the store is open."""
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self._closed}; open it again to go on from its last commit")
@@ -276,7 +276,7 @@ class StoreBase(ABC):
 
     @contextmanager
     def _breaking(self, doing: str) -> Iterator[None]:
-        """For engines that cannot go on after a failed change: any error of the body closes the store."""
+        """Close the store at any error of the body: some engines cannot go on after a failed change."""
         try:
             yield
         except BaseException as error:

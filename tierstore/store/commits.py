@@ -25,12 +25,12 @@ RECORD_OVERHEAD = _HEAD.size + _CHECKSUM.size
 
 
 def new_commit(id: int, tag: str | None, meta: bytes) -> CommitInfo:
-    """The record of a commit that is made now."""
+    """Describe a commit that is made now."""
     return CommitInfo(id, tag or "", time.time_ns(), meta)
 
 
 def pack_commit(commit: CommitInfo) -> bytes:
-    """The record's bytes."""
+    """Return the bytes of the record of ``commit``."""
     tag = commit.tag.encode()
     head = _HEAD.pack(_MAGIC, commit.id, commit.unix_nanoseconds, len(tag), len(commit.meta))
     body = head + tag + commit.meta
@@ -38,7 +38,7 @@ def pack_commit(commit: CommitInfo) -> bytes:
 
 
 def unpack_commit(data: bytes | memoryview, where: str | Path) -> tuple[CommitInfo, int]:
-    """The record that ``data`` begins with, and its length; ``where`` is what errors name."""
+    """Read the record that ``data`` begins with; return it and its length. Errors name ``where``."""
     if len(data) < RECORD_OVERHEAD:
         raise StoreCorruptError(f"{where} ends within its commit record")
     magic, id, nanoseconds, tag_bytes, meta_bytes = _HEAD.unpack_from(data)
@@ -56,7 +56,7 @@ def unpack_commit(data: bytes | memoryview, where: str | Path) -> tuple[CommitIn
 
 
 def read_commit(path: Path) -> CommitInfo:
-    """The record that the file ``path`` begins with, without reading what is behind it."""
+    """Read the record that the file ``path`` begins with, and nothing behind it."""
     try:
         fd = open_regular(path)
     except FileNotFoundError:
@@ -71,7 +71,7 @@ def read_commit(path: Path) -> CommitInfo:
 
 
 def find_commit(commits: Sequence[CommitInfo], at: int | str, path: str | Path) -> CommitInfo:
-    """The kept commit of number ``at``, or the newest tagged ``at``; ``InputError`` lists what there is."""
+    """Return the kept commit of number ``at``, or the newest tagged ``at``; ``InputError`` lists them."""
     for commit in reversed(commits):
         if at == (commit.tag if isinstance(at, str) else commit.id):
             return commit
@@ -82,7 +82,7 @@ def find_commit(commits: Sequence[CommitInfo], at: int | str, path: str | Path) 
 
 
 def check_droppable(commits: Sequence[CommitInfo], id: int, path: str | Path) -> None:
-    """Raises ``InputError`` unless commit ``id`` is kept and not the newest."""
+    """Raise ``InputError`` unless commit ``id`` is kept and not the newest."""
     if find_commit(commits, id, path) is commits[-1]:
         raise InputError(f"{path}: commit {id} is the newest; a store keeps at least that one")
 

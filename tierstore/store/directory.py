@@ -28,7 +28,7 @@ from tierstore.store.files import open_own, store_errors, sync_directory, walk_f
 from tierstore.store.identity import StoreIdentity
 from tierstore.store.lock import LOCK, FolderLock, lock_for_reading, lock_for_writing
 from tierstore.store.portable import Progress, export_rows
-from tierstore.store.protocol import CommitId, CommitInfo, RowStore, StoreStats, TableSpec
+from tierstore.store.protocol import CommitId, CommitInfo, RowStore, StoredTable, StoreStats
 from tierstore.store.registry import StoreOptions, get_engine
 
 NO_CAP = 1 << 62
@@ -39,7 +39,7 @@ _MAY_BE_IN_A_NEW_ONE = {LOCK, identities.FILE_NAME + ".tmp", "lost+found"}
 def open_store(
     path: str | os.PathLike[str] | None,
     engine: str | None = None,
-    tables: Sequence[TableSpec] | None = None,
+    tables: Sequence[StoredTable] | None = None,
     ssd_bytes: int = NO_CAP,
     *,
     io: str = "auto",
@@ -48,18 +48,18 @@ def open_store(
     at: int | str = 0,
     read_only: bool = False,
 ) -> DirectoryStore:
-    """Opens the store directory ``path`` for ``tables``, at its last commit; creates it where there is none.
+    """Open the store directory ``path`` for ``tables``, at its last commit; create it where there is none.
 
     ``path`` None makes a temporary directory that is deleted on close, or when the process ends in good
-    order; that of a process that was killed, when the next one is made. ``ssd_bytes`` caps all files of the
-    store; ``io``, ``read_threads``, ``keep``, ``at`` and ``read_only`` are those of :class:`StoreOptions`; a
-    store opened read-only must exist, and may be where this user cannot write. Tables that the directory does
-    not have yet are added, if it has no others than those asked for. Without ``engine`` or ``tables`` the
-    directory must exist, and its own are taken.
+    order. The temporary directory of a process that was killed is deleted when the next one is made.
+    ``ssd_bytes`` caps the bytes of all files of the store; :class:`StoreOptions` describes the other options.
+    A store opened read-only must exist, and may be where this user cannot write. Tables that the directory
+    lacks are added, if each table that it has is among ``tables``. Without ``engine`` or ``tables`` the
+    directory must exist, and its own engine and tables are taken.
 
     Raises ``StoreMismatchError`` (and touches nothing) when the directory is for other tables or another
-    engine, or holds something else; ``StoreLockedError`` when it is open elsewhere; ``ConfigError`` when
-    ``path`` is a file; ``StoreIOError`` or ``StoreFullError`` when the system refuses.
+    engine, or holds something else; ``StoreLockedError`` when the store is open elsewhere; ``ConfigError``
+    when ``path`` is a file; ``StoreIOError`` or ``StoreFullError`` when the system refuses.
     """
     if engine is None or tables is None:
         if path is None:
@@ -114,7 +114,7 @@ class DirectoryStore:
         path: Path,
         inner: RowStore,
         lock: FolderLock,
-        tables: tuple[TableSpec, ...],
+        tables: tuple[StoredTable, ...],
         at: int | str,
         temporary: bool,
     ) -> None:
@@ -142,11 +142,11 @@ class DirectoryStore:
     def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
         return self._while_locked(self._own().keys(table))
 
-    def expect(self, table: int, rows: int) -> None:
-        self._own().expect(table, rows)
+    def reserve(self, table: int, rows: int) -> None:
+        self._own().reserve(table, rows)
 
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
-        """Of a call that is interrupted, as by Ctrl-C, :meth:`commits` tells whether the commit was made."""
+        """See :class:`RowStore`. After an interrupted call (Ctrl-C) :meth:`commits` tells what was made."""
         inner = self._own()
         last = self._commit.id if self._commit else 0
         try:
@@ -167,8 +167,7 @@ class DirectoryStore:
         self._own().compact()
 
     def set_cap(self, ssd_bytes: int) -> None:
-        """Sets the cap on the bytes of all files; ``ConfigError`` by engines that must be opened anew for
-        that."""
+        """Set the cap on the bytes of all files; ``ConfigError`` if the engine must be opened anew for it."""
         change = getattr(self.inner, "set_cap", None)
         if change is None:
             raise ConfigError(f"a store of engine {self.engine!r} takes another cap only when it is opened")
@@ -181,10 +180,10 @@ class DirectoryStore:
         return self._own().stats()
 
     def export(self, target: str | os.PathLike[str], progress: Progress | None = None) -> int:
-        """Writes a portable copy of all rows as they are now to the new folder ``target``; returns how many.
+        """Write a portable copy of all rows as they are now to the new folder ``target``; return how many.
 
-        The meta and the tag with them are those of the commit that the store was opened at or made last, so
-        commit first. :func:`tierstore.store.import_` reads the copy; for errors see
+        The copy has the meta and the tag of the commit that the store was opened at or made last, so commit
+        first. :func:`tierstore.store.import_` reads the copy; for errors see
         :func:`tierstore.store.portable.export_rows`.
         """
         self._own()
@@ -202,7 +201,7 @@ class DirectoryStore:
         self.close()
 
     def _own(self) -> RowStore:
-        """The engine, where it can be used: it has threads and files in one process only."""
+        """Return the engine; ``ClosedError`` in a forked child, which lacks the engine's threads."""
         if self._forks != _core.fork_count():
             raise ClosedError(
                 f"the store in {self.path} was opened before this process was forked; open it in the process "
@@ -211,7 +210,7 @@ class DirectoryStore:
         return self.inner
 
     def _while_locked(self, chunks: Iterator[NDArray[np.uint64]]) -> Iterator[NDArray[np.uint64]]:
-        """``chunks``, with this store (and so its lock) alive as long as the iterator is."""
+        """Yield ``chunks``, and keep this store (and so its lock) alive as long as the iterator."""
         while True:
             self._own()
             chunk = next(chunks, None)
@@ -224,7 +223,7 @@ _OPEN: weakref.WeakSet[DirectoryStore] = weakref.WeakSet()
 
 
 def _keep_engines_for_ever() -> None:
-    """In a forked child: engines must not be destroyed there, since their threads are missing."""
+    """Keep engines from being destroyed in a forked child, where their threads are missing."""
     for store in list(_OPEN):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(store.inner))
 
@@ -233,7 +232,7 @@ os.register_at_fork(after_in_child=_keep_engines_for_ever)
 
 
 def _release(inner: RowStore, lock: FolderLock, temporary: Path | None) -> None:
-    """Ends the engine, then the lock. Nothing in a forked child, whose parent works with all of it."""
+    """End the engine, then the lock. Do nothing in a forked child, whose parent still works with both."""
     if lock.closed:
         return
     try:
@@ -253,7 +252,7 @@ def _temporary(undo: ExitStack) -> Path:
 
 
 def _delete_left_behind(parent: Path) -> None:
-    """Deletes this user's temporary stores of processes that were killed."""
+    """Delete this user's temporary stores of processes that were killed."""
     for folder in parent.glob(f"{_TEMPORARY}*"):
         with suppress(OSError, ValueError, StoreCorruptError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
@@ -284,7 +283,7 @@ def _delete_temporary(folder: Path, forks: int) -> None:
 
 
 def _make_folders(folder: Path, undo: ExitStack) -> Path:
-    """Creates ``folder`` and its parents where they are missing, durably."""
+    """Create ``folder`` and its parents where they are missing, durably."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"path {folder} is a file; give the path of a folder")
     missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
@@ -296,7 +295,7 @@ def _make_folders(folder: Path, undo: ExitStack) -> Path:
 
 
 def lock_folder(folder: Path) -> FolderLock:
-    """Creates ``folder`` where it is missing and takes its lock, with this process's number in the file.
+    """Create ``folder`` where it is missing and take its lock, with this process's number in the file.
 
     Raises ``StoreLockedError`` when somebody has the lock, also in this process.
     """
@@ -314,7 +313,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _remove_new(folder: Path, engine: str, lock: FolderLock) -> None:
-    """Takes back the files of a store directory whose first opening failed, with its lock held."""
+    """Remove the files of a store directory whose first opening failed; the caller holds its lock."""
     if lock.closed:  # in a forked child: they are the parent's
         return
     shutil.rmtree(folder / engine, ignore_errors=True)
@@ -324,7 +323,7 @@ def _remove_new(folder: Path, engine: str, lock: FolderLock) -> None:
 
 
 def check_no_links(folder: Path) -> None:
-    """``StoreCorruptError`` when ``folder``, or anything in it, is a link, which engines would follow."""
+    """Raise ``StoreCorruptError`` when ``folder`` or anything in it is a link: engines would follow it."""
     if folder.is_symlink():
         raise StoreCorruptError(f"{folder} is a symbolic link; a store does not follow links")
     for _ in walk_files(folder):
@@ -341,7 +340,7 @@ def _engine_folder(folder: Path, engine: str) -> Path:
 
 
 def _recognise(folder: Path, wanted: StoreIdentity) -> StoreIdentity | None:
-    """The identity that ``folder`` has, if it fits the one wanted; None when the folder is empty."""
+    """Return the identity that ``folder`` has, if it fits ``wanted``; None when the folder is empty."""
     names = os.listdir(folder)
     if identities.FILE_NAME in names:
         found = identities.read_identity(folder)

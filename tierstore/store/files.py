@@ -19,7 +19,7 @@ _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def store_error(error: OSError, doing: str) -> StoreIOError | StoreFullError:
-    """The error for users of an ``OSError`` met while ``doing`` something; it keeps the errno."""
+    """Return the error for users of an ``OSError`` met while ``doing`` something; it keeps the errno."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in _FULL:
         return StoreFullError(error.errno, f"{doing}: {reason}; free some space, committed rows are intact")
@@ -30,7 +30,7 @@ def store_error(error: OSError, doing: str) -> StoreIOError | StoreFullError:
 
 @contextmanager
 def store_errors(doing: str) -> Iterator[None]:
-    """Turns every plain ``OSError`` of its body into a ``StoreIOError`` or ``StoreFullError``."""
+    """Turn every plain ``OSError`` of the body into a ``StoreIOError`` or ``StoreFullError``."""
     try:
         yield
     except (StoreIOError, StoreFullError):
@@ -40,12 +40,12 @@ def store_errors(doing: str) -> Iterator[None]:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the names in ``path`` durable."""
+    """Make the names in ``path`` durable."""
     _sync(path, os.O_DIRECTORY)
 
 
 def sync_file(path: Path) -> None:
-    """Makes what is in the file ``path`` durable; a link is refused."""
+    """Make what is in the file ``path`` durable; a link is refused."""
     _sync(path, os.O_NOFOLLOW)
 
 
@@ -58,7 +58,7 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Replaces ``path`` by a file with ``chunks``, durably: a crash leaves either the old or the new one."""
+    """Replace ``path`` by a file with ``chunks``, durably: a crash leaves the old file or the new file."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
@@ -80,7 +80,7 @@ def write_fully(fd: int, data: memoryview) -> None:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of the regular file ``path``; a link in its place is refused, and so is anything else."""
+    """Open the regular file ``path`` and return its descriptor; refuse a link and anything else."""
     with _no_link(path):
         fd = os.open(path, flags | _REGULAR, 0o666)
     if not os.path.isfile(fd):
@@ -112,24 +112,24 @@ def _no_link(path: Path) -> Iterator[None]:
         raise
 
 
-def read_regular(path: Path, most: int) -> bytes:
-    """The bytes of the regular file ``path``; refuses links and files of more than ``most`` bytes."""
+def read_regular(path: Path, max_bytes: int) -> bytes:
+    """Return the content of ``path``. A link and a file above ``max_bytes`` raise ``StoreCorruptError``."""
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise StoreCorruptError(f"{path} has {size} bytes, more than the {most} that it may have")
-        return file.read(most)
+        if size > max_bytes:
+            raise StoreCorruptError(f"{path} has {size} bytes, more than the {max_bytes} that it may have")
+        return file.read(max_bytes)
 
 
 def json_with_checksum(content: dict[str, Any]) -> bytes:
-    """``content`` as JSON that has a field ``crc32`` more, the checksum of the rest."""
+    """Return ``content`` as JSON with one more field, ``crc32``, the checksum of the rest."""
     return json.dumps({**content, "crc32": _crc_of(content)}, indent=1, allow_nan=False).encode()
 
 
 def parse_json(data: bytes, file: Path) -> dict[str, Any]:
-    """The object that ``data`` holds, without ``crc32``, which must match where there is one.
+    """Return the object that ``data`` holds, without ``crc32``, which must match where there is one.
 
-    ``StoreCorruptError`` names ``file`` when it is anything else.
+    ``StoreCorruptError`` names ``file`` when ``data`` is anything else.
     """
     try:
         content = json.loads(data)

@@ -11,12 +11,12 @@ from typing import Any
 
 from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
 from tierstore.store.files import json_with_checksum, parse_json, read_regular, write_atomically
-from tierstore.store.protocol import TableSpec
+from tierstore.store.protocol import StoredTable
 
 FILE_NAME = "TIERSTORE.json"
 FORMAT = 1
-_MOST_BYTES = 256 << 20
-_FIELDS = {field.name: field.type for field in fields(TableSpec)}
+_MAX_BYTES = 256 << 20
+_FIELDS = {field.name: field.type for field in fields(StoredTable)}
 _TYPES = {"str": str, "int": int, "Mapping[str, Any]": dict}
 
 
@@ -25,41 +25,41 @@ class StoreIdentity:
     """Contents of ``TIERSTORE.json``."""
 
     engine: str
-    tables: tuple[TableSpec, ...]
+    tables: tuple[StoredTable, ...]
     format: int = FORMAT
 
 
 def read_identity(path: str | os.PathLike[str]) -> StoreIdentity:
-    """The identity of the store directory ``path``, without opening or locking the store.
+    """Return the identity of the store directory ``path``, without opening or locking the store.
 
-    Raises ``StoreMismatchError`` when there is none, or one of a newer version; ``StoreCorruptError``
-    when it is damaged.
+    Raises ``StoreMismatchError`` when ``path`` has no identity or one of a newer version, and
+    ``StoreCorruptError`` when the identity is damaged.
     """
     file = Path(path) / FILE_NAME
     try:
-        data = read_regular(file, _MOST_BYTES)
+        data = read_regular(file, _MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise StoreMismatchError(f"{path} is not a store directory: it has no {FILE_NAME}") from None
     return parse_tables(file, parse_json(data, file))
 
 
 def write_identity(path: Path, identity: StoreIdentity) -> None:
-    """Writes ``TIERSTORE.json`` into ``path``, atomically and durably."""
+    """Write ``TIERSTORE.json`` into ``path``, atomically and durably."""
     content = {
         "format": identity.format,
         "engine": identity.engine,
         "tables": [asdict(spec) for spec in identity.tables],
     }
     data = json_with_checksum(content)
-    if len(data) > _MOST_BYTES:
+    if len(data) > _MAX_BYTES:
         raise ConfigError(
             f"the description of {len(identity.tables)} tables takes {len(data)} bytes of {FILE_NAME}, which "
-            f"has room for {_MOST_BYTES}; give shorter names, or divide the tables among several stores"
+            f"has room for {_MAX_BYTES}; give shorter names, or divide the tables among several stores"
         )
     write_atomically(path / FILE_NAME, [data])
 
 
-def plain(tables: Sequence[TableSpec]) -> tuple[TableSpec, ...]:
+def plain(tables: Sequence[StoredTable]) -> tuple[StoredTable, ...]:
     """``tables`` as they come back from JSON (lists for tuples), ordered by index.
 
     Raises ``ConfigError`` at two tables of one name or index and at values that JSON cannot hold.
@@ -74,16 +74,16 @@ def plain(tables: Sequence[TableSpec]) -> tuple[TableSpec, ...]:
                 )
             seen[label] = spec.name
         try:
-            result.append(TableSpec(**json.loads(json.dumps(asdict(spec), allow_nan=False))))
+            result.append(StoredTable(**json.loads(json.dumps(asdict(spec), allow_nan=False))))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"table {spec.name!r}: its specification cannot be stored: {error}") from error
     return tuple(result)
 
 
 def check(path: Path, found: StoreIdentity, wanted: StoreIdentity) -> None:
-    """Raises ``StoreMismatchError`` that says what differs unless ``path``, which holds ``found``, fits.
+    """Raise ``StoreMismatchError``, which says what differs, unless ``path``, which holds ``found``, fits.
 
-    The engine and every stored table must be as wanted; tables that are not stored yet may be added to them.
+    The engine and each stored table must be as wanted; ``wanted`` may have more tables.
     """
     if found.engine != wanted.engine:
         raise StoreMismatchError(
@@ -100,7 +100,7 @@ def check(path: Path, found: StoreIdentity, wanted: StoreIdentity) -> None:
         _compare(path, stored, by_name[stored.name])
 
 
-def _compare(path: Path, stored: TableSpec, asked: TableSpec) -> None:
+def _compare(path: Path, stored: StoredTable, asked: StoredTable) -> None:
     differing = [name for name in _FIELDS if getattr(stored, name) != getattr(asked, name)]
     if differing:
         details = "; ".join(
@@ -113,7 +113,7 @@ def _compare(path: Path, stored: TableSpec, asked: TableSpec) -> None:
 
 
 def parse_tables(file: Path, content: Any) -> StoreIdentity:
-    """The identity that the JSON object ``content`` of ``file`` describes; errors as of read_identity."""
+    """Return the identity that the JSON object ``content`` of ``file`` describes; errors as read_identity."""
 
     def need(holds: bool, what: str) -> None:
         if not holds:
@@ -134,7 +134,7 @@ def parse_tables(file: Path, content: Any) -> StoreIdentity:
         raise StoreCorruptError(f"{file} is damaged: {error}") from error
 
 
-def _parse_table(file: Path, table: Any) -> TableSpec:
+def _parse_table(file: Path, table: Any) -> StoredTable:
     if not isinstance(table, dict) or table.keys() != _FIELDS.keys():
         raise StoreCorruptError(
             f"{file} is damaged: a table does not have exactly the fields {list(_FIELDS)}"
@@ -142,7 +142,7 @@ def _parse_table(file: Path, table: Any) -> TableSpec:
     for name, kind in _FIELDS.items():
         if not _is(table[name], _TYPES[str(kind)]):
             raise StoreCorruptError(f"{file} is damaged: {name} {table[name]!r} of a table is no {kind}")
-    return TableSpec(**table)
+    return StoredTable(**table)
 
 
 def _is(value: object, kind: type) -> bool:

@@ -37,7 +37,7 @@ from tierstore.store.base import StoreBase, as_bytes, scatter
 from tierstore.store.commits import find_commit, pack_commit, read_commit, unpack_commit
 from tierstore.store.files import disk_bytes, open_regular, store_errors, sync_directory, write_atomically
 from tierstore.store.parallel import SMALLEST, Readers
-from tierstore.store.protocol import CommitInfo, TableSpec
+from tierstore.store.protocol import CommitInfo, StoredTable
 from tierstore.store.registry import StoreOptions
 
 _COMMIT = b"commit"
@@ -48,7 +48,7 @@ _MAX_MAP = 1 << 46  # x86-64 gives a process 2**47 bytes of addresses
 _MIN_MAP = 1 << 20
 _SAMPLE = 64
 _COLD_SECONDS = 20e-6  # per row; a page in memory takes under 5 µs, one on a fast SSD over 50 µs
-_MOST_DIRTY_PAGES = 131_071  # MDB_IDL_UM_MAX
+_MAX_DIRTY_PAGES = 131_071  # MDB_IDL_UM_MAX
 
 
 class LMDBStore(StoreBase):
@@ -57,7 +57,7 @@ class LMDBStore(StoreBase):
     engine = "lmdb"
     io = "mmap"
 
-    def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
+    def __init__(self, path: Path, tables: Sequence[StoredTable], options: StoreOptions) -> None:
         super().__init__(path, tables, options)
         self._changed_rows = 0
         with store_errors(f"opening {path}"):
@@ -95,7 +95,7 @@ class LMDBStore(StoreBase):
             )
 
     def _open_tree(self, file: Path) -> CommitInfo | None:
-        """Opens the environment ``file`` and begins a transaction; returns the commit that it holds."""
+        """Open the environment ``file`` and begin a transaction; return the commit that the file holds."""
         sizes = self._sizes.known()
         self._file = file
         map_size = min(max(self._cap, _MIN_MAP), _MAX_MAP)
@@ -213,7 +213,7 @@ class LMDBStore(StoreBase):
         self._changed_rows = 0
 
     def _copy_last(self) -> None:
-        """Copies the last commit, which the next one is about to replace."""
+        """Copy the last commit, which the next commit is about to replace."""
         last = self._kept[-1]
         needed = disk_bytes(self._path) + self._file.stat().st_size
         if needed > self._cap:
@@ -236,7 +236,7 @@ class LMDBStore(StoreBase):
         sync_directory(self._path)
 
     def _replace_data(self) -> None:
-        """Puts the branch in the place of the last commit, which becomes one of the copies."""
+        """Put the branch in the place of the last commit, which becomes one of the copies."""
         last = self._kept[-1]
         write_atomically(self._path / _record_name(last.id), [pack_commit(last)])
         (self._path / _DATA).rename(self._path / _copy_name(last.id))
@@ -254,7 +254,7 @@ class LMDBStore(StoreBase):
             counts = {size: self._txn.stat(db)["entries"] for size, db in self._rows.items()}
             page = self._env.stat()["psize"]
         live = sum(size * count for size, count in counts.items())
-        dirty = page * min(self._changed_rows, _MOST_DIRTY_PAGES)
+        dirty = page * min(self._changed_rows, _MAX_DIRTY_PAGES)
         return sum(counts.values()), live, disk_bytes(self._path), dirty
 
     def _release(self) -> None:
@@ -266,14 +266,14 @@ class LMDBStore(StoreBase):
         self._env.close()
 
     def _check_length(self) -> None:
-        """A file shorter than its tree would kill the process at the first access beyond its end."""
+        """Check that the file has its tree's length: an access beyond its end would kill the process."""
         needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         length = self._file.stat().st_size
         if length < needed:
             raise StoreCorruptError(f"{self._file} is cut off: {length} bytes of {needed}")
 
     def _need_room(self) -> None:
-        """Raises the system's error when the file cannot grow; LMDB itself calls a full disk an IO error."""
+        """Raise the system's error when the file cannot grow; LMDB itself calls a full disk an IO error."""
         fd = os.open(self._file, os.O_RDWR | os.O_NOFOLLOW)
         try:
             length = os.fstat(fd).st_size
@@ -307,7 +307,7 @@ class LMDBStore(StoreBase):
 
 
 def _clean(path: Path) -> None:
-    """Removes what a crash left, and ends a replacement of ``data.mdb`` by a branch that it cut short."""
+    """Remove what a crash left, and end a replacement of ``data.mdb`` by a branch that it cut short."""
     data, branch = path / _DATA, path / _BRANCH
     if not data.exists() and branch.exists() and _copies(path):
         branch.rename(data)  # it is synced: only the names were still to be changed

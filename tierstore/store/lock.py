@@ -39,11 +39,11 @@ class FolderLock:
         self.close()
 
     def sign(self) -> None:
-        """Writes this process's number into the file, for the messages of those who find it locked."""
+        """Write this process's number into the file, which errors of other processes name."""
         os.pwrite(self._descriptor.fileno(), b"%-20d" % os.getpid(), 0)
 
     def remove_file(self) -> None:
-        """Removes the file, unless another one has taken its place."""
+        """Remove the file, unless another file has taken its place."""
         with suppress(OSError):
             if self.is_current():
                 self._path.unlink()
@@ -57,14 +57,15 @@ class FolderLock:
 
 
 def lock_for_writing(folder: Path) -> FolderLock:
-    """Takes the lock of ``folder`` for one; ``StoreLockedError`` when somebody has it."""
+    """Take the exclusive lock of ``folder``; ``StoreLockedError`` when somebody has it."""
     return _take(folder, folder / LOCK, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
 
 
 def lock_for_reading(folder: Path) -> FolderLock:
-    """Keeps others from writing to the store in ``folder``, without writing there; several may at a time.
+    """Take the shared lock of the store in ``folder``, which keeps writers out, without writing there.
 
-    ``StoreLockedError`` when it is open for writing, ``StoreMismatchError`` when it is no store directory.
+    Raises ``StoreLockedError`` when the store is open for writing, and ``StoreMismatchError`` when
+    ``folder`` is no store directory.
     """
     identities.read_identity(folder)  # says so where there is none
     try:

@@ -23,7 +23,7 @@ from tierstore.keys import ID_BITS
 from tierstore.store.base import StoreBase
 from tierstore.store.commits import find_commit, pack_commit, read_commit, unpack_commit
 from tierstore.store.files import disk_bytes, read_regular, store_errors, sync_directory, write_atomically
-from tierstore.store.protocol import CommitInfo, TableSpec
+from tierstore.store.protocol import CommitInfo, StoredTable
 from tierstore.store.registry import StoreOptions
 
 _FILE = re.compile(r"commit-(\d{12})")
@@ -84,7 +84,7 @@ class MemoryStore(StoreBase):
     engine = "memory"
     io = "memory"
 
-    def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
+    def __init__(self, path: Path, tables: Sequence[StoredTable], options: StoreOptions) -> None:
         super().__init__(path, tables, options)
         self._arenas = {size: _Arena(size) for size in self._sizes.known()}
         with store_errors(f"opening {path}"):
@@ -170,7 +170,7 @@ class MemoryStore(StoreBase):
 
     @staticmethod
     def _sections_of(file: Path) -> memoryview:
-        """The checked bytes behind the commit record."""
+        """Return the checked bytes behind the commit record."""
         data = memoryview(read_regular(file, file.stat().st_size))
         body, tail = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
         if len(tail) < _CHECKSUM.size or _CHECKSUM.unpack(tail)[0] != zlib.crc32(body):

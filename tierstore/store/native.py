@@ -13,7 +13,7 @@ from tierstore import _core
 from tierstore.errors import ConfigError, InputError
 from tierstore.store.base import RowSizes, check_commit
 from tierstore.store.commits import check_droppable, find_commit
-from tierstore.store.protocol import CommitId, CommitInfo, StoreStats, TableSpec
+from tierstore.store.protocol import CommitId, CommitInfo, StoredTable, StoreStats
 from tierstore.store.registry import StoreOptions
 
 _KEYS_PER_CHUNK = 1 << 16
@@ -87,7 +87,7 @@ class NativeStore:
     def __init__(
         self,
         path: Path,
-        tables: Sequence[TableSpec],
+        tables: Sequence[StoredTable],
         options: StoreOptions | None = None,
         config: NativeConfig | None = None,
         env: _core.Env | None = None,
@@ -124,7 +124,7 @@ class NativeStore:
         self._sizes.of_table(table)
         return self._list_keys(table)
 
-    def expect(self, table: int, rows: int) -> None:
+    def reserve(self, table: int, rows: int) -> None:
         self._core.expect(table, self._sizes.of_table(table), rows)
 
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
@@ -143,21 +143,31 @@ class NativeStore:
         self._core.compact()
 
     def set_cap(self, cap_bytes: int) -> None:
-        """Sets the cap on the bytes of all files. After a ``StoreFullError`` and a higher cap, go on."""
+        """Set the cap on the bytes of all files. A store that was full goes on under a higher cap."""
         self._core.set_cap(cap_bytes)
 
     def meta(self) -> bytes:
         return self._core.meta()
 
-    def counters(self) -> dict[str, int | str]:
+    def counters(self) -> _core.StoreCounters:
         """All counters of the core, also those that :class:`StoreStats` has no place for."""
         return self._core.stats()
 
     def stats(self) -> StoreStats:
         counters = self._core.stats()
-        index_bytes = counters["index_bytes"] + counters["buffer_bytes"]
-        shared = {name: counters[name] for name in StoreStats.__dataclass_fields__ if name in counters}
-        return StoreStats(**{**shared, "engine": self.engine, "index_bytes": index_bytes})
+        return StoreStats(
+            engine=self.engine,
+            rows=counters["rows"],
+            disk_bytes=counters["disk_bytes"],
+            live_bytes=counters["live_bytes"],
+            index_bytes=counters["index_bytes"] + counters["buffer_bytes"],
+            read_rows=counters["read_rows"],
+            read_bytes=counters["read_bytes"],
+            read_requests=counters["read_requests"],
+            written_rows=counters["written_rows"],
+            written_bytes=counters["written_bytes"],
+            io=counters["io"],
+        )
 
     def close(self) -> None:
         self._core.close()

@@ -1,7 +1,8 @@
-"""Export and import: a store as safetensors files and a JSON file, for other engines, machines and programs.
+"""Exports: a store as safetensors files and a JSON file, for other engines, machines and programs.
 
-The format is in docs/formats.md. Rows pass through in batches of some megabytes, so memory does not grow with
-the store. What is written appears under its final name only when it is complete and durable.
+docs/formats.md describes the format; :mod:`tierstore.store.importing` makes stores of exports. Rows pass
+through in batches of some megabytes, so memory does not grow with the store. A folder appears under its final
+name only when it is complete and durable.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.config import is_whole
+from tierstore.config import is_integer
 from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
-from tierstore.keys import MAX_ID, make_keys
+from tierstore.keys import MAX_ID
 from tierstore.store.files import (
     json_with_checksum,
     parse_json,
@@ -33,11 +34,8 @@ from tierstore.store.files import (
     write_atomically,
 )
 from tierstore.store.identity import parse_tables
-from tierstore.store.protocol import CommitId, CommitInfo, TableSpec
-from tierstore.store.shards import ShardLayout, ShardWriter, read_shard
-
-if TYPE_CHECKING:
-    from tierstore.store.directory import DirectoryStore
+from tierstore.store.protocol import CommitInfo, RowStore, StoredTable
+from tierstore.store.shards import ShardLayout, ShardWriter
 
 log = logging.getLogger(__name__)
 
@@ -45,28 +43,34 @@ FILE_NAME = "EXPORT.json"
 FORMAT = 1
 SHARD_BYTES = 512 << 20
 _SHARD = re.compile(r"\d{5}-\d{5}\.safetensors")
-_MOST_JSON_BYTES = 256 << 20
+_MAX_JSON_BYTES = 256 << 20
 _CHECKSUMS = {"header", "ids", "weights", "state"}
 
 Progress = Callable[[int, int], None]
 """Gets rows done, and in all (engines that estimate their rows may end on another number)."""
 
 
+class StoreOfTables(RowStore, Protocol):
+    """A store that tells its tables."""
+
+    @property
+    def tables(self) -> Sequence[StoredTable]: ...
+
+
 def export_rows(
-    store: DirectoryStore,
+    store: StoreOfTables,
     target: str | os.PathLike[str],
     commit: CommitInfo | None,
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
-    """Writes all rows of ``store``, as it reads now, to the new folder ``target``; returns how many.
+    """Write all rows of ``store``, as it reads now, to the new folder ``target``; return how many.
 
-    ``commit`` is kept with them. Raises ``ConfigError`` when ``target`` exists and is not an empty folder,
-    ``StoreFullError`` when there is no room; then, and when it is interrupted, nothing is left under
-    ``target``.
+    The export names ``commit``. Raises ``ConfigError`` when ``target`` exists and is not an empty folder,
+    and ``StoreFullError`` when there is no room. An error or an interruption leaves nothing under ``target``.
     """
-    counter = _Counter(progress, store.stats().rows)
-    with store_errors(f"exporting to {target}"), _appearing(Path(target)) as folder:
+    counter = RowCounter(progress, store.stats().rows)
+    with store_errors(f"exporting to {target}"), appearing(Path(target)) as folder:
         tables = []
         for spec in store.tables:
             shards: list[dict[str, Any]] = []
@@ -80,40 +84,8 @@ def export_rows(
     return counter.done
 
 
-def import_(
-    source: str | os.PathLike[str],
-    path: str | os.PathLike[str],
-    engine: str = "native",
-    ssd_bytes: int | None = None,
-    progress: Progress | None = None,
-) -> CommitId:
-    """Makes the new store directory ``path`` of the export ``source``, on any engine; returns its commit.
-
-    Tables, rows (bit for bit), meta and tag are those of the exported commit. ``ssd_bytes`` caps the store's
-    files while it is written. Raises ``StoreMismatchError`` when ``source`` is no export, ``ConfigError``
-    when ``path`` is not free, ``StoreCorruptError`` when anything in the export is damaged; in any case of
-    failure nothing is left under ``path``.
-    """
-    from tierstore.store.directory import NO_CAP, open_store
-
-    with store_errors(f"importing {source} to {path}"):
-        tables, shards, commit = read_description(Path(source))
-        counter = _Counter(progress, sum(shard["rows"] for listed in shards.values() for shard in listed))
-        cap = NO_CAP if ssd_bytes is None else ssd_bytes
-        with _appearing(Path(path)) as folder, open_store(folder, engine, tables, cap) as store:
-            for spec in tables:
-                store.expect(spec.index, sum(_rows_there(Path(source), spec, s) for s in shards[spec.index]))
-                for shard in shards[spec.index]:
-                    layout = ShardLayout(spec, shard["rows"])
-                    for ids, rows in read_shard(Path(source, shard["file"]), layout, shard["crc32"]):
-                        store.write(make_keys(spec.index, ids), rows)
-                        counter.add(len(ids))
-                _check_count(Path(source), store, spec, shards[spec.index])
-            return store.commit(commit.meta, commit.tag or None)
-
-
-class _Counter:
-    """Rows done, told to who wants to know."""
+class RowCounter:
+    """Counts rows done and reports them to ``progress``."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self.done = 0
@@ -126,8 +98,8 @@ class _Counter:
             self._progress(self.done, max(self.done, self._total))
 
 
-def _shards_of(store: DirectoryStore, spec: TableSpec, shard_bytes: int) -> Iterator[NDArray[np.uint64]]:
-    """Keys of the stored rows, as many at a time as fill a file."""
+def _shards_of(store: StoreOfTables, spec: StoredTable, shard_bytes: int) -> Iterator[NDArray[np.uint64]]:
+    """Yield the keys of the stored rows, as many at a time as fill a file."""
     rows = max(1, shard_bytes // spec.row_bytes)
     waiting: list[NDArray[np.uint64]] = []
     count = 0
@@ -144,10 +116,10 @@ def _shards_of(store: DirectoryStore, spec: TableSpec, shard_bytes: int) -> Iter
 
 def _write_shard(
     path: Path,
-    store: DirectoryStore,
-    spec: TableSpec,
+    store: StoreOfTables,
+    spec: StoredTable,
     keys: NDArray[np.uint64],
-    counter: _Counter,
+    counter: RowCounter,
 ) -> dict[str, int]:
     layout = ShardLayout(spec, len(keys))
     writer, whole = ShardWriter(path, layout), False
@@ -165,23 +137,6 @@ def _write_shard(
     return writer.crc32
 
 
-def _rows_there(source: Path, spec: TableSpec, shard: dict[str, Any]) -> int:
-    """Rows that a file can have, whatever the description says."""
-    try:
-        size = os.stat(source / shard["file"], follow_symlinks=False).st_size
-    except FileNotFoundError:
-        raise StoreCorruptError(f"{source / shard['file']} is missing") from None
-    return min(shard["rows"], size // spec.row_bytes)
-
-
-def _check_count(source: Path, store: DirectoryStore, spec: TableSpec, shards: list[dict[str, Any]]) -> None:
-    """An id twice would make two rows one."""
-    stored = sum(len(chunk) for chunk in store.keys(spec.index))
-    listed = sum(shard["rows"] for shard in shards)
-    if stored != listed:
-        raise StoreCorruptError(f"{source}: table {spec.name!r} has {listed} rows of {stored} ids")
-
-
 def _describe(commit: CommitInfo | None) -> dict[str, Any] | None:
     if commit is None:
         return None
@@ -190,11 +145,11 @@ def _describe(commit: CommitInfo | None) -> dict[str, Any] | None:
 
 def read_description(
     source: Path,
-) -> tuple[tuple[TableSpec, ...], dict[int, list[dict[str, Any]]], CommitInfo]:
-    """Tables, shards by table index, and commit of the export ``source``."""
+) -> tuple[tuple[StoredTable, ...], dict[int, list[dict[str, Any]]], CommitInfo]:
+    """Return tables, shards by table index, and commit of the export ``source``."""
     file = source / FILE_NAME
     try:
-        content = parse_json(read_regular(file, _MOST_JSON_BYTES), file)
+        content = parse_json(read_regular(file, _MAX_JSON_BYTES), file)
     except (FileNotFoundError, NotADirectoryError):
         raise StoreMismatchError(f"{source} is not an export: it has no {FILE_NAME}") from None
     listed = content.get("tables")
@@ -207,7 +162,7 @@ def read_description(
 
 
 def _checked_shards(file: Path, shards: Any) -> list[dict[str, Any]]:
-    """Only names that export writes are taken, so no path leads out of the folder."""
+    """Check the shards of a table. Only names that export writes pass, so no path leads out of the folder."""
     if not isinstance(shards, list):
         raise StoreCorruptError(f"{file} is damaged: shards of a table are not a list")
     for shard in shards:
@@ -215,7 +170,7 @@ def _checked_shards(file: Path, shards: Any) -> list[dict[str, Any]]:
             isinstance(shard, dict)
             and isinstance(shard.get("file"), str)
             and _SHARD.fullmatch(shard["file"])
-            and is_whole(shard.get("rows"), 0, 1 << 48)
+            and is_integer(shard.get("rows"), 0, 1 << 48)
             and isinstance(shard.get("crc32"), dict)
             and shard["crc32"].keys() == _CHECKSUMS
         )
@@ -235,8 +190,8 @@ def _checked_commit(file: Path, commit: Any) -> CommitInfo:
 
 
 @contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """A folder to work in that becomes ``target`` when the body is done, and vanishes when it fails."""
+def appearing(target: Path) -> Iterator[Path]:
+    """Give a folder to work in that becomes ``target`` when the body is done, and vanishes when it fails."""
     target = target.absolute()
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise ConfigError(f"{target} exists already; give a new path, or an empty folder")

@@ -14,7 +14,7 @@ from tierstore.keys import MAX_ID, MAX_TABLE
 
 
 @dataclass(frozen=True)
-class TableSpec:
+class StoredTable:
     """What a store must know of a table; all of it is part of the identity of a store directory.
 
     ``optimizer`` and ``init`` hold plain JSON values (str, int, float, bool, None, and lists or dicts of
@@ -109,61 +109,60 @@ class RowStore(Protocol):
     engine: str
 
     def read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Copies the newest version of each row into ``out`` and tells which ones there are.
+        """Copy the newest version of each row into ``out`` and tell which rows there are.
 
-        ``keys``: uint64 (n,) without repeats; ``out``: uint8 (n, row_bytes), C-contiguous, writable. Returns
-        bool (n,). Rows of ``out`` whose key is not stored have no defined content.
+        ``keys`` is uint64 (n,) without repeats; ``out`` is uint8 (n, row_bytes), C-contiguous, writable.
+        Returns bool (n,). Rows of ``out`` whose key is not stored have no defined content.
         """
         ...
 
     def write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
-        """Stores ``rows``, uint8 (n, row_bytes), under ``keys``, uint64 (n,) without repeats.
+        """Store ``rows``, uint8 (n, row_bytes), under ``keys``, uint64 (n,) without repeats.
 
-        The newest version wins and is visible to :meth:`read` at once, and is durable after the next
-        :meth:`commit`. The arrays are free for reuse when the call returns.
+        The newest version wins. :meth:`read` sees it at once; the next :meth:`commit` makes it durable. The
+        arrays are free for reuse when the call returns.
         """
         ...
 
     def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
-        """Keys of all stored rows of ``table`` in chunks, each key once, in any order.
+        """Yield the keys of all stored rows of ``table`` in chunks, each key once, in any order.
 
-        The store must not be written to while the iterator is in use.
+        Nobody may write to the store while the iterator is in use.
         """
         ...
 
-    def expect(self, table: int, rows: int) -> None:
-        """A hint that so many rows of ``table`` are about to be written to an empty store."""
+    def reserve(self, table: int, rows: int) -> None:
+        """Take the hint that so many rows of ``table`` are about to be written to an empty store."""
         ...
 
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
-        """Makes everything written so far durable, together with ``meta``, and returns the commit's number.
+        """Make everything written so far durable, together with ``meta``, and return the commit's number.
 
-        Either all of it or nothing survives a crash: reopening gives the last commit, whole, and nothing
-        written after it. A commit with a ``tag``, by which it can be opened too (at most 100 printable
-        ASCII characters without "/"), is kept until it is dropped; others go when ``StoreOptions.keep`` newer
-        ones are there.
+        A commit survives a crash whole or not at all: reopening gives the last commit, and nothing written
+        after it. A ``tag`` has at most 100 printable ASCII characters without "/". A commit with a tag can
+        be opened by it, and is kept until it is dropped. A commit without a tag goes when
+        ``StoreOptions.keep`` newer commits are there.
         """
         ...
 
     def commits(self) -> list[CommitInfo]:
-        """The kept commits, oldest first."""
+        """Return the kept commits, oldest first."""
         ...
 
     def drop_commit(self, id: CommitId) -> None:
-        """Gives up a kept commit, so that its space comes back; ``InputError`` unless it is kept and not the
-        newest."""
+        """Drop a kept commit and win back its space; ``InputError`` of the newest and of unknown ones."""
         ...
 
     def compact(self) -> None:
-        """Wins back the space of superseded rows, as far as kept commits allow it. Takes long."""
+        """Win back the space of superseded rows, as far as kept commits allow it. This takes long."""
         ...
 
     def meta(self) -> bytes:
-        """``meta`` of the last commit; ``b""`` before the first."""
+        """Return ``meta`` of the last commit; ``b""`` before the first."""
         ...
 
     def stats(self) -> StoreStats: ...
 
     def close(self) -> None:
-        """Releases all resources and does not commit. Calling it again does nothing."""
+        """Release all resources, without a commit. A second call does nothing."""
         ...

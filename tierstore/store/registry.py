@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tierstore.config import ENGINE_NAMES
 from tierstore.errors import ConfigError
-from tierstore.store.protocol import RowStore, TableSpec
+from tierstore.store.protocol import RowStore, StoredTable
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StoreOptions:
             raise ConfigError(f"keep is {self.keep}; a store keeps at least its last commit")
 
 
-EngineFactory = Callable[[Path, Sequence[TableSpec], StoreOptions], RowStore]
+EngineFactory = Callable[[Path, Sequence[StoredTable], StoreOptions], RowStore]
 """Called with the engine's own folder, which exists, is locked, and holds only files of this engine."""
 
 _FACTORIES: dict[str, EngineFactory | str] = {
@@ -49,12 +49,12 @@ _FACTORIES: dict[str, EngineFactory | str] = {
 
 
 def engine_names() -> list[str]:
-    """Names of all registered engines."""
+    """Return the names of all registered engines."""
     return list(_FACTORIES)
 
 
 def register_engine(name: str, factory: EngineFactory | str) -> None:
-    """Adds an engine: a factory, or "module:attribute" of one, imported at first use."""
+    """Add an engine: a factory, or "module:attribute" of one, imported at first use."""
     if name in _FACTORIES:
         raise ConfigError(f"engine {name!r} is already registered")
     _FACTORIES[name] = factory
@@ -62,7 +62,7 @@ def register_engine(name: str, factory: EngineFactory | str) -> None:
 
 
 def get_engine(name: str) -> EngineFactory:
-    """The factory of an engine; ``ConfigError`` lists the known names when there is none of that name."""
+    """Return the factory of an engine; ``ConfigError`` lists the known names when ``name`` is unknown."""
     factory = _FACTORIES.get(name)
     if factory is None:
         raise ConfigError(f"unknown engine {name!r}; known engines: {', '.join(_FACTORIES)}")

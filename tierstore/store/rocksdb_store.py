@@ -46,7 +46,7 @@ from tierstore.store.files import (
     write_atomically,
 )
 from tierstore.store.parallel import Readers
-from tierstore.store.protocol import CommitInfo, TableSpec
+from tierstore.store.protocol import CommitInfo, StoredTable
 from tierstore.store.registry import StoreOptions
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class RocksDBStore(StoreBase):
     engine = "rocksdb"
     io = "rocksdb"
 
-    def __init__(self, path: Path, tables: Sequence[TableSpec], options: StoreOptions) -> None:
+    def __init__(self, path: Path, tables: Sequence[StoredTable], options: StoreOptions) -> None:
         super().__init__(path, tables, options)
         self._readers = Readers(options.read_threads)
         self._unchecked_bytes = 0
@@ -158,7 +158,7 @@ class RocksDBStore(StoreBase):
             yield chunk
 
     def _check_end(self, last: bytes) -> None:
-        """Raises where iteration ended because of damage behind the key ``last``, which it does silently."""
+        """Raise if damage behind the key ``last`` ended the iteration, which RocksDB does not report."""
         probe = self._db.iter(self._read_options)
         probe.seek(last + b"\0")
         probe.status()
@@ -212,7 +212,7 @@ class RocksDBStore(StoreBase):
         return self._db.property_int_value(f"rocksdb.{name}") or 0
 
     def _check_cap(self, new_bytes: int) -> None:
-        """Looks at the disk every few megabytes, since RocksDB has no cap of its own."""
+        """Look at the disk every few megabytes, since RocksDB has no cap of its own."""
         self._unchecked_bytes += new_bytes
         if self._unchecked_bytes < min(_WRITE_BUFFER, self._cap // 16):
             return
@@ -245,7 +245,7 @@ def _commit_numbers(path: Path) -> list[int]:
 
 
 def _clean(path: Path) -> None:
-    """Removes what the last process worked with, and what a crash left."""
+    """Remove what the last process worked with, and what a crash left."""
     whole = {_record_name(number) for number in _commit_numbers(path)}
     for name in os.listdir(path):
         if name == "live" or (name.endswith(".tmp") and (path / name).is_dir()):
@@ -255,7 +255,7 @@ def _clean(path: Path) -> None:
 
 
 def _restore(path: Path, commit: CommitInfo | None, live: Path, link: Callable[[str, Path], None]) -> None:
-    """Makes the new folder ``live`` the state of ``commit``, with links to what never changes."""
+    """Make the new folder ``live`` the state of ``commit``, with links to what never changes."""
     live.mkdir()
     if commit is not None:
         for entry in os.scandir(path / _folder_name(commit.id)):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tierstore.errors import StoreCorruptError
 from tierstore.keys import MAX_ID
 from tierstore.store.files import open_regular, write_fully
-from tierstore.store.protocol import TableSpec
+from tierstore.store.protocol import StoredTable
 
 _LENGTH_BYTES = 8
 _BATCH_BYTES = 16 << 20
@@ -29,7 +29,7 @@ _NAMES = ("ids", "weights", "state")
 class ShardLayout:
     """Where the tensors of ``rows`` rows of a table lie in their file."""
 
-    def __init__(self, spec: TableSpec, rows: int) -> None:
+    def __init__(self, spec: StoredTable, rows: int) -> None:
         self.rows = rows
         self.spec = spec
         self.weight_bytes = 4 * spec.embedding_dim
@@ -52,7 +52,7 @@ class ShardLayout:
         self.file_bytes = len(self.header) + ends[-1]
 
     def batches(self) -> Iterator[tuple[int, int]]:
-        """First and last row (exclusive) of stretches of some megabytes."""
+        """Yield the first and the last row (exclusive) of stretches of some megabytes."""
         step = max(1, _BATCH_BYTES // self.spec.row_bytes)
         for start in range(0, self.rows, step):
             yield start, min(self.rows, start + step)
@@ -71,7 +71,7 @@ class ShardWriter:
         self.crc32["header"] = zlib.crc32(layout.header)
 
     def write(self, ids: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
-        """Appends rows, uint8 (n, row_bytes), with their ids, int64 (n,)."""
+        """Append rows, uint8 (n, row_bytes), with their ids, int64 (n,)."""
         cut = self._layout.weight_bytes
         parts = (ids.astype("<i8", copy=False), rows[:, :cut], rows[:, cut:])
         layout = zip(_NAMES, self._layout.starts, self._layout.widths, parts, strict=True)
@@ -83,7 +83,7 @@ class ShardWriter:
         self._done += len(ids)
 
     def close(self, sync: bool) -> None:
-        """Closes the file, durably if ``sync``."""
+        """Close the file, durably if ``sync``."""
         try:
             if sync:
                 os.fsync(self._fd)
@@ -94,8 +94,11 @@ class ShardWriter:
 def read_shard(
     path: Path, layout: ShardLayout, crc32: dict[str, int]
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
-    """Ids and rows of a file in batches. ``StoreCorruptError`` at anything but ``layout`` and ``crc32``, the
-    checksums at the very end: nothing may be made durable before that."""
+    """Yield ids and rows of a file in batches.
+
+    Raises ``StoreCorruptError`` at anything but ``layout`` and ``crc32``. The checksums are compared at the
+    very end, so the caller must make nothing durable before it.
+    """
     with open(open_regular(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         if size != layout.file_bytes:

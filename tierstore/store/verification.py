@@ -23,7 +23,7 @@ from tierstore.store.directory import NO_CAP, check_no_links, open_store
 from tierstore.store.files import store_errors, walk_files
 from tierstore.store.identity import StoreIdentity, read_identity
 from tierstore.store.lock import lock_for_reading
-from tierstore.store.protocol import CommitInfo, TableSpec
+from tierstore.store.protocol import CommitInfo, StoredTable
 
 Progress = Callable[[int, int], None]
 """Gets bytes done, and in all."""
@@ -70,19 +70,19 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged."""
+        """Tell whether nothing is damaged."""
         return not self.damage_total
 
     @property
     def whole_commits(self) -> list[int]:
-        """Kept commits that no damage touches."""
+        """Return the kept commits that no damage touches."""
         damaged = {commit for item in self.damage for commit in item.commits}
         if any(item.lost and not item.commits for item in self.damage):
             return []  # not even which commits there are is known
         return [commit for commit in self.commits if commit not in damaged]
 
     def advice(self) -> list[str]:
-        """What to do now, one sentence each."""
+        """Say what to do now, one sentence per line."""
         lines = []
         if any(item.lost for item in self.damage):
             lines.append(
@@ -103,16 +103,16 @@ class VerifyReport:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return the report as plain JSON values."""
         return {"ok": self.ok, **asdict(self), "whole_commits": self.whole_commits, "advice": self.advice()}
 
 
 def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> VerifyReport:
-    """Checks the store directory ``path``, which must not be in use, and changes nothing in it.
+    """Check the store directory ``path``, which must not be in use, and change nothing in it.
 
     ``progress`` is called now and then and may raise to stop. Raises ``StoreLockedError`` when the store is
-    open elsewhere, ``StoreMismatchError`` when there is none, ``StoreCorruptError`` when its TIERSTORE.json
-    is damaged, so that nothing else can be told. Damage elsewhere is in the report.
+    open elsewhere, ``StoreMismatchError`` when ``path`` has no store, and ``StoreCorruptError`` when its
+    TIERSTORE.json is damaged, without which nothing else can be checked. The report tells other damage.
     """
     folder = Path(path)
     with store_errors(f"verifying {folder}"), lock_for_reading(folder):
@@ -144,7 +144,7 @@ def _verify_native(own: Path, identity: StoreIdentity, report: VerifyReport, pro
 
 
 def fill_report(report: VerifyReport, found: Any, names: dict[int, str]) -> None:
-    """Takes over what the core found; ``names`` of the tables by index."""
+    """Take over what the core found; ``names`` has the tables' names by index."""
     report.damage += [_damage(report.engine, item, names) for item in found.findings]
     report.damage_total += found.findings_total
     report.files, report.bytes, report.rows = found.files, found.bytes, found.records
@@ -162,7 +162,7 @@ def _damage(engine: str, item: Any, names: dict[int, str]) -> Damage:
 
 
 def _verify_by_opening(own: Path, identity: StoreIdentity, report: VerifyReport, progress: Progress) -> None:
-    """Opens each kept commit and reads all rows; in another process, which damaged files may kill."""
+    """Open each kept commit and read all rows, in another process, which damaged files may kill."""
     report.files, report.bytes = _size(own)
     code = "import sys; from tierstore.store.verification import read_everything as f; f(sys.argv[1])"
     command = [sys.executable, "-c", code, os.fspath(own.parent.absolute())]
@@ -186,7 +186,7 @@ def _verify_by_opening(own: Path, identity: StoreIdentity, report: VerifyReport,
 
 
 def _hear(words: list[str], report: VerifyReport, progress: Progress) -> None:
-    """A line of :func:`read_everything`."""
+    """Take over a line that :func:`read_everything` printed."""
     if words[0] == "commit":
         report.commits.append(int(words[1]))
     elif words[0] == "rows":
@@ -198,8 +198,10 @@ def _hear(words: list[str], report: VerifyReport, progress: Progress) -> None:
 
 
 def read_everything(path: str) -> None:
-    """Reads all rows of each commit and prints, a line each: ``commit N``, ``rows COUNT MILLIONTHS-DONE``,
-    ``damage N WHAT``."""
+    """Read all rows of each commit and print what is found.
+
+    Each line is ``commit N``, ``rows COUNT MILLIONTHS-DONE`` or ``damage N WHAT``.
+    """
     try:
         with open_store(path, read_only=True, ssd_bytes=NO_CAP) as store:
             commits = store.commits()
@@ -218,7 +220,7 @@ def read_everything(path: str) -> None:
 def _read_commit(path: str, commit: CommitInfo, position: int, commits: int) -> None:
     import numpy as np
 
-    specs: Sequence[TableSpec] = read_identity(path).tables
+    specs: Sequence[StoredTable] = read_identity(path).tables
     with open_store(path, read_only=True, at=commit.id) as store:
         for number, spec in enumerate(specs):
             done = int(1e6 * (position + (number + 1) / len(specs)) / commits)
@@ -233,7 +235,7 @@ def _read_commit(path: str, commit: CommitInfo, position: int, commits: int) -> 
 
 
 def _size(folder: Path) -> tuple[int, int]:
-    """Files below ``folder`` and their bytes."""
+    """Count the files below ``folder`` and their bytes."""
     sizes = [entry.stat().st_size for entry in walk_files(folder)]
     return len(sizes), sum(sizes)
 

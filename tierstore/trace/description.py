@@ -22,12 +22,12 @@ _TOP_SHARES = (0.001, 0.01, 0.1)
 
 @dataclass(frozen=True)
 class ZipfFit:
-    """Uses of the k-th most used row ~ (k + q)^-s, fitted to the rows used at least ``least`` times."""
+    """Uses of the k-th most used row ~ (k + q)^-s, fitted to the rows used at min_uses ``min_uses`` times."""
 
     s: float
     q: float
     rows: int
-    least: int
+    min_uses: int
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ class Description:
 
 
 def describe(trace: Trace, progress: Callable[[int], None] | None = None) -> Description:
-    """Reads the trace once; ``progress(batches read)`` is called now and then. InputError if it has no
-    accesses.
+    """Read the trace once and describe it; ``progress(batches read)`` is called now and then.
+
+    Raises InputError if the trace has no accesses.
     """
     histograms = _Reuse()
     halves = _Drift(trace.num_batches)
@@ -93,12 +94,14 @@ def describe(trace: Trace, progress: Callable[[int], None] | None = None) -> Des
     )
 
 
-def fit_zipf(counts: np.ndarray, least: int = 10) -> ZipfFit | None:
-    """Fit to uses per row, most used first, by weighted least squares of their logarithms in bins of ranks
-    that grow by a tenth; None if fewer than 20 rows are used at least ``least`` times (rarer ones are mostly
-    luck).
+def fit_zipf(counts: np.ndarray, min_uses: int = 10) -> ZipfFit | None:
+    """Fit a Zipf-Mandelbrot law to ``counts``, the uses of each row, most used first.
+
+    The fit is a weighted least-squares fit of logarithms, in bins of ranks that grow by a tenth. Rows with
+    less than ``min_uses`` uses are left out, since chance decides their counts. Return None if fewer than 20
+    rows remain.
     """
-    counts = counts[counts >= least].astype(np.float64)
+    counts = counts[counts >= min_uses].astype(np.float64)
     if counts.size < 20:
         return None
     edges = np.unique(np.concatenate([[0], np.geomspace(1, counts.size, 100).round()]).astype(np.int64))
@@ -114,7 +117,7 @@ def fit_zipf(counts: np.ndarray, least: int = 10) -> ZipfFit | None:
         if best is None or error < best[0]:
             best = (error, float(-solution[1]), float(q))
     assert best is not None
-    return ZipfFit(round(best[1], 4), round(best[2], 3), counts.size, least)
+    return ZipfFit(round(best[1], 4), round(best[2], 3), counts.size, min_uses)
 
 
 def _coverage(counts: np.ndarray, share: float) -> float:

@@ -22,7 +22,7 @@ def table_curves(
     rate: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[TableCurve]:
-    """The LRU curve of every table of ``trace``, which ``prepared`` is of; ``rate`` samples rows."""
+    """Return the LRU curve of each table of ``trace``, prepared as ``prepared``; ``rate`` samples rows."""
     table_of = (prepared.keys >> np.uint64(ID_BITS)).astype(np.int64)
     batches = max(1, prepared.batches)
     curves = []

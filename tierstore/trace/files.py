@@ -40,7 +40,7 @@ def open_npz(path: Path, batch_size: int) -> Trace:
 
 
 def open_oracle_general(path: Path, batch_size: int) -> Trace:
-    """Requests of 24 bytes, uncompressed; ids of 2^48 and more are hashed."""
+    """Open a file of uncompressed requests of 24 bytes each; ids of 2^48 and more are hashed."""
     size = path.stat().st_size
     if size % ORACLE_GENERAL.itemsize:
         raise InputError(
@@ -61,9 +61,9 @@ def open_text(path: Path, batch_size: int) -> Trace:
 
 
 def open_csv(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trace:
-    """A header, then one example per line; each column (or each of ``columns``) is a table.
+    """Open a file of a header and one example per line; each column (or each of ``columns``) is a table.
 
-    Columns of integers are ids; others are numbered by first occurrence, the empty value among them.
+    A column of integers has ids. The values of another column, the empty one too, are numbered by first use.
     """
     import csv
 

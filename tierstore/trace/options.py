@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """The options that say which trace: ``open_source`` reads them."""
+    """Add the options that name a trace; ``open_source`` reads them."""
     parser.add_argument("source", metavar="SOURCE", help="a trace file, or a dataset as synthetic:zipf:0.95")
     parser.add_argument("--batch-size", type=int, default=4096, metavar="N", help="examples per batch (4096)")
     parser.add_argument("--batches", type=int, metavar="N", help="read at most N batches")
     parser.add_argument("--columns", metavar="A,B", help="of CSV and parquet files: the columns to read")
     data = parser.add_argument_group("options of datasets (docs/datasets.md)")
-    data.add_argument("--path", metavar="PATH", help="where recorded data lies")
+    data.add_argument("--data-path", metavar="PATH", help="where recorded data lies")
     data.add_argument("--seed", type=int, default=0, metavar="N", help="of generated data (default: 0)")
     data.add_argument("--tables", type=int, metavar="N", help="number of tables of generated data")
     data.add_argument("--rows", type=int, metavar="N", help="rows per table of generated data")
@@ -26,7 +26,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def open_source(args: argparse.Namespace) -> Trace:
-    """The trace that the options of ``add_source`` name."""
+    """Open the trace that the options of ``add_source`` name."""
     from tierstore.trace import open_trace
 
     options = {
@@ -39,7 +39,7 @@ def open_source(args: argparse.Namespace) -> Trace:
         batch_size=args.batch_size,
         batches=args.batches,
         columns=args.columns.split(",") if args.columns else None,
-        path=args.path,
+        path=args.data_path,
         seed=args.seed,
         **options,
     )

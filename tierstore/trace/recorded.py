@@ -91,15 +91,13 @@ class TraceRecorder:
         self._keep(values.astype(np.int64), np.array(features.length_per_key(), np.uint32))
 
     def watch(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yields ``batches`` unchanged and records the KeyedJaggedTensor in each (itself, or its
-        ``sparse``).
-        """
+        """Yield ``batches`` unchanged and record each one's KeyedJaggedTensor: itself, or its ``sparse``."""
         for batch in batches:
             self.record_features(getattr(batch, "sparse", batch))
             yield batch
 
     def close(self) -> None:
-        """Writes what is left; raises the error that the writing thread met, if any."""
+        """Write what is left; raise the error that the writing thread met, if any."""
         if self._thread is None:
             return
         self._flush()
@@ -123,7 +121,7 @@ class TraceRecorder:
             raise self._error
 
     def _keep(self, ids: np.ndarray, counts: np.ndarray) -> None:
-        """The ids of a batch (int64), table after table (``counts`` of each); the array is kept."""
+        """Keep the ids of a batch (int64), table after table, ``counts`` of each; the array is not copied."""
         self._ids.append(ids)
         self._counts.append(counts)
         self._held += ids.size
@@ -170,7 +168,7 @@ def _sampled(ids: np.ndarray, counts: np.ndarray, rate: float) -> tuple[np.ndarr
 
 
 def open_recorded(path: Path) -> Trace:
-    """The trace in ``path``; InputError if it is damaged or of another format."""
+    """Open the trace in ``path``; InputError if the file is damaged or of another format."""
     try:
         with zipfile.ZipFile(path) as archive:
             header = json.loads(archive.read(HEADER))

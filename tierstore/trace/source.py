@@ -37,11 +37,12 @@ def open_trace(
     seed: int = 0,
     **options: Any,
 ) -> Trace:
-    """The trace in a file (its kind is told by the name), or of the training part of a dataset.
+    """Open the trace in a file, whose name tells its kind, or of the training part of a dataset.
 
-    ``batch_size``: examples (lines, requests) per batch; a recorded trace keeps the batches it was recorded
-    in. ``batches``: at most so many. ``columns``: of CSV and parquet, the tables to read. ``path``, ``seed``
-    and other options go to ``tierstore.data.load``. ConfigError and InputError say what is wrong.
+    ``batch_size`` is the number of examples (lines, requests) per batch; a recorded trace keeps its own
+    batches. ``batches`` is the most batches to read. ``columns`` are the tables to read of CSV and parquet.
+    ``path``, ``seed`` and other options go to ``tierstore.data.load``. ConfigError and InputError say what is
+    wrong.
     """
     check_batch_size(batch_size)
     if batches is not None and batches < 1:

@@ -40,7 +40,7 @@ class Trace:
             raise InputError(f"{self.name}: a trace has 1 to {MAX_TABLE + 1} tables, not {len(self.tables)}")
 
     def key_batches(self, tables: Sequence[int] | None = None) -> Iterator[np.ndarray]:
-        """The uint64 keys (``table << 48 | id``) of each batch; of ``tables`` only, if given.
+        """Yield the uint64 keys (``table << 48 | id``) of each batch; of ``tables`` only, if given.
 
         Ids of 2^48 and more (hashes, in foreign traces) are hashed to 48 bits. InputError for negative ids.
         """

@@ -17,12 +17,12 @@ import pytest
 from tierstore import _core
 from tierstore.errors import StoreFullError
 from tierstore.keys import make_keys
-from tierstore.store import TableSpec
+from tierstore.store import StoredTable
 from tierstore.store.native import NativeConfig, NativeLimits, NativeStore
 
 STATES = int(os.environ.get("TIERSTORE_CRASH_STATES", "2400"))
 WORKLOADS = max(8, STATES // 2000)
-TABLES = (TableSpec("a", 0, 1 << 40, 4, 16), TableSpec("b", 1, 1 << 40, 64, 272))
+TABLES = (StoredTable("a", 0, 1 << 40, 4, 16), StoredTable("b", 1, 1 << 40, 64, 272))
 ROW_BYTES = {0: 16, 1: 272}
 IDS = {0: 900, 1: 160}
 BLOCK = {0: 128, 1: 14}

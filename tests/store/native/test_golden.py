@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from tierstore.keys import make_keys
-from tierstore.store import TableSpec
+from tierstore.store import StoredTable
 from tierstore.store.native import NativeConfig, NativeStore
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
-TABLES = (TableSpec("a", 0, 1 << 40, 4, 16), TableSpec("b", 1, 1 << 40, 64, 272))
+TABLES = (StoredTable("a", 0, 1 << 40, 4, 16), StoredTable("b", 1, 1 << 40, 64, 272))
 CONFIG = NativeConfig(cap_bytes=1 << 20, segment_bytes=12_288, snapshot_min_rows=1, keep=2)
 
 

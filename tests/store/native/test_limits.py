@@ -13,15 +13,15 @@ import pytest
 from tierstore import _core
 from tierstore.errors import ConfigError, InputError, StoreCorruptError, StoreFullError, StoreIOError
 from tierstore.keys import make_keys
-from tierstore.store import TableSpec, open_store
+from tierstore.store import StoredTable, open_store
 from tierstore.store import identity as identities
 from tierstore.store.native import NativeConfig, NativeLimits, NativeStore
 
 SMALL = NativeLimits(chunk_bytes=16_384)
 
 
-def table_of(row_bytes: int) -> TableSpec:
-    return TableSpec("t", 0, 1 << 40, row_bytes // 4, row_bytes)
+def table_of(row_bytes: int) -> StoredTable:
+    return StoredTable("t", 0, 1 << 40, row_bytes // 4, row_bytes)
 
 
 def open_on(env, row_bytes: int = 272, **options) -> NativeStore:
@@ -89,9 +89,9 @@ def test_commits_at_the_end_of_chunks_of_the_usual_size(tmp_path, row_bytes, cou
 import numpy as np
 from pathlib import Path
 from tierstore.keys import make_keys
-from tierstore.store import TableSpec
+from tierstore.store import StoredTable
 from tierstore.store.native import NativeConfig, NativeStore
-table = TableSpec("t", 0, 1 << 40, {row_bytes // 4}, {row_bytes})
+table = StoredTable("t", 0, 1 << 40, {row_bytes // 4}, {row_bytes})
 with NativeStore(Path({str(tmp_path)!r}), [table], config=NativeConfig(1 << 33)) as store:
     for version in range(4):
         store.write(make_keys(0, range({count})), np.full(({count}, {row_bytes}), version, np.uint8))
@@ -220,10 +220,10 @@ def test_a_meta_of_a_gibibyte_leaves_the_store_openable(tmp_path):
 
 
 def test_a_description_that_is_too_long_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(identities, "_MOST_BYTES", 2000)
+    monkeypatch.setattr(identities, "_MAX_BYTES", 2000)
     with open_store(tmp_path / "s", "native", [table_of(16)]) as store:
         store.commit(b"")
-    many = [table_of(16), *(TableSpec("n" * 50 + f"{i}", i, 10, 4, 16) for i in range(1, 20))]
+    many = [table_of(16), *(StoredTable("n" * 50 + f"{i}", i, 10, 4, 16) for i in range(1, 20))]
     with pytest.raises(ConfigError, match="shorter names"):
         open_store(tmp_path / "s", "native", many)
     with open_store(tmp_path / "s") as store:

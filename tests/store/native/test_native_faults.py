@@ -12,10 +12,10 @@ import pytest
 from tierstore import _core
 from tierstore.errors import StoreCorruptError, StoreFullError, StoreIOError, TierStoreError
 from tierstore.keys import make_keys
-from tierstore.store import TableSpec
+from tierstore.store import StoredTable
 from tierstore.store.native import NativeConfig, NativeStore
 
-TABLES = (TableSpec("a", 0, 1 << 40, 4, 16), TableSpec("b", 1, 1 << 40, 64, 272))
+TABLES = (StoredTable("a", 0, 1 << 40, 4, 16), StoredTable("b", 1, 1 << 40, 64, 272))
 CONFIG = NativeConfig(cap_bytes=1_000_000, segment_bytes=16_384)
 WITH_SNAPSHOTS = replace(CONFIG, snapshot_min_rows=1)
 IDS = range(400)

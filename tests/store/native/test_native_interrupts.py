@@ -183,7 +183,7 @@ def test_opening(opened, env, rows):
     go_on(store, opened, 5)
 
 
-@pytest.mark.parametrize("name", ["keys", "write", "commit", "expect", "drop_commit"])
+@pytest.mark.parametrize("name", ["keys", "write", "commit", "reserve", "drop_commit"])
 def test_waiting_for_another_call(opened, env, name):
     """Another thread's call is under way, and takes long."""
     store = filled(opened, env, 2, keep=5, segment_bytes=128 << 10)
@@ -192,7 +192,7 @@ def test_waiting_for_another_call(opened, env, name):
         "keys": lambda: list(store.keys(1)),
         "write": lambda: put(store, 1, range(5), 9),
         "commit": store.commit,
-        "expect": lambda: store.expect(1, 5),
+        "reserve": lambda: store.reserve(1, 5),
         "drop_commit": lambda: store.drop_commit(1),
     }
     env.slow_down(SLOW * 5)

@@ -11,13 +11,13 @@ import pytest
 
 from tierstore.errors import ConfigError, InputError, StoreCorruptError
 from tierstore.keys import make_keys
-from tierstore.store import TableSpec
+from tierstore.store import StoredTable
 from tierstore.store.native import NativeConfig, NativeStore
 
 TABLES = (
-    TableSpec("a", 0, 1 << 40, 4, 16),
-    TableSpec("b", 1, 1 << 40, 64, 272),
-    TableSpec("c", 2, 1 << 40, 520, 2080),
+    StoredTable("a", 0, 1 << 40, 4, 16),
+    StoredTable("b", 1, 1 << 40, 64, 272),
+    StoredTable("c", 2, 1 << 40, 520, 2080),
 )
 ROW_BYTES = {spec.index: spec.row_bytes for spec in TABLES}
 CAP = 64 << 20

@@ -7,7 +7,7 @@ import pytest
 
 from tierstore.errors import StoreFullError
 from tierstore.keys import make_keys
-from tierstore.store import TableSpec
+from tierstore.store import StoredTable
 from tierstore.store.native import NativeConfig, NativeStore
 
 ROUNDS = 40
@@ -25,7 +25,7 @@ class Training:
     """Tables of ``count`` rows each beside the version of every row."""
 
     def __init__(self, path, sizes: list[int], count: int) -> None:
-        self.tables = [TableSpec(f"t{i}", i, 1 << 40, size // 4, size) for i, size in enumerate(sizes)]
+        self.tables = [StoredTable(f"t{i}", i, 1 << 40, size // 4, size) for i, size in enumerate(sizes)]
         self.path, self.sizes, self.count = path, sizes, count
         self.cap = int(count * sum(size + 16 for size in sizes) / FULL)
         self.versions = np.zeros((len(sizes), count), np.int64)

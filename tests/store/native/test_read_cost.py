@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from tierstore.keys import make_keys
-from tierstore.store import TableSpec
+from tierstore.store import StoredTable
 from tierstore.store.native import NativeConfig, NativeStore
 
 ROW_BYTES, ROWS = 4080, 20_000  # 78 MiB
-TABLE = TableSpec("t", 0, ROWS, ROW_BYTES // 4, ROW_BYTES)
+TABLE = StoredTable("t", 0, ROWS, ROW_BYTES // 4, ROW_BYTES)
 
 
 def open_at(path: Path) -> NativeStore:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
-from tierstore.cache.memory_tier import Flags, Keys, Slots
+from tierstore.cache.tiers.memory import Flags, Keys, Slots
 from tierstore.errors import TierStoreError
 from tierstore.store.protocol import RowStore
 
@@ -41,7 +41,7 @@ class _Block:
 
 
 class ReadAhead:
-    """Rows of one chain. Its methods are called with ``lock`` held, :meth:`wait` and :meth:`close` without.
+    """Rows of one group. Its methods are called with ``lock`` held, :meth:`wait` and :meth:`close` without.
 
     ``max_bytes`` is what the rows may take, their index included. ``resident`` tells which keys some memory
     tier holds. None: the tiers know the next use of their rows, so that what they hold is not announced, and
@@ -75,7 +75,7 @@ class ReadAhead:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
-    # -- what the chain tells -------------------------------------------------------------
+    # -- what the group tells -------------------------------------------------------------
 
     def announce(self, seq: int, keys: Keys) -> None:
         """Lookup ``seq`` will come and ask for ``keys``, which no announced lookup before it asks for."""
@@ -130,7 +130,7 @@ class ReadAhead:
             self._kept = _core.HeldRows(most, self._row_bytes)
         slots = self._kept.add(keys[wanted])
         source = wanted.astype(np.int32)
-        _core.copy_in(self._kept.rows_addr, self._row_bytes, slots, rows.ctypes.data, source)
+        _core.HostRows.view(self._kept.rows(most)).copy_in(slots, rows, source)
 
     def left(self, keys: Keys, next_use: NDArray[np.int64]) -> None:
         """Rows that the store has, in this version, are in memory no more."""
@@ -181,14 +181,14 @@ class ReadAhead:
         if failure is not None:
             raise failure
 
-    def find(self, keys: Keys) -> list[tuple[NDArray[np.int64], int, Slots]]:
-        """Positions in ``keys`` of rows that are here, the address of rows, and which of them they are."""
+    def find(self, keys: Keys) -> list[tuple[NDArray[np.int64], NDArray[np.uint8], Slots]]:
+        """Positions in ``keys`` of rows that are here, rows, and which of these they are."""
         found = []
         for rows in self._all():
             slots = rows.find(keys)
             here = np.flatnonzero(slots >= 0)
             if len(here):
-                found.append((here, rows.rows_addr, slots[here]))
+                found.append((here, rows.rows(rows.capacity), slots[here]))
         return found
 
     def taken(self, seq: int, keys: Keys) -> None:

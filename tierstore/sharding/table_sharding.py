@@ -13,7 +13,7 @@ Rectangle = tuple[int, int, int, int, int]
 """rank, row_start, rows, column_start, columns"""
 
 
-class Cut:
+class TableSharding:
     """How one table is cut: its type, and a function of (rows, columns, ranks, ranks per host)."""
 
     def __init__(
@@ -35,21 +35,21 @@ class Cut:
         )
 
 
-def data_parallel() -> Cut:
+def data_parallel() -> TableSharding:
     """Every rank has the whole table."""
-    return Cut(
+    return TableSharding(
         ShardingType.DATA_PARALLEL,
         lambda rows, columns, world, _: [(r, 0, rows, 0, columns) for r in range(world)],
     )
 
 
-def table_wise(rank: int) -> Cut:
+def table_wise(rank: int) -> TableSharding:
     """The whole table on one rank."""
     _check_integers("ranks", [rank])
-    return Cut(ShardingType.TABLE_WISE, lambda rows, columns, *_: [(rank, 0, rows, 0, columns)])
+    return TableSharding(ShardingType.TABLE_WISE, lambda rows, columns, *_: [(rank, 0, rows, 0, columns)])
 
 
-def row_wise(sizes: Sequence[int] | None = None) -> Cut:
+def row_wise(sizes: Sequence[int] | None = None) -> TableSharding:
     """Consecutive rows on every rank: ``sizes`` of them, or equal shares (the last ones shorter)."""
 
     _check_integers("sizes", sizes)
@@ -58,10 +58,10 @@ def row_wise(sizes: Sequence[int] | None = None) -> Cut:
         parts = _parts(rows, world, sizes, "rows")
         return [(rank, at, size, 0, columns) for rank, (at, size) in enumerate(parts)]
 
-    return Cut(ShardingType.ROW_WISE, cut)
+    return TableSharding(ShardingType.ROW_WISE, cut)
 
 
-def column_wise(ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Cut:
+def column_wise(ranks: Sequence[int], sizes: Sequence[int] | None = None) -> TableSharding:
     """Consecutive columns on ``ranks``, of which one may have several; ``sizes`` or equal shares."""
 
     _check_integers("ranks", ranks)
@@ -71,10 +71,10 @@ def column_wise(ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Cut
         parts = _parts(columns, len(ranks), sizes, "columns")
         return [(rank, 0, rows, at, size) for rank, (at, size) in zip(ranks, parts, strict=True)]
 
-    return Cut(ShardingType.COLUMN_WISE, cut)
+    return TableSharding(ShardingType.COLUMN_WISE, cut)
 
 
-def table_row_wise(host: int, sizes: Sequence[int] | None = None) -> Cut:
+def table_row_wise(host: int, sizes: Sequence[int] | None = None) -> TableSharding:
     """Consecutive rows on the ranks of one host."""
 
     _check_integers("hosts", [host])
@@ -84,10 +84,10 @@ def table_row_wise(host: int, sizes: Sequence[int] | None = None) -> Cut:
         parts = _parts(rows, local, sizes, "rows")
         return [(host * local + i, at, size, 0, columns) for i, (at, size) in enumerate(parts)]
 
-    return Cut(ShardingType.TABLE_ROW_WISE, cut)
+    return TableSharding(ShardingType.TABLE_ROW_WISE, cut)
 
 
-def table_column_wise(host: int, sizes: Sequence[int] | None = None) -> Cut:
+def table_column_wise(host: int, sizes: Sequence[int] | None = None) -> TableSharding:
     """Consecutive columns on the ranks of one host."""
 
     _check_integers("hosts", [host])
@@ -97,10 +97,10 @@ def table_column_wise(host: int, sizes: Sequence[int] | None = None) -> Cut:
         parts = _parts(columns, local, sizes, "columns")
         return [(host * local + i, 0, rows, at, size) for i, (at, size) in enumerate(parts)]
 
-    return Cut(ShardingType.TABLE_COLUMN_WISE, cut)
+    return TableSharding(ShardingType.TABLE_COLUMN_WISE, cut)
 
 
-def grid_shard(hosts: Sequence[int], sizes: Sequence[int] | None = None) -> Cut:
+def grid_shard(hosts: Sequence[int], sizes: Sequence[int] | None = None) -> TableSharding:
     """Consecutive columns on ``hosts``, each cut by rows over the host's ranks."""
 
     _check_integers("hosts", hosts)
@@ -115,11 +115,15 @@ def grid_shard(hosts: Sequence[int], sizes: Sequence[int] | None = None) -> Cut:
             for i, (row, size) in enumerate(_parts(rows, local, None, "rows"))
         ]
 
-    return Cut(ShardingType.GRID_SHARD, cut)
+    return TableSharding(ShardingType.GRID_SHARD, cut)
 
 
 def construct_plan(
-    module: Any, cuts: Mapping[str, Cut], world_size: int, ranks_per_host: int | None = None, name: str = ""
+    module: Any,
+    cuts: Mapping[str, TableSharding],
+    world_size: int,
+    ranks_per_host: int | None = None,
+    name: str = "",
 ) -> ShardingPlan:
     """The plan that cuts every table of ``module`` (a collection, or its configurations) as ``cuts`` says.
 
@@ -132,7 +136,7 @@ def construct_plan(
     if wrong:
         raise ConfigError(f"cuts are given for {sorted(cuts)}, but the tables are {sorted(names)}")
     for table_name, cut in cuts.items():
-        if not isinstance(cut, Cut):
+        if not isinstance(cut, TableSharding):
             raise ConfigError(f"the cut of table {table_name!r} is {cut!r}; use row_wise() or another")
     local = world_size if ranks_per_host is None else ranks_per_host
     if not all(isinstance(n, Integral) and n > 0 for n in (world_size, local)) or world_size % local:

@@ -1,4 +1,4 @@
-"""The tiers below the fast one of a chain: the host tier, the row store, and what is read ahead of it."""
+"""The tiers below the fast one of a group: the host tier, the row store, and what is read ahead of it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
-from tierstore.cache.memory_tier import Flags, Keys, MemoryTier
-from tierstore.cache.read_ahead import ReadAhead
-from tierstore.cache.stats import ChainStats
+from tierstore.cache.stats import GroupStats
+from tierstore.cache.tiers.memory import Flags, Keys, MemoryTier
+from tierstore.cache.tiers.read_ahead import ReadAhead
 from tierstore.errors import TierFullError
 from tierstore.store.protocol import RowStore
 
 _USES = 16  # after so many, a room that none of them half filled shrinks
 
-# Positions of rows that were asked for, the address of rows, and which of these they are.
-Piece = tuple[NDArray[np.int64], int, NDArray[np.int32]]
+# Positions of rows that were asked for, rows, and which of these they are.
+Piece = tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class _Room:
 class LowerTiers:
     """Where rows come from and go to; ``host``, ``store`` and ``ahead`` may be missing.
 
-    Its methods are called by whoever plans, with the chain's lock held.
+    Its methods are called by whoever plans, with the group's lock held.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LowerTiers:
         host: MemoryTier | None,
         store: RowStore | None,
         ahead: ReadAhead | None,
-        stats: ChainStats,
+        stats: GroupStats,
     ) -> None:
         self.name = name
         self.row_bytes = row_bytes
@@ -137,7 +137,7 @@ class LowerTiers:
         if len(left):
             rows = self.buffer("fetched", len(left))
             there = np.flatnonzero(store.read(keys[left], rows))
-            pieces.append((left[there], rows.ctypes.data, there.astype(np.int32)))
+            pieces.append((left[there], rows, there.astype(np.int32)))
             found[left[there]] = True
         return found, pieces
 

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from tierstore.keys import make_keys
 from tierstore.modules.lookup import Part
-from tierstore.placement import ShardingPlan, ShardPlacement
-from tierstore.sharding.env import ShardingEnv
-from tierstore.sharding.routing import shard_name
+from tierstore.placement import ShardPlacement
+from tierstore.sharding.shards import RankShards, shard_name
 
-Floats = NDArray[np.float32]
+FloatArray = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -39,32 +38,26 @@ class _Used:
 
     def __init__(self, part: int, at: NDArray[np.intp], ids: NDArray[np.uint64]) -> None:
         self.part, self.at, self.ids = part, at, ids
-        self.squares: dict[int, Floats] = {}
+        self.squares: dict[int, FloatArray] = {}
 
     def between(self, rows: tuple[int, int]) -> slice:
         first, end = np.searchsorted(self.ids, np.array(rows, np.uint64))
         return slice(int(first), int(end))
 
 
-class ColumnSquares:
-    """What one collection's ranks tell one another of the squares of gradients.
+class RowWiseStateExchange:
+    """What one collection's ranks tell one another of the squares of gradients."""
 
-    Args:
-        env: the ranks.
-        plan: of this collection.
-        table_index: number of a table in this rank's engine by its name there.
-    """
-
-    def __init__(self, env: ShardingEnv, plan: ShardingPlan, table_index: Callable[[str], int]) -> None:
-        self._env = env
+    def __init__(self, shards: RankShards) -> None:
+        self._env, plan = shards.env, shards.plan
         self._tables = [
             table for table in plan.tables if any(s.columns < table.embedding_dim for s in table.shards)
         ]
         self._local = {
-            (number, position): table_index(shard_name(table.name, table.embedding_dim, shard))
+            (number, position): shards.engine.table_index(shard_name(table.name, table.embedding_dim, shard))
             for number, table in enumerate(self._tables)
             for position, shard in enumerate(table.shards)
-            if shard.rank == env.rank and shard.rows
+            if shard.rank == self._env.rank and shard.rows
         }
         self._pairs = [
             _Pair(number, i, j, rows)
@@ -74,12 +67,17 @@ class ColumnSquares:
             if first.column_start != second.column_start and (rows := _common_rows(first, second))
         ]
 
-    @property
-    def needed(self) -> bool:
-        """Whether any table is cut by columns."""
-        return bool(self._tables)
+    @classmethod
+    def of(cls, shards: RankShards) -> RowWiseStateExchange | None:
+        """Return the exchange of a collection; None if no row's state depends on columns of other shards."""
+        if not shards.fused_optimizer.spec.state_per_row:
+            return None
+        found = cls(shards)
+        return found if found._tables else None
 
-    def means(self, parts: Sequence[Part], squares_of: Callable[[int], Floats]) -> list[Floats | None]:
+    def mean_squares(
+        self, parts: Sequence[Part], squares_of: Callable[[int], FloatArray]
+    ) -> list[FloatArray | None]:
         """By part the mean square of the whole gradient of each unique row; None: no cut tables there.
 
         ``squares_of(part)``: sums over the columns that are here, float32 (unique rows,). The ranks that have
@@ -90,9 +88,9 @@ class ColumnSquares:
         for (table, shard), use in used.items():
             use.squares[self._shard(table, shard).column_start] = own[use.part][use.at]
         self._exchange(used)
-        means: list[Floats | None] = [None] * len(parts)
+        means: list[FloatArray | None] = [None] * len(parts)
         for part, squares in own.items():
-            means[part] = squares / np.float32(parts[part].chain.layout.dim)
+            means[part] = squares / np.float32(parts[part].group.layout.dim)
         for (table, _), use in used.items():
             columns = [use.squares[column] for column in sorted(use.squares)]
             total = columns[0].copy()
@@ -122,7 +120,7 @@ class ColumnSquares:
 
     def _exchange(self, used: dict[tuple[int, int], _Used]) -> None:
         """Tells the owners of other columns the sums of this rank's, and puts theirs into ``used``."""
-        leaving: dict[int, list[Floats]] = {}
+        leaving: dict[int, list[FloatArray]] = {}
         awaited: dict[int, list[tuple[_Pair, _Used, slice]]] = {}
         for pair in self._pairs:
             sender, receiver = used.get((pair.table, pair.first)), used.get((pair.table, pair.second))
@@ -149,7 +147,7 @@ class ColumnSquares:
                 at = end
 
     @staticmethod
-    def _put(receiver: _Used, column: int, rows: slice, squares: Floats) -> None:
+    def _put(receiver: _Used, column: int, rows: slice, squares: FloatArray) -> None:
         if column not in receiver.squares:
             receiver.squares[column] = np.zeros(len(receiver.ids), np.float32)
         receiver.squares[column][rows] = squares

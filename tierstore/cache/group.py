@@ -1,9 +1,9 @@
-"""The chain of tiers for tables of one row layout: fast tier → host tier → row store.
+"""The group of tiers for tables of one row layout: fast tier → host tier → row store.
 
 Rows are in exactly one memory tier or in none; the store holds the last version that was written down,
 which is the valid one unless a memory tier has the row. Locks: ``sequence.planner()`` is held by whoever
-changes which rows are where; ``moving`` guards the tiers' data structures and is never held while waiting
-for a release.
+changes which rows are where; ``residency_lock`` guards the tiers' data structures and is never held while
+waiting for a release.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as List
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,14 +20,14 @@ from numpy.typing import NDArray
 
 from cache_policies.live import LiveCurves
 from tierstore import _core
-from tierstore.cache.below import Below, LowerTiers
 from tierstore.cache.layout import RowLayout, Segment
-from tierstore.cache.memory_tier import Flags, Keys, MemoryTier
+from tierstore.cache.lookup_order import LookupOrder
+from tierstore.cache.pinned_rows import PinnedRows
 from tierstore.cache.process import OwnProcess
-from tierstore.cache.read_ahead import ReadAhead
-from tierstore.cache.sequence import Sequence
-from tierstore.cache.stats import ChainStats
-from tierstore.cache.ticket import Ticket
+from tierstore.cache.stats import GroupStats
+from tierstore.cache.tiers.memory import Flags, Keys, MemoryTier
+from tierstore.cache.tiers.read_ahead import ReadAhead
+from tierstore.cache.tiers.stack import Below, LowerTiers
 from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.config import format_bytes
 from tierstore.errors import ClosedError, InputError, TierFullError
@@ -39,7 +38,7 @@ logger = logging.getLogger("tierstore")
 _PIECE = 1 << 13  # rows that leave for the store at a time
 
 
-class Chain:
+class TierGroup:
     """Tiers of tables with one row layout. ``host`` and ``store`` may be missing."""
 
     def __init__(
@@ -49,25 +48,25 @@ class Chain:
         fast: MemoryTier,
         host: MemoryTier | None,
         store: RowStore | None,
-        tables: List[int],
+        tables: Sequence[int],
         read_ahead_bytes: int = 0,
     ) -> None:
         self.name = name
         self.layout = layout
         self.tables = tables
         self.fast = fast
-        self.sequence = Sequence()
+        self.order = LookupOrder()
         self.window = _core.Window()
         self.curves = LiveCurves(tables)
         self._planned = -1
-        self.moving = threading.RLock()
+        self.residency_lock = threading.RLock()
         ahead = None
         if store is not None and read_ahead_bytes:
             tiers = [fast] if host is None else [fast, host]
             resident = None if all(tier.uses_window for tier in tiers) else self._resident
-            ahead = ReadAhead(store, layout.row_bytes, read_ahead_bytes, self.moving, resident)
+            ahead = ReadAhead(store, layout.row_bytes, read_ahead_bytes, self.residency_lock, resident)
         named = {"hbm": fast, "uvm": host, "ssd": store}
-        self.stats = ChainStats((tier for tier, there in named.items() if there is not None), fast.tables)
+        self.stats = GroupStats((tier for tier, there in named.items() if there is not None), fast.tables)
         self.below = LowerTiers(name, layout.row_bytes, host, store, ahead, self.stats)
         self._closed = False
         self._process = OwnProcess()
@@ -75,11 +74,11 @@ class Chain:
 
     # -- what is counted -----------------------------------------------------------------
 
-    def _count(self, plan: Any, ticket: Ticket, found: Below) -> None:
-        assert ticket.csr is not None
-        weight = np.diff(ticket.csr[0])
-        self.curves.observe(ticket.batch.unique, weight)
-        missing = ticket.batch.unique[plan.absent]
+    def _count(self, plan: Any, pinned: PinnedRows, found: Below) -> None:
+        assert pinned.csr is not None
+        weight = np.diff(pinned.csr[0])
+        self.curves.observe(pinned.batch.unique, weight)
+        missing = pinned.batch.unique[plan.absent]
         self.stats.count(plan, missing, weight, [("uvm", found.in_host), ("ssd", found.in_store)])
 
     @contextmanager
@@ -96,7 +95,7 @@ class Chain:
 
     # -- lookups -------------------------------------------------------------------------
 
-    def batch(self, segments: List[Segment]) -> Any:
+    def batch(self, segments: Sequence[Segment]) -> Any:
         """Deduplicated ids of a lookup; ``InputError`` names the feature, the id and the bound of a
         wrong one."""
         self.check_open()
@@ -110,22 +109,22 @@ class Chain:
             )
         return batch
 
-    def lookup(self, batch: Any) -> Ticket:
+    def lookup(self, batch: Any) -> PinnedRows:
         """Plans and fetches now. A signal that raises meanwhile leaves all rows as before or after it."""
         return uninterrupted(lambda: self._lookup(batch))
 
-    def _lookup(self, batch: Any) -> Ticket:
+    def _lookup(self, batch: Any) -> PinnedRows:
         self.check_open()
         # While a window is announced its numbers are taken: share the newest planned one.
         shared = self.window.lookups > 0 and self._planned >= 0
-        seq = self._planned if shared else self.sequence.take()
-        ticket = Ticket(self, batch, seq)
-        self.plan(ticket, pinned_since=seq)
-        return ticket
+        seq = self._planned if shared else self.order.take()
+        pinned = PinnedRows(self, batch, seq)
+        self.plan(pinned, pinned_since=seq)
+        return pinned
 
     def announce(self, seq: int, batch: Any) -> None:
         """Lookup ``seq`` will come: its ids become part of the window."""
-        with self.moving, self._planning_time():
+        with self.residency_lock, self._planning_time():
             self.check_open()
             first_seen = self.window.announce(seq, batch)
             self.below.announce(seq, self._announce(first_seen, seq))
@@ -139,7 +138,7 @@ class Chain:
 
     def forget_window(self) -> None:
         """Announced lookups that were not planned will not come."""
-        with self.moving:
+        with self.residency_lock:
             keys = self.window.clear()
             self._announce(keys, np.iinfo(np.int64).max)
             if self.below.ahead is not None:
@@ -147,36 +146,36 @@ class Chain:
 
     def plan(
         self,
-        ticket: Ticket,
+        pinned: PinnedRows,
         pinned_since: int,
         *,
         announced: bool = False,
         stop: Callable[[], bool] | None = None,
     ) -> None:
-        """Brings the ticket's rows into the fast tier and pins them.
+        """Brings the pinned's rows into the fast tier and pins them.
 
         Rows used by lookups from ``pinned_since`` on stay. If room is short, waits for further releases,
         and at last uses the transient pad. Raises what the tiers raise; then nothing has changed.
         """
-        with self.sequence.planner():
-            self.sequence.open(ticket.seq)
+        with self.order.planner():
+            self.order.open(pinned.seq)
             try:
-                self._plan(ticket, pinned_since, announced, stop)
+                self._plan(pinned, pinned_since, announced, stop)
             except BaseException:
-                self.sequence.close(ticket.seq)
+                self.order.close(pinned.seq)
                 raise
-        ticket.grant()
+        pinned.grant()
 
     def _plan(
-        self, ticket: Ticket, pinned_since: int, announced: bool, stop: Callable[[], bool] | None
+        self, pinned: PinnedRows, pinned_since: int, announced: bool, stop: Callable[[], bool] | None
     ) -> None:
-        fast, keys, ahead = self.fast.native, ticket.batch.unique, self.below.ahead
-        plan, placed = self._begin(ticket, announced), False
+        fast, keys, ahead = self.fast.native, pinned.batch.unique, self.below.ahead
+        plan, placed = self._begin(pinned, announced), False
         try:
             self._find_victims(plan, pinned_since, stop)
             if ahead is not None:
-                ahead.wait(ticket.seq)
-            with self.moving, self._planning_time():
+                ahead.wait(pinned.seq)
+            with self.residency_lock, self._planning_time():
                 missing = keys[plan.absent]
                 found = self._make_room(plan, missing)
                 fast.assign(keys, True, plan)
@@ -184,46 +183,47 @@ class Chain:
                 try:
                     self._fill(plan.slots[plan.absent], missing, found)
                     if ahead is not None:
-                        ahead.taken(ticket.seq, missing)
-                    self._count(plan, ticket, found)
-                    ticket.slots, ticket.rows_addr = plan.slots, self.fast.rows_addr
+                        ahead.taken(pinned.seq, missing)
+                    self._count(plan, pinned, found)
+                    pinned.slots, pinned.device_rows = plan.slots, self.fast.rows
                 except BaseException:
                     self._take_back(plan, missing, found)
                     raise
         except BaseException:
             if not placed:
-                with self.moving:
+                with self.residency_lock:
                     fast.abort(plan)
             raise
 
-    def _begin(self, ticket: Ticket, announced: bool) -> Any:
-        seq = ticket.seq
-        with self.moving, self._planning_time():
+    def _begin(self, pinned: PinnedRows, announced: bool) -> Any:
+        seq = pinned.seq
+        with self.residency_lock, self._planning_time():
             self.check_open()
             if announced:
-                ticket.before = self.stats.plans_ahead()
+                pinned.before = self.stats.plans_ahead()
             elif not self.window.lookups:
                 self.stats.plans_now()
             self._drain_pad()
             next_use = self.window.take(seq) if announced else None
-            ticket.csr = _core.build_csr(ticket.batch.inverse, len(ticket.batch.unique))
+            pinned.csr = _core.build_csr(pinned.batch.inverse, len(pinned.batch.unique))
             self._planned = max(self._planned, seq)
             if self.below.ahead is not None:
                 self.below.ahead.begun(seq)
-            return self.fast.native.begin(ticket.batch.unique, next_use, seq)
+            return self.fast.native.begin(pinned.batch.unique, next_use, seq)
 
     def _find_victims(self, plan: Any, pinned_since: int, stop: Callable[[], bool] | None) -> None:
-        """Without holding ``moving`` while it waits: until the rows move, they are found where they were."""
+        """Chooses victims. Does not hold ``residency_lock`` while it waits: until the rows move, they are
+        found where they were."""
         since, seq = pinned_since, plan.now
         while True:
-            with self.moving, self._planning_time():
-                oldest = self.sequence.oldest_in_use(seq)  # first: what is over by now, the pad must know
+            with self.residency_lock, self._planning_time():
+                oldest = self.order.oldest_in_use(seq)  # first: what is over by now, the pad must know
                 self._drain_pad()
                 needed = self.fast.evict(min(since, oldest), plan)
             if not needed or since >= seq:
                 break
             since += 1
-            if not self.sequence.wait_released(since, is_planner=True, stop=stop):
+            if not self.order.wait_released(since, is_planner=True, stop=stop):
                 since = seq
         self.stats.counters.shrunk_plans += since > pinned_since
 
@@ -240,7 +240,7 @@ class Chain:
                 )
             self.fast.prepare(plan, use_pad=True)
             self._count_overflow(plan.needed)
-            self._give_up(plan, plan.now)
+            self._demote(plan, plan.now)
         except BaseException:
             self.below.restore(found, missing, plan.now)
             raise
@@ -255,7 +255,7 @@ class Chain:
         native.release(np.delete(plan.slots, plan.absent))
         self.below.restore(found, missing, plan.now)
 
-    def _give_up(self, plan: Any, seq: int) -> None:
+    def _demote(self, plan: Any, seq: int) -> None:
         """Hands the plan's victims to the tiers below."""
         victims = plan.victims
         self._hand_down(victims, seq)
@@ -288,7 +288,7 @@ class Chain:
     def wake(self) -> None:
         """Lets threads that wait for releases look again; a forked child has none of these threads."""
         if self._process.is_here:
-            self.sequence.wake()
+            self.order.wake()
 
     # -- moving rows ---------------------------------------------------------------------
 
@@ -310,7 +310,7 @@ class Chain:
 
     def _drain_pad(self) -> None:
         """Writes down rows of the pad that no lookup uses any more."""
-        native, returned = self.fast.native, self.sequence.take_returned()
+        native, returned = self.fast.native, self.order.take_returned()
         if not native.pad_in_use:
             return
         for slots in returned:
@@ -321,26 +321,26 @@ class Chain:
 
     def _fill(self, slots: NDArray[np.int32], keys: Keys, below: Below) -> None:
         """Puts rows at ``slots`` of the fast tier: those from below, and initial values for the others."""
-        if below.in_host is not None and below.lifted is not None:
+        if below.in_host is not None and below.lifted is not None and below.dirty is not None:
             lifted = slots[below.in_host]
             self.fast.copy_in(lifted, below.lifted)
             self.fast.native.set_dirty(lifted, below.dirty)
             slots, keys = slots[~below.in_host], keys[~below.in_host]
         if below.in_store is not None:
-            for positions, address, source in below.pieces:
-                _core.copy_in(self.fast.rows_addr, self.layout.row_bytes, slots[positions], address, source)
+            for positions, rows, source in below.pieces:
+                self.fast.rows.copy_in(slots[positions], rows, source)
             slots, keys = slots[~below.in_store], keys[~below.in_store]
         if len(keys):
-            self.layout.initialise(self.fast.rows_addr, slots, keys)
+            self.fast.rows.initialise(self.layout.initial, slots, keys)
 
     # -- rows that were changed -----------------------------------------------------------
 
-    def mark_updated(self, ticket: Ticket) -> None:
-        """The ticket's rows were changed. Needs no lock: the rows are pinned by the ticket.
+    def mark_updated(self, pinned: PinnedRows) -> None:
+        """The pinned's rows were changed. Needs no lock: the rows are pinned by the pinned.
 
         Raises ClosedError when the change would be lost."""
         self.check_open()
-        self.fast.native.mark_dirty(ticket.slots)
+        self.fast.native.mark_dirty(pinned.slots)
 
     def flush(self) -> None:
         """Writes every dirty row down to the store; rows stay where they are."""
@@ -348,7 +348,7 @@ class Chain:
             uninterrupted(self._flush)
 
     def _flush(self) -> None:
-        with self.sequence.planner(), self.moving:
+        with self.order.planner(), self.residency_lock:
             self.check_open()
             self._drain_pad()
             for tier in self.memory_tiers():
@@ -375,7 +375,7 @@ class Chain:
             raise ClosedError("the tables are closed; build the module again to use them")
 
     def close(self) -> None:
-        with self.moving:
+        with self.residency_lock:
             self._closed = True
         if self.below.ahead is not None:
             self.below.ahead.close()

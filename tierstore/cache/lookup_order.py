@@ -5,7 +5,7 @@ pending. Planning ahead waits for releases here; a thread that needs a lookup no
 early, so that no order of forward and backward calls can deadlock.
 
 The main thread, where a signal may raise or do other work between any two steps, does nothing here but to
-drop a use and to call :meth:`Sequence.wake`, which take no lock.
+drop a use and to call :meth:`LookupOrder.wake`, which take no lock.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Slots = NDArray[np.int32]
 _WAIT_SECONDS = 0.05  # how often a waiting thread looks for releases that did not wake it
 
 
-class Sequence:
-    """Thread-safe. Numbers are per chain; several lookups may share one (on-demand ones between planned
+class LookupOrder:
+    """Thread-safe. Numbers are per group; several lookups may share one (on-demand ones between planned
     batches)."""
 
     def __init__(self) -> None:

@@ -143,14 +143,18 @@ class _Share:
         self.filter = None if filter_ is None else filter_.compile(slots)
         self.bytes = policy_bytes(policy, slots) + policy_bytes(filter_, slots)
 
-    def hooks(self) -> tuple[int, int, Any, tuple[int, int]]:
-        state, hooks = (0, None) if self.policy is None else (self.policy.state_address, self.policy.hooks)
-        gate = (0, 0) if self.filter is None else (self.filter.state_address, self.filter.hooks["admit"])
-        return self.slots, state, hooks, gate
+    def config(self) -> _core.ShareConfig:
+        return _core.ShareConfig(
+            slots=self.slots,
+            policy_state=0 if self.policy is None else self.policy.state_address,
+            policy_hooks=None if self.policy is None else self.policy.hooks,
+            filter_state=0 if self.filter is None else self.filter.state_address,
+            filter_admit=0 if self.filter is None else self.filter.hooks["admit"],
+        )
 
 
 class MemoryTier:
-    """Rows of one layout in memory. Not thread-safe; see :class:`tierstore.cache.chain.Chain`.
+    """Rows of one layout in memory. Not thread-safe; see :class:`tierstore.cache.group.TierGroup`.
 
     ``plan`` says how the slots are shared; of shares that cannot hold all of their tables' rows, ``policy``
     chooses the victims. ``admission`` refuses rows a slot: they are used from the pad, which a tier has if
@@ -187,32 +191,29 @@ class MemoryTier:
             for table in share.tables:
                 share_of[table] = number
         grows = plan.holds_all and not plan.own
-        (_, state, hooks, gate), *others = [share.hooks() for share in self._shares]
+        shares = [share.config() for share in self._shares]
         pad = _pad_rows(row_bytes) if overflows else 0
         try:
-            self.native = _core.Tier(plan.slots, row_bytes, grows, state, hooks, gate, pad, others, share_of)
+            self.native = _core.Tier(shares, row_bytes, grows=grows, pad=pad, share_of=share_of)
         except _core.AddressSpaceError as refused:
             raise ConfigError(
                 f"{name}: no room for {capacity} rows of {row_bytes} bytes, and for {pad} more while a batch "
                 f"overflows the tier: {refused}. Raise the process's limit (ulimit -v), or lower {name}"
             ) from None
+        self.rows = self.native.rows
 
     def __len__(self) -> int:
         return len(self.native)
-
-    @property
-    def rows_addr(self) -> int:
-        return self.native.rows_addr
 
     def find(self, keys: Keys) -> Slots:
         """Slots of ``keys``, -1 where a row is not here."""
         return self.native.find(keys)
 
     def copy_out(self, slots: Slots, out: NDArray[np.uint8]) -> None:
-        _core.copy_out(self.rows_addr, self.row_bytes, slots, out.ctypes.data)
+        self.rows.copy_out(slots, out)
 
     def copy_in(self, slots: Slots, rows: NDArray[np.uint8]) -> None:
-        _core.copy_in(self.rows_addr, self.row_bytes, slots, rows.ctypes.data)
+        self.rows.copy_in(slots, rows)
 
     def evict(self, pinned_since: int, plan: Any) -> int:
         """Looks for the plan's victims among rows last used before ``pinned_since``.

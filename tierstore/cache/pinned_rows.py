@@ -14,17 +14,18 @@ from tierstore.cache.stats import Before
 from tierstore.cache.uninterrupted import Gate
 
 if TYPE_CHECKING:
-    from tierstore.cache.chain import Chain
+    from tierstore.cache.group import TierGroup
 
 
 class Rows:
-    """Rows of one deduplicated lookup at ``rows_addr``: unique row u is at slot ``slots[u]``, position p uses
-    ``inverse[p]`` (-1: skipped)."""
+    """Rows of one deduplicated lookup in ``device_rows``: unique row u is at slot ``slots[u]``, position p
+    uses ``inverse[p]`` (-1: skipped)."""
 
-    def __init__(self, chain: Chain, batch: Any) -> None:
-        self.chain = chain
+    device_rows: _core.HostRows
+
+    def __init__(self, group: TierGroup, batch: Any) -> None:
+        self.group = group
         self.batch = batch
-        self.rows_addr = 0
         self.slots: NDArray[np.int32] = np.empty(0, np.int32)
 
     @property
@@ -33,33 +34,35 @@ class Rows:
 
     def copied(self) -> ReadRows:
         """The rows as they are now."""
-        data = _core.rows_array(len(self.slots), self.chain.layout.row_bytes)
-        _core.copy_out(self.rows_addr, self.chain.layout.row_bytes, self.slots, data.ctypes.data)
-        return ReadRows(self.chain, self.batch, data)
+        data = _core.rows_array(len(self.slots), self.group.layout.row_bytes)
+        self.device_rows.copy_out(self.slots, data)
+        return ReadRows(self.group, self.batch, data)
 
 
 class ReadRows(Rows):
     """A private copy of rows, for lookups that change nothing."""
 
-    def __init__(self, chain: Chain, batch: Any, data: NDArray[np.uint8]) -> None:
-        super().__init__(chain, batch)
+    def __init__(self, group: TierGroup, batch: Any, data: NDArray[np.uint8]) -> None:
+        super().__init__(group, batch)
         self.data = data
-        self.rows_addr = data.ctypes.data
+        self.device_rows = _core.HostRows.view(data)
         self.slots = np.arange(len(data), dtype=np.int32)
 
 
-class Ticket(Rows):
+class PinnedRows(Rows):
     """Rows pinned in the fast tier from their plan to :meth:`release`. Filled in by the planning thread.
 
     ``demand`` is called by a thread that cannot go on before a lookup planned ahead has its rows.
     """
 
-    def __init__(self, chain: Chain, batch: Any, seq: int, demand: Callable[[], None] | None = None) -> None:
-        super().__init__(chain, batch)
+    def __init__(
+        self, group: TierGroup, batch: Any, seq: int, demand: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__(group, batch)
         self.seq = seq
         self.csr: tuple[NDArray[Any], NDArray[np.int32]] | None = None
         self.before: Before | None = None
-        """What its chain had counted before it planned this ahead."""
+        """What its group had counted before it planned this ahead."""
         self._demand = demand
         self._ready = Gate()
         self._error: BaseException | None = None
@@ -68,7 +71,7 @@ class Ticket(Rows):
 
     def grant(self) -> None:
         """The rows are in place and pinned; if nobody wants them any more, they are released at once."""
-        self._use = _core.Use(self.chain.sequence.uses, self.seq, self.slots)
+        self._use = _core.Use(self.group.order.uses, self.seq, self.slots)
         if self._unwanted:
             self.release()
         self._open()
@@ -97,7 +100,7 @@ class Ticket(Rows):
             if demand is not None:
                 demand()
             self._ready.wait()
-            self.chain.stats.counters.stall_seconds += time.perf_counter() - begin
+            self.group.stats.counters.stall_seconds += time.perf_counter() - begin
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -115,4 +118,4 @@ class Ticket(Rows):
         self._unwanted = True
         if self.held:
             self._use.release()
-            self.chain.wake()
+            self.group.wake()

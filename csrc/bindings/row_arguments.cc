@@ -1,0 +1,149 @@
+// Argument structs of the kernels: what is checked when they are made, and their Python classes.
+#include "bindings/host_rows.h"
+
+namespace py = pybind11;
+
+namespace tierstore {
+
+InitialValues InitialValues::Checked() && {
+  Require(dim >= 1 && state_floats >= 0, "dim must be at least 1 and state_floats at least 0");
+  Require(a.size() == kinds.size() && b.size() == kinds.size() && seeds.size() == kinds.size(),
+          "kinds, a, b and seeds differ in length");
+  Require(!columns || columns->size() == kinds.size(), "columns and kinds differ in length");
+  for (py::ssize_t t = 0; t < kinds.size(); ++t) {
+    Require(kinds.data()[t] <= static_cast<std::uint8_t>(InitKind::kNormal),
+            "kinds must be 0 (constant), 1 (uniform) or 2 (normal)");
+  }
+  return std::move(*this);
+}
+
+TableInit InitialValues::Tables() const {
+  return {reinterpret_cast<const InitKind*>(kinds.data()),
+          a.data(),
+          b.data(),
+          seeds.data(),
+          kinds.size(),
+          columns ? columns->data() : nullptr};
+}
+
+BagArgs BagArgs::Checked() && {
+  Require(offsets.size() >= 1, "offsets needs one entry more than there are bags");
+  Require(bag_start.size() == modes.size() + 1, "bag_start needs one entry more than modes");
+  Require(out_offset.size() == modes.size() && out_stride.size() == modes.size(),
+          "out_offset, out_stride and modes differ in length");
+  Require(offsets.size() - 1 <= INT32_MAX, "more than 2^31 - 1 bags in one lookup");
+  return std::move(*this);
+}
+
+Bags BagArgs::Get() const {
+  const Bags bags{offsets.data(),
+                  offsets.size() - 1,
+                  bag_start.data(),
+                  modes.size(),
+                  out_offset.data(),
+                  out_stride.data(),
+                  reinterpret_cast<const Pooling*>(modes.data())};
+  bags.Check();
+  return bags;
+}
+
+LookupArgs LookupArgs::Checked() && {
+  Require(dim >= 1, "dim must be at least 1");
+  Require(inverse.size() <= INT32_MAX, "more than 2^31 - 1 positions in one lookup");
+  return std::move(*this);
+}
+
+UpdateArgs UpdateArgs::Checked() && {
+  Require(dim >= 1, "dim must be at least 1");
+  Require(csr_start.size() == slots.size() + 1, "csr_start needs one entry more than slots");
+  Require(csr_start.data()[slots.size()] == csr_positions.size(), "csr_start must end at len(csr_positions)");
+  Require(!squares || squares->size() == slots.size(), "squares and slots differ in length");
+  if (squares) squares->mutable_data();  // throws unless it may be written to
+  Require(!means || means->size() == slots.size(), "means and slots differ in length");
+  return std::move(*this);
+}
+
+namespace {
+
+void BindOptimizerStep(py::module_& m) {
+  py::class_<OptimizerStep>(
+      m, "OptimizerStep",
+      "Hyperparameters of one optimizer step (kind: 0 SGD, 1 RowWiseAdagrad, 2 Adagrad, "
+      "3 Adam; weight_decay_mode: 0 none, 1 L2, 2 decoupled; step counts from 1).")
+      .def(py::init(&OptimizerStep::Make), py::arg("kind"), py::arg("lr"), py::arg("eps") = 0.0,
+           py::arg("weight_decay") = 0.0, py::arg("weight_decay_mode") = 0, py::arg("beta1") = 0.0,
+           py::arg("beta2") = 0.0, py::arg("step") = 1)
+      .def("state_floats", &OptimizerStep::StateFloats, py::arg("dim"));
+}
+
+void BindInitialValues(py::module_& m) {
+  py::class_<InitialValues>(
+      m, "InitialValues",
+      "How the rows of each table begin (table = key >> 48): dim weights, state_floats times state_value, "
+      "zero padding. kinds (uint8), a, b (float32) and seeds (uint64) have one entry per table: 0 constant "
+      "a, "
+      "1 uniform [a, b), 2 normal with mean a and standard deviation b. columns (int64): the first column of "
+      "each table, if it is a part of a wider one.")
+      .def(py::init([](std::int64_t dim, std::int64_t state_floats, float state_value,
+                       const Array<std::uint8_t>& kinds, const Array<float>& a, const Array<float>& b,
+                       const Array<std::uint64_t>& seeds, const std::optional<Array<std::int64_t>>& columns) {
+             return InitialValues{dim, state_floats, state_value, kinds, a, b, seeds, columns}.Checked();
+           }),
+           py::kw_only(), py::arg("dim"), py::arg("state_floats"), py::arg("state_value"),
+           py::arg("kinds").noconvert(), py::arg("a").noconvert(), py::arg("b").noconvert(),
+           py::arg("seeds").noconvert(), py::arg("columns").noconvert() = py::none());
+}
+
+void BindLookupArguments(py::module_& m) {
+  py::class_<BagArgs>(
+      m, "Bags",
+      "Bags (offsets int64, one more than bags) grouped by feature (bag_start int64, one more than features; "
+      "out_offset, out_stride int64; modes uint8: 0 sum, 1 mean, 2 max); see csrc/kernels/bags.h.")
+      .def(py::init([](const Array<std::int64_t>& offsets, const Array<std::int64_t>& bag_start,
+                       const Array<std::int64_t>& out_offset, const Array<std::int64_t>& out_stride,
+                       const Array<std::uint8_t>& modes) {
+             return BagArgs{offsets, bag_start, out_offset, out_stride, modes}.Checked();
+           }),
+           py::kw_only(), py::arg("offsets").noconvert(), py::arg("bag_start").noconvert(),
+           py::arg("out_offset").noconvert(), py::arg("out_stride").noconvert(),
+           py::arg("modes").noconvert());
+  py::class_<LookupArgs>(m, "LookupArgs",
+                         "Position p reads the dim weights of the row at slots[inverse[p]] (both int32); "
+                         "inverse[p] < 0 skips it.")
+      .def(py::init(
+               [](std::int64_t dim, const Array<std::int32_t>& slots, const Array<std::int32_t>& inverse) {
+                 return LookupArgs{dim, slots, inverse}.Checked();
+               }),
+           py::kw_only(), py::arg("dim"), py::arg("slots").noconvert(), py::arg("inverse").noconvert());
+}
+
+void BindUpdateArguments(py::module_& m) {
+  py::class_<UpdateArgs>(
+      m, "UpdateArgs",
+      "One optimizer step for the rows at slots (int32, no repeats) that the positions csr_start, "
+      "csr_positions (int32, of build_csr) use. check_finite: rows whose gradient is not finite are left "
+      "alone. For RowWiseAdagrad of rows cut by columns: with squares (float32 per slot) nothing is updated, "
+      "only the sums of the squared gradients are written there; means (float32 per slot) are the mean "
+      "squares over all columns.")
+      .def(py::init([](std::int64_t dim, const Array<std::int32_t>& slots,
+                       const Array<std::int32_t>& csr_start, const Array<std::int32_t>& csr_positions,
+                       const OptimizerStep& step, bool check_finite,
+                       const std::optional<Array<float>>& squares, const std::optional<Array<float>>& means) {
+             return UpdateArgs{dim, slots, csr_start, csr_positions, step, check_finite, squares, means}
+                 .Checked();
+           }),
+           py::kw_only(), py::arg("dim"), py::arg("slots").noconvert(), py::arg("csr_start").noconvert(),
+           py::arg("csr_positions").noconvert(), py::arg("step"), py::arg("check_finite") = false,
+           py::arg("squares").noconvert() = py::none(), py::arg("means").noconvert() = py::none());
+}
+
+}  // namespace
+
+void BindRowArguments(py::module_& m) {
+  BindOptimizerStep(m);
+  BindInitialValues(m);
+  BindLookupArguments(m);
+  BindUpdateArguments(m);
+}
+
+}  // namespace tierstore

@@ -1,0 +1,183 @@
+// Bindings of the kernels that read and write rows: copies, initial values, lookups and updates. Addresses
+// are integers (tensor.data_ptr()); arrays must have exactly the dtype named in the docstring and be
+// C-contiguous (TypeError otherwise); sizes that do not fit raise ValueError.
+#include "bindings/host_rows.h"
+#include "common/key.h"
+#include "kernels/lookup.h"
+#include "kernels/update.h"
+
+namespace py = pybind11;
+
+namespace tierstore {
+namespace {
+
+template <typename T>
+T* Pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+template <typename T>
+T* DataOr0(const std::optional<Array<T>>& array) {
+  return array ? const_cast<T*>(array->data()) : nullptr;
+}
+
+HostRows View(Array<std::uint8_t> array) {
+  Require(array.ndim() == 2, "rows must have the shape (n, row_bytes)");
+  std::uint8_t* const base = array.mutable_data();
+  const std::int64_t row_bytes = array.shape(1);
+  return {base, row_bytes, std::move(array)};
+}
+
+void RequireRows(const HostRows& rows, const Array<std::uint8_t>& other, std::int64_t n) {
+  Require(other.ndim() == 2 && other.shape(1) == rows.row_bytes() && other.shape(0) >= n,
+          "the other rows must have the shape (n, row_bytes)");
+}
+
+void Initialise(const HostRows& self, const InitialValues& values,
+                const std::optional<Array<std::int32_t>>& slots, const Array<std::uint64_t>& keys) {
+  const Rows rows = self.Of(values.dim + values.state_floats);
+  Require(!slots || slots->size() == keys.size(), "slots and keys differ in length");
+  const TableInit tables = values.Tables();
+  for (py::ssize_t i = 0; i < keys.size(); ++i)
+    Require(KeyTable(keys.data()[i]) < tables.num_tables, "a key's table has no entry in kinds");
+  const py::gil_scoped_release release;
+  InitRows(rows, DataOr0(slots), keys.data(), keys.size(), values.dim, values.state_floats,
+           values.state_value, tables);
+}
+
+void BindCopyOut(const HostRows& self, const Array<std::int32_t>& slots, Array<std::uint8_t>& out) {
+  RequireRows(self, out, slots.size());
+  std::uint8_t* const to = out.mutable_data();
+  const py::gil_scoped_release release;
+  CopyOut(self.Of(0), slots.data(), slots.size(), to);
+}
+
+void BindCopyIn(const HostRows& self, const Array<std::int32_t>& slots, const Array<std::uint8_t>& rows,
+                const std::optional<Array<std::int32_t>>& source) {
+  Require(!source || source->size() == slots.size(), "source and slots differ in length");
+  RequireRows(self, rows, source ? 0 : slots.size());
+  const py::gil_scoped_release release;
+  CopyIn(self.Of(0), slots.data(), DataOr0(source), slots.size(), rows.data());
+}
+
+Gather MakeGather(const HostRows& self, const LookupArgs& args) {
+  return {self.Of(args.dim), args.dim, args.slots.data(), args.slots.size(), args.inverse.data()};
+}
+
+Bags MakeBags(const BagArgs& args, const Array<std::int32_t>& inverse) {
+  const Bags bags = args.Get();
+  Require(bags.num_positions() == inverse.size(), "offsets must end at the number of positions");
+  return bags;
+}
+
+void BindLookupPooled(const HostRows& self, const LookupArgs& args, const BagArgs& bag_args, Address out,
+                      Address weights, Address argmax) {
+  const Gather gather = MakeGather(self, args);
+  const Bags bags = MakeBags(bag_args, args.inverse);
+  const py::gil_scoped_release release;
+  LookupPooled(gather, bags, Pointer<const float>(weights), Pointer<float>(out),
+               Pointer<std::int32_t>(argmax));
+}
+
+void BindLookupRows(const HostRows& self, const LookupArgs& args, Address out, std::int64_t out_stride) {
+  const Gather gather = MakeGather(self, args);
+  Require(out_stride >= args.dim, "out_stride must be at least dim");
+  const py::gil_scoped_release release;
+  LookupRows(gather, args.inverse.size(), Pointer<float>(out), out_stride);
+}
+
+void BindWeightGrads(const HostRows& self, const LookupArgs& args, const BagArgs& bag_args, Address grad,
+                     Address out) {
+  const Gather gather = MakeGather(self, args);
+  const Bags bags = MakeBags(bag_args, args.inverse);
+  const py::gil_scoped_release release;
+  WeightGrads(gather, bags, Pointer<const float>(grad), Pointer<float>(out));
+}
+
+Touched MakeTouched(const HostRows& self, const UpdateArgs& args) {
+  return {self.Of(args.dim + args.step.StateFloats(args.dim)),
+          args.dim,
+          args.slots.data(),
+          args.slots.size(),
+          args.csr_start.data(),
+          args.csr_positions.data()};
+}
+
+// What `update` returns, as an array; it runs without the GIL.
+template <typename Update>
+Array<std::int32_t> Rejected(const Update& update) {
+  std::vector<std::int32_t> rows;
+  {
+    const py::gil_scoped_release release;
+    rows = update();
+  }
+  return Array<std::int32_t>(static_cast<py::ssize_t>(rows.size()), rows.data());
+}
+
+Array<std::int32_t> BindUpdatePooled(const HostRows& self, const UpdateArgs& args, const BagArgs& bag_args,
+                                     Address grad, Address weights, Address argmax) {
+  const Touched touched = MakeTouched(self, args);
+  const PooledGrads grads{bag_args.Get(), Pointer<const float>(weights), Pointer<const std::int32_t>(argmax),
+                          Pointer<const float>(grad)};
+  return Rejected([&] {
+    return UpdatePooled(touched, grads, args.step, args.check_finite,
+                        {DataOr0(args.squares), DataOr0(args.means)});
+  });
+}
+
+Array<std::int32_t> BindUpdateRows(const HostRows& self, const UpdateArgs& args, Address grad,
+                                   std::int64_t grad_stride) {
+  const Touched touched = MakeTouched(self, args);
+  Require(grad_stride >= args.dim, "grad_stride must be at least dim");
+  return Rejected([&] {
+    return UpdateRows(touched, INT32_MAX, Pointer<const float>(grad), grad_stride, args.step,
+                      args.check_finite, {DataOr0(args.squares), DataOr0(args.means)});
+  });
+}
+
+void BindMoves(py::class_<HostRows>& type) {
+  type.def_static("view", &View, py::arg("rows").noconvert(), "The rows of an array, uint8 (n, row_bytes).")
+      .def_property_readonly("row_bytes", &HostRows::row_bytes)
+      .def("initialise", &Initialise, py::arg("values"), py::arg("slots").noconvert(),
+           py::arg("keys").noconvert(),
+           "Write the initial records of keys (uint64[n]) at slots (int32[n], or None: 0..n-1).")
+      .def("copy_out", &BindCopyOut, py::arg("slots").noconvert(), py::arg("out").noconvert(),
+           "Copy the rows at slots (int32[n]) to out, uint8 (n or more, row_bytes).")
+      .def("copy_in", &BindCopyIn, py::arg("slots").noconvert(), py::arg("rows").noconvert(),
+           py::arg("source").noconvert() = py::none(),
+           "Copy row i (or source[i], int32[n]) of rows, uint8 (m, row_bytes), to slots[i], for all i.");
+}
+
+void BindCompute(py::class_<HostRows>& type) {
+  type.def("lookup_pooled", &BindLookupPooled, py::arg("args"), py::arg("bags"), py::arg("out_addr"),
+           py::arg("weights_addr") = 0, py::arg("argmax_addr") = 0,
+           "Pool rows over bags; see csrc/kernels/lookup.h. weights (float32[positions]) and argmax "
+           "(int32[bags * dim]) may be 0.")
+      .def("lookup_rows", &BindLookupRows, py::arg("args"), py::arg("out_addr"), py::arg("out_stride"),
+           "Copy the weights of every position's row to out + 4 * p * out_stride; zeros where it is skipped.")
+      .def("weight_grads", &BindWeightGrads, py::arg("args"), py::arg("bags"), py::arg("grad_addr"),
+           py::arg("out_addr"),
+           "Write the derivative by every per-sample weight to out (float32[positions]); 0 for max and "
+           "skipped positions.")
+      .def("update_pooled", &BindUpdatePooled, py::arg("args"), py::arg("bags"), py::arg("grad_addr"),
+           py::arg("weights_addr") = 0, py::arg("argmax_addr") = 0,
+           "Sum the gradient of every unique row over its positions and apply one optimizer step to it, in "
+           "place. Returns the unique indices (int32, ascending) left alone because their gradient is not "
+           "finite (check_finite only).")
+      .def(
+          "update_rows", &BindUpdateRows, py::arg("args"), py::arg("grad_addr"), py::arg("grad_stride"),
+          "update_pooled for sequence lookups: the gradient of position p is at grad + 4 * p * grad_stride.");
+}
+
+}  // namespace
+
+TIERSTORE_BINDINGS(rows) {
+  BindRowArguments(m);
+  py::class_<HostRows> type(m, "HostRows",
+                            "Rows of row_bytes bytes in host memory, addressed by slot: weights, optimizer "
+                            "state, zero padding.");
+  BindMoves(type);
+  BindCompute(type);
+}
+
+}  // namespace tierstore

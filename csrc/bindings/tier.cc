@@ -1,0 +1,202 @@
+// Bindings of a memory tier's slots: ShareConfig, Plan, Tier. Arrays that are returned are views that keep
+// their owner alive; callers do not write to them.
+#include "cache/tier.h"
+
+#include "bindings/arrays.h"
+#include "bindings/host_rows.h"
+#include "bindings/registry.h"
+
+namespace py = pybind11;
+
+namespace tierstore {
+namespace {
+
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+template <auto Member>
+auto PlanView() {
+  return [](py::object self) { return View(self.cast<Plan&>().*Member, self); };
+}
+
+PolicyHooks HooksFrom(std::uintptr_t state, const py::dict& hooks) {
+  PolicyHooks out;
+  out.state = reinterpret_cast<void*>(state);
+  const auto address = [&](const char* name) { return hooks[name].cast<std::uintptr_t>(); };
+  out.touch = reinterpret_cast<PolicyHooks::Use>(address("touch"));
+  out.insert = reinterpret_cast<PolicyHooks::Use>(address("insert"));
+  out.announce = reinterpret_cast<PolicyHooks::Announce>(address("announce"));
+  out.remove = reinterpret_cast<PolicyHooks::Remove>(address("remove"));
+  out.evict = reinterpret_cast<PolicyHooks::Evict>(address("evict"));
+  if (hooks.contains("admit")) out.admit = reinterpret_cast<PolicyHooks::Admit>(address("admit"));
+  return out;
+}
+
+ShareConfig MakeShare(std::int64_t slots, std::uintptr_t policy_state, const std::optional<py::dict>& hooks,
+                      std::uintptr_t filter_state, std::uintptr_t filter_admit) {
+  ShareConfig share{slots, {}, {}};
+  share.filter = {reinterpret_cast<void*>(filter_state), reinterpret_cast<PolicyHooks::Admit>(filter_admit)};
+  if (hooks) share.policy = HooksFrom(policy_state, *hooks);
+  return share;
+}
+
+py::tuple DepartureArrays(Departures rows) {
+  return py::make_tuple(Owned(std::move(rows.slots)), Owned(std::move(rows.keys)),
+                        Owned(std::move(rows.dirty)), Owned(std::move(rows.next_use)));
+}
+
+void BindPlan(py::module_& m) {
+  py::class_<Plan>(m, "Plan")
+      .def_readonly("now", &Plan::now)
+      .def_readonly("needed", &Plan::needed)
+      .def_property_readonly("slots", PlanView<&Plan::slots>())
+      .def_readonly("refused", &Plan::refused)
+      .def_property_readonly("table_rows", [](const Plan& plan) { return plan.table_rows; })
+      .def_property_readonly("table_hits", [](const Plan& plan) { return plan.table_hits; })
+      .def("unplaced", [](const Plan& plan) { return Owned(plan.Unplaced()); })
+      .def_property_readonly("misses", PlanView<&Plan::misses>())
+      .def_property_readonly("absent", PlanView<&Plan::absent>())
+      .def_property_readonly("next_use", PlanView<&Plan::next_use>())
+      .def_property_readonly("victims", [](const Plan& plan) { return DepartureArrays(plan.victims); });
+}
+
+void BindShare(py::module_& m) {
+  py::class_<ShareConfig>(m, "ShareConfig",
+                          "Slots of a tier that some tables share. Addresses of a policy's state and of its "
+                          "hooks by name (None: nothing is ever evicted), and of an admission filter's (0: "
+                          "all rows are admitted).")
+      .def(py::init(&MakeShare), py::kw_only(), py::arg("slots"), py::arg("policy_state") = 0,
+           py::arg("policy_hooks") = py::none(), py::arg("filter_state") = 0, py::arg("filter_admit") = 0);
+}
+
+void BindTier(py::module_& m) {
+  py::class_<Tier>(m, "Tier")
+      .def(py::init([](std::vector<ShareConfig> shares, std::int64_t row_bytes, bool grows, std::int64_t pad,
+                       std::vector<std::int32_t> share_of) {
+             return std::make_unique<Tier>(
+                 TierConfig{pad, row_bytes, grows, std::move(shares), std::move(share_of)});
+           }),
+           py::arg("shares"), py::arg("row_bytes"), py::kw_only(), py::arg("grows") = false,
+           py::arg("pad") = 0, py::arg("share_of") = std::vector<std::int32_t>())
+      .def_property_readonly_static("BYTES_PER_SLOT", [](py::object) { return Tier::kBytesPerSlot; })
+      .def(
+          "begin",
+          [](Tier& tier, const Array<std::uint64_t>& keys, const std::optional<Array<std::int64_t>>& next_use,
+             std::int64_t now, bool absent) {
+            if (next_use && next_use->size() != keys.size())
+              throw std::invalid_argument("next_use: wrong length");
+            auto plan = std::make_unique<Plan>();
+            py::gil_scoped_release unlocked;
+            tier.Begin(keys.data(), next_use ? next_use->data() : nullptr, keys.size(), now, absent,
+                       plan.get());
+            return plan;
+          },
+          py::arg("keys"), py::arg("next_use"), py::arg("now"), py::arg("absent") = false)
+      .def(
+          "evict", [](Tier& tier, std::int64_t since, Plan& plan) { return tier.Evict(since, &plan); },
+          py::arg("pinned_since"), py::arg("plan"), Unlocked())
+      .def(
+          "prepare", [](Tier& tier, bool use_pad, const Plan& plan) { tier.Prepare(use_pad, plan); },
+          py::arg("use_pad"), py::arg("plan"), Unlocked())
+      .def(
+          "assign",
+          [](Tier& tier, const Array<std::uint64_t>& keys, bool use_pad, Plan& plan) {
+            py::gil_scoped_release unlocked;
+            tier.Assign(keys.data(), use_pad, &plan);
+          },
+          py::arg("keys"), py::arg("use_pad"), py::arg("plan"))
+      .def(
+          "abort", [](Tier& tier, Plan& plan) { tier.Abort(&plan); }, py::arg("plan"), Unlocked())
+      .def(
+          "release",
+          [](Tier& tier, const Array<std::int32_t>& slots) { tier.Release(slots.data(), slots.size()); },
+          py::arg("slots"))
+      .def("drainable", [](const Tier& tier) { return DepartureArrays(tier.Drainable()); })
+      .def(
+          "drained",
+          [](Tier& tier, const Array<std::int32_t>& slots) { tier.Drained(slots.data(), slots.size()); },
+          py::arg("slots"))
+      .def("find", &FindSlots<Tier>, py::arg("keys"),
+           "Slots (int32) of keys (uint64), -1 where a row is not here.")
+      .def(
+          "remove",
+          [](Tier& tier, const Array<std::int32_t>& slots) { tier.Remove(slots.data(), slots.size()); },
+          py::arg("slots"))
+      .def(
+          "announce",
+          [](Tier& tier, const Array<std::uint64_t>& keys, std::int64_t next_use, std::int64_t now) {
+            PageVector<std::uint64_t> absent;
+            {
+              py::gil_scoped_release unlocked;
+              absent = tier.Announce(keys.data(), keys.size(), next_use, now);
+            }
+            return Owned(std::move(absent));
+          },
+          py::arg("keys"), py::arg("next_use"), py::arg("now"), "Returns the keys that are not here.")
+      .def(
+          "mark_dirty",
+          [](Tier& tier, const Array<std::int32_t>& slots) {
+            py::gil_scoped_release unlocked;
+            tier.MarkDirty(slots.data(), slots.size());
+          },
+          py::arg("slots"))
+      .def(
+          "mark_clean",
+          [](Tier& tier, const Array<std::int32_t>& slots) { tier.MarkClean(slots.data(), slots.size()); },
+          py::arg("slots"))
+      .def(
+          "set_dirty",
+          [](Tier& tier, const Array<std::int32_t>& slots, const Array<std::uint8_t>& dirty) {
+            if (slots.size() != dirty.size()) throw std::invalid_argument("set_dirty: lengths differ");
+            tier.SetDirty(slots.data(), dirty.data(), slots.size());
+          },
+          py::arg("slots"), py::arg("dirty"))
+      .def(
+          "dirty_of",
+          [](const Tier& tier, const Array<std::int32_t>& slots) {
+            Array<std::uint8_t> out = Fresh<std::uint8_t>(slots.size());
+            for (py::ssize_t i = 0; i < slots.size(); ++i)
+              out.mutable_data()[i] = tier.dirty()[slots.data()[i]];
+            return out;
+          },
+          py::arg("slots"))
+      .def(
+          "keys_of",
+          [](const Tier& tier, const Array<std::int32_t>& slots) {
+            Array<std::uint64_t> out = Fresh<std::uint64_t>(slots.size());
+            for (py::ssize_t i = 0; i < slots.size(); ++i) out.mutable_data()[i] = tier.key(slots.data()[i]);
+            return out;
+          },
+          py::arg("slots"))
+      .def(
+          "resident_slots",
+          [](const Tier& tier, bool dirty, std::int64_t from, std::int64_t limit) {
+            return Owned(tier.ResidentSlots(dirty, from, limit));
+          },
+          py::arg("only_dirty"), py::arg("start"), py::arg("limit"))
+      .def_property_readonly("rows",
+                             [](py::object self) {
+                               const auto& tier = self.cast<Tier&>();
+                               return HostRows(reinterpret_cast<std::uint8_t*>(tier.rows()), tier.row_bytes(),
+                                               self);
+                             })
+      .def("table_rows", &Tier::TableRows, Unlocked(), "Rows of every table that are here.")
+      .def_property_readonly("capacity", &Tier::capacity)
+      .def_property_readonly("row_bytes", &Tier::row_bytes)
+      .def_property_readonly("pad_in_use", &Tier::pad_in_use)
+      .def_property_readonly("metadata_bytes", &Tier::metadata_bytes)
+      .def_property_readonly("policy_seconds", &Tier::policy_seconds)
+      .def("__len__", &Tier::size);
+}
+
+}  // namespace
+
+TIERSTORE_BINDINGS(tier) {
+  py::register_exception<PolicyFault>(m, "PolicyFault", PyExc_RuntimeError);
+  py::register_exception<PadFull>(m, "PadFull", PyExc_RuntimeError);
+  py::register_exception<AddressSpaceError>(m, "AddressSpaceError", PyExc_RuntimeError);
+  BindShare(m);
+  BindPlan(m);
+  BindTier(m);
+}
+
+}  // namespace tierstore

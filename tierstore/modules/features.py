@@ -1,0 +1,222 @@
+"""The features of a collection: which tables they are looked up in, and what a batch has of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tierstore.cache.engine import Table
+from tierstore.errors import ConfigError, InputError
+from tierstore.initializers import Init
+from tierstore.modules.configs import BaseEmbeddingConfig, PoolingType, from_torchrec
+from tierstore.modules.inputs import Ids, checked_ids
+from tierstore.modules.lookup import MODES
+from tierstore.sparse import KeyedJaggedTensor
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature of one table. ``output``: its name in the result; ``table``: the table's number."""
+
+    name: str
+    output: str
+    config: BaseEmbeddingConfig
+    table: int
+
+
+@dataclass(frozen=True)
+class FeatureIds(Ids):
+    """A feature's ids in a batch, and the lengths (bags,) of its bags."""
+
+    lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+
+
+class Features:
+    """The tables of a collection, and the features that are looked up in them, in the configuration's order.
+
+    Raises ConfigError for names of tables or outputs that are not different.
+    """
+
+    def __init__(self, tables: Sequence[Any]) -> None:
+        self.configs: list[Any] = [from_torchrec(table) for table in tables]
+        _check_names(self.configs)
+        self.all = _features(self.configs)
+        self.dims = [feature.config.embedding_dim for feature in self.all]
+        self.bounds = [feature.config.num_embeddings for feature in self.all]
+
+    @property
+    def names(self) -> list[str]:
+        """The features' names in the input."""
+        return [feature.name for feature in self.all]
+
+    @property
+    def outputs(self) -> list[str]:
+        """The features' names in the output: ``feature@table`` if several tables have the feature."""
+        return [feature.output for feature in self.all]
+
+    def tables(self) -> list[Table]:
+        """Return what an engine is told of the tables."""
+        return [table_of(config) for config in self.configs]
+
+    def outputs_by_table(self) -> list[list[str]]:
+        """Return the names in the output of every table's features."""
+        return [[feature.output for feature in self.all if feature.config is c] for c in self.configs]
+
+    def common_dim(self) -> int:
+        """Return the embedding_dim of all tables; -1 if they differ."""
+        dims = {config.embedding_dim for config in self.configs}
+        return dims.pop() if len(dims) == 1 else -1
+
+    def ids_of(self, keyed: KeyedJaggedTensor, tables: Sequence[int]) -> list[FeatureIds]:
+        """Return what ``keyed`` has for every feature. ``tables``: the engine's number of each one's table.
+
+        Raises InputError if a feature is missing or doubled, or if lengths do not fit.
+        """
+        values = checked_ids("values of the KeyedJaggedTensor", keyed.values())
+        if values.dim() != 1:
+            raise InputError(f"values of the KeyedJaggedTensor must have one dimension, got {values.dim()}")
+        keyed.sync()
+        lengths = keyed.lengths().to(torch.int64).numpy()
+        if len(lengths) and lengths.min() < 0:
+            keyed.validate()  # which says where
+        position, at, bags = keyed.index_per_key(), keyed.offset_per_key(), keyed.lengths_offset_per_key()
+        if len(position) < len(keyed.keys()):
+            keyed.validate()  # which says what is doubled
+        found = []
+        for feature, table in zip(self.all, tables, strict=True):
+            key = position.get(feature.name)
+            if key is None:
+                raise InputError(
+                    f"feature {feature.name!r} of table {feature.config.name!r} is missing; the "
+                    f"KeyedJaggedTensor has {keyed.keys()}"
+                )
+            found.append(
+                FeatureIds(
+                    f"feature {feature.name!r}",
+                    table,
+                    values[at[key] : at[key + 1]],
+                    at[key],
+                    lengths=lengths[bags[key] : bags[key + 1]],
+                )
+            )
+        return found
+
+
+class PooledFeatures(Features):
+    """Features whose bags are pooled into one vector each.
+
+    ``is_weighted``: rows are multiplied by the weights of the input. Raises ConfigError for weighted features
+    of tables with max pooling.
+    """
+
+    def __init__(self, tables: Sequence[Any], is_weighted: bool) -> None:
+        super().__init__(tables)
+        self.is_weighted = is_weighted
+        for table in self.configs:
+            if is_weighted and table.pooling is PoolingType.MAX:
+                raise ConfigError(f"table {table.name!r}: max pooling has no weights; use is_weighted=False")
+        pooling_of = {table.name: table.pooling for table in self.configs}
+        self.poolings: list[PoolingType] = [pooling_of[feature.config.name] for feature in self.all]
+        self.modes = [MODES[pooling.value.lower()] for pooling in self.poolings]
+        self._columns = [0, *accumulate(self.dims)]
+
+    def bag_counts(self, keyed: KeyedJaggedTensor, found: Sequence[FeatureIds]) -> list[int]:
+        """Return the number of bags of every feature.
+
+        Raises InputError if the numbers differ and there are no inverse indices.
+        """
+        counts = [len(feature.lengths) for feature in found]
+        if len(set(counts)) > 1 and not self.expands(keyed):
+            sizes = dict(zip(self.names, counts, strict=True))
+            raise InputError(f"features have different batch sizes, and no inverse indices: {sizes}")
+        return counts
+
+    def places(self, counts: Sequence[int], expands: bool) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+        """Return the first float and the stride of every feature's vectors in the output, and its shape."""
+        if expands:
+            # every feature's vectors in a block of its own, one after another
+            starts = [0, *accumulate(n * dim for n, dim in zip(counts, self.dims, strict=True))]
+            return list(zip(starts, self.dims, strict=False)), (starts[-1],)
+        columns = self._columns[-1]
+        return [(column, columns) for column in self._columns], (counts[0] if counts else 0, columns)
+
+    @staticmethod
+    def expands(keyed: KeyedJaggedTensor) -> bool:
+        """Return whether examples share bags, as inverse indices say."""
+        inverse = keyed.inverse_indices_or_none()
+        return inverse is not None and inverse[1].numel() > 0
+
+    def weights_of(self, keyed: KeyedJaggedTensor) -> Tensor | None:
+        """Return the weights (ids,) of weighted features. Raises InputError if there are none."""
+        if not self.is_weighted:
+            return None
+        weights = keyed.weights_or_none()
+        if weights is None:
+            raise InputError("the collection is weighted, but the KeyedJaggedTensor has no weights")
+        if weights.dim() != 1 or not weights.is_floating_point():
+            raise InputError(
+                f"weights of the KeyedJaggedTensor must be floats in one dimension, got {weights.dtype} "
+                f"of shape {tuple(weights.shape)}"
+            )
+        return weights
+
+    def inverse_rows(self, keyed: KeyedJaggedTensor) -> list[Tensor] | None:
+        """Return for every feature which of its bags each example has; None without inverse indices."""
+        if not self.expands(keyed):
+            return None
+        keyed.validate()
+        names, indices = keyed.inverse_indices()
+        row_of = {name: row for row, name in enumerate(names)}
+        missing = [name for name in self.names if name not in row_of]
+        if missing:
+            raise InputError(f"the inverse indices have no row for feature {missing[0]!r}; they have {names}")
+        return [indices[row_of[name]] for name in self.names]
+
+    def expanded(self, flat: Tensor, counts: Sequence[int], rows: Sequence[Tensor]) -> Tensor:
+        """Return blocks of deduplicated vectors as (examples, sum of dims)."""
+        blocks = flat.split([n * dim for n, dim in zip(counts, self.dims, strict=True)])
+        parts = zip(blocks, counts, self.dims, rows, strict=True)
+        return torch.cat([block.view(n, dim).index_select(0, at) for block, n, dim, at in parts], dim=1)
+
+
+def table_of(config: BaseEmbeddingConfig) -> Table:
+    """Return the table that ``config`` describes."""
+    return Table(config.name, config.num_embeddings, config.embedding_dim, Init(*config.init_rule()))
+
+
+def _check_names(configs: Sequence[BaseEmbeddingConfig]) -> None:
+    counts = Counter(config.name for config in configs)
+    repeated = [name for name, count in counts.items() if count > 1]
+    if repeated:
+        raise ConfigError(f"Duplicate table name {repeated[0]}: every table of a collection needs its own")
+    for name in counts:
+        if not name or "." in name:
+            raise ConfigError(
+                f"table name {name!r} must not be empty nor contain a dot; state dicts use the dot"
+            )
+
+
+def _features(configs: Sequence[BaseEmbeddingConfig]) -> list[Feature]:
+    """Return the features in the order of the tables."""
+    counts = Counter(feature for config in configs for feature in config.feature_names)
+    found = [
+        Feature(feature, f"{feature}@{config.name}" if counts[feature] > 1 else feature, config, number)
+        for number, config in enumerate(configs)
+        for feature in config.feature_names
+    ]
+    outputs = Counter(feature.output for feature in found)
+    for output, count in outputs.items():
+        if count > 1:
+            raise ConfigError(
+                f"two outputs would be called {output!r}, which is how a feature of several tables is called "
+                "in the output; rename that feature or table"
+            )
+    return found

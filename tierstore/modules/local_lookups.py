@@ -1,0 +1,82 @@
+"""Lookups of a collection's features in the tables of its own engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tierstore.modules.base import TieredModule
+from tierstore.modules.features import FeatureIds, Features, PooledFeatures
+from tierstore.modules.inputs import Bags, FeatureLookup, pooled_lookup, sequence_lookup
+from tierstore.modules.tables import OpenTables
+from tierstore.sparse import as_keyed_jagged_tensor
+
+
+class LocalPooling:
+    """Pools bags of the rows of one engine."""
+
+    def __init__(self, features: PooledFeatures, opened: OpenTables) -> None:
+        self._features, self._engine = features, opened.engine
+        self._tables = [opened.numbers[feature.table] for feature in features.all]
+
+    def make(self, features: Any) -> FeatureLookup:
+        """Return the lookup of a KeyedJaggedTensor; see :meth:`TieredModule.make_lookup`."""
+        keyed, own = as_keyed_jagged_tensor(features), self._features
+        found = own.ids_of(keyed, self._tables)
+        places, shape = own.places(own.bag_counts(keyed, found), own.expands(keyed))
+        bags = [self._bags(number, ids, *places[number]) for number, ids in enumerate(found)]
+        return pooled_lookup(self._engine, bags, shape)
+
+    def _bags(self, number: int, ids: FeatureIds, offset: int, stride: int) -> Bags:
+        return Bags(
+            ids.name,
+            ids.table,
+            ids.ids,
+            ids.begin,
+            lengths=ids.lengths,
+            mode=self._features.modes[number],
+            out_offset=offset,
+            out_stride=stride,
+        )
+
+    def pooled(self, module: TieredModule, features: Any) -> Tensor:
+        """Return the pooled rows of a batch, float32 (examples, sum of dims)."""
+        keyed, own = as_keyed_jagged_tensor(features), self._features
+        weights, expand = own.weights_of(keyed), own.inverse_rows(keyed)
+        lookup = module.find_lookup(keyed)
+        values = module.pooled_rows(lookup, weights)
+        if expand is None:
+            return values
+        assert isinstance(lookup, FeatureLookup)
+        return own.expanded(values, lookup.counts, expand)
+
+
+class LocalRows:
+    """Looks up the rows of one engine one by one."""
+
+    def __init__(self, features: Features, opened: OpenTables) -> None:
+        self._features, self._engine = features, opened.engine
+        self._tables = [opened.numbers[feature.table] for feature in features.all]
+
+    def make(self, features: Any) -> FeatureLookup:
+        """Return the lookup of a KeyedJaggedTensor; see :meth:`TieredModule.make_lookup`."""
+        keyed = as_keyed_jagged_tensor(features)
+        return sequence_lookup(self._engine, self._features.ids_of(keyed, self._tables))
+
+    def rows(self, module: TieredModule, features: Any) -> Sequence[Tensor]:
+        """Return for every feature the rows of its ids, float32 (ids, dim)."""
+        lookup = module.find_lookup(as_keyed_jagged_tensor(features))
+        assert isinstance(lookup, FeatureLookup)
+        return rows_by_feature(lookup, module.rows_one_by_one(lookup))
+
+
+def rows_by_feature(lookup: FeatureLookup, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return for every feature of ``lookup`` its share (ids, dim) of the parts' ``outputs``."""
+    pieces: list[Any] = [None] * len(lookup.counts)
+    for members, output in zip(lookup.features, outputs, strict=True):
+        # one split node, since slices would each be a full gradient in the backward pass
+        for number, piece in zip(members, output.split([lookup.counts[m] for m in members]), strict=True):
+            pieces[number] = piece
+    return pieces

@@ -1,0 +1,46 @@
+"""Arguments of calls that read and overwrite rows, checked and in memory that the engine takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tierstore.errors import InputError
+from tierstore.optim import OptimizerSpec
+
+
+def checked_row_ids(ids: Any) -> NDArray[np.int64]:
+    """Return ``ids`` as int64 (n,). Raises InputError unless they are 1-D and int64 or int32."""
+    try:
+        tensor = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"ids must be a 1-D tensor of integers: {error}") from None
+    if isinstance(ids, list) and not ids:
+        tensor = tensor.long()
+    if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() != 1:
+        raise InputError(f"ids must be a 1-D int64 or int32 tensor, not {tensor.dim()}-D {tensor.dtype}")
+    return tensor.detach().cpu().to(torch.int64).numpy()
+
+
+def float_matrix(name: str, tensor: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Return ``tensor`` as contiguous float32. Raises InputError, which says ``name``, for another shape."""
+    value = torch.as_tensor(tensor).detach().cpu()
+    if tuple(value.shape) != shape:
+        raise InputError(f"{name} has shape {tuple(value.shape)}; it must be {shape}")
+    return value.to(torch.float32).contiguous().numpy()
+
+
+def state_matrix(spec: OptimizerSpec, state: Mapping[str, Any], count: int, dim: int) -> NDArray[np.float32]:
+    """Return an optimizer's ``state`` of ``count`` rows by name as (count, floats of state).
+
+    Raises InputError for other names or shapes than those of ``spec``.
+    """
+    if set(state) != set(spec.state_names):
+        raise InputError(f"optimizer state has {sorted(state)}; {spec.name} has {sorted(spec.state_names)}")
+    shape = (count,) if spec.state_per_row else (count, dim)
+    columns = [float_matrix(name, state[name], shape).reshape(count, -1) for name in spec.state_names]
+    return np.concatenate(columns, axis=1) if columns else np.empty((count, 0), np.float32)

@@ -1,0 +1,42 @@
+"""Plans for the ranks of a running job: what sharding asks the planner where a user gives no plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tierstore.placement import Job, ShardingPlan
+from tierstore.planner.costs import INDEX_BYTES_PER_ROW, RANK_BUFFERS, Workload
+from tierstore.planner.planner import EmbeddingShardingPlanner
+from tierstore.planner.topology import Topology
+
+_LEAST_HBM = 1 << 20
+_STAGING = 256 << 20  # bytes of host memory per rank, for rows on their way
+
+
+def plan_job(module: Any, job: Job, group: Any) -> ShardingPlan:
+    """Return a plan of the collections of ``module`` for ``job``, with assumed rates.
+
+    All ranks of the process group ``group`` call it. Raises InfeasiblePlanError if the tables do not fit.
+    """
+    ahead = {name: n for name in ("depth", "window") if (n := getattr(job, name)) is not None}
+    planner = EmbeddingShardingPlanner(
+        topology_of(job), workload=Workload(**ahead), batch_size=job.batch_size
+    )
+    return planner.collective_plan(module, pg=group)
+
+
+def topology_of(job: Job) -> Topology:
+    """Return the machines of ``job``."""
+    ranks = job.ranks_per_host
+    # The store's index and a rank's buffers are no part of uvm (docs/design.md).
+    stored = job.rows * INDEX_BYTES_PER_ROW // job.hosts + (RANK_BUFFERS + _STAGING) * ranks
+    beside = stored if job.ssd_bytes else 0
+    return Topology(
+        job.hosts,
+        ranks,
+        max(job.hbm_bytes, _LEAST_HBM),
+        job.uvm_bytes * ranks + beside,
+        job.ssd_bytes * ranks,
+        device="cpu",
+        processors_per_rank=job.processors_per_rank,
+    )

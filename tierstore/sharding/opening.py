@@ -1,0 +1,182 @@
+"""A sharded collection's part of the tables on this rank, opened by all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tierstore.cache.engine import Engine, Table
+from tierstore.cache.machine import check_machine
+from tierstore.config import TierConfig
+from tierstore.errors import ConfigError
+from tierstore.initializers import Init, as_init, constant
+from tierstore.modules.configs import PoolingType, from_torchrec
+from tierstore.modules.features import Features, PooledFeatures
+from tierstore.optim import NOT_GIVEN, SGD, OptimizerSpec
+from tierstore.placement import ShardingPlan
+from tierstore.sharding.commits import Commits, Place
+from tierstore.sharding.comms import CommsConfig
+from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.planning import tiers_of_rank
+from tierstore.sharding.routing import Routing
+
+_NO_SHARD = "(no shard)"
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """What a sharded collection is told beside its tables, their plan and the ranks.
+
+    Args:
+        config: budgets of one rank, where the plan states no bytes; ``path`` gets a folder for every rank.
+        optimizer, seed: as for the unsharded collection.
+        comms: how the ranks talk; the default is exact.
+        commits: which it takes part in; None: its own, if ``config`` has a path.
+        name: its path in the model, by which ``commits`` knows it.
+    """
+
+    config: TierConfig = field(default_factory=TierConfig)
+    optimizer: OptimizerSpec | None = NOT_GIVEN
+    seed: int = 0
+    comms: CommsConfig = field(default_factory=CommsConfig)
+    commits: Commits | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class OpenShards:
+    """What :func:`open_shards` has opened; ``options`` have the commits, if there are any."""
+
+    features: Features
+    plan: ShardingPlan
+    env: ShardingEnv
+    options: ShardingOptions
+    routing: Routing
+    engine: Engine
+
+
+def open_shards(
+    kind: tuple[Any, ...],
+    tables: Sequence[Any],
+    features_of: Callable[[Sequence[Any]], Features],
+    plan: ShardingPlan,
+    env: ShardingEnv,
+    options: ShardingOptions,
+) -> OpenShards:
+    """Open this rank's shards of ``tables``. All ranks call it.
+
+    ``kind``: what else ranks must give alike. ``plan``: it may have tables of other collections. Raises
+    ConfigError on all ranks for arguments that differ, and for a plan that does not fit.
+    """
+    configs = [from_torchrec(table) for table in tables]
+    env.check_same(_given(kind, configs, plan, options))
+    features, config = features_of(configs), options.config
+    plan = _only(plan, [table.name for table in configs])
+    plan.check(configs, env.world_size, "cpu")
+    routing = Routing(features.all, plan, env.rank)
+    _check_max_pooling(features, routing, options.comms)
+    with env.together():
+        check_machine(config)
+    commits = options.commits
+    if commits is None and config.path is not None:
+        commits = Commits(config.path, env, [options.name])
+    options = replace(options, commits=commits)
+    try:
+        place = None if commits is None else commits.place(options.name, plan, config.engine)
+        engine = _open(env, routing, configs, options, place)
+    except BaseException:
+        if commits is not None:
+            commits.leave()
+        raise
+    return OpenShards(features, plan, env, options, routing, engine)
+
+
+def _given(
+    kind: tuple[Any, ...], configs: Sequence[Any], plan: ShardingPlan, options: ShardingOptions
+) -> dict[str, Any]:
+    """Return what ranks must give alike."""
+    config = options.config
+    return {
+        "tables": (*kind, [_described(table) for table in configs]),
+        "plan": plan,
+        "optimizer": options.optimizer,
+        "seed": options.seed,
+        "comms": options.comms,
+        "initial values": [_initial(table, config) for table in configs],
+        "path or engine": "no path" if config.path is None else config.engine,
+        "check_gradients": config.check_gradients,
+    }
+
+
+def _described(table: Any) -> Any:
+    pooling = getattr(table, "pooling", None)
+    return table.name, table.feature_names, table.num_embeddings, table.embedding_dim, pooling
+
+
+def _initial(table: Any, config: TierConfig) -> Any:
+    """Return what its initial rows are made by, beside the seed of all tables."""
+    override = config.table(table.name)
+    return as_init(override.init, Init(*table.init_rule())), override.seed
+
+
+def _only(plan: ShardingPlan, names: Sequence[str]) -> ShardingPlan:
+    """Return the part of a model's plan that is about one collection."""
+    return replace(plan, tables=tuple(table for table in plan.tables if table.name in names))
+
+
+def _check_max_pooling(features: Features, routing: Routing, comms: CommsConfig) -> None:
+    """Raise ConfigError for maxima that owners of parts of the rows would have to take."""
+    if not isinstance(features, PooledFeatures) or comms.dedup:
+        return
+    for number, pooling in enumerate(features.poolings):
+        if pooling is PoolingType.MAX and routing.cut_by_rows[number]:
+            raise ConfigError(
+                f"table {features.all[number].config.name!r}: max pooling cannot be cut by rows; use "
+                "another cut, or CommsConfig(dedup=True)"
+            )
+
+
+def _open(
+    env: ShardingEnv,
+    routing: Routing,
+    configs: Sequence[Any],
+    options: ShardingOptions,
+    place: Place | None,
+) -> Engine:
+    """Return the engine of this rank's shards; ConfigError on every rank if one of them fails."""
+    engine: Engine | None = None
+    try:
+        with env.together():
+            optimizer = options.optimizer or SGD()
+            tables, config = _of_rank(routing, configs, options.config, place, optimizer)
+            at = 0 if place is None else place.at
+            engine = Engine(tables, config, optimizer, options.seed, keep=2, at=at)
+            if place is not None:
+                place.check(engine)
+    except BaseException:  # also of another rank: the folder can be opened again then
+        if engine is not None:
+            engine.close(commit=False)
+        raise
+    assert engine is not None
+    return engine
+
+
+def _of_rank(
+    routing: Routing,
+    configs: Sequence[Any],
+    config: TierConfig,
+    place: Place | None,
+    optimizer: OptimizerSpec,
+) -> tuple[list[Table], TierConfig]:
+    """Return this rank's tables and tiers. A rank without shards has one row that nobody asks for."""
+    tables = routing.local_tables(configs)
+    if not tables:
+        nothing = TierConfig(hbm="all", check_gradients=config.check_gradients)
+        return [Table(_NO_SHARD, 1, 1, constant(0.0))], nothing
+    names = {table.origin for table in tables}
+    changes: dict[str, Any] = {"tables": {name: o for name, o in config.tables.items() if name in names}}
+    changes["path"] = None if place is None else place.folder
+    config = replace(config, **changes)
+    budgets = tiers_of_rank(routing.plan.tables, routing.rank, tables, config, optimizer)
+    return tables, replace(config, **budgets)

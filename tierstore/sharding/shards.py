@@ -1,0 +1,121 @@
+"""One collection's shards on this rank: what is stored, restored and shown of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tierstore.cache.engine import Engine
+from tierstore.config import TierConfig
+from tierstore.optim.fused import FusedOptimizer
+from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement
+from tierstore.sharding.env import ShardingEnv
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """A shard on this rank; ``local``: number of its table in the engine."""
+
+    local: int
+    columns: slice
+    rows: tuple[int, int]
+    replica: bool
+
+    def holds(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which of ``ids`` (n,) are rows of the shard."""
+        return (ids >= self.rows[0]) & (ids < self.rows[1])
+
+
+def shard_name(table: str, embedding_dim: int, shard: ShardPlacement) -> str:
+    """Return the name of a shard's table in its rank's engine: the table's own if it has all columns."""
+    if shard.columns == embedding_dim:
+        return table
+    return f"{table}[{shard.column_start}:{shard.column_start + shard.columns}]"
+
+
+@dataclass(frozen=True)
+class RankShards:
+    """The shards of one collection that this rank has.
+
+    ``configs``: of the whole tables. ``config``: as the user gave it, for one rank. ``engine``: of this
+    rank's shards; a rank without any has one row that nobody asks for.
+    """
+
+    env: ShardingEnv
+    plan: ShardingPlan
+    configs: Sequence[Any]
+    config: TierConfig
+    engine: Engine
+    fused_optimizer: FusedOptimizer
+
+    def of(self, table: str) -> Iterator[LocalShard]:
+        """Yield the shards of a table."""
+        placement = self.plan.table(table)
+        for shard in placement.shards:
+            if shard.rank == self.env.rank:
+                yield LocalShard(
+                    self.engine.table_index(shard_name(table, placement.embedding_dim, shard)),
+                    slice(shard.column_start, shard.column_start + shard.columns),
+                    (shard.row_start, shard.row_start + shard.rows),
+                    placement.sharding_type is ShardingType.DATA_PARALLEL,
+                )
+
+    def rows_version(self, table: str) -> list[str]:
+        """Return the versions of the table's shards."""
+        return [self.engine.versions.of(shard.local) for shard in self.of(table)]
+
+    def read(self, config: Any, ids: NDArray[np.int64], states: Sequence[str] | None) -> list[Tensor]:
+        """Return rows of a whole table, (ids, columns) float32 each, by one exchange. All ranks call it.
+
+        ``config``: of the table. ``states``: names of parts of the optimizer's state; None for the weights.
+        """
+        spec = self.fused_optimizer.spec
+        per_row = states is not None and spec.state_per_row
+        width = 1 if per_row else config.embedding_dim
+        found = torch.zeros(1 if states is None else len(states), len(ids), width)
+        for shard in self.of(config.name):
+            if (shard.replica and self.env.rank) or (per_row and shard.columns.start):
+                continue
+            at = np.flatnonzero(shard.holds(ids))
+            weight, state = self.engine.read_rows(shard.local, ids[at])
+            columns = slice(0, 1) if per_row else shard.columns
+            floats, places = np.hstack([weight, state]), spec.state_columns(weight.shape[1])
+            wanted = [slice(weight.shape[1])] if states is None else [places[name] for name in states]
+            for into, place in zip(found, wanted, strict=True):
+                into[at, columns] = torch.from_numpy(floats[:, place])
+        return list(self.env.sum_bits(found))
+
+    def write(
+        self,
+        config: Any,
+        ids: NDArray[np.int64],
+        weight: NDArray[np.float32],
+        state: NDArray[np.float32] | None,
+    ) -> None:
+        """Overwrite those rows of a table that are here.
+
+        ``weight`` (ids, dim) and ``state`` (ids, floats of state) are of whole rows; None keeps the state.
+        """
+        dim, per_row = config.embedding_dim, self.fused_optimizer.spec.state_per_row
+        for shard in self.of(config.name):
+            at = np.flatnonzero(shard.holds(ids))
+            if not len(at):
+                continue
+            part = None
+            if state is not None:
+                part = state[at]
+                if not per_row:
+                    part = part.reshape(len(at), -1, dim)[:, :, shard.columns].reshape(len(at), -1)
+            self.engine.write_rows(shard.local, ids[at], weight[at, shard.columns], part)
+
+    def touched_ids(self, table: str) -> Iterator[NDArray[np.int64]]:
+        """Yield ids of a table that some tier of this rank holds a row of, (n,) each."""
+        local = {shard.local for shard in self.of(table)}
+        for number in sorted(local)[:1]:  # ranges of columns are touched together
+            yield from self.engine.touched_ids(number)
