@@ -24,6 +24,9 @@ core = Pybind11Extension(
 
 setup(
     ext_modules=[core],
-    packages=[*find_packages(include=["tierstore*", "cache_policies*"]), "tierstore_bench"],
+    packages=[
+        *find_packages(include=["tierstore*", "cache_policies*"]),
+        *("tierstore_bench", "tierstore_bench.research"),
+    ],
     package_dir={"tierstore_bench": "bench"},
 )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tierstore.planner import Popularity
-from tierstore.planner.planner import Solution
+from tierstore.planner.solver import Solution
 
 _DRAWN = 2  # different batches, which come again and again
 
@@ -42,8 +42,8 @@ class Simulation:
         self.rank_of = caches.rank
         self.batches_drawn = [self._draw(solution) for _ in range(_DRAWN)]
         self.link_s, self.ssd_s = caches.field("link_s"), caches.field("ssd_s")
-        compute, self.index, self.intra, self.inter, link, _ = solution.prediction.ranks.T
-        self.kernels = compute - link * topology.host_link_bw / topology.hbm_bw
+        compute, self.index, self.intra, self.inter, *_ = solution.prediction.ranks.T
+        self.kernels = compute
         self.moves = topology.host_link_bw / topology.hbm_bw
         names = ("index", "network", "link", "device")
         self.servers = {(name, r): Server() for name in names for r in range(self.world)}
@@ -56,11 +56,11 @@ class Simulation:
         missing: list[tuple[int, int]] = []
         for item in solution.placed:
             table, shards = solution.tables[item.table], range(len(missing), len(missing) + len(item.ranks))
-            if not item.cut.cost.unique:  # replicas have all rows
+            if not item.option.cost.unique:  # replicas have all rows
                 missing += [(0, 0)] * len(item.ranks)
                 continue
             ids = popular_ids(self.random, table.rows, table.popularity, int(table.accesses(size)))
-            rows = item.cut.row_cuts
+            rows = item.option.row_cuts
             # Popularity is spread evenly over row cuts; each shard holds its most popular rows.
             parts = (ids % rows).astype(np.int16)
             order, ends = np.argsort(parts, kind="stable"), np.cumsum(np.bincount(parts, minlength=rows))
@@ -70,8 +70,6 @@ class Simulation:
                 held = caches.hbm_rows[shard], caches.memory_rows[shard]
                 missing.append(tuple(len(here) - int(np.searchsorted(here, n)) for n in held))
         both = np.array(missing, dtype=np.float64)
-        expected = caches.misses(caches.memory_rows)
-        both[:, 1] *= np.divide(caches.reads(), expected, out=np.ones(len(both)), where=expected > 0)
         return both[:, 0], both[:, 1]
 
     def run(self, batches: int) -> float:

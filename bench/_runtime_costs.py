@@ -25,7 +25,6 @@ from tierstore import EmbeddingBagConfig, KeyedJaggedTensor, TierConfig
 from tierstore.cache.engine import set_num_threads
 from tierstore.cache.tiers.memory import bytes_for
 from tierstore.optim import RowWiseAdagrad
-from tierstore.planner.topology import ROW_SIZE_COSTS
 
 from ._neighbours import LOUD, Neighbours
 
@@ -49,7 +48,6 @@ _FEW_MISS = (2.0, 12_500.0)  # many distinct rows, nearly all among those that a
 KINDS = {
     "memory": [(0.0, 10.0, _IDS), (1.2, 10.0, _IDS), (*_FEW_MISS, _IDS), (0.6, 10.0, _IDS // 8)],
     "uvm": [(0.0, 10.0, _IDS), (0.7, 10.0, _IDS), (1.2, 10.0, _IDS), (*_FEW_MISS, _IDS)],
-    "ssd": [(0.6, 10.0, _IDS), (1.1, 10.0, _IDS), (*_FEW_MISS, _IDS)],
 }
 """Where the rows are; of each, popularities P(k-th row) ~ (k + q)^-s as (s, q), and ids of a table."""
 _ROUNDS = 3
@@ -66,88 +64,55 @@ def planning_seconds(bags: Any) -> float:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Of a batch, what is in the tiers of one row size: ids, distinct rows, those that missed, those that
-    were read from the store."""
+class Sample:
+    """The typical batch of one collection and its seconds by stage.
 
-    dim: int
-    row_bytes: int
+    ``ids``, ``unique`` (distinct rows) and ``misses`` are counts; ``moved``: bytes of missing rows, up and
+    down; ``computed``: bytes that lookups and updates touch; ``others``: CPU seconds per second that other
+    processes took.
+    """
+
+    mode: str
     ids: float
     unique: float
     misses: float
-    stores: float
-
-    @property
-    def moved(self) -> float:
-        return 2 * self.misses * self.row_bytes
-
-    @property
-    def computed(self) -> float:
-        """Bytes that lookups and updates touch."""
-        return 8 * self.ids * self.dim + 2 * self.unique * self.row_bytes
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The typical batch of one collection and its seconds by stage. ``others``: CPU seconds per second that
-    other processes took."""
-
-    mode: str
-    parts: Sequence[Part]
+    moved: float
+    computed: float
     fetch: float
     compute: float
     others: float = 0.0
-
-    def total(self, name: str) -> float:
-        """The sum over the row sizes; "one" for what is once per batch, "lookup", "evict" and "ahead" for
-        what is once per row size, as those of the planner's ROW_SIZE_COSTS. "evicted": distinct rows where
-        rows may have to leave the fast tier."""
-        if name == "one":
-            return 1.0
-        if name in ROW_SIZE_COSTS:
-            due = {"lookup": True, "evict": self.mode != "memory", "ahead": self.mode == "ssd"}[name]
-            return float(due * len(self.parts))
-        if name == "evicted":
-            return self.total("unique") if self.mode != "memory" else 0.0
-        return float(sum(getattr(part, name) for part in self.parts))
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> Sample:
-        """From what ``asdict`` made of one."""
-        return cls(**{**values, "parts": [Part(**part) for part in values["parts"]]})
+    one: float = 1.0
 
     @staticmethod
     def median(same: Iterable[Sample]) -> Sample:
-        """The median of samples of one kind, disturbed ones left out where there are others."""
+        """Return the median of samples of one kind, without disturbed ones where there are calm ones."""
         every = list(same)
         calm = [sample for sample in every if sample.others < LOUD] or every
-        values = {
-            name: float(np.median([getattr(s, name) for s in calm]))
-            for name in ("fetch", "compute", "others")
-        }
+        names = ("fetch", "compute", "others")
+        values = {name: float(np.median([getattr(sample, name) for sample in calm])) for name in names}
         return replace(calm[0], **values)
 
 
-def runtime_figures(steps: int = 20, folder: str | None = None) -> dict[str, Any]:
-    """Fields of a topology: ``hbm_bw``, ``host_link_bw``, ``index_rows_per_s``, ``row_seconds`` and
-    ``row_size_seconds``; and ``step_s``, what a collection computes per step beside its rows. From ``steps``
-    batches of each of 22 kinds, three times."""
-    return fitted([found for mode in KINDS for dims in DIMS for found in samples(mode, dims, steps, folder)])
+def runtime_figures(steps: int = 20) -> dict[str, Any]:
+    """Return fields of a topology, and ``step_s``: what a collection computes per step beside its rows.
+
+    The fields are ``hbm_bw``, ``host_link_bw``, ``index_rows_per_s`` and ``row_seconds``, from ``steps``
+    batches of each kind, three times.
+    """
+    return fitted([found for mode in KINDS for dims in DIMS for found in samples(mode, dims, steps)])
 
 
-def alone(mode: str, dims: tuple[int, ...], steps: int, folder: str) -> dict[str, Any]:
-    """One round of :func:`samples` in a process of its own, and how disturbed the most disturbed was."""
+def alone(mode: str, dims: tuple[int, ...], steps: int) -> dict[str, Any]:
+    """Return one round of :func:`samples` for a process of its own, and how disturbed the worst was."""
     torch.set_num_threads(1)
     set_num_threads(1)
-    found = samples(mode, dims, steps, folder, rounds=1)
+    found = samples(mode, dims, steps, rounds=1)
     return {"others": max(s.others for s in found), "samples": [asdict(s) for s in found]}
 
 
-def samples(
-    mode: str, dims: tuple[int, ...], steps: int, folder: str | None = None, rounds: int = _ROUNDS
-) -> list[Sample]:
-    """Those of all :data:`KINDS` of a mode, from one collection, in turns; of each the median."""
-    bags = _collection(mode, dims, folder)
+def samples(mode: str, dims: tuple[int, ...], steps: int, rounds: int = _ROUNDS) -> list[Sample]:
+    """Return a sample of each of the :data:`KINDS` of a mode, measured in turns with one collection."""
+    bags = _collection(mode, dims)
     count = steps * (_SHORT if mode == "memory" else 1)
     try:
         turns = [
@@ -160,7 +125,7 @@ def samples(
 
 
 def _calm(bags: Any, mode: str, popularity: Iterable[float], count: int, steps: int, seed: int) -> Sample:
-    """The least disturbed of three at most; the first one that no other process disturbed."""
+    """Return the first sample that no other process disturbed; of three, the least disturbed."""
     found: list[Sample] = []
     while len(found) < _TRIES and (not found or found[-1].others >= LOUD):
         found.append(_sample(bags, mode, popularity, count, steps, seed + _ROUNDS * len(found)))
@@ -190,29 +155,33 @@ def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps
         counts.append([_counted(group) for group in groups])
         fetch.append(planning_seconds(bags))
     others = neighbours.share()
-    parts = []
+    sums = dict.fromkeys(("ids", "unique", "misses", "moved", "computed"), 0.0)
     for i, group in enumerate(groups):
-        missed, read = (np.array(counts[-1][i]) - counts[_WARM][i]) / (len(counts) - 1 - _WARM)
-        own = [t for t, table in enumerate(tables) if table.embedding_dim == group.layout.dim]
+        layout = group.layout
+        own = [t for t, table in enumerate(tables) if table.embedding_dim == layout.dim]
         unique = float(np.mean([sum(len(np.unique(ids[t])) for t in own) for ids in drawn]))
-        layout = group.layout.dim, group.layout.row_bytes
-        parts.append(Part(*layout, count * len(own), unique, float(missed), float(read)))
+        missed = (counts[-1][i] - counts[_WARM][i]) / (len(counts) - 1 - _WARM)
+        sums["ids"] += count * len(own)
+        sums["unique"] += unique
+        sums["misses"] += missed
+        sums["moved"] += 2 * missed * layout.row_bytes
+        sums["computed"] += 8 * count * len(own) * layout.dim + 2 * unique * layout.row_bytes
     # During the last steps no more batches are announced or planned.
     typical = slice(_WARM, -_WINDOW - _DEPTH)
     stages = (_middle(values[typical]) for values in (np.diff(fetch), compute))
-    return Sample(mode, parts, *stages, others)
+    return Sample(mode, **sums, fetch=next(stages), compute=next(stages), others=others)
 
 
 def _middle(seconds: Sequence[float] | NDArray[np.float64]) -> float:
-    """The median of the means of :data:`_CHUNK` neighbours each."""
+    """Return the median of the means of :data:`_CHUNK` neighbours each."""
     chunks = np.array_split(np.array(seconds), max(1, len(seconds) // _CHUNK))
     return float(np.median([chunk.mean() for chunk in chunks]))
 
 
-def _counted(group: Any) -> tuple[int, int]:
-    """Rows that missed in the fast tier of a group, and that were found in its store, so far."""
-    hbm, ssd = group.stats.tiers["hbm"], group.stats.tiers.get("ssd")
-    return hbm.rows - hbm.row_hits, 0 if ssd is None else ssd.row_hits
+def _counted(group: Any) -> int:
+    """Return the rows that missed in the fast tier of a group so far."""
+    hbm = group.stats.tiers["hbm"]
+    return hbm.rows - hbm.row_hits
 
 
 class _Dense:
@@ -235,7 +204,7 @@ def _features(bags: Any, ids: list[NDArray[np.int64]]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(names, every, None, torch.full((len(every) // _BAG,), _BAG))
 
 
-def _collection(mode: str, dims: tuple[int, ...], folder: str | None) -> Any:
+def _collection(mode: str, dims: tuple[int, ...]) -> Any:
     optimizer = RowWiseAdagrad(lr=0.01)
     tables = [
         EmbeddingBagConfig(_ROWS, dim, f"t{dim}_{i}", feature_names=[f"f{dim}_{i}"])
@@ -247,50 +216,39 @@ def _collection(mode: str, dims: tuple[int, ...], folder: str | None) -> Any:
     def size(held: int) -> int:
         return sum(bytes_for(held, optimizer.row_bytes(dim), "lookahead") for dim in dims)
 
-    some, all_ = size(rows // _HELD[dims]), size(rows + rows // 8)
-    path = None if folder is None else f"{folder}/{mode}{dims[0]}"
-    config = {
-        "memory": TierConfig(hbm=all_, ssd=0),
-        "uvm": TierConfig(hbm=some, uvm=all_, ssd=0),
-        "ssd": TierConfig(hbm=some, uvm=some, path=path),
-    }[mode]
+    some, every = size(rows // _HELD[dims]), size(rows + rows // 8)
+    config = TierConfig(hbm=every, ssd=0) if mode == "memory" else TierConfig(hbm=some, uvm=every, ssd=0)
     bags = tierstore.EmbeddingBagCollection(tables, config=config, optimizer=optimizer)
-    for table in tables:
-        for first in range(0, _ROWS, _LOADED):
-            ids = torch.arange(first, min(first + _LOADED, _ROWS))
-            bags.load_rows(ids, torch.zeros(len(ids), table.embedding_dim), None, table.name)
+    load_zeros(bags, tables)
     return bags
 
 
-def fitted(samples: list[Sample]) -> dict[str, Any]:
-    """The planner's terms from samples of all :data:`KINDS`."""
-    memory = [s for s in samples if s.mode == "memory"]
-    step, lookup, update, per_byte = _fit(
-        memory, ("one", "ids", "unique", "computed"), [s.compute for s in memory]
-    )
-    terms = ("ids", "unique", "evicted", "misses", "moved", "stores", *ROW_SIZE_COSTS)
-    per_id, plan, policy, link, link_byte, store, *fixed = _fit(samples, terms, [s.fetch for s in samples])
+def load_zeros(bags: Any, tables: Iterable[EmbeddingBagConfig]) -> None:
+    """Give every row of ``bags`` the value zero, so that it is stored."""
+    for table in tables:
+        for first in range(0, table.num_embeddings, _LOADED):
+            ids = torch.arange(first, min(first + _LOADED, table.num_embeddings))
+            bags.load_rows(ids, torch.zeros(len(ids), table.embedding_dim), None, table.name)
+
+
+def fitted(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return the planner's terms from samples of all :data:`KINDS`."""
+    memory = [sample for sample in samples if sample.mode == "memory"]
+    step, lookup, update, per_byte = _fit(memory, "compute", ("one", "ids", "unique", "computed"))
+    per_id, plan, link, link_byte = _fit(samples, "fetch", ("ids", "unique", "misses", "moved"))
     return {
         "index_rows_per_s": 1 / max(per_id, 1e-12),
-        "row_size_seconds": dict(zip(ROW_SIZE_COSTS, fixed, strict=True)),
         "hbm_bw": 1 / max(per_byte, 1e-13),
         "host_link_bw": 1 / max(link_byte, 1e-13),
         "step_s": step,
-        "row_seconds": {
-            "lookup": lookup,
-            "update": update,
-            "plan": plan,
-            "policy": policy,
-            "link": link,
-            "store": store,
-        },
+        "row_seconds": {"lookup": lookup, "update": update, "plan": plan, "link": link},
     }
 
 
-def _fit(samples: Sequence[Sample], terms: Iterable[str], seconds: Sequence[float]) -> list[float]:
-    """Non-negative coefficients, by relative error."""
-    a = np.array([[s.total(name) for name in terms] for s in samples], dtype=np.float64)
-    b = np.maximum(seconds, 1e-6)
+def _fit(samples: Sequence[Sample], stage: str, terms: Iterable[str]) -> list[float]:
+    """Return non-negative coefficients of a stage's seconds, by relative error."""
+    a = np.array([[getattr(sample, name) for name in terms] for sample in samples], dtype=np.float64)
+    b = np.maximum([getattr(sample, stage) for sample in samples], 1e-6)
     scale = a.max(axis=0)
     found, _ = nnls(a / scale / b[:, None], np.ones(len(b)))
     return [float(value) for value in found / scale]

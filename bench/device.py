@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a Topology of one host that were measured. Bandwidths between hosts are not."""
+    """Measure the fields of a Topology of one host, but for bandwidths between hosts."""
     memory = psutil.virtual_memory().total
     copy = memory_bandwidth(args.seconds)
     result: dict[str, Any] = {
@@ -61,7 +61,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "ranks_per_host": args.ranks,
         "hbm_per_rank": memory // 4 // args.ranks,
         "host_memory_per_host": memory // 2,
-        "host_memory_bw": copy,
         "processors_per_rank": (os.cpu_count() or 2) / args.ranks,
         "device": "cpu",
     }
@@ -81,13 +80,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if args.no_runtime or result["device"] != "cpu":
             result["index_rows_per_s"] = index_rate(args.seconds)
         else:
-            result |= runtime_costs(folder, result["measured"])
+            result |= runtime_costs(result["measured"])
     return result
 
 
-def runtime_costs(folder: str, notes: dict[str, Any]) -> dict[str, Any]:
-    """What the CPU engine itself takes per row and byte, one thread computing: instead of the rates of plain
-    copies and reads, which are kept in ``notes``."""
+def runtime_costs(notes: dict[str, Any]) -> dict[str, Any]:
+    """Return what the CPU engine itself takes per row and byte, one thread computing.
+
+    They replace the rates of plain copies. ``notes`` gets what a step takes beside its rows.
+    """
     import torch
 
     from tierstore.cache.engine import set_num_threads
@@ -96,13 +97,13 @@ def runtime_costs(folder: str, notes: dict[str, Any]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     set_num_threads(1)
-    figures = runtime_figures(folder=folder)
+    figures = runtime_figures()
     notes["step_s"] = figures.pop("step_s")
     return figures
 
 
 def memory_bandwidth(seconds: float) -> float:
-    """Bytes read and written per second by copies of an array larger than the caches, on two threads."""
+    """Return the bytes per second, read and written, of two threads that copy more than the caches hold."""
     arrays = [(np.ones(1 << 24), np.empty(1 << 24)) for _ in range(min(2, os.cpu_count() or 1))]
 
     def copy(pair: tuple[np.ndarray, np.ndarray]) -> None:
@@ -159,7 +160,7 @@ def cuda_figures(seconds: float) -> dict[str, Any]:
 
 
 def drive_figures(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Writes a file, then reads it at random in several sizes, as the store does: past the page cache where
+    """Write a file, then read it at random in several sizes, as the store does: past the page cache where
     the file system can, many reads in flight."""
     device = Device(path, parse_bytes(args.file_size, "--file-size"), args.seconds)
     write = device.writes()
@@ -174,7 +175,7 @@ def drive_figures(path: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rate(call: Callable[[], int], seconds: float) -> float:
-    """What ``call`` returns, summed, per second."""
+    """Return the sum of what ``call`` returns, per second."""
     call()
     total, start = 0, time.perf_counter()
     while (spent := time.perf_counter() - start) < seconds or not total:
@@ -185,7 +186,7 @@ def _rate(call: Callable[[], int], seconds: float) -> float:
 def _text(key: str, value: Any) -> str:
     if isinstance(value, int) and key.startswith(("hbm_per", "host_memory_per", "ssd_per")):
         return format_bytes(value)
-    if key in ("row_seconds", "row_size_seconds", "exchange_seconds"):
+    if key in ("row_seconds", "exchange_seconds"):
         scale, unit = (1e9, "ns") if key == "row_seconds" else (1e6, "us")
         return ", ".join(f"{name} {seconds * scale:,.0f} {unit}" for name, seconds in value.items())
     if isinstance(value, float):

@@ -60,12 +60,8 @@ LIKE_TORCH = {
     "DCNv2",
 }
 
-# What is still to be mended. An entry that is no longer needed fails its test, so these lists only shrink.
-CIRCLES_TO_CUT = {
-    frozenset({"tierstore.planner.again", "tierstore.planner.planner", "tierstore.planner.report"}),
-}
-PRIVATE_TO_MEND: set[tuple[str, str]] = set()
-CONSTRUCTORS_TO_SHRINK = {"EmbeddingShardingPlanner", "Search"}
+# Packages that may use what another keeps private: what is no benchmark of users' is measured in the same ways.
+PART_OF = {"bench.research": "bench"}
 
 # Folders of csrc: what each may include of the others.
 CORE_INCLUDES = {
@@ -182,8 +178,7 @@ def test_circles_are_found() -> None:
 
 
 def test_files_import_in_no_circle() -> None:
-    found = circles({module: imported_files(path) for module, path in FILES.items()})
-    assert found == CIRCLES_TO_CUT, "cut the circle; of one that is cut, delete the entry"
+    assert not circles({module: imported_files(path) for module, path in FILES.items()})
 
 
 def test_packages_keep_what_is_private() -> None:
@@ -196,9 +191,9 @@ def test_packages_keep_what_is_private() -> None:
             if not private or layer_of(module) not in EVERYTHING | {"bench"} or "_core" in parts:
                 continue
             owner = ".".join(parts[: private[0]])
-            if package_of(FILES[owner]) != package_of(path):
+            if package_of(FILES[owner]) not in (package_of(path), PART_OF.get(package_of(path))):
                 found.add((importer, ".".join(parts)))
-    assert found == PRIVATE_TO_MEND, "import public names; of one that is mended, delete the entry"
+    assert not found, "import public names"
 
 
 def test_constructors_take_few_parameters() -> None:
@@ -214,7 +209,7 @@ def test_constructors_take_few_parameters() -> None:
                     count = len([*parts.posonlyargs, *parts.args, *parts.kwonlyargs]) - 1
                     if count + bool(parts.vararg) + bool(parts.kwarg) > MAX_PARAMETERS:
                         found.add(node.name)
-    assert found == CONSTRUCTORS_TO_SHRINK, "take a dataclass; of one that is mended, delete the entry"
+    assert not found, "take a dataclass"
 
 
 def test_what_follows_torch_exists() -> None:

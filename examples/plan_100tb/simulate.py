@@ -2,7 +2,7 @@
 
     python examples/plan_100tb/simulate.py topology_8.yaml      (or topology_128.yaml)
 
-The simulation is that of ``tierstore bench plan-vs-torchrec`` (bench/_cluster.py says what it knows).
+The simulation is that of ``bench/_cluster.py``, which says what it knows.
 """
 
 from __future__ import annotations

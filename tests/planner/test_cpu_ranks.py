@@ -7,13 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.research.bound import optimum
 from tierstore.errors import ConfigError
 from tierstore.placement import ShardingType
-from tierstore.planner import EmbeddingShardingPlanner, ParameterConstraints, TableSpec, Topology, Workload
-from tierstore.planner.bound import optimum
-from tierstore.planner.costs import EXCHANGES, exchange_seconds
-from tierstore.planner.cuts import cuts_of
-from tierstore.planner.planner import Solution
+from tierstore.planner import EmbeddingShardingPlanner, ParameterConstraints, TableSpec, Topology
+from tierstore.planner.costs import EXCHANGES
+from tierstore.planner.solver import Solution
 
 TABLES = [TableSpec(f"t{i}", 20_000, 64, pooling_factor=4.0) for i in range(4)]
 EXCHANGE = {"step": 3e-3, "collective": 4e-4, "piece": 5e-5}
@@ -38,7 +37,7 @@ def solved(processors: float, constraints: dict[str, ParameterConstraints] | Non
 
 def test_even_tables_are_not_cut_where_that_only_makes_the_exchange_longer():
     solution, cut = solved(1.0), solved(1.0, ROW_WISE)
-    assert {item.cut.kind for item in solution.placed} == {ShardingType.TABLE_WISE}
+    assert {item.option.kind for item in solution.placed} == {ShardingType.TABLE_WISE}
     assert solution.prediction.step < cut.prediction.step
 
 
@@ -52,10 +51,9 @@ def test_threads_take_turns(processors: float, share: float):
 
 @pytest.mark.parametrize("processors", [1.0, 1.5])
 def test_plans_are_optimal(processors: float):
-    work = Workload(1024, exchange_seconds=exchange_seconds(TABLES, machine(processors)))
-    cuts = [cuts_of(table, machine(processors), work, ParameterConstraints()) for table in TABLES]
-    best = optimum(machine(processors), work, cuts, [np.arange(2)] * len(TABLES))
-    assert solved(processors).prediction.step == pytest.approx(best.seconds, rel=2e-3)
+    solution = solved(processors)
+    best = optimum(solution.problem)
+    assert solution.prediction.step == pytest.approx(best.seconds, rel=2e-3)
 
 
 @pytest.mark.parametrize("processors", [0, -1.0, float("nan"), "two", True])

@@ -14,13 +14,12 @@ from tests.planner.collective import CONTEXT, plan_together
 from tests.planner.machines import random_tables, table, topology
 from tierstore import optim
 from tierstore.errors import ConfigError, InfeasiblePlanError
-from tierstore.placement import ShardingPlan, ShardingType
+from tierstore.placement import STORE_SLACK, ShardingPlan, ShardingType
 from tierstore.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology, Workload
 from tierstore.planner.costs import (
     POLICY_BYTES_PER_SLOT,
     POLICY_FIXED_BYTES,
     POLICY_FIXED_SLOTS,
-    STORE_SLACK,
     TIER_BYTES_PER_SLOT,
 )
 from tierstore.planner.tables import STATE_FLOATS, row_bytes

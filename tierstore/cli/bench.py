@@ -45,7 +45,7 @@ def benchmark_names() -> list[str]:
         package = import_module("tierstore_bench")
     except ModuleNotFoundError:
         raise ConfigError("the benchmarks come with the installed package: pip install .") from None
-    names = (info.name for info in pkgutil.iter_modules(package.__path__))
+    names = (info.name for info in pkgutil.iter_modules(package.__path__) if not info.ispkg)
     return sorted(name.replace("_", "-") for name in names if not name.startswith("_"))
 
 

@@ -107,7 +107,7 @@ def _planner(args: argparse.Namespace) -> EmbeddingShardingPlanner:
 
 
 def specs_of(path: Path) -> list[Any]:
-    """The tables of a tables.yaml."""
+    """Return the tables of a tables.yaml."""
     from tierstore.planner.files import specs_of_yaml
 
     return specs_of_yaml(read_yaml(path, "--tables"))
@@ -121,7 +121,7 @@ def _seconds(text: str) -> float:
 
 
 def read_yaml(path: Path, option: str = "file") -> Any:
-    """A YAML (or JSON) file with plain types only. Raises ConfigError that names the file."""
+    """Read a YAML (or JSON) file with plain types only; raise a ConfigError that names the file."""
     import yaml
 
     class Loader(yaml.SafeLoader):

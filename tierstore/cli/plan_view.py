@@ -19,7 +19,7 @@ _PLOTS = ("png", "pdf", "svg")
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
-    """The plan as tables on the terminal."""
+    """Print the plan as tables on the terminal."""
     _print_tables(console, report["tables"])
     _print_places(console, report["ranks"], "rank", ("hbm",))
     _print_places(console, report["hosts"], "host", ("host_memory", "ssd"))
@@ -120,7 +120,7 @@ def _ms(seconds: float) -> str:
 
 
 def plot_format(path: Path) -> str:
-    """The format that a figure's path asks for. Raises ConfigError before there is anything to draw."""
+    """Return the format of a figure's path; raise ConfigError before there is anything to draw."""
     try:
         import matplotlib
     except ImportError:

@@ -1,6 +1,6 @@
-"""Plans where tables go: how each is cut, which ranks hold it, and how many bytes of each tier it gets.
+"""Plans where tables go: how each is sharded, which ranks hold it, and how many bytes of each tier it gets.
 
-Imports nothing of the runtime, so plans for machines far away are made anywhere.
+The package imports nothing of the runtime, so plans for machines far away are made anywhere.
 """
 
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement

@@ -39,12 +39,12 @@ class MissCurve:
         return float(np.interp(rows, self.rows, self.misses))
 
     def scaled(self, factor: float) -> MissCurve:
-        """The curve of a part of the table that has ``factor`` of its rows and of its accesses."""
+        """Return the curve of a part of the table that has ``factor`` of its rows and of its accesses."""
         return MissCurve(self.rows * factor, self.misses)
 
     @classmethod
     def through(cls, rows: Sequence[float], misses: Sequence[float], table_rows: int) -> MissCurve:
-        """The hull of measured points; a memory of all ``table_rows`` rows misses nothing, one of 0 all.
+        """Return the hull of measured points; all ``table_rows`` rows in memory miss nothing, 0 rows all.
 
         Raises ConfigError for points that are no miss-ratio curve.
         """
@@ -74,7 +74,7 @@ class Popularity:
             raise ConfigError(f"popularity needs 0 <= s <= 10 and q >= 0, not s={self.s!r}, q={self.q!r}")
 
     def unique_rows(self, rows: int, accesses: float) -> float:
-        """Expected number of different rows among ``accesses`` independent draws."""
+        """Return the expected number of different rows among ``accesses`` independent draws."""
         return _distinct(self.s, self.q, rows, accesses)[0]
 
     def curve(self, rows: int, accesses: float) -> MissCurve:
@@ -117,7 +117,7 @@ def _integral(x: Floats, s: float, q: float) -> Floats:
 
 
 def _spread(x: Floats, y: Floats) -> NDArray[np.int64]:
-    """Indices of some points: half evenly spread over the misses, half over the logarithm of the size."""
+    """Return indices of points, half of them even in the misses, half in the logarithm of the size."""
     by_miss = np.searchsorted(-y, -np.linspace(1, 0, _POINTS // 2))
     by_size = np.searchsorted(x, np.geomspace(max(x[1], 1), x[-1], _POINTS // 2))
     picks = np.concatenate([[0, len(x) - 1], by_miss, by_size])
@@ -125,7 +125,7 @@ def _spread(x: Floats, y: Floats) -> NDArray[np.int64]:
 
 
 def lower_hull(x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """The corners of the lower convex hull of points with increasing ``x``; of equal ones the lowest."""
+    """Return the corners of the lower convex hull of points with increasing ``x``."""
     keep: list[int] = []
     for i in range(len(x)):
         if keep and x[i] == x[keep[-1]]:
@@ -139,5 +139,5 @@ def lower_hull(x: Floats, y: Floats) -> tuple[Floats, Floats]:
 
 
 def _above(x: Floats, y: Floats, a: int, b: int, c: int) -> bool:
-    """True if point b is not below the line from a to c."""
+    """Return whether point b is not below the line from a to c."""
     return bool((y[b] - y[a]) * (x[c] - x[a]) >= (y[c] - y[a]) * (x[b] - x[a]))

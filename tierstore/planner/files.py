@@ -107,7 +107,7 @@ def constraints_of_yaml(items: Any) -> dict[str, ParameterConstraints]:
 
 
 def stats_of_json(values: Any) -> dict[str, dict[str, Any]]:
-    """The tables of a stats file: name → sizes_rows, unique_miss_ratio, unique_rows, accesses (per batch)."""
+    """Return a stats file's tables: name → sizes_rows, unique_miss_ratio, unique_rows, accesses per batch."""
     tables = values.get("tables") if isinstance(values, Mapping) else None
     if not isinstance(tables, Mapping):
         raise ConfigError(

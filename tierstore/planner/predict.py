@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,95 +10,73 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.planner.allocate import Allocation, Placed
-from tierstore.planner.cluster import HOST_STAGES, RANK_STAGES
-from tierstore.planner.costs import Workload
+from tierstore.planner.cluster import RANK_STAGES
+from tierstore.planner.costs import Problem
 from tierstore.planner.curves import Floats
-from tierstore.planner.topology import Topology
+from tierstore.planner.reading import saved_seconds
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """Seconds per step: ``ranks`` (ranks, 6) by RANK_STAGES, ``hosts`` (hosts, 2) by HOST_STAGES; bytes in
-    use: ``hbm`` (ranks,), ``host_memory`` and ``ssd`` (hosts,). The pipeline overlaps stages, so a step takes
-    as long as the longest of them."""
+    """What a plan costs: seconds per step, ``ranks`` (ranks, 6) by RANK_STAGES and ``ssd_s`` (hosts,).
+
+    Bytes in use are ``hbm`` (ranks,), ``host_memory`` and ``ssd`` (hosts,). The pipeline overlaps stages, so
+    a step takes as long as the longest of them.
+    """
 
     ranks: Floats
-    hosts: Floats
+    ssd_s: Floats
     hbm: Floats
     host_memory: Floats
     ssd: Floats
 
     @property
     def step(self) -> float:
-        return max(float(self.ranks.max()), float(self.hosts.max()))
+        """Seconds per step."""
+        return max(float(self.ranks.max()), float(self.ssd_s.max()))
 
     def slowest(self) -> tuple[str, str]:
-        """(Stage, place) that sets the step: ("ssd", "host 3")."""
-        if self.ranks.max() >= self.hosts.max():
-            where, stage = np.unravel_index(int(self.ranks.argmax()), self.ranks.shape)
-            return RANK_STAGES[stage], f"rank {where}"
-        where, stage = np.unravel_index(int(self.hosts.argmax()), self.hosts.shape)
-        return HOST_STAGES[stage], f"host {where}"
+        """Return the (stage, place) that sets the step: ("ssd", "host 3")."""
+        if self.ssd_s.max() > self.ranks.max():
+            return "ssd", f"host {int(self.ssd_s.argmax())}"
+        where, stage = np.unravel_index(int(self.ranks.argmax()), self.ranks.shape)
+        return RANK_STAGES[stage], f"rank {where}"
 
 
-def predict(topology: Topology, work: Workload, placed: Sequence[Placed], caches: Allocation) -> Prediction:
-    """Sums up the shards of ``placed`` with the rows that ``caches`` gives them."""
+def predict(problem: Problem, placed: Sequence[Placed], caches: Allocation) -> Prediction:
+    """Sum up the shards of ``placed`` with the rows that ``caches`` gives them."""
+    topology = problem.topology
     world, hosts = topology.world_size, topology.hosts
-    ranks, host = np.zeros((world, 6)), np.zeros((hosts, 2))
-    ranks[:, 0], ranks[:, 1] = work.compute_seconds, work.lookup_seconds
+    ranks = np.zeros((world, len(RANK_STAGES)))
+    ranks[:, 0] = problem.compute_seconds
     for item in placed:
-        ranks[:, :4] += item.cut.everywhere.seconds
-    unique = caches.field("unique")
-    on_link = unique * caches.misses(caches.hbm_rows)
-    on_ssd = unique * caches.reads()
-    where = caches.rank
+        ranks[:, :4] += item.option.everywhere
+        ranks[item.ranks, :4] += item.option.cost.load
+    unique, where = caches.field("unique"), caches.rank
     on_host = where // topology.ranks_per_host
-    for item in placed:
-        ranks[item.ranks, :4] += item.cut.cost.load.seconds
-    ranks[:, 1] += _by_row_size(caches, world, topology.row_size_seconds)
-    link = _sums(where, on_link * caches.field("link_bytes"), world)
+    on_link, on_ssd = (unique * caches.misses(rows) for rows in (caches.hbm_rows, caches.memory_rows))
     ranks[:, 4] = _sums(where, on_link * caches.field("link_s"), world)
-    host[:, 0] = _sums(on_host, on_ssd * caches.field("ssd_s"), hosts)
     if topology.one_fetcher:
-        ranks[:, 5] = ranks[:, 1] + ranks[:, 4] + _sums(where, on_ssd * caches.field("store_s"), world)
-        ranks[:, 5] += work.read_waits * np.repeat(host[:, 0], topology.ranks_per_host)
-        ranks[:, 5] += topology.in_turn * (ranks[:, 0] - work.idle_seconds)
-    else:
-        ranks[:, 0] += link / topology.hbm_bw
-    moved = _sums(on_host, on_ssd * caches.field("ssd_bytes_moved"), hosts)
-    moved += link.reshape(hosts, -1).sum(axis=1)
-    host[:, 1] = moved / topology.host_memory_bw
+        busy = ranks[:, 0] - problem.waiting_seconds
+        ranks[:, 5] = ranks[:, 1] + ranks[:, 4] + topology.in_turn * busy
+    ssd_s = _sums(on_host, on_ssd * caches.field("ssd_s"), hosts)
     return Prediction(
         ranks,
-        host,
-        _sums(where, caches.hbm_bytes(), world) + work.fixed_hbm,
-        _sums(on_host, caches.uvm_bytes(), hosts) + work.fixed_host(topology),
+        ssd_s - saved_seconds(problem, caches, on_ssd),
+        _sums(where, caches.hbm_bytes(), world) + problem.fixed_hbm,
+        _sums(on_host, caches.uvm_bytes(), hosts) + problem.fixed_host,
         _sums(on_host, caches.ssd_bytes(), hosts),
     )
 
 
-def _by_row_size(caches: Allocation, world: int, each: Mapping[str, float]) -> Floats:
-    """Seconds per rank of what depends on all tables of a row size together: what evicting and reading ahead
-    cost whatever the rows, and, negative, policies where device memory holds all rows."""
-    sizes, size = np.unique(caches.field("columns"), return_inverse=True)
-    tier, tiers = caches.rank * len(sizes) + size, world * len(sizes)
-    evicts = np.bincount(tier, caches.hbm_rows < caches.rows - 0.5, tiers) > 0
-    reads = np.bincount(tier, caches.stored, tiers) > 0
-    fixed = each["evict"] * evicts + each["ahead"] * reads
-    return fixed.reshape(world, -1).sum(axis=1) - _sums(
-        caches.rank, caches.field("policy_s") * ~evicts[tier], world
-    )
-
-
 def hit_rate(caches: Allocation, shards: slice) -> float:
-    """Share of a step's unique rows of some shards (those of a table) that they find in device memory."""
-    costs, rows = caches.costs[shards], caches.hbm_rows[shards]
-    unique = sum(cost.unique for cost in costs)
+    """Return the share of a step's unique rows of some shards that they find in device memory."""
+    pairs = list(zip(caches.costs[shards], caches.hbm_rows[shards].tolist(), strict=True))
+    unique = sum(cost.unique for cost, _ in pairs)
     if not unique:
         return 1.0
-    misses = {key: float(key[0].curve.at(key[1])) for key in set(zip(costs, rows.tolist(), strict=True))}
-    lost = sum(cost.unique * misses[cost, n] for cost, n in zip(costs, rows.tolist(), strict=True))
-    return 1.0 - lost / unique
+    misses = {pair: pair[0].curve.at(pair[1]) for pair in set(pairs)}
+    return 1.0 - sum(pair[0].unique * misses[pair] for pair in pairs) / unique
 
 
 def _sums(where: NDArray[np.int64], values: NDArray[Any], count: int) -> Floats:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.planner.costs import ShardCost
 from tierstore.planner.curves import Floats
+from tierstore.planner.options import ShardCost
 
 GRID = 48
 
@@ -34,28 +34,29 @@ class Steps:
     def density(self) -> Floats:
         """Seconds saved per byte between corners, falling."""
         gain = self.seconds[:-1] - self.seconds[1:]
-        return gain / np.maximum(np.diff(self.bytes), 1e-9)
+        return np.minimum.accumulate(gain / np.maximum(np.diff(self.bytes), 1e-9))
 
 
 def hbm_steps(cost: ShardCost, for_ssd: bool = False) -> Steps:
-    """Device bytes against seconds of the link, or of the drives if it is these that the step waits for."""
-    rows, misses = _from(cost, cost.rows if cost.in_hbm else cost.hbm_floor)
+    """Return device bytes against seconds of the link, or of the drives if the step waits for these."""
+    rows, misses = corners(cost, cost.hbm_floor)
     seconds = misses * cost.unique * (cost.ssd_s if for_ssd else cost.link_s)
     return Steps(rows * cost.slot_bytes, seconds, rows, np.zeros(len(rows), np.bool_))
 
 
-def memory_steps(cost: ShardCost, at_least: float = 0.0, gradual: bool = False) -> Steps:
-    """Memory bytes (device, host and the store's index) against seconds of the drives, from ``at_least`` rows
-    on. With all rows in memory the index goes away, so the last corner may come early, in one long step that
-    is worth little unless it is taken whole; ``gradual`` goes there by way of all other corners."""
-    rows, misses = _from(cost, cost.rows if cost.in_memory else max(cost.floor, cost.hbm_floor, at_least))
+def memory_steps(cost: ShardCost, at_least: float = 0.0) -> Steps:
+    """Return memory bytes (device, host and the store's index) against seconds of the drives.
+
+    They begin at ``at_least`` rows. With all rows in memory the index goes away, so the last corner may come
+    early, in one long step that is worth little unless it is taken whole.
+    """
+    rows, misses = corners(cost, max(cost.memory_floor, at_least))
     seconds = misses * cost.unique * cost.ssd_s
     bytes_ = rows * cost.slot_bytes + cost.index_bytes
     stored = np.ones(len(rows), np.bool_)
     stored[-1] = False
-    if gradual and len(rows) > 1:
-        return Steps(bytes_, seconds, rows, stored)
     bytes_[-1] -= cost.index_bytes
+    keep = np.arange(len(rows))
     if len(rows) > 2 or (len(rows) == 2 and bytes_[1] <= bytes_[0]):
         # The curve without its last corner is convex: cut across to that corner where it pays to.
         across = np.full(len(rows) - 1, np.inf)
@@ -64,18 +65,16 @@ def memory_steps(cost: ShardCost, at_least: float = 0.0, gradual: bool = False) 
         along = -np.diff(seconds) / np.maximum(np.diff(bytes_), 1e-9)
         along[-1] = -np.inf
         first = int(np.argmax((across >= along) | (apart <= 0)))
-        keep = [*range(first + (apart[first] > 0)), len(rows) - 1]
-        return Steps(bytes_[keep], seconds[keep], rows[keep], stored[keep])
-    return Steps(bytes_, seconds, rows, stored)
+        keep = np.append(keep[: first + (apart[first] > 0)], len(rows) - 1)
+    return Steps(bytes_[keep], seconds[keep], rows[keep], stored[keep])
 
 
-def _from(cost: ShardCost, floor: float) -> tuple[Floats, Floats]:
-    """Corners of the miss curve behind ``floor`` rows, and the point there."""
+def corners(cost: ShardCost, floor: float) -> tuple[Floats, Floats]:
+    """Return the corners of the miss curve behind ``floor`` rows, and the point there."""
     floor = min(floor, float(cost.rows))
     beyond = cost.curve.rows > floor
     rows = np.concatenate([[floor], cost.curve.rows[beyond]])
-    misses = np.concatenate([[cost.curve.at(floor)], cost.curve.misses[beyond]])
-    return rows, misses
+    return rows, np.concatenate([[cost.curve.at(floor)], cost.curve.misses[beyond]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,16 +86,14 @@ class PriceGrid:
 
 
 def price_grid(costs: Iterable[ShardCost]) -> PriceGrid:
-    """Prices between the highest and the lowest density of all shards."""
-    link, ssd = [], []
-    for cost in costs:
-        link.append(hbm_steps(cost).density)
-        ssd.append(memory_steps(cost).density)
+    """Return prices between the highest and the lowest density of all shards."""
+    steps = [(hbm_steps(cost).density, memory_steps(cost).density) for cost in costs]
+    link, ssd = zip(*steps, strict=True)
     return PriceGrid(_grid(link), _grid(ssd))
 
 
-def _grid(densities: list[Floats]) -> Floats:
-    values = np.concatenate([*densities, np.zeros(0)])
+def _grid(densities: Iterable[Floats]) -> Floats:
+    values = np.concatenate(list(densities))
     values = values[values > 0]
     if not len(values):
         return np.concatenate([np.full(GRID - 1, np.inf), [-1.0]])
@@ -107,39 +104,27 @@ def _grid(densities: list[Floats]) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """A shard's needs along a :class:`PriceGrid`, each float64 (GRID,): bytes on the device at prices of link
-    time; bytes held on device and host together, and of the store's index, at prices of SSD time."""
+    """A shard's needs along a :class:`PriceGrid`, each float64 (GRID,).
+
+    ``hbm_bytes`` and ``link_s`` are at prices of link time; ``held_bytes`` (device and host together) and
+    ``host`` (3, GRID: bytes of the store's index, seconds and bytes of the drives) at prices of SSD time.
+    """
 
     hbm_bytes: Floats
     link_s: Floats
-    link_bytes: Floats
     held_bytes: Floats
-    index_bytes: Floats
-    ssd_s: Floats
-    ssd_bytes: Floats
-    moved: Floats
-    """Host-memory bytes per step on behalf of the SSD."""
+    host: Floats
 
 
 def priced(cost: ShardCost, grid: PriceGrid) -> Priced:
-    """What ``cost`` needs at every price."""
+    """Return what ``cost`` needs at every price."""
     fast, slow = hbm_steps(cost), memory_steps(cost)
-    i = _bought(fast, grid.link)
-    j = _bought(slow, grid.ssd)
-    misses = slow.seconds[j] / cost.ssd_s if cost.ssd_s else np.zeros(len(j))
-    return Priced(
-        fast.bytes[i],
-        fast.seconds[i],
-        fast.seconds[i] / cost.link_s * cost.link_bytes if cost.link_s else np.zeros(len(i)),
-        slow.rows[j] * cost.slot_bytes,
-        np.where(slow.stored[j], float(cost.index_bytes), 0.0),
-        slow.seconds[j],
-        np.where(slow.stored[j], float(cost.ssd_bytes), 0.0),
-        misses * cost.ssd_bytes_moved,
-    )
+    i, j = _bought(fast, grid.link), _bought(slow, grid.ssd)
+    stored = slow.stored[j]
+    host = np.array([stored * cost.index_bytes, slow.seconds[j], stored * cost.ssd_bytes], dtype=np.float64)
+    return Priced(fast.bytes[i], fast.seconds[i], slow.rows[j] * cost.slot_bytes, host)
 
 
 def _bought(steps: Steps, prices: Floats) -> NDArray[np.int64]:
-    """Index of the corner reached at each price."""
-    density = np.minimum.accumulate(steps.density)
-    return np.searchsorted(-density, -prices * (1 - 1e-12), side="right")
+    """Return the index of the corner reached at each price."""
+    return np.searchsorted(-steps.density, -prices * (1 - 1e-12), side="right")

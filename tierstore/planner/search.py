@@ -1,4 +1,4 @@
-"""Which cut for which table on which ranks: greedy insertion, then reinsertion for as long as it pays."""
+"""Which option for which table on which ranks: greedy insertion, then reinsertion for as long as it pays."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierstore.planner.cluster import Cluster, Ranks, badness
-from tierstore.planner.costs import Workload
-from tierstore.planner.cuts import Cut
+from tierstore.planner.costs import Problem
+from tierstore.planner.options import ShardingOption
 from tierstore.planner.prices import Priced, price_grid, priced
-from tierstore.planner.topology import Topology
 
-_LIGHT = 0.2  # of the ideal step: cutting a table with less load per rank is not tried in large searches
-_SMALL = 2_000  # cuts x ranks up to which every cut is tried for every table
+_LIGHT = 0.2  # of the ideal step: other options of a table with less load are not tried in large searches
+_REPLICA = 0.002  # of device memory: the largest table that is tried as a replica then
+_SMALL = 2_000  # options x ranks up to which every option is tried for every table
 _RESTARTS = 4  # of small searches, in random order
-_PASSES = (6.0, 16.0, 40.0)  # powers of the smooth maximum, ever closer to the maximum itself
+_POWERS = (6.0, 16.0, 40.0)  # of the smooth maximum, ever closer to the maximum itself
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A table's cut, by its position among the table's cuts, and the ranks of its shards."""
+    """A table's option, by its position among the table's options, and the ranks of its shards."""
 
-    cut: int
+    option: int
     ranks: Ranks
 
 
@@ -33,261 +33,142 @@ Found = tuple[tuple[float, float], dict[int, Choice]]
 
 
 class Search:
-    """Chooses a :class:`Choice` for every table. ``allowed[t]``: ranks that may hold table t;
-    ``hint[t]``: cuts of it that a good plan is likely to use."""
+    """Chooses a :class:`Choice` for every table within ``seconds``.
+
+    ``options``: of each table; ``allowed``: ranks that may hold it.
+    """
 
     def __init__(
         self,
-        topology: Topology,
-        work: Workload,
-        cuts: Sequence[Sequence[Cut]],
+        problem: Problem,
+        options: Sequence[Sequence[ShardingOption]],
         allowed: Sequence[Ranks],
         seconds: float,
-        seed: int = 0,
-        hint: Sequence[list[int]] | None = None,
     ) -> None:
-        self.topology, self.work, self.cuts, self.allowed = topology, work, cuts, allowed
-        self.grid = price_grid(options[0].cost for options in cuts)
-        self.parts: list[list[Priced | None]] = [[None] * len(options) for options in cuts]
+        self.problem, self.topology = problem, problem.topology
+        self.options, self.allowed = options, allowed
+        self.grid = price_grid(few[0].cost for few in options)
+        self.parts: dict[tuple[int, int], Priced] = {}
         self.until = time.perf_counter() + seconds
-        self.random = np.random.default_rng(seed)
-        self.cluster = Cluster(topology, work)
-        self.choices: dict[int, Choice] = {}
+        self.random = np.random.default_rng(0)
+        self.cluster, self.choices = Cluster(problem), dict[int, Choice]()
         self.unit = self._ideal()
-        small = sum(map(len, cuts)) * topology.world_size <= _SMALL
-        self.tried: Sequence[list[int]] = [
-            list(range(len(options))) if small else self._worthwhile(t) for t, options in enumerate(cuts)
+        self.small = sum(map(len, options)) * self.topology.world_size <= _SMALL
+        self.tried = [
+            list(range(len(few))) if self.small or self._weight(t, 0) >= _LIGHT else self._light(few)
+            for t, few in enumerate(options)
         ]
-        self.small, self.hint = small, hint
 
     def run(self) -> list[Choice]:
-        """The best choices found, in the order of the tables."""
-        tried, order = self.tried, self._by_weight()
-        best = self._descend(order, tried, tried)
-        starts = [(order, self.hint)] if self.hint is not None else []
-        if self.small:
-            starts += [(self.random.permutation(order).tolist(), tried) for _ in range(_RESTARTS)]
-        for start, first in starts:
-            best = min(best, self._descend(start, first, tried), key=lambda found: found[0])
-        best = self._relieve(best)
-        best = self._shake(best)
-        self._restore(best[1])
-        return [self.choices[t] for t in range(len(self.cuts))]
+        """Return the best choices found, in the order of the tables."""
+        order = sorted(range(len(self.options)), key=lambda t: -self._weight(t, len(self.grid.ssd) // 2))
+        best = self._descend(order)
+        for _ in range(_RESTARTS if self.small else 0):
+            if time.perf_counter() > self.until:
+                break
+            best = min(best, self._descend(self.random.permutation(order).tolist()), key=lambda one: one[0])
+        return [best[1][t] for t in range(len(self.options))]
 
-    def _descend(self, order: Sequence[int], first: Sequence[list[int]], then: Sequence[list[int]]) -> Found:
-        """The best plan on the way from an empty one: with cuts of ``first``, of ``then`` in the end."""
-        if self.choices and time.perf_counter() > self.until:
-            return (np.inf, np.inf), {}
-        self._restore({})
-        self.tried = first
+    def _descend(self, order: Sequence[int]) -> Found:
+        """Return the best plan on the way from an empty one."""
+        self.cluster, self.choices = Cluster(self.problem), {}
         for t in order:
-            self._insert(t, _PASSES[0])
-        best: Found = self._score(), dict(self.choices)
-        for power in _PASSES:
+            self._insert(t, _POWERS[0])
+        best = self._found()
+        for power in _POWERS:
             for _ in range(3 if self.small else 1):
-                self.unit = self._longest()
+                self.unit = self.cluster.longest()
                 if not self._reinsert_all(order, power):
                     break
-            best = self._better(best)
-            if power == _PASSES[-2]:
-                self.tried = then
-        self.tried = then
+            best = min(best, self._found(), key=lambda one: one[0])
         return best
 
-    # What there is to choose from
-
-    def part(self, t: int, c: int) -> Priced:
-        part = self.parts[t][c]
-        if part is None:
-            part = self.parts[t][c] = priced(self.cuts[t][c].cost, self.grid)
-        return part
-
-    def _ideal(self) -> float:
-        """The step if every table's first cut could be spread evenly: the unit of the smooth maximum."""
-        pooled = Cluster(self.topology, self.work)
-        world, hosts = self.topology.world_size, self.topology.hosts
-        for t, options in enumerate(self.cuts):
-            cut, part = options[0], self.part(t, 0)
-            share = 1.0 / world * cut.shards
-            pooled.add_everywhere(cut.everywhere)
-            load = cut.cost.load
-            pooled.seconds += share * np.array(load.seconds)
-            pooled.hbm_bytes += share * part.hbm_bytes
-            pooled.link_s += share * part.link_s
-            pooled.held_bytes += share * part.held_bytes
-            for name in ("index_bytes", "ssd_s", "ssd_bytes", "moved"):
-                getattr(pooled, name).__iadd__(cut.shards / hosts * getattr(part, name))
-        rank, host, *_ = pooled.loads()
-        return max(float(rank.max()), float(host.max()), 1e-9)
-
-    def _worthwhile(self, t: int) -> list[int]:
-        """The first cut alone, if it can be no rank's burden; data-parallel too, if it is a small table."""
-        options = self.cuts[t]
-        cost, part = options[0].cost, self.part(t, 0)
-        load = cost.load
-        seconds = max(*load.seconds, float(part.ssd_s[0]) / 4)
-        hbm = (cost.fixed_hbm + part.hbm_bytes[0]) / self.cluster.hbm_size
-        host = (part.held_bytes[0] + part.index_bytes[0]) / max(1.0, self.cluster.host_size)
-        stored = part.ssd_bytes[0] / max(1.0, self.cluster.ssd_size)
-        if max(seconds / self.unit, hbm, host, stored) < _LIGHT:
-            room = 0.002 * self.cluster.hbm_size
-            return [
-                c
-                for c, cut in enumerate(options)
-                if c == 0 or (cut.cost.fixed_hbm <= room and not cut.cost.unique)
-            ]
-        return list(range(len(options)))
-
-    def _by_weight(self) -> list[int]:
-        """Tables with the greatest share of any resource first."""
-        weights = []
-        for t, options in enumerate(self.cuts):
-            cost, part = options[0].cost, self.part(t, 0)
-            load = cost.load
-            middle = len(part.link_s) // 2
-            seconds = max(
-                load.compute, load.index, load.intra, load.inter, part.link_s[middle], part.ssd_s[middle]
-            )
-            bytes_ = (cost.fixed_hbm + part.hbm_bytes[0]) / self.cluster.hbm_size
-            weights.append(
-                max(float(seconds) / self.unit, bytes_, part.ssd_bytes[0] / max(1.0, self.cluster.ssd_size))
-            )
-        return sorted(range(len(weights)), key=lambda t: -weights[t])
-
-    # How good it is
-
-    def _total(self, power: float) -> float:
-        rank, host, over, host_over = self.cluster.loads()
-        return float(
-            badness(rank, over, self.unit, power).sum() + badness(host, host_over, self.unit, power).sum()
-        )
-
-    def _longest(self) -> float:
-        rank, host, *_ = self.cluster.loads()
-        return max(float(rank.max()), float(host.max()), 1e-9)
-
-    def _score(self) -> tuple[float, float]:
-        """(Overflow, step): less is better, in this order."""
-        rank, host, over, host_over = self.cluster.loads()
-        return float(over.sum() + host_over.sum()), max(float(rank.max()), float(host.max()))
-
-    def _better(self, best: Found) -> Found:
-        score = self._score()
-        return (score, dict(self.choices)) if score < best[0] else best
-
-    # Moves
-
-    def _put(self, t: int, choice: Choice, sign: float = 1.0) -> None:
-        self.cluster.place(self.cuts[t][choice.cut], self.part(t, choice.cut), choice.ranks, sign)
-        if sign > 0:
-            self.choices[t] = choice
-        else:
-            del self.choices[t]
-
-    def _restore(self, choices: dict[int, Choice]) -> None:
-        self.cluster = Cluster(self.topology, self.work)
-        self.choices = {}
-        for t, choice in choices.items():
-            self._put(t, choice)
-
-    def _insert(self, t: int, power: float) -> None:
-        """Puts a table where it does the least harm."""
-        best: tuple[float, Choice] | None = None
-        for c in self.tried[t]:
-            for ranks in self._places(t, c, power):
-                choice = Choice(c, ranks)
-                self._put(t, choice)
-                total = self._total(power)
-                self._put(t, choice, -1.0)
-                if best is None or total < best[0]:
-                    best = total, choice
-        assert best is not None
-        self._put(t, best[1])
-
-    def _places(self, t: int, c: int, power: float) -> list[Ranks]:
-        """Ranks for the shards of one cut that look best."""
-        cut, allowed = self.cuts[t][c], self.allowed[t]
-        if cut.spread == "all":
-            return [allowed]
-        grows = self.cluster.one_more(cut, self.part(t, c), self.unit, power)
-        if cut.spread == "any":
-            few = allowed[np.argsort(grows[allowed], kind="stable")[: cut.shards]]
-            return [np.sort(few) if cut.shards > 1 else few]
-        per_host = self.topology.ranks_per_host
-        mask = np.full(len(grows), np.inf)
-        mask[allowed] = grows[allowed]
-        by_host = np.sort(mask.reshape(-1, per_host), axis=1)
-        wanted = cut.shards if cut.spread == "host" else per_host
-        cost = by_host[:, :wanted].sum(axis=1)
-        hosts = np.argsort(cost, kind="stable")[: 1 if cut.spread == "host" else cut.column_cuts]
-        if not np.isfinite(cost[hosts]).all():
-            return []
-        if cut.spread == "host":
-            own = np.arange(hosts[0] * per_host, (hosts[0] + 1) * per_host)
-            return [np.sort(own[np.argsort(mask[own], kind="stable")[:wanted]])]
-        return [(hosts[:, None] * per_host + np.arange(per_host)).ravel()]
+    def _found(self) -> Found:
+        rank, over, host, host_over = self.cluster.loads()
+        return (float(over.sum() + host_over.sum()), max(rank.max(), host.max())), dict(self.choices)
 
     def _reinsert_all(self, order: Sequence[int], power: float) -> bool:
-        """Takes each table out and puts it where it is best now; True if that changed anything."""
+        """Take each table out and put it where it is best now; return True if that changed anything."""
         before = self._total(power)
         for t in order:
             if time.perf_counter() > self.until:
                 return False
-            self._put(t, self.choices[t], -1.0)
+            self._place(t, self.choices.pop(t), -1.0)
             self._insert(t, power)
         return self._total(power) < before * (1 - 1e-6)
 
-    def _relieve(self, best: Found) -> Found:
-        """Moves tables off the slowest rank or host, one at a time, as long as the step gets shorter."""
-        self._restore(best[1])
-        power, idle = _PASSES[-1], 0
-        while idle < 2 and time.perf_counter() < self.until:
-            self.unit, start = self._longest(), best[0]
-            for t in self._on_slowest()[:24]:
-                self._put(t, self.choices[t], -1.0)
-                self._insert(t, power)
-                best = self._better(best)
-            idle = 0 if best[0] < start else idle + 1
-        return best
+    def _insert(self, t: int, power: float) -> None:
+        """Put a table where it does the least harm."""
+        best: tuple[float, Choice] | None = None
+        for k in self.tried[t]:
+            ranks = self._best_ranks(t, k, power)
+            if ranks is None:
+                continue
+            choice = Choice(k, ranks)
+            self._place(t, choice)
+            total = self._total(power)
+            self._place(t, choice, -1.0)
+            if best is None or total < best[0]:
+                best = total, choice
+        assert best is not None
+        self.choices[t] = best[1]
+        self._place(t, best[1])
 
-    def _on_slowest(self) -> list[int]:
-        """Tables with a shard on the rank or host that takes longest, or overflows, heaviest first."""
-        rank, host, over, host_over = self.cluster.loads()
-        slow = rank.max(axis=1) + 1e6 * over
-        slow_host = host.max(axis=1) + 1e6 * host_over
-        if slow.max() >= slow_host.max():
-            where = {int(slow.argmax())}
-        else:
-            first = int(slow_host.argmax()) * self.topology.ranks_per_host
-            where = set(range(first, first + self.topology.ranks_per_host))
-        here = [t for t, choice in self.choices.items() if not where.isdisjoint(choice.ranks.tolist())]
-        return sorted(here, key=lambda t: -self._weight(t))
+    def _place(self, t: int, choice: Choice, sign: float = 1.0) -> None:
+        self.cluster.place(self.options[t][choice.option], self._part(t, choice.option), choice.ranks, sign)
 
-    def _weight(self, t: int) -> float:
-        choice = self.choices[t]
-        load, part = self.cuts[t][choice.cut].cost.load, self.part(t, choice.cut)
-        return max(load.compute + load.index, load.intra, load.inter, float(part.link_s[24] + part.ssd_s[24]))
+    def _total(self, power: float) -> float:
+        rank, over, host, host_over = self.cluster.loads()
+        hosts = badness(host[:, None], host_over, self.unit, power).sum()
+        return float(badness(rank, over, self.unit, power).sum() + hosts)
 
-    def _shake(self, best: Found) -> Found:
-        """Takes several tables out, one of the slowest place among them, and puts them back shuffled."""
-        rounds = min(100, 8 * len(self.cuts)) if self.small else 40
-        everything = np.arange(len(self.cuts))
-        since = 0
-        while since < rounds and time.perf_counter() < self.until:
-            self._restore(best[1])
-            self.unit = self._longest()
-            slow = self._on_slowest()[:8]
-            count = min(len(self.cuts), int(self.random.integers(2, 6)))
-            picks = {int(t) for t in self.random.choice(everything, count, replace=False)}
-            if slow:
-                picks.add(int(self.random.choice(slow)))
-            out = self.random.permutation(sorted(picks)).tolist()
-            for t in out:
-                self._put(t, self.choices[t], -1.0)
-            power = float(self.random.choice([4.0, 10.0, 40.0]))
-            for t in out:
-                self._insert(t, power)
-            after = self._better(best)
-            since = 0 if after[0] < best[0] else since + 1
-            best = after
-        return best
+    def _best_ranks(self, t: int, k: int, power: float) -> Ranks | None:
+        """Return the ranks for the shards of one option that look best; None if none are allowed."""
+        option, allowed = self.options[t][k], self.allowed[t]
+        if option.spread == "all":
+            return allowed
+        grows = np.full(self.topology.world_size, np.inf)
+        grows[allowed] = self.cluster.growth(option, self._part(t, k), self.unit, power)[allowed]
+        if option.spread == "any":
+            return np.sort(np.argsort(grows, kind="stable")[: option.shards])
+        per_host, one_host = self.topology.ranks_per_host, option.spread == "host"
+        by_host = np.sort(grows.reshape(-1, per_host), axis=1)
+        cost = by_host[:, : option.shards if one_host else per_host].sum(axis=1)
+        hosts = np.argsort(cost, kind="stable")[: 1 if one_host else option.column_cuts]
+        if not np.isfinite(cost[hosts]).all():
+            return None
+        ranks = (hosts[:, None] * per_host + np.arange(per_host)).ravel()
+        return np.sort(ranks[np.argsort(grows[ranks], kind="stable")[: option.shards]]) if one_host else ranks
+
+    # What there is to choose from
+
+    def _part(self, t: int, k: int) -> Priced:
+        if (t, k) not in self.parts:
+            self.parts[t, k] = priced(self.options[t][k].cost, self.grid)
+        return self.parts[t, k]
+
+    def _ideal(self) -> float:
+        """Return the step if every table were spread evenly: the unit of the smooth maximum."""
+        pooled, everyone = Cluster(self.problem), np.arange(self.topology.world_size)
+        for t, (first, *_) in enumerate(self.options):
+            pooled.place(first, self._part(t, 0), everyone, first.shards / len(everyone))
+        return pooled.longest()
+
+    def _weight(self, t: int, price: int) -> float:
+        """Return a whole table's share of the ideal step, or of a memory, at one of the grid's prices."""
+        cost, part = self.options[t][0].cost, self._part(t, 0)
+        index, ssd_s, stored = part.host[:, price]
+        seconds = max(*cost.load, part.link_s[price], ssd_s / self.topology.ranks_per_host)
+        topology = self.topology
+        return max(
+            seconds / self.unit,
+            (cost.fixed_hbm + part.hbm_bytes[0]) / topology.hbm_per_rank,
+            (part.held_bytes[0] + index) / max(1, topology.host_memory_per_host),
+            stored / max(1, topology.ssd_per_host),
+        )
+
+    def _light(self, options: Sequence[ShardingOption]) -> list[int]:
+        """Return the first option, and the replica of a small table: it can be no rank's burden."""
+        room = _REPLICA * self.topology.hbm_per_rank
+        replicas = [k for k, one in enumerate(options) if not one.cost.unique and one.cost.fixed_hbm <= room]
+        return [0, *(k for k in replicas if k)]

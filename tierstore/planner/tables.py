@@ -123,7 +123,7 @@ class TableSpec:
 
 
 def spec_of_config(config: Any, module: str = "", weighted: bool = False) -> TableSpec:
-    """A table of any object that has EmbeddingBagConfig's or EmbeddingConfig's fields, ours or torchrec's."""
+    """Make a table of an object with the fields of EmbeddingBagConfig or EmbeddingConfig, whoever's."""
     if isinstance(config, TableSpec):
         return config
     missing = [name for name in ("num_embeddings", "embedding_dim", "name") if not hasattr(config, name)]
@@ -144,7 +144,7 @@ def spec_of_config(config: Any, module: str = "", weighted: bool = False) -> Tab
 
 
 def check_data_type(name: str, kind: Any) -> None:
-    """Raises ConfigError unless rows of this type are float32: others would take fewer bytes than planned."""
+    """Raise ConfigError unless rows of this type are float32: other rows take fewer bytes than planned."""
     if str(getattr(kind, "name", kind)).upper().removeprefix("DATATYPE.") != "FP32":
         raise ConfigError(f"table {name!r}: data_type is {kind!r}; tables hold float32, use FP32")
 

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from tierstore.config import is_integer, is_number, parse_bytes
 from tierstore.errors import ConfigError
 
 _SIZES = ("hbm_per_rank", "host_memory_per_host", "ssd_per_host")
 _RATES = (
-    *("hbm_bw", "host_link_bw", "host_memory_bw", "ssd_bw", "ssd_write_bw", "ssd_read_iops"),
+    *("hbm_bw", "host_link_bw", "ssd_bw", "ssd_write_bw", "ssd_read_iops"),
     *("intra_host_bw", "inter_host_bw", "index_rows_per_s"),
 )
 
@@ -22,19 +24,9 @@ ROW_COSTS = {
     "lookup": "each id looked up, forward and backward",
     "update": "each distinct row of a batch that is updated",
     "plan": "each distinct row found in the slot index and pinned",
-    "policy": "each distinct row, where rows may have to leave device memory",
     "link": "each row that is not in device memory",
-    "store": "each row read from the store, and one written for it, beside what the drives take",
 }
 """Keys of ``Topology.row_seconds``, and what each is of."""
-
-ROW_SIZE_COSTS = {
-    "lookup": "a step's lookup",
-    "evict": "where rows may have to leave device memory",
-    "ahead": "where rows may have to be read from the SSD, which is done ahead",
-}
-"""Keys of ``Topology.row_size_seconds``: what the tables of one row size take a rank per step, whatever the
-rows."""
 
 EXCHANGE_COSTS = {
     "step": "a step of one sharded collection, whatever the rows and bytes",
@@ -43,11 +35,7 @@ EXCHANGE_COSTS = {
 }
 """Keys of ``Topology.exchange_seconds``, and what each is of; a rank alone exchanges nothing."""
 
-_SECONDS = {
-    "row_seconds": ROW_COSTS,
-    "row_size_seconds": ROW_SIZE_COSTS,
-    "exchange_seconds": EXCHANGE_COSTS,
-}
+_SECONDS = {"row_seconds": ROW_COSTS, "exchange_seconds": EXCHANGE_COSTS}
 
 ASSUMED = math.nan
 """Default of a rate: take the assumed one."""
@@ -62,14 +50,12 @@ class Topology:
 
     - ``hbm_bw``: bytes, device memory of a rank.
     - ``host_link_bw``: bytes between device and host memory of a rank, both directions together.
-    - ``host_memory_bw``: bytes, host memory, all ranks of a host together.
     - ``ssd_bw``, ``ssd_write_bw``: bytes of large reads and writes of a host's drives together.
     - ``ssd_read_iops``: random reads of at most 4 KiB of a host; ``ssd_read_curve``: measured pairs (bytes of
       a read, reads per second), which take precedence.
     - ``intra_host_bw``, ``inter_host_bw``: bytes that a rank receives from ranks of its own, of other hosts.
     - ``index_rows_per_s``: ids that a rank deduplicates and looks up in its slot index.
     - ``row_seconds``: what a row costs beside its bytes, by :data:`ROW_COSTS`; zero where nothing is said.
-    - ``row_size_seconds``: what a step takes for the tables of one row size, by :data:`ROW_SIZE_COSTS`.
     - ``exchange_seconds``: what exchanging takes beside bytes, by :data:`EXCHANGE_COSTS`.
     - ``processors_per_rank``: of the host's CPU; with fewer than two, a rank's threads take turns (matters
       for device "cpu" only).
@@ -85,7 +71,6 @@ class Topology:
     ssd_per_host: int = 0
     hbm_bw: float = ASSUMED
     host_link_bw: float = ASSUMED
-    host_memory_bw: float = ASSUMED
     ssd_bw: float = ASSUMED
     ssd_write_bw: float = ASSUMED
     ssd_read_iops: float = ASSUMED
@@ -94,7 +79,6 @@ class Topology:
     index_rows_per_s: float = ASSUMED
     ssd_read_curve: Sequence[tuple[int, float]] = ()
     row_seconds: Mapping[str, float] = field(default_factory=dict)
-    row_size_seconds: Mapping[str, float] = field(default_factory=dict)
     exchange_seconds: Mapping[str, float] = field(default_factory=dict)
     processors_per_rank: float = 2.0
     device: str = "cuda"
@@ -144,12 +128,8 @@ class Topology:
         return self.hosts * self.ranks_per_host
 
     def exchange(self, kind: str) -> float:
-        """One of ``exchange_seconds``; 0 for a rank alone."""
+        """Return one of ``exchange_seconds``; 0 for a rank alone."""
         return self.exchange_seconds[kind] if self.world_size > 1 else 0.0
-
-    @property
-    def local_world_size(self) -> int:
-        return self.ranks_per_host
 
     @property
     def one_fetcher(self) -> bool:
@@ -163,7 +143,7 @@ class Topology:
         return min(1.0, max(0.0, 2 / self.processors_per_rank - 1)) if self.one_fetcher else 0.0
 
     def others(self) -> tuple[float, float]:
-        """(Other ranks of a rank's host, ranks of other hosts), as shares of all ranks."""
+        """Return (other ranks of a rank's host, ranks of other hosts) as shares of all ranks."""
         world = self.world_size
         return (self.ranks_per_host - 1) / world, (world - self.ranks_per_host) / world
 
@@ -171,20 +151,16 @@ class Topology:
         return rank // self.ranks_per_host
 
     def read_seconds(self, size: int) -> float:
-        """Seconds that a host's drives need for one of many random reads of ``size`` bytes."""
+        """Return the seconds of a host's drives for one of many random reads of ``size`` bytes."""
         curve = self.ssd_read_curve or ((4096, self.ssd_read_iops),)
         sizes, rates = zip(*curve, strict=True)
-        for i, (at, rate) in enumerate(zip(sizes, rates, strict=True)):
-            if size <= at:
-                if i == 0:
-                    return 1 / rate
-                share = (size - sizes[i - 1]) / (at - sizes[i - 1])
-                return (1 - share) / rates[i - 1] + share / rate
-        return max(1 / rates[-1], size / self.ssd_bw)
+        if size > sizes[-1]:
+            return max(1 / rates[-1], size / self.ssd_bw)
+        return float(np.interp(size, sizes, [1 / rate for rate in rates]))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Topology:
-        """From the mapping of a topology.yaml. Raises ConfigError for unknown and missing fields."""
+        """Make one of the mapping of a topology.yaml; raise ConfigError for unknown and missing fields."""
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f"a topology is a mapping of fields such as hbm_per_rank, got {type(values).__name__}"
@@ -206,7 +182,7 @@ class Topology:
 
 
 def plain_number(value: Any) -> Any:
-    """YAML 1.1 reads 1e9 as a string and 1.0e+9 as a float; whole numbers are ints here."""
+    """Return a number that YAML read as a string (1e9, in YAML 1.1), and whole numbers as integers."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -246,7 +222,6 @@ ASSUMED_RATES: dict[str, dict[str, float]] = {
     "cuda": {
         "hbm_bw": 2.0e12,
         "host_link_bw": 50e9,
-        "host_memory_bw": 200e9,
         "ssd_bw": 20e9,
         "ssd_write_bw": 10e9,
         "ssd_read_iops": 3e6,
@@ -257,7 +232,6 @@ ASSUMED_RATES: dict[str, dict[str, float]] = {
     "cpu": {
         "hbm_bw": 20e9,
         "host_link_bw": 10e9,
-        "host_memory_bw": 40e9,
         "ssd_bw": 2e9,
         "ssd_write_bw": 1e9,
         "ssd_read_iops": 100e3,

@@ -1,27 +1,21 @@
-"""``tierstore bench plan``: how fast plans are made, and how far they are from the optimum."""
+"""How fast plans are made, and how far they are from the optimum."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 
-from tierstore.planner import (
-    EmbeddingShardingPlanner,
-    MissCurve,
-    ParameterConstraints,
-    Popularity,
-    TableSpec,
-    Topology,
-)
-from tierstore.planner.bound import optimum, relaxed
-from tierstore.planner.cuts import cuts_of
+from tierstore.planner import EmbeddingShardingPlanner, MissCurve, Popularity, TableSpec, Topology
 from tierstore.planner.tables import TableStats
+from tierstore.result_file import JsonFile
 
-SUMMARY = "time and quality of plans, against the optimum and a bound"
+from . import main
+from .bound import optimum, relaxed
+
 _MACHINES = [(1, 2), (1, 3), (2, 2), (1, 4)]
 _BATCH = 256
 
@@ -36,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     figures: dict[str, float] = {}
+    target = JsonFile(args.json) if args.json else None
     if args.cases:
         ratios = [against_optimum(seed) for seed in range(args.cases)]
         known = [ratio for ratio in ratios if ratio is not None]
@@ -52,13 +47,13 @@ def run(args: argparse.Namespace) -> int:
         figures["large.predicted_step_s"] = plan.report["predicted_step_s"]
     for key, value in figures.items():
         print(f"{key:<32} {value:>12,.4f}")
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1))
+    if target:
+        target.write(figures)
     return 0
 
 
 def small_case(seed: int) -> tuple[Topology, list[TableSpec]]:
-    """A few tables with recorded curves on two to four ranks; budgets from tight to ample."""
+    """Return a few tables with recorded curves on two to four ranks; budgets are from tight to ample."""
     random = np.random.default_rng(seed)
     hosts, per_host = _MACHINES[seed % 4]
     tables = [_table(f"t{i}", random, hosts * per_host) for i in range(int(random.integers(3, 6)))]
@@ -88,16 +83,14 @@ def _table(name: str, random: np.random.Generator, world: int) -> TableSpec:
 
 
 def against_optimum(seed: int, search_seconds: float = 5.0, time_limit: float = 60.0) -> float | None:
-    """Our step over the proven lower bound of the MILP; None where the tables do not fit."""
+    """Return our step over the proven lower bound of the MILP; None where the tables do not fit."""
     machines, tables = small_case(seed)
-    planner = EmbeddingShardingPlanner(machines, batch_size=_BATCH, search_seconds=search_seconds)
-    solution = planner.solve(tables)
+    solution = EmbeddingShardingPlanner(machines, batch_size=_BATCH, search_seconds=search_seconds).solve(
+        tables
+    )
     if solution.caches.missing:
         return None
-    cuts = [cuts_of(table, machines, planner.work, ParameterConstraints()) for table in tables]
-    ranks = np.arange(machines.world_size)
-    bound = optimum(machines, solution.work, cuts, [ranks] * len(tables), time_limit)
-    return solution.prediction.step / bound.seconds
+    return solution.prediction.step / optimum(solution.problem, time_limit).seconds
 
 
 def large_topology(hosts: int) -> Topology:
@@ -105,7 +98,7 @@ def large_topology(hosts: int) -> Topology:
 
 
 def large_tables(count: int, seed: int = 0) -> list[TableSpec]:
-    """Tables like a large recommender's: rows from thousands to hundreds of millions."""
+    """Return tables like a large recommender's: rows from thousands to hundreds of millions."""
     random = np.random.default_rng(seed)
     return [
         TableSpec(
@@ -119,11 +112,14 @@ def large_tables(count: int, seed: int = 0) -> list[TableSpec]:
     ]
 
 
-def against_bound(tables_count: int) -> dict[str, float]:
-    """Our step over the LP bound on 64 ranks."""
-    machines, tables = large_topology(8), large_tables(tables_count, 1)
-    planner = EmbeddingShardingPlanner(machines, batch_size=4096)
-    solution = planner.solve(tables)
-    cuts = [cuts_of(table, machines, planner.work, ParameterConstraints()) for table in tables]
-    bound = relaxed(machines, solution.work, cuts)
-    return {"bound.tables": tables_count, "bound.ratio": solution.prediction.step / bound.seconds}
+def against_bound(count: int) -> dict[str, float]:
+    """Return our step over the LP bound on 64 ranks."""
+    solution = EmbeddingShardingPlanner(large_topology(8), batch_size=4096).solve(large_tables(count, 1))
+    return {
+        "bound.tables": count,
+        "bound.ratio": solution.prediction.step / relaxed(solution.problem).seconds,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, add_arguments, run))

@@ -1,14 +1,14 @@
-"""``tierstore bench plan-vs-torchrec``: our plan and torchrec's for the same model and machine, simulated.
+"""Simulate our plan and torchrec's for the same model and machine.
 
 torchrec's planner is told the same sizes, rates and pooling factors. Its cuts and ranks get our division of
-the memories, which can only help them; then both plans' steps are simulated event by event. With ``--train``
-smaller models are trained instead.
+the memories, which can only help them; then both plans' steps are simulated event by event.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,21 +17,14 @@ from pathlib import Path
 import numpy as np
 
 from tierstore.errors import ConfigError
-from tierstore.planner import (
-    EmbeddingShardingPlanner,
-    Popularity,
-    TableSpec,
-    Topology,
-    Workload,
-)
-from tierstore.planner.planner import Solution
+from tierstore.planner import EmbeddingShardingPlanner, Popularity, TableSpec, Topology, Workload
+from tierstore.planner.solver import Solution
 from tierstore.planner.tables import prepared, row_bytes
 from tierstore.result_file import JsonFile
 
-from ._cluster import Simulation
-from ._their_plan import their_plan, with_our_tiers
-
-SUMMARY = "steps of our plans and of torchrec's for the same models and machines, simulated"
+from .._cluster import Simulation
+from . import main
+from .their_plan import their_plan, with_our_tiers
 
 _DEPTH, _BATCHES = 4, 40
 MACHINES = {"2 ranks": (1, 2), "4 ranks": (1, 4), "8 ranks": (1, 8), "2 hosts x 4": (2, 4)}
@@ -45,17 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=1024, help="examples per rank (default: 1024)")
     parser.add_argument("--search-seconds", type=float, default=2.0, help="of our planner (default: 2)")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    parser.add_argument("--train", action="store_true", help="train with plans instead of simulating")
-    from . import _trained_pairs
-
-    _trained_pairs.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from . import _trained_pairs
-
-    if args.train:
-        return _trained_pairs.run(args)
     target = JsonFile(args.json) if args.json else None
     print(
         f"{'tables':<14} {'machine':<12} {'hbm':<6} {'ours':>10} {'torchrec':>10} {'ratio':>6}  planning, s"
@@ -169,3 +154,7 @@ def machines_for(tables: Sequence[TableSpec], hosts: int, per_host: int, hbm: fl
     total = sum(table.rows * (row_bytes(table.embedding_dim, table.optimizer) + 60) for table in tables)
     per_rank = int(hbm * total / hosts / per_host) + (1 << 28)
     return Topology(hosts, per_host, per_rank, int(2 * total / hosts) + (8 << 30), "30TB")
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, add_arguments, run))

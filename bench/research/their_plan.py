@@ -10,13 +10,13 @@ from typing import Any
 
 from tierstore.errors import ConfigError
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
-from tierstore.planner import ParameterConstraints, TableSpec, Topology, Workload
-from tierstore.planner.allocate import Placed, allocate
-from tierstore.planner.costs import POLICY_BYTES_PER_SLOT, TIER_BYTES_PER_SLOT
-from tierstore.planner.cuts import cuts_of
-from tierstore.planner.planner import Solution
-from tierstore.planner.predict import predict
+from tierstore.planner import ParameterConstraints, TableSpec, Topology
+from tierstore.planner.allocate import Placed
+from tierstore.planner.costs import Problem, slot_bytes
+from tierstore.planner.options import options_of
+from tierstore.planner.solver import Solution, divided
 from tierstore.planner.tables import row_bytes
+from tierstore.planner.topology import ASSUMED_RATES
 
 LOAD_FACTOR = 0.2
 """torchrec's share of a table's rows that its cache has, where nothing says otherwise."""
@@ -25,19 +25,15 @@ LOAD_FACTOR = 0.2
 def with_our_tiers(theirs: Mapping[str, Any], ours: Solution) -> Solution | None:
     """torchrec's cuts and ranks with our division of the memories, which can only help them; None if they do
     not fit. ``ours``: a solution for the same tables and machine."""
-    machine, work = ours.topology, ours.work
-    placed = [placed_as(i, table, theirs[table.name], work, machine) for i, table in enumerate(ours.tables)]
-    caches = allocate(machine, work, placed)
-    if caches.missing:
-        return None
-    prediction = predict(machine, work, placed, caches)
-    return Solution(machine, work, ours.tables, placed, caches, prediction, 0.0)
+    placed = [placed_as(ours.problem, i, theirs[table.name]) for i, table in enumerate(ours.tables)]
+    found = divided(ours.problem, placed)
+    return None if found.caches.missing else found
 
 
 def their_plan(tables: Sequence[TableSpec], machines: Topology, batch_size: int) -> dict[str, Any] | None:
     """ParameterSharding by table name; None where torchrec's planner finds no plan. Raises ConfigError where
     torchrec is not installed."""
-    from ._torchrec import collection_on_meta, importing_torchrec
+    from .._torchrec import collection_on_meta, importing_torchrec
 
     with importing_torchrec():
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -49,7 +45,7 @@ def their_plan(tables: Sequence[TableSpec], machines: Topology, batch_size: int)
     module = collection_on_meta(tables)
     fast = machines.hbm_bw
     if machines.device == "cpu":  # an arena in host memory; what was fitted may count its bytes by the row
-        fast = min(fast, machines.host_memory_bw / machines.ranks_per_host)
+        fast = min(fast, ASSUMED_RATES["cpu"]["hbm_bw"])
     rates = {  # in bytes per millisecond
         "hbm_mem_bw": fast / 1e3,
         "hbm_to_ddr_mem_bw": machines.host_link_bw / 1e3,
@@ -80,35 +76,42 @@ def their_plan(tables: Sequence[TableSpec], machines: Topology, batch_size: int)
     return dict(by_table.items())
 
 
-def placed_as(number: int, table: TableSpec, theirs: Any, work: Workload, machines: Topology) -> Placed:
-    """One of our tables, cut and placed as in a torchrec plan."""
+def placed_as(problem: Problem, number: int, theirs: Any) -> Placed:
+    """Return one of our tables, sharded and placed as in a torchrec plan."""
+    table, machines = problem.tables[number], problem.topology
     kind, ranks = theirs.sharding_type, sorted(set(theirs.ranks))
     if len(ranks) == 1 and kind != "data_parallel":
         kind = "table_wise"  # shards of one rank are one
     if machines.hosts == 1:  # where we have one name for both
         kind = {"table_row_wise": "row_wise", "table_column_wise": "column_wise"}.get(kind, kind)
     columns = len(ranks) if "column" in kind else 1
-    demand = ParameterConstraints([kind], min_partition=table.embedding_dim // columns)
-    for cut in cuts_of(table, machines, work, demand):
-        if cut.spread == "all" or cut.shards == len(ranks):
-            return Placed(number, cut, list(range(machines.world_size)) if cut.spread == "all" else ranks)
-    raise ConfigError(f"no cut of ours is like torchrec's {kind} of {table.name} on ranks {ranks}")
+    demands = list(problem.demands)
+    demands[number] = ParameterConstraints([kind], min_partition=table.embedding_dim // columns)
+    for option in options_of(replace(problem, demands=demands), number):
+        if option.spread == "all" or option.shards == len(ranks):
+            return Placed(
+                number, option, list(range(machines.world_size)) if option.spread == "all" else ranks
+            )
+    raise ConfigError(f"no option of ours is like torchrec's {kind} of {table.name} on ranks {ranks}")
 
 
 def as_our_plan(theirs: Mapping[str, Any], ours: Solution) -> tuple[ShardingPlan, list[str]]:
-    """The same shards on the same ranks, with the bytes that torchrec's compute kernels take: all rows in
-    hbm, or its cache's share there and the others in uvm. ``ours``: a solution for the same tables and
-    machine.
+    """Return the same shards on the same ranks, and what had to be changed to keep to the memories, in words.
 
-    Also what had to be changed to keep to the machine's memories, in words. Raises ConfigError for kernels
-    that keep rows elsewhere.
+    torchrec's compute kernels say the bytes: all rows in hbm, or its cache's share there and the rest in uvm.
+    ``ours``: a solution for the same tables and machine. Raises ConfigError for kernels that keep rows
+    elsewhere.
     """
     machine, notes = ours.topology, []
-    floors = {}
-    for number, table in enumerate(ours.tables):
-        cut = placed_as(number, table, theirs[table.name], ours.work, machine).cut
-        floors[table.name] = cut.cost.floor
-    placed = [_table(table, theirs[table.name], machine, floors[table.name]) for table in ours.tables]
+    placed = [
+        _table(
+            table,
+            theirs[table.name],
+            machine,
+            placed_as(ours.problem, i, theirs[table.name]).option.cost.floor,
+        )
+        for i, table in enumerate(ours.tables)
+    ]
     used = [0] * machine.world_size
     for table in placed:
         for shard in table.shards:
@@ -141,7 +144,7 @@ def _table(spec: TableSpec, theirs: Any, machine: Topology, floor: float) -> Tab
     shards = []
     for rank, row, rows, column, columns in parts:
         hbm = min(rows, max(math.ceil(share * rows), math.ceil(floor)))
-        slot = row_bytes(columns, spec.optimizer) + TIER_BYTES_PER_SLOT + POLICY_BYTES_PER_SLOT
+        slot = slot_bytes(row_bytes(columns, spec.optimizer))
         sizes = int(hbm * slot), int((rows - hbm) * slot), 0, hbm, rows - hbm
         shards.append(ShardPlacement(rank, row, rows, column, columns, *sizes))
     size = spec.num_embeddings, spec.embedding_dim
@@ -153,7 +156,7 @@ def _columns(shard: Any) -> tuple[int, int]:
 
 
 def _cached_share(name: str, theirs: Any) -> float:
-    """The share of the rows that is in device memory."""
+    """Return the share of the rows that is in device memory."""
     kernel = theirs.compute_kernel
     if kernel in ("dense", "fused"):
         return 1.0
@@ -179,7 +182,7 @@ def _lowered(shard: ShardPlacement, share: float) -> ShardPlacement:
 
 def cuts_for_cpu(placed: Mapping[str, tuple[str, list[int]]]) -> Callable[[Any], dict[str, Any]]:
     """Sharding types and ranks of a plan for GPUs as torchrec's own cuts for CPUs: what
-    :func:`bench._torchrec.sharded_by_torchrec` takes."""
+    :func:`sharded_by_torchrec` takes."""
 
     def cuts(plans: Any) -> dict[str, Any]:
         made: dict[str, Callable[[list[int]], Any]] = {

@@ -1,4 +1,4 @@
-"""``tierstore bench plan-vs-torchrec --train``: torchrec's plan in our words, and both plans trained with."""
+"""torchrec's plan in our words, and both plans trained with (bench/research/trained_pairs.py)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import _trained_pairs, plan_vs_torchrec
-from bench._trained_pairs import OURS, PAIRS, THEIR_CUTS, THEIRS, TORCHREC, Pair, plans_of
-from bench._trained_plan import Budget
-from bench._trained_ranks import Parts, dense_seconds_of, job_by_tierstore
+from bench.research import trained_pairs
+from bench.research.trained_pairs import (
+    OURS,
+    PAIRS,
+    THEIR_CUTS,
+    THEIRS,
+    TORCHREC,
+    Pair,
+    dense_seconds_of,
+    job_by_tierstore,
+    plans_of,
+)
+from bench.research.training import Budget, Data
 from tests.sharding.ranks import run
 from tierstore.placement import ShardingPlan
 
@@ -61,7 +70,7 @@ def test_torchrecs_plan_is_converted_whole(pair: Pair, ways: set[str]) -> None:
         assert plans[THEIR_CUTS]["notes"] == ["torchrec has no plan"]
 
 
-def train_alike(data: Parts, plans: list[ShardingPlan]) -> None:
+def train_alike(data: Data, plans: list[ShardingPlan]) -> None:
     found: list[dict[str, Any]] = []
     for plan in plans:
         job = job_by_tierstore(data, plan)
@@ -99,14 +108,14 @@ def test_rounds_are_measured_and_gone_on_with(
             return 1e-3
         return {"step": 0.01, "cpu": 0.02, "others": 0.0, "bytes_sent": 10, "loopback": 12.0}
 
-    monkeypatch.setattr(_trained_pairs, "on_ranks", measured)
-    monkeypatch.setattr(_trained_pairs, "PAIRS", {"small": IN_MEMORY, "no": PAIRS["one giant"]})
+    monkeypatch.setattr(trained_pairs, "on_ranks", measured)
+    monkeypatch.setattr(trained_pairs, "PAIRS", {"small": IN_MEMORY, "no": PAIRS["one giant"]})
     parser = argparse.ArgumentParser()
-    plan_vs_torchrec.add_arguments(parser)
+    trained_pairs.add_arguments(parser)
     out = tmp_path / "out.json"
-    arguments = ["--train", "--pairs", "0", "--search-seconds", "0.2", "--json", str(out)]
+    arguments = ["--pairs", "0", "--search-seconds", "0.2", "--json", str(out)]
     for rounds in (1, 2):
-        assert plan_vs_torchrec.run(parser.parse_args(arguments)) == 0
+        assert trained_pairs.run(parser.parse_args(arguments)) == 0
         result = json.loads(out.read_text())
         assert len(result["records"]) == 3 * rounds
         assert result["pairs"]["small"][THEIRS]["ratio"] == 1.0

@@ -1,4 +1,4 @@
-"""``tierstore bench plan-step``: costs per row from small tables, and plans that are trained with."""
+"""Costs per row from small tables, and plans that are trained with (bench/research/plan_step.py)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 
 import pytest
 
-from bench import _rounds, _runtime_costs, plan_step
+from bench import _rounds, _runtime_costs
 from bench._neighbours import LOUD
-from bench._runtime_costs import Part, Sample
+from bench._runtime_costs import Sample
+from bench.research import plan_step
 from tierstore.errors import ConfigError
 from tierstore.planner import Topology
 from tierstore.planner.topology import ROW_COSTS
@@ -23,7 +24,7 @@ def small(monkeypatch):
     monkeypatch.setattr(_runtime_costs, "_TRIES", 1)  # a test is not alone
     monkeypatch.setattr(_runtime_costs, "_SHORT", 1)
     plain, skewed = (0.0, 10.0, 104), (1.2, 10.0, 104)
-    kinds = {"memory": [plain, skewed], "uvm": [plain, skewed], "ssd": [(0.4, 10.0, 104)]}
+    kinds = {"memory": [plain, skewed], "uvm": [plain, skewed]}
     for mode, values in kinds.items():
         monkeypatch.setitem(_runtime_costs.KINDS, mode, values)
     monkeypatch.setattr(plan_step, "TABLES", [(6000, 8, 1.0), (4000, 16, 0.8)])
@@ -34,8 +35,8 @@ def test_work_runs_in_another_process():
     assert _rounds.in_a_process(os.getpid) != os.getpid()
 
 
-def test_runtime_figures_are_fields_of_a_topology(tmp_path):
-    figures = _runtime_costs.runtime_figures(steps=10, folder=str(tmp_path))
+def test_runtime_figures_are_fields_of_a_topology():
+    figures = _runtime_costs.runtime_figures(steps=10)
     assert figures.pop("step_s") >= 0
     machine = {"hbm_per_rank": "1MiB", "host_memory_per_host": 0, "device": "cpu"}
     topology = Topology.from_dict({**machine, **json.loads(json.dumps(figures))})
@@ -73,7 +74,7 @@ def test_plans_are_trained_with_and_later_commands_add_to_them(tmp_path, capsys)
 
 
 def test_disturbed_samples_do_not_count():
-    calm, loud = (Sample("memory", [Part(8, 48, 1, 1, 0, 0)], s, s, LOUD * s) for s in (0.5, 9.0))
+    calm, loud = (Sample("memory", 1, 1, 0, 0, 1, s, s, LOUD * s) for s in (0.5, 9.0))
     assert Sample.median([loud, calm, loud]).fetch == 0.5
     assert Sample.median([loud]).fetch == 9.0
 

@@ -1,4 +1,4 @@
-"""``tierstore bench plan-vs-torchrec --train``: both planners' plans trained with, on ranks of this machine.
+"""Train with both planners' plans, ours and torchrec's, on ranks of this machine.
 
 Both planners are told the same tables, memories and rates. Their plans are carried out by tierstore's
 sharded collections, and torchrec's also by its own where all is in memory (its kernels for CPUs have no
@@ -10,38 +10,57 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+import tierstore
+from tierstore import TierConfig
+from tierstore.cache.engine import set_num_threads
 from tierstore.errors import ConfigError
+from tierstore.optim import SGD
 from tierstore.placement import ShardingPlan
 from tierstore.planner import EmbeddingShardingPlanner, TableSpec, Topology, Workload
-from tierstore.planner.costs import (
-    INDEX_BYTES_PER_ROW,
-    POLICY_BYTES_PER_SLOT,
-    POLICY_FIXED_BYTES,
-    POLICY_FIXED_SLOTS,
-    RANK_BUFFERS,
-    TIER_BYTES_PER_SLOT,
-)
-from tierstore.planner.planner import Solution, placements
-from tierstore.planner.tables import prepared, row_bytes, spec_of_config
+from tierstore.planner.costs import slot_bytes
+from tierstore.planner.planner import placements
+from tierstore.planner.solver import Solution
+from tierstore.planner.tables import prepared, spec_of_config
 from tierstore.result_file import JsonFile
+from tierstore.sharding import DistributedModelParallel
 
-from ._neighbours import LOUD
-from ._ranks import on_ranks
-from ._rounds import chosen, due, read_records
-from ._their_plan import as_our_plan, their_plan, with_our_tiers
-from ._trained_plan import DEPTH, WINDOW, Budget, Tables, Turns
-from ._trained_ranks import Parts, dense_seconds_of, trained_by_tierstore, trained_by_torchrec
+from .._neighbours import LOUD
+from .._ranks import on_ranks
+from .._rounds import chosen, due, read_records
+from .._runtime_costs import load_zeros
+from .._torchrec import as_theirs, sharded_by_torchrec
+from . import main
+from .their_plan import as_our_plan, cuts_for_cpu, their_plan, with_our_tiers
+from .training import (
+    DEPTH,
+    LR,
+    WINDOW,
+    Batches,
+    Budget,
+    Data,
+    Job,
+    Model,
+    Tables,
+    Turns,
+    dense_seconds,
+    machine_for,
+)
 
 RANKS = 2
-OPTIMIZER = "sgd"
 OURS, THEIRS, THEIR_CUTS, TORCHREC = "ours", "torchrec's", "its cuts, our tiers", "torchrec's, by torchrec"
 _SIZES = ("hosts", "ranks_per_host", "hbm_per_rank", "host_memory_per_host", "ssd_per_host", "device")
 
@@ -56,34 +75,18 @@ class Pair:
     budget: Budget
     batch_size: int = 512
 
-    def data(self) -> Parts:
-        return Parts(self.tables, self.bags, self.batch_size, RANKS)
+    def data(self) -> Data:
+        return Data(self.tables, self.bags, self.batch_size, RANKS)
 
     def specs(self) -> list[TableSpec]:
         return [
-            replace(spec_of_config(config, "bags"), pooling_factor=float(bag), optimizer=OPTIMIZER)
+            replace(spec_of_config(config, "bags"), pooling_factor=float(bag), optimizer="sgd")
             for config, bag in zip(self.data().configs, self.bags, strict=True)
         ]
 
     def machine(self, rates: Mapping[str, Any]) -> Topology:
-        """``rates``: of a Topology, all but its sizes."""
-        specs = self.specs()
-        slots = [row_bytes(spec.embedding_dim, OPTIMIZER) for spec in specs]
-        beside = TIER_BYTES_PER_SLOT + POLICY_BYTES_PER_SLOT
-        total = sum(spec.rows * (slot + beside) for spec, slot in zip(specs, slots, strict=True))
-        examples = self.batch_size * RANKS
-        buffers = int(sum(examples * (20 * s.pooling_factor + 12 * s.embedding_dim) for s in specs))
-        buffers += len(set(slots)) * POLICY_FIXED_SLOTS * POLICY_FIXED_BYTES
-        stored = sum(spec.rows for spec in specs) * INDEX_BYTES_PER_ROW + RANK_BUFFERS * RANKS
-        return Topology(
-            1,
-            RANKS,
-            int(self.budget.hbm * total / RANKS) + buffers,
-            int(self.budget.uvm * total) + buffers * RANKS + (stored if self.budget.ssd else 0),
-            int(20 * total) if self.budget.ssd else 0,
-            device="cpu",
-            **rates,
-        )
+        """Return the host. ``rates``: of a Topology, all but its sizes."""
+        return machine_for(self.specs(), self.budget, self.data(), slot_bytes(0), rates)
 
 
 _MIXED = [
@@ -107,14 +110,19 @@ PAIRS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("with --train")
-    group.add_argument("--pairs", default="", help=f"which, by number below {len(PAIRS)}: 0-2 (default: all)")
-    group.add_argument("--rounds", type=int, default=1, help="times that all is measured (default: 1)")
-    group.add_argument("--warm", type=int, default=60, help="steps before the first turn (default: 60)")
-    group.add_argument("--turns", type=int, default=2, help="turns of a plan and round (default: 2)")
-    group.add_argument("--steps", type=int, default=24, help="steps of a turn (default: 24)")
-    group.add_argument("--topology", type=Path, help="rates, as tierstore bench device --ranks 2 writes them")
-    group.add_argument("--seconds", type=float, default=3600, help="begin nothing later; go on another time")
+    parser.add_argument(
+        "--pairs", default="", help=f"which, by number below {len(PAIRS)}: 0-2 (default: all)"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="times that all is measured (default: 1)")
+    parser.add_argument("--warm", type=int, default=60, help="steps before the first turn (default: 60)")
+    parser.add_argument("--turns", type=int, default=2, help="turns of a plan and round (default: 2)")
+    parser.add_argument("--steps", type=int, default=24, help="steps of a turn (default: 24)")
+    parser.add_argument(
+        "--topology", type=Path, help="rates, as tierstore bench device --ranks 2 writes them"
+    )
+    parser.add_argument("--seconds", type=float, default=3600, help="begin nothing later; go on another time")
+    parser.add_argument("--search-seconds", type=float, default=2.0, help="of our planner (default: 2)")
+    parser.add_argument("--json", type=Path, help="add to the measurements there, or begin them")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -154,12 +162,12 @@ def _rates(path: Path | None) -> dict[str, Any]:
 
 
 def plans_of(
-    pair: Pair, rates: Mapping[str, Any], search_seconds: float, dense_seconds: float = 0.0
+    pair: Pair, rates: Mapping[str, Any], search_seconds: float, dense: float = 0.0
 ) -> dict[str, Any]:
-    """By name of a way to train: its plan (or, for torchrec's runtime, sharding types and ranks), the step
-    that our planner predicts, and notes. ``dense_seconds``: what the rest of the model takes per step."""
+    """Return, by name of a way to train, its plan (for torchrec's runtime, sharding types and ranks), notes,
+    and the step that our planner predicts. ``dense``: seconds that the rest of the model takes per step."""
     machine = pair.machine(rates)
-    work = Workload(pair.batch_size, dense_seconds=dense_seconds, depth=DEPTH, window=WINDOW)
+    work = Workload(pair.batch_size, dense_seconds=dense, depth=DEPTH, window=WINDOW)
     planner = EmbeddingShardingPlanner(
         machine, workload=work, stats=pair.data().stats(), search_seconds=search_seconds
     )
@@ -212,6 +220,80 @@ def measurements(
         yield {**keys[i], **found}
 
 
+def trained_by_tierstore(data: Data, plan: ShardingPlan, turns: Turns) -> dict[str, Any]:
+    """Train with the shards and tiers of a plan; see :func:`_train`."""
+    _one_thread()
+    return _train(job_by_tierstore(data, plan), turns)
+
+
+def job_by_tierstore(data: Data, plan: ShardingPlan) -> Job:
+    """Return a job whose rows begin as zeros, and are there."""
+    torch.manual_seed(0)
+    bags = tierstore.EmbeddingBagCollection(data.configs, config=TierConfig(hbm="all"), optimizer=SGD(lr=LR))
+    stored = any(shard.ssd_bytes for table in plan.tables for shard in table.shards)
+    config = TierConfig(ssd="10GiB" if stored else 0)
+    model = DistributedModelParallel(Model(bags, data.width), plan=plan, config=config)
+    (sharded,) = model.sharded.values()
+    load_zeros(sharded, data.configs)
+
+    def counters() -> dict[str, float]:
+        return _counters() | {"bytes_sent": sharded.env.traffic.bytes_sent / dist.get_world_size()}
+
+    return Job.prefetched(model, Batches(data, dist.get_rank()), counters, model.close)
+
+
+def trained_by_torchrec(
+    data: Data, placed: Mapping[str, tuple[str, list[int]]], turns: Turns
+) -> dict[str, Any]:
+    """Train with torchrec's own collections, all in memory. ``placed``: sharding type and ranks by table."""
+    _one_thread()
+    warnings.simplefilter("ignore")
+    bags = sharded_by_torchrec(data.configs, cuts_for_cpu(placed), LR)
+    model = Model(lambda features: bags(features).wait(), data.width)
+    model.over = DistributedDataParallel(model.over)  # type: ignore[assignment]
+    drawn = Batches(data, dist.get_rank(), convert=as_theirs)
+    return _train(Job(model, drawn, iter(drawn), lambda: _counters() | {"bytes_sent": 0.0}), turns)
+
+
+def dense_seconds_of(data: Data) -> float:
+    """Return what the planner is told of the dense part, the exchange of gradients included."""
+    _one_thread()
+    found = dense_seconds(data, DistributedDataParallel, time.process_time)
+    return _over_ranks(found, dist.ReduceOp.MAX)
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+    set_num_threads(1)
+
+
+def _train(job: Job, turns: Turns) -> dict[str, Any]:
+    """Return, per step, seconds of the slowest rank, CPU seconds of all, and bytes of each.
+
+    ``loopback``: of the loopback device, dense gradients and TCP's own included; ``bytes_sent``: what a
+    rank's collections send on average, 0 where they do not count.
+    """
+
+    def reduced(name: str, value: float) -> float:
+        return _over_ranks(value, dist.ReduceOp.SUM if name in ("cpu", "bytes_sent") else dist.ReduceOp.MAX)
+
+    figures = job.train(turns, reduced)
+    job.close()
+    return {**figures, "bytes_sent": round(figures["bytes_sent"])}
+
+
+def _counters() -> dict[str, float]:
+    devices = psutil.net_io_counters(pernic=True)
+    passed = sum(found.bytes_sent for name, found in devices.items() if name.startswith("lo"))
+    return {"cpu": time.process_time(), "loopback": passed / dist.get_world_size()}
+
+
+def _over_ranks(value: float, how: Any) -> float:
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total, how)
+    return float(total)
+
+
 def compared(
     plans: Mapping[str, Mapping[str, Any]], records: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
@@ -228,7 +310,7 @@ def compared(
 
 
 def _figures(same: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rounds that other processes disturbed are left out where there are others."""
+    """Return medians of the rounds that no other process disturbed, of all where there are none."""
     rounds = list(zip(ours, same, strict=False))
     calm = [both for both in rounds if all(record["others"] < LOUD for record in both)] or rounds
     ratios = [own["step"] / other["step"] for own, other in calm]
@@ -266,3 +348,7 @@ def _print(figures: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping
             )
             for note in plans[name][by].get("notes", ()):
                 print(f"{'':<18} {by:<24} {note}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, add_arguments, run))

@@ -1,0 +1,260 @@
+"""The ways in which a table can be sharded, and what a shard needs and takes (docs/planner.md derives it)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierstore.errors import ConfigError
+from tierstore.placement import ShardingType, record_bytes
+from tierstore.planner.constraints import ParameterConstraints
+from tierstore.planner.costs import FLOAT, INDEX_BYTES_PER_ROW, Problem, read_bytes, slot_bytes
+from tierstore.planner.curves import Floats, MissCurve
+from tierstore.planner.tables import TableSpec, row_bytes
+from tierstore.planner.topology import Topology
+
+MIN_COLUMNS = 32
+"""Fewest columns of a shard, unless ``min_partition`` says otherwise: torchrec's default is as small."""
+_INT32_ROWS = 1 << 31
+_WEIGHT_BYTES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class ShardCost:
+    """What one shard needs and takes.
+
+    - ``load``: seconds per step that do not depend on caches, float64 (4,): compute, index, intra, inter.
+    - ``curve``: misses per unique row, by rows held. A cache has ``floor`` rows at least, and ``hbm_floor``
+      of them in device memory; ``memory_floor`` is the least that device and host hold together.
+    - ``link_s``, ``ssd_s``: seconds of the rank's link, of the host's drives, per missing row.
+    - ``index_bytes`` (host memory) and ``ssd_bytes`` are due unless all rows stay in memory; ``fixed_hbm``
+      and ``fixed_host`` are buffers.
+
+    A replica has no slots (``slot_bytes`` is 0): its rows are part of ``fixed_hbm``.
+    """
+
+    rows: int
+    columns: int
+    row_bytes: int
+    load: Floats
+    curve: MissCurve
+    floor: float
+    hbm_floor: float
+    memory_floor: float
+    fixed_hbm: int
+    fixed_host: int = 0
+    slot_bytes: float = 0.0
+    unique: float = 0.0
+    index_bytes: int = 0
+    ssd_bytes: int = 0
+    link_s: float = 0.0
+    ssd_s: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class ShardingOption:
+    """``row_cuts`` x ``column_cuts`` equal shards, and where they may go.
+
+    ``spread``: "any" rank (each shard another), "all" allowed ranks, or whole hosts: "host" for shards on
+    different ranks of one host, "hosts" for one host per column cut, which holds its row cuts.
+    ``everywhere``: seconds that every rank spends, whether or not it holds a shard, as ``ShardCost.load``.
+    """
+
+    kind: ShardingType
+    row_cuts: int
+    column_cuts: int
+    spread: str
+    cost: ShardCost
+    everywhere: Floats
+
+    @property
+    def shape(self) -> Shape:
+        return self.kind, self.row_cuts, self.column_cuts, self.spread
+
+    @property
+    def shards(self) -> int:
+        return self.row_cuts * self.column_cuts
+
+
+Shape = tuple[ShardingType, int, int, str]
+
+
+def options_of(problem: Problem, number: int) -> list[ShardingOption]:
+    """Return every option that the demands on a table allow, table-wise first.
+
+    Raises ConfigError if there is none.
+    """
+    table, demand, topology = problem.tables[number], problem.demands[number], problem.topology
+    allowed, group = demand.sharding_types, demand.device_group
+    shapes = [
+        shape
+        for shape in _shapes(table, demand, topology)
+        if (allowed is None or shape[0].value in allowed) and shape[1] <= table.rows
+    ]
+    if allowed is None and topology.hosts == 1:  # where both are other names for row-wise and column-wise
+        synonyms = ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE
+        shapes = [shape for shape in shapes if shape[0] not in synonyms]
+    if group is not None or _asks_for_tiers(demand):
+        shapes = [shape for shape in shapes if shape[0] is not ShardingType.DATA_PARALLEL]
+    if not shapes:
+        raise ConfigError(
+            f"table {table.name!r}: its constraints allow no sharding type on {topology.hosts} x "
+            f"{topology.ranks_per_host} ranks (asked for {list(allowed or ['any'])}, {table.num_embeddings} "
+            f"rows, {table.embedding_dim} columns of which a shard has {demand.min_partition or MIN_COLUMNS})"
+        )
+    options = [option_of(problem, number, shape) for shape in shapes]
+    # A replica that no device can hold is no way out, not even of a model that does not fit.
+    fitting = [one for one in options if one.cost.unique or one.cost.fixed_hbm <= topology.hbm_per_rank]
+    return fitting or options
+
+
+def option_of(problem: Problem, number: int, shape: Shape) -> ShardingOption:
+    """Return the option of a table that has this shape."""
+    table, (kind, rows, columns, _) = problem.tables[number], shape
+    if kind is ShardingType.DATA_PARALLEL:
+        return ShardingOption(*shape, _replica_cost(problem, table), np.zeros(4))
+    load, everywhere = _exchange(problem, table, rows, columns)
+    return ShardingOption(*shape, _shard_cost(problem, number, (rows, columns), load), everywhere)
+
+
+def _asks_for_tiers(demand: ParameterConstraints) -> bool:
+    """Return whether a table must be in tiers that replicas do not have."""
+    return (demand.tiers is not None or demand.promises_memory) and not demand.stays_in_hbm
+
+
+def _shapes(table: TableSpec, demand: ParameterConstraints, topology: Topology) -> Iterable[Shape]:
+    group, per_host = demand.device_group, topology.ranks_per_host
+    ranks = topology.world_size if group is None else len(set(group))
+    columns = table.embedding_dim // (demand.min_partition or MIN_COLUMNS)
+    hosts = topology.hosts if group is None else _whole_hosts(set(group), topology)
+    yield ShardingType.TABLE_WISE, 1, 1, "any"
+    yield from ((ShardingType.COLUMN_WISE, 1, k, "any") for k in _powers(min(columns, ranks)))
+    if ranks > 1:
+        yield ShardingType.ROW_WISE, ranks, 1, "all"
+    if hosts and per_host > 1:
+        yield ShardingType.TABLE_ROW_WISE, per_host, 1, "hosts"
+        yield from ((ShardingType.TABLE_COLUMN_WISE, 1, k, "host") for k in _powers(min(columns, per_host)))
+        yield from ((ShardingType.GRID_SHARD, per_host, k, "hosts") for k in _powers(min(columns, hosts)))
+    yield ShardingType.DATA_PARALLEL, 1, 1, "all"
+
+
+def _powers(most: int) -> Sequence[int]:
+    """Return 2, 4, 8 .. and ``most`` itself."""
+    return sorted({1 << k for k in range(1, most.bit_length())} | {most}) if most > 1 else []
+
+
+def _whole_hosts(group: set[int], topology: Topology) -> int:
+    """Return how many hosts have all their ranks in ``group``."""
+    per_host = topology.ranks_per_host
+    return sum(group.issuperset(range(h * per_host, (h + 1) * per_host)) for h in range(topology.hosts))
+
+
+def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: Floats) -> ShardCost:
+    """Return the cost of one of ``cuts`` (rows, columns) equal shards; ``exchange`` is part of its load."""
+    table, demand = problem.tables[number], problem.demands[number]
+    topology, work, (row_cuts, column_cuts) = problem.topology, problem.work, cuts
+    rows, columns = -(-table.rows // row_cuts), -(-table.embedding_dim // column_cuts)
+    size = row_bytes(columns, table.optimizer)
+    record, slot, pieces = record_bytes(size), slot_bytes(size), row_cuts * column_cuts
+    unique, curve = table.demand(problem.global_batch)
+    unique, accesses = unique / row_cuts, table.accesses(problem.global_batch) / row_cuts
+    curve = curve.scaled(rows / float(curve.rows[-1]))
+    pinned = (work.depth + 1) * unique
+    floor = min(rows, pinned)
+    outputs = _vectors(problem, table) / (1 if table.pooled else row_cuts)
+    own_hbm, own = demand.min_hbm_bytes, demand.min_hbm_bytes + demand.min_uvm_bytes
+    hbm_floor = rows if demand.stays_in_hbm else max(floor, min(rows, own_hbm / pieces / slot))
+    in_memory = demand.stays_in_memory or topology.ssd_per_host == 0
+    moved = 2 * accesses * columns * FLOAT + 2 * unique * size
+    read = topology.read_seconds(read_bytes(record)) / (work.rows_per_read or 1.0)
+    return ShardCost(
+        rows=rows,
+        columns=columns,
+        row_bytes=size,
+        load=exchange + _work_seconds(topology, accesses, unique, moved),
+        curve=curve,
+        floor=floor,
+        hbm_floor=hbm_floor,
+        memory_floor=rows if in_memory else max(floor, hbm_floor, min(rows, own / pieces / slot)),
+        fixed_hbm=int((work.depth + 1) * _id_bytes(problem, table, accesses) + 2 * outputs * columns * FLOAT),
+        fixed_host=int(pinned * curve.at(floor) * size),
+        slot_bytes=slot,
+        unique=unique,
+        index_bytes=rows * INDEX_BYTES_PER_ROW,
+        ssd_bytes=int(rows * record * work.disk_slack),
+        link_s=2 * size / topology.host_link_bw + topology.row_seconds["link"],
+        ssd_s=read + work.write_amplification * record / topology.ssd_write_bw,
+    )
+
+
+def _replica_cost(problem: Problem, table: TableSpec) -> ShardCost:
+    """Return the cost of one replica of a data-parallel table.
+
+    Every rank gets the ids and gradients of all ranks and makes the same update (docs/explanation/sharding.md).
+    """
+    topology, size = problem.topology, row_bytes(table.embedding_dim, table.optimizer)
+    accesses, (unique, _) = table.accesses(problem.global_batch), table.demand(problem.global_batch)
+    ids, width = _id_bytes(problem, table, accesses), table.embedding_dim * FLOAT
+    gradients = _vectors(problem, table) * width
+    moved = (accesses + accesses / topology.world_size) * width + 2 * unique * size
+    load = _work_seconds(topology, accesses, unique, moved) + _received(topology, ids + gradients)
+    load[0] += len(table.feature_names) * topology.world_size * topology.exchange("piece")
+    return ShardCost(
+        rows=table.rows,
+        columns=table.embedding_dim,
+        row_bytes=size,
+        load=load,
+        curve=MissCurve.through([0], [1], table.rows),
+        floor=table.rows,
+        hbm_floor=table.rows,
+        memory_floor=table.rows,
+        fixed_hbm=int(table.rows * slot_bytes(size) + (problem.work.depth + 1) * ids + gradients),
+    )
+
+
+def _work_seconds(topology: Topology, accesses: float, unique: float, moved: float) -> Floats:
+    """Return the load of looking up and updating rows, of which ``moved`` bytes are touched."""
+    each = topology.row_seconds
+    compute = moved / topology.hbm_bw + accesses * each["lookup"] + unique * each["update"]
+    return np.array([compute, accesses / topology.index_rows_per_s + unique * each["plan"], 0.0, 0.0])
+
+
+def _exchange(problem: Problem, table: TableSpec, rows: int, columns: int) -> tuple[Floats, Floats]:
+    """Return the loads of (a shard on its rank, every rank) for bytes received, and for asking and answering.
+
+    Ids and gradients come to the shard, outputs to everyone. Partial sums of row cuts come one per row cut to
+    the rank that asked.
+    """
+    topology = problem.topology
+    out = _vectors(problem, table) * table.embedding_dim * FLOAT
+    ids = _id_bytes(problem, table, table.accesses(problem.global_batch) / rows)
+    gradients = out / columns / (1 if table.pooled else rows)
+    received = out * (rows if table.pooled else 1) / topology.world_size
+    shard, everywhere = _received(topology, gradients + ids), _received(topology, received)
+    half = len(table.feature_names) * topology.exchange("piece") / 2
+    shard[0] += half * topology.world_size
+    everywhere[0] += half * rows * columns
+    return shard, everywhere
+
+
+def _received(topology: Topology, size: float) -> Floats:
+    """Return the load of ``size`` bytes from all ranks; the CPU's training thread waits for them."""
+    near, far = topology.others()
+    intra, inter = size * near / topology.intra_host_bw, size * far / topology.inter_host_bw
+    return np.array([intra + inter if topology.one_fetcher else 0.0, 0.0, intra, inter])
+
+
+def _vectors(problem: Problem, table: TableSpec) -> float:
+    """Return the output rows of a step: one per bag, or one per id."""
+    if not table.pooled:
+        return table.accesses(problem.global_batch)
+    return float(problem.global_batch * len(table.feature_names))
+
+
+def _id_bytes(problem: Problem, table: TableSpec, accesses: float) -> float:
+    """Return the bytes of ``accesses`` ids of a global batch, of the lengths of all its bags, of weights."""
+    size = 4 if table.num_embeddings <= _INT32_ROWS else 8
+    weights = _WEIGHT_BYTES if table.weighted else 0
+    return accesses * (size + weights) + problem.global_batch * len(table.feature_names) * size

@@ -1,0 +1,93 @@
+"""The decisions of a plan: options and ranks by search, rows per tier by division, seconds by prediction."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tierstore.planner.allocate import Allocation, Placed, allocate
+from tierstore.planner.costs import Problem, Workload, rows_by_size
+from tierstore.planner.options import option_of, options_of
+from tierstore.planner.predict import Prediction, predict
+from tierstore.planner.search import Search
+from tierstore.planner.tables import TableSpec
+from tierstore.planner.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """Everything that was decided, for reports and tests. It fits if ``caches.missing`` is empty."""
+
+    problem: Problem
+    placed: Sequence[Placed]
+    caches: Allocation
+    prediction: Prediction
+    seconds: float = 0.0
+
+    @property
+    def topology(self) -> Topology:
+        return self.problem.topology
+
+    @property
+    def work(self) -> Workload:
+        return self.problem.work
+
+    @property
+    def tables(self) -> Sequence[TableSpec]:
+        return self.problem.tables
+
+    @property
+    def quality(self) -> tuple[int, float]:
+        """(Bytes missing, step): less is better, in this order."""
+        return sum(self.caches.missing.values()), self.prediction.step
+
+
+def solve(problem: Problem, seconds: float) -> Solution:
+    """Return the best solution that a search of so many seconds finds."""
+    start, topology = time.perf_counter(), problem.topology
+    solution = divided(problem, _searched(problem, seconds))
+    lacking = {name for name, _ in solution.caches.missing}
+    memory = topology.hosts * topology.host_memory_per_host + topology.world_size * topology.hbm_per_rank
+    needed = sum(size * count for size, count in rows_by_size(problem.tables).items())
+    if lacking and "hbm" not in lacking and topology.ssd_per_host and needed <= memory:
+        # A store takes memory of its own, so what does not fit with one may do so without.
+        memory_only = replace(problem, topology=replace(topology, ssd_per_host=0))
+        without = divided(memory_only, _searched(memory_only, seconds / 6))
+        solution = solution if without.caches.missing else without
+    return replace(solution, seconds=time.perf_counter() - start)
+
+
+def divided(problem: Problem, placed: Sequence[Placed]) -> Solution:
+    """Return the better way to divide device memory: by link time, or by SSD time if that sets the step."""
+    found = _divided(problem, placed, for_ssd=False)
+    if found.prediction.slowest()[0] != "ssd":
+        return found
+    return min(found, _divided(problem, placed, for_ssd=True), key=lambda one: one.quality)
+
+
+def _divided(problem: Problem, placed: Sequence[Placed], for_ssd: bool) -> Solution:
+    caches = allocate(problem, placed, for_ssd)
+    return Solution(problem, placed, caches, predict(problem, placed, caches))
+
+
+def placed_again(problem: Problem, placed: Sequence[Placed]) -> list[Placed]:
+    """Return the same options and ranks at the costs of another problem with the same tables."""
+    return [replace(item, option=option_of(problem, item.table, item.option.shape)) for item in placed]
+
+
+def priced(problem: Problem, solution: Solution) -> Solution:
+    """Return the same options, ranks and rows at the costs of another problem of the same tables."""
+    placed = placed_again(problem, solution.placed)
+    caches = replace(solution.caches, costs=[item.option.cost for item in placed for _ in item.ranks])
+    return Solution(problem, placed, caches, predict(problem, placed, caches), solution.seconds)
+
+
+def _searched(problem: Problem, seconds: float) -> list[Placed]:
+    world = range(problem.topology.world_size)
+    options = [options_of(problem, t) for t in range(len(problem.tables))]
+    allowed = [np.unique(world if d.device_group is None else d.device_group) for d in problem.demands]
+    choices = Search(problem, options, allowed, seconds).run()
+    return [Placed(t, options[t][one.option], one.ranks.tolist()) for t, one in enumerate(choices)]
