@@ -60,7 +60,7 @@ LIKE_TORCH = {
     "DCNv2",
 }
 
-# Packages that may use what another keeps private: what is no benchmark of users' is measured in the same ways.
+# Packages that use what another keeps private: benchmarks for makers measure as those for users do.
 PART_OF = {"bench.research": "bench"}
 
 # Folders of csrc: what each may include of the others.

@@ -39,7 +39,7 @@ from tierstore.sharding.planning import tiers_of_rank
 from .. import device
 from .._neighbours import LOUD
 from .._rounds import chosen, due, in_a_process, read_records
-from .._runtime_costs import DIMS, KINDS, Clock, Sample, alone, fitted, load_zeros
+from .._runtime_costs import DIMS, KINDS, Sample, alone, fitted, load_zeros, planning_seconds
 from . import main
 from .training import DEPTH, LR, WINDOW, Batches, Budget, Data, Job, Model, Turns, dense_seconds, machine_for
 
@@ -286,7 +286,7 @@ def measured_plan(batch_size: int, name: str, stats: dict[str, Any], turns: Turn
     set_num_threads(1)
     data = data_of(batch_size)
     dense, solution = dense_seconds(data), planned(data, BUDGETS[name], stats)
-    bags, clock = _collection(data, solution), Clock()
+    bags = _collection(data, solution)
     caches = solution.caches
 
     def counters() -> dict[str, float]:
@@ -294,15 +294,14 @@ def measured_plan(batch_size: int, name: str, stats: dict[str, Any], turns: Turn
         return {
             "compute": time.thread_time(),
             "process": time.process_time(),
-            "fetch": sum(clock.fetch),
+            "fetch": planning_seconds(bags),
             "misses": tiers["hbm"]["rows"] - tiers["hbm"]["row_hits"],
             "reads": tiers["ssd"]["row_hits"] if "ssd" in tiers else 0,
         }
 
     job = Job.prefetched(Model(bags, data.width), Batches(data), counters, lambda: bags.close(commit=False))
     try:
-        with clock.watching(bags):
-            figures = job.train(turns)
+        figures = job.train(turns)
     finally:
         job.close()
     rows = {"hbm_rows": caches.hbm_rows.tolist(), "memory_rows": caches.memory_rows.tolist()}

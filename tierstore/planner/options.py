@@ -192,7 +192,7 @@ def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: 
 def _replica_cost(problem: Problem, table: TableSpec) -> ShardCost:
     """Return the cost of one replica of a data-parallel table.
 
-    Every rank gets the ids and gradients of all ranks and makes the same update (docs/explanation/sharding.md).
+    Every rank gets the ids and gradients of all ranks and makes the same update.
     """
     topology, size = problem.topology, row_bytes(table.embedding_dim, table.optimizer)
     accesses, (unique, _) = table.accesses(problem.global_batch), table.demand(problem.global_batch)
