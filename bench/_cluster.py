@@ -51,7 +51,7 @@ class Simulation:
         self.finished: list[float] = []
 
     def _draw(self, solution: Solution) -> tuple[np.ndarray, np.ndarray]:
-        """Of one global batch: rows of each shard that are not in device memory, and not in memory."""
+        """Count the rows of one global batch and shard that are not in device memory, and not in memory."""
         caches, size = solution.caches, solution.work.batch_size * self.world
         missing: list[tuple[int, int]] = []
         for item in solution.placed:
@@ -75,7 +75,7 @@ class Simulation:
         return both[:, 0], both[:, 1]
 
     def run(self, batches: int) -> float:
-        """Mean seconds per step, the first third left out."""
+        """Return the mean seconds per step, without the first third."""
         self.batches, self.started = batches, 0
         for _ in range(min(self.depth + 1, batches)):
             self._start_batch()
@@ -108,7 +108,7 @@ class Simulation:
         self._serve(("index", r), float(self.index[r]), to_ssd)
 
     def _exchange(self, link: np.ndarray) -> None:
-        """All ranks take part, and all are done when the slowest is."""
+        """Let all ranks take part; all are done when the slowest is."""
         done = Barrier(self.world, lambda: self._compute(link))
         for r in range(self.world):
             seconds = max(float(self.intra[r]), float(self.inter[r]))

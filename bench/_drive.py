@@ -1,4 +1,4 @@
-"""The drive alone: what a benchmark's figures are compared with, and what a topology says of a host's SSD."""
+"""The drive alone: benchmarks compare their figures with its, and a topology has them of a host's SSD."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Device:
         return {"write_bytes_per_s": self.writes(), "read_iops": self.reads()}
 
     def writes(self) -> float:
-        """Bytes per second of sequential direct writes of a new file: the better of one and two in flight."""
+        """Measure the bytes per second of sequential direct writes: the better of one and two in flight."""
         return max(self._writes(1), self._writes(2))
 
     def _writes(self, in_flight: int) -> float:
@@ -55,12 +55,14 @@ class Device:
             os.close(fd)
 
     def reads(self) -> float:
-        """Random reads of 4 KiB per second, 128 in flight."""
+        """Measure the random reads of 4 KiB per second, 128 in flight."""
         return _core.probe_reads(str(self.path), _PAGE, 128, min(self.seconds, 1.0))
 
     def read_curve(self, seconds: float, in_flight: int = 128) -> list[list[float]]:
-        """Pairs of bytes of a random read and such reads per second; a larger one never brings fewer bytes,
-        though noise may say so."""
+        """Measure pairs of the bytes of a random read and such reads per second.
+
+        A larger read never brings fewer bytes per second: where noise says so, the figure is raised.
+        """
         rates = [_core.probe_reads(str(self.path), size, in_flight, seconds) for size in _SIZES]
         return [
             [size, rate] for size, rate in zip(_SIZES, np.minimum.accumulate(rates).tolist(), strict=True)
@@ -68,7 +70,7 @@ class Device:
 
 
 def direct_flag(folder: Path) -> int:
-    """``O_DIRECT`` where the file system has it."""
+    """Return ``O_DIRECT`` where the file system has it, else 0."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder) as probe:
             os.close(os.open(probe.name, os.O_RDONLY | os.O_DIRECT))

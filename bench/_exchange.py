@@ -1,4 +1,4 @@
-"""What exchanges of ranks of one host take over gloo: per byte, per collective, and in the runtime."""
+"""The cost of exchanges between ranks of one host over gloo: per byte, per collective, in the runtime."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tierstore.sharding import ShardingEnv, construct_plan, row_wise, shard
 from ._ranks import on_ranks
 
 _SIZES = (1 << 18, 1 << 20, 1 << 22)
-"""Bytes that a rank sends to each other one: those of a step's vectors in most models."""
+"""Bytes that a rank sends to each other rank: as many as a step's vectors have in most models."""
 _TABLES = (2, 26)
 """Of the collections that are trained for the costs of steps and pieces."""
 _CHUNK = 8  # steps whose mean is one measurement
@@ -27,8 +27,11 @@ _WARM = 24
 
 
 def exchange_figures(ranks: int, seconds: float) -> dict[str, Any]:
-    """Fields of a Topology: ``intra_host_bw``, bytes per second that each of ``ranks`` processes receives
-    from the others, all at once; ``exchange_seconds``."""
+    """Measure fields of a Topology: ``intra_host_bw`` and ``exchange_seconds``.
+
+    The bandwidth is the bytes per second that each of ``ranks`` processes receives from the other processes
+    while all of them exchange.
+    """
     found: dict[str, Any] = on_ranks(ranks, _figures, seconds)
     return found
 
@@ -51,8 +54,10 @@ def _figures(seconds: float) -> dict[str, Any]:
 
 
 def _rate(floats: int, seconds: float) -> float:
-    """Of all-to-alls of ``floats`` numbers to each other rank, as sharded collections make them: nothing is
-    sent to oneself."""
+    """Measure all-to-alls of ``floats`` numbers to each other rank, as sharded collections make them.
+
+    No rank sends anything to itself.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = [0 if other == rank else floats for other in range(world)]
     sent, found = torch.zeros(sum(sizes)), torch.empty(sum(sizes))
@@ -61,8 +66,11 @@ def _rate(floats: int, seconds: float) -> float:
 
 
 def _step(tables: int, seconds: float) -> tuple[float, float]:
-    """Typical seconds by the clock, and of the rank's processors, of a step of ``tables`` small row-wise
-    tables, of which each example has one id: little but what a step takes whatever the rows and bytes."""
+    """Measure the typical seconds by the clock, and of the rank's processors, of a small step.
+
+    The step has ``tables`` small row-wise tables and one id of each per example, so that little but its fixed
+    cost remains.
+    """
     env = ShardingEnv.of(None)
     configs = [EmbeddingBagConfig(1024, 8, f"t{i}", feature_names=[f"t{i}"]) for i in range(tables)]
     whole = tierstore.EmbeddingBagCollection(
@@ -89,8 +97,7 @@ def _step(tables: int, seconds: float) -> tuple[float, float]:
 
 
 def _times(work: Callable[[], object], seconds: float) -> list[tuple[float, float]]:
-    """Seconds by the clock and of this rank's processors of each call, for so long; all ranks stop at the
-    same time."""
+    """Time each call, by the clock and by this rank's processors, until all ranks stop at the same time."""
     times = []
     until, more = time.perf_counter() + seconds, torch.ones(1)
     while more:

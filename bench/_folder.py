@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def folder(text: str) -> Path:
-    """For argparse: a folder, made if it is not there."""
+    """Make the folder that an argument names, unless it is there; a type for argparse."""
     path = Path(text)
     path.mkdir(parents=True, exist_ok=True)
     return path

@@ -115,7 +115,7 @@ def _caption(answer: Answer) -> str:
         "miss/unique: of the distinct rows of a batch; compulsory (first use, no read needed): "
         f"{compulsory:.4f}; capacity: without these. IO: one 4 KiB read per capacity miss, "
         f"{answer.iops:,.0f} reads/s here."
-        + (" !: some batches alone do not fit; what does not is used from a pad." if overflow else "")
+        + (" !: some batches alone do not fit; their last rows use overflow slots." if overflow else "")
     )
 
 

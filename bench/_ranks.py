@@ -1,4 +1,4 @@
-"""Ranks of a job on this machine, each a new process: for what is measured of several."""
+"""Ranks of a job on this machine, each a new process."""
 
 from __future__ import annotations
 

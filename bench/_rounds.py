@@ -1,4 +1,4 @@
-"""Measurements that take turns in rounds, each in a process of its own; a later command goes on with them."""
+"""Measurements that take turns in rounds, each in its own process; a later command can go on with a round."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ def read_records(path: Path | None) -> dict[str, Any]:
 
 
 def due(keys: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Positions of the ``keys`` that this round has still to measure: all, or of a round that was left
-    unfinished the rest. ``records`` that have a key's items are its measurements. Every round begins
-    with another key."""
+    """Return the positions of the ``keys`` that this round has still to measure.
+
+    A round that was left unfinished has only its remaining keys. ``records`` that have a key's items are its
+    measurements. Each round begins with another key.
+    """
     times = [sum(key.items() <= record.items() for record in records) for key in keys]
     first = min(times) * 5 % len(keys)
     order = [*range(first, len(keys)), *range(first)]
@@ -39,7 +41,7 @@ def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def chosen(text: str, count: int, option: str = "--plans") -> list[int]:
-    """Numbers from "0-3,7"; all where it is empty. Raises ConfigError."""
+    """Return the numbers of a text such as "0-3,7"; all of an empty text. Raises ConfigError."""
     numbers: list[int] = []
     try:
         for part in filter(None, text.split(",")):

@@ -64,8 +64,11 @@ class Setting:
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    """``seconds``: of every step, of the slowest rank, by system; ``cpu_seconds``: of all threads of all
-    ranks; ``bytes_sent``: by tierstore's rank 0 to others, in the last step."""
+    """Measure ``seconds``, ``cpu_seconds`` and ``bytes_sent``.
+
+    ``seconds`` are of each step and the slowest rank, by system. ``cpu_seconds`` are of all threads of all
+    ranks. ``bytes_sent`` are what tierstore's rank 0 sends to other ranks in the last step.
+    """
     torch.set_num_threads(1)
     tierstore.set_num_threads(1)
     env = ShardingEnv.from_process_group()

@@ -125,7 +125,7 @@ class System:
             self.losses.append(loss.item())
 
     def auc(self, batches: Iterable[Batch]) -> float:
-        """AUC of the logits, without training."""
+        """Return the AUC of the logits, without training."""
         auc = AUC()
         self.model.eval()
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""torchrec's sharded collection, for what is compared with it."""
+"""torchrec's sharded collection, with which benchmarks compare."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierstore.planner import TableSpec
 
 @contextmanager
 def importing_torchrec() -> Iterator[None]:
-    """Around its imports: ConfigError where torchrec is not installed."""
+    """Raise ConfigError where the body imports torchrec and torchrec is not installed."""
     try:
         yield
     except ImportError as error:
@@ -25,7 +25,7 @@ def importing_torchrec() -> Iterator[None]:
 
 
 def collection_on_meta(tables: Iterable[EmbeddingBagConfig | TableSpec]) -> Any:
-    """torchrec's EmbeddingBagCollection of such tables, without memory; those of the planner are summed."""
+    """Make torchrec's EmbeddingBagCollection of such tables, without memory; the planner's are summed."""
     with importing_torchrec():
         import torchrec
 

@@ -113,7 +113,7 @@ def _setting(args: argparse.Namespace, dataset: Any) -> Any:
 def _take_turns(
     systems: dict[str, Any], dataset: Any, args: argparse.Namespace, steps: int
 ) -> list[dict[str, float]]:
-    """Trains every system on the same batches, a round's share at a time; examples/s by system, per round.
+    """Train each system on the same batches, a round's share at a time; return examples/s by system.
 
     The batches of a round are drawn before its clock starts. The order turns, so that no system is always
     first.
@@ -139,7 +139,7 @@ def _take_turns(
 def _result(
     systems: dict[str, Any], rounds: list[dict[str, float]], dataset: Any, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Figures by system; the first round, which also warms up, counts only if there is no other."""
+    """Return figures by system; the first round, which also warms up, counts only if there is no other."""
     counted = rounds[1:] or rounds
     base = next(iter(systems))
     figures = {}

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def ratios(figures: dict[str, float]) -> dict[str, float]:
-    """How many times faster than fbgemm: transposing the batch counts as backward, dedup as neither."""
+    """Return the speedup over fbgemm: transposing the batch counts as backward, dedup as neither."""
     if "fbgemm.forward_ms" not in figures:
         return {}
     forward, backward = figures["lookup_ms"], figures["csr_ms"] + figures["update_ms"]

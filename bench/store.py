@@ -96,7 +96,7 @@ class EngineBench:
         self.values = self.random.integers(0, 256, (args.batch, args.row_bytes), dtype=np.uint8)
 
     def load(self) -> dict[str, float]:
-        """All rows in random order, then one commit."""
+        """Load all rows in random order, then commit once."""
         with self.open() as store:
             phase = Phase(self.args.row_bytes)
             for first in range(0, len(self.ids), self.args.batch):
@@ -117,7 +117,7 @@ class EngineBench:
         }
 
     def round(self) -> dict[str, float]:
-        """Every phase once, on a store of which nothing is in the page cache when it is opened."""
+        """Run each phase once, on a store of which nothing is in the page cache when it is opened."""
         figures = {}
         if self.engine in _THREADED:
             forget(self.path)
@@ -133,7 +133,7 @@ class EngineBench:
             figures |= self.reads(store, "read_window", self.args.window)
             figures |= self.overwrites(store)
             figures |= self.mix(store)
-            if self.engine == "native":  # the others' calls must come one after the other
+            if self.engine == "native":  # other engines take one call at a time
                 figures |= self.reads_beside_writes(store)
             figures |= self.commit_of_changes(store)
         return figures
@@ -142,7 +142,7 @@ class EngineBench:
         return open_store(self.path, self.engine, [self.table], _CAP, read_threads=read_threads)
 
     def keys(self, batches: int = 1) -> Keys:
-        """Of that many batches, without repeats as far as there are rows."""
+        """Draw the keys of that many batches, without repeats as far as there are rows."""
         count = min(batches * self.args.batch, len(self.ids))
         return make_keys(0, self.random.choice(self.ids, count, replace=False))
 
@@ -156,7 +156,7 @@ class EngineBench:
         return phase.figures(name, moved="read")
 
     def overwrites(self, store: DirectoryStore) -> dict[str, float]:
-        """Rows overwritten at random; the commit at the end counts among the bytes that this writes."""
+        """Overwrite rows at random; the bytes of the commit at the end count as written."""
         phase = Phase(self.args.row_bytes)
         coming = [self.keys() for _ in range(16)]
         while phase.seconds < self.args.seconds:
@@ -334,13 +334,13 @@ class Phase:
 
 
 def moved_bytes() -> tuple[int, int]:
-    """Bytes that this process made the devices read and write so far."""
+    """Return the bytes that this process made the devices read and write so far."""
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counters["read_bytes"]), int(counters["write_bytes"])
 
 
 def cpu_seconds() -> float:
-    """Of all threads of this process, the system's work for them included."""
+    """Return the CPU seconds of all threads of this process, the system's work for them included."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
@@ -365,7 +365,7 @@ def forget(path: Path) -> None:
 
 
 def ratios(figures: dict[str, float], engines: list[str]) -> dict[str, float]:
-    """Each engine against the device, and the first engine against the others."""
+    """Compare each engine with the device, and the first engine with the other engines."""
     result = {}
     for name in engines:
         own = {

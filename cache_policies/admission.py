@@ -1,7 +1,7 @@
 """Admission filters: which missed rows get a slot at all.
 
-A row that is not admitted is used from the transient pad and written through, so it displaces nothing. A
-filter is a ``Hooked`` with the one hook ``admit``, called before that of the policy.
+A row that is not admitted uses a transient overflow slot and is written through, so it displaces no row. A
+filter is a ``Hooked`` whose one hook ``admit`` is called before the policy's.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ class Admission(Hooked):
 
     @staticmethod
     def admit(s: Any, keys: Any, now: Any, admitted: Any) -> None:
-        """Plan ``now`` lacks the rows ``keys`` (uint64); clear ``admitted[i]`` (uint8, 1) to refuse row
-        ``i``.
-        """
+        """Clear ``admitted[i]`` (uint8, 1) to refuse ``keys[i]`` (uint64), a row that plan ``now`` lacks."""
 
 
 class Always(Admission):
@@ -43,7 +41,7 @@ class Always(Admission):
 
 @njit(error_model="numpy", forceinline=True)
 def _place(hash_, row, size):
-    """Where one of several hashes of a key points to in ``size`` places."""
+    """Return where one of several hashes of a key points to in ``size`` places."""
     word = (hash_ * np.uint64(2 * row + 1) + (hash_ >> np.uint64(32))) >> np.uint64(32)
     return np.int64((word * np.uint64(size)) >> np.uint64(32))
 
@@ -141,7 +139,7 @@ _FILTERS: dict[str, type[Admission]] = {"always": Always, "counter": Counter, "b
 
 
 def get_admission(admission: str | Admission) -> Admission:
-    """Return the filter called ``always``, ``bloom``, ``counter(3)`` and so on; pass a filter through."""
+    """Return the filter of a name such as ``always``, ``bloom``, ``counter(3)``; pass a filter through."""
     if isinstance(admission, Admission):
         return admission
     if not isinstance(admission, str):

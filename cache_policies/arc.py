@@ -143,7 +143,7 @@ class Arc(Policy):
                     if leaves_ghost:
                         ghosts.forget(s, ghosts.oldest(s, _ONCE))
                     else:
-                        once = capacity + 1  # T1 fills the cache: whatever its share, its oldest row goes
+                        once = capacity + 1  # T1 fills the cache: its oldest row goes, whatever share T1 has
                 elif seen >= 2 * capacity and s.ghost_size[_OFTEN] > 0:
                     ghosts.forget(s, ghosts.oldest(s, _OFTEN))
             slot = _replace(s, once, known == _WAS_OFTEN, last_use, pinned_since, leaves_ghost)

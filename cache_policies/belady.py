@@ -11,8 +11,8 @@ from cache_policies.lookahead import Lookahead
 class Belady(Lookahead):
     """Evicts the row whose next use is furthest, of the whole trace; rows never used again go first.
 
-    MIN (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966) with the rows of a
-    batch requested together: no policy misses fewer when every missed row must take a slot.
+    This is MIN (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966) for whole
+    batches: no policy misses fewer rows when every missed row must take a slot.
     """
 
     name = "belady"

@@ -3,8 +3,8 @@
 Keys are int64; the smallest is evicted first, and within one key the slot that came first. There are few
 distinct keys (frequencies; batches of the window) for many slots, so the heap of buckets is small and rarely
 changes. The number of buckets is bounded: when all are in use, a slot that needs a new key stays in its
-bucket (or joins the first one). With frequencies that takes ``POOL`` different ones at a time, and so at
-least ``POOL**2 / 2`` = 5.4e8 touches of resident rows.
+bucket (or joins the first one). Frequencies fill all buckets only with ``POOL`` different ones at a time,
+which takes at least ``POOL**2 / 2`` = 5.4e8 touches of resident rows.
 
 A policy merges ``new_buckets`` into its state and passes the state to the functions here.
 """
@@ -26,7 +26,7 @@ _DEAD = np.iinfo(np.int64).min  # the key of a bucket that is not in use
 
 
 def new_buckets(capacity: int, pool: int = POOL) -> dict[str, np.ndarray]:
-    """Arrays for ``capacity`` slots and at most ``pool`` buckets."""
+    """Return empty arrays for ``capacity`` slots and at most ``pool`` buckets."""
     pool = min(capacity + 1, pool)  # one more: a move makes the new bucket before it drops the old
     node = np.zeros((capacity + pool, 4), np.int32)  # slots, then sentinels: one cache line has all of a slot
     node[capacity:, 0] = node[capacity:, _NEXT] = np.arange(capacity, capacity + pool, dtype=np.int32)
@@ -87,7 +87,7 @@ def _link(s, slot, before, after):
 
 @njit(error_model="numpy", forceinline=True)
 def _join(s, slot, bucket):
-    """As the newest of the bucket."""
+    """Make the slot the newest of the bucket."""
     sentinel = _sentinel(s, bucket)
     s.node[4 * np.int64(slot) + _BUCKET] = 2 * bucket
     _link(s, slot, s.node[4 * sentinel], sentinel)
@@ -223,11 +223,11 @@ def key_of(s, slot):
 
 @njit(error_model="numpy", forceinline=True)
 def evict(s, n, last_use, pinned_since, victims):
-    """Take the first ``n`` unpinned slots in order of key; returns how many there were.
+    """Take the first ``n`` unpinned slots in order of key; return how many there were.
 
-    A bucket holds first the slots that were placed there, then those that came when they were used, in order
-    of use: behind a pinned one of these all are pinned. Buckets with pinned slots only are put aside behind
-    the heap's end and return to it afterwards.
+    A bucket holds first the slots that were placed there, then the slots that came by a use, in order of
+    use: behind a pinned slot of the latter all slots are pinned. Buckets with pinned slots only are put aside
+    behind the heap's end and return to it afterwards.
     """
     count, aside = 0, 0
     while count < n and s.used[0] > 0:

@@ -1,7 +1,7 @@
 """Does a policy keep the contract? Random plans on its compiled hooks, as a tier would make them.
 
-A policy that breaks it is found out by the engine and the simulator too, but later: run ``check`` on your own
-first.
+The engine and the simulator find a policy that breaks the contract too, but later: run ``check`` on your own
+policy first.
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ class PlanDriver:
         announced: dict[int, int | None] | None = None,
         depth: int = 0,
     ) -> None:
-        """One plan as the engine makes it: ``keys`` are used, ``announced`` says of slots when they will
-        be.
-        """
+        """Make one plan as the engine does: it uses ``keys``; ``announced`` has next uses of slots."""
         known = {slot: delta for slot, delta in (announced or {}).items() if slot in self.row_in}
         self.announce(list(known), list(known.values()))
         slot_of = {key: slot for slot, key in self.row_in.items()}

@@ -7,12 +7,11 @@ from cache_policies.ring import Ring
 
 
 class Clock(Ring):
-    """A hand goes around the rows in order of arrival, spares those used since it last came by, and evicts
-    the first other one.
+    """A hand goes around the rows in order of arrival and evicts the first row unused since its last pass.
 
-    CLOCK with one reference bit (Corbató, "A paging experiment with the Multics system", 1968), kept as a
-    queue in which the hand stands between newest and oldest. The hand passes pinned rows and leaves their bit
-    as it is.
+    This is CLOCK with one reference bit (Corbató, "A paging experiment with the Multics system", 1968), kept
+    as a queue in which the hand stands between newest and oldest. The hand passes pinned rows and leaves
+    their bit as it is.
     """
 
     name = "clock"

@@ -1,6 +1,6 @@
 """``python -m cache_policies.compiled [POLICY ...]`` fills the on-disk cache of compiled policies.
 
-Without names, all of them.
+Without names it compiles all policies.
 """
 
 from __future__ import annotations

@@ -43,22 +43,22 @@ class Point:
 
     @property
     def miss_ratio(self) -> float:
-        """Per access."""
+        """Return the misses per access."""
         return self.access_misses / max(1, self.accesses)
 
     @property
     def unique_miss_ratio(self) -> float:
-        """Per unique row of a batch."""
+        """Return the misses per unique row of a batch."""
         return self.misses / max(1, self.uniques)
 
     @property
     def capacity_miss_ratio(self) -> float:
-        """Per unique row of a batch, compulsory misses left out."""
+        """Return the misses per unique row of a batch, without compulsory misses."""
         return max(0.0, self.misses - self.footprint) / max(1, self.uniques)
 
 
 def auto_rate(trace: PreparedTrace, runs: int) -> float:
-    """1 if ``runs`` exact simulations are quick enough, else a rate with rows enough for a good estimate."""
+    """Return 1 if ``runs`` exact simulations are quick enough, else a rate with enough rows to estimate."""
     work = trace.uniques * max(1, runs)
     if work <= EXACT_USES:
         return 1.0

@@ -61,7 +61,7 @@ def _entry(s, position):
 
 @njit(error_model="numpy", forceinline=True)
 def fetch(s, key):
-    """``key`` will be looked for, remembered or forgotten soon."""
+    """Prefetch for ``key``, which will be looked for, remembered or forgotten soon."""
     prefetch(s.ghost_table, _home(s.ghost_table, mix(key)))
 
 
@@ -117,7 +117,7 @@ def oldest(s, list_):
 
 @njit(error_model="numpy", forceinline=True)
 def _word_of(s, ghost):
-    """Where a ghost is in the table."""
+    """Return where a ghost is in the table."""
     at = _home(s.ghost_table, mix(s.ghost_key[ghost]))
     while np.int64(s.ghost_table[at] & _LOW) != ghost + 1:
         at = _after(s.ghost_table, at)
@@ -194,8 +194,9 @@ def _close_gaps(s, start):
 
 @njit(error_model="numpy", forceinline=True)
 def remember(s, key, list_):
-    """``key``, which is no ghost, becomes the newest ghost of a list; if there are as many as may be, the
-    oldest of the list (or, if it has none, of the first list that has) is forgotten.
+    """Make ``key``, which is no ghost, the newest ghost of a list.
+
+    If all ghosts are in use, the oldest of the list is forgotten, or of the first list that has one.
     """
     if s.ghost_size.sum() == s.ghost_capacity[0]:
         forget(s, oldest(s, _crowded(s, list_)))
@@ -214,8 +215,10 @@ def remember(s, key, list_):
 
 
 def new_recollection(capacity: int) -> dict[str, np.ndarray]:
-    """Arrays in which ``admit`` leaves a number (0 to 254) for each row that it admits, so that ``evict`` and
-    ``insert`` of the same plan know it; nothing is left if the engine never calls ``admit``.
+    """Return arrays in which ``admit`` leaves a number (0 to 254) for each row that it admits.
+
+    ``evict`` and ``insert`` of the same plan read the numbers. The arrays stay empty if the engine never
+    calls ``admit``.
     """
     return {
         "known": np.zeros(capacity, np.uint8),  # of the admitted misses of this plan, in order
@@ -226,7 +229,7 @@ def new_recollection(capacity: int) -> dict[str, np.ndarray]:
 
 @njit(error_model="numpy", forceinline=True)
 def note(s, i, known):
-    """Of the ``i``-th admitted miss (those past the capacity get no slot anyway)."""
+    """Note a number of the ``i``-th admitted miss; misses past the capacity get no slot anyway."""
     s.asked[0] = True
     s.misses[0] = min(i + 1, s.known.size)
     if i < s.known.size:

@@ -31,7 +31,7 @@ def home(table, key):
 
 @njit(error_model="numpy", forceinline=True)
 def find(table, keys, key):
-    """Position in ``table`` of ``key``, or of the empty place where it belongs."""
+    """Return the position in ``table`` of ``key``, or of the empty place where it belongs."""
     at = home(table, key)
     while table[at] != 0 and keys[table[at] - 1] != key:
         at += 1

@@ -14,7 +14,7 @@ from cache_policies.prefetch import AHEAD, prefetch
 
 
 def new_lists(capacity: int, lists: int) -> tuple[np.ndarray, np.ndarray]:
-    """``(prev, next)`` for ``capacity`` slots and ``lists`` empty lists with sentinels ``capacity ..``."""
+    """Return ``(prev, next)`` of ``capacity`` slots and of ``lists`` empty lists' sentinels behind them."""
     prev = np.zeros(capacity + lists, np.int32)
     next_ = np.zeros(capacity + lists, np.int32)
     prev[capacity:] = next_[capacity:] = np.arange(capacity, capacity + lists, dtype=np.int32)
@@ -59,7 +59,7 @@ def fetch(prev, next, slots, i):
 
 @njit(error_model="numpy", forceinline=True)
 def fetch_oldest(prev, next, sentinel, n, array):
-    """Brings ``array`` and the neighbours of the ``n`` oldest of a list into the processor's cache."""
+    """Prefetch ``array`` and the neighbours of the ``n`` oldest of a list into the processor's cache."""
     node = next[sentinel]
     for _ in range(n):
         if node == sentinel:

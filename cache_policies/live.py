@@ -17,7 +17,7 @@ from cache_policies.hashing import mix
 from cache_policies.prefetch import AHEAD, prefetch
 from cache_policies.reuse import ReuseCurve
 
-_ROWS = 1 << 16  # sampled at most, of all tables together
+_ROWS = 1 << 16  # the most sampled rows, summed over all tables
 _MAX_ROWS, _MIN_ROWS = 1 << 14, 1 << 8  # of one table
 _PER_BATCH = 16  # a batch may use so much of a table's sample; if it uses more, the rate halves
 _TABLE = np.uint64(48)  # keys are table << 48 | id
@@ -42,16 +42,16 @@ class LiveCurves:
         self._hashes = np.full((n, 2 * rows), _FREE)
         self._position = np.zeros((n, 2 * rows), np.int32)
         self._taken = np.zeros((n, 2 * rows // _WORD), np.uint64)  # a bit per position
-        self._before = np.zeros((n, 2 * rows // _WORD), np.int32)  # taken positions before those of a word
+        self._before = np.zeros((n, 2 * rows // _WORD), np.int32)  # taken positions before a word's
         self._distances = np.zeros((n, rows + 1, 2))  # uses, accesses; at the last place first uses
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """Return the bytes of all arrays."""
         return sum(a.nbytes for a in vars(self).values() if isinstance(a, np.ndarray))
 
     def observe(self, keys: np.ndarray, uses: np.ndarray) -> None:
-        """One batch: its rows (uint64 keys, each once) and how often it uses each (int32 or int64)."""
+        """Add one batch: its rows (uint64 keys, each once) and how often it uses each (int32 or int64)."""
         self._batches += 1
         _observe(
             keys, uses, self._number, self._totals, self._threshold,
@@ -59,21 +59,21 @@ class LiveCurves:
         )  # fmt: skip
 
     def per_batch(self, table: int) -> tuple[float, float]:
-        """Mean distinct rows and accesses per batch."""
+        """Return the mean distinct rows and accesses per batch."""
         rows, accesses = self._totals[self._number[table]] / max(1, self._batches)
         return float(rows), float(accesses)
 
     def footprint(self, table: int) -> int:
-        """Rows used so far, estimated."""
+        """Estimate the rows used so far."""
         t = self._number[table]
         return round(int(self._live[t, 0]) / self.rate(table))
 
     def rate(self, table: int) -> float:
-        """Share of the table's rows that is sampled now."""
+        """Return the share of the table's rows that is sampled now."""
         return (int(self._threshold[self._number[table]]) + 1) / 2**64
 
     def curve(self, table: int) -> ReuseCurve:
-        """Of the batches since the beginning; counts are estimates."""
+        """Return the curve of all batches so far; its counts are estimates."""
         t = self._number[table]
         uses, accesses = self._distances[t].T
         uniques, all_accesses = (int(n) for n in self._totals[t])
@@ -90,13 +90,13 @@ def _hash(key):
 
 @njit(error_model="numpy", forceinline=True)
 def _home(hashes, hash_):
-    """By the lower half: of sampled rows' hashes, the upper bits are 0."""
+    """Return the place of a hash by its lower half: of sampled rows' hashes, the upper bits are 0."""
     return np.int64(((hash_ & np.uint64(0xFFFFFFFF)) * np.uint64(hashes.size)) >> np.uint64(32))
 
 
 @njit(error_model="numpy", forceinline=True)
 def _find(hashes, hash_):
-    """Where ``hash_`` is, or the free place where it belongs."""
+    """Return where ``hash_`` is, or the free place where it belongs."""
     at = _home(hashes, hash_)
     while hashes[at] != hash_ and hashes[at] != _FREE:
         at += 1
@@ -207,7 +207,7 @@ def _ones(word):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _number(taken, before):
-    """``before`` for all words."""
+    """Compute ``before`` for all words."""
     total = 0
     for word in range(taken.size):
         before[word] = total
@@ -216,7 +216,7 @@ def _number(taken, before):
 
 @njit(error_model="numpy", forceinline=True)
 def _taken_to(taken, before, position):
-    """Taken positions up to ``position``, itself included."""
+    """Count the taken positions up to ``position``, itself included."""
     word = position >> 6
     return before[word] + _ones(taken[word] << np.uint64(63 - (position & 63)))
 

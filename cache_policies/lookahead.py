@@ -10,12 +10,12 @@ from cache_policies.policy import UNKNOWN, Policy
 
 _FIRST = -(1 << 62)  # before the negated sequence number of any known use
 _EXACT = 1024  # frequencies from here on count in steps of a 64th at most
-_POOL = 1 << 13  # buckets: 2,400 for all frequencies, the others for batches of the window
+_POOL = 1 << 13  # buckets: 2,400 for all frequencies, the rest for batches of the window
 
 
 @njit(error_model="numpy", forceinline=True)
 def _key(next_use, frequency):
-    """Eviction order: rows without a known next use by frequency, then the others, furthest use first."""
+    """Return the eviction order: rows of unknown next use by frequency, then by next use, furthest first."""
     if next_use != UNKNOWN:
         return -next_use
     step = 0
@@ -26,11 +26,12 @@ def _key(next_use, frequency):
 
 class Lookahead(Policy):
     """Evicts rows that no known batch uses (fewest uses first, then least recently used), then the row whose
-    next use is furthest; among those used next by one batch, rows of which that was announced (latest first)
-    and then the least recently used.
+    next use is furthest.
 
-    Belady's rule (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966) as far as
-    the window sees, LFU behind it (exact below 1,024 uses, then in steps of a 64th). A row whose announced
+    Among rows of one next batch, rows whose use was announced go first (latest first), then the least
+    recently used. This is Belady's rule (Belady, "A study of replacement algorithms for a virtual-storage
+    computer", 1966) as far as the window sees, and LFU beyond it (exact below 1,024 uses, then in steps of a
+    64th). A row whose announced
     use is called off counts as the least recent of its frequency.
     """
 

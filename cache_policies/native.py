@@ -330,7 +330,7 @@ def _compile_elsewhere(policy: str) -> bool:
 
 
 def _digest(parts: list[Any]) -> str:
-    """SHA-256 of functions (their code, defaults, and all functions and numbers they reach) and strings."""
+    """Return the SHA-256 of strings and functions: code, defaults, all functions and numbers they reach."""
     sha, seen = hashlib.sha256(), set[int]()
 
     def add(value: Any) -> None:

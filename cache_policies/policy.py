@@ -1,7 +1,7 @@
 """What a policy is: flat arrays and hooks, written in plain Python and compiled by numba.
 
 A policy class gives its arrays in ``state`` and defines the hooks as static methods whose first argument
-``s`` is a named tuple of those arrays. The live engine and the simulator call the same compiled hooks through
+``s`` is a named tuple of these arrays. The live engine and the simulator call the same compiled hooks through
 C function pointers (``docs/design.md``, "Policy contract"); the order of calls within one plan is
 ``announce``, ``touch``, ``admit``, ``evict``, ``insert``.
 """

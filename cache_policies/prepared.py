@@ -38,11 +38,11 @@ class PreparedTrace:
 
     @property
     def accesses(self) -> int:
-        """Uses of all rows, repeats within a batch included."""
+        """Return the uses of all rows, repeats within a batch included."""
         return int(self.uses.sum(dtype=np.int64)) if self.offsets.size else self.rows.size
 
     def row_accesses(self) -> np.ndarray:
-        """How often each row is used, repeats within a batch included: int64 per row."""
+        """Return how often each row is used, repeats within a batch included: int64 per row."""
         weights = self.uses if self.offsets.size else None
         return np.bincount(self.rows, weights, self.footprint).astype(np.int64)
 
@@ -57,7 +57,7 @@ class PreparedTrace:
 
     @property
     def footprint(self) -> int:
-        """Distinct rows of the whole trace."""
+        """Return the distinct rows of the whole trace."""
         return self.keys.size
 
     @property
@@ -69,7 +69,7 @@ class PreparedTrace:
 
 
 def prepare(batches: Iterable[np.ndarray] | PreparedTrace) -> PreparedTrace:
-    """From batches of integer keys (any integer dtype, 1-d, not negative); they are read once, in order."""
+    """Prepare batches of integer keys (any integer dtype, 1-d, not negative), read once and in order."""
     if isinstance(batches, PreparedTrace):
         return batches
     builder = _Builder()
@@ -79,7 +79,7 @@ def prepare(batches: Iterable[np.ndarray] | PreparedTrace) -> PreparedTrace:
 
 
 def prepare_flat(keys: np.ndarray, batch_size: int) -> PreparedTrace:
-    """From one array of keys cut into batches of ``batch_size`` accesses (the last may be shorter)."""
+    """Prepare one array of keys, cut into batches of ``batch_size`` accesses (the last may be shorter)."""
     if batch_size < 1:
         raise PolicyError(f"batch_size must be at least 1, got {batch_size}")
     keys = _as_keys(keys)
@@ -133,7 +133,7 @@ def _as_keys(keys: np.ndarray) -> np.ndarray:
 
 
 def _chunks(batches: Iterable[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Small batches together, so that the compiled loop is entered once per many of them."""
+    """Group small batches, so that the compiled loop is entered once per many batches."""
     waiting: list[np.ndarray] = []
     size = 0
     for batch in batches:
@@ -207,7 +207,7 @@ class _Builder:
 
 
 def _joined_parts(parts: list[np.ndarray], dtype: type) -> np.ndarray:
-    """One array of ``parts``, which are given up."""
+    """Join ``parts`` to one array, and free each part."""
     joined = np.concatenate(parts) if parts else np.empty(0, dtype)
     parts.clear()
     return joined

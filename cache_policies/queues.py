@@ -1,4 +1,4 @@
-"""Two FIFO queues of slots, as rings that are read in order: S3-FIFO's.
+"""The two FIFO queues of slots of S3-FIFO, as rings that are read in order.
 
 Compared with linked lists nothing waits for one slot to find the next, so what a walk will read can be
 fetched ahead. An entry whose slot has left the queue is stale and skipped. A ring has some more room than
@@ -22,7 +22,7 @@ _GONE = -1
 
 
 def new_queues(capacity: int) -> dict[str, np.ndarray]:
-    """Arrays for slots ``0 .. capacity - 1``, none of them in a queue."""
+    """Return arrays for slots ``0 .. capacity - 1``, none of them in a queue."""
     return {
         "queue": np.zeros(2 * (capacity + capacity // 8 + AHEAD), np.int32),  # two rings of slots
         "place": np.full(capacity, _GONE, np.int32),  # per slot: index of its entry in "queue"

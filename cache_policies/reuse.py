@@ -28,12 +28,12 @@ _QUICK_USES = 1 << 21
 class ReuseCurve:
     """Misses of LRU by size.
 
-    ``counts[d]`` are uses at distance ``d`` (in sampled rows) per unique row of a batch, ``first`` those of
-    rows not seen before; ``access_counts`` and ``first_accesses`` are the accesses behind them. ``rate`` is
-    the share of rows that were sampled; ``uniques`` and ``accesses`` are of the whole trace: what a sample
-    has caught more or less of the hottest rows than its share counts as hits (SHARDS-adj). Caches smaller
-    than a batch keep what their next batch happens to leave them, which no distance tells: ``below`` knows,
-    if it is there.
+    ``counts[d]`` are uses at distance ``d`` (in sampled rows) per unique row of a batch, ``first`` the uses
+    of rows not seen before; ``access_counts`` and ``first_accesses`` are the accesses behind these uses.
+    ``rate`` is the share of rows that were sampled. ``uniques`` and ``accesses`` are of the whole trace: uses
+    of the hottest rows that a sample caught beyond its share, or short of it, count as hits (SHARDS-adj).
+    Caches smaller than a batch keep what their next batch happens to leave, which no distance tells;
+    ``within_batch``, if present, simulates them.
     """
 
     counts: np.ndarray
@@ -43,14 +43,14 @@ class ReuseCurve:
     uniques: int
     accesses: int
     rate: float
-    below: BelowBatch | None = None
+    within_batch: WithinBatch | None = None
 
     def misses(self, sizes: np.ndarray | list[int]) -> np.ndarray:
-        """Misses in the whole trace with ``sizes`` slots; whole numbers if all rows were sampled."""
+        """Return the trace's misses with ``sizes`` slots, which are whole numbers if all rows are sampled."""
         return np.minimum(self._missed(sizes, 0, self.counts, self.first), self.uniques)
 
     def access_misses(self, sizes: np.ndarray | list[int]) -> np.ndarray:
-        """As ``misses``, of accesses: each use of a row that was missed by its batch."""
+        """Return the missed accesses with ``sizes`` slots: all uses of a row that its batch missed."""
         return np.minimum(self._missed(sizes, 1, self.access_counts, self.first_accesses), self.accesses)
 
     def _missed(
@@ -60,26 +60,26 @@ class ReuseCurve:
         scaled = np.ceil(np.asarray(sizes, np.float64) * self.rate).astype(np.int64)
         missed = hits[-1] + first - hits[np.minimum(scaled, counts.size)]
         missed = missed if self.rate == 1 else missed / self.rate
-        if self.below is not None:
-            for at in np.flatnonzero(np.asarray(sizes) < self.below.largest_batch):
-                missed[at] = self.below.missed(int(sizes[at]))[kind]
+        if self.within_batch is not None:
+            for at in np.flatnonzero(np.asarray(sizes) < self.within_batch.largest_batch):
+                missed[at] = self.within_batch.missed(int(sizes[at]))[kind]
         return missed
 
     def unique_miss_ratio(self, sizes: np.ndarray | list[int]) -> np.ndarray:
-        """Per unique row of a batch."""
+        """Return the misses per unique row of a batch."""
         return self.misses(sizes) / max(1, self.uniques)
 
     def capacity_miss_ratio(self, sizes: np.ndarray | list[int]) -> np.ndarray:
-        """Per unique row of a batch, first uses left out."""
+        """Return the misses per unique row of a batch, without first uses."""
         return (self.misses(sizes) - self.first / self.rate) / max(1, self.uniques)
 
     def miss_ratio(self, sizes: np.ndarray | list[int]) -> np.ndarray:
-        """Per access."""
+        """Return the missed accesses per access."""
         return self.access_misses(sizes) / max(1, self.accesses)
 
 
 def sampled(keys: np.ndarray, rate: float) -> np.ndarray:
-    """Which keys (uint64) a spatial sample of ``rate`` (0 to 1) keeps: always the same ones."""
+    """Tell which keys (uint64) a spatial sample of ``rate`` (0 to 1) keeps: always the same keys."""
     if not 0 < rate <= 1:
         raise PolicyError(f"a sampling rate must be above 0 and at most 1, got {rate}")
     return _below(np.ascontiguousarray(keys, np.uint64), np.uint64(min(2**64 - 1, int(rate * 2.0**64))))
@@ -101,26 +101,26 @@ def sample(trace: PreparedTrace, rate: float) -> PreparedTrace:
     return trace if rate == 1 else select(trace, sampled(trace.keys, rate))
 
 
-class BelowBatch:
-    """What LRU misses with fewer slots than a batch has rows, by simulation: of all rows if that is quick,
-    else of a sample, which is larger than one that distances need (a few rows decide how a batch overflows).
+class WithinBatch:
+    """What LRU misses with fewer slots than a batch has rows, by simulation of all rows or of a sample.
 
-    Misses of first uses are those of the whole trace. The others are those of the sample, scaled, and
-    corrected by what is known of the whole: how many uses there are. A sample's error comes from the hottest
-    rows, so a use that it lacks is taken to miss as often as theirs do (a regression estimator: Särndal,
-    Swensson, Wretman, "Model assisted survey sampling", 1992).
+    The sample is larger than distances need, since a few rows decide how a batch overflows. Misses of first
+    uses are counted on the whole trace. Other misses are counted on the sample, scaled, and corrected by the
+    number of uses of the whole trace. A sample's error comes from the hottest rows, so a use that the sample
+    lacks is taken to miss as often as the hottest rows' uses do (a regression estimator: Särndal, Swensson,
+    Wretman, "Model assisted survey sampling", 1992).
     """
 
     def __init__(self, trace: PreparedTrace, rate: float) -> None:
         self.largest_batch = trace.largest_batch
         self.first = (trace.footprint, int(_first_uses(trace).sum()))
-        self._again = (trace.uniques - self.first[0], trace.accesses - self.first[1])
+        self._reuses = (trace.uniques - self.first[0], trace.accesses - self.first[1])
         self._part = sample(trace, min(1.0, max(rate, _QUICK_USES / max(1, trace.uniques))))
         self._rate = self._part.footprint / max(1, trace.footprint) or 1.0
         self._known: dict[int, tuple[float, float]] = {}
 
     def missed(self, size: int) -> tuple[float, float]:
-        """Misses and missed accesses of the whole trace with ``size`` slots."""
+        """Return misses and missed accesses of the whole trace with ``size`` slots."""
         slots = max(1, math.ceil(size * self._rate))
         if slots not in self._known:
             missed = missed_by_row(self._part, "lru", slots)
@@ -133,10 +133,10 @@ class BelowBatch:
         return self._known[slots]
 
     def _whole(self, kind: int, uses: np.ndarray, missed: np.ndarray) -> float:
-        """All misses; ``uses`` and ``missed`` are those after the first use, per row of the sample."""
+        """Return all misses; ``uses`` and ``missed`` count after the first use, per row of the sample."""
         if self._rate == 1:
             return self.first[kind] + int(missed.sum())
-        lacking = self._again[kind] - uses.sum() / self._rate
+        lacking = self._reuses[kind] - uses.sum() / self._rate
         miss_ratio_of_hot = (uses @ missed) / max(1, uses @ uses)
         return float(self.first[kind] + missed.sum() / self._rate + lacking * miss_ratio_of_hot)
 
@@ -159,12 +159,11 @@ def lru_curve(trace: PreparedTrace, rate: float = 1.0) -> ReuseCurve:
         first = int(rows.size - counts.sum())
         return ReuseCurve(counts, first, counts, first, trace.uniques, trace.accesses, rate)
     access_counts = np.bincount(distances[seen], part.uses[seen], 1).astype(np.int64)
-    first, below = part.footprint, BelowBatch(trace, rate)
-    first_accesses = (
-        below.first[1] * rate
-    )  # of the whole trace: a few rows of one batch may have most of them
+    first, within_batch = part.footprint, WithinBatch(trace, rate)
+    # Counted on the whole trace, since a few rows of one batch may have most of them.
+    first_accesses = within_batch.first[1] * rate
     return ReuseCurve(
-        counts, first, access_counts, first_accesses, trace.uniques, trace.accesses, rate, below
+        counts, first, access_counts, first_accesses, trace.uniques, trace.accesses, rate, within_batch
     )
 
 
@@ -178,7 +177,7 @@ def _first_uses_of(rows, uses, first):
 
 
 def _first_uses(trace: PreparedTrace) -> np.ndarray:
-    """Per row of a trace in batches (int64): the accesses of the first batch that uses it."""
+    """Return per row of a trace in batches (int64) the accesses of the first batch that uses the row."""
     first = np.empty(trace.footprint, np.int64)
     _first_uses_of(trace.rows, trace.uses, first)
     return first
@@ -205,8 +204,10 @@ def sum_to(tree, at):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _distances(rows, offsets, footprint, distances):
-    """Distance of each use, -1 for first ones. Positions of last uses are counted in a Fenwick tree of twice
-    as many positions as rows, renumbered whenever it is full.
+    """Return the distance of each use, -1 of a first use.
+
+    Positions of last uses are counted in a Fenwick tree of twice as many positions as rows, which is
+    renumbered whenever it is full.
     """
     size = max(2 * footprint, 1024)
     tree = np.zeros(size + 1, np.int32)

@@ -50,8 +50,9 @@ def _evict_small(s, last_use, pinned_since):
 
 @njit(error_model="numpy", forceinline=True)
 def _evict_main(s, last_use, pinned_since):
-    """As ``_evict_small``; rows used since they came by here last go to the end of the queue, once per
-    use.
+    """Return the next victim of the main queue, ``NO_SLOT`` if there is none.
+
+    A row used since it came by here last goes to the end of the queue, once per use.
     """
     slot = queues.look(s, _MAIN)
     while slot != queues.NO_SLOT:
@@ -70,7 +71,7 @@ def _evict_main(s, last_use, pinned_since):
 
 @njit(error_model="numpy", forceinline=True)
 def _returns(s, key):
-    """Whether a missed row was evicted lately; its ghost has served its turn."""
+    """Tell whether a missed row was evicted lately, and forget its ghost."""
     ghost = ghosts.find(s, key)
     if ghost == ghosts.NO_GHOST:
         return False
@@ -79,14 +80,13 @@ def _returns(s, key):
 
 
 class S3Fifo(Policy):
-    """A small queue that most rows leave soon, a main queue for those used in it, and a memory of those that
-    left.
+    """A small queue that most rows leave soon, a main queue for its used rows, and ghosts of evicted rows.
 
-    Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. Choices that the paper leaves
-    open are those of its authors' simulator: the small queue has 10 % of the slots; rows used twice move to
-    the main queue, and start again there without uses; the ghost queue has 90 % as many keys as there are
-    slots; before the first eviction, rows that the small queue has no room for go to the main one. Pinned
-    rows keep their place.
+    Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. Where the paper leaves a choice
+    open, this policy does as its authors' simulator: the small queue has 10 % of the slots; rows used twice
+    move to the main queue, and start again there without uses; the ghost queue has 90 % as many keys
+    as there are slots; before the first eviction, rows that the small queue has no room for go to the main
+    queue. Pinned rows keep their place.
     """
 
     name = "s3_fifo"

@@ -9,8 +9,7 @@ from cache_policies.ring import Ring
 
 
 class Sieve(Ring):
-    """As CLOCK, but spared rows keep their place: new rows are sifted apart from those that have proven
-    themselves.
+    """As CLOCK, but spared rows keep their place, which sifts new rows from proven rows.
 
     Zhang et al., "SIEVE is simpler than LRU: an efficient turn-key eviction algorithm for web caches", NSDI
     2024. The hand goes from old to new and passes pinned rows, leaving their bit as it is.

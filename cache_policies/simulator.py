@@ -3,9 +3,8 @@
 Batch ``i`` is plan ``i``. Before it, the window announces the batches up to ``i + window``; then hits are
 touched, misses take free slots (lowest first) and after these the victims of ``evict``, and are inserted in
 order of first occurrence. Rows used since plan ``i - depth`` are pinned; if that leaves too few victims the
-depth shrinks for this plan, and if batch ``i`` alone does not fit, its last misses overflow: they are used
-from a transient pad and are not resident afterwards. The hooks that run are the ones that the live engine
-runs.
+depth shrinks for this plan, and if batch ``i`` alone does not fit, its last misses overflow: they use
+transient overflow slots and are not resident afterwards. The simulator runs the live engine's hooks.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ class Simulation:
 
     @property
     def miss_ratio(self) -> float:
-        """Per access."""
+        """Return the misses per access."""
         return self.access_misses / max(1, self.accesses)
 
     @property
     def unique_miss_ratio(self) -> float:
-        """Per unique row of a batch."""
+        """Return the misses per unique row of a batch."""
         return self.misses / max(1, self.uniques)
 
     @property
     def capacity_miss_ratio(self) -> float:
-        """Per unique row of a batch, compulsory misses left out (a row never written needs no read)."""
+        """Return the misses per unique row without compulsory ones: a row never written needs no read."""
         return (self.misses - self.compulsory) / max(1, self.uniques)
 
 
@@ -99,8 +98,9 @@ def simulate(
 
 
 def missed_by_row(trace: PreparedTrace, policy: str | Policy | type[Policy], capacity: int) -> np.ndarray:
-    """Of each row its misses and its missed accesses (int64, 2 by rows): ``simulate`` of a trace in batches,
-    with neither window nor depth.
+    """Return the misses and the missed accesses of each row (int64, 2 by rows).
+
+    The figures are as of ``simulate`` for a trace in batches, with neither window nor depth.
     """
     missed = np.zeros((2, trace.footprint), np.int64)
     _simulate_batches(trace, registry.get(policy), capacity, (0, 0, 0), False, "always", missed)
@@ -141,7 +141,7 @@ def _simulate_batches(
 def _simulate_single(
     trace: PreparedTrace, policy: Policy, capacity: int, window: int, on_demand: int, announces: bool
 ) -> Simulation:
-    """One access per batch, nothing in flight: the same plans, by a loop made for it."""
+    """Simulate one access per batch and nothing in flight: the same plans, by a loop made for this case."""
     cache = _new_cache(trace.footprint, capacity, announces)._asdict()
     state = {"rows": trace.rows, "next_batch": trace.next_batch, "keys": trace.keys, **cache}
     counts = replay(policy, policy.compile(capacity), state, window, on_demand)
@@ -207,8 +207,10 @@ def _new_slots(n: int) -> _Slots:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _run(trace, hooks, gates, cache, buffers, setting, missed_of):
-    """All plans; ``((plan or misses, access misses, compulsory, overflowed, refused, shrunk plans),
-    fault)``. ``missed_of`` (2 by rows, or by 0) gets the misses and missed accesses of each row.
+    """Run all plans; return ``(figures, fault)``.
+
+    The figures are plan or misses, access misses, compulsory, overflowed, refused, shrunk plans.
+    ``missed_of`` (2 by rows, or by 0) gets the misses and missed accesses of each row.
     """
     rows, uses, next_batch, offsets, keys = trace
     depth, window, on_demand = setting
@@ -325,7 +327,7 @@ def _missed_accesses(rows, uses, missed, n, missed_of):
 
 @njit(error_model="numpy", forceinline=True)
 def _admitted(gates, n, now, miss, missed, admitted):
-    """Drop the misses that a gate refuses; number of the others."""
+    """Drop the misses that a gate refuses; return the number of misses left."""
     if gates[0][1] == 0 and gates[1][1] == 0:
         return n
     admitted[:n] = 1

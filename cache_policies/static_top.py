@@ -34,7 +34,7 @@ class StaticTop(Policy):
     name = "static_top"
 
     def __init__(self, keys: np.ndarray | None = None, counts: np.ndarray | None = None) -> None:
-        """``keys`` (integers without repeats) and how often each is used (integers, not negative)."""
+        """Take ``keys`` (integers without repeats) and how often each is used (integers, not negative)."""
         self.keys = np.zeros(0, np.uint64) if keys is None else np.ascontiguousarray(keys, np.uint64)
         self.counts = np.zeros(0, np.int64) if counts is None else np.ascontiguousarray(counts, np.int64)
         if self.keys.ndim != 1 or self.keys.shape != self.counts.shape or (self.counts < 0).any():

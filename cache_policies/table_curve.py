@@ -39,8 +39,9 @@ class TableCurve:
         return np.maximum(0.0, missed[:-1] - missed[1:])
 
     def cacheability(self, bins: int = 100) -> float:
-        """Area under the miss-ratio curve over the table's size, first uses left out (0: all reuse is at
-        once).
+        """Return the area under the miss-ratio curve over the table's size, without first uses.
+
+        0 means that all reuse is at once.
         """
         histogram = self.reuse_histogram(bins)
         if not histogram.sum():
@@ -48,8 +49,9 @@ class TableCurve:
         return float((1 - np.cumsum(histogram) / histogram.sum()).mean())
 
     def offload_stats(self, bins: int = 100) -> dict[str, Any]:
-        """Arguments of torchrec's ``EmbeddingOffloadStats``, by which its scale-up proposer sizes caches;
-        make a tensor of ``mrc_hist_counts``.
+        """Return the arguments of torchrec's ``EmbeddingOffloadStats``.
+
+        torchrec's scale-up proposer sizes caches by them. The caller makes a tensor of ``mrc_hist_counts``.
         """
         return {
             "cacheability": self.cacheability(bins),
@@ -59,7 +61,7 @@ class TableCurve:
         }
 
     def points(self) -> dict[str, list[float]]:
-        """LRU misses per unique row of a batch at sizes up to the rows used."""
+        """Return LRU misses per unique row of a batch at sizes up to the rows used."""
         sizes = np.unique(np.geomspace(1, max(1, self.footprint), _POINTS).round().astype(np.int64))
         capacity = self.curve.capacity_miss_ratio(sizes)
         return {
@@ -70,8 +72,9 @@ class TableCurve:
 
 
 def planner_document(source: str, curves: Iterable[TableCurve], bins: int = 100) -> dict[str, Any]:
-    """Plain JSON that ``tierstore plan --stats`` reads (docs/reference/policies.md), of the tables that were
-    used; with ``offload_stats`` of each.
+    """Return the plain JSON of the used tables that ``tierstore plan --stats`` reads.
+
+    Each table has its ``offload_stats`` (docs/reference/policies.md).
     """
     return {
         "format": FORMAT,

@@ -18,7 +18,7 @@ _GONE = -1
 
 
 def new_uses(capacity: int) -> dict[str, np.ndarray]:
-    """Arrays for slots ``0 .. capacity - 1``, none of them used."""
+    """Return arrays for slots ``0 .. capacity - 1``, none of them used."""
     return {
         "use": np.zeros(2 * capacity + AHEAD, np.int32),  # the log: slots
         "used_at": np.full(capacity, _GONE, np.int32),  # per slot: position of its last use
@@ -36,7 +36,7 @@ def fetch(s, slots, i):
 
 @njit(error_model="numpy", forceinline=True)
 def use(s, slot):
-    """``slot`` becomes the newest."""
+    """Make ``slot`` the newest."""
     if s.end[0] == s.use.size:
         _drop_stale(s)
     end = s.end[0]
@@ -47,7 +47,7 @@ def use(s, slot):
 
 @njit(error_model="numpy", forceinline=True)
 def drop(s, slot):
-    """``slot`` has no use any more."""
+    """Forget the uses of ``slot``."""
     s.used_at[slot] = _GONE
 
 

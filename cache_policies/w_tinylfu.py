@@ -22,7 +22,7 @@ _SAMPLE = 10  # uses per slot between halvings
 
 @njit(error_model="numpy", forceinline=True)
 def _counter(hash_, row, width):
-    """Which of a row's ``width`` counters belongs to a 32-bit hash."""
+    """Return which of a row's ``width`` counters belongs to a 32-bit hash."""
     word = ((np.uint64(hash_) + np.uint64(1)) * _MULTIPLIERS[row]) >> np.uint64(32)
     return row * width + np.int64((word * np.uint64(width)) >> np.uint64(32))
 

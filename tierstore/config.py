@@ -36,7 +36,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:
-    """Bytes of ``size``: an integer, or a string such as "64MiB", "1.5 GiB", "64MB" (decimal) or "4096".
+    """Return the bytes of ``size``: an integer, or a string as "64MiB", "1.5 GiB", "64MB" (decimal), "4096".
 
     Raises ``ConfigError`` that starts with ``name`` and says which forms work.
     """
@@ -56,7 +56,7 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
 
 
 def format_bytes(size: int) -> str:
-    """``size`` bytes for people, in binary units: ``"1.5 GiB"``, ``"64 MiB"``, ``"272 B"``."""
+    """Return ``size`` bytes for people, in binary units: ``"1.5 GiB"``, ``"64 MiB"``, ``"272 B"``."""
     value, unit = float(size), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
         if abs(value) < 1024 or unit == "PiB":
@@ -68,15 +68,15 @@ def format_bytes(size: int) -> str:
 
 @dataclass(frozen=True)
 class TableOverride:
-    """What one table has different from the module's arguments; ``None`` keeps those."""
+    """What one table has different from the module's arguments; ``None`` keeps the module's argument."""
 
     init: Any = None
     """Rule of the initial values, as the module's ``init``."""
     seed: int | None = None
     hbm: int | str | None = None
     """Bytes of ``hbm`` that the table has to itself, metadata included: it never has fewer or more. With room
-    for all of its rows none of them ever leaves. None: it shares what the others leave, unless it is so small
-    that it is kept whole."""
+    for all of its rows no row ever leaves. None: the table shares what such tables leave, unless it is so
+    small that it is kept whole."""
     uvm: int | str | None = None
     """The same of ``uvm``."""
     hbm_share: int | None = None
@@ -106,7 +106,7 @@ class TierConfig:
     - ``engine``: the row store, one of :data:`ENGINE_NAMES`.
     - ``policy``: which rows leave a memory tier: a name of ``cache_policies`` or a policy object.
     - ``admission``: which missed rows get a slot in ``hbm`` at all: "always", "counter(n)", "bloom(n)" or an
-      admission filter of ``cache_policies``. The others are used from a transient pad and written through.
+      admission filter of ``cache_policies``. Other rows use transient overflow slots and are written through.
     - ``depth``: batches that are fetched ahead, 0 to 64, or "auto".
     - ``window``: batches whose ids are looked at ahead, or "auto".
     - ``tables``: per-table overrides by table name.
@@ -149,12 +149,12 @@ class TierConfig:
 
     @property
     def keeps_all(self) -> bool:
-        """True for ``hbm="all"``: one memory tier that grows with the rows touched."""
+        """Tell whether ``hbm`` is ``"all"``: one memory tier that grows with the rows touched."""
         return self.hbm == "all"
 
     @property
     def ssd_cap(self) -> int:
-        """Most bytes that the store's files may take; 0 for no store."""
+        """Return the most bytes that the store's files may take; 0 for no store."""
         return _AUTO_SSD if self.ssd == "auto" else int(self.ssd)
 
     def table(self, name: str) -> TableOverride:

@@ -49,7 +49,7 @@ class ClosedError(TierStoreError, RuntimeError):
 
 
 class GradientError(TierStoreError, ArithmeticError):
-    """A gradient was NaN or infinite (``TierConfig(check_gradients=True)``); those rows were not updated."""
+    """A gradient was NaN or infinite (``TierConfig(check_gradients=True)``); its rows were not updated."""
 
 
 class RankError(TierStoreError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Initial values of rows: pure functions of (seed, table name, id, column), whatever the tier or the
+"""Initial values of rows: pure functions of (seed, table name, id, column), not of the tier or the
 order of arrival."""
 
 from __future__ import annotations
@@ -41,23 +41,25 @@ class Init:
 
 
 def constant(value: float) -> Init:
-    """Every element ``value``."""
+    """Set each element to ``value``."""
     return Init("constant", value)
 
 
 def uniform(low: float, high: float) -> Init:
-    """Elements drawn uniformly from [low, high)."""
+    """Draw elements uniformly from [low, high)."""
     return Init("uniform", low, high)
 
 
 def normal(mean: float = 0.0, std: float = 1.0) -> Init:
-    """Elements drawn from a normal distribution."""
+    """Draw elements from a normal distribution."""
     return Init("normal", mean, std)
 
 
 def as_init(value: Any, default: Init) -> Init:
-    """``None`` → default; an ``Init``; "zeros"; a number (constant); or a mapping as of
-    :meth:`Init.to_dict`."""
+    """Return the ``Init`` of ``None`` (``default``), an ``Init``, "zeros", a number or a mapping.
+
+    A number is a constant; a mapping is as :meth:`Init.to_dict` gives it.
+    """
     if value is None:
         return default
     if isinstance(value, Init):

@@ -13,7 +13,7 @@ MAX_TABLE = (1 << 16) - 1
 
 
 def make_keys(table: int, ids: ArrayLike) -> NDArray[np.uint64]:
-    """Keys ``table << 48 | id`` of ``ids`` (any integer array), as uint64 of the same shape.
+    """Return the keys ``table << 48 | id`` of ``ids`` (any integer array), as uint64 of the same shape.
 
     Raises ``InputError`` when the table is not in [0, 65535], or an id is not an integer in [0, 2**48).
     """
@@ -31,6 +31,6 @@ def make_keys(table: int, ids: ArrayLike) -> NDArray[np.uint64]:
 
 
 def split(keys: NDArray[np.uint64]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
-    """Tables (uint16) and ids (int64) of ``keys``: the inverse of :func:`make_keys`."""
+    """Return the tables (uint16) and ids (int64) of ``keys``: the inverse of :func:`make_keys`."""
     keys = np.asarray(keys, np.uint64)
     return (keys >> np.uint64(ID_BITS)).astype(np.uint16), (keys & np.uint64(MAX_ID)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Files that commands write their results to: made sure of first, written at the end. And the machine."""
+"""Files that commands write their results to: checked before the work, written after it."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@
 
 #include "bindings/arrays.h"
 #include "bindings/registry.h"
+#include "cache/reserved_memory.h"
 #include "kernels/bags.h"
 #include "kernels/init.h"
 #include "kernels/optimizer.h"
@@ -22,12 +23,32 @@ inline void Require(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
-// Memory of rows that `owner` keeps. Throws std::invalid_argument unless row_bytes is a multiple of 16.
+// Rows by slot: an arena of their own, or the memory of an array. Throws std::invalid_argument unless
+// row_bytes is a multiple of 16.
 class HostRows {
  public:
-  HostRows(std::uint8_t* base, std::int64_t row_bytes, pybind11::object owner)
-      : rows_{base, row_bytes}, owner_(std::move(owner)) {
-    Require(row_bytes > 0 && row_bytes % 16 == 0, "row_bytes must be a positive multiple of 16");
+  // Address space for so many slots, none of which has memory yet. Throws AddressSpaceError.
+  HostRows(std::int64_t slots, std::int64_t row_bytes) : slots_(slots), rows_{nullptr, row_bytes} {
+    CheckRowBytes();
+    Require(slots >= 1, "rows need at least one slot");
+    arena_.emplace(Bytes(slots));
+    rows_.base = reinterpret_cast<std::uint8_t*>(arena_->data());
+  }
+  // The rows of an array (n, row_bytes).
+  explicit HostRows(Array<std::uint8_t> array)
+      : slots_(array.shape(0)), rows_{array.mutable_data(), array.shape(1)}, array_(std::move(array)) {
+    CheckRowBytes();
+  }
+
+  // The first `slots` slots have memory from now on, zeros at first; where an arena is, it does not move.
+  // Throws AddressSpaceError.
+  void Commit(std::int64_t slots) {
+    Require(slots <= slots_, "there are not so many slots");
+    if (arena_) arena_->Commit(Bytes(slots));
+  }
+  // The slots from `first` on hold no rows any more; an arena gives their pages back until they are written.
+  void Discard(std::int64_t first) {
+    if (arena_) arena_->Discard(Bytes(first));
   }
 
   std::int64_t row_bytes() const { return rows_.row_bytes; }
@@ -39,8 +60,15 @@ class HostRows {
   }
 
  private:
+  void CheckRowBytes() const {
+    Require(row_bytes() > 0 && row_bytes() % 16 == 0, "row_bytes must be a positive multiple of 16");
+  }
+  std::size_t Bytes(std::int64_t slots) const { return static_cast<std::size_t>(slots * row_bytes()); }
+
+  std::int64_t slots_;
   Rows rows_;
-  pybind11::object owner_;
+  std::optional<ReservedMemory> arena_;
+  pybind11::object array_;
 };
 
 struct InitialValues {

@@ -114,7 +114,10 @@ void BindLookupArguments(py::module_& m) {
                [](std::int64_t dim, const Array<std::int32_t>& slots, const Array<std::int32_t>& inverse) {
                  return LookupArgs{dim, slots, inverse}.Checked();
                }),
-           py::kw_only(), py::arg("dim"), py::arg("slots").noconvert(), py::arg("inverse").noconvert());
+           py::kw_only(), py::arg("dim"), py::arg("slots").noconvert(), py::arg("inverse").noconvert())
+      .def_readonly("dim", &LookupArgs::dim)
+      .def_readonly("slots", &LookupArgs::slots)
+      .def_readonly("inverse", &LookupArgs::inverse);
 }
 
 void BindUpdateArguments(py::module_& m) {
@@ -134,7 +137,15 @@ void BindUpdateArguments(py::module_& m) {
            }),
            py::kw_only(), py::arg("dim"), py::arg("slots").noconvert(), py::arg("csr_start").noconvert(),
            py::arg("csr_positions").noconvert(), py::arg("step"), py::arg("check_finite") = false,
-           py::arg("squares").noconvert() = py::none(), py::arg("means").noconvert() = py::none());
+           py::arg("squares").noconvert() = py::none(), py::arg("means").noconvert() = py::none())
+      .def_readonly("dim", &UpdateArgs::dim)
+      .def_readonly("slots", &UpdateArgs::slots)
+      .def_readonly("csr_start", &UpdateArgs::csr_start)
+      .def_readonly("csr_positions", &UpdateArgs::csr_positions)
+      .def_readonly("step", &UpdateArgs::step)
+      .def_readonly("check_finite", &UpdateArgs::check_finite)
+      .def_readonly("squares", &UpdateArgs::squares)
+      .def_readonly("means", &UpdateArgs::means);
 }
 
 }  // namespace

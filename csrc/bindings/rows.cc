@@ -11,6 +11,8 @@ namespace py = pybind11;
 namespace tierstore {
 namespace {
 
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
 template <typename T>
 T* Pointer(Address address) {
   return reinterpret_cast<T*>(address);
@@ -23,14 +25,18 @@ T* DataOr0(const std::optional<Array<T>>& array) {
 
 HostRows View(Array<std::uint8_t> array) {
   Require(array.ndim() == 2, "rows must have the shape (n, row_bytes)");
-  std::uint8_t* const base = array.mutable_data();
-  const std::int64_t row_bytes = array.shape(1);
-  return {base, row_bytes, std::move(array)};
+  return HostRows(std::move(array));
 }
 
 void RequireRows(const HostRows& rows, const Array<std::uint8_t>& other, std::int64_t n) {
   Require(other.ndim() == 2 && other.shape(1) == rows.row_bytes() && other.shape(0) >= n,
           "the other rows must have the shape (n, row_bytes)");
+}
+
+void Move(const HostRows& self, const Array<std::int32_t>& from, const Array<std::int32_t>& to) {
+  Require(from.size() == to.size(), "source and target differ in length");
+  const py::gil_scoped_release release;
+  MoveRows(self.Of(0), from.data(), to.data(), from.size());
 }
 
 void Initialise(const HostRows& self, const InitialValues& values,
@@ -137,7 +143,15 @@ Array<std::int32_t> BindUpdateRows(const HostRows& self, const UpdateArgs& args,
 
 void BindMoves(py::class_<HostRows>& type) {
   type.def_static("view", &View, py::arg("rows").noconvert(), "The rows of an array, uint8 (n, row_bytes).")
+      .def(py::init<std::int64_t, std::int64_t>(), py::arg("slots"), py::arg("row_bytes"),
+           "Address space for so many slots; commit() gives them memory.")
       .def_property_readonly("row_bytes", &HostRows::row_bytes)
+      .def("commit", &HostRows::Commit, py::arg("slots"), Unlocked(),
+           "Give the first slots memory; it reads as zeros when it is new.")
+      .def("discard", &HostRows::Discard, py::arg("first"), Unlocked(),
+           "Give the memory of the slots from first on back, until they are written again.")
+      .def("move", &Move, py::arg("source").noconvert(), py::arg("target").noconvert(),
+           "Copy the rows at source to target (int32[n] slots, none twice).")
       .def("initialise", &Initialise, py::arg("values"), py::arg("slots").noconvert(),
            py::arg("keys").noconvert(),
            "Write the initial records of keys (uint64[n]) at slots (int32[n], or None: 0..n-1).")
@@ -172,6 +186,7 @@ void BindCompute(py::class_<HostRows>& type) {
 }  // namespace
 
 TIERSTORE_BINDINGS(rows) {
+  py::register_exception<AddressSpaceError>(m, "AddressSpaceError", PyExc_RuntimeError);
   BindRowArguments(m);
   py::class_<HostRows> type(m, "HostRows",
                             "Rows of row_bytes bytes in host memory, addressed by slot: weights, optimizer "

@@ -2,8 +2,9 @@
 // their owner alive; callers do not write to them.
 #include "cache/tier.h"
 
+#include <optional>
+
 #include "bindings/arrays.h"
-#include "bindings/host_rows.h"
 #include "bindings/registry.h"
 
 namespace py = pybind11;
@@ -44,6 +45,16 @@ py::tuple DepartureArrays(Departures rows) {
                         Owned(std::move(rows.dirty)), Owned(std::move(rows.next_use)));
 }
 
+// (from, to)
+py::tuple MoveArrays(Moves moves) {
+  return py::make_tuple(Owned(std::move(moves.from)), Owned(std::move(moves.to)));
+}
+
+Moves Aborted(Tier& tier, Plan* plan) {
+  const py::gil_scoped_release unlocked;
+  return tier.Abort(plan);
+}
+
 void BindPlan(py::module_& m) {
   py::class_<Plan>(m, "Plan")
       .def_readonly("now", &Plan::now)
@@ -70,13 +81,12 @@ void BindShare(py::module_& m) {
 
 void BindTier(py::module_& m) {
   py::class_<Tier>(m, "Tier")
-      .def(py::init([](std::vector<ShareConfig> shares, std::int64_t row_bytes, bool grows, std::int64_t pad,
+      .def(py::init([](std::vector<ShareConfig> shares, bool grows, std::int64_t pad,
                        std::vector<std::int32_t> share_of) {
-             return std::make_unique<Tier>(
-                 TierConfig{pad, row_bytes, grows, std::move(shares), std::move(share_of)});
+             return std::make_unique<Tier>(TierConfig{pad, grows, std::move(shares), std::move(share_of)});
            }),
-           py::arg("shares"), py::arg("row_bytes"), py::kw_only(), py::arg("grows") = false,
-           py::arg("pad") = 0, py::arg("share_of") = std::vector<std::int32_t>())
+           py::arg("shares"), py::kw_only(), py::arg("grows") = false, py::arg("pad") = 0,
+           py::arg("share_of") = std::vector<std::int32_t>())
       .def_property_readonly_static("BYTES_PER_SLOT", [](py::object) { return Tier::kBytesPerSlot; })
       .def(
           "begin",
@@ -95,7 +105,7 @@ void BindTier(py::module_& m) {
           "evict", [](Tier& tier, std::int64_t since, Plan& plan) { return tier.Evict(since, &plan); },
           py::arg("pinned_since"), py::arg("plan"), Unlocked())
       .def(
-          "prepare", [](Tier& tier, bool use_pad, const Plan& plan) { tier.Prepare(use_pad, plan); },
+          "prepare", [](Tier& tier, bool use_pad, const Plan& plan) { return tier.Prepare(use_pad, plan); },
           py::arg("use_pad"), py::arg("plan"), Unlocked())
       .def(
           "assign",
@@ -105,11 +115,14 @@ void BindTier(py::module_& m) {
           },
           py::arg("keys"), py::arg("use_pad"), py::arg("plan"))
       .def(
-          "abort", [](Tier& tier, Plan& plan) { tier.Abort(&plan); }, py::arg("plan"), Unlocked())
+          "abort", [](Tier& tier, Plan& plan) { return MoveArrays(Aborted(tier, &plan)); }, py::arg("plan"),
+          "Returns (from, to), int32: rows at these slots are to be moved.")
       .def(
           "release",
-          [](Tier& tier, const Array<std::int32_t>& slots) { tier.Release(slots.data(), slots.size()); },
-          py::arg("slots"))
+          [](Tier& tier, const Array<std::int32_t>& slots) {
+            return MoveArrays(tier.Release(slots.data(), slots.size()));
+          },
+          py::arg("slots"), "Returns what abort returns.")
       .def("drainable", [](const Tier& tier) { return DepartureArrays(tier.Drainable()); })
       .def(
           "drained",
@@ -173,15 +186,9 @@ void BindTier(py::module_& m) {
             return Owned(tier.ResidentSlots(dirty, from, limit));
           },
           py::arg("only_dirty"), py::arg("start"), py::arg("limit"))
-      .def_property_readonly("rows",
-                             [](py::object self) {
-                               const auto& tier = self.cast<Tier&>();
-                               return HostRows(reinterpret_cast<std::uint8_t*>(tier.rows()), tier.row_bytes(),
-                                               self);
-                             })
+      .def_property_readonly("committed", &Tier::committed, "So many slots must have room for a row.")
       .def("table_rows", &Tier::TableRows, Unlocked(), "Rows of every table that are here.")
       .def_property_readonly("capacity", &Tier::capacity)
-      .def_property_readonly("row_bytes", &Tier::row_bytes)
       .def_property_readonly("pad_in_use", &Tier::pad_in_use)
       .def_property_readonly("metadata_bytes", &Tier::metadata_bytes)
       .def_property_readonly("policy_seconds", &Tier::policy_seconds)
@@ -193,7 +200,6 @@ void BindTier(py::module_& m) {
 TIERSTORE_BINDINGS(tier) {
   py::register_exception<PolicyFault>(m, "PolicyFault", PyExc_RuntimeError);
   py::register_exception<PadFull>(m, "PadFull", PyExc_RuntimeError);
-  py::register_exception<AddressSpaceError>(m, "AddressSpaceError", PyExc_RuntimeError);
   BindShare(m);
   BindPlan(m);
   BindTier(m);

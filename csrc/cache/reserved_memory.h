@@ -1,4 +1,4 @@
-// Address space reserved once and committed as it is used, so that a tier's rows stay at one address while a
+// Address space reserved once and committed as it is used, so that rows stay at one address while a
 // tier without a fixed budget, or a batch that overflows its tier, grows behind them. A forked child has none
 // of it (common/fork.h).
 #pragma once

@@ -36,15 +36,12 @@ Tier::Tier(const TierConfig& config)
       shares_(SharesOf(config)),
       capacity_(shares_.back().begin + shares_.back().config.capacity),
       limit_(static_cast<std::size_t>(capacity_ + config.pad)),
-      arena_(limit_ * static_cast<std::size_t>(config.row_bytes)),
       row_(limit_),
       last_use_(limit_),
       dirty_(limit_),
       resident_(limit_),
       index_(&row_.data()->key, sizeof(Row) / sizeof(std::uint64_t), config.grows ? 0 : capacity_) {
-  if (capacity_ < 1 || config.row_bytes < 16 || config.row_bytes % 16 != 0) {
-    throw std::invalid_argument("a tier needs at least one slot, and rows of a multiple of 16 bytes");
-  }
+  if (capacity_ < 1) throw std::invalid_argument("a tier needs at least one slot");
   if (!config.grows) CommitSlots(capacity_);
 }
 
@@ -70,7 +67,6 @@ void Tier::Tell(PolicyHooks::Use hook, const Share& share, const Uses& uses, std
 void Tier::CommitSlots(std::int64_t slots) {
   if (slots <= committed_) return;
   const auto size = std::min(static_cast<std::size_t>(slots + kGrowthStep), limit_);
-  arena_.Commit(size * static_cast<std::size_t>(config_.row_bytes));
   row_.Commit(size);
   last_use_.Commit(size);
   dirty_.Commit(size);
@@ -215,12 +211,12 @@ std::int32_t Tier::TakeSlot(Share* share) {
   return static_cast<std::int32_t>(slot);
 }
 
-void Tier::Prepare(bool use_pad, const Plan& plan) {
+std::int64_t Tier::Prepare(bool use_pad, const Plan& plan) {
   const auto admitted = static_cast<std::int64_t>(plan.misses.size()) - plan.refused;
   if (config_.grows) CommitSlots(std::min(capacity_, shares_[0].fresh + admitted));
   const std::int64_t past = use_pad ? plan.needed + plan.refused : 0;
   const std::int64_t fresh = past - static_cast<std::int64_t>(pad_free_.size());
-  if (fresh <= 0) return;
+  if (fresh <= 0) return committed_;
   const auto pad = static_cast<std::int64_t>(pad_users_.size()) + fresh;
   if (pad > config_.pad) {
     throw PadFull("the rows in use at once exceed the tier's " + std::to_string(capacity_) + " slots by " +
@@ -228,6 +224,7 @@ void Tier::Prepare(bool use_pad, const Plan& plan) {
                   " of them");
   }
   CommitSlots(capacity_ + pad);
+  return committed_;
 }
 
 void Tier::Assign(const std::uint64_t* keys, bool use_pad, Plan* plan) {

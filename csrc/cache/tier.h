@@ -1,9 +1,9 @@
-// A memory tier: an arena of rows, the index of which slot holds which key, and the policy that chooses
-// victims.
+// The slots of a memory tier: the index of which slot holds which key, and the policy that chooses victims.
+// The rows at these slots belong to a device (bindings/host_rows.h), which the tier knows nothing of.
 //
 // One thread plans at a time and holds the tier's lock (the caller's) while it calls anything here except
 // MarkDirty, which the computing thread calls for slots that its own unreleased lookup pins. Rows are moved
-// by the caller: the tier hands out slots.
+// by the caller, before it calls anything else: the tier hands out slots.
 //
 // The slots are divided into shares, each with a policy of its own that numbers its slots from 0; a table has
 // its rows in one share. A share without a policy holds every row that it is given (the tables that are
@@ -36,7 +36,6 @@ struct ShareConfig {
 
 struct TierConfig {
   std::int64_t pad = 0;                // slots behind the shares' for which address space is reserved
-  std::int64_t row_bytes = 0;          // a multiple of 16
   bool grows = false;                  // memory is taken as slots are first used, not at once
   std::vector<ShareConfig> shares;     // one at least; a tier that grows has one only
   std::vector<std::int32_t> share_of;  // of each table; tables behind them belong to share 0
@@ -54,6 +53,11 @@ struct Departures {
   PageVector<std::uint64_t> keys;
   PageVector<std::uint8_t> dirty;
   PageVector<std::int64_t> next_use;
+};
+
+// Rows that are to be copied from slot to slot; no slot occurs twice.
+struct Moves {
+  PageVector<std::int32_t> from, to;
 };
 
 // What a plan wants of one share: its misses are [begin, end) of the plan's, refused ones last.
@@ -93,18 +97,22 @@ class Tier {
   // (refused or past capacity: pad) and forgets the victims. Between Begin and Assign all rows are still
   // found where they were. Before Evict, lookups older than `pinned_since` must have been released here.
   // Evict throws PolicyFault; the plan is to be aborted then. Prepare takes what memory Assign needs, so that
-  // Assign itself cannot fail; it throws AddressSpaceError, or PadFull, and the plan is to be aborted then.
+  // Assign itself cannot fail, and returns how many slots must have room for a row by then; it throws
+  // AddressSpaceError, or PadFull, and the plan is to be aborted then.
   void Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now,
              bool absent, Plan* plan);
   std::int64_t Evict(std::int64_t pinned_since, Plan* plan);
-  void Prepare(bool use_pad, const Plan& plan);
+  std::int64_t Prepare(bool use_pad, const Plan& plan);
   void Assign(const std::uint64_t* keys, bool use_pad, Plan* plan);
-  // Before Assign, when rows could not be moved: the victims stay.
-  void Abort(Plan* plan);
+  // Before Assign, when rows could not be moved: the victims stay. The returned rows are to be moved, as by
+  // Release.
+  Moves Abort(Plan* plan);
 
-  // A lookup that used `slots` is over: pad rows without further users move home, or become drainable.
-  void Release(const std::int32_t* slots, std::int64_t n);
-  // Rows of the pad that no lookup uses any more; once they are written down, Drained() forgets them.
+  // A lookup that used `slots` is over: pad rows without further users become drainable, or are returned to
+  // be moved home.
+  Moves Release(const std::int32_t* slots, std::int64_t n);
+  // Rows of the pad that no lookup uses any more; once they are written down, Drained() forgets them. When
+  // the pad is empty, its rows need no memory any more.
   Departures Drainable() const;
   void Drained(const std::int32_t* slots, std::int64_t n);
 
@@ -125,11 +133,11 @@ class Tier {
 
   std::uint64_t key(std::int32_t slot) const { return row_[slot].key; }
   const std::uint8_t* dirty() const { return dirty_.data(); }
-  std::byte* rows() const { return arena_.data(); }
   std::int64_t capacity() const { return capacity_; }
   // Rows of each table that are here, those in the pad excepted.
   std::vector<std::int64_t> TableRows() const;
-  std::int64_t row_bytes() const { return config_.row_bytes; }
+  // So many slots must have room for a row.
+  std::int64_t committed() const { return committed_; }
   std::int64_t size() const { return index_.size(); }
   std::int64_t pad_in_use() const;
   std::int64_t metadata_bytes() const;
@@ -177,7 +185,7 @@ class Tier {
   void TakeVictim(std::int32_t slot, Departures* victims);
   std::int32_t TakeSlot(Share* share);
   std::int32_t TakePadSlot();
-  void MoveHome(std::int32_t slot);
+  std::int32_t MoveHome(std::int32_t slot);
   void ForgetPadSlot(std::int32_t slot);
   bool Resident(std::int32_t slot) const { return resident_[static_cast<std::size_t>(slot)] != kEmpty; }
 
@@ -193,7 +201,6 @@ class Tier {
   std::vector<Share> shares_;
   std::int64_t capacity_;  // slots of all shares
   std::size_t limit_;      // slots, the pad's included, for which address space is reserved
-  ReservedMemory arena_;
   ReservedArray<Row> row_;
   ReservedArray<std::int64_t> last_use_;  // apart: policies are given it
   ReservedArray<std::uint8_t> dirty_;

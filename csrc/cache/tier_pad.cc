@@ -1,5 +1,4 @@
 // The transient pad of a memory tier: rows that were not admitted or do not fit, until nobody uses them.
-#include <cstring>
 #include <stdexcept>
 
 #include "cache/tier.h"
@@ -28,27 +27,30 @@ void Tier::ForgetPadSlot(std::int32_t slot) {
   pad_free_.push_back(slot);
 }
 
-void Tier::MoveHome(std::int32_t slot) {
+// The slot that the row at a pad slot was given, where it is found from now on.
+std::int32_t Tier::MoveHome(std::int32_t slot) {
   const std::int32_t home = pad_home_[slot - capacity_];
-  const auto row_bytes = static_cast<std::size_t>(config_.row_bytes);
-  std::memcpy(arena_.data() + static_cast<std::size_t>(home) * row_bytes,
-              arena_.data() + static_cast<std::size_t>(slot) * row_bytes, row_bytes);
   dirty_[home] = dirty_[slot];
   ForgetPadSlot(slot);
   resident_[home] = kRow;
   index_.Insert(home);
+  return home;
 }
 
-void Tier::Release(const std::int32_t* slots, std::int64_t n) {
-  if (pad_users_.empty()) return;
+Moves Tier::Release(const std::int32_t* slots, std::int64_t n) {
+  Moves moves;
+  if (pad_users_.empty()) return moves;
   for (std::int64_t i = 0; i < n; ++i) {
     const std::int64_t pad = slots[i] - capacity_;
     if (pad < 0 || --pad_users_[pad] > 0) continue;
-    if (pad_home_[pad] >= 0)
-      MoveHome(slots[i]);
-    else
+    if (pad_home_[pad] < 0) {
       pad_drainable_.push_back(slots[i]);
+      continue;
+    }
+    moves.from.push_back(slots[i]);
+    moves.to.push_back(MoveHome(slots[i]));
   }
+  return moves;
 }
 
 Departures Tier::Drainable() const {
@@ -70,7 +72,6 @@ void Tier::Drained(const std::int32_t* slots, std::int64_t n) {
   pad_users_.clear();
   pad_home_.clear();
   pad_free_.clear();
-  arena_.Discard(static_cast<std::size_t>(capacity_ * config_.row_bytes));
 }
 
 std::int64_t Tier::pad_in_use() const {

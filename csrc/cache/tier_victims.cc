@@ -75,7 +75,7 @@ std::int64_t Tier::EvictFrom(const Share& share, std::int64_t needed, std::int64
   return found;
 }
 
-void Tier::Abort(Plan* plan) {
+Moves Tier::Abort(Plan* plan) {
   const Departures& victims = plan->victims;
   std::vector<Uses> back(shares_.size());
   for (std::size_t i = 0; i < victims.slots.size(); ++i) {
@@ -88,7 +88,7 @@ void Tier::Abort(Plan* plan) {
     if (shares_[s].config.policy) Tell(shares_[s].config.policy.insert, shares_[s], back[s], plan->now);
   }
   std::erase_if(plan->slots, [](std::int32_t slot) { return slot < 0; });
-  Release(plan->slots.data(), static_cast<std::int64_t>(plan->slots.size()));
+  return Release(plan->slots.data(), static_cast<std::int64_t>(plan->slots.size()));
 }
 
 }  // namespace tierstore

@@ -41,4 +41,8 @@ void CopyIn(Rows rows, const std::int32_t* slots, const std::int32_t* source, st
               });
 }
 
+void MoveRows(Rows rows, const std::int32_t* from, const std::int32_t* to, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) std::memcpy(rows.At(to[i]), rows.At(from[i]), rows.row_bytes);
+}
+
 }  // namespace tierstore

@@ -19,5 +19,7 @@ void CopyOut(Rows rows, const std::int32_t* slots, std::int64_t n, std::uint8_t*
 // rows[slots[i]] = from[source ? source[i] : i]; slots must not repeat.
 void CopyIn(Rows rows, const std::int32_t* slots, const std::int32_t* source, std::int64_t n,
             const std::uint8_t* from);
+// rows[to[i]] = rows[from[i]]; no slot occurs twice.
+void MoveRows(Rows rows, const std::int32_t* from, const std::int32_t* to, std::int64_t n);
 
 }  // namespace tierstore

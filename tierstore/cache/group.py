@@ -192,7 +192,7 @@ class TierGroup:
         except BaseException:
             if not placed:
                 with self.residency_lock:
-                    fast.abort(plan)
+                    self.fast.abort(plan)
             raise
 
     def _begin(self, pinned: PinnedRows, announced: bool) -> Any:
@@ -251,8 +251,8 @@ class TierGroup:
         native, capacity = self.fast.native, self.fast.capacity
         slots = plan.slots[plan.absent]
         native.remove(slots[slots < capacity])
-        native.drained(slots[slots >= capacity])  # before the others: it forgets what is drainable
-        native.release(np.delete(plan.slots, plan.absent))
+        self.fast.drained(slots[slots >= capacity])  # before the others: it forgets what is drainable
+        self.fast.release(np.delete(plan.slots, plan.absent))
         self.below.restore(found, missing, plan.now)
 
     def _demote(self, plan: Any, seq: int) -> None:
@@ -314,10 +314,10 @@ class TierGroup:
         if not native.pad_in_use:
             return
         for slots in returned:
-            native.release(slots)
+            self.fast.release(slots)
         drained = native.drainable()
         self._hand_down(drained, self._planned)
-        native.drained(drained[0])
+        self.fast.drained(drained[0])
 
     def _fill(self, slots: NDArray[np.int32], keys: Keys, below: Below) -> None:
         """Puts rows at ``slots`` of the fast tier: those from below, and initial values for the others."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
+from tierstore.cache.device import DeviceRows
 from tierstore.cache.stats import Before
 from tierstore.cache.uninterrupted import Gate
 
@@ -21,7 +22,7 @@ class Rows:
     """Rows of one deduplicated lookup in ``device_rows``: unique row u is at slot ``slots[u]``, position p
     uses ``inverse[p]`` (-1: skipped)."""
 
-    device_rows: _core.HostRows
+    device_rows: DeviceRows
 
     def __init__(self, group: TierGroup, batch: Any) -> None:
         self.group = group
@@ -45,7 +46,7 @@ class ReadRows(Rows):
     def __init__(self, group: TierGroup, batch: Any, data: NDArray[np.uint8]) -> None:
         super().__init__(group, batch)
         self.data = data
-        self.device_rows = _core.HostRows.view(data)
+        self.device_rows = group.fast.plan.device.load(data)
         self.slots = np.arange(len(data), dtype=np.int32)
 
 

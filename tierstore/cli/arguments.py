@@ -1,4 +1,4 @@
-"""What is checked of every command's arguments before it does anything."""
+"""Checks of every command's arguments, before the command does anything."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A training run that can go on: when it is saved, and whether what a folder holds is the run that is asked
-for."""
+"""A training run that can go on: when it is saved, and whether a folder holds the run that is asked for."""
 
 from __future__ import annotations
 
@@ -54,13 +53,13 @@ def check(args: argparse.Namespace) -> None:
             if given:
                 raise ConfigError(f"{option} needs --checkpoint DIR, the folder of the run's checkpoints")
         return
-    said = checkpoint.read_extra(folder)
+    extra = checkpoint.read_extra(folder)
     if args.resume:
-        if said is not None:
-            _check_options(args, folder, said)
+        if extra is not None:
+            _check_options(args, folder, extra)
         return
     for path, there, what in (
-        (folder, said is not None, "checkpoint"),
+        (folder, extra is not None, "checkpoint"),
         (store, (store / _STORE_FILE).exists(), "store"),
     ):
         if there:
@@ -69,12 +68,12 @@ def check(args: argparse.Namespace) -> None:
             )
 
 
-def _check_options(args: argparse.Namespace, folder: Path, said: Any) -> None:
-    if not isinstance(said, dict) or "options" not in said:
+def _check_options(args: argparse.Namespace, folder: Path, extra: Any) -> None:
+    if not isinstance(extra, dict) or "options" not in extra:
         raise ConfigError(f"--resume: {folder} holds no checkpoint of tierstore train; give another folder")
     now = _options(args)
     different = [
-        f"--{key.replace('_', '-')} {was}" for key, was in said["options"].items() if now.get(key) != was
+        f"--{key.replace('_', '-')} {was}" for key, was in extra["options"].items() if now.get(key) != was
     ]
     if different:
         raise ConfigError(f"--resume: the run in {folder} had {', '.join(different)}; repeat that")
@@ -85,7 +84,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Saver:
-    """Saves a trainer to ``folder`` every ``--checkpoint-every`` batches, and when it is told to.
+    """Saves a trainer to ``folder`` every ``--checkpoint-every`` batches, and when :meth:`save` is called.
 
     ``peak_rss_bytes`` gives the most memory that the run had so far.
     """

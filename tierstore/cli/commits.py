@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         subparsers,
         "commits",
         "list the kept commits of a store",
-        "Lists the commits that a store keeps: the last ones, and those with a tag. Each can be "
+        "Lists the commits that a store keeps: the last ones, and each with a tag. A commit can be "
         "opened (open_store(DIR, at=…)) or exported (tierstore export --at). Changes nothing without "
         "--drop, so the directory may be read-only, and a native store may be in use.",
         ["tierstore commits runs/42/store", "tierstore commits runs/42/store --drop best"],
@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "--drop",
         metavar="COMMIT",
         type=parse_commit,
-        help="give up this commit, named by number or tag, so that the space that only it needs comes back; "
+        help="drop this commit, named by number or tag, and win back the space that only it needs; "
         "not the newest",
     )
     return parser

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compact(store: DirectoryStore) -> int:
-    """Compacts, and moves the last commit to what has come out of it; returns how many commits are kept."""
+    """Compact, move the last commit to the result, and return how many commits are kept."""
     commits = store.commits()
     if commits and store.engine in ("native", "rocksdb"):
         store.compact()

@@ -33,7 +33,7 @@ class Comparison:
 
 
 def touched_ids(batches: Iterable[Batch]) -> dict[str, NDArray[np.int64]]:
-    """Distinct ids by key of the batches' sparse part, ascending."""
+    """Return the distinct ids by key of the batches' sparse part, ascending."""
     parts: dict[str, list[NDArray[np.int64]]] = {}
     for batch in batches:
         for key, jagged in batch.sparse.to_dict().items():
@@ -64,7 +64,7 @@ def compare(left: Trainer, right: Trainer, ids: Mapping[str, NDArray[np.int64]])
 
 
 def dense_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """Parameters and buffers of the model outside its tables, by name."""
+    """Return the parameters and buffers of the model outside its tables, by name."""
     with without_rows():
         return dict(trainer.model.state_dict())
 
@@ -75,7 +75,7 @@ def _row_tensors(trainer: Trainer, table: str, ids: Tensor) -> dict[str, Tensor]
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether shape, dtype and bytes are equal; unlike for ``==``, 0.0 is not -0.0 and NaN equals itself."""
+    """Tell whether shape, dtype and bytes are equal; unlike for ``==``, 0.0 is not -0.0 and NaN is itself."""
     same_kind = left.shape == right.shape and left.dtype == right.dtype
     return same_kind and torch.equal(_bytes(left), _bytes(right))
 
@@ -85,6 +85,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _first_difference(left: Tensor, right: Tensor) -> int:
-    """Row of the first difference of two tensors of one shape and dtype."""
+    """Return the row of the first difference of two tensors of one shape and dtype."""
     different = _bytes(left) != _bytes(right)
     return int(different.nonzero()[0]) // (different.numel() // len(left))

@@ -1,4 +1,4 @@
-"""One call of ``tierstore train``: a run with tiers, if asked another all in memory, and what they showed."""
+"""One call of ``tierstore train``: a run with tiers, a run in memory if asked for, and the report."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Experiment:
         rss: PeakRss,
         saver: Saver | None = None,
     ) -> RunResult | None:
-        """Trains, saves and evaluates; None when a signal ended the training (what it reached is saved)."""
+        """Train, save and evaluate; return None when a signal ended the training, whose progress is saved."""
         self.started = True
         with Display(title) as display, interrupt:
 
@@ -196,7 +196,7 @@ class Experiment:
         print(text, file=sys.stderr)
 
     def _budget(self) -> int:
-        """Bytes of the memory tiers; all of the tables' where they may take what they need."""
+        """Return the bytes of the memory tiers, or of all tables where tiers may take what they need."""
         return self.table_bytes if self.config.keeps_all else int(self.config.hbm) + int(self.config.uvm)
 
     def _options(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "inspect",
         "print what a store directory holds",
         "Prints what a store directory holds: engine, tables, rows, bytes, commits. Changes nothing, "
-        "so the directory may be read-only. Of a store that is in use only the tables are told.",
+        "so the directory may be read-only. Of a store that is in use it prints the tables only.",
         ["tierstore inspect runs/42/store", "tierstore inspect runs/42/store --at best --count --json"],
     )
     parser.add_argument(
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def file_bytes(directory: Path) -> int:
-    """Bytes that all files below occupy, each once."""
+    """Return the bytes that all files below the folder occupy, each file once."""
     sizes = {}
     for path in directory.rglob("*"):
         with suppress(FileNotFoundError):  # the store may be in use, and its files come and go
@@ -119,12 +119,12 @@ def _print(
 
 def _meta_lines(meta: bytes) -> list[str]:
     """Return what a training run wrote with its commit, one fact per line."""
-    said = read_meta(meta)
-    if said is None:
+    extra = read_meta(meta)
+    if extra is None:
         return ["commit: none, or one without training counters"]
-    if isinstance(said, dict):
-        return ["commit:", *(f"  {name}: {value}" for name, value in said.items())]
-    return [f"commit: {said}"]
+    if isinstance(extra, dict):
+        return ["commit:", *(f"  {name}: {value}" for name, value in extra.items())]
+    return [f"commit: {extra}"]
 
 
 def _print_tables(console: Any, identity: StoreIdentity, rows: Mapping[str, int]) -> None:

@@ -35,16 +35,16 @@ class Progress:
 
     @property
     def stall(self) -> float:
-        """Share of the time in which training waited for rows."""
+        """Return the share of the time in which training waited for rows."""
         return self.stall_seconds / self.seconds if self.seconds else 0.0
 
     @property
     def done(self) -> float | None:
-        """Share of the batches done; None when the number is not known."""
+        """Return the share of the batches done; None when the number of batches is not known."""
         return self.batches / self.batches_total if self.batches_total else None
 
     def text(self) -> str:
-        """One line: ``42% batch 1,234/2,950 · 210,000 examples/s · loss 0.4321 · AUC 0.7012 · ...``."""
+        """Write one line: ``42% batch 1,234/2,950 · 210,000 examples/s · loss 0.4321 · AUC 0.7012 ...``."""
         done = "" if self.done is None else f"{self.done:4.0%} "
         total = "" if self.batches_total is None else f"/{self.batches_total:,}"
         parts = [
@@ -60,7 +60,7 @@ class Progress:
 
 
 class Display:
-    """Shows :class:`Progress`; a context manager, so that the terminal is left in order whatever happens.
+    """Shows :class:`Progress`; a context manager, which leaves the terminal in order however its body ends.
 
     ``due()`` is cheap: ask it every batch, and collect a ``Progress`` only when it says so.
     """

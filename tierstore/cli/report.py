@@ -153,7 +153,7 @@ def _lines(runs: list[RunResult]) -> list[tuple[str, list[str]]]:
 
 
 def _number(value: float) -> float | None:
-    """``value`` for JSON, which knows no NaN: None for it and the infinities."""
+    """Return ``value``, or None for NaN and the infinities, which JSON does not know."""
     return value if math.isfinite(value) else None
 
 

@@ -1,4 +1,4 @@
-"""What the commands on store directories share: progress, JSON, how a store that is in use is met."""
+"""What the commands on store directories share: progress, JSON, errors of a store that is in use."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def print_json(content: Any) -> None:
 
 
 def describe_commit(commit: CommitInfo) -> dict[str, Any]:
-    """Plain JSON values; ``meta`` as JSON where it is that, or its number of bytes."""
+    """Return a commit as plain JSON values; ``meta`` as JSON where it is JSON, else its number of bytes."""
     return {
         "id": commit.id,
         "tag": commit.tag,
@@ -70,14 +70,14 @@ def read_meta(meta: bytes) -> Any:
     if not meta:
         return None
     try:
-        said = json.loads(meta)
+        values = json.loads(meta)
     except ValueError:
         return f"{len(meta)} bytes that are not tierstore's own"
-    return said.get("extra") or said if isinstance(said, dict) else said
+    return values.get("extra") or values if isinstance(values, dict) else values
 
 
 def time_of(commit: CommitInfo) -> str:
-    """Local time, to the second; "" where it is not known."""
+    """Return the local time, to the second; "" where the time is not known."""
     if not commit.unix_nanoseconds:
         return ""
     moment = datetime.fromtimestamp(commit.unix_nanoseconds / 1e9).astimezone()

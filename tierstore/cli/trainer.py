@@ -42,7 +42,7 @@ class Schedule:
     """Batches to train on in all, or None for all of ``epochs``."""
 
     def batches(self, dataset: Dataset) -> int | None:
-        """Batches of the whole run; None when the data set does not know its length."""
+        """Return the batches of the whole run; None when the data set does not know its length."""
         if dataset.num_train is None:
             return self.steps
         known = -(-dataset.num_train // self.batch_size) * self.epochs
@@ -69,9 +69,9 @@ class Trainer:
         self.optimizer = optimizer
         self.schedule = schedule
         self.recorder: TraceRecorder | None = None
-        """Is told of every batch trained on."""
+        """Records every batch trained on."""
         self.batches = 0
-        """Batches trained on, those before a resumed run included."""
+        """Batches trained on, also before the run was resumed."""
         self._batches_total: int | None = None
         self._examples = 0
         self._seconds = 0.0
@@ -80,9 +80,9 @@ class Trainer:
         self._auc_so_far = math.nan
 
     def train(self, dataset: Dataset, after_step: Callable[[], bool] = lambda: True) -> bool:
-        """Trains from batch ``self.batches`` on; ``after_step`` may end it between two batches by False.
+        """Train from batch ``self.batches`` on; ``after_step`` may end the run between two batches by False.
 
-        Returns whether it reached the end. Rows and dense parameters are then as after whole batches.
+        Returns whether the run reached its end. Rows and dense parameters are as after whole batches.
         """
         self.model.train()
         self._batches_total = self.schedule.batches(dataset)
@@ -117,7 +117,7 @@ class Trainer:
         self.batches += 1
 
     def evaluate(self, dataset: Dataset) -> tuple[float, float]:
-        """AUC of the held-out part and its share of positive labels; changes no row."""
+        """Return the AUC of the held-out part and its share of positive labels; change no row."""
         auc, positives, examples = AUC(exact=_TEST_SCORES), 0.0, 0
         self.model.eval()
         with torch.no_grad():
@@ -140,7 +140,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another trainer was, whose model and rows this one has by now."""
+        """Take the position of another trainer, whose model and rows this trainer has by now."""
         self.batches, self._examples, self._seconds = state["batches"], state["examples"], state["seconds"]
         self._losses = deque(state["losses"], maxlen=RECENT_BATCHES)
         self._auc.load_state_dict(state["auc"])

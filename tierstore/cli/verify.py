@@ -23,8 +23,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "checksum, every footer, the manifest, and the saved index against the records. Names what is "
         "damaged: file, offset, whose rows, which commits, and what to do. Changes nothing, so the "
         "directory may be read-only; a store that is in use is refused. Engines other than native are "
-        "checked as far as they can be: rocksdb by the checksums of its blocks, memory by those of "
-        "its files, lmdb, which has none, by reading all rows.",
+        "checked as far as they can be: rocksdb by the checksums of its blocks, memory by the checksums "
+        "of its files, lmdb, which has none, by reading all rows.",
         ["tierstore verify runs/42/store", "tierstore verify runs/42/store --json | jq .damage"],
     )
 

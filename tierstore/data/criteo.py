@@ -17,11 +17,11 @@ DEFAULT_ROWS = 1_000_000
 
 
 def load_criteo(path: str | None = None, *, hashed: bool = True, max_rows: int | None = None) -> Dataset:
-    """From ``path``: a text file (plain or .gz), or a folder of text files (day_*, *.txt, *.tsv) or arrays.
+    """Load a text file (plain or .gz), or a folder of text files (day_*, *.txt, *.tsv) or arrays.
 
-    hashed: ids are hashed (text) or taken modulo (arrays) into tables of ``max_rows`` rows, 1 M by default.
-    Else they are used as they are: the tables then have 2^32 rows and one for missing ids (text), or 2^31
-    rows (arrays).
+    If ``hashed``, ids are hashed (text) or taken modulo (arrays) into tables of ``max_rows`` rows, 1 M by
+    default. Else ids are used as they are: tables of text have 2^32 rows and one for missing ids; tables of
+    arrays have 2^31 rows.
     """
     if path is None:
         raise ConfigError("data 'criteo' needs path: the folder or file of the logs")
@@ -54,7 +54,7 @@ def _texts(place: Path) -> list[Path]:
 
 
 def _in_order(files: Iterable[Path]) -> list[Path]:
-    """By name, numbers in it by value: day_2 before day_10."""
+    """Sort by name, and numbers in a name by value: day_2 before day_10."""
     return sorted(
         files, key=lambda file: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", file.name)]
     )

@@ -45,7 +45,7 @@ class NpyRows:
         return NpyRows(file, shape[0], columns, dtype, start)
 
     def read(self, first: int, end: int) -> np.ndarray:
-        """Rows first .. end - 1, (end - first, columns)."""
+        """Return rows first .. end - 1, (end - first, columns)."""
         offset = self.start + first * self.columns * self.dtype.itemsize
         count = (end - first) * self.columns
         return np.fromfile(self.file, self.dtype, count, offset=offset).reshape(-1, self.columns)
@@ -123,7 +123,7 @@ class CriteoNpy:
         return (self._batch([self._test_part], first, end) for first, end in ranges)
 
     def _batch(self, parts: list[Part], first: int, end: int) -> Batch:
-        """Examples first .. end - 1 of the parts one after the other."""
+        """Return examples first .. end - 1 of the parts one after the other."""
         dense, sparse, labels = [], [], []
         for part in parts:
             a, b = max(part.first + first, part.first), min(part.first + end, part.end)

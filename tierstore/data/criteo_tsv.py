@@ -19,7 +19,7 @@ from tierstore.data.dataset import Batch, TableInfo, check_batching, one_id_per_
 from tierstore.errors import InputError
 
 COUNTS, IDS = 13, 26
-MISSING = 1 << 32  # as an id: above the 32 bits of the others
+MISSING = 1 << 32  # as an id: above all ids of 32 bits
 _BLOCK = 1 << 20
 _TAB, _NEWLINE, _RETURN, _MINUS = ord("\t"), ord("\n"), ord("\r"), ord("-")
 
@@ -101,9 +101,10 @@ def parse_lines(text, at, labels, counts, ids):
 
 @dataclass(frozen=True)
 class TextFile:
-    """The lines of a file, or those that start in the first nine tenths of its bytes (as stored), or after.
+    """The lines of a file, or of a part of it.
 
-    late: None for the whole file, False for the first part, True for the rest.
+    late: None for the whole file, False for the lines that start in the first nine tenths of its bytes (as
+    stored), True for the rest.
     """
 
     path: Path
@@ -124,7 +125,7 @@ class TextFile:
             yield from _before(blocks or _plain(self.path, block, 0), split)
 
     def lines_before(self) -> int:
-        """Lines of the file before the first one of these; reads them all."""
+        """Count the lines of the file before the first line of this part, by reading all of them."""
         if not self.late:
             return 0
         return sum(piece.count(b"\n") for piece in replace(self, late=False).pieces())
@@ -177,7 +178,7 @@ def _gunzipped(path: Path, block: int) -> Blocks:
         try:
             while stored := raw.read(block):
                 text = decoder.decompress(stored)
-                while decoder.eof and decoder.unused_data:  # gzip files may be strung together
+                while decoder.eof and decoder.unused_data:  # a file may be a chain of gzip files
                     rest, decoder = decoder.unused_data, zlib.decompressobj(wbits=31)
                     text += decoder.decompress(rest)
                 yield offset, text
@@ -230,7 +231,7 @@ class CriteoText:
         return one_id_per_table(self.tables, dense, self._rows(ids[:n].T), labels[:n])
 
     def _rows(self, ids: np.ndarray) -> np.ndarray:
-        """ids (26, n) as rows of the tables."""
+        """Turn ids (26, n) into rows of the tables."""
         if not self.hashed:
             return ids
         rows = np.array([[table.num_embeddings] for table in self.tables], dtype=np.uint64)
@@ -268,7 +269,7 @@ class _Lines:
         return True
 
     def skip(self, lines: int) -> int:
-        """Goes ahead by that many lines, unparsed; returns how many there were."""
+        """Skip that many lines, unparsed; return how many lines there were."""
         left = lines
         while left > 0:
             ends = np.flatnonzero(self._text[self._at :] == _NEWLINE)[:left]

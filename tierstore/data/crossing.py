@@ -22,9 +22,7 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 
 def hashed_cross(columns: Sequence[np.ndarray], num_embeddings: int) -> np.ndarray:
-    """int32 ids below ``num_embeddings`` (at most 2^31) for combinations of integer ``columns``, each
-    (n,).
-    """
+    """Hash combinations of integer ``columns``, each (n,), to int32 ids below ``num_embeddings`` <= 2^31."""
     state = np.zeros(len(columns[0]), dtype=np.uint64)
     for column in columns:
         state = mix64(state + _GOLDEN + column.astype(np.uint64))

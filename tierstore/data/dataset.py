@@ -37,7 +37,7 @@ class Batch:
         return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
-        """Tells the CUDA allocator that ``stream`` uses the tensors of this batch."""
+        """Tell the CUDA allocator that ``stream`` uses the tensors of this batch."""
         for part in (self.dense, self.sparse, self.labels):
             part.record_stream(stream)
 
@@ -89,14 +89,14 @@ class Dataset(Protocol):
     def num_test(self) -> int | None: ...
 
     def train(self, batch_size: int, *, epochs: int = 1, start_batch: int = 0) -> Iterator[Batch]:
-        """Training batches, in order; the last one of an epoch may be smaller.
+        """Yield training batches, in order; the last batch of an epoch may be smaller.
 
-        ``start_batch`` leaves that many batches out, cheaply (they count over epochs): to resume.
+        ``start_batch`` leaves that many batches out, cheaply, to resume; the number counts over epochs.
         """
         ...
 
     def test(self, batch_size: int) -> Iterator[Batch]:
-        """Batches of the examples held out."""
+        """Yield batches of the examples held out."""
         ...
 
 
@@ -130,7 +130,7 @@ def check_batching(batch_size: int, epochs: int = 1, start_batch: int = 0) -> No
 def batch_ranges(
     examples: int, batch_size: int, epochs: int = 1, start_batch: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """(first, end) of every batch of ``epochs`` passes over ``examples``, from batch ``start_batch`` on."""
+    """Yield (first, end) of each batch of ``epochs`` passes over ``examples``, from ``start_batch`` on."""
     check_batching(batch_size, epochs, start_batch)
     per_epoch = -(-examples // batch_size)
     for number in range(start_batch, per_epoch * epochs):

@@ -18,7 +18,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def cache_directory() -> Path | None:
-    """``$XDG_CACHE_HOME/tierstore``, by default ``~/.cache/tierstore``; None for a user without a home."""
+    """Return ``$XDG_CACHE_HOME/tierstore``, by default ``~/.cache/tierstore``; None without a home."""
     # the XDG specification: a relative path is to be ignored
     for root in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
         if os.path.isabs(root):
@@ -27,7 +27,7 @@ def cache_directory() -> Path | None:
 
 
 def cached_arrays(key: str, sources: Sequence[Path], build: Callable[[], Arrays]) -> Arrays:
-    """``build()``, or what it gave the last time for the same ``sources``, unchanged since, under ``key``.
+    """Return ``build()``, or what it gave the last time under ``key`` for ``sources``, unchanged since.
 
     A cache that cannot be read or written is only logged; concurrent writers replace the file whole.
     """

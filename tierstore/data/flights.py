@@ -63,7 +63,7 @@ _HALF_DAY, _DAY = 12 * 60, 24 * 60
 
 
 def load_flights(path: str | None = None) -> ColumnDataset:
-    """From the installed package, or from a folder ``path`` with its flights.csv(.zip) and weather.csv."""
+    """Load the installed package, or a folder ``path`` with its flights.csv(.zip) and weather.csv."""
     folder = Path(path) if path else _installed_folder()
     flights, weather = _find(folder, "flights.csv.zip", "flights.csv"), _find(folder, "weather.csv")
     arrays = cached_arrays(f"flights-{FORMAT}", (flights, weather), lambda: features(flights, weather))
@@ -90,7 +90,7 @@ def _find(folder: Path, *names: str) -> Path:
 
 
 def features(flights: Path, weather: Path) -> Arrays:
-    """ids int32 (tables, n), dense float16 (n, D), labels uint8 (n,) and num_embeddings int64 (tables,)."""
+    """Return int32 ids (tables, n), float16 dense (n, D), uint8 labels (n,), int64 sizes (tables,)."""
     columns = _time_ordered(_parse(flights, _NUMBERS, (*_NAMES, "arr_delay"), drop_without="arr_delay"))
     schedule = Schedule.of(columns)
     coded = {name: np.unique(columns[name], return_inverse=True)[1] for name in (*_NAMES, "flight")}
@@ -127,7 +127,7 @@ def _open_text(file: Path) -> Iterator[IO[str]]:
 
 
 def _parse(file: Path, numbers: tuple[str, ...], texts: tuple[str, ...], drop_without: str = "") -> Arrays:
-    """Columns of a CSV file with a header: int32 ``numbers`` and strings ``texts``."""
+    """Read columns of a CSV file with a header: int32 ``numbers`` and strings ``texts``."""
     parts: dict[str, list[np.ndarray]] = {name: [] for name in (*numbers, *texts)}
     with _open_text(file) as text:
         reader = csv.reader(text)
@@ -177,7 +177,7 @@ def _days(columns: Arrays) -> np.ndarray:
 
 
 def _minutes(clock: np.ndarray) -> np.ndarray:
-    """1745, and the likes, to minutes; 2400 is midnight."""
+    """Convert clock times such as 1745 to minutes; 2400 is midnight."""
     return (clock // 100 * 60 + clock % 100) % _DAY
 
 
@@ -187,7 +187,7 @@ def _time_ordered(columns: Arrays) -> Arrays:
 
 
 def _dense(columns: Arrays, schedule: Schedule, weather: Arrays) -> np.ndarray:
-    """float16 (n, D), each column about centred, with a spread about 1."""
+    """Return float16 (n, D); each column is about centred, with a spread of about 1."""
     departure, arrival = schedule.departure.astype(np.float32), schedule.arrival.astype(np.float32)
     day_angle, arrival_angle = 2 * np.pi / _DAY * departure, 2 * np.pi / _DAY * arrival
     week_angle = 2 * np.pi / 7 * schedule.weekday.astype(np.float32)

@@ -104,7 +104,7 @@ class MovieLensDataset(TimeOrdered):
 
 
 def load_movielens(path: str | None = None) -> MovieLensDataset:
-    """From the folder ``path``, or the ml-100k of an installed recbole."""
+    """Load the folder ``path``, or the ml-100k of an installed recbole."""
     files = Files.find(Path(path) if path else _installed_folder())
     sources = [files.ratings, *([files.films] if files.films.is_file() else [])]
     arrays = cached_arrays(f"movielens-{FORMAT}", sources, lambda: parse(files))
@@ -133,7 +133,7 @@ def _bucket(rows: int) -> int:
 
 
 def _dense(times: np.ndarray, years: np.ndarray) -> np.ndarray:
-    """float32 (n, 6): time of the day and of the year as waves, year of the rating, age of the film."""
+    """Return float32 (n, 6): time of day and of year as waves, year of the rating, age of the film."""
     day, year = 2 * np.pi * (times % _DAY) / _DAY, 2 * np.pi * (times % _YEAR) / _YEAR
     now = 1970 + times / _YEAR
     age = np.where(years > 0, np.log1p(np.maximum(now - years, 0)), 0)
@@ -163,7 +163,7 @@ def parse(files: Files) -> Arrays:
 
 
 def _ratings(files: Files) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    """Users and items int32, ratings float32, times int64, some lines at a time."""
+    """Yield users and items int32, ratings float32, times int64, some lines at a time."""
     has_header = files.separator != "::"
     separator = "\t" if files.separator == "::" else files.separator
     with open(files.ratings, encoding=files.encoding) as text:
@@ -187,7 +187,7 @@ def _ratings(files: Files) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray,
 
 
 def _films(files: Files, item_names: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Release year per item, and their genres: ids, and where those of each item start."""
+    """Release year per item, ids of genres, and where the genres of each item start."""
     place = {int(name): k for k, name in enumerate(item_names)}
     years = np.zeros(len(item_names), dtype=np.int32)
     genres: list[list[int]] = [[] for _ in item_names]
@@ -205,7 +205,7 @@ def _films(files: Files, item_names: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _film_lines(files: Files) -> Iterator[tuple[str, str, list[str]]]:
-    """(item, release year, genres) of every film; none if there is no such file."""
+    """Yield (item, release year, genres) of each film; nothing if there is no such file."""
     if not files.films.is_file():
         return
     with open(files.films, encoding=files.encoding, newline="") as text:

@@ -1,6 +1,6 @@
 """Ids by popularity, as compiled loops: Zipf-Mandelbrot ranks, scattered over a table, drifting.
 
-A draw is a pure function of a 64-bit stream seed and a counter, and takes constant memory whatever the
+A draw is a pure function of a 64-bit stream seed and a counter, and takes constant memory for any
 table's size. Ranks are sampled exactly (to float64) by rejection-inversion: W. Hörmann, G. Derflinger,
 "Rejection-inversion to generate variates from monotone discrete distributions", ACM TOMACS 6 (1996).
 """
@@ -22,7 +22,7 @@ _compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
 
 @_compiled
 def mix(value):
-    """SplitMix64's finaliser of a uint64."""
+    """Apply SplitMix64's finaliser to a uint64."""
     value = (value ^ (value >> np.uint64(30))) * _M1
     value = (value ^ (value >> np.uint64(27))) * _M2
     return value ^ (value >> np.uint64(31))
@@ -36,7 +36,7 @@ def uniform(stream, counter):
 
 @_compiled
 def _integral(x, s, q):
-    """Integral of (x + q)^-s, up to a constant."""
+    """Return the integral of (x + q)^-s, up to a constant."""
     if s == 1.0:
         return math.log(x + q)
     return math.expm1((1.0 - s) * math.log(x + q)) / (1.0 - s)

@@ -27,7 +27,7 @@ def zipf(
     drift: float = 0.0,
     examples: int | None = None,
 ) -> SyntheticDataset:
-    """``tables`` alike, each drawn from whole: P(k-th most popular of ``rows`` ids) ~ (k + q)^-s."""
+    """Make ``tables`` equal tables, each drawn from whole: P(k-th most popular of ``rows``) ~ (k + q)^-s."""
     try:
         exponent, shift = float(s), float(q)
     except ValueError:
@@ -46,8 +46,10 @@ def mixed(
     drift: float = 0.0,
     examples: int | None = None,
 ) -> SyntheticDataset:
-    """Tables that differ: rows log-uniform in 10 .. ``max_rows``, s in .6 .. 1.2, q in 0 .. 100, hotness
-    log-uniform in 1 .. 100 (mean 21)."""
+    """Make tables that differ: rows log-uniform in 10 .. ``max_rows``, s in .6 .. 1.2, q in 0 .. 100.
+
+    Hotness is log-uniform in 1 .. 100; its mean is 21.
+    """
     specs = []
     for t in range(tables):
         u = [uniform(stream_seed(seed, t), stream_seed(i)) for i in range(4)]
@@ -58,7 +60,7 @@ def mixed(
 
 
 def criteo(*, seed: int = 0, max_rows: int = 40_000_000, examples: int | None = None) -> SyntheticDataset:
-    """One id from each of the 26 tables of the MLPerf DLRM data, capped at ``max_rows`` rows.
+    """Make one id from each of the 26 tables of the MLPerf DLRM data, capped at ``max_rows`` rows.
 
     s = 1.15 gives the unique ratio, .18, of the first 7,500 examples of the recorded data.
     """
@@ -77,12 +79,13 @@ def meta2021(
     drift: float = 0.001,
     examples: int | None = None,
 ) -> SyntheticDataset:
-    """Tables whose reuse within a batch is that of Meta's dlrm_datasets 2021 (856 tables, 65,536 examples).
+    """Make tables whose reuse within a batch is that of Meta's dlrm_datasets 2021.
 
-    At 65,536 examples per batch, 13 % of the lookups are distinct ids, and the shares of ids and of lookups
-    used once, twice, 3-4 times, ... are within .03 of the published ones. The ids in play, and so the drift,
-    are a guess: one published batch tells nothing of the rest of the table. One kind of table does not give
-    these statistics; two kinds, half of the tables each, do. ``hotness`` is their mean.
+    That data has 856 tables and a batch of 65,536 examples. At this batch size 13 % of the lookups are
+    distinct ids. The shares of ids and of lookups used once, twice, 3-4 times, ... are within .03 of the
+    published shares. The ids in play, and so the drift, are a guess: one published batch tells nothing of the
+    rest of the table. One kind of table does not give these statistics; two kinds, half of the tables each,
+    do. ``hotness`` is the mean of both kinds.
     """
     kinds = ((1.03, 8.24, 1.41 * hotness, 34_260), (0.991, 898.0, 0.59 * hotness, 223_900))
     specs = []

@@ -61,7 +61,7 @@ class SyntheticTable:
 
     @property
     def lanes(self) -> int:
-        """Ids in play are replaced by ones a multiple of this many ranks away (see popularity.drifted)."""
+        """Return the ``in_play`` of popularity.drifted: replacements are a multiple of it away in rank."""
         return self.ranks if self.rows >= 2 * self.ranks else max(1, self.rows // 16)
 
 
@@ -93,7 +93,7 @@ class SyntheticDataset:
         return TEST_EXAMPLES if self.num_train is None else min(TEST_EXAMPLES, -(-self.num_train // 10))
 
     def train(self, batch_size: int, *, epochs: int = 1, start_batch: int = 0) -> Iterator[Batch]:
-        """As in ``Dataset``; endless if ``num_train`` is None. Every epoch repeats the first."""
+        """Yield batches as ``Dataset`` does, endlessly if ``num_train`` is None. All epochs are equal."""
         check_batching(batch_size, epochs, start_batch)
         if self.num_train is None:
             return self._endless(batch_size, start_batch)
@@ -104,7 +104,7 @@ class SyntheticDataset:
         )
 
     def test(self, batch_size: int) -> Iterator[Batch]:
-        """Examples of their own, with the popularity at the end of training (if endless: at its start)."""
+        """Yield other examples, with the popularity at the end of training (at its start if endless)."""
         time = 0 if self.num_train is None else -(-self.num_train // batch_size)
         ranges = batch_ranges(self.num_test, batch_size)
         return (self._batch(_TEST, first // batch_size, end - first, time) for first, end in ranges)

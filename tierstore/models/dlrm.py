@@ -65,9 +65,7 @@ class DLRM(nn.Module):
         self.over_arch = OverArch(over_in_features, over_arch_layer_sizes, dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: Any) -> Tensor:
-        """dense_features float32 (B, dense_in_features), sparse_features a KeyedJaggedTensor -> logits (B,
-        1).
-        """
+        """Return logits (B, 1) of dense_features float32 (B, dense_in_features) and a KeyedJaggedTensor."""
         dense = self.dense_arch(dense_features)
         pooled = self.embedding_bag_collection(sparse_features).values()
         embeddings = pooled.reshape(dense.shape[0], -1, dense.shape[1])
@@ -102,9 +100,7 @@ class DCNv2(nn.Module):
         self.over_arch = OverArch(width, over_arch_layer_sizes, dense_device)
 
     def forward(self, dense_features: Tensor, sparse_features: Any) -> Tensor:
-        """dense_features float32 (B, dense_in_features), sparse_features a KeyedJaggedTensor -> logits (B,
-        1).
-        """
+        """Return logits (B, 1) of dense_features float32 (B, dense_in_features) and a KeyedJaggedTensor."""
         dense = self.dense_arch(dense_features)
         pooled = self.embedding_bag_collection(sparse_features).values()
         return self.over_arch(self.inter_arch(torch.cat([dense, pooled], dim=1)))

@@ -11,7 +11,7 @@ from tierstore.errors import ConfigError
 
 
 def perceptron(in_features: int, sizes: Sequence[int], device: torch.device | None = None) -> nn.Sequential:
-    """Linear layers of the given output sizes, each followed by a ReLU."""
+    """Make linear layers of the given output sizes, each followed by a ReLU."""
     layers: list[nn.Module] = []
     for size in sizes:
         layers += [nn.Linear(in_features, size, device=device), nn.ReLU()]

@@ -18,9 +18,9 @@ def binary_auc(labels: Values, scores: Values) -> float:
 class AUC:
     """AUC of a stream of examples.
 
-    Exact while there are up to ``exact`` distinct scores; then neighbouring scores are taken together, in
-    pairs, so memory is bounded by 24 bytes times ``exact`` and the error by the share of the pairs so made
-    equal.
+    The AUC is exact while there are up to ``exact`` distinct scores. Then pairs of neighbouring scores are
+    merged, so memory is bounded by 24 bytes times ``exact``. The error is at most the share of the pairs that
+    merging made equal.
     """
 
     def __init__(self, exact: int = 10_000_000) -> None:
@@ -42,7 +42,7 @@ class AUC:
             raise ValueError("labels must be 0 or 1")
         self._pending.append((score, positive))
         self._waiting += len(score)
-        if self._waiting > max(1 << 16, len(self._scores)):  # so all merges together take O(n log n)
+        if self._waiting > max(1 << 16, len(self._scores)):  # so all merges take O(n log n)
             self._merge()
         return self
 

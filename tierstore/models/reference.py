@@ -17,7 +17,7 @@ class DenseEmbeddingBags(nn.Module):
     """An embedding bag collection of ``nn.EmbeddingBag``, one per table: everything in memory, no own
     kernels.
 
-    State-dict names, output keys and their order are those of ``EmbeddingBagCollection``.
+    State-dict names, output keys and their order are as in ``EmbeddingBagCollection``.
 
     Args:
         tables: what the tables are; initial values follow their ``init_rule()``, by torch's random numbers.
@@ -57,7 +57,7 @@ class DenseEmbeddingBags(nn.Module):
         return self._configs
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled rows, (B, sum of the dims of all output keys)."""
+        """Return pooled rows, (B, sum of the dims of all output keys)."""
         pooled = []
         for config in self._configs:
             bags = self.embedding_bags[config.name]
@@ -92,7 +92,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update; a closure is not supported."""
+        """Make one update; a closure is not supported."""
         if closure is not None:
             raise ValueError("RowWiseAdagrad.step takes no closure")
         for group in self.param_groups:

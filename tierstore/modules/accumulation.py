@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from tierstore import optim
-from tierstore._core import HostRows
 from tierstore.errors import ConfigError
 from tierstore.modules.base import TieredModule
 from tierstore.modules.inputs import NO_PADDING, FeatureLookup
@@ -206,6 +205,6 @@ def _norm(module: TieredModule, passes: Sequence[Pass]) -> float:
         squares, row = np.zeros(count, np.float32), np.zeros((1, part.group.layout.row_bytes), np.uint8)
         slots, csr = np.zeros(count, np.int32), trained_csr(part, frozen)
         args = update_args(part, slots, csr, step, squares=squares)
-        gradients.update(index, part, HostRows.view(row), args)
+        gradients.update(index, part, part.group.fast.plan.device.load(row), args)
         total += float(squares.sum(dtype=np.float64))
     return math.sqrt(total)

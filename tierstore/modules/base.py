@@ -7,13 +7,14 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tierstore import optim
+from tierstore._core import OptimizerStep
 from tierstore.cache.engine import Engine
 from tierstore.errors import ConfigError, GradientError
 from tierstore.modules.ahead import Ahead, find_ahead
@@ -41,6 +42,9 @@ from tierstore.modules.wrappers import (
     scaler_in_use,
 )
 from tierstore.optim.fused import FusedOptimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger = logging.getLogger("tierstore")
 
@@ -102,7 +106,7 @@ class TieredModule(EngineCalls, nn.Module):
         Raises ``InputError`` that names the feature and what is wrong with it.
         """
 
-    def lookup_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int | str]:
+    def lookup_arguments(self, args: tuple[object, ...], kwargs: dict[str, object]) -> set[int | str]:
         """Places (positions or names) of forward's arguments that :meth:`make_lookup` needs; others may be
         anything."""
         return {*range(len(args)), *kwargs} - {"per_sample_weights"}
@@ -156,7 +160,7 @@ class TieredModule(EngineCalls, nn.Module):
         holders = [reference() for reference, _ in self._shown]
         return [holder for holder in holders if holder is not None]
 
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Freezes all tables, or lets them be trained again. Rows of frozen tables are only read."""
         self._requires_grad = requires_grad
         return super().requires_grad_(requires_grad)
@@ -220,7 +224,7 @@ class TieredModule(EngineCalls, nn.Module):
         """Sets the optimizer's count of updates to that of the commit that the tables are at."""
         self.fused_optimizer.num_updates = self.engine.updates.get(self._key, 0)
 
-    def count_update(self) -> Any:
+    def count_update(self) -> OptimizerStep:
         self.check_update()
         step = self.fused_optimizer.advance()
         self.engine.updates[self._key] = self.fused_optimizer.num_updates
@@ -273,12 +277,12 @@ class TieredModule(EngineCalls, nn.Module):
             return self.table_numbers[0]
         return self.engine.table_index(name)
 
-    def rows(self, ids: Any, table: str | None = None) -> Tensor:
+    def rows(self, ids: object, table: str | None = None) -> Tensor:
         """Weights of ``ids`` (n,) as float32 (n, dim): a copy. Untouched ids have their initial values."""
         weights, _ = self.engine.read_rows(self.table_number(table), checked_row_ids(ids))
         return torch.from_numpy(np.ascontiguousarray(weights))
 
-    def optimizer_rows(self, ids: Any, table: str | None = None) -> dict[str, Tensor]:
+    def optimizer_rows(self, ids: object, table: str | None = None) -> dict[str, Tensor]:
         """Optimizer state of ``ids`` by name: float32, (n,) for state kept per row, else (n, dim). A copy."""
         index = self.table_number(table)
         weights, state = self.engine.read_rows(index, checked_row_ids(ids))
@@ -288,7 +292,11 @@ class TieredModule(EngineCalls, nn.Module):
         return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in parts.items()}
 
     def load_rows(
-        self, ids: Any, weight: Tensor, optimizer: dict[str, Tensor] | None = None, table: str | None = None
+        self,
+        ids: object,
+        weight: Tensor,
+        optimizer: dict[str, Tensor] | None = None,
+        table: str | None = None,
     ) -> None:
         """Overwrites rows: ``weight`` (n, dim); ``optimizer`` as :meth:`optimizer_rows` gives it, None
         keeps the state."""
@@ -322,16 +330,16 @@ class TieredModule(EngineCalls, nn.Module):
             self._ahead.popleft().release()
         self.engine.close(commit=commit)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled, for its rows are in tiers; build another "
             "and give it the rows with load_state_dict() or load_rows(), or open the folder of its commits"
         )
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: Any, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if kind is not None:
             self.engine.warn_of_loss()
         self.close(commit=kind is None)

@@ -55,15 +55,15 @@ class TableView(HasWeight):
     def rows_version(self) -> str:
         return self.collection.engine.versions.of(self._engine_number)
 
-    def rows(self, ids: Any) -> Tensor:
+    def rows(self, ids: object) -> Tensor:
         """As TieredModule.rows."""
         return self.collection.rows(ids, self.name)
 
-    def optimizer_rows(self, ids: Any) -> dict[str, Tensor]:
+    def optimizer_rows(self, ids: object) -> dict[str, Tensor]:
         """As TieredModule.optimizer_rows."""
         return self.collection.optimizer_rows(ids, self.name)
 
-    def load_rows(self, ids: Any, weight: Tensor, optimizer: dict[str, Tensor] | None = None) -> None:
+    def load_rows(self, ids: object, weight: Tensor, optimizer: dict[str, Tensor] | None = None) -> None:
         """As TieredModule.load_rows."""
         self.collection.load_rows(ids, weight, optimizer, self.name)
 

@@ -17,7 +17,7 @@ def opaque(forward: Forward) -> Forward:
     hidden = torch._disable_dynamo(forward)
 
     @functools.wraps(forward)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling():
             return hidden(*args, **kwargs)
         return forward(*args, **kwargs)

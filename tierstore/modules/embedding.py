@@ -85,7 +85,7 @@ class SingleTable(HasWeight, TieredModule):
 
     def load_rows(
         self,
-        ids: Any,
+        ids: object,
         weight: Tensor,
         optimizer: dict[str, Tensor] | None = None,
         table: str | None = None,

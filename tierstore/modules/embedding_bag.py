@@ -94,7 +94,7 @@ class TieredEmbeddingBag(SingleTable):
     ) -> tuple[Tensor, ...]:
         return (input,) if offsets is None else (input, offsets)
 
-    def lookup_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int | str]:
+    def lookup_arguments(self, args: tuple[object, ...], kwargs: dict[str, object]) -> set[int | str]:
         return {*range(min(len(args), 2)), *kwargs} - {"per_sample_weights"}
 
     def make_lookup(

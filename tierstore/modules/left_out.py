@@ -38,7 +38,7 @@ def mark(version: str, table: Table, key: str) -> Tensor:
     return torch.frombuffer(bytearray(_PREFIX + version.encode("ascii")), dtype=torch.uint8)
 
 
-def is_mark(value: Any) -> bool:
+def is_mark(value: object) -> bool:
     """Whether a value of a state dict stands for rows that were left out."""
     if getattr(value, "is_meta", False):
         return True

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tierstore import _core
-from tierstore._core import HostRows, LookupArgs, OptimizerStep, UpdateArgs
+from tierstore._core import LookupArgs, OptimizerStep, UpdateArgs
+from tierstore.cache.device import DeviceRows
 from tierstore.cache.group import TierGroup
 from tierstore.cache.pinned_rows import PinnedRows, Rows
 from tierstore.cache.row_access import read_rows
@@ -36,7 +37,7 @@ class Keeps(Protocol):
     unscales: bool
     """Whether the update under way divides gradients by the scale of a GradScaler."""
 
-    def keep(self, module: Any, lookup: Lookup, gradients: Any) -> None:
+    def keep(self, module: Updates, lookup: Lookup, gradients: Gradients) -> None:
         """Takes the gradients of one backward pass, copying what others may change."""
         ...
 
@@ -49,7 +50,7 @@ class Updates(Protocol):
     accumulation: Keeps | None
     """What keeps the gradients of backward passes for a later update; None: each updates the rows."""
 
-    def count_update(self) -> Any:
+    def count_update(self) -> OptimizerStep:
         """Counts one optimizer step and returns the native core's arguments for it."""
         ...
 
@@ -80,7 +81,7 @@ class Part:
     """
 
     group: TierGroup
-    batch: Any
+    batch: _core.Batch
     spans: list[tuple[int, int]]
     rows: Rows | None = None
 
@@ -159,7 +160,7 @@ class Lookup:
 class Gradients(Protocol):
     """The gradients of a lookup's outputs, and what else the kernels need to make rows' of them."""
 
-    def update(self, index: int, part: Any, rows: HostRows, args: UpdateArgs) -> NDArray[np.int32]:
+    def update(self, index: int, part: Any, rows: DeviceRows, args: UpdateArgs) -> NDArray[np.int32]:
         """Update the rows of part number ``index``; return the unique rows (int32) that were left alone."""
         ...
 
@@ -176,7 +177,7 @@ class PooledGradients:
     weights: Sequence[Tensor | None]
     argmaxes: Sequence[Tensor | None]
 
-    def update(self, index: int, part: PooledPart, rows: HostRows, args: UpdateArgs) -> NDArray[np.int32]:
+    def update(self, index: int, part: PooledPart, rows: DeviceRows, args: UpdateArgs) -> NDArray[np.int32]:
         weight, argmax = _address(self.weights[index]), _address(self.argmaxes[index])
         return rows.update_pooled(args, part.bags, self.grad.data_ptr(), weight, argmax)
 
@@ -190,7 +191,7 @@ class SequenceGradients:
 
     grads: Sequence[Tensor]
 
-    def update(self, index: int, part: Part, rows: HostRows, args: UpdateArgs) -> NDArray[np.int32]:
+    def update(self, index: int, part: Part, rows: DeviceRows, args: UpdateArgs) -> NDArray[np.int32]:
         return rows.update_rows(args, self.grads[index].data_ptr(), part.group.layout.dim)
 
     def multiply(self, factor: float) -> None:
@@ -261,7 +262,7 @@ class PooledFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.saved_tensors
         grad = grads[0].to(torch.float32).contiguous()
         weight_grads = [PooledFunction._weight_grad(ctx, index, grad) for index in range(len(ctx.weights))]
@@ -292,7 +293,7 @@ class SequenceFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.saved_tensors
         kept = [grad.to(torch.float32).contiguous() for grad in grads]
         _update_or_keep(ctx.module, ctx.lookup, SequenceGradients(kept))

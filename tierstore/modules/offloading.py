@@ -73,7 +73,7 @@ class Offloaded(EngineCalls, Mapping[str, TieredModule]):
     def __enter__(self) -> Offloaded:
         return self
 
-    def __exit__(self, kind: Any, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if kind is not None:
             self.engine.warn_of_loss()
         self.close(commit=kind is None)

@@ -13,7 +13,7 @@ from tierstore.errors import InputError
 from tierstore.optim import OptimizerSpec
 
 
-def checked_row_ids(ids: Any) -> NDArray[np.int64]:
+def checked_row_ids(ids: object) -> NDArray[np.int64]:
     """Return ``ids`` as int64 (n,). Raises InputError unless they are 1-D and int64 or int32."""
     try:
         tensor = torch.as_tensor(ids)
@@ -26,7 +26,7 @@ def checked_row_ids(ids: Any) -> NDArray[np.int64]:
     return tensor.detach().cpu().to(torch.int64).numpy()
 
 
-def float_matrix(name: str, tensor: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
+def float_matrix(name: str, tensor: object, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Return ``tensor`` as contiguous float32. Raises InputError, which says ``name``, for another shape."""
     value = torch.as_tensor(tensor).detach().cpu()
     if tuple(value.shape) != shape:

@@ -1,4 +1,4 @@
-"""Fused optimizers: specifications, and (imported when asked for: it needs torch) the view of one in use."""
+"""Fused optimizers: specifications, and the view of one in use, imported on demand since it needs torch."""
 
 from __future__ import annotations
 

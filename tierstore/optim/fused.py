@@ -23,7 +23,7 @@ class AppliedOptimizer(torch.optim.Optimizer):
             return closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: gradients of rows are never kept."""
+        """Do nothing, since gradients of rows are never kept."""
 
 
 class RowStates(Protocol):
@@ -84,11 +84,11 @@ class FusedOptimizer(AppliedOptimizer):
         (undecorated or torch.optim.Optimizer.add_param_group)(self, param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """``{"state": {weight: {"<table>.<part>": tensor}}, "param_groups": [...], "name", "num_updates"}``.
+        """Return ``{"state": {weight: {"<table>.<part>": tensor}}, "param_groups", "name", "num_updates"}``.
 
-        The parts are torch's (``sum``, ``exp_avg`` ..), dense over all rows, and ``step``. Of tables of more
-        than 1 GiB there is a mark instead, and within ``without_rows()`` nothing. Of sharded tables all ranks
-        call it.
+        The parts are torch's (``sum``, ``exp_avg`` ..), dense over all rows, and ``step``. A table of more
+        than 1 GiB has a mark instead. Within ``without_rows()`` no table has parts. All ranks of sharded
+        tables must call this.
         """
         found = super().state_dict()
         if self.rows is not None and (state := self.rows.save(self.num_updates)):

@@ -63,22 +63,22 @@ class OptimizerSpec:
         return super().__new__(cls)
 
     def state_floats(self, dim: int) -> int:
-        """Floats of state beside ``dim`` weights."""
+        """Return the floats of state beside ``dim`` weights."""
         return len(self.state_names) * (1 if self.state_per_row else dim)
 
     def row_bytes(self, dim: int) -> int:
-        """Bytes of a row, a multiple of 16. Raises ``ConfigError`` unless ``dim`` is a positive integer."""
+        """Return a row's bytes, a multiple of 16. ``ConfigError`` unless ``dim`` is an integer above 0."""
         if not is_integer(dim, 1):
             raise ConfigError(f"embedding_dim is {dim!r}; it must be a positive integer")
         return -(-4 * (dim + self.state_floats(dim)) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
     @property
     def initial_state(self) -> float:
-        """Value of every float of the state of a row that was never updated."""
+        """Return the value of each float of the state of a row that was never updated."""
         return 0.0
 
     def state_columns(self, dim: int) -> dict[str, slice]:
-        """Which floats of a row belong to each named part of the state."""
+        """Return which floats of a row belong to each named part of the state."""
         width = 1 if self.state_per_row else dim
         return {
             name: slice(dim + i * width, dim + (i + 1) * width) for i, name in enumerate(self.state_names)
@@ -95,11 +95,11 @@ class OptimizerSpec:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What stored rows depend on, and what must therefore be the same when a store is opened again."""
+        """Return what stored rows depend on, which must be the same when a store is opened again."""
         return {"name": self.name}
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, in types that JSON has; :func:`from_dict` is the inverse."""
+        """Return the specification in types that JSON has; :func:`from_dict` is the inverse."""
         return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
 
     def step_args(self, step: int = 1, **changes: Any) -> OptimizerStep:
@@ -283,7 +283,7 @@ def make(name: str, **hyperparameters: Any) -> OptimizerSpec:
 
 
 def from_dict(values: Mapping[str, Any]) -> OptimizerSpec:
-    """Inverse of :meth:`OptimizerSpec.to_dict`. An identity alone gives the defaults for the rest."""
+    """Invert :meth:`OptimizerSpec.to_dict`. An identity alone gives the defaults for the rest."""
     rest = dict(values)
     name = rest.pop("name", None)
     if name is None:

@@ -95,7 +95,7 @@ class ShardedCollection(Collection):
         """Make the rows of all ranks durable, as one commit: after a crash all ranks are at it, or none.
         With DistributedModelParallel, those of all collections. All ranks call it; returns its number.
 
-        Raises ConfigError on all ranks without a path, or if one of them fails.
+        Raises on all ranks: ConfigError without a path, or if a rank fails; StoreFullError if that is why.
         """
         if self._commits is None:
             raise ConfigError("there is no place to commit to; give TierConfig(path=...)")
@@ -121,6 +121,9 @@ class ShardedCollection(Collection):
 
         In a ``finally`` or ``except``, because of an error, it commits nothing either, waits for nobody, and
         tells the other ranks that this one has stopped: they raise RankError.
+
+        At a StoreFullError, which all ranks raise, the tables of all ranks stay open: give room
+        (``set_ssd``) on the ranks that it names and close again on all, or use ``commit=False``.
         """
         if self.engine.closed:
             return

@@ -21,7 +21,13 @@ from urllib.parse import quote
 
 from tierstore.cache.engine import Engine
 from tierstore.cache.report import warn_of_uncommitted
-from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError, TierStoreError
+from tierstore.errors import (
+    ConfigError,
+    StoreCorruptError,
+    StoreFullError,
+    StoreMismatchError,
+    TierStoreError,
+)
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.peers import Peers, in_flight
@@ -192,8 +198,12 @@ class Commits:
         return name in self._restored
 
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
-        """One commit of all ranks; returns its number. ``extra``: plain JSON values, rank 0's are kept.
-        ``tag`` names the commit of each rank's store, which then stays until it is dropped."""
+        """Make one commit of all ranks; returns its number. All ranks call it.
+
+        ``extra``: plain JSON values, of which those of rank 0 are kept. ``tag`` names the commit of each
+        rank's store, which then stays until it is dropped. Raises ConfigError on all ranks if one fails, or
+        StoreFullError, after which all ranks can try again.
+        """
         with self._env.together():
             extra = _checked(extra)
         # rank 0's: after a save by torch.distributed.checkpoint that failed ranks have counted differently
@@ -201,10 +211,10 @@ class Commits:
         self._env.broadcast_objects(said)
         begun = said[0]
         own: dict[str, int] = {}
-        with self._env.together():  # or nobody counts this commit as made
+        with self._env.together_unless_full():  # or no rank counts this commit as made
             own = self.commit_own(begun, tag)
         everyone = self._env.gather_objects(own)
-        with self._env.together():
+        with self._env.together_unless_full():
             if self._env.rank == 0:
                 self.record(begun, everyone)
         self._named = everyone
@@ -299,17 +309,23 @@ def _checked(extra: Any) -> dict[str, Any]:
 
 
 def end(peers: Peers, commits: Commits | None, commit: bool, close_here: Callable[[], None]) -> None:
-    """Commits what the ranks have, where ``commit`` asks for that, and calls ``close_here``.
+    """Commit what the ranks have, where ``commit`` asks for that, and call ``close_here``.
 
-    In the handling of an error the other ranks are told that this one has stopped.
+    In the handling of an error the other ranks are told that this one has stopped. Raises StoreFullError on
+    all ranks, whose tables stay open, if a store is full.
     """
     if (error := in_flight(peers.handled)) is not None:
         peers.stop(error)
+    stays_open = False
     try:
         if commit and commits is not None:
             commits.commit_last()
+    except StoreFullError:
+        stays_open = True
+        raise
     finally:
-        close_here()
+        if not stays_open:
+            close_here()
 
 
 def _check(record: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tierstore.errors import ConfigError, TierStoreError
+from tierstore.errors import ConfigError, StoreFullError, TierStoreError
 from tierstore.sharding.peers import Peers
 
 
@@ -189,7 +189,7 @@ class ShardingEnv:
         self.peers.wait(work)
 
     def agree(self, error: Exception | None, kind: type[TierStoreError] = ConfigError) -> None:
-        """Raises ``kind`` on every rank if any rank has an error. All ranks call it."""
+        """Raise ``kind`` on every rank if any rank has an error. All ranks call it."""
         failed = torch.tensor([int(error is not None)])
         self._reduce(failed, dist.ReduceOp.MAX, self.outputs)
         if failed.item():
@@ -197,13 +197,36 @@ class ShardingEnv:
 
     @contextmanager
     def together(self, kind: type[TierStoreError] = ConfigError) -> Iterator[None]:
-        """What is done within fails on every rank, with ``kind``, if it fails on any. All ranks do it."""
+        """Make what is done within fail on every rank, with ``kind``, if it fails on any. All ranks do it."""
         error: Exception | None = None
         try:
             yield
-        except Exception as raised:  # the others must not wait
+        except Exception as raised:  # the other ranks must not wait
             error = raised
         self.agree(error, kind)
+
+    @contextmanager
+    def together_unless_full(self) -> Iterator[None]:
+        """As :meth:`together`, but every rank raises StoreFullError if that is the only kind of error.
+
+        The caller may then give room and try again: no rank has stopped.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:  # the other ranks must not wait
+            error = raised
+        # 0: no error, 1: a full store, 2: another error
+        worst = torch.tensor([0 if error is None else 1 if isinstance(error, StoreFullError) else 2])
+        self._reduce(worst, dist.ReduceOp.MAX, self.outputs)
+        if worst.item() == 2:
+            self.raise_together(error, self.outputs, ConfigError)
+        if worst.item() == 1:
+            try:
+                self.raise_together(error, self.outputs, StoreFullError)
+            except StoreFullError as full:
+                self.peers.handled = full
+                raise
 
     def check_same(self, values: Mapping[str, Any]) -> None:
         """ConfigError on every rank, which names them, unless all give equal values (in their ``repr``). All

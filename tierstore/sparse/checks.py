@@ -1,4 +1,4 @@
-"""Checks of jagged inputs. Those on construction read shapes only; those of ``validate()`` read the data."""
+"""Checks of jagged inputs. Checks on construction read shapes only; ``validate()`` reads the data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 def check_parts(
     what: str, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
 ) -> None:
-    """Types, dtypes, devices and sizes of the tensors of a jagged tensor, one by one."""
+    """Check types, dtypes, devices and sizes of the tensors of a jagged tensor, one by one."""
     if not isinstance(values, Tensor):
         raise InputError(f"{what}: values must be a torch.Tensor, not {type(values).__name__}")
     if values.dim() == 0:
@@ -44,19 +44,19 @@ def check_parts(
 
 
 def flat_lengths(lengths: Tensor | None) -> Tensor | None:
-    """Lengths in one dimension; torchrec users also give them as (keys, batch)."""
+    """Return lengths in one dimension; torchrec's users also give lengths as (keys, batch)."""
     return lengths if lengths is None or lengths.dim() == 1 else lengths.reshape(-1)
 
 
 def normal_offsets(offsets: Tensor | None) -> Tensor | None:
-    """Offsets with their leading 0, which some producers leave out where there are no bags."""
+    """Return offsets with their leading 0, which some producers leave out where there are no bags."""
     if offsets is None or offsets.numel():
         return offsets
     return offsets.new_zeros(1, dtype=offsets.dtype if offsets.dtype in INTEGERS else torch.int64)
 
 
 def check_counts(what: str, lengths: Tensor | None, offsets: Tensor | None) -> None:
-    """Where both are given, offsets must be one more than lengths."""
+    """Check that there is one offset more than lengths, where both are given."""
     if lengths is not None and offsets is not None and offsets.numel() != lengths.numel() + 1:
         raise InputError(
             f"{what}: {lengths.numel()} lengths need {lengths.numel() + 1} offsets, got {offsets.numel()}"
@@ -92,7 +92,7 @@ def check_key_counts(keys: Sequence[str], bags: int, stride: int | None, strides
 
 
 def check_inverse_shape(inverse: tuple[list[str], Tensor] | None) -> None:
-    """Inverse indices are (names, tensor of a row per name and a column per example)."""
+    """Check that inverse indices are (names, tensor of a row per name and a column per example)."""
     if inverse is None:
         return
     names, indices = inverse
@@ -127,7 +127,7 @@ def check_sums(keys: Sequence[str], length_per_key: Sequence[int], size: int) ->
 
 
 def check_first_offset(offsets: Tensor | None, what: str = KJT) -> None:
-    """Offsets, if there are any, begin with 0."""
+    """Check that offsets, if there are any, begin with 0."""
     if offsets is not None and int(offsets[0]) != 0:
         raise InputError(f"{what}: offsets must begin with 0, got {int(offsets[0])}")
 
@@ -178,7 +178,7 @@ def check_bags(
 def check_inverse_indices(
     keys: Sequence[str], strides: Sequence[int], inverse: tuple[list[str], Tensor] | None
 ) -> None:
-    """Every inverse index of a key must point at one of the bags of that key."""
+    """Check that each inverse index of a key points at one of the bags of that key."""
     if inverse is None or not inverse[1].numel():
         return
     names, indices = inverse

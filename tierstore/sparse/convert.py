@@ -18,7 +18,7 @@ _NEEDED = (
 
 
 def as_keyed_jagged_tensor(x: Any) -> KeyedJaggedTensor:
-    """``x`` itself, or a view of a torchrec KeyedJaggedTensor, sharing its tensors; else InputError."""
+    """Return ``x``, or a view of a torchrec KeyedJaggedTensor that shares its tensors; else InputError."""
     if isinstance(x, KeyedJaggedTensor):
         return x
     missing = [name for name in _NEEDED if not callable(getattr(x, name, None))]

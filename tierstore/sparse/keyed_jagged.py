@@ -298,7 +298,7 @@ class KeyedJaggedTensor(FiguresPerKey):
         return super().tensors() + ([] if self._inverse_indices is None else [self._inverse_indices[1]])
 
     def size_in_bytes(self) -> int:
-        """Bytes of all tensors that are present, with those that describe strides."""
+        """Return the bytes of all tensors that are present, the tensor of strides included."""
         strides = self._stride_per_key_per_rank
         return super().size_in_bytes() + (0 if strides is None else strides.element_size() * strides.numel())
 
@@ -322,7 +322,7 @@ class KeyedJaggedTensor(FiguresPerKey):
 
 
 def _strides_tensor(strides: Tensor | list[list[int]] | None) -> Tensor | None:
-    """(keys, ranks) int32 on the host."""
+    """Return (keys, ranks) int32 on the host."""
     if strides is None or isinstance(strides, Tensor):
         return strides
     try:

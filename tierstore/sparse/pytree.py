@@ -30,7 +30,7 @@ def _flatten_keyed_jagged(keyed: KeyedJaggedTensor) -> tuple[list[Any], Any]:
     leaves: list[Any] = [getattr(keyed, name) for name in KEYED_JAGGED_LEAVES[:-1]]
     inverse = keyed._inverse_indices
     leaves.append(None if inverse is None else inverse[1])
-    # with keys, the stride follows from the lengths; a walk may change those
+    # With keys, the stride follows from the lengths, which a walk may change.
     stride = None if keyed._keys else keyed._stride
     return leaves, [list(keyed._keys), None if inverse is None else list(inverse[0]), stride]
 

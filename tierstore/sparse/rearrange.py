@@ -1,4 +1,4 @@
-"""Put keys of KeyedJaggedTensors together, take them apart, and bring them into another order.
+"""Join, cut and reorder the keys of KeyedJaggedTensors.
 
 Each function returns the arguments of the constructor of the result.
 """

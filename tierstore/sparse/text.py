@@ -12,7 +12,7 @@ MAX_VALUES = 100
 
 
 def bags_text(values: Tensor, offsets: Sequence[int]) -> str:
-    """``[[1, 2], [], [3]]``: the bags between consecutive offsets."""
+    """Write the bags between consecutive offsets as ``[[1, 2], [], [3]]``."""
     shown = offsets[: MAX_BAGS + 1]
     bags = [values_text(values[start:end]) for start, end in pairwise(shown)]
     rest = len(offsets) - len(shown)
@@ -20,7 +20,7 @@ def bags_text(values: Tensor, offsets: Sequence[int]) -> str:
 
 
 def key_text(key: str, values: Tensor, weights: Tensor | None, offsets: Sequence[int]) -> str:
-    """One key of a KeyedJaggedTensor with its bags, and their weights if there are any."""
+    """Write one key of a KeyedJaggedTensor with its bags, and their weights if there are any."""
     bags = bags_text(values, offsets)
     if weights is None:
         return f'    "{key}": {bags}'
@@ -29,14 +29,14 @@ def key_text(key: str, values: Tensor, weights: Tensor | None, offsets: Sequence
 
 
 def values_text(values: Tensor) -> str:
-    """``[1, 2, 3]`` of a tensor of any shape."""
+    """Write a tensor of any shape as ``[1, 2, 3]``."""
     shown = values[:MAX_VALUES].tolist()
     rest = values.size(0) - len(shown)
     return _joined([str(value) for value in shown], f"... {rest:,} more" if rest else "")
 
 
 def summary_text(values: Tensor, weights: Tensor | None = None) -> str:
-    """Dtypes, shapes and device, for ``__repr__``; copes with what a pytree walk puts in a tensor's place."""
+    """Write dtypes, shapes and device for ``__repr__``, also of a pytree walk's stand-ins for tensors."""
     if not isinstance(values, Tensor):
         return f"values={values!r}"
     text = f"values={_dtype(values)}{list(values.shape)}"

@@ -178,7 +178,7 @@ class StoreBase(ABC):
             self._current = commit
             for old in superseded(self._kept, self._keep):
                 try:
-                    self._give_up(old)
+                    self._drop(old)
                 except OSError as error:  # the newest commit is safe, and the next one tries again
                     log.warning("removing commit %d of %s: %s", old.id, self._path, error)
             return commit.id
@@ -191,7 +191,7 @@ class StoreBase(ABC):
         with self._open_to_write():
             check_droppable(self._kept, id, self._path)
             with store_errors(f"removing commit {id} of {self._path}"):
-                self._give_up(find_commit(self._kept, id, self._path))
+                self._drop(find_commit(self._kept, id, self._path))
 
     def compact(self) -> None:
         with self._open_to_write():
@@ -255,7 +255,7 @@ class StoreBase(ABC):
     def _release(self) -> None:
         """Free everything; called once."""
 
-    def _give_up(self, commit: CommitInfo) -> None:
+    def _drop(self, commit: CommitInfo) -> None:
         self._remove(commit)
         self._kept.remove(commit)
 

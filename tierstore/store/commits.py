@@ -88,12 +88,12 @@ def check_droppable(commits: Sequence[CommitInfo], id: int, path: str | Path) ->
 
 
 def superseded(commits: Sequence[CommitInfo], keep: int) -> Sequence[CommitInfo]:
-    """Those of ``commits``, oldest first, that have no tag and are not among the last ``keep``."""
+    """Return the ``commits``, oldest first, that have no tag and are not among the last ``keep``."""
     return [commit for commit in commits[: max(0, len(commits) - keep)] if not commit.tag]
 
 
 def describe(commits: Sequence[CommitInfo]) -> str:
-    """``kept commits: 3, 5 ("best")``, for messages."""
+    """Write ``kept commits: 3, 5 ("best")``, for messages."""
     if not commits:
         return "there is no commit yet"
     some = ", ".join(f'{c.id} ("{c.tag}")' if c.tag else str(c.id) for c in commits[-8:])

@@ -104,7 +104,7 @@ def _open_read_only(folder: Path, wanted: StoreIdentity, options: StoreOptions) 
 
 
 class DirectoryStore:
-    """A row store together with the directory that it holds the lock of. A :class:`RowStore`.
+    """A :class:`RowStore` and its directory, whose lock it holds.
 
     In a forked child every method but ``close``, which does nothing there, raises ``ClosedError``.
     """
@@ -128,7 +128,7 @@ class DirectoryStore:
         self._commit = find_commit(kept, at, path) if at else (kept[-1] if kept else None)
         self._closing = threading.Lock()
         self._forks = _core.fork_count()
-        # Also where nobody closes the store: the engine must have ended before the lock is free.
+        # This runs even if close() is never called: the engine must end before the lock is free.
         self._release = weakref.finalize(self, _release, inner, lock, path if temporary else None)
         self._release.atexit = temporary
         _OPEN.add(self)
@@ -334,7 +334,7 @@ def _engine_folder(folder: Path, engine: str) -> Path:
     own = folder / engine
     if not own.is_symlink():
         own.mkdir(exist_ok=True)
-        sync_directory(folder)  # always: whoever made it may have died before this
+        sync_directory(folder)  # always: the process that made it may have died before this
     check_no_links(own)
     return own
 

@@ -1,4 +1,4 @@
-"""What store directories and the Python engines ask of the operating system, and what its errors become."""
+"""Calls of the operating system by store directories and Python engines, and the errors that they raise."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 
 def write_fully(fd: int, data: memoryview) -> None:
-    """``os.write`` until all of ``data`` is written."""
+    """Call ``os.write`` until all of ``data`` is written."""
     while data:
         data = data[os.write(fd, data) :]
 
@@ -90,7 +90,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> _core.OwnDescriptor:
-    """As :func:`open_regular`, but a descriptor that no forked child keeps."""
+    """Open as :func:`open_regular` does, but with a descriptor that no forked child keeps."""
     with _no_link(path):
         own = _core.OwnDescriptor(os.fsencode(path), flags | _REGULAR)
     if not os.path.isfile(own.fileno()):
@@ -153,7 +153,7 @@ def _crc_of(content: dict[str, Any]) -> int:
 
 
 def supports_direct_io(folder: Path) -> bool:
-    """Whether files in ``folder`` can be opened past the page cache, which some file systems refuse."""
+    """Tell whether files in ``folder`` can be opened past the page cache, which some file systems refuse."""
     probe = folder / "direct-io-probe"
     try:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_DIRECT | os.O_NOFOLLOW, 0o666))
@@ -167,7 +167,7 @@ def supports_direct_io(folder: Path) -> bool:
 
 
 def walk_files(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """All regular files below ``folder``; ``StoreCorruptError`` at a link or any other kind of file."""
+    """Yield all regular files below ``folder``; ``StoreCorruptError`` at a link or another kind of file."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_symlink():
@@ -181,7 +181,7 @@ def walk_files(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Bytes that the files below ``folder`` occupy, each inode once, less those that vanish meanwhile."""
+    """Return the bytes that the files below ``folder`` occupy, each inode once, without vanishing files."""
     sizes: dict[int, int] = {}
     for entry in walk_files(folder):
         try:

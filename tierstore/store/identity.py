@@ -60,7 +60,7 @@ def write_identity(path: Path, identity: StoreIdentity) -> None:
 
 
 def plain(tables: Sequence[StoredTable]) -> tuple[StoredTable, ...]:
-    """``tables`` as they come back from JSON (lists for tuples), ordered by index.
+    """Return ``tables`` as they come back from JSON (lists for tuples), ordered by index.
 
     Raises ``ConfigError`` at two tables of one name or index and at values that JSON cannot hold.
     """

@@ -24,7 +24,7 @@ def import_(
 ) -> CommitId:
     """Make the new store directory ``path`` of the export ``source``, on any engine; return its commit.
 
-    Tables, rows (bit for bit), meta and tag are those of the exported commit. ``ssd_bytes`` caps the bytes of
+    Tables, rows (bit for bit), meta and tag are as in the exported commit. ``ssd_bytes`` caps the bytes of
     the store's files while they are written. Raises ``StoreMismatchError`` when ``source`` is no export,
     ``ConfigError`` when ``path`` is not free, ``StoreCorruptError`` when anything in the export is damaged.
     A failure leaves nothing under ``path``.
@@ -46,7 +46,7 @@ def import_(
 
 
 def _rows_there(source: Path, spec: StoredTable, shard: dict[str, Any]) -> int:
-    """Return the rows that a file can have, whatever the description says."""
+    """Return the rows that a file can have, whatever its description says."""
     try:
         size = os.stat(source / shard["file"], follow_symlinks=False).st_size
     except FileNotFoundError:

@@ -8,7 +8,7 @@ some to unused places of the file.
 
 LMDB knows only its last commit. An older one that is to be kept is a copy of the tree, ``commit-N.mdb``,
 made just before the next commit, beside the record ``commit-N.record`` that lists it. A store opened at such
-a commit works on a copy of that, ``branch.mdb``, which the next commit puts in the place of ``data.mdb``.
+a commit works on another copy, ``branch.mdb``, which the next commit puts in the place of ``data.mdb``.
 
 There is one database per row size, with native-endian integer keys, and one for the commit record (key
 ``commit``, :mod:`tierstore.store.commits`). An error inside a transaction breaks it, so it closes the store.
@@ -68,13 +68,13 @@ class LMDBStore(StoreBase):
         self._current = self._open_tree(path / _DATA)
         if self._current is not None:
             for copy in [copy for copy in self._kept if copy.id >= self._current.id]:
-                self._give_up(copy)  # made for a commit that a crash cut short
+                self._drop(copy)  # made for a commit that a crash cut short
             self._kept.append(self._current)
         if options.at:
             self._branch(options.at)
 
     def _branch(self, at: int | str) -> None:
-        """Goes on from a copy of the kept commit ``at``, if that is not the last one."""
+        """Go on from a copy of the kept commit ``at``, if that is not the last one."""
         try:
             commit = find_commit(self._kept, at, self._path)
         except InputError:
@@ -151,16 +151,16 @@ class LMDBStore(StoreBase):
             return cursor.getmulti(names)
 
     def _is_cold(self, database: Any, names: list[bytes]) -> bool:
-        """Whether a sample of the rows takes so long to read that their pages must come from the device."""
+        """Tell whether a sample of the rows reads so slowly that its pages must come from the device."""
         sample = names[:: len(names) // _SAMPLE]
         start = time.perf_counter()
         self._get(self._txn, database, sample)
         return time.perf_counter() - start > len(sample) * _COLD_SECONDS
 
     def _touch(self, database: Any, names: list[bytes]) -> list[None]:
-        """Brings pages of the last commit to memory; the caller then reads what is newest.
+        """Bring pages of the last commit to memory; the caller then reads the newest rows.
 
-        Only a transaction of the last commit may be used beside others, and most pages are still those of it.
+        Several threads can read the last commit at a time, but not what is newer; most pages are the same.
         """
         with self._env.begin() as transaction:
             self._get(transaction, database, names)
@@ -319,7 +319,7 @@ def _clean(path: Path) -> None:
 
 
 def _copies(path: Path) -> list[int]:
-    """Numbers of the commits that are copies, ascending."""
+    """Return the numbers of the commits that are copies, ascending."""
     return sorted(int(match[1]) for match in map(_COPY.fullmatch, os.listdir(path)) if match)
 
 

@@ -1,6 +1,6 @@
 """The lock of a store directory: flock on its file ``LOCK``, whose text is the holder's process id.
 
-A forked child does not inherit it: the lock ends with the process that took it, whatever children it leaves.
+A forked child does not inherit the lock, which ends with the process that took it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FolderLock:
                 self._path.unlink()
 
     def is_current(self) -> bool:
-        """Whether the file that is locked is the one that others find."""
+        """Tell whether the locked file is the file that other processes find."""
         try:
             return os.path.samestat(os.fstat(self._descriptor.fileno()), os.stat(self._path))
         except FileNotFoundError:
@@ -70,7 +70,7 @@ def lock_for_reading(folder: Path) -> FolderLock:
     identities.read_identity(folder)  # says so where there is none
     try:
         return _take(folder, folder / LOCK, os.O_RDONLY, fcntl.LOCK_SH)
-    except FileNotFoundError:  # a copy without it, which nobody writes to
+    except FileNotFoundError:  # a copy without the file; no process writes to it
         return _take(folder, folder / identities.FILE_NAME, os.O_RDONLY, fcntl.LOCK_SH)
 
 
@@ -93,4 +93,4 @@ def _take(folder: Path, path: Path, flags: int, kind: int) -> FolderLock:
         except BaseException:
             lock.close()
             raise
-        lock.close()  # whoever held it has removed the file meanwhile: there is a new one, or will be
+        lock.close()  # the holder has removed the file meanwhile: there is a new one, or will be

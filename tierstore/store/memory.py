@@ -65,7 +65,7 @@ class _Arena:
         self._rows[where] = rows
 
     def count_new(self, keys: NDArray[np.uint64]) -> int:
-        """How many of ``keys`` are not stored yet."""
+        """Count the ``keys`` that are not stored yet."""
         return len(set(keys.tolist()).difference(self.positions))
 
     def keys(self) -> NDArray[np.uint64]:

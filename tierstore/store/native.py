@@ -32,14 +32,14 @@ class NativeLimits:
 
 @dataclass(frozen=True)
 class NativeConfig:
-    """What the native store is opened with. ``StoreOptions`` gives the first two; the rest suits most."""
+    """Options of the native store. ``StoreOptions`` gives the first two; other defaults suit most users."""
 
     cap_bytes: int
     """Hard cap on the bytes of all its files."""
     io: str = "auto"
     """"io_uring" (or "uring"), "pread" (threads), or "auto": io_uring where the kernel allows it."""
     keep: int = 1
-    """Commits kept beside those with a tag; a new one drops the oldest beyond that. What a kept commit names
+    """Commits without a tag to keep; a new commit drops the oldest beyond that. What a kept commit names
     stays on disk."""
     at: int | str = 0
     """Commit to open at, by number or tag; 0 for the last one."""
@@ -50,14 +50,14 @@ class NativeConfig:
     direct: bool = True
     """Bypass the page cache where the file system can."""
     segment_bytes: int = 0
-    """At most so many per file; 0 chooses by the cap, from 128 KiB to 64 MiB."""
+    """The most bytes of a file of rows; 0 chooses by the cap, from 128 KiB to 64 MiB."""
     write_buffer_bytes: int = 16 << 20
-    """Rows may wait in so much memory to be written, besides one buffer of 2 MiB for each open segment."""
+    """Bytes of memory in which rows wait to be written, besides a buffer of 2 MiB per open segment."""
 
     snapshot_min_rows: int = 1 << 17
     """Rows from which on the index is saved beside the data; smaller stores open fast without."""
     limits: NativeLimits | None = None
-    """None: those of the core."""
+    """None: the limits of the core."""
 
     def __post_init__(self) -> None:
         if self.io == "uring":
@@ -139,7 +139,7 @@ class NativeStore:
         self._core.drop_commit(id)
 
     def compact(self) -> None:
-        """Wins back the space of superseded rows, as far as kept commits and the cap let it."""
+        """Win back the space of superseded rows, as far as kept commits and the cap allow it."""
         self._core.compact()
 
     def set_cap(self, cap_bytes: int) -> None:
@@ -150,7 +150,7 @@ class NativeStore:
         return self._core.meta()
 
     def counters(self) -> _core.StoreCounters:
-        """All counters of the core, also those that :class:`StoreStats` has no place for."""
+        """Return all counters of the core, also the counters that :class:`StoreStats` lacks."""
         return self._core.stats()
 
     def stats(self) -> StoreStats:

@@ -23,7 +23,7 @@ class Readers:
         self._pool: ThreadPoolExecutor | None = None
 
     def map(self, read: Callable[[list[Item]], list[Result]], items: list[Item]) -> list[Result]:
-        """``read(items)``, which returns a list in order, computed in chunks by all threads."""
+        """Compute ``read(items)``, a list in the order of ``items``, in chunks by all threads."""
         if self._threads <= 1 or len(items) < SMALLEST:
             return read(items)
         if self._pool is None:

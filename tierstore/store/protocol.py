@@ -1,4 +1,4 @@
-"""The contract between memory tiers and the bottom tier: what a row store is, whatever its engine."""
+"""The contract between memory tiers and the bottom tier: what a row store of any engine does."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tierstore.store.protocol import RowStore, StoredTable
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """What an engine is told besides its folder and tables."""
+    """Options of an engine besides its folder and tables."""
 
     ssd_bytes: int
     """Hard cap on the bytes of all files of the store."""
@@ -23,7 +23,7 @@ class StoreOptions:
     read_threads: int = 16
     """Threads over which rocksdb and lmdb, whose reads block, spread a batch; 1 means the caller alone."""
     keep: int = 1
-    """Commits to keep beside those with a tag: the next commit gives up the oldest beyond that.
+    """Commits without a tag to keep: the next commit drops the oldest beyond that.
     docs/reference/engines.md says what each engine pays for it."""
     at: int | str = 0
     """The kept commit to open at, by number or tag; 0 for the last. Commits made after it are kept, and the

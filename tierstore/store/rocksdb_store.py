@@ -2,14 +2,14 @@
 
 RocksDB runs without a write-ahead log in the folder ``live``. A commit flushes the memtables and makes a
 checkpoint, ``commit-N``: a folder of hard links to the sorted files, which are never changed, and a copy
-of the small ones. The newest commit folder is the state after a crash or a close: opening replaces
-``live`` by links to it, or to another that is kept. So a commit costs what changed since the last one, and
-nothing written later can show. The files of a kept commit stay on disk, even when compaction has replaced
+of each small file. The newest commit folder is the state after a crash or a close: opening replaces
+``live`` by links to it, or to another kept commit. So a commit costs what changed since the last commit,
+and nothing written later can show. The files of a kept commit stay on disk, even when compaction has replaced
 them in ``live``.
 
 Keys are big-endian, so that tables are ranges. The key of one zero byte, which sorts before all others,
 holds the commit record (:mod:`tierstore.store.commits`), which the file ``commit-N.record`` repeats, so that
-commits can be listed. It is there before the folder is, and only the folder counts. After an error of the
+commits can be listed. That file is there before the folder, and only the folder counts. After an error of the
 device RocksDB refuses further writes until it is opened again, so such an error closes the store.
 """
 
@@ -62,7 +62,7 @@ _BIG_ENDIAN = np.dtype(">u8")
 
 
 def _db_options(direct_io: bool) -> rocksdict.Options:
-    """Tuned for random reads and overwrites of small rows; docs/reference/engines.md gives the reasons."""
+    """Return options for random reads and overwrites of small rows (reasons: docs/reference/engines.md)."""
     blocks = rocksdict.BlockBasedOptions()
     blocks.set_block_size(4096)
     blocks.set_bloom_filter(10, False)
@@ -240,7 +240,7 @@ class RocksDBStore(StoreBase):
 
 
 def _commit_numbers(path: Path) -> list[int]:
-    """Of all commits, ascending."""
+    """Return the numbers of all commits, ascending."""
     return sorted(int(match[1]) for match in map(_COMMIT_FOLDER.fullmatch, os.listdir(path)) if match)
 
 
@@ -263,7 +263,7 @@ def _restore(path: Path, commit: CommitInfo | None, live: Path, link: Callable[[
 
 
 def _link_or_copy(source: str, target: Path, link: Callable[[str, Path], None]) -> None:
-    """Sorted files never change and are linked, where that works; the others RocksDB goes on writing."""
+    """Link a sorted file, which never changes, where links work; copy a file that RocksDB still writes."""
     if source.endswith(".sst"):
         with suppress(OSError):
             link(source, target)

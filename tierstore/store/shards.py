@@ -2,7 +2,7 @@
 
 A file is u64 length of the header, the header (JSON, padded with blanks to a multiple of 8), the tensors:
 ``ids`` I64 (n,), ``weights`` F32 (n, dim), ``state`` F32 (n, row_bytes / 4 - dim). Everything is little
-endian. What is written here any reader of safetensors reads; what is read here must have just this layout.
+endian. Any reader of safetensors reads these files; a file that is read here must have just this layout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Verification: every byte of a store directory read and checked, and what is damaged named.
+"""Verification: reads and checks every byte of a store directory, and names what is damaged.
 
 ``native`` has a checksum over every record and structure, so each byte that a kept commit needs is covered.
 ``memory`` and ``rocksdb`` are checked by their own checksums, of files and of blocks. ``lmdb`` has none: its
@@ -143,7 +143,7 @@ def _verify_native(own: Path, identity: StoreIdentity, report: VerifyReport, pro
         report.commits = [commit[0] for commit in _core.kept_commits(str(own))]
 
 
-def fill_report(report: VerifyReport, found: Any, names: dict[int, str]) -> None:
+def fill_report(report: VerifyReport, found: _core.VerifyReport, names: dict[int, str]) -> None:
     """Take over what the core found; ``names`` has the tables' names by index."""
     report.damage += [_damage(report.engine, item, names) for item in found.findings]
     report.damage_total += found.findings_total
@@ -151,7 +151,7 @@ def fill_report(report: VerifyReport, found: Any, names: dict[int, str]) -> None
     report.leftovers, report.foreign = found.leftovers, found.foreign
 
 
-def _damage(engine: str, item: Any, names: dict[int, str]) -> Damage:
+def _damage(engine: str, item: _core.Finding, names: dict[int, str]) -> Damage:
     def name(table: int) -> str:
         return names.get(table, f"number {table}")
 
@@ -173,19 +173,19 @@ def _verify_by_opening(own: Path, identity: StoreIdentity, report: VerifyReport,
         assert child.stderr is not None
         try:
             for line in child.stdout:
-                _hear(line.rstrip("\n").split(" ", 2), report, progress)
-            said = child.stderr.read().strip().splitlines()
+                _take_line(line.rstrip("\n").split(" ", 2), report, progress)
+            messages = child.stderr.read().strip().splitlines()
         except BaseException:
             child.kill()
             raise
     if child.returncode < 0:
         _lost(report, identity.engine, f"reading it killed the process (signal {-child.returncode})")
     elif child.returncode:
-        raise StoreIOError(f"verifying {own}: {said[-1] if said else 'the reading process failed'}")
+        raise StoreIOError(f"verifying {own}: {messages[-1] if messages else 'the reading process failed'}")
     progress(report.bytes, report.bytes)
 
 
-def _hear(words: list[str], report: VerifyReport, progress: Progress) -> None:
+def _take_line(words: list[str], report: VerifyReport, progress: Progress) -> None:
     """Take over a line that :func:`read_everything` printed."""
     if words[0] == "commit":
         report.commits.append(int(words[1]))

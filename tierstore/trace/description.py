@@ -1,6 +1,4 @@
-"""What a trace is like: repetition, popularity, drift; the figures by which synthetic traces are held to real
-ones.
-"""
+"""Repetition, popularity and drift of a trace: the figures that synthetic traces must match."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from tierstore.errors import InputError
 from tierstore.keys import ID_BITS
 from tierstore.trace.trace import Trace
 
-#: Upper edges of the bins "used so often within the batch" (those of Meta's dlrm_datasets); the last is open.
+#: Upper edges of the bins "used so often within the batch" (as in Meta's dlrm_datasets); the last is open.
 REUSE_EDGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _TOP_SHARES = (0.001, 0.01, 0.1)
 
@@ -174,8 +172,9 @@ class _Reuse:
 
 
 class _Drift:
-    """Favourites are chosen in every other batch of the first tenth, and measured in the others and in the
-    last tenth: in batches that had no part in choosing them.
+    """Drift of the favourites, measured in batches that had no part in choosing them.
+
+    Every second batch of the first tenth chooses; the batches between and the last tenth measure.
     """
 
     def __init__(self, batches: int | None) -> None:

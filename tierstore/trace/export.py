@@ -44,5 +44,5 @@ def table_curves(
 
 
 def planner_input(trace: Trace, curves: list[TableCurve], bins: int = 100) -> dict[str, Any]:
-    """Plain JSON for ``tierstore plan --stats`` (docs/reference/policies.md)."""
+    """Return plain JSON for ``tierstore plan --stats`` (docs/reference/policies.md)."""
     return planner_document(trace.name, curves, bins)

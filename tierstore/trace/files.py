@@ -1,4 +1,4 @@
-"""Traces in files of others: arrays, text, tables, libCacheSim's binary, Meta's dlrm_datasets."""
+"""Traces in files of other programs: arrays, text, tables, libCacheSim's binary, Meta's dlrm_datasets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ORACLE_GENERAL = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("ne
 
 
 def open_npy(path: Path, batch_size: int) -> Trace:
-    """Integers: (n,) is one table, (n, tables) a column per table. Read through a memory map."""
+    """Open integers through a memory map: (n,) is one table, (n, tables) has a column per table."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -28,7 +28,7 @@ def open_npy(path: Path, batch_size: int) -> Trace:
 
 
 def open_npz(path: Path, batch_size: int) -> Trace:
-    """Arrays of integers (n,), all as long, one per table; the names are the tables'."""
+    """Open arrays of integers (n,) of one length, one per table; their names are the tables'."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
@@ -54,7 +54,7 @@ def open_oracle_general(path: Path, batch_size: int) -> Trace:
 
 
 def open_text(path: Path, batch_size: int) -> Trace:
-    """One id per line, in decimal; plain or .gz."""
+    """Open a text of one decimal id per line; plain or .gz."""
     with _text(path) as lines:
         ids = _parse_numbers(path, lines)
     return _from_columns(path, {path.name.split(".")[0]: ids}, batch_size)
@@ -87,7 +87,7 @@ def open_csv(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trac
 
 
 def open_parquet(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trace:
-    """Columns of integers, strings or lists of integers (multi-hot), one per table. Needs pyarrow."""
+    """Open columns of integers, strings or lists of integers (multi-hot), one per table. Needs pyarrow."""
     try:
         pyarrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     except ModuleNotFoundError as error:
@@ -109,10 +109,9 @@ def open_parquet(path: Path, batch_size: int, columns: Sequence[str] | None) -> 
 
 
 def open_meta(path: Path, batch_size: int) -> Trace:
-    """Meta's dlrm_datasets: (indices, offsets, lengths) of one large batch, lengths (tables, examples); .pt
-    or .pt.gz.
+    """Open Meta's dlrm_datasets: (indices, offsets, lengths) of one large batch, in .pt or .pt.gz.
 
-    Loaded with ``weights_only``: the file cannot run code.
+    Lengths are (tables, examples). The file is loaded with ``weights_only``, so it cannot run code.
     """
     import torch
 
@@ -177,7 +176,7 @@ def _parse_numbers(path: Path, lines: Any) -> np.ndarray:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of an empty file: told by the caller
+            warnings.simplefilter("ignore", UserWarning)  # of an empty file, which the caller reports
             ids = np.loadtxt(lines, dtype=np.int64, ndmin=1, comments=None)
     except (ValueError, OverflowError, EOFError, OSError) as error:
         raise InputError(f"{path}: a line is no id that fits int64: {error}") from error

@@ -68,7 +68,7 @@ class TraceRecorder:
         self._thread.start()
 
     def record(self, ids: Mapping[str, Any]) -> None:
-        """One batch: table name → its ids (NumPy array or CPU tensor of integers, any shape)."""
+        """Record one batch: table name → its ids (NumPy array or CPU tensor of integers, any shape)."""
         self._check()
         unknown = set(ids) - set(self._index)
         if unknown:
@@ -81,7 +81,7 @@ class TraceRecorder:
         self._keep(np.concatenate(parts, dtype=np.int64, casting="unsafe"), counts)
 
     def record_features(self, features: KeyedJaggedTensor) -> None:
-        """One batch: the ids of the features, which are named as the tables are."""
+        """Record one batch: the ids of the features, which are named as the tables are."""
         names = features.keys()
         if tuple(names) != self.tables:
             self.record({name: features[name].values().cpu().numpy() for name in names})
@@ -159,7 +159,7 @@ class TraceRecorder:
 
 
 def _sampled(ids: np.ndarray, counts: np.ndarray, rate: float) -> tuple[np.ndarray, np.ndarray]:
-    """Of batches' ids (``counts``: batches by tables) those of a share of the rows, and their counts."""
+    """Select the ids of a share of the rows, and their counts; ``counts`` is (batches, tables)."""
     tables = np.arange(counts.shape[1], dtype=np.uint64) << np.uint64(ID_BITS)
     chosen = sampled(make_keys(0, ids) | np.repeat(np.tile(tables, len(counts)), counts.reshape(-1)), rate)
     ends = np.cumsum(counts.reshape(-1), dtype=np.int64)

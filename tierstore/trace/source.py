@@ -57,7 +57,7 @@ def open_trace(
         trace = from_dataset(data.load(name, path=path, seed=seed, **options), batch_size)
     else:
         raise ConfigError(
-            f"no file or dataset {name!r}; datasets are {', '.join(data.names())}; files are told by "
+            f"no file or dataset {name!r}; datasets are {', '.join(data.names())}; files are recognised by "
             + ", ".join(SUFFIXES)
         )
     if batches is not None:
@@ -68,7 +68,7 @@ def open_trace(
 
 
 def from_dataset(dataset: Dataset, batch_size: int) -> Trace:
-    """One pass over the training examples of a dataset."""
+    """Make a trace of one pass over the training examples of a dataset."""
 
     def batches() -> Iterator[Sequence[Segment]]:
         for batch in dataset.train(batch_size):

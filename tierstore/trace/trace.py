@@ -69,7 +69,7 @@ def _folded(ids: np.ndarray) -> np.ndarray:
 
 
 def cut(ids: Sequence[np.ndarray], batch_size: int) -> Callable[[], Iterator[list[Segment]]]:
-    """Batches of ``batch_size`` rows from columns of equal length, one per table."""
+    """Cut columns of equal length, one per table, into batches of ``batch_size`` rows."""
 
     kept = max(1, _MAPPED_ROWS // batch_size) * batch_size
 
@@ -85,7 +85,7 @@ def cut(ids: Sequence[np.ndarray], batch_size: int) -> Callable[[], Iterator[lis
 
 
 def _forget_pages(columns: Sequence[np.ndarray]) -> None:
-    """Of mapped files: what was read of them would count as memory of this process for as long as it runs."""
+    """Forget pages of mapped files, which would count as memory of this process for as long as it runs."""
     for column in columns:
         if isinstance(column, np.memmap):
             column._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""One memory tier: the native arena and slot index, and the compiled policy that chooses its victims."""
+"""One memory tier: its slots, the rows of a device at these slots, and the policy that chooses victims."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 import cache_policies
 from tierstore import _core
+from tierstore.cache.device import HOST, Device
 from tierstore.errors import ConfigError, PolicyFaultError, TierFullError
 
 Slots = NDArray[np.int32]
@@ -117,6 +118,8 @@ class TierPlan:
     slots: int
     holds_all: bool
     own: tuple[OwnShare, ...] = ()
+    device: Device = HOST
+    """What has the rows."""
 
     @property
     def capacity(self) -> int:
@@ -194,13 +197,14 @@ class MemoryTier:
         shares = [share.config() for share in self._shares]
         pad = _pad_rows(row_bytes) if overflows else 0
         try:
-            self.native = _core.Tier(shares, row_bytes, grows=grows, pad=pad, share_of=share_of)
+            self.native = _core.Tier(shares, grows=grows, pad=pad, share_of=share_of)
+            self.rows = plan.device.allocate(capacity + pad, row_bytes)
+            self.rows.commit(self.native.committed)
         except _core.AddressSpaceError as refused:
             raise ConfigError(
                 f"{name}: no room for {capacity} rows of {row_bytes} bytes, and for {pad} more while a batch "
                 f"overflows the tier: {refused}. Raise the process's limit (ulimit -v), or lower {name}"
             ) from None
-        self.rows = self.native.rows
 
     def __len__(self) -> int:
         return len(self.native)
@@ -236,11 +240,29 @@ class MemoryTier:
         Raises ``TierFullError``; the plan is to be aborted then.
         """
         try:
-            self.native.prepare(use_pad, plan)
+            self.rows.commit(self.native.prepare(use_pad, plan))
         except (_core.PadFull, _core.AddressSpaceError) as refused:
             raise TierFullError(
                 f"{self.name}: {refused}; raise {self.name}, or use smaller batches"
             ) from None
+
+    def abort(self, plan: Any) -> None:
+        """Keeps the plan's victims, and gives back what the plan has pinned."""
+        self._move(self.native.abort(plan))
+
+    def release(self, slots: Slots) -> None:
+        """Ends a lookup that used ``slots``."""
+        self._move(self.native.release(slots))
+
+    def _move(self, moves: tuple[Slots, Slots]) -> None:
+        if len(moves[0]):
+            self.rows.move(*moves)
+
+    def drained(self, slots: Slots) -> None:
+        """Forgets rows of the pad that were written down."""
+        self.native.drained(slots)
+        if not self.native.pad_in_use:
+            self.rows.discard(self.capacity)
 
     def resident(self, *, only_dirty: bool = False) -> Iterator[Slots]:
         """Slots that hold rows, in order, in pieces; nothing may move meanwhile."""

@@ -176,7 +176,7 @@ class LowerTiers:
                 self._write_down(keys[past], rows[past], dirty[past], next_use[past])
             self.host.prepare(plan, use_pad=False)
         except BaseException:
-            native.abort(plan)
+            self.host.abort(plan)
             raise
         native.assign(keys, False, plan)
         stay = plan.slots >= 0

@@ -1,0 +1,116 @@
+"""Devices own rows, as tiers own slots: where rows lie, how they are moved, and what computes on them.
+
+Nothing above a device knows the address of a row. ``HostDevice`` is this machine's memory and processor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore._core import Bags, HostRows, InitialValues, LookupArgs, UpdateArgs
+
+Slots = NDArray[np.int32]
+
+
+class DeviceRows(Protocol):
+    """Rows of one layout, each ``row_bytes`` bytes: float32 weights, float32 optimizer state, zero padding.
+
+    Rows are addressed by slot. ``slots``, ``source`` and ``target`` are int32 (n,); written slots do not
+    repeat. Host arrays of rows are uint8 (n, row_bytes). An address is that of a float32 tensor on the
+    device; 0 means none. Arguments that do not fit raise ValueError, and then nothing has changed. Calls come
+    from several threads; no two of them use one slot at once, unless both only read the row.
+    """
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    def commit(self, slots: int) -> None:
+        """Take the memory of the first ``slots`` slots, which stays where it is when more is taken.
+
+        Raises ``tierstore._core.AddressSpaceError`` when there is no memory; then earlier slots stay usable.
+        """
+        ...
+
+    def discard(self, first: int) -> None:
+        """Give back what can be given back of the slots from ``first`` on; they may be written again."""
+        ...
+
+    def move(self, source: Slots, target: Slots) -> None:
+        """Copy the row at ``source[i]`` to ``target[i]`` for all i; no slot is in both."""
+        ...
+
+    def initialise(self, values: InitialValues, slots: Slots | None, keys: NDArray[np.uint64]) -> None:
+        """Write the initial row of ``keys[i]`` to ``slots[i]``, or to slot i if ``slots`` is None."""
+        ...
+
+    def copy_out(self, slots: Slots, out: NDArray[np.uint8]) -> None:
+        """Copy the row at ``slots[i]`` to ``out[i]`` for all i."""
+        ...
+
+    def copy_in(self, slots: Slots, rows: NDArray[np.uint8], source: Slots | None = None) -> None:
+        """Copy ``rows[i]``, or ``rows[source[i]]``, to ``slots[i]`` for all i."""
+        ...
+
+    def lookup_pooled(
+        self, args: LookupArgs, bags: Bags, out_addr: int, weights_addr: int = 0, argmax_addr: int = 0
+    ) -> None:
+        """Pool the weights of rows over ``bags`` as csrc/kernels/lookup.h says."""
+        ...
+
+    def lookup_rows(self, args: LookupArgs, out_addr: int, out_stride: int) -> None:
+        """Write the weights of position p's row to float ``p * out_stride`` of the output."""
+        ...
+
+    def weight_grads(self, args: LookupArgs, bags: Bags, grad_addr: int, out_addr: int) -> None:
+        """Write the derivative by the weight of each position."""
+        ...
+
+    def update_pooled(
+        self, args: UpdateArgs, bags: Bags, grad_addr: int, weights_addr: int = 0, argmax_addr: int = 0
+    ) -> Slots:
+        """Make one optimizer step by the gradient of the pooled output, as csrc/kernels/update.h says.
+
+        Returns the indices (ascending) in ``args.slots`` of rows that were left alone because their gradient
+        is not finite.
+        """
+        ...
+
+    def update_rows(self, args: UpdateArgs, grad_addr: int, grad_stride: int) -> Slots:
+        """Make one optimizer step by gradients that lie ``grad_stride`` floats apart, one for each position.
+
+        Returns what :meth:`update_pooled` returns.
+        """
+        ...
+
+
+class Device(Protocol):
+    """Where rows of any layout can lie."""
+
+    def allocate(self, slots: int, row_bytes: int) -> DeviceRows:
+        """Return room for ``slots`` rows, none of which has memory yet.
+
+        Raises ``tierstore._core.AddressSpaceError``.
+        """
+        ...
+
+    def load(self, rows: NDArray[np.uint8]) -> DeviceRows:
+        """Return the host array's rows for kernels to work on, row i at slot i; the memory may be shared."""
+        ...
+
+
+@dataclass(frozen=True)
+class HostDevice:
+    """Rows in this machine's memory: in huge pages, taken as slots are committed; a forked child has none."""
+
+    def allocate(self, slots: int, row_bytes: int) -> DeviceRows:
+        return HostRows(slots, row_bytes)
+
+    def load(self, rows: NDArray[np.uint8]) -> DeviceRows:
+        return HostRows.view(rows)
+
+
+HOST = HostDevice()
