@@ -7,7 +7,7 @@ import pytest
 
 from tests.planner.machines import table, topology
 from tierstore import _core
-from tierstore.cache.engine import READ_AHEAD_BYTES as RUNTIME_READ_AHEAD
+from tierstore.cache.opening import READ_AHEAD_BYTES as RUNTIME_READ_AHEAD
 from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
 from tierstore.planner.costs import HELD_BYTES_PER_ROW, READ_AHEAD_BYTES, read_bytes
 from tierstore.planner.reading import MERGED_READ_BYTES, read_seconds
