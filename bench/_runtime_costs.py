@@ -167,7 +167,7 @@ def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps
         sums["moved"] += 2 * missed * layout.row_bytes
         sums["computed"] += 8 * count * len(own) * layout.dim + 2 * unique * layout.row_bytes
     # During the last steps no more batches are announced or planned.
-    typical = slice(_WARM, -_WINDOW - _DEPTH)
+    typical = slice(_WARM, max(_WARM + 1, len(compute) - _WINDOW - _DEPTH))
     stages = (_middle(values[typical]) for values in (np.diff(fetch), compute))
     return Sample(mode, **sums, fetch=next(stages), compute=next(stages), others=others)
 
