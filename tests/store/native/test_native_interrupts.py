@@ -88,6 +88,13 @@ def go_on(store: NativeStore, opened, version: int) -> None:
     assert_holds(again, 1, [id for id in IDS if id >= 100], version)
 
 
+def wait_for_writes(env: _core.FaultEnv) -> None:
+    """Waits until the store writes nothing beside its calls."""
+    before = {}
+    while before != (before := env.counts()):
+        time.sleep(0.1)
+
+
 def begin_commit(thread: threading.Thread, env: _core.FaultEnv) -> None:
     """Starts a thread that commits, and waits until it is at its first file."""
     before = env.counts()["sync"]
@@ -212,6 +219,7 @@ def test_what_does_not_wait_for_a_commit(opened, env, name):
     """Nor do other Python threads wait for who asks."""
     store = filled(opened, env, segment_bytes=128 << 10)
     put(store, 7, range(10_000))  # new rows, so that there is nothing to compact beside the commit
+    wait_for_writes(env)
     env.slow_down(SLOW * 5)
     commit = threading.Thread(target=lambda: store.commit(b"other"))
     begin_commit(commit, env)
