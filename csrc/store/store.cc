@@ -45,6 +45,10 @@ void Store::Close() {
   const auto no_reads = reader_.Exclude();
   compactor_.Join();
   lock.lock();
+  try {
+    if (!context_.config.read_only) state_.segments.RemoveDoomed(lock, queue_);
+  } catch (...) {  // the next opening removes them
+  }
   const bool as_committed = !state_.rows.changed() && !state_.segments.by_number().empty();
   if (!context_.config.read_only && as_committed && snapshots_.IsDue(Snapshots::kLagAtClose))
     snapshots_.Write(lock, snapshots_.Capture());
