@@ -132,7 +132,8 @@ def slot_bytes(row: int) -> float:
 def read_bytes(record: int) -> int:
     """Return the bytes that the native store reads for one record: the blocks of 4 KiB that it lies in.
 
-    In frames of one block no record crosses the end; in larger frames (docs/formats.md) records lie anywhere.
+    In frames of one block no record crosses the end. In larger frames records lie anywhere
+    (docs/reference/formats.md).
     """
     if record <= 4096 and 4096 % record <= 4096 // 50:
         return 4096
