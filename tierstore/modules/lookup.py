@@ -37,7 +37,7 @@ class Keeps(Protocol):
     """Whether the update under way divides gradients by the scale of a GradScaler."""
 
     def keep(self, module: Updates, lookup: Lookup, gradients: Gradients) -> None:
-        """Takes the gradients of one backward pass, copying what others may change."""
+        """Take the gradients of one backward pass, copying what others may change."""
         ...
 
 
@@ -50,7 +50,7 @@ class Updates(Protocol):
     """What keeps the gradients of backward passes for a later update; None: each updates the rows."""
 
     def count_update(self) -> OptimizerStep:
-        """Counts one optimizer step and returns the native core's arguments for it."""
+        """Count one optimizer step and return the native core's arguments for it."""
         ...
 
     def frozen_tables(self) -> list[int]:
@@ -68,7 +68,7 @@ class Updates(Protocol):
     def table_name(self, table: int) -> str: ...
 
     def report_gradients(self, error: GradientError | None) -> None:
-        """Raises ``error``, which the update had, or sees to it. Told of every update."""
+        """Raise ``error``, which the update had, or see to it. Told of every update."""
         ...
 
 
@@ -90,7 +90,7 @@ class Part:
         return 12 * len(self.batch.unique) + self.batch.inverse.nbytes
 
     def weights_of(self, weights: Tensor) -> Tensor:
-        """The per-sample weights, float32, of this part's positions."""
+        """Return the per-sample weights, float32, of this part's positions."""
         pieces = [weights[begin:end] for begin, end in self.spans]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -136,7 +136,7 @@ class Lookup:
         return torch.empty(self.out_shape, dtype=torch.float32)
 
     def acquire(self) -> None:
-        """Pins the rows of every part in the fast tier; waits for those that were planned ahead."""
+        """Pin the rows of every part in the fast tier; wait for those that were planned ahead."""
         try:
             for part in self.parts:
                 if not (isinstance(part.rows, PinnedRows) and part.rows.wait()):
@@ -146,7 +146,7 @@ class Lookup:
             raise
 
     def read(self) -> None:
-        """Copies the rows of every part; changes nothing. Tickets of a plan made ahead are given back."""
+        """Copy the rows of every part; change nothing. Rows that were pinned ahead are released."""
         self.release()
         for part in self.parts:
             part.rows = read_rows(part.group, part.batch)
@@ -165,7 +165,7 @@ class Gradients(Protocol):
         ...
 
     def multiply(self, factor: float) -> None:
-        """Multiplies the gradients, in place."""
+        """Multiply the gradients, in place."""
         ...
 
 
@@ -200,7 +200,7 @@ class SequenceGradients:
 
 
 def _held_again(part: Part) -> PinnedRows:
-    """The part's rows, pinned once more if a former backward pass has released them
+    """Return the part's rows, pinned once more if a former backward pass has released them
     (``retain_graph=True``)."""
     assert isinstance(part.rows, PinnedRows)
     if not part.rows.held:
@@ -220,7 +220,7 @@ def _address(tensor: Tensor | None) -> int:
 def pooled_forward(
     parts: Sequence[PooledPart], out: Tensor, weights: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Fills ``out`` (float32, contiguous); returns the argmax (int32, bags x dim) of parts that have
+    """Fill ``out`` (float32, contiguous); return the argmax (int32, bags x dim) of parts that have
     max pooling."""
     argmaxes: list[Tensor | None] = []
     for part, weight in zip(parts, weights, strict=True):
@@ -302,7 +302,7 @@ class SequenceFunction(torch.autograd.Function):
 
 
 def _update_or_keep(module: Updates, lookup: Lookup, gradients: Gradients) -> None:
-    """What a backward pass does with the gradients of its lookup."""
+    """Update the rows by the gradients of a backward pass, or keep these for a later update."""
     if module.accumulation is None:
         update_rows(module, lookup.parts, gradients)
     else:
@@ -358,8 +358,8 @@ def update_args(
 
 
 def trained_csr(part: Part, frozen: Sequence[int]) -> Csr:
-    """The positions of every unique row, none for rows of frozen tables: a row without positions is not
-    updated."""
+    """Return the positions of every unique row, none for rows of frozen tables: a row without positions is
+    not updated."""
     stays = np.isin(split(part.batch.unique)[0], frozen)
     inverse = part.batch.inverse
     skipped = (inverse < 0) | (stays[np.maximum(inverse, 0)] if len(stays) else True)
@@ -367,7 +367,7 @@ def trained_csr(part: Part, frozen: Sequence[int]) -> Csr:
 
 
 def _reaches_rows(ctx: Any) -> bool:
-    """False under ``torch.autograd.grad`` of the per-sample weights alone, which must not train the rows."""
+    """Return False under ``torch.autograd.grad`` of the per-sample weights alone, which trains no rows."""
     return torch._C._will_engine_execute_node(ctx.next_functions[0][0])  # type: ignore[attr-defined]
 
 
