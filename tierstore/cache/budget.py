@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tierstore.cache.tiers.memory import (
     MAX_SLOTS,
     MIN_SLOTS,
+    AnyAdmission,
+    AnyPolicy,
     OwnShare,
     TierPlan,
     bytes_for,
@@ -73,7 +74,11 @@ class GroupDemand:
 
 
 def divide(
-    budget: int, demands: Sequence[GroupDemand], policy: Any, tier: str, admission: Any = "always"
+    budget: int,
+    demands: Sequence[GroupDemand],
+    policy: AnyPolicy,
+    tier: str,
+    admission: AnyAdmission = "always",
 ) -> list[TierPlan]:
     """Return the slots per group for ``budget`` bytes.
 
@@ -118,7 +123,9 @@ def _without(demands: Sequence[GroupDemand], own: Sequence[Sequence[OwnShare]]) 
     ]
 
 
-def _own_share(table: TableDemand, row_bytes: int, policy: Any, admission: Any, tier: str) -> OwnShare | None:
+def _own_share(
+    table: TableDemand, row_bytes: int, policy: AnyPolicy, admission: AnyAdmission, tier: str
+) -> OwnShare | None:
     if table.own is None:
         return None
     if table.own >= bytes_for(table.rows, row_bytes, None):
@@ -130,19 +137,19 @@ def _own_share(table: TableDemand, row_bytes: int, policy: Any, admission: Any, 
     return OwnShare((table.index,), min(slots, table.rows), slots >= table.rows)
 
 
-def _own_bytes(share: OwnShare, row_bytes: int, policy: Any, admission: Any) -> int:
+def _own_bytes(share: OwnShare, row_bytes: int, policy: AnyPolicy, admission: AnyAdmission) -> int:
     if share.holds_all:
         return bytes_for(share.slots, row_bytes, None)
     return bytes_for(share.slots, row_bytes, policy, admission)
 
 
-def _least(demand: GroupDemand, policy: Any, admission: Any) -> int:
+def _least(demand: GroupDemand, policy: AnyPolicy, admission: AnyAdmission) -> int:
     if not demand.tables:
         return 0
     return bytes_for(min(MIN_SLOTS, demand.rows), demand.row_bytes, policy, admission)
 
 
-def _most(demand: GroupDemand, policy: Any, admission: Any) -> int:
+def _most(demand: GroupDemand, policy: AnyPolicy, admission: AnyAdmission) -> int:
     if not demand.tables:
         return 0
     return min(_HUGE, bytes_for(demand.rows, demand.row_bytes, policy, admission))
@@ -177,7 +184,7 @@ def _small(budget: int, demands: Sequence[GroupDemand], least: int) -> list[list
 
 
 def _divide_shared(
-    budget: int, demands: Sequence[GroupDemand], policy: Any, admission: Any
+    budget: int, demands: Sequence[GroupDemand], policy: AnyPolicy, admission: AnyAdmission
 ) -> list[tuple[int, bool]]:
     """Return the slots that the tables of each group share, and whether they hold all rows."""
     least = [_least(d, policy, admission) for d in demands]
@@ -210,7 +217,7 @@ def _fill(budget: int, least: list[int], most: list[int], weight: list[int]) -> 
             return share
 
 
-def fast_tiers(config: TierConfig, demands: Sequence[GroupDemand], policy: Any) -> list[TierPlan]:
+def fast_tiers(config: TierConfig, demands: Sequence[GroupDemand], policy: AnyPolicy) -> list[TierPlan]:
     """Return the ``hbm`` tiers. With ``hbm="all"`` each may grow to all its rows, or to what the machine's
     memory holds."""
     if config.keeps_all:
@@ -222,7 +229,7 @@ def fast_tiers(config: TierConfig, demands: Sequence[GroupDemand], policy: Any) 
 
 
 def host_tiers(
-    config: TierConfig, demands: Sequence[GroupDemand], policy: Any, fast: Sequence[TierPlan]
+    config: TierConfig, demands: Sequence[GroupDemand], policy: AnyPolicy, fast: Sequence[TierPlan]
 ) -> list[TierPlan | None]:
     """Return the ``uvm`` tiers; None where there is none. Tables that stay in ``hbm`` need no ``uvm``."""
     if not config.uvm:

@@ -28,6 +28,7 @@ from tierstore.cache.versions import Versions
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError, StoreFullError
 from tierstore.initializers import as_init
+from tierstore.optim.specs import OptimizerSpec
 from tierstore.store.directory import DirectoryStore, open_store
 from tierstore.store.protocol import CommitInfo, StoredTable
 
@@ -46,7 +47,7 @@ class Engine:
         self,
         tables: Sequence[Table],
         config: TierConfig,
-        optimizer: Any,
+        optimizer: OptimizerSpec,
         seed: int = 0,
         *,
         keep: int = 1,
@@ -143,7 +144,7 @@ class Engine:
             f"there is no table {name!r}; the tables are {[table.name for table in self.tables]}"
         )
 
-    def _batch_of(self, table: int, ids: NDArray[np.int64]) -> Any:
+    def _batch_of(self, table: int, ids: NDArray[np.int64]) -> _core.Batch:
         segment = Segment(
             self.tables[table].name,
             table,
@@ -229,7 +230,7 @@ class Engine:
         for group in self.groups:
             group.flush()
 
-    def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
+    def commit(self, extra: dict[str, object] | None = None, tag: str | None = None) -> int:
         """Flush, make everything durable as one commit, and return its number. ``extra``: plain JSON
         values; ``tag``: a name by which the commit can be opened too."""
         self.check_open()

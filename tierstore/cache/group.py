@@ -9,8 +9,8 @@ release.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -45,7 +45,7 @@ class TierGroup:
         tables: Sequence[int],
         tiers: Sequence[Tier],
         stats: GroupStats,
-        lock: Any,
+        lock: threading.RLock,
     ) -> None:
         assert isinstance(tiers[0], MemoryTier)
         self.name = name
@@ -69,7 +69,7 @@ class TierGroup:
 
     # -- lookups -------------------------------------------------------------------------
 
-    def batch(self, segments: Sequence[Segment]) -> Any:
+    def batch(self, segments: Sequence[Segment]) -> _core.Batch:
         """Return the deduplicated ids of a lookup.
 
         Raises ``InputError``, which names the feature, the id and the bound of a wrong one.
@@ -86,11 +86,11 @@ class TierGroup:
             )
         return batch
 
-    def lookup(self, batch: Any) -> PinnedRows:
+    def lookup(self, batch: _core.Batch) -> PinnedRows:
         """Plan and fetch now. A signal that raises meanwhile leaves all rows as before or after it."""
         return uninterrupted(lambda: self._lookup(batch))
 
-    def _lookup(self, batch: Any) -> PinnedRows:
+    def _lookup(self, batch: _core.Batch) -> PinnedRows:
         self.check_open()
         # While a window is announced its numbers are taken: share the newest planned one.
         shared = self.window.lookups > 0 and self._planned >= 0
@@ -99,7 +99,7 @@ class TierGroup:
         self.plan(pinned, pinned_since=seq)
         return pinned
 
-    def announce(self, seq: int, batch: Any) -> None:
+    def announce(self, seq: int, batch: _core.Batch) -> None:
         """Make the ids of coming lookup ``seq`` part of the window."""
         with self.residency_lock, self.stats.stage("announce_seconds"):
             self.check_open()
@@ -163,7 +163,7 @@ class TierGroup:
                     self.fast.abort(plan)
             raise
 
-    def _begin(self, pinned: PinnedRows, announced: bool) -> Any:
+    def _begin(self, pinned: PinnedRows, announced: bool) -> _core.Plan:
         seq = pinned.seq
         with self.residency_lock, self.stats.stage("plan_seconds"):
             self.check_open()
@@ -178,7 +178,7 @@ class TierGroup:
             self.stack.begin_lookup(seq)
             return self.fast.native.begin(pinned.batch.unique, next_use, seq)
 
-    def _find_victims(self, plan: Any, pinned_since: int, stop: Callable[[], bool] | None) -> None:
+    def _find_victims(self, plan: _core.Plan, pinned_since: int, stop: Callable[[], bool] | None) -> None:
         """Choose victims. Does not hold ``residency_lock`` while it waits: until the rows move, they are
         found where they were."""
         since, seq = pinned_since, plan.now
@@ -196,7 +196,7 @@ class TierGroup:
                 since = seq
         self.stats.counters.shrunk_plans += since > pinned_since
 
-    def _make_room(self, plan: Any, missing: Keys) -> list[FoundRows]:
+    def _make_room(self, plan: _core.Plan, missing: Keys) -> list[FoundRows]:
         """Take the missing rows out of the lower tiers, and hand the victims down: whatever can fail comes
         before anything that cannot be undone without the store."""
         with self.stats.stage("fetch_seconds"):
@@ -217,7 +217,7 @@ class TierGroup:
             raise
         return every
 
-    def _take_back(self, plan: Any, missing: Keys, every: list[FoundRows]) -> None:
+    def _take_back(self, plan: _core.Plan, missing: Keys, every: list[FoundRows]) -> None:
         """Undo a plan whose victims are in a lower tier already: the rows that it has missed leave again."""
         native, capacity = self.fast.native, self.fast.capacity
         slots = plan.slots[plan.absent]
@@ -226,13 +226,13 @@ class TierGroup:
         self.fast.release(np.delete(plan.slots, plan.absent))
         self.stack.restore(every, missing, plan.now)
 
-    def _demote(self, plan: Any, seq: int) -> None:
+    def _demote(self, plan: _core.Plan, seq: int) -> None:
         """Hand the plan's victims to the lower tiers."""
         victims = plan.victims
         self._hand_down(victims, seq)
         self.stats.counters.evicted_rows += len(victims[0])
 
-    def _hand_down(self, departures: tuple[Slots, Keys, Any, Any], seq: int) -> None:
+    def _hand_down(self, departures: _core.Departures, seq: int) -> None:
         """Give rows that leave the first tier to the tier under it."""
         slots, keys, dirty, next_use = departures
         # A row that was stored and then stays does no harm; in an exclusive tier it would be there twice.
@@ -281,7 +281,7 @@ class TierGroup:
         if len(keys):
             self.fast.rows.initialise(self.layout.initial, slots, keys)
 
-    def _count(self, plan: Any, pinned: PinnedRows, every: list[FoundRows]) -> None:
+    def _count(self, plan: _core.Plan, pinned: PinnedRows, every: list[FoundRows]) -> None:
         assert pinned.csr is not None
         weight = np.diff(pinned.csr[0])
         self.curves.observe(pinned.batch.unique, weight)

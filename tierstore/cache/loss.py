@@ -6,7 +6,6 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 from tierstore.cache.group import TierGroup
 
@@ -20,7 +19,7 @@ def uncommitted_rows(groups: Sequence[TierGroup]) -> int:
 
 
 def warns_of_loss(
-    owner: Any, path: str | os.PathLike[str] | None, groups: Sequence[TierGroup]
+    owner: object, path: str | os.PathLike[str] | None, groups: Sequence[TierGroup]
 ) -> weakref.finalize:
     """Return what to call when uncommitted rows of the store at ``path`` are dropped.
 

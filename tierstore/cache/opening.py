@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
+from cache_policies.policy import Policy
 from tierstore.cache.budget import GroupDemand, TableDemand, fast_tiers, host_tiers
 from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import RowLayout
@@ -16,6 +16,7 @@ from tierstore.cache.tiers.memory import TierPlan, bytes_for
 from tierstore.cache.tiers.registry import TierRequest, make_tiers
 from tierstore.config import TierConfig
 from tierstore.initializers import Init, table_seed
+from tierstore.optim.specs import OptimizerSpec
 from tierstore.store.protocol import RowStore, StoredTable
 
 READ_AHEAD_BYTES = 8 << 20
@@ -33,8 +34,8 @@ class GroupOpening:
         tables: Sequence[Table],
         specs: Sequence[StoredTable],
         config: TierConfig,
-        optimizer: Any,
-        policy: Any,
+        optimizer: OptimizerSpec,
+        policy: Policy,
     ) -> None:
         self._tables = tables
         self._specs = specs

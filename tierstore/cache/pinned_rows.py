@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ class Rows:
 
     device_rows: DeviceRows
 
-    def __init__(self, group: Owner, batch: Any) -> None:
+    def __init__(self, group: Owner, batch: _core.Batch) -> None:
         self.group = group
         self.batch = batch
         self.slots: NDArray[np.int32] = np.empty(0, np.int32)
@@ -55,7 +55,7 @@ class Rows:
 class ReadRows(Rows):
     """A private copy of rows, for lookups that change nothing."""
 
-    def __init__(self, group: Owner, batch: Any, data: NDArray[np.uint8]) -> None:
+    def __init__(self, group: Owner, batch: _core.Batch, data: NDArray[np.uint8]) -> None:
         super().__init__(group, batch)
         self.data = data
         self.device_rows = group.device.load(data)
@@ -68,16 +68,18 @@ class PinnedRows(Rows):
     ``demand`` is called by a thread that cannot go on before a lookup planned ahead has its rows.
     """
 
-    def __init__(self, group: Owner, batch: Any, seq: int, demand: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, group: Owner, batch: _core.Batch, seq: int, demand: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(group, batch)
         self.seq = seq
-        self.csr: tuple[NDArray[Any], NDArray[np.int32]] | None = None
+        self.csr: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
         self.before: Before | None = None
         """What its group had counted before it planned this ahead."""
         self._demand = demand
         self._ready = Gate()
         self._error: BaseException | None = None
-        self._use: Any = None  # the rows are pinned until it is released or dropped
+        self._use: _core.Use | None = None  # the rows are pinned until it is released or dropped
         self._unwanted = False
 
     def grant(self) -> None:
@@ -129,6 +131,6 @@ class PinnedRows(Rows):
         """End the lookup, also before it is planned. Calling it again does nothing; it never waits for a
         plan."""
         self._unwanted = True
-        if self.held:
+        if self._use is not None and self._use.held:
             self._use.release()
             self.group.wake()

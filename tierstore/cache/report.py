@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def table_curve(spec: StoredTable, curves: LiveCurves) -> TableCurve:
     return TableCurve(spec.name, spec.num_embeddings, footprint, rows, accesses, curve)
 
 
-def _group(group: TierGroup) -> dict[str, Any]:
+def _group(group: TierGroup) -> dict[str, object]:
     stats = group.stats
     depth, window = stats.prefetched or (None, None)
     return {
@@ -59,18 +60,18 @@ def _group(group: TierGroup) -> dict[str, Any]:
     }
 
 
-def _tables(groups: Sequence[TierGroup], tables: Sequence[TableCurve]) -> dict[str, Any]:
-    tiers: dict[int, dict[str, Any]] = {}
+def _tables(groups: Sequence[TierGroup], tables: Sequence[TableCurve]) -> dict[str, object]:
+    tiers: dict[int, dict[str, object]] = {}
     for group in groups:
         found = _table_tiers(group)
         tiers.update({index: found[index] for index in group.tables})
     return {table.name: {**_table(table), "tiers": tiers[index]} for index, table in enumerate(tables)}
 
 
-def _table_tiers(group: TierGroup) -> list[dict[str, Any]]:
+def _table_tiers(group: TierGroup) -> list[dict[str, object]]:
     """Return what every tier of a group had of each table, by its index, and what the tier tells of it
     now."""
-    tables: list[dict[str, Any]] = [{} for _ in range(group.fast.tables)]
+    tables: list[dict[str, object]] = [{} for _ in range(group.fast.tables)]
     for tier in group.stack.tiers:
         now = tier.stats().tables
         for index, (rows, hits) in enumerate(group.stats.tables[tier.name].tolist()):
@@ -79,7 +80,7 @@ def _table_tiers(group: TierGroup) -> list[dict[str, Any]]:
     return tables
 
 
-def _table(table: TableCurve) -> dict[str, Any]:
+def _table(table: TableCurve) -> dict[str, object]:
     """Return rows used so far, what a batch looks up, and LRU's misses at a few sizes."""
     sizes = [max(1, round(share * table.footprint)) for share in _SHARES]
     misses = np.clip(table.curve.capacity_miss_ratio(sizes), 0, 1).tolist() if table.accesses else []
@@ -105,7 +106,7 @@ def _memory(groups: Sequence[TierGroup]) -> dict[str, int]:
     }
 
 
-def warn_of_uncommitted(path: Any, extra: dict[str, Any], changes: int) -> None:
+def warn_of_uncommitted(path: str | os.PathLike[str], extra: dict[str, object], changes: int) -> None:
     """Warn that ``close()`` leaves ``path`` at its last commit, which has ``extra``."""
     logger.warning(
         "%s stays at its last commit, of %s: %d updates since then are dropped, for close() does not know "

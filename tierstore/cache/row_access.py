@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +18,14 @@ _PIECE_BYTES = 4 << 20
 """Of rows that are read at a time, so that the memory for rows on their way does not grow with the ids."""
 
 
-def read_rows(group: TierGroup, batch: Any) -> ReadRows:
+def read_rows(group: TierGroup, batch: _core.Batch) -> ReadRows:
     """Return a copy of the rows wherever they are; no tier changes, no row is created."""
     group.check_open()
     # The main thread never holds the group's lock: a signal handler that commits would wait for it for ever.
     return uninterrupted(lambda: _read_rows(group, batch))
 
 
-def _read_rows(group: TierGroup, batch: Any) -> ReadRows:
+def _read_rows(group: TierGroup, batch: _core.Batch) -> ReadRows:
     keys = batch.unique
     rows = _core.rows_array(len(keys), group.layout.row_bytes)
     step = rows_in_piece(group)
@@ -40,7 +39,9 @@ def rows_in_piece(group: TierGroup) -> int:
     return max(1, _PIECE_BYTES // group.layout.row_bytes)
 
 
-def overwrite_rows(group: TierGroup, batch: Any, change: Callable[[NDArray[np.uint8], slice], None]) -> None:
+def overwrite_rows(
+    group: TierGroup, batch: _core.Batch, change: Callable[[NDArray[np.uint8], slice], None]
+) -> None:
     """Change rows in place: ``change(rows, part)`` gets rows of ``batch.unique[part]``, (n, row_bytes)."""
     keys = batch.unique
     step = max(1, min(_CHUNK, rows_in_piece(group), group.fast.capacity // 2))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore import _core
 from tierstore.cache.tiers.protocol import FoundRows, Keys
 from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.keys import ID_BITS
 
-Weights = NDArray[Any]
+Weights = NDArray[np.int32]
 TableCounts = dict[str, NDArray[np.int64]]
 """By tier, of every table: unique rows looked up there, and rows that it had."""
 
@@ -37,7 +39,7 @@ class TierCounters:
         self.accesses += accesses
         self.access_hits += access_hits
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         return {
             "rows": self.rows,
             "row_hits": self.row_hits,
@@ -94,7 +96,7 @@ class GroupCounters:
         for field in fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
@@ -202,7 +204,7 @@ class GroupStats:
         for _ in range(used[-1] + 1 if used else 0):
             self._before.popleft()
 
-    def count(self, plan: Any, missing: Keys, weight: Weights, lower: Sequence[FoundRows]) -> None:
+    def count(self, plan: _core.Plan, missing: Keys, weight: Weights, lower: Sequence[FoundRows]) -> None:
         """Count a lookup whose rows are in place.
 
         ``missing``: keys of the rows that the first tier does not have at all. ``weight``: positions that
@@ -231,7 +233,15 @@ class GroupStats:
         self.counters.initialised_rows += left
 
 
-def counters_of(groups: Any) -> dict[str, Any]:
+class CountingGroup(Protocol):
+    """What a tier group is to its counters."""
+
+    name: str
+    stats: GroupStats
+    residency_lock: threading.RLock
+
+
+def counters_of(groups: Iterable[CountingGroup]) -> dict[str, dict[str, object]]:
     """Return all counters of groups, as plain values, for a run that goes on in another process. Lookups that
     were planned ahead and not used yet are left out: they will be planned again there."""
     counted = uninterrupted(lambda: {group.name: _counted(group) for group in groups})
@@ -245,13 +255,12 @@ def counters_of(groups: Any) -> dict[str, Any]:
     }
 
 
-def _counted(group: Any) -> Before:
+def _counted(group: CountingGroup) -> Before:
     with group.residency_lock:
-        before: Before = group.stats.counted()
-        return before
+        return group.stats.counted()
 
 
-def go_on_counting(groups: Any, saved: dict[str, Any]) -> None:
+def go_on_counting(groups: Iterable[CountingGroup], saved: dict[str, Any]) -> None:
     """Set the counters of groups to saved ones; tiers that are new begin at 0."""
     for group in groups:
         stats = group.stats

@@ -44,10 +44,12 @@ class Gate:
 
 
 class _Job(Generic[Result]):
+    result: Result
+    """Of work that has raised nothing."""
+
     def __init__(self, work: Callable[[], Result]) -> None:
         self.work = work
         self.done = Gate()
-        self.result: Any = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -109,8 +111,7 @@ def uninterrupted(work: Callable[[], Result]) -> Result:
             raise error
         finally:
             del error, job  # its traceback has this frame: no cycle keeps what the work has held
-    result: Result = job.result
-    return result
+    return job.result
 
 
 def works_here() -> bool:

@@ -19,6 +19,8 @@ from tierstore.modules.base import TieredModule
 from tierstore.modules.inputs import NO_PADDING, FeatureLookup
 from tierstore.modules.joining import Pass, joined
 from tierstore.modules.lookup import (
+    Gradients,
+    Lookup,
     PooledGradients,
     SequenceGradients,
     trained_csr,
@@ -79,7 +81,7 @@ class Accumulation(AppliedOptimizer):
 
     def __init__(self, modules: Sequence[TieredModule]) -> None:
         # torch's own constructor would ask for the parameters, which are worked out when they are asked for
-        self.defaults: dict[str, Any] = {}
+        self.defaults = {}
         self.unscales = False
         self._kept = {module: _Kept() for module in modules}
         if not modules:
@@ -98,8 +100,9 @@ class Accumulation(AppliedOptimizer):
         for module in modules:
             module.accumulation = self
 
-    def keep(self, module: Any, lookup: Any, gradients: Any) -> None:
+    def keep(self, module: Any, lookup: Lookup, gradients: Gradients) -> None:
         """Take the gradients of one backward pass of ``module``. Called by the backward pass."""
+        assert isinstance(lookup, FeatureLookup)
         parts = [replace(part, rows=None) for part in lookup.parts]
         kept = self._kept[module]
         kept.passes.append(Pass(FeatureLookup(parts, (), lookup.features, lookup.counts), _copied(gradients)))
@@ -121,7 +124,7 @@ class Accumulation(AppliedOptimizer):
         return [kept.shown for kept in self._kept.values()]
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, object]]:  # type: ignore[override]
         """One, with :meth:`parameters`."""
         return [{"params": self.parameters()}]
 
@@ -131,7 +134,7 @@ class Accumulation(AppliedOptimizer):
             kept.passes.clear()
             kept.norm = kept.shown.grad = None
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None) -> object:  # type: ignore[override]
         """Update the rows by what is kept, once per module, and drop it. Does nothing if nothing is kept.
 
         Raises ConfigError if a GradScaler is in use that has not been asked to make this step.
@@ -163,15 +166,16 @@ class Accumulation(AppliedOptimizer):
             module.accumulation = None
 
 
-def _copied(gradients: Any) -> Any:
+def _copied(gradients: Gradients) -> Gradients:
     """Return copies of tensors, since users and wire buffers may change autograd's."""
     if isinstance(gradients, SequenceGradients):
         return SequenceGradients([grad.clone() for grad in gradients.grads])
+    assert isinstance(gradients, PooledGradients)
     weights = [None if w is None else w.clone() for w in gradients.weights]
     return PooledGradients(gradients.grad.clone(), weights, gradients.argmaxes)
 
 
-def _padding(module: Any) -> int:
+def _padding(module: TieredModule) -> int:
     return getattr(module, "_padding", NO_PADDING)
 
 

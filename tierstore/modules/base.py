@@ -82,7 +82,7 @@ class TieredModule(EngineCalls, nn.Module):
         self.anchor = torch.zeros(0, requires_grad=True)
         """Not a parameter: it only makes autograd call the backward functions."""
         self._ahead: deque[Ahead] = deque()
-        self.observer: Callable[[TieredModule, tuple[Any, ...], dict[str, Any]], None] | None = None
+        self.observer: Callable[[TieredModule, tuple[object, ...], dict[str, object]], None] | None = None
         """Told of every forward call while a prefetcher learns which ids come from where in a batch."""
 
     qconfig = NotQuantized()
@@ -136,7 +136,7 @@ class TieredModule(EngineCalls, nn.Module):
             return False
         return True
 
-    def find_lookup(self, *args: Any, **kwargs: Any) -> Lookup:
+    def find_lookup(self, *args: object, **kwargs: object) -> Lookup:
         if self.observer is not None:
             self.observer(self, args, kwargs)
         if self._ahead:

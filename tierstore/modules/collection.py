@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ class LookupStrategy(Protocol):
     forward call its vectors. A strategy keeps no reference to the module, whose tables end with their user's.
     """
 
-    def make(self, features: Any) -> FeatureLookup:
+    def make(self, features: object) -> FeatureLookup:
         """Return the lookup of a KeyedJaggedTensor; see :meth:`TieredModule.make_lookup`."""
         ...
 
@@ -118,9 +118,9 @@ class Collection(TieredModule):
     def feature_names(self) -> list[str]:
         return self.features.names
 
-    def lookup_inputs(self, features: Any) -> tuple[Tensor, ...]:
+    def lookup_inputs(self, features: object) -> tuple[Tensor, ...]:
         keyed = as_keyed_jagged_tensor(features)
         return keyed.values(), keyed.lengths()
 
-    def make_lookup(self, features: Any) -> FeatureLookup:
+    def make_lookup(self, features: object) -> FeatureLookup:
         return self.lookups.make(features)

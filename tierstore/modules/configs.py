@@ -88,7 +88,7 @@ class BaseEmbeddingConfig:
     input_dim: int | None = None
     total_num_buckets: int | None = None
     use_virtual_table: bool = False
-    virtual_table_eviction_policy: Any = None
+    virtual_table_eviction_policy: object = None
     enable_embedding_update: bool = False
     stash_weights: bool = False
 
@@ -160,7 +160,7 @@ class EmbeddingConfig(BaseEmbeddingConfig):
     """A table whose rows are returned one by one."""
 
 
-def from_torchrec(config: Any) -> EmbeddingBagConfig | EmbeddingConfig:
+def from_torchrec(config: object) -> EmbeddingBagConfig | EmbeddingConfig:
     """Return the same table as a torchrec EmbeddingBagConfig or EmbeddingConfig, recognised by its fields.
 
     Raises ConfigError for what cannot be honoured, and for objects that are neither.
@@ -180,16 +180,17 @@ def from_torchrec(config: Any) -> EmbeddingBagConfig | EmbeddingConfig:
         values["data_type"] = _same_member(DataType, values["data_type"])
     # torchrec fills init_fn in from the bounds, when it is not given
     low, high = values.get("weight_init_min"), values.get("weight_init_max")
-    default = sqrt(1 / config.num_embeddings)
+    default = sqrt(1 / values["num_embeddings"])
     bounds = ("uniform", -default if low is None else low, default if high is None else high)
     if values.get("init_fn") is not None and rule_of_init_fn(values["init_fn"]) == bounds:
         values["init_fn"] = None
     if not hasattr(config, "pooling"):
         return EmbeddingConfig(**values)
-    return EmbeddingBagConfig(**values, pooling=_same_member(PoolingType, config.pooling))
+    values["pooling"] = _same_member(PoolingType, config.pooling)
+    return EmbeddingBagConfig(**values)
 
 
-def rule_of_init_fn(init_fn: Callable[..., Any]) -> tuple[str, float, float] | None:
+def rule_of_init_fn(init_fn: Callable[..., object]) -> tuple[str, float, float] | None:
     """Return the rule of an initialiser of torch.nn.init, or a partial of one; None of other functions."""
     arguments: dict[str, Any] = {}
     if isinstance(init_fn, partial):
@@ -214,7 +215,7 @@ def rule_of_init_fn(init_fn: Callable[..., Any]) -> tuple[str, float, float] | N
     return kind, float(first), float(second)
 
 
-def _same_member(kind: type[Enum], value: Any) -> Any:
+def _same_member(kind: type[Enum], value: object) -> object:
     """Our member of an enum for torchrec's; values we do not know are left for the config to refuse."""
     name = getattr(value, "value", value)
     return kind(name) if name in {member.value for member in kind} else value

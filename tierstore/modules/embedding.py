@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from tierstore.cache.engine import Table
 from tierstore.config import TierConfig
@@ -136,13 +137,13 @@ class TieredEmbedding(SingleTable):
         sparse: bool = False,
         _weight: Tensor | None = None,
         _freeze: bool = False,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         config: TierConfig | None = None,
         optimizer: OptimizerSpec | None = NOT_GIVEN,
         seed: int = 0,
-        init: Any = None,
+        init: object = None,
         name: str = "embedding",
         _shared: SharedEngine | None = None,
     ) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.types import Device
 
 from tierstore.cache.engine import Table
 from tierstore.config import TierConfig
@@ -50,13 +51,13 @@ class TieredEmbeddingBag(SingleTable):
         _weight: Tensor | None = None,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         *,
         config: TierConfig | None = None,
         optimizer: OptimizerSpec | None = NOT_GIVEN,
         seed: int = 0,
-        init: Any = None,
+        init: object = None,
         name: str = "embedding",
         _shared: SharedEngine | None = None,
     ) -> None:

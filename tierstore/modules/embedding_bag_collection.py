@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+
+from torch.types import Device
 
 from tierstore.config import TierConfig
 from tierstore.modules.collection import Collection
@@ -37,9 +38,9 @@ class EmbeddingBagCollection(Collection):
 
     def __init__(
         self,
-        tables: Sequence[Any],
+        tables: Sequence[object],
         is_weighted: bool = False,
-        device: Any = None,
+        device: Device = None,
         *,
         config: TierConfig | None = None,
         optimizer: OptimizerSpec | None = NOT_GIVEN,
@@ -60,7 +61,7 @@ class EmbeddingBagCollection(Collection):
         return self.features.is_weighted
 
     @opaque
-    def forward(self, features: Any) -> KeyedTensor:
+    def forward(self, features: object) -> KeyedTensor:
         """Return the pooled rows, (B, sum of dims) float32; empty bags give zeros.
 
         Args:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
+from torch.types import Device
 
 from tierstore.config import TierConfig
 from tierstore.modules.collection import Collection
@@ -37,11 +37,11 @@ class EmbeddingCollection(Collection):
 
     def __init__(
         self,
-        tables: Sequence[Any],
-        device: Any = None,
+        tables: Sequence[object],
+        device: Device = None,
         need_indices: bool = False,
         use_gather_select: bool = False,
-        use_gather_select_per_sharding: Any = None,
+        use_gather_select_per_sharding: object = None,
         *,
         config: TierConfig | None = None,
         optimizer: OptimizerSpec | None = NOT_GIVEN,
@@ -71,7 +71,7 @@ class EmbeddingCollection(Collection):
         return self.features.outputs_by_table()
 
     @opaque
-    def forward(self, features: Any) -> dict[str, JaggedTensor]:
+    def forward(self, features: object) -> dict[str, JaggedTensor]:
         """Return for every feature its rows, (ids, dim) float32, with the lengths of its bags.
 
         Args:
@@ -82,7 +82,7 @@ class EmbeddingCollection(Collection):
 
 
 def jagged_rows(
-    features: Features, batch: Any, rows: Sequence[Tensor], need_indices: bool
+    features: Features, batch: object, rows: Sequence[Tensor], need_indices: bool
 ) -> dict[str, JaggedTensor]:
     """Return the rows (ids, dim) of every feature of ``batch`` with the lengths of its bags, by output."""
     keyed = as_keyed_jagged_tensor(batch)

@@ -39,7 +39,7 @@ class EngineCalls:
             raise ConfigError("there is no ssd tier; set ssd and path in TierConfig")
         self.engine.store.set_cap(parse_bytes(ssd, "ssd"))
 
-    def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
+    def commit(self, extra: dict[str, object] | None = None, tag: str | None = None) -> int:
         """Make all rows (weights and optimizer state) durable; returns the commit's number. ``tag`` is
         a name for it."""
         return self.engine.commit(extra, tag)

@@ -45,7 +45,7 @@ class Features:
     Raises ConfigError for names of tables or outputs that are not different.
     """
 
-    def __init__(self, tables: Sequence[Any]) -> None:
+    def __init__(self, tables: Sequence[object]) -> None:
         self.configs: list[Any] = [from_torchrec(table) for table in tables]
         _check_names(self.configs)
         self.all = _features(self.configs)
@@ -117,7 +117,7 @@ class PooledFeatures(Features):
     of tables with max pooling.
     """
 
-    def __init__(self, tables: Sequence[Any], is_weighted: bool) -> None:
+    def __init__(self, tables: Sequence[object], is_weighted: bool) -> None:
         super().__init__(tables)
         self.is_weighted = is_weighted
         for table in self.configs:

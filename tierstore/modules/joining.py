@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tierstore import _core
+from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import Segment
 from tierstore.keys import MAX_ID, split
 from tierstore.modules.inputs import FeatureLookup
@@ -145,7 +147,7 @@ def _argmax(passes: Sequence[Pass], index: int, pieces: Sequence[_Piece]) -> Ten
     return torch.cat([*shifted, torch.zeros(1, dtype=torch.int32)])
 
 
-def _batch(group: Any, pieces: Sequence[tuple[Part, slice]], padding: int) -> Any:
+def _batch(group: TierGroup, pieces: Sequence[tuple[Part, slice]], padding: int) -> _core.Batch:
     """Return the ids at these positions, deduplicated together."""
     tables, ids = [], []
     for part, where in pieces:

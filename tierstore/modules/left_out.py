@@ -7,7 +7,6 @@ the version of the rows; loading it is an error unless the table still has, or h
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +49,7 @@ def is_mark(value: object) -> bool:
     )
 
 
-def check_mark(value: Any, version: str, key: str) -> None:
+def check_mark(value: Tensor, version: str, key: str) -> None:
     """Raise ``StoreMismatchError`` unless the rows that were left out are of this ``version``."""
     if not value.is_meta and bytes(value[len(_PREFIX) :].tolist()) == version.encode("ascii"):
         return

@@ -21,7 +21,7 @@ class LocalPooling:
         self._features, self._engine = features, opened.engine
         self._tables = [opened.numbers[feature.table] for feature in features.all]
 
-    def make(self, features: Any) -> FeatureLookup:
+    def make(self, features: object) -> FeatureLookup:
         """Return the lookup of a KeyedJaggedTensor; see :meth:`TieredModule.make_lookup`."""
         keyed, own = as_keyed_jagged_tensor(features), self._features
         found = own.ids_of(keyed, self._tables)
@@ -41,7 +41,7 @@ class LocalPooling:
             out_stride=stride,
         )
 
-    def pooled(self, module: TieredModule, features: Any) -> Tensor:
+    def pooled(self, module: TieredModule, features: object) -> Tensor:
         """Return the pooled rows of a batch, float32 (examples, sum of dims)."""
         keyed, own = as_keyed_jagged_tensor(features), self._features
         weights, expand = own.weights_of(keyed), own.inverse_rows(keyed)
@@ -60,12 +60,12 @@ class LocalRows:
         self._features, self._engine = features, opened.engine
         self._tables = [opened.numbers[feature.table] for feature in features.all]
 
-    def make(self, features: Any) -> FeatureLookup:
+    def make(self, features: object) -> FeatureLookup:
         """Return the lookup of a KeyedJaggedTensor; see :meth:`TieredModule.make_lookup`."""
         keyed = as_keyed_jagged_tensor(features)
         return sequence_lookup(self._engine, self._features.ids_of(keyed, self._tables))
 
-    def rows(self, module: TieredModule, features: Any) -> Sequence[Tensor]:
+    def rows(self, module: TieredModule, features: object) -> Sequence[Tensor]:
         """Return for every feature the rows of its ids, float32 (ids, dim)."""
         lookup = module.find_lookup(as_keyed_jagged_tensor(features))
         assert isinstance(lookup, FeatureLookup)

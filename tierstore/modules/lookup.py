@@ -23,10 +23,13 @@ from tierstore.cache.pinned_rows import PinnedRows, Rows
 from tierstore.cache.row_access import read_rows
 from tierstore.errors import GradientError
 from tierstore.keys import split
+from tierstore.modules.autograd_context import Context, PooledContext
 from tierstore.optim.fused import FusedOptimizer
 
 Csr: TypeAlias = tuple[NDArray[np.int32], NDArray[np.int32]]
 """The positions of every unique row, as ``_core.build_csr`` gives them."""
+PooledCtx: TypeAlias = "PooledContext[Updates | None, Lookup]"
+SequenceCtx: TypeAlias = "Context[Updates, Lookup]"
 MODES = {"sum": 0, "mean": 1, "max": 2}
 
 
@@ -37,7 +40,7 @@ class Keeps(Protocol):
     """Whether the update under way divides gradients by the scale of a GradScaler."""
 
     def keep(self, module: Updates, lookup: Lookup, gradients: Gradients) -> None:
-        """Takes the gradients of one backward pass, copying what others may change."""
+        """Take the gradients of one backward pass, copying what others may change."""
         ...
 
 
@@ -50,7 +53,7 @@ class Updates(Protocol):
     """What keeps the gradients of backward passes for a later update; None: each updates the rows."""
 
     def count_update(self) -> OptimizerStep:
-        """Counts one optimizer step and returns the native core's arguments for it."""
+        """Count one optimizer step and return the native core's arguments for it."""
         ...
 
     def frozen_tables(self) -> list[int]:
@@ -68,7 +71,7 @@ class Updates(Protocol):
     def table_name(self, table: int) -> str: ...
 
     def report_gradients(self, error: GradientError | None) -> None:
-        """Raises ``error``, which the update had, or sees to it. Told of every update."""
+        """Raise ``error``, which the update had, or see to it. Told of every update."""
         ...
 
 
@@ -90,7 +93,7 @@ class Part:
         return 12 * len(self.batch.unique) + self.batch.inverse.nbytes
 
     def weights_of(self, weights: Tensor) -> Tensor:
-        """The per-sample weights, float32, of this part's positions."""
+        """Return the per-sample weights, float32, of this part's positions."""
         pieces = [weights[begin:end] for begin, end in self.spans]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
@@ -136,7 +139,7 @@ class Lookup:
         return torch.empty(self.out_shape, dtype=torch.float32)
 
     def acquire(self) -> None:
-        """Pins the rows of every part in the fast tier; waits for those that were planned ahead."""
+        """Pin the rows of every part in the fast tier; wait for those that were planned ahead."""
         try:
             for part in self.parts:
                 if not (isinstance(part.rows, PinnedRows) and part.rows.wait()):
@@ -146,7 +149,7 @@ class Lookup:
             raise
 
     def read(self) -> None:
-        """Copies the rows of every part; changes nothing. Tickets of a plan made ahead are given back."""
+        """Copy the rows of every part; change nothing. Rows that were pinned ahead are released."""
         self.release()
         for part in self.parts:
             part.rows = read_rows(part.group, part.batch)
@@ -165,7 +168,7 @@ class Gradients(Protocol):
         ...
 
     def multiply(self, factor: float) -> None:
-        """Multiplies the gradients, in place."""
+        """Multiply the gradients, in place."""
         ...
 
 
@@ -200,8 +203,7 @@ class SequenceGradients:
 
 
 def _held_again(part: Part) -> PinnedRows:
-    """The part's rows, pinned once more if a former backward pass has released them
-    (``retain_graph=True``)."""
+    """Return the part's rows, pinned again if a former backward pass (``retain_graph``) has released them."""
     assert isinstance(part.rows, PinnedRows)
     if not part.rows.held:
         part.rows = part.group.lookup(part.batch)
@@ -220,8 +222,7 @@ def _address(tensor: Tensor | None) -> int:
 def pooled_forward(
     parts: Sequence[PooledPart], out: Tensor, weights: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Fills ``out`` (float32, contiguous); returns the argmax (int32, bags x dim) of parts that have
-    max pooling."""
+    """Fill ``out`` (float32, contiguous); return the argmax (int32, bags x dim) of parts with max pooling."""
     argmaxes: list[Tensor | None] = []
     for part, weight in zip(parts, weights, strict=True):
         argmax = None
@@ -244,7 +245,7 @@ class PooledFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, module: Updates | None, lookup: Lookup, *weights: Tensor | None
+        ctx: PooledCtx, anchor: Tensor, module: Updates | None, lookup: Lookup, *weights: Tensor | None
     ) -> Tensor:
         out = lookup.new_output()
         # autograd hands the same tensors over again as saved ones; detached copies are what the kernels read.
@@ -263,7 +264,7 @@ class PooledFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: PooledCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.saved_tensors
         grad = grads[0].to(torch.float32).contiguous()
         weight_grads = [PooledFunction._weight_grad(ctx, index, grad) for index in range(len(ctx.weights))]
@@ -273,13 +274,13 @@ class PooledFunction(torch.autograd.Function):
         return (None, None, None, *weight_grads)
 
     @staticmethod
-    def _weight_grad(ctx: Any, index: int, grad: Tensor) -> Tensor | None:
+    def _weight_grad(ctx: PooledCtx, index: int, grad: Tensor) -> Tensor | None:
         part, rows, weight = ctx.lookup.parts[index], ctx.rows[index], ctx.weights[index]
-        if rows is None:
+        if rows is None or weight is None:
             return None
         out = torch.empty_like(weight)
         args = _lookup_args(part, rows)
-        rows.device_rows.weight_grads(args, part.bags, grad.data_ptr(), out.data_ptr())
+        rows.device_rows.weight_grads(args, part.bags, grad.data_ptr(), out.data_ptr())  # type: ignore[attr-defined]
         return out.to(ctx.weight_types[index])
 
 
@@ -287,14 +288,14 @@ class SequenceFunction(torch.autograd.Function):
     """``apply(anchor, module, lookup)`` → one (positions, dim) tensor per part."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, module: Updates, lookup: Lookup) -> tuple[Tensor, ...]:
+    def forward(ctx: SequenceCtx, anchor: Tensor, module: Updates, lookup: Lookup) -> tuple[Tensor, ...]:
         ctx.module, ctx.lookup = module, lookup
         ctx.save_for_backward(anchor)
         return sequence_forward(lookup.parts)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: SequenceCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.saved_tensors
         kept = [grad.to(torch.float32).contiguous() for grad in grads]
         _update_or_keep(ctx.module, ctx.lookup, SequenceGradients(kept))
@@ -302,7 +303,7 @@ class SequenceFunction(torch.autograd.Function):
 
 
 def _update_or_keep(module: Updates, lookup: Lookup, gradients: Gradients) -> None:
-    """What a backward pass does with the gradients of its lookup."""
+    """Update the rows by the gradients of a backward pass, or keep these for a later update."""
     if module.accumulation is None:
         update_rows(module, lookup.parts, gradients)
     else:
@@ -358,16 +359,15 @@ def update_args(
 
 
 def trained_csr(part: Part, frozen: Sequence[int]) -> Csr:
-    """The positions of every unique row, none for rows of frozen tables: a row without positions is not
-    updated."""
+    """Return the positions of every unique row; rows of frozen tables have none, and so are not updated."""
     stays = np.isin(split(part.batch.unique)[0], frozen)
     inverse = part.batch.inverse
     skipped = (inverse < 0) | (stays[np.maximum(inverse, 0)] if len(stays) else True)
     return _core.build_csr(np.where(skipped, -1, inverse).astype(np.int32), len(stays))
 
 
-def _reaches_rows(ctx: Any) -> bool:
-    """False under ``torch.autograd.grad`` of the per-sample weights alone, which must not train the rows."""
+def _reaches_rows(ctx: PooledCtx) -> bool:
+    """Return False under ``torch.autograd.grad`` of the per-sample weights alone, which trains no rows."""
     return torch._C._will_engine_execute_node(ctx.next_functions[0][0])  # type: ignore[attr-defined]
 
 

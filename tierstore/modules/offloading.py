@@ -16,7 +16,7 @@ from tierstore.errors import ConfigError
 from tierstore.initializers import normal
 from tierstore.modules.base import TieredModule
 from tierstore.modules.collection import Collection
-from tierstore.modules.configs import from_torchrec
+from tierstore.modules.configs import BaseEmbeddingConfig, from_torchrec
 from tierstore.modules.embedding import TieredEmbedding
 from tierstore.modules.embedding_bag import TieredEmbeddingBag
 from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
@@ -186,7 +186,7 @@ def _check(path: str, module: nn.Module, model: nn.Module) -> None:
     _is_frozen(path, module)
 
 
-def _check_not_shared(path: str, embedding: Any, model: nn.Module) -> None:
+def _check_not_shared(path: str, embedding: nn.Module, model: nn.Module) -> None:
     owners = {
         id(child): name or "the model itself"
         for name, child in model.named_modules()
@@ -208,7 +208,7 @@ def _is_frozen(path: str, module: nn.Module) -> bool:
     return not any(trained.values())
 
 
-def _configs(module: nn.Module) -> list[Any]:
+def _configs(module: nn.Module) -> list[BaseEmbeddingConfig]:
     """Tables of a torchrec collection, as ours; initial values do not matter, for the weights are loaded."""
     kind = _collection_kind(module)
     assert kind is not None
@@ -222,7 +222,9 @@ def _tables(path: str, module: Any) -> list[Table]:
     return [replace(table_of(config), name=f"{path}.{config.name}") for config in _configs(module)]
 
 
-def _replacement(path: str, module: Any, engine: Engine, optimizer: OptimizerSpec | None) -> TieredModule:
+def _replacement(
+    path: str, module: nn.Module, engine: Engine, optimizer: OptimizerSpec | None
+) -> TieredModule:
     if _collection_kind(module) is None:
         new = _embedding(path, module, optimizer, SharedEngine(engine))
     else:

@@ -41,7 +41,7 @@ class OptimizerStates:
     def __init__(self, module: HasFusedOptimizer) -> None:
         self._module = weakref.ref(module)
 
-    def _views(self) -> dict[str, Any]:
+    def _views(self) -> dict[str, HasWeight]:
         """Return the tables by the names of their weights."""
         module = self._module()
         if module is None:
@@ -56,7 +56,7 @@ class OptimizerStates:
             return {}
         return {key: self._of(key, view, num_updates) for key, view in self._views().items()}
 
-    def _of(self, key: str, view: Any, num_updates: int) -> dict[str, Tensor]:
+    def _of(self, key: str, view: HasWeight, num_updates: int) -> dict[str, Tensor]:
         state = {f"{view.name}.step": torch.tensor(float(num_updates))}
         shapes = self._shapes(view)
         if shapes and is_large(view.table):
@@ -68,14 +68,14 @@ class OptimizerStates:
                 parts[name][begin:end] = values
         return state | {f"{view.name}.{name}": values for name, values in parts.items()}
 
-    def _shapes(self, view: Any) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, view: HasWeight) -> dict[str, tuple[int, ...]]:
         module = self._module()
         assert module is not None
         spec = module.fused_optimizer.spec
         width = () if spec.state_per_row else (view.embedding_dim,)
         return dict.fromkeys(spec.state_names, (view.num_embeddings, *width))
 
-    def load(self, state: Mapping[str, Mapping[str, Any]], num_updates: int) -> None:
+    def load(self, state: Mapping[str, Mapping[str, object]], num_updates: int) -> None:
         """Take the state of :meth:`save`; within ``without_rows()`` only the number of updates.
 
         Raises ``ConfigError`` for a state that is not of these tables, or has none although there were
@@ -98,7 +98,7 @@ class OptimizerStates:
         if module is not None:
             module.set_updates(num_updates)
 
-    def _checked(self, key: str, view: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _checked(self, key: str, view: HasWeight, given: Mapping[str, Any]) -> dict[str, Tensor]:
         state = {name.rpartition(".")[2]: value for name, value in given.items()}
         state.pop("step", None)
         if is_mark(state.get(LEFT_OUT)):
@@ -111,7 +111,7 @@ class OptimizerStates:
         return state
 
     @staticmethod
-    def _write(view: Any, parts: Mapping[str, Tensor]) -> None:
+    def _write(view: HasWeight, parts: Mapping[str, Tensor]) -> None:
         for begin, end in id_ranges(0, view.num_embeddings) if parts else ():
             ids = torch.arange(begin, end)
             view.load_rows(ids, view.rows(ids), {name: value[begin:end] for name, value in parts.items()})

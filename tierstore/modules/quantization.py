@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import NoReturn
 
 from tierstore.errors import ConfigError
 
@@ -19,7 +19,7 @@ class NotQuantized:
     ``qconfig_dict`` there; a module can tell nowhere else that embeddings are meant.
     """
 
-    def __get__(self, module: Any, owner: Any) -> Any:
+    def __get__(self, module: object, owner: type) -> NoReturn:
         asked = sys._getframe(1).f_locals
         classes = [key for key in asked.get("qconfig_dict") or () if isinstance(key, type)]
         if module is not None and any(kind.__name__ in _QUANTIZED for kind in classes):

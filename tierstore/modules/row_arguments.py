@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +33,9 @@ def float_matrix(name: str, tensor: object, shape: tuple[int, ...]) -> NDArray[n
     return value.to(torch.float32).contiguous().numpy()
 
 
-def state_matrix(spec: OptimizerSpec, state: Mapping[str, Any], count: int, dim: int) -> NDArray[np.float32]:
+def state_matrix(
+    spec: OptimizerSpec, state: Mapping[str, object], count: int, dim: int
+) -> NDArray[np.float32]:
     """Return an optimizer's ``state`` of ``count`` rows by name as (count, floats of state).
 
     Raises InputError for other names or shapes than those of ``spec``.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from tierstore.cache.engine import Engine, Table
 from tierstore.cache.machine import check_machine
@@ -62,7 +63,7 @@ def open_tables(tables: Sequence[Table], opening: Opening) -> OpenTables:
     return OpenTables(engine, list(range(len(tables))))
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: object) -> None:
     """Raise ConfigError unless it is a specification of tierstore.optim or None."""
     if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
         raise ConfigError(
@@ -71,7 +72,7 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def check_placement(device: Any, dtype: torch.dtype | None = None) -> None:
+def check_placement(device: Device, dtype: torch.dtype | None = None) -> None:
     """Tables are float32 in the CPU's memory and below; ConfigError for anything else."""
     if device is not None and torch.device(device).type != "cpu":
         raise ConfigError(
@@ -100,7 +101,7 @@ def id_ranges(begin: int, end: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + _CHUNK, end)
 
 
-def save_table(module: Any, table: Table, destination: dict[str, Any], key: str) -> None:
+def save_table(module: HasWeight, table: Table, destination: dict[str, Tensor], key: str) -> None:
     """Put the weights of a table into a state dict. ``module`` has ``rows`` and ``rows_version``."""
     if is_large(table):
         destination[key] = mark(module.rows_version(), table, key)
@@ -111,7 +112,7 @@ def save_table(module: Any, table: Table, destination: dict[str, Any], key: str)
     destination[key] = weight
 
 
-def load_table(module: Any, table: Table, weight: Tensor, key: str) -> None:
+def load_table(module: HasWeight, table: Table, weight: Tensor, key: str) -> None:
     """Write all rows of a table from a dense tensor; of rows that were left out it checks the version."""
     if is_mark(weight):
         check_mark(weight, module.rows_version(), key)
@@ -187,13 +188,13 @@ class HasWeight(nn.Module):
             )
         return super().__getattr__(name)
 
-    def save_weight(self, destination: dict[str, Any], key: str) -> None:
+    def save_weight(self, destination: dict[str, Tensor], key: str) -> None:
         save_table(self, self.table, destination, key)
 
-    def load_weight(self, weight: Any, key: str) -> None:
+    def load_weight(self, weight: Tensor, key: str) -> None:
         load_table(self, self.table, weight, key)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination.pop(prefix + SHOWN, None)
         if _rows_left_out.on:
@@ -202,9 +203,9 @@ class HasWeight(nn.Module):
 
     def _load_from_state_dict(
         self,
-        state_dict: Any,
+        state_dict: Mapping[str, Tensor],
         prefix: str,
-        local_metadata: Any,
+        local_metadata: object,
         strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],

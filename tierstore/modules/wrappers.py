@@ -6,7 +6,7 @@ import gc
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 from weakref import WeakSet
 from weakref import ref as weakref
 
@@ -58,7 +58,7 @@ def refuse_replicas(module: nn.Module, tables: Sequence[str], parameters_are_our
         )
 
 
-def active_ddp() -> Any:
+def active_ddp() -> nn.parallel.DistributedDataParallel | None:
     """Return the DistributedDataParallel whose forward call is under way, or None."""
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
@@ -74,7 +74,7 @@ def refuse_applied(parameter: Tensor, table: str) -> None:
         )
 
 
-def _given_as(kind: str, options: dict[str, Any]) -> str:
+def _given_as(kind: str, options: dict[str, object]) -> str:
     """Return the argument that says the same of our optimizer."""
     spec = getattr(optim, kind, None)
     if isinstance(spec, type) and issubclass(spec, optim.OptimizerSpec):
@@ -94,9 +94,9 @@ class _Scalers:
 
     def __init__(self) -> None:
         self._references: list[int] = []
-        self._found: list[weakref[Any]] = []
+        self._found: list[weakref[torch.amp.GradScaler]] = []
 
-    def used(self) -> Any:
+    def used(self) -> torch.amp.GradScaler | None:
         """One that has scaled a loss, or None."""
         kinds: list[type] = [torch.amp.GradScaler]
         for kind in kinds:

@@ -6,13 +6,16 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from tierstore import _core
 from tierstore.errors import StoreCorruptError, StoreFullError, StoreIOError
+
+JSON: TypeAlias = dict[str, object]
+"""An object of JSON."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -121,12 +124,12 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
         return file.read(max_bytes)
 
 
-def json_with_checksum(content: dict[str, Any]) -> bytes:
+def json_with_checksum(content: Mapping[str, object]) -> bytes:
     """Return ``content`` as JSON with one more field, ``crc32``, the checksum of the rest."""
     return json.dumps({**content, "crc32": _crc_of(content)}, indent=1, allow_nan=False).encode()
 
 
-def parse_json(data: bytes, file: Path) -> dict[str, Any]:
+def parse_json(data: bytes, file: Path) -> JSON:
     """Return the object that ``data`` holds, without ``crc32``, which must match where there is one.
 
     ``StoreCorruptError`` names ``file`` when ``data`` is anything else.
@@ -145,7 +148,7 @@ def parse_json(data: bytes, file: Path) -> dict[str, Any]:
     return content
 
 
-def _crc_of(content: dict[str, Any]) -> int:
+def _crc_of(content: Mapping[str, object]) -> int:
     try:
         return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
     except RecursionError:

@@ -134,7 +134,7 @@ def parse_tables(file: Path, content: Any) -> StoreIdentity:
         raise StoreCorruptError(f"{file} is damaged: {error}") from error
 
 
-def _parse_table(file: Path, table: Any) -> StoredTable:
+def _parse_table(file: Path, table: object) -> StoredTable:
     if not isinstance(table, dict) or table.keys() != _FIELDS.keys():
         raise StoreCorruptError(
             f"{file} is damaged: a table does not have exactly the fields {list(_FIELDS)}"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from tierstore.errors import StoreCorruptError
 from tierstore.keys import make_keys
 from tierstore.store.directory import NO_CAP, open_store
 from tierstore.store.files import store_errors
-from tierstore.store.portable import Progress, RowCounter, atomic_folder, read_description
+from tierstore.store.portable import Progress, RowCounter, Shard, atomic_folder, read_description
 from tierstore.store.protocol import CommitId, RowStore, StoredTable
 from tierstore.store.shards import ShardLayout, read_shard
 
@@ -45,7 +44,7 @@ def import_(
             return store.commit(commit.meta, commit.tag or None)
 
 
-def _rows_there(source: Path, spec: StoredTable, shard: dict[str, Any]) -> int:
+def _rows_there(source: Path, spec: StoredTable, shard: Shard) -> int:
     """Return the rows that a file can have, whatever its description says."""
     try:
         size = os.stat(source / shard["file"], follow_symlinks=False).st_size
@@ -54,7 +53,7 @@ def _rows_there(source: Path, spec: StoredTable, shard: dict[str, Any]) -> int:
     return min(shard["rows"], size // spec.row_bytes)
 
 
-def _check_count(source: Path, store: RowStore, spec: StoredTable, shards: list[dict[str, Any]]) -> None:
+def _check_count(source: Path, store: RowStore, spec: StoredTable, shards: list[Shard]) -> None:
     """Raise ``StoreCorruptError`` if an id occurs twice, which makes two rows one."""
     stored = sum(len(chunk) for chunk in store.keys(spec.index))
     listed = sum(shard["rows"] for shard in shards)

@@ -24,7 +24,6 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import numpy as np
@@ -146,18 +145,20 @@ class LMDBStore(StoreBase):
         return found
 
     @staticmethod
-    def _get(transaction: Any, database: Any, names: list[bytes]) -> list[tuple[bytes, bytes]]:
+    def _get(
+        transaction: lmdb.Transaction, database: lmdb._Database, names: list[bytes]
+    ) -> list[tuple[bytes, bytes]]:
         with transaction.cursor(database) as cursor:
-            return cursor.getmulti(names)
+            return cursor.getmulti(names)  # type: ignore[return-value]  # no buffers: bytes
 
-    def _is_cold(self, database: Any, names: list[bytes]) -> bool:
+    def _is_cold(self, database: lmdb._Database, names: list[bytes]) -> bool:
         """Tell whether a sample of the rows reads so slowly that its pages must come from the device."""
         sample = names[:: len(names) // _SAMPLE]
         start = time.perf_counter()
         self._get(self._txn, database, sample)
         return time.perf_counter() - start > len(sample) * _COLD_SECONDS
 
-    def _touch(self, database: Any, names: list[bytes]) -> list[None]:
+    def _touch(self, database: lmdb._Database, names: list[bytes]) -> list[None]:
         """Bring pages of the last commit to memory; the caller then reads the newest rows.
 
         Several threads can read the last commit at a time, but not what is newer; most pages are the same.

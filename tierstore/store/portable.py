@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from tierstore.config import is_integer
 from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
 from tierstore.keys import MAX_ID
 from tierstore.store.files import (
+    JSON,
     json_with_checksum,
     parse_json,
     read_regular,
@@ -48,6 +49,14 @@ _CHECKSUMS = {"header", "ids", "weights", "state"}
 
 Progress = Callable[[int, int], None]
 """Gets rows done, and in all (engines that estimate their rows may end on another number)."""
+
+
+class Shard(TypedDict):
+    """A file of an export, and the checksums of what is in it."""
+
+    file: str
+    rows: int
+    crc32: dict[str, int]
 
 
 class StoreOfTables(RowStore, Protocol):
@@ -73,7 +82,7 @@ def export_rows(
     with store_errors(f"exporting to {target}"), atomic_folder(Path(target)) as folder:
         tables = []
         for spec in store.tables:
-            shards: list[dict[str, Any]] = []
+            shards: list[Shard] = []
             for keys in _shards_of(store, spec, shard_bytes):
                 name = f"{spec.index:05d}-{len(shards):05d}.safetensors"
                 checksums = _write_shard(folder / name, store, spec, keys, counter)
@@ -137,7 +146,7 @@ def _write_shard(
     return writer.crc32
 
 
-def _describe(commit: CommitInfo | None) -> dict[str, Any] | None:
+def _describe(commit: CommitInfo | None) -> JSON | None:
     if commit is None:
         return None
     return {**asdict(commit), "meta": base64.b64encode(commit.meta).decode()}
@@ -145,7 +154,7 @@ def _describe(commit: CommitInfo | None) -> dict[str, Any] | None:
 
 def read_description(
     source: Path,
-) -> tuple[tuple[StoredTable, ...], dict[int, list[dict[str, Any]]], CommitInfo]:
+) -> tuple[tuple[StoredTable, ...], dict[int, list[Shard]], CommitInfo]:
     """Return tables, shards by table index, and commit of the export ``source``."""
     file = source / FILE_NAME
     try:
@@ -161,7 +170,7 @@ def read_description(
     return tables, shards, _checked_commit(file, content.get("commit"))
 
 
-def _checked_shards(file: Path, shards: Any) -> list[dict[str, Any]]:
+def _checked_shards(file: Path, shards: object) -> list[Shard]:
     """Check the shards of a table. Only names that export writes pass, so no path leads out of the folder."""
     if not isinstance(shards, list):
         raise StoreCorruptError(f"{file} is damaged: shards of a table are not a list")

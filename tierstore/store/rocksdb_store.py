@@ -131,8 +131,8 @@ class RocksDBStore(StoreBase):
         scatter(list(filter(None, values)), order[found[order]], out, self._path)
         return found
 
-    def _get(self, names: list[Any]) -> list[Any]:
-        values: Any = self._db.get(names, read_opt=self._read_options)
+    def _get(self, names: list[bytes]) -> list[bytes | None]:
+        values: Any = self._db.get(names, read_opt=self._read_options)  # type: ignore[arg-type]  # invariant
         return values
 
     def _write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
@@ -280,5 +280,5 @@ def _record_name(number: int) -> str:
     return f"commit-{number:012d}.record"
 
 
-def _names(keys: NDArray[np.uint64]) -> list[Any]:
+def _names(keys: NDArray[np.uint64]) -> list[bytes]:
     return keys.astype(_BIG_ENDIAN).view("V8").tolist()

@@ -14,13 +14,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tierstore import _core
 from tierstore.errors import StoreCorruptError, StoreIOError, TierStoreError
 from tierstore.keys import ID_BITS, MAX_ID
 from tierstore.store.directory import NO_CAP, check_no_links, open_store
-from tierstore.store.files import store_errors, walk_files
+from tierstore.store.files import JSON, store_errors, walk_files
 from tierstore.store.identity import StoreIdentity, read_identity
 from tierstore.store.lock import lock_for_reading
 from tierstore.store.protocol import CommitInfo, StoredTable
@@ -102,7 +101,7 @@ class VerifyReport:
             lines.append("No row is lost. Commit, or export and import, to have it written anew.")
         return lines
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JSON:
         """Return the report as plain JSON values."""
         return {"ok": self.ok, **asdict(self), "whole_commits": self.whole_commits, "advice": self.advice()}
 

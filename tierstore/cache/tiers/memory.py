@@ -7,12 +7,14 @@ import math
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import psutil
 
 import cache_policies
+from cache_policies.admission import Admission
+from cache_policies.policy import Policy
 from tierstore import _core
 from tierstore.cache.device import HOST, Device
 from tierstore.cache.tiers.buffers import Buffer
@@ -39,7 +41,12 @@ MAX_SLOTS = (1 << 31) - _MOST_OVERFLOW_ROWS - 1
 """Slots are int32, and the overflow slots come behind the others."""
 
 
-def as_policy(policy: Any) -> Any:
+AnyPolicy: TypeAlias = str | Policy
+AnyAdmission: TypeAlias = str | Admission
+"""Each by its name, or as it is."""
+
+
+def as_policy(policy: AnyPolicy) -> Policy:
     """Return the policy object of a name (an object stays as it is); ``ConfigError`` for offline ones."""
     policy = cache_policies.get(policy) if isinstance(policy, str) else policy
     if getattr(policy, "offline", False):
@@ -50,13 +57,13 @@ def as_policy(policy: Any) -> Any:
     return policy
 
 
-def as_admission(admission: Any) -> Any:
+def as_admission(admission: AnyAdmission) -> Admission | None:
     """Return the admission filter of a name such as "counter(2)"; None for "always", which asks nothing."""
     filter_ = cache_policies.get_admission(admission)
     return None if filter_.name == "always" else filter_
 
 
-def policy_bytes(policy: Any, slots: int) -> int:
+def policy_bytes(policy: Policy | Admission | None, slots: int) -> int:
     """Return the bytes of the arrays of a policy or an admission filter (None: 0) for ``slots``: exact where
     that is cheap to find out."""
     if policy is None:
@@ -69,18 +76,23 @@ def policy_bytes(policy: Any, slots: int) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def _estimate(policy: Any) -> tuple[float, float]:
+def _estimate(policy: Policy | Admission) -> tuple[float, float]:
     """Return bytes per slot and fixed bytes. Asked once per policy object, which may measure large arrays."""
     return policy.bytes_per_slot, policy.fixed_bytes
 
 
-def bytes_for(slots: int, row_bytes: int, policy: Any, admission: Any = "always") -> int:
+def bytes_for(
+    slots: int, row_bytes: int, policy: AnyPolicy | None, admission: AnyAdmission = "always"
+) -> int:
     """Return the bytes that ``slots`` rows cost, index, policy and admission filter included."""
-    arrays = policy_bytes(as_policy(policy), slots) + policy_bytes(as_admission(admission), slots)
+    chosen = None if policy is None else as_policy(policy)
+    arrays = policy_bytes(chosen, slots) + policy_bytes(as_admission(admission), slots)
     return math.ceil(slots * (row_bytes + _core.Tier.BYTES_PER_SLOT)) + arrays
 
 
-def slots_for(budget: int, row_bytes: int, policy: Any, admission: Any = "always") -> int:
+def slots_for(
+    budget: int, row_bytes: int, policy: AnyPolicy | None, admission: AnyAdmission = "always"
+) -> int:
     """Return how many rows ``budget`` bytes hold, index, policy and admission filter included."""
     low, high = 0, min(MAX_SLOTS, budget // row_bytes)
     while low < high:
@@ -148,7 +160,7 @@ class TierPlan:
 class _Share:
     """A policy and a filter for some slots, compiled; they own arrays that the native tier points to."""
 
-    def __init__(self, slots: int, policy: Any | None, admission: Any) -> None:
+    def __init__(self, slots: int, policy: Policy | None, admission: AnyAdmission) -> None:
         self.slots = slots
         self.policy = None if policy is None else policy.compile(slots)
         filter_ = None if policy is None else as_admission(admission)
@@ -185,9 +197,9 @@ class MemoryTier(Tier):
         name: str,
         plan: TierPlan,
         row_bytes: int,
-        policy: Any,
+        policy: AnyPolicy,
         tables: int,
-        admission: Any | None = None,
+        admission: AnyAdmission | None = None,
     ) -> None:
         self.name = name
         self.plan = plan
@@ -243,7 +255,7 @@ class MemoryTier(Tier):
         """Copy row i of ``rows``, or row ``source[i]``, to ``slots[i]``, for all i."""
         self.rows.copy_in(slots, rows, source)
 
-    def evict(self, pinned_since: int, plan: Any) -> int:
+    def evict(self, pinned_since: int, plan: _core.Plan) -> int:
         """Look for the plan's victims among rows last used before lookup ``pinned_since``.
 
         Returns how many are still needed. Raises ``PolicyFaultError`` for what a policy must not do; the
@@ -258,7 +270,7 @@ class MemoryTier(Tier):
                 "built-in policies have none"
             ) from None
 
-    def prepare(self, plan: Any, *, use_overflow: bool) -> None:
+    def prepare(self, plan: _core.Plan, *, use_overflow: bool) -> None:
         """Take the memory that assigning the plan's slots needs, so that assigning cannot fail.
 
         Raises ``TierFullError``; the plan is to be aborted then.
@@ -270,7 +282,7 @@ class MemoryTier(Tier):
                 f"{self.name}: {refused}; raise {self.name}, or use smaller batches"
             ) from None
 
-    def abort(self, plan: Any) -> None:
+    def abort(self, plan: _core.Plan) -> None:
         """Keep the plan's victims, and give back what the plan has pinned."""
         self._move(self.native.abort(plan))
 

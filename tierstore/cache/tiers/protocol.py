@@ -13,9 +13,9 @@ A row is *dirty* when no lasting tier has it in this version, and it was updated
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +58,7 @@ class MovingRows:
     dirty: NDArray[np.uint8]
     next_use: NDArray[np.int64]
 
-    def part(self, which: Any) -> MovingRows:
+    def part(self, which: Flags | Slots) -> MovingRows:
         """Return the rows that a NumPy index selects."""
         return MovingRows(self.keys[which], self.rows[which], self.dirty[which], self.next_use[which])
 
@@ -82,7 +82,7 @@ class TierStats:
 
     memory_bytes: int = 0
     buffer_bytes: int = 0
-    tables: Sequence[dict[str, Any]] = ()
+    tables: Sequence[Mapping[str, object]] = ()
 
 
 class Tier(Protocol):

@@ -15,7 +15,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,7 @@ class _Block:
     """Rows read for the lookups up to number ``last``."""
 
     last: int
-    rows: Any  # _core.HeldRows
+    rows: _core.HeldRows
 
 
 class ReadAhead:
@@ -52,7 +51,7 @@ class ReadAhead:
         store: RowStore,
         row_bytes: int,
         max_bytes: int,
-        lock: Any,
+        lock: threading.RLock,
         resident: Callable[[Keys], Flags] | None,
     ) -> None:
         self._store = store
@@ -63,8 +62,8 @@ class ReadAhead:
         # Lookups to come, in order, of which nothing was read yet.
         self._queue: dict[int, list[Keys]] = {}
         self._blocks: list[_Block] = []
-        self._filling: Any = None  # the rows of the block that is being filled
-        self._kept: Any = None
+        self._filling: _core.HeldRows | None = None  # the rows of the block that is being filled
+        self._kept: _core.HeldRows | None = None
         self._keep_rows = 0  # how many were to be kept at most
         self._reading: range | None = None  # numbers of the lookups whose rows are being read
         self._written: list[Keys] = []  # since that began
@@ -166,7 +165,7 @@ class ReadAhead:
         held += 0 if self._filling is None else self._filling.capacity
         return self._max_rows - held - (0 if self._kept is None else len(self._kept))
 
-    def _all(self) -> list[Any]:
+    def _all(self) -> list[_core.HeldRows]:
         """Return what holds rows that can be taken."""
         return [block.rows for block in self._blocks] + ([] if self._kept is None else [self._kept])
 
@@ -183,7 +182,7 @@ class ReadAhead:
 
     def find(self, keys: Keys) -> list[Piece]:
         """Return the rows of ``keys`` that are here, in place."""
-        found = []
+        found: list[Piece] = []
         for rows in self._all():
             slots = rows.find(keys)
             here = np.flatnonzero(slots >= 0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
+from cache_policies.policy import Policy
 from tierstore.cache.stats import GroupStats
 from tierstore.cache.tiers.memory import MemoryTier, TierPlan
 from tierstore.cache.tiers.protocol import Tier
@@ -27,13 +28,13 @@ class TierRequest:
     """
 
     config: TierConfig
-    policy: Any
+    policy: Policy
     row_bytes: int
     tables: int
     slots: Mapping[str, TierPlan | None]
     store: RowStore | None
     read_ahead_bytes: int
-    lock: Any
+    lock: threading.RLock
     stats: GroupStats
     above: list[Tier] = field(default_factory=list)
 

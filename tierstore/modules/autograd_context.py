@@ -1,0 +1,42 @@
+"""What autograd functions keep of a forward call for its backward pass, as their ``ctx`` has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from tierstore.cache.pinned_rows import Rows
+
+Module = TypeVar("Module")
+Lookup = TypeVar("Lookup")
+
+
+class Context(Protocol[Module, Lookup]):
+    """``module``: what updates the rows that ``lookup`` has found."""
+
+    module: Module
+    lookup: Lookup
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]: ...
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+class PooledContext(Context[Module, Lookup], Protocol[Module, Lookup]):
+    """What pooling keeps, too, an entry per part; ``rows``: of parts whose weights get gradients."""
+
+    argmaxes: Sequence[Tensor | None]
+    weights: Sequence[Tensor | None]
+    weight_types: Sequence[torch.dtype | None]
+    rows: Sequence[Rows | None]
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]: ...
+
+    @property
+    def next_functions(self) -> tuple[tuple[Node, int], ...]: ...
