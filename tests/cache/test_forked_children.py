@@ -153,18 +153,18 @@ def private(pid):
         if line.startswith(("Private_Dirty", "Private_Clean")):
             total += int(line.split()[1]) << 10
     return total
-table = TieredEmbedding(400_000, 64, config=TierConfig(hbm="all"), optimizer=SGD(lr=0.1))
-for begin in range(0, 400_000, 20_000):
+table = TieredEmbedding(800_000, 64, config=TierConfig(hbm="all"), optimizer=SGD(lr=0.1))
+for begin in range(0, 800_000, 20_000):
     table(torch.arange(begin, begin + 20_000)).sum().backward()
 size = table.stats()["memory"]["hbm"]
-assert size > 100 << 20, size
+assert size > 200 << 20, size
 quiet, talk = os.pipe()
 child = os.fork()
 if child == 0:
     os.close(talk)
     os.read(quiet, 1)
     os._exit(0)
-for begin in range(0, 400_000, 20_000):
+for begin in range(0, 800_000, 20_000):
     table(torch.arange(begin, begin + 20_000)).sum().backward()
 # What the parent has written since is the child's alone now, if the child had it.
 assert private(child) < size // 2, (private(child) >> 20, size >> 20)

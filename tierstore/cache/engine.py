@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -245,7 +246,7 @@ class Engine:
             "versions": self.versions.to_meta(),
             "extra": extra or {},
         }
-        self._position = self.store.commit(json.dumps(meta).encode(), tag)
+        self._position = uninterrupted(partial(self.store.commit, json.dumps(meta).encode(), tag))
         self.uncommitted -= before
         for group in self.groups:
             group.stats.uncommitted_rows = 0
@@ -254,13 +255,13 @@ class Engine:
     def commits(self) -> list[CommitInfo]:
         """Return the commits that the store keeps, oldest first; none without a store."""
         self._process.check()
-        return [] if self.store is None else self.store.commits()
+        return [] if self.store is None else uninterrupted(self.store.commits)
 
     def drop_commit(self, id: int) -> None:
         """Give up a commit that is not the newest."""
         self.check_open()
         if self.store is not None:
-            self.store.drop_commit(id)
+            uninterrupted(partial(self.store.drop_commit, id))
 
     def go_to(self, commit: int) -> None:
         """Bring the tables back to a commit that the store keeps; everything later is forgotten.
@@ -282,7 +283,7 @@ class Engine:
     def committed_extra(self) -> dict[str, Any]:
         """Return the ``extra`` of the last commit."""
         self._process.check()
-        meta = self.store.meta() if self.store is not None else b""
+        meta = uninterrupted(self.store.meta) if self.store is not None else b""
         return json.loads(meta).get("extra", {}) if meta else {}
 
     def close(self, *, commit: bool = True) -> None:
@@ -344,7 +345,7 @@ class Engine:
         self._process.check()
         result = report(self.groups, self._table_curves())
         if self.store is not None and not self.closed:
-            result["store"] = vars(self.store.stats())
+            result["store"] = vars(uninterrupted(self.store.stats))
         return result
 
     def table_curves(self) -> dict[str, Any]:

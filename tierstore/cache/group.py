@@ -311,7 +311,12 @@ class TierGroup:
 
     def touched_keys(self, table: int) -> Iterator[Keys]:
         """Yield the keys of ``table`` that some tier has, in chunks, each once."""
-        seen = uninterrupted(lambda: self._resident_keys(table))
+        chunks = self._touched_keys(table)
+        while (keys := uninterrupted(lambda: next(chunks, None))) is not None:
+            yield keys
+
+    def _touched_keys(self, table: int) -> Iterator[Keys]:
+        seen = self._resident_keys(table)
         if len(seen):
             yield seen
         seen = np.sort(seen)

@@ -137,7 +137,8 @@ class StoreBase(ABC):
         self._written_rows = self._written_bytes = 0
 
     def read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        with self._open():
+        with self._lock:
+            self._check_open()
             self._sizes.check(keys, out, "out")
             if not out.flags.writeable:
                 raise InputError("out must be writable")
@@ -151,7 +152,8 @@ class StoreBase(ABC):
             return found
 
     def write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
-        with self._open_to_write():
+        with self._lock:
+            self._check_writable()
             self._sizes.check(keys, rows, "rows")
             if len(keys):
                 self._write(keys, rows)
@@ -159,18 +161,21 @@ class StoreBase(ABC):
                 self._written_bytes += rows.size
 
     def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
-        with self._open():
+        with self._lock:
+            self._check_open()
             self._sizes.of_table(table)
             chunks = self._keys(table)
             self._listings.add(chunks)
         return self._checked(chunks)
 
     def reserve(self, table: int, rows: int) -> None:
-        with self._open_to_write():
+        with self._lock:
+            self._check_writable()
             self._sizes.of_table(table)
 
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
-        with self._open_to_write():
+        with self._lock:
+            self._check_writable()
             check_commit(meta, tag)
             commit = new_commit(self._kept[-1].id + 1 if self._kept else 1, tag, meta)
             self._commit(commit)
@@ -184,25 +189,30 @@ class StoreBase(ABC):
             return commit.id
 
     def commits(self) -> list[CommitInfo]:
-        with self._open():
+        with self._lock:
+            self._check_open()
             return list(self._kept)
 
     def drop_commit(self, id: CommitId) -> None:
-        with self._open_to_write():
+        with self._lock:
+            self._check_writable()
             check_droppable(self._kept, id, self._path)
             with store_errors(f"removing commit {id} of {self._path}"):
                 self._drop(find_commit(self._kept, id, self._path))
 
     def compact(self) -> None:
-        with self._open_to_write():
+        with self._lock:
+            self._check_writable()
             self._compact()
 
     def meta(self) -> bytes:
-        with self._open():
+        with self._lock:
+            self._check_open()
             return self._current.meta if self._current else b""
 
     def stats(self) -> StoreStats:
-        with self._open():
+        with self._lock:
+            self._check_open()
             rows, live, disk, index = self._space()
             return StoreStats(
                 engine=self.engine,
@@ -259,20 +269,17 @@ class StoreBase(ABC):
         self._remove(commit)
         self._kept.remove(commit)
 
-    @contextmanager
-    def _open(self) -> Iterator[None]:
-        """Hold the lock that keeps close() out; ``ClosedError`` unless the store is open."""
-        with self._lock:
-            if self._closed:
-                raise ClosedError(f"{self._closed}; open it again to go on from its last commit")
-            yield
+    # The lock is taken by ``with self._lock`` alone: a context manager of Python's would keep it as long as
+    # the traceback of an exception that a signal raised inside it.
 
-    @contextmanager
-    def _open_to_write(self) -> Iterator[None]:
-        with self._open():
-            if self._read_only:
-                raise InputError("the store is opened read-only")
-            yield
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self._closed}; open it again to go on from its last commit")
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if self._read_only:
+            raise InputError("the store is opened read-only")
 
     @contextmanager
     def _breaking(self, doing: str) -> Iterator[None]:
@@ -294,7 +301,8 @@ class StoreBase(ABC):
 
     def _checked(self, chunks: Generator[NDArray[np.uint64], None, None]) -> Iterator[NDArray[np.uint64]]:
         while True:
-            with self._open():
+            with self._lock:
+                self._check_open()
                 chunk = next(chunks, None)
             if chunk is None:
                 return
