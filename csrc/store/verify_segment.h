@@ -54,6 +54,7 @@ class SegmentVerifier {
   void VerifyGap(std::uint64_t begin, std::uint64_t end, const std::byte* data);
   void VerifyEndOfLastBlock(const std::byte* data, std::uint64_t begin);
   void VerifyFooter();
+  // Notes the record for the footer that should be there where there is none.
   void CompareFooter(std::uint32_t slot, const RecordHeader& record);
 
   void Damaged(std::uint32_t slot, const char* why);
@@ -72,7 +73,7 @@ class SegmentVerifier {
   Geometry geometry_;
   std::uint32_t crc_prefix_ = 0;
   std::optional<Footer> footer_;
-  std::vector<std::uint32_t> voids_;
+  Footer expected_;                                      // by the records, where none could be loaded
   std::uint32_t damaged_first_ = 0, damaged_count_ = 0;  // a run of slots
   const char* damaged_why_ = nullptr;
   bool footer_differs_ = false;

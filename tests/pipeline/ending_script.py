@@ -39,6 +39,7 @@ def leave(batch: Any) -> None:
     if HOW == "exit":
         sys.exit(3)
     if HOW == "ctrl-c":
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background lack
         os.kill(os.getpid(), signal.SIGINT)
         threading.Event().wait(60)
     if HOW == "exit-in-a-thread":

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.store import store_model
 from tests.store.native.test_native_faults import open_on, put, rows_of
 from tierstore import _core
 from tierstore.keys import make_keys
+from tierstore.store import open_store, verify
 from tierstore.store.native import NativeConfig
 from tierstore.store.verification import VerifyReport, fill_report
 
@@ -198,3 +200,17 @@ def test_a_device_that_fails_while_it_is_read(disk):
 
 def interrupt(done: int, total: int) -> None:
     raise KeyboardInterrupt
+
+
+def test_rows_of_a_forgotten_commit_are_no_footer(tmp_path):
+    """The rows of the second commit lie where the footer of the first commit's rows would, and are as long."""
+    path = tmp_path / "store"
+    with open_store(path, "native", store_model.TABLES, store_model.CAP, keep=2) as store:
+        for version in (1, 2):
+            store_model.put(store, 0, [0], version)
+            store.commit()
+    with open_store(path, "native", store_model.TABLES, store_model.CAP, keep=2, at=1) as store:
+        store.commit()
+        store.commit()
+    report = verify(path)
+    assert report.ok, report.damage
