@@ -65,10 +65,10 @@ def record(figures: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 def commit() -> str | None:
     """Return the commit of the working tree, with ``+changes`` where it is not clean; None outside of git."""
-    told = subprocess.run(
+    found = subprocess.run(
         ["git", "describe", "--always", "--abbrev=12", "--dirty=+changes", "--exclude=*"],
         cwd=Path(__file__).resolve().parent,
         capture_output=True,
         text=True,
     )
-    return told.stdout.strip() or None
+    return found.stdout.strip() or None

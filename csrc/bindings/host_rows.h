@@ -76,7 +76,7 @@ struct InitialValues {
   std::int64_t state_floats;
   float state_value;
   Array<std::uint8_t> kinds;
-  Array<float> a, b;
+  Array<float> first, second;  // parameters; kernels/init.h says of what
   Array<std::uint64_t> seeds;
   std::optional<Array<std::int64_t>> columns;
 

@@ -207,7 +207,7 @@ def test_weights_of_a_weighted_collection() -> None:
         ({"init": "xavier"}, "init is 'xavier'"),
         (
             {"config": TierConfig(hbm=100, engine="memory")},
-            "below the minimum for these tables: [0-9]+ bytes",
+            "below the minimum for these tables; raise it to at least [0-9]+ bytes",
         ),
         ({"_weight": torch.zeros(3, 4)}, "size mismatch"),
         ({"num_embeddings": 1e12}, r"num_embeddings 1000000000000.0 is not an integer in \[1, 2\*\*48\]"),

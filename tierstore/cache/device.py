@@ -1,4 +1,4 @@
-"""Devices own rows, as tiers own slots: where rows lie, how they are moved, and what computes on them.
+"""Devices own rows, as tiers own slots: a device stores rows, moves them, and computes on them.
 
 Nothing above a device knows the address of a row. ``HostDevice`` is this machine's memory and processor.
 """
@@ -36,7 +36,7 @@ class DeviceRows(Protocol):
         ...
 
     def discard(self, first: int) -> None:
-        """Give back what can be given back of the slots from ``first`` on; they may be written again."""
+        """Give back memory of the slots from ``first`` on; they may be written again."""
         ...
 
     def move(self, source: Slots, target: Slots) -> None:
@@ -88,7 +88,7 @@ class DeviceRows(Protocol):
 
 
 class Device(Protocol):
-    """Where rows of any layout can lie."""
+    """A place for rows of any layout."""
 
     def allocate(self, slots: int, row_bytes: int) -> DeviceRows:
         """Return room for ``slots`` rows, none of which has memory yet.

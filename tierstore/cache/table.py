@@ -1,4 +1,4 @@
-"""A table as modules ask their engine for it."""
+"""What a module tells its engine about a table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tierstore.initializers import Init
 
 @dataclass(frozen=True)
 class Table:
-    """A table as modules ask for it, or a shard of one.
+    """A table that an engine opens, or a shard of a table.
 
     A shard keeps the ids of its table, of which at most ``rows`` occur; its initial values are those of
     ``origin`` (the table's name) from column ``column`` on.
@@ -26,7 +26,7 @@ class Table:
 
     @property
     def most_rows(self) -> int:
-        """How many ids may occur."""
+        """The number of different ids that may occur."""
         return self.num_embeddings if self.rows is None else self.rows
 
     def __post_init__(self) -> None:

@@ -208,12 +208,12 @@ def commit_of(engine: Engine, unit: Unit) -> int:
     return next((commit.id for commit in engine.commits() if commit.tag == unit.tag), 0)
 
 
-def _is_whole(unit: Unit, engines: Sequence[Engine]) -> bool:
+def _is_complete(unit: Unit, engines: Sequence[Engine]) -> bool:
     return all(commit_of(engine, unit) for engine in engines)
 
 
 def forget_old(folder: Folder, engines: Sequence[Engine], keep: int) -> None:
-    kept = [unit for unit in folder.units() if _is_whole(unit, engines)][-keep:]
+    kept = [unit for unit in folder.units() if _is_complete(unit, engines)][-keep:]
     try:
         folder.remove_all_but(kept)
     except OSError as error:  # the new checkpoint is safe, and the next one tries again
@@ -229,20 +229,21 @@ def forget_old(folder: Folder, engines: Sequence[Engine], keep: int) -> None:
 def choose(folder: Folder, engines: Sequence[Engine], step: int | None) -> Unit | None:
     units = [unit for unit in folder.units() if step is None or unit.step == step]
     for unit in reversed(units):
-        if _is_whole(unit, engines):
+        if _is_complete(unit, engines):
             return unit
     if step is not None:
-        there = sorted({unit.step for unit in folder.units() if _is_whole(unit, engines)})
+        steps = sorted({unit.step for unit in folder.units() if _is_complete(unit, engines)})
         raise StoreMismatchError(
-            f"{folder.path} has no checkpoint of step {step} of these tables; it has {there}"
+            f"{folder.path} has no checkpoint of step {step} of these tables; it has steps {steps}"
         )
-    told = [unit for unit in units if unit.committed]
+    committed = [unit for unit in units if unit.committed]
     for engine in engines:
         where = engine.config.path
-        if told and engine.checkpoints != folder.id:
+        if committed and engine.checkpoints != folder.id:
             raise StoreMismatchError(
-                f"{where} is not the store that {told[-1].path} was saved from ({_paths(told[-1])}); build "
-                "the model with that path, or give another folder of checkpoints"
+                f"{where} is not the store that {committed[-1].path} was saved from "
+                f"({_paths(committed[-1])}); build the model with that path, or give another folder of "
+                "checkpoints"
             )
         if engine.commits():
             raise StoreMismatchError(

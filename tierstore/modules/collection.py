@@ -21,8 +21,9 @@ from tierstore.sparse import as_keyed_jagged_tensor
 class LookupStrategy(Protocol):
     """How a collection looks its features up: in its own engine, or in the engines of all ranks.
 
-    Beside ``make``, a strategy has ``pooled(module, features)`` or ``rows(module, features)``, which give a
-    forward call its vectors. A strategy keeps no reference to the module, whose tables end with their user's.
+    Beside ``make``, a strategy has ``pooled(module, features)`` or ``rows(module, features)``, which return a
+    forward call's vectors. A strategy keeps no reference to the module, so that the tables close with the
+    user's last reference.
     """
 
     def make(self, features: object) -> FeatureLookup:
@@ -35,7 +36,7 @@ class TableView(HasWeight):
 
     def __init__(self, collection: Collection, config: BaseEmbeddingConfig, number: int) -> None:
         super().__init__()
-        # not as a submodule, which the collection is not
+        # not as a submodule: the collection is the parent
         object.__setattr__(self, "collection", collection)
         self.name = config.name
         self.num_embeddings = config.num_embeddings
@@ -106,7 +107,8 @@ class Collection(TieredModule):
         return torch.device("cpu")
 
     def config_number(self, name: str | None) -> int:
-        """Return the number of a table in the configuration; None is the only one. Raises InputError."""
+        """Return the number of a table in the configuration; ``None`` means the only table. Raises
+        InputError."""
         names = [config.name for config in self.configs]
         if (name is None and len(names) > 1) or (name is not None and name not in names):
             raise InputError(f"there is no table {name!r}; name one of {names}")

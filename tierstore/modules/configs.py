@@ -1,4 +1,5 @@
-"""What a collection must know of its tables: torchrec's configuration classes; nothing in them is ignored."""
+"""What a collection must know of its tables: torchrec's configuration classes. No field of them is
+ignored."""
 
 from __future__ import annotations
 
@@ -191,7 +192,8 @@ def from_torchrec(config: object) -> EmbeddingBagConfig | EmbeddingConfig:
 
 
 def rule_of_init_fn(init_fn: Callable[..., object]) -> tuple[str, float, float] | None:
-    """Return the rule of an initialiser of torch.nn.init, or a partial of one; None of other functions."""
+    """Return the rule of an initialiser of torch.nn.init, or of a partial of one; None for other
+    functions."""
     arguments: dict[str, Any] = {}
     if isinstance(init_fn, partial):
         if init_fn.args:
@@ -216,15 +218,15 @@ def rule_of_init_fn(init_fn: Callable[..., object]) -> tuple[str, float, float] 
 
 
 def _same_member(kind: type[Enum], value: object) -> object:
-    """Our member of an enum for torchrec's; values we do not know are left for the config to refuse."""
+    """Return our enum's member for torchrec's; the config refuses values that the enum does not have."""
     name = getattr(value, "value", value)
     return kind(name) if name in {member.value for member in kind} else value
 
 
-def _check_count(config: BaseEmbeddingConfig, name: str, most: int | None) -> None:
+def _check_count(config: BaseEmbeddingConfig, name: str, maximum: int | None) -> None:
     value = getattr(config, name)
     whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not whole or value < 1 or (most is not None and value > most):
-        bounds = "a positive integer" if most is None else "an integer from 1 to 2**48"
+    if not whole or value < 1 or (maximum is not None and value > maximum):
+        bounds = "a positive integer" if maximum is None else "an integer from 1 to 2**48"
         raise config._error(f"{name} is {value!r}; it must be {bounds}")
     setattr(config, name, int(value))

@@ -24,7 +24,7 @@ from cache_policies.reuse import sampled
 from tierstore.errors import ClosedError, InputError
 from tierstore.keys import ID_BITS, make_keys
 from tierstore.sparse import KeyedJaggedTensor
-from tierstore.trace.trace import Segment, Trace
+from tierstore.trace.trace import TableIds, Trace
 
 HEADER = "tierstore_trace.json"
 VERSION = 1
@@ -185,7 +185,7 @@ def open_recorded(path: Path) -> Trace:
         if array.ndim != 2 or array.shape[1] != len(tables):
             raise InputError(f"{path}: counts of shape {array.shape} do not fit {len(tables)} tables")
 
-    def batches() -> Iterator[Sequence[Segment]]:
+    def batches() -> Iterator[Sequence[TableIds]]:
         with zipfile.ZipFile(path) as archive:
             for c, count in enumerate(counts):
                 yield from _segments(path, _read_ids(path, archive, c), count)
@@ -212,7 +212,7 @@ def _read_ids(path: Path, archive: zipfile.ZipFile, chunk: int) -> np.ndarray:
         raise InputError(f"{path}: chunk {chunk} is damaged: {error}") from error
 
 
-def _segments(path: Path, ids: np.ndarray, counts: np.ndarray) -> Iterator[list[Segment]]:
+def _segments(path: Path, ids: np.ndarray, counts: np.ndarray) -> Iterator[list[TableIds]]:
     ends = np.cumsum(counts.reshape(-1).astype(np.int64))
     if ids.size != (ends[-1] if ends.size else 0):
         raise InputError(f"{path}: {ids.size} ids where the counts say {ends[-1] if ends.size else 0}")

@@ -12,7 +12,7 @@ from tierstore import data
 from tierstore.data.dataset import Dataset
 from tierstore.errors import ConfigError, InputError
 from tierstore.trace import files, recorded
-from tierstore.trace.trace import Segment, Trace, check_batch_size
+from tierstore.trace.trace import TableIds, Trace, check_batch_size
 
 #: What ``open_trace`` tells files apart by.
 SUFFIXES = {
@@ -70,7 +70,7 @@ def open_trace(
 def from_dataset(dataset: Dataset, batch_size: int) -> Trace:
     """Make a trace of one pass over the training examples of a dataset."""
 
-    def batches() -> Iterator[Sequence[Segment]]:
+    def batches() -> Iterator[Sequence[TableIds]]:
         for batch in dataset.train(batch_size):
             ids = batch.sparse.values().numpy()
             ends = batch.sparse.offset_per_key()
