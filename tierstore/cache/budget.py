@@ -97,7 +97,7 @@ def divide(
         total = taken + sum(minimum)
         raise ConfigError(
             f"the {tier} budget of {budget} bytes is below the minimum for these tables; raise it to at "
-            f"least {total} bytes ({format_bytes(total)}: {taken} bytes of tables with their own, and "
+            f"least {total} bytes ({format_bytes(total)}: {taken} bytes that tables have to themselves, and "
             f"{MIN_SLOTS} rows and their metadata for each of {sum(map(bool, minimum))} row layouts)"
         )
     if tier == "hbm" and sum(_max_bytes(d, policy, admission) for d in rest) > budget - taken:

@@ -1,4 +1,4 @@
-"""The synthetic datasets by name: what their tables are like, and where the figures come from."""
+"""The synthetic datasets by name: the statistics of their tables, and the sources of these figures."""
 
 from __future__ import annotations
 

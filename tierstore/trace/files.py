@@ -63,7 +63,8 @@ def open_text(path: Path, batch_size: int) -> Trace:
 def open_csv(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trace:
     """Open a file of a header and one example per line; each column (or each of ``columns``) is a table.
 
-    A column of integers has ids. The values of another column, the empty one too, are numbered by first use.
+    A column of integers has ids. The values of another column, the empty value too, are numbered by first
+    use.
     """
     import csv
 
@@ -176,12 +177,14 @@ def _parse_numbers(path: Path, lines: Any) -> np.ndarray:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of an empty file, which the caller reports
+            warnings.simplefilter("ignore", UserWarning)  # the file is empty, which the caller reports
             ids = np.loadtxt(lines, dtype=np.int64, ndmin=1, comments=None)
     except (ValueError, OverflowError, EOFError, OSError) as error:
         raise InputError(f"{path}: a line is no id that fits int64: {error}") from error
     if ids.ndim != 1:
-        raise InputError(f"{path}: one id per line, not {ids.shape[1]} (name it .csv if it is one)")
+        raise InputError(
+            f"{path}: one id per line, not {ids.shape[1]} (name the file .csv if it has columns)"
+        )
     return ids
 
 

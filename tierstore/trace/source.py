@@ -14,7 +14,7 @@ from tierstore.errors import ConfigError, InputError
 from tierstore.trace import files, recorded
 from tierstore.trace.trace import TableIds, Trace, check_batch_size
 
-#: What ``open_trace`` tells files apart by.
+#: The suffixes by which ``open_trace`` tells files apart.
 SUFFIXES = {
     ".npz": "recorded by tierstore, or arrays of one length, one per table",
     ".npy": "ids (n,) or (n, tables)",
@@ -107,7 +107,9 @@ def _open_file(path: Path, batch_size: int, columns: Sequence[str] | None) -> Tr
         return files.open_meta(path, batch_size)
     if name.endswith(".tsv"):
         return from_dataset(data.load("criteo", path=str(path), hashed=False), batch_size)
-    raise ConfigError(f"{path}: cannot tell what it is; names of trace files end in {', '.join(SUFFIXES)}")
+    raise ConfigError(
+        f"{path}: the kind of file is unknown; names of trace files end in {', '.join(SUFFIXES)}"
+    )
 
 
 def _is_recorded(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What a trace is: which rows of which tables every batch uses, in order."""
+"""Defines a trace: the rows of the tables that every batch uses, in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierstore.keys import ID_BITS, MAX_ID, MAX_TABLE
 #: The ids that one batch looks up in one table: (table index, int64 or uint64 ids in order, repeats
 #: included).
 TableIds = tuple[int, np.ndarray]
-_MAPPED_ROWS = 1 << 22  # of a mapped file, read between two times that its pages are given back
+_MAPPED_ROWS = 1 << 22  # rows of a mapped file that are read before its pages are given back
 
 
 @dataclass(frozen=True)
