@@ -17,7 +17,7 @@ class IoError : public std::runtime_error {
   int code() const { return code_; }
   // No room on the device, in the quota, or in the largest file allowed.
   bool IsFull() const { return code_ == ENOSPC || code_ == EDQUOT || code_ == EFBIG; }
-  // The process or the system is out of descriptors: nothing was tried yet, and later it may work.
+  // The process or the system is out of descriptors: nothing was tried yet, and a later call may work.
   bool IsOutOfDescriptors() const { return code_ == EMFILE || code_ == ENFILE; }
 
  private:

@@ -182,9 +182,7 @@ def _parse_numbers(path: Path, lines: Any) -> np.ndarray:
     except (ValueError, OverflowError, EOFError, OSError) as error:
         raise InputError(f"{path}: a line is no id that fits int64: {error}") from error
     if ids.ndim != 1:
-        raise InputError(
-            f"{path}: one id per line, not {ids.shape[1]} (name the file .csv if it has columns)"
-        )
+        raise InputError(f"{path}: one id per line, not {ids.shape[1]} (a file with columns must be a .csv)")
     return ids
 
 

@@ -107,9 +107,7 @@ def _open_file(path: Path, batch_size: int, columns: Sequence[str] | None) -> Tr
         return files.open_meta(path, batch_size)
     if name.endswith(".tsv"):
         return from_dataset(data.load("criteo", path=str(path), hashed=False), batch_size)
-    raise ConfigError(
-        f"{path}: the kind of file is unknown; names of trace files end in {', '.join(SUFFIXES)}"
-    )
+    raise ConfigError(f"{path}: unknown kind of file; names of trace files end in {', '.join(SUFFIXES)}")
 
 
 def _is_recorded(path: Path) -> bool:
