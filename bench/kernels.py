@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         for batch in range(_BATCHES):  # interleaved, so that a busy minute does not hit one of them only
             for contender in contenders:
                 for key, seconds in contender.step(batch).items():
-                    if turn:  # the first one warms up
+                    if turn:  # the first round warms up
                         samples.setdefault(key, []).append(1e3 * seconds)
     figures = {key: float(np.median(values)) for key, values in samples.items()}
     figures |= ratios(figures)

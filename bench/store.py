@@ -27,7 +27,7 @@ from ._folder import folder
 SUMMARY = "rows/s of the row store engines, and of the device"
 _CAP = 1 << 44
 _ID_SPREAD = 4  # ids come from a range this many times the rows, as in a sparsely touched table
-_FULL, _FULL_ROWS = 0.75, 1_000_000  # of the store in which reads are measured beside compaction
+_FULL, _FULL_ROWS = 0.75, 1_000_000  # rows of the store in which reads are measured beside compaction
 _FEW = 64  # rows of a read whose latency is measured
 _THREADED = ("rocksdb", "lmdb")  # their reads block, so their plain calls have one in flight
 
@@ -108,8 +108,8 @@ class EngineBench:
             commit = time.perf_counter() - written
             figures = phase.figures("load", moved="written")
             settle()
-            store.commit(b"")  # keeps what compaction has done meanwhile
-            store.read(self.keys(), np.empty_like(self.values))  # native: measures its device, once per store
+            store.commit(b"")  # this commit keeps the compaction's work
+            store.read(self.keys(), np.empty_like(self.values))  # native: measures its device, once
             disk = store.stats().disk_bytes
         return figures | {
             "load.commit_s": commit,
@@ -221,7 +221,7 @@ class EngineBench:
         """
         ids = self.ids[:_FULL_ROWS]
         cap = int(len(ids) * (self.args.row_bytes + 16) * 1.05 / _FULL)  # headers, ends of blocks, footers
-        cap = max(cap, 16 << 20)  # a smaller one has too few segments
+        cap = max(cap, 16 << 20)  # a smaller store has too few segments
         folder = tempfile.TemporaryDirectory(dir=self.path.parent)
         with folder, open_store(Path(folder.name) / "full", self.engine, [self.table], cap) as store:
             self.overwrite_all(store, ids)
@@ -288,7 +288,7 @@ class EngineBench:
 
 
 class Phase:
-    """Calls of one kind: their seconds, and what the process did meanwhile."""
+    """Calls of one kind: their seconds, and the process's IO and CPU time meanwhile."""
 
     def __init__(self, row_bytes: int) -> None:
         self.row_bytes, self.rows = row_bytes, 0

@@ -150,7 +150,7 @@ class S3Fifo(Policy):
             if from_small:
                 slot = _evict_small(s, last_use, pinned_since)
                 if slot == queues.NO_SLOT:
-                    continue  # all that it had moved to the main queue, or is pinned
+                    continue  # all its rows moved to the main queue, or are pinned
             else:
                 slot = _evict_main(s, last_use, pinned_since)
                 if slot == queues.NO_SLOT:

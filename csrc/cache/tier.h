@@ -61,7 +61,7 @@ struct Moves {
   PageVector<std::int32_t> from, to;
 };
 
-// What a plan wants of one share: its misses are [begin, end) of the plan's, refused ones last.
+// What a plan wants of one share: its misses are [begin, end) of the plan's misses, refused misses last.
 struct SharePlan {
   std::int64_t begin = 0, end = 0;
   std::int64_t needed = 0;
@@ -80,7 +80,7 @@ struct Plan {
   PageVector<std::int64_t> next_use;
   std::vector<std::int64_t> table_rows, table_hits;  // unique keys of each table, and those that were here
 
-  // Misses that find no slot of their share; to be asked after Evict.
+  // Misses that find no slot of their share; call it after Evict.
   PageVector<std::int32_t> Unplaced() const;
 };
 
@@ -149,7 +149,7 @@ class Tier {
   void FindBlock(const std::uint64_t* keys, std::int64_t from, std::int64_t n, std::int32_t* slots,
                  bool last_use) const;
   void Prefetch(std::int32_t slot) const;
-  // A share and what is free of it. Its slots are begin .. begin + capacity - 1.
+  // A share and its free slots. Its slots are begin .. begin + capacity - 1.
   struct Share {
     ShareConfig config;
     std::int64_t begin;
@@ -191,7 +191,7 @@ class Tier {
 
   // What a slot holds; kExpected: its row is still at an overflow slot.
   enum Content : std::uint8_t { kEmpty, kRow, kExpected };
-  // Side by side: whoever finds a slot by its key then asks for, or changes, its next use.
+  // Side by side, since a lookup by key then reads or changes the next use.
   struct Row {
     std::uint64_t key;
     std::int64_t next_use;
@@ -202,7 +202,7 @@ class Tier {
   std::int64_t capacity_;  // slots of all shares
   std::size_t limit_;      // slots, overflow slots included, for which address space is reserved
   ReservedArray<Row> row_;
-  ReservedArray<std::int64_t> last_use_;  // apart: policies are given it
+  ReservedArray<std::int64_t> last_use_;  // an array of its own, which policies get
   ReservedArray<std::uint8_t> dirty_;
   ReservedArray<std::uint8_t> resident_;
   SlotIndex index_;

@@ -1,5 +1,5 @@
-// The ids of a batch before they are sent: whether they are ids of their tables, and divided among the
-// shards of a table that is cut by rows.
+// Checks the ids of a batch before they are sent, and divides them among the shards of a table that is cut by
+// rows.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct Bagged {
   std::int64_t bags;
 };
 
-// `Wire`: the type of what is sent, int32 if the tables' ids fit it.
+// `Wire`: the type of the sent ids, int32 if the tables' ids fit it.
 template <typename Wire>
 struct Divided {
   std::vector<Wire> ids;                // (count): by shard, in their order
