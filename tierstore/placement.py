@@ -1,4 +1,4 @@
-"""Where every row and column of a model's tables is, and how many bytes of each tier hold it.
+"""Placement of every row and column of a model's tables, and the bytes of each tier that hold it.
 
 Plain data that the planner writes and sharded collections read: nothing here imports torch or the runtime.
 """
@@ -107,9 +107,9 @@ class ShardingPlan:
     world_size: int
     ranks_per_host: int
     device: str = ""
-    """"cuda" or "cpu": what the topology was of; empty: any."""
+    """The device of the topology, "cuda" or "cpu"; empty: any device."""
     report: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What the planner found out: the dictionary that ``tierstore plan --json`` writes."""
+    """The planner's report: the dictionary that ``tierstore plan --json`` writes."""
 
     @property
     def plan(self) -> dict[str, dict[str, TablePlacement]]:
@@ -164,7 +164,7 @@ class ShardingPlan:
             raise ConfigError(f"this plan is for another model: {'; '.join(problems)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only; :meth:`from_dict` is the inverse (but for ``report``)."""
+        """Return plain types only; :meth:`from_dict` is the inverse (except for ``report``)."""
         return {
             "world_size": self.world_size,
             "ranks_per_host": self.ranks_per_host,
@@ -176,7 +176,7 @@ class ShardingPlan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ShardingPlan:
-        """Raise ConfigError for what is not a plan; the message has the path of the value that is wrong."""
+        """Read a plan. Raises ConfigError with the path of a wrong value."""
         plan = _Object("", values)
         world_size, ranks_per_host = plan.integer("world_size", 1), plan.integer("ranks_per_host", 1)
         if world_size % ranks_per_host:

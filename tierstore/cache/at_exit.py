@@ -2,7 +2,7 @@
 
 A thread that comes back from native code while the interpreter is torn down aborts the process or hangs it.
 One function that is registered here therefore ends tables, and objects with threads above them, when the main
-program and its threads are over: the newest first, whatever the program left undone.
+program and its threads are over: the newest first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the budgets of the memory tiers are divided among tables and groups (one per row layout).
+"""Divides the budgets of the memory tiers among tables and groups (one per row layout).
 
 First come tables with bytes of their own (``TableOverride``): they get these slots, and no others. Then, in
 ``hbm``, small tables become wholly resident: tables of at most a sixteenth of the largest table's bytes,

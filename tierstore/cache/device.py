@@ -20,9 +20,9 @@ class DeviceRows(Protocol):
     """Rows of one layout, each ``row_bytes`` bytes: float32 weights, float32 optimizer state, zero padding.
 
     Rows are addressed by slot. ``slots``, ``source`` and ``target`` are int32 (n,); written slots do not
-    repeat. Host arrays of rows are uint8 (n, row_bytes). An address is that of a float32 tensor on the
-    device; 0 means none. Arguments that do not fit raise ValueError, and then nothing has changed. Calls come
-    from several threads; no two of them use one slot at once, unless both only read the row.
+    repeat. Host arrays of rows are uint8 (n, row_bytes). An address points to a float32 tensor on the device;
+    0 means none. Arguments that do not fit raise ValueError, and then nothing has changed. Calls come from
+    several threads; no two of them use one slot at once, unless both only read the row.
     """
 
     @property

@@ -1,9 +1,8 @@
 """The tiers of one row layout, and the lookups that are planned in the first of them.
 
 Rows are in one exclusive tier at most; the store has the last version that was written to it, which is the
-valid one unless an exclusive tier has the row. Locks: ``order.planner()`` is held by whoever changes which
-rows are where; ``residency_lock`` guards the tiers' data structures and is never held while waiting for a
-release.
+valid one unless an exclusive tier has the row. Locks: a thread that moves rows holds ``order.planner()``;
+``residency_lock`` guards the tiers' data structures and is never held while waiting for a release.
 """
 
 from __future__ import annotations

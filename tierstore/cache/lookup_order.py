@@ -96,8 +96,8 @@ class LookupOrder:
     ) -> bool:
         """Wait until no number below ``before`` is in use; return whether that is so.
 
-        Returns False, early, when the caller is the planner and somebody else has to plan, or when ``stop()``
-        (tested at every change; see :meth:`wake`).
+        Returns False, early, when the caller is the planner and another thread has to plan, or when
+        ``stop()`` (tested at every change; see :meth:`wake`).
         """
 
         def needed() -> bool:

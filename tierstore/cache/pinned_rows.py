@@ -84,8 +84,8 @@ class PinnedRows(Rows):
         self._unwanted = False
 
     def grant(self) -> None:
-        """Open :meth:`wait`: the rows are in place and pinned. If nobody wants the rows any more, release
-        them."""
+        """Open :meth:`wait`: the rows are in place and pinned. If the lookup was dropped, release the
+        rows."""
         self._use = _core.Use(self.group.order.uses, self.seq, self.slots)
         if self._unwanted:
             self.release()

@@ -217,8 +217,8 @@ class GroupStats:
         rows, accesses = len(weight), int(weight.sum())
         self.counters.lookups += 1
         self.counters.refused_rows += plan.refused
-        # A row that is in an overflow slot misses too, whatever the timing; the lower tiers are only not
-        # asked for it.
+        # A row that is in an overflow slot counts as a miss, so that timing does not matter; the lower tiers
+        # are not asked for it.
         first, *names = self._names
         self.tiers[first].count(rows, rows - len(misses), accesses, accesses - int(weight[misses].sum()))
         self.tables[first][:, 0] += plan.table_rows

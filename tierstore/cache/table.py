@@ -12,7 +12,7 @@ from tierstore.initializers import Init
 class Table:
     """A table that an engine opens, or a shard of a table.
 
-    A shard keeps the ids of its table, of which at most ``rows`` occur; its initial values are those of
+    A shard keeps the ids of its table, of which at most ``rows`` occur; it has the initial values of
     ``origin`` (the table's name) from column ``column`` on.
     """
 

@@ -278,7 +278,7 @@ class StorageReader(_Storage, storage.StorageReader):
 
 
 def _is_of_rank(result: WriteResult) -> bool:
-    """Return whether a result is a rank's, and not that of a value called _OF_RANK in the state dict."""
+    """Return whether a result is a rank's, and not of a value called _OF_RANK in the state dict."""
     return isinstance(result.storage_data, dict)
 
 

@@ -103,7 +103,8 @@ def restore(
     extra: Any = None,
     loader: Any = None,
 ) -> Restored | None:
-    """Restore the last checkpoint of :func:`save` (or that of ``step``); return None if there is none.
+    """Restore the last checkpoint of :func:`save` (or the checkpoint of ``step``); return None if there is
+    none.
 
     ``model``, ``optimizer``, ``loader`` and ``extra`` are built as for the training that was saved; the
     objects in ``extra`` get their state, and so do the global random generators. The tables' stores must be

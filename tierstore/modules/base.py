@@ -1,4 +1,4 @@
-"""What every tiered module has: an engine, a fused optimizer, and lookups that may have been made ahead."""
+"""Base of all tiered modules: an engine, a fused optimizer, and lookups that may have been made ahead."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ class TieredModule(EngineCalls, nn.Module):
         return {*range(len(args)), *kwargs} - {"per_sample_weights"}
 
     def feature_names(self) -> list[str]:
-        """Features that a collection takes out of a keyed jagged tensor; none for other modules."""
+        """Return the features that a collection takes out of a keyed jagged tensor; none for other
+        modules."""
         return []
 
     def table_names(self) -> list[str]:
@@ -167,7 +168,7 @@ class TieredModule(EngineCalls, nn.Module):
         return super().requires_grad_(requires_grad)
 
     def frozen_tables(self) -> list[int]:
-        """Tables that a backward pass would leave as they are."""
+        """Return the tables that a backward pass would not change."""
         if not self._shown:
             return [] if self._requires_grad and not self._without_optimizer else self.table_numbers
         return [
@@ -176,7 +177,7 @@ class TieredModule(EngineCalls, nn.Module):
 
     @property
     def frozen(self) -> bool:
-        """Whether a backward pass would leave all tables as they are."""
+        """Whether a backward pass would change no table."""
         if not self._shown:
             return self._without_optimizer or not self._requires_grad
         return not any(holder.shown.requires_grad for holder in self._holders)

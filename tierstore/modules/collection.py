@@ -1,4 +1,4 @@
-"""What all collections share: tables by name, features, and a strategy that looks them up."""
+"""Base of all collections: tables by name, features, and a strategy that looks the features up."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ class TableView(HasWeight):
         return self.collection.engine.versions.of(self._engine_number)
 
     def rows(self, ids: object) -> Tensor:
-        """As TieredModule.rows."""
+        """Return rows; see :meth:`TieredModule.rows`."""
         return self.collection.rows(ids, self.name)
 
     def optimizer_rows(self, ids: object) -> dict[str, Tensor]:
-        """As TieredModule.optimizer_rows."""
+        """Return optimizer state; see :meth:`TieredModule.optimizer_rows`."""
         return self.collection.optimizer_rows(ids, self.name)
 
     def load_rows(self, ids: object, weight: Tensor, optimizer: dict[str, Tensor] | None = None) -> None:
-        """As TieredModule.load_rows."""
+        """Overwrite rows; see :meth:`TieredModule.load_rows`."""
         self.collection.load_rows(ids, weight, optimizer, self.name)
 
     def extra_repr(self) -> str:
@@ -103,7 +103,7 @@ class Collection(TieredModule):
 
     @property
     def device(self) -> torch.device:
-        """Where outputs are."""
+        """The device of outputs."""
         return torch.device("cpu")
 
     def config_number(self, name: str | None) -> int:

@@ -1,5 +1,4 @@
-"""What a collection must know of its tables: torchrec's configuration classes. No field of them is
-ignored."""
+"""Configurations of a collection's tables: torchrec's classes. No field of them is ignored."""
 
 from __future__ import annotations
 
@@ -110,11 +109,11 @@ class BaseEmbeddingConfig:
         self.init_rule()
 
     def get_weight_init_max(self) -> float:
-        """Upper bound of uniform initial values."""
+        """Return the upper bound of uniform initial values."""
         return sqrt(1 / self.num_embeddings) if self.weight_init_max is None else self.weight_init_max
 
     def get_weight_init_min(self) -> float:
-        """Lower bound of uniform initial values."""
+        """Return the lower bound of uniform initial values."""
         return -sqrt(1 / self.num_embeddings) if self.weight_init_min is None else self.weight_init_min
 
     def num_features(self) -> int:

@@ -113,7 +113,7 @@ class TieredEmbedding(SingleTable):
     The backward pass applies ``optimizer`` to the rows looked up; there is no ``weight`` parameter.
 
     Args:
-        num_embeddings, embedding_dim: of the table; up to 2**48 rows, only those that are touched take space.
+        num_embeddings, embedding_dim: of the table; up to 2**48 rows, of which touched rows take space.
         padding_idx: ids that yield this row, zeros unless it is loaded, and never update it.
         max_norm, scale_grad_by_freq: must stay at their defaults (ConfigError).
         norm_type, sparse: accepted, without effect: gradients are never materialised.

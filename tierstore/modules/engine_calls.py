@@ -15,7 +15,8 @@ class EngineCalls:
     engine: Engine
 
     def stats(self) -> dict[str, Any]:
-        """Hit rates per tier, rows moved, stalls, memory and store figures; see :meth:`Engine.stats`."""
+        """Return hit ratios per tier, rows moved, stalls, memory and store figures; see
+        :meth:`Engine.stats`."""
         return self.engine.stats()
 
     def table_curves(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Keeps(Protocol):
 
 
 class Updates(Protocol):
-    """What the backward pass needs of its module."""
+    """The part of a module that the backward pass uses."""
 
     fused_optimizer: FusedOptimizer
     check_gradients: bool
@@ -58,7 +58,7 @@ class Updates(Protocol):
         ...
 
     def frozen_tables(self) -> list[int]:
-        """Tables whose rows stay as they are."""
+        """Return the tables whose rows stay as they are."""
         ...
 
     def mean_squares(
@@ -140,7 +140,7 @@ class Lookup:
         return torch.empty(self.out_shape, dtype=torch.float32)
 
     def acquire(self) -> None:
-        """Pin the rows of every part in the fast tier; wait for those that were planned ahead."""
+        """Pin the rows of every part in the fast tier; wait for rows that were planned ahead."""
         try:
             for part in self.parts:
                 if not (isinstance(part.rows, PinnedRows) and part.rows.wait()):

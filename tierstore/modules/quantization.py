@@ -17,8 +17,8 @@ class NotQuantized:
     error.
 
     torch.ao.quantization, and torchrec's ``quantize_inference_model`` over it, replace modules of the classes
-    in a mapping and pass over all others. They ask every module for its own ``qconfig`` first. The mapping is
-    ``qconfig_dict`` there; only it tells a module that embeddings are to be quantized.
+    in a mapping and pass over all other modules. They ask every module for its own ``qconfig`` first. The
+    mapping is ``qconfig_dict`` there; only it tells a module that embeddings are to be quantized.
     """
 
     def __get__(self, module: object, owner: type) -> NoReturn:

@@ -34,7 +34,7 @@ class SharedEngine:
 
 @dataclass(frozen=True)
 class Opening:
-    """How a module's tables are opened: in the engine of ``shared``, or in a new one of these arguments."""
+    """Arguments that open a module's tables: in the engine of ``shared``, or in a new engine."""
 
     config: TierConfig | None
     optimizer: OptimizerSpec | None

@@ -119,7 +119,7 @@ class Prefetched(Iterator[Batch], Generic[Batch]):
             newest.end_prefetch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batch handed out last, whatever was pulled ahead: ``batches``, and
+        """Return the position after the batch handed out last, without batches pulled ahead: ``batches``, and
         the loader's own ``state_dict()`` if it has one. Both are of the newest pass."""
         return {"batches": self._position.used, "loader": self._position.state}
 

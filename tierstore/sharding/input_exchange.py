@@ -62,7 +62,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class ExchangeRules:
-    """What all batches of a collection have in common.
+    """Rules for all batches of a collection.
 
     ``dtype``: of ids on the wire. ``rows_only``: rows are asked for one by one, and no bags are sent.
     ``dedup``: repeated ids are asked for once.

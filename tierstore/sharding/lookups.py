@@ -65,8 +65,8 @@ class NoRows(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where vectors are in an output of ``shape``: vector i of ``counts[f]`` of feature f is at float
-    ``first + i * stride`` of ``places[f]``, divided by ``divisors[f]`` unless that is None."""
+    """Places of vectors in an output of ``shape``: vector i of ``counts[f]`` of feature f is at float ``first
+    + i * stride`` of ``places[f]``, divided by ``divisors[f]`` unless that is None."""
 
     counts: Sequence[int]
     places: Sequence[tuple[int, int]]

@@ -39,7 +39,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a range of a feature's columns is in the output: vector i at ``offset + i * stride``.
+    """The place of a range of a feature's columns in the output: vector i at ``offset + i * stride``.
 
     ``divisor``: (count, 1), by which the sum of the sources is divided.
     """

@@ -45,12 +45,11 @@ def shard(
 ) -> ShardedCollection:
     """Return the sharded counterpart of an unsharded collection, which is closed. All ranks call it.
 
-    A commit below the path of ``config`` is restored, whatever its plan and number of ranks. Without one,
-    rows that ``module`` has touched are taken over, on every rank from its own copy, which must be the same
-    on all; other rows have the same initial values sharded and unsharded. ``config`` replaces that of
-    ``module``, in particular its ``path`` (below which every rank gets a folder): an unsharded module with a
-    path can be open in one process only.
-    ``comms``: how the ranks exchange rows; None: exactly.
+    A commit below the path of ``config`` is restored, also of another plan and number of ranks. Without a
+    commit, rows that ``module`` has touched are taken over, on every rank from its own copy, which must be
+    the same on all; other rows have the same initial values sharded and unsharded. ``config`` replaces that
+    of ``module``, in particular its ``path`` (below which every rank gets a folder): an unsharded module with
+    a path can be open in one process only. ``comms``: how the ranks exchange rows; None: exactly.
 
     Raises ConfigError, on all ranks, for a plan that does not fit the module or the number of ranks.
     """
@@ -307,7 +306,7 @@ class DistributedModelParallel(nn.Module):
     @property
     def fused_optimizer(self) -> KeyedFusedOptimizer:
         """The optimizer of all sharded tables, which their backward passes apply: for schedulers, and to be
-        combined with that of the dense parameters."""
+        combined with the optimizer of the dense parameters."""
         return self._fused_optimizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

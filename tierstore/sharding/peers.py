@@ -27,7 +27,8 @@ _ORDERLY = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 @dataclass
 class Progress:
-    """How many collectives a rank has begun, and which one it waits for before it begins another.
+    """The number of collectives that a rank has begun, and the collective that it waits for before it begins
+    another.
 
     ``exchange``, ``agreement``: the number of the collective of this kind that it waits for, 0 for none.
     """
@@ -45,7 +46,7 @@ class Progress:
 
 
 class Peers:
-    """What a rank knows of the other ranks. ``group``: of all ranks, which publish messages in its store.
+    """A rank's view of the other ranks. ``group``: of all ranks, which publish messages in its store.
 
     Collectives are exchanges, by which a step moves ids, rows and gradients, or agreements, as of a commit.
     """
@@ -173,7 +174,7 @@ def _is_done(work: Any) -> bool:
         work.wait(_LOOK_AGAIN)
     except RuntimeError:
         if work.is_completed():
-            work.wait(_LOOK_AGAIN)  # raises, unless it was completed after the first one had given up
+            work.wait(_LOOK_AGAIN)  # raises, unless it was completed after the first wait
             return True
         return False
     return True

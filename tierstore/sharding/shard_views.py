@@ -32,7 +32,7 @@ def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
     ``state_dict()``. ``torch.distributed.checkpoint.save`` writes each shard from where it is, and ``load``
     into the sharded state dict of a model with another plan cuts them anew; ``of.load_state_dict(state)``
     writes them to the tiers. A table of which a rank would have to copy more than 1 GiB is left out, with its
-    optimizer states: commits keep its rows, and loading is an error unless the table has those rows.
+    optimizer states: commits keep its rows, and loading is an error unless the table has these rows.
 
     All ranks call it.
     """

@@ -14,7 +14,7 @@ Rectangle = tuple[int, int, int, int, int]
 
 
 class TableSharding:
-    """How one table is cut: its type, and a function of (rows, columns, ranks, ranks per host)."""
+    """The sharding of one table: its type, and a function of (rows, columns, ranks, ranks per host)."""
 
     def __init__(
         self, sharding_type: ShardingType, rectangles: Callable[[int, int, int, int], list[Rectangle]]

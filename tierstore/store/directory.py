@@ -146,7 +146,8 @@ class DirectoryStore:
         self._engine().reserve(table, rows)
 
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
-        """See :class:`RowStore`. After an interrupted call (Ctrl-C) :meth:`commits` tells what was made."""
+        """Commit as :class:`RowStore` says. After an interrupted call (Ctrl-C) :meth:`commits` shows whether
+        it was made."""
         inner = self._engine()
         last = self._commit.id if self._commit else 0
         try:

@@ -127,7 +127,7 @@ class RowStore(Protocol):
     def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
         """Yield the keys of all stored rows of ``table`` in chunks, each key once, in any order.
 
-        Nobody may write to the store while the iterator is in use.
+        The store must not be written to while the iterator is in use.
         """
         ...
 

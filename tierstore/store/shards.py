@@ -27,7 +27,7 @@ _NAMES = ("ids", "weights", "state")
 
 
 class ShardLayout:
-    """Where the tensors of ``rows`` rows of a table lie in their file."""
+    """Places of the tensors of ``rows`` rows of a table in their file."""
 
     def __init__(self, spec: StoredTable, rows: int) -> None:
         self.rows = rows

@@ -1,4 +1,4 @@
-"""What a tier is: one place in the list of places where the rows of a row layout live.
+"""Defines a tier: one place in the list of places where the rows of a row layout live.
 
 A tier group (:class:`tierstore.cache.group.TierGroup`) has a list of tiers, the fastest first; lookups walk
 down the list. There are two kinds:
