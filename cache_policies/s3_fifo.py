@@ -142,11 +142,11 @@ class S3Fifo(Policy):
 
     @staticmethod
     def evict(s, n, last_use, pinned_since, victims):
-        most_in_main = s.uses.size - s.small[0]
+        max_in_main = s.uses.size - s.small[0]
         s.evicted[0] = True
         count = 0
         while count < n:
-            from_small = s.length[_MAIN] <= most_in_main and queues.look(s, _SMALL) != queues.NO_SLOT
+            from_small = s.length[_MAIN] <= max_in_main and queues.look(s, _SMALL) != queues.NO_SLOT
             if from_small:
                 slot = _evict_small(s, last_use, pinned_since)
                 if slot == queues.NO_SLOT:

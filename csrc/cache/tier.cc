@@ -17,7 +17,7 @@ constexpr std::int64_t kBlock = 128;
 
 std::vector<Tier::Share> Tier::SharesOf(const TierConfig& config) {
   if (config.shares.empty() || (config.grows && config.shares.size() > 1))
-    throw std::invalid_argument("a tier needs a share, and one that grows has no other");
+    throw std::invalid_argument("a tier needs a share, and a tier that grows has one share only");
   std::vector<Share> shares;
   std::int64_t begin = 0;
   for (const ShareConfig& share : config.shares) {
@@ -291,7 +291,7 @@ PageVector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_t
                                          std::int64_t now) {
   PageVector<std::int32_t> slots(static_cast<std::size_t>(n));
   PageVector<std::uint64_t> absent;
-  std::vector<PageVector<std::int32_t>> told(shares_.size());
+  std::vector<PageVector<std::int32_t>> announced(shares_.size());
   for (std::int64_t i = 0; i < n; ++i) {
     if (i % kBlock == 0) FindBlock(keys, i, n, slots.data(), false);
     std::int32_t slot = slots[i];
@@ -307,15 +307,15 @@ PageVector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_t
     }
     const std::size_t s = ShareOf(keys[i]);
     if (shares_[s].config.policy && Resident(slot))
-      told[s].push_back(static_cast<std::int32_t>(slot - shares_[s].begin));
+      announced[s].push_back(static_cast<std::int32_t>(slot - shares_[s].begin));
   }
   for (std::size_t s = 0; s < shares_.size(); ++s) {
-    if (told[s].empty()) continue;
+    if (announced[s].empty()) continue;
     const PolicyHooks& policy = shares_[s].config.policy;
-    const PageVector<std::int64_t> uses(told[s].size(), next_use);
+    const PageVector<std::int64_t> uses(announced[s].size(), next_use);
     const Stopwatch watch(&policy_seconds_);
-    policy.announce(policy.state, told[s].data(), uses.data(), static_cast<std::int64_t>(told[s].size()),
-                    now);
+    policy.announce(policy.state, announced[s].data(), uses.data(),
+                    static_cast<std::int64_t>(announced[s].size()), now);
   }
   return absent;
 }

@@ -100,8 +100,8 @@ void Compactor::CompactSegment(Lock& lock, const Victim& victim) {
   segment.damaged = true;
   throw CorruptError(
       segment.path + ": compaction found " + std::to_string(victim.Left()) +
-      " rows damaged (checksum or key mismatch) and left them; the others are safe elsewhere. Reading a "
-      "damaged row names it");
+      " rows damaged (checksum or key mismatch) and left them there; all other rows were copied. `tierstore "
+      "verify` names the damaged rows and says what to do");
 }
 
 // Reads slots first to last. Only what the device says of these very bytes counts against the segment:

@@ -90,10 +90,10 @@ class TableIndex {
 
   // How entries are stored: the lower bits of h, then the location plus one; all zero is empty.
   struct Layout {
-    std::size_t least_rows;  // from this number on the layout serves
-    unsigned entry_bytes;    // 4 of them for the location
-    double max_load;         // growth begins there
-    std::size_t growth;      // by 1 / growth of the capacity
+    std::size_t min_rows;  // from this number on the layout serves
+    unsigned entry_bytes;  // 4 of them for the location
+    double max_load;       // growth begins there
+    std::size_t growth;    // by 1 / growth of the capacity
   };
   static constexpr Layout kLayouts[] = {{0, 10, 0.9, 16}, {1 << 16, 9, 0.885, 6}};
 

@@ -26,7 +26,7 @@ std::uint64_t StepOf(std::size_t capacity) {
 const TableIndex::Layout& TableIndex::LayoutFor(std::size_t rows) const {
   const Layout* layout = &kLayouts[0];
   for (const Layout& other : kLayouts) {
-    if (rows >= other.least_rows && !crowded_) layout = &other;
+    if (rows >= other.min_rows && !crowded_) layout = &other;
   }
   return *layout;
 }

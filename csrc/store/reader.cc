@@ -27,7 +27,7 @@ constexpr std::size_t kRowsOfLargeRead = 1 << 14;
                                const char* why) {
   throw CorruptError(segment.path + ": the record at offset " + std::to_string(offset) + " (table " +
                      std::to_string(KeyTable(key)) + ", id " + std::to_string(KeyId(key)) +
-                     ") is damaged: " + why);
+                     ") is damaged: " + why + "; `tierstore verify` says what is lost and what to do");
 }
 
 // Copies the row out of a record that `size` bytes at `data` begin with.

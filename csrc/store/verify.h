@@ -26,9 +26,9 @@ struct Finding {
 };
 
 struct VerifyReport {
-  static constexpr std::size_t kMostFindings = 1000, kMostKeys = 16;
+  static constexpr std::size_t kMaxFindings = 1000, kMaxKeys = 16;
 
-  std::vector<Finding> findings;  // the first kMostFindings
+  std::vector<Finding> findings;  // the first kMaxFindings
   std::uint64_t findings_total = 0;
   std::uint64_t files = 0, bytes = 0;    // checked
   std::uint64_t records = 0, voids = 0;  // intact

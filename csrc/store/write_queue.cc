@@ -54,8 +54,8 @@ void WriteQueue::Enqueue(const SegmentPtr& segment, const std::shared_ptr<Chunk>
 }
 
 void WriteQueue::Drain(Lock& lock) {
-  const std::uint64_t ticket = enqueued_;
-  WaitInCall(progress_, lock, [&] { return stop_ || error_ != nullptr || finished_ >= ticket; });
+  const std::uint64_t last = enqueued_;
+  WaitInCall(progress_, lock, [&] { return stop_ || error_ != nullptr || finished_ >= last; });
   ThrowPending();
 }
 

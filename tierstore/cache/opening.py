@@ -63,7 +63,7 @@ class GroupOpening:
             override = self._config.table(origin)
             own, share = getattr(override, tier), getattr(override, f"{tier}_share")
             own = None if own is None else own // pieces[origin]
-            tables.append(TableDemand(index, table.name, table.most_rows, own, share))
+            tables.append(TableDemand(index, table.name, table.max_rows, own, share))
         return GroupDemand(name, self._specs[self._members[name][0]].row_bytes, tuple(tables))
 
     def _group(self, name: str, hbm: TierPlan, uvm: TierPlan | None, store: RowStore | None) -> TierGroup:

@@ -25,7 +25,7 @@ class Table:
     rows: int | None = None
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """The number of different ids that may occur."""
         return self.num_embeddings if self.rows is None else self.rows
 

@@ -45,7 +45,7 @@ _STATE, _TENSORS, _SUMS, _COMMITTED = "state.json", "tensors.safetensors", "SHA2
 _NAME = re.compile(r"(\d{6,})-step(\d+)-([0-9a-f]{8})")
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
 _LEFT_BEHIND = ".tmp"
-_MOST_JSON = 1 << 30
+_MAX_JSON_BYTES = 1 << 30
 _BLOCK = 1 << 20
 
 
@@ -72,7 +72,7 @@ class Unit:
 
         ``part``: "state" for what checkpoint.save writes, "dcp" for torch.distributed.checkpoint's.
         """
-        data = self._checked(_STATE, lambda file: read_regular(file, _MOST_JSON))
+        data = self._checked(_STATE, lambda file: read_regular(file, _MAX_JSON_BYTES))
         try:
             state = json.loads(data)
         except (ValueError, RecursionError) as error:

@@ -176,7 +176,7 @@ def _different_ties(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterato
             yield f"{first} and {name} are one tensor there, and two in the model"
         storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
     for names in storages.values():
-        if len(names) > 1 and not _fit_together(names, saved, own):
+        if len(names) > 1 and not _views_agree(names, saved, own):
             yield f"{' and '.join(names)} share memory in the model, and are different there"
 
 
@@ -184,7 +184,7 @@ def _memory(tensor: Tensor) -> Any:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-def _fit_together(names: list[str], saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+def _views_agree(names: list[str], saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
     """Return whether views of one storage keep their saved values when all of these are written into it."""
     storage = own[names[0]].untyped_storage().clone()
     views = []

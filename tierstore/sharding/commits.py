@@ -41,7 +41,7 @@ logger = logging.getLogger("tierstore")
 
 FILE_NAME = "COMMIT.json"
 FORMAT = 1
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 _TAG = "commit of all ranks "
 _DAMAGE = (ValueError, RecursionError, AttributeError, KeyError, TypeError)
 
@@ -135,7 +135,7 @@ class Commits:
                 f"{self.path} has the rows of unsharded tables; give the sharded ones another path"
             )
         try:
-            record: dict[str, Any] = json.loads(read_regular(file, _MOST_BYTES))
+            record: dict[str, Any] = json.loads(read_regular(file, _MAX_BYTES))
             _check(record)
         except FileNotFoundError:
             return {}

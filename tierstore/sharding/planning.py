@@ -169,13 +169,13 @@ def _divided(
             overrides[name] = replace(overrides[name], **{f"{tier}_share": 0})
         return own
     # Every row layout takes a few slots of a tier, even if no table of it brings any.
-    least = {dim: bytes_for(MIN_SLOTS, spec.row_bytes(dim), policy) for dim in rows}
+    minimum = {dim: bytes_for(MIN_SLOTS, spec.row_bytes(dim), policy) for dim in rows}
     sizes = {dim: bytes_for(rows[dim] + MIN_SLOTS, spec.row_bytes(dim), policy) + stated[dim] for dim in rows}
     brought: dict[str, float] = defaultdict(float)
     for table, shard in shards:
         weight = getattr(shard, f"{tier}_rows") + 1
         total = rows[shard.columns] + sum(other.columns == shard.columns for _, other in shards)
-        brought[table.name] += (sizes[shard.columns] - least[shard.columns]) * weight / total
+        brought[table.name] += (sizes[shard.columns] - minimum[shard.columns]) * weight / total
     for name, share in brought.items():
         overrides[name] = replace(overrides[name], **{f"{tier}_share": int(share / max(1, pieces[name]))})
     return own + sum(sizes.values()) + _ROUNDING * len(tables)

@@ -35,9 +35,9 @@ from tierstore.keys import split
 MIN_SLOTS = 16
 _PIECE = 1 << 13
 _EXACT_UP_TO = 1 << 16
-_MOST_OVERFLOW_ROWS = 1 << 26
-_MOST_OVERFLOW_BYTES = 256 << 30  # address space is 2**47 bytes
-MAX_SLOTS = (1 << 31) - _MOST_OVERFLOW_ROWS - 1
+_MAX_OVERFLOW_ROWS = 1 << 26
+_MAX_OVERFLOW_BYTES = 256 << 30  # address space is 2**47 bytes
+MAX_SLOTS = (1 << 31) - _MAX_OVERFLOW_ROWS - 1
 """Slots are int32, and the overflow slots come behind the shares' slots."""
 
 
@@ -117,8 +117,8 @@ def _overflow_rows(row_bytes: int) -> int:
     """Return the number of overflow slots to reserve address space for: as many rows as memory could hold."""
     limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     # Where address space is limited, reserve so little that dozens of row layouts find room.
-    size = memory_limit() // 64 if limited else min(memory_limit(), _MOST_OVERFLOW_BYTES)
-    return max(MIN_SLOTS, min(_MOST_OVERFLOW_ROWS, size // row_bytes))
+    size = memory_limit() // 64 if limited else min(memory_limit(), _MAX_OVERFLOW_BYTES)
+    return max(MIN_SLOTS, min(_MAX_OVERFLOW_ROWS, size // row_bytes))
 
 
 @dataclass(frozen=True)
