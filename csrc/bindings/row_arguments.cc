@@ -1,4 +1,4 @@
-// Argument structs of the kernels: what is checked when they are made, and their Python classes.
+// Argument structs of the kernels: the checks when they are made, and their Python classes.
 #include "bindings/host_rows.h"
 
 namespace py = pybind11;

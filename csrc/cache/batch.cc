@@ -61,7 +61,7 @@ class ScratchTable {
   std::uint32_t generation_ = 0;
 };
 
-// One table for whoever deduplicates at the time: each is as large as the largest batch so far.
+// A table per thread that deduplicates now: each is as large as the largest batch so far.
 class Borrowed {
  public:
   Borrowed() {

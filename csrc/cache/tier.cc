@@ -8,9 +8,9 @@
 
 namespace tierstore {
 namespace {
-// Memory is made accessible in steps of so many slots; pages cost nothing before they are written.
+// Memory is made accessible in steps of this many slots; pages cost nothing before they are written.
 constexpr std::int64_t kGrowthStep = 4096;
-// Slots are in no order: what so many of them have is fetched before it is needed.
+// Slots are in no order: the data of this many slots is prefetched.
 constexpr std::int64_t kBlock = 128;
 
 }  // namespace
@@ -74,7 +74,7 @@ void Tier::CommitSlots(std::int64_t slots) {
   committed_ = static_cast<std::int64_t>(size);
 }
 
-// Finds keys[from] and those behind it, a block, and begins to fetch what is kept of their slots.
+// Finds the block of keys from keys[from] on, and prefetches the data of their slots.
 void Tier::FindBlock(const std::uint64_t* keys, std::int64_t from, std::int64_t n, std::int32_t* slots,
                      bool last_use) const {
   const std::int64_t count = std::min(kBlock, n - from);
@@ -207,7 +207,7 @@ std::int32_t Tier::TakeSlot(Share* share) {
   if (share->fresh == share->config.capacity) return -1;
   const std::int64_t slot = share->begin + share->fresh;
   CommitSlots(slot + 1);
-  ++share->fresh;  // last: TableRows reads what is below, meanwhile
+  ++share->fresh;  // last: meanwhile TableRows reads the slots below
   return static_cast<std::int32_t>(slot);
 }
 

@@ -78,7 +78,7 @@ struct Plan {
   std::int64_t needed = 0;          // victims still to be found; misses without one overflow
   std::int64_t refused = 0;         // misses that get no slot but an overflow slot
   PageVector<std::int64_t> next_use;
-  std::vector<std::int64_t> table_rows, table_hits;  // unique keys of each table, and those that were here
+  std::vector<std::int64_t> table_rows, table_hits;  // unique keys of each table, and how many were here
 
   // Misses that find no slot of their share; call it after Evict.
   PageVector<std::int32_t> Unplaced() const;

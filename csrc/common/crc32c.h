@@ -25,7 +25,7 @@ inline std::uint32_t Crc32c(const void* data, std::size_t size) {
 // "sse4.2", "armv8-crc" or "table".
 const char* Crc32cImplementation();
 
-// The table version, whatever the processor has; for tests.
+// The table version on any processor; for tests.
 std::uint32_t Crc32cExtendByTable(std::uint32_t state, const void* data, std::size_t size);
 
 }  // namespace tierstore

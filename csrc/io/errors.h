@@ -10,7 +10,7 @@ namespace tierstore {
 
 class IoError : public std::runtime_error {
  public:
-  // `what` says what was tried, as in "write 4096 bytes at offset 0".
+  // `what` names the attempt, as in "write 4096 bytes at offset 0".
   IoError(int code, const std::string& path, const std::string& what)
       : std::runtime_error(path + ": " + what + ": " + std::strerror(code)), code_(code) {}
 

@@ -21,7 +21,8 @@ struct Folder {
   std::string path;
   OwnDescriptor descriptor;
 
-  // The name of `path` in the folder, or `path` where it is not in the folder; `at` is for openat and others.
+  // The name of `path` in the folder, or `path` where it is not in the folder; `at` is for openat and the
+  // like.
   const char* Resolve(const std::string& path, int* at) const;
 };
 

@@ -16,8 +16,8 @@ struct IdsOf {
 // Position of the first id outside [0, bound); -1: there is none.
 std::int64_t FirstOutside(const IdsOf& ids, std::int64_t bound);
 
-// Shards hold consecutive ids: shard s those from starts[s] to starts[s + 1]; the first starts at or below
-// every id. Bags are consecutive ids, lengths[b] of them.
+// Shards hold consecutive ids: shard s holds ids from starts[s] to starts[s + 1]; the first starts at or
+// below every id. Bags are consecutive ids, lengths[b] of them.
 struct Bagged {
   IdsOf ids;
   const std::int64_t* lengths;

@@ -176,7 +176,7 @@ std::vector<SegmentExtent> Committer::CaptureExtents() const {
   return extents;
 }
 
-// What the last commit has to name now: segments that hold its rows, up to what is not newer.
+// The extents of the last commit now: segments that hold its rows, up to the first newer row.
 std::vector<SegmentExtent> Committer::ExtentsOfLastCommit() const {
   std::vector<SegmentExtent> extents;
   for (const auto& [number, segment] : state_.segments.by_number()) {

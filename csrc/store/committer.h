@@ -44,9 +44,9 @@ class Committer {
         queue_(queue),
         control_(control) {}
 
-  // Makes all rows durable and returns the commit's id; drops untagged commits beyond those to keep. Throws
-  // InputError when the manifest would be too large, IoError, ClosedError, CallEnded, and what the queue has
-  // to report; there is no new commit then.
+  // Makes all rows durable and returns the commit's id; drops surplus untagged commits. Throws InputError
+  // when the manifest would be too large, IoError, ClosedError, CallEnded, and what the queue has to report;
+  // there is no new commit then.
   std::uint64_t Commit(Lock& lock, std::string meta, std::string tag);
   // Forgets a commit that is not the newest. Throws as Commit does, and InputError when it is not kept.
   void Drop(Lock& lock, std::uint64_t id);

@@ -179,7 +179,7 @@ void Compactor::Relocate(Lock& lock, const Batch& batch) {
   }
 }
 
-// Copies the span's count of slots, but for those that are not needed any more.
+// Copies the span's count of slots, except slots that are not needed any more.
 void Compactor::Copy(const Batch& batch, const std::uint32_t* slots, const Span& span) {
   Segment& victim = batch.victim();
   RowClass& row_class = *victim.row_class;

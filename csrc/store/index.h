@@ -17,8 +17,9 @@
 //
 // Growth happens in place: the mapping is extended, and entries move from the right end to their new, never
 // smaller, positions, some with every insertion; so there is no long pause and no second copy. Entries with
-// h ≥ bound_ have moved, the others lie at or left of old_end_. Only where the entries themselves change, at
-// 2^16 rows, all is copied at once. Past the first thousands it takes 10.2 to 11.9 bytes per row.
+// h ≥ bound_ have moved, the other entries lie at or left of old_end_. Only where the entries' layout
+// changes, at 2^16 rows, all entries are copied at once. Past the first thousands the index takes 10.2 to
+// 11.9 bytes per row.
 //
 // Not thread-safe. Memory is mapped, not allocated: bytes() is what the process holds.
 #pragma once

@@ -154,7 +154,7 @@ void TableIndex::GiveUpReach(std::size_t entries) {
   Rewrite(entries);
 }
 
-// Copies all into a new array for so many entries, of the layout that suits them.
+// Copies all entries into a new array for this many entries, of the layout that suits.
 void TableIndex::Rewrite(std::size_t entries) {
   TableIndex other;
   other.crowded_ = crowded_;

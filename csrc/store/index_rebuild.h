@@ -30,7 +30,7 @@ class IndexRebuild {
 
  private:
   struct Source {
-    std::uint32_t covered = 0;          // the first so many slots came with the snapshot
+    std::uint32_t covered = 0;          // leading slots that came with the snapshot
     std::vector<std::uint32_t> epochs;  // by slot, of relocated segments that are replayed
   };
   // A table of the snapshot, and the meaning of its locations there.

@@ -15,7 +15,7 @@ namespace tierstore {
 
 struct SegmentExtent {
   std::uint32_t number;
-  std::uint32_t slots;  // the first so many slots belong to the commit
+  std::uint32_t slots;  // leading slots that belong to the commit
   bool appending;       // rows were being appended to it, so its number is the highest epoch of its row size
 };
 

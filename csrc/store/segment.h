@@ -33,7 +33,7 @@ struct RowClass;
 // The kinds of rows that are appended: each row size has one active segment for each kind.
 enum Stream : unsigned {
   kFromCallers,
-  kOfCommit,     // copies of rows that the last commit holds, and of no others
+  kOfCommit,     // copies of rows of the last commit only
   kSinceCommit,  // copies of newer rows
 };
 inline constexpr std::size_t kStreams = 3;
@@ -45,7 +45,7 @@ struct Segment {
   std::uint32_t slots = 0;               // used, voids included
   std::uint32_t live = 0;                // rows whose newest version is here
   std::uint32_t kept = 0;                // rows superseded since the last commit that it needs
-  std::uint32_t committed_slots = 0;     // the first so many slots hold nothing newer than that commit
+  std::uint32_t committed_slots = 0;     // leading slots that hold nothing newer than that commit
   std::vector<std::uint64_t> kept_bits;  // by slot, once there is one
   Stream stream = kFromCallers;
   bool older = false;           // than the interval since the last commit
@@ -59,7 +59,7 @@ struct Segment {
   std::unique_ptr<File> file;  // safe to use without the mutex; null for one that only old commits name
   std::string path;
 
-  std::uint32_t durable_slots = 0;  // those that the next commit may name
+  std::uint32_t durable_slots = 0;  // slots that the next commit may name
   std::uint32_t flushed_slots = 0;  // `slots` after the last flush
   std::uint32_t pins = 0;           // kept commits that name it, and a commit under way
   std::uint32_t pinned_slots = 0;   // the most that a kept commit names; found when opening
@@ -68,9 +68,9 @@ struct Segment {
   bool unsynced = false;             // written to since the last sync
   bool doomed = false;               // in line to be removed
   bool damaged = false;              // compaction met a damaged record here; not tried again
-  unsigned failed_reads = 0;         // of compaction; given up on as damaged after some
+  unsigned failed_reads = 0;         // of compaction; after some the segment counts as damaged
   std::uint64_t reserved_bytes = 0;  // what it counts against the cap
-  std::uint64_t file_bytes = 0;      // what is written
+  std::uint64_t file_bytes = 0;      // bytes that are written
 
   std::vector<std::shared_ptr<Chunk>> chunks;  // ascending offsets
   Footer footer;                               // collected until the segment is sealed
@@ -134,7 +134,7 @@ struct RowClass {
     return max_ordinals > used ? max_ordinals - used : 0;
   }
 
-  // There is a place for a segment of callers, besides those that compaction copies to.
+  // There is a place for a segment of callers, besides the segments that compaction copies to.
   bool HasOrdinalForCallers() const { return FreeOrdinals() >= kStreams; }
   // Gives the segment the first free ordinal.
   void AddSegment(const SegmentPtr& segment);

@@ -1,5 +1,4 @@
-// Verification: reads every byte that a kept commit or the saved index has on disk, and names what is
-// damaged.
+// Verification: reads every byte that a kept commit or the saved index has on disk, and names damaged bytes.
 //
 // It changes nothing and needs no open store. Memory: a chunk, a footer, and the saved index (up to 12 bytes
 // a row) where there is one.

@@ -187,7 +187,7 @@ void SegmentVerifier::VerifyFooter() {
       Harmless(begin, found.size(), "unused bytes of the footer that should be zero are not");
     return;
   }
-  // Behind the committed slots there is a footer, or what was never committed. A footer has the size that
+  // Behind the committed slots there is a footer, or there are uncommitted bytes. A footer has the size that
   // follows from the slots.
   Footer shape;
   shape.keys.resize(named_.slots);

@@ -93,7 +93,7 @@ std::vector<WriteQueue::Task*> WriteQueue::TakeTurn() {
     if (task->state != Task::State::kWaiting) continue;
     task->state = Task::State::kTaken;
     bytes += task->end - task->begin;
-    turn.push_back(&*task);  // stays in its place while others come and go at the ends
+    turn.push_back(&*task);  // stays in its place while tasks come and go at the ends
   }
   return turn;
 }
