@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             figures = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} is no JSON file: {error}") from None
+            raise ConfigError(f"{path} is no JSON file: {error}; give the file that --json wrote") from None
         result = record(figures, args)
         name = re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-")
         target = args.to / f"{result['date']}-{name}.json"

@@ -42,7 +42,7 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
     """
     if isinstance(size, Integral) and not isinstance(size, bool):
         if size < 0:
-            raise ConfigError(f"{name} is {size}; a number of bytes cannot be negative")
+            raise ConfigError(f"{name} is {size}; give 0 or more bytes")
         return int(size)
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     unit = _UNITS.get(match.group(2).upper() or "B") if match else None

@@ -159,7 +159,7 @@ def test_batches_of_different_sizes_need_inverse_indices() -> None:
     )
     bags, rows = (build() for build in collections())
     with bags, rows:
-        with pytest.raises(InputError, match=r"and no inverse indices: \{'a': 1, 'b': 2\}"):
+        with pytest.raises(InputError, match=r"different batch sizes: \{'a': 1, 'b': 2\}"):
             bags(differing)
         assert rows(differing)["b"].lengths().tolist() == [1, 1]
         wrong = KeyedJaggedTensor(

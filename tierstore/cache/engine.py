@@ -55,7 +55,7 @@ class Engine:
         at: int | str = 0,
     ) -> None:
         if not tables:
-            raise ConfigError("at least one table is needed")
+            raise ConfigError("at least one table is needed; give a list of tables")
         config.check_tables(table.origin or table.name for table in tables)
         if len({table.name for table in tables}) < len(tables):
             raise ConfigError(f"table names must differ: {[table.name for table in tables]}")

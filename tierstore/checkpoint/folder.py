@@ -138,7 +138,8 @@ class Folder:
             raise StoreCorruptError(f"{self.path / _ABOUT} is damaged: {error!r}") from error
         if about.get("format") != FORMAT:
             raise StoreMismatchError(
-                f"{self.path} has format {about.get('format')}; this tierstore reads {FORMAT}"
+                f"{self.path} has format {about.get('format')}; this tierstore reads {FORMAT}, so use the "
+                "version that wrote it"
             )
         if not isinstance(found, str) or not re.fullmatch(r"[0-9a-f]{8}", found):
             raise StoreCorruptError(f"{self.path / _ABOUT} is damaged: its id is {found!r}")
@@ -158,7 +159,8 @@ class Folder:
         for _, name in found:
             if (self.path / name).is_symlink() or not (self.path / name).is_dir():
                 raise StoreCorruptError(
-                    f"{self.path / name} is no folder; a checkpoint does not follow links"
+                    f"{self.path / name} is no folder; a checkpoint does not follow links, so copy the "
+                    "folder itself"
                 )
         units = [
             Unit(self.path / name, int(match[1]), int(match[2]), f"checkpoint {self.id} {name}")

@@ -72,7 +72,7 @@ def save(
     if not is_integer(step):
         raise ConfigError(f"step is {step!r}; it must be the number of steps so far")
     if not is_integer(keep, 1):
-        raise ConfigError(f"keep is {keep!r}; at least the last checkpoint is kept")
+        raise ConfigError(f"keep is {keep!r}; it must be 1 or more, since the last checkpoint is kept")
     parts, modules = Parts(model, optimizer, loader, extra), tiered_modules(model)
     folder = Folder(dir)
     if any(module.collective for module in modules.values()):
@@ -151,7 +151,7 @@ def read_extra(dir: str | os.PathLike[str]) -> Any:
 
 def check_stores(engines: Sequence[Engine]) -> None:
     if not engines:
-        raise ConfigError("the model has no tiered module; torch.save keeps other modules")
+        raise ConfigError("the model has no tiered module; use torch.save for other modules")
     for engine in engines:
         engine.check_open()
         if engine.store is None or engine.config.path is None:

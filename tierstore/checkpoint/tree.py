@@ -119,7 +119,9 @@ def load_into(target: Any, saved: Any, place: str) -> None:
     load = _loader(target)
     if load is not None:
         if not isinstance(saved, SavedState):
-            raise StoreMismatchError(f"the checkpoint has no state of {place}, a {type(target).__name__}")
+            raise StoreMismatchError(
+                f"the checkpoint has no state of {place}, a {type(target).__name__}; leave it out"
+            )
         load(dict(saved))
     elif isinstance(target, Mapping):
         for key, item in target.items():
@@ -182,7 +184,10 @@ def _plain(tensor: Tensor, place: str) -> Tensor:
 
 def _pack_array(value: Any, place: str, tensors: _Kept) -> Any:
     if value.dtype.kind not in "biufc":
-        raise ConfigError(f"{place} is an array of {value.dtype}; a checkpoint keeps numbers and booleans")
+        raise ConfigError(
+            f"{place} is an array of {value.dtype}; a checkpoint keeps numbers and booleans, so convert it "
+            "or leave it out"
+        )
     data = np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8).copy()
     name = tensors.add(torch.from_numpy(data), place)
     shape = None if isinstance(value, np.generic) else list(value.shape)

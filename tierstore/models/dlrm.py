@@ -127,5 +127,5 @@ def embedding_dims(embedding_bag_collection: nn.Module) -> list[int]:
     """Return the embedding_dim of each output key of a collection, in the order of tables and features."""
     configs: Any = embedding_bag_collection.embedding_bag_configs()  # type: ignore[operator]
     if not configs:
-        raise ConfigError("the embedding bag collection has no tables")
+        raise ConfigError("the embedding bag collection has no tables; give it at least one")
     return [config.embedding_dim for config in configs for _ in config.feature_names]

@@ -37,7 +37,7 @@ class AUC:
         if label.shape != score.shape:
             raise ValueError(f"labels and scores must have one shape, not {label.shape} and {score.shape}")
         if np.isnan(score).any():
-            raise ValueError("scores contain NaN: training has diverged")
+            raise ValueError("scores contain NaN: training has diverged, so lower the learning rate")
         positive = label == 1
         if not (positive | (label == 0)).all():
             raise ValueError("labels must be 0 or 1")

@@ -35,7 +35,7 @@ class DenseEmbeddingBags(nn.Module):
         self.embedding_bags = nn.ModuleDict()
         for config in self._configs:
             if config.name in self.embedding_bags:
-                raise ConfigError(f"two tables are called {config.name!r}")
+                raise ConfigError(f"two tables are called {config.name!r}; rename one")
             self.embedding_bags[config.name] = nn.EmbeddingBag(
                 config.num_embeddings,
                 config.embedding_dim,

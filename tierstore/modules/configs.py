@@ -125,7 +125,7 @@ class BaseEmbeddingConfig:
         if self.init_fn is None:
             low, high = self.get_weight_init_min(), self.get_weight_init_max()
             if low > high:
-                raise self._error(f"weight_init_min {low} is above weight_init_max {high}")
+                raise self._error(f"weight_init_min {low} is above weight_init_max {high}; swap them")
             return "uniform", low, high
         rule = rule_of_init_fn(self.init_fn)
         if rule is None:

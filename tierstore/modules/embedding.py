@@ -40,7 +40,10 @@ class SingleTable(HasWeight, TieredModule):
     ) -> None:
         rows, dim = table.num_embeddings, table.embedding_dim
         if padding_idx is not None and not -rows <= padding_idx < rows:
-            raise ConfigError(f"padding_idx {padding_idx} is outside the {rows} rows of table {table.name!r}")
+            raise ConfigError(
+                f"padding_idx {padding_idx} is outside the {rows} rows of table {table.name!r}; use a row's "
+                "number"
+            )
         opened = open_tables([table], opening)
         super().__init__(opened.engine, opened.numbers, opening.optimizer)
         self.num_embeddings = rows

@@ -137,7 +137,9 @@ class PooledFeatures(Features):
         counts = [len(feature.lengths) for feature in found]
         if len(set(counts)) > 1 and not self.expands(keyed):
             sizes = dict(zip(self.names, counts, strict=True))
-            raise InputError(f"features have different batch sizes, and no inverse indices: {sizes}")
+            raise InputError(
+                f"features have different batch sizes: {sizes}; give inverse_indices, or equal sizes"
+            )
         return counts
 
     def places(self, counts: Sequence[int], expands: bool) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
@@ -161,7 +163,9 @@ class PooledFeatures(Features):
             return None
         weights = keyed.weights_or_none()
         if weights is None:
-            raise InputError("the collection is weighted, but the KeyedJaggedTensor has no weights")
+            raise InputError(
+                "the collection is weighted, but the KeyedJaggedTensor has no weights; give weights=..."
+            )
         if weights.dim() != 1 or not weights.is_floating_point():
             raise InputError(
                 f"weights of the KeyedJaggedTensor must be floats in one dimension, got {weights.dtype} "

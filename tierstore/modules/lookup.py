@@ -50,8 +50,7 @@ class Updates(Protocol):
     fused_optimizer: FusedOptimizer
     check_gradients: bool
     accumulation: Keeps | None
-    """Keeps the gradients of backward passes for a later update; None: each backward pass updates the
-    rows."""
+    """Keeps gradients for a later update; None: each backward pass updates the rows."""
 
     def count_update(self) -> OptimizerStep:
         """Count one optimizer step and return the native core's arguments for it."""

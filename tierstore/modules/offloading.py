@@ -151,7 +151,10 @@ def _find(model: nn.Module) -> dict[str, nn.Module]:
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
             logger.warning("offload: %s is a %s and was left alone", path, type(module).__name__)
     if not found:
-        raise ConfigError("the model has no nn.Embedding, nn.EmbeddingBag or torchrec collection to offload")
+        raise ConfigError(
+            "the model has no nn.Embedding, nn.EmbeddingBag or torchrec collection to offload; offload its "
+            "parent module"
+        )
     return found
 
 

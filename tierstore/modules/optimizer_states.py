@@ -45,7 +45,10 @@ class OptimizerStates:
         """Return the tables by the names of their weights."""
         module = self._module()
         if module is None:
-            raise ClosedError("the tables of this optimizer are gone, and their rows' state with them")
+            raise ClosedError(
+                "the tables of this optimizer are gone, and their rows' state with them; keep the module "
+                "while its optimizer is used"
+            )
         found = {path: part for path, part in module.named_modules() if isinstance(part, HasWeight)}
         return {f"{path}.weight" if path else "weight": part for path, part in found.items()}
 

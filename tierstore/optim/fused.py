@@ -78,7 +78,9 @@ class FusedOptimizer(AppliedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.param_groups:
-            raise ConfigError("a fused optimizer has one parameter group; its tables belong to their module")
+            raise ConfigError(
+                "a fused optimizer has one parameter group; give other parameters an optimizer of their own"
+            )
         # torch's decorator would import all of torch.compile, for seconds, only to keep out of its way.
         undecorated = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
         (undecorated or torch.optim.Optimizer.add_param_group)(self, param_group)

@@ -66,7 +66,7 @@ def prefetch(
     window = _number("window", config.window if window is None else window, 1 << 20)
     given = _given_calls(models, inputs) if inputs is not None else None
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):  # as iter() takes
-        raise TypeError(f"a {type(loader).__name__} is no iterable of batches")
+        raise TypeError(f"a {type(loader).__name__} is no iterable of batches; give a DataLoader or a list")
     return Prefetched(loader, lambda batches: _run(batches, modules, depth, window, given))
 
 

@@ -68,7 +68,7 @@ class ShardingEnv:
             )
         group = dist.group.WORLD if group is None else group
         if dist.get_rank(group) < 0:
-            raise ConfigError("this rank is not in the group; only the ranks of the group share its tables")
+            raise ConfigError("this rank is not in the group; make tables only on the ranks of the group")
         ranks = dist.get_process_group_ranks(group)
         timeout = timeout or _timeout_of(group)
         # Some ranks alone can make a group, but torch hangs if ranks are in different numbers of groups.

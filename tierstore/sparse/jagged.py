@@ -84,7 +84,10 @@ class JaggedBase:
     def _copy_tensors(self, other: JaggedBase, non_blocking: bool) -> None:
         """Copy into every tensor of this object, so that no tensor keeps the old bags."""
         if (self._weights is None) != (other._weights is None):
-            raise InputError(f"{type(self).__name__}.copy_: one of the two has weights, the other has none")
+            raise InputError(
+                f"{type(self).__name__}.copy_: one of the two tensors has weights and the other has none; "
+                "give both weights, or neither"
+            )
         self._values.copy_(other._values, non_blocking=non_blocking)
         if self._weights is not None:
             self._weights.copy_(other.weights(), non_blocking=non_blocking)

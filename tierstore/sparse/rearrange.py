@@ -53,7 +53,7 @@ def join_dict(parts: Mapping[str, JaggedTensor]) -> Parts:
 def concat(kjts: Sequence[FiguresPerKey]) -> Parts:
     """Join the keys of all; see KeyedJaggedTensor.concat."""
     if not kjts:
-        raise InputError("concat: there is no KeyedJaggedTensor to concatenate")
+        raise InputError("concat: there is no KeyedJaggedTensor to concatenate; give at least one")
     weighted = _same("weights", [kjt.weights_or_none() is not None for kjt in kjts])
     variable = _same("strides that differ per key", [kjt.variable_stride_per_key() for kjt in kjts])
     inverse = _same("inverse indices", [kjt.inverse_indices_or_none() is not None for kjt in kjts])

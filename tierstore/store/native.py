@@ -71,7 +71,7 @@ class NativeConfig:
             raise ConfigError(f"queue_depth is {self.queue_depth}; it must be from 1 to 1024")
         for name in ("cap_bytes", "segment_bytes", "write_buffer_bytes"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it cannot be negative")
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
 
 
 class NativeStore:

@@ -116,7 +116,7 @@ class TraceRecorder:
 
     def _check(self) -> None:
         if self._thread is None:
-            raise ClosedError("trace: the recorder is closed")
+            raise ClosedError("trace: the recorder is closed; make a new one")
         if self._error is not None:
             raise self._error
 

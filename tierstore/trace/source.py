@@ -63,7 +63,7 @@ def open_trace(
     if batches is not None:
         trace = _first(trace, batches)
     if trace.num_batches is None and _endless(name):
-        raise ConfigError(f"{name} is endless: say how many batches (--batches)")
+        raise ConfigError(f"{name} is endless; give the number of batches (--batches)")
     return trace
 
 
