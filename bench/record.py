@@ -22,7 +22,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE", help="what a command wrote with --json"
+        "files", type=Path, nargs="+", metavar="FILE", help="file that a command wrote with --json"
     )
     parser.add_argument("--command", required=True, help="the command that gave the figures, in full")
     parser.add_argument("--subject", default="Other", help='section of the page, such as "Row stores"')

@@ -39,17 +39,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row-bytes", type=int, default=272, help="multiple of 16 (default: 272)")
     parser.add_argument("--batch", type=int, default=10_000, help="rows per call (default: 10000)")
     parser.add_argument("--window", type=int, default=32, help="batches read together (default: 32)")
-    parser.add_argument("--seconds", type=float, default=2, help="of each phase and round (default: 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="the median of them is reported (default: 3)")
+    parser.add_argument("--seconds", type=float, default=2, help="seconds of each phase (default: 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; the median is reported (default: 3)")
     parser.add_argument("--engines", default=",".join(engine_names()), help="default: all")
     parser.add_argument(
-        "--read-threads", type=int, default=16, help="of the second figure of engines whose reads block"
+        "--read-threads",
+        type=int,
+        default=16,
+        help="threads for engines whose reads block",
     )
     parser.add_argument(
         "--dir", type=folder, help="folder on the device to measure (default: the temporary one)"
     )
     parser.add_argument(
-        "--device-file", default="1GiB", help="size of the file that tells the device's own speed"
+        "--device-file", default="1GiB", help="size of the file on which the device alone is measured"
     )
     parser.add_argument("--json", type=Path, help="write the figures there")
 
