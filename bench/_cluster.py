@@ -18,7 +18,7 @@ import numpy as np
 from tierstore.planner import Popularity
 from tierstore.planner.solver import Solution
 
-_DRAWN = 2  # different batches, which come again and again
+_DRAWN = 2  # different batches, which are used in turns
 
 
 @dataclass
@@ -153,7 +153,7 @@ def popular_ids(random: np.random.Generator, rows: int, popularity: Popularity, 
 
 
 class Barrier:
-    """Calls ``then`` when ``count`` have arrived."""
+    """Calls ``then`` when ``count`` ranks have arrived."""
 
     def __init__(self, count: int, then: Callable[[], None]) -> None:
         self.missing, self.then = count, then

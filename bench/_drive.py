@@ -1,4 +1,5 @@
-"""The drive alone: benchmarks compare their figures with its, and a topology has them of a host's SSD."""
+"""Measures the drive alone: benchmarks compare with these figures, and a topology has them for a host's
+SSD."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _WRITE_BYTES = 2 << 20  # what the native store writes at a time
 
 
 class Device:
-    """A file of its own on the device that the stores are on, and raw loops on it, past the page cache."""
+    """A file on the stores' device, and raw loops on it, past the page cache."""
 
     def __init__(self, path: Path, size: int, seconds: float) -> None:
         self.path, self.size, self.seconds = path, size // _WRITE_BYTES * _WRITE_BYTES, seconds

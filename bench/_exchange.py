@@ -19,9 +19,9 @@ from tierstore.sharding import ShardingEnv, construct_plan, row_wise, shard
 from ._ranks import on_ranks
 
 _SIZES = (1 << 18, 1 << 20, 1 << 22)
-"""Bytes that a rank sends to each other rank: as many as a step's vectors have in most models."""
+"""Bytes that a rank sends to each other rank: about the bytes of a step's vectors in most models."""
 _TABLES = (2, 26)
-"""Of the collections that are trained for the costs of steps and pieces."""
+"""Tables of the collections that are trained for the costs of steps and pieces."""
 _CHUNK = 8  # steps whose mean is one measurement
 _WARM = 24
 

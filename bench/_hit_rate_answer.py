@@ -1,4 +1,4 @@
-"""What ``tierstore bench hit-rate`` finds out: policies simulated at the sizes that were asked for."""
+"""The answer of ``tierstore bench hit-rate``: policies simulated at the requested sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``tierstore bench hit-rate`` says: tables, JSON, and advice in words."""
+"""The output of ``tierstore bench hit-rate``: tables, JSON, and advice in words."""
 
 from __future__ import annotations
 
@@ -142,9 +142,7 @@ def show_tables(tables: list[TableCurve], sizes: list[Size], prepared: PreparedT
 
 @dataclass(frozen=True)
 class Advice:
-    """The smallest budget whose capacity misses are at most one in a hundred unique rows, and with which
-    policy.
-    """
+    """The smallest budget whose capacity misses are at most one in a hundred unique rows, and its policy."""
 
     policy: str
     size_rows: int

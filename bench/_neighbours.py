@@ -1,4 +1,4 @@
-"""Other processes of the machine: whether a measurement was alone."""
+"""Watches other processes of the machine, to tell whether a measurement was alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import psutil
 
 LOUD = 0.1
-"""CPU seconds per second of other processes from which on a measurement is disturbed."""
+"""The CPU seconds per second of other processes that disturb a measurement."""
 
 
 class Neighbours:
@@ -23,7 +23,7 @@ class Neighbours:
         self.share()
 
     def share(self) -> float:
-        """Return the share since the last call, without what the kernel does for nobody in particular."""
+        """Return the share since the last call, without the kernel's work for no process in particular."""
         everyone, own, now = psutil.cpu_times(), self._own.cpu_times(), time.perf_counter()
         busy = everyone.user + getattr(everyone, "nice", 0.0) + everyone.system
         busy -= self._summed(own.user + own.system)

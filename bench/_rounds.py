@@ -13,7 +13,7 @@ from tierstore.errors import ConfigError
 
 
 def read_records(path: Path | None) -> dict[str, Any]:
-    """Return what an earlier command wrote, with ``records``; nothing without a file. Raises ConfigError."""
+    """Return an earlier command's file, with ``records``; nothing without a file. Raises ConfigError."""
     if path is None or not path.exists():
         return {}
     known: dict[str, Any] = json.loads(path.read_text())

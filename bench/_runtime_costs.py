@@ -1,11 +1,12 @@
-"""What this machine's CPU engine takes per row and byte: the costs that ``tierstore bench device`` writes.
+"""Measures the seconds per row and byte of this machine's CPU engine, which ``tierstore bench device``
+writes.
 
-Small tables are trained with prefetch, and pushed through the tiers in the ways that a step does; the seconds
-of each way are fitted by non-negative least squares to the planner's terms (docs/planner.md). The models by
-which these figures are judged (``tierstore bench plan-step``) have other tables, sizes and skews.
+Small tables are trained with prefetch, and their rows are moved through the tiers as in a step. The seconds
+of each kind of move are fitted by non-negative least squares to the planner's terms (docs/planner.md). The
+models that judge these figures (``tierstore bench plan-step``) have other tables, sizes and skews.
 
-Seconds are those of the clock, waits for other batches and for the drive left out: what threads cost one
-another is part of them. So nothing else should run meanwhile.
+Seconds are clock time without waits for other batches and for the drive; they include the cost of threads to
+one another. So no other program should run meanwhile.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from tierstore.optim import RowWiseAdagrad
 from ._neighbours import LOUD, Neighbours
 
 DIMS = ((16, 96), (24, 48))
-"""Of the tables of a collection, two of each: two row sizes, so that their tiers compete for the CPU's caches
-as those of most models do."""
+"""Dimensions of a collection's tables, two tables of each: two row sizes, so that their tiers compete for the
+CPU's caches as in most models."""
 _TABLES_PER_DIM = 2
 _ROWS = 375_000  # of a table
 _IDS, _BAG = 1 << 13, 8  # ids of a table
@@ -49,7 +50,7 @@ KINDS = {
     "memory": [(0.0, 10.0, _IDS), (1.2, 10.0, _IDS), (*_FEW_MISS, _IDS), (0.6, 10.0, _IDS // 8)],
     "uvm": [(0.0, 10.0, _IDS), (0.7, 10.0, _IDS), (1.2, 10.0, _IDS), (*_FEW_MISS, _IDS)],
 }
-"""Where the rows are; of each, popularities P(k-th row) ~ (k + q)^-s as (s, q), and ids of a table."""
+"""By place of the rows: popularities P(k-th row) ~ (k + q)^-s as (s, q), and ids of a table."""
 _ROUNDS = 3
 
 
@@ -85,7 +86,7 @@ class Sample:
 
     @staticmethod
     def median(same: Iterable[Sample]) -> Sample:
-        """Return the median of samples of one kind, without disturbed ones where there are calm ones."""
+        """Return the median of samples of one kind: of the undisturbed samples, if there are any."""
         every = list(same)
         calm = [sample for sample in every if sample.others < LOUD] or every
         names = ("fetch", "compute", "others")
@@ -133,7 +134,7 @@ def _calm(bags: Any, mode: str, popularity: Iterable[float], count: int, steps: 
 
 
 def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps: int, seed: int) -> Sample:
-    """Trains the tables for some batches of ``count`` ids each and takes the mean one."""
+    """Train the tables for some batches of ``count`` ids each and return the mean batch."""
     (s, q), random = popularity, np.random.default_rng(seed)
     weights = (np.arange(_ROWS) + q) ** -s
     edges, names = np.cumsum(weights) / weights.sum(), np.random.default_rng(99).permutation(_ROWS)
@@ -185,7 +186,7 @@ def _counted(group: Any) -> int:
 
 
 class _Dense:
-    """What the training thread usually does beside the bags: a small perceptron's step."""
+    """The training thread's usual work beside the bags: a small perceptron's step."""
 
     def __init__(self, examples: int, dim: int) -> None:
         self.input = torch.randn(examples, dim)

@@ -1,4 +1,4 @@
-"""The ways to hold embedding tables that ``tierstore bench baselines`` compares, behind one small class."""
+"""The systems that ``tierstore bench baselines`` compares, behind one small class."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ROWS_AT_ONCE = 1 << 18
 
 @dataclass(frozen=True)
 class Setting:
-    """What all systems have in common; the optimizer is row-wise Adagrad, of the dense part Adagrad."""
+    """The common setting of all systems. Rows use row-wise Adagrad, the dense part Adagrad."""
 
     tables: list[EmbeddingBagConfig]
     dense_in_features: int
@@ -89,7 +89,7 @@ class System:
         ahead: bool = False,
     ) -> None:
         self.embeddings = embeddings
-        torch.manual_seed(setting.seed)  # the same dense weights, whatever the tables drew
+        torch.manual_seed(setting.seed)  # the same dense weights in every system
         model = DLRM(
             embeddings,
             setting.dense_in_features,
@@ -200,4 +200,5 @@ SYSTEMS: dict[str, Callable[[Setting], System]] = {
     "in-memory": _in_memory,
     "tiered": _tiered,
 }
-"""torch-*: nn.EmbeddingBag with sparse or dense gradients; fbgemm: its TBE; the last two: tierstore."""
+"""torch-*: nn.EmbeddingBag with sparse or dense gradients; fbgemm: its TBE; the last two systems:
+tierstore."""

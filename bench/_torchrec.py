@@ -1,4 +1,4 @@
-"""torchrec's sharded collection, with which benchmarks compare."""
+"""Builds torchrec's sharded collection, with which benchmarks compare."""
 
 from __future__ import annotations
 

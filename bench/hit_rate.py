@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--threads", type=int, default=2, metavar="N", help="simulations at a time (default: 2)"
     )
-    cost = parser.add_argument_group("what it costs")
+    cost = parser.add_argument_group("cost")
     cost.add_argument("--row-bytes", type=int, default=272, metavar="N", help="bytes per row (default: 272)")
     cost.add_argument("--iops", type=float, metavar="X", help="random reads/s (default: measured here)")
     cost.add_argument("--io-dir", metavar="DIR", help="folder on the device to measure (default: temporary)")

@@ -26,12 +26,12 @@ _FBGEMM_OPTIMIZERS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tables", type=int, default=26, help="(default: 26)")
-    parser.add_argument("--rows", type=int, default=100_000, help="per table (default: 100000)")
+    parser.add_argument("--rows", type=int, default=100_000, help="rows per table (default: 100000)")
     parser.add_argument("--dim", type=int, default=64, help="(default: 64)")
     parser.add_argument("--batch-size", type=int, default=2048, help="(default: 2048)")
     parser.add_argument("--pooling", type=int, default=4, help="ids per bag (default: 4)")
     parser.add_argument("--optimizer", default="rowwise_adagrad", choices=sorted(optim.OPTIMIZERS))
-    parser.add_argument("--threads", type=int, default=2, help="of either library (default: 2)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of either library (default: 2)")
     parser.add_argument("--rounds", type=int, default=7, help="the median of all batches counts (default: 7)")
     parser.add_argument("--json", type=Path, help="write the figures there")
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         for batch in range(_BATCHES):  # interleaved, so that a busy minute does not hit one of them only
             for contender in contenders:
                 for key, seconds in contender.step(batch).items():
-                    if turn:  # the first one warms up
+                    if turn:  # the first round warms up
                         samples.setdefault(key, []).append(1e3 * seconds)
     figures = {key: float(np.median(values)) for key, values in samples.items()}
     figures |= ratios(figures)

@@ -22,7 +22,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE", help="what a command wrote with --json"
+        "files", type=Path, nargs="+", metavar="FILE", help="file that a command wrote with --json"
     )
     parser.add_argument("--command", required=True, help="the command that gave the figures, in full")
     parser.add_argument("--subject", default="Other", help='section of the page, such as "Row stores"')
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             figures = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} is no JSON file: {error}") from None
+            raise ConfigError(f"{path} is no JSON file: {error}; give the file that --json wrote") from None
         result = record(figures, args)
         name = re.sub(r"[^a-z0-9]+", "-", path.stem.lower()).strip("-")
         target = args.to / f"{result['date']}-{name}.json"
@@ -65,10 +65,10 @@ def record(figures: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 def commit() -> str | None:
     """Return the commit of the working tree, with ``+changes`` where it is not clean; None outside of git."""
-    told = subprocess.run(
+    found = subprocess.run(
         ["git", "describe", "--always", "--abbrev=12", "--dirty=+changes", "--exclude=*"],
         cwd=Path(__file__).resolve().parent,
         capture_output=True,
         text=True,
     )
-    return told.stdout.strip() or None
+    return found.stdout.strip() or None

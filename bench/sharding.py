@@ -18,13 +18,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cuts", default="table_wise,row_wise,column_wise", metavar="A,B", help="(default: all three)"
     )
     parser.add_argument("--tables", type=int, default=26, metavar="N", help="(default: 26)")
-    parser.add_argument("--rows", type=int, default=100_000, metavar="N", help="per table (default: 100000)")
+    parser.add_argument(
+        "--rows", type=int, default=100_000, metavar="N", help="rows a table (default: 100000)"
+    )
     parser.add_argument("--dim", type=int, default=64, metavar="D", help="(default: 64)")
     parser.add_argument("--batch-size", type=int, default=1024, metavar="N", help="per rank (default: 1024)")
     parser.add_argument("--pooling", type=int, default=4, metavar="N", help="ids per bag (default: 4)")
-    parser.add_argument("--steps", type=int, default=30, metavar="N", help="of each system (default: 30)")
+    parser.add_argument("--steps", type=int, default=30, metavar="N", help="steps (default: 30)")
     parser.add_argument(
-        "--precision", default="fp32", metavar="P", help="of what tierstore sends: fp32, bf16, fp16"
+        "--precision", default="fp32", metavar="P", help="precision of sent vectors: fp32, bf16, fp16"
     )
     parser.add_argument("--dedup", action="store_true", help="tierstore asks for each id once")
     parser.add_argument("--no-torchrec", action="store_true", help="measure tierstore alone")

@@ -27,7 +27,7 @@ from ._folder import folder
 SUMMARY = "rows/s of the row store engines, and of the device"
 _CAP = 1 << 44
 _ID_SPREAD = 4  # ids come from a range this many times the rows, as in a sparsely touched table
-_FULL, _FULL_ROWS = 0.75, 1_000_000  # of the store in which reads are measured beside compaction
+_FULL, _FULL_ROWS = 0.75, 1_000_000  # rows of the store in which reads are measured beside compaction
 _FEW = 64  # rows of a read whose latency is measured
 _THREADED = ("rocksdb", "lmdb")  # their reads block, so their plain calls have one in flight
 
@@ -39,17 +39,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--row-bytes", type=int, default=272, help="multiple of 16 (default: 272)")
     parser.add_argument("--batch", type=int, default=10_000, help="rows per call (default: 10000)")
     parser.add_argument("--window", type=int, default=32, help="batches read together (default: 32)")
-    parser.add_argument("--seconds", type=float, default=2, help="of each phase and round (default: 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="the median of them is reported (default: 3)")
+    parser.add_argument("--seconds", type=float, default=2, help="seconds of each phase (default: 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; the median is reported (default: 3)")
     parser.add_argument("--engines", default=",".join(engine_names()), help="default: all")
     parser.add_argument(
-        "--read-threads", type=int, default=16, help="of the second figure of engines whose reads block"
+        "--read-threads",
+        type=int,
+        default=16,
+        help="threads for engines whose reads block",
     )
     parser.add_argument(
         "--dir", type=folder, help="folder on the device to measure (default: the temporary one)"
     )
     parser.add_argument(
-        "--device-file", default="1GiB", help="size of the file that tells the device's own speed"
+        "--device-file", default="1GiB", help="size of the file on which the device alone is measured"
     )
     parser.add_argument("--json", type=Path, help="write the figures there")
 
@@ -108,8 +111,8 @@ class EngineBench:
             commit = time.perf_counter() - written
             figures = phase.figures("load", moved="written")
             settle()
-            store.commit(b"")  # keeps what compaction has done meanwhile
-            store.read(self.keys(), np.empty_like(self.values))  # native: measures its device, once per store
+            store.commit(b"")  # this commit keeps the compaction's work
+            store.read(self.keys(), np.empty_like(self.values))  # native: measures its device, once
             disk = store.stats().disk_bytes
         return figures | {
             "load.commit_s": commit,
@@ -221,7 +224,7 @@ class EngineBench:
         """
         ids = self.ids[:_FULL_ROWS]
         cap = int(len(ids) * (self.args.row_bytes + 16) * 1.05 / _FULL)  # headers, ends of blocks, footers
-        cap = max(cap, 16 << 20)  # a smaller one has too few segments
+        cap = max(cap, 16 << 20)  # a smaller store has too few segments
         folder = tempfile.TemporaryDirectory(dir=self.path.parent)
         with folder, open_store(Path(folder.name) / "full", self.engine, [self.table], cap) as store:
             self.overwrite_all(store, ids)
@@ -288,7 +291,7 @@ class EngineBench:
 
 
 class Phase:
-    """Calls of one kind: their seconds, and what the process did meanwhile."""
+    """Calls of one kind: their seconds, and the process's IO and CPU time meanwhile."""
 
     def __init__(self, row_bytes: int) -> None:
         self.row_bytes, self.rows = row_bytes, 0

@@ -72,12 +72,12 @@ class Counter(Admission):
         width = s.counts.size // 2
         for i in range(keys.size):
             hash_ = mix(keys[i])
-            least = 255
+            minimum = 255
             for row in range(2):
                 at = row * width + _place(hash_, row, width)
                 s.counts[at] = min(255, s.counts[at] + 1)
-                least = min(least, s.counts[at])
-            if least < s.needed[0]:
+                minimum = min(minimum, s.counts[at])
+            if minimum < s.needed[0]:
                 admitted[i] = 0
         s.misses[0] += keys.size
         if s.misses[0] >= width:

@@ -10,7 +10,7 @@ from cache_policies.lists import fetch, new_lists, push_newest, unlink
 from cache_policies.policy import Policy
 
 _ONCE, _OFTEN = 0, 1  # T1, T2 of the paper; as lists of ghosts B1, B2
-_NEW, _WAS_ONCE, _WAS_OFTEN = 0, 1, 2  # what is known of a missed row
+_NEW, _WAS_ONCE, _WAS_OFTEN = 0, 1, 2  # the list in which a missed row was a ghost
 
 
 @njit(error_model="numpy", forceinline=True)
@@ -40,7 +40,8 @@ def _fetch_victims(s, n, last_use):
 
 @njit(error_model="numpy", forceinline=True)
 def _adapt(s, key):
-    """Return what is known of a missed row; shift the balance if a longer list would have kept the row."""
+    """Return the list in which a missed row was a ghost; shift the balance if a longer list would have kept
+    the row."""
     ghost = ghosts.find(s, key)
     if ghost == ghosts.NO_GHOST:
         return _NEW
@@ -57,7 +58,7 @@ def _adapt(s, key):
 
 class Arc(Policy):
     """One LRU list of rows used once, one of rows used more often; misses of rows that either evicted lately
-    shift the balance between the two.
+    shift the balance between the lists.
 
     Megiddo, Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. The shares shift by whole
     rows. The rows of one batch are taken one after another, except that all misses adapt the balance before

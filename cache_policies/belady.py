@@ -9,7 +9,7 @@ from cache_policies.lookahead import Lookahead
 
 
 class Belady(Lookahead):
-    """Evicts the row whose next use is furthest, of the whole trace; rows never used again go first.
+    """Evicts the row whose next use in the whole trace is furthest; rows never used again go first.
 
     This is MIN (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966) for whole
     batches: no policy misses fewer rows when every missed row must take a slot.

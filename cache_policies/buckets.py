@@ -20,21 +20,21 @@ from cache_policies.prefetch import AHEAD, prefetch
 POOL = 1 << 15
 NO_BUCKET = -1
 _NEXT, _BUCKET, _SPARE = 1, 2, 3  # words of a node beside the first, its predecessor in the list
-_PLACED = 1  # flag beside the bucket: came to it without being used
+_PLACED = 1  # flag beside the bucket: the slot came to it without a use
 _HINTS = 64  # a power of 2
 _DEAD = np.iinfo(np.int64).min  # the key of a bucket that is not in use
 
 
 def new_buckets(capacity: int, pool: int = POOL) -> dict[str, np.ndarray]:
     """Return empty arrays for ``capacity`` slots and at most ``pool`` buckets."""
-    pool = min(capacity + 1, pool)  # one more: a move makes the new bucket before it drops the old
+    pool = min(capacity + 1, pool)  # one more bucket: a move makes the new bucket before it drops the old
     node = np.zeros((capacity + pool, 4), np.int32)  # slots, then sentinels: one cache line has all of a slot
     node[capacity:, 0] = node[capacity:, _NEXT] = np.arange(capacity, capacity + pool, dtype=np.int32)
     return {
         "node": node.reshape(-1),  # before, after, 2 * bucket + placed, a word for the policy
         "key": np.full(pool, _DEAD),
-        "hint": np.zeros(_HINTS, np.int32),  # by the last bits of a key: perhaps its bucket
-        "position": np.zeros(pool, np.int32),  # of the bucket in the heap
+        "hint": np.zeros(_HINTS, np.int32),  # by the last bits of a key: a guess at its bucket
+        "position": np.zeros(pool, np.int32),  # position of the bucket in the heap
         "heap": np.arange(pool, dtype=np.int32),  # heap, then free buckets
         "used": np.zeros(1, np.int64),  # buckets in use = size of the heap
         "table": hashing.new_table(pool),
@@ -227,7 +227,7 @@ def evict(s, n, last_use, pinned_since, victims):
 
     A bucket holds first the slots that were placed there, then the slots that came by a use, in order of
     use: behind a pinned slot of the latter all slots are pinned. Buckets with pinned slots only are put aside
-    behind the heap's end and return to it afterwards.
+    behind the heap's end and return to the heap afterwards.
     """
     count, aside = 0, 0
     while count < n and s.used[0] > 0:

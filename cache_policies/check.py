@@ -1,4 +1,4 @@
-"""Does a policy keep the contract? Random plans on its compiled hooks, as a tier would make them.
+"""Checks that a policy keeps the contract, by random plans on its compiled hooks, as a tier would make them.
 
 The engine and the simulator find a policy that breaks the contract too, but later: run ``check`` on your own
 policy first.
@@ -15,7 +15,7 @@ from cache_policies import registry
 from cache_policies.errors import PolicyError
 from cache_policies.policy import UNKNOWN, Policy
 
-#: Plans from now until a use, or None if it is not known.
+#: Plans from now until a use; None if the use is not known.
 Deltas = Sequence[int | None]
 
 

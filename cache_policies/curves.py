@@ -26,9 +26,7 @@ FEWEST_ROWS = 20_000
 
 @dataclass(frozen=True)
 class Point:
-    """One policy at one size. Ratios are of the whole trace, estimated if ``rate`` < 1; ``misses``
-    likewise.
-    """
+    """One policy at one size. Ratios and ``misses`` are of the whole trace, estimated if ``rate`` < 1."""
 
     policy: str
     size_rows: int

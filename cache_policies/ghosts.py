@@ -1,4 +1,4 @@
-"""Keys of rows that were evicted, by age: what ARC and S3-FIFO remember of the past.
+"""Keys of rows that were evicted, by age, which ARC and S3-FIFO remember.
 
 A policy merges ``new_ghosts`` into its state and passes the state to the functions here. Ghosts are in lists,
 numbered from 0, each with an oldest; a key is a ghost at most once: policies forget a row's ghost when the
@@ -20,7 +20,7 @@ from cache_policies.lists import fetch_oldest
 from cache_policies.prefetch import AHEAD, prefetch
 
 NO_GHOST = -1
-UNASKED = 255  # recalled of a row that admit was not asked about
+UNASKED = 255  # recalled for a row that did not pass ``admit``
 _GAP = 255
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
@@ -196,7 +196,8 @@ def _close_gaps(s, start):
 def remember(s, key, list_):
     """Make ``key``, which is no ghost, the newest ghost of a list.
 
-    If all ghosts are in use, the oldest of the list is forgotten, or of the first list that has one.
+    If all ghosts are in use, the oldest ghost of the list is forgotten, or of the first list that has a
+    ghost.
     """
     if s.ghost_size.sum() == s.ghost_capacity[0]:
         forget(s, oldest(s, _crowded(s, list_)))
@@ -238,7 +239,8 @@ def note(s, i, known):
 
 @njit(error_model="numpy", forceinline=True)
 def recall(s, i):
-    """Return what ``admit`` noted of the ``i``-th inserted row: 0 for nothing, ``UNASKED`` without it."""
+    """Return the number that ``admit`` noted for the ``i``-th inserted row: 0 for nothing, ``UNASKED``
+    without ``admit``."""
     if not s.asked[0]:
         return np.uint8(UNASKED)
     return s.known[i] if i < s.misses[0] else np.uint8(0)

@@ -1,4 +1,4 @@
-"""Miss-ratio curves of LRU while batches pass by, from a small sample of each table's rows.
+"""Miss-ratio curves of LRU, estimated while training from a small sample of each table's rows.
 
 Rows are sampled by a hash of their key, at a rate that halves whenever a table's sample is full (fixed-size
 SHARDS: Waldspurger et al., "Efficient MRC construction with SHARDS", FAST 2015); reuse distances are taken
@@ -19,14 +19,14 @@ from cache_policies.reuse import ReuseCurve
 
 _ROWS = 1 << 16  # the most sampled rows, summed over all tables
 _MAX_ROWS, _MIN_ROWS = 1 << 14, 1 << 8  # of one table
-_PER_BATCH = 16  # a batch may use so much of a table's sample; if it uses more, the rate halves
+_PER_BATCH = 16  # the largest share of a table's sample that a batch may use before the rate halves
 _TABLE = np.uint64(48)  # keys are table << 48 | id
 _FREE = np.uint64(2**64 - 1)  # no row: hashes above the first threshold are never sampled
 _WORD = 64  # positions
 
 
 class LiveCurves:
-    """The tables numbered ``tables`` (0 to 65,535), each for itself. Use from one thread at a time."""
+    """Curves of each table numbered in ``tables`` (0 to 65,535). Use it from one thread at a time."""
 
     def __init__(self, tables: Sequence[int]) -> None:
         n = len(tables)

@@ -1,4 +1,4 @@
-"""From a policy's Python hooks to C function pointers: signatures, compilation, the compile cache."""
+"""Makes C function pointers of a policy's Python hooks: signatures, compilation, the compile cache."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ call_int64 = _caller(types.int64)
 
 
 class HookOwner(Protocol):
-    """What is compiled: a policy or an admission filter (``cache_policies.policy.Hooked``)."""
+    """The owner of compiled hooks: a policy or an admission filter (``cache_policies.policy.Hooked``)."""
 
     @property
     def name(self) -> str: ...
@@ -315,7 +315,7 @@ def _builtin(owner: HookOwner) -> str | None:
 
 @cache
 def _compile_elsewhere(policy: str) -> bool:
-    """Fill the on-disk cache from another process: the compiler takes some 100 MiB, and keeps them."""
+    """Fill the on-disk cache from another process, since the compiler takes and keeps some 100 MiB."""
     if not sys.executable or os.environ.get(_COMPILING):
         return False
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])

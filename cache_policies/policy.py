@@ -1,4 +1,4 @@
-"""What a policy is: flat arrays and hooks, written in plain Python and compiled by numba.
+"""Defines a policy: flat arrays and hooks, written in plain Python and compiled by numba.
 
 A policy class gives its arrays in ``state`` and defines the hooks as static methods whose first argument
 ``s`` is a named tuple of these arrays. The live engine and the simulator call the same compiled hooks through
@@ -27,7 +27,7 @@ _MAX_CAPACITY = 2**31 - 2**18  # slots and list sentinels are int32
 
 
 class Hooked:
-    """Arrays and the hooks that work on them: what policies and admission filters have in common.
+    """Base of policies and admission filters: arrays, and the hooks that work on them.
 
     Hooks are static methods in the subset of Python that numba compiles. Arrays never grow; single numbers
     live in arrays of length 1.
@@ -102,7 +102,7 @@ class Policy(Hooked):
 
     @staticmethod
     def insert(s: Any, slots: Any, keys: Any, next_use: Any, now: Any) -> None:
-        """Note that ``slots`` were given to rows that were not resident; arguments are those of ``touch``."""
+        """Note that ``slots`` were given to rows that were not resident; arguments as for ``touch``."""
 
     @staticmethod
     def announce(s: Any, slots: Any, next_use: Any, now: Any) -> None:

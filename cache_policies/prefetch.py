@@ -1,4 +1,4 @@
-"""The processor's prefetch instruction, for hooks and loops that know what they will read."""
+"""The processor's prefetch instruction, for hooks and loops that know their next reads."""
 
 from __future__ import annotations
 

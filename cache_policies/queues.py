@@ -1,8 +1,8 @@
 """The two FIFO queues of slots of S3-FIFO, as rings that are read in order.
 
-Compared with linked lists nothing waits for one slot to find the next, so what a walk will read can be
-fetched ahead. An entry whose slot has left the queue is stale and skipped. A ring has some more room than
-there are slots; when it is full, stale entries are dropped.
+Unlike in linked lists, the next slot is known before the present one is read, so a walk can prefetch. An
+entry whose slot has left the queue is stale and skipped. A ring has some more room than there are slots; when
+it is full, stale entries are dropped.
 
 Victims are looked for in a walk over both queues: ``look`` at the oldest slot that the walk has not passed,
 ``take`` it or ``keep`` it where it is, and in the end ``finish``.

@@ -17,7 +17,7 @@ from cache_policies.policy import UNKNOWN, Policy
 from cache_policies.prefetch import AHEAD, prefetch
 from cache_policies.prepared import NEVER
 
-#: What the loop counts, in the order of its ``counts``.
+#: Names of the loop's ``counts``, in their order.
 COUNTS = ("misses", "compulsory", "overflowed", "refused", "fault", "last_plan")
 
 

@@ -102,7 +102,7 @@ def sample(trace: PreparedTrace, rate: float) -> PreparedTrace:
 
 
 class WithinBatch:
-    """What LRU misses with fewer slots than a batch has rows, by simulation of all rows or of a sample.
+    """Misses of LRU with fewer slots than a batch has rows, by simulation of all rows or of a sample.
 
     The sample is larger than distances need, since a few rows decide how a batch overflows. Misses of first
     uses are counted on the whole trace. Other misses are counted on the sample, scaled, and corrected by the
@@ -194,7 +194,7 @@ def add_at(tree, at, amount):
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def sum_to(tree, at):
-    """Sum of the entries before ``at``."""
+    """Sum the entries before ``at``."""
     total = 0
     while at > 0:
         total += tree[at]

@@ -1,4 +1,4 @@
-"""A queue of slots in order of arrival, each with a bit that a use sets: what CLOCK and SIEVE look at."""
+"""A queue of slots in order of arrival, each with a bit that a use sets, for CLOCK and SIEVE."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cache_policies.policy import Policy
 
 
 class Ring(Policy):
-    """What policies with a hand that goes around have in common: arrivals and uses."""
+    """Base of policies with a hand that goes around: arrivals and uses."""
 
     def state(self, capacity: int) -> dict[str, np.ndarray]:
         prev, next_ = new_lists(capacity, 1)

@@ -142,15 +142,15 @@ class S3Fifo(Policy):
 
     @staticmethod
     def evict(s, n, last_use, pinned_since, victims):
-        most_in_main = s.uses.size - s.small[0]
+        max_in_main = s.uses.size - s.small[0]
         s.evicted[0] = True
         count = 0
         while count < n:
-            from_small = s.length[_MAIN] <= most_in_main and queues.look(s, _SMALL) != queues.NO_SLOT
+            from_small = s.length[_MAIN] <= max_in_main and queues.look(s, _SMALL) != queues.NO_SLOT
             if from_small:
                 slot = _evict_small(s, last_use, pinned_since)
                 if slot == queues.NO_SLOT:
-                    continue  # all that it had moved to the main queue, or is pinned
+                    continue  # all its rows moved to the main queue, or are pinned
             else:
                 slot = _evict_main(s, last_use, pinned_since)
                 if slot == queues.NO_SLOT:

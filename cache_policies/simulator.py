@@ -1,4 +1,4 @@
-"""What a policy misses on a trace: the live engine's plans without the rows.
+"""Simulates the misses of a policy on a trace: the live engine's plans without the rows.
 
 Batch ``i`` is plan ``i``. Before it, the window announces the batches up to ``i + window``; then hits are
 touched, misses take free slots (lowest first) and after these the victims of ``evict``, and are inserted in
@@ -57,7 +57,8 @@ class Simulation:
 
     @property
     def capacity_miss_ratio(self) -> float:
-        """Return the misses per unique row without compulsory ones: a row never written needs no read."""
+        """Return the misses per unique row without compulsory misses, since a row never written needs no
+        read."""
         return (self.misses - self.compulsory) / max(1, self.uniques)
 
 
@@ -176,7 +177,7 @@ _FAULTS = {
 
 
 class _Cache(NamedTuple):
-    """What the engine keeps beside the policy: who is where, and when each slot was used last."""
+    """The engine's state beside the policy: the row in each slot, and each slot's last use."""
 
     slot_of: np.ndarray  # int32 per row, -1 if not resident
     row_in: np.ndarray  # int32 per slot, -1 if free

@@ -1,4 +1,4 @@
-"""What planners want to know of each table: its miss-ratio curve and how many rows a batch looks up."""
+"""Figures of each table for planners: its miss-ratio curve and how many rows a batch looks up."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def _fetch_candidates(s, n):
         sentinel = s.hash.size + queue
         lists.fetch_oldest(s.prev, s.next, sentinel, n, s.hash)
         slot = s.next[sentinel]
-        for _ in range(min(n, s.length[_WINDOW])):  # only rows of the window are compared with others
+        for _ in range(min(n, s.length[_WINDOW])):  # only rows of the window are compared with other rows
             if slot == sentinel:
                 break
             _fetch_counters(s, s.hash[slot])

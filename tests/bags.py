@@ -7,7 +7,7 @@ import torch
 
 from tierstore import TierConfig, optim
 from tierstore.cache.engine import Engine, Table
-from tierstore.cache.layout import Segment
+from tierstore.cache.layout import IdSegment
 from tierstore.cache.tiers.memory import bytes_for
 from tierstore.initializers import uniform
 from tierstore.modules.base import TieredModule
@@ -32,7 +32,7 @@ class Bags(TieredModule):
         for group in self.engine.groups:
             members = [i for i in range(len(ids)) if self.engine.group_of(i) is group]
             segments = [
-                Segment(
+                IdSegment(
                     f"f{i}", i, ids[i].data_ptr(), ids[i].numel(), False, self.engine.tables[i].num_embeddings
                 )
                 for i in members

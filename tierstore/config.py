@@ -42,7 +42,7 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
     """
     if isinstance(size, Integral) and not isinstance(size, bool):
         if size < 0:
-            raise ConfigError(f"{name} is {size}; a number of bytes cannot be negative")
+            raise ConfigError(f"{name} is {size}; give 0 or more bytes")
         return int(size)
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     unit = _UNITS.get(match.group(2).upper() or "B") if match else None
@@ -68,19 +68,19 @@ def format_bytes(size: int) -> str:
 
 @dataclass(frozen=True)
 class TableOverride:
-    """What one table has different from the module's arguments; ``None`` keeps the module's argument."""
+    """Overrides of a module's arguments for one table; ``None`` keeps the module's argument."""
 
     init: Any = None
     """Rule of the initial values, as the module's ``init``."""
     seed: int | None = None
     hbm: int | str | None = None
-    """Bytes of ``hbm`` that the table has to itself, metadata included: it never has fewer or more. With room
-    for all of its rows no row ever leaves. None: the table shares what such tables leave, unless it is so
+    """Bytes of ``hbm`` for this table alone, metadata included: it never has fewer or more. With room for all
+    of its rows no row ever leaves. None: the table shares the bytes that such tables leave, unless it is so
     small that it is kept whole."""
     uvm: int | str | None = None
     """The same of ``uvm``."""
     hbm_share: int | None = None
-    """What a table that shares counts for where ``hbm`` is divided among row layouts; None: its bytes."""
+    """The weight of a table that shares, where ``hbm`` is divided among row layouts; None: its bytes."""
     uvm_share: int | None = None
     """The same of ``uvm``."""
 

@@ -1,4 +1,4 @@
-"""Where every row and column of a model's tables is, and how many bytes of each tier hold it.
+"""Placement of every row and column of a model's tables, and the bytes of each tier that hold it.
 
 Plain data that the planner writes and sharded collections read: nothing here imports torch or the runtime.
 """
@@ -107,9 +107,9 @@ class ShardingPlan:
     world_size: int
     ranks_per_host: int
     device: str = ""
-    """"cuda" or "cpu": what the topology was of; empty: any."""
+    """The device of the topology, "cuda" or "cpu"; empty: any device."""
     report: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What the planner found out: the dictionary that ``tierstore plan --json`` writes."""
+    """The planner's report: the dictionary that ``tierstore plan --json`` writes."""
 
     @property
     def plan(self) -> dict[str, dict[str, TablePlacement]]:
@@ -164,7 +164,7 @@ class ShardingPlan:
             raise ConfigError(f"this plan is for another model: {'; '.join(problems)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types only; :meth:`from_dict` is the inverse (but for ``report``)."""
+        """Return plain types only; :meth:`from_dict` is the inverse (except for ``report``)."""
         return {
             "world_size": self.world_size,
             "ranks_per_host": self.ranks_per_host,
@@ -176,9 +176,9 @@ class ShardingPlan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ShardingPlan:
-        """Raise ConfigError for what is not a plan; the message has the path of the value that is wrong."""
+        """Read a plan. Raises ConfigError with the path of a wrong value."""
         plan = _Object("", values)
-        world_size, ranks_per_host = plan.whole("world_size", 1), plan.whole("ranks_per_host", 1)
+        world_size, ranks_per_host = plan.integer("world_size", 1), plan.integer("ranks_per_host", 1)
         if world_size % ranks_per_host:
             raise ConfigError(
                 f"{_NO_PLAN}ranks_per_host is {ranks_per_host}; it must divide world_size, "
@@ -213,11 +213,11 @@ class _Object:
             raise ConfigError(f"{_NO_PLAN}{path.rstrip('.') or 'it'} is {values!r}; it must be an object")
         self.path, self.values = path, values
 
-    def whole(self, name: str, least: int = 0, default: int = _REQUIRED, most: int = _LARGEST) -> int:
+    def integer(self, name: str, minimum: int = 0, default: int = _REQUIRED, maximum: int = _LARGEST) -> int:
         value = self._value(name, default)
-        if type(value) is not int or not least <= value <= most:
+        if type(value) is not int or not minimum <= value <= maximum:
             raise self._wrong(
-                name, f"a whole number from {least} to {'2^63 - 1' if most == _LARGEST else most}"
+                name, f"a whole number from {minimum} to {'2^63 - 1' if maximum == _LARGEST else maximum}"
             )
         return value
 
@@ -265,18 +265,18 @@ def _table(table: _Object) -> TablePlacement:
         tuple(_shard(shard) for shard in table.objects("shards")),
         table.share("predicted_hit_rate", 0.0),
         table.text("module", ""),
-        table.whole("num_embeddings", default=0),
-        table.whole("embedding_dim", default=0),
+        table.integer("num_embeddings", default=0),
+        table.integer("embedding_dim", default=0),
     )
 
 
 def _shard(shard: _Object) -> ShardPlacement:
     shard.has_only([field.name for field in fields(ShardPlacement)])
     values = {
-        field.name: shard.whole(
+        field.name: shard.integer(
             field.name,
             default=_REQUIRED if field.default is MISSING else field.default,
-            most=1 if field.name == "own" else _LARGEST,
+            maximum=1 if field.name == "own" else _LARGEST,
         )
         for field in fields(ShardPlacement)
     }

@@ -1,5 +1,5 @@
-// Arrays that native code hands to Python. Large ones lie in pages of their own (common/page_allocator.h): on
-// malloc's heap, between the temporaries of the user's dense layers, they would keep twice their size.
+// Arrays that native code hands to Python. Large arrays lie in pages of their own (common/page_allocator.h):
+// on malloc's heap, between the temporaries of the user's dense layers, they would keep twice their size.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -15,7 +15,7 @@ namespace tierstore {
 template <typename T>
 using Array = pybind11::array_t<T, pybind11::array::c_style>;
 
-// An array that takes what `values` has.
+// An array that takes over the elements of `values`.
 template <typename T>
 Array<T> Owned(PageVector<T>&& values) {
   auto kept = std::make_unique<PageVector<T>>(std::move(values));

@@ -1,4 +1,4 @@
-// Bindings of the Envs: one that changes nothing, and those that stand in for a file system in tests.
+// Bindings of the Envs: the Env that changes nothing, and Envs that stand in for a file system in tests.
 #include "io/env.h"
 
 #include "bindings/registry.h"

@@ -27,7 +27,7 @@ inline void Require(bool condition, const char* message) {
 // row_bytes is a multiple of 16.
 class HostRows {
  public:
-  // Address space for so many slots, none of which has memory yet. Throws AddressSpaceError.
+  // Address space for this many slots, none of which has memory yet. Throws AddressSpaceError.
   HostRows(std::int64_t slots, std::int64_t row_bytes) : slots_(slots), rows_{nullptr, row_bytes} {
     CheckRowBytes();
     Require(slots >= 1, "rows need at least one slot");
@@ -52,7 +52,7 @@ class HostRows {
   }
 
   std::int64_t row_bytes() const { return rows_.row_bytes; }
-  // The rows, which must have room for so many floats each.
+  // The rows, each of which must have room for this many floats.
   Rows Of(std::int64_t floats) const {
     Require(4 * floats <= rows_.row_bytes,
             "row_bytes is smaller than the weights and optimizer state of a row");
@@ -76,7 +76,7 @@ struct InitialValues {
   std::int64_t state_floats;
   float state_value;
   Array<std::uint8_t> kinds;
-  Array<float> a, b;
+  Array<float> first, second;  // parameters; kernels/init.h says of what
   Array<std::uint64_t> seeds;
   std::optional<Array<std::int64_t>> columns;
 
@@ -89,7 +89,7 @@ struct BagArgs {
   Array<std::uint8_t> modes;
 
   BagArgs Checked() &&;
-  // Checks the contents, too: others may have changed the arrays since the last call.
+  // Checks the contents, too, since Python code may have changed the arrays since the last call.
   Bags Get() const;
 };
 

@@ -1,4 +1,4 @@
-// Argument structs of the kernels: what is checked when they are made, and their Python classes.
+// Argument structs of the kernels: the checks when they are made, and their Python classes.
 #include "bindings/host_rows.h"
 
 namespace py = pybind11;
@@ -7,8 +7,8 @@ namespace tierstore {
 
 InitialValues InitialValues::Checked() && {
   Require(dim >= 1 && state_floats >= 0, "dim must be at least 1 and state_floats at least 0");
-  Require(a.size() == kinds.size() && b.size() == kinds.size() && seeds.size() == kinds.size(),
-          "kinds, a, b and seeds differ in length");
+  Require(first.size() == kinds.size() && second.size() == kinds.size() && seeds.size() == kinds.size(),
+          "kinds, first, second and seeds differ in length");
   Require(!columns || columns->size() == kinds.size(), "columns and kinds differ in length");
   for (py::ssize_t t = 0; t < kinds.size(); ++t) {
     Require(kinds.data()[t] <= static_cast<std::uint8_t>(InitKind::kNormal),
@@ -19,8 +19,8 @@ InitialValues InitialValues::Checked() && {
 
 TableInit InitialValues::Tables() const {
   return {reinterpret_cast<const InitKind*>(kinds.data()),
-          a.data(),
-          b.data(),
+          first.data(),
+          second.data(),
           seeds.data(),
           kinds.size(),
           columns ? columns->data() : nullptr};
@@ -80,18 +80,19 @@ void BindInitialValues(py::module_& m) {
   py::class_<InitialValues>(
       m, "InitialValues",
       "How the rows of each table begin (table = key >> 48): dim weights, state_floats times state_value, "
-      "zero padding. kinds (uint8), a, b (float32) and seeds (uint64) have one entry per table: 0 constant "
-      "a, "
-      "1 uniform [a, b), 2 normal with mean a and standard deviation b. columns (int64): the first column of "
-      "each table, if it is a part of a wider one.")
-      .def(py::init([](std::int64_t dim, std::int64_t state_floats, float state_value,
-                       const Array<std::uint8_t>& kinds, const Array<float>& a, const Array<float>& b,
-                       const Array<std::uint64_t>& seeds, const std::optional<Array<std::int64_t>>& columns) {
-             return InitialValues{dim, state_floats, state_value, kinds, a, b, seeds, columns}.Checked();
-           }),
-           py::kw_only(), py::arg("dim"), py::arg("state_floats"), py::arg("state_value"),
-           py::arg("kinds").noconvert(), py::arg("a").noconvert(), py::arg("b").noconvert(),
-           py::arg("seeds").noconvert(), py::arg("columns").noconvert() = py::none());
+      "zero padding. kinds (uint8), the parameters first and second (float32) and seeds (uint64) have one "
+      "entry per table. Kinds: 0 constant (value), 1 uniform (low, high), 2 normal (mean, standard "
+      "deviation). columns (int64): the first column of each table, if it is a part of a wider one.")
+      .def(
+          py::init([](std::int64_t dim, std::int64_t state_floats, float state_value,
+                      const Array<std::uint8_t>& kinds, const Array<float>& first, const Array<float>& second,
+                      const Array<std::uint64_t>& seeds, const std::optional<Array<std::int64_t>>& columns) {
+            return InitialValues{dim, state_floats, state_value, kinds, first, second, seeds, columns}
+                .Checked();
+          }),
+          py::kw_only(), py::arg("dim"), py::arg("state_floats"), py::arg("state_value"),
+          py::arg("kinds").noconvert(), py::arg("first").noconvert(), py::arg("second").noconvert(),
+          py::arg("seeds").noconvert(), py::arg("columns").noconvert() = py::none());
 }
 
 void BindLookupArguments(py::module_& m) {

@@ -69,7 +69,7 @@ void TranslateException(std::exception_ptr pointer) {
 }
 
 // A forked child has none of the store's threads, so it cannot destroy its copy and leaves it in memory.
-// Destroying waits for threads, so others may have the GIL meanwhile.
+// Destroying waits for threads, so it releases the GIL.
 struct DeleteInOwnProcess {
   void operator()(Store* store) const {
     if (!store->InOwnProcess()) return;

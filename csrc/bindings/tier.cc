@@ -81,11 +81,12 @@ void BindShare(py::module_& m) {
 
 void BindTier(py::module_& m) {
   py::class_<Tier>(m, "Tier")
-      .def(py::init([](std::vector<ShareConfig> shares, bool grows, std::int64_t pad,
+      .def(py::init([](std::vector<ShareConfig> shares, bool grows, std::int64_t overflow_slots,
                        std::vector<std::int32_t> share_of) {
-             return std::make_unique<Tier>(TierConfig{pad, grows, std::move(shares), std::move(share_of)});
+             return std::make_unique<Tier>(
+                 TierConfig{overflow_slots, grows, std::move(shares), std::move(share_of)});
            }),
-           py::arg("shares"), py::kw_only(), py::arg("grows") = false, py::arg("pad") = 0,
+           py::arg("shares"), py::kw_only(), py::arg("grows") = false, py::arg("overflow_slots") = 0,
            py::arg("share_of") = std::vector<std::int32_t>())
       .def_property_readonly_static("BYTES_PER_SLOT", [](py::object) { return Tier::kBytesPerSlot; })
       .def(
@@ -105,15 +106,16 @@ void BindTier(py::module_& m) {
           "evict", [](Tier& tier, std::int64_t since, Plan& plan) { return tier.Evict(since, &plan); },
           py::arg("pinned_since"), py::arg("plan"), Unlocked())
       .def(
-          "prepare", [](Tier& tier, bool use_pad, const Plan& plan) { return tier.Prepare(use_pad, plan); },
-          py::arg("use_pad"), py::arg("plan"), Unlocked())
+          "prepare",
+          [](Tier& tier, bool use_overflow, const Plan& plan) { return tier.Prepare(use_overflow, plan); },
+          py::arg("use_overflow"), py::arg("plan"), Unlocked())
       .def(
           "assign",
-          [](Tier& tier, const Array<std::uint64_t>& keys, bool use_pad, Plan& plan) {
+          [](Tier& tier, const Array<std::uint64_t>& keys, bool use_overflow, Plan& plan) {
             py::gil_scoped_release unlocked;
-            tier.Assign(keys.data(), use_pad, &plan);
+            tier.Assign(keys.data(), use_overflow, &plan);
           },
-          py::arg("keys"), py::arg("use_pad"), py::arg("plan"))
+          py::arg("keys"), py::arg("use_overflow"), py::arg("plan"))
       .def(
           "abort", [](Tier& tier, Plan& plan) { return MoveArrays(Aborted(tier, &plan)); }, py::arg("plan"),
           "Returns (from, to), int32: rows at these slots are to be moved.")
@@ -189,7 +191,7 @@ void BindTier(py::module_& m) {
       .def_property_readonly("committed", &Tier::committed, "So many slots must have room for a row.")
       .def("table_rows", &Tier::TableRows, Unlocked(), "Rows of every table that are here.")
       .def_property_readonly("capacity", &Tier::capacity)
-      .def_property_readonly("pad_in_use", &Tier::pad_in_use)
+      .def_property_readonly("overflow_in_use", &Tier::overflow_in_use)
       .def_property_readonly("metadata_bytes", &Tier::metadata_bytes)
       .def_property_readonly("policy_seconds", &Tier::policy_seconds)
       .def("__len__", &Tier::size);
@@ -199,7 +201,7 @@ void BindTier(py::module_& m) {
 
 TIERSTORE_BINDINGS(tier) {
   py::register_exception<PolicyFault>(m, "PolicyFault", PyExc_RuntimeError);
-  py::register_exception<PadFull>(m, "PadFull", PyExc_RuntimeError);
+  py::register_exception<OverflowFull>(m, "OverflowFull", PyExc_RuntimeError);
   BindShare(m);
   BindPlan(m);
   BindTier(m);

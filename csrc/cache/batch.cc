@@ -61,7 +61,7 @@ class ScratchTable {
   std::uint32_t generation_ = 0;
 };
 
-// One table for whoever deduplicates at the time: each is as large as the largest batch so far.
+// A table per thread that deduplicates now: each is as large as the largest batch so far.
 class Borrowed {
  public:
   Borrowed() {
@@ -115,7 +115,7 @@ BadId Deduplicate(const std::vector<IdSegment>& segments, Batch* batch) {
   std::int64_t total = 0;
   for (const IdSegment& segment : segments) total += segment.count;
   if (total > std::numeric_limits<std::int32_t>::max()) {
-    throw std::length_error("a lookup may have at most 2^31 - 1 ids");
+    throw std::length_error("a lookup may have at most 2^31 - 1 ids; use smaller batches");
   }
   const Borrowed borrowed;
   ScratchTable& table = *borrowed;

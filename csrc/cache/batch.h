@@ -31,7 +31,7 @@ struct BadId {
   std::int64_t id = 0;
 };
 
-// Fills `batch`; on a bad id nothing of it may be used. Throws std::length_error past 2^31 - 1 positions.
+// Fills `batch`, which must not be used if an id is bad. Throws std::length_error past 2^31 - 1 positions.
 BadId Deduplicate(const std::vector<IdSegment>& segments, Batch* batch);
 
 }  // namespace tierstore

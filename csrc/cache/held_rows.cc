@@ -5,7 +5,7 @@
 namespace tierstore {
 namespace {
 std::size_t Positive(std::int64_t value) {
-  if (value < 1) throw std::invalid_argument("rows that are held need room, and at least a byte each");
+  if (value < 1) throw std::invalid_argument("capacity and row_bytes must be at least 1");
   return static_cast<std::size_t>(value);
 }
 }  // namespace

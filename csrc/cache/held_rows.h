@@ -1,4 +1,4 @@
-// Rows outside any tier, found by key: what is read ahead of a plan, or kept for one.
+// Rows outside of any tier, found by key: rows that are read ahead of a plan, or kept for one.
 //
 // Not thread-safe. The caller copies rows to and from rows(); slots are handed out in order from 0 until one
 // is given back, so that rows added to an empty object lie side by side.
@@ -28,7 +28,7 @@ class HeldRows {
   void Add(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots);
   // Forgets the rows at `slots`.
   void Remove(const std::int32_t* slots, std::int64_t n);
-  // Forgets the rows of those keys that are here.
+  // Forgets the rows of `keys` that are here.
   void Discard(const std::uint64_t* keys, std::int64_t n);
 
   std::int64_t size() const { return index_.size(); }

@@ -1,5 +1,5 @@
-// A policy's hooks as the tier calls them; the contract is in docs/design.md. A null table means that nothing
-// is ever evicted (the tier holds every row), so nothing needs to be remembered.
+// A policy's hooks as the tier calls them; the contract is in docs/design.md. A null table means that no row
+// is ever evicted (the tier holds every row), so there is no policy.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ struct AdmissionHook {
   explicit operator bool() const { return admit != nullptr; }
 };
 
-// A policy broke the contract; what it returned was undone.
+// A policy broke the contract; its answer was undone.
 class PolicyFault : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -1,6 +1,6 @@
 // Address space reserved once and committed as it is used, so that rows stay at one address while a
-// tier without a fixed budget, or a batch that overflows its tier, grows behind them. A forked child has none
-// of it (common/fork.h).
+// tier without a fixed budget, or a batch that overflows its tier, grows behind them. A forked child does not
+// have this memory (common/fork.h).
 #pragma once
 
 #include <cstddef>
@@ -42,12 +42,11 @@ class ReservedMemory {
   std::size_t reserved_ = 0;
   std::byte* data_ = nullptr;
   std::size_t committed_ = 0;
-  std::size_t huge_ = 0;          // of it from the beginning, in huge pages where the system has them
+  std::size_t huge_ = 0;          // leading bytes that are in huge pages where the system has them
   std::uint32_t generation_ = 0;  // ForkCount() of the process that has it
 };
 
-// An array in reserved memory: it grows without moving, so another thread may use elements that it owns
-// meanwhile.
+// An array in reserved memory: it grows without moving, so another thread may use its own elements meanwhile.
 template <typename T>
 class ReservedArray {
  public:
@@ -60,7 +59,7 @@ class ReservedArray {
   ReservedMemory memory_;
 };
 
-// An array of a fixed size, as reserved memory is.
+// An array of a fixed size in reserved memory.
 template <typename T>
 class OwnArray {
  public:

@@ -1,4 +1,4 @@
-// Which slot holds a key: open addressing with linear probing over 8-byte entries (32-bit tag, 32-bit slot).
+// Finds the slot of a key: open addressing with linear probing over 8-byte entries (32-bit tag, 32-bit slot).
 // The keys themselves stay in the tier's own array, which is consulted only when a tag matches.
 #pragma once
 
@@ -11,7 +11,8 @@ namespace tierstore {
 
 class SlotIndex {
  public:
-  // The key of a slot is keys[slot * stride]; they belong to the owner, outlive the index and do not move.
+  // The key of a slot is keys[slot * stride]; the keys belong to the owner, outlive the index and do not
+  // move.
   SlotIndex(const std::uint64_t* keys, std::int64_t stride, std::int64_t capacity);
 
   static constexpr double kBytesPerSlot = 8.0 * 4 / 3;

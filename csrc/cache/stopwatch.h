@@ -1,11 +1,11 @@
-// Time that is spent in hooks of policies.
+// Measures the time in hooks of policies.
 #pragma once
 
 #include <chrono>
 
 namespace tierstore {
 
-// Adds the time from its making to its end.
+// Adds the seconds of its life to a counter.
 class Stopwatch {
  public:
   explicit Stopwatch(double* seconds) : seconds_(seconds), begin_(Clock::now()) {}

@@ -8,16 +8,16 @@
 
 namespace tierstore {
 namespace {
-// Memory is made accessible in steps of so many slots; pages cost nothing before they are written.
+// Memory is made accessible in steps of this many slots; pages cost nothing before they are written.
 constexpr std::int64_t kGrowthStep = 4096;
-// Slots are in no order: what so many of them have is fetched before it is needed.
+// Slots are in no order: the data of this many slots is prefetched.
 constexpr std::int64_t kBlock = 128;
 
 }  // namespace
 
 std::vector<Tier::Share> Tier::SharesOf(const TierConfig& config) {
   if (config.shares.empty() || (config.grows && config.shares.size() > 1))
-    throw std::invalid_argument("a tier needs a share, and one that grows has no other");
+    throw std::invalid_argument("a tier needs a share, and a tier that grows has one share only");
   std::vector<Share> shares;
   std::int64_t begin = 0;
   for (const ShareConfig& share : config.shares) {
@@ -35,7 +35,7 @@ Tier::Tier(const TierConfig& config)
     : config_(config),
       shares_(SharesOf(config)),
       capacity_(shares_.back().begin + shares_.back().config.capacity),
-      limit_(static_cast<std::size_t>(capacity_ + config.pad)),
+      limit_(static_cast<std::size_t>(capacity_ + config.overflow_slots)),
       row_(limit_),
       last_use_(limit_),
       dirty_(limit_),
@@ -74,7 +74,7 @@ void Tier::CommitSlots(std::int64_t slots) {
   committed_ = static_cast<std::int64_t>(size);
 }
 
-// Finds keys[from] and those behind it, a block, and begins to fetch what is kept of their slots.
+// Finds the block of keys from keys[from] on, and prefetches the data of their slots.
 void Tier::FindBlock(const std::uint64_t* keys, std::int64_t from, std::int64_t n, std::int32_t* slots,
                      bool last_use) const {
   const std::int64_t count = std::min(kBlock, n - from);
@@ -109,10 +109,10 @@ void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::i
       continue;
     }
     if (slot >= capacity_) {
-      const std::int64_t pad = slot - capacity_;
-      ++pad_users_[pad];
+      const std::int64_t overflow = slot - capacity_;
+      ++overflow_users_[overflow];
       row_[slot].next_use = plan->next_use[i];
-      slot = pad_home_[pad];
+      slot = overflow_home_[overflow];
       if (slot < 0) {
         plan->misses.push_back(static_cast<std::int32_t>(i));
         continue;
@@ -207,27 +207,27 @@ std::int32_t Tier::TakeSlot(Share* share) {
   if (share->fresh == share->config.capacity) return -1;
   const std::int64_t slot = share->begin + share->fresh;
   CommitSlots(slot + 1);
-  ++share->fresh;  // last: TableRows reads what is below, meanwhile
+  ++share->fresh;  // last: meanwhile TableRows reads the slots below
   return static_cast<std::int32_t>(slot);
 }
 
-std::int64_t Tier::Prepare(bool use_pad, const Plan& plan) {
+std::int64_t Tier::Prepare(bool use_overflow, const Plan& plan) {
   const auto admitted = static_cast<std::int64_t>(plan.misses.size()) - plan.refused;
   if (config_.grows) CommitSlots(std::min(capacity_, shares_[0].fresh + admitted));
-  const std::int64_t past = use_pad ? plan.needed + plan.refused : 0;
-  const std::int64_t fresh = past - static_cast<std::int64_t>(pad_free_.size());
+  const std::int64_t past = use_overflow ? plan.needed + plan.refused : 0;
+  const std::int64_t fresh = past - static_cast<std::int64_t>(overflow_free_.size());
   if (fresh <= 0) return committed_;
-  const auto pad = static_cast<std::int64_t>(pad_users_.size()) + fresh;
-  if (pad > config_.pad) {
-    throw PadFull("the rows in use at once exceed the tier's " + std::to_string(capacity_) + " slots by " +
-                  std::to_string(pad) + ", and there is address space for " + std::to_string(config_.pad) +
-                  " of them");
+  const auto overflow = static_cast<std::int64_t>(overflow_users_.size()) + fresh;
+  if (overflow > config_.overflow_slots) {
+    throw OverflowFull("the rows in use at once exceed the tier's " + std::to_string(capacity_) +
+                       " slots by " + std::to_string(overflow) + ", and there is address space for " +
+                       std::to_string(config_.overflow_slots) + " of them");
   }
-  CommitSlots(capacity_ + pad);
+  CommitSlots(capacity_ + overflow);
   return committed_;
 }
 
-void Tier::Assign(const std::uint64_t* keys, bool use_pad, Plan* plan) {
+void Tier::Assign(const std::uint64_t* keys, bool use_overflow, Plan* plan) {
   const PageVector<std::int32_t>& gone = plan->victims.slots;
   index_.Erase(gone.data(), static_cast<std::int64_t>(gone.size()));
   for (auto slot = gone.rbegin(); slot != gone.rend(); ++slot)
@@ -242,13 +242,13 @@ void Tier::Assign(const std::uint64_t* keys, bool use_pad, Plan* plan) {
     if (share.config.policy) inserted.Reserve(static_cast<std::size_t>(wanted.end - wanted.begin));
     for (std::int64_t i = wanted.begin; i < wanted.end; ++i) {
       const std::int32_t miss = plan->misses[static_cast<std::size_t>(i)];
-      const std::int32_t in_pad = plan->slots[miss];  // -1: absent
+      const std::int32_t in_overflow = plan->slots[miss];  // -1: absent
       std::int32_t slot = i < wanted.end - wanted.refused ? TakeSlot(&share) : -1;
       if (slot < 0) {
-        if (in_pad >= 0) continue;  // stays there
-        if (!use_pad) continue;     // its slot stays -1
-        slot = TakePadSlot();
-        pad_users_[slot - capacity_] = 1;
+        if (in_overflow >= 0) continue;  // stays there
+        if (!use_overflow) continue;     // its slot stays -1
+        slot = TakeOverflowSlot();
+        overflow_users_[slot - capacity_] = 1;
       } else if (share.config.policy) {
         inserted.Add(static_cast<std::int32_t>(slot - share.begin), keys[miss], plan->next_use[miss]);
       }
@@ -256,8 +256,8 @@ void Tier::Assign(const std::uint64_t* keys, bool use_pad, Plan* plan) {
       last_use_[slot] = plan->now;
       row_[slot].next_use = plan->next_use[miss];
       dirty_[slot] = 0;
-      if (in_pad >= 0) {
-        pad_home_[in_pad - capacity_] = slot;
+      if (in_overflow >= 0) {
+        overflow_home_[in_overflow - capacity_] = slot;
         resident_[slot] = kExpected;
         continue;
       }
@@ -291,7 +291,7 @@ PageVector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_t
                                          std::int64_t now) {
   PageVector<std::int32_t> slots(static_cast<std::size_t>(n));
   PageVector<std::uint64_t> absent;
-  std::vector<PageVector<std::int32_t>> told(shares_.size());
+  std::vector<PageVector<std::int32_t>> announced(shares_.size());
   for (std::int64_t i = 0; i < n; ++i) {
     if (i % kBlock == 0) FindBlock(keys, i, n, slots.data(), false);
     std::int32_t slot = slots[i];
@@ -301,21 +301,21 @@ PageVector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_t
     }
     row_[slot].next_use = next_use;
     if (slot >= capacity_) {
-      slot = pad_home_[slot - capacity_];
+      slot = overflow_home_[slot - capacity_];
       if (slot < 0) continue;
       row_[slot].next_use = next_use;
     }
     const std::size_t s = ShareOf(keys[i]);
     if (shares_[s].config.policy && Resident(slot))
-      told[s].push_back(static_cast<std::int32_t>(slot - shares_[s].begin));
+      announced[s].push_back(static_cast<std::int32_t>(slot - shares_[s].begin));
   }
   for (std::size_t s = 0; s < shares_.size(); ++s) {
-    if (told[s].empty()) continue;
+    if (announced[s].empty()) continue;
     const PolicyHooks& policy = shares_[s].config.policy;
-    const PageVector<std::int64_t> uses(told[s].size(), next_use);
+    const PageVector<std::int64_t> uses(announced[s].size(), next_use);
     const Stopwatch watch(&policy_seconds_);
-    policy.announce(policy.state, told[s].data(), uses.data(), static_cast<std::int64_t>(told[s].size()),
-                    now);
+    policy.announce(policy.state, announced[s].data(), uses.data(),
+                    static_cast<std::int64_t>(announced[s].size()), now);
   }
   return absent;
 }
@@ -343,7 +343,7 @@ PageVector<std::int32_t> Tier::ResidentSlots(bool only_dirty, std::int64_t from,
     }
   };
   for (const Share& share : shares_) collect(share.begin, share.begin + share.fresh);
-  collect(capacity_, capacity_ + static_cast<std::int64_t>(pad_users_.size()));
+  collect(capacity_, capacity_ + static_cast<std::int64_t>(overflow_users_.size()));
   return slots;
 }
 

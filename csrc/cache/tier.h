@@ -9,10 +9,11 @@
 // its rows in one share. A share without a policy holds every row that it is given (the tables that are
 // always resident, or a tier that holds all).
 //
-// Slots 0 .. capacity-1 belong to the shares. Slots behind them are the transient pad: rows that were not
-// admitted, or of a batch that does not fit; they are counted in and out by their lookups and leave through
-// Drainable(). A plan misses them like absent rows, so that what it decides does not depend on when a lookup
-// was released: one that it gives a slot moves there (its home) when no lookup uses it any more.
+// Slots 0 .. capacity-1 belong to the shares. The slots behind them are overflow slots: they hold rows that
+// were not admitted, and rows of a batch that does not fit. The tier counts the lookups that use such a row;
+// the row leaves through Drainable(). A plan counts it as a miss, so that what the plan decides does not
+// depend on when a lookup was released. If the plan gives the row a slot of a share (its home), the row moves
+// there when no lookup uses it any more.
 #pragma once
 
 #include <cstdint>
@@ -35,14 +36,14 @@ struct ShareConfig {
 };
 
 struct TierConfig {
-  std::int64_t pad = 0;                // slots behind the shares' for which address space is reserved
+  std::int64_t overflow_slots = 0;     // for which address space is reserved behind the shares' slots
   bool grows = false;                  // memory is taken as slots are first used, not at once
   std::vector<ShareConfig> shares;     // one at least; a tier that grows has one only
   std::vector<std::int32_t> share_of;  // of each table; tables behind them belong to share 0
 };
 
-// More rows are in use at once than a tier and its pad have slots.
-class PadFull : public std::runtime_error {
+// More rows are in use at once than a tier has slots, its overflow slots included.
+class OverflowFull : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
@@ -60,7 +61,7 @@ struct Moves {
   PageVector<std::int32_t> from, to;
 };
 
-// What a plan wants of one share: its misses are [begin, end) of the plan's, refused ones last.
+// What a plan wants of one share: its misses are [begin, end) of the plan's misses, refused misses last.
 struct SharePlan {
   std::int64_t begin = 0, end = 0;
   std::int64_t needed = 0;
@@ -72,14 +73,14 @@ struct Plan {
   std::vector<SharePlan> shares;
   PageVector<std::int32_t> slots;   // where every unique key's row is, valid after Assign
   PageVector<std::int32_t> misses;  // indices of unique keys without a slot, share by share
-  PageVector<std::int32_t> absent;  // those that are not in the pad either: to be filled by the caller
+  PageVector<std::int32_t> absent;  // misses without an overflow slot: the caller fills them
   Departures victims;               // to be copied out before the misses are filled
-  std::int64_t needed = 0;          // victims still to be found; those not found go to the pad
-  std::int64_t refused = 0;         // misses that are given no slot but the pad
+  std::int64_t needed = 0;          // victims still to be found; misses without one overflow
+  std::int64_t refused = 0;         // misses that get no slot but an overflow slot
   PageVector<std::int64_t> next_use;
-  std::vector<std::int64_t> table_rows, table_hits;  // unique keys of each table, and those that were here
+  std::vector<std::int64_t> table_rows, table_hits;  // unique keys of each table, and how many were here
 
-  // Misses that find no slot of their share; to be asked after Evict.
+  // Misses that find no slot of their share; call it after Evict.
   PageVector<std::int32_t> Unplaced() const;
 };
 
@@ -91,37 +92,36 @@ class Tier {
 
   explicit Tier(const TierConfig& config);
 
-  // Planning. `keys` without repeats; `next_use` may be null; `absent`: the caller knows that none of them is
-  // here. Begin touches the hits; Evict looks for the
-  // victims that are still needed among slots last used before `pinned_since`; Assign gives every miss a slot
-  // (refused or past capacity: pad) and forgets the victims. Between Begin and Assign all rows are still
-  // found where they were. Before Evict, lookups older than `pinned_since` must have been released here.
-  // Evict throws PolicyFault; the plan is to be aborted then. Prepare takes what memory Assign needs, so that
-  // Assign itself cannot fail, and returns how many slots must have room for a row by then; it throws
-  // AddressSpaceError, or PadFull, and the plan is to be aborted then.
+  // Planning. `keys` has no repeats; `next_use` may be null; `absent` says that no key is here. Begin touches
+  // the hits. Evict looks for the victims that are still needed, among slots last used before `pinned_since`;
+  // lookups older than that must have been released here. Prepare takes the memory that Assign needs, so that
+  // Assign itself cannot fail, and returns how many slots must have room for a row by then. Assign gives
+  // every miss a slot (an overflow slot if it is refused or past capacity) and forgets the victims. Between
+  // Begin and Assign all rows are still found where they were. Evict throws PolicyFault, Prepare
+  // AddressSpaceError or OverflowFull; the caller must abort the plan then.
   void Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now,
              bool absent, Plan* plan);
   std::int64_t Evict(std::int64_t pinned_since, Plan* plan);
-  std::int64_t Prepare(bool use_pad, const Plan& plan);
-  void Assign(const std::uint64_t* keys, bool use_pad, Plan* plan);
-  // Before Assign, when rows could not be moved: the victims stay. The returned rows are to be moved, as by
-  // Release.
+  std::int64_t Prepare(bool use_overflow, const Plan& plan);
+  void Assign(const std::uint64_t* keys, bool use_overflow, Plan* plan);
+  // Ends a plan before Assign, when rows could not be moved: the victims stay. The caller moves the returned
+  // rows, as after Release.
   Moves Abort(Plan* plan);
 
-  // A lookup that used `slots` is over: pad rows without further users become drainable, or are returned to
-  // be moved home.
+  // A lookup that used `slots` is over. Rows at overflow slots without further users become drainable, or are
+  // returned to be moved home.
   Moves Release(const std::int32_t* slots, std::int64_t n);
-  // Rows of the pad that no lookup uses any more; once they are written down, Drained() forgets them. When
-  // the pad is empty, its rows need no memory any more.
+  // Rows at overflow slots that no lookup uses any more; once they are written down, Drained() forgets them.
+  // When no overflow slot is in use, none of them needs memory any more.
   Departures Drainable() const;
   void Drained(const std::int32_t* slots, std::int64_t n);
 
   void Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const {
     index_.Find(keys, n, slots);
   }
-  // Takes rows out of the tier other than by eviction; `slots` must be resident and not in the pad.
+  // Takes rows out of the tier other than by eviction; `slots` must be resident slots of shares.
   void Remove(const std::int32_t* slots, std::int64_t n);
-  // The window has learned that these keys are used at `next_use`. Returns those that are not here.
+  // The window has learned that these keys are used at `next_use`. Returns the keys that are not here.
   PageVector<std::uint64_t> Announce(const std::uint64_t* keys, std::int64_t n, std::int64_t next_use,
                                      std::int64_t now);
 
@@ -134,12 +134,12 @@ class Tier {
   std::uint64_t key(std::int32_t slot) const { return row_[slot].key; }
   const std::uint8_t* dirty() const { return dirty_.data(); }
   std::int64_t capacity() const { return capacity_; }
-  // Rows of each table that are here, those in the pad excepted.
+  // Rows of each table at the shares' slots.
   std::vector<std::int64_t> TableRows() const;
-  // So many slots must have room for a row.
+  // How many slots must have room for a row.
   std::int64_t committed() const { return committed_; }
   std::int64_t size() const { return index_.size(); }
-  std::int64_t pad_in_use() const;
+  std::int64_t overflow_in_use() const;
   std::int64_t metadata_bytes() const;
   // Time spent in the hooks of policy and filter.
   double policy_seconds() const { return policy_seconds_; }
@@ -149,18 +149,18 @@ class Tier {
   void FindBlock(const std::uint64_t* keys, std::int64_t from, std::int64_t n, std::int32_t* slots,
                  bool last_use) const;
   void Prefetch(std::int32_t slot) const;
-  // A share and what is free of it. Its slots are begin .. begin + capacity - 1.
+  // A share and its free slots. Its slots are begin .. begin + capacity - 1.
   struct Share {
     ShareConfig config;
     std::int64_t begin;
     std::vector<std::int32_t> free = {};  // slots given back; used before fresh ones
-    std::int64_t fresh = 0;               // so many of its slots were used so far
+    std::int64_t fresh = 0;               // slots that were used so far
 
     std::int64_t available() const {
       return static_cast<std::int64_t>(free.size()) + config.capacity - fresh;
     }
   };
-  // Rows of one share, as its policy is told of them.
+  // Rows of one share, as its policy gets them.
   struct Uses {
     PageVector<std::int32_t> slots;  // numbered from the share's first
     PageVector<std::uint64_t> keys;
@@ -184,14 +184,14 @@ class Tier {
   std::string Fault(const Share& share, std::int32_t slot, std::int64_t pinned_since) const;
   void TakeVictim(std::int32_t slot, Departures* victims);
   std::int32_t TakeSlot(Share* share);
-  std::int32_t TakePadSlot();
+  std::int32_t TakeOverflowSlot();
   std::int32_t MoveHome(std::int32_t slot);
-  void ForgetPadSlot(std::int32_t slot);
+  void ForgetOverflowSlot(std::int32_t slot);
   bool Resident(std::int32_t slot) const { return resident_[static_cast<std::size_t>(slot)] != kEmpty; }
 
-  // What a slot holds; kExpected: its row is still in the pad.
+  // What a slot holds; kExpected: its row is still at an overflow slot.
   enum Content : std::uint8_t { kEmpty, kRow, kExpected };
-  // Side by side: whoever finds a slot by its key then asks for, or changes, its next use.
+  // Side by side, since a lookup by key then reads or changes the next use.
   struct Row {
     std::uint64_t key;
     std::int64_t next_use;
@@ -200,17 +200,17 @@ class Tier {
   TierConfig config_;
   std::vector<Share> shares_;
   std::int64_t capacity_;  // slots of all shares
-  std::size_t limit_;      // slots, the pad's included, for which address space is reserved
+  std::size_t limit_;      // slots, overflow slots included, for which address space is reserved
   ReservedArray<Row> row_;
-  ReservedArray<std::int64_t> last_use_;  // apart: policies are given it
+  ReservedArray<std::int64_t> last_use_;  // an array of its own, which policies get
   ReservedArray<std::uint8_t> dirty_;
   ReservedArray<std::uint8_t> resident_;
   SlotIndex index_;
-  std::int64_t committed_ = 0;           // slots with memory behind them
-  std::vector<std::int32_t> pad_users_;  // per pad slot: lookups that use it; -1 when free
-  std::vector<std::int32_t> pad_home_;   // per pad slot: the slot that its row was given, or -1
-  std::vector<std::int32_t> pad_free_;
-  std::vector<std::int32_t> pad_drainable_;
+  std::int64_t committed_ = 0;                // slots with memory behind them
+  std::vector<std::int32_t> overflow_users_;  // lookups that use each overflow slot; -1 when it is free
+  std::vector<std::int32_t> overflow_home_;   // the share's slot that its row was given, or -1
+  std::vector<std::int32_t> overflow_free_;
+  std::vector<std::int32_t> overflow_drainable_;
   double policy_seconds_ = 0;
 };
 

@@ -6,7 +6,7 @@
 
 namespace tierstore {
 namespace {
-// Slots are in no order: what so many of them have is fetched before it is needed.
+// Slots are in no order: the data of this many slots is prefetched.
 constexpr std::size_t kAhead = 24;
 }  // namespace
 
@@ -65,7 +65,7 @@ std::int64_t Tier::EvictFrom(const Share& share, std::int64_t needed, std::int64
       TakeVictim(slot_of(i), &plan->victims);
       continue;
     }
-    // The policy has dropped the others too: Abort gives them back to it.
+    // The policy has dropped the other victims too: Abort gives them back to the policy.
     for (std::size_t j = i; j < chosen.size(); ++j) {
       if (chosen[j] >= 0 && chosen[j] < share.config.capacity && resident_[slot_of(j)] == kRow)
         TakeVictim(slot_of(j), &plan->victims);

@@ -1,5 +1,4 @@
-// The window: lookups that are announced but not yet planned. It knows for every row in it when it is used
-// next.
+// The window: lookups that are announced but not yet planned. It knows the next use of every row in it.
 #pragma once
 
 #include <cstdint>
@@ -15,12 +14,12 @@ namespace tierstore {
 
 class Window {
  public:
-  // Adds a lookup; sequence numbers must increase. Returns the keys whose only occurrence in the window this
-  // is: if they are resident, their tier learns now that they are used at `seq`.
+  // Adds a lookup; sequence numbers must increase. Returns the keys that occur in no earlier lookup of the
+  // window: if they are resident, their tier learns now that they are used at `seq`.
   PageVector<std::uint64_t> Announce(std::int64_t seq, std::shared_ptr<const Batch> batch);
 
-  // Takes the oldest lookup, which must be `seq`, out of the window, and gives the next use of each of its
-  // unique keys (kNotKnown where the window holds none).
+  // Takes the oldest lookup, which must be `seq`, out of the window, and returns the next use of each of its
+  // unique keys (kNotKnown where the window has none).
   PageVector<std::int64_t> Take(std::int64_t seq);
 
   // Forgets all lookups; returns the keys whose announced use will not come.

@@ -1,5 +1,5 @@
-// Calls that can be given up half-way: whoever begins one sets a limit, and the loops and waits within ask
-// for it. Code that runs without a limit, as background threads do, is never interrupted.
+// Calls that can be ended half-way: a caller sets a limit, and the loops and waits within the call check it.
+// Code that runs without a limit, as background threads do, is never interrupted.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,7 @@
 
 namespace tierstore {
 
-// Thrown out of a call that has met its limit. It is no std::exception, so that nothing takes it for a
+// Thrown out of a call that has met its limit. It is no std::exception, so that no handler takes it for a
 // failure.
 struct CallEnded {};
 
@@ -30,7 +30,7 @@ class CallLimit {
   bool timed_ = false;
 };
 
-// The limit of what this thread does while the scope lives.
+// The limit of this thread's calls while the scope lives.
 class LimitedScope {
  public:
   explicit LimitedScope(const CallLimit& limit) : outer_(current_) { current_ = &limit; }

@@ -1,5 +1,4 @@
-// A hash of memory's content that tells changed from unchanged, at the speed of a cache. Not against
-// adversaries.
+// A hash of memory's content that detects changes at the speed of a cache. It does not resist adversaries.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// CRC-32C (Castagnoli polynomial, reflected, as in RFC 3720), by the processor's instruction where there is
-// one and by tables where not.
+// CRC-32C (Castagnoli polynomial, reflected, as in RFC 3720), by the processor's instruction where it has
+// one, else by tables.
 //
 // The functions work on the raw register, so that a checksum can be continued and prefixes be shared: start
 // with kCrc32cInit, extend as often as needed, finish with Crc32cFinish.
@@ -25,7 +25,7 @@ inline std::uint32_t Crc32c(const void* data, std::size_t size) {
 // "sse4.2", "armv8-crc" or "table".
 const char* Crc32cImplementation();
 
-// The table version, whatever the processor has; for tests.
+// The table version on any processor; for tests.
 std::uint32_t Crc32cExtendByTable(std::uint32_t state, const void* data, std::size_t size);
 
 }  // namespace tierstore

@@ -1,5 +1,5 @@
-// The floating-point mode of a thread: what happens to denormal numbers, and rounding. It belongs to the
-// thread (torch.set_flush_denormal changes the calling one's), so a loop that is shared among threads must
+// The floating-point mode of a thread: rounding, and the treatment of denormal numbers. It belongs to the
+// thread (torch.set_flush_denormal changes the calling thread's), so a loop that several threads share must
 // carry it along, or results would differ by thread.
 #pragma once
 
@@ -9,12 +9,12 @@ namespace tierstore {
 
 using FloatMode = std::uint64_t;
 
-// Of the calling thread; the flags of what has happened so far are no part of it.
+// The mode of the calling thread, without the flags of past exceptions.
 FloatMode CurrentFloatMode();
-// What every thread begins with: denormal numbers are kept.
+// The mode in which every thread begins: denormal numbers are kept.
 FloatMode DefaultFloatMode();
 
-// The calling thread works in `mode` as long as this lives.
+// The calling thread works in `mode` while this object lives.
 class ScopedFloatMode {
  public:
   explicit ScopedFloatMode(FloatMode mode);

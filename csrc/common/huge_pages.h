@@ -1,4 +1,4 @@
-// Address space for huge pages: most of what a random access to a large array costs is the walk to a page
+// Address space for huge pages: most of the cost of a random access to a large array is the walk to a page
 // that is not in the TLB.
 #pragma once
 

@@ -26,7 +26,7 @@ inline constexpr std::uint64_t MixKey(std::uint64_t key) {
   return key;
 }
 
-// For tables in memory: keyed by a secret of this process, so that nobody can choose keys that crowd one. No
+// A hash for tables in memory, keyed by a secret of this process, so that no input can crowd a table. No
 // result may depend on it.
 struct HashSecret {
   std::uint64_t flip, odd_factor;

@@ -1,8 +1,8 @@
-// Memory for arrays that live for many batches: large ones get pages of their own.
+// Memory for arrays that live for many batches: large arrays get pages of their own.
 //
-// On malloc's heap they would lie between the temporaries of every batch, and hold the pages of those too
-// once these are freed. Pages that are given back are kept for the arrays of the next batches, up to four
-// MiB, since the system would hand out zeroed ones one by one.
+// On malloc's heap they would lie between the temporaries of every batch, and keep the temporaries' pages
+// once these are freed. Up to four MiB of freed pages are kept for the arrays of the next batches, since the
+// system would zero new pages one by one.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace tierstore {
 
 // Memory of at least `bytes`, in no defined state. Throws std::bad_alloc. Thread-safe.
 void* TakePages(std::size_t bytes);
-// `bytes` as they were asked for.
+// Frees memory; `bytes` as in the allocation.
 void GivePages(void* at, std::size_t bytes);
 
 template <typename T>

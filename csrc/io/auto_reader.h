@@ -1,5 +1,5 @@
-// Reads by io_uring for as long as the kernel lets it, and by pread from then on: a filter on system calls
-// may come when the ring is there already.
+// Reads by io_uring for as long as the kernel allows it, and by pread from then on: a filter on system calls
+// may be set after the ring was made.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 
 namespace tierstore {
 
-// The ring cannot be entered any more; what it has begun may still arrive in its own memory.
+// The ring cannot be entered any more; transfers that it has begun may still arrive in its own memory.
 class RingError : public IoError {
  public:
   explicit RingError(int code)
@@ -22,7 +22,7 @@ class AutoReader final : public BatchReader {
   AutoReader(std::unique_ptr<BatchReader> ring, unsigned threads)
       : ring_(std::move(ring)), threads_(threads) {}
 
-  // After a refusal requests are made again, also those that `done` was called for.
+  // After a refusal all requests are made again, also requests that `done` was called for.
   void Read(std::span<const ReadRequest> requests, const Done& done) override {
     if (pread_ == nullptr) {
       try {

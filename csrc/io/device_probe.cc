@@ -11,7 +11,7 @@ namespace tierstore {
 double ProbeReads(Env& env, const std::string& path, std::uint32_t block_bytes, unsigned queue_depth,
                   double seconds) {
   using Clock = std::chrono::steady_clock;
-  constexpr std::size_t kReadsAtOnce = 8192;  // so many that the few at the end of each do not count
+  constexpr std::size_t kReadsAtOnce = 8192;  // so many that the short queue at the end hardly counts
   const auto file = env.Open(path, OpenMode::kRead, true);
   const std::uint64_t places = file->Size() / block_bytes;
   if (places == 0) throw IoError(EINVAL, path, "measure reads of a file smaller than one");

@@ -1,4 +1,4 @@
-// What a device does by itself: the figure that a store's reads are compared with.
+// Measures a device without a store, for comparison with the store's reads.
 #pragma once
 
 #include <cstdint>

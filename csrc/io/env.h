@@ -1,6 +1,6 @@
-// Env: the only way of the row store to files. The posix one is for use; others play a file system for tests.
+// Env: the row store's only access to files. The posix Env is for use; test doubles play a file system.
 //
-// An Env and its files may be used by several threads at once; one BatchReader by one thread at a time. All
+// Several threads may use an Env and its files at once; one thread at a time may use a BatchReader. All
 // functions throw IoError. Files must not outlive their Env.
 #pragma once
 
@@ -29,7 +29,7 @@ class File {
 
   // Reads up to `size` bytes and returns how many there were: fewer only at the end of the file.
   virtual std::size_t Read(std::uint64_t offset, void* data, std::size_t size) = 0;
-  // Writes all bytes, or throws and leaves any part of them written.
+  // Writes all bytes. When it throws, any part of the bytes may be written.
   virtual void Write(std::uint64_t offset, const void* data, std::size_t size) = 0;
   // Returns when the contents and the size are durable. A name is durable after Env::SyncDirectory.
   virtual void Sync() = 0;
@@ -50,14 +50,14 @@ inline constexpr std::size_t kMaxReadBytes = 64 << 10;
 
 class BatchReader {
  public:
-  // Request number, its bytes (block-aligned, valid during the call), how many: fewer than asked for only at
-  // the end of the file.
+  // Arguments: request number, its bytes (block-aligned, valid during the call), and their count, which is
+  // smaller than requested only at the end of the file.
   using Done = std::function<void(std::size_t request, const std::byte* data, std::size_t size)>;
 
   virtual ~BatchReader() = default;
 
   // Reads all requests, many at a time, and calls `done` on the calling thread for each as it arrives, in any
-  // order. Throws the first error, of the device or of `done`, after all that was begun has ended.
+  // order. Throws the first error, of the device or of `done`, after all begun requests have ended.
   virtual void Read(std::span<const ReadRequest> requests, const Done& done) = 0;
 
   // How requests are made: "io_uring", "pread", or a name of a test double.
@@ -70,8 +70,8 @@ class Env {
  public:
   virtual ~Env() = default;
 
-  // `direct` asks for IO past the page cache; where the file system refuses that, now or at a transfer,
-  // buffered IO is used.
+  // `direct` asks for IO past the page cache; where the file system refuses that, now or at a transfer, the
+  // file uses buffered IO.
   virtual std::unique_ptr<File> Open(const std::string& path, OpenMode mode, bool direct) = 0;
   virtual bool Exists(const std::string& path) = 0;
   // Names of the entries, without "." and "..", in no particular order.
@@ -81,17 +81,17 @@ class Env {
   // An absent file is not an error. Open files stay readable.
   virtual void Remove(const std::string& path) = 0;
   virtual void SyncDirectory(const std::string& directory) = 0;
-  // `queue_depth`: requests in flight. kIoUring throws where the kernel refuses it; kAuto uses it where it
-  // can.
+  // `queue_depth`: requests in flight. kIoUring throws where the kernel refuses io_uring; kAuto then uses
+  // pread.
   virtual std::unique_ptr<BatchReader> NewBatchReader(ReadEngine engine, unsigned queue_depth) = 0;
-  // Closes what the Env itself holds open. No file of it may be in use.
+  // Closes the descriptors that the Env itself holds. No file of it may be in use.
   virtual void Close() {}
 };
 
 // The file system of the machine. Lives as long as the process.
 Env& PosixEnv();
-// The same, with `directory` held open: names in it are found there whatever the working directory is and
-// whoever renames it. Throws IoError. It may be destroyed before its files.
+// The same file system, with `directory` held open: names in it are found there whatever the working
+// directory is, and after a rename of the directory. Throws IoError. It may be destroyed before its files.
 std::unique_ptr<Env> NewPosixEnv(const std::string& directory);
 
 // Reads one request after the other through File::Read: for Envs that have no device.

@@ -24,10 +24,10 @@ class FaultEnv final : public Env {
   void SyncDirectory(const std::string& directory) override;
   std::unique_ptr<BatchReader> NewBatchReader(ReadEngine, unsigned) override { return NewSerialReader(); }
 
-  // The nth operation of this kind from now on (1 is the next) fails with `code`; and all later ones if
-  // `forever`. ENOMEM is no failure of the device, but std::bad_alloc.
+  // The nth operation of this kind from now on (1 is the next) fails with `code`, and if `forever` all later
+  // operations, too. ENOMEM is no failure of the device, but std::bad_alloc.
   void Fail(const std::string& kind, std::uint64_t nth, int code, bool forever);
-  // Writes that would make the files larger than this together fail with ENOSPC, half done.
+  // Writes that would make all files together larger than this fail with ENOSPC, half done.
   void SetCapacity(std::uint64_t bytes);
   // Reads flip one bit of every nth byte range that they return; 0: none.
   void FlipBits(std::uint64_t every_nth_read);
@@ -49,7 +49,7 @@ class FaultEnv final : public Env {
 
   // Counts the operation; throws when it is to fail.
   void Begin(const std::string& kind, const std::string& path);
-  // How much of a growth by `bytes` there is room for.
+  // Returns how many of `bytes` more bytes there is room for.
   std::uint64_t Grow(std::uint64_t bytes);
   std::size_t Distort(std::byte* data, std::size_t size);
 

@@ -29,10 +29,10 @@ class MemoryEnv final : public Env {
   std::size_t operations();
 
   enum class Unsynced { kLost, kKept, kRandom };
-  // The disk after a crash that came behind the first `operations` operations. `seed` chooses for kRandom.
+  // The disk after a crash that came after the first `operations` operations. `seed` chooses for kRandom.
   std::unique_ptr<MemoryEnv> AfterCrash(std::size_t operations, Unsynced unsynced, std::uint64_t seed);
 
-  // Whole contents of a file, for tests that damage them. Not part of what is recorded.
+  // The whole contents of a file, for tests that damage files. These calls are not recorded.
   std::vector<std::byte> Contents(const std::string& path);
   void SetContents(const std::string& path, std::vector<std::byte> contents);
 

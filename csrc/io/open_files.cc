@@ -114,8 +114,7 @@ void OpenFiles::CloseIdle() {
   Shrink(lock, 0);
 }
 
-// The file that was not used for longest among those that nobody uses now. Of one that is not synced
-// `syncing` gets the lock.
+// The least recently used file that is not in use. Of one that is not synced `syncing` gets the lock.
 PosixFile* OpenFiles::PickIdle(bool unsynced, std::unique_lock<std::mutex>* syncing) {
   const auto found = std::find_if(used_.begin(), used_.end(), [&](PosixFile* file) {
     if (file->open_.use_count() > 1 || file->pinned_ || file->unsynced_ != unsynced) return false;

@@ -1,4 +1,4 @@
-// Parts of the posix Env that its readers share.
+// Parts of the posix Env that its files and readers share.
 #pragma once
 
 #include <sys/types.h>
@@ -14,18 +14,20 @@
 
 namespace tierstore {
 
-// Where names are looked up: a directory that stays open, so that neither a new working directory nor a lack
-// of descriptors comes between a store and its files; or, with descriptor -1, the process's own view.
+// The directory in which names are looked up. It stays open, so that neither a new working directory nor a
+// lack of descriptors separates a store from its files. Descriptor -1 stands for the process's working
+// directory.
 struct Folder {
   std::string path;
   OwnDescriptor descriptor;
 
-  // The name of `path` in the folder, or `path` where it is not in the folder; `at` is for openat and others.
+  // The name of `path` in the folder, or `path` where it is not in the folder; `at` is for openat and the
+  // like.
   const char* Resolve(const std::string& path, int* at) const;
 };
 
-// A file whose descriptor is opened when needed and shared for as long as somebody uses it. All files of the
-// process together keep so few open that the process has enough left (OpenFiles).
+// A file whose descriptor is opened when needed, and shared for as long as it is used. All files of the
+// process together hold so few descriptors that the process has enough left (OpenFiles).
 class PosixFile final : public File {
  public:
   using Descriptor = std::shared_ptr<const OwnDescriptor>;
@@ -43,12 +45,12 @@ class PosixFile final : public File {
   bool IsDirect() const override { return direct_; }
   const std::string& path() const override { return path_; }
 
-  // Stays open while the result lives. Throws IoError; IsOutOfDescriptors() when there is none to be had.
-  // nullptr if `may_wait` and all that the files may have are in use: ask again when some have been given
-  // back.
+  // Opens the file, which stays open while the result lives. Throws IoError, with IsOutOfDescriptors() when
+  // no descriptor is free. Returns nullptr if `may_wait` and all descriptors of the files are in use: ask
+  // again when a file has released one.
   Descriptor Use(bool may_wait = false);
-  // After a transfer was refused with EINVAL: from now on the file goes through the page cache, which takes
-  // any alignment. False where it did from the start.
+  // Call it after a transfer was refused with EINVAL: from now on the file goes through the page cache, which
+  // takes any alignment. Returns false if the file did so before.
   bool GiveUpDirect(const Descriptor& descriptor);
 
  private:
@@ -60,7 +62,7 @@ class PosixFile final : public File {
 
   const std::shared_ptr<const Folder> folder_;
   const std::string path_;
-  const int flags_;  // without those that create
+  const int flags_;  // without flags that create
   const bool opened_direct_;
   std::atomic<bool> direct_;
   std::atomic<bool> unsynced_{false};
@@ -69,16 +71,16 @@ class PosixFile final : public File {
   const unsigned fork_count_ = ForkCount();
 
   std::mutex syncing_;   // held during every sync
-  int failed_sync_ = 0;  // errno of one that came before the descriptor was closed
+  int failed_sync_ = 0;  // errno of a sync before the descriptor was closed
 
   // Guarded by OpenFiles' mutex.
   Descriptor open_;
-  bool pinned_ = false;  // has lost its name, so it cannot be opened again
+  bool pinned_ = false;  // the file has lost its name, so it cannot be opened again
   std::list<PosixFile*>::iterator place_, used_place_;
 };
 
-// The descriptors of all PosixFiles of the process: those that were not used for longest are closed when
-// there are more than a quarter of what the process may have. Thread-safe.
+// The descriptors of all PosixFiles of the process. When these are more than a quarter of the process's
+// limit, the least recently used are closed. Thread-safe.
 class OpenFiles {
  public:
   static OpenFiles& Instance();
@@ -89,7 +91,7 @@ class OpenFiles {
   PosixFile::Descriptor Use(PosixFile& file, bool may_wait);
   // Files of this path stay open from now on, as long as they live: the name is about to go.
   void Pin(const std::string& path);
-  // Closes descriptors that nobody uses.
+  // Closes descriptors that no caller uses.
   void CloseIdle();
 
  private:
@@ -100,11 +102,11 @@ class OpenFiles {
   PosixFile* PickIdle(bool unsynced, std::unique_lock<std::mutex>* syncing);
 
   std::mutex mutex_;
-  std::list<PosixFile*> files_;  // that live
-  std::list<PosixFile*> used_;   // that are open, the one not used for longest first
+  std::list<PosixFile*> files_;  // all that live
+  std::list<PosixFile*> used_;   // all open files, the least recently used first
 };
 
-// nullptr where the kernel refuses io_uring, with its errno.
+// Returns nullptr where the kernel refuses io_uring, with its errno in `error`.
 std::unique_ptr<BatchReader> NewUringReader(unsigned queue_depth, int* error);
 std::unique_ptr<BatchReader> NewPreadReader(unsigned threads);
 

@@ -40,7 +40,7 @@ int PosixFile::OpenOnce(int flags) const {
   return openat(at, name, flags, 0644);
 }
 
-// `extra_flags`: those that create the file.
+// `extra_flags`: flags that create the file.
 PosixFile::Descriptor PosixFile::Open(int extra_flags) {
   const auto attempt = [&] {
     const int flags = flags_ | extra_flags;

@@ -45,7 +45,7 @@ class PreadReader final : public BatchReader {
           } catch (const IoError& refused) {
             if (!refused.IsOutOfDescriptors() || in_flight == 0) error = std::current_exception();
           }
-          if (descriptor == nullptr) break;  // what is in flight gives some back
+          if (descriptor == nullptr) break;  // requests in flight will release descriptors
           const unsigned slot = slots_.Take(next);
           descriptors_[slot] = std::move(descriptor);  // keeps the file open until the thread has read it
           queued_.push_back(Job{slot, &requests[next], slots_.data(slot), 0, nullptr});
@@ -112,7 +112,7 @@ class PreadReader final : public BatchReader {
 
   const unsigned threads_;
   ReadSlots slots_;
-  std::vector<PosixFile::Descriptor> descriptors_;  // by slot, of what is in flight
+  std::vector<PosixFile::Descriptor> descriptors_;  // by slot, of the requests in flight
   std::vector<std::thread> workers_;
 
   std::mutex mutex_;  // guards what follows

@@ -1,5 +1,6 @@
-// An Env around another that changes nothing: what would remove or cut off is left as it is, as if done, and
-// what would write throws EROFS. So a store can be opened at a commit and read where it may not be touched.
+// An Env around another Env that changes nothing: calls that would remove or truncate do nothing, as if done,
+// and calls that would write throw EROFS. So a store can be opened at a commit and read where writing is not
+// allowed.
 #pragma once
 
 #include "io/env.h"

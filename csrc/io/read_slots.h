@@ -1,5 +1,5 @@
 // The buffers of a batch reader: one arena, cut for each batch into equal slots that hold its largest
-// request, so that small reads get the full queue depth and large ones the same memory.
+// request. So small reads get the full queue depth, and large reads need no more memory.
 #pragma once
 
 #include <algorithm>

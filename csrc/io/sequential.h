@@ -1,4 +1,4 @@
-// Whole files front to back through block-aligned buffers, so that direct IO works.
+// Reads and writes whole files front to back through block-aligned buffers, so that direct IO works.
 #pragma once
 
 #include <algorithm>

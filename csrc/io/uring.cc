@@ -111,7 +111,7 @@ int Uring::SubmitAndWait(unsigned wait) {
     } else if (errno != EINTR && errno != EAGAIN && errno != EBUSY) {
       return errno;
     }
-    // Completions make room for the rest; what is there already counts towards `wait`.
+    // Completions make room for further entries; completions that are there already count towards `wait`.
     wait = std::min(wait, 1u);
     if (LoadAcquire(cq_tail_) != *cq_head_ && pending == 0) return 0;
   }

@@ -1,7 +1,7 @@
 // One io_uring instance through its three system calls; no liburing. One thread at a time.
 //
-// The structures follow the kernel's stable interface (include/uapi/linux/io_uring.h); they are written out
-// here so that the core builds where those headers are older than the kernel it will run on.
+// The structures follow the kernel's stable interface (include/uapi/linux/io_uring.h). They are written out
+// here so that the core builds where the system's headers are older than its kernel.
 #pragma once
 
 #include <cstddef>

@@ -32,7 +32,7 @@ class UringReader final : public BatchReader {
       // Waiting for several at once saves system calls and leaves the queue deep enough.
       const int code = ring_->SubmitAndWait(std::min(in_flight_, 8u));
       if (code != 0) {
-        broken_ = code;  // what is in flight cannot be awaited; its memory lives as long as the ring
+        broken_ = code;  // requests in flight cannot be awaited; their memory lives as long as the ring
         throw RingError(code);
       }
       for (UringCqe cqe; ring_->Reap(cqe);) Complete(cqe, done);
@@ -48,12 +48,12 @@ class UringReader final : public BatchReader {
  private:
   static PosixFile& FileOf(const ReadRequest& request) { return static_cast<PosixFile&>(*request.file); }
 
-  // False when the request must wait for descriptors that others hold, or has failed.
+  // Returns false when the request must wait for descriptors in use, or has failed.
   bool Begin(std::size_t index) try {
     PosixFile& file = FileOf(requests_[index]);
     if (&file != last_file_) {
       last_file_ = nullptr;
-      last_descriptor_.reset();  // it may be what is short
+      last_descriptor_.reset();  // it may be the descriptor that is lacking
       last_descriptor_ = file.Use(in_flight_ > 0);
       if (last_descriptor_ == nullptr) return false;
       last_file_ = &file;
@@ -109,7 +109,7 @@ class UringReader final : public BatchReader {
   }
 
   ReadSlots slots_;
-  std::vector<PosixFile::Descriptor> descriptors_;  // by slot, of what is in flight
+  std::vector<PosixFile::Descriptor> descriptors_;  // by slot, of the requests in flight
   PosixFile* last_file_ = nullptr;
   PosixFile::Descriptor last_descriptor_;
   std::unique_ptr<Uring> ring_;  // dies before the memory that it may still write to

@@ -1,5 +1,5 @@
-// The ids of a batch before they are sent: whether they are ids of their tables, and divided among the
-// shards of a table that is cut by rows.
+// Checks the ids of a batch before they are sent, and divides them among the shards of a table that is cut by
+// rows.
 #pragma once
 
 #include <cstdint>
@@ -16,15 +16,15 @@ struct IdsOf {
 // Position of the first id outside [0, bound); -1: there is none.
 std::int64_t FirstOutside(const IdsOf& ids, std::int64_t bound);
 
-// Shards hold consecutive ids: shard s those from starts[s] to starts[s + 1]; the first starts at or below
-// every id. Bags are consecutive ids, lengths[b] of them.
+// Shards hold consecutive ids: shard s holds ids from starts[s] to starts[s + 1]; the first starts at or
+// below every id. Bags are consecutive ids, lengths[b] of them.
 struct Bagged {
   IdsOf ids;
   const std::int64_t* lengths;
   std::int64_t bags;
 };
 
-// `Wire`: the type of what is sent, int32 if the tables' ids fit it.
+// `Wire`: the type of the sent ids, int32 if the tables' ids fit it.
 template <typename Wire>
 struct Divided {
   std::vector<Wire> ids;                // (count): by shard, in their order

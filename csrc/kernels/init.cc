@@ -72,7 +72,7 @@ struct InitKernel {
   TIERSTORE_INLINE static void FillWeights(const Args& args, std::uint64_t key, float* row) {
     const std::uint32_t table = KeyTable(key);
     if (args.tables.kinds[table] == InitKind::kConstant) {
-      std::fill(row, row + args.dim, args.tables.a[table]);
+      std::fill(row, row + args.dim, args.tables.first[table]);
       return;
     }
     const std::uint64_t id = KeyId(key);
@@ -97,9 +97,9 @@ struct InitKernel {
     RandomColumns(id, column, tables.seeds[table], bits);
     float values[kColumns];
     if (tables.kinds[table] == InitKind::kUniform) {
-      Uniform(bits, tables.a[table], tables.b[table], values);
+      Uniform(bits, tables.first[table], tables.second[table], values);
     } else {
-      Normal(bits, tables.a[table], tables.b[table], values);
+      Normal(bits, tables.first[table], tables.second[table], values);
     }
     std::memcpy(out, values + skip, std::min<std::int64_t>(kColumns - skip, limit) * sizeof(float));
   }

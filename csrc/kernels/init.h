@@ -10,16 +10,18 @@ namespace tierstore {
 
 enum class InitKind : std::uint8_t { kConstant = 0, kUniform = 1, kNormal = 2 };
 
-// How the weights of each table start, one entry per table (key >> 48):
-// - constant: a
-// - uniform in [a, b): min(a + u * (b - a), the float before b), in float32, u = (x >> 8) / 2^24
-// - normal: float32(a + b * z) in float64, z the standard normal quantile of (x + 0.5) / 2^32
+// How the weights of each table begin, one entry per table (key >> 48). `first` and `second` are the
+// parameters of the kind:
+// - constant (value): value
+// - uniform (low, high): min(low + u * (high - low), the float before high), in float32, u = (x >> 8) / 2^24
+// - normal (mean, std): float32(mean + std * z) in float64, z the standard normal quantile of
+//   (x + 0.5) / 2^32
 // where x is word `column mod 4` of Philox4x32-10 with key `seed` and counter (id mod 2^32, id >> 32, column
-// div 4, 0). A table that is a range of another one's columns begins at column columns[table] of it.
+// div 4, 0). A table that is a range of columns of a wider table begins at its column columns[table].
 struct TableInit {
   const InitKind* kinds;
-  const float* a;
-  const float* b;
+  const float* first;
+  const float* second;
   const std::uint64_t* seeds;
   std::int64_t num_tables;
   const std::int64_t* columns = nullptr;  // first column of each table; null: 0

@@ -22,7 +22,7 @@ namespace tierstore {
 
 enum class Isa : int { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
 
-// The best one that this CPU has, unless a lower one was forced.
+// The best instruction set of this CPU, unless a lower one was forced.
 Isa ActiveIsa();
 Isa BestIsa();
 // For tests. Throws std::invalid_argument when the CPU lacks it.

@@ -12,7 +12,7 @@
 
 namespace tierstore {
 
-// What a lookup reads; `inverse` entries must be below num_slots.
+// The input of a lookup; `inverse` entries must be below num_slots.
 struct Gather {
   Rows rows;
   std::int64_t dim;

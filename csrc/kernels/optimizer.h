@@ -21,7 +21,7 @@ namespace tierstore {
 enum class OptimizerKind : int { kSgd = 0, kRowWiseAdagrad = 1, kAdagrad = 2, kAdam = 3 };
 enum class WeightDecayMode : int { kNone = 0, kL2 = 1, kDecoupled = 2 };
 
-// Hyperparameters of one step, with everything that depends on them alone worked out in double precision.
+// Hyperparameters of one step, with values that depend on them alone computed in double precision.
 struct OptimizerStep {
   OptimizerKind kind;
   float lr;
@@ -57,14 +57,15 @@ TIERSTORE_INLINE void ForWeights(std::int64_t dim, const float* g, float* w, con
   });
 }
 
-// The gradient that the optimizer sees: with weight decay, if that is added to it.
+// Adds l2 weight decay to the gradient.
 TIERSTORE_INLINE void AddDecay(const OptimizerStep& step, std::int64_t dim, float* g, const float* w) {
   if (step.l2 == 0.0f) return;
   for (std::int64_t c = 0; c < dim; ++c) g[c] += step.l2 * w[c];
 }
 
 // Applies `step` to a row: w[dim], followed by its state. Overwrites g. `mean_square`: of the whole row's
-// gradient, where these are only some of its columns; null: the row is whole. Matters to RowWiseAdagrad only.
+// gradient, where the columns here are only some of the row's; null: the row is whole. It matters to
+// RowWiseAdagrad only.
 template <int W>
 TIERSTORE_INLINE void ApplyStep(const OptimizerStep& step, std::int64_t dim, float* g, float* w,
                                 const float* mean_square) {

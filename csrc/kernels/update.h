@@ -1,8 +1,8 @@
 // Backward kernels: per unique row, the sum of its gradients and one fused optimizer step.
 //
 // The gradients of a row are added in ascending order of position, in pieces of kReducePositions that are
-// each summed from zero and then added in order. The pieces are the same for every thread count, so the bits
-// are too.
+// each summed from zero and then added in order. The pieces, and so the bits, are the same for every thread
+// count.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,8 @@ namespace tierstore {
 
 inline constexpr std::int64_t kReducePositions = 256;
 
-// The rows of a batch and, by CountPositions and PlacePositions, who uses them. slots must not repeat.
+// The rows of a batch and, by CountPositions and PlacePositions, the positions that use them. slots must not
+// repeat.
 struct Touched {
   Rows rows;
   std::int64_t dim;
@@ -26,8 +27,8 @@ struct Touched {
   const std::int32_t* csr_positions;
 };
 
-// Gradient of position p: that of its bag (laid out as the forward's output), times weights[p] unless weights
-// is null, over the bag's count of positions for a mean; for max, only the columns whose argmax is p.
+// Gradient of position p: its bag's gradient (laid out as the forward's output), times weights[p] unless
+// weights is null, over the bag's count of positions for a mean; for max, only the columns whose argmax is p.
 struct PooledGrads {
   Bags bags;
   const float* weights;
@@ -37,16 +38,16 @@ struct PooledGrads {
 
 // RowWiseAdagrad of rows that are cut by columns needs the squares of all their columns; by unique row.
 struct RowSquares {
-  // If set, nothing is updated: only the sum of the squares of the gradient over these columns is put here
-  // (NaN if the gradient is not finite).
+  // If set, no row is updated: the sum of the squares of the gradient over these columns goes here (NaN if
+  // the gradient is not finite).
   float* out = nullptr;
-  // The mean square over all columns; NaN (the gradient of some other columns is not finite) is treated as if
-  // that were so in these columns, too. Null: the rows are whole.
+  // The mean square over all columns. NaN means that the gradient of other columns is not finite, and counts
+  // as if these columns' gradient were not finite. Null: the rows are whole.
   const float* means = nullptr;
 };
 
-// Both return the unique rows, ascending, whose gradient is not finite: with check_finite they are left as
-// they were, without it nothing is checked or returned.
+// Both functions return the unique rows, ascending, whose gradient is not finite. With check_finite these
+// rows are left as they were; without it no gradient is checked and no row returned.
 std::vector<std::int32_t> UpdatePooled(const Touched& touched, const PooledGrads& grads,
                                        const OptimizerStep& step, bool check_finite, RowSquares squares = {});
 // The gradient of position p is grad[p * stride ...].

@@ -1,9 +1,9 @@
-// Appends records to the active segments: makes room, hands what is complete to the write queue, and ends
-// segments that are full.
+// Appends records to the active segments: makes room, hands complete records to the write queue, and ends
+// full segments.
 //
 // To append: Reserve a span, fill in the records at the places that LocateRecords gives, and Advance. Between
-// the two nobody else may append to the same stream: calls append to kFromCallers, one call at a time; the
-// compactor alone appends to the other two.
+// Reserve and Advance no other thread may append to the same stream: calls append to kFromCallers, one call
+// at a time; the compactor alone appends to the other two.
 //
 // Guarded by the store's mutex (store/store_mutex.h), but for LocateRecords and the bytes of a span's
 // records.
@@ -25,7 +25,7 @@ struct Span {
   Chunk* chunk;
   std::uint32_t first, count;  // slots
 
-  // Where each record goes.
+  // The place of each record.
   void LocateRecords(std::byte* records[]) const;
 };
 
@@ -34,14 +34,15 @@ class Appender {
   Appender(const StoreContext& context, StoreState& state, WriteQueue& queue, CompactorControl& control)
       : context_(context), segments_(state.segments), space_(state.space), queue_(queue), control_(control) {}
 
-  // Room for 1 to `want` records, all in one chunk. May release the lock and wait: for the queue and, in the
-  // stream of callers, for space. Nothing is used until Advance. Throws FullError, IoError, ClosedError and
-  // what the queue has to report; in the streams of the compactor Interrupted instead of the last two.
+  // Makes room for 1 to `want` records, all in one chunk. May release the lock and wait: for the queue and,
+  // in the stream of callers, for space. Nothing is used until Advance. Throws FullError, IoError,
+  // ClosedError and the queue's pending error; in the streams of the compactor it throws Interrupted instead
+  // of the last two.
   Span Reserve(Lock& lock, RowClass& row_class, Stream stream, std::uint32_t want);
   // The span's first `n` records are complete. They count as live; RowIndex::Put comes next. `epochs` are
   // needed where the segment holds copies.
   void Advance(const Span& span, std::uint32_t n, const std::uint64_t* keys, const std::uint32_t* epochs);
-  // Queues what an active segment holds, up to a block boundary behind which appending goes on.
+  // Queues the rows of an active segment, up to a block boundary behind which appending goes on.
   void Flush(const SegmentPtr& segment);
 
  private:

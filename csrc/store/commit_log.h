@@ -17,8 +17,8 @@ struct CommitLog {
   std::vector<CommitRecord> kept;  // as the manifest in force lists them, oldest first
   std::uint64_t next_id = 1;
   std::uint64_t next_history = 0;  // of the next commit
-  // The commit that was opened or made last, or is being made. It may be none of the kept ones: id 0 before
-  // the first.
+  // The commit that was opened or made last, or is being made. It may be none of the kept commits: its id is
+  // 0 before the first.
   std::uint64_t current_id = 0, current_history = 0;
   std::string meta;  // of the commit that was opened or made last; "" before the first
 

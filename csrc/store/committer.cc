@@ -81,7 +81,8 @@ void Committer::Drop(Lock& lock, std::uint64_t id) {
   std::vector<CommitRecord> kept = state_.commits.kept;
   if (state_.commits.Find(id) == nullptr) throw InputError("commit " + std::to_string(id) + " is not kept");
   if (kept.back().id == id) {
-    throw InputError("commit " + std::to_string(id) + " is the newest; a store keeps at least that one");
+    throw InputError("commit " + std::to_string(id) +
+                     " is the newest, which a store keeps; drop an older commit");
   }
   std::erase_if(kept, [id](const CommitRecord& commit) { return commit.id == id; });
   SaveManifest(lock, std::move(kept));
@@ -175,7 +176,7 @@ std::vector<SegmentExtent> Committer::CaptureExtents() const {
   return extents;
 }
 
-// What the last commit has to name now: segments that hold its rows, up to what is not newer.
+// The extents of the last commit now: segments that hold its rows, up to the first newer row.
 std::vector<SegmentExtent> Committer::ExtentsOfLastCommit() const {
   std::vector<SegmentExtent> extents;
   for (const auto& [number, segment] : state_.segments.by_number()) {

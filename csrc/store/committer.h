@@ -1,4 +1,5 @@
-// Makes commits, drops them, and writes the last one anew. Each replaces the manifest; one does so at a time.
+// Makes commits, drops them, and writes the last commit anew. Each call replaces the manifest; one call does
+// so at a time.
 //
 // A commit goes in this order, and a crash at any point leaves the commit before it or this one, whole: the
 // active segments are flushed to the queue, the segments that hold newest versions are pinned, the queue is
@@ -6,12 +7,12 @@
 // file, synced, renamed and its name synced. The mutex is free from the draining on, so reads and (but for
 // calls, which exclude one another) compaction go on.
 //
-// When a sync, or the manifest's replacement, fails half-way, nobody knows what the device holds: from then
-// on every commit throws IoError until the store is opened anew. Rows can be read and written all the same.
+// When a sync, or the manifest's replacement, fails half-way, the device's contents are unknown: from then on
+// every commit throws IoError until the store is opened anew. Rows can still be read and written.
 //
 // *Renewal* lets a store with one kept commit win back space without another commit: the last commit comes to
 // name copies instead of the segments that they were made from, so that these can go. Two kinds of rows must
-// be copied for that: newest versions, as ever, and those that were superseded since the commit
+// be copied for that: newest versions, as ever, and versions that were superseded since the commit
 // (Segment::kept). Copies go to segments that hold nothing newer than the commit (Stream kOfCommit), or it
 // could not name them. A segment that the commit names a part of is left alone: a copy from it would be taken
 // for newer than rows that were appended to it since. The commit stays the same one, with the same rows,
@@ -43,9 +44,9 @@ class Committer {
         queue_(queue),
         control_(control) {}
 
-  // Makes all rows durable and returns the commit's id; drops untagged commits beyond those to keep. Throws
-  // InputError when the manifest would be too large, IoError, ClosedError, CallEnded, and what the queue has
-  // to report; there is no new commit then.
+  // Makes all rows durable and returns the commit's id; drops surplus untagged commits. Throws InputError
+  // when the manifest would be too large, IoError, ClosedError, CallEnded, and what the queue has to report;
+  // there is no new commit then.
   std::uint64_t Commit(Lock& lock, std::string meta, std::string tag);
   // Forgets a commit that is not the newest. Throws as Commit does, and InputError when it is not kept.
   void Drop(Lock& lock, std::uint64_t id);
@@ -68,7 +69,7 @@ class Committer {
   }
 
  private:
-  // Alone in changing the manifest while it lives; waits until that is so.
+  // Holds the exclusive right to change the manifest while it lives; waits for that right.
   class Turn {
    public:
     Turn(Committer& committer, Lock& lock);
@@ -99,7 +100,7 @@ class Committer {
   std::condition_variable saved_;
   bool saving_ = false;  // the manifest is being replaced
   bool stop_ = false;
-  std::string failure_;  // why no commit can be made any more; "" when they can
+  std::string failure_;  // why no commit can be made any more; "" when commits can
   std::uint64_t renewals_ = 0;
 };
 

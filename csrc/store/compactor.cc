@@ -100,8 +100,8 @@ void Compactor::CompactSegment(Lock& lock, const Victim& victim) {
   segment.damaged = true;
   throw CorruptError(
       segment.path + ": compaction found " + std::to_string(victim.Left()) +
-      " rows damaged (checksum or key mismatch) and left them; the others are safe elsewhere. Reading a "
-      "damaged row names it");
+      " rows damaged (checksum or key mismatch) and left them there; all other rows were copied. `tierstore "
+      "verify` names the damaged rows and says what to do");
 }
 
 // Reads slots first to last. Only what the device says of these very bytes counts against the segment:
@@ -179,7 +179,7 @@ void Compactor::Relocate(Lock& lock, const Batch& batch) {
   }
 }
 
-// Copies the span's count of slots, but for those that are not needed any more.
+// Copies the span's count of slots, except slots that are not needed any more.
 void Compactor::Copy(const Batch& batch, const std::uint32_t* slots, const Span& span) {
   Segment& victim = batch.victim();
   RowClass& row_class = *victim.row_class;

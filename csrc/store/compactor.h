@@ -1,10 +1,10 @@
-// The compactor: a thread that copies the rows that are needed out of segments that hold few of them, so that
-// the segments can go, and that removes those that nothing needs. When space is short it serves the call that
-// waits; otherwise it keeps dead bytes below what is tolerated (Space::TakeSurvey).
+// The compactor: a thread that copies needed rows out of segments that hold few of them, so that the segments
+// can go, and that removes segments that nothing needs. When space is short it serves the call that waits;
+// otherwise it keeps dead bytes below the tolerated number (Space::TakeSurvey).
 //
 // A copy changes nothing that a caller sees: Read gives the same bytes before and after. A row that is
 // damaged is not copied; its segment stays, is left alone from then on, and the error is reported to the
-// write queue, whose next ThrowPending throws it. What the other parts say to the compactor is in
+// write queue, whose next ThrowPending throws it. The other parts reach the compactor through
 // store/compactor_control.h.
 //
 // The thread takes the store's mutex (store/store_mutex.h), gives way to reads within each batch of rows, and

@@ -1,5 +1,5 @@
-// What the other parts of a store say to its compactor, and what the compactor answers. So they need not know
-// the compactor, and it may use them.
+// Signals between the other parts of a store and its compactor. So these parts need not know the compactor,
+// which may use them.
 //
 // Guarded by the store's mutex (store/store_mutex.h).
 #pragma once
@@ -13,11 +13,11 @@
 
 namespace tierstore {
 
-// What a call waits for.
+// The space that a call waits for.
 struct CompactionDemand {
-  std::uint64_t bytes = 0;            // so much space
+  std::uint64_t bytes = 0;            // this much space
   const RowClass* crowded = nullptr;  // an ordinal for a segment of this row size
-  bool all = false;                   // all that can be won
+  bool all = false;                   // all space that compaction can win
 };
 
 class CompactorControl {
@@ -28,9 +28,9 @@ class CompactorControl {
     work_.notify_one();
   }
 
-  // Makes the demand and waits until `done()` holds, the store closes, or the compactor has looked at the
-  // store once more and found nothing to win; returns whether the last has happened, and the store is open.
-  // Throws CallEnded. One call demands at a time.
+  // Makes the demand and waits until `done()` holds, the store closes, or the compactor has scanned the store
+  // once more and found nothing to win. Returns whether it found nothing and the store is open. Throws
+  // CallEnded. One call demands at a time.
   template <class Done>
   bool Demand(Lock& lock, const CompactionDemand& demand, Done done) {
     const std::uint64_t scans = fruitless_scans_;
@@ -62,7 +62,7 @@ class CompactorControl {
   }
   bool stopped() const { return stop_; }
 
-  // The rest is for the compactor.
+  // The functions below are for the compactor.
   const CompactionDemand& demand() const { return demand_; }
   bool held() const { return held_; }
   void WaitUntilReleased(Lock& lock) {

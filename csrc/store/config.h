@@ -1,4 +1,4 @@
-// What a store is opened with.
+// Options with which a store is opened.
 #pragma once
 
 #include <cstddef>
@@ -12,9 +12,9 @@
 
 namespace tierstore {
 
-// Bounds that tests make smaller, to reach them.
+// Bounds of a store. Tests make the bounds small, to reach them.
 struct StoreLimits {
-  std::size_t chunk_bytes = Chunk::kBytes;             // of a stretch that is written as one
+  std::size_t chunk_bytes = Chunk::kBytes;             // bytes that are written at once
   std::uint64_t locations = TableIndex::kMaxLocation;  // of row versions of one size
   std::uint64_t manifest_bytes = Manifest::kMaxBytes;
 };
@@ -25,9 +25,9 @@ struct StoreConfig {
   ReadEngine read_engine = ReadEngine::kAuto;
   unsigned queue_depth = 128;
   bool direct = true;            // IO goes past the page cache where the file system allows that
-  std::size_t keep_commits = 1;  // the next commit drops older ones that have no tag
+  std::size_t keep_commits = 1;  // the next commit drops older commits without a tag
   std::uint64_t at_commit = 0;   // the commit that the store is opened at; 0: the last
-  bool read_only = false;        // nothing is resumed, compacted or saved; goes with a ReadOnlyEnv
+  bool read_only = false;        // nothing is resumed, compacted or saved; needs a ReadOnlyEnv
   std::size_t write_buffer_bytes = 16 << 20;
   std::uint64_t snapshot_min_rows = 1 << 17;  // smaller stores open fast without a snapshot
   std::optional<StoreId> store_id;            // of a new store; random unless given

@@ -21,7 +21,8 @@ void StoreContext::CheckOpen() const {
 
 void StoreContext::CheckWritable() const {
   CheckOpen();
-  if (config.read_only) throw InputError(directory + ": the store is opened read-only");
+  if (config.read_only)
+    throw InputError(directory + ": the store is opened read-only; open it without read_only to change it");
 }
 
 }  // namespace tierstore

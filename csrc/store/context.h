@@ -1,4 +1,4 @@
-// What all parts of a store know of it: where its files are, how it was opened, and whether it still is open.
+// Facts for all parts of a store: where its files are, how it was opened, and whether it is still open.
 #pragma once
 
 #include <sys/types.h>
@@ -12,7 +12,7 @@
 
 namespace tierstore {
 
-// Needs no lock: nothing changes after opening but the atomic member.
+// It needs no lock: only the atomic member changes after opening.
 class StoreContext {
  public:
   // `files` must live longer.

@@ -1,4 +1,4 @@
-// What the row store throws besides IoError. The bindings turn each into its class of tierstore/errors.py.
+// The row store's errors besides IoError. The bindings turn each into its class of tierstore/errors.py.
 #pragma once
 
 #include <stdexcept>

@@ -23,9 +23,9 @@ inline constexpr std::uint32_t kMaxRowBytes = 256 << 10;
 inline constexpr std::uint32_t kMaxSlots = 1 << 20;
 inline constexpr std::uint64_t kMaxSegmentBytes = 64 << 20;
 
-// Where the records of one row size lie. Records are packed into frames and never cross from one to the next;
-// a frame is the smallest power of two, from one block on, that wastes at most 2 %, or kMaxFrameBytes. So a
-// small row is read with one block.
+// Places of the records of one row size. Records are packed into frames, and no record crosses into the next
+// frame; a frame is the smallest power of two, from one block on, that wastes at most 2 %, or kMaxFrameBytes.
+// So a small row is read with one block.
 struct Geometry {
   std::uint32_t row_bytes = 0;
   std::uint32_t record_bytes = 0;
@@ -42,7 +42,7 @@ struct Geometry {
   std::uint64_t EndOffset(std::uint32_t slots) const;
   // First slot that begins at or behind a block boundary.
   std::uint32_t SlotAt(std::uint64_t offset) const;
-  // Slots of a segment of at most `bytes` (but at least one frame).
+  // The number of slots of a segment of at most `bytes` (but at least one frame).
   std::uint32_t SlotsIn(std::uint64_t bytes) const;
 };
 
@@ -57,7 +57,7 @@ struct SegmentHeader {
   static SegmentHeader Decode(std::span<const std::byte> in, const std::string& path);
 };
 
-// What a record's checksum starts from: the store and the segment, so that a record of another file fails.
+// The start value of a record's checksum: store and segment, so that a record of another file fails.
 std::uint32_t RecordCrcPrefix(const StoreId& store, std::uint32_t segment);
 
 // A record is crc (u32), epoch (u32), key (u64), row. Epoch: number of the segment that the row was first
@@ -77,8 +77,8 @@ RecordHeader LoadRecordHeader(const std::byte* record);
 bool RecordIsIntact(const std::byte* record, std::uint32_t slot, const Geometry& geometry,
                     std::uint32_t crc_prefix);
 
-// The end of a segment that is full: key (and for relocated ones epoch) of every slot, so that the index is
-// rebuilt without reading the rows.
+// The end of a full segment: the key (and in relocated segments the epoch) of every slot, so that the index
+// is rebuilt without reading the rows.
 struct Footer {
   std::vector<std::uint64_t> keys;
   std::vector<std::uint32_t> epochs;  // empty unless the segment is relocated
@@ -86,7 +86,7 @@ struct Footer {
 
   // Bytes from geometry.EndOffset(slots) to the end of the file.
   Bytes Encode(const SegmentHeader& header) const;
-  // Nothing when the file has no valid footer; damage is not told from absence.
+  // Returns nothing when the file has no valid footer, whether it is damaged or missing.
   static std::optional<Footer> Load(File& file, const SegmentHeader& header);
   static std::uint64_t EncodedBytes(std::uint64_t slots, std::uint64_t voids, bool relocated);
 };

@@ -1,26 +1,27 @@
-// Where the rows of one table are: an exact map from 48-bit ids to 32-bit locations in 10 bytes per entry,
-// 9 where there are many.
+// The locations of one table's rows: an exact map from 48-bit ids to 32-bit locations. An entry takes 10
+// bytes, or 9 where there are many.
 //
 // Open addressing over one array that is kept sorted by a permutation h of the id, so the id is recovered
 // from its entry: no false hits, no reads to tell rows apart, and the keys can be listed. An entry lies at
 // home(h) = h·capacity/2^48 or, when that is taken, to the left of it, after all entries with smaller h.
 //
-// The position of an entry tells about the upper bits of its h. A larger index therefore stores only 40 of
-// the 48 and has more empty positions in the same memory, and grows in longer strides: that is what makes
-// insertions fast. Its entries must lie within reach_ positions of their homes. Ids fail that only if they
-// were chosen to; then the index goes back to entries with all bits.
+// The position of an entry implies most of the upper bits of its h. A larger index therefore stores only 40
+// of the 48 bits, has more empty positions in the same memory, and grows in longer strides, which makes
+// insertions fast. Its entries must lie within reach_ positions of their homes. Only ids that were chosen for
+// it violate that; then the index goes back to entries with all bits.
 //
 // Every index begins with the same permutation, so equal stores list their keys in the same order and save
-// equal snapshots. Ids that are chosen to crowd it make runs of neighbours that other ids never make; such a
-// run sorts the index anew by a permutation that nobody can know, once. From then on its order is its own,
-// and it cannot be saved.
+// equal snapshots. Ids that are chosen to crowd it make runs of neighbours that other ids never make. At such
+// a run the index is sorted anew, once, by a random permutation. From then on the index has an order of its
+// own and cannot be saved.
 //
 // Growth happens in place: the mapping is extended, and entries move from the right end to their new, never
 // smaller, positions, some with every insertion; so there is no long pause and no second copy. Entries with
-// h ≥ bound_ have moved, the others lie at or left of old_end_. Only where the entries themselves change, at
-// 2^16 rows, all is copied at once. Past the first thousands it takes 10.2 to 11.9 bytes per row.
+// h ≥ bound_ have moved, the other entries lie at or left of old_end_. Only where the entries' layout
+// changes, at 2^16 rows, all entries are copied at once. Past the first thousands the index takes 10.2 to
+// 11.9 bytes per row.
 //
-// Not thread-safe. Memory is mapped, not allocated: what bytes() says is what the process holds.
+// Not thread-safe. Memory is mapped, not allocated: bytes() is what the process holds.
 #pragma once
 
 #include <algorithm>
@@ -46,15 +47,16 @@ class TableIndex {
   void Find(const std::uint64_t* ids, std::size_t n, std::uint32_t* locations) const;
   std::uint32_t Find(std::uint64_t id) const;
 
-  // Sets locations (at most kMaxLocation); `previous` gets what was there or kAbsent. Throws std::bad_alloc,
-  // with the entries before the one that failed set.
+  // Sets locations (at most kMaxLocation); `previous` gets the former location or kAbsent. Throws
+  // std::bad_alloc after setting the entries before the failed one.
   void Put(const std::uint64_t* ids, const std::uint32_t* locations, std::size_t n, std::uint32_t* previous);
   std::uint32_t Put(std::uint64_t id, std::uint32_t location);
 
   // Appends up to `limit` entries from `cursor` (0 at first) on; returns the next cursor, or kEnd. Entries
-  // that were there at the start and stay are listed once, whatever is put meanwhile. The order jumps about
-  // in h: whoever puts the ids into another index, entry by entry, would otherwise fill it from one end, and
-  // each would push aside all before it. A cursor that is not IsCurrent is of an order that is no more.
+  // that were there at the start and stay are listed once, whatever is put meanwhile. The list jumps about in
+  // h: a caller that puts the ids into another index, entry by entry, would otherwise fill it from one end,
+  // where each entry pushes aside all entries before it. A cursor that is not IsCurrent belongs to a former
+  // order.
   static constexpr std::uint64_t kEnd = ~std::uint64_t{0};
   std::uint64_t List(std::uint64_t cursor, std::size_t limit, std::vector<std::uint64_t>& ids,
                      std::vector<std::uint32_t>* locations) const;
@@ -63,7 +65,7 @@ class TableIndex {
   // All entries in descending order of h, for snapshots: Dump copies the next ones (0 at the end) and moves
   // the cursor, which begins as DumpBegin(); nothing may be put meanwhile. Restore fills an empty index:
   // Reserve, then Append in the same order; false when an entry is not in order, and the index must be
-  // discarded. Only what an index dumps that HasOwnOrder is false for means anything to another.
+  // discarded. Another index can restore a dump only if HasOwnOrder is false.
   struct Entry {
     std::uint64_t hash;
     std::uint32_t location;
@@ -89,10 +91,10 @@ class TableIndex {
 
   // How entries are stored: the lower bits of h, then the location plus one; all zero is empty.
   struct Layout {
-    std::size_t least_rows;  // from which on it serves
-    unsigned entry_bytes;    // 4 of them for the location
-    double max_load;         // growth begins there
-    std::size_t growth;      // by 1 / growth of the capacity
+    std::size_t min_rows;  // from this number on the layout serves
+    unsigned entry_bytes;  // 4 of them for the location
+    double max_load;       // growth begins there
+    std::size_t growth;    // by 1 / growth of the capacity
   };
   static constexpr Layout kLayouts[] = {{0, 10, 0.9, 16}, {1 << 16, 9, 0.885, 6}};
 
@@ -152,9 +154,9 @@ class TableIndex {
   std::size_t capacity_ = 0;  // homes of entries with h ≥ bound_
   std::size_t count_ = 0;
   std::size_t max_count_ = 0;  // growth begins there
-  bool crowded_ = false;       // ids that need all bits have come
+  bool crowded_ = false;       // there are ids that need all bits
   Permutation order_;
-  std::uint64_t orders_ = 0;  // that the index has had before this one
+  std::uint64_t orders_ = 0;  // former orders of the index
 
   const Layout* layout_ = nullptr;
   Position entry_bytes_ = 0;

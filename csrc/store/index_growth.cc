@@ -26,7 +26,7 @@ std::uint64_t StepOf(std::size_t capacity) {
 const TableIndex::Layout& TableIndex::LayoutFor(std::size_t rows) const {
   const Layout* layout = &kLayouts[0];
   for (const Layout& other : kLayouts) {
-    if (rows >= other.least_rows && !crowded_) layout = &other;
+    if (rows >= other.min_rows && !crowded_) layout = &other;
   }
   return *layout;
 }
@@ -154,7 +154,7 @@ void TableIndex::GiveUpReach(std::size_t entries) {
   Rewrite(entries);
 }
 
-// Copies all into a new array for so many entries, of the layout that suits them.
+// Copies all entries into a new array for this many entries, of the layout that suits.
 void TableIndex::Rewrite(std::size_t entries) {
   TableIndex other;
   other.crowded_ = crowded_;

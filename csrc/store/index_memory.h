@@ -24,8 +24,8 @@ class IndexMemory {
 
   std::byte* data() const { return data_; }
   std::size_t bytes() const { return bytes_; }
-  // To at least `bytes`; what is there stays, perhaps at another address. Throws std::bad_alloc, with nothing
-  // changed.
+  // Grows to at least `bytes` and keeps the contents, perhaps at another address. Throws std::bad_alloc, with
+  // nothing changed.
   void Extend(std::size_t bytes);
 
  private:

@@ -1,11 +1,11 @@
-// Fills the index when a store is opened: from the snapshot, if one can serve, and from the footers (or
-// records) of what came after.
+// Fills the index when a store is opened: from a usable snapshot, if there is one, and from the footers (or
+// records) of later rows.
 //
-// Segments may come in any order. Of two versions of a row the one with the higher epoch is newer; with equal
-// epochs a relocated one is, since compaction copies the newest of a finished segment. What a snapshot holds
-// is older than all that is not in it.
+// Segments may come in any order. Of two versions of a row the version with the higher epoch is newer; with
+// equal epochs the relocated version is, since compaction copies the newest version of a finished segment.
+// Versions in a snapshot are older than all versions outside of it.
 //
-// The store's mutex is held throughout: nobody else uses the store yet.
+// The store's mutex is held throughout, since no other thread uses the store yet.
 #pragma once
 
 #include <cstdint>
@@ -25,15 +25,15 @@ class IndexRebuild {
       : context_(context), state_(state), snapshots_(snapshots) {}
 
   // Puts the newest version of each row into the index, and counts them in Segment::live. Throws CorruptError
-  // when what is needed is damaged, IoError, CallEnded.
+  // when needed bytes are damaged, IoError, CallEnded.
   void Run();
 
  private:
   struct Source {
-    std::uint32_t covered = 0;          // the first so many slots came with the snapshot
+    std::uint32_t covered = 0;          // leading slots that came with the snapshot
     std::vector<std::uint32_t> epochs;  // by slot, of relocated segments that are replayed
   };
-  // A table of the snapshot, and what its locations mean there.
+  // A table of the snapshot, and the meaning of its locations there.
   struct SavedTable {
     const SnapshotHeader::Table& table;
     const SnapshotHeader::RowClass& row_class;

@@ -1,5 +1,5 @@
-// The file INDEX: the index as it was at one commit, so that opening reads only what came after it. It is
-// never needed: where it is missing, damaged or of another history, footers and records tell the same.
+// The file INDEX: the index at one commit, so that opening reads only later rows. A store never needs it:
+// where the file is missing, damaged or of another history, footers and records have the same facts.
 #pragma once
 
 #include <cstdint>
@@ -44,14 +44,14 @@ struct SnapshotHeader {
   std::uint64_t FileBytes() const;
 };
 
-// Writes a new snapshot and puts it in place of the old one, durably. `indexes` are those of header.tables.
-// Returns its size; throws IoError, with the old one or none in place.
+// Writes a new snapshot in place of the old one, durably. `indexes`: one for each of header.tables. Returns
+// its size. Throws IoError; then the old snapshot or none is in place.
 std::uint64_t SaveSnapshot(Env& env, const std::string& directory, bool direct, const SnapshotHeader& header,
                            const std::vector<const TableIndex*>& indexes);
 
 class SnapshotReader {
  public:
-  // Nothing when there is none, or it is damaged or of another store.
+  // Returns nothing when there is no snapshot, or it is damaged or of another store.
   static std::unique_ptr<SnapshotReader> Open(Env& env, const std::string& directory, bool direct,
                                               const StoreId& store);
 

@@ -115,7 +115,9 @@ std::optional<std::uint32_t> ParseSegmentName(const std::string& name) {
 Bytes ReadWholeFile(Env& env, const std::string& path, std::uint64_t limit) {
   auto file = env.Open(path, OpenMode::kRead, false);
   const std::uint64_t size = file->Size();
-  if (size > limit) throw CorruptError(path + ": is larger than such a file can be");
+  if (size > limit)
+    throw CorruptError(path + ": has " + std::to_string(size) + " bytes, more than the " +
+                       std::to_string(limit) + " that it may have");
   Bytes bytes(size);
   bytes.resize(file->Read(0, bytes.data(), size));
   return bytes;

@@ -1,5 +1,6 @@
-// The manifest: the one file that says what is committed. It is written whole to a temporary name, synced and
-// renamed, so there is always exactly one, old or new. docs/reference/formats.md specifies its bytes.
+// The manifest: the one file that names the commits. It is written whole to a temporary name, synced and
+// renamed, so there is always exactly one manifest, old or new. docs/reference/formats.md specifies its
+// bytes.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,7 @@ namespace tierstore {
 
 struct SegmentExtent {
   std::uint32_t number;
-  std::uint32_t slots;  // the first so many slots belong to the commit
+  std::uint32_t slots;  // leading slots that belong to the commit
   bool appending;       // rows were being appended to it, so its number is the highest epoch of its row size
 };
 
@@ -39,11 +40,11 @@ struct Manifest {
   std::uint64_t EncodedBytes() const;
   static Manifest Decode(std::span<const std::byte> in, const std::string& path);
 
-  // Nothing when there is none yet.
+  // Returns nothing when there is no manifest yet.
   static std::optional<Manifest> Load(Env& env, const std::string& directory);
   // First step of replacing the manifest: writes the temporary file, durably. Returns its size.
   std::uint64_t WriteTemporary(Env& env, const std::string& directory) const;
-  // Second step. Returns when the new one is durable. When it throws, either may be in force.
+  // Second step. Returns when the new manifest is durable. When it throws, either manifest may be in force.
   static void Install(Env& env, const std::string& directory);
 };
 

@@ -1,4 +1,4 @@
-// What reads of different sizes cost on the device of a store: measured once, by reading the store's own
+// The cost of reads of different sizes on the device of a store: measured once, by reading the store's own
 // segments, and kept in the file DEVICE beside them. docs/reference/formats.md specifies its bytes.
 #pragma once
 
@@ -20,15 +20,15 @@ struct ReadCost {
 
   std::array<std::uint32_t, 3> nanoseconds{};  // per read of each size, many in flight
 
-  // Gaps between two rows up to which one read of both costs less than two reads.
+  // The largest gap between two rows for which one read of both rows costs less than two reads.
   std::uint64_t MergeGap() const;
 
   // Random reads of the files (each of 64 KiB at least): about a tenth of a second. Throws IoError.
   static ReadCost Measure(BatchReader& reader, const std::vector<File*>& files);
 
-  // Nothing when there is none, or it is damaged.
+  // Returns nothing when the file is missing or damaged.
   static std::optional<ReadCost> Load(Env& env, const std::string& directory);
-  // Returns its size. Not synced: what a crash damages is measured again.
+  // Returns the file's size. It is not synced: after a crash the costs are measured again.
   std::uint64_t Save(Env& env, const std::string& directory) const;
 };
 

@@ -17,17 +17,17 @@ namespace {
 constexpr std::size_t kRowsPerLookup = 1024;
 // Where reading on costs less than another request, as long as it is not known for this device.
 constexpr std::uint64_t kUsualMergeGap = 8 << 10;
-// Reads are measured where there are so many rows to read, in so many bytes of files.
+// Reads are measured when a call reads at least this many rows, from at least this many bytes of files.
 constexpr std::size_t kRowsToMeasure = 1024;
 constexpr std::uint64_t kBytesToMeasure = 64 << 20;
-// Rows that take so long to read that others should not wait for them.
+// From this many rows on a read is large: other reads should not wait for it.
 constexpr std::size_t kRowsOfLargeRead = 1 << 14;
 
 [[noreturn]] void ThrowDamaged(const Segment& segment, std::uint64_t offset, std::uint64_t key,
                                const char* why) {
   throw CorruptError(segment.path + ": the record at offset " + std::to_string(offset) + " (table " +
                      std::to_string(KeyTable(key)) + ", id " + std::to_string(KeyId(key)) +
-                     ") is damaged: " + why);
+                     ") is damaged: " + why + "; `tierstore verify` says what is lost and what to do");
 }
 
 // Copies the row out of a record that `size` bytes at `data` begin with.
@@ -63,7 +63,7 @@ class Counted {
 struct Reader::Pending {
   RowClass* row_class = nullptr;
   std::vector<std::uint64_t> items;  // location << 32 | position in the call; sorted: by place
-  std::vector<SegmentPtr> segments;  // by ordinal, those of the items
+  std::vector<SegmentPtr> segments;  // the items' segments, by ordinal
 
   const Segment& SegmentOf(std::uint64_t item) const {
     return *segments[static_cast<std::uint32_t>(item >> 32) >> row_class->slot_bits];
@@ -121,7 +121,7 @@ Reader::Lane& Reader::PickLane(std::size_t rows) {
   return rows < kRowsOfLargeRead && lanes_[1].rows < lanes_[0].rows ? lanes_[1] : lanes_[0];
 }
 
-// Where the rows are; copies those that are in memory. Other calls may use the store between a thousand rows
+// Finds the rows, and copies rows that are in memory. Other calls may use the store between a thousand rows
 // and the next.
 void Reader::Locate(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes,
                     bool* found, Pending& pending) {
@@ -167,7 +167,7 @@ void Reader::Measure(BatchReader& reader, const Pending& pending) try {
   }
   cost.Save(context_.env, context_.directory);
 } catch (const IoError&) {
-  // The next opening removes what is left of the file.
+  // The next opening removes the file.
 }
 
 // Keys of one table, from position `base` of the call on. False when a segment of the rows before has given

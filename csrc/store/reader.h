@@ -1,10 +1,10 @@
-// Reads rows: looks all of them up, copies those that are still in memory, and reads the others in the order
+// Reads rows: looks all rows up, copies rows that are still in memory, and reads the other rows in the order
 // of their places, with rows that are near one another in one request.
 //
-// Reads come from any thread, beside everything else. A read takes the store's mutex (store/store_mutex.h)
+// Reads come from any thread, beside all other calls. A read takes the store's mutex (store/store_mutex.h)
 // for a moment per thousand rows, and none of the mutexes of calls. Files are read without it, one batch at a
-// time in each of two lanes: small batches go where less is ahead of them, large ones always to the first
-// lane, so that the second is soon free.
+// time in each of two lanes. Small batches go to the lane with less work; large batches always go to the
+// first lane, so that the second lane is soon free.
 #pragma once
 
 #include <atomic>
@@ -31,10 +31,10 @@ class Reader {
   Reader(const StoreContext& context, StoreMutex& mutex, StoreState& state, CompactorControl& control,
          std::atomic<int>& reads);
 
-  // As Store::Read.
+  // Reads as Store::Read says.
   void Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found);
 
-  // What reads cost here, where an earlier opening has measured it.
+  // Sets the largest gap between rows that one request reads, as an earlier opening has measured it.
   void SetMergeGap(std::uint64_t bytes) { merge_gap_bytes_ = bytes; }
   ReadCounters counters() const { return {read_rows_, read_bytes_, read_requests_, merge_gap_bytes_}; }
   // "io_uring", "pread" or a test double's; not after Close.

@@ -1,10 +1,10 @@
-// Opens a store: the manifest says what is committed; everything else of the store in the directory is what a
-// crash left, and goes.
+// Opens a store. The manifest names the commits; all other files of the store in the directory are left by a
+// crash, and are removed.
 //
-// In this order: load the manifest, or write the first one; sync the directory, since whoever renamed the
-// manifest may have died before its name was durable; remove temporary files and segments that no kept commit
-// names; open the segments that one names; rebuild the index (store/index_rebuild.h); cut the segments that
-// the commit was appending to off behind its rows, and go on appending to them.
+// In this order: load the manifest, or write the first one; sync the directory, since the process that
+// renamed the manifest may have died before the name was durable; remove temporary files and segments that no
+// kept commit names; open the segments that a kept commit names; rebuild the index (store/index_rebuild.h);
+// cut the segments that the commit was appending to off behind its rows, and go on appending to them.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ class Recovery {
 
   // Fills the state as of StoreConfig::at_commit, and the store's id. `tables`: (table, row_bytes) pairs that
   // are known beforehand. Throws CorruptError, IoError, CallEnded, and InputError when that commit is not
-  // kept, or the tables are not what they were.
+  // kept, or the tables have changed.
   void Run(StoreMutex& mutex, const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables);
 
  private:

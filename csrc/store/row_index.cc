@@ -10,7 +10,7 @@ namespace tierstore {
 namespace {
 
 constexpr std::uint64_t kMinSegmentBytes = 128 << 10;
-constexpr std::uint64_t kSegmentsPerCap = 128;  // so fine that those half filled or kept free hardly matter
+constexpr std::uint64_t kSegmentsPerCap = 128;  // so fine that half filled and free segments hardly matter
 constexpr std::size_t kMaxTables = std::size_t{1} << (64 - kIdBits);
 
 std::uint64_t SegmentBytes(const StoreConfig& config) {

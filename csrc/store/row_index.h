@@ -1,4 +1,5 @@
-// Where the newest version of each row is: an index per table, over the segments of the table's row size.
+// The location of the newest version of each row: an index per table, over the segments of the table's row
+// size.
 //
 // Tables of one row size share a row class, and with it segments. Tables and row classes are never removed
 // while the store is open, so references to them stay valid; segments come and go.
@@ -29,11 +30,11 @@ class RowIndex {
   // The class of a row size, made when first asked for.
   RowClass& ClassFor(std::uint32_t row_bytes);
   const std::map<std::uint32_t, std::unique_ptr<RowClass>>& classes() const { return classes_; }
-  // The most that a new segment of any of the classes takes.
+  // The most bytes that a new segment of any class takes.
   std::uint64_t LargestSegmentBytes() const;
 
   // The table, made when first asked for. Throws InputError when rows of this size cannot be stored, or when
-  // the table's rows have another.
+  // the table's rows have another size.
   Table& TableFor(std::uint32_t table, std::uint32_t row_bytes);
   // nullptr when there is none.
   Table* FindTable(std::uint32_t table) const {
@@ -42,9 +43,9 @@ class RowIndex {
   // By number; null where there is none.
   const std::vector<std::unique_ptr<Table>>& tables() const { return tables_; }
 
-  // The newest version of each key is now at its location, in a segment whose `live` counts these rows
-  // already. The versions before are superseded; where copies are put (`relocated`) they are the same rows,
-  // so the last commit does not need the sources.
+  // Notes that the newest version of each key is now at its location, in a segment whose `live` counts these
+  // rows already. Former versions are superseded. Copies (`relocated`) equal their sources, so the last
+  // commit does not need the sources.
   void Put(const std::uint64_t* keys, const std::uint32_t* locations, std::size_t n, RowClass& row_class,
            bool relocated);
 

@@ -1,6 +1,6 @@
 // Segments in memory: their state, and the chunks of rows that are not yet in their file.
 //
-// Everything here is guarded by the store's mutex, but for what says otherwise.
+// The store's mutex guards every member that does not say otherwise.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 
 namespace tierstore {
 
-// A stretch of a segment's file in memory. Its bytes from `begin` on are valid up to `filled`; those up to
-// `queued` are on their way to the file and no longer change, those up to `written` are there.
+// A stretch of a segment's file in memory. Its bytes from `begin` on are valid up to `filled`; bytes up to
+// `queued` are on their way to the file and no longer change; bytes up to `written` are in the file.
 struct Chunk {
   // Usually; of whole frames, so no record is in two chunks.
   static constexpr std::size_t kBytes = 2 * kMaxFrameBytes;
@@ -30,22 +30,22 @@ struct Chunk {
 
 struct RowClass;
 
-// What is appended to a segment: each row size has one active segment for each.
+// The kinds of rows that are appended: each row size has one active segment for each kind.
 enum Stream : unsigned {
   kFromCallers,
-  kOfCommit,     // copies of rows that the last commit holds, and of no others
+  kOfCommit,     // copies of rows of the last commit only
   kSinceCommit,  // copies of newer rows
 };
 inline constexpr std::size_t kStreams = 3;
 
 struct Segment {
-  // What changes with every row that is superseded, in one line of the cache. Rows superseded since the last
-  // commit are needed by that: compaction can copy them too, and the commit can be written anew to name the
+  // Counters that change with every superseded row, in one cache line. The last commit needs rows that were
+  // superseded since: compaction can copy these rows too, and the commit can be written anew to name the
   // copies (Committer::Renew).
   std::uint32_t slots = 0;               // used, voids included
   std::uint32_t live = 0;                // rows whose newest version is here
   std::uint32_t kept = 0;                // rows superseded since the last commit that it needs
-  std::uint32_t committed_slots = 0;     // the first so many slots hold nothing newer than that commit
+  std::uint32_t committed_slots = 0;     // leading slots that hold nothing newer than that commit
   std::vector<std::uint64_t> kept_bits;  // by slot, once there is one
   Stream stream = kFromCallers;
   bool older = false;           // than the interval since the last commit
@@ -59,7 +59,7 @@ struct Segment {
   std::unique_ptr<File> file;  // safe to use without the mutex; null for one that only old commits name
   std::string path;
 
-  std::uint32_t durable_slots = 0;  // those that the next commit may name
+  std::uint32_t durable_slots = 0;  // slots that the next commit may name
   std::uint32_t flushed_slots = 0;  // `slots` after the last flush
   std::uint32_t pins = 0;           // kept commits that name it, and a commit under way
   std::uint32_t pinned_slots = 0;   // the most that a kept commit names; found when opening
@@ -68,9 +68,9 @@ struct Segment {
   bool unsynced = false;             // written to since the last sync
   bool doomed = false;               // in line to be removed
   bool damaged = false;              // compaction met a damaged record here; not tried again
-  unsigned failed_reads = 0;         // of compaction; given up on as damaged after some
+  unsigned failed_reads = 0;         // of compaction; after some the segment counts as damaged
   std::uint64_t reserved_bytes = 0;  // what it counts against the cap
-  std::uint64_t file_bytes = 0;      // what is written
+  std::uint64_t file_bytes = 0;      // bytes that are written
 
   std::vector<std::shared_ptr<Chunk>> chunks;  // ascending offsets
   Footer footer;                               // collected until the segment is sealed
@@ -85,13 +85,13 @@ struct Segment {
   }
   // Rows without which the segment can go, also from the last commit.
   std::uint32_t Needed() const { return live + kept; }
-  // Rows that compaction copies when space is not short. The next commit gives up those that this one keeps,
-  // so they stay in the segment, but for what was copied since the commit: it would be taken apart again and
-  // again.
+  // Rows that compaction copies when space is not short. Rows that only the last commit keeps stay in the
+  // segment, since the next commit drops them. Rows that were copied since the commit do not stay: their
+  // segment would be taken apart again and again.
   std::uint32_t Lasting() const { return older ? live : Needed(); }
-  // Nothing but the last commit names the segment, and that needs nothing of it.
+  // Only the last commit names the segment, and it needs no row of it.
   bool IsReleased() const { return retired && kept == 0 && pins == 1 && in_last_commit; }
-  // Written whole and no longer in memory, so that compaction can read it from its file.
+  // The segment is written whole and no longer in memory, so that compaction can read it from its file.
   bool IsComplete() const { return sealed && chunks.empty(); }
   SegmentHeader Header(const StoreId& store) const;
 
@@ -123,7 +123,7 @@ struct RowClass {
   SegmentPtr active[kStreams];       // appended to
   std::uint64_t max_ordinals = 0;
 
-  // At least so many, for a store that may have so many locations.
+  // At least this many, for a store with this many locations.
   void SetSlotBits(unsigned bits, std::uint64_t locations) {
     slot_bits = std::max(slot_bits, bits);
     max_ordinals = locations >> slot_bits;
@@ -134,7 +134,7 @@ struct RowClass {
     return max_ordinals > used ? max_ordinals - used : 0;
   }
 
-  // There is a place for a segment of callers, besides those that compaction copies to.
+  // There is a place for a segment of callers, besides the segments that compaction copies to.
   bool HasOrdinalForCallers() const { return FreeOrdinals() >= kStreams; }
   // Gives the segment the first free ordinal.
   void AddSegment(const SegmentPtr& segment);
@@ -144,7 +144,7 @@ struct RowClass {
   }
   const SegmentPtr& SegmentOf(std::uint32_t location) const { return segments[location >> slot_bits]; }
   std::uint32_t SlotOf(std::uint32_t location) const { return location & ((1u << slot_bits) - 1); }
-  // What so many copies take, with their part of header and footer.
+  // The bytes of this many copies, with their part of header and footer.
   std::uint64_t BytesOf(std::uint32_t slots) const {
     const std::uint64_t full =
         geometry.EndOffset(slots_per_segment) + Footer::EncodedBytes(slots_per_segment, 0, true);

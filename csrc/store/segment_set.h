@@ -45,20 +45,20 @@ class SegmentSet {
 
   // Adds `change` to the commits that name each of the segments.
   void Pin(const std::vector<SegmentExtent>& extents, int change);
-  // To be called when a segment has lost its last newest version, or its last chunk has left memory.
+  // Call it when a segment has lost its last newest version, or its last chunk has left memory.
   void RetireIfDead(const SegmentPtr& segment);
-  // To be called when a segment has lost a commit, or the rows that it kept.
+  // Call it when a segment has lost a commit, or the rows that it kept.
   void DoomIfUnneeded(const SegmentPtr& segment);
 
   // Removes the files of doomed segments that no read uses. An error is reported to the queue; the segment's
   // bytes then stay counted.
   void RemoveDoomed(Lock& lock, WriteQueue& queue);
   bool HasDoomed() const { return !doomed_.empty(); }
-  // A doomed segment waits for a read to end: who ends one wakes the compactor. Needs no lock.
+  // Whether a doomed segment waits for a read to end: that read then wakes the compactor. Needs no lock.
   bool removal_waits() const { return removal_waits_; }
 
-  // Makes the segments' files durable, and the names of new ones. When it throws (IoError, CallEnded), the
-  // next Sync does what this one has not done.
+  // Makes the segments' files, and the names of new files, durable. When it throws (IoError, CallEnded), the
+  // next Sync completes the work.
   void Sync(Lock& lock, const std::vector<SegmentExtent>& extents);
 
   // Closes all files.

@@ -25,7 +25,7 @@ Snapshot Snapshots::Capture() const {
     entry.row_bytes = row_bytes;
     entry.slot_bits = row_class->slot_bits;
     for (const SegmentPtr& segment : row_class->segments) {
-      // Also those without newest versions: rows that come to them later must not bring their old ones back.
+      // Also segments without newest versions: later rows in them must not bring old versions back.
       entry.segments.push_back(segment == nullptr
                                    ? SnapshotHeader::Segment{0, 0}
                                    : SnapshotHeader::Segment{segment->number, segment->durable_slots});

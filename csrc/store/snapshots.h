@@ -1,5 +1,5 @@
 // Saves the index (the file INDEX, store/index_snapshot.h) when that is worth its bytes, so that the next
-// opening reads only what came after it. A store never needs a snapshot: a failure is counted, not thrown.
+// opening reads only later rows. A store never needs a snapshot: a failure is counted, not thrown.
 //
 // Guarded by the store's mutex (store/store_mutex.h).
 #pragma once
@@ -25,19 +25,19 @@ class Snapshots {
   Snapshots(const StoreContext& context, StoreState& state, const WriteQueue& queue)
       : context_(context), state_(state), queue_(queue) {}
 
-  // So many times its size must have been written since the last snapshot before a commit writes another:
-  // 5 % on top. At the end a snapshot is worth more: the next opening gains, and nothing waits.
+  // How many times its size must be written since the last snapshot before a commit writes another: this adds
+  // 5 % of writes. At the close a snapshot is worth more, since the next opening gains and no call waits.
   static constexpr double kLagAtCommit = 20, kLagAtClose = 1.5;
 
   // A snapshot fits the cap, it is large enough to matter, and its `lag` is reached.
   bool IsDue(double lag) const;
-  // The index as it is now, which is that of the current commit.
+  // The index as it is now, at the current commit.
   Snapshot Capture() const;
   // Releases the lock while it writes.
   void Write(Lock& lock, const Snapshot& snapshot);
 
-  // What an opening says of the rows that it read from footers and records (all of them, or those that came
-  // after the snapshot), and of a snapshot that could not be read.
+  // Notes how many rows an opening has read from footers and records (all rows, or rows after the snapshot),
+  // and whether a snapshot could not be read.
   void CountRebuilt(std::uint64_t rows, std::uint64_t bytes) {
     rebuilt_rows_ += rows;
     unsaved_bytes_ += bytes;

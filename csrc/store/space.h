@@ -1,4 +1,5 @@
-// The bytes of a store: what its files take of the cap, what of them is live, and what a writer may have.
+// The bytes of a store: how much of the cap its files take, how many bytes are live, and how many a writer
+// may add.
 //
 // All files count: segments at the most that they will take (Segment::reserved_bytes), the manifest, the
 // saved index and DEVICE at their size. A writer leaves Reserve() bytes to compaction.
@@ -17,7 +18,7 @@ namespace tierstore {
 // The files beside the segments.
 enum class MetaFile { kManifest, kSnapshot, kReadCost };
 
-// The bytes of all segments, and of what they hold.
+// The bytes of all segments and of their rows.
 struct Survey {
   std::uint64_t live = 0, dead = 0;  // newest and superseded versions, outside of retired segments
   std::uint64_t released = 0;        // in segments that the last commit need not name any more
@@ -35,7 +36,7 @@ class Space {
         const CommitLog& commits);
 
   void SetCap(std::uint64_t bytes) { cap_bytes_ = bytes; }
-  // The file has this size now. Overwritten counts its bytes as written, too.
+  // Notes that the file has this size now. Overwritten counts its bytes as written, too.
   void SetFileBytes(MetaFile file, std::uint64_t bytes) { BytesOf(file) = bytes; }
   void Overwritten(MetaFile file, std::uint64_t bytes) {
     BytesOf(file) = bytes;
@@ -44,14 +45,14 @@ class Space {
   std::uint64_t meta_bytes() const { return file_bytes_[0] + file_bytes_[1] + file_bytes_[2]; }
   std::uint64_t meta_bytes_written() const { return written_bytes_; }
 
-  // Whether so many more bytes fit the cap, for compaction and for all others.
+  // Whether this many more bytes fit the cap, for compaction and for other writers.
   bool FitsForCompaction(std::uint64_t bytes) const { return UsedBytes() + bytes <= cap_bytes_; }
   bool Fits(std::uint64_t bytes) const { return FitsForCompaction(bytes + Reserve()); }
 
   Survey TakeSurvey() const;
 
-  // Throws FullError, which says what takes the space and what to do: for `bytes` that do not fit, and for
-  // a row class that has no ordinal left for another segment.
+  // Throws FullError with what takes the space and what to do: for `bytes` that do not fit, and for a row
+  // class without an ordinal for another segment.
   [[noreturn]] void ThrowFull(std::uint64_t bytes) const;
   [[noreturn]] void ThrowNoOrdinal(const RowClass& row_class) const;
 

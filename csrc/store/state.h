@@ -1,5 +1,5 @@
-// What a store holds in memory: its commits, its segments, the index of its rows, and its bytes. The parts
-// that do the work (Appender, Committer, Compactor, Reader, Recovery, Snapshots) share it.
+// The state of a store in memory: its commits, its segments, the index of its rows, and its bytes. The
+// working parts (Appender, Committer, Compactor, Reader, Recovery, Snapshots) share it.
 //
 // Guarded by the store's mutex (store/store_mutex.h).
 #pragma once

@@ -1,6 +1,6 @@
 // The native row store: rows of fixed sizes by 64-bit key (table << 48 | id), in append-only segments, with
-// an index in memory and commits that survive crashes. docs/design.md has the idea, docs/reference/formats.md
-// the bytes.
+// an index in memory and commits that survive crashes. docs/design.md explains the idea,
+// docs/reference/formats.md the bytes.
 //
 // `Store` is the face of parts that each have a header of their own:
 //
@@ -12,10 +12,10 @@
 //   Compactor       wins space back in the background; VictimPicker tells where, CompactorControl for whom
 //   Recovery        opens a store; IndexRebuild fills its index
 //
-// All functions may be called from any thread. Calls exclude one another, but for Read, which goes on beside
-// the others: of rows that are written meanwhile it gives the old or the new ones. Close makes calls under
-// way throw ClosedError. Commits, Meta and Stats wait for no call. Three threads work in the background: two
-// write, one compacts. Their errors are thrown by the next call that is not Read, once.
+// All functions may be called from any thread. Calls exclude one another, except Read, which runs beside
+// other calls: of a row that is written meanwhile it returns the old or the new version. Close makes running
+// calls throw ClosedError. Commits, Meta and Stats wait for no call. Three threads work in the background:
+// two write, one compacts. Their errors are thrown by the next call that is not Read, once.
 //
 // Throws IoError, CorruptError, FullError, ClosedError and InputError (store/errors.h), and CallEnded where
 // the caller has set a limit (common/call_limit.h). A call that throws has no effect, except that Write may
@@ -58,8 +58,8 @@ struct StoreCounters {
 
 class Store {
  public:
-  // Opens the store in a directory, or makes one there. The directory must exist and be no one else's; `env`
-  // must live longer. `tables`: (table, row_bytes) pairs that are known beforehand.
+  // Opens the store in a directory, or makes a new one there. The directory must exist and be the store's
+  // alone; `env` must live longer. `tables`: (table, row_bytes) pairs that are known beforehand.
   Store(Env& env, std::string directory, const StoreConfig& config,
         const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables);
   ~Store();
@@ -70,10 +70,10 @@ class Store {
   // that are not found are left as they are.
   void Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found);
   // Stores row i (at `rows` + i·row_bytes) under keys[i]; of keys that come twice the last one stays.
-  // `stored` is told the number of rows stored, also when this throws.
+  // `stored` gets the number of rows stored, also when this throws.
   void Write(std::span<const std::uint64_t> keys, const std::byte* rows, std::uint32_t row_bytes,
              std::size_t* stored = nullptr);
-  // So many rows of a table are about to be written: makes room for them in its index at once.
+  // Makes room in a table's index for this many rows, which are about to be written.
   void Reserve(std::uint32_t table, std::uint32_t row_bytes, std::uint64_t rows);
   // Appends at most `limit` keys of a table from `cursor` (0 at first) on; returns the next cursor or
   // TableIndex::kEnd. Throws InputError when writes meanwhile have changed the order of the keys.
@@ -86,14 +86,14 @@ class Store {
   std::vector<CommitRecord> Commits();
   // Forgets a commit that is not the newest; InputError when there is none of that id.
   void DropCommit(std::uint64_t id);
-  // Of the commit that the store was opened at or made last; "" before the first.
+  // The meta of the commit that the store was opened at or made last; "" before the first.
   std::string Meta();
 
   StoreCounters Stats();
-  // Compacts until less than a tenth of the rows' slots is dead, as far as the cap and the kept commits let
-  // it.
+  // Compacts until less than a tenth of the rows' slots is dead, as far as the cap and the kept commits
+  // allow.
   void Compact();
-  // The new cap of all files' bytes; calls that failed with FullError can be made again.
+  // Sets the cap of all files' bytes; calls that failed with FullError can be made again.
   void SetCap(std::uint64_t bytes);
   // Ends all calls and threads. Rows that were written since the last commit are lost. Calls after the first
   // wait for it, and do nothing.
@@ -102,12 +102,12 @@ class Store {
  private:
   std::unique_lock<std::timed_mutex> BeginCall();
 
-  // Locks, in the order in which they are taken; each is held for as little as it guards.
+  // Locks, in the order in which they are taken.
   std::mutex closing_;     // held during Close
   std::timed_mutex call_;  // held during every public call but Read, Commits, Meta, Stats and Close
   // Here come the mutexes of the reader's lanes.
   StoreMutex mutex_;  // guards what the parts share, as their headers say, and written_rows_
-  // No mutex of this process is taken while mutex_ is held, but those of an Env.
+  // While mutex_ is held, no mutex of this process is taken except an Env's.
 
   std::atomic<int> reads_{0};  // from files, under way or waiting; the write queue paces itself by them
   StoreContext context_;

@@ -2,9 +2,9 @@
 //
 // A function of a part (CommitLog, SegmentSet, RowIndex, Space, CompactorControl, WriteQueue, Appender,
 // Snapshots, Committer, VictimPicker, Recovery) is called with this mutex held. A function that takes a
-// `Lock&` may release it for a while: whatever the caller knew about the store before may have changed when
-// the function returns or throws, but the mutex is held again. The mutex is never held during IO, except
-// while a store is opened, and while a segment file is created or cut off.
+// `Lock&` may release the mutex for a while: the state of the store may have changed when the function
+// returns or throws, but the mutex is held again. The mutex is never held during IO, except while a store is
+// opened, and while a segment file is created or cut off.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,8 @@ namespace tierstore {
 
 using Lock = std::unique_lock<std::mutex>;
 
-// The mutex is free while this object lives; whatever is thrown meanwhile is caught with it held again.
+// Frees the mutex while this object lives; an exception that leaves its block is caught with the mutex held
+// again.
 class Unlocked {
  public:
   explicit Unlocked(Lock& lock) : lock_(lock) { lock_.unlock(); }
@@ -27,7 +28,7 @@ class Unlocked {
   Lock& lock_;
 };
 
-// A mutex that reads get before work that takes it again and again.
+// A mutex that prefers reads to work that takes it again and again.
 class StoreMutex : public std::mutex {
  public:
   // Takes the mutex for a read.
@@ -37,8 +38,8 @@ class StoreMutex : public std::mutex {
     --reads_waiting_;
     return lock;
   }
-  // Takes the mutex after the reads that wait for it. Without this the caller would have it again before the
-  // reads have woken up.
+  // Takes the mutex after the reads that wait for it. Without this the caller would have the mutex again
+  // before the reads have woken up.
   void LockAfterReads(Lock& lock) {
     for (int i = 0; reads_waiting_ > 0 && i < kYields; ++i) std::this_thread::yield();
     lock.lock();
@@ -51,7 +52,7 @@ class StoreMutex : public std::mutex {
   }
 
  private:
-  static constexpr int kYields = 64;  // then the mutex is taken all the same
+  static constexpr int kYields = 64;  // the mutex is taken after this many
   std::atomic<int> reads_waiting_{0};
 };
 

@@ -17,18 +17,18 @@ namespace {
 // The saved index, and how many of its entries point to each segment and were found there.
 class SavedIndex {
  public:
-  // nullptr when there is none; what is damaged is reported.
+  // Returns nullptr when there is none; reports damage.
   static std::unique_ptr<SavedIndex> Load(const VerifyContext& context, const Manifest& manifest);
 
   // A record of a segment that is wholly read.
   void Visit(std::uint32_t number, std::uint32_t row_bytes, std::uint32_t slot, std::uint64_t key);
-  // Reports what is not as the segment `number`, which is intact, says.
+  // Reports entries that differ from the intact segment `number`.
   void Compare(const VerifyContext& context, const NamedSegment& segment);
 
  private:
   struct Tally {
     std::uint32_t row_bytes = 0, ordinal = 0, slot_bits = 0;
-    std::uint32_t covered = 0;  // the first so many slots are in the index
+    std::uint32_t covered = 0;  // leading slots that are in the index
     std::uint64_t entries = 0, found = 0;
     std::uint64_t unknown = 0;  // records that the index does not have
   };

@@ -1,5 +1,4 @@
-// Verification: reads every byte that a kept commit or the saved index has on disk, and names what is
-// damaged.
+// Verification: reads every byte that a kept commit or the saved index has on disk, and names damaged bytes.
 //
 // It changes nothing and needs no open store. Memory: a chunk, a footer, and the saved index (up to 12 bytes
 // a row) where there is one.
@@ -20,15 +19,15 @@ struct Finding {
   std::uint64_t offset = 0, bytes = 0;
   std::string what;
   bool lost = true;                    // false: nothing is lost, the store works without these bytes
-  std::vector<std::uint64_t> commits;  // kept ones that need the bytes
-  std::vector<std::uint32_t> tables;   // where it is known whose rows they are
+  std::vector<std::uint64_t> commits;  // kept commits that need the bytes
+  std::vector<std::uint32_t> tables;   // tables with rows there, where these are known
   std::vector<std::uint64_t> keys;     // of the damaged records, as far as a footer tells them
 };
 
 struct VerifyReport {
-  static constexpr std::size_t kMostFindings = 1000, kMostKeys = 16;
+  static constexpr std::size_t kMaxFindings = 1000, kMaxKeys = 16;
 
-  std::vector<Finding> findings;  // the first kMostFindings
+  std::vector<Finding> findings;  // the first kMaxFindings
   std::uint64_t findings_total = 0;
   std::uint64_t files = 0, bytes = 0;    // checked
   std::uint64_t records = 0, voids = 0;  // intact
@@ -38,8 +37,8 @@ struct VerifyReport {
   std::vector<std::string> foreign;      // files that are not the store's
 };
 
-// `row_bytes` of each table, or empty: not known. `progress` gets bytes done and in all, now and then, and
-// may throw to stop. Throws IoError only when the directory cannot be listed.
+// `row_bytes` of each table; empty if unknown. `progress` is called now and then with bytes done and bytes in
+// all, and may throw to stop. Throws IoError only when the directory cannot be listed.
 VerifyReport VerifyStore(Env& env, const std::string& directory,
                          const std::map<std::uint32_t, std::uint32_t>& row_bytes,
                          const std::function<void(std::uint64_t, std::uint64_t)>& progress);

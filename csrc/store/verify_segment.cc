@@ -29,7 +29,7 @@ bool IsMostly(const Bytes& found, const Bytes& expected) {
 
 void VerifyContext::Add(Finding finding) const {
   ++report.findings_total;
-  if (report.findings.size() < VerifyReport::kMostFindings) report.findings.push_back(std::move(finding));
+  if (report.findings.size() < VerifyReport::kMaxFindings) report.findings.push_back(std::move(finding));
 }
 
 bool SegmentVerifier::Verify() try {
@@ -238,7 +238,7 @@ void SegmentVerifier::FlushDamaged() {
     for (std::uint32_t slot = damaged_first_; slot <= last; ++slot) {
       if (std::binary_search(footer_->voids.begin(), footer_->voids.end(), slot)) continue;
       const std::uint64_t key = footer_->keys[slot];
-      if (finding.keys.size() < VerifyReport::kMostKeys) finding.keys.push_back(key);
+      if (finding.keys.size() < VerifyReport::kMaxKeys) finding.keys.push_back(key);
       if (std::find(finding.tables.begin(), finding.tables.end(), KeyTable(key)) == finding.tables.end())
         finding.tables.push_back(KeyTable(key));
     }

@@ -15,11 +15,11 @@
 
 namespace tierstore {
 
-// What the kept commits name of a segment.
+// The part of a segment that the kept commits name.
 struct NamedSegment {
   std::uint32_t number = 0;
-  std::uint32_t slots = 0;                                       // the most that one of them names
-  bool sealed = false;                                           // one of them found it full
+  std::uint32_t slots = 0;                                       // the most that a commit names
+  bool sealed = false;                                           // a commit names the full segment
   std::vector<std::pair<std::uint64_t, std::uint32_t>> commits;  // id, slots
 };
 
@@ -30,20 +30,20 @@ struct VerifyContext {
   std::uint32_t next_segment = 0;
   const std::map<std::uint32_t, std::uint32_t>& row_bytes;  // by table; empty: not known
   VerifyReport& report;
-  std::function<void(std::uint64_t)> advance;  // so many more bytes are read
+  std::function<void(std::uint64_t)> advance;  // called with the number of further bytes read
 
   void Add(Finding finding) const;
 };
 
 class SegmentVerifier {
  public:
-  // Gets each intact record that is no void.
+  // Called with each intact record that is no void.
   using Visit = std::function<void(std::uint32_t row_bytes, std::uint32_t slot, std::uint64_t key)>;
 
   SegmentVerifier(const VerifyContext& context, const NamedSegment& named, const Visit& visit)
       : context_(context), named_(named), visit_(visit), buffer_(kMaxFrameBytes) {}
 
-  // Whether all of it is intact.
+  // Returns whether the whole segment is intact.
   bool Verify();
 
  private:

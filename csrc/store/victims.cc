@@ -76,7 +76,7 @@ bool VictimPicker::MayRelease(const Segment& segment) const {
   return segment.pins == 1 && segment.in_last_commit && whole && committer_.CanRenew();
 }
 
-// There is room for copies of so many of its rows.
+// There is room for copies of this many of its rows.
 bool VictimPicker::CanRelocate(const Segment& victim, std::uint32_t rows) const {
   const RowClass& row_class = *victim.row_class;
   std::uint64_t bytes = 0, ordinals = 0;

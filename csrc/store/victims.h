@@ -1,7 +1,7 @@
-// Which segment compaction takes next.
+// Chooses the segment that compaction takes next.
 //
-// When space is short, that is the one that gives back most for the rows that must be copied, so that it can
-// go at once, if need be by renewing the last commit. Otherwise it is the one with the fewest lasting rows,
+// When space is short, this is the segment that frees most for the rows that must be copied, and that can go
+// at once, if need be by renewing the last commit. Otherwise it is the segment with the fewest lasting rows,
 // while there are more dead bytes than are tolerated. Guarded by the store's mutex (store/store_mutex.h).
 #pragma once
 
@@ -13,7 +13,7 @@ namespace tierstore {
 
 struct Victim {
   SegmentPtr segment;      // nullptr when there is nothing to win
-  bool with_kept = false;  // the rows too that only the last commit needs
+  bool with_kept = false;  // copy rows that only the last commit needs, too
 
   // Rows that are still to be copied.
   std::uint32_t Left() const { return with_kept ? segment->Needed() : segment->live; }
@@ -25,9 +25,9 @@ class VictimPicker {
       : state_(state), committer_(committer), control_(control) {}
 
   Victim Pick(const Survey& survey) const;
-  // A call waits for space, or hardly any is free.
+  // A call waits for space, or hardly any space is free.
   bool IsShort(const Survey& survey) const;
-  // So much is free that the released segments would be enough for a while.
+  // The free space and the released segments are enough for a while.
   static bool IsEnough(const Survey& survey);
 
  private:
@@ -41,7 +41,7 @@ class VictimPicker {
   const CompactorControl& control_;
 };
 
-// Bytes that are free in the end when so many of the segment's rows are copied, with their part of header and
+// The bytes that copying this many of the segment's rows frees, less the copies with their part of header and
 // footer. Negative when the copies take more.
 std::int64_t Gain(const Segment& segment, std::uint32_t rows);
 

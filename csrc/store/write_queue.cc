@@ -54,8 +54,8 @@ void WriteQueue::Enqueue(const SegmentPtr& segment, const std::shared_ptr<Chunk>
 }
 
 void WriteQueue::Drain(Lock& lock) {
-  const std::uint64_t ticket = enqueued_;
-  WaitInCall(progress_, lock, [&] { return stop_ || error_ != nullptr || finished_ >= ticket; });
+  const std::uint64_t last = enqueued_;
+  WaitInCall(progress_, lock, [&] { return stop_ || error_ != nullptr || finished_ >= last; });
   ThrowPending();
 }
 
@@ -93,7 +93,7 @@ std::vector<WriteQueue::Task*> WriteQueue::TakeTurn() {
     if (task->state != Task::State::kWaiting) continue;
     task->state = Task::State::kTaken;
     bytes += task->end - task->begin;
-    turn.push_back(&*task);  // stays in its place while others come and go at the ends
+    turn.push_back(&*task);  // stays in its place while tasks come and go at the ends
   }
   return turn;
 }

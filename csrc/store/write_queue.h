@@ -1,13 +1,12 @@
-// The background writer: two threads that write chunks to their files, so that the device has the next write
-// when it has done one. Chunks leave memory in the order in which they were queued.
+// The background writer: two threads that write chunks to their files, so that the device always has a next
+// write. Chunks leave memory in the order in which they were queued.
 //
-// It shares the store's mutex: every function is called with it held (through the lock, where one is passed,
-// which is released while waiting). When a write fails no new ones begin; ThrowPending hands the error to one
-// call and lets the threads try that write again, so nothing that was accepted is lost while the store is
-// open.
+// It shares the store's mutex: every function is called with the mutex held; a function with a `Lock&`
+// releases it while waiting. When a write fails no new write begins. ThrowPending hands the error to one call
+// and lets the threads try that write again, so no accepted row is lost while the store is open.
 //
-// While rows are read from files, writes are paced so that these keep their latency: smaller ones, one at a
-// time. They never stop.
+// While rows are read from files, writes are smaller and made one at a time, so that reads keep their
+// latency. Writes never stop.
 #pragma once
 
 #include <atomic>
@@ -31,26 +30,26 @@ struct Interrupted {};
 
 class WriteQueue {
  public:
-  // `reads`: how many are under way now. `written` is called with the mutex held when a chunk has left
+  // `reads`: the number of reads under way. `written` is called with the mutex held when a chunk has left
   // memory.
   WriteQueue(std::mutex& mutex, std::size_t max_queued_bytes, const std::atomic<int>& reads,
              std::function<void(const SegmentPtr&)> written);
   ~WriteQueue();
 
-  // Begins a chunk of so many bytes at `offset`; waits while too much is queued. Throws the pending error
-  // instead, or, in the background, Interrupted.
+  // Begins a chunk of this many bytes at `offset`; waits while too much is queued. Throws the pending error,
+  // or, in the background, Interrupted.
   std::shared_ptr<Chunk> NewChunk(Lock& lock, std::uint64_t offset, std::size_t bytes, bool background);
   // Queues the chunk's bytes from `queued` to `end`, a multiple of kBlockBytes within the chunk.
   void Enqueue(const SegmentPtr& segment, const std::shared_ptr<Chunk>& chunk, std::size_t end);
-  // Nothing will be added to the chunk: it leaves memory once all that is queued of it is written.
+  // Ends a chunk: it leaves memory once all its queued bytes are written.
   void Close(const SegmentPtr& segment, const std::shared_ptr<Chunk>& chunk);
-  // Waits until all that is queued now is written, or throws.
+  // Waits until all bytes that are queued now are written, or throws.
   void Drain(Lock& lock);
   void ThrowPending();
   bool HasError() const { return error_ != nullptr; }
-  // Puts an error of another background thread in line, unless there is one.
+  // Queues an error of another background thread, unless an error waits already.
   void Report(std::exception_ptr error);
-  // Drops what is queued and ends the threads; later calls that would wait throw ClosedError.
+  // Drops queued bytes and ends the threads; later calls that would wait throw ClosedError.
   void Stop(Lock& lock);
 
   std::uint64_t enqueued_bytes() const { return written_bytes_ + queued_bytes_; }

@@ -49,13 +49,13 @@ class RemoteTier(Tier):
             del self.rows[key]
         self.found = []
 
-    def put(self, rows: MovingRows, seq: int, below: Callable[..., None]) -> None:
+    def put(self, rows: MovingRows, seq: int, demote: Callable[..., None]) -> None:
         after = dict(self.rows)
         for key, row, dirty in zip(rows.keys.tolist(), rows.rows, rows.dirty, strict=True):
             after[key] = row.copy(), bool(dirty)
         leaving = [(key, *after.pop(key)) for key in list(after)[: max(0, len(after) - self.capacity)]]
         if leaving:
-            below(
+            demote(
                 MovingRows(
                     np.array([key for key, _, _ in leaving], np.uint64),
                     np.stack([row for _, row, _ in leaving]),
@@ -99,7 +99,7 @@ class RemoteSource(LastingTier):
     def holds(self, keys: Keys) -> Flags:
         return np.array([key in self.rows for key in keys.tolist()], bool)
 
-    def put(self, rows: MovingRows, seq: int, below: Callable[..., None]) -> None:
+    def put(self, rows: MovingRows, seq: int, demote: Callable[..., None]) -> None:
         dirty = rows.part(rows.dirty.astype(bool))
         self.write(dirty.keys, dirty.rows)
 

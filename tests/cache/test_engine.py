@@ -14,7 +14,7 @@ from tierstore import TierConfig, optim
 from tierstore.cache.stats import counters_of, go_on_counting
 from tierstore.errors import ClosedError, ConfigError, InputError, TierFullError
 
-CHAINS: dict[str, dict[str, int]] = {  # slots; 0: no such tier
+TIERS: dict[str, dict[str, int]] = {  # slots; 0: no such tier
     "hbm": {"hbm": 5000, "uvm": 0, "ssd": 0},
     "hbm+ssd": {"hbm": 100, "uvm": 0, "ssd": 1},
     "hbm+uvm+ssd": {"hbm": 100, "uvm": 60, "ssd": 1},
@@ -24,13 +24,13 @@ CHAINS: dict[str, dict[str, int]] = {  # slots; 0: no such tier
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "lookahead"])
-@pytest.mark.parametrize("group", CHAINS)
+@pytest.mark.parametrize("group", TIERS)
 @pytest.mark.parametrize("optimizer", [optim.SGD(lr=0.1), optim.RowWiseAdagrad(lr=0.1), optim.Adam(lr=0.1)])
 def test_tiers_equal_memory(group: str, policy: str, optimizer: optim.OptimizerSpec) -> None:
     batches = random_batches(0, 25, 2, 8, 3)
     expected = build(TierConfig(hbm="all"), optimizer, (5, 5))
     reference = train(expected, batches)
-    slots = CHAINS[group]
+    slots = TIERS[group]
     config = TierConfig(
         hbm=budget(slots["hbm"], optimizer, 5, policy),
         uvm=budget(slots["uvm"], optimizer, 5, policy) if slots["uvm"] else 0,
@@ -173,7 +173,7 @@ def test_offline_policies_are_for_simulations() -> None:
 
 
 def test_budget_below_the_minimum_and_use_after_close() -> None:
-    with pytest.raises(ConfigError, match=r"below the minimum for these tables: \d+ bytes"):
+    with pytest.raises(ConfigError, match=r"below the minimum .* raise it to at least \d+ bytes"):
         build(TierConfig(hbm=100, engine="memory"), optim.SGD(lr=0.1), (3,))
     module = build(TierConfig(hbm=budget(40), engine="memory"), optim.SGD(lr=0.1), (3,))
     module.close()

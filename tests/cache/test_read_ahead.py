@@ -100,7 +100,7 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.fixture
-def told() -> Iterator[Rig]:
+def aware() -> Iterator[Rig]:
     yield from _rigged(Rig(asks=False))
 
 
@@ -280,41 +280,41 @@ def test_nothing_is_kept_where_blocks_have_taken_the_room(rig: Rig) -> None:
     assert rig.find(500) == {500: 2}
 
 
-def test_rows_that_leave_memory_unkept_before_their_lookup_are_read(told: Rig) -> None:
-    with told.lock:
-        told.announce(0, 2)
-        told.announce(1)  # all that it asks for is in memory
-        told.announce(2, 4)
+def test_rows_that_leave_memory_unkept_before_their_lookup_are_read(aware: Rig) -> None:
+    with aware.lock:
+        aware.announce(0, 2)
+        aware.announce(1)  # all that it asks for is in memory
+        aware.announce(2, 4)
         # 50 leave where 32 may be kept, and two that the store has in this version.
-        told.ahead.rows_overwritten(np.arange(500, 600, 2, dtype=np.uint64))
-        told.store.version.update((key, 2) for key in range(500, 600, 2))
+        aware.ahead.rows_overwritten(np.arange(500, 600, 2, dtype=np.uint64))
+        aware.store.version.update((key, 2) for key in range(500, 600, 2))
         rows, uses = np.full((50, ROW), 2, np.uint8), np.repeat([1, 2], 25)
-        told.ahead.keep(np.arange(500, 600, 2, dtype=np.uint64), rows, uses)
-        told.ahead.rows_evicted(np.array([6, 8], np.uint64), np.array([2, NEVER]))
-    told.store.go.set()
-    told.wait_idle()
-    assert told.store.asked == [[2, 4, 6, *range(500, 536, 2)]]
-    assert told.find(6, 8, 500, 598) == {6: 1, 500: 2, 598: 2}
+        aware.ahead.keep(np.arange(500, 600, 2, dtype=np.uint64), rows, uses)
+        aware.ahead.rows_evicted(np.array([6, 8], np.uint64), np.array([2, NEVER]))
+    aware.store.go.set()
+    aware.wait_idle()
+    assert aware.store.asked == [[2, 4, 6, *range(500, 536, 2)]]
+    assert aware.find(6, 8, 500, 598) == {6: 1, 500: 2, 598: 2}
 
 
-def test_rows_that_leave_after_their_lookup_was_read_are_left_to_its_plan(told: Rig) -> None:
-    told.store.go.set()
-    told.announce(3, 2)
-    told.wait_idle()
-    with told.lock:
-        told.ahead.rows_evicted(np.array([4], np.uint64), np.array([3]))
-    told.plan(3, 2, 4)
-    told.announce(4, 6)
-    told.wait_idle()
-    assert told.store.asked == [[2], [6]]
+def test_rows_that_leave_after_their_lookup_was_read_are_left_to_its_plan(aware: Rig) -> None:
+    aware.store.go.set()
+    aware.announce(3, 2)
+    aware.wait_idle()
+    with aware.lock:
+        aware.ahead.rows_evicted(np.array([4], np.uint64), np.array([3]))
+    aware.plan(3, 2, 4)
+    aware.announce(4, 6)
+    aware.wait_idle()
+    assert aware.store.asked == [[2], [6]]
 
 
-def test_lookups_whose_rows_are_all_in_memory_are_forgotten(told: Rig) -> None:
+def test_lookups_whose_rows_are_all_in_memory_are_forgotten(aware: Rig) -> None:
     for seq in range(30):
-        told.announce(seq)
-        told.plan(seq - 1)
-    assert len(told.ahead._queue) == 1
-    assert not told.store.asked
+        aware.announce(seq)
+        aware.plan(seq - 1)
+    assert len(aware.ahead._queue) == 1
+    assert not aware.store.asked
 
 
 @settings(deadline=None)

@@ -207,7 +207,7 @@ def test_promises_beyond_the_budget_are_refused() -> None:
         build(config, [5000, 5000, 5000], [8, 8, 8])
     tables = {"t0": TableOverride(hbm=10)}
     config = TierConfig(hbm="128KiB", ssd="1GiB", engine="memory", tables=tables)
-    with pytest.raises(ConfigError, match=r"table 't0': hbm is 10 bytes; its minimum is \d+ bytes"):
+    with pytest.raises(ConfigError, match=r"table 't0': hbm is 10 bytes; raise it to at least \d+ bytes"):
         build(config, [5000], [8])
 
 

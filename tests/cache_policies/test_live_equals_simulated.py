@@ -79,7 +79,7 @@ def test_hit_rates_are_equal(tmp_path, policy, depth, window):
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_rows_that_overflow_into_the_pad_miss_whenever_it_is_drained(tmp_path, policy, depth):
+def test_rows_at_overflow_slots_miss_whenever_they_are_drained(tmp_path, policy, depth):
     batches = skewed_batches(tables=2, count=40, bags=48, hotness=4)
     config = TierConfig(hbm=bytes_for(120, 32, policy), path=tmp_path, engine="memory", policy=policy)
     group, module = train(config, batches, depth=depth, window=4)

@@ -104,7 +104,7 @@ class TestWrongInput:
             ("--optimizer", "adam", "--optimizer rowwise-adagrad"),
         ):
             assert train("--checkpoint", run, "--resume", option, value) == 2
-            assert f"--resume: the run in {run} had {was}; repeat that" in capsys.readouterr().err
+            assert f"--resume: the run in {run} had {was}; give the same" in capsys.readouterr().err
 
     def test_other_folders(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "letters").mkdir()

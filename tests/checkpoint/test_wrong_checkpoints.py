@@ -88,7 +88,7 @@ def test_an_older_checkpoint_instead_of_a_damaged_one(saved: Path) -> None:
     (newest(saved) / "tensors.safetensors").write_bytes(b"")
     refused(saved, StoreCorruptError, "restore an older checkpoint with step=")
     training = Training(saved)
-    with pytest.raises(StoreMismatchError, match=r"no checkpoint of step 7 of these tables; it has \[1, 2\]"):
+    with pytest.raises(StoreMismatchError, match=r"step 7 of these tables; it has steps \[1, 2\]"):
         training.restore(saved / "checkpoints", step=7)
     found = training.restore(saved / "checkpoints", step=1)
     assert found is not None

@@ -48,7 +48,7 @@ def filled(device: Device, count: int = 16) -> tuple[DeviceRows, np.ndarray]:
 def values() -> core.InitialValues:
     one = np.array([1], np.float32)
     return core.InitialValues(
-        dim=DIM, state_floats=1, state_value=0.5, kinds=np.array([2], np.uint8), a=-one, b=one,
+        dim=DIM, state_floats=1, state_value=0.5, kinds=np.array([2], np.uint8), first=-one, second=one,
         seeds=np.array([9], np.uint64),
     )  # fmt: skip
 
@@ -201,7 +201,7 @@ def test_rows_that_overflow_a_tier_move_home(device: Device) -> None:
     assert (home < 16).all()
     np.testing.assert_array_equal(read(tier.rows, home), data[16:])
     tier.drained(tier.native.drainable()[0])
-    assert not tier.native.pad_in_use
+    assert not tier.native.overflow_in_use
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def init(
     rows = np.full((num_slots or len(keys), width), 77, np.float32)
     kinds, a, b, seeds = (np.array(x, t) for x, t in zip(zip(*tables, strict=True), "BffQ", strict=True))
     values = core.InitialValues(
-        dim=dim, state_floats=state[0], state_value=state[1], kinds=kinds, a=a, b=b, seeds=seeds
+        dim=dim, state_floats=state[0], state_value=state[1], kinds=kinds, first=a, second=b, seeds=seeds
     )
     core.HostRows.view(rows.view(np.uint8)).initialise(values, slots, keys)
     return rows
@@ -130,7 +130,7 @@ def test_a_range_of_columns_begins_where_it_is_in_the_whole_table(kind: int, fir
     for rows, width, columns in ((whole, 160, None), (part, dim, np.array([first], np.int64))):
         values = core.InitialValues(
             dim=width, state_floats=0, state_value=0.0, kinds=np.array([kind], np.uint8),
-            a=np.array([-1.0], np.float32), b=np.array([1.0], np.float32),
+            first=np.array([-1.0], np.float32), second=np.array([1.0], np.float32),
             seeds=np.array([77], np.uint64), columns=columns,
         )  # fmt: skip
         core.HostRows.view(rows.view(np.uint8)).initialise(values, None, keys)

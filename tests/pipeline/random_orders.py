@@ -25,7 +25,7 @@ SECONDS = 60  # for one run, which takes a fraction of one
 
 
 def build(dims: list[int], slots: int | None, shared: bool) -> list[Any]:
-    """Modules of these dimensions; ``shared``: in one engine, which has a chain per dimension."""
+    """Modules of these dimensions; ``shared``: in one engine, which has a tier group per dimension."""
     sizes = [bytes_for(slots or 1, SPEC.row_bytes(dim), "lookahead") for dim in dims]
 
     def config(*sizes: int) -> tierstore.TierConfig:

@@ -24,12 +24,12 @@ from tierstore.pipeline.prefetch import prefetch
 ADAGRAD = optim.Adagrad(lr=0.1)
 BATCHES = random_batches(1, 5, 1, 6, 4)
 INPUTS = {"": lambda batch: (batch,)}
-# Rows of the tiers in memory; with fewer slots than a batch has rows, the pad is in use.
-CHAINS = {
+# Rows of the tiers in memory; with fewer slots than a batch has rows, overflow slots are in use.
+TIERS = {
     "one tier": TierConfig(hbm="all"),
     "two tiers": TierConfig(hbm=budget(30, ADAGRAD), engine="memory"),
     "three tiers": TierConfig(hbm=budget(30, ADAGRAD), uvm=budget(20, ADAGRAD), engine="memory"),
-    "three tiers and pad": TierConfig(hbm=budget(16, ADAGRAD), uvm=budget(16, ADAGRAD), engine="memory"),
+    "three tiers and overflow": TierConfig(hbm=budget(16, ADAGRAD), uvm=budget(16, ADAGRAD), engine="memory"),
 }
 
 
@@ -80,11 +80,11 @@ def train_interrupted(config: TierConfig, ahead: bool, interrupter: Any) -> bool
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["on demand", "prefetch"])
-@pytest.mark.parametrize("chain", CHAINS)
-def test_an_exception_at_any_line(chain: str, ahead: bool) -> None:
+@pytest.mark.parametrize("tiers", TIERS)
+def test_an_exception_at_any_line(tiers: str, ahead: bool) -> None:
     stride = 11
-    at = 1 + (2 * list(CHAINS).index(chain) + ahead) % stride
-    while train_interrupted(CHAINS[chain], ahead, Interrupter(at)):
+    at = 1 + (2 * list(TIERS).index(tiers) + ahead) % stride
+    while train_interrupted(TIERS[tiers], ahead, Interrupter(at)):
         at += stride
     assert at > 900
 
@@ -97,15 +97,15 @@ def change(module: Bags, ids: torch.Tensor, values: torch.Tensor) -> None:
     module.flush()
 
 
-@pytest.mark.parametrize("chain", ["two tiers", "three tiers and pad"])
-def test_rows_that_are_changed_are_as_before_or_after(chain: str) -> None:
+@pytest.mark.parametrize("tiers", ["two tiers", "three tiers and overflow"])
+def test_rows_that_are_changed_are_as_before_or_after(tiers: str) -> None:
     ids, values = torch.arange(0, 120), torch.arange(600.0).view(120, 5)
     with build(TierConfig(hbm="all"), ADAGRAD, (5,)) as memory:
         initial = memory.rows(ids)
     at, came = 1, True
     while came:
         interrupter, came = Interrupter(at), False
-        with build(CHAINS[chain], ADAGRAD, (5,)) as module:
+        with build(TIERS[tiers], ADAGRAD, (5,)) as module:
             try:
                 with interrupter.on():
                     change(module, ids, values)
@@ -126,7 +126,7 @@ def test_a_handler_that_commits_at_any_line(ahead: bool) -> None:
     """As that of SIGTERM often does."""
     at, came = 1, True
     while came:
-        with build(CHAINS["three tiers and pad"], ADAGRAD, (5,)) as module:
+        with build(TIERS["three tiers and overflow"], ADAGRAD, (5,)) as module:
             interrupter = Interrupter(at, module.engine.commit)  # type: ignore[arg-type]
             batches: Any = prefetch(BATCHES, module, depth=1, window=2, inputs=INPUTS) if ahead else BATCHES
             with interrupter.on():
@@ -166,8 +166,8 @@ def train_under_signals(seconds: float) -> None:
     timer, end, rounds = Timer(0), time.monotonic() + seconds, 0
     while time.monotonic() < end:
         faulthandler.dump_traceback_later(60, exit=True)
-        chain = list(CHAINS)[rounds % len(CHAINS)]
-        train_interrupted(CHAINS[chain], rounds // len(CHAINS) % 2 == 1, timer)
+        tiers = list(TIERS)[rounds % len(TIERS)]
+        train_interrupted(TIERS[tiers], rounds // len(TIERS) % 2 == 1, timer)
         rounds += 1
     faulthandler.cancel_dump_traceback_later()
     print(f"{timer.came} interrupts")

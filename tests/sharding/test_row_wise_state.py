@@ -38,7 +38,7 @@ def any_cut_of_columns(world: int) -> None:
         "t0": column_wise([last, 0], [5, 1]),
         "t1": column_wise([0, last, 0]),
         "t2": column_wise([last, 0]),
-        "t3": row_wise() if world > 1 else table_wise(0),  # in one chain with a cut table
+        "t3": row_wise() if world > 1 else table_wise(0),  # in one tier group with a cut table
     }
     for optimizer, tiers in ((ADAGRAD, cases.TIGHT), (DECAYED, cases.MEMORY)):
         data = cases.batches(world, 3, empty=last)

@@ -328,10 +328,10 @@ READ_ONLY.flags.writeable = False
         (KEYS, ROWS[0], "must have 2 dimensions"),
         (KEYS, np.zeros((4, 544), np.uint8)[:, ::2], "must be C-contiguous"),
         (KEYS[:3], ROWS, "3 keys, but .* 4 rows"),
-        (KEYS, np.zeros((4, 256), np.uint8), "rows of 256 bytes, but those of table 1 have 272"),
+        (KEYS, np.zeros((4, 256), np.uint8), "rows of 256 bytes, but rows of table 1 have 272"),
         (make_keys(2, range(4)), ROWS, "table index 2 is unknown"),
         (make_keys(9, range(4)), ROWS, "table index 9 is unknown"),
-        (np.array([1, 1 << 48, 2, 3], np.uint64), ROWS, "those of table 0 have 16"),
+        (np.array([1, 1 << 48, 2, 3], np.uint64), ROWS, "rows of table 0 have 16"),
     ],
 )
 def test_wrong_arrays_are_named_and_change_nothing(opened, keys, rows, text):

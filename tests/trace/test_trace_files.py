@@ -183,7 +183,7 @@ BAD_FILES = {
     "two.txt": (b"1 2\n3 4\n", "one id per line"),
     "ragged.csv": (b"a,b\n1,2\n3\n", "line 3: 1 values"),
     "bare.csv": (b"a,b\n", "is empty"),
-    "what.xyz": (b"1", "cannot tell"),
+    "what.xyz": (b"1", "unknown kind of file"),
 }
 
 

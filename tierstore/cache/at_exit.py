@@ -1,8 +1,8 @@
-"""What has to end before the interpreter does.
+"""Ends objects with threads before the interpreter ends.
 
 A thread that comes back from native code while the interpreter is torn down aborts the process or hangs it.
-Tables, and objects with threads above them, are therefore ended by the one function that is registered here:
-when the main program and its threads are over, the newest first, whatever the program left undone.
+One function that is registered here therefore ends tables, and objects with threads above them, when the main
+program and its threads are over: the newest first.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ logger = logging.getLogger("tierstore")
 
 class Ending(Protocol):
     def end_at_exit(self) -> None:
-        """End its threads for good. May be called again, and after an orderly end."""
+        """End the object's threads for good. A further call, also after an orderly end, does nothing."""
 
 
 _running: WeakValueDictionary[int, Ending] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def end_at_exit(thing: Ending) -> None:
-    """End ``thing`` with the process, as long as something else refers to it."""
-    _running[next(_numbers)] = thing
+def end_at_exit(ending: Ending) -> None:
+    """End ``ending`` with the process, as long as something else refers to it."""
+    _running[next(_numbers)] = ending
 
 
 def _end_all() -> None:
     for number in sorted(_running.keys(), reverse=True):
-        thing = _running.get(number)
-        if thing is None:
+        ending = _running.get(number)
+        if ending is None:
             continue
         try:
-            thing.end_at_exit()
-        except BaseException as error:  # further things have to end, and the exit code is the program's
-            logger.warning("%s did not end as it should: %r", type(thing).__name__, error)
+            ending.end_at_exit()
+        except BaseException as error:  # further objects must end, and the program's exit code stays
+            logger.warning("%s did not end as it should: %r", type(ending).__name__, error)
 
 
 def _forget_all() -> None:
-    """Forget everything in a forked child, which has none of the threads that may hold the locks."""
+    """Forget all objects in a forked child, which has none of the threads that may hold the locks."""
     global _running
     _running = WeakValueDictionary()
 

@@ -1,10 +1,10 @@
-"""How the budgets of the memory tiers are divided among tables and groups (one per row layout).
+"""Divides the budgets of the memory tiers among tables and groups (one per row layout).
 
-First come tables with bytes of their own (``TableOverride``): these slots are theirs, and they get no more.
-Then, in ``hbm``, small tables become wholly resident: tables of at most a sixteenth of the largest table's
-bytes, smallest first, up to half of what is left where their whole row layout is small, else up to a 32nd.
-The other tables of a group share its slots; groups get bytes in proportion to their tables', and never more
-than all of their rows take.
+First come tables with bytes of their own (``TableOverride``): they get these slots, and no others. Then, in
+``hbm``, small tables become wholly resident: tables of at most a sixteenth of the largest table's bytes,
+smallest first, up to half of what is left where their whole row layout is small, else up to a 32nd. The other
+tables of a group share its slots. Groups get bytes in proportion to their tables' bytes, and never more than
+all of their rows take.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tierstore.errors import ConfigError
 
 _HUGE = 1 << 62
 SMALL = 1 / 16
-"""Of the largest table: up to this size a table is small enough to be resident by default."""
+"""A table up to this share of the largest table's size is small enough to be resident by default."""
 RESIDENT_SHARE = 1 / 2
-"""Of the budget, that such tables may take in all."""
+"""The share of the budget that small tables may take in all."""
 RESIDENT_SHARE_OF_NEIGHBOURS = 1 / 32
-"""Of the budget, that small tables may take whose row layout has larger tables, too: such tables share enough
-slots, and the policy knows better than sizes do which rows are worth them."""
+"""The share of the budget for small tables whose row layout has larger tables, too: these layouts share
+enough slots, and the policy knows better than sizes do which rows deserve a slot."""
 
 
 @dataclass(frozen=True)
 class TableDemand:
-    """Rows of a table; ``own``: bytes of the tier that are its alone; ``share``: what it counts for where the
-    rest is divided (None: its bytes)."""
+    """Rows of a table. ``own``: bytes of the tier for it alone. ``share``: its weight where the other bytes
+    are divided (None: its bytes)."""
 
     index: int
     name: str
@@ -62,7 +62,7 @@ class GroupDemand:
 
     @property
     def weight(self) -> int:
-        """Its part of a budget is in proportion to this."""
+        """The group's part of a budget is in proportion to this number."""
         shares = [table.share for table in self.tables]
         stated = [share for share in shares if share is not None]
         return sum(stated) if len(stated) == len(shares) else self.rows * self.row_bytes
@@ -82,7 +82,7 @@ def divide(
 ) -> list[TierPlan]:
     """Return the slots per group for ``budget`` bytes.
 
-    Raises ``ConfigError`` that names the minimum if the budget cannot hold what tables have to themselves and
+    Raises ``ConfigError`` with the minimum if the budget is too small for the tables' own bytes and
     ``MIN_SLOTS`` rows per group.
     """
     own: list[list[OwnShare]] = []
@@ -92,16 +92,16 @@ def divide(
         own.append([share for share in shares if share is not None])
         taken += sum(_own_bytes(share, demand.row_bytes, policy, admission) for share in own[-1])
     rest = _without(demands, own)
-    least = [_least(d, policy, admission) for d in rest]
-    if taken + sum(least) > budget:
-        total = taken + sum(least)
+    minimum = [_min_bytes(d, policy, admission) for d in rest]
+    if taken + sum(minimum) > budget:
+        total = taken + sum(minimum)
         raise ConfigError(
-            f"the {tier} budget of {budget} bytes is below the minimum for these tables: {total} bytes "
-            f"({format_bytes(total)}: {taken} bytes that tables have to themselves, and {MIN_SLOTS} rows and "
-            f"their metadata for each of {sum(map(bool, least))} row layouts)"
+            f"the {tier} budget of {budget} bytes is below the minimum for these tables; raise it to at "
+            f"least {total} bytes ({format_bytes(total)}: {taken} bytes that tables have to themselves, and "
+            f"{MIN_SLOTS} rows and their metadata for each of {sum(map(bool, minimum))} row layouts)"
         )
-    if tier == "hbm" and sum(_most(d, policy, admission) for d in rest) > budget - taken:
-        resident = _small(budget - taken, rest, sum(least))
+    if tier == "hbm" and sum(_max_bytes(d, policy, admission) for d in rest) > budget - taken:
+        resident = _small(budget - taken, rest, sum(minimum))
         for kept, demand, small in zip(own, rest, resident, strict=True):
             if small:
                 rows = sum(table.rows for table in small)
@@ -130,9 +130,11 @@ def _own_share(
         return None
     if table.own >= bytes_for(table.rows, row_bytes, None):
         return OwnShare((table.index,), table.rows, True)
-    least = bytes_for(min(MIN_SLOTS, table.rows), row_bytes, policy, admission)
-    if table.own < least:
-        raise ConfigError(f"table {table.name!r}: {tier} is {table.own} bytes; its minimum is {least} bytes")
+    minimum = bytes_for(min(MIN_SLOTS, table.rows), row_bytes, policy, admission)
+    if table.own < minimum:
+        raise ConfigError(
+            f"table {table.name!r}: {tier} is {table.own} bytes; raise it to at least {minimum} bytes"
+        )
     slots = slots_for(table.own, row_bytes, policy, admission)
     return OwnShare((table.index,), min(slots, table.rows), slots >= table.rows)
 
@@ -143,20 +145,20 @@ def _own_bytes(share: OwnShare, row_bytes: int, policy: AnyPolicy, admission: An
     return bytes_for(share.slots, row_bytes, policy, admission)
 
 
-def _least(demand: GroupDemand, policy: AnyPolicy, admission: AnyAdmission) -> int:
+def _min_bytes(demand: GroupDemand, policy: AnyPolicy, admission: AnyAdmission) -> int:
     if not demand.tables:
         return 0
     return bytes_for(min(MIN_SLOTS, demand.rows), demand.row_bytes, policy, admission)
 
 
-def _most(demand: GroupDemand, policy: AnyPolicy, admission: AnyAdmission) -> int:
+def _max_bytes(demand: GroupDemand, policy: AnyPolicy, admission: AnyAdmission) -> int:
     if not demand.tables:
         return 0
     return min(_HUGE, bytes_for(demand.rows, demand.row_bytes, policy, admission))
 
 
-def _small(budget: int, demands: Sequence[GroupDemand], least: int) -> list[list[TableDemand]]:
-    """Return the tables of each group that become wholly resident; ``least``: bytes that all groups need
+def _small(budget: int, demands: Sequence[GroupDemand], minimum: int) -> list[list[TableDemand]]:
+    """Return the tables of each group that become wholly resident; ``minimum``: bytes that all groups need
     beside these tables."""
     found: list[list[TableDemand]] = [[] for _ in demands]
     sizes = [
@@ -166,7 +168,7 @@ def _small(budget: int, demands: Sequence[GroupDemand], least: int) -> list[list
     ]
     largest = max((size for size, _, _ in sizes), default=0)
     has_larger = {group for size, group, _ in sizes if size > largest * SMALL}
-    left = min(budget * RESIDENT_SHARE, budget - least)
+    left = min(budget * RESIDENT_SHARE, budget - minimum)
     left_of_neighbours = budget * RESIDENT_SHARE_OF_NEIGHBOURS
     for size, group, table in sorted(sizes, key=lambda item: (item[0], item[2].index)):
         cost = bytes_for(table.rows, demands[group].row_bytes, None)
@@ -187,11 +189,11 @@ def _divide_shared(
     budget: int, demands: Sequence[GroupDemand], policy: AnyPolicy, admission: AnyAdmission
 ) -> list[tuple[int, bool]]:
     """Return the slots that the tables of each group share, and whether they hold all rows."""
-    least = [_least(d, policy, admission) for d in demands]
-    most = [_most(d, policy, admission) for d in demands]
-    shares = _fill(budget, least, most, [d.weight for d in demands])
+    minimum = [_min_bytes(d, policy, admission) for d in demands]
+    maximum = [_max_bytes(d, policy, admission) for d in demands]
+    shares = _fill(budget, minimum, maximum, [d.weight for d in demands])
     divided = []
-    for demand, bytes_, enough in zip(demands, shares, most, strict=True):
+    for demand, bytes_, enough in zip(demands, shares, maximum, strict=True):
         if bytes_ >= enough:
             divided.append((demand.rows, True))
         else:
@@ -200,19 +202,19 @@ def _divide_shared(
     return divided
 
 
-def _fill(budget: int, least: list[int], most: list[int], weight: list[int]) -> list[int]:
-    """Return shares in proportion to ``weight`` within [least, most]; what a capped group cannot use goes to
-    the groups that are not capped."""
-    share = list(least)
+def _fill(budget: int, minimum: list[int], maximum: list[int], weight: list[int]) -> list[int]:
+    """Return shares in proportion to ``weight`` within [minimum, maximum]; what a capped group cannot use
+    goes to the groups that are not capped."""
+    share = list(minimum)
     while True:
-        open_ = [i for i in range(len(share)) if share[i] < most[i]]
+        open_ = [i for i in range(len(share)) if share[i] < maximum[i]]
         rest = budget - sum(share)
         if not open_ or rest < len(open_):
             return share
         total = max(1, sum(weight[i] for i in open_))
         before = sum(share)
         for i in open_:
-            share[i] = min(most[i], share[i] + rest * weight[i] // total)
+            share[i] = min(maximum[i], share[i] + rest * weight[i] // total)
         if sum(share) == before:
             return share
 
@@ -222,8 +224,8 @@ def fast_tiers(config: TierConfig, demands: Sequence[GroupDemand], policy: AnyPo
     memory holds."""
     if config.keeps_all:
         memory = memory_limit()
-        most = [min(MAX_SLOTS, max(MIN_SLOTS, memory // d.row_bytes)) for d in demands]
-        return [TierPlan(min(d.rows, slots), True) for d, slots in zip(demands, most, strict=True)]
+        maximum = [min(MAX_SLOTS, max(MIN_SLOTS, memory // d.row_bytes)) for d in demands]
+        return [TierPlan(min(d.rows, slots), True) for d, slots in zip(demands, maximum, strict=True)]
     assert isinstance(config.hbm, int)
     return divide(config.hbm, demands, policy, "hbm", config.admission)
 

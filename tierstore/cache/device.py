@@ -1,4 +1,4 @@
-"""Devices own rows, as tiers own slots: where rows lie, how they are moved, and what computes on them.
+"""Devices own rows, as tiers own slots: a device stores rows, moves them, and computes on them.
 
 Nothing above a device knows the address of a row. ``HostDevice`` is this machine's memory and processor.
 """
@@ -20,9 +20,9 @@ class DeviceRows(Protocol):
     """Rows of one layout, each ``row_bytes`` bytes: float32 weights, float32 optimizer state, zero padding.
 
     Rows are addressed by slot. ``slots``, ``source`` and ``target`` are int32 (n,); written slots do not
-    repeat. Host arrays of rows are uint8 (n, row_bytes). An address is that of a float32 tensor on the
-    device; 0 means none. Arguments that do not fit raise ValueError, and then nothing has changed. Calls come
-    from several threads; no two of them use one slot at once, unless both only read the row.
+    repeat. Host arrays of rows are uint8 (n, row_bytes). An address points to a float32 tensor on the device;
+    0 means none. Arguments that do not fit raise ValueError, and then nothing has changed. Calls come from
+    several threads; no two of them use one slot at once, unless both only read the row.
     """
 
     @property
@@ -36,7 +36,7 @@ class DeviceRows(Protocol):
         ...
 
     def discard(self, first: int) -> None:
-        """Give back what can be given back of the slots from ``first`` on; they may be written again."""
+        """Give back memory of the slots from ``first`` on; they may be written again."""
         ...
 
     def move(self, source: Slots, target: Slots) -> None:
@@ -88,7 +88,7 @@ class DeviceRows(Protocol):
 
 
 class Device(Protocol):
-    """Where rows of any layout can lie."""
+    """A place for rows of any layout."""
 
     def allocate(self, slots: int, row_bytes: int) -> DeviceRows:
         """Return room for ``slots`` rows, none of which has memory yet.

@@ -16,7 +16,7 @@ from cache_policies.table_curve import TableCurve, planner_document
 from tierstore import _core
 from tierstore.cache.at_exit import end_at_exit
 from tierstore.cache.group import TierGroup
-from tierstore.cache.layout import Segment
+from tierstore.cache.layout import IdSegment
 from tierstore.cache.loss import warns_of_loss
 from tierstore.cache.opening import GroupOpening
 from tierstore.cache.process import OwnProcess
@@ -55,7 +55,7 @@ class Engine:
         at: int | str = 0,
     ) -> None:
         if not tables:
-            raise ConfigError("at least one table is needed")
+            raise ConfigError("at least one table is needed; give a list of tables")
         config.check_tables(table.origin or table.name for table in tables)
         if len({table.name for table in tables}) < len(tables):
             raise ConfigError(f"table names must differ: {[table.name for table in tables]}")
@@ -146,7 +146,7 @@ class Engine:
         )
 
     def _batch_of(self, table: int, ids: NDArray[np.int64]) -> _core.Batch:
-        segment = Segment(
+        segment = IdSegment(
             self.tables[table].name,
             table,
             ids.ctypes.data,
@@ -168,7 +168,7 @@ class Engine:
         group, bound = self._group_of[table], self.tables[table].num_embeddings
         layout = group.layout
         if len(ids) and not 0 <= ids.min() <= ids.max() < bound:
-            self._batch_of(table, ids)  # raises, and names the position among all ids
+            self._batch_of(table, ids)  # this raises, and names the position among all ids
         weight = np.empty((len(ids), layout.dim), np.float32)
         state = np.empty((len(ids), layout.state_floats), np.float32)
         step = rows_in_piece(group)
@@ -193,7 +193,7 @@ class Engine:
         ids = np.ascontiguousarray(ids, np.int64)
         batch = self._batch_of(table, ids)
         if len(batch.unique) != len(ids):
-            raise InputError(f"{self.tables[table].name}: ids repeat; every row can be given one value only")
+            raise InputError(f"{self.tables[table].name}: ids repeat; give every row once")
         layout = self._group_of[table].layout
         self.changed([table])
 
@@ -213,13 +213,13 @@ class Engine:
         reset_rows(self._group_of[table], table)
 
     def touched_ids(self, table: int) -> Iterator[NDArray[np.int64]]:
-        """Return the ids that some tier holds a row of, in chunks, each once; all further rows have their
+        """Yield the ids that some tier holds a row of, in chunks, each once; all other rows have their
         initial values."""
         self.check_open()
         return touched_ids(self._group_of[table], table)
 
     def changed(self, tables: Sequence[int]) -> None:
-        """Note that rows of ``tables`` change: their versions, and that there is something to commit."""
+        """Note that rows of ``tables`` change: they get new versions, and there is something to commit."""
         self.versions.changed(tables)
         self.uncommitted += 1
 
@@ -258,13 +258,13 @@ class Engine:
         return [] if self.store is None else uninterrupted(self.store.commits)
 
     def drop_commit(self, id: int) -> None:
-        """Give up a commit that is not the newest."""
+        """Drop a commit that is not the newest."""
         self.check_open()
         if self.store is not None:
             uninterrupted(partial(self.store.drop_commit, id))
 
     def go_to(self, commit: int) -> None:
-        """Bring the tables back to a commit that the store keeps; everything later is forgotten.
+        """Bring the tables back to a commit that the store keeps; later commits and changes are lost.
 
         Raises ``ConfigError`` while lookups are in flight. If the store does not open any more, the tables
         are closed.
@@ -290,9 +290,9 @@ class Engine:
         """Commit (if there is a store with a path) and release everything. Calling it again does
         nothing, and neither does a call in a forked child.
 
-        If the last commit has an ``extra`` it stays the last one, for that would be wrong of rows that were
+        A last commit with an ``extra`` stays the last commit, since the extra would not fit rows that were
         trained since; a warning says so. At a ``StoreFullError`` the tables stay open, with all rows: give
-        room (``set_ssd``) and close again, or give up what was not committed with ``commit=False``.
+        room (``set_ssd``) and close again, or drop the uncommitted changes with ``commit=False``.
         """
         if not self._process.is_here:
             return
@@ -309,7 +309,7 @@ class Engine:
             except StoreFullError:
                 closed = False
                 raise
-            except BaseException:  # Ctrl-C, perhaps: the commit goes on where it was, and may be made
+            except BaseException:  # perhaps Ctrl-C: the commit goes on, and may be made
                 if self.commits()[-1:] == last:
                     uninterrupted(self.warn_of_loss)
                 raise

@@ -1,9 +1,8 @@
 """The tiers of one row layout, and the lookups that are planned in the first of them.
 
 Rows are in one exclusive tier at most; the store has the last version that was written to it, which is the
-valid one unless an exclusive tier has the row. Locks: ``order.planner()`` is held by whoever changes which
-rows are where; ``residency_lock`` guards the tiers' data structures and is never held while waiting for a
-release.
+valid one unless an exclusive tier has the row. Locks: a thread that moves rows holds ``order.planner()``;
+``residency_lock`` guards the tiers' data structures and is never held while waiting for a release.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 
 from cache_policies.live import LiveCurves
 from tierstore import _core
-from tierstore.cache.layout import RowLayout, Segment
+from tierstore.cache.layout import IdSegment, RowLayout
 from tierstore.cache.lookup_order import LookupOrder
 from tierstore.cache.pinned_rows import PinnedRows
 from tierstore.cache.process import OwnProcess
@@ -31,7 +30,7 @@ from tierstore.errors import ClosedError, InputError, TierFullError
 
 logger = logging.getLogger("tierstore")
 
-_PIECE = 1 << 13  # rows that leave for the store at a time
+_PIECE = 1 << 13  # rows that are handed to the store at a time
 
 
 class TierGroup:
@@ -62,14 +61,14 @@ class TierGroup:
         stats.add_tiers(tier.name for tier in tiers)
         self._planned = -1
         self._victims = Buffer(layout.row_bytes)
-        self._policy_seconds = 0.0  # that are counted
+        self._policy_seconds = 0.0  # seconds counted so far
         self._closed = False
         self._process = OwnProcess()
         self._warned_overflow = False
 
     # -- lookups -------------------------------------------------------------------------
 
-    def batch(self, segments: Sequence[Segment]) -> _core.Batch:
+    def batch(self, segments: Sequence[IdSegment]) -> _core.Batch:
         """Return the deduplicated ids of a lookup.
 
         Raises ``InputError``, which names the feature, the id and the bound of a wrong one.
@@ -92,7 +91,7 @@ class TierGroup:
 
     def _lookup(self, batch: _core.Batch) -> PinnedRows:
         self.check_open()
-        # While a window is announced its numbers are taken: share the newest planned one.
+        # The numbers of an announced window are taken: share the newest planned number.
         shared = self.window.lookups > 0 and self._planned >= 0
         seq = self._planned if shared else self.order.take()
         pinned = PinnedRows(self, batch, seq)
@@ -106,7 +105,7 @@ class TierGroup:
             self.stack.announce(self.window.announce(seq, batch), seq, self._planned)
 
     def forget_window(self) -> None:
-        """Forget announced lookups that were not planned: they will not come."""
+        """Forget announced lookups that were not planned and will not come."""
         with self.residency_lock:
             self.stack.announce(self.window.clear(), NEVER, self._planned)
 
@@ -120,8 +119,8 @@ class TierGroup:
     ) -> None:
         """Bring the rows into the first tier and pin them.
 
-        Rows used by lookups from ``pinned_since`` on stay. If room is short, waits for further releases,
-        and at last uses overflow slots. Raises what the tiers raise; then nothing has changed.
+        Rows used by lookups from ``pinned_since`` on stay. If room is short, the plan waits for further
+        releases, and at last uses overflow slots. Raises the tiers' errors; then nothing has changed.
         """
         with self.order.planner():
             self.order.open(pinned.seq)
@@ -179,12 +178,12 @@ class TierGroup:
             return self.fast.native.begin(pinned.batch.unique, next_use, seq)
 
     def _find_victims(self, plan: _core.Plan, pinned_since: int, stop: Callable[[], bool] | None) -> None:
-        """Choose victims. Does not hold ``residency_lock`` while it waits: until the rows move, they are
-        found where they were."""
+        """Choose victims. It waits without ``residency_lock``: until the rows move, they are found where they
+        were."""
         since, seq = pinned_since, plan.now
         while True:
             with self.residency_lock, self.stats.stage("plan_seconds"):
-                oldest = self.order.oldest_in_use(seq)  # first: draining must see what is released by now
+                oldest = self.order.oldest_in_use(seq)  # first, so that draining sees all releases
                 self._drain_overflow()
                 needed = self.fast.evict(min(since, oldest), plan)
             if not needed or since >= seq:
@@ -197,14 +196,14 @@ class TierGroup:
         self.stats.counters.shrunk_plans += since > pinned_since
 
     def _make_room(self, plan: _core.Plan, missing: Keys) -> list[FoundRows]:
-        """Take the missing rows out of the lower tiers, and hand the victims down: whatever can fail comes
-        before anything that cannot be undone without the store."""
+        """Take the missing rows out of the lower tiers, and hand the victims down. Steps that can fail come
+        before steps that only the store could undo."""
         with self.stats.stage("fetch_seconds"):
             every = self.stack.collect(missing)
         try:
             with self.stats.stage("move_seconds"):
                 if plan.needed + plan.refused and not self.stack.lower:
-                    # Rows in overflow slots have to go somewhere when they are released.
+                    # Rows in overflow slots need a lower tier when they are released.
                     raise TierFullError(
                         f"{self.name}: the hbm tier is full ({self.fast.capacity} rows of "
                         f"{self.layout.row_bytes} bytes) and there is no tier below; raise hbm, or set ssd"
@@ -222,7 +221,7 @@ class TierGroup:
         native, capacity = self.fast.native, self.fast.capacity
         slots = plan.slots[plan.absent]
         native.remove(slots[slots < capacity])
-        self.fast.drained(slots[slots >= capacity])  # before the release, which forgets what is drainable
+        self.fast.drained(slots[slots >= capacity])  # before the release, which forgets the drainable rows
         self.fast.release(np.delete(plan.slots, plan.absent))
         self.stack.restore(every, missing, plan.now)
 
@@ -235,7 +234,7 @@ class TierGroup:
     def _hand_down(self, departures: _core.Departures, seq: int) -> None:
         """Give rows that leave the first tier to the tier under it."""
         slots, keys, dirty, next_use = departures
-        # A row that was stored and then stays does no harm; in an exclusive tier it would be there twice.
+        # A row that was stored and then stays does no harm; in an exclusive tier the row would exist twice.
         lower = self.stack.lower
         step = len(slots) if lower and lower[0].exclusive else _PIECE
         for begin in range(0, len(slots), max(1, step)):
@@ -260,7 +259,7 @@ class TierGroup:
     def _drain_overflow(self) -> None:
         """Hand down rows in overflow slots that no lookup uses any more."""
         native, returned = self.fast.native, self.order.take_returned()
-        if not native.pad_in_use:
+        if not native.overflow_in_use:
             return
         for slots in returned:
             self.fast.release(slots)
@@ -341,7 +340,7 @@ class TierGroup:
     # -- rows that were changed -----------------------------------------------------------
 
     def mark_updated(self, pinned: PinnedRows) -> None:
-        """Note that the pinned rows were changed. Needs no lock, since they stay where they are.
+        """Note that the pinned rows were changed. This needs no lock, since pinned rows stay where they are.
 
         Raises ``ClosedError`` when the change would be lost.
         """

@@ -14,7 +14,7 @@ from tierstore.initializers import KINDS, Init
 
 
 @dataclass(frozen=True)
-class Segment:
+class IdSegment:
     """Ids of one feature: ``address`` of ``count`` contiguous int64 (int32 if ``is_int32``) numbers."""
 
     name: str
@@ -46,18 +46,20 @@ class RowLayout:
         seeds: List[int],
         columns: List[int] | None = None,
     ) -> RowLayout:
-        """Return the layout of a chain.
+        """Return the layout of a tier group.
 
-        ``inits``, ``seeds`` and ``columns`` have an entry per table, also for the tables of other chains.
+        ``inits``, ``seeds`` and ``columns`` have an entry per table, also for the tables of other groups.
         ``columns``: the first column of each table that is a range of a wider one's; None: all begin at 0.
         """
+        parameters = np.array([init.parameters() for init in inits], np.float32).reshape(-1, 2)
+        first, second = np.ascontiguousarray(parameters.T)
         initial = InitialValues(
             dim=dim,
             state_floats=state_floats,
             state_value=state_value,
             kinds=np.array([KINDS[init.kind] for init in inits], np.uint8),
-            a=np.array([init.a for init in inits], np.float32),
-            b=np.array([init.b for init in inits], np.float32),
+            first=first,
+            second=second,
             seeds=np.array(seeds, np.uint64),
             columns=None if columns is None else np.array(columns, np.int64),
         )

@@ -1,11 +1,11 @@
-"""The order of lookups: which are planned, which are still in use, and who may plan now.
+"""The order of lookups: which lookups are planned, which are still in use, and which thread may plan now.
 
 One planner at a time; lookups are numbered, and every number is *released* once its rows have no update
 pending. Planning ahead waits for releases here; a thread that needs a lookup now makes such a wait end
 early, so that no order of forward and backward calls can deadlock.
 
-The main thread, where a signal may raise or do other work between any two steps, does nothing here but to
-drop a use and to call :meth:`LookupOrder.wake`, which take no lock.
+In the main thread a signal may raise, or do other work, between any two steps. That thread therefore only
+drops a use or calls :meth:`LookupOrder.wake`; neither takes a lock.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tierstore import _core
 
 Slots = NDArray[np.int32]
 
-_WAIT_SECONDS = 0.05  # how often a waiting thread looks for releases that did not wake it
+_WAIT_SECONDS = 0.05  # a waiting thread looks this often for releases that did not wake it
 
 
 class LookupOrder:
-    """Thread-safe. Numbers are per group; several lookups may share one (on-demand ones between planned
-    batches)."""
+    """The lookups of one group, by number. It is thread-safe. On-demand lookups between planned batches may
+    share a number."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -36,8 +36,7 @@ class LookupOrder:
         self._bell = _thread.allocate_lock()  # free: something has changed since a waiting thread looked
         self._next = 0
         self.uses = _core.Uses()
-        """Every planned lookup makes itself a use of these; uses that are over are counted at the next
-        look."""
+        """Every planned lookup adds a use here; uses that are over are counted at the next look."""
         self._returned: list[Slots] = []  # by lookups that are not counted any more
         self._in_use: Counter[int] = Counter()
         self._planning = False
@@ -93,12 +92,12 @@ class LookupOrder:
             return self._oldest(default)
 
     def wait_released(
-        self, below: int, *, is_planner: bool = False, stop: Callable[[], bool] | None = None
+        self, before: int, *, is_planner: bool = False, stop: Callable[[], bool] | None = None
     ) -> bool:
-        """Wait until no number below ``below`` is in use; return whether that is so.
+        """Wait until no number below ``before`` is in use; return whether that is so.
 
-        Returns False, early, when the caller is the planner and somebody else has to plan, or when ``stop()``
-        (tested at every change; see :meth:`wake`).
+        Returns False, early, when the caller is the planner and another thread has to plan, or when
+        ``stop()`` (tested at every change; see :meth:`wake`).
         """
 
         def needed() -> bool:
@@ -106,7 +105,7 @@ class LookupOrder:
 
         while True:
             with self._lock:
-                released = self._oldest(below) >= below
+                released = self._oldest(before) >= before
                 if released or needed():
                     return released
             self._bell.acquire(timeout=_WAIT_SECONDS)
@@ -118,8 +117,8 @@ class LookupOrder:
 
     @contextmanager
     def planner(self) -> Iterator[None]:
-        """Hold the right to change which rows are where; other planners wait. Not for the main thread
-        (``uninterrupted``)."""
+        """Hold the right to change which rows are where; other planners wait. The main thread must not call
+        it (use ``uninterrupted``)."""
         with self._lock:
             self._waiting += 1
             self.wake()

@@ -1,4 +1,4 @@
-"""Says what is lost when tables go without having been committed or closed."""
+"""Warns of rows that are lost when tables are dropped without a commit or a close."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def uncommitted_rows(groups: Sequence[TierGroup]) -> int:
 def warns_of_loss(
     owner: object, path: str | os.PathLike[str] | None, groups: Sequence[TierGroup]
 ) -> weakref.finalize:
-    """Return what to call when uncommitted rows of the store at ``path`` are dropped.
+    """Return a finalizer that warns when uncommitted rows of the store at ``path`` are dropped.
 
-    It is called when ``owner`` becomes garbage, or at the end of the process, unless ``detach()`` was.
+    It runs when ``owner`` becomes garbage, or at the end of the process, unless ``detach()`` was called.
     """
     return weakref.finalize(owner, _warn, path, groups, os.getpid())
 

@@ -1,4 +1,4 @@
-"""Whether this machine has what a configuration asks for."""
+"""Checks that this machine has the memory and disk that a configuration asks for."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def check_parent(folder: Path, what: str) -> None:
 
 
 def host_memory() -> int:
-    """Return the bytes that this process can have: the machine's, or what its control groups allow."""
+    """Return the bytes of memory that this process can have: the machine's, or the limit of its control
+    groups."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
 

@@ -1,4 +1,4 @@
-"""How the tier groups of an engine are opened: one per row layout, their tiers sized by the budgets."""
+"""Opens the tier groups of an engine: one per row layout, with tiers sized by the budgets."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tierstore.cache.table import Table
 from tierstore.cache.tiers.memory import TierPlan, bytes_for
 from tierstore.cache.tiers.registry import TierRequest, make_tiers
 from tierstore.config import TierConfig
-from tierstore.initializers import Init, table_seed
+from tierstore.initializers import from_dict, table_seed
 from tierstore.optim.specs import OptimizerSpec
 from tierstore.store.protocol import RowStore, StoredTable
 
 READ_AHEAD_BYTES = 8 << 20
-"""What rows that are read ahead of their plan may take, in all."""
+"""Bytes that rows read ahead of their plan may take, in all."""
 
 
 class GroupOpening:
@@ -63,7 +63,7 @@ class GroupOpening:
             override = self._config.table(origin)
             own, share = getattr(override, tier), getattr(override, f"{tier}_share")
             own = None if own is None else own // pieces[origin]
-            tables.append(TableDemand(index, table.name, table.most_rows, own, share))
+            tables.append(TableDemand(index, table.name, table.max_rows, own, share))
         return GroupDemand(name, self._specs[self._members[name][0]].row_bytes, tuple(tables))
 
     def _group(self, name: str, hbm: TierPlan, uvm: TierPlan | None, store: RowStore | None) -> TierGroup:
@@ -88,7 +88,7 @@ class GroupOpening:
             spec.row_bytes,
             self._optimizer.state_floats(spec.embedding_dim),
             self._optimizer.initial_state,
-            [Init(**spec.init) for spec in self._specs],
+            [from_dict(spec.init) for spec in self._specs],
             [
                 table_seed(spec.seed, table.origin or table.name)
                 for spec, table in zip(self._specs, self._tables, strict=True)
@@ -97,8 +97,7 @@ class GroupOpening:
         )
 
     def _read_ahead_bytes(self, hbm: TierPlan, row_bytes: int) -> int:
-        """Return what rows that were read ahead may take, beside the first tier: at most twice as much as
-        it."""
+        """Return the bytes that rows read ahead may take: at most twice the first tier's."""
         if not hbm.evicts:
             return 0
         tier = bytes_for(hbm.capacity, row_bytes, self._policy, self._config.admission)

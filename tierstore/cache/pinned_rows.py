@@ -1,4 +1,5 @@
-"""What a lookup gives to the kernels: where each unique row is, for as long as the lookup is in use."""
+"""The rows of a lookup as kernels take them: the slot of each unique row, for as long as the lookup is in
+use."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tierstore.cache.uninterrupted import Gate
 
 
 class Owner(Protocol):
-    """What pinned rows need of their tier group."""
+    """The part of a tier group that pinned rows use."""
 
     device: Device
     layout: RowLayout
@@ -75,16 +76,16 @@ class PinnedRows(Rows):
         self.seq = seq
         self.csr: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
         self.before: Before | None = None
-        """What its group had counted before it planned this ahead."""
+        """The group's counters before it planned this lookup ahead."""
         self._demand = demand
         self._ready = Gate()
         self._error: BaseException | None = None
-        self._use: _core.Use | None = None  # the rows are pinned until it is released or dropped
+        self._use: _core.Use | None = None  # the rows are pinned until this use is released or dropped
         self._unwanted = False
 
     def grant(self) -> None:
-        """Open :meth:`wait`: the rows are in place and pinned. If nobody wants the rows any more, release
-        them."""
+        """Open :meth:`wait`: the rows are in place and pinned. If the lookup was dropped, release the
+        rows."""
         self._use = _core.Use(self.group.order.uses, self.seq, self.slots)
         if self._unwanted:
             self.release()

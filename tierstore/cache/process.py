@@ -1,4 +1,4 @@
-"""Which process has the tables: memory tiers do not exist in a forked child."""
+"""Knows which process has the tables: a forked child has no memory tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``stats()`` and ``table_curves()`` tell of an engine: plain values, made of its groups' counters."""
+"""Makes the plain values of ``stats()`` and ``table_curves()`` from the counters of an engine's groups."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tierstore.store.protocol import StoredTable
 
 logger = logging.getLogger("tierstore")
 
-_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # of the rows used: sizes at which a report tells the misses
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # a report has the misses at these shares of the used rows
 
 
 def report(groups: Sequence[TierGroup], tables: Sequence[TableCurve]) -> dict[str, Any]:
-    """Return what ``Engine.stats`` says, without the store's own figures (``store``: None)."""
+    """Return the values of ``Engine.stats``, without the store's own figures (``store``: None)."""
     counters = GroupCounters()
     tiers: dict[str, TierCounters] = {}
     for group in groups:
@@ -41,7 +41,7 @@ def report(groups: Sequence[TierGroup], tables: Sequence[TableCurve]) -> dict[st
 
 
 def table_curve(spec: StoredTable, curves: LiveCurves) -> TableCurve:
-    """Return a table as ``curves``, its group's, know it by now."""
+    """Return a table's miss-ratio curve as estimated so far. ``curves``: its group's."""
     rows, accesses = curves.per_batch(spec.index)
     curve, footprint = curves.curve(spec.index), curves.footprint(spec.index)
     return TableCurve(spec.name, spec.num_embeddings, footprint, rows, accesses, curve)
@@ -69,8 +69,8 @@ def _tables(groups: Sequence[TierGroup], tables: Sequence[TableCurve]) -> dict[s
 
 
 def _table_tiers(group: TierGroup) -> list[dict[str, object]]:
-    """Return what every tier of a group had of each table, by its index, and what the tier tells of it
-    now."""
+    """Return each tier's hits and misses of each table of a group, by table index, and the tier's present
+    figures of it."""
     tables: list[dict[str, object]] = [{} for _ in range(group.fast.tables)]
     for tier in group.stack.tiers:
         now = tier.stats().tables
@@ -81,7 +81,7 @@ def _table_tiers(group: TierGroup) -> list[dict[str, object]]:
 
 
 def _table(table: TableCurve) -> dict[str, object]:
-    """Return rows used so far, what a batch looks up, and LRU's misses at a few sizes."""
+    """Return a table's rows used so far, its rows per batch, and LRU's misses at a few cache sizes."""
     sizes = [max(1, round(share * table.footprint)) for share in _SHARES]
     misses = np.clip(table.curve.capacity_miss_ratio(sizes), 0, 1).tolist() if table.accesses else []
     return {

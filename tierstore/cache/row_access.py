@@ -1,4 +1,4 @@
-"""Access to rows outside of training: reading, overwriting, resetting and listing them."""
+"""Access to rows outside of training: reads, overwrites, resets and lists rows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tierstore.keys import make_keys, split
 
 _CHUNK = 1 << 16  # rows changed at a time
 _PIECE_BYTES = 4 << 20
-"""Of rows that are read at a time, so that the memory for rows on their way does not grow with the ids."""
+"""Bytes of rows that are read at a time, so that memory does not grow with the number of ids."""
 
 
 def read_rows(group: TierGroup, batch: _core.Batch) -> ReadRows:
     """Return a copy of the rows wherever they are; no tier changes, no row is created."""
     group.check_open()
-    # The main thread never holds the group's lock: a signal handler that commits would wait for it for ever.
+    # The main thread never holds the group's lock: a signal handler that commits would wait for ever.
     return uninterrupted(lambda: _read_rows(group, batch))
 
 
@@ -53,16 +53,16 @@ def overwrite_rows(
             rows = _core.rows_array(len(pinned.slots), group.layout.row_bytes)
             group.fast.copy_out(pinned.slots, rows)
             change(rows, part)
-            group.mark_updated(pinned)  # first: a changed row that is not known as one would be lost
+            group.mark_updated(pinned)  # mark first: a changed row that is not marked would be lost
             group.fast.copy_in(pinned.slots, rows)
-            group.mark_updated(pinned)  # again: a flush meanwhile has seen the row as before
+            group.mark_updated(pinned)  # mark again: a flush meanwhile may have seen the old row
         finally:
             pinned.release()
 
 
 def reset_rows(group: TierGroup, table: int) -> None:
     """Give every row of ``table`` that some tier holds its initial value and state again."""
-    for ids in list(touched_ids(group, table)):  # whole, since writing changes what the tiers hold
+    for ids in list(touched_ids(group, table)):  # all ids first: writing moves rows
         keys = make_keys(table, ids)
 
         def change(rows: NDArray[np.uint8], part: slice, keys: NDArray[np.uint64] = keys) -> None:

@@ -1,4 +1,5 @@
-"""Counters of one group of tiers. Per access and per unique row of a lookup: dedup takes the easy hits."""
+"""Counters of one group of tiers, per access and per unique row of a lookup: deduplication removes the easy
+hits."""
 
 from __future__ import annotations
 
@@ -19,18 +20,18 @@ from tierstore.keys import ID_BITS
 
 Weights = NDArray[np.int32]
 TableCounts = dict[str, NDArray[np.int64]]
-"""By tier, of every table: unique rows looked up there, and rows that it had."""
+"""By tier, for every table: unique rows looked up there, and rows that were found there."""
 
 
 @dataclass
 class TierCounters:
-    """What reached one tier, and what it had: every miss of one tier is a lookup in the next."""
+    """Lookups and hits of one tier: every miss of a tier is a lookup in the next tier."""
 
     rows: int = 0
     """Unique rows looked up here, summed over lookups."""
     row_hits: int = 0
     accesses: int = 0
-    """Positions (ids of the input) that these rows stand for."""
+    """Positions (ids of the input) of the rows that were looked up."""
     access_hits: int = 0
 
     def count(self, rows: int, row_hits: int, accesses: int, access_hits: int) -> None:
@@ -54,41 +55,43 @@ class TierCounters:
 
 @dataclass
 class GroupCounters:
-    """Everything a group counts; plain attributes, written by the planner only unless said otherwise."""
+    """All counters of a group. They are plain attributes; only the planner writes them, unless a counter says
+    otherwise."""
 
     lookups: int = 0
     initialised_rows: int = 0
-    """Rows that no tier held: never updated before, so they are computed, not read."""
+    """Rows that no tier held: they were never updated, so they are computed, not read."""
     read_ahead_rows: int = 0
     """Rows of the store that were in memory when their plan asked for them."""
     evicted_rows: int = 0
     written_rows: int = 0
     """Dirty rows handed to the store."""
     overflow_rows: int = 0
-    """Rows that did not fit beside what was in flight and used overflow slots."""
+    """Rows that did not fit beside the rows in flight and used overflow slots."""
     refused_rows: int = 0
-    """Rows that admission gave no slot: they used overflow slots and were written through."""
+    """Rows that the admission filter refused: they used overflow slots and were written through."""
     shrunk_plans: int = 0
-    """Plans that had to wait for more releases than their depth asks for."""
+    """Plans that waited for more releases than their depth requires."""
     announce_seconds: float = 0.0
-    """Removing repeated ids, and announcing lookups to the tiers. Written by whoever makes lookups."""
+    """Seconds of removing repeated ids and announcing lookups to the tiers. Written by threads that make
+    lookups."""
     plan_seconds: float = 0.0
-    """Deciding where rows go: hits, victims, slots."""
+    """Seconds of deciding where rows go: hits, victims, slots."""
     fetch_seconds: float = 0.0
-    """Finding missing rows in the lower tiers, and copying them out of there."""
+    """Seconds of finding missing rows in the lower tiers and copying them out."""
     move_seconds: float = 0.0
-    """Handing victims down, and filling slots."""
+    """Seconds of handing victims down and filling slots."""
     wait_seconds: float = 0.0
-    """Waits of the planning thread: for releases of earlier lookups, and for rows that are being read
-    ahead."""
+    """Seconds in which the planning thread waits: for releases of earlier lookups, and for rows that are
+    being read ahead."""
     compute_seconds: float = 0.0
-    """Kernels that look rows up and update them. Written by the computing threads."""
+    """Seconds of kernels that look rows up and update them. Written by the computing threads."""
     stall_seconds: float = 0.0
-    """Waits of the computing thread for rows. Written by that thread."""
+    """Seconds in which the computing thread waits for rows. Written by that thread."""
     policy_seconds: float = 0.0
-    """Of announce, plan and move: the policies and admission filters."""
+    """The part of announce, plan and move that policies and admission filters take."""
     blocked_seconds: float = 0.0
-    """Of fetch and move: the store, as far as it did not use this thread's processor."""
+    """The part of fetch and move in which this thread waited for the store."""
     read_rows: int = 0
     """Rows read without a plan (eval, no_grad, rows())."""
 
@@ -102,7 +105,8 @@ class GroupCounters:
 
 @dataclass(eq=False)
 class Before:
-    """The counters of a group as they were before it planned a lookup ahead; ``used``: by a forward call."""
+    """The counters of a group before it planned a lookup ahead. ``used``: whether a forward call has used the
+    lookup."""
 
     group: GroupCounters
     tiers: dict[str, TierCounters]
@@ -140,14 +144,14 @@ def _blocked_ns() -> int:
 
 
 class GroupStats:
-    """What a group counts. Its methods are called with the group's residency lock held, or where nothing
-    runs; :meth:`stage` and what it counts need no lock."""
+    """The counters of a group. Call its methods with the group's residency lock held, or while no thread
+    runs; :meth:`stage` needs no lock."""
 
     def __init__(self, tables: int) -> None:
         self._names: list[str] = []
         self._tables = tables
         self.uncommitted_rows = 0
-        """Rows given to the store since its last commit; :meth:`reset` leaves it."""
+        """Rows given to the store since its last commit; :meth:`reset` leaves this counter."""
         self.reset()
 
     def add_tiers(self, names: Iterable[str]) -> None:
@@ -171,11 +175,10 @@ class GroupStats:
         """Depth and window of the newest prefetch."""
         self._before: deque[Before] = (
             deque()
-        )  # lookups planned ahead, in order; no PinnedRows: graphs own those
+        )  # lookups planned ahead, in order; not their PinnedRows, which graphs own
 
     def plans_ahead(self) -> Before:
-        """Keep the counters as they are before a lookup that a forward call will use later, and return
-        them."""
+        """Save the counters before a lookup that a forward call will use later, and return them."""
         self._forget_used()
         self._before.append(Before.copy_of(self.counters, self.tiers, self.tables))
         return self._before[-1]
@@ -189,7 +192,7 @@ class GroupStats:
         self._forget_used()
         if not self._before:
             return Before.copy_of(self.counters, self.tiers, self.tables)
-        # What the computing thread counts is never ahead of it.
+        # The computing thread's counters never run ahead.
         counters = replace(
             self._before[0].group,
             stall_seconds=self.counters.stall_seconds,
@@ -214,8 +217,8 @@ class GroupStats:
         rows, accesses = len(weight), int(weight.sum())
         self.counters.lookups += 1
         self.counters.refused_rows += plan.refused
-        # A row that is in an overflow slot misses too, whatever the timing; the lower tiers are only not
-        # asked for it.
+        # A row that is in an overflow slot counts as a miss, so that timing does not matter; the lower tiers
+        # are not asked for it.
         first, *names = self._names
         self.tiers[first].count(rows, rows - len(misses), accesses, accesses - int(weight[misses].sum()))
         self.tables[first][:, 0] += plan.table_rows
@@ -234,7 +237,7 @@ class GroupStats:
 
 
 class CountingGroup(Protocol):
-    """What a tier group is to its counters."""
+    """The part of a tier group that its counters use."""
 
     name: str
     stats: GroupStats
@@ -243,7 +246,7 @@ class CountingGroup(Protocol):
 
 def counters_of(groups: Iterable[CountingGroup]) -> dict[str, dict[str, object]]:
     """Return all counters of groups, as plain values, for a run that goes on in another process. Lookups that
-    were planned ahead and not used yet are left out: they will be planned again there."""
+    were planned ahead and not used yet are left out: the other process will plan them again."""
     counted = uninterrupted(lambda: {group.name: _counted(group) for group in groups})
     return {
         name: {

@@ -1,4 +1,4 @@
-"""A table as modules ask their engine for it."""
+"""What a module tells its engine about a table."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tierstore.initializers import Init
 
 @dataclass(frozen=True)
 class Table:
-    """A table as modules ask for it, or a shard of one.
+    """A table that an engine opens, or a shard of a table.
 
-    A shard keeps the ids of its table, of which at most ``rows`` occur; its initial values are those of
+    A shard keeps the ids of its table, of which at most ``rows`` occur; it has the initial values of
     ``origin`` (the table's name) from column ``column`` on.
     """
 
@@ -25,8 +25,8 @@ class Table:
     rows: int | None = None
 
     @property
-    def most_rows(self) -> int:
-        """How many ids may occur."""
+    def max_rows(self) -> int:
+        """The number of different ids that may occur."""
         return self.num_embeddings if self.rows is None else self.rows
 
     def __post_init__(self) -> None:

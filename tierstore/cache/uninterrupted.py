@@ -1,8 +1,8 @@
-"""Work that a signal must not cut in two.
+"""Runs work that a signal must not cut in two.
 
-Python runs signal handlers in the main thread, between any two steps, and what they raise (Ctrl-C, a time
-limit of the user's) would leave rows half moved. Work that changes which rows are where is therefore done by
-another thread while the main one waits; if that wait is interrupted, the work goes on to its end.
+Python runs signal handlers in the main thread, between any two steps, and their exceptions (Ctrl-C, a time
+limit of the user's) would leave rows half moved. Another thread therefore does work that changes which rows
+are where, while the main thread waits; if that wait is interrupted, the work goes on to its end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class Gate:
-    """Is opened once, by any thread, and lets all threads pass from then on.
+    """A gate that any thread opens once; all threads pass from then on.
 
     Unlike ``threading.Event`` it is whole again after an exception at any step of a wait: its steps are
     the steps of a lock of the interpreter.
@@ -30,7 +30,7 @@ class Gate:
         self.is_open = False
         self._closed = _thread.allocate_lock()
         self._closed.acquire()
-        self._opening = iter((self._closed.release,))  # taken out by whoever opens first
+        self._opening = iter((self._closed.release,))  # the thread that opens first takes it out
 
     def open(self) -> None:
         self.is_open = True
@@ -45,7 +45,7 @@ class Gate:
 
 class _Job(Generic[Result]):
     result: Result
-    """Of work that has raised nothing."""
+    """The result of work that has raised nothing."""
 
     def __init__(self, work: Callable[[], Result]) -> None:
         self.work = work
@@ -76,8 +76,8 @@ class _Worker:
         return job
 
     def end_at_exit(self) -> None:
-        """Wait until work that was begun is over. Then the thread waits in the interpreter for ever, which
-        does no harm."""
+        """Wait until running work is over. The thread then waits in the interpreter for ever, which does no
+        harm."""
         global _over
         _over = True
         self.do(lambda: None).done.wait()
@@ -85,18 +85,18 @@ class _Worker:
 
 def _serve(jobs: SimpleQueue[_Job[Any]]) -> None:
     while True:
-        jobs.get().run()  # no name keeps the job, whose result has to be free when its caller drops it
+        jobs.get().run()  # no name keeps the job: its result must be freed when its caller drops it
 
 
 _worker: _Worker | None = None
-_over = False  # the process ends: what is torn down now does its work itself
+_over = False  # the process ends: callers do their work themselves now
 
 
 def uninterrupted(work: Callable[[], Result]) -> Result:
-    """Return or raise what ``work()`` does, which no signal interrupts.
+    """Return or raise what ``work()`` does; no signal interrupts the work.
 
-    An exception that a signal raises in the caller meanwhile is raised at once; ``work`` then goes on, what
-    is called in this way later waits for it, and its result is dropped.
+    An exception that a signal raises in the caller meanwhile is raised at once. ``work`` then goes on, later
+    calls wait for it, and its result is dropped.
     """
     global _worker
     if _over or threading.get_ident() != threading.main_thread().ident:
@@ -110,7 +110,7 @@ def uninterrupted(work: Callable[[], Result]) -> Result:
         try:
             raise error
         finally:
-            del error, job  # its traceback has this frame: no cycle keeps what the work has held
+            del error, job  # its traceback has this frame: break the cycle that would keep the work's objects
     return job.result
 
 

@@ -1,4 +1,4 @@
-"""Names for what the rows of a table are at a moment, by which state dicts without rows know them again."""
+"""Versions of the rows of a table, by which state dicts without rows recognise the rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tierstore.store.protocol import StoredTable
 class Versions:
     """The version of every table of an engine: 32 hexadecimal digits, which differ when the rows may.
 
-    A version is random; that of a table that was never changed follows from the table's specification. A
-    commit keeps the versions of its rows: ``committed`` is what :meth:`to_meta` gave for it, None of a new
-    store.
+    A version is random; the version of a table that was never changed follows from the table's specification.
+    A commit keeps the versions of its rows: ``committed`` is what :meth:`to_meta` returned for it, None for a
+    new store.
     """
 
     def __init__(self, specs: Sequence[StoredTable], committed: Mapping[str, str] | None) -> None:

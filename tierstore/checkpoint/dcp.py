@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint over the stores' commits: storage and planners for dcp.save and dcp.load.
+"""Storage and planners by which dcp.save and dcp.load use the stores' commits.
 
 Every rank writes its share of the state dict (tensors, also of DTensors; other values as JSON) to a
 safetensors file and commits its stores; then the coordinator makes the files one checkpoint and, for sharded
@@ -49,11 +49,11 @@ from tierstore.checkpoint.tree import pack, unpack
 from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
 
 _OF_RANK = "(rank)"
-"""Name under which a rank tells the coordinator of its file and its commits."""
+"""Name of the value by which a rank sends the coordinator its file and its commits."""
 
 
 class JsonSavePlanner(DefaultSavePlanner):
-    """DCP's default, but values that are no tensors become JSON instead of pickles."""
+    """DCP's default planner, except that values that are no tensors become JSON instead of pickles."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         if write_item.type != WriteItemType.BYTE_IO:
@@ -61,12 +61,15 @@ class JsonSavePlanner(DefaultSavePlanner):
         tensors: dict[str, Tensor] = {}
         packed = pack(object, write_item.index.fqn, tensors)
         if tensors:
-            raise ConfigError(f"{write_item.index.fqn} has tensors inside of a value that DCP keeps whole")
+            raise ConfigError(
+                f"{write_item.index.fqn} has tensors inside of a value that DCP keeps whole; use dicts and "
+                "lists"
+            )
         return io.BytesIO(json.dumps(packed, allow_nan=False).encode())
 
 
 class JsonLoadPlanner(DefaultLoadPlanner):
-    """DCP's default for what :class:`JsonSavePlanner` has planned."""
+    """DCP's default planner for checkpoints of :class:`JsonSavePlanner`."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         content = unpack(json.loads(value.getvalue()), {})
@@ -82,7 +85,7 @@ class JsonLoadPlanner(DefaultLoadPlanner):
 
 
 class _Storage:
-    """What reader and writer share: the folder, and the model whose stores take part."""
+    """Base of reader and writer: the folder, and the model whose stores take part."""
 
     def __init__(self, path: str | os.PathLike[str], model: nn.Module) -> None:
         self.checkpoint_id = Path(path)
@@ -109,10 +112,11 @@ class _Storage:
 
 
 class StorageWriter(_Storage, storage.StorageWriter):
-    """For ``dcp.save(state, storage_writer=StorageWriter(path, model, step=n), planner=JsonSavePlanner())``.
+    """Storage for ``dcp.save(state, storage_writer=StorageWriter(path, model, step=n),
+    planner=JsonSavePlanner())``.
 
-    Commits the stores of ``model`` with what it writes; the checkpoint before it is removed afterwards. Of a
-    model that is not sharded there must be one process. All ranks must see ``path``.
+    It commits the stores of ``model`` with the files that it writes, and then removes the checkpoint before.
+    A model that is not sharded must be in one process. All ranks must see ``path``.
     """
 
     def __init__(self, path: str | os.PathLike[str], model: nn.Module, *, step: int = 0) -> None:
@@ -175,7 +179,7 @@ class StorageWriter(_Storage, storage.StorageWriter):
     def _commit(self, common: Mapping[str, Any]) -> Any:
         if self.collection is not None:
             own = self.collection.commits.commit_own(common["commit"])
-            self.collection.commits.count(common["commit"])  # ranks are not told of the end
+            self.collection.commits.count(common["commit"])  # DCP does not tell ranks of the end
             return own
         for engine in self.engines:
             engine.checkpoints = common["id"]
@@ -202,10 +206,11 @@ class StorageWriter(_Storage, storage.StorageWriter):
 
 
 class StorageReader(_Storage, storage.StorageReader):
-    """For ``dcp.load(state, storage_reader=StorageReader(path, model), planner=JsonLoadPlanner())``.
+    """Storage for ``dcp.load(state, storage_reader=StorageReader(path, model), planner=JsonLoadPlanner())``.
 
-    ``model`` is built as for the checkpoint; its tables go to the checkpoint's commits. Sharded ones are
-    there already, on any number of ranks and with any plan, and must not have been trained since.
+    ``model`` is built as for the checkpoint; its tables go to the checkpoint's commits. Sharded tables have
+    restored their commit already, on any number of ranks and with any plan, and must not have been trained
+    since.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -225,7 +230,9 @@ class StorageReader(_Storage, storage.StorageReader):
             else ranks.named_unit(self.folder, self.collection)
         )
         if unit is None:
-            raise StoreMismatchError(f"{self.folder.path} holds no checkpoint of these tables")
+            raise StoreMismatchError(
+                f"{self.folder.path} holds no checkpoint of these tables; give the folder of their save"
+            )
         return unit
 
     def set_up_storage_reader(
@@ -271,7 +278,7 @@ class StorageReader(_Storage, storage.StorageReader):
 
 
 def _is_of_rank(result: WriteResult) -> bool:
-    """Return whether a result is of a rank, and not of a value of the state dict called _OF_RANK."""
+    """Return whether a result is a rank's, and not of a value called _OF_RANK in the state dict."""
     return isinstance(result.storage_data, dict)
 
 

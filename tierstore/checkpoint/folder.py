@@ -1,10 +1,11 @@
-"""A folder of checkpoints: their files, written whole or not at all, checked byte by byte when they are read.
+"""A folder of checkpoints: files that are written whole or not at all, and checked byte by byte when they are
+read.
 
 ``CHECKPOINTS.json`` says what the folder is, ``LOCK`` is held while something changes. A checkpoint is a
 folder ``NNNNNN-stepN-XXXXXXXX`` of ``state.json``, ``tensors.safetensors`` and ``SHA256SUMS``, which appears
-by a rename when all of them are durable, and never changes; once the stores have committed it gets a
-``COMMITTED.json``, which is for people and for error messages: what counts is the tag of the stores' commits
-(docs/reference/formats.md).
+by a rename when all files are durable, and never changes. Once the stores have committed it gets a
+``COMMITTED.json`` for people and error messages; whether a checkpoint is whole is decided by the tag of the
+stores' commits (docs/reference/formats.md).
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ _STATE, _TENSORS, _SUMS, _COMMITTED = "state.json", "tensors.safetensors", "SHA2
 _NAME = re.compile(r"(\d{6,})-step(\d+)-([0-9a-f]{8})")
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
 _LEFT_BEHIND = ".tmp"
-_MOST_JSON = 1 << 30
+_MAX_JSON_BYTES = 1 << 30
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One checkpoint's files. Whether it is whole, the stores' commits with its :attr:`tag` say."""
+    """One checkpoint's files. It is whole if every store has a commit with its :attr:`tag`."""
 
     path: Path
     number: int
@@ -59,19 +60,19 @@ class Unit:
 
     @property
     def committed(self) -> bool:
-        """Whether the stores are known to have committed it; a crash may have come before that was noted."""
+        """Whether the stores' commits of it were noted; a crash may have come before the note."""
         return (self.path / _COMMITTED).exists()
 
     def note_committed(self, commits: list[dict[str, Any]]) -> None:
-        """Note which commit of which store belongs to it."""
+        """Note which commit of which store belongs to the checkpoint."""
         write_atomically(self.path / _COMMITTED, [json.dumps({"stores": commits}, indent=1).encode()])
 
     def read_state(self, part: str = "state") -> dict[str, Any]:
-        """Content of ``state.json``. ``StoreCorruptError`` when it is not what was written.
+        """Return the content of ``state.json``. Raises ``StoreCorruptError`` when the file was changed.
 
         ``part``: "state" for what checkpoint.save writes, "dcp" for torch.distributed.checkpoint's.
         """
-        data = self._checked(_STATE, lambda file: read_regular(file, _MOST_JSON))
+        data = self._checked(_STATE, lambda file: read_regular(file, _MAX_JSON_BYTES))
         try:
             state = json.loads(data)
         except (ValueError, RecursionError) as error:
@@ -87,7 +88,7 @@ class Unit:
         return state
 
     def read_tensors(self, name: str = _TENSORS) -> dict[str, Tensor]:
-        """Return the tensors by name. ``StoreCorruptError`` when they are not what was written."""
+        """Return the tensors by name. Raises ``StoreCorruptError`` when the file was changed."""
         file = self._checked(name, lambda file: file)
         try:
             return safetensors.torch.load_file(file)
@@ -116,15 +117,15 @@ class Unit:
 
 
 class Folder:
-    """The folder ``path``; it is made by the first :meth:`add`."""
+    """The folder ``path``, which the first :meth:`add` makes."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.id = self._read_id()
-        """Random, drawn when the folder is made; "" before. Part of every tag."""
+        """A random id, drawn when the folder is made ("" before) and part of every tag."""
 
     def _read_id(self) -> str:
-        """Raise ``StoreMismatchError`` for a folder that is for something else."""
+        """Read the folder's id. Raises ``StoreMismatchError`` for a folder with another purpose."""
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file; give the folder of the checkpoints")
         try:
@@ -137,7 +138,8 @@ class Folder:
             raise StoreCorruptError(f"{self.path / _ABOUT} is damaged: {error!r}") from error
         if about.get("format") != FORMAT:
             raise StoreMismatchError(
-                f"{self.path} has format {about.get('format')}; this tierstore reads {FORMAT}"
+                f"{self.path} has format {about.get('format')}; this tierstore reads {FORMAT}, so use the "
+                "version that wrote it"
             )
         if not isinstance(found, str) or not re.fullmatch(r"[0-9a-f]{8}", found):
             raise StoreCorruptError(f"{self.path / _ABOUT} is damaged: its id is {found!r}")
@@ -157,7 +159,8 @@ class Folder:
         for _, name in found:
             if (self.path / name).is_symlink() or not (self.path / name).is_dir():
                 raise StoreCorruptError(
-                    f"{self.path / name} is no folder; a checkpoint does not follow links"
+                    f"{self.path / name} is no folder; a checkpoint does not follow links, so copy the "
+                    "folder itself"
                 )
         units = [
             Unit(self.path / name, int(match[1]), int(match[2]), f"checkpoint {self.id} {name}")
@@ -166,12 +169,12 @@ class Folder:
         return sorted(units, key=lambda unit: unit.number)
 
     def owns(self, tag: str) -> bool:
-        """Return whether a commit's tag is that of a checkpoint of this folder, there or gone."""
+        """Return whether a commit's tag belongs to a checkpoint of this folder, also a removed one."""
         return bool(self.id) and tag.startswith(f"checkpoint {self.id} ")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder if need be, and keep other processes from changing it meanwhile."""
+        """Make the folder where it is missing, and keep other processes from changing it in the block."""
         with store_errors(f"writing a checkpoint to {self.path}"):
             check_parent(self.path, "the folder of checkpoints")
             self.path.mkdir(exist_ok=True)
@@ -189,7 +192,7 @@ class Folder:
                 lock.close()
 
     def add(self, step: int, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> Unit:
-        """Write the files of a checkpoint, durably. To be called with the folder locked."""
+        """Write the files of a checkpoint, durably. Call it with the folder locked."""
         draft = self.begin(step)
         try:
             return self.publish(draft, state, {_TENSORS: write_tensors(draft.path / _TENSORS, tensors)})
@@ -206,7 +209,7 @@ class Folder:
         return Unit(path, number, step, f"checkpoint {self.id} {name}")
 
     def publish(self, draft: Unit, state: dict[str, Any], sums: Mapping[str, str]) -> Unit:
-        """Complete a checkpoint, durably. ``sums``: SHA-256 of its other files, which are durable."""
+        """Complete a checkpoint, durably. ``sums``: SHA-256 of its other files, which are durable already."""
         state = {"format": FORMAT, "step": draft.step, **state}
         (draft.path / _STATE).write_bytes(json.dumps(state, allow_nan=False).encode())
         lines = [f"{sum}  {file}\n" for file, sum in {_STATE: _sha256(draft.path / _STATE), **sums}.items()]
@@ -219,7 +222,8 @@ class Folder:
         return replace(draft, path=path)
 
     def remove_all_but(self, kept: list[Unit]) -> None:
-        """Remove other checkpoints, and what crashes have left. To be called with the folder locked."""
+        """Remove all checkpoints but ``kept``, and files that crashes have left. Call it with the folder
+        locked."""
         names = {unit.path.name for unit in kept}
         for name in _names(self.path):
             if _NAME.fullmatch(name) and name not in names:
@@ -231,7 +235,7 @@ class Folder:
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write a file of tensors, durably; returns its SHA-256."""
+    """Write a file of tensors, durably; return its SHA-256."""
     safetensors.torch.save_file(dict(tensors), file)
     sync_file(file)
     return _sha256(file)

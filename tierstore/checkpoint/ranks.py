@@ -26,7 +26,7 @@ IN_USE = "sharded tables do not go back while they are in use: build the model a
 
 
 def save(folder: Folder, parts: Parts, modules: Mapping[str, TieredModule], step: int, keep: int) -> Path:
-    """As :func:`tierstore.checkpoint.save`, on all ranks."""
+    """Save on all ranks; see :func:`tierstore.checkpoint.save`."""
     collection = one_of(modules)
     if keep != 1:
         raise ConfigError(
@@ -62,10 +62,10 @@ def save(folder: Folder, parts: Parts, modules: Mapping[str, TieredModule], step
 def restore(
     folder: Folder, parts: Parts, modules: Mapping[str, TieredModule], step: int | None
 ) -> tuple[int, Any, Path] | None:
-    """As :func:`tierstore.checkpoint.restore`, on all ranks; gives step, extra and path."""
+    """Restore on all ranks; return step, extra and path. See :func:`tierstore.checkpoint.restore`."""
     collection = one_of(modules)
     if step not in (None, (kept := collection.committed_extra().get("step"))):
-        raise StoreMismatchError(f"there is no checkpoint of step {step}, but of step {kept}")
+        raise StoreMismatchError(f"there is no checkpoint of step {step}; restore step {kept}")
 
     def read() -> tuple[dict[str, Any], Any, Path] | None:
         unit = named_unit(folder, collection)
@@ -94,7 +94,7 @@ def _check_whole(model: nn.Module) -> None:
 
 
 def extra_of(unit: Unit, number: int) -> dict[str, Any]:
-    """Return what commit ``number`` of all ranks says of the checkpoint that it is part of."""
+    """Return the description of its checkpoint in commit ``number`` of all ranks."""
     return {"checkpoint": unit.tag, "step": unit.step, "commit": number}
 
 
@@ -130,7 +130,7 @@ def on_rank_0(env: Any, work: Callable[[], Result]) -> Result:
             found[0] = work()
         except (TierStoreError, OSError) as error:
             found[1] = error
-        except Exception as error:  # which might not be fit for sending
+        except Exception as error:  # the error itself might not be picklable
             found[1] = ConfigError(f"rank 0: {type(error).__name__}: {error}")
     env.broadcast_objects(found)
     if found[1] is not None:
@@ -140,7 +140,7 @@ def on_rank_0(env: Any, work: Callable[[], Result]) -> Result:
 
 
 def one_of(modules: Mapping[str, TieredModule]) -> Any:
-    """Return one of the collections, which share one commit."""
+    """Return a collection; all collections share one commit."""
     others = [path for path, module in modules.items() if not module.collective]
     if others:
         raise ConfigError(f"{others} are tiered and not sharded, beside sharded collections; shard them too")

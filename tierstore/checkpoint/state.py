@@ -1,5 +1,5 @@
-"""Everything of a training but its rows: dense parameters, optimizers, random generators, what the caller
-adds."""
+"""The state of a training without its rows: dense parameters, optimizers, random generators, the caller's
+extra."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("tierstore")
 
 @dataclass(frozen=True)
 class Parts:
-    """What a training consists of, as its owner gives it."""
+    """The parts of a training, as the caller gives them."""
 
     model: nn.Module
     optimizer: Any = None
@@ -34,12 +34,12 @@ class Parts:
 
 
 def tiered_modules(model: nn.Module) -> dict[str, TieredModule]:
-    """All tiered modules by their path in ``model``."""
+    """Return all tiered modules by their path in ``model``."""
     return {name: module for name, module in model.named_modules() if isinstance(module, TieredModule)}
 
 
 def engines_of(modules: Mapping[str, TieredModule]) -> list[Engine]:
-    """Their engines, each once."""
+    """Return the modules' engines, each once."""
     return list({id(module.engine): module.engine for module in modules.values()}.values())
 
 
@@ -56,7 +56,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Restore the states of all generators but those of CUDA devices that are not there."""
+    """Restore the states of all generators, except for CUDA devices that this machine lacks."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])  # noqa: NPY002
     torch.set_rng_state(states["torch"])
@@ -65,12 +65,13 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 def own_state(loader: Any) -> dict[str, Any]:
-    """Return what every process has for itself: its position in the data, its random generators."""
+    """Return the state that each process has for itself: its position in the data, its random generators."""
     return {"loader": saved_state(loader), "random": random_states()}
 
 
 def capture(parts: Parts, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the state as JSON and tensors. ``own``: of :func:`own_state`, or ``ranks``, a list of these."""
+    """Return the state as JSON and tensors. ``own``: the result of :func:`own_state`, or ``ranks``, a list of
+    the ranks' results."""
     tensors: dict[str, Tensor] = {}
     with without_rows():
         dense, fused = dict(parts.model.state_dict()), _fused(parts.model)
@@ -98,11 +99,12 @@ class DenseState:
 
     @property
     def extra(self) -> Any:
-        """``extra`` as it was given; objects with a state are their :class:`SavedState`."""
+        """Return ``extra`` as it was given, with a :class:`SavedState` in place of each object with a
+        state."""
         return self._parts["extra"]
 
     def check(self, model: nn.Module) -> None:
-        """``StoreMismatchError`` unless the dense parameters and buffers fit; changes nothing."""
+        """Raise ``StoreMismatchError`` unless the dense parameters and buffers fit; change nothing."""
         with without_rows():
             own = model.state_dict()
         saved = self._parts["model"]
@@ -115,7 +117,7 @@ class DenseState:
             )
 
     def apply(self, parts: Parts) -> None:
-        """Put everything back, the random generators last."""
+        """Restore all parts, the random generators last."""
         with without_rows():
             parts.model.load_state_dict(self._parts["model"])
             load_into(_fused(parts.model), self._parts["fused"], "the model")
@@ -129,7 +131,7 @@ class DenseState:
     def choose_rank(self, rank: int, world_size: int) -> None:
         """Make a state of several ranks the state of this rank.
 
-        With another number of ranks than there was, no rank gets a position in the data or random states.
+        If the number of ranks has changed, no rank gets a position in the data or random states.
         """
         ranks = self._parts.pop("ranks")
         if len(ranks) == world_size:
@@ -143,7 +145,7 @@ class DenseState:
             )
 
     def is_of_the_rows_of(self, model: nn.Module) -> bool:
-        """Return whether the model's rows have had as many updates as those that belong to this state."""
+        """Return whether the model's rows have had as many updates as the rows that belong to this state."""
         saved = {name: state["num_updates"] for name, state in self._parts["fused"].items()}
         return saved == {name: optimizer.num_updates for name, optimizer in _fused(model).items()}
 
@@ -162,7 +164,7 @@ def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[s
 
 
 def _different_ties(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
-    """Yield tensors of equal shapes that are one in the checkpoint only, or in the model only."""
+    """Yield names of tensors of equal shapes that are tied in the checkpoint only, or in the model only."""
     first_of: dict[int, str] = {}
     storages: dict[int, list[str]] = {}
     for name, tensor in own.items():
@@ -174,7 +176,7 @@ def _different_ties(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterato
             yield f"{first} and {name} are one tensor there, and two in the model"
         storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
     for names in storages.values():
-        if len(names) > 1 and not _fit_together(names, saved, own):
+        if len(names) > 1 and not _views_agree(names, saved, own):
             yield f"{' and '.join(names)} share memory in the model, and are different there"
 
 
@@ -182,7 +184,7 @@ def _memory(tensor: Tensor) -> Any:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-def _fit_together(names: list[str], saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+def _views_agree(names: list[str], saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
     """Return whether views of one storage keep their saved values when all of these are written into it."""
     storage = own[names[0]].untyped_storage().clone()
     views = []

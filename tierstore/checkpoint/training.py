@@ -1,8 +1,8 @@
-"""Saving and restoring a whole training: rows in the stores' commits, the rest in files, as one unit.
+"""Saves and restores a whole training as one unit: rows in the stores' commits, other state in files.
 
-The order makes it one: first the dense files, durably, then the commits of all stores, each with the
-checkpoint's tag. A checkpoint is whole when every store has a commit with its tag, so the last of these
-commits is the moment at which it comes into being; until the next one does, the one before stays.
+First the dense files are written, durably, then all stores commit with the checkpoint's tag. A checkpoint is
+whole when every store has a commit with its tag, so the last of these commits completes it. Until then the
+checkpoint before stays.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ logger = logging.getLogger("tierstore")
 
 @dataclass(frozen=True)
 class Restored:
-    """What :func:`restore` found."""
+    """The result of :func:`restore`."""
 
     step: int
     extra: Any
-    """As it was given to :func:`save`; objects with a state are dicts of it."""
+    """The ``extra`` that was given to :func:`save`, with the state dict of each object that has one."""
     path: Path
     """Folder of the checkpoint's own files."""
 
@@ -49,31 +49,30 @@ def save(
     loader: Any = None,
     keep: int = 1,
 ) -> Path:
-    """Save the whole training in ``dir`` as one checkpoint, and drop older ones beyond ``keep``.
+    """Save the whole training in ``dir`` as one checkpoint, and drop older checkpoints beyond ``keep``.
 
-    Rows go to their stores as commits (what changed since the last one), everything else to a folder in
-    ``dir``: parameters and buffers of ``model``, its fused optimizers, ``optimizer`` (one, or a list or dict
-    of them), python's, NumPy's and torch's random generators, the position of ``loader`` (what has
-    ``state_dict()``: a stateful data loader, or what :func:`tierstore.prefetch` returned), and ``extra``:
-    plain values, tensors, and objects with ``state_dict()`` such as learning-rate schedules, in lists and
-    dicts.
+    Changed rows go to their stores as commits, all other state to a folder in ``dir``: parameters and buffers
+    of ``model``, its fused optimizers, ``optimizer`` (one, or a list or dict of optimizers), python's,
+    NumPy's and torch's random generators, the position of ``loader`` (an object with ``state_dict()``: a
+    stateful data loader, or the result of :func:`tierstore.prefetch`), and ``extra``: plain values, tensors,
+    and objects with ``state_dict()`` such as learning-rate schedules, in lists and dicts.
 
-    Call it between two steps, in the thread that trains. A prefetch may be running: rows that it has brought
-    ahead are saved as they are, which is as after ``step`` steps. A kill at any moment leaves this
-    checkpoint, whole, or the one before. Returns the folder of its files.
+    Call it between two steps, in the thread that trains. A prefetch may be running: rows that it has fetched
+    ahead are saved as they are after ``step`` steps. A kill at any moment leaves this checkpoint, whole, or
+    the checkpoint before. Returns the folder of its files.
 
     Raises ``ConfigError`` for tables without a lasting store (``TierConfig(path=...)``) and for values that
     cannot be kept; ``StoreMismatchError`` when ``dir`` holds checkpoints of other stores;
     ``StoreLockedError`` when another process is saving there.
 
     A model with sharded collections is saved and restored by all ranks together; rank 0 must see ``dir``.
-    The rows' part is then the commit of all ranks, of which ``keep`` must be 1, and each rank has its own
-    position in the data and random generators.
+    The rows are then in the commit of all ranks, ``keep`` must be 1, and each rank has its own position in
+    the data and random generators.
     """
     if not is_integer(step):
         raise ConfigError(f"step is {step!r}; it must be the number of steps so far")
     if not is_integer(keep, 1):
-        raise ConfigError(f"keep is {keep!r}; at least the last checkpoint is kept")
+        raise ConfigError(f"keep is {keep!r}; it must be 1 or more, since the last checkpoint is kept")
     parts, modules = Parts(model, optimizer, loader, extra), tiered_modules(model)
     folder = Folder(dir)
     if any(module.collective for module in modules.values()):
@@ -104,16 +103,17 @@ def restore(
     extra: Any = None,
     loader: Any = None,
 ) -> Restored | None:
-    """Put everything back that :func:`save` saved last (or at ``step``); None if nothing was ever saved.
+    """Restore the last checkpoint of :func:`save` (or the checkpoint of ``step``); return None if there is
+    none.
 
     ``model``, ``optimizer``, ``loader`` and ``extra`` are built as for the training that was saved; the
     objects in ``extra`` get their state, and so do the global random generators. The tables' stores must be
-    those that the checkpoint was saved from; they go to its commits, and what was trained later is forgotten.
-    Sharded collections are at their last commit when they are made, on any number of ranks and with any plan,
-    so the model must be a new one.
+    the stores that the checkpoint was saved from; they go to its commits, and later training is lost. Sharded
+    collections are at their last commit when they are made, on any number of ranks and with any plan, so the
+    model must be a new one.
 
-    Raises ``StoreMismatchError`` for a checkpoint of another model or other stores, ``StoreCorruptError``
-    for damaged files; before anything is changed.
+    Raises ``StoreMismatchError`` for a checkpoint of another model or other stores, and ``StoreCorruptError``
+    for damaged files, before it changes anything.
     """
     folder = Folder(dir)
     parts, modules = Parts(model, optimizer, loader, extra), tiered_modules(model)
@@ -135,9 +135,9 @@ def restore(
 
 
 def read_extra(dir: str | os.PathLike[str]) -> Any:
-    """``extra`` of the newest checkpoint in ``dir``, without a model; None if there is none.
+    """Return ``extra`` of the newest checkpoint in ``dir``, without a model; None if there is none.
 
-    If a crash has come in between, it may be that of a checkpoint that :func:`restore` will pass over.
+    After a crash this may be a checkpoint that :func:`restore` passes over.
     """
     units = Folder(dir).units()
     if not units:
@@ -151,7 +151,7 @@ def read_extra(dir: str | os.PathLike[str]) -> Any:
 
 def check_stores(engines: Sequence[Engine]) -> None:
     if not engines:
-        raise ConfigError("the model has no tiered module; torch.save keeps other modules")
+        raise ConfigError("the model has no tiered module; use torch.save for other modules")
     for engine in engines:
         engine.check_open()
         if engine.store is None or engine.config.path is None:
@@ -162,7 +162,8 @@ def check_stores(engines: Sequence[Engine]) -> None:
 
 
 def check_owner(folder: Folder, engines: Sequence[Engine]) -> None:
-    """No checkpoints of other stores are to be mixed with these, or taken for left-overs."""
+    """Raise ``StoreMismatchError`` if ``folder`` has checkpoints of other stores: they must not be mixed, nor
+    removed."""
     if any(unit.committed for unit in folder.units()):
         for engine in engines:
             if engine.checkpoints != folder.id:
@@ -208,15 +209,15 @@ def commit_of(engine: Engine, unit: Unit) -> int:
     return next((commit.id for commit in engine.commits() if commit.tag == unit.tag), 0)
 
 
-def _is_whole(unit: Unit, engines: Sequence[Engine]) -> bool:
+def _is_complete(unit: Unit, engines: Sequence[Engine]) -> bool:
     return all(commit_of(engine, unit) for engine in engines)
 
 
 def forget_old(folder: Folder, engines: Sequence[Engine], keep: int) -> None:
-    kept = [unit for unit in folder.units() if _is_whole(unit, engines)][-keep:]
+    kept = [unit for unit in folder.units() if _is_complete(unit, engines)][-keep:]
     try:
         folder.remove_all_but(kept)
-    except OSError as error:  # the new checkpoint is safe, and the next one tries again
+    except OSError as error:  # the new checkpoint is safe, and the next save tries again
         logger.warning("removing old checkpoints of %s: %s", folder.path, error)
         return
     tags = {unit.tag for unit in kept}
@@ -229,20 +230,21 @@ def forget_old(folder: Folder, engines: Sequence[Engine], keep: int) -> None:
 def choose(folder: Folder, engines: Sequence[Engine], step: int | None) -> Unit | None:
     units = [unit for unit in folder.units() if step is None or unit.step == step]
     for unit in reversed(units):
-        if _is_whole(unit, engines):
+        if _is_complete(unit, engines):
             return unit
     if step is not None:
-        there = sorted({unit.step for unit in folder.units() if _is_whole(unit, engines)})
+        steps = sorted({unit.step for unit in folder.units() if _is_complete(unit, engines)})
         raise StoreMismatchError(
-            f"{folder.path} has no checkpoint of step {step} of these tables; it has {there}"
+            f"{folder.path} has no checkpoint of step {step} of these tables; it has steps {steps}"
         )
-    told = [unit for unit in units if unit.committed]
+    committed = [unit for unit in units if unit.committed]
     for engine in engines:
         where = engine.config.path
-        if told and engine.checkpoints != folder.id:
+        if committed and engine.checkpoints != folder.id:
             raise StoreMismatchError(
-                f"{where} is not the store that {told[-1].path} was saved from ({_paths(told[-1])}); build "
-                "the model with that path, or give another folder of checkpoints"
+                f"{where} is not the store that {committed[-1].path} was saved from "
+                f"({_paths(committed[-1])}); build the model with that path, or give another folder of "
+                "checkpoints"
             )
         if engine.commits():
             raise StoreMismatchError(

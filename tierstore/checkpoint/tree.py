@@ -1,10 +1,10 @@
-"""Nested state as JSON and tensors: what pickle would keep, of plain types only, and without running code.
+"""Nested state as JSON and tensors. Unlike pickle it takes plain types only, and reading it runs no code.
 
 Dicts (keys of any plain type), lists, tuples, sets, counters, strings, bytes, numbers, None, torch dtypes,
 tensors, NumPy arrays and scalars come back equal in type and bits. Objects with ``state_dict``, and random
-generators, are kept as their state (:class:`SavedState`), which :func:`load_into` puts into an object of the
-same place. A tensor that is in several places of one value is kept once, and comes back as one tensor;
-different views of one storage come back as tensors of their own.
+generators, are kept as their state (:class:`SavedState`), which :func:`load_into` puts into an object at the
+same place. A tensor at several places of one value is kept once, and comes back as one tensor; different
+views of one storage come back as tensors of their own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MARK = "$"
 
 
 class SavedState(dict):
-    """State of an object, as its ``state_dict()`` gave it."""
+    """The state of an object, as its ``state_dict()`` returned it."""
 
 
 class _Kept:
@@ -35,11 +35,11 @@ class _Kept:
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
-        # By memory; with the tensor, so that its memory is not used for another one meanwhile.
+        # By memory, with the tensor, so that its memory is not used for another tensor meanwhile.
         self._names: dict[Any, tuple[str, Tensor]] = {}
 
     def add(self, tensor: Tensor, place: str) -> str:
-        """Add a contiguous tensor, unless it was added before; returns its name."""
+        """Add a contiguous tensor, unless it was added before; return its name."""
         memory = (tensor.data_ptr(), tensor.dtype, tensor.shape)
         if tensor.numel() and memory in self._names:
             return self._names[memory][0]
@@ -54,9 +54,10 @@ class _Kept:
 
 
 def pack(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
-    """``value`` as JSON; its tensors are added to ``tensors``, named by their place.
+    """Return ``value`` as JSON, and add its tensors to ``tensors``, named by their place.
 
-    ``place`` is what names and messages call ``value``. Raises ``ConfigError`` for what cannot be kept.
+    ``place``: the name of ``value`` in tensor names and messages. Raises ``ConfigError`` for a value that
+    cannot be kept.
     """
     return _pack(value, place, _Kept(tensors))
 
@@ -93,7 +94,7 @@ def _pack(value: Any, place: str, tensors: _Kept) -> Any:
 
 
 def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what was packed. Raises ``StoreCorruptError`` for what :func:`pack` never makes."""
+    """Return a packed value. Raises ``StoreCorruptError`` for input that :func:`pack` never makes."""
     if isinstance(packed, list):
         return [unpack(item, tensors) for item in packed]
     if not isinstance(packed, dict):
@@ -110,14 +111,17 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def load_into(target: Any, saved: Any, place: str) -> None:
-    """Give the objects in ``target`` (lists, tuples and dicts of them, or one) their state in ``saved``.
+    """Give the objects in ``target`` (an object, or lists, tuples and dicts of objects) their state in
+    ``saved``.
 
     Raises ``StoreMismatchError`` where the checkpoint has nothing for an object.
     """
     load = _loader(target)
     if load is not None:
         if not isinstance(saved, SavedState):
-            raise StoreMismatchError(f"the checkpoint has no state of {place}, a {type(target).__name__}")
+            raise StoreMismatchError(
+                f"the checkpoint has no state of {place}, a {type(target).__name__}; leave it out"
+            )
         load(dict(saved))
     elif isinstance(target, Mapping):
         for key, item in target.items():
@@ -130,7 +134,7 @@ def load_into(target: Any, saved: Any, place: str) -> None:
 
 
 def saved_state(value: Any) -> SavedState | None:
-    """Return the state of an object that has one, else None."""
+    """Return the state of an object that has a state, else None."""
     state = _state_of(value)
     return None if state is None else SavedState(state)
 
@@ -180,7 +184,10 @@ def _plain(tensor: Tensor, place: str) -> Tensor:
 
 def _pack_array(value: Any, place: str, tensors: _Kept) -> Any:
     if value.dtype.kind not in "biufc":
-        raise ConfigError(f"{place} is an array of {value.dtype}; a checkpoint keeps numbers and booleans")
+        raise ConfigError(
+            f"{place} is an array of {value.dtype}; a checkpoint keeps numbers and booleans, so convert it "
+            "or leave it out"
+        )
     data = np.frombuffer(np.ascontiguousarray(value).tobytes(), np.uint8).copy()
     name = tensors.add(torch.from_numpy(data), place)
     shape = None if isinstance(value, np.generic) else list(value.shape)

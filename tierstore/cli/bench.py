@@ -1,8 +1,8 @@
 """``tierstore bench NAME ...``: runs a benchmark of the ``bench`` folder, installed as ``tierstore_bench``.
 
 A benchmark is a module there with ``SUMMARY: str``, ``add_arguments(parser)`` and ``run(args) -> int``. Its
-file name is its name, with ``-`` for ``_``; modules whose name starts with ``_`` are not benchmarks. What
-takes time to import it imports in ``run``, so that listing all of them is quick.
+file name is its name, with ``-`` for ``_``; modules whose name starts with ``_`` are not benchmarks. Slow
+imports are made in ``run``, so that the list of benchmarks is quick.
 """
 
 from __future__ import annotations

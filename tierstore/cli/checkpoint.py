@@ -1,4 +1,4 @@
-"""A training run that can go on: when it is saved, and whether a folder holds the run that is asked for."""
+"""Saves and resumes a training run, and checks that a folder holds the run that is asked for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_folder(args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` if the run would mix with another one, or cannot go on with the run it names."""
+    """Raise ``ConfigError`` if the run would mix with another run, or cannot resume the run that it names."""
     folder, store = folder_of(args), store_of(args)
     if folder is None or store is None:
         for option, given in (("--resume", args.resume), ("--checkpoint-every", args.checkpoint_every)):
@@ -76,7 +76,7 @@ def _check_options(args: argparse.Namespace, folder: Path, extra: Any) -> None:
         f"--{key.replace('_', '-')} {was}" for key, was in extra["options"].items() if now.get(key) != was
     ]
     if different:
-        raise ConfigError(f"--resume: the run in {folder} had {', '.join(different)}; repeat that")
+        raise ConfigError(f"--resume: the run in {folder} had {', '.join(different)}; give the same")
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 class Saver:
     """Saves a trainer to ``folder`` every ``--checkpoint-every`` batches, and when :meth:`save` is called.
 
-    ``peak_rss_bytes`` gives the most memory that the run had so far.
+    ``peak_rss_bytes`` returns the most memory that the run had so far.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Saver:
         """Batches of the last checkpoint, None if there is none."""
 
     def resume(self) -> bool:
-        """Put the trainer where the last checkpoint was. Return False without one: the run starts anew."""
+        """Bring the trainer to the last checkpoint. Return False if there is none: the run starts anew."""
         found = checkpoint.restore(
             self._folder, self._trainer.model, self._trainer.optimizer, extra={"trainer": self._trainer}
         )
@@ -122,7 +122,7 @@ class Saver:
             self.save()
 
     def save(self) -> None:
-        """Save the run, if there is anything new since the last checkpoint."""
+        """Save the run, unless nothing has changed since the last checkpoint."""
         trainer = self._trainer
         if self.saved == trainer.batches:
             return

@@ -78,7 +78,7 @@ def print_commits(console: Any, commits: list[CommitInfo]) -> None:
     grid.add_column("commit", justify="right", no_wrap=True)
     grid.add_column("tag", no_wrap=True)
     grid.add_column("made at", no_wrap=True)
-    grid.add_column("meta")  # the column that a narrow terminal folds
+    grid.add_column("meta")  # a narrow terminal folds this column
     for commit in commits:
         grid.add_row(str(commit.id), commit.tag, time_of(commit)[:19], _short(read_meta(commit.meta)))
     console.print(grid)

@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     read_identity(args.directory)
     if any((parent / _SHARDED).exists() for parent in args.directory.absolute().parents[:3]):
         raise ConfigError(
-            f"{args.directory} is a rank's part of a sharded table, whose commit names this one's by number; "
-            "compact it by training on, or by exporting"
+            f"{args.directory} is a rank's part of a sharded table, whose commit names this store's by "
+            "number; compact it by training on, or by exporting"
         )
     before = file_bytes(args.directory)
     with open_store(args.directory, keep=_KEEP_ALL) as store:

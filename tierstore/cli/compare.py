@@ -22,7 +22,7 @@ _MERGE_AT = 1 << 22
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many rows were compared, and where the first difference is, if any."""
+    """The number of compared rows, and the place of the first difference, if any."""
 
     rows: int
     difference: str | None = None

@@ -32,7 +32,7 @@ EXIT_DIFFERENT = 1
 
 
 class Experiment:
-    """Trains as the options say, after it has checked all of them; :meth:`run` gives the exit code."""
+    """Trains as the options say, after it has checked all options; :meth:`run` returns the exit code."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -48,13 +48,13 @@ class Experiment:
         self.dataset = load_dataset(args)
         self.row_bytes = self.optimizer.row_bytes(args.dim)
         self.table_bytes = sum(table.num_embeddings for table in self.dataset.tables) * self.row_bytes
-        """Of all rows, weights and optimizer state, whether they are ever touched or not."""
+        """Bytes of all rows, weights and optimizer state, touched or not."""
         self.config = tier_config(args, self.table_bytes)
         self.scalars = Scalars(args.tensorboard)
         self.folder = checkpoint.folder_of(args)
         self.started = False
         self.saved: int | None = None
-        """Batches of the last checkpoint that is known of."""
+        """Batches of the last known checkpoint."""
 
     def run(self) -> int:
         """Return 0, or 1 if a comparison found a difference, or 128 + the signal that stopped the run."""
@@ -97,12 +97,12 @@ class Experiment:
         return Report(self._options(), machine(), *sizes, first, second, comparison)
 
     def _begin(self, trainer: Trainer, rss: PeakRss) -> Saver | None:
-        """Put the trainer where the run is to go on; return None if the run is not to be saved."""
+        """Bring the trainer to where the run goes on; return None if the run is not saved."""
         if self.folder is None or trainer.embeddings.engine.store is None:
             return None
         saver = Saver(trainer, self.args, self.folder, rss.peak_bytes)
         if (not self.args.resume or not saver.resume()) and self.args.checkpoint is not None:
-            saver.save()  # so that the rows of a run killed early are known to be none
+            saver.save()  # a run that is killed early is then known to have no rows
         self.saved = saver.saved
         return saver
 

@@ -118,7 +118,7 @@ def _print(
 
 
 def _meta_lines(meta: bytes) -> list[str]:
-    """Return what a training run wrote with its commit, one fact per line."""
+    """Return the meta that a training run wrote with its commit, one fact per line."""
     extra = read_meta(meta)
     if extra is None:
         return ["commit: none, or one without training counters"]

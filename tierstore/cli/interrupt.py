@@ -1,4 +1,4 @@
-"""Ctrl-C during training: the first one lets the batch in hand finish, the second one stops at once."""
+"""Ctrl-C during training: the first signal lets the present batch finish, the second signal stops at once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 class GracefulInterrupt:
-    """While active, the first SIGINT or SIGTERM is only noted: what is then saved is a state between batches.
+    """While active, it only notes the first SIGINT or SIGTERM, so that the run is saved between batches.
 
-    The next one acts as always. Without effect outside the main thread.
+    The next signal acts as always. Outside the main thread it has no effect.
     """
 
     def __init__(self) -> None:

@@ -17,8 +17,8 @@ from tierstore.cli.arguments import check_arguments
 from tierstore.errors import TierStoreError
 
 COMMANDS = ("train", "inspect", "plan", "trace", "bench", "verify", "commits", "export", "imports", "compact")
-"""Modules of this package, each with ``add_parser(subparsers)`` and ``run(args) -> int``. What takes time to
-import they import in ``run``."""
+"""Modules of this package, each with ``add_parser(subparsers)`` and ``run(args) -> int``. Slow imports are
+made in ``run``."""
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output left (`| head`). Python would complain again when it flushes at exit.
+        # The reader of our output has gone (`| head`). Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (TierStoreError, ValueError, OSError) as error:
@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def error_text(error: Exception) -> str:
-    """Return an error's message on one line; one that is not tierstore's own also says how to learn more."""
+    """Return an error's message on one line; for an error that is not tierstore's own it adds how to learn
+    more."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, TierStoreError):
         return text

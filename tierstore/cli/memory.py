@@ -13,14 +13,14 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 class PeakRss:
     """The most resident bytes of this process since this object was made.
 
-    Where the kernel does not let the peak be reset, it is that since the start: an upper bound.
+    Where the kernel cannot reset the peak, this is the peak since the process began: an upper bound.
     """
 
     def __init__(self) -> None:
         with suppress(OSError):
             _CLEAR_REFS.write_text("5")
         self.before_bytes = _status_bytes("VmRSS")
-        """Resident when it began."""
+        """Resident bytes when this object was made."""
 
     def peak_bytes(self) -> int:
         return _status_bytes("VmHWM")

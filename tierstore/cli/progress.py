@@ -1,4 +1,4 @@
-"""What a user sees while training runs: one live line on a terminal, plain lines in a log."""
+"""Shows progress while training runs: one live line on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOG_INTERVAL = 5.0
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a training run stands. Rates are of the whole run so far, ``loss`` is of recent batches."""
+    """The state of a training run. Rates are of the whole run so far, ``loss`` is of recent batches."""
 
     batches: int
     batches_total: int | None

@@ -22,22 +22,22 @@ class RunResult:
     auc: float
     base_rate: float
     hit_rate: dict[str, dict[str, float | None]]
-    """By tier: ``per_access`` and ``per_unique`` row of a batch."""
+    """Hit ratios by tier: ``per_access`` and ``per_unique`` row of a batch."""
     slots: dict[str, int]
-    """Rows that the memory tiers have room for."""
+    """The number of rows that the memory tiers have room for."""
     ssd_bytes: int
     depth: int | None
     window: int | None
-    """Of the prefetch, as they were chosen."""
+    """Depth and window of the prefetch, as they were chosen."""
     rss_before_bytes: int
-    """Resident after imports and opening the data, before the tiers were made."""
+    """Resident bytes after imports and opening the data, before the tiers were made."""
     peak_rss_bytes: int
-    """Most resident from then to the end of the evaluation."""
+    """The most resident bytes from then to the end of the evaluation."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything one call of ``tierstore train`` found out."""
+    """All results of one call of ``tierstore train``."""
 
     config: dict[str, Any]
     machine: dict[str, Any]

@@ -1,4 +1,4 @@
-"""From the options of ``tierstore train`` to its parts: tier budgets, data set, model, dense optimizer."""
+"""Makes the parts of ``tierstore train`` from its options: tier budgets, data set, model, dense optimizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
-"""For the dense parameters, by the name of the rows' optimizer."""
+"""Optimizers of the dense parameters, by the name of the rows' optimizer."""
 
 LOWER_LAYERS, UPPER_LAYERS = [128], [128, 64, 1]
 """Sizes of the DLRM's perceptrons; the lower one ends with the embedding dimension."""
@@ -36,10 +36,10 @@ _FRACTION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:/\s*(\d+)|(%))\s*")
 
 
 def finish_imports() -> None:
-    """Load code that would be loaded later, so that memory measured from here on is the tiers'.
+    """Load code that would be loaded later, so that memory measured afterwards is the tiers' alone.
 
-    torch imports 70 MiB when the first optimizer is made. The compiler of the policies takes 60 MiB. It takes
-    70 MiB more where it has to compile for the first time.
+    torch imports 70 MiB when the first optimizer is made. The compiler of the policies takes 60 MiB. Its
+    first compilation takes 70 MiB more.
     """
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
     cache_policies.get("lru").compile(1)
@@ -91,7 +91,7 @@ def open_trainer(
 ) -> Iterator[Trainer]:
     """Open a model of the seed's initial weights with its tiers, and close the tiers however the body ends.
 
-    Closing commits nothing; :class:`tierstore.cli.checkpoint.Saver` commits what is to be kept.
+    Closing commits nothing; :class:`tierstore.cli.checkpoint.Saver` makes the commits.
     """
     tables = [
         tierstore.EmbeddingBagConfig(

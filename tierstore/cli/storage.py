@@ -1,4 +1,4 @@
-"""What the commands on store directories share: progress, JSON, errors of a store that is in use."""
+"""Parts of all commands on store directories: progress, JSON, errors of a store that is in use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tierstore.store import CommitInfo
 
 Progress = Callable[[int, int], None]
-"""Gets how much is done, and how much there is in all."""
+"""Called with the amount that is done, and the amount in all."""
 Result = TypeVar("Result")
 
 EXIT_DAMAGED = 1
@@ -132,7 +132,7 @@ def _lines(doing: str, unit: str) -> Progress:
 
 
 def run_while_waiting(doing: str, work: Callable[[], Result], stop: Callable[[], object]) -> Result:
-    """Run ``work`` in a thread and show that it goes on; Ctrl-C calls ``stop``, which ends the work."""
+    """Run ``work`` in a thread and show its progress; Ctrl-C calls ``stop``, which ends the work."""
     results: list[Result] = []
     errors: list[BaseException] = []
 

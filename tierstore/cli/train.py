@@ -41,7 +41,7 @@ def _add_data(group: Any) -> None:
 
 def _add_tiers(group: Any) -> None:
     group.add_argument("--hbm", default="64MiB", metavar="SIZE", help="fast memory (default: 64MiB)")
-    group.add_argument("--uvm", default="0", metavar="SIZE", help="host memory below it (default: 0)")
+    group.add_argument("--uvm", default="0", metavar="SIZE", help="host memory under hbm (default: 0)")
     group.add_argument(
         "--store",
         type=Path,
@@ -52,7 +52,7 @@ def _add_tiers(group: Any) -> None:
         "--ssd",
         default="auto",
         metavar="SIZE",
-        help="most that the store may take (default: what the disk has, up to 1TiB); 0 for no store",
+        help="cap of the store's files (default: the size of the disk, up to 1TiB); 0 for no store",
     )
     group.add_argument(
         "--engine", default="native", metavar="NAME", help="row store: native, rocksdb, lmdb, memory"
@@ -76,7 +76,7 @@ def _add_tiers(group: Any) -> None:
         "--threads",
         type=_positive,
         metavar="N",
-        help="threads to compute with (default: a core less than there are, which prefetch uses)",
+        help="threads to compute with (default: the cores but one, which prefetch uses)",
     )
 
 

@@ -1,4 +1,4 @@
-"""One training run as ``tierstore train`` does it: prefetch, step, progress, evaluation."""
+"""One training run of ``tierstore train``: prefetch, step, progress, evaluation."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from tierstore.trace import TraceRecorder
 RECENT_BATCHES = 100
 """Batches over which the reported training loss is averaged."""
 
-# Distinct scores that the AUCs keep apart: enough for four digits while it runs, which must take no time, and
-# for all that a held-out part may have in memory that counts against what is promised.
+# Distinct scores that the AUCs keep apart. The AUC of the running training needs four digits and must take no
+# time; the AUC of a held-out part may take all memory that its promise allows.
 _PROGRESS_SCORES = 1 << 14
 _TEST_SCORES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which batches a run trains on."""
+    """The batches that a run trains on."""
 
     batch_size: int
     epochs: int = 1
     steps: int | None = None
-    """Batches to train on in all, or None for all of ``epochs``."""
+    """Batches to train on in all; None for all batches of ``epochs``."""
 
     def batches(self, dataset: Dataset) -> int | None:
         """Return the batches of the whole run; None when the data set does not know its length."""
@@ -55,10 +55,10 @@ class Schedule:
 
 
 class Trainer:
-    """Trains a model whose sparse part is one tiered collection, and counts what it sees.
+    """Trains a model whose sparse part is one tiered collection, and counts batches, examples and hits.
 
-    ``model(dense, sparse)`` gives logits, float32 (B,) or (B, 1). The rows of ``embeddings`` are updated
-    by the backward pass, the dense parameters by ``optimizer``.
+    ``model(dense, sparse)`` returns logits, float32 (B,) or (B, 1). The backward pass updates the rows of
+    ``embeddings``, and ``optimizer`` the dense parameters.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Trainer:
         self.optimizer = optimizer
         self.schedule = schedule
         self.recorder: TraceRecorder | None = None
-        """Records every batch trained on."""
+        """The recorder of every batch trained on."""
         self.batches = 0
-        """Batches trained on, also before the run was resumed."""
+        """Batches trained on, including those before the run was resumed."""
         self._batches_total: int | None = None
         self._examples = 0
         self._seconds = 0.0
@@ -89,7 +89,7 @@ class Trainer:
         loader = self.schedule.draw(dataset, self.batches)
         ahead: Any = tierstore.prefetch(loader, self.model)
         started = time.perf_counter() - self._seconds
-        with closing(ahead):  # one that was left early still has batches in flight
+        with closing(ahead):  # a loop that was left early still has batches in flight
             for batch in ahead:
                 self._step(batch)
                 self._seconds = time.perf_counter() - started
@@ -108,8 +108,8 @@ class Trainer:
         self.optimizer.step()
         if self.recorder is not None:
             self.recorder.record_features(batch.sparse)
-        self._auc.update(batch.labels, logits)  # of predictions made before learning from them
-        # Asked for at fixed batches, not when shown: asking merges scores, and the clock must not matter.
+        self._auc.update(batch.labels, logits)  # on predictions made before the batch was trained on
+        # Computed at fixed batches, not when shown: computing merges scores, and the clock must not matter.
         if math.isnan(self._auc_so_far) or self.batches % 32 == 31:
             self._auc_so_far = self._auc.value()
         self._losses.append(loss.item())
@@ -128,7 +128,7 @@ class Trainer:
         return auc.value(), positives / max(examples, 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what the closing figures are made of, without the model and the rows."""
+        """Return the position and the sums behind the closing figures, without the model and the rows."""
         return {
             "batches": self.batches,
             "examples": self._examples,
@@ -140,7 +140,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the position of another trainer, whose model and rows this trainer has by now."""
+        """Take the position of another trainer, whose model and rows this trainer already has."""
         self.batches, self._examples, self._seconds = state["batches"], state["examples"], state["seconds"]
         self._losses = deque(state["losses"], maxlen=RECENT_BATCHES)
         self._auc.load_state_dict(state["auc"])

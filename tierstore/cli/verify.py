@@ -1,4 +1,4 @@
-"""``tierstore verify DIR``: is every byte of a store as it was written?"""
+"""``tierstore verify DIR``: checks that every byte of a store is as it was written."""
 
 from __future__ import annotations
 

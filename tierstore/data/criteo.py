@@ -48,7 +48,8 @@ def _texts(place: Path) -> list[Path]:
     found = _in_order(file for file in place.glob("*") if names.fullmatch(file.name) and file.is_file())
     if not found:
         raise ConfigError(
-            f"data 'criteo': {place} has no day_N, *.txt or *.tsv (or these with .gz), nor *_sparse.npy"
+            f"data 'criteo': {place} has no day_N, *.txt or *.tsv (or these with .gz), nor *_sparse.npy; "
+            "give the folder of the logs"
         )
     return found
 

@@ -53,7 +53,7 @@ class NpyRows:
 
 @dataclass(frozen=True)
 class Day:
-    """The three files of a day, as many rows in each."""
+    """The three files of a day, which have the same number of rows."""
 
     dense: NpyRows
     sparse: NpyRows
@@ -84,7 +84,7 @@ class Part:
 
 @dataclass(frozen=True)
 class CriteoNpy:
-    """The days in order; the last one tests, or of a single day the last tenth."""
+    """The days in order. The last day tests; of a single day, the last tenth."""
 
     tables: tuple[TableInfo, ...]
     days: tuple[Day, ...]
@@ -123,7 +123,7 @@ class CriteoNpy:
         return (self._batch([self._test_part], first, end) for first, end in ranges)
 
     def _batch(self, parts: list[Part], first: int, end: int) -> Batch:
-        """Return examples first .. end - 1 of the parts one after the other."""
+        """Return examples first .. end - 1 of the parts, which follow one another."""
         dense, sparse, labels = [], [], []
         for part in parts:
             a, b = max(part.first + first, part.first), min(part.first + end, part.end)

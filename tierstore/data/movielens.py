@@ -187,7 +187,7 @@ def _ratings(files: Files) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray,
 
 
 def _films(files: Files, item_names: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Release year per item, ids of genres, and where the genres of each item start."""
+    """Return the release year per item, ids of genres, and where the genres of each item start."""
     place = {int(name): k for k, name in enumerate(item_names)}
     years = np.zeros(len(item_names), dtype=np.int32)
     genres: list[list[int]] = [[] for _ in item_names]

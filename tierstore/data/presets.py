@@ -1,4 +1,4 @@
-"""The synthetic datasets by name: what their tables are like, and where the figures come from."""
+"""The synthetic datasets by name: the statistics of their tables, and the sources of these figures."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def meta2021(
     drift: float = 0.001,
     examples: int | None = None,
 ) -> SyntheticDataset:
-    """Make tables whose reuse within a batch is that of Meta's dlrm_datasets 2021.
+    """Make tables with the reuse within a batch of Meta's dlrm_datasets 2021.
 
     That data has 856 tables and a batch of 65,536 examples. At this batch size 13 % of the lookups are
     distinct ids. The shares of ids and of lookups used once, twice, 3-4 times, ... are within .03 of the

@@ -78,7 +78,7 @@ class SyntheticDataset:
 
     def __post_init__(self) -> None:
         if not self.specs:
-            raise ConfigError(f"{self.name}: at least one table is needed")
+            raise ConfigError(f"{self.name}: at least one table is needed; give tables=1 or more")
         if not 0 <= self.drift <= 1:
             raise ConfigError(f"{self.name}: drift is a share of the ids per batch, 0 .. 1, not {self.drift}")
         if self.num_train is not None and self.num_train < 1:

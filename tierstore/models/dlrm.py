@@ -15,7 +15,7 @@ Logs = tuple[Tensor, Tensor, Tensor]
 
 
 class LabelledBatch(Protocol):
-    """What ``DLRMTrain`` takes: tierstore.data.Batch, or anything with these three."""
+    """What ``DLRMTrain`` takes: tierstore.data.Batch, or any object with these three attributes."""
 
     @property
     def dense(self) -> Tensor: ...
@@ -35,7 +35,7 @@ class DLRM(nn.Module):
             torchrec's or ``DenseEmbeddingBags``. All tables must have one embedding_dim.
         dense_in_features: number of dense features.
         dense_arch_layer_sizes: outputs of the lower perceptron; the last must be the embedding_dim.
-        over_arch_layer_sizes: outputs of the upper one; the last is that of the logits, usually 1.
+        over_arch_layer_sizes: outputs of the upper perceptron; the last is the number of logits, usually 1.
         dense_device: where the dense parts are made.
     """
 
@@ -127,5 +127,5 @@ def embedding_dims(embedding_bag_collection: nn.Module) -> list[int]:
     """Return the embedding_dim of each output key of a collection, in the order of tables and features."""
     configs: Any = embedding_bag_collection.embedding_bag_configs()  # type: ignore[operator]
     if not configs:
-        raise ConfigError("the embedding bag collection has no tables")
+        raise ConfigError("the embedding bag collection has no tables; give it at least one")
     return [config.embedding_dim for config in configs for _ in config.feature_names]

@@ -1,4 +1,5 @@
-"""Area under the ROC curve: the chance that a positive example is scored above a negative one, ties half."""
+"""Area under the ROC curve: the chance that a positive example scores above a negative example; ties count
+half."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class AUC:
         if label.shape != score.shape:
             raise ValueError(f"labels and scores must have one shape, not {label.shape} and {score.shape}")
         if np.isnan(score).any():
-            raise ValueError("scores contain NaN: training has diverged")
+            raise ValueError("scores contain NaN: training has diverged, so lower the learning rate")
         positive = label == 1
         if not (positive | (label == 0)).all():
             raise ValueError("labels must be 0 or 1")
@@ -57,7 +58,7 @@ class AUC:
         return float((positives * (below + negatives / 2)).sum() / pairs)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Return what the metric has seen so far; another AUC that loads it goes on to the same bits."""
+        """Return the state so far; another AUC that loads it goes on to the same bits."""
         waiting = self._pending or [(np.empty(0), np.empty(0, bool))]
         scores, positive = (np.concatenate(parts) for parts in zip(*waiting, strict=True))
         return {"scores": self._scores, "counts": self._counts, "waiting": scores, "positive": positive}

@@ -1,4 +1,4 @@
-"""Plain PyTorch tables: what tiered tables are compared with."""
+"""Plain PyTorch tables, with which tests and benchmarks compare tiered tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DenseEmbeddingBags(nn.Module):
     State-dict names, output keys and their order are as in ``EmbeddingBagCollection``.
 
     Args:
-        tables: what the tables are; initial values follow their ``init_rule()``, by torch's random numbers.
+        tables: their configurations; initial values follow ``init_rule()``, with torch's random numbers.
         sparse: whether gradients of the weights are sparse, as ``torch.optim.SparseAdam``, ``SGD`` and
         ``Adagrad``
             take them.
@@ -35,7 +35,7 @@ class DenseEmbeddingBags(nn.Module):
         self.embedding_bags = nn.ModuleDict()
         for config in self._configs:
             if config.name in self.embedding_bags:
-                raise ConfigError(f"two tables are called {config.name!r}")
+                raise ConfigError(f"two tables are called {config.name!r}; rename one")
             self.embedding_bags[config.name] = nn.EmbeddingBag(
                 config.num_embeddings,
                 config.embedding_dim,
@@ -84,7 +84,8 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     """Adagrad with one sum per row, ``sum += mean(g^2); w -= lr g / (sqrt(sum) + eps)``, in plain torch
     operations.
 
-    For parameters (rows, dim) with sparse gradients, of which it touches the rows named, or dense ones.
+    It takes parameters (rows, dim) with dense gradients, or sparse gradients, of which it touches the named
+    rows.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float = 0.01, eps: float = 1e-8) -> None:

@@ -34,22 +34,22 @@ logger = logging.getLogger("tierstore")
 
 @contextmanager
 def accumulate(model: nn.Module | Sequence[nn.Module]) -> Iterator[Accumulation]:
-    """Backward passes in the block change no rows; at its end the rows are updated once, by all of them.
+    """Collect the gradients of the block's backward passes, and update the rows once, at its end.
 
-    The update is that of one batch that has the examples of all passes, bit for bit where the gradients of
-    the lookups' outputs are: divide the loss of each of k passes by k, as for dense parameters. A table that
-    is looked up several times in a pass is updated once, too, as in torch.
+    The update is that of one batch with the examples of all passes. It has the same bits if the gradients of
+    the lookups' outputs have: divide the loss of each of k passes by k, as for dense parameters. A table that
+    a pass looks up several times is updated once, too, as in torch.
 
-    What the block yields is a torch optimizer of the rows: ``step()`` updates them now, ``zero_grad()`` drops
-    what is kept, ``parameters()`` has a tensor per module whose gradient is the norm of the gradients of its
-    rows: ``torch.nn.utils.clip_grad_norm_([*model.parameters(), *rows.parameters()], most)`` clips rows with
-    the rest. ``torch.amp.GradScaler`` works on it as on any optimizer: ``scaler.unscale_(rows)``,
-    ``scaler.step(rows)``, which divides by the scale, and skips the update if a gradient is not finite.
+    The block yields a torch optimizer of the rows: ``step()`` updates them now, ``zero_grad()`` drops the
+    kept gradients, ``parameters()`` has a tensor per module whose gradient is the norm of the gradients of
+    its rows: ``torch.nn.utils.clip_grad_norm_([*model.parameters(), *rows.parameters()], limit)`` clips rows
+    and dense parameters together. ``torch.amp.GradScaler`` works as with any optimizer:
+    ``scaler.unscale_(rows)``, then ``scaler.step(rows)``, which divides by the scale, and skips the update if
+    a gradient is not finite.
 
-    An exception in the block drops what is kept, which is ids and gradients of outputs (``kept_bytes``), and
-    no rows.
+    An exception in the block drops the kept ids and gradients (``kept_bytes``); it changes no row.
 
-    Raises ConfigError for a model without tiered modules, with sharded ones, or one that accumulates already.
+    Raises ConfigError for a model without tiered modules, with sharded modules, or that accumulates already.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     modules = {id(m): m for one in models for m in one.modules() if isinstance(m, TieredModule)}
@@ -63,7 +63,7 @@ def accumulate(model: nn.Module | Sequence[nn.Module]) -> Iterator[Accumulation]
 
 @dataclass
 class _Kept:
-    """What is kept of one module. ``shown``: a tensor whose gradient is the norm of the rows', when asked."""
+    """The kept gradients of one module. ``shown``: a tensor that gets the norm of the rows' gradients."""
 
     passes: list[Pass] = field(default_factory=list)
     shown: Tensor = field(default_factory=lambda: torch.zeros(1, requires_grad=True))
@@ -72,15 +72,15 @@ class _Kept:
 
 
 class Accumulation(AppliedOptimizer):
-    """The rows of a model as an optimizer that is applied by ``step()``; see :func:`accumulate`.
+    """An optimizer of a model's rows that updates them at ``step()``; see :func:`accumulate`.
 
-    Hyperparameters are those of the modules' ``fused_optimizer``.
+    It uses the hyperparameters of the modules' ``fused_optimizer``.
     """
 
-    _step_supports_amp_scaling = True  # so that a GradScaler leaves dividing and skipping to step()
+    _step_supports_amp_scaling = True  # a GradScaler then leaves dividing and skipping to step()
 
     def __init__(self, modules: Sequence[TieredModule]) -> None:
-        # torch's own constructor would ask for the parameters, which are worked out when they are asked for
+        # torch's own constructor would compute the parameters, which are computed on demand here
         self.defaults = {}
         self.unscales = False
         self._kept = {module: _Kept() for module in modules}
@@ -114,8 +114,8 @@ class Accumulation(AppliedOptimizer):
         return sum(one.nbytes for kept in self._kept.values() for one in kept.passes)
 
     def parameters(self) -> list[Tensor]:
-        """One tensor per module. Its gradient is the norm of the gradients of the rows, NaN if one
-        is not finite, None if there are none; what multiplies it multiplies the rows' gradients, too."""
+        """Return one tensor per module. Its gradient is the norm of the rows' gradients, NaN if one is not
+        finite, None if there are none; scaling it scales the rows' gradients, too."""
         for module, kept in self._kept.items():
             if kept.passes and kept.norm is None:
                 kept.norm = _norm(module, kept.passes)
@@ -125,19 +125,19 @@ class Accumulation(AppliedOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, object]]:  # type: ignore[override]
-        """One, with :meth:`parameters`."""
+        """One group, with :meth:`parameters`."""
         return [{"params": self.parameters()}]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop what is kept."""
+        """Drop the kept gradients."""
         for kept in self._kept.values():
             kept.passes.clear()
             kept.norm = kept.shown.grad = None
 
     def step(self, closure: Callable[[], object] | None = None) -> object:  # type: ignore[override]
-        """Update the rows by what is kept, once per module, and drop it. Does nothing if nothing is kept.
+        """Update the rows by the kept gradients, once per module, and drop these gradients.
 
-        Raises ConfigError if a GradScaler is in use that has not been asked to make this step.
+        Raises ConfigError if a GradScaler is in use and does not make this step.
         """
         found = super().step(closure)
         not_finite, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
@@ -160,7 +160,7 @@ class Accumulation(AppliedOptimizer):
             kept.passes.clear()
 
     def end(self) -> None:
-        """Backward passes update rows again; what is kept is dropped."""
+        """Drop the kept gradients, and let backward passes update rows again."""
         self.zero_grad()
         for module in self._kept:
             module.accumulation = None
@@ -193,7 +193,7 @@ def _update(module: TieredModule, passes: Sequence[Pass], factor: float) -> None
 def _factor(kept: _Kept) -> float:
     """Return the factor by which the shown gradient was multiplied since :meth:`Accumulation.parameters`.
 
-    A gradient of 0 does not tell, but its factor changes nothing; one of NaN was multiplied if it was written
+    A gradient of 0 hides its factor, which then changes nothing; a NaN gradient was scaled if it was written
     to."""
     shown = kept.shown.grad
     if not kept.norm or shown is None or (math.isnan(kept.norm) and shown._version == kept.version):

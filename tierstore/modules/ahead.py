@@ -1,4 +1,4 @@
-"""Lookups that were made before their forward call, and how it is recognised."""
+"""Lookups that were made before their forward call, and how a forward call finds its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def content_of(tensors: Sequence[Tensor]) -> Content:
 
 
 def _identity(tensors: Sequence[Tensor]) -> Identity | None:
-    """Return which memory ``tensors`` are, and how often torch has changed it; None if it does not count.
+    """Return which memory ``tensors`` occupy, and how often torch has changed it; None if torch does not
+    count.
 
     The tensors must be kept alive meanwhile, so that their memory is not used for other tensors.
     """
@@ -33,8 +34,8 @@ def _identity(tensors: Sequence[Tensor]) -> Identity | None:
 
 
 class Ahead:
-    """A lookup made ahead for the forward call with these ``inputs``. ``content``: theirs, from before the
-    lookup was made."""
+    """A lookup made ahead for the forward call with these ``inputs``. ``content``: the inputs' hashes, from
+    before the lookup was made."""
 
     def __init__(self, inputs: Sequence[Tensor], content: Content, lookup: Lookup | None) -> None:
         self._inputs = inputs
@@ -45,13 +46,14 @@ class Ahead:
 
     @classmethod
     def failed(cls, error: BaseException) -> Ahead:
-        """There is no lookup, for this reason, which the forward call has to tell."""
+        """Make an entry without a lookup; the forward call raises ``error``."""
         ahead = cls((), None, None)
         ahead.error = error
         return ahead
 
     def hand_out(self) -> None:
-        """Note the inputs' versions: the user has them from now on, and other versions are other inputs."""
+        """Note the inputs' versions: the user has the inputs from now on, and a changed version is another
+        input."""
         self.identity = _identity(self._inputs)
 
     def release(self) -> None:
@@ -60,9 +62,9 @@ class Ahead:
 
 
 def find_ahead(handed_out: Iterable[Ahead], inputs: Sequence[Tensor]) -> Ahead | None:
-    """Return the first one that is for a forward call with ``inputs``, or has failed.
+    """Return the first lookup that is for a forward call with ``inputs``, or has failed.
 
-    Memory that was changed behind torch's back (``x.data``, ``x.numpy()``) has other content.
+    Where torch did not see a change of the memory (``x.data``, ``x.numpy()``), the content shows it.
     """
     identity = _identity(inputs)
     content: Content = None

@@ -1,4 +1,4 @@
-"""What autograd functions keep of a forward call for its backward pass, as their ``ctx`` has it."""
+"""The types of ``ctx``: what autograd functions keep of a forward call for its backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Lookup = TypeVar("Lookup")
 
 
 class Context(Protocol[Module, Lookup]):
-    """``module``: what updates the rows that ``lookup`` has found."""
+    """What every lookup keeps. ``module`` updates the rows that ``lookup`` has found."""
 
     module: Module
     lookup: Lookup
@@ -28,7 +28,8 @@ class Context(Protocol[Module, Lookup]):
 
 
 class PooledContext(Context[Module, Lookup], Protocol[Module, Lookup]):
-    """What pooling keeps, too, an entry per part; ``rows``: of parts whose weights get gradients."""
+    """What pooling keeps as well, one entry per part. ``rows``: the rows of parts whose weights get
+    gradients."""
 
     argmaxes: Sequence[Tensor | None]
     weights: Sequence[Tensor | None]

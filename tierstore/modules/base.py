@@ -1,4 +1,4 @@
-"""What every tiered module has: an engine, a fused optimizer, and lookups that may have been made ahead."""
+"""Base of all tiered modules: an engine, a fused optimizer, and lookups that may have been made ahead."""
 
 from __future__ import annotations
 
@@ -75,33 +75,34 @@ class TieredModule(EngineCalls, nn.Module):
         self.refuse_scaled = True
         """Whether backward passes raise ConfigError if this process uses a GradScaler; see ``accumulate``."""
         self.accumulation: Keeps | None = None
-        """What keeps the gradients of backward passes meanwhile; see ``tierstore.accumulate``."""
+        """Keeps the gradients of backward passes inside ``tierstore.accumulate``."""
         self._shown: list[tuple[weakref.ref[HasWeight], nn.Parameter]] = []
         self._key = engine.tables[self.table_numbers[0]].name
         self.take_updates()
         self.anchor = torch.zeros(0, requires_grad=True)
-        """Not a parameter: it only makes autograd call the backward functions."""
+        """This is no parameter: it only makes autograd call the backward functions."""
         self._ahead: deque[Ahead] = deque()
         self.observer: Callable[[TieredModule, tuple[object, ...], dict[str, object]], None] | None = None
-        """Told of every forward call while a prefetcher learns which ids come from where in a batch."""
+        """Sees every forward call while a prefetcher learns where in a batch the ids are."""
 
     qconfig = NotQuantized()
 
     # -- lookups -------------------------------------------------------------------------
 
     collective = False
-    """Whether ranks look rows up together. Such modules have ``begin_exchange(*args)``, which all ranks call
-    in the order of the batches, and which returns an object with ``send()``; ``finish_exchange(object)``,
-    which returns the lookup; ``announce_end(error)``, in place of ``begin_exchange`` when there are no more
-    batches; and ``min_over_ranks(value)``, which returns the smallest ``value`` of any rank."""
+    """Whether ranks look rows up together. Modules that do have ``begin_exchange(*args)``, which all ranks
+    call in the order of the batches, and which returns an object with ``send()``;
+    ``finish_exchange(object)``, which returns the lookup; ``announce_end(error)``, in place of
+    ``begin_exchange`` when there are no more batches; and ``min_over_ranks(value)``, which returns the
+    smallest ``value`` of any rank."""
 
     @abstractmethod
     def lookup_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """Return those arguments of forward that determine the lookup: ids, offsets or lengths."""
+        """Return the arguments of forward that determine the lookup: ids, offsets or lengths."""
 
     @abstractmethod
     def make_lookup(self, *args: Any, **kwargs: Any) -> Lookup:
-        """Check and deduplicate forward's arguments (per-sample weights excepted); changes nothing.
+        """Check and deduplicate forward's arguments (per-sample weights excepted); change nothing.
 
         Raises ``InputError`` that names the feature and what is wrong with it.
         """
@@ -112,24 +113,25 @@ class TieredModule(EngineCalls, nn.Module):
         return {*range(len(args)), *kwargs} - {"per_sample_weights"}
 
     def feature_names(self) -> list[str]:
-        """Features that a collection takes out of a keyed jagged tensor; none for other modules."""
+        """Return the features that a collection takes out of a keyed jagged tensor; none for other
+        modules."""
         return []
 
     def table_names(self) -> list[str]:
         return [self.engine.tables[index].name for index in self.table_numbers]
 
-    def expect(self, ahead: Ahead) -> None:
+    def keep_for_forward(self, ahead: Ahead) -> None:
         """Keep a lookup made ahead for its forward call."""
         ahead.hand_out()
         self._ahead.append(ahead)
 
-    def drop(self, ahead: Ahead) -> None:
-        """Forward will not come (or came): gives the rows back if no graph needs them."""
+    def give_back(self, ahead: Ahead) -> None:
+        """Release a lookup whose forward call came, or will not come, unless a graph needs its rows."""
         if self._take(ahead):
             ahead.release()
 
     def _take(self, ahead: Ahead) -> bool:
-        """Remove a lookup from those ahead. Return False if another thread has removed it."""
+        """Remove a lookup made ahead. Return False if another thread has removed it."""
         try:
             self._ahead.remove(ahead)
         except ValueError:
@@ -166,7 +168,7 @@ class TieredModule(EngineCalls, nn.Module):
         return super().requires_grad_(requires_grad)
 
     def frozen_tables(self) -> list[int]:
-        """Tables that a backward pass would leave as they are."""
+        """Return the tables that a backward pass would not change."""
         if not self._shown:
             return [] if self._requires_grad and not self._without_optimizer else self.table_numbers
         return [
@@ -175,14 +177,14 @@ class TieredModule(EngineCalls, nn.Module):
 
     @property
     def frozen(self) -> bool:
-        """Whether a backward pass would leave all tables as they are."""
+        """Whether a backward pass would change no table."""
         if not self._shown:
             return self._without_optimizer or not self._requires_grad
         return not any(holder.shown.requires_grad for holder in self._holders)
 
     @property
     def has_optimizer(self) -> bool:
-        """False for tables that were built with ``optimizer=None``: they can never be trained."""
+        """Whether the tables can be trained: not if they were built with ``optimizer=None``."""
         return not self._without_optimizer
 
     @property
@@ -215,13 +217,13 @@ class TieredModule(EngineCalls, nn.Module):
 
     def _gradient_anchor(self) -> Tensor:
         """Return a tensor without elements, for autograd to train. DistributedDataParallel (of one rank here)
-        waits for a gradient of every parameter, so these are in it."""
+        waits for a gradient of every parameter, so all of them feed this tensor."""
         if active_ddp() is None or not self._shown:
             return self.anchor
         return torch.cat([holder.shown.view(-1) for holder in self._holders])
 
     def take_updates(self) -> None:
-        """Set the optimizer's count of updates to that of the commit that the tables are at."""
+        """Set the optimizer's count of updates to the count in the commit that the tables are at."""
         self.fused_optimizer.num_updates = self.engine.updates.get(self._key, 0)
 
     def count_update(self) -> OptimizerStep:
@@ -250,7 +252,7 @@ class TieredModule(EngineCalls, nn.Module):
             refuse_scaled(self.table_names(), self.collective)
 
     def _check_forward(self) -> None:
-        """Raise ConfigError if other ranks would train rows of their own, without this one's."""
+        """Raise ConfigError if every rank would train its own copy of the rows."""
         if has_other_ranks() and not self.collective:
             shown = zip(self._holders, self._shown, strict=True)
             ours = all(holder._parameters.get(SHOWN) is parameter for holder, (_, parameter) in shown)
@@ -283,7 +285,8 @@ class TieredModule(EngineCalls, nn.Module):
         return torch.from_numpy(np.ascontiguousarray(weights))
 
     def optimizer_rows(self, ids: object, table: str | None = None) -> dict[str, Tensor]:
-        """Optimizer state of ``ids`` by name: float32, (n,) for state kept per row, else (n, dim). A copy."""
+        """Return a copy of the optimizer state of ``ids`` by name: float32, (n,) for state per row, else (n,
+        dim)."""
         index = self.table_number(table)
         weights, state = self.engine.read_rows(index, checked_row_ids(ids))
         spec = self.fused_optimizer.spec
@@ -309,8 +312,8 @@ class TieredModule(EngineCalls, nn.Module):
         self.engine.write_rows(index, keys, values, state)
 
     def reset_parameters(self) -> None:
-        """Give all rows their initial values again, which are those of the seed, and forget the optimizer's
-        state. A sharded collection resets the rows of this rank, so all ranks call it."""
+        """Give all rows the initial values of the seed again, and forget the optimizer's state. A sharded
+        collection resets the rows of this rank, so all ranks call it."""
         for table in self.table_numbers:
             self.engine.reset_rows(table)
         self.set_updates(0)
@@ -326,7 +329,8 @@ class TieredModule(EngineCalls, nn.Module):
 
     def close(self, *, commit: bool = True) -> None:
         """Commit (if the configuration names a path) and close the engine; the module cannot be used
-        any more. After a commit with an ``extra`` it commits nothing, since that is wrong of later rows."""
+        any more. After a commit with an ``extra`` it commits nothing, since the extra would not fit later
+        rows."""
         while self._ahead:
             self._ahead.popleft().release()
         self.engine.close(commit=commit)

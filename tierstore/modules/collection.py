@@ -1,4 +1,4 @@
-"""What all collections share: tables by name, features, and a strategy that looks them up."""
+"""Base of all collections: tables by name, features, and a strategy that looks the features up."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from tierstore.sparse import as_keyed_jagged_tensor
 class LookupStrategy(Protocol):
     """How a collection looks its features up: in its own engine, or in the engines of all ranks.
 
-    Beside ``make``, a strategy has ``pooled(module, features)`` or ``rows(module, features)``, which give a
-    forward call its vectors. A strategy keeps no reference to the module, whose tables end with their user's.
+    Beside ``make``, a strategy has ``pooled(module, features)`` or ``rows(module, features)``, which return a
+    forward call's vectors. A strategy keeps no reference to the module, so that the tables close with the
+    user's last reference.
     """
 
     def make(self, features: object) -> FeatureLookup:
@@ -35,7 +36,7 @@ class TableView(HasWeight):
 
     def __init__(self, collection: Collection, config: BaseEmbeddingConfig, number: int) -> None:
         super().__init__()
-        # not as a submodule, which the collection is not
+        # not as a submodule: the collection is the parent
         object.__setattr__(self, "collection", collection)
         self.name = config.name
         self.num_embeddings = config.num_embeddings
@@ -56,15 +57,15 @@ class TableView(HasWeight):
         return self.collection.engine.versions.of(self._engine_number)
 
     def rows(self, ids: object) -> Tensor:
-        """As TieredModule.rows."""
+        """Return rows; see :meth:`TieredModule.rows`."""
         return self.collection.rows(ids, self.name)
 
     def optimizer_rows(self, ids: object) -> dict[str, Tensor]:
-        """As TieredModule.optimizer_rows."""
+        """Return optimizer state; see :meth:`TieredModule.optimizer_rows`."""
         return self.collection.optimizer_rows(ids, self.name)
 
     def load_rows(self, ids: object, weight: Tensor, optimizer: dict[str, Tensor] | None = None) -> None:
-        """As TieredModule.load_rows."""
+        """Overwrite rows; see :meth:`TieredModule.load_rows`."""
         self.collection.load_rows(ids, weight, optimizer, self.name)
 
     def extra_repr(self) -> str:
@@ -102,11 +103,12 @@ class Collection(TieredModule):
 
     @property
     def device(self) -> torch.device:
-        """Where outputs are."""
+        """The device of outputs."""
         return torch.device("cpu")
 
     def config_number(self, name: str | None) -> int:
-        """Return the number of a table in the configuration; None is the only one. Raises InputError."""
+        """Return the number of a table in the configuration; ``None`` means the only table. Raises
+        InputError."""
         names = [config.name for config in self.configs]
         if (name is None and len(names) > 1) or (name is not None and name not in names):
             raise InputError(f"there is no table {name!r}; name one of {names}")

@@ -12,8 +12,8 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def opaque(forward: Forward) -> Forward:
-    """``forward`` as it is, also in a model that is compiled: one break of the graph, and no import of the
-    compiler where nothing is compiled."""
+    """Keep torch.compile out of ``forward``: a compiled model has one graph break there. The compiler is not
+    imported where nothing is compiled."""
     hidden = torch._disable_dynamo(forward)
 
     @functools.wraps(forward)

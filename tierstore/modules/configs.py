@@ -1,4 +1,4 @@
-"""What a collection must know of its tables: torchrec's configuration classes; nothing in them is ignored."""
+"""Configurations of a collection's tables: torchrec's classes. No field of them is ignored."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ class BaseEmbeddingConfig:
         self.init_rule()
 
     def get_weight_init_max(self) -> float:
-        """Upper bound of uniform initial values."""
+        """Return the upper bound of uniform initial values."""
         return sqrt(1 / self.num_embeddings) if self.weight_init_max is None else self.weight_init_max
 
     def get_weight_init_min(self) -> float:
-        """Lower bound of uniform initial values."""
+        """Return the lower bound of uniform initial values."""
         return -sqrt(1 / self.num_embeddings) if self.weight_init_min is None else self.weight_init_min
 
     def num_features(self) -> int:
@@ -125,7 +125,7 @@ class BaseEmbeddingConfig:
         if self.init_fn is None:
             low, high = self.get_weight_init_min(), self.get_weight_init_max()
             if low > high:
-                raise self._error(f"weight_init_min {low} is above weight_init_max {high}")
+                raise self._error(f"weight_init_min {low} is above weight_init_max {high}; swap them")
             return "uniform", low, high
         rule = rule_of_init_fn(self.init_fn)
         if rule is None:
@@ -191,7 +191,8 @@ def from_torchrec(config: object) -> EmbeddingBagConfig | EmbeddingConfig:
 
 
 def rule_of_init_fn(init_fn: Callable[..., object]) -> tuple[str, float, float] | None:
-    """Return the rule of an initialiser of torch.nn.init, or a partial of one; None of other functions."""
+    """Return the rule of an initialiser of torch.nn.init, or of a partial of one; None for other
+    functions."""
     arguments: dict[str, Any] = {}
     if isinstance(init_fn, partial):
         if init_fn.args:
@@ -216,15 +217,15 @@ def rule_of_init_fn(init_fn: Callable[..., object]) -> tuple[str, float, float] 
 
 
 def _same_member(kind: type[Enum], value: object) -> object:
-    """Our member of an enum for torchrec's; values we do not know are left for the config to refuse."""
+    """Return our enum's member for torchrec's; the config refuses values that the enum does not have."""
     name = getattr(value, "value", value)
     return kind(name) if name in {member.value for member in kind} else value
 
 
-def _check_count(config: BaseEmbeddingConfig, name: str, most: int | None) -> None:
+def _check_count(config: BaseEmbeddingConfig, name: str, maximum: int | None) -> None:
     value = getattr(config, name)
     whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not whole or value < 1 or (most is not None and value > most):
-        bounds = "a positive integer" if most is None else "an integer from 1 to 2**48"
+    if not whole or value < 1 or (maximum is not None and value > maximum):
+        bounds = "a positive integer" if maximum is None else "an integer from 1 to 2**48"
         raise config._error(f"{name} is {value!r}; it must be {bounds}")
     setattr(config, name, int(value))

@@ -29,7 +29,7 @@ from tierstore.optim import NOT_GIVEN, OptimizerSpec
 
 
 class SingleTable(HasWeight, TieredModule):
-    """What TieredEmbedding and TieredEmbeddingBag share: one table, perhaps with a row for padding."""
+    """Base of TieredEmbedding and TieredEmbeddingBag: one table, perhaps with a row for padding."""
 
     def __init__(
         self,
@@ -40,7 +40,10 @@ class SingleTable(HasWeight, TieredModule):
     ) -> None:
         rows, dim = table.num_embeddings, table.embedding_dim
         if padding_idx is not None and not -rows <= padding_idx < rows:
-            raise ConfigError(f"padding_idx {padding_idx} is outside the {rows} rows of table {table.name!r}")
+            raise ConfigError(
+                f"padding_idx {padding_idx} is outside the {rows} rows of table {table.name!r}; use a row's "
+                "number"
+            )
         opened = open_tables([table], opening)
         super().__init__(opened.engine, opened.numbers, opening.optimizer)
         self.num_embeddings = rows
@@ -79,7 +82,7 @@ class SingleTable(HasWeight, TieredModule):
     reset_parameters.__doc__ = TieredModule.reset_parameters.__doc__
 
     def _find_padding_row(self) -> None:
-        """Keep what padding ids yield, which are not looked up: None for zeros."""
+        """Keep the row that padding ids yield, since these ids are not looked up; None stands for zeros."""
         if self.padding_idx is not None:
             row = self.rows(torch.tensor([self.padding_idx]))[0]
             self._padding_row = row if row.any() else None
@@ -113,12 +116,12 @@ class TieredEmbedding(SingleTable):
     The backward pass applies ``optimizer`` to the rows looked up; there is no ``weight`` parameter.
 
     Args:
-        num_embeddings, embedding_dim: of the table; up to 2**48 rows, only those that are touched take space.
+        num_embeddings, embedding_dim: of the table; up to 2**48 rows, of which touched rows take space.
         padding_idx: ids that yield this row, zeros unless it is loaded, and never update it.
         max_norm, scale_grad_by_freq: must stay at their defaults (ConfigError).
         norm_type, sparse: accepted, without effect: gradients are never materialised.
         _weight: initial rows (num_embeddings, embedding_dim); ignored when a committed store is opened again.
-        _freeze: no updates, as with ``optimizer=None``.
+        _freeze: make no updates, as with ``optimizer=None``.
         device, dtype: None or the CPU and float32.
         config: budgets and places of the tiers; ``TierConfig()`` if None.
         optimizer: one of tierstore.optim, without which the table can only be read; None freezes it.
@@ -165,7 +168,8 @@ class TieredEmbedding(SingleTable):
         sparse: bool = False,
         **options: Any,
     ) -> TieredEmbedding:
-        """With these rows (num_embeddings, embedding_dim); ``options``: the keyword-only arguments."""
+        """Make a table of these rows (num_embeddings, embedding_dim). ``options``: the keyword-only
+        arguments."""
         rows, dim = size_of(embeddings)
         arguments = (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, embeddings, freeze)
         return cls(rows, dim, *arguments, **options)
@@ -181,7 +185,7 @@ class TieredEmbedding(SingleTable):
 
     @opaque
     def forward(self, input: Tensor) -> Tensor:
-        """Rows of ``input``, int64 or int32 of any shape (*), as float32 (*, embedding_dim)."""
+        """Return the rows of ``input``, int64 or int32 of any shape (*), as float32 (*, embedding_dim)."""
         lookup = self.find_lookup(input)
         (rows,) = self.rows_one_by_one(lookup)
         rows = rows.view(*input.shape, self.embedding_dim)

@@ -28,7 +28,7 @@ class TieredEmbeddingBag(SingleTable):
     The backward pass applies ``optimizer`` to the rows looked up; there is no ``weight`` parameter.
 
     Args:
-        num_embeddings, embedding_dim: of the table; up to 2**48 rows, only those that are touched take space.
+        num_embeddings, embedding_dim: of the table; up to 2**48 rows, of which touched rows take space.
         max_norm, scale_grad_by_freq: must stay at their defaults (ConfigError).
         norm_type, sparse: accepted, without effect: gradients are never materialised.
         mode: "sum", "mean" or "max".
@@ -84,7 +84,8 @@ class TieredEmbeddingBag(SingleTable):
         padding_idx: int | None = None,
         **options: Any,
     ) -> TieredEmbeddingBag:
-        """With these rows (num_embeddings, embedding_dim); ``options``: the keyword-only arguments."""
+        """Make a table of these rows (num_embeddings, embedding_dim). ``options``: the keyword-only
+        arguments."""
         rows, dim = size_of(embeddings)
         arguments = (max_norm, norm_type, scale_grad_by_freq, mode, sparse, embeddings)
         options |= {"optimizer": None} if freeze else {}
@@ -164,7 +165,7 @@ class TieredEmbeddingBag(SingleTable):
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Pooled bags, float32 (bags, embedding_dim); empty bags give zeros.
+        """Return the pooled bags, float32 (bags, embedding_dim); empty bags give zeros.
 
         Args:
             input: ids, int64 or int32: (n,) with ``offsets``, or (bags, n) without.

@@ -1,4 +1,4 @@
-"""What can be asked of an engine through whatever stands above it."""
+"""Calls to an engine that every object above it offers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from tierstore.errors import ConfigError
 
 
 class EngineCalls:
-    """Calls about all tables of ``engine``, whichever module gets them."""
+    """Calls about all tables of ``engine``, also when made on one of several modules that share it."""
 
     engine: Engine
 
     def stats(self) -> dict[str, Any]:
-        """Hit rates per tier, rows moved, stalls, memory and store figures; see :meth:`Engine.stats`."""
+        """Return hit ratios per tier, rows moved, stalls, memory and store figures; see
+        :meth:`Engine.stats`."""
         return self.engine.stats()
 
     def table_curves(self) -> dict[str, Any]:
-        """Return what a planner wants to know of the tables, estimated while training; see
+        """Return what a planner needs to know of the tables, estimated while training; see
         :meth:`Engine.table_curves`."""
         return self.engine.table_curves()
 
@@ -33,13 +34,13 @@ class EngineCalls:
 
     def set_ssd(self, ssd: int | str) -> None:
         """Set the cap on the store's files, such as ``"200GiB"``, until it is closed. After a
-        ``StoreFullError`` and a higher cap, what failed can be called again: nothing was lost."""
+        ``StoreFullError``, raise the cap and make the failed call again: nothing was lost."""
         self.engine.check_open()
         if self.engine.store is None:
             raise ConfigError("there is no ssd tier; set ssd and path in TierConfig")
         self.engine.store.set_cap(parse_bytes(ssd, "ssd"))
 
     def commit(self, extra: dict[str, object] | None = None, tag: str | None = None) -> int:
-        """Make all rows (weights and optimizer state) durable; returns the commit's number. ``tag`` is
-        a name for it."""
+        """Make all rows (weights and optimizer state) durable; return the commit's number. ``tag`` names the
+        commit."""
         return self.engine.commit(extra, tag)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tierstore.cache.engine import Table
 from tierstore.errors import ConfigError, InputError
-from tierstore.initializers import Init
+from tierstore.initializers import of_kind
 from tierstore.modules.configs import BaseEmbeddingConfig, PoolingType, from_torchrec
 from tierstore.modules.inputs import Ids, checked_ids
 from tierstore.modules.lookup import MODES
@@ -42,7 +42,7 @@ class FeatureIds(Ids):
 class Features:
     """The tables of a collection, and the features that are looked up in them, in the configuration's order.
 
-    Raises ConfigError for names of tables or outputs that are not different.
+    Raises ConfigError if two tables or two outputs have the same name.
     """
 
     def __init__(self, tables: Sequence[object]) -> None:
@@ -76,7 +76,8 @@ class Features:
         return dims.pop() if len(dims) == 1 else -1
 
     def ids_of(self, keyed: KeyedJaggedTensor, tables: Sequence[int]) -> list[FeatureIds]:
-        """Return what ``keyed`` has for every feature. ``tables``: the engine's number of each one's table.
+        """Return the ids in ``keyed`` of every feature. ``tables``: the engine's number of each feature's
+        table.
 
         Raises InputError if a feature is missing or doubled, or if lengths do not fit.
         """
@@ -136,7 +137,9 @@ class PooledFeatures(Features):
         counts = [len(feature.lengths) for feature in found]
         if len(set(counts)) > 1 and not self.expands(keyed):
             sizes = dict(zip(self.names, counts, strict=True))
-            raise InputError(f"features have different batch sizes, and no inverse indices: {sizes}")
+            raise InputError(
+                f"features have different batch sizes: {sizes}; give inverse_indices, or equal sizes"
+            )
         return counts
 
     def places(self, counts: Sequence[int], expands: bool) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
@@ -160,7 +163,9 @@ class PooledFeatures(Features):
             return None
         weights = keyed.weights_or_none()
         if weights is None:
-            raise InputError("the collection is weighted, but the KeyedJaggedTensor has no weights")
+            raise InputError(
+                "the collection is weighted, but the KeyedJaggedTensor has no weights; give weights=..."
+            )
         if weights.dim() != 1 or not weights.is_floating_point():
             raise InputError(
                 f"weights of the KeyedJaggedTensor must be floats in one dimension, got {weights.dtype} "
@@ -189,7 +194,7 @@ class PooledFeatures(Features):
 
 def table_of(config: BaseEmbeddingConfig) -> Table:
     """Return the table that ``config`` describes."""
-    return Table(config.name, config.num_embeddings, config.embedding_dim, Init(*config.init_rule()))
+    return Table(config.name, config.num_embeddings, config.embedding_dim, of_kind(*config.init_rule()))
 
 
 def _check_names(configs: Sequence[BaseEmbeddingConfig]) -> None:

@@ -17,7 +17,7 @@ _CARRIED = (
 
 
 def carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give ``new`` the forward and backward hooks of ``old``, whose place it takes; their handles still
+    """Move the forward and backward hooks of ``old`` to ``new``, its replacement; the hooks' handles still
     remove them."""
     for name in _CARRIED:
         setattr(new, name, getattr(old, name))

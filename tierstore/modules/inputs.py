@@ -1,4 +1,4 @@
-"""From checked ids and bags to a Lookup: one part per row layout, features in their order."""
+"""Makes a Lookup of checked ids and bags: one part per row layout, features in their order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tierstore.cache.engine import Engine
 from tierstore.cache.group import TierGroup
-from tierstore.cache.layout import Segment
+from tierstore.cache.layout import IdSegment
 from tierstore.errors import InputError
 from tierstore.modules.lookup import Lookup, PooledPart, SequencePart
 
@@ -22,7 +22,8 @@ NO_PADDING = -1
 
 @dataclass(frozen=True)
 class Ids:
-    """What one feature looks up: ``ids`` (n,) in ``table``; the first is the module's id number ``begin``."""
+    """What one feature looks up: ``ids`` (n,) in ``table``; the first id is the module's id number
+    ``begin``."""
 
     name: str
     table: int
@@ -53,7 +54,8 @@ Feature = TypeVar("Feature", bound=Ids)
 
 
 def checked_ids(name: str, ids: Tensor) -> Tensor:
-    """``ids`` in contiguous memory; InputError unless int64 or int32 (or empty) and on the CPU."""
+    """Return ``ids`` in contiguous memory. Raises InputError unless they are int64 or int32 (or empty) and on
+    the CPU."""
     if not isinstance(ids, Tensor):
         raise InputError(f"{name} must be a torch.Tensor, not {type(ids).__name__}")
     if ids.device.type != "cpu":
@@ -66,8 +68,8 @@ def checked_ids(name: str, ids: Tensor) -> Tensor:
 
 
 def pooled_lookup(engine: Engine, features: Sequence[Bags], out_shape: tuple[int, ...]) -> FeatureLookup:
-    """Deduplicates and checks the ids of pooled features; InputError names the feature of a wrong one."""
-    grouped = _by_chain(engine, features)
+    """Deduplicate and check the ids of pooled features. InputError names the feature of a wrong id."""
+    grouped = _by_group(engine, features)
     parts = []
     for group, members in grouped:
         own = [features[number] for number in members]
@@ -75,7 +77,7 @@ def pooled_lookup(engine: Engine, features: Sequence[Bags], out_shape: tuple[int
         parts.append(
             PooledPart(
                 group,
-                group.batch([_segment(engine, feature) for feature in own]),
+                group.batch([_id_segment(engine, feature) for feature in own]),
                 _spans(own),
                 offsets=_from_zero(lengths),
                 bag_start=_from_zero([len(feature.lengths) for feature in own]),
@@ -90,10 +92,10 @@ def pooled_lookup(engine: Engine, features: Sequence[Bags], out_shape: tuple[int
 
 
 def sequence_lookup(engine: Engine, features: Sequence[Ids]) -> FeatureLookup:
-    """Deduplicates and checks the ids of features whose rows are returned one by one."""
-    grouped = _by_chain(engine, features)
+    """Deduplicate and check the ids of features whose rows are returned one by one."""
+    grouped = _by_group(engine, features)
     parts = [
-        SequencePart(group, group.batch([_segment(engine, features[number]) for number in members]), [])
+        SequencePart(group, group.batch([_id_segment(engine, features[number]) for number in members]), [])
         for group, members in grouped
     ]
     return FeatureLookup(
@@ -101,7 +103,7 @@ def sequence_lookup(engine: Engine, features: Sequence[Ids]) -> FeatureLookup:
     )
 
 
-def _by_chain(engine: Engine, features: Sequence[Ids]) -> list[tuple[TierGroup, list[int]]]:
+def _by_group(engine: Engine, features: Sequence[Ids]) -> list[tuple[TierGroup, list[int]]]:
     groups: dict[int, tuple[TierGroup, list[int]]] = {}
     for number, feature in enumerate(features):
         group = engine.group_of(feature.table)
@@ -109,8 +111,8 @@ def _by_chain(engine: Engine, features: Sequence[Ids]) -> list[tuple[TierGroup, 
     return list(groups.values())
 
 
-def _segment(engine: Engine, feature: Ids) -> Segment:
-    return Segment(
+def _id_segment(engine: Engine, feature: Ids) -> IdSegment:
+    return IdSegment(
         feature.name,
         feature.table,
         feature.ids.data_ptr(),

@@ -1,7 +1,7 @@
-"""Several lookups of a module as one: what one batch of all their examples would have looked up.
+"""Joins lookups of a module to the lookup that one batch of all their examples would have made.
 
-Features stay in their order, and within a feature lookup follows lookup, so that sums over the positions of
-a row have the order, and the bits, that they have for that one batch.
+Features stay in their order, and within a feature lookup follows lookup. Sums over the positions of a row
+then have the order, and the bits, of the one batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tierstore import _core
 from tierstore.cache.group import TierGroup
-from tierstore.cache.layout import Segment
+from tierstore.cache.layout import IdSegment
 from tierstore.keys import MAX_ID, split
 from tierstore.modules.inputs import FeatureLookup
 from tierstore.modules.lookup import (
@@ -34,14 +34,14 @@ from tierstore.modules.lookup import (
 
 @dataclass
 class Pass:
-    """One backward pass: what it looked up, with no rows held, and the gradients."""
+    """One backward pass: its lookup, without pinned rows, and the gradients."""
 
     lookup: FeatureLookup
     gradients: Any
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept."""
+        """Bytes of the kept lookup and gradients."""
         return sum(part.nbytes for part in self.lookup.parts) + sum(t.nbytes for t in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
@@ -52,7 +52,7 @@ class Pass:
 
 
 def joined(passes: Sequence[Pass], padding: int) -> tuple[Lookup, Gradients]:
-    """Return one lookup of all passes and its gradients. ``padding``: the id that lookups skip."""
+    """Return one lookup of all passes, and its gradients. ``padding``: the id that lookups skip."""
     indices = range(len(passes[0].lookup.parts))
     if isinstance(passes[0].gradients, SequenceGradients):
         found = [_sequence(passes, index, padding) for index in indices]
@@ -66,7 +66,7 @@ def joined(passes: Sequence[Pass], padding: int) -> tuple[Lookup, Gradients]:
 
 @dataclass
 class _Piece:
-    """One feature of one pass: which bags, and which positions, of its part."""
+    """The bags and positions of one feature of one pass, within its part."""
 
     number: int
     part: PooledPart
@@ -159,7 +159,7 @@ def _batch(group: TierGroup, pieces: Sequence[tuple[Part, slice]], padding: int)
         ids.append(found)
     return group.batch(
         [
-            Segment("", table, found.ctypes.data, len(found), False, MAX_ID + 1, padding)
+            IdSegment("", table, found.ctypes.data, len(found), False, MAX_ID + 1, padding)
             for table, found in zip(tables, ids, strict=True)
         ]
     )

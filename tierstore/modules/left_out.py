@@ -1,7 +1,7 @@
 """What a state dict holds in place of the rows of a table that is too large for it.
 
 It is a small tensor of bytes, which torch.save, safetensors and torch.distributed.checkpoint keep. It names
-the version of the rows; loading it is an error unless the table still has, or has again, those rows.
+the version of the rows; loading it is an error unless the table has rows of this version.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tierstore.errors import StoreMismatchError
 logger = logging.getLogger("tierstore")
 
 STATE_DICT_LIMIT = 1 << 30
-"""Tables whose weights take up to so many bytes are in state dicts, with their optimizer state. A larger one
-has a mark (:func:`mark`) there in place of either: commit() keeps its rows."""
+"""State dicts have the rows and optimizer state of tables whose weights take up to this many bytes. Of a
+larger table they have a mark (:func:`mark`) instead: commit() keeps its rows."""
 
 _PREFIX = b"tierstore left out rows of version "
 _DIGITS = 32

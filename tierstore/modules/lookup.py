@@ -1,4 +1,4 @@
-"""From ids to output and back: the autograd functions over rows that are pinned in the fast tier.
+"""The autograd functions over rows that are pinned in the fast tier: from ids to output and back.
 
 The fused optimizer runs inside the backward pass; no gradient of a table is ever materialised.
 """
@@ -34,44 +34,44 @@ MODES = {"sum": 0, "mean": 1, "max": 2}
 
 
 class Keeps(Protocol):
-    """Somebody who updates rows later."""
+    """An object that keeps gradients and updates rows later."""
 
     unscales: bool
     """Whether the update under way divides gradients by the scale of a GradScaler."""
 
     def keep(self, module: Updates, lookup: Lookup, gradients: Gradients) -> None:
-        """Take the gradients of one backward pass, copying what others may change."""
+        """Take the gradients of one backward pass; copy tensors that other code may change."""
         ...
 
 
 class Updates(Protocol):
-    """What the backward pass needs of its module."""
+    """The part of a module that the backward pass uses."""
 
     fused_optimizer: FusedOptimizer
     check_gradients: bool
     accumulation: Keeps | None
-    """What keeps the gradients of backward passes for a later update; None: each updates the rows."""
+    """Keeps gradients for a later update; None: each backward pass updates the rows."""
 
     def count_update(self) -> OptimizerStep:
         """Count one optimizer step and return the native core's arguments for it."""
         ...
 
     def frozen_tables(self) -> list[int]:
-        """Tables whose rows stay as they are."""
+        """Return the tables whose rows stay as they are."""
         ...
 
     def mean_squares(
         self, parts: Sequence[Part], squares_of: Callable[[int], NDArray[np.float32]]
     ) -> Sequence[NDArray[np.float32] | None]:
-        """By part the mean square of the gradient of each unique row over all columns of its table; None: the
-        rows have all of them. ``squares_of(part)``: the sums over the columns that are here, of the backward
-        pass under way."""
+        """Return, by part, the mean square of each unique row's gradient over all columns of its table; None
+        for parts whose rows have all columns. ``squares_of(part)``: the sums of squares over the columns that
+        are here."""
         ...
 
     def table_name(self, table: int) -> str: ...
 
     def report_gradients(self, error: GradientError | None) -> None:
-        """Raise ``error``, which the update had, or see to it. Told of every update."""
+        """Raise ``error``, which the update had, or handle it. Called at every update."""
         ...
 
 
@@ -89,7 +89,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the part keeps from the moment it is made ready: ids, their next uses, bags."""
+        """Bytes that the part keeps once it is made: ids, their next uses, bags."""
         return 12 * len(self.batch.unique) + self.batch.inverse.nbytes
 
     def weights_of(self, weights: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class PooledPart(Part):
     modes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
 
     bags: _core.Bags = field(init=False)
-    """The arrays above for the kernels."""
+    """The arrays above, as the kernels take them."""
 
     @property
     def nbytes(self) -> int:
@@ -129,17 +129,17 @@ class SequencePart(Part):
 
 @dataclass
 class Lookup:
-    """A module's input made ready for the tiers: deduplicated, checked, nothing fetched yet."""
+    """A module's input made ready for the tiers: checked and deduplicated. No row is fetched yet."""
 
     parts: Sequence[Part]
     out_shape: tuple[int, ...] = ()
 
     def new_output(self) -> Tensor:
-        """Room for a pooled output, float32, not initialised."""
+        """Return a float32 tensor for a pooled output, not initialised."""
         return torch.empty(self.out_shape, dtype=torch.float32)
 
     def acquire(self) -> None:
-        """Pin the rows of every part in the fast tier; wait for those that were planned ahead."""
+        """Pin the rows of every part in the fast tier; wait for rows that were planned ahead."""
         try:
             for part in self.parts:
                 if not (isinstance(part.rows, PinnedRows) and part.rows.wait()):
@@ -161,7 +161,7 @@ class Lookup:
 
 
 class Gradients(Protocol):
-    """The gradients of a lookup's outputs, and what else the kernels need to make rows' of them."""
+    """The gradients of a lookup's outputs, and what else the kernels need to compute the rows' gradients."""
 
     def update(self, index: int, part: Any, rows: DeviceRows, args: UpdateArgs) -> NDArray[np.int32]:
         """Update the rows of part number ``index``; return the unique rows (int32) that were left alone."""
@@ -174,7 +174,7 @@ class Gradients(Protocol):
 
 @dataclass
 class PooledGradients:
-    """``grad`` (float32, contiguous) is laid out as the output; the others have an entry per part."""
+    """``grad`` (float32, contiguous) is laid out as the output; the other fields have an entry per part."""
 
     grad: Tensor
     weights: Sequence[Tensor | None]
@@ -202,7 +202,7 @@ class SequenceGradients:
             grad.mul_(factor)
 
 
-def _held_again(part: Part) -> PinnedRows:
+def _repin(part: Part) -> PinnedRows:
     """Return the part's rows, pinned again if a former backward pass (``retain_graph``) has released them."""
     assert isinstance(part.rows, PinnedRows)
     if not part.rows.held:
@@ -248,13 +248,13 @@ class PooledFunction(torch.autograd.Function):
         ctx: PooledCtx, anchor: Tensor, module: Updates | None, lookup: Lookup, *weights: Tensor | None
     ) -> Tensor:
         out = lookup.new_output()
-        # autograd hands the same tensors over again as saved ones; detached copies are what the kernels read.
+        # autograd passes the same tensors again as saved tensors; the kernels read detached copies.
         kept = [None if w is None else w.detach().to(torch.float32).contiguous() for w in weights]
         ctx.argmaxes = pooled_forward(lookup.parts, out, kept)  # type: ignore[arg-type]
         ctx.module, ctx.lookup, ctx.weights = module, lookup, kept
-        # so that autograd notices weights changed in place, and a second backward pass that was not asked for
+        # autograd then notices weights changed in place, and a second backward pass without retain_graph
         ctx.save_for_backward(anchor, *(w for w in weights if w is not None))
-        # the weights' gradients are those of the rows as they are now, which other backward passes may change
+        # the weights' gradients need the rows as they are now; other backward passes may change the rows
         ctx.rows = [
             part.rows.copied() if part.rows is not None and ctx.needs_input_grad[3 + index] else None
             for index, part in enumerate(lookup.parts)
@@ -303,7 +303,7 @@ class SequenceFunction(torch.autograd.Function):
 
 
 def _update_or_keep(module: Updates, lookup: Lookup, gradients: Gradients) -> None:
-    """Update the rows by the gradients of a backward pass, or keep these for a later update."""
+    """Update the rows by the gradients of a backward pass, or keep the gradients for a later update."""
     if module.accumulation is None:
         update_rows(module, lookup.parts, gradients)
     else:
@@ -312,9 +312,9 @@ def _update_or_keep(module: Updates, lookup: Lookup, gradients: Gradients) -> No
 
 
 def update_rows(module: Updates, parts: Sequence[Part], gradients: Gradients) -> None:
-    """One optimizer step for the rows of every part, which are released."""
+    """Make one optimizer step for the rows of every part, and release the rows."""
     step = module.count_update()
-    pinned_rows = [_held_again(part) for part in parts]
+    pinned_rows = [_repin(part) for part in parts]
     for part, pinned in zip(parts, pinned_rows, strict=True):
         part.group.mark_updated(pinned)
     frozen = module.frozen_tables()

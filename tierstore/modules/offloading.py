@@ -37,14 +37,15 @@ from tierstore.optim.fused import FusedOptimizer
 
 logger = logging.getLogger("tierstore")
 
-# torchrec's collections are known by these, without importing it: (how it calls its tables, their modules)
+# recognise torchrec's collections without importing it: (name of its tables, name of their modules)
 _COLLECTIONS = (("embedding_bag_configs", "embedding_bags"), ("embedding_configs", "embeddings"))
 
 
 class Offloaded(EngineCalls, Mapping[str, TieredModule]):
-    """What was replaced: tiered modules by their path in the model. They share one engine, with all budgets.
+    """The tiered modules that were put in, by their path in the model. They share one engine, with all
+    budgets.
 
-    Leaving it as a context manager closes it, which commits if the configuration names a path.
+    It is a context manager, whose end closes it and commits if the configuration names a path.
     """
 
     def __init__(self, engine: Engine, modules: dict[str, TieredModule]) -> None:
@@ -62,11 +63,12 @@ class Offloaded(EngineCalls, Mapping[str, TieredModule]):
 
     @property
     def optimizers(self) -> list[FusedOptimizer]:
-        """One per module that was not frozen when it was replaced; learning-rate schedulers take them."""
+        """The optimizer of every module that was not frozen when it was replaced; learning-rate schedulers
+        take them."""
         return [module.fused_optimizer for module in self._modules.values() if module.has_optimizer]
 
     def close(self, *, commit: bool = True) -> None:
-        """As TieredModule.close, of all modules together."""
+        """Close all modules, as :meth:`TieredModule.close` closes one."""
         for module in self._modules.values():
             module.close(commit=commit)
 
@@ -94,8 +96,9 @@ def offload(
 
     Weights are kept, and forward and backward hooks; modules whose weights do not require gradients stay
     frozen; subclasses are left alone.
-    Then backward passes apply ``optimizer`` to the rows, so build the optimizer of the rest of the model from
-    ``model.parameters()`` afterwards. If ``config.path`` holds a commit, its rows are used, not the model's.
+    From then on backward passes apply ``optimizer`` to the rows, so build the optimizer of the dense
+    parameters from ``model.parameters()`` afterwards. If ``config.path`` holds a commit, its rows are used,
+    not the model's.
 
     Raises ConfigError, having changed nothing, if there is nothing to replace, or something that cannot be:
     weights that other modules share, or that are not float32 on the CPU; max_norm; scale_grad_by_freq.
@@ -130,7 +133,7 @@ def offload(
 
 
 def _find(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules to replace by the first of their paths; tables of a collection are part of it."""
+    """Return the modules to replace by the first of their paths; tables of a collection are part of it."""
     found: dict[str, nn.Module] = {}
     inside: set[int] = set()
     for path, module in model.named_modules():
@@ -148,7 +151,10 @@ def _find(model: nn.Module) -> dict[str, nn.Module]:
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
             logger.warning("offload: %s is a %s and was left alone", path, type(module).__name__)
     if not found:
-        raise ConfigError("the model has no nn.Embedding, nn.EmbeddingBag or torchrec collection to offload")
+        raise ConfigError(
+            "the model has no nn.Embedding, nn.EmbeddingBag or torchrec collection to offload; offload its "
+            "parent module"
+        )
     return found
 
 
@@ -209,7 +215,8 @@ def _is_frozen(path: str, module: nn.Module) -> bool:
 
 
 def _configs(module: nn.Module) -> list[BaseEmbeddingConfig]:
-    """Tables of a torchrec collection, as ours; initial values do not matter, for the weights are loaded."""
+    """Return our configurations of a torchrec collection's tables; initial values do not matter, since the
+    weights are loaded."""
     kind = _collection_kind(module)
     assert kind is not None
     return [from_torchrec(replace(config, init_fn=None)) for config in getattr(module, kind[0])()]

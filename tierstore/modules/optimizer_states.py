@@ -1,4 +1,4 @@
-"""The optimizer's state of a module's rows as its fused optimizer's state dict has it."""
+"""The optimizer state of a module's rows in the form of its fused optimizer's state dict."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEFT_OUT = "rows"
 
 
 class HasFusedOptimizer(Protocol):
-    """What is asked of the module whose rows have the state."""
+    """What the module must offer whose rows have the state."""
 
     fused_optimizer: FusedOptimizer
 
@@ -34,8 +34,8 @@ class HasFusedOptimizer(Protocol):
 class OptimizerStates:
     """Reads and writes what a :class:`~tierstore.optim.FusedOptimizer` shows of the rows of ``module``.
 
-    ``{weight: {"<table>.<part>": tensor}}``: names of weights are those of the module's state dict, parts are
-    those of the specification, whole and dense, and ``step``, the number of updates.
+    The form is ``{weight: {"<table>.<part>": tensor}}``. The module's state dict names the weights; the
+    specification names the parts, dense tensors of all rows; ``step`` is the number of updates.
     """
 
     def __init__(self, module: HasFusedOptimizer) -> None:
@@ -45,12 +45,15 @@ class OptimizerStates:
         """Return the tables by the names of their weights."""
         module = self._module()
         if module is None:
-            raise ClosedError("the tables of this optimizer are gone, and their rows' state with them")
+            raise ClosedError(
+                "the tables of this optimizer are gone, and their rows' state with them; keep the module "
+                "while its optimizer is used"
+            )
         found = {path: part for path, part in module.named_modules() if isinstance(part, HasWeight)}
         return {f"{path}.weight" if path else "weight": part for path, part in found.items()}
 
     def save(self, num_updates: int) -> dict[str, dict[str, Tensor]]:
-        """Return the state; nothing within ``without_rows()``, and of frozen tables."""
+        """Return the state; it is empty for frozen tables, and within ``without_rows()``."""
         module = self._module()
         if rows_are_left_out() or (module is not None and module.frozen):
             return {}
@@ -78,8 +81,9 @@ class OptimizerStates:
     def load(self, state: Mapping[str, Mapping[str, object]], num_updates: int) -> None:
         """Take the state of :meth:`save`; within ``without_rows()`` only the number of updates.
 
-        Raises ``ConfigError`` for a state that is not of these tables, or has none although there were
-        updates, and ``StoreMismatchError`` where it was left out of a large table; before anything changes.
+        Raises ``ConfigError`` for a state of other tables, and for a missing state of tables that were
+        updated, and ``StoreMismatchError`` where the state of a large table was left out. Nothing has changed
+        then.
         """
         module, parts = self._module(), {}
         if not rows_are_left_out() and module is not None and not module.frozen:

@@ -1,4 +1,4 @@
-"""Refuses what would leave tables unquantized without a word."""
+"""Refuses quantization that would silently leave tables unquantized."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import NoReturn
 from tierstore.errors import ConfigError
 
 _QUANTIZED = {"Embedding", "EmbeddingBag", "EmbeddingCollection", "EmbeddingBagCollection"}
-"""Classes, of torch and torchrec, whose counterparts here a caller expects to become quantized, too."""
+"""Classes of torch and torchrec; a caller who quantizes them expects their counterparts here to be
+quantized."""
 
 
 class NotQuantized:
-    """``qconfig`` of a module whose rows stay float32: there is none, and quantizing embeddings is an error.
+    """The ``qconfig`` of a module whose rows stay float32: it has none, and quantizing embeddings is an
+    error.
 
     torch.ao.quantization, and torchrec's ``quantize_inference_model`` over it, replace modules of the classes
-    in a mapping and pass over all others. They ask every module for its own ``qconfig`` first. The mapping is
-    ``qconfig_dict`` there; a module can tell nowhere else that embeddings are meant.
+    in a mapping and pass over all other modules. They ask every module for its own ``qconfig`` first. The
+    mapping is ``qconfig_dict`` there; only it tells a module that embeddings are to be quantized.
     """
 
     def __get__(self, module: object, owner: type) -> NoReturn:

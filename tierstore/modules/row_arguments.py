@@ -38,7 +38,7 @@ def state_matrix(
 ) -> NDArray[np.float32]:
     """Return an optimizer's ``state`` of ``count`` rows by name as (count, floats of state).
 
-    Raises InputError for other names or shapes than those of ``spec``.
+    Raises InputError for names or shapes that ``spec`` does not have.
     """
     if set(state) != set(spec.state_names):
         raise InputError(f"optimizer state has {sorted(state)}; {spec.name} has {sorted(spec.state_names)}")

@@ -34,7 +34,7 @@ class SharedEngine:
 
 @dataclass(frozen=True)
 class Opening:
-    """How a module's tables are opened: in the engine of ``shared``, or in a new one of these arguments."""
+    """Arguments that open a module's tables: in the engine of ``shared``, or in a new engine."""
 
     config: TierConfig | None
     optimizer: OptimizerSpec | None
@@ -51,7 +51,8 @@ class OpenTables:
 
 
 def open_tables(tables: Sequence[Table], opening: Opening) -> OpenTables:
-    """Open ``tables``. Raises ConfigError for what is no optimizer, and for budgets that cannot be met."""
+    """Open ``tables``. Raises ConfigError if ``optimizer`` is none of ours, and for budgets that are too
+    small."""
     shared = opening.shared
     if shared is not None:
         numbers = [shared.engine.table_index(shared.prefix + table.name) for table in tables]
@@ -73,21 +74,23 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def check_placement(device: Device, dtype: torch.dtype | None = None) -> None:
-    """Tables are float32 in the CPU's memory and below; ConfigError for anything else."""
+    """Raise ConfigError unless ``device`` is the CPU and ``dtype`` float32 (or None)."""
     if device is not None and torch.device(device).type != "cpu":
         raise ConfigError(
             f"device is {device}; tables live in the tiers of this host, use device='cpu' or None"
         )
     if dtype not in (None, torch.float32):
-        raise ConfigError(f"dtype is {dtype}; tables hold float32")
+        raise ConfigError(f"dtype is {dtype}, but tables hold float32; use torch.float32 or None")
 
 
 def check_unsupported(max_norm: float | None, scale_grad_by_freq: bool) -> None:
-    """Options of torch's embeddings that change rows or gradients in ways the kernels do not."""
+    """Raise ConfigError for options of torch's embeddings that the kernels do not have."""
     if max_norm is not None:
-        raise ConfigError("max_norm is not supported: lookups do not change rows")
+        raise ConfigError("max_norm is not supported, since lookups do not change rows; leave it None")
     if scale_grad_by_freq:
-        raise ConfigError("scale_grad_by_freq is not supported: gradients of a row are summed")
+        raise ConfigError(
+            "scale_grad_by_freq is not supported, since gradients of a row are summed; leave it False"
+        )
 
 
 def is_fresh(engine: Engine) -> bool:
@@ -96,7 +99,7 @@ def is_fresh(engine: Engine) -> bool:
 
 
 def id_ranges(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Ids from ``begin`` to ``end`` as ranges whose rows are copied in one call."""
+    """Yield the ids from ``begin`` to ``end`` in ranges whose rows are copied in one call."""
     for first in range(begin, end, _CHUNK):
         yield first, min(first + _CHUNK, end)
 
@@ -113,7 +116,7 @@ def save_table(module: HasWeight, table: Table, destination: dict[str, Tensor], 
 
 
 def load_table(module: HasWeight, table: Table, weight: Tensor, key: str) -> None:
-    """Write all rows of a table from a dense tensor; of rows that were left out it checks the version."""
+    """Write all rows of a table from a dense tensor, or check the version of rows that were left out."""
     if is_mark(weight):
         check_mark(weight, module.rows_version(), key)
         return
@@ -139,7 +142,7 @@ class ThreadFlag(threading.local):
 
 
 def without_rows() -> AbstractContextManager[None]:
-    """Meanwhile this thread's state dicts leave out tables and their state, and are loaded without them."""
+    """Save and load this thread's state dicts without tables and their optimizer state in the block."""
     return _rows_left_out.raised()
 
 
@@ -162,14 +165,14 @@ class HasWeight(nn.Module):
         raise NotImplementedError
 
     def rows_version(self) -> str:
-        """Return what the rows are now, as :class:`tierstore.cache.versions.Versions` names it."""
+        """Return the version of the rows, as :class:`tierstore.cache.versions.Versions` names it."""
         raise NotImplementedError
 
     def show_parameter(self, trained: bool) -> nn.Parameter:
         """Add and return a parameter without rows, ``tiered_weight``.
 
-        It says whether the table is trained, and shows what is done to all parameters of a model: freezing,
-        wrapping, applying optimizers. No state dict has it."""
+        It says whether the table is trained, and it shows what code does to all parameters of a model:
+        freezing, wrapping, applying optimizers. No state dict has it."""
         parameter = nn.Parameter(torch.empty(0, self.table.embedding_dim), requires_grad=trained)
         self.register_parameter(SHOWN, parameter)
         return parameter

@@ -1,4 +1,4 @@
-"""What models are wrapped in, or driven by, that does not know of rows: found before it trains them wrong."""
+"""Finds wrappers and drivers of models that do not know of rows, before they train the rows wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _USE_OURS = (
 APPLIED = "_in_backward_optimizers"
 """Where ``apply_optimizer_in_backward`` leaves the optimizers of a parameter."""
 _warned: WeakSet[nn.Module] = WeakSet()
-"""Modules for which there was a warning that every rank trains them for itself."""
+"""Modules that the user was warned of: every rank trains its own copy."""
 
 
 def has_other_ranks() -> bool:
@@ -75,7 +75,7 @@ def refuse_applied(parameter: Tensor, table: str) -> None:
 
 
 def _given_as(kind: str, options: dict[str, object]) -> str:
-    """Return the argument that says the same of our optimizer."""
+    """Return the argument that gives our optimizer the same settings."""
     spec = getattr(optim, kind, None)
     if isinstance(spec, type) and issubclass(spec, optim.OptimizerSpec):
         try:
@@ -88,16 +88,16 @@ def _given_as(kind: str, options: dict[str, object]) -> str:
 
 
 class _Scalers:
-    """The GradScalers of this process. Every object counts as a reference to its class, so the objects are
-    searched, which takes 50 ms, only when a class has another number of references than before, or when one
-    that was found is gone (another may count in its place)."""
+    """The GradScalers of this process. A search for the objects takes 50 ms. Every object counts as a
+    reference to its class, so a search is made only when a class's count of references has changed, or when a
+    scaler that was found is gone."""
 
     def __init__(self) -> None:
         self._references: list[int] = []
         self._found: list[weakref[torch.amp.GradScaler]] = []
 
     def used(self) -> torch.amp.GradScaler | None:
-        """One that has scaled a loss, or None."""
+        """Return a scaler that has scaled a loss, or None."""
         kinds: list[type] = [torch.amp.GradScaler]
         for kind in kinds:
             kinds.extend(kind.__subclasses__())

@@ -27,7 +27,7 @@ class AppliedOptimizer(torch.optim.Optimizer):
 
 
 class RowStates(Protocol):
-    """Where a fused optimizer gets the state of the rows from, and gives it to."""
+    """Reads and writes the state of the rows for a fused optimizer."""
 
     def save(self, num_updates: int) -> dict[str, dict[str, torch.Tensor]]: ...
 
@@ -38,14 +38,14 @@ class FusedOptimizer(AppliedOptimizer):
     """Hyperparameters and update count of a module whose backward pass applies the optimizer.
 
     ``param_groups[0]`` is read at every backward pass, so learning-rate schedulers and direct assignments
-    work; ``step()`` and ``zero_grad()`` do nothing. The optimizer's state proper lies in the rows and is
-    committed with them; ``state_dict()`` has copies of it.
+    work; ``step()`` and ``zero_grad()`` do nothing. The rows hold the optimizer's state, so that commits have
+    it; ``state_dict()`` has copies of it.
 
     ``parameters`` is what the parameter group shows; without any, an empty placeholder.
     """
 
     rows: RowStates | None = None
-    """Those that it updates; None of a copy, which has hyperparameters and the update count only."""
+    """The rows that it updates; None in a copy, which has only hyperparameters and the update count."""
 
     def __init__(self, spec: OptimizerSpec, parameters: Iterable[torch.Tensor] = ()) -> None:
         self.spec = spec
@@ -58,7 +58,7 @@ class FusedOptimizer(AppliedOptimizer):
         """Count one update and return the native core's arguments for it. The backward pass calls this."""
         step = self.step_args(self.num_updates + 1)
         self.num_updates += 1
-        # What torch's schedulers look at to tell that an update came before them.
+        # torch's schedulers read this to tell that an update came before them.
         self._opt_called = True
         return step
 
@@ -78,7 +78,9 @@ class FusedOptimizer(AppliedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.param_groups:
-            raise ConfigError("a fused optimizer has one parameter group; its tables belong to their module")
+            raise ConfigError(
+                "a fused optimizer has one parameter group; give other parameters an optimizer of their own"
+            )
         # torch's decorator would import all of torch.compile, for seconds, only to keep out of its way.
         undecorated = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
         (undecorated or torch.optim.Optimizer.add_param_group)(self, param_group)
@@ -97,7 +99,7 @@ class FusedOptimizer(AppliedOptimizer):
         return {**found, "name": self.spec.name, "num_updates": self.num_updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what :meth:`state_dict` gave.
+        """Load a state that :meth:`state_dict` returned.
 
         Raises ``ConfigError`` for the state of another optimizer or of other tables, and where the rows'
         state is missing. Raises ``StoreMismatchError`` where that state was left out and the rows have

@@ -27,26 +27,26 @@ _NOT_SUPPORTED = {
     "maximize": "negate the loss",
     "decoupled_weight_decay": "use AdamW",
 }
-"""Arguments that torch's optimizers have and these have not, and what to do instead."""
+"""Arguments of torch's optimizers that are not supported here, and what to do instead."""
 
 Rows = TypeVar("Rows")
 """A NumPy array or tensor, float32 (n, row_bytes / 4)."""
 
 
 class OptimizerSpec:
-    """What every optimizer here has. Concrete ones are frozen dataclasses of their hyperparameters.
+    """Base of the optimizers, which are frozen dataclasses of their hyperparameters.
 
     An optimizer of torch.optim's name has torch's hyperparameters and defaults. All but ``lr`` are given by
-    name, because torch has more of them; one that is not supported raises ``ConfigError``.
+    name, because torch has more hyperparameters; an unsupported one raises ``ConfigError``.
 
     A row is ``embedding_dim`` float32 weights, the state's floats in the order of ``state_names``, and zeros
     up to a multiple of 16 bytes.
     """
 
     name: ClassVar[str]
-    """Under which stores and the command line know it."""
+    """Its name in stores and on the command line."""
     kind: ClassVar[int]
-    """Number of it in the native core."""
+    """Its number in the native core."""
     state_names: ClassVar[tuple[str, ...]] = ()
     """Names of the state's parts, as torch.optim calls them, in their order in the row."""
     state_per_row: ClassVar[bool] = False
@@ -90,12 +90,13 @@ class OptimizerSpec:
         return {name: rows[:, column] for name, column in columns.items()}  # type: ignore[index]
 
     def hyperparameters(self) -> dict[str, Any]:
-        """Return what a parameter group holds and may change during training: all but the identity."""
+        """Return the hyperparameters that may change during training, which a parameter group holds."""
         return {k: v for k, v in asdict(self).items() if k not in self.identity}  # type: ignore[call-overload]
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return what stored rows depend on, which must be the same when a store is opened again."""
+        """Return the settings that stored rows depend on; they must be the same when a store is opened
+        again."""
         return {"name": self.name}
 
     def to_dict(self) -> dict[str, Any]:
@@ -218,7 +219,8 @@ class Adagrad(_AdagradSpec):
 class Adam(OptimizerSpec):
     """Adam on the rows of a batch; bias correction counts the module's updates, not the row's, as in fbgemm.
 
-    Weight decay is torch.optim.Adam's, "l2"; that of :class:`AdamW` and of fbgemm's Adam is "decoupled".
+    Weight decay is "l2" as in torch.optim.Adam; :class:`AdamW` and fbgemm's Adam have "decoupled" weight
+    decay.
     """
 
     lr: float = 0.001
@@ -251,7 +253,7 @@ def _betas(owner: str, value: Any) -> tuple[float, float]:
 class AdamW(Adam):
     """:class:`Adam` with decoupled weight decay: torch.optim.AdamW for the rows of a batch.
 
-    Its rows are Adam's, and a store of either can be opened with the other.
+    Its rows are Adam's, so a store of one can be opened with the other optimizer.
     """
 
     weight_decay: float = 0.01

@@ -1,4 +1,4 @@
-"""Which module gets which part of a batch: learned from one forward pass, never by tracing the model.
+"""Learns from one forward pass which module gets which part of a batch; the model is never traced.
 
 A batch is any nesting of dicts, lists, tuples and objects with attributes; its leaves are tensors and keyed
 jagged tensors. A plain module's inputs are recognised by identity (the same memory, shape and strides as a
@@ -22,12 +22,12 @@ _MAX_DEPTH = 8
 
 
 def is_keyed_jagged(value: Any) -> bool:
-    """Return whether it is a keyed jagged tensor, ours or torchrec's."""
+    """Return whether ``value`` is a keyed jagged tensor, ours or torchrec's."""
     return hasattr(value, "keys") and hasattr(value, "lengths_or_none") and hasattr(value, "stride_per_key")
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield tensors and keyed jagged tensors in a batch, each with the way to it."""
+    """Yield tensors and keyed jagged tensors in a batch, each with its path."""
     if isinstance(value, Tensor) or is_keyed_jagged(value):
         yield path, value
         return
@@ -65,7 +65,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Call:
-    """One forward call that a module is going to get: ``arguments(batch)`` gives its (args, kwargs)."""
+    """One coming forward call of a module: ``arguments(batch)`` returns its (args, kwargs)."""
 
     module: TieredModule
     arguments: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -94,8 +94,7 @@ class Recorder:
             module.observer = None
 
     def learn(self, batch: Any) -> bool:
-        """Fill ``calls`` (calls that can be foretold from a batch) and ``unknown`` (modules with a call that
-        cannot).
+        """Fill ``calls`` (calls that a batch determines) and ``unknown`` (modules with another call).
 
         Returns False if no module was called in training, so that there was nothing to learn from.
         """
@@ -109,7 +108,7 @@ class Recorder:
                 unknown[id(module)] = module
             else:
                 calls.append(Call(module, arguments))
-        # A module of which one call cannot be foretold runs on demand altogether.
+        # A module runs on demand altogether if a batch does not determine one of its calls.
         self.calls = [call for call in calls if id(call.module) not in unknown]
         self.unknown = list(unknown.values())
         seen = bool(self._seen)
@@ -120,7 +119,7 @@ class Recorder:
 def _recipe(
     module: TieredModule, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[tuple[Path, Any]]
 ) -> Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]] | None:
-    """Return how to get this call's arguments out of another batch, or None."""
+    """Return a function that takes this call's arguments out of another batch, or None."""
     sources: dict[Any, Path] = {}
     for place, value in [*enumerate(args), *kwargs.items()]:
         if not (isinstance(value, Tensor) or is_keyed_jagged(value)):

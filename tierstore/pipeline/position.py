@@ -1,4 +1,4 @@
-"""Where a loader is in the eyes of the training, which is behind the batches that were pulled ahead."""
+"""A loader's position as the training sees it, which is behind the batches that were pulled ahead."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tierstore.errors import ConfigError, InputError
 
 Batch = TypeVar("Batch")
 Run = Callable[[Iterator[Batch]], Iterator[Batch]]
-_STATELESS = (AttributeError, NotImplementedError)  # what a ``state_dict`` raises that is there only by name
+_STATELESS = (AttributeError, NotImplementedError)  # raised by a ``state_dict`` that is not implemented
 
 
 class _Position:
-    """Which batches of the newest pass were handed out, and which were pulled ahead of these."""
+    """The batches of the newest pass that were handed out, and the batches that were pulled ahead."""
 
     def __init__(self) -> None:
         self.passes = 0
         self.used = 0
         self.state: Any = None
         self.behind: deque[tuple[Any, Any]] = deque()
-        """Batches that were pulled and not handed out, each with the loader's state behind it."""
+        """Batches that were pulled and not handed out, each with the loader's state after it."""
 
 
 class _Pass(Iterator[Batch]):
@@ -61,9 +61,9 @@ class Prefetched(Iterator[Batch], Generic[Batch]):
     """The batches of a loader, which may be pulled ahead, and the position of the batch handed out last.
 
     Every ``for`` loop is a new pass over the loader, as over a ``DataLoader``: from its beginning after a
-    ``break``, and for each epoch. A loader that is an iterator itself goes on where the former pass was
-    left, as without prefetch. A new pass ends the one before it, whose iterator raises ``ConfigError`` from
-    then on. ``next()`` of this object begins a pass too, and a ``for`` loop goes on with that one.
+    ``break``, and for each epoch. A loader that is an iterator itself goes on where the former pass ended, as
+    without prefetch. A new pass ends the one before it, whose iterator raises ``ConfigError`` from then on.
+    ``next()`` of this object begins a pass too, and a ``for`` loop goes on with that pass.
 
     ``run`` makes the iterator over the pulled batches; it must keep their order and number.
     """
@@ -106,28 +106,28 @@ class Prefetched(Iterator[Batch], Generic[Batch]):
             position.used, position.state = 0, None
         self._closed, self._restored, self._skip = False, False, 0
         pulled = _pulled(left, self._loader, skip, position.behind)
-        begun = _Pass(position, self._run(pulled))
-        self._newest = ref(begun)
-        return begun
+        newest = _Pass(position, self._run(pulled))
+        self._newest = ref(newest)
+        return newest
 
     def close(self) -> None:
         """End the prefetch. Calling it again does nothing; iterating again begins a new pass."""
         self._closed = True
-        begun = self._newest()
-        if begun is not None:
-            begun.over = True
-            begun.end_prefetch()
+        newest = self._newest()
+        if newest is not None:
+            newest.over = True
+            newest.end_prefetch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batch handed out last, whatever was pulled ahead: ``batches``, and
+        """Return the position after the batch handed out last, without batches pulled ahead: ``batches``, and
         the loader's own ``state_dict()`` if it has one. Both are of the newest pass."""
         return {"batches": self._position.used, "loader": self._position.state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin the next pass at a position: by the loader's ``load_state_dict``, if it has one, else its
-        first batches are pulled and dropped. ``ConfigError`` in the middle of a pass."""
-        begun = self._newest()
-        if begun is not None and not begun.over:
+        """Begin the next pass at a position: by the loader's ``load_state_dict``, if it has one, else by
+        dropping its first batches. ``ConfigError`` in the middle of a pass."""
+        newest = self._newest()
+        if newest is not None and not newest.over:
             raise ConfigError("the prefetch has begun; restore its position before its first batch")
         if not isinstance(state.get("batches"), int):
             raise InputError(f"this is not the position of a prefetch: {state!r}")
@@ -150,8 +150,8 @@ class Prefetched(Iterator[Batch], Generic[Batch]):
 def _pulled(
     left: list[tuple[Any, Any]], loader: Iterable[Batch], skip: int, behind: deque[tuple[Any, Any]]
 ) -> Iterator[Batch]:
-    """Yield the batches that a former pass has left, and the loader's own after the first ``skip``;
-    ``behind`` gets each, with what the loader's state is after it."""
+    """Yield the batches that a former pass pulled and did not use, then the loader's batches after the first
+    ``skip``; ``behind`` gets each batch, with the loader's state after it."""
     state: Callable[[], Any] | None = getattr(loader, "state_dict", None)
     for item in left:
         behind.append(item)

@@ -1,5 +1,4 @@
-"""``tierstore.prefetch``: the loader's own batches, in order, with the rows of the coming ones on their
-way."""
+"""``tierstore.prefetch``: the loader's batches, in order, while the rows of coming batches are fetched."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ Inputs = Mapping["str | nn.Module", Callable[[Any], Any]]
 
 MAX_WINDOW = 256
 WINDOW_BYTES = 16 << 20
-"""What the batches of an automatic window, and what is kept of their ids, may take together."""
+"""Bytes that the batches of an automatic window, and their ids, may take together."""
 WINDOW_COVER = 5
-"""Distinct rows in the window per slot of the fast tier beyond which more window brings nothing
+"""Distinct rows in the window per slot of the fast tier; a longer window brings nothing
 (docs/reference/policies.md)."""
 AUTO_DEPTH = 2
 
 _warned: WeakSet[nn.Module] = WeakSet()
-"""Modules of which a warning has said that they are not prefetched."""
+"""Modules that a warning has named as not prefetched."""
 
 
 def prefetch(
@@ -43,20 +42,20 @@ def prefetch(
     window: int | str | None = None,
     inputs: Inputs | None = None,
 ) -> Prefetched[Batch]:
-    """Yield the batches of ``loader`` in order while a worker thread brings the rows of the next ones into
+    """Yield the batches of ``loader`` in order while a worker thread brings the rows of the next batches into
     memory.
 
     ``depth``: batches that are planned and fetched ahead (0: none); ``window``: batches whose ids are known
-    ahead, which is what the ``lookahead`` policy looks at. "auto" (the default, from ``TierConfig``)
-    chooses both from the first batches, so that a run is reproducible. ``inputs`` maps a module (or its
-    name in ``model``) to a function from a batch to the arguments of its forward call; without it, they are
-    learned from the first batch, which is then not prefetched. Modules that cannot be learned run on
-    demand, and a warning says so once.
+    ahead; the ``lookahead`` policy looks at these. "auto" (the default, from ``TierConfig``) chooses both
+    from the first batches, so that a run is reproducible. ``inputs`` maps a module (or its name in ``model``)
+    to a function from a batch to the arguments of its forward call; without it, they are learned from the
+    first batch, which is then not prefetched. Modules that cannot be learned run on demand, and a warning
+    says so once.
 
-    The result is iterated like a ``DataLoader``: once per epoch, each ``for`` loop a new pass, which ends the
-    one before it. A loop may be left at any time; ``close()``, or dropping its iterator, ends the prefetch.
-    ``state_dict()`` is the position of the batches handed out (not of batches pulled ahead), for checkpoints;
-    after ``load_state_dict()`` the next pass goes on from there.
+    Iterate over the result as over a ``DataLoader``, once per epoch: each ``for`` loop is a new pass and ends
+    the pass before it. A loop may be left at any time; ``close()``, or dropping its iterator, ends the
+    prefetch. ``state_dict()`` is the position of the batches handed out (not of batches pulled ahead), for
+    checkpoints; after ``load_state_dict()`` the next pass goes on from there.
 
     Raises ``ConfigError`` for a wrong depth or window, or a model without tiered modules.
     """
@@ -67,15 +66,15 @@ def prefetch(
     window = _number("window", config.window if window is None else window, 1 << 20)
     given = _given_calls(models, inputs) if inputs is not None else None
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):  # as iter() takes
-        raise TypeError(f"a {type(loader).__name__} is no iterable of batches")
+        raise TypeError(f"a {type(loader).__name__} is no iterable of batches; give a DataLoader or a list")
     return Prefetched(loader, lambda batches: _run(batches, modules, depth, window, given))
 
 
-def _number(name: str, value: int | str, most: int) -> int | None:
+def _number(name: str, value: int | str, maximum: int) -> int | None:
     if value == "auto":
         return None
-    if not is_integer(value, 0, most):
-        raise ConfigError(f'{name} is {value!r}; it must be "auto" or an integer from 0 to {most}')
+    if not is_integer(value, 0, maximum):
+        raise ConfigError(f'{name} is {value!r}; it must be "auto" or an integer from 0 to {maximum}')
     return value
 
 
@@ -107,9 +106,9 @@ def _given_calls(models: Sequence[nn.Module], inputs: Inputs) -> list[Call]:
 
 
 class _Tables:
-    """The engines that a pass prefetches, and the session that does it.
+    """The engines that a pass prefetches, and its session.
 
-    An interrupt may keep the pass from ending it in order; dropping this object does it then.
+    An interrupt may keep the pass from ending the session; dropping this object then ends it.
     """
 
     def __init__(self, modules: list[TieredModule]) -> None:
@@ -142,7 +141,7 @@ class _Tables:
 
 
 _taken: WeakValueDictionary[int, _Tables] = WeakValueDictionary()
-"""By id(engine), who prefetches its tables; other prefetches look their rows up on demand."""
+"""By id(engine), the prefetch of its tables; other prefetches look their rows up on demand."""
 
 
 def _run(
@@ -172,7 +171,7 @@ def _run(
 
 
 def _learn(loader: Iterator[Batch], recorder: Recorder) -> Iterator[Batch]:
-    """Yield batches until one has shown what each module gets (a batch may be used without training)."""
+    """Yield batches until a batch has shown what each module gets (a batch may be used without training)."""
     for batch in loader:
         recorder.start()
         yield batch
@@ -232,7 +231,7 @@ def _ahead(
 def _fill(
     session: Session, pull: Callable[[], Planned | None], depth: int | None, window: int | None
 ) -> bool:
-    """Pull the first window, choose what is automatic, and start the session. Returns False if the loader has
+    """Pull the first window, choose automatic settings, and start the session. Return False if the loader has
     ended."""
     depth, window = _agreed(session, depth), _agreed(session, window)
     held, first = 0, None
@@ -254,7 +253,7 @@ def _fill(
         elif session.any_rank(session.pulled_ahead > MAX_WINDOW or held > WINDOW_BYTES or _covered(session)):
             break
     chosen = max(0, session.pulled_ahead - 1) if window is None else window
-    deep = session.least(_auto_depth(session, first)) if depth is None else depth
+    deep = session.min_over_ranks(_auto_depth(session, first)) if depth is None else depth
     session.start(deep, chosen)
     for group in session.groups:
         group.stats.prefetched = deep, chosen
@@ -265,9 +264,9 @@ def _fill(
 
 
 def _agreed(session: Session, number: int | None) -> int | None:
-    """Return the smallest number that a rank was given, or None (automatic) if one rank has None: ranks that
-    pull different numbers of batches ahead would wait for one another."""
-    smallest = session.least(-1 if number is None else number)
+    """Return the smallest number of any rank, or None (automatic) if a rank has None: ranks that pull
+    different numbers of batches ahead would wait for one another."""
+    smallest = session.min_over_ranks(-1 if number is None else number)
     return None if smallest < 0 else smallest
 
 
@@ -289,7 +288,7 @@ def _auto_depth(session: Session, first: Planned | None) -> int:
 
 
 def _bytes(planned: Planned) -> int:
-    """Return the bytes of a batch that waits for its turn: its tensors, and what is kept of its lookups."""
+    """Return the bytes of a batch that waits for its turn: its tensors, and the kept parts of its lookups."""
     tensors: list[Tensor] = []
     for _, leaf in leaves(planned.batch):
         if isinstance(leaf, Tensor):

@@ -5,9 +5,9 @@ The training thread pulls batches from the loader (so the loader needs no thread
 are drawn in a reproducible order); the worker deduplicates their ids, announces them to the window and
 plans them in order, at most ``depth`` batches ahead of the one in use.
 
-Collectives of sharded modules are begun by the training thread alone, at points that depend on nothing but
-the number of batches, so that all ranks begin them in the same order; the worker waits for their ends. The
-end of the batches is exchanged like one more batch, so that a rank that has fewer is not waited for.
+Only the training thread begins collectives of sharded modules, at points that depend on nothing but the
+number of batches, so that all ranks begin them in the same order; the worker waits for their ends. The end of
+the batches is exchanged like one more batch, so that no rank waits for a rank with fewer batches.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ _END_SECONDS = 30.0
 
 @dataclass(eq=False)
 class Planned:
-    """One batch on its way: its lookups, and where each group's numbers begin."""
+    """One batch on its way: its lookups, and the first lookup number of each group."""
 
     batch: Any
     aheads: list[tuple[TieredModule, Ahead]] = field(default_factory=list)
     lookups: list[tuple[TierGroup, PinnedRows]] = field(default_factory=list)
     last: int = -1  # place of its last lookup among all of the session
     first: dict[int, int] = field(default_factory=dict)  # id(group) → number of its first lookup
-    contents: dict[int, Content] = field(default_factory=dict)  # number of the call → what it is about
+    contents: dict[int, Content] = field(default_factory=dict)  # number of the call → hash of its inputs
     exchanges: dict[int, Any] = field(default_factory=dict)  # number of the call → exchange with other ranks
-    is_end: bool = False  # no batch, but what comes after the last one
+    is_end: bool = False  # it stands for the end behind the last batch
     error: RankError | None = None  # why the ranks cannot go on with this batch
     prepared: Gate = field(default_factory=Gate)
 
 
 class Session:
-    """Lookahead over one loader. Use from one thread; :meth:`close` is final and may be called at any
+    """Lookahead over one loader. Use it from one thread; :meth:`close` is final and may be called at any
     time.
 
-    An exception that a signal raises in the training thread ends the pass. What it cuts in two is of no
-    importance then, but for the locks: that thread enters ``_lock`` alone, and waits for gates.
+    An exception that a signal raises in the training thread ends the pass, so that only locks matter then:
+    the training thread takes no lock but ``_lock``, and waits for gates.
     """
 
     def __init__(self, engines: list[Engine], calls: list[Call]) -> None:
@@ -73,8 +73,8 @@ class Session:
         self._to_prepare: deque[Planned] = deque()
         self._to_plan: deque[Planned] = deque()
         self._recent: deque[dict[int, int]] = deque()  # first numbers of the last planned batches
-        self._lookups = 0  # that have got a place in the order of the worker's plans
-        self._demanded = -1  # somebody cannot go on before the lookup at this place is planned
+        self._lookups = 0  # batches that have a place in the order of the worker's plans
+        self._demanded = -1  # a thread cannot go on before the lookup at this place is planned
         self._exhausted = False
         self._apart = False  # the ranks do not have the same batches any more
         self._started = False
@@ -86,7 +86,7 @@ class Session:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Start the worker; the caller is going to call :meth:`close`, whatever happens here."""
+        """Start the worker; the caller must call :meth:`close`, also if this fails."""
         uninterrupted(self._begin)
 
     def _begin(self) -> None:
@@ -98,8 +98,7 @@ class Session:
     # -- training thread ------------------------------------------------------------------------
 
     def add(self, batch: Any) -> Planned | None:
-        """Take a batch that was pulled. Returns None if it is in vain: another rank has had no batch before
-        this one."""
+        """Take a batch that was pulled. Return None if another rank had no such batch."""
         self.send()
         if self._apart:
             return None
@@ -114,7 +113,7 @@ class Session:
         return planned
 
     def end(self, error: Exception | None) -> Planned | None:
-        """Announce to other ranks that the loader has no more batches, or has raised ``error``. Returns None
+        """Announce to other ranks that the loader has no more batches, or has raised ``error``. Return None
         where there are no other ranks."""
         self.send()
         planned = Planned(None, is_end=True)
@@ -132,22 +131,22 @@ class Session:
 
     @property
     def ended(self) -> bool:
-        """Return whether no more batches are pulled, or all in vain."""
+        """Return whether no more batches are pulled, or another rank has no more batches."""
         return self._exhausted
 
     def _begin_exchange(self, planned: Planned, number: int, call: Call) -> None:
         module: Any = call.module
         try:
             args, kwargs = call.arguments(planned.batch)
-            # before the ids are read: what changes them from now on is noticed
+            # before the ids are read, so that later changes are noticed
             planned.contents[number] = content_of(module.lookup_inputs(*args, **kwargs))
         except (TierStoreError, LookupError, AttributeError, TypeError) as error:
             logger.debug("no prefetch for a batch: %s", error)
-            args, kwargs = (None,), {}  # a wrong input, of which the other ranks learn: they begin too
+            args, kwargs = (None,), {}  # a wrong input: the other ranks learn of it, since they begin too
         planned.exchanges[number] = module.begin_exchange(*args, **kwargs)
 
     def send(self) -> None:
-        """Hand batches to the worker, whose sizes the ranks have announced to one another meanwhile."""
+        """Hand the worker the batches whose sizes the ranks have exchanged."""
         while self._announced:
             planned = self._announced.popleft()
             for number, exchange in list(planned.exchanges.items()):
@@ -167,7 +166,7 @@ class Session:
                 self._exhausted |= self._apart
                 self._changed.notify_all()
 
-    def least(self, value: int) -> int:
+    def min_over_ranks(self, value: int) -> int:
         """Return the smallest ``value`` of any rank, where ranks look rows up together; else ``value``
         itself."""
         for call in self.calls:
@@ -178,7 +177,7 @@ class Session:
 
     def any_rank(self, condition: bool) -> bool:
         """Return whether ``condition`` holds on any rank, where ranks look rows up together."""
-        return not self.least(int(not condition))
+        return not self.min_over_ranks(int(not condition))
 
     def start(self, depth: int, window: int) -> None:
         """Plan batches from now on, each once the ``window`` batches behind it are announced."""
@@ -198,15 +197,14 @@ class Session:
 
     @property
     def wants_more(self) -> bool:
-        """Return whether another batch is to be pulled before the next one is used: up to the window behind
-        the last one that is planned ahead; and one more where that is what sends the ids of the window's
-        last."""
+        """Return whether to pull another batch before the next batch is used: up to the window behind the
+        last planned batch, and one more where ranks need it to send the ids of the window's last batch."""
         announced = any(call.module.collective for call in self.calls)
         return len(self._coming) <= self.depth + self.window + announced
 
     def next(self) -> Planned | None:
         """Return the next batch, its lookups handed to the modules; None when there are no more. Raises
-        RankError where another rank has no such batch, or is lost, and what the worker has failed with."""
+        RankError if another rank has no such batch or is lost, and the worker's error."""
         if not self._coming:
             return None
         planned = self._coming.popleft()
@@ -218,26 +216,26 @@ class Session:
         if planned.is_end:
             return None
         for module, ahead in planned.aheads:
-            module.expect(ahead)
+            module.keep_for_forward(ahead)
         return planned
 
     def finish(self, planned: Planned) -> None:
         """Give back the lookups of a used batch that no forward call has taken."""
         for module, ahead in planned.aheads:
-            module.drop(ahead)
-        self._demand(planned.last)  # nothing is gained any more by waiting with its plans
+            module.give_back(ahead)
+        self._demand(planned.last)  # its plans gain nothing any more by waiting
         planned.aheads.clear()
 
     def _demand(self, place: int) -> None:
-        """Let no lookup up to ``place`` wait for releases, in whichever group: somebody waits for the lookup
-        there, who may be the one who would release."""
+        """Let no lookup up to ``place`` wait for releases, in any group: a thread waits for the lookup at
+        ``place``, and the release may depend on that thread."""
         with self._lock:
             self._demanded = max(self._demanded, place)
         for group in self.groups:
             group.order.wake()
 
     def close(self) -> None:
-        # A forked child has no worker, and locks that nobody gives back.
+        # A forked child has no worker, and its locks may never be released.
         if self._closed or os.getpid() != self._process:
             return
         if self._is_in_the_way():
@@ -246,8 +244,8 @@ class Session:
             uninterrupted(self._close)
 
     def _is_in_the_way(self) -> bool:
-        """Return whether this thread was amid something that the worker waits for, when the garbage collector
-        came upon a loop that was left."""
+        """Return whether the garbage collector ended an abandoned loop in a thread that the worker waits
+        for."""
         ours = works_here() or threading.current_thread().name.startswith("tierstore-")
         locks: list[Any] = [group.residency_lock for group in self.groups]
         return ours or any(lock._is_owned() for lock in locks)
@@ -285,7 +283,7 @@ class Session:
             self._break()
 
     def _do_next(self) -> bool:
-        """Plan or prepare a batch; return False when there is nothing to be done any more."""
+        """Plan or prepare a batch; return False when all work is done."""
         with self._lock:
             self._changed.wait_for(lambda: self._stopping or self._can_plan() or bool(self._to_prepare))
             if self._stopping:
@@ -321,15 +319,15 @@ class Session:
             args, kwargs = call.arguments(planned.batch)
             inputs = module.lookup_inputs(*args, **kwargs)
             if exchange is None:
-                content = content_of(inputs)  # before the ids are read: what changes them then is noticed
+                content = content_of(inputs)  # before the ids are read, so that later changes are noticed
                 lookup = module.make_lookup(*args, **kwargs)
             else:
                 content, lookup = planned.contents[number], module.finish_exchange(exchange)
         except (TierStoreError, LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-            # Whatever is wrong with this batch, the forward call will say, in the user's own thread.
+            # The forward call raises the batch's error in the user's own thread.
             logger.debug("no prefetch for a batch: %s", error)
             return
-        except BaseException as error:  # no forward call would say so by itself
+        except BaseException as error:  # no forward call would raise this error by itself
             planned.aheads.append((module, Ahead.failed(error)))
             return
         planned.aheads.append((module, Ahead(inputs, content, lookup)))
@@ -368,7 +366,7 @@ class Session:
                     group.order.wait_released(pinned_since, stop=stop)
                 if not self._stopping and not self._broken:
                     group.plan(pinned, pinned_since, announced=True, stop=stop)
-            except BaseException as error:  # it surfaces in the forward call that needs these rows
+            except BaseException as error:  # the forward call that needs these rows raises it
                 pinned.fail(error)
                 self._break()
             pinned.cancel()
@@ -378,7 +376,7 @@ class Session:
         return min(first[id(group)] for first in self._recent if id(group) in first)
 
     def _break(self) -> None:
-        """Look later batches up on demand: something failed that they rely on."""
+        """Look later batches up on demand, since a plan that they rely on has failed."""
         self._broken = True
         self._abandon()
 

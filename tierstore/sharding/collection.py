@@ -1,4 +1,4 @@
-"""What the sharded collections share: the rows of all ranks, and their commits."""
+"""Base of the sharded collections: the rows of all ranks, and their commits."""
 
 from __future__ import annotations
 
@@ -59,11 +59,12 @@ class ShardedCollection(Collection):
         return self.lookups.begin(features)
 
     def finish_exchange(self, exchange: InputExchange) -> ShardedLookup:
-        """Return the lookup of what all ranks ask this one for."""
+        """Return the lookup of the rows that all ranks ask this rank for."""
         return self.lookups.finish(exchange)
 
     def announce_end(self, error: Exception | None) -> InputExchange:
-        """In place of :meth:`begin_exchange`: this rank has no more batches, perhaps because of ``error``."""
+        """Tell the other ranks, in place of :meth:`begin_exchange`, that this rank has no more batches,
+        perhaps because of ``error``."""
         return self.lookups.announce_end(error)
 
     def min_over_ranks(self, value: int) -> int:
@@ -73,7 +74,8 @@ class ShardedCollection(Collection):
     def mean_squares(
         self, parts: Sequence[Part], squares_of: Callable[[int], NDArray[np.float32]]
     ) -> Sequence[NDArray[np.float32] | None]:
-        """As TieredModule.mean_squares; shards of some columns add the squares of the other columns."""
+        """Return what TieredModule.mean_squares returns; shards of some columns add the squares of the other
+        columns."""
         if self._row_wise_state is None:
             return super().mean_squares(parts, squares_of)
         return self._row_wise_state.mean_squares(parts, squares_of)
@@ -81,8 +83,8 @@ class ShardedCollection(Collection):
     def report_gradients(self, error: GradientError | None) -> None:
         """Raise on every rank if one rank has an error.
 
-        All ranks raise when the backward pass is over, after other callbacks of autograd: a rank that left in
-        the middle would not exchange its dense gradients, and DDP would not work any more.
+        All ranks raise when the backward pass is over, after other callbacks of autograd. A rank that raised
+        in the middle would not exchange its dense gradients, which would break DDP.
         """
         if not self.check_gradients:
             return
@@ -93,9 +95,10 @@ class ShardedCollection(Collection):
 
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
         """Make the rows of all ranks durable, as one commit: after a crash all ranks are at it, or none.
-        With DistributedModelParallel the commit has all collections. All ranks call it; returns its number.
+        With DistributedModelParallel the commit has all collections. All ranks call it; return its number.
 
-        Raises on all ranks: ConfigError without a path, or if a rank fails; StoreFullError if that is why.
+        Raises on all ranks: ConfigError without a path, or if a rank fails; StoreFullError if a store is
+        full.
         """
         if self._commits is None:
             raise ConfigError("there is no place to commit to; give TierConfig(path=...)")
@@ -116,11 +119,11 @@ class ShardedCollection(Collection):
         return {} if self._commits is None else self._commits.extra
 
     def close(self, *, commit: bool = True) -> None:
-        """Commit (if there is a path; all ranks do it) and close the engine of this rank. After a commit
-        with an ``extra`` it commits nothing, since that is wrong of later rows.
+        """Commit (if there is a path; all ranks do it) and close the engine of this rank. After a commit with
+        an ``extra`` it commits nothing, since the extra would not fit later rows.
 
-        In a ``finally`` or ``except``, because of an error, it commits nothing either, does not wait, and
-        tells the other ranks that this one has stopped: the other ranks raise RankError.
+        While an error is handled (in a ``finally`` or ``except``) it commits nothing either and does not
+        wait. It tells the other ranks that this rank has stopped, and they raise RankError.
 
         At a StoreFullError, which all ranks raise, the tables of all ranks stay open: give room
         (``set_ssd``) on the ranks that it names and close again on all, or use ``commit=False``.
@@ -130,7 +133,7 @@ class ShardedCollection(Collection):
         end(self.env.peers, self._commits, commit, self.close_here)
 
     def close_here(self) -> None:
-        """Close the engine of this rank; the other ranks hear nothing of it."""
+        """Close the engine of this rank without telling the other ranks."""
         super().close(commit=False)
         if self._commits is not None:
             self._commits.leave()
@@ -164,12 +167,12 @@ class ShardedCollection(Collection):
         return config, keys
 
     def rows(self, ids: Any, table: str | None = None) -> Tensor:
-        """As TieredModule.rows. All ranks call it with the same ids."""
+        """Return rows as TieredModule.rows does. All ranks call it with the same ids."""
         return self.shards.read(*self._asked(ids, table), None)[0]
 
     def optimizer_rows(self, ids: Any, table: str | None = None) -> dict[str, Tensor]:
-        """As TieredModule.optimizer_rows. All ranks call it with the same ids. State kept per row is that of
-        the first columns, if the table is cut by columns."""
+        """Return state as TieredModule.optimizer_rows does. All ranks call it with the same ids. If the table
+        is cut by columns, state kept per row comes from the shard of the first columns."""
         spec = self.fused_optimizer.spec
         parts = self.shards.read(*self._asked(ids, table), spec.state_names)
         return {
@@ -180,14 +183,16 @@ class ShardedCollection(Collection):
     def load_rows(
         self, ids: Any, weight: Tensor, optimizer: dict[str, Tensor] | None = None, table: str | None = None
     ) -> None:
-        """As TieredModule.load_rows. All ranks call it with the same arguments; each keeps its share."""
+        """Overwrite rows as TieredModule.load_rows does. All ranks call it with the same arguments; each
+        keeps its share."""
         self._asked(ids, table)
         self.load_own_rows(ids, weight, optimizer, table)
 
     def load_own_rows(
         self, ids: Any, weight: Tensor, optimizer: dict[str, Tensor] | None = None, table: str | None = None
     ) -> None:
-        """As :meth:`load_rows`, but ranks need not agree: of ``ids`` the shards on this rank keep theirs."""
+        """Overwrite rows of ``ids`` that are on this rank; unlike :meth:`load_rows`, ranks may give different
+        ids."""
         config, keys = self._config(table), checked_row_ids(ids)
         dim, spec = config.embedding_dim, self.fused_optimizer.spec
         values = float_matrix("weight", weight, (len(keys), dim))
@@ -195,6 +200,6 @@ class ShardedCollection(Collection):
         self.shards.write(config, keys, values, state)
 
     def touched_ids(self, table: str | None = None) -> Iterator[Tensor]:
-        """As TieredModule.touched_ids, of the shards on this rank."""
+        """Yield ids as TieredModule.touched_ids does, of the shards on this rank."""
         for ids in self.shards.touched_ids(self._config(table).name):
             yield torch.from_numpy(ids)

@@ -1,10 +1,9 @@
-"""One commit of all ranks: each rank's store commits, then one file says which of these commits are it.
+"""One commit of all ranks: each rank's store commits, then one file names the commits that belong together.
 
 ``<path>/COMMIT.json``, replaced atomically by rank 0, names the last commit that all ranks have made, and for
 each collection its folder (``<generation>/<collection>/rank00000`` ...), its plan, and every rank's commit in
-its store. These commits have a tag, so the one that the file names exists until it names the next, however
-often jobs are killed in between.
-Folders that the file does not name can be deleted.
+its store. These commits have a tag, so a commit that the file names exists until the file names the next one,
+however often jobs are killed in between. Folders that the file does not name can be deleted.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ logger = logging.getLogger("tierstore")
 
 FILE_NAME = "COMMIT.json"
 FORMAT = 1
-_MOST_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 _TAG = "commit of all ranks "
 _DAMAGE = (ValueError, RecursionError, AttributeError, KeyError, TypeError)
 
@@ -61,7 +60,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank's store is, and at which of its commits it opens."""
+    """The folder of a rank's store, and the commit at which it opens."""
 
     folder: str
     at: int
@@ -69,7 +68,8 @@ class Place:
     """Number of the commit of all ranks; 0 if this store takes part in none."""
 
     def check(self, engine: Engine) -> None:
-        """Raise StoreMismatchError unless the store is at the commit of all ranks: some engines keep one."""
+        """Raise StoreMismatchError unless the store is at the commit of all ranks: some engines keep one
+        commit only."""
         if not self.number or engine.store is None:
             return
         found = engine.committed_extra().get("commit")
@@ -81,7 +81,8 @@ class Place:
 
 
 class Commits:
-    """The commits below ``path``, of the collections called ``names``. All ranks make it and use it together.
+    """The commits below ``path`` of the collections called ``names``. All ranks make this object and use it
+    together.
 
     Rank 0 has the lock of ``path`` until :meth:`release`, or until all collections are closed. Raises, on all
     ranks, StoreLockedError if another process has it, and StoreMismatchError if the last commit has rows of
@@ -104,11 +105,11 @@ class Commits:
         self._saved = {name: _saved(entry) for name, entry in record.get("collections", {}).items()}
         self._shards: dict[str, RankShards] = {}
         self._folders: dict[str, str] = {}
-        self._left: dict[str, str] = {}
+        self._former_folders: dict[str, str] = {}
         """Folders that only the last commit needs: the next commit does not."""
         self._restored: set[str] = set()
         self._named: list[dict[str, int]] = []
-        """By rank, those commits named in the file that are in the present stores."""
+        """By rank, the commits named in the file that are in the present stores."""
 
     def _read(self) -> dict[str, Any]:
         """Return what rank 0 has read, on all ranks: ranks on other hosts may not see the file."""
@@ -134,7 +135,7 @@ class Commits:
                 f"{self.path} has the rows of unsharded tables; give the sharded ones another path"
             )
         try:
-            record: dict[str, Any] = json.loads(read_regular(file, _MOST_BYTES))
+            record: dict[str, Any] = json.loads(read_regular(file, _MAX_BYTES))
             _check(record)
         except FileNotFoundError:
             return {}
@@ -182,7 +183,7 @@ class Commits:
         return Place(str(self.path / self._folders[name] / rank), 0, 0)
 
     def join(self, name: str, shards: RankShards) -> None:
-        """Add a collection, and restore its rows from the last commit, if that has them."""
+        """Add a collection, and restore its rows if the last commit has them."""
         self._shards[name] = shards
         saved = self._saved.get(name)
         if saved is None:
@@ -190,7 +191,7 @@ class Commits:
         self._restored.add(name)
         if saved.folder != self._folders[name]:
             restore(shards, self.path / saved.folder, saved.plan, saved.ranks)
-            self._left[name] = saved.folder
+            self._former_folders[name] = saved.folder
         shards.fused_optimizer.num_updates = saved.updates
 
     def restored(self, name: str) -> bool:
@@ -198,10 +199,10 @@ class Commits:
         return name in self._restored
 
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
-        """Make one commit of all ranks; returns its number. All ranks call it.
+        """Make one commit of all ranks; return its number. All ranks call it.
 
-        ``extra``: plain JSON values, of which those of rank 0 are kept. ``tag`` names the commit of each
-        rank's store, which then stays until it is dropped. Raises ConfigError on all ranks if one fails, or
+        ``extra``: plain JSON values; the commit keeps rank 0's. ``tag`` names the commit of each rank's
+        store, which then stays until it is dropped. Raises ConfigError on all ranks if one fails, or
         StoreFullError, after which all ranks can try again.
         """
         with self._env.shared_errors():
@@ -209,16 +210,16 @@ class Commits:
         # rank 0's: after a save by torch.distributed.checkpoint that failed ranks have counted differently
         sent = [self.begin(extra)]
         self._env.broadcast_objects(sent)
-        begun = sent[0]
+        started = sent[0]
         own: dict[str, int] = {}
         with self._env.shared_errors_or_full():  # or no rank counts this commit as made
-            own = self.commit_own(begun, tag)
+            own = self.commit_own(started, tag)
         everyone = self._env.gather_objects(own)
         with self._env.shared_errors_or_full():
             if self._env.rank == 0:
-                self.record(begun, everyone)
+                self.record(started, everyone)
         self._named = everyone
-        self.count(begun)
+        self.count(started)
         return self.number
 
     def begin(self, extra: dict[str, Any]) -> dict[str, Any]:
@@ -228,12 +229,12 @@ class Commits:
         """
         return {"number": self.number + 1, "named": self._named, "extra": extra}
 
-    def commit_own(self, begun: dict[str, Any], tag: str | None = None) -> dict[str, int]:
+    def commit_own(self, started: dict[str, Any], tag: str | None = None) -> dict[str, int]:
         """Commit this rank's stores; return the commits' numbers by collection.
 
         Commits of all ranks that no record names are dropped."""
         own: dict[str, int] = {}
-        number, named = begun["number"], begun["named"]
+        number, named = started["number"], started["named"]
         for name, shards in self._shards.items():
             engine = shards.engine
             if engine.store is None:
@@ -246,25 +247,25 @@ class Commits:
                     engine.drop_commit(commit.id)
         return own
 
-    def count(self, begun: dict[str, Any]) -> None:
-        """Note that the commit is the last one now."""
-        self.number, self.extra = begun["number"], begun["extra"]
+    def count(self, started: dict[str, Any]) -> None:
+        """Note that this commit is the last commit now."""
+        self.number, self.extra = started["number"], started["extra"]
 
-    def record(self, begun: dict[str, Any], everyone: list[dict[str, int]]) -> None:
-        """Record the ranks' commits as one of all ranks. ``everyone``: numbers by rank."""
-        self._write(begun["number"], everyone, begun["extra"])
+    def record(self, started: dict[str, Any], everyone: list[dict[str, int]]) -> None:
+        """Record the ranks' commits as one commit of all ranks. ``everyone``: numbers by rank."""
+        self._write(started["number"], everyone, started["extra"])
         self._named = everyone
-        for name, folder in self._left.items():
+        for name, folder in self._former_folders.items():
             logger.info(
                 "the rows of %s are in %s from now on; the former folder can be deleted on every host",
                 self.path / folder,
                 self.path / self._folders[name],
             )
-        self._left.clear()
+        self._former_folders.clear()
 
     def commit_last(self) -> None:
-        """Commit before the tables are closed, unless the last commit has an ``extra`` (as that of a
-        checkpoint has), which would be wrong of rows that were trained since."""
+        """Commit before the tables are closed, unless the last commit has an ``extra`` (as a checkpoint's
+        commit has), which would not fit rows that were trained since."""
         changes = self.uncommitted()
         if lost := self._env.peers.lost:
             logger.warning(
@@ -299,7 +300,7 @@ class Commits:
 
 
 def _checked(extra: Any) -> dict[str, Any]:
-    """``extra`` as it will be read; ConfigError if it would not be."""
+    """Return ``extra`` as it will be read back. Raises ConfigError if it cannot be."""
     if not isinstance(extra, dict | None):
         raise ConfigError(f"extra is {extra!r}; give a dictionary, or None")
     try:
@@ -314,7 +315,7 @@ def _checked(extra: Any) -> dict[str, Any]:
 def end(peers: Peers, commits: Commits | None, commit: bool, close_here: Callable[[], None]) -> None:
     """Commit what the ranks have, where ``commit`` asks for that, and call ``close_here``.
 
-    In the handling of an error the other ranks are told that this one has stopped. Raises StoreFullError on
+    While an error is handled, this rank tells the other ranks that it has stopped. Raises StoreFullError on
     all ranks, whose tables stay open, if a store is full.
     """
     if (error := in_flight(peers.handled)) is not None:
@@ -332,7 +333,7 @@ def end(peers: Peers, commits: Commits | None, commit: bool, close_here: Callabl
 
 
 def _check(record: Any) -> None:
-    """Raise one of _DAMAGE unless the record is one that :meth:`Commits._write` makes."""
+    """Raise one of _DAMAGE unless :meth:`Commits._write` could have written the record."""
     if record.get("format") != FORMAT:
         raise ValueError(f"format {record.get('format')!r} is not {FORMAT}")
     if not _is_count(record["number"]) or not isinstance(record["extra"], dict):

@@ -1,4 +1,4 @@
-"""What goes over the wire, and the memory that it goes through."""
+"""How data goes over the wire, and the memory that it goes through."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 
 @dataclass(frozen=True)
 class CommsConfig:
-    """How sharded collections talk. The default is exact.
+    """How sharded collections exchange rows. The default is exact.
 
     forward_precision, backward_precision: "fp32", "bf16" or "fp16"; vectors and their gradients are rounded
         to it, also where they stay on their rank, so that the result does not depend on who holds a row.
@@ -47,14 +47,14 @@ class CommsConfig:
 
 
 class WireMemory:
-    """Memory for what is on its way, kept from step to step: fresh pages of many MiB would cost more than
-    what is done with them. What was taken under a name is overwritten by who takes that name next."""
+    """Buffers for exchanges, kept from step to step: new pages of many MiB would cost more than the work on
+    them. The next :meth:`take` of a name overwrites the buffer of this name."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Room for ``count`` elements, not initialised."""
+        """Return a buffer of ``count`` elements, not initialised."""
         held = self._held.get((name, dtype))
         if held is None or held.numel() < count:
             self._held[name, dtype] = held = torch.empty(count + count // 8, dtype=dtype)
@@ -62,14 +62,14 @@ class WireMemory:
 
 
 class OutputMemory:
-    """Memory of outputs, used again when no one has the tensor, a view of it or a graph that needs it any
-    more: a new one would have its pages faulted in and cleared at every step."""
+    """Memory of outputs, used again once the tensor, its views and graphs that need it are gone: the pages of
+    new memory would be faulted in and cleared at every step."""
 
     _KEPT = 2
 
     def __init__(self) -> None:
         self._held: list[tuple[NDArray[np.float32], weakref.ref[NDArray[np.float32]]]] = []
-        """Memory, and what the tensor's storage refers to, which goes when the storage does."""
+        """Memory, and an object that lives as long as the tensor's storage."""
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
         """Return a float32 tensor, not initialised."""

@@ -17,16 +17,18 @@ from tierstore.sparse import KeyedTensor
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
-    """KeyedJaggedTensor of this rank's part of the batch → its KeyedTensor, from the tables of all ranks.
+    """Maps a KeyedJaggedTensor of this rank's part of the batch to a KeyedTensor, with the tables of all
+    ranks.
 
-    As EmbeddingBagCollection of the whole batch (the ranks' parts one after another), with every gradient
-    divided by the number of ranks. All ranks make it, and call forward and backward, in the same order.
+    It equals an EmbeddingBagCollection of the whole batch (the ranks' parts one after another), with every
+    gradient divided by the number of ranks. All ranks make it, and call forward and backward, in the same
+    order.
 
     Args:
         tables, is_weighted: as for EmbeddingBagCollection, the same on all ranks.
         plan: which shards are on which rank; it may have other collections' tables too.
         env: the ranks.
-        options: budgets, optimizer, seed, and how the ranks talk.
+        options: budgets, optimizer, seed, and how the ranks exchange rows.
     """
 
     views_name = "embedding_bags"

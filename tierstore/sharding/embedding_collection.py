@@ -18,11 +18,11 @@ from tierstore.sparse import JaggedTensor
 
 
 class ShardedEmbeddingCollection(ShardedCollection):
-    """KeyedJaggedTensor of this rank's part of the batch → its rows, from the tables of all ranks.
+    """Maps a KeyedJaggedTensor of this rank's part of the batch to its rows, with the tables of all ranks.
 
-    As EmbeddingCollection of the whole batch (feature by feature the ranks' parts one after another), with
-    every gradient divided by the number of ranks. All ranks make it, and call forward and backward, in the
-    same order.
+    It equals an EmbeddingCollection of the whole batch (feature by feature the ranks' parts one after
+    another), with every gradient divided by the number of ranks. All ranks make it, and call forward and
+    backward, in the same order.
 
     Args:
         tables, need_indices: as for EmbeddingCollection, the same on all ranks.

@@ -19,13 +19,13 @@ from tierstore.sharding.peers import Peers
 
 
 class Pending:
-    """A collective on its way. What it sends and fills must not be touched before :meth:`wait`."""
+    """A collective on its way. Do not touch the tensors that it sends or fills before :meth:`wait`."""
 
     def __init__(self, peers: Peers, work: Any, *kept: Tensor, exchange: int = 0) -> None:
         self._peers, self._work, self._kept, self._exchange = peers, work, kept, exchange
 
     def wait(self) -> None:
-        """Raise RankError if a rank is lost. Waiting again does nothing."""
+        """Wait until it is done; a second call does nothing. Raises RankError if a rank is lost."""
         work, self._work, self._kept = self._work, None, ()
         if work is not None:
             self._peers.wait(work, self._exchange)
@@ -40,8 +40,9 @@ class Traffic:
 
 @dataclass(frozen=True)
 class ShardingEnv:
-    """Ranks and groups. ``inputs`` and ``outputs`` are gloo groups of their own, since the rows are in host
-    memory, and so that an exchange of ids made ahead never mixes with those of forward and backward passes.
+    """Ranks and groups. ``inputs`` and ``outputs`` are gloo groups, since the rows are in host memory. They
+    are separate groups, so that an exchange of ids made ahead never mixes with exchanges of forward and
+    backward passes.
 
     Make one with :meth:`from_process_group`; all ranks call it.
     """
@@ -57,8 +58,9 @@ class ShardingEnv:
 
     @classmethod
     def from_process_group(cls, group: Any = None, timeout: timedelta | None = None) -> ShardingEnv:
-        """``group``: the ranks that share the tables, the default group if None. ``timeout``: after which a
-        collective that some rank does not join fails on the other ranks; the timeout of ``group`` if None."""
+        """Make the environment of ``group``: the ranks that share the tables, the default group if None.
+        ``timeout``: when a collective that some rank does not join fails on the other ranks; the timeout of
+        ``group`` if None."""
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError(
                 "torch.distributed is not initialised; start the ranks with torchrun and call "
@@ -66,10 +68,10 @@ class ShardingEnv:
             )
         group = dist.group.WORLD if group is None else group
         if dist.get_rank(group) < 0:
-            raise ConfigError("this rank is not in the group; only the ranks of the group share its tables")
+            raise ConfigError("this rank is not in the group; make tables only on the ranks of the group")
         ranks = dist.get_process_group_ranks(group)
         timeout = timeout or _timeout_of(group)
-        # Some ranks alone can make a group, but torch hangs if they are in different numbers of groups.
+        # Some ranks alone can make a group, but torch hangs if ranks are in different numbers of groups.
         some = len(ranks) < dist.get_world_size()
 
         def new() -> Any:
@@ -83,9 +85,9 @@ class ShardingEnv:
 
     @classmethod
     def of(cls, env: Any) -> ShardingEnv:
-        """``env`` itself; or that of what may be given instead: None (the default group), a process group, or
-        torchrec's ShardingEnv. All ranks call it. It is made once for each group, since gloo's groups take
-        threads and sockets for every pair of ranks, and made again after a rank has stopped."""
+        """Return ``env`` itself, or the environment of None (the default group), of a process group, or of
+        torchrec's ShardingEnv. All ranks call it. A group's environment is made once, since gloo's groups
+        take threads and sockets for every pair of ranks, and made again after a rank has stopped."""
         if isinstance(env, cls):
             return env
         group = getattr(env, "process_group", env)
@@ -94,7 +96,8 @@ class ShardingEnv:
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         known = cls._known.get(getattr(group, "group_name", ""))
-        if known is None or known.process_group is not group or known.peers.stopped:  # torch uses names again
+        # torch reuses names of groups
+        if known is None or known.process_group is not group or known.peers.stopped:
             known = cls.from_process_group(group)
             cls._known[known.process_group.group_name] = known
         return known
@@ -137,7 +140,7 @@ class ShardingEnv:
         return arrived
 
     def gather(self, tensor: Tensor, group: Any = None) -> tuple[Pending, Tensor]:
-        """Begin to collect a tensor of the same shape of every rank: (ranks, *shape)."""
+        """Begin to collect a tensor of the same shape from every rank: (ranks, *shape)."""
         everyone = torch.empty((self.world_size, *tensor.shape), dtype=tensor.dtype)
         with self.peers.reached():
             exchange = self.peers.begin(exchange=group is self.inputs)
@@ -145,7 +148,7 @@ class ShardingEnv:
         return Pending(self.peers, work, tensor, exchange=exchange), everyone
 
     def gather_objects(self, value: Any, group: Any = None) -> list[Any]:
-        """Return what every rank gives. All ranks call it."""
+        """Return the objects of all ranks, by rank. All ranks call it."""
         pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         pending, sizes = self.gather(torch.tensor(len(pickled)), group)
         pending.wait()
@@ -227,7 +230,7 @@ class ShardingEnv:
                 raise
 
     def check_same(self, values: Mapping[str, Any]) -> None:
-        """Raise ConfigError, which names them, on every rank unless all ranks give values of equal ``repr``.
+        """Raise ConfigError on every rank unless all ranks give values of equal ``repr``.
 
         All ranks call it.
         """
@@ -241,7 +244,7 @@ class ShardingEnv:
                 raise ConfigError(f"rank {rank} was given other {what} than rank 0; give all ranks the same")
 
     def raise_shared(self, error: Exception | None, group: Any, kind: type[TierStoreError]) -> NoReturn:
-        """Raise ``kind`` on every rank, with what all ranks that have an error say."""
+        """Raise ``kind`` on every rank, with the messages of all ranks that have an error."""
         own = None if error is None else str(error) or type(error).__name__
         found: list[str | None] = self.gather_objects(own, group)
         ranks: dict[str, list[str]] = {}
@@ -268,7 +271,8 @@ class ShardingEnv:
 
 
 def _timeout_of(group: Any) -> timedelta | None:
-    """Return the timeout of a group, which further groups do not inherit; None if it has no CPU backend."""
+    """Return the timeout of a group, which new groups do not inherit; None if the group has no CPU
+    backend."""
     try:
         found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     except (RuntimeError, AttributeError):

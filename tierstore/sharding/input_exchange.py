@@ -1,7 +1,7 @@
 """The ids of a batch on their way to the ranks that hold the rows.
 
 Three steps, each done by all ranks in the same order: the constructor announces sizes, :meth:`send` sends the
-ids, :meth:`receive` waits for those of the other ranks. Between the steps other work can be done.
+ids, :meth:`receive` waits for the other ranks' ids. Other work can be done between the steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tierstore.sharding.routing import Routing
 
 _ANY_ID = 1 << 48
 _GOES_ON, _WRONG, _ENDED, _FAILED, _WANTS_GRADIENTS = range(5)
-"""What a rank says of its batch."""
+"""What a rank announces of its batch."""
 _NO_BATCH = RankError(
     "has no more batches, but another rank has; every rank must get the same number, so drop the last ones"
 )
@@ -36,8 +36,8 @@ Wire: TypeAlias = NDArray[np.int32] | NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Sent:
-    """What one request got of this rank's batch: ids, bag lengths, and which positions of the batch's
-    values they are; as a slice if they are all of a feature's."""
+    """What this rank sent to one request: ids, bag lengths, and the ids' positions in the batch's values; a
+    slice if the ids are all of a feature."""
 
     ids: Wire
     lengths: Wire
@@ -52,7 +52,8 @@ class Sent:
 
 @dataclass(frozen=True)
 class Arrived:
-    """What one rank asks one request of this rank for. ``begin``: number of its first id among all."""
+    """What one rank asks one request of this rank for. ``begin``: the number of its first id among all
+    arrived ids."""
 
     ids: Tensor
     lengths: NDArray[np.int64]
@@ -61,7 +62,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class ExchangeRules:
-    """What all batches of a collection have in common.
+    """Rules for all batches of a collection.
 
     ``dtype``: of ids on the wire. ``rows_only``: rows are asked for one by one, and no bags are sent.
     ``dedup``: repeated ids are asked for once.
@@ -88,7 +89,7 @@ class OwnBatch:
 
     @property
     def state(self) -> int:
-        """What the other ranks are told of the batch."""
+        """What this rank announces of the batch."""
         if self.ended:
             return _ENDED if self.error is None else _FAILED
         if self.error is not None:
@@ -117,7 +118,7 @@ class InputExchange:
         self.asked = found
         as_int32 = self._dtype == torch.int32
         self.sent: list[list[Sent]] = _divide(self._routing, found, as_int32) if goes_on else []
-        """What is sent to each rank, by request of that rank."""
+        """What this rank sends to each rank, by request of that rank."""
         self._leaving = [sum(len(piece.ids) for piece in pieces) for pieces in self.sent]
         self._pending, self._all_meta = env.gather(self._announcement(batch.state), env.inputs)
         self._started = False
@@ -134,8 +135,8 @@ class InputExchange:
         return meta
 
     def send(self) -> None:
-        """Send the ids. Doing it again does nothing. Raises on all ranks: InputError if one of them has a
-        wrong input, RankError if one has no batch and another one has."""
+        """Send the ids; a second call does nothing. Raises on all ranks: InputError if a rank has a wrong
+        input, RankError if some ranks have a batch and some have none."""
         if self._started:
             return
         self._started = True
@@ -150,7 +151,7 @@ class InputExchange:
         if _WRONG in states:
             self._env.raise_shared(self._error, self._env.inputs, InputError)
         self.weights_learn = _WANTS_GRADIENTS in states
-        """Whether the weights of any rank require gradients, in whose exchange all ranks take part."""
+        """Whether the weights of any rank require gradients; all ranks then exchange these gradients."""
         count = len(self._routing.features)
         self.bags = meta[:, 1 : 1 + count]
         """(ranks, features): how many bags each rank's batch has."""
@@ -203,8 +204,8 @@ class InputExchange:
         return others + [piece for request, piece in pairs[rank] if request.replica]
 
     def positions(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the sent ids' positions in the batch's values, in order, and which ids are not for a replica
-        on another rank."""
+        """Return the sent ids' positions in the batch's values, in order, and which ids do not go to a
+        replica on another rank."""
         positions, counted = [np.zeros(0, np.int64)], [np.zeros(0, bool)]
         for rank, (pieces, requests) in enumerate(zip(self.sent, self._routing.by_rank, strict=True)):
             for piece, request in zip(pieces, requests, strict=True):
@@ -214,12 +215,13 @@ class InputExchange:
         return np.concatenate(positions), np.concatenate(counted)
 
     def weight_sizes(self) -> tuple[list[int], list[int]]:
-        """How many ids arrived from every rank, and were sent to it."""
+        """Return how many ids arrived from every rank, and how many were sent to it."""
         return self._arriving.tolist(), self._leaving
 
 
 def _without_repeats(features: Sequence[FeatureIds]) -> tuple[list[FeatureIds], list[Tensor]]:
-    """Every feature's ids once, in order of first occurrence, and which of them each of the batch's is."""
+    """Return every feature's ids once, in order of first occurrence, and for each id of the batch its index
+    in them."""
     found, inverse = [], []
     begin = 0
     for feature in features:
@@ -249,7 +251,7 @@ def check_range(features: Sequence[FeatureIds], bounds: Sequence[int]) -> None:
 
 
 def _divide(routing: Routing, features: Sequence[FeatureIds], as_int32: bool) -> list[list[Sent]]:
-    """Return what each rank gets of this rank's batch, by request of that rank."""
+    """Return the part of this rank's batch that each rank gets, by request of that rank."""
     pieces: dict[tuple[int, tuple[int, int] | None], Sent] = {}
     wire = np.int32 if as_int32 else np.int64
     for number, feature in enumerate(features):

@@ -36,7 +36,7 @@ _INT32_ROWS = 1 << 31
 
 @dataclass
 class ShardedLookup(FeatureLookup):
-    """A lookup in this rank's shards for all ranks; ``exchange`` knows who asked for what."""
+    """A lookup in this rank's shards for all ranks; ``exchange`` knows which rank asked for which rows."""
 
     exchange: InputExchange = field(kw_only=True)
     wire: WireMemory = field(kw_only=True)
@@ -46,13 +46,13 @@ class ShardedLookup(FeatureLookup):
 
 
 class NoRows(torch.autograd.Function):
-    """``apply(anchor, module)`` → no floats, what a rank without shards looks up. Its backward pass joins the
+    """The lookup of a rank without shards: ``apply(anchor, module)`` → no floats. Its backward pass joins the
     exchange of the gradients and counts the update that the other ranks make."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, module: TieredModule) -> Tensor:
         ctx.module = module
-        ctx.save_for_backward(anchor)  # so that a second backward pass fails here as it does on other ranks
+        ctx.save_for_backward(anchor)  # a second backward pass then fails here as it does on other ranks
         return torch.empty(0)
 
     @staticmethod
@@ -65,8 +65,8 @@ class NoRows(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where vectors are in an output of ``shape``: vector i of ``counts[f]`` of feature f is at float
-    ``first + i * stride`` of ``places[f]``, divided by ``divisors[f]``, if that is not None."""
+    """Places of vectors in an output of ``shape``: vector i of ``counts[f]`` of feature f is at float ``first
+    + i * stride`` of ``places[f]``, divided by ``divisors[f]`` unless that is None."""
 
     counts: Sequence[int]
     places: Sequence[tuple[int, int]]
@@ -105,13 +105,14 @@ class ExchangedLookups:
         return InputExchange(self.env, self._rules, OwnBatch(found, error, weights_learn))
 
     def announce_end(self, error: Exception | None) -> InputExchange:
-        """In place of :meth:`begin`: this rank has no more batches, perhaps because of ``error``."""
+        """Tell the other ranks, in place of :meth:`begin`, that this rank has no more batches, perhaps
+        because of ``error``."""
         if error is not None:
             error = RankError(f"its loader raised {type(error).__name__}: {error}")
         return InputExchange(self.env, self._rules, OwnBatch([], error, ended=True))
 
     def make(self, features: Any) -> ShardedLookup:
-        """Exchange the ids with the other ranks, which must do the same, and deduplicate what arrives.
+        """Exchange the ids with the other ranks, which must do the same, and deduplicate the ids that arrive.
 
         Raises InputError on every rank if the input of one is wrong.
         """
@@ -119,7 +120,7 @@ class ExchangedLookups:
 
     @abstractmethod
     def finish(self, exchange: InputExchange) -> ShardedLookup:
-        """Return the lookup of what all ranks ask this one for."""
+        """Return the lookup of the rows that all ranks ask this rank for."""
 
     @abstractmethod
     def checked(self, features: Any) -> list[FeatureIds]:
@@ -171,7 +172,7 @@ class ExchangedLookups:
     # -- lookups of rows one by one ------------------------------------------------------
 
     def row_lookup(self, exchange: InputExchange) -> ShardedLookup:
-        """Return the lookup of the rows that all ranks ask this one for, one by one."""
+        """Return the lookup of the rows that all ranks ask this rank for, one by one."""
         arrived = exchange.receive()
         ids = [
             Ids(
@@ -245,5 +246,6 @@ class ExchangedRows(ExchangedLookups):
 
 
 def checked_features(own: Features, features: Any) -> list[FeatureIds]:
-    """Return what a batch has for every feature of ``own``, by numbers of tables of the collection."""
+    """Return the ids and bags of a batch for every feature of ``own``, by numbers of tables of the
+    collection."""
     return own.ids_of(as_keyed_jagged_tensor(features), [feature.table for feature in own.all])

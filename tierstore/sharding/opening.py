@@ -10,7 +10,7 @@ from tierstore.cache.engine import Engine, Table
 from tierstore.cache.machine import check_machine
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError
-from tierstore.initializers import Init, as_init, constant
+from tierstore.initializers import as_init, constant, of_kind
 from tierstore.modules.configs import PoolingType, from_torchrec
 from tierstore.modules.features import Features, PooledFeatures
 from tierstore.optim import NOT_GIVEN, SGD, OptimizerSpec
@@ -31,8 +31,8 @@ class ShardingOptions:
     Args:
         config: budgets of one rank, where the plan states no bytes; ``path`` gets a folder for every rank.
         optimizer, seed: as for the unsharded collection.
-        comms: how the ranks talk; the default is exact.
-        commits: which it takes part in; None: its own, if ``config`` has a path.
+        comms: how the ranks exchange rows; the default is exact.
+        commits: the commits that it takes part in; None: commits of its own, if ``config`` has a path.
         name: its path in the model, by which ``commits`` knows it.
     """
 
@@ -46,7 +46,7 @@ class ShardingOptions:
 
 @dataclass(frozen=True)
 class OpenShards:
-    """What :func:`open_shards` has opened; ``options`` have the commits, if there are any."""
+    """The result of :func:`open_shards`; ``options`` have the commits, if there are any."""
 
     features: Features
     plan: ShardingPlan
@@ -66,8 +66,8 @@ def open_shards(
 ) -> OpenShards:
     """Open this rank's shards of ``tables``. All ranks call it.
 
-    ``kind``: what else ranks must give alike. ``plan``: it may have tables of other collections. Raises
-    ConfigError on all ranks for arguments that differ, and for a plan that does not fit.
+    ``kind``: further settings that all ranks must give alike. ``plan``: may have tables of other collections.
+    Raises ConfigError on all ranks for arguments that differ, and for a plan that does not fit.
     """
     configs = [from_torchrec(table) for table in tables]
     env.check_same(_given(kind, configs, plan, options))
@@ -95,7 +95,7 @@ def open_shards(
 def _given(
     kind: tuple[Any, ...], configs: Sequence[Any], plan: ShardingPlan, options: ShardingOptions
 ) -> dict[str, Any]:
-    """Return what ranks must give alike."""
+    """Return the settings that all ranks must give alike."""
     config = options.config
     return {
         "tables": (*kind, [_described(table) for table in configs]),
@@ -115,9 +115,9 @@ def _described(table: Any) -> Any:
 
 
 def _initial(table: Any, config: TierConfig) -> Any:
-    """Return what its initial rows are made by, beside the seed of all tables."""
+    """Return the initial values and the seed of a table's own, if it has one."""
     override = config.table(table.name)
-    return as_init(override.init, Init(*table.init_rule())), override.seed
+    return as_init(override.init, of_kind(*table.init_rule())), override.seed
 
 
 def _only(plan: ShardingPlan, names: Sequence[str]) -> ShardingPlan:
@@ -126,7 +126,7 @@ def _only(plan: ShardingPlan, names: Sequence[str]) -> ShardingPlan:
 
 
 def _check_max_pooling(features: Features, routing: Routing, comms: CommsConfig) -> None:
-    """Raise ConfigError for maxima that owners of parts of the rows would have to take."""
+    """Raise ConfigError for max pooling of tables cut by rows, whose owners have only parts of a bag."""
     if not isinstance(features, PooledFeatures) or comms.dedup:
         return
     for number, pooling in enumerate(features.poolings):
@@ -144,7 +144,7 @@ def _open(
     options: ShardingOptions,
     place: Place | None,
 ) -> Engine:
-    """Return the engine of this rank's shards; ConfigError on every rank if one of them fails."""
+    """Return the engine of this rank's shards. Raises ConfigError on every rank if one rank fails."""
     engine: Engine | None = None
     try:
         with env.shared_errors():

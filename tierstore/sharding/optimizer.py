@@ -20,11 +20,12 @@ from tierstore.sharding.shard_views import ShardedValues
 
 
 class KeyedFusedOptimizer(AppliedOptimizer):
-    """What torchrec calls a KeyedOptimizer: ``params``, ``state`` and ``state_dict()`` go by weight names.
+    """A KeyedOptimizer, as torchrec calls it: ``params``, ``state`` and ``state_dict()`` go by weight names.
 
     The backward passes apply it; ``step()`` and ``zero_grad()`` do nothing, and ``param_groups`` (one per
-    collection) are read at every backward pass. It can be combined with that of the dense parameters, by
-    torchrec's CombinedOptimizer too (``CombinedOptimizer([("", dmp.fused_optimizer), ...])``).
+    collection) are read at every backward pass. It can be combined with the optimizer of the dense
+    parameters, also by torchrec's CombinedOptimizer (``CombinedOptimizer([("", dmp.fused_optimizer),
+    ...])``).
 
     ``params``: name → tensor without data, of the table's shape.
     """
@@ -55,7 +56,7 @@ class KeyedFusedOptimizer(AppliedOptimizer):
 
     @property
     def _opt_called(self) -> bool:
-        """Whether there was an update: what schedulers look at."""
+        """Whether there was an update; schedulers read this."""
         return any(getattr(c.fused_optimizer, "_opt_called", False) for c in self._collections.values())
 
     @_opt_called.setter
@@ -64,7 +65,7 @@ class KeyedFusedOptimizer(AppliedOptimizer):
 
     @property
     def state(self) -> dict[Tensor, dict[str, Tensor]]:  # type: ignore[override]
-        """Whole tensors, on every rank; all ranks ask for it. See :meth:`state_dict`."""
+        """State as whole tensors, on every rank; all ranks read it together. See :meth:`state_dict`."""
         return {self.params[key]: self._state_of(key) for key in self.params}
 
     def add_param_group(self, param_group: Any) -> None:
@@ -74,15 +75,15 @@ class KeyedFusedOptimizer(AppliedOptimizer):
         )
 
     def save_param_groups(self, save: bool) -> None:
-        """As torchrec's, for its CombinedOptimizer; :meth:`state_dict` has the groups always."""
+        """Note ``save``, as torchrec's CombinedOptimizer asks; :meth:`state_dict` always has the groups."""
         self.defaults["_save_param_groups"] = save
 
     def post_load_state_dict(self) -> None:
         """Do nothing."""
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """``{"state": {weight: {"<table>.<state>": tensor}}, "param_groups": [...]}``, groups with names of
-        weights.
+        """Return ``{"state": {weight: {"<table>.<state>": tensor}}, "param_groups": [...]}``, groups with
+        names of weights.
 
         State is (rows,) or (rows, dim) float32, and ``<table>.step`` the number of updates. Tables beyond
         STATE_DICT_LIMIT bytes have a mark in place of their state, which commits keep. All ranks call it.
@@ -95,9 +96,9 @@ class KeyedFusedOptimizer(AppliedOptimizer):
         return {"state": {key: self._state_of(key) for key in self.params}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load a :meth:`state_dict`, of any plan. All ranks call it with the same.
+        """Load a :meth:`state_dict` of any plan. All ranks call it with the same state.
 
-        Raises ConfigError for another model's or optimizer's.
+        Raises ConfigError for the state of another model or optimizer.
         """
         state, groups = state_dict.get("state", {}), state_dict.get("param_groups", [])
         if set(state) != set(self.params) or [sorted(g["params"]) for g in groups] != list(
@@ -129,7 +130,7 @@ class KeyedFusedOptimizer(AppliedOptimizer):
             raise ConfigError(f"{key}: {spec.name} has {spec.state_names} of shape {shape}, not {found}")
 
     def _load(self, key: str, state: dict[str, Tensor]) -> None:
-        """Load the state of one table; of one that was left out, only the number of updates."""
+        """Load the state of one table; only its number of updates if the table was left out."""
         collection, table = self._tables[key]
         collection.fused_optimizer.num_updates = int(state["step"])
         whole = {}

@@ -1,8 +1,9 @@
-"""Looked-up vectors on their way back to the ranks that asked, and their gradients the other way.
+"""Sends looked-up vectors back to the ranks that asked, and their gradients the other way.
 
-What a rank computes for all ranks is one buffer, *local*: answers to each of the other ranks, in their order,
-answers to itself; then, of tables that every rank has, the same again. What it gets from the other ranks is
-*received*, in their order. Answers are in the order of the requests, each (bags or ids, width).
+A rank computes the answers for all ranks in one buffer, *local*: answers to each of the other ranks, in their
+order, then answers to itself; then the same again for tables that every rank has. Answers from the other
+ranks arrive in *received*, in the order of the ranks. Answers are in the order of the requests, each (bags or
+ids, width).
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from tierstore.sharding.routing import Routing
 
 @dataclass(frozen=True)
 class Source:
-    """One answer. ``start``: its first float in received, or in local if ``here``.
+    """One answer. ``start``: its first float in received (in local if ``here``).
 
-    ``rows``: which vectors of the target they are, where shards have different ones; else they are summands.
-    ``replica``: its gradients go to all ranks.
+    ``rows``: the vectors of the target that it has, where shards have different vectors; None: it is a
+    summand of all. ``replica``: its gradients go to all ranks.
     """
 
     start: int
@@ -38,7 +39,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a range of a feature's columns is in the output: vector i at ``offset + i * stride``.
+    """The place of a range of a feature's columns in the output: vector i at ``offset + i * stride``.
 
     ``divisor``: (count, 1), by which the sum of the sources is divided.
     """
@@ -56,7 +57,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Floats by rank.
+    """The number of floats per rank.
 
     ``answered``: to the other ranks, 0 to itself. ``expected``: from the other ranks. ``own``: of this rank's
     answers to itself. ``replicas``: of its replicas' answers to every rank.
@@ -70,7 +71,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """One batch's exchange. ``shape`` of the output."""
+    """The exchange of one batch. ``shape``: of the output."""
 
     env: ShardingEnv
     comms: CommsConfig
@@ -103,7 +104,7 @@ def sizes_of(
     routing: Routing,
     expected: Sequence[int],
 ) -> Sizes:
-    """``answered``: floats by own request and rank; ``expected``: floats by answer."""
+    """Return the sizes. ``answered``: floats by own request and rank; ``expected``: floats by answer."""
     to = answered[~replica].sum(axis=0).tolist()
     own, to[env.rank] = to[env.rank], 0
     coming = [0] * env.world_size
@@ -120,7 +121,7 @@ def sources_of(
     expected: Sequence[int],
     rows: Sequence[Tensor | None],
 ) -> list[Source]:
-    """Return where each of the routing's answers is; ``rows`` of each."""
+    """Return where each of the routing's answers is. ``rows``: of each answer."""
     own_at = sum(sizes.answered)
     replica_at = own_at + sizes.own + sum(sizes.replicas) - sizes.replicas[env.rank]
     received_at = 0
@@ -208,7 +209,8 @@ def _block(target: Target, source: Source, buffer: Tensor) -> Tensor:
 
 
 def _spread(plan: OutputPlan, grad: Tensor, leaving: Tensor, local: Tensor, own: bool) -> None:
-    """Gradients of the output to where their rows are: into ``leaving``, or if ``own`` into ``local``."""
+    """Copy gradients of the output to where their rows are: into ``leaving``, or if ``own`` into
+    ``local``."""
     dtype = plan.comms.backward_dtype
     for target in plan.targets:
         for source in target.sources:
@@ -228,7 +230,7 @@ def _spread(plan: OutputPlan, grad: Tensor, leaving: Tensor, local: Tensor, own:
 
 def _exchange_replicas(plan: OutputPlan, replicas: Tensor) -> None:
     """Send every rank's gradients to all replicas. ``replicas``: gradients of the other ranks' batches, which
-    are filled in, and of this rank's own."""
+    are filled in, and gradients of this rank's batch."""
     env, sizes = plan.env, plan.sizes.replicas
     if env.world_size == 1 or not sum(sizes):  # on all ranks or on none: replicas answer every rank's batch
         return
@@ -260,6 +262,6 @@ class WeightExchange(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         out = torch.empty(sum(ctx.leaving))
-        grad = grads[0].contiguous() * ctx.env.world_size  # undoes the division of the outputs' gradients
+        grad = grads[0].contiguous() * ctx.env.world_size  # undo the division of the outputs' gradients
         ctx.env.all_to_all(out, grad, ctx.leaving, ctx.arriving).wait()
         return out.to(ctx.kind), None, None, None

@@ -1,4 +1,4 @@
-"""From unsharded to sharded: ``shard`` for a collection, DistributedModelParallel for a model."""
+"""Shards a collection (``shard``) or a model (DistributedModelParallel)."""
 
 from __future__ import annotations
 
@@ -45,12 +45,11 @@ def shard(
 ) -> ShardedCollection:
     """Return the sharded counterpart of an unsharded collection, which is closed. All ranks call it.
 
-    A commit below the path of ``config`` is restored, whatever its plan and number of ranks. Without one,
-    rows that ``module`` has touched are taken over, on every rank from its own copy, which must be the same
-    on all; other rows have the same initial values sharded and unsharded. ``config`` replaces that of
-    ``module``, in particular its ``path`` (below which every rank gets a folder): an unsharded module with a
-    path can be open in one process only.
-    ``comms``: how the ranks talk; None: exactly.
+    A commit below the path of ``config`` is restored, also of another plan and number of ranks. Without a
+    commit, rows that ``module`` has touched are taken over, on every rank from its own copy, which must be
+    the same on all; other rows have the same initial values sharded and unsharded. ``config`` replaces that
+    of ``module``, in particular its ``path`` (below which every rank gets a folder): an unsharded module with
+    a path can be open in one process only. ``comms``: how the ranks exchange rows; None: exactly.
 
     Raises ConfigError, on all ranks, for a plan that does not fit the module or the number of ranks.
     """
@@ -65,7 +64,7 @@ def _shard(
     commits: Commits | None,
     name: str,
 ) -> ShardedCollection:
-    """As :func:`shard`, of the collection called ``name`` that takes part in ``commits``."""
+    """Shard the collection called ``name``, which takes part in ``commits``; see :func:`shard`."""
     config, comms = given
     with env.shared_errors():
         _check_arguments(plan, config, comms)
@@ -150,7 +149,7 @@ def _can_be_sharded(module: nn.Module) -> TypeGuard[Collection]:
 
 
 def _check_arguments(plan: Any, config: Any, comms: Any, *, planned: bool = False) -> None:
-    """``planned``: there is no plan yet."""
+    """Raise ConfigError for arguments of a wrong type. ``planned``: there is no plan yet."""
     for name, value, kind in (("config", config, TierConfig), ("comms", comms, CommsConfig)):
         if value is not None and not isinstance(value, kind):
             raise ConfigError(f"{name} is {value!r}; use a {kind.__name__}, or None")
@@ -165,8 +164,8 @@ def _check_arguments(plan: Any, config: Any, comms: Any, *, planned: bool = Fals
 
 
 def _take_over(sharded: ShardedCollection, module: Collection) -> dict[str, Any]:
-    """Give the ranks' shards what ``module`` has. Returns digests of its rows, which must be the same on all
-    ranks: each has its shards from its own copy."""
+    """Copy the rows of ``module`` to this rank's shards. Return digests of these rows, which must be equal on
+    all ranks, since each rank copies from its own module."""
     found = {}
     for table in module.table_names():
         digest = RowsDigest()
@@ -187,14 +186,15 @@ class DistributedModelParallel(nn.Module):
 
     Args:
         module: with collections of tierstore, the same on all ranks.
-        env: the ranks; all of the default process group if None. A process group, or torchrec's, will do.
+        env: the ranks; the default process group if None. A process group or torchrec's ShardingEnv works,
+        too.
         device: None or the CPU.
         plan: where the tables are; names of tables must differ over the whole model. If None, the planner's
             for the budgets of ``config`` and ``batch_size`` examples per rank and step
             (:func:`tierstore.sharding.planning.plan_of`).
-        sharders: None; there is one way to shard each collection.
-        config: tiers of one rank; each collection's own if None.
-        comms: how the ranks talk; None: exactly.
+        sharders: must be None, since each collection is sharded in one way.
+        config: tiers of one rank; the collections' own tiers if None.
+        comms: how the ranks exchange rows; None: exactly.
         dense: "ddp" or "fsdp2", for all other parameters. With "fsdp2" they are DTensors, in state dicts too;
             make their optimizer afterwards.
         find_unused_parameters: as for DDP.
@@ -270,7 +270,7 @@ class DistributedModelParallel(nn.Module):
             self._sharded[name] = new
             if not name:
                 return new
-            for parent in list(module.modules()):  # it may be there under several names
+            for parent in list(module.modules()):  # a model may have a collection under several names
                 for attribute, other in list(parent._modules.items()):
                     if other is child:
                         setattr(parent, attribute, new)
@@ -281,7 +281,7 @@ class DistributedModelParallel(nn.Module):
             return module
         group = self.env.process_group
         if dense == "fsdp2":
-            # a third of the time that importing all of this takes
+            # this takes a third of the time of importing this module
             from torch.distributed.device_mesh import DeviceMesh
             from torch.distributed.fsdp import fully_shard
 
@@ -306,7 +306,7 @@ class DistributedModelParallel(nn.Module):
     @property
     def fused_optimizer(self) -> KeyedFusedOptimizer:
         """The optimizer of all sharded tables, which their backward passes apply: for schedulers, and to be
-        combined with that of the dense parameters."""
+        combined with the optimizer of the dense parameters."""
         return self._fused_optimizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -333,23 +333,23 @@ class DistributedModelParallel(nn.Module):
         return self.module.named_buffers(*args, **kwargs)
 
     def _to_own_names(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Rename the keys of a state dict that was made by a module around this one, which loads it."""
+        """Rename the keys of a state dict that a module around this one has made and loads."""
         inner = f"{prefix}_wrapped." + ("" if self.module is self._wrapped else "module.")
         for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inner)]:
             state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
 
     def commit(self, extra: dict[str, Any] | None = None, tag: str | None = None) -> int:
-        """As ShardedCollection.commit, of all collections."""
+        """Commit all collections; see :meth:`ShardedCollection.commit`."""
         if self._commits is None:
             raise ConfigError("there is no place to commit to; give config=TierConfig(path=...)")
         return self._commits.commit(extra, tag)
 
     def committed_extra(self) -> dict[str, Any]:
-        """``extra`` of the last commit of all ranks; {} if there is none."""
+        """Return ``extra`` of the last commit of all ranks; {} if there is none."""
         return {} if self._commits is None else self._commits.extra
 
     def close(self, *, commit: bool = True) -> None:
-        """As ShardedCollection.close, of all collections."""
+        """Close all collections; see :meth:`ShardedCollection.close`."""
         if all(collection.engine.closed for collection in self._sharded.values()):
             return
         end(self.env.peers, self._commits, commit, self._close_here)

@@ -1,4 +1,4 @@
-"""The other ranks: waiting for them, hearing that one has stopped, and telling them that this one has."""
+"""Waits for the other ranks, learns that a rank has stopped, and tells the other ranks that this rank has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from tierstore.errors import InputError, RankError
 
 _LOOK_AGAIN = timedelta(seconds=1)
-"""How long a rank waits before it looks whether one that it waits for has stopped."""
+"""Seconds that a rank waits before it looks whether another rank has stopped."""
 _STOPPED = "tierstore: a rank has stopped"
 _WAITS = "tierstore: waits, rank "
 _GO_ON = (
@@ -27,9 +27,10 @@ _ORDERLY = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 @dataclass
 class Progress:
-    """How many collectives a rank has begun, and which one it waits for before it begins another.
+    """The number of collectives that a rank has begun, and the collective that it waits for before it begins
+    another.
 
-    ``exchange``, ``agreement``: the number of the one that it waits for, 0 for none.
+    ``exchange``, ``agreement``: the number of the collective of this kind that it waits for, 0 for none.
     """
 
     exchanges: int = 0
@@ -45,7 +46,7 @@ class Progress:
 
 
 class Peers:
-    """What a rank knows of the other ranks. ``group``: of all ranks, which publish messages in its store.
+    """A rank's view of the other ranks. ``group``: of all ranks, which publish messages in its store.
 
     Collectives are exchanges, by which a step moves ids, rows and gradients, or agreements, as of a commit.
     """
@@ -58,10 +59,10 @@ class Peers:
         self._thread = 0
         """The thread that begins collectives. Threads that read ahead may wait while it does not."""
         self.lost = ""
-        """Why this rank and the other ranks are no longer at the same point; empty as long as they are."""
+        """Why this rank and the other ranks are no longer at the same point; empty while all are."""
 
     def begin(self, *, exchange: bool) -> int:
-        """Count a collective that this thread is about to begin; returns its number, to wait for it."""
+        """Count a collective that this thread is about to begin; return its number, to wait for it."""
         self._thread = threading.get_ident()
         if exchange:
             self.progress.exchanges += 1
@@ -93,16 +94,16 @@ class Peers:
 
     def wait(self, work: Any, exchange: int = 0) -> None:
         """Wait for the exchange of this number, or the last agreement. Raises RankError if it fails, if any
-        rank says that it has stopped, or waits itself for what this one has not begun."""
-        told = False
+        rank has stopped, or waits itself for a collective that this rank has not begun."""
+        reported = False
         with self.reached():
             while not _is_done(work):
-                if said := self._stop_reason():
-                    raise RankError(f"{said}. {_GO_ON}")
+                if reason := self._stop_reason():
+                    raise RankError(f"{reason}. {_GO_ON}")
                 if threading.get_ident() == self._thread:
-                    told = True
+                    reported = True
                     self._check_progress(exchange)
-            if told:
+            if reported:
                 self._publish(Progress())
 
     def _check_progress(self, exchange: int) -> None:
@@ -134,21 +135,21 @@ class Peers:
 
     @property
     def stopped(self) -> bool:
-        """Whether this rank has lost the other ranks, or any rank says that it has stopped."""
+        """Whether this rank has lost the other ranks, or any rank has stopped."""
         return bool(self.lost or self._stop_reason())
 
     def stop(self, error: BaseException) -> None:
-        """Tell the other ranks, wherever they wait, that this one has stopped because of ``error``."""
+        """Tell the other ranks, wherever they wait, that this rank has stopped because of ``error``."""
         why = f"{type(error).__name__}: {error}".rstrip(": ")
         what = f"rank {self._rank} has stopped after {why}"[:1000]
         if not self.lost:
             self.lost = f"{what}. {_GO_ON}"
-        with suppress(Exception):  # the host of the store may be gone, and then the ranks hear of that
+        with suppress(Exception):  # the host of the store may be gone; the other ranks notice that themselves
             self._group.get_group_store().compare_set(_STOPPED, "", what)
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Tell the other ranks, which will wait for what is done within, if it fails on this rank alone."""
+        """Tell the other ranks, which will wait for the work in the block, if it fails on this rank alone."""
         try:
             yield
             self.handled = sys.exc_info()[1]
@@ -159,12 +160,12 @@ class Peers:
             raise
 
     def _stop_reason(self) -> str:
-        """Return what the first rank that stopped has said; empty if none has."""
+        """Return the message of the first rank that stopped; empty if no rank has."""
         with suppress(Exception):
             store = self._group.get_group_store()
             if store.check([_STOPPED]):
-                said: str = store.get(_STOPPED).decode("utf-8", "replace")
-                return said
+                reason: str = store.get(_STOPPED).decode("utf-8", "replace")
+                return reason
         return ""
 
 
@@ -173,7 +174,7 @@ def _is_done(work: Any) -> bool:
         work.wait(_LOOK_AGAIN)
     except RuntimeError:
         if work.is_completed():
-            work.wait(_LOOK_AGAIN)  # raises, unless it was completed after the first one had given up
+            work.wait(_LOOK_AGAIN)  # raises, unless it was completed after the first wait
             return True
         return False
     return True

@@ -1,4 +1,4 @@
-"""From ranks to a plan, and from a plan to the budgets of a rank."""
+"""Makes a plan for the ranks of a job, and a rank's budgets from a plan."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def plan_of(
 ) -> ShardingPlan:
     """Return the planner's plan for the collections of ``module`` on the ranks of ``env``; all ranks call it.
 
-    The budgets are those of ``config``, which each rank has, or of the collections' own together; so is how
-    far ahead batches are fetched. ``batch_size``: examples per rank and step, the planner's default if None.
-    Rates of the machines are assumed: measure them and call the planner yourself for a better plan.
+    The budgets, and how far ahead batches are fetched, come from ``config``, the same for each rank, or from
+    all collections' own configurations together. ``batch_size``: examples per rank and step, the planner's
+    default if None. Rates of the machines are assumed: measure them and call the planner yourself for a
+    better plan.
     """
     collections = [child for child in module.modules() if isinstance(child, Collection)]
     if not collections:
@@ -86,8 +87,8 @@ def job_of(env: ShardingEnv, budgets: Sequence[TierConfig], rows: int) -> Job:
 
 
 def _ranks_per_host(env: ShardingEnv) -> int:
-    """Return torchrun's number, if it divides the ranks; else that of ranks with one host name; 1 if hosts
-    differ."""
+    """Return torchrun's number if it divides the ranks; else the number of ranks with one host name; 1 if
+    hosts differ."""
     names = env.gather_objects((os.uname().nodename, os.environ.get("LOCAL_WORLD_SIZE")))
     local = int(names[0][1] or 0)
     if local and env.world_size % local == 0:
@@ -125,7 +126,7 @@ def within(plan: ShardingPlan, uvm: int) -> ShardingPlan:
 def tiers_of_rank(
     placements: Iterable[TablePlacement], rank: int, tables: Sequence[Table], config: TierConfig, spec: Any
 ) -> dict[str, Any]:
-    """Fields of the TierConfig of one rank: the budgets of its shards, if the plan states any.
+    """Return fields of the TierConfig of one rank: the budgets of its shards, if the plan states any.
 
     A plan's bytes include buffers, which the budgets of tiers do not; so a shard that states rows brings what
     its slots take. ``spec``: of the optimizer.
@@ -151,7 +152,7 @@ def _divided(
     policy: Any,
     spec: Any,
 ) -> int:
-    """Return the budget of a tier; ``overrides`` learn what each table has of it, or counts for."""
+    """Return the budget of a tier; write into ``overrides`` each table's own bytes, or its weight."""
     pieces = Counter(table.origin or table.name for table in tables)
     own = 0
     for name, size in _own_bytes(shards, tier, policy, spec).items():
@@ -168,13 +169,13 @@ def _divided(
             overrides[name] = replace(overrides[name], **{f"{tier}_share": 0})
         return own
     # Every row layout takes a few slots of a tier, even if no table of it brings any.
-    least = {dim: bytes_for(MIN_SLOTS, spec.row_bytes(dim), policy) for dim in rows}
+    minimum = {dim: bytes_for(MIN_SLOTS, spec.row_bytes(dim), policy) for dim in rows}
     sizes = {dim: bytes_for(rows[dim] + MIN_SLOTS, spec.row_bytes(dim), policy) + stated[dim] for dim in rows}
     brought: dict[str, float] = defaultdict(float)
     for table, shard in shards:
         weight = getattr(shard, f"{tier}_rows") + 1
         total = rows[shard.columns] + sum(other.columns == shard.columns for _, other in shards)
-        brought[table.name] += (sizes[shard.columns] - least[shard.columns]) * weight / total
+        brought[table.name] += (sizes[shard.columns] - minimum[shard.columns]) * weight / total
     for name, share in brought.items():
         overrides[name] = replace(overrides[name], **{f"{tier}_share": int(share / max(1, pieces[name]))})
     return own + sum(sizes.values()) + _ROUNDING * len(tables)

@@ -1,4 +1,4 @@
-"""Pooled lookups that ask all ranks: owners of rows pool them, or the rank that has the bags does."""
+"""Pooled lookups that ask all ranks. The owners of rows pool them, or the rank that has the bags."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ExchangedPooling(ExchangedLookups):
         return torch.from_numpy(exchange.lengths[feature]).clamp(min=1).unsqueeze(1)
 
     def local_output(self, module: TieredModule, lookup: ShardedLookup, weights: Tensor | None) -> Tensor:
-        """Return what this rank pools for all ranks, (floats,); ``weights`` are its own batch's."""
+        """Return the vectors that this rank pools for all ranks, (floats,). ``weights``: of its own batch."""
         if weights is None:
             return module.pooled_rows(lookup, None)
         arrived = self._exchanged_weights(weights, lookup.exchange)

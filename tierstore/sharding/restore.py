@@ -1,4 +1,4 @@
-"""Rows of a commit of another plan, number of ranks or engine, read into the present shards."""
+"""Reads the rows of a commit of another plan, number of ranks or engine into the present shards."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _NO_CAP = 1 << 60
 
 
 def restore(shards: RankShards, folder: Path, plan: ShardingPlan, commits: list[int]) -> None:
-    """Read what this rank's shards need from the stores of all ranks of ``plan``, which all ranks must see.
+    """Read the rows of this rank's shards from the stores of all ranks of ``plan``, which all ranks must see.
 
-    ``commits``: which commit of each store. All ranks call it: they take turns, for a store is open once.
+    ``commits``: the commit of each store. All ranks call it, and take turns, since only one can open a store.
     """
     _check_tables(shards, folder, plan)
     env = shards.env
@@ -39,7 +39,7 @@ def restore(shards: RankShards, folder: Path, plan: ShardingPlan, commits: list[
 
 
 def _check_tables(shards: RankShards, folder: Path, plan: ShardingPlan) -> None:
-    """Raise StoreMismatchError unless every committed table is there as it was; tables may be added."""
+    """Raise StoreMismatchError unless every committed table is there unchanged; tables may be added."""
     wanted = {config.name: (config.num_embeddings, config.embedding_dim) for config in shards.configs}
     for table in plan.tables:
         committed = (table.num_embeddings, table.embedding_dim)

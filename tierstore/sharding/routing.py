@@ -1,4 +1,4 @@
-"""Which rank is asked for what: the plan of a collection as a list of requests, the same on all ranks."""
+"""The plan of a collection as a list of requests between ranks, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Request:
 
 
 class Routing:
-    """Requests by rank, in the order in which they are sent: that of the features, then of the shards."""
+    """Requests by rank, in the order in which they are sent: by feature, then by shard."""
 
     def __init__(self, features: Sequence[Feature], plan: ShardingPlan, rank: int) -> None:
         self.features = list(features)
@@ -48,13 +48,14 @@ class Routing:
         self.own = self.by_rank[rank]
         self.cut_by_rows = [False] * len(self.features)
         self.has_whole = [False] * len(self.features)
-        """Whether any shard has all rows, by feature; ``cut_by_rows``: whether any has a part of the rows."""
+        """By feature, whether any shard has all rows; ``cut_by_rows``: whether any shard has a part of the
+        rows."""
         for request in (r for requests in self.by_rank for r in requests):
             self.cut_by_rows[request.feature] |= request.rows is not None
             self.has_whole[request.feature] |= request.rows is None
         self.row_ranges = [self._row_ranges(number) for number in range(len(self.features))]
         self.answers = [r for requests in self.by_rank for r in requests if not r.replica]
-        """What this rank gets, in order of arrival, but for its own replicas, which follow."""
+        """The answers that this rank gets, in order of arrival; answers of its own replicas follow."""
         self.answers += [r for r in self.own if r.replica]
         self.columns = self._columns()
 
@@ -100,7 +101,8 @@ class Routing:
 
 
 def _check_shard_names(plan: ShardingPlan) -> None:
-    """Raise ConfigError if a shard would be called like another table, whose rows would then be looked up."""
+    """Raise ConfigError if a shard would have another table's name, so that lookups would find the wrong
+    rows."""
     names = {table.name for table in plan.tables}
     for table in plan.tables:
         for shard in table.shards:
@@ -130,7 +132,7 @@ def _requests(number: int, table: TablePlacement) -> list[Request]:
 
 def check_placement_of(table: TablePlacement, world_size: int, ranks_per_host: int) -> None:
     """Raise ConfigError unless the shards cover every row and column of the table once (data parallel: on
-    every rank), and are cut as the sharding type says."""
+    every rank), and fit the sharding type."""
 
     def wrong(why: str) -> ConfigError:
         return ConfigError(
@@ -170,7 +172,7 @@ _ONE_HOST = {ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE}
 
 
 def _otherwise_cut(table: TablePlacement, ranks_per_host: int) -> str:
-    """Return in what the shards do not fit the sharding type; empty if they do."""
+    """Return why the shards do not fit the sharding type; empty if they fit."""
     kind, shards = table.sharding_type, table.shards
     if kind in _WHOLE_ROWS and any(shard.columns < table.embedding_dim for shard in shards):
         return "its shards must have all columns"

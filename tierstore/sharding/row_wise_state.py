@@ -1,8 +1,9 @@
-"""Row-wise Adagrad of tables that are cut by columns: its one number per row needs the whole row's gradient.
+"""Row-wise Adagrad of tables that are cut by columns: its accumulator of a row needs the whole row's
+gradient.
 
-Each shard sums the squares of its own columns' gradients; shards of the same rows tell one another these
-sums, add them up in the order of the columns, and so all of them keep the number that an uncut row would have
-(to rounding: the sum over columns is made in another order).
+Each shard sums the squares of its own columns' gradients. Shards of the same rows exchange these sums and add
+them up in the order of the columns, so that every shard keeps the accumulator of an uncut row (up to
+rounding, since the sum over columns has another order).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FloatArray = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two shards of a table that have rows in common but other columns, as numbers of the table's shards."""
+    """Two shards of a table with common rows and different columns, as numbers of the table's shards."""
 
     table: int
     first: int
@@ -46,7 +47,7 @@ class _Used:
 
 
 class RowWiseStateExchange:
-    """What one collection's ranks tell one another of the squares of gradients."""
+    """The exchange of the squares of gradients between a collection's ranks."""
 
     def __init__(self, shards: RankShards) -> None:
         self._env, plan = shards.env, shards.plan
@@ -78,7 +79,8 @@ class RowWiseStateExchange:
     def mean_squares(
         self, parts: Sequence[Part], squares_of: Callable[[int], FloatArray]
     ) -> list[FloatArray | None]:
-        """Return by part the mean square of the whole gradient of each unique row; None: no cut tables there.
+        """Return by part the mean square of the whole gradient of each unique row; None for parts without cut
+        tables.
 
         ``squares_of(part)``: sums over the columns that are here, float32 (unique rows,). The ranks that have
         shards of a cut table all call it, at the same point of the step.
@@ -119,7 +121,7 @@ class RowWiseStateExchange:
         return used
 
     def _exchange(self, used: dict[tuple[int, int], _Used]) -> None:
-        """Tell the owners of other columns the sums of this rank's, and put theirs into ``used``."""
+        """Send this rank's sums to the owners of other columns, and put the owners' sums into ``used``."""
         leaving: dict[int, list[FloatArray]] = {}
         awaited: dict[int, list[tuple[_Pair, _Used, slice]]] = {}
         for pair in self._pairs:

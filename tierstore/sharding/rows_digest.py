@@ -1,4 +1,4 @@
-"""A digest of rows that does not depend on their order, by which ranks compare the rows that they have."""
+"""A digest of rows that does not depend on their order; ranks compare their rows by it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RowsDigest:
         return self._count, int(self._sum)
 
     def add(self, ids: Tensor, parts: Sequence[Tensor]) -> None:
-        """Rows with these ids (n,); ``parts``: float32 (n,) or (n, floats) each."""
+        """Add rows with these ids (n,). ``parts``: float32 (n,) or (n, floats) each."""
         hashes = ids.numpy().astype(np.uint64) * _ODD
         for part in parts:
             for column in part.reshape(len(ids), -1).numpy().view(np.uint32).T:

@@ -1,5 +1,5 @@
-"""Weights and optimizer states of sharded tables as ShardedTensors, as torch.distributed.checkpoint saves and
-loads them."""
+"""Weights and optimizer states of sharded tables as ShardedTensors, which torch.distributed.checkpoint saves
+and loads."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tierstore.placement import ShardingType, ShardPlacement, TablePlacement
 from tierstore.sharding.shards import LocalShard, RankShards
 
 wanted = ThreadFlag()
-"""Raised while this thread makes a sharded state dict."""
+"""Set while this thread makes a sharded state dict."""
 
 
 def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
-    """``of.state_dict()``, but every rank has copies of its own shards only.
+    """Return ``of.state_dict()`` in which every rank has copies of its own shards only.
 
-    ``of`` is a model, a collection, or the ``fused_optimizer`` of a DistributedModelParallel. The names are
-    those of the unsharded model. Weights and optimizer states of tables that are cut, or held by some ranks
-    only, are ShardedTensors of float32 on the CPU; data-parallel ones and everything else are as in
+    ``of`` is a model, a collection, or the ``fused_optimizer`` of a DistributedModelParallel. Names are the
+    unsharded model's. Weights and optimizer states of tables that are cut, or held by some ranks only, are
+    ShardedTensors of float32 on the CPU; data-parallel tables and all other entries are as in
     ``state_dict()``. ``torch.distributed.checkpoint.save`` writes each shard from where it is, and ``load``
     into the sharded state dict of a model with another plan cuts them anew; ``of.load_state_dict(state)``
     writes them to the tiers. A table of which a rank would have to copy more than 1 GiB is left out, with its
-    optimizer states: commits keep its rows, and loading is an error unless the table has those rows.
+    optimizer states: commits keep its rows, and loading is an error unless the table has these rows.
 
     All ranks call it.
     """
@@ -54,7 +54,7 @@ class ShardedValues:
 
     @property
     def are_sharded(self) -> bool:
-        """Whether a state dict that is being made in this thread has them as a ShardedTensor."""
+        """Whether a state dict that this thread makes now has the values as a ShardedTensor."""
         return wanted.on and self.placement.sharding_type is not ShardingType.DATA_PARALLEL
 
     @property
@@ -96,7 +96,8 @@ class ShardedValues:
         return ShardedTensor._init_from_local_shards_and_global_metadata(shards, whole, process_group=group)
 
     def load(self, view: Any, key: str) -> None:
-        """Write this rank's shards of a ShardedTensor; InputError, on every rank, if its cut is another."""
+        """Write this rank's shards of a ShardedTensor. Raises InputError on every rank if the tensor is cut
+        otherwise."""
         group = self.shards.env.process_group
         found = {
             (tuple(shard.shard_offsets), tuple(shard.shard_sizes), shard.placement.rank())

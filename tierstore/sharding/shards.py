@@ -1,4 +1,4 @@
-"""One collection's shards on this rank: what is stored, restored and shown of them."""
+"""One collection's shards on this rank: stores, restores and shows their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans by hand: how to cut a table, in torchrec's words. The planner makes the same plans by cost."""
+"""Plans made by hand, in torchrec's words. The planner makes the same kind of plan by cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rectangle = tuple[int, int, int, int, int]
 
 
 class TableSharding:
-    """How one table is cut: its type, and a function of (rows, columns, ranks, ranks per host)."""
+    """The sharding of one table: its type, and a function of (rows, columns, ranks, ranks per host)."""
 
     def __init__(
         self, sharding_type: ShardingType, rectangles: Callable[[int, int, int, int], list[Rectangle]]
@@ -36,7 +36,7 @@ class TableSharding:
 
 
 def data_parallel() -> TableSharding:
-    """Every rank has the whole table."""
+    """Place the whole table on every rank."""
     return TableSharding(
         ShardingType.DATA_PARALLEL,
         lambda rows, columns, world, _: [(r, 0, rows, 0, columns) for r in range(world)],
@@ -44,13 +44,14 @@ def data_parallel() -> TableSharding:
 
 
 def table_wise(rank: int) -> TableSharding:
-    """Return the whole table on one rank."""
+    """Place the whole table on one rank."""
     _check_integers("ranks", [rank])
     return TableSharding(ShardingType.TABLE_WISE, lambda rows, columns, *_: [(rank, 0, rows, 0, columns)])
 
 
 def row_wise(sizes: Sequence[int] | None = None) -> TableSharding:
-    """Consecutive rows on every rank: ``sizes`` of them, or equal shares (the last ones shorter)."""
+    """Place consecutive rows on every rank: ``sizes`` rows, or equal shares (the last shares may be
+    shorter)."""
 
     _check_integers("sizes", sizes)
 
@@ -62,7 +63,8 @@ def row_wise(sizes: Sequence[int] | None = None) -> TableSharding:
 
 
 def column_wise(ranks: Sequence[int], sizes: Sequence[int] | None = None) -> TableSharding:
-    """Consecutive columns on ``ranks``, of which one may have several; ``sizes`` or equal shares."""
+    """Place consecutive columns on ``ranks``, where a rank may occur several times: ``sizes`` columns, or
+    equal shares."""
 
     _check_integers("ranks", ranks)
     _check_integers("sizes", sizes)
@@ -75,7 +77,7 @@ def column_wise(ranks: Sequence[int], sizes: Sequence[int] | None = None) -> Tab
 
 
 def table_row_wise(host: int, sizes: Sequence[int] | None = None) -> TableSharding:
-    """Consecutive rows on the ranks of one host."""
+    """Place consecutive rows on the ranks of one host."""
 
     _check_integers("hosts", [host])
     _check_integers("sizes", sizes)
@@ -88,7 +90,7 @@ def table_row_wise(host: int, sizes: Sequence[int] | None = None) -> TableShardi
 
 
 def table_column_wise(host: int, sizes: Sequence[int] | None = None) -> TableSharding:
-    """Consecutive columns on the ranks of one host."""
+    """Place consecutive columns on the ranks of one host."""
 
     _check_integers("hosts", [host])
     _check_integers("sizes", sizes)
@@ -101,7 +103,7 @@ def table_column_wise(host: int, sizes: Sequence[int] | None = None) -> TableSha
 
 
 def grid_shard(hosts: Sequence[int], sizes: Sequence[int] | None = None) -> TableSharding:
-    """Consecutive columns on ``hosts``, each cut by rows over the host's ranks."""
+    """Place consecutive columns on ``hosts``, each cut by rows over the host's ranks."""
 
     _check_integers("hosts", hosts)
     _check_integers("sizes", sizes)
@@ -128,7 +130,8 @@ def construct_plan(
     """Return the plan that cuts every table of ``module`` (a collection, or its configurations) by ``cuts``.
 
     ``name``: the module's path in the model. Raises ConfigError for a table without a cut or a cut without a
-    table, for what is no cut, for shares that do not add up, and unless every host has as many ranks.
+    table, for an object that is no cut, for shares that do not add up, and for hosts with different numbers
+    of ranks.
     """
     tables = configs_of(module)
     names = [table.name for table in tables]
@@ -148,7 +151,8 @@ def construct_plan(
 
 
 def configs_of(module: Any) -> list[Any]:
-    """Table configurations of a collection (ours or torchrec's), or a list of them as it is."""
+    """Return the table configurations of a collection (ours or torchrec's), or a list of configurations as it
+    is."""
     for method in ("embedding_bag_configs", "embedding_configs"):
         if hasattr(module, method):
             return list(getattr(module, method)())
@@ -156,7 +160,7 @@ def configs_of(module: Any) -> list[Any]:
 
 
 def _check_integers(what: str, values: Any) -> None:
-    """Raise ConfigError unless it is None or a sequence of integers, not empty."""
+    """Raise ConfigError unless ``values`` is None or a sequence of integers, not empty."""
     if values is None:
         return
     if not isinstance(values, Sequence) or not values or not all(isinstance(v, Integral) for v in values):
@@ -164,7 +168,7 @@ def _check_integers(what: str, values: Any) -> None:
 
 
 def _parts(total: int, count: int, sizes: Sequence[int] | None, what: str) -> list[tuple[int, int]]:
-    """(start, size) of ``count`` consecutive parts."""
+    """Return (start, size) of ``count`` consecutive parts."""
     if sizes is None:
         share = -(-total // count)
         sizes = [max(0, min(share, total - i * share)) for i in range(count)]

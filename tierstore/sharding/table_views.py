@@ -1,4 +1,4 @@
-"""The tables of a sharded collection as its state dicts have them."""
+"""The tables of a sharded collection in the form of its state dicts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ShardedTableView(TableView):
         return shards
 
     def rows_version(self) -> str:
-        """Return as HasWeight.rows_version, of the shards on all ranks, which call it together."""
+        """Return the versions of the shards on all ranks, which call it together."""
         everyone = self._shards.env.gather_objects(self._shards.rows_version(self.name))
         return hashlib.sha256(repr(everyone).encode()).hexdigest()[:32]
 

@@ -30,7 +30,7 @@ def as_keyed_jagged_tensor(x: Any) -> KeyedJaggedTensor:
     # lengths() keeps what it computes, so x gives the same tensor every time, by which prefetching knows it
     lengths, offsets = x.lengths(), x.offsets_or_none()
     if offsets is not None and offsets.numel() != lengths.numel() + 1:
-        offsets = None  # torchrec's split() leaves empty ones behind
+        offsets = None  # torchrec's split() leaves empty tensors behind
     variable = x.variable_stride_per_key()
     return KeyedJaggedTensor(
         list(x.keys()),

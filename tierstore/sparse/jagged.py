@@ -17,7 +17,7 @@ Device = torch.device | str | int
 
 
 class JaggedBase:
-    """What JaggedTensor and KeyedJaggedTensor share: values, weights, lengths and offsets."""
+    """Base of JaggedTensor and KeyedJaggedTensor: values, weights, lengths and offsets."""
 
     _values: Tensor
     _weights: Tensor | None
@@ -82,9 +82,12 @@ class JaggedBase:
             part.record_stream(stream)  # type: ignore[arg-type]
 
     def _copy_tensors(self, other: JaggedBase, non_blocking: bool) -> None:
-        """Copy into every tensor that this one has, so that no tensor is left with the old bags."""
+        """Copy into every tensor of this object, so that no tensor keeps the old bags."""
         if (self._weights is None) != (other._weights is None):
-            raise InputError(f"{type(self).__name__}.copy_: one of the two has weights, the other has none")
+            raise InputError(
+                f"{type(self).__name__}.copy_: one of the two tensors has weights and the other has none; "
+                "give both weights, or neither"
+            )
         self._values.copy_(other._values, non_blocking=non_blocking)
         if self._weights is not None:
             self._weights.copy_(other.weights(), non_blocking=non_blocking)
@@ -128,7 +131,7 @@ class JaggedTensor(JaggedBase):
     def _unchecked(
         cls, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> JaggedTensor:
-        """Make one of parts that are known to fit, or that a pytree walk has replaced by something else."""
+        """Make a JaggedTensor of parts that are known to fit, or that a pytree walk has replaced."""
         jagged = cls.__new__(cls)
         jagged._values, jagged._weights, jagged._lengths, jagged._offsets = values, weights, lengths, offsets
         return jagged
@@ -231,7 +234,7 @@ class JaggedTensor(JaggedBase):
         return JaggedTensor._unchecked(*(None if part is None else part.pin_memory() for part in parts))  # type: ignore[arg-type]
 
     def copy_(self, jt: JaggedTensor, non_blocking: bool = False) -> JaggedTensor:
-        """Copy the tensors of ``jt``, which must have the same shapes, into this one's."""
+        """Copy the tensors of ``jt``, which must have the same shapes, into this object's."""
         self._copy_tensors(jt, non_blocking)
         return self
 

@@ -39,7 +39,8 @@ class KeyedTensor(Keys):
         if keys:
             if not -values.dim() <= key_dim < values.dim():
                 raise InputError(
-                    f"KeyedTensor: key_dim {key_dim} is outside values of shape {tuple(values.shape)}"
+                    f"KeyedTensor: key_dim {key_dim} is outside values of shape {tuple(values.shape)}; use "
+                    "one of their dimensions"
                 )
             if sum(length_per_key) != values.size(key_dim):
                 raise InputError(

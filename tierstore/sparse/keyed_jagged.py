@@ -17,7 +17,7 @@ from tierstore.sparse.text import key_text, summary_text
 class KeyedJaggedTensor(FiguresPerKey):
     """A batch of bags per key, with torchrec's constructor and methods.
 
-    Values, weights, lengths and offsets run over all bags of the first key, then all of the second, ...
+    Values, weights, lengths and offsets run over all bags of the first key, then all bags of the second, ...
 
     Args:
         keys: names of the features.
@@ -95,7 +95,8 @@ class KeyedJaggedTensor(FiguresPerKey):
         stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> KeyedJaggedTensor:
-        """Make one of lengths, read the lengths, and compute and check the lengths and offsets per key."""
+        """Make a KeyedJaggedTensor of lengths: read them, and compute and check the lengths and offsets per
+        key."""
         return KeyedJaggedTensor(
             keys,
             values,
@@ -116,7 +117,8 @@ class KeyedJaggedTensor(FiguresPerKey):
         stride_per_key_per_rank: Tensor | list[list[int]] | None = None,
         inverse_indices: InverseIndices | None = None,
     ) -> KeyedJaggedTensor:
-        """Make one of offsets, read the offsets, and compute and check the lengths and offsets per key."""
+        """Make a KeyedJaggedTensor of offsets: read them, and compute and check the lengths and offsets per
+        key."""
         return KeyedJaggedTensor(
             keys,
             values,
@@ -177,7 +179,7 @@ class KeyedJaggedTensor(FiguresPerKey):
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
         """Cut into the first ``segments[0]`` keys, the next ``segments[1]``, and so on. Views, no copies."""
         bounds = rearrange.segment_bounds(self, segments)
-        # The whole is returned as it is, with everything that it has computed.
+        # A segment of all keys is this object, with its computed figures.
         return [
             self if end - start == len(self._keys) else type(self)(**rearrange.key_range(self, start, end))
             for start, end in bounds
@@ -214,7 +216,7 @@ class KeyedJaggedTensor(FiguresPerKey):
         return self._jt_dict
 
     def flatten_lengths(self) -> KeyedJaggedTensor:
-        """Return a copy whose lengths have one dimension (they always have) and nothing else is computed."""
+        """Return a copy with one-dimensional lengths (all have) and without computed figures."""
         return self._mapped(lambda part: part)
 
     def sync(self) -> KeyedJaggedTensor:
@@ -259,7 +261,7 @@ class KeyedJaggedTensor(FiguresPerKey):
         return self._mapped(lambda part: part.pin_memory())
 
     def _mapped(self, change) -> KeyedJaggedTensor:  # type: ignore[no-untyped-def]
-        """Apply ``change`` to each tensor of the data; what is known of the keys stays known."""
+        """Apply ``change`` to each tensor of the data; keep the computed figures of the keys."""
         inverse = self._inverse_indices
         result = object.__new__(KeyedJaggedTensor)._assign(
             self._keys,
@@ -281,7 +283,7 @@ class KeyedJaggedTensor(FiguresPerKey):
         return result
 
     def copy_(self, kjt: KeyedJaggedTensor, non_blocking: bool = False) -> KeyedJaggedTensor:
-        """Copy the data of ``kjt``, which must have the same keys and shapes, into this one's tensors."""
+        """Copy the data of ``kjt``, which must have the same keys and shapes, into this object's tensors."""
         self._copy_tensors(kjt, non_blocking)
         if self._inverse_indices is not None and kjt._inverse_indices is not None:
             self._inverse_indices[1].copy_(kjt._inverse_indices[1], non_blocking=non_blocking)

@@ -53,7 +53,7 @@ class FiguresPerKey(JaggedBase, Keys):
         index_per_key: dict[str, int] | None = None,
         jt_dict: dict[str, JaggedTensor] | None = None,
     ) -> None:
-        """Set what can be derived from the defining parts, as far as the caller knows it already."""
+        """Set derived figures that the caller knows already."""
         self._stride_per_key = stride_per_key
         self._length_per_key = length_per_key
         self._lengths_offset_per_key = lengths_offset_per_key
@@ -109,7 +109,7 @@ class FiguresPerKey(JaggedBase, Keys):
 
     def _summed_lengths(self) -> list[int]:
         lengths = self._lengths
-        if lengths is None:  # what sync() needs once need not stay
+        if lengths is None:  # sync() needs it once
             assert self._offsets is not None
             lengths = torch.diff(self._offsets)
         if not self._keys or not lengths.numel():
@@ -133,7 +133,7 @@ class FiguresPerKey(JaggedBase, Keys):
         return self._offset_per_key
 
     def lengths_offset_per_key(self) -> list[int]:
-        """Return where the bags (lengths) of each key start, and where the last ones end."""
+        """Return where the bags (lengths) of each key start, and where the last key's bags end."""
         if self._lengths_offset_per_key is None:
             self._lengths_offset_per_key = [0, *accumulate(self.stride_per_key())]
         return self._lengths_offset_per_key

@@ -31,7 +31,7 @@ class Parts(TypedDict):
 
 
 def join_dict(parts: Mapping[str, JaggedTensor]) -> Parts:
-    """See KeyedJaggedTensor.from_jt_dict."""
+    """Join one JaggedTensor per key; see KeyedJaggedTensor.from_jt_dict."""
     weighted = [key for key, part in parts.items() if part.weights_or_none() is not None]
     if weighted and len(weighted) < len(parts):
         bare = next(key for key in parts if key not in weighted)
@@ -51,9 +51,9 @@ def join_dict(parts: Mapping[str, JaggedTensor]) -> Parts:
 
 
 def concat(kjts: Sequence[FiguresPerKey]) -> Parts:
-    """See KeyedJaggedTensor.concat."""
+    """Join the keys of all; see KeyedJaggedTensor.concat."""
     if not kjts:
-        raise InputError("concat: there is no KeyedJaggedTensor to concatenate")
+        raise InputError("concat: there is no KeyedJaggedTensor to concatenate; give at least one")
     weighted = _same("weights", [kjt.weights_or_none() is not None for kjt in kjts])
     variable = _same("strides that differ per key", [kjt.variable_stride_per_key() for kjt in kjts])
     inverse = _same("inverse indices", [kjt.inverse_indices_or_none() is not None for kjt in kjts])
@@ -84,7 +84,7 @@ def segment_bounds(kjt: FiguresPerKey, segments: Sequence[int]) -> list[tuple[in
 
 
 def permute(kjt: FiguresPerKey, indices: Sequence[int]) -> Parts:
-    """See KeyedJaggedTensor.permute."""
+    """Return the keys at ``indices`` in that order; see KeyedJaggedTensor.permute."""
     count = len(kjt.keys())
     wrong = [index for index in indices if not 0 <= index < count]
     if wrong:

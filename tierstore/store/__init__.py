@@ -1,4 +1,4 @@
-"""The bottom tier: row stores behind one protocol, and the directories they live in."""
+"""The bottom tier: row stores behind one protocol, and the directories that they live in."""
 
 from tierstore.store.directory import DirectoryStore, open_store
 from tierstore.store.identity import StoreIdentity, read_identity

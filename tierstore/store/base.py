@@ -1,6 +1,6 @@
-"""What engines share: checks of arguments, the closed state, counters, the list of kept commits.
+"""Base of the engines: checks of arguments, the closed state, counters, the list of kept commits.
 
-Engines fill in the ``_`` methods.
+Engines implement the ``_`` methods.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tierstore.store.registry import StoreOptions
 
 log = logging.getLogger(__name__)
 
-_TAG = re.compile(r"[ -.0-~]{0,100}")  # so that it may be part of a file's name, or of a command line
+_TAG = re.compile(r"[ -.0-~]{0,100}")  # a tag may be part of a file's name, or of a command line
 
 
 class RowSizes:
@@ -49,13 +49,13 @@ class RowSizes:
         return int(size)
 
     def of_keys(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Return the row size of each key's table, int64 (n,); all tables must be known."""
+        """Return the row size of each key's table, int64 (n,). Raises ``InputError`` for an unknown table."""
         return self._sizes[keys >> np.uint64(ID_BITS)]
 
     def check(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8], name: str) -> None:
         """Raise ``InputError`` unless keys are uint64 (n,) and rows uint8 (n, row_bytes), C-contiguous.
 
-        ``name`` is what messages call ``rows``.
+        ``name``: the name of ``rows`` in messages.
         """
         _check_array(keys, "keys", np.uint64, 1)
         _check_array(rows, name, np.uint8, 2)
@@ -70,7 +70,7 @@ class RowSizes:
         if wrong.size:
             table = int(tables[wrong[0]])
             raise InputError(
-                f"{name} has rows of {rows.shape[1]} bytes, but those of table {table} have "
+                f"{name} has rows of {rows.shape[1]} bytes, but rows of table {table} have "
                 f"{self.of_table(table)}; all keys of one call must belong to tables of one row size"
             )
 
@@ -88,7 +88,7 @@ def _check_array(array: object, name: str, dtype: type[np.generic], ndim: int) -
     if array.ndim != ndim:
         raise InputError(f"{name} must have {ndim} dimension{'s' * (ndim > 1)}, not {array.ndim}")
     if not array.flags.c_contiguous:
-        raise InputError(f"{name} must be C-contiguous; np.ascontiguousarray({name}) is")
+        raise InputError(f"{name} must be C-contiguous; pass np.ascontiguousarray({name})")
 
 
 def as_bytes(rows: NDArray[np.uint8]) -> list[bytes]:
@@ -107,7 +107,7 @@ def scatter(values: list[bytes], positions: NDArray[np.int64], out: NDArray[np.u
 
 
 def check_commit(meta: object, tag: object) -> None:
-    """Raise ``InputError`` unless both can be kept with a commit."""
+    """Raise ``InputError`` unless a commit can have this ``meta`` and ``tag``."""
     if not isinstance(meta, bytes):
         raise InputError(f"meta must be bytes, not {type(meta).__name__}")
     if tag is not None and not (isinstance(tag, str) and _TAG.fullmatch(tag)):
@@ -115,7 +115,7 @@ def check_commit(meta: object, tag: object) -> None:
 
 
 class StoreBase(ABC):
-    """A :class:`RowStore` whose public methods check, count and lock, and leave the rest to the engine."""
+    """A :class:`RowStore` whose public methods check, count and lock; the engine does the other work."""
 
     engine: str
     io: str
@@ -184,7 +184,7 @@ class StoreBase(ABC):
             for old in superseded(self._kept, self._keep):
                 try:
                     self._drop(old)
-                except OSError as error:  # the newest commit is safe, and the next one tries again
+                except OSError as error:  # the newest commit is safe, and the next commit tries again
                     log.warning("removing commit %d of %s: %s", old.id, self._path, error)
             return commit.id
 
@@ -255,7 +255,7 @@ class StoreBase(ABC):
         """Remove the files of a kept commit, which is not the last; a file that is gone is no error."""
 
     def _compact(self) -> None:  # noqa: B027  # most engines have nothing to do
-        """Win back space; an engine that has nothing to win back need not override this."""
+        """Win back space; an engine without superseded rows need not override this."""
 
     @abstractmethod
     def _space(self) -> tuple[int, int, int, int]:
@@ -279,7 +279,7 @@ class StoreBase(ABC):
     def _check_writable(self) -> None:
         self._check_open()
         if self._read_only:
-            raise InputError("the store is opened read-only")
+            raise InputError("the store is opened read-only; open it without read_only to change it")
 
     @contextmanager
     def _breaking(self, doing: str) -> Iterator[None]:
@@ -295,8 +295,8 @@ class StoreBase(ABC):
             if not self._closed:
                 self._closed = why
                 for chunks in list(self._listings):
-                    with suppress(ValueError):  # it is what found that the store must be closed
-                        chunks.close()  # it may hold what is released now, and keep it alive
+                    with suppress(ValueError):  # the error itself says that the store must be closed
+                        chunks.close()  # the error's frames would keep released objects alive
                 self._release()
 
     def _checked(self, chunks: Generator[NDArray[np.uint64], None, None]) -> Iterator[NDArray[np.uint64]]:

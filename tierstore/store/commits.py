@@ -1,4 +1,5 @@
-"""Kept commits: how one is chosen by number or tag, and the record by which the Python engines remember one.
+"""Kept commits: the choice of a commit by number or tag, and the record in which Python engines keep a
+commit.
 
 The record (little-endian): magic ``TSCOMMIT``, u64 number, i64 nanoseconds since 1970, u32 bytes of tag, u32
 bytes of meta, tag (UTF-8), meta, CRC-32 of all before it.
@@ -84,7 +85,7 @@ def find_commit(commits: Sequence[CommitInfo], at: int | str, path: str | Path) 
 def check_droppable(commits: Sequence[CommitInfo], id: int, path: str | Path) -> None:
     """Raise ``InputError`` unless commit ``id`` is kept and not the newest."""
     if find_commit(commits, id, path) is commits[-1]:
-        raise InputError(f"{path}: commit {id} is the newest; a store keeps at least that one")
+        raise InputError(f"{path}: commit {id} is the newest, which a store keeps; drop an older commit")
 
 
 def superseded(commits: Sequence[CommitInfo], keep: int) -> Sequence[CommitInfo]:

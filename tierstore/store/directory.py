@@ -146,7 +146,8 @@ class DirectoryStore:
         self._engine().reserve(table, rows)
 
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
-        """See :class:`RowStore`. After an interrupted call (Ctrl-C) :meth:`commits` tells what was made."""
+        """Commit as :class:`RowStore` says. After an interrupted call (Ctrl-C) :meth:`commits` shows whether
+        it was made."""
         inner = self._engine()
         last = self._commit.id if self._commit else 0
         try:
@@ -259,7 +260,8 @@ def _delete_left_behind(parent: Path) -> None:
                 continue
             lock = open_own(folder / LOCK)
             try:
-                # Whoever makes a store writes its number when it has the lock; until then there is none.
+                # A process that makes a store writes its number once it has the lock; until then the file is
+                # empty.
                 if not _is_running(int(os.pread(lock.fileno(), 20, 0))):
                     fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
@@ -297,7 +299,7 @@ def _make_folders(folder: Path, undo: ExitStack) -> Path:
 def lock_folder(folder: Path) -> FolderLock:
     """Create ``folder`` where it is missing and take its lock, with this process's number in the file.
 
-    Raises ``StoreLockedError`` when somebody has the lock, also in this process.
+    Raises ``StoreLockedError`` when another object has the lock, also one in this process.
     """
     with store_errors(f"locking {folder}"), ExitStack() as undo:
         lock = lock_for_writing(_make_folders(folder, undo))
@@ -314,7 +316,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 def _remove_new(folder: Path, engine: str, lock: FolderLock) -> None:
     """Remove the files of a store directory whose first opening failed; the caller holds its lock."""
-    if lock.closed:  # in a forked child: they are the parent's
+    if lock.closed:  # in a forked child, whose parent owns the files
         return
     shutil.rmtree(folder / engine, ignore_errors=True)
     with suppress(OSError):
@@ -334,7 +336,7 @@ def _engine_folder(folder: Path, engine: str) -> Path:
     own = folder / engine
     if not own.is_symlink():
         own.mkdir(exist_ok=True)
-        sync_directory(folder)  # always: the process that made it may have died before this
+        sync_directory(folder)  # always: the maker of the folder may have died before this
     check_no_links(own)
     return own
 

@@ -48,7 +48,7 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Make what is in the file ``path`` durable; a link is refused."""
+    """Make the content of the file ``path`` durable; a link is refused."""
     _sync(path, os.O_NOFOLLOW)
 
 

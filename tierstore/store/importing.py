@@ -45,7 +45,7 @@ def import_(
 
 
 def _rows_there(source: Path, spec: StoredTable, shard: Shard) -> int:
-    """Return the rows that a file can have, whatever its description says."""
+    """Return the number of rows that fit the file's size, without trusting its description."""
     try:
         size = os.stat(source / shard["file"], follow_symlinks=False).st_size
     except FileNotFoundError:

@@ -6,9 +6,9 @@ processes out, so LMDB's own is off; without it a transaction may also move betw
 are kept in process memory until the commit, up to 512 MiB (a constant of LMDB); after that LMDB writes
 some to unused places of the file.
 
-LMDB knows only its last commit. An older one that is to be kept is a copy of the tree, ``commit-N.mdb``,
-made just before the next commit, beside the record ``commit-N.record`` that lists it. A store opened at such
-a commit works on another copy, ``branch.mdb``, which the next commit puts in the place of ``data.mdb``.
+LMDB knows only its last commit. An older commit that is kept is a copy of the tree, ``commit-N.mdb``, made
+just before the next commit, beside the record ``commit-N.record`` that lists it. A store opened at such a
+commit works on another copy, ``branch.mdb``, which the next commit puts in the place of ``data.mdb``.
 
 There is one database per row size, with native-endian integer keys, and one for the commit record (key
 ``commit``, :mod:`tierstore.store.commits`). An error inside a transaction breaks it, so it closes the store.
@@ -73,7 +73,7 @@ class LMDBStore(StoreBase):
             self._branch(options.at)
 
     def _branch(self, at: int | str) -> None:
-        """Go on from a copy of the kept commit ``at``, if that is not the last one."""
+        """Go on from a copy of the kept commit ``at``, unless it is the last commit."""
         try:
             commit = find_commit(self._kept, at, self._path)
         except InputError:
@@ -161,7 +161,7 @@ class LMDBStore(StoreBase):
     def _touch(self, database: lmdb._Database, names: list[bytes]) -> list[None]:
         """Bring pages of the last commit to memory; the caller then reads the newest rows.
 
-        Several threads can read the last commit at a time, but not what is newer; most pages are the same.
+        Several threads can read the last commit at a time, but not newer rows; most pages are the same.
         """
         with self._env.begin() as transaction:
             self._get(transaction, database, names)
@@ -237,7 +237,7 @@ class LMDBStore(StoreBase):
         sync_directory(self._path)
 
     def _replace_data(self) -> None:
-        """Put the branch in the place of the last commit, which becomes one of the copies."""
+        """Put the branch in the place of the last commit, which becomes a copy."""
         last = self._kept[-1]
         write_atomically(self._path / _record_name(last.id), [pack_commit(last)])
         (self._path / _DATA).rename(self._path / _copy_name(last.id))
@@ -308,10 +308,11 @@ class LMDBStore(StoreBase):
 
 
 def _clean(path: Path) -> None:
-    """Remove what a crash left, and end a replacement of ``data.mdb`` by a branch that it cut short."""
+    """Remove files that a crash left, and finish a replacement of ``data.mdb`` by a branch that the crash cut
+    short."""
     data, branch = path / _DATA, path / _BRANCH
     if not data.exists() and branch.exists() and _copies(path):
-        branch.rename(data)  # it is synced: only the names were still to be changed
+        branch.rename(data)  # the branch is synced: only the names were still to be changed
         sync_directory(path)
     whole = {name(number) for number in _copies(path) for name in (_copy_name, _record_name)}
     for name in os.listdir(path):

@@ -57,7 +57,7 @@ class FolderLock:
 
 
 def lock_for_writing(folder: Path) -> FolderLock:
-    """Take the exclusive lock of ``folder``; ``StoreLockedError`` when somebody has it."""
+    """Take the exclusive lock of ``folder``. Raises ``StoreLockedError`` when another object has it."""
     return _take(folder, folder / LOCK, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
 
 
@@ -67,7 +67,7 @@ def lock_for_reading(folder: Path) -> FolderLock:
     Raises ``StoreLockedError`` when the store is open for writing, and ``StoreMismatchError`` when
     ``folder`` is no store directory.
     """
-    identities.read_identity(folder)  # says so where there is none
+    identities.read_identity(folder)  # raises where there is no store
     try:
         return _take(folder, folder / LOCK, os.O_RDONLY, fcntl.LOCK_SH)
     except FileNotFoundError:  # a copy without the file; no process writes to it
@@ -93,4 +93,4 @@ def _take(folder: Path, path: Path, flags: int, kind: int) -> FolderLock:
         except BaseException:
             lock.close()
             raise
-        lock.close()  # the holder has removed the file meanwhile: there is a new one, or will be
+        lock.close()  # the holder has removed the file meanwhile: there is a new file, or will be

@@ -79,7 +79,7 @@ class _Arena:
 
 
 class MemoryStore(StoreBase):
-    """Rows in memory; a commit rewrites the one file, so it costs all rows, not only the changed ones."""
+    """Rows in memory. A commit rewrites the one file, so it costs as much as all rows."""
 
     engine = "memory"
     io = "memory"

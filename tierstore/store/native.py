@@ -1,4 +1,4 @@
-"""The ``native`` engine: our own log-structured store (csrc/store), the one made for embedding rows."""
+"""The ``native`` engine: our own log-structured store (csrc/store), made for embedding rows."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _KEYS_PER_CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class NativeLimits:
-    """Bounds of the core, at most as here. Tests make them small, to reach them."""
+    """Bounds of the core, at most as here. Tests make the bounds small, to reach them."""
 
     chunk_bytes: int = 2 << 20
-    """What is written as one; at least a frame of rows."""
+    """Bytes that are written at once; at least a frame of rows."""
     locations: int = (1 << 32) - 3
-    """Versions of rows of one size."""
+    """The largest number of row versions of one size."""
     manifest_bytes: int = 1 << 30
 
 
@@ -39,10 +39,10 @@ class NativeConfig:
     io: str = "auto"
     """"io_uring" (or "uring"), "pread" (threads), or "auto": io_uring where the kernel allows it."""
     keep: int = 1
-    """Commits without a tag to keep; a new commit drops the oldest beyond that. What a kept commit names
-    stays on disk."""
+    """Commits without a tag to keep; a new commit drops the oldest beyond that. Rows of a kept commit stay on
+    disk."""
     at: int | str = 0
-    """Commit to open at, by number or tag; 0 for the last one."""
+    """Commit to open at, by number or tag; 0 for the last commit."""
     read_only: bool = False
     """Change nothing on disk; writing is an error."""
     queue_depth: int = 128
@@ -50,12 +50,13 @@ class NativeConfig:
     direct: bool = True
     """Bypass the page cache where the file system can."""
     segment_bytes: int = 0
-    """The most bytes of a file of rows; 0 chooses by the cap, from 128 KiB to 64 MiB."""
+    """The most bytes of a segment file; 0 chooses by the cap, from 128 KiB to 64 MiB."""
     write_buffer_bytes: int = 16 << 20
     """Bytes of memory in which rows wait to be written, besides a buffer of 2 MiB per open segment."""
 
     snapshot_min_rows: int = 1 << 17
-    """Rows from which on the index is saved beside the data; smaller stores open fast without."""
+    """The smallest number of rows for which the index is saved beside the data; smaller stores open fast
+    without it."""
     limits: NativeLimits | None = None
     """None: the limits of the core."""
 
@@ -70,16 +71,16 @@ class NativeConfig:
             raise ConfigError(f"queue_depth is {self.queue_depth}; it must be from 1 to 1024")
         for name in ("cap_bytes", "segment_bytes", "write_buffer_bytes"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it cannot be negative")
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
 
 
 class NativeStore:
     """A :class:`~tierstore.store.protocol.RowStore` over segments of records and an index in memory.
 
     ``path`` is a folder of its own that exists and is locked by the caller. Opening gives the last commit (or
-    ``config.at``); what was written after it is gone. Calls may come from any thread; they exclude one
-    another, but for ``read``, which goes on beside all others. ``close`` interrupts them. ``env`` is a test
-    double of the file system.
+    ``config.at``); rows written after it are gone. Calls may come from any thread. They exclude one another,
+    except ``read``, which runs beside all calls. ``close`` interrupts calls. ``env`` is a test double of the
+    file system.
     """
 
     engine = "native"
@@ -98,7 +99,7 @@ class NativeStore:
             config = NativeConfig(options.ssd_bytes, options.io, options.keep, options.at, options.read_only)
         self._folder: _core.Env | None = None
         if env is None:
-            path = path.absolute()  # its names are looked up long after this
+            path = path.absolute()  # the Env looks up names in the folder long after this
             env = self._folder = _core.posix_env(str(path))
         if config.read_only:
             env = _core.ReadOnlyEnv(env)

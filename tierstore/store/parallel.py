@@ -10,13 +10,13 @@ from typing import TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_CHUNK = 128  # enough that handing a chunk over costs little beside its reads
+_CHUNK = 128  # so large that handing a chunk over costs little beside its reads
 SMALLEST = 2 * _CHUNK
 """Batches below this are not worth the threads."""
 
 
 class Readers:
-    """A pool of ``threads``, started at the first large batch; 1 means none beside the caller."""
+    """A pool of ``threads``, started at the first large batch; 1 means the caller alone."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads

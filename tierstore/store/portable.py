@@ -48,11 +48,11 @@ _MAX_JSON_BYTES = 256 << 20
 _CHECKSUMS = {"header", "ids", "weights", "state"}
 
 Progress = Callable[[int, int], None]
-"""Gets rows done, and in all (engines that estimate their rows may end on another number)."""
+"""Called with rows done, and rows in all (which engines that estimate it may miss)."""
 
 
 class Shard(TypedDict):
-    """A file of an export, and the checksums of what is in it."""
+    """A file of an export, and the checksums of its tensors."""
 
     file: str
     rows: int
@@ -60,7 +60,7 @@ class Shard(TypedDict):
 
 
 class StoreOfTables(RowStore, Protocol):
-    """A store that tells its tables."""
+    """A store with a list of its tables."""
 
     @property
     def tables(self) -> Sequence[StoredTable]: ...
@@ -200,7 +200,8 @@ def _checked_commit(file: Path, commit: Any) -> CommitInfo:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Give a folder to work in that becomes ``target`` when the body is done, and vanishes when it fails."""
+    """Yield a folder to work in that becomes ``target`` when the body is done, and vanishes when the body
+    fails."""
     target = target.absolute()
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise ConfigError(f"{target} exists already; give a new path, or an empty folder")

@@ -15,7 +15,7 @@ from tierstore.keys import MAX_ID, MAX_TABLE
 
 @dataclass(frozen=True)
 class StoredTable:
-    """What a store must know of a table; all of it is part of the identity of a store directory.
+    """What a store must know of a table. All fields are part of the identity of a store directory.
 
     ``optimizer`` and ``init`` hold plain JSON values (str, int, float, bool, None, and lists or dicts of
     them) that identify the optimizer's state layout and the rule of the initial values. Learning rate and
@@ -54,33 +54,33 @@ class StoredTable:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Counters of one open store. The ``read_`` and ``written_`` ones count from the moment it was opened."""
+    """Counters of one open store. The ``read_`` and ``written_`` counters begin at 0 when it is opened."""
 
     engine: str
     rows: int
-    """Rows stored, committed or not, each once. Engines that cannot count cheaply estimate it."""
+    """Rows stored, committed or not, each once. Engines that cannot count cheaply estimate the number."""
     disk_bytes: int
     """Bytes that the engine's files occupy."""
     live_bytes: int
     """Bytes of the newest versions of all rows: rows times their row_bytes."""
     index_bytes: int
-    """Memory that the engine holds for its index, buffers and caches, as far as it can tell."""
+    """Memory that the engine holds for its index, buffers and caches, as far as the engine can tell."""
     read_rows: int
     """Rows found and returned by read()."""
     read_bytes: int
-    """Bytes requested from the device; engines that cannot tell count the bytes of the rows they returned."""
+    """Bytes requested from the device; some engines count the bytes of the rows that they returned."""
     read_requests: int
-    """Requests to the device; engines that cannot tell count the keys they looked up."""
+    """Requests to the device; some engines count the keys that they looked up."""
     written_rows: int
     """Rows given to write()."""
     written_bytes: int
-    """Bytes sent to the device, compaction included; engines that cannot tell count the bytes of the rows."""
+    """Bytes sent to the device, compaction included; some engines count the bytes of the rows."""
     io: str
     """How bytes are moved: "io_uring", "pread", "rocksdb", "mmap", "memory"."""
 
 
 CommitId = int
-"""Number of a commit: from 1 on, growing."""
+"""The number of a commit: from 1 on, growing."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class CommitInfo:
 
     id: CommitId
     tag: str
-    """Its name for people; "" for none."""
+    """The commit's name for people; "" for none."""
     unix_nanoseconds: int
-    """When it was made."""
+    """The time at which it was made."""
     meta: bytes
 
 
@@ -99,11 +99,11 @@ class CommitInfo:
 class RowStore(Protocol):
     """Rows by key below the memory tiers.
 
-    All keys of one call belong to tables of one row size. Calls come from one thread at a time, though not
-    always the same one; one ``read`` of another thread may be under way beside them.
-    ``close()`` may come from any thread at any time. After ``close()`` every method but
-    ``close()`` raises ``ClosedError``. Errors of the device are ``StoreIOError`` or ``StoreFullError``,
-    damaged data is ``StoreCorruptError``; each leaves the store usable, or closed; wrong bytes never return.
+    All keys of one call belong to tables of one row size. Calls come from one thread at a time, which may
+    change; a ``read`` of another thread may run beside a call. ``close()`` may come from any thread at any
+    time. After ``close()`` every method but ``close()`` raises ``ClosedError``. Errors of the device are
+    ``StoreIOError`` or ``StoreFullError``, damaged data is ``StoreCorruptError``; each leaves the store
+    usable, or closed; wrong bytes never return.
     """
 
     engine: str
@@ -127,20 +127,20 @@ class RowStore(Protocol):
     def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
         """Yield the keys of all stored rows of ``table`` in chunks, each key once, in any order.
 
-        Nobody may write to the store while the iterator is in use.
+        The store must not be written to while the iterator is in use.
         """
         ...
 
     def reserve(self, table: int, rows: int) -> None:
-        """Take the hint that so many rows of ``table`` are about to be written to an empty store."""
+        """Prepare an empty store for this many rows of ``table``, which are about to be written; a hint."""
         ...
 
     def commit(self, meta: bytes = b"", tag: str | None = None) -> CommitId:
         """Make everything written so far durable, together with ``meta``, and return the commit's number.
 
         A commit survives a crash whole or not at all: reopening gives the last commit, and nothing written
-        after it. A ``tag`` has at most 100 printable ASCII characters without "/". A commit with a tag can
-        be opened by it, and is kept until it is dropped. A commit without a tag goes when
+        after it. A ``tag`` has at most 100 printable ASCII characters without "/". A commit with a tag can be
+        opened by the tag, and is kept until it is dropped. A commit without a tag goes when
         ``StoreOptions.keep`` newer commits are there.
         """
         ...
@@ -150,7 +150,8 @@ class RowStore(Protocol):
         ...
 
     def drop_commit(self, id: CommitId) -> None:
-        """Drop a kept commit and win back its space; ``InputError`` of the newest and of unknown ones."""
+        """Drop a kept commit and win back its space. Raises ``InputError`` for the newest or an unknown
+        commit."""
         ...
 
     def compact(self) -> None:

@@ -19,18 +19,18 @@ class StoreOptions:
     ssd_bytes: int
     """Hard cap on the bytes of all files of the store."""
     io: str = "auto"
-    """"auto", "io_uring" (or "uring") or "pread"; engines with one way to do IO ignore it."""
+    """"auto", "io_uring" (or "uring") or "pread"; engines with one kind of IO ignore it."""
     read_threads: int = 16
     """Threads over which rocksdb and lmdb, whose reads block, spread a batch; 1 means the caller alone."""
     keep: int = 1
     """Commits without a tag to keep: the next commit drops the oldest beyond that.
-    docs/reference/engines.md says what each engine pays for it."""
+    docs/reference/engines.md says what a kept commit costs in each engine."""
     at: int | str = 0
-    """The kept commit to open at, by number or tag; 0 for the last. Commits made after it are kept, and the
-    next one goes on from here."""
+    """The kept commit to open at, by number or tag; 0 for the last. Later commits are kept, and the next
+    commit follows this one."""
 
     read_only: bool = False
-    """Change nothing on disk, so that a store can be read where it may not be touched."""
+    """Change nothing on disk, so that a store can be read where writing is not allowed."""
 
     def __post_init__(self) -> None:
         if self.keep < 1:
@@ -56,7 +56,7 @@ def engine_names() -> list[str]:
 def register_engine(name: str, factory: EngineFactory | str) -> None:
     """Add an engine: a factory, or "module:attribute" of one, imported at first use."""
     if name in _FACTORIES:
-        raise ConfigError(f"engine {name!r} is already registered")
+        raise ConfigError(f"engine {name!r} is already registered; choose another name")
     _FACTORIES[name] = factory
     ENGINE_NAMES.append(name)
 

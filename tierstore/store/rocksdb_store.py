@@ -138,7 +138,7 @@ class RocksDBStore(StoreBase):
     def _write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
         self._check_cap(rows.size)
         batch = rocksdict.WriteBatch(raw_mode=True)
-        deque(map(batch.put, _names(keys), as_bytes(rows)), maxlen=0)  # runs the map and keeps nothing
+        deque(map(batch.put, _names(keys), as_bytes(rows)), maxlen=0)  # run the map, keep nothing
         with self._breaking("writing"), self._rocksdb_errors("writing"):
             self._db.write(batch, self._write_options)
 
@@ -194,7 +194,7 @@ class RocksDBStore(StoreBase):
         self._readers.close()
         try:
             self._db.close()
-        except Exception as error:  # it flushes what the next opening removes, so nothing is lost by that
+        except Exception as error:  # it flushes rows that the next opening removes, so nothing is lost
             log.warning("closing %s: %s", self._path, error)
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -202,7 +202,7 @@ class RocksDBStore(StoreBase):
     def _remove(self, commit: CommitInfo) -> None:
         folder = self._path / _folder_name(commit.id)
         if folder.exists():
-            unnamed = folder.with_name(folder.name + ".tmp")  # half a folder must not pass for a commit
+            unnamed = folder.with_name(folder.name + ".tmp")  # half a folder must not look like a commit
             folder.rename(unnamed)
             shutil.rmtree(unnamed)
         (self._path / _record_name(commit.id)).unlink(missing_ok=True)
@@ -245,7 +245,7 @@ def _commit_numbers(path: Path) -> list[int]:
 
 
 def _clean(path: Path) -> None:
-    """Remove what the last process worked with, and what a crash left."""
+    """Remove the last process's working files, and files that a crash left."""
     whole = {_record_name(number) for number in _commit_numbers(path)}
     for name in os.listdir(path):
         if name == "live" or (name.endswith(".tmp") and (path / name).is_dir()):
@@ -255,7 +255,7 @@ def _clean(path: Path) -> None:
 
 
 def _restore(path: Path, commit: CommitInfo | None, live: Path, link: Callable[[str, Path], None]) -> None:
-    """Make the new folder ``live`` the state of ``commit``, with links to what never changes."""
+    """Make the new folder ``live`` the state of ``commit``, with links to files that never change."""
     live.mkdir()
     if commit is not None:
         for entry in os.scandir(path / _folder_name(commit.id)):
@@ -268,7 +268,7 @@ def _link_or_copy(source: str, target: Path, link: Callable[[str, Path], None]) 
         with suppress(OSError):
             link(source, target)
             return
-    if not source.endswith(".json"):  # settings of the Python package, which opening writes anew
+    if not source.endswith(".json"):  # the Python package's settings, which opening writes again
         shutil.copyfile(source, target)
 
 

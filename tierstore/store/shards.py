@@ -27,7 +27,7 @@ _NAMES = ("ids", "weights", "state")
 
 
 class ShardLayout:
-    """Where the tensors of ``rows`` rows of a table lie in their file."""
+    """Places of the tensors of ``rows`` rows of a table in their file."""
 
     def __init__(self, spec: StoredTable, rows: int) -> None:
         self.rows = rows
@@ -96,8 +96,8 @@ def read_shard(
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
     """Yield ids and rows of a file in batches.
 
-    Raises ``StoreCorruptError`` at anything but ``layout`` and ``crc32``. The checksums are compared at the
-    very end, so the caller must make nothing durable before it.
+    Raises ``StoreCorruptError`` unless the file has this ``layout`` and ``crc32``. The checksums are compared
+    at the very end, so the caller must make nothing durable before it.
     """
     with open(open_regular(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size

@@ -1,9 +1,8 @@
 """Verification: reads and checks every byte of a store directory, and names what is damaged.
 
 ``native`` has a checksum over every record and structure, so each byte that a kept commit needs is covered.
-``memory`` and ``rocksdb`` are checked by their own checksums, of files and of blocks. ``lmdb`` has none: its
-tree is walked from end to end, in a process of its own, since LMDB trusts its pages and may be killed by bad
-ones.
+``memory`` has checksums of files, ``rocksdb`` of blocks. ``lmdb`` has no checksums: verification walks its
+tree from end to end, in a separate process, since a bad page may kill the process that reads it.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from tierstore.store.lock import lock_for_reading
 from tierstore.store.protocol import CommitInfo, StoredTable
 
 Progress = Callable[[int, int], None]
-"""Gets bytes done, and in all."""
+"""Called with bytes done, and bytes in all."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A stretch of a file that is not as it should be."""
+    """A damaged stretch of a file."""
 
     file: str
     """Path within the store directory."""
@@ -38,7 +37,7 @@ class Damage:
     bytes: int
     what: str
     lost: bool
-    """Whether committed rows, or the way to them, are lost; False: the store works without these bytes."""
+    """Whether committed rows, or the index to them, are lost; False: the store works without these bytes."""
     commits: list[int]
     """Kept commits that need the bytes."""
     tables: list[str]
@@ -49,13 +48,13 @@ class Damage:
 
 @dataclass
 class VerifyReport:
-    """What verification found."""
+    """The result of a verification."""
 
     path: str
     engine: str
     damage: list[Damage] = field(default_factory=list)
     damage_total: int = 0
-    """All that were found; ``damage`` has the first thousand."""
+    """The number of damaged stretches; ``damage`` has the first thousand."""
     files: int = 0
     bytes: int = 0
     rows: int = 0
@@ -77,7 +76,7 @@ class VerifyReport:
         """Return the kept commits that no damage touches."""
         damaged = {commit for item in self.damage for commit in item.commits}
         if any(item.lost and not item.commits for item in self.damage):
-            return []  # not even which commits there are is known
+            return []  # not even the list of commits is known
         return [commit for commit in self.commits if commit not in damaged]
 
     def advice(self) -> list[str]:
@@ -111,7 +110,7 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ve
 
     ``progress`` is called now and then and may raise to stop. Raises ``StoreLockedError`` when the store is
     open elsewhere, ``StoreMismatchError`` when ``path`` has no store, and ``StoreCorruptError`` when its
-    TIERSTORE.json is damaged, without which nothing else can be checked. The report tells other damage.
+    TIERSTORE.json is damaged, without which nothing else can be checked. The report has other damage.
     """
     folder = Path(path)
     with store_errors(f"verifying {folder}"), lock_for_reading(folder):
@@ -143,7 +142,7 @@ def _verify_native(own: Path, identity: StoreIdentity, report: VerifyReport, pro
 
 
 def fill_report(report: VerifyReport, found: _core.VerifyReport, names: dict[int, str]) -> None:
-    """Take over what the core found; ``names`` has the tables' names by index."""
+    """Add the core's findings to the report; ``names`` has the tables' names by index."""
     report.damage += [_damage(report.engine, item, names) for item in found.findings]
     report.damage_total += found.findings_total
     report.files, report.bytes, report.rows = found.files, found.bytes, found.records
@@ -185,7 +184,7 @@ def _verify_by_opening(own: Path, identity: StoreIdentity, report: VerifyReport,
 
 
 def _take_line(words: list[str], report: VerifyReport, progress: Progress) -> None:
-    """Take over a line that :func:`read_everything` printed."""
+    """Add a line that :func:`read_everything` printed to the report."""
     if words[0] == "commit":
         report.commits.append(int(words[1]))
     elif words[0] == "rows":
@@ -197,7 +196,7 @@ def _take_line(words: list[str], report: VerifyReport, progress: Progress) -> No
 
 
 def read_everything(path: str) -> None:
-    """Read all rows of each commit and print what is found.
+    """Read all rows of each commit and print the findings.
 
     Each line is ``commit N``, ``rows COUNT MILLIONTHS-DONE`` or ``damage N WHAT``.
     """

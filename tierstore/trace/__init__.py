@@ -1,4 +1,4 @@
-"""Traces of embedding lookups: recording them, reading them from many kinds of files, describing them."""
+"""Traces of embedding lookups: records, reads (from many kinds of files) and describes them."""
 
 from __future__ import annotations
 

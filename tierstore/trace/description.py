@@ -45,7 +45,7 @@ class Description:
     accesses_by_reuse: list[float]
     used_once: float  # share of the rows that the whole trace uses once
     coverage: dict[str, float]  # share of accesses to the top 0.1 %, 1 %, 10 % of the rows used
-    drift: float | None  # share of the early accesses to the early favourites that they lose until the end
+    drift: float | None  # share of the early favourites' accesses that the favourites lose until the end
     zipf: ZipfFit | None
     per_table: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -172,7 +172,7 @@ class _Reuse:
 
 
 class _Drift:
-    """Drift of the favourites, measured in batches that had no part in choosing them.
+    """Drift of the favourites, measured in batches that did not choose the favourites.
 
     Every second batch of the first tenth chooses; the batches between and the last tenth measure.
     """

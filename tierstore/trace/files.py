@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tierstore.errors import ConfigError, InputError
-from tierstore.trace.trace import Segment, Trace, cut
+from tierstore.trace.trace import TableIds, Trace, in_batches
 
 # libCacheSim's oracleGeneral: time, id, size, and the position of the next request of the id.
 ORACLE_GENERAL = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
@@ -63,7 +63,8 @@ def open_text(path: Path, batch_size: int) -> Trace:
 def open_csv(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trace:
     """Open a file of a header and one example per line; each column (or each of ``columns``) is a table.
 
-    A column of integers has ids. The values of another column, the empty one too, are numbered by first use.
+    A column of integers has ids. The values of another column, the empty value too, are numbered by first
+    use.
     """
     import csv
 
@@ -101,7 +102,7 @@ def open_parquet(path: Path, batch_size: int, columns: Sequence[str] | None) -> 
     names = _choose(path, file.schema_arrow.names, columns)
     known: list[dict[Any, int]] = [{} for _ in names]
 
-    def batches() -> Iterator[list[Segment]]:
+    def batches() -> Iterator[list[TableIds]]:
         for part in file.iter_batches(batch_size, columns=list(names)):
             yield [(t, _arrow_ids(path, names[t], part.column(t), known[t])) for t in range(len(names))]
 
@@ -128,7 +129,7 @@ def open_meta(path: Path, batch_size: int) -> Trace:
         )
     tables, examples = lengths.shape
 
-    def batches() -> Iterator[list[Segment]]:
+    def batches() -> Iterator[list[TableIds]]:
         for first in range(0, examples, batch_size):
             end = min(first + batch_size, examples)
             yield [
@@ -160,7 +161,7 @@ def _from_columns(path: Path, arrays: dict[str, np.ndarray], batch_size: int) ->
 def _trace(path: Path, tables: tuple[str, ...], columns: list[np.ndarray], batch_size: int) -> Trace:
     if not len(columns[0]):
         raise InputError(f"{path} is empty: a trace needs at least one id")
-    return Trace(str(path), tables, cut(columns, batch_size), -(-len(columns[0]) // batch_size))
+    return Trace(str(path), tables, in_batches(columns, batch_size), -(-len(columns[0]) // batch_size))
 
 
 def _text(path: Path) -> Any:
@@ -176,12 +177,12 @@ def _parse_numbers(path: Path, lines: Any) -> np.ndarray:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of an empty file, which the caller reports
+            warnings.simplefilter("ignore", UserWarning)  # the file is empty, which the caller reports
             ids = np.loadtxt(lines, dtype=np.int64, ndmin=1, comments=None)
     except (ValueError, OverflowError, EOFError, OSError) as error:
         raise InputError(f"{path}: a line is no id that fits int64: {error}") from error
     if ids.ndim != 1:
-        raise InputError(f"{path}: one id per line, not {ids.shape[1]} (name it .csv if it is one)")
+        raise InputError(f"{path}: one id per line, not {ids.shape[1]} (a file with columns must be a .csv)")
     return ids
 
 

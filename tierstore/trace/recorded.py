@@ -3,7 +3,7 @@
 Members: ``tierstore_trace.json`` (as bytes) names the format, the tables and the sampling rate; then for
 every chunk of batches ``c`` the arrays ``ids/c`` (all ids, batch after batch, table after table, uint32 where
 they fit, else uint64) and ``counts/c`` (uint32, batches by tables: how many ids of each). Chunks are appended
-as they fill, so a recording that was cut short can be read up to its last chunk after ``zip -FF``.
+as they fill, so a truncated recording can be read up to its last chunk after ``zip -FF``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cache_policies.reuse import sampled
 from tierstore.errors import ClosedError, InputError
 from tierstore.keys import ID_BITS, make_keys
 from tierstore.sparse import KeyedJaggedTensor
-from tierstore.trace.trace import Segment, Trace
+from tierstore.trace.trace import TableIds, Trace
 
 HEADER = "tierstore_trace.json"
 VERSION = 1
@@ -36,10 +36,10 @@ class TraceRecorder:
     """Writes the ids of every batch to ``path``.
 
     ``tables`` maps names to rows (0: not known). ``rate`` below 1 keeps that share of the rows, chosen by a
-    hash of table and id, with all of their uses (SHARDS): the recorded trace has the miss ratios of the full
-    one at caches ``rate`` times the size. Ids are copied by ``record``; a thread of low priority
-    samples and writes. ``compress`` makes the file smaller, by a fifth to a third, and the
-    thread's work ten times as much. A context manager.
+    hash of table and id, with all of their uses (SHARDS): the recorded trace has the full trace's miss
+    ratios, at caches ``rate`` times the size. Ids are copied by ``record``; a thread of low priority samples
+    and writes. ``compress`` makes the file a fifth to a third smaller, and the thread's work ten times as
+    much. It is a context manager.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class TraceRecorder:
             yield batch
 
     def close(self) -> None:
-        """Write what is left; raise the error that the writing thread met, if any."""
+        """Write the remaining batches; raise the writing thread's error, if any."""
         if self._thread is None:
             return
         self._flush()
@@ -116,7 +116,7 @@ class TraceRecorder:
 
     def _check(self) -> None:
         if self._thread is None:
-            raise ClosedError("trace: the recorder is closed")
+            raise ClosedError("trace: the recorder is closed; make a new one")
         if self._error is not None:
             raise self._error
 
@@ -135,7 +135,7 @@ class TraceRecorder:
         self._ids, self._counts, self._held = [], [], 0
 
     def _write(self) -> None:
-        if sys.platform == "linux":  # where threads have priorities: take only what would be idle
+        if sys.platform == "linux":  # where threads have priorities, take idle time only
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         chunk = 0
         while (item := self._queue.get()) is not None:
@@ -185,7 +185,7 @@ def open_recorded(path: Path) -> Trace:
         if array.ndim != 2 or array.shape[1] != len(tables):
             raise InputError(f"{path}: counts of shape {array.shape} do not fit {len(tables)} tables")
 
-    def batches() -> Iterator[Sequence[Segment]]:
+    def batches() -> Iterator[Sequence[TableIds]]:
         with zipfile.ZipFile(path) as archive:
             for c, count in enumerate(counts):
                 yield from _segments(path, _read_ids(path, archive, c), count)
@@ -212,7 +212,7 @@ def _read_ids(path: Path, archive: zipfile.ZipFile, chunk: int) -> np.ndarray:
         raise InputError(f"{path}: chunk {chunk} is damaged: {error}") from error
 
 
-def _segments(path: Path, ids: np.ndarray, counts: np.ndarray) -> Iterator[list[Segment]]:
+def _segments(path: Path, ids: np.ndarray, counts: np.ndarray) -> Iterator[list[TableIds]]:
     ends = np.cumsum(counts.reshape(-1).astype(np.int64))
     if ids.size != (ends[-1] if ends.size else 0):
         raise InputError(f"{path}: {ids.size} ids where the counts say {ends[-1] if ends.size else 0}")

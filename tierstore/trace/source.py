@@ -12,9 +12,9 @@ from tierstore import data
 from tierstore.data.dataset import Dataset
 from tierstore.errors import ConfigError, InputError
 from tierstore.trace import files, recorded
-from tierstore.trace.trace import Segment, Trace, check_batch_size
+from tierstore.trace.trace import TableIds, Trace, check_batch_size
 
-#: What ``open_trace`` tells files apart by.
+#: The suffixes by which ``open_trace`` tells files apart.
 SUFFIXES = {
     ".npz": "recorded by tierstore, or arrays of one length, one per table",
     ".npy": "ids (n,) or (n, tables)",
@@ -63,14 +63,14 @@ def open_trace(
     if batches is not None:
         trace = _first(trace, batches)
     if trace.num_batches is None and _endless(name):
-        raise ConfigError(f"{name} is endless: say how many batches (--batches)")
+        raise ConfigError(f"{name} is endless; give the number of batches (--batches)")
     return trace
 
 
 def from_dataset(dataset: Dataset, batch_size: int) -> Trace:
     """Make a trace of one pass over the training examples of a dataset."""
 
-    def batches() -> Iterator[Sequence[Segment]]:
+    def batches() -> Iterator[Sequence[TableIds]]:
         for batch in dataset.train(batch_size):
             ids = batch.sparse.values().numpy()
             ends = batch.sparse.offset_per_key()
@@ -107,7 +107,7 @@ def _open_file(path: Path, batch_size: int, columns: Sequence[str] | None) -> Tr
         return files.open_meta(path, batch_size)
     if name.endswith(".tsv"):
         return from_dataset(data.load("criteo", path=str(path), hashed=False), batch_size)
-    raise ConfigError(f"{path}: cannot tell what it is; names of trace files end in {', '.join(SUFFIXES)}")
+    raise ConfigError(f"{path}: unknown kind of file; names of trace files end in {', '.join(SUFFIXES)}")
 
 
 def _is_recorded(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What a trace is: which rows of which tables every batch uses, in order."""
+"""Defines a trace: the rows of the tables that every batch uses, in order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tierstore.keys import ID_BITS, MAX_ID, MAX_TABLE
 
 #: The ids that one batch looks up in one table: (table index, int64 or uint64 ids in order, repeats
 #: included).
-Segment = tuple[int, np.ndarray]
-_MAPPED_ROWS = 1 << 22  # of a mapped file, read between two times that its pages are given back
+TableIds = tuple[int, np.ndarray]
+_MAPPED_ROWS = 1 << 22  # rows of a mapped file that are read before its pages are given back
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Trace:
 
     name: str
     tables: tuple[str, ...]
-    batches: Callable[[], Iterator[Sequence[Segment]]]
+    batches: Callable[[], Iterator[Sequence[TableIds]]]
     num_batches: int | None = None
     num_embeddings: tuple[int, ...] = ()
     rate: float = 1.0
@@ -68,12 +68,12 @@ def _folded(ids: np.ndarray) -> np.ndarray:
     return out
 
 
-def cut(ids: Sequence[np.ndarray], batch_size: int) -> Callable[[], Iterator[list[Segment]]]:
+def in_batches(ids: Sequence[np.ndarray], batch_size: int) -> Callable[[], Iterator[list[TableIds]]]:
     """Cut columns of equal length, one per table, into batches of ``batch_size`` rows."""
 
     kept = max(1, _MAPPED_ROWS // batch_size) * batch_size
 
-    def batches() -> Iterator[list[Segment]]:
+    def batches() -> Iterator[list[TableIds]]:
         for first in range(0, len(ids[0]), batch_size):
             if first and not first % kept:
                 _forget_pages(ids)

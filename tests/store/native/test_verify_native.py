@@ -203,7 +203,7 @@ def interrupt(done: int, total: int) -> None:
 
 
 def test_rows_of_a_forgotten_commit_are_no_footer(tmp_path):
-    """The rows of the second commit lie where the footer of the first commit's rows would, and are as long."""
+    """The row of the second commit lies where the footer of the first would, and is as long."""
     path = tmp_path / "store"
     with open_store(path, "native", store_model.TABLES, store_model.CAP, keep=2) as store:
         for version in (1, 2):

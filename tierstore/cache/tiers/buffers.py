@@ -1,20 +1,20 @@
-"""Room for rows on their way between tiers, which is used again and again."""
+"""Buffers for rows on their way between tiers."""
 
 from __future__ import annotations
 
 from tierstore import _core
 from tierstore.cache.tiers.protocol import RowBytes
 
-_USES = 16  # after so many, a buffer that none of them half filled shrinks
+_USES = 16  # a buffer shrinks after this many uses of which none half filled it
 
 
 class Buffer:
-    """An array that is used again and again: what a peak took goes back to the system after some uses."""
+    """An array for repeated use: memory that only a peak needed goes back to the system after some uses."""
 
     def __init__(self, row_bytes: int) -> None:
         self._rows: RowBytes = _core.rows_array(0, row_bytes)
         self._row_bytes = row_bytes
-        self._largest = 0  # of the uses that are counted
+        self._largest = 0  # rows of the largest counted use
         self._uses = 0
 
     @property
@@ -34,6 +34,8 @@ class Buffer:
                 wanted = self._largest + self._largest // 4
             self._largest = self._uses = 0
         if wanted != len(self._rows):
-            self._rows = _core.rows_array(0, self._row_bytes)  # the old room first: never both at once
+            self._rows = _core.rows_array(
+                0, self._row_bytes
+            )  # drop the old array first, so that both never exist at once
             self._rows = _core.rows_array(wanted, self._row_bytes)
         return self._rows[:rows]

@@ -35,15 +35,15 @@ from tierstore.keys import split
 MIN_SLOTS = 16
 _PIECE = 1 << 13
 _EXACT_UP_TO = 1 << 16
-_MOST_OVERFLOW_ROWS = 1 << 26
-_MOST_OVERFLOW_BYTES = 256 << 30  # of address space, which is 2**47 bytes
-MAX_SLOTS = (1 << 31) - _MOST_OVERFLOW_ROWS - 1
-"""Slots are int32, and the overflow slots come behind the others."""
+_MAX_OVERFLOW_ROWS = 1 << 26
+_MAX_OVERFLOW_BYTES = 256 << 30  # address space is 2**47 bytes
+MAX_SLOTS = (1 << 31) - _MAX_OVERFLOW_ROWS - 1
+"""Slots are int32, and the overflow slots come behind the shares' slots."""
 
 
 AnyPolicy: TypeAlias = str | Policy
 AnyAdmission: TypeAlias = str | Admission
-"""Each by its name, or as it is."""
+"""A policy or an admission filter: its name, or the object."""
 
 
 def as_policy(policy: AnyPolicy) -> Policy:
@@ -64,8 +64,8 @@ def as_admission(admission: AnyAdmission) -> Admission | None:
 
 
 def policy_bytes(policy: Policy | Admission | None, slots: int) -> int:
-    """Return the bytes of the arrays of a policy or an admission filter (None: 0) for ``slots``: exact where
-    that is cheap to find out."""
+    """Return the bytes of the arrays of a policy or an admission filter (None: 0) for ``slots``, exactly
+    where that is cheap."""
     if policy is None:
         return 0
     exact = getattr(policy, "state_bytes", None)
@@ -77,7 +77,8 @@ def policy_bytes(policy: Policy | Admission | None, slots: int) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _estimate(policy: Policy | Admission) -> tuple[float, float]:
-    """Return bytes per slot and fixed bytes. Asked once per policy object, which may measure large arrays."""
+    """Return bytes per slot and fixed bytes. A policy object is measured once, since that may make large
+    arrays."""
     return policy.bytes_per_slot, policy.fixed_bytes
 
 
@@ -105,20 +106,19 @@ def slots_for(
 
 
 def memory_limit() -> int:
-    """Return the bytes that this process may come to use: the machine's memory, or half of its limit of
-    address space (code and threads take of that, too)."""
+    """Return the bytes that this process may use: the machine's memory, or half of the limit of address
+    space, which code and threads use, too."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     total = int(psutil.virtual_memory().total)
     return total if limit == resource.RLIM_INFINITY else min(total, limit // 2)
 
 
 def _overflow_rows(row_bytes: int) -> int:
-    """Return for how many rows that overflow a tier address space is reserved: as many as memory could
-    hold."""
+    """Return the number of overflow slots to reserve address space for: as many rows as memory could hold."""
     limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-    # Where address space is limited, so much of it that dozens of row layouts find theirs.
-    size = memory_limit() // 64 if limited else min(memory_limit(), _MOST_OVERFLOW_BYTES)
-    return max(MIN_SLOTS, min(_MOST_OVERFLOW_ROWS, size // row_bytes))
+    # Where address space is limited, reserve so little that dozens of row layouts find room.
+    size = memory_limit() // 64 if limited else min(memory_limit(), _MAX_OVERFLOW_BYTES)
+    return max(MIN_SLOTS, min(_MAX_OVERFLOW_ROWS, size // row_bytes))
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class TierPlan:
     holds_all: bool
     own: tuple[OwnShare, ...] = ()
     device: Device = HOST
-    """What has the rows."""
+    """The device that has the rows."""
 
     @property
     def capacity(self) -> int:
@@ -153,7 +153,7 @@ class TierPlan:
         return not (self.holds_all and all(share.holds_all for share in self.own))
 
     def share_of(self, table: int) -> OwnShare | None:
-        """Return what ``table`` has to itself."""
+        """Return the slots that ``table`` has to itself, if any."""
         return next((share for share in self.own if table in share.tables), None)
 
 
@@ -185,7 +185,7 @@ class MemoryTier(Tier):
     such rows, and rows of a batch that does not fit, are used from overflow slots. None: the tier has no
     overflow slots, and refuses no row.
 
-    As the first tier of a group it is planned in, through ``native``; otherwise rows are put into it.
+    In the first tier of a group lookups are planned, through ``native``; a lower tier gets rows by ``put``.
 
     Raises ``ConfigError`` when the system refuses the address space.
     """
@@ -222,15 +222,15 @@ class MemoryTier(Tier):
                 share_of[table] = number
         grows = plan.holds_all and not plan.own
         shares = [share.config() for share in self._shares]
-        pad = 0 if admission is None else _overflow_rows(row_bytes)
+        overflow = 0 if admission is None else _overflow_rows(row_bytes)
         try:
-            self.native = _core.Tier(shares, grows=grows, pad=pad, share_of=share_of)
-            self.rows = plan.device.allocate(capacity + pad, row_bytes)
+            self.native = _core.Tier(shares, grows=grows, overflow_slots=overflow, share_of=share_of)
+            self.rows = plan.device.allocate(capacity + overflow, row_bytes)
             self.rows.commit(self.native.committed)
         except _core.AddressSpaceError as refused:
             raise ConfigError(
-                f"{name}: no room for {capacity} rows of {row_bytes} bytes, and for {pad} more while a batch "
-                f"overflows the tier: {refused}. Raise the process's limit (ulimit -v), or lower {name}"
+                f"{name}: no room for {capacity} rows of {row_bytes} bytes, and {overflow} overflow slots: "
+                f"{refused}. Raise the process's limit (ulimit -v), or lower {name}"
             ) from None
 
     def __len__(self) -> int:
@@ -258,8 +258,8 @@ class MemoryTier(Tier):
     def evict(self, pinned_since: int, plan: _core.Plan) -> int:
         """Look for the plan's victims among rows last used before lookup ``pinned_since``.
 
-        Returns how many are still needed. Raises ``PolicyFaultError`` for what a policy must not do; the
-        plan is to be aborted then.
+        Returns how many are still needed. Raises ``PolicyFaultError`` if the policy breaks its contract;
+        abort the plan then.
         """
         try:
             return self.native.evict(pinned_since, plan)
@@ -273,11 +273,11 @@ class MemoryTier(Tier):
     def prepare(self, plan: _core.Plan, *, use_overflow: bool) -> None:
         """Take the memory that assigning the plan's slots needs, so that assigning cannot fail.
 
-        Raises ``TierFullError``; the plan is to be aborted then.
+        Raises ``TierFullError``; abort the plan then.
         """
         try:
             self.rows.commit(self.native.prepare(use_overflow, plan))
-        except (_core.PadFull, _core.AddressSpaceError) as refused:
+        except (_core.OverflowFull, _core.AddressSpaceError) as refused:
             raise TierFullError(
                 f"{self.name}: {refused}; raise {self.name}, or use smaller batches"
             ) from None
@@ -295,9 +295,9 @@ class MemoryTier(Tier):
             self.rows.move(*moves)
 
     def drained(self, slots: Slots) -> None:
-        """Forget rows of the pad that were written down."""
+        """Forget the rows at these overflow slots, which the caller has written down."""
         self.native.drained(slots)
-        if not self.native.pad_in_use:
+        if not self.native.overflow_in_use:
             self.rows.discard(self.capacity)
 
     def _resident(self, *, only_dirty: bool = False) -> Iterator[Slots]:
@@ -327,13 +327,13 @@ class MemoryTier(Tier):
         if found.slots is not None:
             self.native.remove(found.slots)
 
-    def put(self, rows: MovingRows, seq: int, below: Callable[..., None]) -> None:
+    def put(self, rows: MovingRows, seq: int, demote: Callable[..., None]) -> None:
         native = self.native
         plan = native.begin(rows.keys, rows.next_use, seq, absent=True)
         try:
             self.evict(NEVER, plan)
             self.prepare(plan, use_overflow=False)
-            # Rows that find no room here go past this tier.
+            # Rows that find no room here go to the lower tiers.
             past = plan.unplaced()
             slots, victims, dirty, next_use = plan.victims
             leaving = []
@@ -344,7 +344,7 @@ class MemoryTier(Tier):
             if len(past):
                 leaving.append(rows.part(past))
             if leaving:
-                below(*leaving)
+                demote(*leaving)
         except BaseException:
             self.abort(plan)
             raise
@@ -356,7 +356,7 @@ class MemoryTier(Tier):
 
     def flush(self, write: Callable[[Keys, RowBytes], None]) -> None:
         for slots in self._resident(only_dirty=True):
-            # First: what an update changes after the copy, while this goes on, stays dirty.
+            # Mark clean first: a row that an update changes after the copy stays dirty.
             self.native.mark_clean(slots)
             try:
                 rows = self._leaving.take(len(slots))
@@ -375,8 +375,8 @@ class MemoryTier(Tier):
         return self.native.announce(keys, next_use, now) if self.uses_window else keys
 
     def stats(self) -> TierStats:
-        """Return its sizes; of each table its rows here, its own slots (None: it shares), and whether the
-        tier holds all of its rows."""
+        """Return the tier's sizes; for each table its rows here, its own slots (None: it shares), and whether
+        the tier holds all of its rows."""
         tables = []
         for index, rows in enumerate(self.native.table_rows()):
             own = self.plan.share_of(index)

@@ -1,14 +1,14 @@
-"""What a tier is: one place in the list of places where the rows of a row layout live.
+"""Defines a tier: one place in the list of places where the rows of a row layout live.
 
 A tier group (:class:`tierstore.cache.group.TierGroup`) has a list of tiers, the fastest first; lookups walk
 down the list. There are two kinds:
 
 - An *exclusive* tier owns its rows: a row is in one exclusive tier at most, and leaves it when it moves.
 - A *lasting* tier keeps what it was given: a row that moves up leaves a copy there, which is valid unless a
-tier
-  above has the row. Lasting tiers come after all exclusive ones; the first of them is given the dirty rows.
+tier above has the row. Lasting tiers come after all exclusive tiers; the first lasting tier gets the dirty
+  rows.
 
-A row is *dirty* when no lasting tier has it in this version, and it was updated.
+A row is *dirty* when it was updated and no lasting tier has this version.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Flags = NDArray[np.bool_]
 RowBytes = NDArray[np.uint8]
 """Rows as bytes, (n, row_bytes), C-contiguous."""
 Piece = tuple[NDArray[np.int64], RowBytes, Slots | None]
-"""Positions of asked keys (m,), rows, and which of these rows belong to the positions (None: all, in
+"""Positions of asked keys (m,), rows, and the index in ``rows`` of each position's row (None: all rows, in
 order)."""
 
 NEVER = int(np.iinfo(np.int64).max)
@@ -35,10 +35,11 @@ NEVER = int(np.iinfo(np.int64).max)
 
 @dataclass(frozen=True)
 class FoundRows:
-    """Copies of those rows of n asked keys that a tier has, valid until its next :meth:`Tier.find`.
+    """Copies of the rows that a tier has of n asked keys, valid until its next :meth:`Tier.find`.
 
-    ``here``: (n,), which of the keys it has. ``dirty``: uint8, of each of these (None: all are clean).
-    ``slots``: where the tier has them, if it wants to know. ``read_ahead``: how many were read ahead.
+    ``here``: (n,), which of the keys it has. ``dirty``: uint8, a flag per row found (None: all are clean).
+    ``slots``: the rows' slots, if the tier needs them in ``take``. ``read_ahead``: how many rows were read
+    ahead.
     """
 
     here: Flags
@@ -75,9 +76,10 @@ class MovingRows:
 
 @dataclass(frozen=True)
 class TierStats:
-    """Sizes of a tier now, in bytes: what counts against its budget, and rows on their way beside it.
+    """Sizes of a tier now, in bytes: memory that counts against its budget, and buffers for rows on their
+    way.
 
-    ``tables``: what it tells of each table, by the table's index; may be empty.
+    ``tables``: figures of each table, by the table's index; may be empty.
     """
 
     memory_bytes: int = 0
@@ -89,50 +91,50 @@ class Tier(Protocol):
     """Rows of one row layout. The group holds its residency lock during every call but :meth:`wait`,
     :meth:`close` and, of lasting tiers, :meth:`keys`.
 
-    Subclass it: methods with a body here have a default. Of a plan that fails, the group calls no later
-    method.
+    Subclass it: methods with a body here have a default. After a method has failed, the group calls no later
+    method of the plan.
     """
 
     name: str
-    """Its name in ``stats()`` and errors."""
+    """The tier's name in ``stats()`` and errors."""
     exclusive: bool
-    """Whether it owns its rows (True) or lasts (False)."""
+    """Whether the tier is exclusive (True) or lasting (False)."""
     uses_window: bool = False
-    """Whether it remembers the next use of its rows, so that :meth:`put` passes it on with rows that
-    leave."""
+    """Whether the tier remembers the next use of its rows, so that :meth:`put` passes the next use on with
+    rows that leave."""
 
     @property
     def policy_seconds(self) -> float:
-        """Seconds that its policy has taken so far."""
+        """Seconds that the tier's policy has taken so far."""
         return 0.0
 
     # -- rows ----------------------------------------------------------------------------
 
     def find(self, keys: Keys) -> FoundRows:
-        """Copy the rows of ``keys`` (n,), without repeats, that are here. Nothing changes, also if it
+        """Copy the rows of ``keys`` (n,), without repeats, that are here. It changes nothing, also if it
         raises."""
         ...
 
     def holds(self, keys: Keys) -> Flags:
-        """Return which of ``keys`` are here. Nothing changes, also if it raises."""
+        """Return which of ``keys`` are here. It changes nothing, also if it raises."""
         ...
 
     def take(self, found: FoundRows) -> None:
         """Let go of rows that were just found: they move up. Must not fail."""
         return
 
-    def put(self, rows: MovingRows, seq: int, below: Callable[..., None]) -> None:
+    def put(self, rows: MovingRows, seq: int, demote: Callable[..., None]) -> None:
         """Take rows that left the tier above while lookup ``seq`` was planned.
 
-        What finds no room, and what has to make room, goes to ``below(*MovingRows)``, in one call. Everything
-        that can fail, ``below`` included, comes before the first change: if it raises, an exclusive tier is
-        as it was, and a lasting one may have stored some of the rows. Rows that were just taken out of an
+        Rows that find no room, and rows that make room, go to ``demote(*MovingRows)`` in one call. Everything
+        that can fail, ``demote`` included, comes before the first change: if it raises, an exclusive tier is
+        as it was, and a lasting tier may have stored some of the rows. Rows that were just taken out of an
         exclusive tier find room there again.
         """
         ...
 
     def flush(self, write: Callable[[Keys, RowBytes], None]) -> None:
-        """Give every dirty row to ``write`` and call it clean; it stays here. A row that changes meanwhile is
+        """Give every dirty row to ``write`` and mark it clean; it stays here. A row that changes meanwhile is
         dirty again, and so are rows whose ``write`` has raised."""
         return
 
@@ -142,7 +144,7 @@ class Tier(Protocol):
         ...
 
     def stats(self) -> TierStats:
-        """Return its sizes now."""
+        """Return the tier's sizes now."""
         return TierStats()
 
     # -- the window ------------------------------------------------------------------------
@@ -163,11 +165,11 @@ class Tier(Protocol):
         return
 
     def end_lookup(self, seq: int, keys: Keys) -> None:
-        """Learn that lookup ``seq`` has its rows; those of ``keys`` were missing in the first tier."""
+        """Learn that lookup ``seq`` has its rows; the rows of ``keys`` were missing in the first tier."""
         return
 
     def close(self) -> None:
-        """End its threads. Further calls do nothing."""
+        """End the tier's threads. Further calls do nothing."""
         return
 
 
@@ -175,5 +177,6 @@ class LastingTier(Tier, Protocol):
     """A tier that keeps what it is given."""
 
     def write(self, keys: Keys, rows: RowBytes) -> None:
-        """Keep these versions of rows that may stay in the tiers above. If it raises, some may be kept."""
+        """Keep these versions of rows that may stay in the tiers above. If it raises, it may have kept some
+        of them."""
         ...

@@ -1,11 +1,11 @@
-"""Rows of coming lookups, in memory before their plans ask for them.
+"""Reads rows of coming lookups into memory before their plans ask for them.
 
-Rows that no exclusive tier has are read from the store many lookups at a time, by a thread of its own: the
-store reads the rows of one call in the order of their places, neighbours in one request, so that many lookups
-in one call cost a fraction of as many calls (``tierstore bench store``), and planning goes on meanwhile.
-Rows that leave memory although the window wants them again are kept as they are written to the store.
+A thread reads rows that no exclusive tier has from the store, many lookups in one call. The store reads the
+rows of a call in the order of their places, neighbours in one request, so that one call costs a fraction of a
+call per lookup (``tierstore bench store``). Planning goes on meanwhile. Rows that leave memory although the
+window wants them again are kept as they are written to the store.
 
-What is here is what the store has: a row that is written to the store later is dropped here, and nobody asks
+Rows here equal the store's rows: a row that is written to the store later is dropped here, and no plan asks
 for rows that an exclusive tier has.
 """
 
@@ -26,8 +26,8 @@ from tierstore.store.protocol import RowStore
 
 logger = logging.getLogger("tierstore")
 
-_BLOCKS = 2  # of rows that were read: one that plans take rows from, and one that is being filled
-_KEEP_SHARE = 0.4  # of all rows, that may be kept ones; as far as there are none, blocks are larger
+_BLOCKS = 2  # one that plans take rows from, and one that is being filled
+_KEEP_SHARE = 0.4  # kept rows' share of all rows; blocks use the part that kept rows do not take
 
 
 @dataclass(eq=False)
@@ -41,8 +41,8 @@ class _Block:
 class ReadAhead:
     """Rows of one group. Its methods are called with ``lock`` held, :meth:`wait` and :meth:`close` without.
 
-    ``max_bytes`` is what the rows may take, their index included. ``resident`` tells which keys some
-    exclusive tier holds. None: the tiers know the next use of their rows, so that their rows are not
+    ``max_bytes``: what the rows may take, their index included. ``resident`` returns which keys some
+    exclusive tier holds. If it is None, the tiers know the next use of their rows: their rows are not
     announced, and :meth:`rows_evicted` names rows that leave before they are used.
     """
 
@@ -59,15 +59,15 @@ class ReadAhead:
         self._max_rows = int(max_bytes / (row_bytes + _core.HeldRows.BYTES_PER_ROW))
         self._resident = resident
         self._changed = threading.Condition(lock)
-        # Lookups to come, in order, of which nothing was read yet.
+        # Coming lookups, in order, whose rows were not read yet.
         self._queue: dict[int, list[Keys]] = {}
         self._blocks: list[_Block] = []
         self._filling: _core.HeldRows | None = None  # the rows of the block that is being filled
         self._kept: _core.HeldRows | None = None
-        self._keep_rows = 0  # how many were to be kept at most
+        self._keep_rows = 0  # the largest number of rows that were to be kept
         self._reading: range | None = None  # numbers of the lookups whose rows are being read
-        self._written: list[Keys] = []  # since that began
-        self._begun = -1
+        self._overwritten: list[Keys] = []  # keys written to the store since that read began
+        self._last_begun = -1
         self._generation = 0
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -77,7 +77,7 @@ class ReadAhead:
 
     def announce(self, seq: int, keys: Keys) -> None:
         """Queue ``keys`` for coming lookup ``seq``; no announced lookup before it asks for them."""
-        if self._closed or seq <= self._begun:
+        if self._closed or seq <= self._last_begun:
             return
         self._queue[seq] = [keys]
         if len(keys):
@@ -85,7 +85,7 @@ class ReadAhead:
 
     def _wake(self) -> None:
         if self._thread is None:
-            # It ends when nothing is announced any more, so it never keeps the tables alive.
+            # The thread ends when no lookup is announced any more, so it never keeps the tables alive.
             thread = threading.Thread(target=self._work, name="tierstore-read-ahead", daemon=True)
             try:
                 thread.start()
@@ -97,16 +97,16 @@ class ReadAhead:
         self._changed.notify_all()
 
     def lookup_begun(self, seq: int) -> None:
-        """Drop lookup ``seq`` and all before it from the queue: it is being planned."""
-        self._begun = max(self._begun, seq)
-        while self._queue and (first := next(iter(self._queue))) <= self._begun:
+        """Drop lookup ``seq``, which is being planned, and all earlier lookups from the queue."""
+        self._last_begun = max(self._last_begun, seq)
+        while self._queue and (first := next(iter(self._queue))) <= self._last_begun:
             del self._queue[first]
         self._changed.notify_all()
 
     def rows_overwritten(self, keys: Keys) -> None:
         """Drop these rows: the store gets other versions of them."""
         if self._reading is not None:
-            self._written.append(keys)
+            self._overwritten.append(keys)
         for rows in self._all():
             rows.discard(keys)
 
@@ -115,20 +115,20 @@ class ReadAhead:
         if self._closed:
             return
         wanted = self._wanted(next_use)
-        most = int(self._max_rows * _KEEP_SHARE)
+        maximum = int(self._max_rows * _KEEP_SHARE)
         held = 0 if self._kept is None else len(self._kept)
-        self._keep_rows = max(self._keep_rows, min(most, held + len(wanted)))
-        # Policies that know the next use evict last what is wanted first.
-        room = max(0, min(most - held, self._free()))
+        self._keep_rows = max(self._keep_rows, min(maximum, held + len(wanted)))
+        # Policies that know the next use evict last the rows that are used first.
+        room = max(0, min(maximum - held, self._free()))
         past, wanted = np.split(wanted, [max(0, len(wanted) - room)])
         self._read_again(keys[past], next_use[past])
         if not len(wanted):
             return
         if self._kept is None:
-            self._kept = _core.HeldRows(most, self._row_bytes)
+            self._kept = _core.HeldRows(maximum, self._row_bytes)
         slots = self._kept.add(keys[wanted])
         source = wanted.astype(np.int32)
-        _core.HostRows.view(self._kept.rows(most)).copy_in(slots, rows, source)
+        _core.HostRows.view(self._kept.rows(maximum)).copy_in(slots, rows, source)
 
     def rows_evicted(self, keys: Keys, next_use: NDArray[np.int64]) -> None:
         """Queue clean rows again that have left memory before they are used."""
@@ -136,12 +136,12 @@ class ReadAhead:
         self._read_again(keys[wanted], next_use[wanted])
 
     def _wanted(self, next_use: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.flatnonzero((next_use > self._begun) & (next_use < NEVER))
+        return np.flatnonzero((next_use > self._last_begun) & (next_use < NEVER))
 
     def _read_again(self, keys: Keys, next_use: NDArray[np.int64]) -> None:
         """Queue rows that were in memory when their next lookups were announced."""
         if self._resident is not None or not len(keys):
-            return  # it is asked again before it is read
+            return  # ``resident`` is asked again before a lookup's rows are read
         for seq in np.unique(next_use).tolist():
             if seq in self._queue:
                 self._queue[seq].append(keys[next_use == seq])
@@ -160,13 +160,13 @@ class ReadAhead:
         return int(each * (self._max_rows - self._free()))
 
     def _free(self) -> int:
-        """Return for how many rows there is room in all."""
+        """Return the number of further rows that there is room for."""
         held = sum(block.rows.capacity for block in self._blocks)
         held += 0 if self._filling is None else self._filling.capacity
         return self._max_rows - held - (0 if self._kept is None else len(self._kept))
 
     def _all(self) -> list[_core.HeldRows]:
-        """Return what holds rows that can be taken."""
+        """Return the holders of rows that plans can take."""
         return [block.rows for block in self._blocks] + ([] if self._kept is None else [self._kept])
 
     # -- taking rows ----------------------------------------------------------------------
@@ -213,11 +213,11 @@ class ReadAhead:
             self._reading = self._filling = None
             self._failure = failure or self._failure
             self._thread = None
-            self._queue.clear()  # empty, unless something has failed: plans read for themselves then
+            self._queue.clear()  # it has entries only after a failure: plans then read for themselves
             self._changed.notify_all()
 
     def _read_next(self) -> bool:
-        """Read rows of the next lookups when it is time to; return False when nothing is announced any
+        """Read rows of the next lookups when a read is due; return False when no lookup is announced any
         more."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._queue or self._is_due())
@@ -228,30 +228,30 @@ class ReadAhead:
             if not len(keys):
                 return True
             rows = self._filling = _core.HeldRows(len(keys), self._row_bytes)
-            self._reading, self._written = lookups, []
-        slots = rows.add(keys)  # from 0 on
+            self._reading, self._overwritten = lookups, []
+        slots = rows.add(keys)  # slots from 0 on
         found = self._store.read(keys, rows.rows(len(keys)))
         rows.remove(slots[~found])
         with self._changed:
             self._reading = self._filling = None
-            for written in self._written:
+            for written in self._overwritten:
                 rows.discard(written)
             block = _Block(lookups.stop - 1, rows)
-            if generation == self._generation and block.last >= self._begun:
+            if generation == self._generation and block.last >= self._last_begun:
                 self._blocks.append(block)
-            self._written = []
+            self._overwritten = []
             self._changed.notify_all()
         return True
 
     def _is_due(self) -> bool:
-        """Return whether to read now: the more lookups in one read the better, as long as plans find as many
+        """Return whether to read now. More lookups in one read are better, as long as plans have as many left
         in the block before it."""
         if len(self._blocks) >= _BLOCKS:
             return False
-        return not self._blocks or len(self._queue) >= self._blocks[-1].last - self._begun
+        return not self._blocks or len(self._queue) >= self._blocks[-1].last - self._last_begun
 
     def _choose(self) -> tuple[range, Keys]:
-        """Return the next lookups, as many as a block has room for, and their keys that must be read."""
+        """Return the next lookups, as many as a block has room for, and the keys to read for them."""
         first, last = -1, -1
         room = min((self._max_rows - self._keep_rows) // _BLOCKS, self._free())
         chosen: list[Keys] = []
@@ -266,7 +266,7 @@ class ReadAhead:
                 first, last = (seq if first < 0 else first), seq
             elif chosen:
                 break
-            del self._queue[seq]  # chosen, or more than a block: its plan reads for itself
+            del self._queue[seq]  # it is chosen, or larger than a block: then its plan reads for itself
         if not chosen:
             return range(0), np.empty(0, np.uint64)
         # A key is in the window until its lookup has begun, so none should come twice; the index of a block
@@ -277,7 +277,7 @@ class ReadAhead:
         return range(first, last + 1), keys
 
     def close(self) -> None:
-        """End the thread; to be called before the store is closed."""
+        """End the thread. Call it before the store is closed."""
         with self._changed:
             self._closed = True
             self.forget()

@@ -1,4 +1,4 @@
-"""Which tiers there are, the fastest first, and how each is made for a row layout."""
+"""The list of tiers, the fastest first, and how each is made for a row layout."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tierstore.store.protocol import RowStore
 
 @dataclass(frozen=True)
 class TierRequest:
-    """What the tiers of one row layout are made for.
+    """What is needed to make the tiers of one row layout.
 
-    ``slots``: by tier, what it gets of a budget in ``config`` (None: there is no such tier). ``tables``: how
+    ``slots``: by tier, its share of the budget in ``config`` (None: there is no such tier). ``tables``: how
     many the engine has. ``read_ahead_bytes``: what rows that are read ahead may take. ``lock``: the residency
     lock. ``above``: the tiers that are made already.
     """
@@ -57,7 +57,7 @@ def _store(request: TierRequest) -> Tier | None:
         return None
     ahead = None
     if request.read_ahead_bytes:
-        # Tiers that know the next use of their rows tell it when a row leaves before it is used.
+        # Tiers that know the next use of their rows report rows that leave before they are used.
         above = [tier for tier in request.above if tier.exclusive]
         asks = None if all(tier.uses_window for tier in above) else partial(resident, above)
         ahead = ReadAhead(request.store, request.row_bytes, request.read_ahead_bytes, request.lock, asks)
@@ -65,8 +65,8 @@ def _store(request: TierRequest) -> Tier | None:
 
 
 TIERS: list[TierFactory] = [partial(_memory, "hbm"), partial(_memory, "uvm"), _store]
-"""The first must make a :class:`MemoryTier`. A further tier is a factory in this list: exclusive tiers before
-the store, lasting ones behind it."""
+"""The first factory must make a :class:`MemoryTier`. Add a tier by a factory in this list: exclusive tiers
+before the store, lasting tiers behind it."""
 
 
 def make_tiers(request: TierRequest) -> list[Tier]:

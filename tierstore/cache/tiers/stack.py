@@ -1,4 +1,4 @@
-"""The walk down a list of tiers: where rows are found, and where they go when they leave the tier above."""
+"""Walks down a list of tiers: finds rows, and hands rows down that leave the tier above."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class TierStack:
         self.lasting: list[LastingTier] = lasting  # type: ignore[assignment]  # what is not exclusive lasts
 
     def find(self, keys: Keys, tiers: Sequence[Tier]) -> Iterator[FoundRows]:
-        """Yield what each of ``tiers`` has of ``keys`` that none before it has: asked when it is its turn."""
+        """Yield, tier by tier, the rows of ``keys`` that it has and no tier before it has. A tier is asked
+        when its turn comes."""
         for tier in tiers:
             found = tier.find(keys)
             yield found
@@ -45,10 +46,11 @@ class TierStack:
     # -- rows that move ------------------------------------------------------------------------
 
     def collect(self, missing: Keys) -> list[FoundRows]:
-        """Return what each tier under the first has of ``missing``; these rows leave exclusive tiers."""
+        """Return the rows of ``missing`` that each tier under the first has; the rows leave exclusive
+        tiers."""
         every = list(self.find(missing, self.lower))
         for tier, found in zip(self.lower, every, strict=True):
-            tier.take(found)  # last: nothing can fail any more
+            tier.take(found)  # take comes last, since nothing can fail any more
         return every
 
     def restore(self, every: Sequence[FoundRows], missing: Keys, seq: int) -> None:
@@ -61,7 +63,7 @@ class TierStack:
             missing = missing[~found.here]
 
     def demote(self, level: int, seq: int, *parts: MovingRows) -> None:
-        """Hand rows, which have left the tiers above and are in no other, to tier number ``level``.
+        """Hand rows, which have left the tiers above and are in no other tier, to tier number ``level``.
 
         Raises ``TierFullError`` if the list ends here and a row was updated.
         """
@@ -72,7 +74,7 @@ class TierStack:
         tier = self.tiers[level]
         if (
             tier.exclusive and len(parts) > 1
-        ):  # the second call could fail, and rows of the first be here twice
+        ):  # a second call could fail, and rows of the first call would then be here twice
             parts = (MovingRows.joined(parts),)
         for part in parts:
             tier.put(part, seq, partial(self.demote, level + 1, seq))
@@ -106,7 +108,8 @@ class TierStack:
     # -- the window ------------------------------------------------------------------------------
 
     def announce(self, keys: Keys, next_use: int, now: int) -> None:
-        """Tell the tiers which lookup uses ``keys`` next; a tier passes on what a lower one has to learn."""
+        """Tell the tiers which lookup uses ``keys`` next; a tier passes on the keys that a lower tier has to
+        learn of."""
         for tier in self.tiers:
             keys = tier.announce(keys, next_use, now)
 

@@ -23,7 +23,7 @@ from tierstore.store.protocol import RowStore
 
 
 class StoreTier(LastingTier):
-    """Rows of one layout in ``store``, which has the rows of other layouts, too. ``ahead`` may be missing."""
+    """Rows of one layout in ``store``, which has the rows of other layouts, too. ``ahead`` may be None."""
 
     exclusive = False
     uses_window = False
@@ -36,8 +36,9 @@ class StoreTier(LastingTier):
         self.ahead = ahead
         self._stats = stats
         self._fetched = Buffer(row_bytes)
-        # Whether the store may have rows that no exclusive tier has. A store without commits has been opened
-        # empty; what all fits into memory is never looked for there, however often it is committed.
+        # Whether the store may have rows that no exclusive tier has. A store without commits was opened
+        # empty. If all rows fit into memory, no row is looked for in the store, however often it is
+        # committed.
         self._holds_rows = bool(store.commits())
 
     def find(self, keys: Keys) -> FoundRows:
@@ -66,7 +67,7 @@ class StoreTier(LastingTier):
     def take(self, found: FoundRows) -> None:
         self._stats.counters.read_ahead_rows += found.read_ahead
 
-    def put(self, rows: MovingRows, seq: int, below: Callable[..., None]) -> None:
+    def put(self, rows: MovingRows, seq: int, demote: Callable[..., None]) -> None:
         """Store the dirty rows; clean rows are in the store already, or were never updated."""
         self._holds_rows = True
         changed = rows.dirty.astype(bool)
