@@ -5,8 +5,8 @@ down the list. There are two kinds:
 
 - An *exclusive* tier owns its rows: a row is in one exclusive tier at most, and leaves it when it moves.
 - A *lasting* tier keeps what it was given: a row that moves up leaves a copy there, which is valid unless a
-tier
-  above has the row. Lasting tiers come after all exclusive ones; the first of them is given the dirty rows.
+  tier above has the row. Lasting tiers come after all exclusive ones; the first of them is given the dirty
+  rows.
 
 A row is *dirty* when no lasting tier has it in this version, and it was updated.
 """
@@ -89,8 +89,8 @@ class Tier(Protocol):
     """Rows of one row layout. The group holds its residency lock during every call but :meth:`wait`,
     :meth:`close` and, of lasting tiers, :meth:`keys`.
 
-    Subclass it: methods with a body here have a default. Of a plan that fails, the group calls no later
-    method.
+    Subclass it: methods with a body here have a default. Unless a method says otherwise, it may raise, and
+    has changed nothing then. The call that needed it raises the error, and can be made again.
     """
 
     name: str
@@ -109,12 +109,11 @@ class Tier(Protocol):
     # -- rows ----------------------------------------------------------------------------
 
     def find(self, keys: Keys) -> FoundRows:
-        """Copy the rows of ``keys`` (n,), without repeats, that are here. Nothing changes, also if it
-        raises."""
+        """Copy the rows of ``keys`` (n,), without repeats, that are here. Nothing changes."""
         ...
 
     def holds(self, keys: Keys) -> Flags:
-        """Return which of ``keys`` are here. Nothing changes, also if it raises."""
+        """Return which of ``keys`` are here. Nothing changes."""
         ...
 
     def take(self, found: FoundRows) -> None:
@@ -127,7 +126,7 @@ class Tier(Protocol):
         What finds no room, and what has to make room, goes to ``below(*MovingRows)``, in one call. Everything
         that can fail, ``below`` included, comes before the first change: if it raises, an exclusive tier is
         as it was, and a lasting one may have stored some of the rows. Rows that were just taken out of an
-        exclusive tier find room there again.
+        exclusive tier find room there again, and putting these back must not fail.
         """
         ...
 
@@ -150,11 +149,12 @@ class Tier(Protocol):
     def announce(self, keys: Keys, next_use: int, now: int) -> Keys:
         """Learn that lookup ``next_use`` is the first announced one that asks for ``keys``; ``now``: the
         newest planned lookup. Return the keys that a lower tier has to learn of. ``NEVER``: the window is
-        forgotten."""
+        forgotten, which must not fail. If it raises, the group forgets the window."""
         return keys
 
     def begin_lookup(self, seq: int) -> None:
-        """Learn that lookup ``seq`` leaves the window: it is being planned."""
+        """Learn that lookup ``seq`` leaves the window: it is being planned. If it raises, the lookup
+        fails."""
         return
 
     def wait(self, seq: int) -> None:
@@ -163,11 +163,13 @@ class Tier(Protocol):
         return
 
     def end_lookup(self, seq: int, keys: Keys) -> None:
-        """Learn that lookup ``seq`` has its rows; those of ``keys`` were missing in the first tier."""
+        """Learn that lookup ``seq`` has its rows; those of ``keys`` were missing in the first tier. If it
+        raises, the lookup fails, and these rows leave the first tier again."""
         return
 
     def close(self) -> None:
-        """End its threads. Further calls do nothing."""
+        """End its threads. Further calls do nothing. If it raises, the tier is closed all the same, and the
+        group closes the further tiers."""
         return
 
 
