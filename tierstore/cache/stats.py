@@ -82,7 +82,8 @@ class GroupCounters:
     """Waits of the planning thread: for releases of earlier lookups, and for rows that are being read
     ahead."""
     compute_seconds: float = 0.0
-    """Kernels that look rows up and update them. Written by the computing threads."""
+    """Kernels that look rows up, update them, and give the gradients of per-sample weights. Written by the
+    computing threads."""
     stall_seconds: float = 0.0
     """Waits of the computing thread for rows. Written by that thread."""
     policy_seconds: float = 0.0
