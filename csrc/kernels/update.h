@@ -16,7 +16,8 @@ namespace tierstore {
 
 inline constexpr std::int64_t kReducePositions = 256;
 
-// The rows of a batch and, by CountPositions and PlacePositions, who uses them. slots must not repeat.
+// The rows of a batch and, by CountPositions and PlacePositions, who uses them. slots must not repeat where
+// rows are updated.
 struct Touched {
   Rows rows;
   std::int64_t dim;
@@ -37,8 +38,8 @@ struct PooledGrads {
 
 // RowWiseAdagrad of rows that are cut by columns needs the squares of all their columns; by unique row.
 struct RowSquares {
-  // If set, nothing is updated: only the sum of the squares of the gradient over these columns is put here
-  // (NaN if the gradient is not finite).
+  // If set, no row is read or updated: only the sum of the squares of the gradient over these columns is put
+  // here (NaN if the gradient is not finite).
   float* out = nullptr;
   // The mean square over all columns; NaN (the gradient of some other columns is not finite) is treated as if
   // that were so in these columns, too. Null: the rows are whole.

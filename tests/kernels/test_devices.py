@@ -159,6 +159,17 @@ def test_squares_leave_rows_alone(device: Device) -> None:
     )
     assert not len(rows.update_rows(update, grad.ctypes.data, DIM))
     assert squares.tolist() == [DIM * 4, DIM * 4, DIM * 9]
+    once = core.UpdateArgs(
+        dim=DIM,
+        slots=slots(3, 3, 3),
+        csr_start=start,
+        csr_positions=positions,
+        step=step_of(1),
+        squares=squares,
+    )
+    squares[:] = 0
+    assert not len(rows.update_rows(once, grad.ctypes.data, DIM))
+    assert squares.tolist() == [DIM * 4, DIM * 4, DIM * 9]
     np.testing.assert_array_equal(read(rows, np.arange(16, dtype=np.int32)), data)
 
 
@@ -218,7 +229,8 @@ RESULTS: dict[str, list[torch.Tensor]] = {}
 
 
 def outputs(prefetch: bool) -> list[torch.Tensor]:
-    """Outputs, gradients of weights and rows of a training with tiers that are too small for its batches."""
+    """Outputs, gradients of weights, a norm of gradients, and rows: what a training gives whose tiers are
+    too small for its batches."""
     generator = torch.Generator().manual_seed(3)
     batches = [torch.randint(400, (30, 3), generator=generator) for _ in range(12)]
     config = TierConfig(hbm="4KiB", uvm="8KiB", ssd="1GiB", engine="memory")
@@ -227,9 +239,15 @@ def outputs(prefetch: bool) -> list[torch.Tensor]:
     ) as table:
         found = []
         for ids in tierstore.prefetch(batches, table, depth=2, window=4) if prefetch else batches:
-            out = table(ids)
+            weights = torch.rand(ids.shape, generator=generator, requires_grad=True)
+            out = table(ids, per_sample_weights=weights)
             out.square().sum().backward()
-            found.append(out.detach().clone())
+            assert weights.grad is not None
+            found += [out.detach().clone(), weights.grad]
+        with tierstore.accumulate(table) as rows:
+            for ids in batches[:3]:
+                table(ids).square().sum().backward()
+            found.append(torch.nn.utils.clip_grad_norm_(rows.parameters(), 1.0))
         with torch.no_grad():
             found.append(table(batches[0]).clone())
         return [*found, table.rows(torch.arange(400))]
