@@ -106,7 +106,7 @@ def test_loaded_rows_are_the_arrays(device: Device) -> None:
 
 
 def step_of(kind: int) -> core.OptimizerStep:
-    return core.OptimizerStep(kind, 0.1, 1e-8)
+    return core.OptimizerStep(kind=kind, lr=0.1, eps=1e-8)
 
 
 def batch() -> tuple[np.ndarray, np.ndarray, core.Bags]:
