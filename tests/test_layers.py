@@ -48,7 +48,9 @@ ONLY_THIRD_PARTY = {
     "sparse": {"torch", "numpy"},
     "planner": {"numpy", "scipy", "torch"},
 }
-NEVER_IMPORTED = {"store": {"torch"}, "errors": {"torch"}, "keys": {"torch"}}
+NEVER_IMPORTED = {
+    layer: {"torch"} for layer in ("store", "cache", "placement", "default_planner", "errors", "keys")
+}
 
 MAX_PARAMETERS = 6
 # Classes whose constructors have the parameters of torch's or torchrec's.
