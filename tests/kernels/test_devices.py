@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ from tests.kernels.far_device import FarDevice
 from tierstore import TierConfig, TieredEmbeddingBag, optim
 from tierstore import _core as core
 from tierstore.cache.device import HOST, Device, DeviceRows, HostDevice
+from tierstore.cache.tiers import registry
 from tierstore.cache.tiers.memory import MemoryTier, TierPlan
+from tierstore.cache.tiers.protocol import Tier
+from tierstore.cache.tiers.registry import TierRequest
 
 SLOTS, ROW, DIM = 64, 48, 8  # 8 weights, 1 float of state, padding
 DEVICES = {"host": HostDevice, "far": FarDevice}
@@ -217,11 +221,19 @@ def test_rows_that_overflow_a_tier_move_home(device: Device) -> None:
 
 @pytest.fixture
 def log(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What was done to rows, where the parameter asks for the far device."""
-    far = FarDevice()
-    if request.param:
+    """What was done to rows of the tiers that the parameter names, which are on the far device."""
+    far, (hbm, *lower) = FarDevice(), registry.TIERS
+
+    def far_hbm(asked: TierRequest) -> Tier | None:
+        plan = asked.slots["hbm"]
+        assert plan is not None
+        return hbm(replace(asked, slots={**asked.slots, "hbm": replace(plan, device=far)}))
+
+    if request.param == "all":
         monkeypatch.setattr(HostDevice, "allocate", lambda self, *size: far.allocate(*size))
         monkeypatch.setattr(HostDevice, "load", lambda self, rows: far.load(rows))
+    elif request.param == "hbm":
+        monkeypatch.setattr(registry, "TIERS", [far_hbm, *lower])
     return far.log
 
 
@@ -254,10 +266,12 @@ def outputs(prefetch: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("log", [False, True], indirect=True)
-def test_training_is_the_same_on_every_device(log: list[str], prefetch: bool) -> None:
+@pytest.mark.parametrize("log", ["none", "all", "hbm"], indirect=True)
+def test_training_is_the_same_on_every_device(
+    log: list[str], prefetch: bool, request: pytest.FixtureRequest
+) -> None:
     found = outputs(prefetch)
     expected = RESULTS.setdefault("rows", found)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    if log:
-        assert {"initialise", "copy_in", "update", "discard"} <= set(log)
+    on_far = request.node.callspec.params["log"] != "none"
+    assert ({"initialise", "copy_in", "update", "discard"} <= set(log)) == on_far
