@@ -21,6 +21,7 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "config": {"errors", "keys", "cache_policies"},
     "initializers": {"errors"},
     "placement": {"errors"},
+    "default_planner": {"placement"},
     "result_file": {"errors"},
     "planner": {"errors", "config", "placement"},
     "sparse": BASICS,
@@ -29,7 +30,8 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "cache": BASICS | {"_core", "cache_policies", "optim", "store"},
     "modules": BASICS | {"_core", "sparse", "optim", "store", "cache"},
     "pipeline": BASICS | {"sparse", "optim", "store", "cache", "modules"},
-    "sharding": BASICS | {"_core", "placement", "sparse", "optim", "store", "cache", "modules", "pipeline"},
+    "sharding": BASICS
+    | {"_core", "placement", "default_planner", "sparse", "optim", "store", "cache", "modules", "pipeline"},
     "checkpoint": BASICS | {"optim", "store", "cache", "modules", "pipeline"},
     "data": BASICS | {"sparse", "modules"},
     "trace": BASICS | {"sparse", "data", "cache_policies"},
@@ -46,7 +48,9 @@ ONLY_THIRD_PARTY = {
     "sparse": {"torch", "numpy"},
     "planner": {"numpy", "scipy", "torch"},
 }
-NEVER_IMPORTED = {"store": {"torch"}, "errors": {"torch"}, "keys": {"torch"}}
+NEVER_IMPORTED = {
+    layer: {"torch"} for layer in ("store", "cache", "placement", "default_planner", "errors", "keys")
+}
 
 MAX_PARAMETERS = 6
 # Classes whose constructors have the parameters of torch's or torchrec's.
@@ -66,6 +70,29 @@ MAX_ANY = 29
 
 # Packages that use what another keeps private: benchmarks for makers measure as those for users do.
 PART_OF = {"bench.research": "bench"}
+
+# What torch, NumPy, numba, lmdb or Python keep private, and nothing public tells.
+OTHERS_PRIVATE = {
+    "_C",
+    "_Database",
+    "_asdict",
+    "_cache",
+    "_disable_dynamo",
+    "_execution_engine",
+    "_get_active_ddp_module",
+    "_get_backend",
+    "_getframe",
+    "_init_from_local_shards_and_global_metadata",
+    "_is_owned",
+    "_mmap",
+    "_modules",
+    "_optimizer_kwargs",
+    "_parameters",
+    "_scale",
+    "_timeout",
+    "_version",
+    "_will_engine_execute_node",
+}
 
 # Folders of csrc: what each may include of the others.
 CORE_INCLUDES = {
@@ -142,6 +169,28 @@ def test_imports_point_down(path: Path) -> None:
     assert not others & NEVER_IMPORTED.get(layer, set())
 
 
+def named_modules(path: Path) -> set[str]:
+    """Modules of this project that a file's strings name, such as "tierstore.store.native:NativeStore": what
+    a file imports by its name is an import, too."""
+    constants = [node.value for node in syntax(path) if isinstance(node, ast.Constant)]
+    named = {text.partition(":")[0] for text in constants if isinstance(text, str) and "." in text}
+    return named & {*FILES, "tierstore._core"}
+
+
+@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_that_are_imported_by_name_are_below(path: Path) -> None:
+    layer = layer_of(module_name(path))
+    named = {layer_of(name) for name in named_modules(path)} - {layer}
+    wrong = named - PROJECT_IMPORTS[layer]
+    assert not wrong, f"{layer} must not import {sorted(wrong)}"
+
+
+def test_names_of_modules_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "loads.py"
+    path.write_text('A, B = "tierstore.planner.job", ["tierstore.store.native:NativeStore", "no.name"]\n')
+    assert named_modules(path) == {"tierstore.planner.job", "tierstore.store.native"}
+
+
 FILES = {module_name(path): path for path in python_files()}
 
 
@@ -198,6 +247,57 @@ def test_packages_keep_what_is_private() -> None:
             if package_of(FILES[owner]) not in (package_of(path), PART_OF.get(package_of(path))):
                 found.add((importer, ".".join(parts)))
     assert not found, "import public names"
+
+
+def private_attributes(path: Path) -> set[str]:
+    """Private attributes that a file asks of other objects than ``self``, ``getattr`` included."""
+    found = set()
+    for node in syntax(path):
+        if isinstance(node, ast.Attribute):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+                found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            found |= {str(name.value) for name in node.args[1:2] if isinstance(name, ast.Constant)}
+    return {name for name in found if name.startswith("_") and name[:2] != "__"}
+
+
+def defined_names(path: Path) -> set[str]:
+    """Names that a file gives: to functions and classes, variables and fields, and attributes of ``self``."""
+    found = set()
+    for node in syntax(path):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if ast.unparse(node.value) == "self" else set()
+    return found
+
+
+def test_packages_ask_objects_of_others_for_nothing_private() -> None:
+    defined: dict[str, set[str]] = {}
+    for path in FILES.values():
+        defined.setdefault(package_of(path), set()).update(defined_names(path))
+    found = {
+        f"{importer}: {name}"
+        for importer, path in FILES.items()
+        for name in private_attributes(path) - defined[package_of(path)] - OTHERS_PRIVATE
+    }
+    assert not found, "ask for something public"
+    assert not OTHERS_PRIVATE - set().union(*map(private_attributes, FILES.values()))
+
+
+def test_private_attributes_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "asks.py"
+    path.write_text(
+        "class Asks:\n"
+        "    def __init__(self, other):\n"
+        "        self._own = other._theirs\n"
+        "        self.inner = getattr(other.inner, '_hidden')\n"
+        "        self.inner._deep = other.__class__\n"
+    )
+    assert private_attributes(path) == {"_theirs", "_hidden", "_deep"}
+    assert defined_names(path) == {"Asks", "__init__", "_own", "inner"}
 
 
 def test_constructors_take_few_parameters() -> None:

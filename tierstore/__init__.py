@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tierstore.default_planner import register_default_planner
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
         PrefetchPipeline,
         prefetch,
     )
+    from tierstore.placement import Job, ShardingPlan
     from tierstore.sparse import (
         JaggedTensor,
         KeyedJaggedTensor,
@@ -156,3 +159,12 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_SUBMODULES})
+
+
+def _plan_job(module: Any, job: Job, group: Any) -> ShardingPlan:
+    from tierstore.planner.job import plan_job
+
+    return plan_job(module, job, group)
+
+
+register_default_planner(_plan_job)

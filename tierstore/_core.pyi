@@ -37,6 +37,7 @@ def force_isa(name: str) -> None: ...
 class OptimizerStep:
     def __init__(
         self,
+        *,
         kind: int,
         lr: float,
         eps: float = 0.0,

@@ -70,9 +70,9 @@ void BindOptimizerStep(py::module_& m) {
       m, "OptimizerStep",
       "Hyperparameters of one optimizer step (kind: 0 SGD, 1 RowWiseAdagrad, 2 Adagrad, "
       "3 Adam; weight_decay_mode: 0 none, 1 L2, 2 decoupled; step counts from 1).")
-      .def(py::init(&OptimizerStep::Make), py::arg("kind"), py::arg("lr"), py::arg("eps") = 0.0,
-           py::arg("weight_decay") = 0.0, py::arg("weight_decay_mode") = 0, py::arg("beta1") = 0.0,
-           py::arg("beta2") = 0.0, py::arg("step") = 1)
+      .def(py::init(&OptimizerStep::Make), py::kw_only(), py::arg("kind"), py::arg("lr"),
+           py::arg("eps") = 0.0, py::arg("weight_decay") = 0.0, py::arg("weight_decay_mode") = 0,
+           py::arg("beta1") = 0.0, py::arg("beta2") = 0.0, py::arg("step") = 1)
       .def("state_floats", &OptimizerStep::StateFloats, py::arg("dim"));
 }
 

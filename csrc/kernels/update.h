@@ -17,7 +17,7 @@ namespace tierstore {
 inline constexpr std::int64_t kReducePositions = 256;
 
 // The rows of a batch and, by CountPositions and PlacePositions, the positions that use them. slots must not
-// repeat.
+// repeat where rows are updated.
 struct Touched {
   Rows rows;
   std::int64_t dim;
@@ -38,8 +38,8 @@ struct PooledGrads {
 
 // RowWiseAdagrad of rows that are cut by columns needs the squares of all their columns; by unique row.
 struct RowSquares {
-  // If set, no row is updated: the sum of the squares of the gradient over these columns goes here (NaN if
-  // the gradient is not finite).
+  // If set, no row is read or updated: only the sum of the squares of the gradient over these columns goes
+  // here (NaN if the gradient is not finite).
   float* out = nullptr;
   // The mean square over all columns. NaN means that the gradient of other columns is not finite, and counts
   // as if these columns' gradient were not finite. Null: the rows are whole.

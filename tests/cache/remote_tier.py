@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
+import pytest
 
+from tierstore.cache.tiers import registry
 from tierstore.cache.tiers.protocol import (
     NEVER,
     Flags,
@@ -110,3 +113,18 @@ class RemoteSource(LastingTier):
         found = np.array(list(self.rows), np.uint64)
         if len(found) and not only_dirty:
             yield found if table is None else found[split(found)[0] == table]
+
+
+def register(monkeypatch: pytest.MonkeyPatch, *remote: int) -> None:
+    """Put tiers of dictionaries between ``uvm`` and the store."""
+    makers: list[registry.TierFactory] = []
+    for number, capacity in enumerate(remote):
+        makers.append(partial(_remote, capacity, f"remote{number}"))
+    hbm, uvm, ssd = registry.TIERS
+    monkeypatch.setattr(registry, "TIERS", [hbm, uvm, *makers, ssd])
+
+
+def _remote(capacity: int, name: str, _: registry.TierRequest) -> RemoteTier:
+    made = RemoteTier(capacity)
+    made.name = name
+    return made

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tests.bags import SGD, budget, build, random_batches, train
-from tierstore import TierConfig, prefetch
+from tierstore import TierConfig, TieredEmbeddingBag, prefetch
 
 STAGES = ("announce", "plan", "fetch", "move", "wait", "compute", "stall", "policy", "blocked")
 
@@ -67,3 +68,31 @@ def test_waits_for_rows_that_are_read_ahead_are_waits(monkeypatch: pytest.Monkey
         assert stats["read_ahead_rows"] > 0
         assert stats["wait_seconds"] > 0.002
         assert stats["stall_seconds"] > 0.002
+
+
+def test_gradients_of_weights_are_computed() -> None:
+    config = TierConfig(hbm="64KiB", engine="memory")
+    with TieredEmbeddingBag(1000, 8, mode="sum", config=config, optimizer=None) as bag:
+        weights = torch.rand(64, 8, requires_grad=True)
+        out = bag(torch.randint(0, 1000, (64, 8)), per_sample_weights=weights)
+        before = seconds(bag)
+        out.sum().backward()
+        assert weights.grad is not None
+        assert seconds(bag)["compute"] > before["compute"]
+
+
+def test_squares_of_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a rank computes them, of whose tables other ranks have the other columns."""
+    computed = []
+    with build(TierConfig(hbm=budget(40), engine="memory"), SGD, (5,)) as module:
+
+        def mean_squares(parts: Any, squares_of: Callable[[int], Any]) -> list[None]:
+            before = seconds(module)["compute"]
+            squares_of(0)
+            computed.append(seconds(module)["compute"] - before)
+            return [None for _ in parts]
+
+        monkeypatch.setattr(module, "mean_squares", mean_squares)
+        train(module, random_batches(0, 3, 1, 6, 3))
+    assert len(computed) == 3
+    assert min(computed) > 0

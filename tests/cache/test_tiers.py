@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.bags import ROWS, SGD, Bags, budget, build, everything, random_batches, train
-from tests.cache.remote_tier import RemoteSource, RemoteTier
+from tests.cache.remote_tier import RemoteSource, RemoteTier, register
 from tierstore import TierConfig, optim, prefetch
 from tierstore.cache.stats import GroupStats
 from tierstore.cache.tiers import registry
@@ -252,21 +252,6 @@ LISTS = {
 }
 
 
-def register(monkeypatch: pytest.MonkeyPatch, *remote: int) -> None:
-    """Put tiers of dictionaries between ``uvm`` and the store."""
-    makers: list[registry.TierFactory] = []
-    for number, capacity in enumerate(remote):
-        makers.append(partial(_remote, capacity, f"remote{number}"))
-    hbm, uvm, ssd = registry.TIERS
-    monkeypatch.setattr(registry, "TIERS", [hbm, uvm, *makers, ssd])
-
-
-def _remote(capacity: int, name: str, _: registry.TierRequest) -> RemoteTier:
-    made = RemoteTier(capacity)
-    made.name = name
-    return made
-
-
 def steps(module: Bags, batches: list[Any], ahead: bool) -> list[torch.Tensor]:
     if not ahead:
         return train(module, batches)
@@ -304,40 +289,25 @@ def test_any_list_of_tiers_trains_as_memory_does(
         assert all(torch.equal(a, b) for a, b in zip(everything(module), everything(expected), strict=True))
 
 
-@pytest.mark.parametrize("fails", ["put", "find"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["on demand", "prefetch"])
-def test_a_failing_tier_changes_nothing(fails: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever tier refuses, the step can be made again."""
-    batches = random_batches(5, 25, 1, 6, 3)
-    expected = build(TierConfig(hbm="all"), SGD, (5,))
-    train(expected, batches)
-    register(monkeypatch, 30)
-    with build(TierConfig(hbm=slots(30), uvm=slots(20), engine="memory"), SGD, (5,)) as module:
-        rng, failures = random.Random(1), 0
-        for tier in module.engine.groups[0].stack.lower:
-            call = getattr(tier, fails)
-
-            def failing(*args: Any, call: Callable[..., Any] = call) -> Any:
-                nonlocal failures
-                if rng.random() < 0.1:
-                    failures += 1
-                    raise StoreIOError(5, "refused")
-                return call(*args)
-
-            if fails == "find" or not tier.exclusive:  # rows must find the room that they have left
-                monkeypatch.setattr(tier, fails, failing)
-        for ids in (
-            prefetch(batches, module, depth=1, window=3, inputs={"": lambda b: (b,)}) if ahead else batches
-        ):
-            while True:
-                try:
-                    train(module, [ids])
-                    break
-                except StoreIOError:
-                    continue
-        monkeypatch.undo()
-        assert failures
-        assert all(torch.equal(a, b) for a, b in zip(everything(module), everything(expected), strict=True))
+@pytest.mark.parametrize("remote", [[50], [20, 40]], ids=["four", "five"])
+def test_commits_have_the_rows_of_every_tier(
+    remote: list[int], ahead: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    register(monkeypatch, *remote)
+    batches = random_batches(7, 30, 1, 6, 3)
+    expected = build(TierConfig(hbm="all"), ADAM, (5,))
+    config = TierConfig(hbm=slots(40), uvm=slots(30), ssd="64MiB", path=tmp_path / "rows")
+    for part in (batches[:15], batches[15:]):
+        train(expected, part[:10])
+        with build(config, ADAM, (5,)) as module:
+            steps(module, part[:10], ahead)
+            commit = module.commit({"step": 10})
+            committed = everything(expected)
+            steps(module, part[10:], ahead)
+            module.engine.go_to(commit)
+            assert all(torch.equal(a, b) for a, b in zip(everything(module), committed, strict=True))
+            module.close(commit=False)
 
 
 def test_a_full_list_says_what_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:

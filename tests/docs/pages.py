@@ -81,3 +81,9 @@ def blocks_of(page: Path) -> list[Block]:
             found.append(Block(page, number, language, "\n".join(body) + "\n", notes))
         before = []
     return found
+
+
+def sentences_of(page: Path) -> str:
+    """Return the page without its fenced blocks."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^( *)```.*?^\1```", "", text, flags=re.MULTILINE | re.DOTALL)

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from docs.generate.commands import parsers
 from tests.docs.page_checks import CHECKS
-from tests.docs.pages import FILE_LANGUAGES, ROOT, RUN_LANGUAGES, Block, blocks_of, pages
+from tests.docs.pages import FILE_LANGUAGES, ROOT, RUN_LANGUAGES, Block, blocks_of, pages, sentences_of
 from tierstore.cli.bench import find_benchmark
 from tierstore.cli.main import build_parser
 
@@ -62,6 +63,26 @@ def understood(words: list[str], block: Block) -> None:
     except SystemExit as end:  # --help ends with 0
         if end.code:
             pytest.fail(f"{block}: {' '.join(words)}")
+
+
+def test_commands_in_sentences_are_there() -> None:
+    """A sentence may leave out arguments, and say FILE for one, but makes up no command, option or target."""
+    options = {parser.prog: parser.format_help() for parser in parsers()}
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    wrong = []
+    for page in pages():
+        for span in re.findall(r"`((?:tierstore|make) [^`]+)`", sentences_of(page)):
+            words = span.replace("[", "").replace("]", "").split()
+            if words[0] == "make":
+                there = {word for word in words[1:] if "=" not in word} <= {*targets}
+            else:
+                flags = [word for word in words if word.startswith("--")]
+                group = "".join(text for prog, text in options.items() if words[:2] == prog.split()[:2])
+                text = options.get(" ".join(words[:3]), group)
+                there = bool(text) and all(f"{flag} " in text for flag in flags)
+            if not there:
+                wrong.append(f"{name_of(page)}: {span}")
+    assert not wrong
 
 
 @pytest.mark.timeout(900)

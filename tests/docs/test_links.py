@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, pages
+from tests.docs.pages import ROOT, pages, sentences_of
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 MENTION = re.compile(r"\b(?:docs|bench/results)/[\w/-]+\.(?:md|json)\b")
@@ -20,8 +20,7 @@ def name_of(page: Path) -> str:
 
 def prose(page: Path) -> str:
     """Return the page without its fenced blocks and code spans."""
-    text = re.sub(r"^( *)```.*?^\1```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    return re.sub(r"`[^`\n]*`", "`code`", text)
+    return re.sub(r"`[^`\n]*`", "`code`", sentences_of(page))
 
 
 def anchors(page: Path) -> set[str]:

@@ -92,7 +92,8 @@ class FarRows:
             squares=args.squares, means=args.means,
         )  # fmt: skip
         rejected = update(core.HostRows.view(rows), own)
-        self._write("update", args.slots, rows)
+        if args.squares is None:
+            self._write("update", args.slots, rows)
         return rejected
 
     def _read(self, slots: Array) -> Array:

@@ -129,7 +129,7 @@ class Batch:
         start, positions = self.csr
         return core.UpdateArgs(
             dim=dim, slots=self.slots, csr_start=start, csr_positions=positions,
-            step=core.OptimizerStep(*step.arguments()), check_finite=check_finite,
+            step=core.OptimizerStep(**vars(step)), check_finite=check_finite,
         )  # fmt: skip
 
     @property
@@ -242,18 +242,6 @@ class Step:
 
     def state_floats(self, dim: int) -> int:
         return (0, 1, dim, 2 * dim)[self.kind]
-
-    def arguments(self) -> tuple:
-        return (
-            self.kind,
-            self.lr,
-            self.eps,
-            self.weight_decay,
-            self.weight_decay_mode,
-            self.beta1,
-            self.beta2,
-            self.step,
-        )
 
 
 def apply_step(step: Step, row: np.ndarray, dim: int, g: np.ndarray) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,10 @@ from tests.kernels.far_device import FarDevice
 from tierstore import TierConfig, TieredEmbeddingBag, optim
 from tierstore import _core as core
 from tierstore.cache.device import HOST, Device, DeviceRows, HostDevice
+from tierstore.cache.tiers import registry
 from tierstore.cache.tiers.memory import MemoryTier, TierPlan
+from tierstore.cache.tiers.protocol import Tier
+from tierstore.cache.tiers.registry import TierRequest
 
 SLOTS, ROW, DIM = 64, 48, 8  # 8 weights, 1 float of state, padding
 DEVICES = {"host": HostDevice, "far": FarDevice}
@@ -106,7 +110,7 @@ def test_loaded_rows_are_the_arrays(device: Device) -> None:
 
 
 def step_of(kind: int) -> core.OptimizerStep:
-    return core.OptimizerStep(kind, 0.1, 1e-8)
+    return core.OptimizerStep(kind=kind, lr=0.1, eps=1e-8)
 
 
 def batch() -> tuple[np.ndarray, np.ndarray, core.Bags]:
@@ -159,6 +163,17 @@ def test_squares_leave_rows_alone(device: Device) -> None:
     )
     assert not len(rows.update_rows(update, grad.ctypes.data, DIM))
     assert squares.tolist() == [DIM * 4, DIM * 4, DIM * 9]
+    once = core.UpdateArgs(
+        dim=DIM,
+        slots=slots(3, 3, 3),
+        csr_start=start,
+        csr_positions=positions,
+        step=step_of(1),
+        squares=squares,
+    )
+    squares[:] = 0
+    assert not len(rows.update_rows(once, grad.ctypes.data, DIM))
+    assert squares.tolist() == [DIM * 4, DIM * 4, DIM * 9]
     np.testing.assert_array_equal(read(rows, np.arange(16, dtype=np.int32)), data)
 
 
@@ -206,11 +221,19 @@ def test_rows_that_overflow_a_tier_move_home(device: Device) -> None:
 
 @pytest.fixture
 def log(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What was done to rows, where the parameter asks for the far device."""
-    far = FarDevice()
-    if request.param:
+    """What was done to rows of the tiers that the parameter names, which are on the far device."""
+    far, (hbm, *lower) = FarDevice(), registry.TIERS
+
+    def far_hbm(asked: TierRequest) -> Tier | None:
+        plan = asked.slots["hbm"]
+        assert plan is not None
+        return hbm(replace(asked, slots={**asked.slots, "hbm": replace(plan, device=far)}))
+
+    if request.param == "all":
         monkeypatch.setattr(HostDevice, "allocate", lambda self, *size: far.allocate(*size))
         monkeypatch.setattr(HostDevice, "load", lambda self, rows: far.load(rows))
+    elif request.param == "hbm":
+        monkeypatch.setattr(registry, "TIERS", [far_hbm, *lower])
     return far.log
 
 
@@ -218,7 +241,8 @@ RESULTS: dict[str, list[torch.Tensor]] = {}
 
 
 def outputs(prefetch: bool) -> list[torch.Tensor]:
-    """Outputs, gradients of weights and rows of a training with tiers that are too small for its batches."""
+    """Outputs, gradients of weights, a norm of gradients, and rows: what a training gives whose tiers are
+    too small for its batches."""
     generator = torch.Generator().manual_seed(3)
     batches = [torch.randint(400, (30, 3), generator=generator) for _ in range(12)]
     config = TierConfig(hbm="4KiB", uvm="8KiB", ssd="1GiB", engine="memory")
@@ -227,19 +251,27 @@ def outputs(prefetch: bool) -> list[torch.Tensor]:
     ) as table:
         found = []
         for ids in tierstore.prefetch(batches, table, depth=2, window=4) if prefetch else batches:
-            out = table(ids)
+            weights = torch.rand(ids.shape, generator=generator, requires_grad=True)
+            out = table(ids, per_sample_weights=weights)
             out.square().sum().backward()
-            found.append(out.detach().clone())
+            assert weights.grad is not None
+            found += [out.detach().clone(), weights.grad]
+        with tierstore.accumulate(table) as rows:
+            for ids in batches[:3]:
+                table(ids).square().sum().backward()
+            found.append(torch.nn.utils.clip_grad_norm_(rows.parameters(), 1.0))
         with torch.no_grad():
             found.append(table(batches[0]).clone())
         return [*found, table.rows(torch.arange(400))]
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("log", [False, True], indirect=True)
-def test_training_is_the_same_on_every_device(log: list[str], prefetch: bool) -> None:
+@pytest.mark.parametrize("log", ["none", "all", "hbm"], indirect=True)
+def test_training_is_the_same_on_every_device(
+    log: list[str], prefetch: bool, request: pytest.FixtureRequest
+) -> None:
     found = outputs(prefetch)
     expected = RESULTS.setdefault("rows", found)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    if log:
-        assert {"initialise", "copy_in", "update", "discard"} <= set(log)
+    on_far = request.node.callspec.params["log"] != "none"
+    assert ({"initialise", "copy_in", "update", "discard"} <= set(log)) == on_far

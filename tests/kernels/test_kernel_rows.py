@@ -96,6 +96,6 @@ def test_arrays_of_another_dtype_are_not_converted() -> None:
 
 def test_optimizer_step_rejects_unknown_kinds() -> None:
     with pytest.raises(ValueError, match="kind"):
-        core.OptimizerStep(9, 0.1)
+        core.OptimizerStep(kind=9, lr=0.1)
     with pytest.raises(ValueError, match="step"):
-        core.OptimizerStep(3, 0.1, step=0)
+        core.OptimizerStep(kind=3, lr=0.1, step=0)

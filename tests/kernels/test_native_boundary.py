@@ -12,6 +12,7 @@ import tierstore
 from tierstore import _core
 
 MOST_ARGUMENTS = 8
+MOST_BY_POSITION = 4  # of a constructor's
 STUB = ast.parse((Path(tierstore.__file__).parent / "_core.pyi").read_text())
 Signature = dict[str, tuple[str, str, str]]
 """Kind, annotation and default of each parameter by name; "return" has the annotation of what is returned."""
@@ -135,6 +136,16 @@ def test_no_call_takes_more_than_eight_arguments() -> None:
         calls |= {f"{name}.{m.name}": m for m in node.body if isinstance(m, ast.FunctionDef)}
     long = {name for name, node in calls.items() if len(parameters(node)) - 1 > MOST_ARGUMENTS}
     assert not long
+
+
+def test_structs_are_filled_by_name() -> None:
+    methods = [
+        (name, m) for name, node in CLASSES.items() for m in node.body if isinstance(m, ast.FunctionDef)
+    ]
+    made = {name: [*parameters(m).values()][1:] for name, m in methods if m.name == "__init__"}
+    long = {name: fields for name, fields in made.items() if len(fields) > MOST_BY_POSITION}
+    assert {"Bags", "InitialValues", "OptimizerStep", "ShareConfig", "UpdateArgs"} <= long.keys()
+    assert {kind for fields in long.values() for kind, _, _ in fields} == {"keyword"}
 
 
 @pytest.mark.parametrize(

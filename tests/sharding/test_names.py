@@ -24,6 +24,9 @@ from tierstore import (
 )
 from tierstore.sharding import (
     DistributedModelParallel,
+    ShardedCollection,
+    ShardedEmbeddingBagCollection,
+    ShardedEmbeddingCollection,
     TableSharding,
     column_wise,
     construct_plan,
@@ -138,3 +141,16 @@ def test_odd_paths_of_collections(tmp_path: Path) -> None:
         "rank00000",
         "rank00001",
     }
+
+
+@pytest.mark.parametrize(
+    ("sharded", "unsharded"),
+    [
+        (ShardedEmbeddingBagCollection, tierstore.EmbeddingBagCollection),
+        (ShardedEmbeddingCollection, tierstore.EmbeddingCollection),
+    ],
+)
+def test_sharded_collections_have_the_methods_of_unsharded_ones(sharded: type, unsharded: type) -> None:
+    assert {name for name in dir(unsharded) if name[0] != "_"} <= {*dir(sharded)}
+    assert issubclass(sharded, ShardedCollection)
+    assert not issubclass(sharded, unsharded)

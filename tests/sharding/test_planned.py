@@ -15,9 +15,12 @@ from tests.sharding.ranks import run
 from tests.sharding.test_parallel import Model, train_both
 from tierstore import TierConfig, optim
 from tierstore.cache.tiers.memory import bytes_for
+from tierstore.default_planner import register_default_planner
 from tierstore.errors import InfeasiblePlanError
+from tierstore.placement import Job
 from tierstore.planner import EmbeddingShardingPlanner, Topology
 from tierstore.planner.costs import EXCHANGES
+from tierstore.planner.job import plan_job
 from tierstore.sharding import (
     DistributedModelParallel,
     ShardedEmbeddingBagCollection,
@@ -107,12 +110,31 @@ def commits_fit_beside_one_another(folder: str, hbm: str) -> None:
     dmp.close()
 
 
+def another_planner_is_asked() -> None:
+    asked = []
+
+    def planner(module: Any, job: Job, group: Any) -> ShardingPlan:
+        asked.append((module, job.hosts * job.ranks_per_host, group))
+        return construct_plan(configs(), {config.name: row_wise() for config in configs()}, 2)
+
+    model = Model(configs())
+    register_default_planner(planner)
+    try:
+        dmp = DistributedModelParallel(model, config=TIERS["all"])
+    finally:
+        register_default_planner(plan_job)
+    assert asked == [(model, 2, dmp.env.process_group)]
+    assert all(len(table.shards) == 2 for table in dmp.plan.tables)
+    dmp.close()
+
+
 def everything() -> None:
     for tiers in TIERS:
         trains_as_one_process(tiers)
     too_small()
     larger_batches_take_more_memory()
     a_module_without_tables()
+    another_planner_is_asked()
 
 
 def test_without_a_plan_the_planner_makes_one() -> None:

@@ -75,7 +75,7 @@ class DeviceRows(Protocol):
         """Make one optimizer step by the gradient of the pooled output, as csrc/kernels/update.h says.
 
         Returns the indices (ascending) in ``args.slots`` of rows that were left alone because their gradient
-        is not finite.
+        is not finite. With ``args.squares`` no row is read or written, and slots may repeat.
         """
         ...
 

@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -320,10 +321,11 @@ class Engine:
 
     def _release(self) -> None:
         self.warn_of_loss.detach()
-        for group in self.groups:
-            group.close()
-        if self.store is not None:
-            self.store.close()
+        with ExitStack() as closing:  # closes the store also if a tier raises
+            if self.store is not None:
+                closing.callback(self.store.close)
+            for group in reversed(self.groups):
+                closing.callback(group.close)
 
     def end_at_exit(self) -> None:
         """Say what is lost, and close without a commit: the process ends."""

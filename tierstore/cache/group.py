@@ -205,8 +205,9 @@ class TierGroup:
                 if plan.needed + plan.refused and not self.stack.lower:
                     # Rows in overflow slots need a lower tier when they are released.
                     raise TierFullError(
-                        f"{self.name}: the hbm tier is full ({self.fast.capacity} rows of "
-                        f"{self.layout.row_bytes} bytes) and there is no tier below; raise hbm, or set ssd"
+                        f"{self.name}: the {self.fast.name} tier is full ({self.fast.capacity} rows of "
+                        f"{self.layout.row_bytes} bytes) and there is no tier below; raise "
+                        f"{self.fast.name}, or set ssd"
                     )
                 self.fast.prepare(plan, use_overflow=True)
                 self._count_overflow(plan.needed)
@@ -248,12 +249,14 @@ class TierGroup:
         if rows and not self._warned_overflow:
             self._warned_overflow = True
             logger.warning(
-                "%s: the rows in use at once exceed the hbm tier (%d rows) by %d; they use overflow slots "
-                "of %s outside the budget. Raise hbm, or use smaller batches. (said once)",
+                "%s: the rows in use at once exceed the %s tier (%d rows) by %d; they use overflow slots "
+                "of %s outside the budget. Raise %s, or use smaller batches. (said once)",
                 self.name,
+                self.fast.name,
                 self.fast.capacity,
                 rows,
                 format_bytes(rows * self.layout.row_bytes),
+                self.fast.name,
             )
 
     def _drain_overflow(self) -> None:

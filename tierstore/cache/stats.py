@@ -85,7 +85,8 @@ class GroupCounters:
     """Seconds in which the planning thread waits: for releases of earlier lookups, and for rows that are
     being read ahead."""
     compute_seconds: float = 0.0
-    """Seconds of kernels that look rows up and update them. Written by the computing threads."""
+    """Seconds of kernels that look rows up, update them, and give the gradients of per-sample weights.
+    Written by the computing threads."""
     stall_seconds: float = 0.0
     """Seconds in which the computing thread waits for rows. Written by that thread."""
     policy_seconds: float = 0.0

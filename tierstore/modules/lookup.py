@@ -182,7 +182,8 @@ class PooledGradients:
 
     def update(self, index: int, part: PooledPart, rows: DeviceRows, args: UpdateArgs) -> NDArray[np.int32]:
         weight, argmax = _address(self.weights[index]), _address(self.argmaxes[index])
-        return rows.update_pooled(args, part.bags, self.grad.data_ptr(), weight, argmax)
+        with part.group.stats.stage("compute_seconds"):
+            return rows.update_pooled(args, part.bags, self.grad.data_ptr(), weight, argmax)
 
     def multiply(self, factor: float) -> None:
         self.grad.mul_(factor)
@@ -195,7 +196,8 @@ class SequenceGradients:
     grads: Sequence[Tensor]
 
     def update(self, index: int, part: Part, rows: DeviceRows, args: UpdateArgs) -> NDArray[np.int32]:
-        return rows.update_rows(args, self.grads[index].data_ptr(), part.group.layout.dim)
+        with part.group.stats.stage("compute_seconds"):
+            return rows.update_rows(args, self.grads[index].data_ptr(), part.group.layout.dim)
 
     def multiply(self, factor: float) -> None:
         for grad in self.grads:
@@ -229,12 +231,11 @@ def pooled_forward(
         if (part.modes == MODES["max"]).any():
             # one more, since an empty tensor has no address
             argmax = torch.empty((len(part.offsets) - 1) * part.group.layout.dim + 1, dtype=torch.int32)
-        assert part.rows is not None
-        args = _lookup_args(part, part.rows)
+        rows = part.rows
+        assert rows is not None
+        args = _lookup_args(part, rows)
         with part.group.stats.stage("compute_seconds"):
-            part.rows.device_rows.lookup_pooled(
-                args, part.bags, out.data_ptr(), _address(weight), _address(argmax)
-            )
+            rows.device_rows.lookup_pooled(args, part.bags, _address(out), _address(weight), _address(argmax))
         argmaxes.append(argmax)
     return argmaxes
 
@@ -279,8 +280,8 @@ class PooledFunction(torch.autograd.Function):
         if rows is None or weight is None:
             return None
         out = torch.empty_like(weight)
-        args = _lookup_args(part, rows)
-        rows.device_rows.weight_grads(args, part.bags, grad.data_ptr(), out.data_ptr())  # type: ignore[attr-defined]
+        with part.group.stats.stage("compute_seconds"):
+            rows.device_rows.weight_grads(_lookup_args(part, rows), part.bags, _address(grad), _address(out))  # type: ignore[attr-defined]
         return out.to(ctx.weight_types[index])
 
 
@@ -331,8 +332,7 @@ def update_rows(module: Updates, parts: Sequence[Part], gradients: Gradients) ->
         part, pinned = parts[index], pinned_rows[index]
         csr = trained_csr(part, frozen) if frozen else pinned.csr
         args = update_args(part, pinned.slots, csr, step, module.check_gradients, means=means)
-        with part.group.stats.stage("compute_seconds"):
-            wrong.append((part, gradients.update(index, part, pinned.device_rows, args)))
+        wrong.append((part, gradients.update(index, part, pinned.device_rows, args)))
         # A flush since the first mark has seen the rows as they were before.
         part.group.mark_updated(pinned)
         pinned.release()

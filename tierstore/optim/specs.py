@@ -113,7 +113,10 @@ class OptimizerSpec:
         mode = self._decay_mode(values["weight_decay_mode"])
         lr, decay, eps = (self._number(name, values.get(name, 0.0)) for name in ("lr", "weight_decay", "eps"))
         beta1, beta2 = _betas(self.name, values["betas"]) if "betas" in values else (0.0, 0.0)
-        return OptimizerStep(self.kind, lr, eps, decay, mode if decay else 0, beta1, beta2, step)
+        return OptimizerStep(
+            kind=self.kind, lr=lr, eps=eps, weight_decay=decay, weight_decay_mode=mode if decay else 0,
+            beta1=beta1, beta2=beta2, step=step,
+        )  # fmt: skip
 
     def _decay_mode(self, mode: Any) -> int:
         if not isinstance(mode, str) or mode not in _DECAY_MODES:

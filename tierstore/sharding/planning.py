@@ -7,7 +7,6 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import psutil
@@ -16,6 +15,7 @@ from torch import nn
 from tierstore.cache.engine import Table
 from tierstore.cache.tiers.memory import MIN_SLOTS, bytes_for
 from tierstore.config import TableOverride, TierConfig
+from tierstore.default_planner import plan_job
 from tierstore.errors import ConfigError
 from tierstore.modules.collection import Collection
 from tierstore.placement import (
@@ -32,8 +32,6 @@ from tierstore.sharding.table_sharding import configs_of
 
 logger = logging.getLogger("tierstore")
 
-_PLANNER = "tierstore.planner.job"
-"""Imported only where no plan is given: sharding knows plans by placement.py alone."""
 _ROUNDING = 1024  # bytes per table, so that a layout that is to hold all rows does
 
 
@@ -58,7 +56,7 @@ def plan_of(
         if (value := [getattr(budget, name) for budget in budgets if getattr(budget, name) != "auto"])
     }
     job = replace(job_of(env, budgets, rows), batch_size=batch_size, **ahead)
-    plan: ShardingPlan = import_module(_PLANNER).plan_job(module, job, env.process_group)
+    plan = plan_job(module, job, env.process_group)
     if env.rank == 0:
         logger.info(
             "planned %d tables on %d ranks, with assumed rates; tierstore bench device measures them, and "

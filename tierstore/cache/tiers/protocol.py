@@ -91,8 +91,8 @@ class Tier(Protocol):
     """Rows of one row layout. The group holds its residency lock during every call but :meth:`wait`,
     :meth:`close` and, of lasting tiers, :meth:`keys`.
 
-    Subclass it: methods with a body here have a default. After a method has failed, the group calls no later
-    method of the plan.
+    Subclass it: methods with a body here have a default. Unless a method says otherwise, it may raise, and
+    has changed nothing then. The call that needed it raises the error, and can be made again.
     """
 
     name: str
@@ -111,12 +111,11 @@ class Tier(Protocol):
     # -- rows ----------------------------------------------------------------------------
 
     def find(self, keys: Keys) -> FoundRows:
-        """Copy the rows of ``keys`` (n,), without repeats, that are here. It changes nothing, also if it
-        raises."""
+        """Copy the rows of ``keys`` (n,), without repeats, that are here. Nothing changes."""
         ...
 
     def holds(self, keys: Keys) -> Flags:
-        """Return which of ``keys`` are here. It changes nothing, also if it raises."""
+        """Return which of ``keys`` are here. Nothing changes."""
         ...
 
     def take(self, found: FoundRows) -> None:
@@ -129,7 +128,7 @@ class Tier(Protocol):
         Rows that find no room, and rows that make room, go to ``demote(*MovingRows)`` in one call. Everything
         that can fail, ``demote`` included, comes before the first change: if it raises, an exclusive tier is
         as it was, and a lasting tier may have stored some of the rows. Rows that were just taken out of an
-        exclusive tier find room there again.
+        exclusive tier find room there again, and putting these rows back must not fail.
         """
         ...
 
@@ -152,11 +151,12 @@ class Tier(Protocol):
     def announce(self, keys: Keys, next_use: int, now: int) -> Keys:
         """Learn that lookup ``next_use`` is the first announced one that asks for ``keys``; ``now``: the
         newest planned lookup. Return the keys that a lower tier has to learn of. ``NEVER``: the window is
-        forgotten."""
+        forgotten, which must not fail. If it raises, the group forgets the window."""
         return keys
 
     def begin_lookup(self, seq: int) -> None:
-        """Learn that lookup ``seq`` leaves the window: it is being planned."""
+        """Learn that lookup ``seq`` leaves the window: it is being planned. If it raises, the lookup
+        fails."""
         return
 
     def wait(self, seq: int) -> None:
@@ -165,11 +165,13 @@ class Tier(Protocol):
         return
 
     def end_lookup(self, seq: int, keys: Keys) -> None:
-        """Learn that lookup ``seq`` has its rows; the rows of ``keys`` were missing in the first tier."""
+        """Learn that lookup ``seq`` has its rows; the rows of ``keys`` were missing in the first tier. If it
+        raises, the lookup fails, and these rows leave the first tier again."""
         return
 
     def close(self) -> None:
-        """End the tier's threads. Further calls do nothing."""
+        """End the tier's threads. Further calls do nothing. If it raises, the tier is closed all the same,
+        and the group closes the further tiers."""
         return
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -72,17 +73,16 @@ class TierStack:
                 raise self._full()
             return  # rows that were never updated have their initial values
         tier = self.tiers[level]
-        if (
-            tier.exclusive and len(parts) > 1
-        ):  # a second call could fail, and rows of the first call would then be here twice
+        # Of two calls the second could fail, and rows of the first be in two exclusive tiers.
+        if tier.exclusive and len(parts) > 1:
             parts = (MovingRows.joined(parts),)
         for part in parts:
             tier.put(part, seq, partial(self.demote, level + 1, seq))
 
     def _full(self) -> TierFullError:
+        names = " or ".join(tier.name for tier in self.tiers)
         return TierFullError(
-            f"{self.name}: the memory tiers are full and there is no store below; raise hbm or uvm, "
-            "or set ssd"
+            f"{self.name}: the memory tiers are full and there is no store below; raise {names}, or set ssd"
         )
 
     def flush(self) -> None:
@@ -129,9 +129,10 @@ class TierStack:
             tier.end_lookup(seq, keys)
 
     def close(self) -> None:
-        """End the threads of the tiers."""
-        for tier in self.tiers:
-            tier.close()
+        """End the threads of the tiers: of all, also if one of them raises."""
+        with ExitStack() as closing:
+            for tier in reversed(self.tiers):
+                closing.callback(tier.close)
 
 
 def resident(tiers: Sequence[Tier], keys: Keys) -> Flags:
