@@ -11,9 +11,8 @@ from typing import Any
 from tierstore.errors import ConfigError
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
 from tierstore.planner import ParameterConstraints, TableSpec, Topology
-from tierstore.planner.allocate import Placed
 from tierstore.planner.costs import Problem, slot_bytes
-from tierstore.planner.options import options_of
+from tierstore.planner.options import Placed, options_of
 from tierstore.planner.solver import Solution, divided
 from tierstore.planner.tables import row_bytes
 from tierstore.planner.topology import ASSUMED_RATES

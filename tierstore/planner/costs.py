@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from tierstore.config import is_integer
 from tierstore.errors import ConfigError
 from tierstore.planner.constraints import ParameterConstraints
+from tierstore.planner.curves import Floats
 from tierstore.planner.tables import TableSpec, row_bytes
 from tierstore.planner.topology import Topology
 
@@ -26,6 +29,9 @@ INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
 MOST_STORED_ROWS = 15 << 28  # of one size in one store: 32-bit locations, a sixteenth of them for compaction
 FLOAT = 4
+RANK_STAGES = ("compute", "index", "intra_host", "inter_host", "host_link", "fetch")
+"""``fetch``: on the CPU index and link, which one thread does in turn; elsewhere 0. With fewer than two
+processors per rank this thread also waits for those that compute."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,13 @@ class Problem:
         """Seconds per step that a rank computes, or waits, whatever its shards are."""
         exchanges = self._collections * self.topology.exchange("step")
         return self.work.dense_seconds + exchanges + self.waiting_seconds
+
+    def fetch_seconds(self, seconds: Floats, link: Floats) -> Floats:
+        """Return the seconds of each rank's fetching thread, by those of RANK_STAGES before it: (ranks,)."""
+        if not self.topology.one_fetcher:
+            return np.zeros(len(link))
+        busy = seconds[:, 0] - self.waiting_seconds
+        return seconds[:, 1] + link + self.topology.in_turn * busy
 
     @cached_property
     def fixed_hbm(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierstore.errors import ConfigError
 from tierstore.placement import ShardingType, record_bytes
@@ -79,6 +80,16 @@ class ShardingOption:
 
 
 Shape = tuple[ShardingType, int, int, str]
+Ranks = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A table's option on its ranks."""
+
+    table: int
+    option: ShardingOption
+    ranks: Sequence[int]
 
 
 def options_of(problem: Problem, number: int) -> list[ShardingOption]:

@@ -12,9 +12,9 @@ import numpy as np
 
 from tierstore.errors import ConfigError, InfeasiblePlanError
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
-from tierstore.planner.allocate import Placed
 from tierstore.planner.constraints import ParameterConstraints, constraints_of
 from tierstore.planner.costs import Problem, Workload
+from tierstore.planner.options import Placed
 from tierstore.planner.predict import hit_rate
 from tierstore.planner.report import at_least, report_of, shortage
 from tierstore.planner.solver import Solution, solve

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.planner.allocate import Allocation, Placed
-from tierstore.planner.cluster import RANK_STAGES
-from tierstore.planner.costs import Problem
+from tierstore.planner.allocate import Allocation
+from tierstore.planner.costs import RANK_STAGES, Problem
 from tierstore.planner.curves import Floats
+from tierstore.planner.options import Placed
 from tierstore.planner.reading import saved_seconds
 
 
@@ -56,9 +56,7 @@ def predict(problem: Problem, placed: Sequence[Placed], caches: Allocation) -> P
     on_host = where // topology.ranks_per_host
     on_link, on_ssd = (unique * caches.misses(rows) for rows in (caches.hbm_rows, caches.memory_rows))
     ranks[:, 4] = _sums(where, on_link * caches.field("link_s"), world)
-    if topology.one_fetcher:
-        busy = ranks[:, 0] - problem.waiting_seconds
-        ranks[:, 5] = ranks[:, 1] + ranks[:, 4] + topology.in_turn * busy
+    ranks[:, 5] = problem.fetch_seconds(ranks, ranks[:, 4])
     ssd_s = _sums(on_host, on_ssd * caches.field("ssd_s"), hosts)
     return Prediction(
         ranks,

@@ -11,9 +11,8 @@ import numpy as np
 
 from tierstore.config import format_bytes, parse_bytes
 from tierstore.placement import ShardingType, TablePlacement
-from tierstore.planner.allocate import Placed
-from tierstore.planner.cluster import RANK_STAGES
-from tierstore.planner.costs import INDEX_BYTES_PER_ROW
+from tierstore.planner.costs import INDEX_BYTES_PER_ROW, RANK_STAGES
+from tierstore.planner.options import Placed
 from tierstore.planner.solver import Solution
 from tierstore.planner.what_if import FIELDS
 

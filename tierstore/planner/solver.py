@@ -6,11 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from tierstore.planner.allocate import Allocation, Placed, allocate
+from tierstore.planner.allocate import Allocation, allocate
 from tierstore.planner.costs import Problem, Workload, rows_by_size
-from tierstore.planner.options import option_of, options_of
+from tierstore.planner.options import Placed, option_of
 from tierstore.planner.predict import Prediction, predict
 from tierstore.planner.search import Search
 from tierstore.planner.tables import TableSpec
@@ -48,14 +46,14 @@ class Solution:
 def solve(problem: Problem, seconds: float) -> Solution:
     """Return the best solution that a search of so many seconds finds."""
     start, topology = time.perf_counter(), problem.topology
-    solution = divided(problem, _searched(problem, seconds))
+    solution = divided(problem, Search(problem, seconds).run())
     lacking = {name for name, _ in solution.caches.missing}
     memory = topology.hosts * topology.host_memory_per_host + topology.world_size * topology.hbm_per_rank
     needed = sum(size * count for size, count in rows_by_size(problem.tables).items())
     if lacking and "hbm" not in lacking and topology.ssd_per_host and needed <= memory:
         # A store takes memory of its own, so what does not fit with one may do so without.
         memory_only = replace(problem, topology=replace(topology, ssd_per_host=0))
-        without = divided(memory_only, _searched(memory_only, seconds / 6))
+        without = divided(memory_only, Search(memory_only, seconds / 6).run())
         solution = solution if without.caches.missing else without
     return replace(solution, seconds=time.perf_counter() - start)
 
@@ -83,11 +81,3 @@ def priced(problem: Problem, solution: Solution) -> Solution:
     placed = placed_again(problem, solution.placed)
     caches = replace(solution.caches, costs=[item.option.cost for item in placed for _ in item.ranks])
     return Solution(problem, placed, caches, predict(problem, placed, caches), solution.seconds)
-
-
-def _searched(problem: Problem, seconds: float) -> list[Placed]:
-    world = range(problem.topology.world_size)
-    options = [options_of(problem, t) for t in range(len(problem.tables))]
-    allowed = [np.unique(world if d.device_group is None else d.device_group) for d in problem.demands]
-    choices = Search(problem, options, allowed, seconds).run()
-    return [Placed(t, options[t][one.option], one.ranks.tolist()) for t, one in enumerate(choices)]
