@@ -2,7 +2,7 @@
 
 Small tables are trained with prefetch, and pushed through the tiers in the ways that a step does; the seconds
 of each way are fitted by non-negative least squares to the planner's terms (docs/planner.md). The models by
-which these figures are judged (``tierstore bench plan-step``) have other tables, sizes and skews.
+which these figures are judged (``bench/research/trained.py``) have other tables, sizes and skews.
 
 Seconds are those of the clock, waits for other batches and for the drive left out: what threads cost one
 another is part of them. So nothing else should run meanwhile.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from scipy.optimize import nnls
 
 import tierstore
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor, TierConfig
-from tierstore.cache.engine import set_num_threads
 from tierstore.cache.tiers.memory import bytes_for
 from tierstore.optim import RowWiseAdagrad
 
@@ -100,14 +99,6 @@ def runtime_figures(steps: int = 20) -> dict[str, Any]:
     batches of each kind, three times.
     """
     return fitted([found for mode in KINDS for dims in DIMS for found in samples(mode, dims, steps)])
-
-
-def alone(mode: str, dims: tuple[int, ...], steps: int) -> dict[str, Any]:
-    """Return one round of :func:`samples` for a process of its own, and how disturbed the worst was."""
-    torch.set_num_threads(1)
-    set_num_threads(1)
-    found = samples(mode, dims, steps, rounds=1)
-    return {"others": max(s.others for s in found), "samples": [asdict(s) for s in found]}
 
 
 def samples(mode: str, dims: tuple[int, ...], steps: int, rounds: int = _ROUNDS) -> list[Sample]:

@@ -18,7 +18,6 @@ import numpy as np
 
 from tierstore.errors import ConfigError
 from tierstore.planner import EmbeddingShardingPlanner, Popularity, TableSpec, Topology, Workload
-from tierstore.planner.solver import Solution
 from tierstore.planner.tables import prepared, row_bytes
 from tierstore.result_file import JsonFile
 
@@ -33,8 +32,8 @@ _HBM = {"ample": 1.5, "tight": 0.4}  # of the tables' bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tables", default="4,12,40", help="numbers of tables (default: 4,12,40)")
-    parser.add_argument("--machines", default=",".join(MACHINES), help=f"some of {', '.join(MACHINES)}")
+    parser.add_argument("--tables", type=int, nargs="+", default=[4, 12, 40], help="numbers of tables")
+    parser.add_argument("--machines", nargs="+", default=[*MACHINES], choices=[*MACHINES])
     parser.add_argument("--batch-size", type=int, default=1024, help="examples per rank (default: 1024)")
     parser.add_argument("--search-seconds", type=float, default=2.0, help="of our planner (default: 2)")
     parser.add_argument("--json", type=Path, help="write the figures there")
@@ -46,15 +45,13 @@ def run(args: argparse.Namespace) -> int:
         f"{'tables':<14} {'machine':<12} {'hbm':<6} {'ours':>10} {'torchrec':>10} {'ratio':>6}  planning, s"
     )
     pairs = []
-    for count, name, sizes, hbm in itertools.product(
-        _numbers(args.tables), _machines(args.machines), SIZES, _HBM
-    ):
-        pair = compared(count, name, sizes, hbm, args.batch_size, args.search_seconds)
+    for case in itertools.product(args.tables, args.machines, SIZES, _HBM):
+        pair = compared(*case, args.batch_size, args.search_seconds)
         pairs.append(pair)
         theirs = f"{pair.theirs * 1e3:>7.3f} ms {pair.ratio:>6.3f}" if pair.theirs else f"{pair.why:>17}"
         print(
-            f"{count:>3} {sizes:<10} {name:<12} {hbm:<6} {pair.ours * 1e3:>7.3f} ms {theirs}  "
-            f"{pair.ours_plan_s:.2f}, {pair.theirs_plan_s:.2f}",
+            f"{pair.tables:>3} {pair.sizes:<10} {pair.machine:<12} {pair.hbm:<6} {pair.ours * 1e3:>7.3f} ms "
+            f"{theirs}  {pair.ours_plan_s:.2f}, {pair.theirs_plan_s:.2f}",
             flush=True,
         )
     ratios = [pair.ratio for pair in pairs if pair.theirs]
@@ -69,20 +66,6 @@ def run(args: argparse.Namespace) -> int:
     if target is not None:
         target.write({**figures, "compared": [vars(pair) for pair in pairs]})
     return 0
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--tables {text!r}: give numbers, such as 4,12") from None
-
-
-def _machines(text: str) -> list[str]:
-    names = [part.strip() for part in text.split(",")]
-    if not set(names) <= set(MACHINES):
-        raise ConfigError(f"--machines {text!r}: give some of {', '.join(MACHINES)}")
-    return names
 
 
 @dataclass
@@ -121,13 +104,9 @@ def compared(count: int, machine: str, sizes: str, hbm: str, batch_size: int, se
     theirs_s = time.perf_counter() - start
     theirs = None if plans is None else with_our_tiers(plans, ours)
     why = "finds none" if plans is None else "does not fit" if theirs is None else ""
-    steps = [simulated(solution) if solution else 0.0 for solution in (ours, theirs)]
+    # The same batches are drawn for equal tables.
+    steps = [Simulation(one, _DEPTH, 0.05).run(_BATCHES) if one else 0.0 for one in (ours, theirs)]
     return Pair(count, machine, sizes, hbm, *steps, why, ours_s, theirs_s)
-
-
-def simulated(solution: Solution) -> float:
-    """Seconds per step; the same batches for equal tables."""
-    return Simulation(solution, _DEPTH, 0.05).run(_BATCHES)
 
 
 def model(count: int, sizes: str, seed: int = 0) -> list[TableSpec]:

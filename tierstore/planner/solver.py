@@ -74,10 +74,3 @@ def _divided(problem: Problem, placed: Sequence[Placed], for_ssd: bool) -> Solut
 def placed_again(problem: Problem, placed: Sequence[Placed]) -> list[Placed]:
     """Return the same options and ranks at the costs of another problem with the same tables."""
     return [replace(item, option=option_of(problem, item.table, item.option.shape)) for item in placed]
-
-
-def priced(problem: Problem, solution: Solution) -> Solution:
-    """Return the same options, ranks and rows at the costs of another problem of the same tables."""
-    placed = placed_again(problem, solution.placed)
-    caches = replace(solution.caches, costs=[item.option.cost for item in placed for _ in item.ranks])
-    return Solution(problem, placed, caches, predict(problem, placed, caches), solution.seconds)
