@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from tierstore.planner.tables import prepared, row_bytes
 from tierstore.result_file import JsonFile
 
 from .._cluster import Simulation
-from . import main
+from . import Results, main
 from .their_plan import their_plan, with_our_tiers
 
 _DEPTH, _BATCHES = 4, 40
@@ -36,13 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machines", nargs="+", default=[*MACHINES], choices=[*MACHINES])
     parser.add_argument("--batch-size", type=int, default=1024, help="examples per rank (default: 1024)")
     parser.add_argument("--search-seconds", type=float, default=2.0, help="of our planner (default: 2)")
-    parser.add_argument("--json", type=Path, help="write the figures there")
 
 
-def run(args: argparse.Namespace) -> int:
-    target = JsonFile(args.json) if args.json else None
+def run(args: argparse.Namespace, _: JsonFile | None) -> Results:
     print(
-        f"{'tables':<14} {'machine':<12} {'hbm':<6} {'ours':>10} {'torchrec':>10} {'ratio':>6}  planning, s"
+        f"{'tables':<14} {'machine':<12} {'hbm':<6} {'ours':>10} {'torchrec':>10} {'ratio':>6}  planned in, s"
     )
     pairs = []
     for case in itertools.product(args.tables, args.machines, SIZES, _HBM):
@@ -61,11 +58,7 @@ def run(args: argparse.Namespace) -> int:
         "ratio.worst": max(ratios, default=0.0),
         "torchrec_has_no_plan": len(pairs) - len(ratios),
     }
-    for key, value in figures.items():
-        print(f"{key:<24} {value:>8.3f}")
-    if target is not None:
-        target.write({**figures, "compared": [vars(pair) for pair in pairs]})
-    return 0
+    return figures, {"compared": [vars(pair) for pair in pairs]}
 
 
 @dataclass
@@ -94,9 +87,7 @@ def compared(count: int, machine: str, sizes: str, hbm: str, batch_size: int, se
     tables = prepared(tables, {}, {}, machines.world_size)
     work = Workload(batch_size, depth=_DEPTH)
     planner = EmbeddingShardingPlanner(machines, workload=work, search_seconds=search_seconds)
-    start = time.perf_counter()
     ours = planner.solve(tables)
-    ours_s = time.perf_counter() - start
     if ours.caches.missing:
         raise ConfigError(f"{count} {sizes} tables do not fit {machine}: {ours.caches.missing}")
     start = time.perf_counter()
@@ -106,7 +97,7 @@ def compared(count: int, machine: str, sizes: str, hbm: str, batch_size: int, se
     why = "finds none" if plans is None else "does not fit" if theirs is None else ""
     # The same batches are drawn for equal tables.
     steps = [Simulation(one, _DEPTH, 0.05).run(_BATCHES) if one else 0.0 for one in (ours, theirs)]
-    return Pair(count, machine, sizes, hbm, *steps, why, ours_s, theirs_s)
+    return Pair(count, machine, sizes, hbm, *steps, why, ours.seconds, theirs_s)
 
 
 def model(count: int, sizes: str, seed: int = 0) -> list[TableSpec]:

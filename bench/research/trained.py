@@ -46,7 +46,7 @@ from .._ranks import on_ranks
 from .._rounds import chosen, due, read_records
 from .._runtime_costs import load_zeros, planning_seconds
 from .._torchrec import as_theirs, sharded_by_torchrec
-from . import main
+from . import Results, main
 from .their_plan import as_our_plan, cuts_for_cpu, their_plan, with_our_tiers
 from .training import DEPTH, LR, WINDOW, Batches, Budget, Case, Data, Job, Model, Turns, dense_seconds
 
@@ -94,11 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topology", type=Path, help="rates, as tierstore bench device writes them")
     parser.add_argument("--seconds", type=float, default=3600, help="begin nothing later; go on another time")
     parser.add_argument("--search-seconds", type=float, default=2.0, help="of our planner (default: 2)")
-    parser.add_argument("--json", type=Path, help="add to the measurements there, or begin them")
 
 
-def run(args: argparse.Namespace) -> int:
-    target = JsonFile(args.json) if args.json else None
+def run(args: argparse.Namespace, target: JsonFile | None) -> Results:
     known = read_records(args.json)
     names = [list(CASES)[i] for i in chosen(args.cases, len(CASES), "--cases")]
     made: dict[str, Any] = {"rates": known.get("rates") or _rates(args.topology)}
@@ -116,12 +114,7 @@ def run(args: argparse.Namespace) -> int:
                 target.write(made)
     made["cases"] = compared(plans, records)
     _print(made["cases"], plans)
-    figures = summary(made["cases"], plans, records)
-    for key, value in figures.items():
-        print(f"{key:<32} {value:>8.3f}")
-    if target is not None:
-        target.write(figures | made)
-    return 0
+    return summary(made["cases"], plans, records), made
 
 
 def _rates(path: Path | None) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from dataclasses import replace
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bench import _ranks, _rounds
-from bench.research import trained
+from bench.research import main, trained
 from bench.research.trained import (
     CASES,
     OURS,
@@ -36,6 +35,10 @@ ONES = (1, 1, 1)
 IN_MEMORY = Case(TABLES, ONES, Budget(1.5, 0.0, False), 8)
 TIGHT = Case(TABLES, ONES, Budget(0.3, 1.1, False), 8)
 ON_SSD = Case([(1_000_000, 64, 1.0), *TABLES[1:]], ONES, Budget(0.3, 0.1, True), 8)
+
+
+def bench(arguments: str) -> int:
+    return main(None, trained.add_arguments, trained.run, arguments.split())
 
 
 def covers(plan: ShardingPlan, case: Case) -> bool:
@@ -121,23 +124,14 @@ def test_rounds_are_measured_and_gone_on_with(
 
     monkeypatch.setattr(trained, "on_ranks", measured)
     monkeypatch.setattr(trained, "CASES", {"small": IN_MEMORY, "no": CASES["one giant"]})
-    parser = argparse.ArgumentParser()
-    trained.add_arguments(parser)
     out = tmp_path / "out.json"
-    arguments = ["--cases", "0", "--search-seconds", "0.2", "--json", str(out)]
     for rounds in (1, 2):
-        assert trained.run(parser.parse_args(arguments)) == 0
+        assert bench(f"--cases 0 --search-seconds 0.2 --json {out}") == 0
         result = json.loads(out.read_text())
         assert len(result["records"]) == 3 * rounds
         assert result["cases"]["small"][THEIRS]["ratio"] == 1.0
         assert result["cases"]["small"][THEIRS]["rounds"] == rounds
     assert "ours over it" in capsys.readouterr().out
-
-
-def bench(arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    trained.add_arguments(parser)
-    return trained.run(parser.parse_args(arguments.split()))
 
 
 def test_plans_are_trained_with_and_later_commands_add_to_them(

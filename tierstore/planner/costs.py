@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from tierstore.config import is_integer
-from tierstore.errors import ConfigError
+from tierstore.planner.checks import require
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.curves import Floats
 from tierstore.planner.tables import TableSpec, row_bytes
@@ -59,15 +59,14 @@ class Workload:
     disk_slack: float = 1.25
 
     def __post_init__(self) -> None:
-        if not is_integer(self.batch_size, 1):
-            raise ConfigError(f"batch_size is {self.batch_size!r}; it must be a positive integer")
+        positive = is_integer(self.batch_size, 1)
+        require(positive, f"batch_size is {self.batch_size!r}; it must be a positive integer")
         for name in ("dense_seconds", "dense_bytes", "depth"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be 0 or more, and finite")
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"{name} is {value!r}; it must be 0 or more, and finite")
         for name in ("rows_per_read", "write_amplification", "disk_slack"):
             value = getattr(self, name)
-            if value is not None and not 1 <= value < math.inf:
-                raise ConfigError(f"{name} is {value!r}; it must be at least 1")
+            require(value is None or 1 <= value < math.inf, f"{name} is {value!r}; it must be at least 1")
 
 
 @dataclass(frozen=True)

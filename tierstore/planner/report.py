@@ -21,22 +21,18 @@ def report_of(solution: Solution, tables: Sequence[TablePlacement]) -> dict[str,
 
     The planner fills in ``plan_seconds`` and what would help.
     """
-    found, topology, first = solution.prediction, solution.topology, 0
+    found, topology = solution.prediction, solution.topology
     binding, place = found.slowest()
-    entries = []
-    for item, table in zip(solution.placed, tables, strict=True):
-        entries.append(
-            {
-                "name": table.name,
-                "module": table.module,
-                "num_embeddings": table.num_embeddings,
-                "embedding_dim": table.embedding_dim,
-                "sharding_type": table.sharding_type.value,
-                "shards": [vars(shard) for shard in table.shards],
-                "predicted_hit_rate": table.predicted_hit_rate,
-                **_reason(solution, item, slice(first, first := first + len(item.ranks))),
-            }
-        )
+    entries = [
+        {
+            **{name: value for name, value in vars(table).items() if name != "predicted_hit_rate"},
+            "sharding_type": table.sharding_type.value,
+            "shards": [vars(shard) for shard in table.shards],
+            "predicted_hit_rate": table.predicted_hit_rate,
+            **_reason(solution, item, shards),
+        }
+        for item, table, shards in zip(solution.placed, tables, solution.shards(), strict=True)
+    ]
     return {
         "feasible": not solution.caches.missing,
         "binding": binding,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tierstore.planner.allocate import Allocation, allocate
@@ -36,6 +36,12 @@ class Solution:
     @property
     def tables(self) -> Sequence[TableSpec]:
         return self.problem.tables
+
+    def shards(self) -> Iterator[slice]:
+        """Yield where the shards of each of ``placed`` are among those of ``caches``."""
+        end = 0
+        for item in self.placed:
+            yield slice(end, end := end + len(item.ranks))
 
     @property
     def quality(self) -> tuple[int, float]:
