@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tierstore
 from tierstore import TierConfig, optim
-from tierstore.cache.engine import Table, set_num_threads
+from tierstore.cache.engine import Table
 from tierstore.errors import ConfigError
 from tierstore.initializers import constant
 from tierstore.placement import ShardingPlan
@@ -44,7 +44,7 @@ from tierstore.sharding.planning import tiers_of_rank
 from .._neighbours import LOUD
 from .._ranks import on_ranks
 from .._rounds import chosen, due, read_records
-from .._runtime_costs import load_zeros, planning_seconds
+from .._runtime_costs import load_zeros, one_thread, planning_seconds
 from .._torchrec import as_theirs, sharded_by_torchrec
 from . import Results, main
 from .their_plan import as_our_plan, cuts_for_cpu, their_plan, with_our_tiers
@@ -198,7 +198,7 @@ def _train(job_of: Callable[[Case, Any], Job], case: Case, described: dict[str, 
     ``loopback``: of the loopback device, dense gradients and TCP's own included; ``bytes_sent``: what a
     rank's collections send on average, 0 where they do not count.
     """
-    _one_thread()
+    one_thread()
     job = job_of(case, described)
     try:
         figures = job.train(turns, lambda name, value: _over_ranks(value, name in _SUMMED))
@@ -251,15 +251,10 @@ def job_by_torchrec(case: Case, described: Mapping[str, Any]) -> Job:
 
 def dense_seconds_of(case: Case) -> float:
     """Return what the planner is told of the dense part, the exchange of gradients included."""
-    _one_thread()
+    one_thread()
     if case.ranks == 1:
         return dense_seconds(case, lambda over: over, time.thread_time)
     return _over_ranks(dense_seconds(case, DistributedDataParallel, time.process_time), False)
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-    set_num_threads(1)
 
 
 def _rank() -> int:

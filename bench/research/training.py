@@ -27,6 +27,7 @@ from tierstore.planner.costs import (
 from tierstore.planner.tables import row_bytes, spec_of_config
 
 from .._neighbours import LOUD, Neighbours
+from .._runtime_costs import Draws, features, perceptron, train_step
 
 DEPTH, WINDOW, LR = 2, 8, 0.01
 _RECORDED = 160
@@ -110,19 +111,13 @@ class Data:
     """Batches with the popularity of a case's tables."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self._draws = case, []
-        for i, (rows, _, s) in enumerate(case.tables):
-            weights = (np.arange(rows) + 20.0) ** -s
-            names = np.random.default_rng(i).permutation(rows)
-            self._draws.append((np.cumsum(weights) / weights.sum(), names))
+        self.case = case
+        self._draws = [Draws(rows, s, 20.0, seed=i) for i, (rows, _, s) in enumerate(case.tables)]
 
     def ids(self, step: int) -> list[NDArray[np.int64]]:
         """Return the ids of every table, of all ranks."""
         random, examples = np.random.default_rng(1000 + step), self.case.batch_size * self.case.ranks
-        return [
-            names[np.searchsorted(edges, random.random(examples * bag))]
-            for (edges, names), bag in zip(self._draws, self.case.bags, strict=True)
-        ]
+        return [draw(random, examples * bag) for draw, bag in zip(self._draws, self.case.bags, strict=True)]
 
     def part(self, step: int, rank: int) -> KeyedJaggedTensor:
         """Return the examples of one rank."""
@@ -131,7 +126,7 @@ class Data:
         ids = [every[rank * size * bag : (rank + 1) * size * bag] for every, bag in pairs]
         lengths = torch.tensor(bags).repeat_interleave(size)
         names = [config.name for config in self.case.configs]
-        return KeyedJaggedTensor(names, torch.from_numpy(np.concatenate(ids)), None, lengths)
+        return features(names, ids, lengths)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Return what ``tierstore plan --stats`` takes, of the recorded part of the data."""
@@ -164,19 +159,10 @@ class Model(torch.nn.Module):
     def __init__(self, bags: Any, width: int) -> None:
         super().__init__()
         self.bags = bags
-        self.over = torch.nn.Sequential(torch.nn.Linear(width, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+        self.over = perceptron(width)
 
-    def forward(self, features: Any) -> torch.Tensor:
-        return self.over(self.bags(features).values())
-
-
-def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, features: Any) -> torch.Tensor:
-    """Return the loss of a step."""
-    optimizer.zero_grad()
-    loss = model(features).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.over(self.bags(batch).values())
 
 
 def dense_seconds(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.placement import MOST_STORE_BYTES, STORE_SLACK
-from tierstore.planner.costs import MOST_STORED_ROWS, Problem
+from tierstore.planner.costs import DISK_SLACK, MOST_STORED_ROWS, Problem
 from tierstore.planner.curves import Floats, lower_hull
 from tierstore.planner.options import Placed, ShardCost
 
@@ -144,8 +144,7 @@ def allocate(problem: Problem, placed: Sequence[Placed], for_ssd: bool = False) 
     # A store gets all of its host's SSD that it has a use for, but for what ranks add to their parts.
     left = topology.ssd_per_host - topology.ranks_per_host * STORE_SLACK
     need = np.bincount(host, result.ssd_need(), topology.hosts)
-    most = max(1.0, MOST_STORE_BYTES / problem.work.disk_slack)
-    result.ssd_room = np.clip(left / np.maximum(need, 1.0), 1.0, most)[host]
+    result.ssd_room = np.clip(left / np.maximum(need, 1.0), 1.0, MOST_STORE_BYTES / DISK_SLACK)[host]
     return result
 
 

@@ -29,6 +29,8 @@ INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
 MOST_STORED_ROWS = 15 << 28  # of one size in one store: 32-bit locations, a sixteenth of them for compaction
 FLOAT = 4
+WRITE_AMPLIFICATION = 1.5  # bytes written per byte of records
+DISK_SLACK = 1.25  # bytes that a store keeps at least, per live byte
 RANK_STAGES = ("compute", "index", "intra_host", "inter_host", "host_link", "fetch")
 """``fetch``: on the CPU index and link, which one thread does in turn; elsewhere 0. With fewer than two
 processors per rank this thread also waits for those that compute."""
@@ -45,8 +47,6 @@ class Workload:
       ahead (None: as many as reading ahead has room for).
     - ``rows_per_read``: rows that one random read of the drives brings. None: predicted on the CPU
       (:mod:`tierstore.planner.reading`), 1 elsewhere.
-    - ``write_amplification``, ``disk_slack``: bytes written, and bytes kept at least, per live byte of the
-      store.
     """
 
     batch_size: int = 512
@@ -55,8 +55,6 @@ class Workload:
     depth: int = 1
     window: int | None = None
     rows_per_read: float | None = None
-    write_amplification: float = 1.5
-    disk_slack: float = 1.25
 
     def __post_init__(self) -> None:
         positive = is_integer(self.batch_size, 1)
@@ -64,9 +62,8 @@ class Workload:
         for name in ("dense_seconds", "dense_bytes", "depth"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"{name} is {value!r}; it must be 0 or more, and finite")
-        for name in ("rows_per_read", "write_amplification", "disk_slack"):
-            value = getattr(self, name)
-            require(value is None or 1 <= value < math.inf, f"{name} is {value!r}; it must be at least 1")
+        reads = self.rows_per_read
+        require(reads is None or 1 <= reads < math.inf, f"rows_per_read is {reads!r}; it must be at least 1")
 
 
 @dataclass(frozen=True)

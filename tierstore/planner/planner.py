@@ -16,7 +16,6 @@ from tierstore.planner.checks import require
 from tierstore.planner.constraints import ParameterConstraints, constraints_of
 from tierstore.planner.costs import Problem, Workload
 from tierstore.planner.options import Placed
-from tierstore.planner.predict import hit_rate
 from tierstore.planner.report import at_least, report_of, shortage
 from tierstore.planner.solver import Solution, solve
 from tierstore.planner.tables import TableSpec, prepared, spec_of_config
@@ -179,10 +178,14 @@ def placements(solution: Solution, promised: Collection[str] = ()) -> tuple[Tabl
     caches, result = solution.caches, []
     slots = [caches.hbm_rows, caches.memory_rows - caches.hbm_rows]
     sizes = np.column_stack([caches.hbm_bytes(), caches.uvm_bytes(), caches.ssd_bytes(), *slots])
-    each = iter(sizes.astype(np.int64).tolist())
+    each, unique = iter(sizes.astype(np.int64).tolist()), caches.field("unique")
+    misses = unique * caches.misses(caches.hbm_rows)
     for item, shards in zip(solution.placed, solution.shards(), strict=True):
         spec = solution.tables[item.table]
-        own, rate = int(spec.name in promised), round(hit_rate(caches, shards), 6)
+        own = int(spec.name in promised)
+        rate = round(
+            1 - float(misses[shards].sum() / (unique[shards].sum() or 1.0)), 6
+        )  # replicas miss nothing
         placed = tuple(_shard(spec, item, j, [*next(each), own]) for j in range(len(item.ranks)))
         size = spec.num_embeddings, spec.embedding_dim
         result.append(TablePlacement(spec.name, item.option.kind, placed, rate, spec.module, *size))
