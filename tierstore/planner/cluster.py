@@ -122,15 +122,15 @@ class Cluster:
         rank, over, host, host_over = self.loads()
         return float(badness(rank, over, unit, power).sum() + badness(host, host_over, unit, power).sum())
 
-    def weight(self, part: Part, unit: float) -> float:
-        """Return a shard's share of a step of ``unit`` seconds, or of a memory, with its fewest rows."""
+    def weight(self, part: Part, unit: float, k: int) -> float:
+        """Return a shard's share of a step of ``unit`` seconds, or of a memory, at the k-th price."""
         rank, host, machine = part.rank, part.host, self.topology
-        seconds = max(*rank[_LOAD], rank[_LINK][0], host[_DRIVES][0] / machine.ranks_per_host)
+        seconds = max(*rank[_LOAD], rank[_LINK][k], host[_DRIVES][k] / machine.ranks_per_host)
         return max(
             seconds / unit,
             (rank[_FIXED] + rank[_BYTES][0]) / machine.hbm_per_rank,
-            (rank[_HELD][0] + host[_INDEX][0]) / max(1, machine.host_memory_per_host),
-            host[_FILES][0] / max(1, machine.ssd_per_host),
+            (rank[_HELD][0] + host[_INDEX][k]) / max(1, machine.host_memory_per_host),
+            host[_FILES][k] / max(1, machine.ssd_per_host),
         )
 
     def growth(self, part: Part, unit: float, power: float) -> Floats:

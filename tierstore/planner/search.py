@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tierstore.planner.cluster import Cluster, Part, PriceGrid
+from tierstore.planner.cluster import GRID, Cluster, Part, PriceGrid
 from tierstore.planner.costs import Problem
-from tierstore.planner.options import Placed, Ranks, ShardingOption, options_of
+from tierstore.planner.options import Placed, Ranks, options_of
 
 _LIGHT = 0.2  # of the ideal step: other options of a table with less load are not tried in large searches
-_REPLICA = 0.002  # of device memory: the largest table that is tried as a replica then
 _SMALL = 2_000  # options x ranks up to which every option is tried for every table
 _RESTARTS = 4  # of small searches, in random order
 _POWERS = (6.0, 16.0, 40.0)  # of the smooth maximum, ever closer to the maximum itself
@@ -37,11 +36,13 @@ class Search:
         first = [self.grid.part(few[0]) for few in options]
         self.unit = self._ideal(first)
         self.small = sum(map(len, options)) * len(world) <= _SMALL
-        weights = [self.cluster.weight(part, self.unit) for part in first]
+        weights, dearest = (
+            [self.cluster.weight(part, self.unit, k) for part in first] for k in (GRID // 2, 0)
+        )
         self.order = sorted(range(len(options)), key=lambda t: -weights[t])
         self.parts = [
-            [part, *map(self.grid.part, few[1:] if self.small or weight >= _LIGHT else self._light(few[1:]))]
-            for part, weight, few in zip(first, weights, options, strict=True)
+            [part, *map(self.grid.part, few[1:] if self.small or weight >= _LIGHT else ())]
+            for part, weight, few in zip(first, dearest, options, strict=True)
         ]
 
     def run(self) -> list[Placed]:
@@ -122,8 +123,3 @@ class Search:
         for part in first:
             pooled.place(part, everyone, part.option.shards / len(everyone))
         return pooled.longest()
-
-    def _light(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
-        """Return the replica of a small table: it can be no rank's burden."""
-        room = _REPLICA * self.topology.hbm_per_rank
-        return [one for one in options if not one.cost.unique and one.cost.fixed_hbm <= room]
