@@ -11,7 +11,7 @@ import itertools
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -38,66 +38,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, _: JsonFile | None) -> Results:
-    print(
-        f"{'tables':<14} {'machine':<12} {'hbm':<6} {'ours':>10} {'torchrec':>10} {'ratio':>6}  planned in, s"
-    )
+    print(f"{'tables':<14} {'machine':<12} {'hbm':<6} {'ours':>10} {'torchrec':>10} {'ratio':>6}  planned in")
     pairs = []
-    for case in itertools.product(args.tables, args.machines, SIZES, _HBM):
-        pair = compared(*case, args.batch_size, args.search_seconds)
-        pairs.append(pair)
-        theirs = f"{pair.theirs * 1e3:>7.3f} ms {pair.ratio:>6.3f}" if pair.theirs else f"{pair.why:>17}"
+    for count, machine, sizes, hbm in itertools.product(args.tables, args.machines, SIZES, _HBM):
+        tables = model(count, sizes)
+        machines = machines_for(tables, *MACHINES[machine], _HBM[hbm])
+        pair = compared(tables, machines, args.batch_size, args.search_seconds)
+        pairs.append({"tables": count, "machine": machine, "sizes": sizes, "hbm": hbm, **pair})
+        theirs = f"{pair['theirs'] * 1e3:>7.3f} ms {pair['ratio']:>6.3f}"
         print(
-            f"{pair.tables:>3} {pair.sizes:<10} {pair.machine:<12} {pair.hbm:<6} {pair.ours * 1e3:>7.3f} ms "
-            f"{theirs}  {pair.ours_plan_s:.2f}, {pair.theirs_plan_s:.2f}",
+            f"{count:>3} {sizes:<10} {machine:<12} {hbm:<6} {pair['ours'] * 1e3:>7.3f} ms",
+            f"{pair['why'] or theirs:>17}  {pair['ours_plan_s']:.2f} s, {pair['theirs_plan_s']:.2f} s",
             flush=True,
         )
-    ratios = [pair.ratio for pair in pairs if pair.theirs]
+    ratios = [pair["ratio"] for pair in pairs if pair["ratio"]]
     figures = {
         "pairs": len(ratios),
         "ratio.median": float(np.median(ratios)) if ratios else 0.0,
         "ratio.worst": max(ratios, default=0.0),
         "torchrec_has_no_plan": len(pairs) - len(ratios),
     }
-    return figures, {"compared": [vars(pair) for pair in pairs]}
+    return figures, {"compared": pairs}
 
 
-@dataclass
-class Pair:
-    """Simulated seconds per step of both plans; ``theirs`` is 0 where torchrec has none, ``why`` says why."""
+def compared(
+    tables: Sequence[TableSpec], machines: Topology, batch_size: int, search_seconds: float
+) -> dict[str, Any]:
+    """Return simulated seconds per step of both planners' plans, ours over theirs, and seconds of planning.
 
-    tables: int
-    machine: str
-    sizes: str
-    hbm: str
-    ours: float
-    theirs: float
-    why: str
-    ours_plan_s: float
-    theirs_plan_s: float
-
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.theirs if self.theirs else 0.0
-
-
-def compared(count: int, machine: str, sizes: str, hbm: str, batch_size: int, search_seconds: float) -> Pair:
-    """Plans by both planners, and simulates both."""
-    tables = model(count, sizes)
-    machines = machines_for(tables, *MACHINES[machine], _HBM[hbm])
+    ``theirs`` and ``ratio`` are 0 where torchrec has no plan; ``why`` says why.
+    """
     tables = prepared(tables, {}, {}, machines.world_size)
     work = Workload(batch_size, depth=_DEPTH)
-    planner = EmbeddingShardingPlanner(machines, workload=work, search_seconds=search_seconds)
-    ours = planner.solve(tables)
+    ours = EmbeddingShardingPlanner(machines, workload=work, search_seconds=search_seconds).solve(tables)
     if ours.caches.missing:
-        raise ConfigError(f"{count} {sizes} tables do not fit {machine}: {ours.caches.missing}")
+        raise ConfigError(f"{len(tables)} tables do not fit: {ours.caches.missing}")
     start = time.perf_counter()
     plans = their_plan(tables, machines, batch_size)
-    theirs_s = time.perf_counter() - start
+    seconds = {"ours_plan_s": ours.seconds, "theirs_plan_s": time.perf_counter() - start}
     theirs = None if plans is None else with_our_tiers(plans, ours)
     why = "finds none" if plans is None else "does not fit" if theirs is None else ""
     # The same batches are drawn for equal tables.
-    steps = [Simulation(one, _DEPTH, 0.05).run(_BATCHES) if one else 0.0 for one in (ours, theirs)]
-    return Pair(count, machine, sizes, hbm, *steps, why, ours.seconds, theirs_s)
+    own, other = (Simulation(one, _DEPTH, 0.05).run(_BATCHES) if one else 0.0 for one in (ours, theirs))
+    return {"ours": own, "theirs": other, "ratio": own / other if other else 0.0, "why": why, **seconds}
 
 
 def model(count: int, sizes: str, seed: int = 0) -> list[TableSpec]:

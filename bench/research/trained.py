@@ -193,9 +193,9 @@ def measurements(
 
 
 def _train(job_of: Callable[[Case, Any], Job], case: Case, described: dict[str, Any], turns: Turns) -> Any:
-    """Return, per step, seconds of the slowest rank, CPU seconds and rows of all, and bytes of each.
+    """Return, per step, seconds of the slowest rank, CPU seconds and rows of all.
 
-    ``loopback``: of the loopback device, dense gradients and TCP's own included; ``bytes_sent``: what a
+    ``loopback``: bytes of the loopback device, dense gradients and TCP's own included; ``bytes_sent``: what a
     rank's collections send on average, 0 where they do not count.
     """
     one_thread()
