@@ -22,16 +22,8 @@ from tierstore.planner.curves import Floats
 from tierstore.planner.options import ShardCost, ShardingOption, options_of
 
 
-@dataclass(frozen=True)
-class Bound:
-    """``seconds`` is proven: no plan is faster. ``optimal``: the solver's own best solution is as good."""
-
-    seconds: float
-    optimal: bool
-
-
-def optimum(problem: Problem, time_limit: float = 60.0) -> Bound:
-    """Return the best step over all options and ranks, by branch and bound; for small cases."""
+def optimum(problem: Problem, time_limit: float = 60.0) -> float:
+    """Return seconds that the best step over all options and ranks takes at least; for small cases."""
     topology, program = problem.topology, _Program(problem)
     for r in range(topology.world_size):
         program.add_rank(f"rank {r}")
@@ -47,8 +39,8 @@ def optimum(problem: Problem, time_limit: float = 60.0) -> Bound:
     return program.solve(time_limit)
 
 
-def relaxed(problem: Problem, time_limit: float = 60.0) -> Bound:
-    """Return a step that no plan can beat: one option for every table, whose shards spread evenly over ranks.
+def relaxed(problem: Problem, time_limit: float = 60.0) -> float:
+    """Return seconds that no plan can beat: one option for each table, its shards spread evenly over ranks.
 
     What one shard alone does to its rank, and the shards of one table that must share a host to that host,
     counts too: shards of an option are equal, so the fullest has at least the mean. The bound is proven even
@@ -189,7 +181,7 @@ class _Program:
         self.integral.append(int(integral))
         return len(self.integral) - 1
 
-    def solve(self, time_limit: float) -> Bound:
+    def solve(self, time_limit: float) -> float:
         n, names = len(self.integral), list(self.rows)
         entries = [
             (i, v, value) for i, name in enumerate(names) for v, value in self.rows[name].items() if value
@@ -207,4 +199,4 @@ class _Program:
         )
         if result.status not in (0, 1) or result.mip_dual_bound is None:
             raise TierStoreError(f"no bound within {time_limit} s: {result.message}")
-        return Bound(float(result.mip_dual_bound) * 1e-3, result.status == 0)
+        return float(result.mip_dual_bound) * 1e-3

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, _: JsonFile | None) -> Results:
         figures |= {"optimum.median": float(np.median(known)), "optimum.worst": max(known)}
     if args.bound_tables:
         found = solved(8, large_tables(args.bound_tables, 1))
-        ratio = found.prediction.step / relaxed(found.problem).seconds
+        ratio = found.prediction.step / relaxed(found.problem)
         figures |= {"bound.tables": args.bound_tables, "bound.ratio": ratio}
     if args.tables:
         found = solved(args.hosts, large_tables(args.tables))
@@ -81,7 +81,7 @@ def against_optimum(seed: int, search_seconds: float = 5.0, time_limit: float = 
     solution = planner.solve(tables)
     if solution.caches.missing:
         return None
-    return solution.prediction.step / optimum(solution.problem, time_limit).seconds
+    return solution.prediction.step / optimum(solution.problem, time_limit)
 
 
 def large_topology(hosts: int) -> Topology:

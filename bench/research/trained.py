@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,11 @@ from tierstore.cache.engine import Table
 from tierstore.errors import ConfigError
 from tierstore.initializers import constant
 from tierstore.placement import ShardingPlan
-from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
+from tierstore.planner import EmbeddingShardingPlanner, Workload
 from tierstore.planner.planner import placements
 from tierstore.planner.solver import Solution
 from tierstore.planner.tables import prepared
-from tierstore.result_file import JsonFile
+from tierstore.result_file import JsonFile, option_errors
 from tierstore.sharding import DistributedModelParallel
 from tierstore.sharding.planning import tiers_of_rank
 
@@ -51,7 +51,6 @@ from .their_plan import as_our_plan, cuts_for_cpu, their_plan, with_our_tiers
 from .training import DEPTH, LR, WINDOW, Batches, Budget, Case, Data, Job, Model, Turns, dense_seconds
 
 OURS, THEIRS, THEIR_CUTS, TORCHREC = "ours", "torchrec's", "its cuts, our tiers", "torchrec's, by torchrec"
-_SIZES = ("hosts", "ranks_per_host", "hbm_per_rank", "host_memory_per_host", "ssd_per_host", "device")
 _SUMMED = ("cpu", "misses", "reads", "bytes_sent")
 _FOUR = [(300_000, 32, 1.0), (120_000, 32, 0.8), (240_000, 64, 1.05), (100_000, 64, 0.7)]
 _MIXED = [
@@ -91,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm", type=int, default=120, help="steps before the first turn (default: 120)")
     parser.add_argument("--turns", type=int, default=4, help="turns of a plan and round (default: 4)")
     parser.add_argument("--steps", type=int, default=24, help="steps of a turn (default: 24)")
-    parser.add_argument("--topology", type=Path, help="rates, as tierstore bench device writes them")
+    parser.add_argument("--topology", type=Path, help="the machine, as tierstore bench device writes it")
     parser.add_argument("--seconds", type=float, default=3600, help="begin nothing later; go on another time")
     parser.add_argument("--search-seconds", type=float, default=2.0, help="of our planner (default: 2)")
 
@@ -99,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, target: JsonFile | None) -> Results:
     known = read_records(args.json)
     names = [list(CASES)[i] for i in chosen(args.cases, len(CASES), "--cases")]
-    made: dict[str, Any] = {"rates": known.get("rates") or _rates(args.topology)}
+    made: dict[str, Any] = {"rates": known.get("rates") or (_rates(args.topology) if args.topology else {})}
     plans: dict[str, Any] = made.setdefault("plans", known.get("plans", {}))
     for name in names:
         if name not in plans:
@@ -117,16 +116,10 @@ def run(args: argparse.Namespace, target: JsonFile | None) -> Results:
     return summary(made["cases"], plans, records), made
 
 
-def _rates(path: Path | None) -> dict[str, Any]:
-    """Return the fields of a topology but for its sizes."""
-    if path is None:
-        return {}
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--topology {path}: {error}") from error
-    known = {item.name for item in fields(Topology) if item.init} - set(_SIZES)
-    return {key: value for key, value in values.items() if key in {*known, "measured"}}
+def _rates(path: Path) -> dict[str, Any]:
+    with option_errors("--topology", path):
+        rates: dict[str, Any] = json.loads(path.read_text())
+    return rates
 
 
 def plans_of(case: Case, rates: Mapping[str, Any], search_seconds: float, dense: float) -> dict[str, Any]:

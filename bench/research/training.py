@@ -90,7 +90,7 @@ class Case:
     def machine(self, rates: Mapping[str, Any]) -> Topology:
         """Return a host of CPUs whose memories have the budget's shares of the tables, and room for the rest.
 
-        ``rates``: fields of the topology other than its sizes.
+        ``rates``: other fields of the topology.
         """
         specs, budget = self.specs(), self.budget
         sizes = [row_bytes(spec.embedding_dim, spec.optimizer) for spec in specs]
@@ -104,7 +104,8 @@ class Case:
             "host_memory_per_host": int(budget.uvm * total) + beside * self.ranks + stored * budget.ssd,
             "ssd_per_host": 20 * total * budget.ssd,
         }
-        return Topology.from_dict({**rates, "device": "cpu", "ranks_per_host": self.ranks, **memories})
+        machine = {"device": "cpu", "hosts": 1, "ranks_per_host": self.ranks, **memories}
+        return Topology.from_dict({**rates, **machine})
 
 
 class Data:
