@@ -90,7 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm", type=int, default=120, help="steps before the first turn (default: 120)")
     parser.add_argument("--turns", type=int, default=4, help="turns of a plan and round (default: 4)")
     parser.add_argument("--steps", type=int, default=24, help="steps of a turn (default: 24)")
-    parser.add_argument("--topology", type=Path, help="the machine, as tierstore bench device writes it")
+    parser.add_argument(
+        "--topology", type=Path, help="what tierstore bench device writes with the cases' --ranks"
+    )
     parser.add_argument("--seconds", type=float, default=3600, help="begin nothing later; go on another time")
     parser.add_argument("--search-seconds", type=float, default=2.0, help="of our planner (default: 2)")
 
