@@ -1,11 +1,9 @@
-"""Measurements that take turns in rounds, each in its own process; a later command can go on with a round."""
+"""Measurements that take turns in rounds; a later command can go on with a round."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +32,7 @@ def due(keys: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]])
     return [i for i in order if times[i] == min(times)]
 
 
-def in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Call ``work`` in a new process and return its result."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return process.submit(work, *arguments).result()
-
-
-def chosen(text: str, count: int, option: str = "--plans") -> list[int]:
+def chosen(text: str, count: int, option: str) -> list[int]:
     """Return the numbers of a text such as "0-3,7"; all of an empty text. Raises ConfigError."""
     numbers: list[int] = []
     try:

@@ -3,7 +3,7 @@ writes.
 
 Small tables are trained with prefetch, and their rows are moved through the tiers as in a step. The seconds
 of each kind of move are fitted by non-negative least squares to the planner's terms (docs/planner.md). The
-models that judge these figures (``tierstore bench plan-step``) have other tables, sizes and skews.
+models that judge these figures (``bench/research/trained.py``) have other tables, sizes and skews.
 
 Seconds are clock time without waits for other batches and for the drive; they include the cost of threads to
 one another. So no other program should run meanwhile.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from scipy.optimize import nnls
 
 import tierstore
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor, TierConfig
-from tierstore.cache.engine import set_num_threads
 from tierstore.cache.tiers.memory import bytes_for
 from tierstore.optim import RowWiseAdagrad
 
@@ -52,6 +51,12 @@ KINDS = {
 }
 """By place of the rows: popularities P(k-th row) ~ (k + q)^-s as (s, q), and ids of a table."""
 _ROUNDS = 3
+
+
+def one_thread() -> None:
+    """Let torch and the engine compute with one thread."""
+    torch.set_num_threads(1)
+    tierstore.set_num_threads(1)
 
 
 def planning_seconds(bags: Any) -> float:
@@ -100,25 +105,17 @@ def runtime_figures(steps: int = 20) -> dict[str, Any]:
     The fields are ``hbm_bw``, ``host_link_bw``, ``index_rows_per_s`` and ``row_seconds``, from ``steps``
     batches of each kind, three times.
     """
-    return fitted([found for mode in KINDS for dims in DIMS for found in samples(mode, dims, steps)])
+    return fitted([found for mode in KINDS for dims in DIMS for found in _samples(mode, dims, steps)])
 
 
-def alone(mode: str, dims: tuple[int, ...], steps: int) -> dict[str, Any]:
-    """Return one round of :func:`samples` for a process of its own, and how disturbed the worst was."""
-    torch.set_num_threads(1)
-    set_num_threads(1)
-    found = samples(mode, dims, steps, rounds=1)
-    return {"others": max(s.others for s in found), "samples": [asdict(s) for s in found]}
-
-
-def samples(mode: str, dims: tuple[int, ...], steps: int, rounds: int = _ROUNDS) -> list[Sample]:
+def _samples(mode: str, dims: tuple[int, ...], steps: int) -> list[Sample]:
     """Return a sample of each of the :data:`KINDS` of a mode, measured in turns with one collection."""
     bags = _collection(mode, dims)
     count = steps * (_SHORT if mode == "memory" else 1)
     try:
         turns = [
             [_calm(bags, mode, popularity, ids, count, seed) for *popularity, ids in KINDS[mode]]
-            for seed in range(rounds)
+            for seed in range(_ROUNDS)
         ]
     finally:
         bags.close(commit=False)
@@ -135,38 +132,36 @@ def _calm(bags: Any, mode: str, popularity: Iterable[float], count: int, steps: 
 
 def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps: int, seed: int) -> Sample:
     """Train the tables for some batches of ``count`` ids each and return the mean batch."""
-    (s, q), random = popularity, np.random.default_rng(seed)
-    weights = (np.arange(_ROWS) + q) ** -s
-    edges, names = np.cumsum(weights) / weights.sum(), np.random.default_rng(99).permutation(_ROWS)
-    tables = bags.embedding_bag_configs()
-    drawn = [
-        [names[np.searchsorted(edges, random.random(count))] for _ in tables] for _ in range(steps + _WARM)
-    ]
-    fetch, compute, counts = [planning_seconds(bags)], [], []
-    batches = [_features(bags, ids) for ids in drawn]
-    groups = bags.engine.groups
+    random, tables, groups = np.random.default_rng(seed), bags.embedding_bag_configs(), bags.engine.groups
+    draws = Draws(_ROWS, *popularity, seed=99)
+    drawn = [[draws(random, count) for _ in tables] for _ in range(steps + _WARM)]
+    names, lengths = [t.feature_names[0] for t in tables], torch.full((count // _BAG * len(tables),), _BAG)
+    batches = [features(names, ids, lengths) for ids in drawn]
     width = sum(table.embedding_dim for table in tables)
-    output_grad, dense = torch.ones(count // _BAG, width), _Dense(count // _BAG, width)
+    output_grad, input = torch.ones(count // _BAG, width), torch.randn(count // _BAG, width)
+    dense = perceptron(width)
+    optimizer = torch.optim.SGD(dense.parameters(), lr=0.01)
+    fetch, compute, counts = [planning_seconds(bags)], [], []
     neighbours = Neighbours()
-    for features in tierstore.prefetch(iter(batches), bags, depth=_DEPTH, window=_WINDOW):
+    for batch in tierstore.prefetch(iter(batches), bags, depth=_DEPTH, window=_WINDOW):
         start = time.thread_time()
-        bags(features).values().backward(output_grad)
+        bags(batch).values().backward(output_grad)
         compute.append(time.thread_time() - start)
-        dense.step()
-        counts.append([_counted(group) for group in groups])
+        train_step(dense, optimizer, input)
+        counts.append([group.stats.tiers["hbm"].rows - group.stats.tiers["hbm"].row_hits for group in groups])
         fetch.append(planning_seconds(bags))
     others = neighbours.share()
     sums = dict.fromkeys(("ids", "unique", "misses", "moved", "computed"), 0.0)
-    for i, group in enumerate(groups):
-        layout = group.layout
-        own = [t for t, table in enumerate(tables) if table.embedding_dim == layout.dim]
+    for group, last, warm in zip(groups, counts[-1], counts[_WARM], strict=True):
+        size, dim = group.layout.row_bytes, group.layout.dim
+        own = [t for t, table in enumerate(tables) if table.embedding_dim == dim]
         unique = float(np.mean([sum(len(np.unique(ids[t])) for t in own) for ids in drawn]))
-        missed = (counts[-1][i] - counts[_WARM][i]) / (len(counts) - 1 - _WARM)
+        missed = (last - warm) / (len(counts) - 1 - _WARM)
         sums["ids"] += count * len(own)
         sums["unique"] += unique
         sums["misses"] += missed
-        sums["moved"] += 2 * missed * layout.row_bytes
-        sums["computed"] += 8 * count * len(own) * layout.dim + 2 * unique * layout.row_bytes
+        sums["moved"] += 2 * missed * size
+        sums["computed"] += 8 * count * len(own) * dim + 2 * unique * size
     # During the last steps no more batches are announced or planned.
     typical = slice(_WARM, max(_WARM + 1, len(compute) - _WINDOW - _DEPTH))
     stages = (_middle(values[typical]) for values in (np.diff(fetch), compute))
@@ -179,30 +174,37 @@ def _middle(seconds: Sequence[float] | NDArray[np.float64]) -> float:
     return float(np.median([chunk.mean() for chunk in chunks]))
 
 
-def _counted(group: Any) -> int:
-    """Return the rows that missed in the fast tier of a group so far."""
-    hbm = group.stats.tiers["hbm"]
-    return hbm.rows - hbm.row_hits
+def perceptron(width: int) -> torch.nn.Module:
+    """Return what the training thread usually computes beside the bags, whose outputs are ``width`` wide."""
+    return torch.nn.Sequential(torch.nn.Linear(width, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
 
 
-class _Dense:
-    """The training thread's usual work beside the bags: a small perceptron's step."""
-
-    def __init__(self, examples: int, dim: int) -> None:
-        self.input = torch.randn(examples, dim)
-        self.model = torch.nn.Sequential(torch.nn.Linear(dim, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(self.input).square().mean().backward()
-        self.optimizer.step()
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, features: Any) -> torch.Tensor:
+    """Return the loss of a step."""
+    optimizer.zero_grad()
+    loss = model(features).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
 
-def _features(bags: Any, ids: list[NDArray[np.int64]]) -> KeyedJaggedTensor:
-    names = [table.feature_names[0] for table in bags.embedding_bag_configs()]
-    every = torch.from_numpy(np.concatenate(ids))
-    return KeyedJaggedTensor(names, every, None, torch.full((len(every) // _BAG,), _BAG))
+class Draws:
+    """Draws ids of ``rows`` rows with P(k-th row) ~ (k + q)^-s, k from 0; ``seed`` says which is the k-th."""
+
+    def __init__(self, rows: int, s: float, q: float, seed: int) -> None:
+        weights = (np.arange(rows) + q) ** -s
+        self._edges = np.cumsum(weights) / weights.sum()
+        self._names = np.random.default_rng(seed).permutation(rows)
+
+    def __call__(self, random: np.random.Generator, count: int) -> NDArray[np.int64]:
+        return self._names[np.searchsorted(self._edges, random.random(count))]
+
+
+def features(
+    names: Sequence[str], ids: Sequence[NDArray[np.int64]], lengths: torch.Tensor
+) -> KeyedJaggedTensor:
+    """Return the ids of each feature as a batch."""
+    return KeyedJaggedTensor(list(names), torch.from_numpy(np.concatenate(ids)), None, lengths)
 
 
 def _collection(mode: str, dims: tuple[int, ...]) -> Any:

@@ -89,14 +89,9 @@ def runtime_costs(notes: dict[str, Any]) -> dict[str, Any]:
 
     They replace the rates of plain copies. ``notes`` gets what a step takes beside its rows.
     """
-    import torch
+    from ._runtime_costs import one_thread, runtime_figures
 
-    from tierstore.cache.engine import set_num_threads
-
-    from ._runtime_costs import runtime_figures
-
-    torch.set_num_threads(1)
-    set_num_threads(1)
+    one_thread()
     figures = runtime_figures()
     notes["step_s"] = figures.pop("step_s")
     return figures

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from pathlib import Path
 
 import numpy as np
 
 from tierstore.planner import EmbeddingShardingPlanner, MissCurve, Popularity, TableSpec, Topology
+from tierstore.planner.solver import Solution
 from tierstore.planner.tables import TableStats
 from tierstore.result_file import JsonFile
 
-from . import main
+from . import Results, main
 from .bound import optimum, relaxed
 
 _MACHINES = [(1, 2), (1, 3), (2, 2), (1, 4)]
@@ -25,31 +24,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tables", type=int, default=1000, help="tables of the large plan")
     parser.add_argument("--hosts", type=int, default=16, help="of 8 ranks each, of the large plan")
     parser.add_argument("--bound-tables", type=int, default=100, help="tables of the plan that the LP bounds")
-    parser.add_argument("--json", type=Path, help="write the figures there")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, _: JsonFile | None) -> Results:
     figures: dict[str, float] = {}
-    target = JsonFile(args.json) if args.json else None
     if args.cases:
         ratios = [against_optimum(seed) for seed in range(args.cases)]
         known = [ratio for ratio in ratios if ratio is not None]
         figures |= {"optimum.cases": len(known), "optimum.infeasible": len(ratios) - len(known)}
         figures |= {"optimum.median": float(np.median(known)), "optimum.worst": max(known)}
     if args.bound_tables:
-        figures |= against_bound(args.bound_tables)
+        found = solved(8, large_tables(args.bound_tables, 1))
+        ratio = found.prediction.step / relaxed(found.problem)
+        figures |= {"bound.tables": args.bound_tables, "bound.ratio": ratio}
     if args.tables:
-        machines, tables = large_topology(args.hosts), large_tables(args.tables)
-        start = time.perf_counter()
-        plan = EmbeddingShardingPlanner(machines, batch_size=4096).plan(tables)
-        figures["large.tables"], figures["large.ranks"] = args.tables, machines.world_size
-        figures["large.plan_s"] = time.perf_counter() - start
-        figures["large.predicted_step_s"] = plan.report["predicted_step_s"]
-    for key, value in figures.items():
-        print(f"{key:<32} {value:>12,.4f}")
-    if target:
-        target.write(figures)
-    return 0
+        found = solved(args.hosts, large_tables(args.tables))
+        figures |= {"large.tables": args.tables, "large.ranks": found.topology.world_size}
+        figures |= {"large.plan_s": found.seconds, "large.predicted_step_s": found.prediction.step}
+    return figures, {}
 
 
 def small_case(seed: int) -> tuple[Topology, list[TableSpec]]:
@@ -85,12 +77,11 @@ def _table(name: str, random: np.random.Generator, world: int) -> TableSpec:
 def against_optimum(seed: int, search_seconds: float = 5.0, time_limit: float = 60.0) -> float | None:
     """Return our step over the proven lower bound of the MILP; None where the tables do not fit."""
     machines, tables = small_case(seed)
-    solution = EmbeddingShardingPlanner(machines, batch_size=_BATCH, search_seconds=search_seconds).solve(
-        tables
-    )
+    planner = EmbeddingShardingPlanner(machines, batch_size=_BATCH, search_seconds=search_seconds)
+    solution = planner.solve(tables)
     if solution.caches.missing:
         return None
-    return solution.prediction.step / optimum(solution.problem, time_limit).seconds
+    return solution.prediction.step / optimum(solution.problem, time_limit)
 
 
 def large_topology(hosts: int) -> Topology:
@@ -112,13 +103,9 @@ def large_tables(count: int, seed: int = 0) -> list[TableSpec]:
     ]
 
 
-def against_bound(count: int) -> dict[str, float]:
-    """Return our step over the LP bound on 64 ranks."""
-    solution = EmbeddingShardingPlanner(large_topology(8), batch_size=4096).solve(large_tables(count, 1))
-    return {
-        "bound.tables": count,
-        "bound.ratio": solution.prediction.step / relaxed(solution.problem).seconds,
-    }
+def solved(hosts: int, tables: list[TableSpec]) -> Solution:
+    """Return our plan of ``tables`` for hosts of eight ranks."""
+    return EmbeddingShardingPlanner(large_topology(hosts), batch_size=4096).solve(tables)
 
 
 if __name__ == "__main__":

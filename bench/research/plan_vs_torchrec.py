@@ -11,19 +11,17 @@ import itertools
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tierstore.errors import ConfigError
 from tierstore.planner import EmbeddingShardingPlanner, Popularity, TableSpec, Topology, Workload
-from tierstore.planner.solver import Solution
 from tierstore.planner.tables import prepared, row_bytes
 from tierstore.result_file import JsonFile
 
 from .._cluster import Simulation
-from . import main
+from . import Results, main
 from .their_plan import their_plan, with_our_tiers
 
 _DEPTH, _BATCHES = 4, 40
@@ -33,101 +31,56 @@ _HBM = {"ample": 1.5, "tight": 0.4}  # of the tables' bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tables", default="4,12,40", help="numbers of tables (default: 4,12,40)")
-    parser.add_argument("--machines", default=",".join(MACHINES), help=f"some of {', '.join(MACHINES)}")
+    parser.add_argument("--tables", type=int, nargs="+", default=[4, 12, 40], help="numbers of tables")
+    parser.add_argument("--machines", nargs="+", default=[*MACHINES], choices=[*MACHINES])
     parser.add_argument("--batch-size", type=int, default=1024, help="examples per rank (default: 1024)")
     parser.add_argument("--search-seconds", type=float, default=2.0, help="of our planner (default: 2)")
-    parser.add_argument("--json", type=Path, help="write the figures there")
 
 
-def run(args: argparse.Namespace) -> int:
-    target = JsonFile(args.json) if args.json else None
-    print(
-        f"{'tables':<14} {'machine':<12} {'hbm':<6} {'ours':>10} {'torchrec':>10} {'ratio':>6}  planning, s"
-    )
+def run(args: argparse.Namespace, _: JsonFile | None) -> Results:
+    print(f"{'tables':<14} {'machine':<12} {'hbm':<6} {'ours':>10} {'torchrec':>10} {'ratio':>6}  planned in")
     pairs = []
-    for count, name, sizes, hbm in itertools.product(
-        _numbers(args.tables), _machines(args.machines), SIZES, _HBM
-    ):
-        pair = compared(count, name, sizes, hbm, args.batch_size, args.search_seconds)
-        pairs.append(pair)
-        theirs = f"{pair.theirs * 1e3:>7.3f} ms {pair.ratio:>6.3f}" if pair.theirs else f"{pair.why:>17}"
+    for count, machine, sizes, hbm in itertools.product(args.tables, args.machines, SIZES, _HBM):
+        tables = model(count, sizes)
+        machines = machines_for(tables, *MACHINES[machine], _HBM[hbm])
+        pair = compared(tables, machines, args.batch_size, args.search_seconds)
+        pairs.append({"tables": count, "machine": machine, "sizes": sizes, "hbm": hbm, **pair})
+        theirs = f"{pair['theirs'] * 1e3:>7.3f} ms {pair['ratio']:>6.3f}"
         print(
-            f"{count:>3} {sizes:<10} {name:<12} {hbm:<6} {pair.ours * 1e3:>7.3f} ms {theirs}  "
-            f"{pair.ours_plan_s:.2f}, {pair.theirs_plan_s:.2f}",
+            f"{count:>3} {sizes:<10} {machine:<12} {hbm:<6} {pair['ours'] * 1e3:>7.3f} ms",
+            f"{pair['why'] or theirs:>17}  {pair['ours_plan_s']:.2f} s, {pair['theirs_plan_s']:.2f} s",
             flush=True,
         )
-    ratios = [pair.ratio for pair in pairs if pair.theirs]
+    ratios = [pair["ratio"] for pair in pairs if pair["ratio"]]
     figures = {
         "pairs": len(ratios),
         "ratio.median": float(np.median(ratios)) if ratios else 0.0,
         "ratio.worst": max(ratios, default=0.0),
         "torchrec_has_no_plan": len(pairs) - len(ratios),
     }
-    for key, value in figures.items():
-        print(f"{key:<24} {value:>8.3f}")
-    if target is not None:
-        target.write({**figures, "compared": [vars(pair) for pair in pairs]})
-    return 0
+    return figures, {"compared": pairs}
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--tables {text!r}: give numbers, such as 4,12") from None
+def compared(
+    tables: Sequence[TableSpec], machines: Topology, batch_size: int, search_seconds: float
+) -> dict[str, Any]:
+    """Return simulated seconds per step of both planners' plans, ours over theirs, and seconds of planning.
 
-
-def _machines(text: str) -> list[str]:
-    names = [part.strip() for part in text.split(",")]
-    if not set(names) <= set(MACHINES):
-        raise ConfigError(f"--machines {text!r}: give some of {', '.join(MACHINES)}")
-    return names
-
-
-@dataclass
-class Pair:
-    """Simulated seconds per step of both plans; ``theirs`` is 0 where torchrec has none, ``why`` says why."""
-
-    tables: int
-    machine: str
-    sizes: str
-    hbm: str
-    ours: float
-    theirs: float
-    why: str
-    ours_plan_s: float
-    theirs_plan_s: float
-
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.theirs if self.theirs else 0.0
-
-
-def compared(count: int, machine: str, sizes: str, hbm: str, batch_size: int, search_seconds: float) -> Pair:
-    """Plans by both planners, and simulates both."""
-    tables = model(count, sizes)
-    machines = machines_for(tables, *MACHINES[machine], _HBM[hbm])
+    ``theirs`` and ``ratio`` are 0 where torchrec has no plan; ``why`` says why.
+    """
     tables = prepared(tables, {}, {}, machines.world_size)
     work = Workload(batch_size, depth=_DEPTH)
-    planner = EmbeddingShardingPlanner(machines, workload=work, search_seconds=search_seconds)
-    start = time.perf_counter()
-    ours = planner.solve(tables)
-    ours_s = time.perf_counter() - start
+    ours = EmbeddingShardingPlanner(machines, workload=work, search_seconds=search_seconds).solve(tables)
     if ours.caches.missing:
-        raise ConfigError(f"{count} {sizes} tables do not fit {machine}: {ours.caches.missing}")
+        raise ConfigError(f"{len(tables)} tables do not fit: {ours.caches.missing}")
     start = time.perf_counter()
     plans = their_plan(tables, machines, batch_size)
-    theirs_s = time.perf_counter() - start
+    seconds = {"ours_plan_s": ours.seconds, "theirs_plan_s": time.perf_counter() - start}
     theirs = None if plans is None else with_our_tiers(plans, ours)
     why = "finds none" if plans is None else "does not fit" if theirs is None else ""
-    steps = [simulated(solution) if solution else 0.0 for solution in (ours, theirs)]
-    return Pair(count, machine, sizes, hbm, *steps, why, ours_s, theirs_s)
-
-
-def simulated(solution: Solution) -> float:
-    """Seconds per step; the same batches for equal tables."""
-    return Simulation(solution, _DEPTH, 0.05).run(_BATCHES)
+    # The same batches are drawn for equal tables.
+    own, other = (Simulation(one, _DEPTH, 0.05).run(_BATCHES) if one else 0.0 for one in (ours, theirs))
+    return {"ours": own, "theirs": other, "ratio": own / other if other else 0.0, "why": why, **seconds}
 
 
 def model(count: int, sizes: str, seed: int = 0) -> list[TableSpec]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +12,8 @@ from typing import Any
 from tierstore.errors import ConfigError
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
 from tierstore.planner import ParameterConstraints, TableSpec, Topology
-from tierstore.planner.allocate import Placed
 from tierstore.planner.costs import Problem, slot_bytes
-from tierstore.planner.options import options_of
+from tierstore.planner.options import Placed, options_of
 from tierstore.planner.solver import Solution, divided
 from tierstore.planner.tables import row_bytes
 from tierstore.planner.topology import ASSUMED_RATES
@@ -102,57 +102,44 @@ def as_our_plan(theirs: Mapping[str, Any], ours: Solution) -> tuple[ShardingPlan
     ``ours``: a solution for the same tables and machine. Raises ConfigError for kernels that keep rows
     elsewhere.
     """
-    machine, notes = ours.topology, []
-    placed = [
-        _table(
-            table,
-            theirs[table.name],
-            machine,
-            placed_as(ours.problem, i, theirs[table.name]).option.cost.floor,
-        )
-        for i, table in enumerate(ours.tables)
-    ]
+    machine = ours.topology
+    floors = [placed_as(ours.problem, i, theirs[t.name]).option.cost.floor for i, t in enumerate(ours.tables)]
+    sizes = list(zip(ours.tables, floors, strict=True))
+    whole = [_table(table, theirs[table.name], machine, floor, {}) for table, floor in sizes]
     used = [0] * machine.world_size
-    for table in placed:
-        for shard in table.shards:
-            used[shard.rank] += shard.hbm_bytes
-    for rank, size in enumerate(used):
-        if size > machine.hbm_per_rank:
-            notes.append(f"rank {rank} needs {size / machine.hbm_per_rank:.2f} times its hbm")
-    below = sum(shard.uvm_bytes for table in placed for shard in table.shards)
+    for shard in (shard for table in whole for shard in table.shards):
+        used[shard.rank] += shard.hbm_bytes
+    shares = {
+        rank: machine.hbm_per_rank / size for rank, size in enumerate(used) if size > machine.hbm_per_rank
+    }
+    notes = [f"rank {rank} needs {1 / share:.2f} times its hbm" for rank, share in shares.items()]
+    below = sum(shard.uvm_bytes for table in whole for shard in table.shards)
     if below > machine.host_memory_per_host:
         notes.append(f"needs {below / machine.host_memory_per_host:.2f} times the host memory")
-    shares = [min(1.0, machine.hbm_per_rank / max(1, size)) for size in used]
-    tables = tuple(
-        replace(table, shards=tuple(_lowered(shard, shares[shard.rank]) for shard in table.shards))
-        for table in placed
-    )
+    tables = tuple(_table(table, theirs[table.name], machine, floor, shares) for table, floor in sizes)
     return ShardingPlan(tables, machine.world_size, machine.ranks_per_host, machine.device), notes
 
 
-def _table(spec: TableSpec, theirs: Any, machine: Topology, floor: float) -> TablePlacement:
-    kind = ShardingType(theirs.sharding_type)
-    if theirs.sharding_spec is None:
-        every = range(machine.world_size)
-        parts = [(rank, 0, spec.num_embeddings, 0, spec.embedding_dim) for rank in every]
-    else:
+def _table(
+    spec: TableSpec, theirs: Any, machine: Topology, floor: float, shares: Mapping[int, float]
+) -> TablePlacement:
+    """Return torchrec's placement of a table, of whose rows in hbm only the share of its rank is there."""
+    every, size = range(machine.world_size), (spec.num_embeddings, spec.embedding_dim)
+    parts = [(rank, 0, size[0], 0, size[1]) for rank in every]
+    if theirs.sharding_spec is not None:
         parts = [
-            (shard.placement.rank(), shard.shard_offsets[0], shard.shard_sizes[0], *_columns(shard))
-            for shard in theirs.sharding_spec.shards
+            (cut.placement.rank(), *itertools.chain(*zip(cut.shard_offsets, cut.shard_sizes, strict=True)))
+            for cut in theirs.sharding_spec.shards
         ]
-    share = _cached_share(spec.name, theirs)
-    shards = []
+    cached, shards = _cached_share(spec.name, theirs), []
     for rank, row, rows, column, columns in parts:
-        hbm = min(rows, max(math.ceil(share * rows), math.ceil(floor)))
+        hbm = int(min(rows, max(math.ceil(cached * rows), math.ceil(floor))) * shares.get(rank, 1.0))
         slot = slot_bytes(row_bytes(columns, spec.optimizer))
         sizes = int(hbm * slot), int((rows - hbm) * slot), 0, hbm, rows - hbm
         shards.append(ShardPlacement(rank, row, rows, column, columns, *sizes))
-    size = spec.num_embeddings, spec.embedding_dim
-    return TablePlacement(spec.name, kind, tuple(shards), 0.0, spec.module, *size)
-
-
-def _columns(shard: Any) -> tuple[int, int]:
-    return shard.shard_offsets[1], shard.shard_sizes[1]
+    return TablePlacement(
+        spec.name, ShardingType(theirs.sharding_type), tuple(shards), 0.0, spec.module, *size
+    )
 
 
 def _cached_share(name: str, theirs: Any) -> float:
@@ -168,31 +155,15 @@ def _cached_share(name: str, theirs: Any) -> float:
     return LOAD_FACTOR if given is None else float(given)
 
 
-def _lowered(shard: ShardPlacement, share: float) -> ShardPlacement:
-    """With ``share`` of its rows in hbm, the others of them in uvm."""
-    rows, size = int(shard.hbm_rows * share), int(shard.hbm_bytes * share)
-    return replace(
-        shard,
-        hbm_rows=rows,
-        hbm_bytes=size,
-        uvm_rows=shard.uvm_rows + shard.hbm_rows - rows,
-        uvm_bytes=shard.uvm_bytes + shard.hbm_bytes - size,
-    )
-
-
 def cuts_for_cpu(placed: Mapping[str, tuple[str, list[int]]]) -> Callable[[Any], dict[str, Any]]:
     """Sharding types and ranks of a plan for GPUs as torchrec's own cuts for CPUs: what
     :func:`sharded_by_torchrec` takes."""
 
-    def cuts(plans: Any) -> dict[str, Any]:
-        made: dict[str, Callable[[list[int]], Any]] = {
-            "data_parallel": lambda _: plans.data_parallel(),
-            "table_wise": lambda ranks: plans.table_wise(rank=ranks[0]),
-            "column_wise": lambda ranks: plans.column_wise(ranks=ranks),
-            "table_column_wise": lambda ranks: plans.column_wise(ranks=ranks),
-            "row_wise": lambda _: plans.row_wise(),
-            "table_row_wise": lambda _: plans.row_wise(),
-        }
-        return {name: made[kind](ranks) for name, (kind, ranks) in placed.items()}
+    def cut(plans: Any, kind: str, ranks: list[int]) -> Any:
+        if kind == "data_parallel":
+            return plans.data_parallel()
+        if kind in ("row_wise", "table_row_wise"):
+            return plans.row_wise()
+        return plans.table_wise(rank=ranks[0]) if kind == "table_wise" else plans.column_wise(ranks=ranks)
 
-    return cuts
+    return lambda plans: {name: cut(plans, *cuts) for name, cuts in placed.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -17,22 +17,26 @@ from numpy.typing import NDArray
 import tierstore
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor
 from tierstore.planner import TableSpec, Topology
-from tierstore.planner.costs import INDEX_BYTES_PER_ROW, POLICY_FIXED_BYTES, POLICY_FIXED_SLOTS, RANK_BUFFERS
-from tierstore.planner.tables import row_bytes
+from tierstore.planner.costs import (
+    INDEX_BYTES_PER_ROW,
+    POLICY_FIXED_BYTES,
+    POLICY_FIXED_SLOTS,
+    RANK_BUFFERS,
+    slot_bytes,
+)
+from tierstore.planner.tables import row_bytes, spec_of_config
 
 from .._neighbours import LOUD, Neighbours
+from .._runtime_costs import Draws, features, perceptron, train_step
 
 DEPTH, WINDOW, LR = 2, 8, 0.01
 _RECORDED = 160
 """Batches that miss curves are made of, the second half; training sees others."""
 
-Tables = Sequence[tuple[int, int, float]]
-"""Rows, dimension and exponent of the popularity of each table."""
-
 
 @dataclass(frozen=True)
 class Budget:
-    """Shares of the tables' bytes in (hbm, uvm), and whether there is an SSD below."""
+    """Shares of the tables' bytes in (hbm, uvm) of all ranks together, and whether there is an SSD below."""
 
     hbm: float
     uvm: float
@@ -51,41 +55,79 @@ class Turns:
     steps: int
 
 
-class Data:
-    """Batches with the popularity of ``tables`` for ``ranks`` of ``batch_size`` examples each.
+@dataclass(frozen=True)
+class Case:
+    """A model and a machine.
 
-    ``bags``: ids of a bag, by table.
+    ``tables``: rows, dimension and exponent of the popularity of each; ``bags``: ids of a bag, by table;
+    ``batch_size``: examples of each of ``ranks``.
     """
 
-    def __init__(self, tables: Tables, bags: Sequence[int], batch_size: int, ranks: int = 1) -> None:
-        self.bags, self.batch_size, self.ranks = bags, batch_size, ranks
-        self.configs = [
+    tables: Sequence[tuple[int, int, float]]
+    bags: tuple[int, ...]
+    budget: Budget
+    batch_size: int = 512
+    ranks: int = 2
+    optimizer: str = "sgd"
+
+    @property
+    def configs(self) -> list[EmbeddingBagConfig]:
+        return [
             EmbeddingBagConfig(rows, dim, f"t{i}", feature_names=[f"t{i}"])
-            for i, (rows, dim, _) in enumerate(tables)
+            for i, (rows, dim, _) in enumerate(self.tables)
         ]
-        self.width = sum(config.embedding_dim for config in self.configs)
-        self._draws = []
-        for i, (rows, _, s) in enumerate(tables):
-            weights = (np.arange(rows) + 20.0) ** -s
-            names = np.random.default_rng(i).permutation(rows)
-            self._draws.append((np.cumsum(weights) / weights.sum(), names))
+
+    @property
+    def width(self) -> int:
+        return sum(dim for _, dim, _ in self.tables)
+
+    def specs(self) -> list[TableSpec]:
+        return [
+            replace(spec_of_config(config, "bags"), pooling_factor=float(bag), optimizer=self.optimizer)
+            for config, bag in zip(self.configs, self.bags, strict=True)
+        ]
+
+    def machine(self, rates: Mapping[str, Any]) -> Topology:
+        """Return a host of CPUs whose memories have the budget's shares of the tables, and room for the rest.
+
+        ``rates``: other fields of the topology.
+        """
+        specs, budget = self.specs(), self.budget
+        sizes = [row_bytes(spec.embedding_dim, spec.optimizer) for spec in specs]
+        rows, examples = sum(spec.rows for spec in specs), self.batch_size * self.ranks
+        total = sum(int(spec.rows * slot_bytes(size)) for spec, size in zip(specs, sizes, strict=True))
+        fixed = int(sum(examples * (20 * spec.pooling_factor + 12 * spec.embedding_dim) for spec in specs))
+        beside = fixed + min(len(set(sizes)) * POLICY_FIXED_SLOTS, rows) * POLICY_FIXED_BYTES
+        stored = rows * INDEX_BYTES_PER_ROW + RANK_BUFFERS * self.ranks
+        memories = {
+            "hbm_per_rank": int(budget.hbm * total / self.ranks) + fixed,
+            "host_memory_per_host": int(budget.uvm * total) + beside * self.ranks + stored * budget.ssd,
+            "ssd_per_host": 20 * total * budget.ssd,
+        }
+        machine = {"device": "cpu", "hosts": 1, "ranks_per_host": self.ranks, **memories}
+        return Topology.from_dict({**rates, **machine})
+
+
+class Data:
+    """Batches with the popularity of a case's tables."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._draws = [Draws(rows, s, 20.0, seed=i) for i, (rows, _, s) in enumerate(case.tables)]
 
     def ids(self, step: int) -> list[NDArray[np.int64]]:
         """Return the ids of every table, of all ranks."""
-        random, examples = np.random.default_rng(1000 + step), self.batch_size * self.ranks
-        return [
-            names[np.searchsorted(edges, random.random(examples * bag))]
-            for (edges, names), bag in zip(self._draws, self.bags, strict=True)
-        ]
+        random, examples = np.random.default_rng(1000 + step), self.case.batch_size * self.case.ranks
+        return [draw(random, examples * bag) for draw, bag in zip(self._draws, self.case.bags, strict=True)]
 
-    def part(self, step: int, rank: int = 0) -> KeyedJaggedTensor:
+    def part(self, step: int, rank: int) -> KeyedJaggedTensor:
         """Return the examples of one rank."""
-        size = self.batch_size
-        pairs = zip(self.ids(step), self.bags, strict=True)
+        size, bags = self.case.batch_size, self.case.bags
+        pairs = zip(self.ids(step), bags, strict=True)
         ids = [every[rank * size * bag : (rank + 1) * size * bag] for every, bag in pairs]
-        lengths = torch.tensor(self.bags).repeat_interleave(size)
-        names = [config.name for config in self.configs]
-        return KeyedJaggedTensor(names, torch.from_numpy(np.concatenate(ids)), None, lengths)
+        lengths = torch.tensor(bags).repeat_interleave(size)
+        names = [config.name for config in self.case.configs]
+        return features(names, ids, lengths)
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Return what ``tierstore plan --stats`` takes, of the recorded part of the data."""
@@ -94,48 +136,22 @@ class Data:
 
         result = {}
         record = [self.ids(step) for step in range(_RECORDED)]
-        for i, config in enumerate(self.configs):
+        for i, config in enumerate(self.case.configs):
             trace = prepare([ids[i] for ids in record])
             half = prepare([ids[i] for ids in record[: _RECORDED // 2]])
             floor = min((DEPTH + 1) * trace.largest_batch, trace.footprint // 2)
-            sizes = np.unique(np.geomspace(floor, trace.footprint, 12).astype(int))
-            misses = []
-            for size in sizes.tolist():
-                runs = [simulate(t, "lookahead", size, depth=DEPTH, window=WINDOW) for t in (half, trace)]
-                late = runs[1].misses - runs[0].misses, runs[1].uniques - runs[0].uniques
-                misses.append(late[0] / late[1])
+            sizes = np.unique(np.geomspace(floor, trace.footprint, 12).astype(int)).tolist()
+            runs = [
+                [simulate(t, "lookahead", n, depth=DEPTH, window=WINDOW) for t in (half, trace)]
+                for n in sizes
+            ]
             result[config.name] = {
-                "sizes_rows": sizes.tolist(),
-                "unique_miss_ratio": misses,
+                "sizes_rows": sizes,
+                "unique_miss_ratio": [(b.misses - a.misses) / (b.uniques - a.uniques) for a, b in runs],
                 "unique_rows": trace.uniques / trace.batches,
                 "accesses": trace.accesses / trace.batches,
             }
         return result
-
-
-def machine_for(
-    specs: Sequence[TableSpec], budget: Budget, data: Data, slot: float, rates: Mapping[str, Any]
-) -> Topology:
-    """Return a host of CPUs whose memories have the budget's shares of the tables, and room for the rest.
-
-    A slot takes ``slot`` bytes beside its row. ``rates``: other fields of the topology.
-    """
-    sizes = [row_bytes(spec.embedding_dim, spec.optimizer) for spec in specs]
-    rows, examples = sum(spec.rows for spec in specs), data.batch_size * data.ranks
-    total = sum(int(spec.rows * (size + slot)) for spec, size in zip(specs, sizes, strict=True))
-    fixed = int(sum(examples * (20 * spec.pooling_factor + 12 * spec.embedding_dim) for spec in specs))
-    beside = fixed + min(len(set(sizes)) * POLICY_FIXED_SLOTS, rows) * POLICY_FIXED_BYTES
-    stored = rows * INDEX_BYTES_PER_ROW + RANK_BUFFERS * data.ranks
-    return Topology.from_dict(
-        {
-            **rates,
-            "device": "cpu",
-            "ranks_per_host": data.ranks,
-            "hbm_per_rank": int(budget.hbm * total / data.ranks) + fixed,
-            "host_memory_per_host": int(budget.uvm * total) + beside * data.ranks + stored * budget.ssd,
-            "ssd_per_host": 20 * total * budget.ssd,
-        }
-    )
 
 
 class Model(torch.nn.Module):
@@ -144,32 +160,21 @@ class Model(torch.nn.Module):
     def __init__(self, bags: Any, width: int) -> None:
         super().__init__()
         self.bags = bags
-        self.over = torch.nn.Sequential(torch.nn.Linear(width, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+        self.over = perceptron(width)
 
-    def forward(self, features: Any) -> torch.Tensor:
-        return self.over(self.bags(features).values())
-
-
-def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, features: Any) -> torch.Tensor:
-    """Return the loss of a step."""
-    optimizer.zero_grad()
-    loss = model(features).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.over(self.bags(batch).values())
 
 
 def dense_seconds(
-    data: Data,
-    wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda over: over,
-    clock: Callable[[], float] = time.thread_time,
+    case: Case, wrap: Callable[[torch.nn.Module], torch.nn.Module], clock: Callable[[], float]
 ) -> float:
     """Return what the planner is told of the dense part: a step of the model with constant bags.
 
     ``wrap``: around what is over the bags; ``clock``: of the processors that count.
     """
-    values = torch.randn(data.batch_size, data.width, requires_grad=True)
-    model = Model(lambda _: SimpleNamespace(values=lambda: values * 1.0), data.width)
+    values = torch.randn(case.batch_size, case.width, requires_grad=True)
+    model = Model(lambda _: SimpleNamespace(values=lambda: values * 1.0), case.width)
     model.over = wrap(model.over)  # type: ignore[assignment]
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     times = []
@@ -181,16 +186,11 @@ def dense_seconds(
 
 
 class Batches:
-    """Endless batches of one rank from ``first`` on; :meth:`draw` makes some before they are needed."""
+    """Endless batches of one rank that training sees; :meth:`draw` makes some before they are needed."""
 
-    def __init__(
-        self,
-        data: Data,
-        rank: int = 0,
-        first: int = _RECORDED,
-        convert: Callable[[Any], Any] = lambda one: one,
-    ) -> None:
-        self._made = (convert(data.part(step, rank)) for step in count(first))
+    def __init__(self, case: Case, rank: int, convert: Callable[[Any], Any] = lambda one: one) -> None:
+        data = Data(case)
+        self._made = (convert(data.part(step, rank)) for step in count(_RECORDED))
         self._drawn = deque[Any]()
 
     def draw(self, number: int) -> None:
@@ -225,9 +225,7 @@ class Job:
 
         return cls(model, drawn, batches, counters, close_all)
 
-    def train(
-        self, turns: Turns, reduced: Callable[[str, float], float] = lambda _, value: value
-    ) -> dict[str, Any]:
+    def train(self, turns: Turns, reduced: Callable[[str, float], float]) -> dict[str, Any]:
         """Return what a step adds to each counter, medians of the calm turns (of all where there are none).
 
         ``step`` is by the clock. ``reduced``: a counter's value over all ranks. Also the number of turns, of
@@ -242,11 +240,10 @@ class Job:
             self.drawn.draw(WINDOW + turns.steps)
             self._steps(optimizer, WINDOW)  # what was fetched while batches were drawn is used up
             neighbours.share()
-            start, before = time.perf_counter(), self.counters()
+            before = {"step": time.perf_counter(), **self.counters()}
             loss = self._steps(optimizer, turns.steps)
             after = {"step": time.perf_counter(), **self.counters()}
-            spent = {name: value - {"step": start, **before}[name] for name, value in after.items()}
-            turn = {name: reduced(name, value) / turns.steps for name, value in spent.items()}
+            turn = {name: reduced(name, after[name] - before[name]) / turns.steps for name in after}
             found.append({**turn, "others": reduced("others", neighbours.share())})
         calm = [turn for turn in found if turn["others"] < LOUD]
         figures = {name: float(np.median([turn[name] for turn in calm or found])) for name in found[0]}

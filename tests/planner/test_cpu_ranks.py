@@ -53,7 +53,7 @@ def test_threads_take_turns(processors: float, share: float):
 def test_plans_are_optimal(processors: float):
     solution = solved(processors)
     best = optimum(solution.problem)
-    assert solution.prediction.step == pytest.approx(best.seconds, rel=2e-3)
+    assert solution.prediction.step == pytest.approx(best, rel=2e-3)
 
 
 @pytest.mark.parametrize("processors", [0, -1.0, float("nan"), "two", True])

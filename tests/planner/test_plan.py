@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import cache_policies
 from tests.planner.collective import CONTEXT, plan_together
 from tests.planner.machines import random_tables, table, topology
 from tierstore import optim
+from tierstore.cli.plan import read_yaml
 from tierstore.errors import ConfigError, InfeasiblePlanError
 from tierstore.placement import STORE_SLACK, ShardingPlan, ShardingType
 from tierstore.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology, Workload
@@ -22,7 +24,10 @@ from tierstore.planner.costs import (
     POLICY_FIXED_SLOTS,
     TIER_BYTES_PER_SLOT,
 )
+from tierstore.planner.files import specs_of_yaml
 from tierstore.planner.tables import STATE_FLOATS, row_bytes
+
+EXAMPLE = Path(__file__).parents[2] / "examples/plan_100tb"
 
 
 def planner(machines: Topology, **changes) -> EmbeddingShardingPlanner:
@@ -323,3 +328,21 @@ def test_more_rows_than_a_store_has_places_for_are_not_called_feasible():
     with pytest.raises(ConfigError, match="a store has places for"):
         planner(topology(1, 1, **wide)).plan(tables)
     assert planner(topology(1, 2, **wide)).plan(tables).tables
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(15 << 27, {0}), ((15 << 27) + 1, {0, 1})])
+def test_the_search_knows_how_many_rows_of_a_size_a_store_has_places_for(rows, ranks):
+    """However little time it has: a busy rank gets one of two tables that no store holds together."""
+    huge = {"hbm_per_rank": "16GiB", "host_memory_per_host": "160GiB", "ssd_per_host": "640TiB"}
+    demands = {name: ParameterConstraints(["table_wise"]) for name in "ab"}
+    demands["busy"] = ParameterConstraints(["table_wise"], device_group=[1])
+    tables = [table("a", 15 << 27, 16), table("b", rows, 16), table("busy", pooling_factor=1000.0)]
+    plan = planner(topology(1, 2, **huge), constraints=demands, search_seconds=0).plan(tables)
+    assert {shard.rank for name in "ab" for shard in plan.table(name).shards} == ranks
+
+
+def test_the_example_for_128_ranks_is_planned_in_no_time():
+    machines = Topology.from_dict(read_yaml(EXAMPLE / "topology_128.yaml"))
+    work = Workload(2048, depth=4)
+    tables = specs_of_yaml(read_yaml(EXAMPLE / "tables.yaml"))
+    assert EmbeddingShardingPlanner(machines, workload=work, search_seconds=0).plan(tables).tables

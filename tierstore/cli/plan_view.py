@@ -12,9 +12,8 @@ from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
-_MOST_ROWS, _MOST_WHYS, _MOST_PLACES = 40, 15, 16
+_MOST_ROWS, _MOST_WHYS = 40, 15
 _PLOTS = ("png", "pdf", "svg")
 
 
@@ -42,59 +41,59 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         )
 
 
-def _view(title: str, columns: Sequence[str], left: Sequence[str] = ()) -> Table:
+def _print_view(
+    console: Console, title: str, columns: Sequence[str], left: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
+    """Print the first rows as a table, whose columns ``left`` are not numbers."""
     from rich import box
     from rich.table import Table
 
     view = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
     for name in columns:
         view.add_column(name, justify="left" if name in left else "right", overflow="fold")
-    return view
+    for cells in rows[:_MOST_ROWS]:
+        view.add_row(*cells)
+    console.print(view)
+    _print_rest(console, len(rows) - _MOST_ROWS)
+
+
+def _print_rest(console: Console, number: int, indent: str = "") -> None:
+    if number > 0:
+        console.print(f"{indent}... and {number} more (--json has all)")
 
 
 def _print_tables(console: Console, tables: list[dict[str, Any]]) -> None:
     from rich.markup import escape
 
+    sizes = ("hbm_bytes", "uvm_bytes", "ssd_bytes")
+    rows, whys = [], []
+    for table in sorted(tables, key=lambda t: -sum(s[key] for s in t["shards"] for key in sizes)):
+        name, shards = escape(table["name"]), table["shards"]
+        sums = (format_bytes(sum(shard[key] for shard in shards)) for key in sizes)
+        ranks, rate = _ranks_text([shard["rank"] for shard in shards]), f"{table['predicted_hit_rate']:.1%}"
+        rows.append((name, table["sharding_type"], ranks, *sums, rate))
+        whys.append(f"  {name}: {table['why']}")
     titles = ("table", "cut", "ranks", "hbm", "uvm", "ssd", "hit rate")
-    view = _view(f"{len(tables)} table{'s' * (len(tables) > 1)}, largest first", titles, titles[:3])
-    sums = [
-        [sum(s[key] for s in t["shards"]) for key in ("hbm_bytes", "uvm_bytes", "ssd_bytes")] for t in tables
-    ]
-    order = sorted(range(len(tables)), key=lambda i: -sum(sums[i]))
-    for i in order[:_MOST_ROWS]:
-        table = tables[i]
-        view.add_row(
-            escape(table["name"]),
-            table["sharding_type"],
-            _ranks_text([shard["rank"] for shard in table["shards"]]),
-            *(format_bytes(size) for size in sums[i]),
-            f"{table['predicted_hit_rate']:.1%}",
-        )
-    console.print(view)
-    if len(tables) > _MOST_ROWS:
-        console.print(f"... and {len(tables) - _MOST_ROWS} more (--json has all)")
+    title = f"{len(tables)} table{'s' * (len(tables) > 1)}, largest first"
+    _print_view(console, title, titles, titles[:3], rows)
     console.print("[bold]why they are there[/]")
-    for i in order[:_MOST_WHYS]:
-        console.print(f"  {escape(tables[i]['name'])}: {tables[i]['why']}", soft_wrap=True)
-    if len(tables) > _MOST_WHYS:
-        console.print(f"  ... and {len(tables) - _MOST_WHYS} more (--json has all)")
+    for why in whys[:_MOST_WHYS]:
+        console.print(why, soft_wrap=True)
+    _print_rest(console, len(whys) - _MOST_WHYS, "  ")
 
 
 def _print_places(console: Console, places: list[dict[str, Any]], kind: str, fills: Sequence[str]) -> None:
-    """Ranks or hosts, slowest first, equal ones in one line."""
+    """Print ranks or hosts, slowest first, equal ones in one line."""
     stages = _stages(places)
-    title = f"{len(places)} {kind}{'s' * (len(places) > 1)}, slowest first"
-    view = _view(title, [name.replace("_", " ") for name in (kind, *fills, *stages)], (kind,))
-    rows: dict[tuple[str, ...], list[int]] = {}
+    equal: dict[tuple[str, ...], list[int]] = {}
     for place in sorted(places, key=lambda place: -max(place["stage_seconds"].values())):
         sizes = [f"{format_bytes(place[f'{name}_bytes'])} ({place[f'{name}_fill']:.0%})" for name in fills]
         cells = (*sizes, *(_ms(place["stage_seconds"][stage]) for stage in stages))
-        rows.setdefault(cells, []).append(place[kind])
-    for cells, numbers in list(rows.items())[:_MOST_PLACES]:
-        view.add_row(_ranks_text(sorted(numbers)), *cells)
-    console.print(view)
-    if len(rows) > _MOST_PLACES:
-        console.print(f"... and {len(rows) - _MOST_PLACES} more (--json has all)")
+        equal.setdefault(cells, []).append(place[kind])
+    title = f"{len(places)} {kind}{'s' * (len(places) > 1)}, slowest first"
+    titles = [name.replace("_", " ") for name in (kind, *fills, *stages)]
+    rows = [(_ranks_text(numbers), *cells) for cells, numbers in equal.items()]
+    _print_view(console, title, titles, (kind,), rows)
 
 
 def _stages(places: list[dict[str, Any]]) -> list[str]:
@@ -128,9 +127,8 @@ def plot_format(path: Path) -> str:
     matplotlib.use("Agg")
     form = path.suffix[1:].lower()
     if form not in _PLOTS:
-        raise ConfigError(
-            f"--plot {path}: give a path that ends in one of {', '.join(f'.{p}' for p in _PLOTS)}"
-        )
+        ends = ", ".join(f".{known}" for known in _PLOTS)
+        raise ConfigError(f"--plot {path}: give a path that ends in one of {ends}")
     return form
 
 
@@ -147,12 +145,10 @@ def drawn(report: dict[str, Any], form: str) -> bytes:
         times.plot(spots, [1e3 * rank["stage_seconds"][stage] for rank in ranks], ".-", label=stage)
     per_host = len(ranks) // len(hosts)
     for k, stage in enumerate(_stages(hosts)):
-        seconds = [1e3 * h["stage_seconds"][stage] for h in hosts]
-        first = [h["host"] * per_host - 0.4 for h in hosts]
-        color = f"C{k + 6}"
-        times.hlines(
-            seconds, first, [x + per_host - 0.2 for x in first], color, lw=3, label=f"{stage} of host"
-        )
+        first = [host["host"] * per_host - 0.4 for host in hosts]
+        line = {"color": f"C{k + 6}", "lw": 3, "label": f"{stage} of host"}
+        seconds = [1e3 * host["stage_seconds"][stage] for host in hosts]
+        times.hlines(seconds, first, [x + per_host - 0.2 for x in first], **line)
     times.axhline(1e3 * report["predicted_step_s"], color="black", linewidth=0.8, linestyle=":", label="step")
     times.set(xlabel="rank", ylabel="ms per step", title="Predicted stages", ylim=(0, None))
     for axes in (device, host, times):

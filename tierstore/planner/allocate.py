@@ -2,29 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.placement import MOST_STORE_BYTES, STORE_SLACK
-from tierstore.planner.costs import MOST_STORED_ROWS, Problem
-from tierstore.planner.curves import Floats
-from tierstore.planner.options import ShardCost, ShardingOption
-from tierstore.planner.prices import Steps, hbm_steps, memory_steps
+from tierstore.planner.costs import DISK_SLACK, MOST_STORED_ROWS, Problem
+from tierstore.planner.curves import Floats, lower_hull
+from tierstore.planner.options import Placed, ShardCost
 
 _WHOLE = 1e-6, 1e-14  # rows, and share of them: what rounding may leave of a shard that is held whole
 _MOST = 2.0**62  # bytes: what is more does not fit anywhere
 
 
-@dataclass(frozen=True, eq=False)
-class Placed:
-    """A table's option on its ranks."""
+@dataclass(eq=False)
+class Steps:
+    """The best ways to spend bytes on a shard: corners of a convex curve of seconds over bytes, float64.
 
-    table: int
-    option: ShardingOption
-    ranks: Sequence[int]
+    ``rows``: held at the corner. ``sizes``, ``density``: bytes from each corner to the next, and seconds that
+    each of these saves, falling.
+    """
+
+    bytes: Floats
+    seconds: Floats
+    rows: Floats
+
+    def __post_init__(self) -> None:
+        self.sizes = np.diff(self.bytes)
+        self.density = np.minimum.accumulate(-np.diff(self.seconds) / self.sizes)
+
+
+def steps_of(cost: ShardCost, floor: float, index: float, per_miss: str) -> Steps:
+    """Return what more than ``floor`` rows save; ``per_miss``: the field with the seconds of a missing row.
+
+    A shard takes ``index`` bytes more unless all its rows are held, so the last corner may come early, in one
+    long step that is worth little unless it is taken whole.
+    """
+    rows, misses = corners(cost, floor)
+    size, seconds = rows * cost.slot_bytes + index, misses * cost.unique * getattr(cost, per_miss)
+    size[-1] -= index
+    fewer = np.append(size[:-1] < size[-1], True)
+    size, seconds = lower_hull(size[fewer], seconds[fewer])
+    rows = np.append((size[:-1] - index) / (cost.slot_bytes or 1.0), float(cost.rows))
+    return Steps(size, seconds, rows)
+
+
+def corners(cost: ShardCost, floor: float) -> tuple[Floats, Floats]:
+    """Return the corners of the miss curve behind ``floor`` rows, and the point there."""
+    beyond = cost.curve.rows > floor
+    rows = np.concatenate([[floor], cost.curve.rows[beyond]])
+    return rows, np.concatenate([[cost.curve.at(floor)], cost.curve.misses[beyond]])
 
 
 @dataclass(eq=False)
@@ -40,25 +69,20 @@ class Allocation:
     rank: NDArray[np.int64]
     hbm_rows: Floats
     memory_rows: Floats
-    missing: dict[tuple[str, int], int]
+    missing: dict[tuple[str, int], int] = field(default_factory=dict)
     ssd_room: Floats | float = 1.0
 
     def __post_init__(self) -> None:
-        self.rows = self.field("rows")
-        self.slot = self.field("slot_bytes")
+        self.rows, self.slot = self.field("rows"), self.field("slot_bytes")
 
     def field(self, name: str) -> Floats:
         """Return one of the fields of ShardCost for every shard."""
-        return self._each(lambda cost, _: getattr(cost, name), np.zeros(len(self.costs)))
+        return np.array([getattr(cost, name) for cost in self.costs], dtype=np.float64)
 
     def misses(self, rows: Floats) -> Floats:
         """Return the misses per unique row of each shard if it held ``rows`` (shards,)."""
-        return self._each(lambda cost, n: cost.curve.at(n), rows)
-
-    def _each(self, value: Callable[[ShardCost, float], float], of: NDArray) -> Floats:
-        """Return ``value`` of every shard and number; equal shards ask once."""
-        pairs = list(zip(self.costs, of.tolist(), strict=True))
-        known = {pair: value(*pair) for pair in dict.fromkeys(pairs)}
+        pairs = list(zip(self.costs, rows.tolist(), strict=True))
+        known = {pair: pair[0].curve.at(pair[1]) for pair in dict.fromkeys(pairs)}  # equal shards ask once
         return np.array([known[pair] for pair in pairs], dtype=np.float64)
 
     @property
@@ -85,14 +109,13 @@ class Allocation:
 
     def crowded(self) -> str:
         """Return which rank stores more rows of one size than a store has places for; "" when all fit."""
-        rows: dict[tuple[int, int], float] = {}
-        for cost, rank, stored in zip(self.costs, self.rank.tolist(), self.stored.tolist(), strict=True):
-            rows[rank, cost.row_bytes] = rows.get((rank, cost.row_bytes), 0.0) + stored * cost.rows
-        for (rank, size), count in rows.items():
+        sizes = self.field("row_bytes")
+        for rank, size in {*zip(self.rank[self.stored].tolist(), sizes[self.stored].tolist(), strict=True)}:
+            count = self.rows[self.stored & (self.rank == rank) & (sizes == size)].sum()
             if count > MOST_STORED_ROWS:
                 return (
-                    f"rank {rank} would store {count:,.0f} rows of {size} bytes, and a store has places for "
-                    f"{MOST_STORED_ROWS:,} of one size"
+                    f"rank {rank} would store {count:,.0f} rows of {size:.0f} bytes, and a store has places "
+                    f"for {MOST_STORED_ROWS:,} of one size"
                 )
         return ""
 
@@ -105,43 +128,32 @@ def allocate(problem: Problem, placed: Sequence[Placed], for_ssd: bool = False) 
     topology = problem.topology
     costs = [item.option.cost for item in placed for _ in item.ranks]
     rank = np.array([r for item in placed for r in item.ranks], dtype=np.int64)
-    result = Allocation(costs, rank, np.zeros(len(costs)), np.zeros(len(costs)), {})
+    result = Allocation(costs, rank, np.zeros(len(costs)), np.zeros(len(costs)))
     replicas = result.slot == 0
     result.hbm_rows[replicas] = result.memory_rows[replicas] = result.rows[replicas]
     fixed = np.bincount(rank, result.field("fixed_hbm"), topology.world_size) + problem.fixed_hbm
     for r in range(topology.world_size):
-        here = np.flatnonzero((rank == r) & ~replicas)
-        steps = _steps(costs, here, np.zeros(len(costs)), lambda cost, _: hbm_steps(cost, for_ssd))
-        rows, missing = _fill(steps, result.slot[here], float(topology.hbm_per_rank - fixed[r]))
-        result.hbm_rows[here] = _whole_rows(rows, result.rows[here])
+        here, room = np.flatnonzero((rank == r) & ~replicas), float(topology.hbm_per_rank - fixed[r])
+        floors = result.field("hbm_floor")[here]
+        result.hbm_rows[here], missing = _fill(result, here, floors, "ssd_s" if for_ssd else "link_s", room)
         if missing > 0:
             result.missing["hbm", r] = int(missing) + 1
+    host = rank // topology.ranks_per_host
     for h in range(topology.hosts):
-        here = np.flatnonzero((rank // topology.ranks_per_host == h) & ~replicas)
-        _fill_host(problem, result, here, h)
-    result.ssd_room = _ssd_room(problem, result)
+        _fill_host(problem, result, np.flatnonzero((host == h) & ~replicas), h)
+    # A store gets all of its host's SSD that it has a use for, but for what ranks add to their parts.
+    left = topology.ssd_per_host - topology.ranks_per_host * STORE_SLACK
+    need = np.bincount(host, result.ssd_need(), topology.hosts)
+    result.ssd_room = np.clip(left / np.maximum(need, 1.0), 1.0, MOST_STORE_BYTES / DISK_SLACK)[host]
     return result
 
 
-def _steps(
-    costs: Sequence[ShardCost],
-    here: NDArray[np.int64],
-    rows: NDArray,
-    make: Callable[[ShardCost, float], Steps],
-) -> list[Steps]:
-    """Return the steps of some shards; equal ones are made once."""
-    pairs = [(costs[i], float(rows[i])) for i in here]
-    known = {pair: make(*pair) for pair in dict.fromkeys(pairs)}
-    return [known[pair] for pair in pairs]
-
-
 def _fill_host(problem: Problem, result: Allocation, here: NDArray[np.int64], host: int) -> None:
-    topology = problem.topology
-    steps = _steps(result.costs, here, result.hbm_rows, memory_steps)
+    topology, held = problem.topology, result.hbm_rows[here]
     room = topology.host_memory_per_host - problem.fixed_host - float(result.field("fixed_host")[here].sum())
-    room += float((result.hbm_rows[here] * result.slot[here]).sum())
-    held, missing = _fill(steps, result.slot[here], room)
-    result.memory_rows[here] = np.maximum(_whole_rows(held, result.rows[here]), result.hbm_rows[here])
+    room += float((held * result.slot[here]).sum())
+    floors, index = np.maximum(held, result.field("memory_floor")[here]), result.field("index_bytes")[here]
+    result.memory_rows[here], missing = _fill(result, here, floors, "ssd_s", room, index)
     if missing > 0:
         result.missing["host_memory", host] = int(missing) + 1
     stored = int(result.ssd_need()[here].sum()) - int(topology.ssd_per_host)
@@ -149,59 +161,51 @@ def _fill_host(problem: Problem, result: Allocation, here: NDArray[np.int64], ho
         result.missing["ssd", host] = stored
 
 
-def _ssd_room(problem: Problem, result: Allocation) -> Floats:
-    """Return what each store gets of its host's SSD: all of it, as far as the stores have a use for it."""
-    topology = problem.topology
-    host = result.rank // topology.ranks_per_host
-    need = np.bincount(host, result.ssd_need(), topology.hosts)
-    left = topology.ssd_per_host - topology.ranks_per_host * STORE_SLACK  # which ranks add to their parts
-    most = max(1.0, MOST_STORE_BYTES / problem.work.disk_slack)
-    return np.asarray(np.clip(left / np.maximum(need, 1.0), 1.0, most)[host])
+def _fill(
+    result: Allocation,
+    here: NDArray[np.int64],
+    floors: Floats,
+    per_miss: str,
+    room: float,
+    index: Floats | float = 0.0,
+) -> tuple[Floats, float]:
+    """Spend ``room`` bytes on shards, ``floors`` first; return the rows of each, and the bytes missing.
+
+    ``index``, ``per_miss``: see :func:`steps_of`.
+    """
+    slot, rows, index = result.slot[here], result.rows[here], np.broadcast_to(index, here.shape)
+    shards = list(zip((result.costs[i] for i in here), floors.tolist(), index.tolist(), strict=True))
+    known = {one: steps_of(*one, per_miss) for one in dict.fromkeys(shards)}
+    steps = [known[one] for one in shards]  # equal shards have equal steps
+    held, every = (np.array([step.bytes[corner] for step in steps]) for corner in (0, -1))
+    room -= float(held.sum())
+    owner = np.repeat(np.arange(len(here)), [len(step.density) for step in steps])
+    if room >= 0 and len(owner):
+        size, density = (np.concatenate([getattr(s, name) for s in steps]) for name in ("sizes", "density"))
+        ends = np.append(np.diff(owner) > 0, True) & (index[owner] > 0)
+        held += np.bincount(owner, _bought(size, density, ends, room), len(here))
+    whole = held >= every - np.maximum(_WHOLE[0], _WHOLE[1] * rows) * slot
+    return np.where(whole, rows, np.floor((held - index) / slot)), max(0.0, -room)
 
 
-def _whole_rows(held: Floats, rows: Floats) -> Floats:
-    """Return the slots for ``held`` rows of shards of ``rows``: without an SSD not one may be lacking."""
-    every = held >= rows - np.maximum(_WHOLE[0], _WHOLE[1] * rows)
-    return np.where(every, rows, np.floor(held))
+def _bought(size: Floats, density: Floats, ends: NDArray[np.bool_], room: float) -> Floats:
+    """Return the bytes of each step that ``room`` bytes buy, densest first.
+
+    Steps at the price that the room ends among are taken in equal parts, so that equal shards get equal rows.
+    Those that end an index (``ends``) are of use only whole, and are taken one after another.
+    """
+    order = np.argsort(-density, kind="stable")
+    over = np.flatnonzero(np.cumsum(size[order]) > room)
+    price = density[order[over[0]]] if len(over) else -np.inf
+    tied = np.isclose(density, price, rtol=1e-9, atol=0.0)
+    bought = size * ((density > price) & ~tied)
+    left = room - float(bought.sum())
+    if ends[tied].any():
+        bought[tied] = np.clip(left - np.cumsum(size[tied]) + size[tied], 0, size[tied])
+    else:
+        bought[tied] = size[tied] * left / max(float(size[tied].sum()), 1.0)
+    return bought
 
 
 def _whole_bytes(sizes: NDArray) -> NDArray[np.int64]:
     return np.minimum(sizes, _MOST).astype(np.int64)
-
-
-def _fill(steps: Sequence[Steps], slot: Floats, room: float) -> tuple[Floats, float]:
-    """Return (rows of each shard, bytes missing for the floors) for ``room`` bytes, dearest steps first."""
-    rows = np.array([step.rows[0] for step in steps])
-    room -= sum(float(step.bytes[0]) for step in steps)
-    owner = np.repeat(np.arange(len(steps)), [len(step.bytes) - 1 for step in steps])
-    if room < 0 or not len(owner):
-        return rows, max(0.0, -room)
-    sizes = np.concatenate([np.diff(step.bytes) for step in steps])
-    falling = np.concatenate([step.density for step in steps])
-    order = np.argsort(-falling, kind="stable")
-    whole = np.cumsum(sizes[order]) <= room
-    bought = len(order) if whole.all() else int(whole.argmin())
-    count = np.bincount(owner[order[:bought]], minlength=len(steps))
-    rows = np.array([step.rows[k] for step, k in zip(steps, count, strict=True)])
-    if bought == len(order):
-        return rows, 0.0
-    price = falling[order[bought]]
-    tied = np.isclose(falling, price, rtol=1e-9, atol=0.0)
-    dearer = np.bincount(owner[(falling > price) & ~tied], minlength=len(steps))
-    here = owner[tied]
-    if len(np.unique(here)) == len(here) and not any(_ends(steps[i], dearer[i]) for i in here):
-        # Equal shards should take equal parts of the steps at the price that the room ends among.
-        share = (room - float(sizes[(falling > price) & ~tied].sum())) / float(sizes[tied].sum())
-        rows = np.array([step.rows[k] for step, k in zip(steps, dearer, strict=True)])
-        rows[here] += share * np.array([np.diff(steps[i].rows)[dearer[i]] for i in here])
-        return rows, 0.0
-    i, rest = int(owner[order[bought]]), room - float(sizes[order[:bought]].sum())
-    last = steps[i].rows[count[i] + 1]
-    # Part of a step; on the way to holding everything the index is still there.
-    rows[i] = min(rows[i] + np.floor(rest / max(slot[i], 1.0)), max(last - 1, rows[i]))
-    return rows, 0.0
-
-
-def _ends(steps: Steps, corner: int) -> bool:
-    """Return whether the step behind ``corner`` leads to all rows, where a store is needed no longer."""
-    return corner + 2 == len(steps.rows) and bool(steps.stored[corner])

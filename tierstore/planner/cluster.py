@@ -1,117 +1,175 @@
-"""The load of every rank and host under a placement, kept up to date as shards come and go."""
+"""The load of every rank and host under a placement, kept up to date as shards come and go.
+
+Caches are divided by price. At one price for all shards of a memory, seconds per byte, each shard holds what
+the best division of that memory gives it. So bytes and seconds as functions of the price add up over shards,
+and a rank or host is known by their sums at :data:`GRID` prices.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
 import numpy as np
-from numpy.typing import NDArray
 
-from tierstore.planner.costs import Problem
+from tierstore.planner.allocate import Steps, steps_of
+from tierstore.planner.costs import MOST_STORED_ROWS, Problem
 from tierstore.planner.curves import Floats
-from tierstore.planner.options import ShardingOption
-from tierstore.planner.prices import GRID, Priced
+from tierstore.planner.options import Ranks, ShardCost, ShardingOption
 
-Ranks = NDArray[np.int64]
-RANK_STAGES = ("compute", "index", "intra_host", "inter_host", "host_link", "fetch")
-"""``fetch``: on the CPU index and link, which one thread does in turn; elsewhere 0. With fewer than two
-processors per rank this thread also waits for those that compute."""
+GRID = 48
 _OVERFLOW = 1e12
+# Columns of what shards need of a rank: seconds of four stages; buffers; by price bytes of the device and
+# seconds of the link, bytes of device and host together; rows in the store by bytes of a row. Of a host:
+# buffers; by price bytes of the store's index, seconds and bytes of the drives.
+_LOAD, _FIXED = slice(4), 4
+_BYTES, _LINK, _HELD = (slice(5 + k * GRID, 5 + (k + 1) * GRID) for k in range(3))
+_STORED = slice(5 + 3 * GRID, None)
+_INDEX, _DRIVES, _FILES = (slice(1 + k * GRID, 1 + (k + 1) * GRID) for k in range(3))
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one shard of an option needs of its rank and of its host: float64, in the columns above."""
+
+    option: ShardingOption
+    rank: Floats
+    host: Floats
+
+
+class PriceGrid:
+    """Falling prices, seconds per byte, for the link and the drives: from buying floors to buying everything.
+
+    ``sizes``: bytes of those rows of which one rank might have too many for a store.
+    """
+
+    def __init__(self, options: Sequence[Sequence[ShardingOption]]) -> None:
+        first = [few[0].cost for few in options]
+        fast, slow = zip(*map(_steps, first), strict=True)
+        self.link, self.ssd = _prices(fast), _prices(slow)
+        many = sum(cost.rows for cost in first) > MOST_STORED_ROWS
+        self.sizes = np.array(sorted({one.cost.row_bytes for few in options for one in few if many}))
+
+    def part(self, option: ShardingOption) -> Part:
+        """Return what a shard of ``option`` needs at every price."""
+        cost = option.cost
+        fast, slow = _steps(cost)
+        i, j = (
+            np.searchsorted(-steps.density, -prices * (1 - 1e-12), side="right")
+            for steps, prices in ((fast, self.link), (slow, self.ssd))
+        )
+        hbm, held = fast.rows[i] * cost.slot_bytes, slow.rows[j] * cost.slot_bytes
+        many = (self.sizes == cost.row_bytes) * float(cost.rows * (cost.memory_floor < cost.rows))
+        stored = slow.rows[j] < cost.rows
+        host = [stored * cost.index_bytes, slow.seconds[j], stored * cost.ssd_bytes]
+        return Part(
+            option,
+            np.concatenate([cost.load, [cost.fixed_hbm], hbm, fast.seconds[i], held, many]),
+            np.concatenate([[cost.fixed_host], *host]),
+        )
+
+
+def _steps(cost: ShardCost) -> tuple[Steps, Steps]:
+    """Return (device memory against seconds of the link, all memory against seconds of the drives)."""
+    fast = steps_of(cost, cost.hbm_floor, 0, "link_s")
+    return fast, steps_of(cost, cost.memory_floor, cost.index_bytes, "ssd_s")
+
+
+def _prices(steps: Iterable[Steps]) -> Floats:
+    values = np.concatenate([step.density for step in steps])
+    values = values[values > 0]
+    if not len(values):
+        return np.concatenate([np.full(GRID - 1, np.inf), [-1.0]])
+    # Quantiles follow where tables really compete for bytes; the ends are kept.
+    inner = np.quantile(np.log(values), np.linspace(1, 0, GRID - 2))
+    return np.concatenate([[np.inf], np.exp(inner), [-1.0]])
 
 
 class Cluster:
-    """Sums over the shards placed so far; caches are divided as prices say (:mod:`prices`).
+    """Sums over the shards placed so far, in the columns of :class:`Part`: (ranks, ...) and (hosts, ...)."""
 
-    - ``seconds`` (ranks, 4): stages that do not depend on the caches. ``fixed``: buffers, in bytes.
-    - ``hbm_bytes``, ``link_s``, ``held_bytes`` (ranks, GRID), ``host`` (3, hosts, GRID: bytes of the index,
-      seconds and bytes of the drives): sums of :class:`Priced`.
-    """
-
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, sizes: int) -> None:
         self.problem, self.topology = problem, problem.topology
-        world, hosts = self.topology.world_size, self.topology.hosts
-        self.host_of = np.arange(world) // self.topology.ranks_per_host
-        self.seconds = np.zeros((world, 4))
-        self.seconds[:, 0] = problem.compute_seconds
-        self.fixed_hbm = np.full(world, float(problem.fixed_hbm))
-        self.fixed_host = np.full(hosts, float(problem.fixed_host))
-        self.hbm_bytes, self.link_s, self.held_bytes = np.zeros((3, world, GRID))
-        self.host = np.zeros((3, hosts, GRID))
+        self.host_of = np.arange(self.topology.world_size) // self.topology.ranks_per_host
+        self.ranks = np.zeros((self.topology.world_size, _STORED.start + sizes))
+        self.hosts = np.zeros((self.topology.hosts, _FILES.stop))
+        self.ranks[:, 0], self.ranks[:, _FIXED] = problem.compute_seconds, problem.fixed_hbm
+        self.hosts[:, 0] = problem.fixed_host
 
-    def place(self, option: ShardingOption, part: Priced, ranks: Ranks, sign: float = 1.0) -> None:
-        """Add (or with ``sign`` -1 take away) a table under ``option`` on ``ranks``, one shard each."""
-        cost = option.cost
-        self.seconds += sign * option.everywhere
-        self.seconds[ranks] += sign * cost.load
-        self.fixed_hbm[ranks] += sign * cost.fixed_hbm
-        self.hbm_bytes[ranks] += sign * part.hbm_bytes
-        self.link_s[ranks] += sign * part.link_s
-        self.held_bytes[ranks] += sign * part.held_bytes
-        counts = sign * np.bincount(self.host_of[ranks], minlength=len(self.fixed_host))
+    def place(self, part: Part, ranks: Ranks, sign: float = 1.0) -> None:
+        """Add (or with ``sign`` -1 take away) a table on ``ranks``, one shard each."""
+        self.ranks[:, _LOAD] += sign * part.option.everywhere
+        self.ranks[ranks] += sign * part.rank
+        counts = np.bincount(self.host_of[ranks], minlength=len(self.hosts))
         hosts = np.flatnonzero(counts)
-        self.fixed_host[hosts] += counts[hosts] * cost.fixed_host
-        self.host[:, hosts] += counts[hosts, None] * part.host[:, None]
+        self.hosts[hosts] += sign * counts[hosts, None] * part.host
 
     def loads(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """Return (seconds, overflow of memories) of ranks: (ranks, 6) and (ranks,); of hosts: (hosts,) each.
+        """Return (seconds, overflow) of ranks: (ranks, 6) and (ranks,); of hosts: (hosts, 1) and (hosts,).
 
-        Overflow is a share of the memory's size.
+        Overflow is a share of a memory's size, or of a store's places for rows of one size.
         """
-        rank, over = self._ranks(self.seconds, self.fixed_hbm, self.hbm_bytes, self.link_s)
-        bytes_ = self._by_host(self._spilled(self.held_bytes, self.fixed_hbm)) + self.host[0]
-        return rank, over, *self._hosts(self.fixed_host, bytes_, self.host)
+        spilled = self._by_host(self._spilled(self.ranks))
+        return *self._of_ranks(self.ranks), *self._of_hosts(self.hosts, spilled)
 
     def longest(self) -> float:
         """Return the seconds of the longest stage."""
         rank, _, host, _ = self.loads()
         return max(float(rank.max()), float(host.max()), 1e-12)
 
-    def growth(self, option: ShardingOption, part: Priced, unit: float, power: float) -> Floats:
-        """Return by how much :func:`badness` grows with one shard on each rank: float64 (ranks,)."""
-        cost, at = option.cost, self.host_of
-        rank0, over0 = self._ranks(self.seconds, self.fixed_hbm, self.hbm_bytes, self.link_s)
-        rank1, over1 = self._ranks(
-            self.seconds + cost.load,
-            self.fixed_hbm + cost.fixed_hbm,
-            self.hbm_bytes + part.hbm_bytes,
-            self.link_s + part.link_s,
+    def total(self, unit: float, power: float) -> float:
+        """Return the sum of :func:`badness` over ranks and hosts."""
+        rank, over, host, host_over = self.loads()
+        return float(badness(rank, over, unit, power).sum() + badness(host, host_over, unit, power).sum())
+
+    def weight(self, part: Part, unit: float, k: int) -> float:
+        """Return a shard's share of a step of ``unit`` seconds, or of a memory, at the k-th price."""
+        rank, host, machine = part.rank, part.host, self.topology
+        seconds = max(*rank[_LOAD], rank[_LINK][k], host[_DRIVES][k] / machine.ranks_per_host)
+        return max(
+            seconds / unit,
+            (rank[_FIXED] + rank[_BYTES][0]) / machine.hbm_per_rank,
+            (rank[_HELD][0] + host[_INDEX][k]) / max(1, machine.host_memory_per_host),
+            host[_FILES][k] / max(1, machine.ssd_per_host),
         )
-        spilled0 = self._spilled(self.held_bytes, self.fixed_hbm)
-        spilled1 = self._spilled(self.held_bytes + part.held_bytes, self.fixed_hbm + cost.fixed_hbm)
-        bytes0 = self._by_host(spilled0) + self.host[0]
-        host0, host_over0 = self._hosts(self.fixed_host, bytes0, self.host)
-        # One row per rank from here on: its host, if the shard were on that rank.
-        bytes1 = bytes0[at] + spilled1 - spilled0 + part.host[0]
-        fixed1 = self.fixed_host[at] + cost.fixed_host
-        host1, host_over1 = self._hosts(fixed1, bytes1, self.host[:, at] + part.host[:, None])
-        grows = badness(rank1, over1, unit, power) - badness(rank0, over0, unit, power)
-        grows += badness(host1[:, None], host_over1, unit, power)
-        return grows - badness(host0[:, None], host_over0, unit, power)[at]
+
+    def growth(self, part: Part, unit: float, power: float) -> Floats:
+        """Return by how much the total grows with one shard on each rank: float64 (ranks,)."""
+        at, before, after = self.host_of, self._spilled(self.ranks), self.ranks + part.rank
+        by_host = self._by_host(before)
+        grows = badness(*self._of_ranks(after), unit, power) - badness(
+            *self._of_ranks(self.ranks), unit, power
+        )
+        # One row per rank: its host, if the shard were on that rank.
+        spilled = by_host[at] + self._spilled(after) - before
+        grows += badness(*self._of_hosts(self.hosts[at] + part.host, spilled), unit, power)
+        return grows - badness(*self._of_hosts(self.hosts, by_host), unit, power)[at]
 
     def _by_host(self, values: Floats) -> Floats:
         """Return sums over the ranks of each host."""
         return values.reshape(self.topology.hosts, self.topology.ranks_per_host, GRID).sum(axis=1)
 
-    def _spilled(self, held: Floats, fixed: Floats) -> Floats:
+    def _spilled(self, ranks: Floats) -> Floats:
         """Return what shards hold and their device has no room for, so that it is in host memory."""
-        return np.maximum(held - np.maximum(self.topology.hbm_per_rank - fixed, 0)[:, None], 0)
+        room = np.maximum(self.topology.hbm_per_rank - ranks[:, _FIXED], 0)
+        return np.maximum(ranks[:, _HELD] - room[:, None], 0)
 
-    def _ranks(self, seconds: Floats, fixed: Floats, bytes_: Floats, link: Floats) -> tuple[Floats, Floats]:
-        topology, room = self.topology, self.topology.hbm_per_rank - fixed
-        link = _at(bytes_, link, room)
-        fetch = np.zeros(len(link))
-        if topology.one_fetcher:
-            busy = seconds[:, 0] - self.problem.waiting_seconds
-            fetch = seconds[:, 1] + link + topology.in_turn * busy
-        return np.column_stack([seconds, link, fetch]), np.maximum(
-            0, bytes_[:, 0] - room
-        ) / topology.hbm_per_rank
+    def _of_ranks(self, ranks: Floats) -> tuple[Floats, Floats]:
+        size, seconds = self.topology.hbm_per_rank, ranks[:, _LOAD]
+        room = size - ranks[:, _FIXED]
+        link = _at(ranks[:, _BYTES], ranks[:, _LINK], room)
+        fetch = self.problem.fetch_seconds(seconds, link)
+        over = np.maximum(0, ranks[:, _BYTES.start] - room) / size
+        crowded = np.maximum(0, ranks[:, _STORED] / MOST_STORED_ROWS - 1).sum(axis=1)
+        return np.column_stack([seconds, link, fetch]), over + crowded
 
-    def _hosts(self, fixed: Floats, bytes_: Floats, host: Floats) -> tuple[Floats, Floats]:
+    def _of_hosts(self, hosts: Floats, spilled: Floats) -> tuple[Floats, Floats]:
         memory, ssd = self.topology.host_memory_per_host, self.topology.ssd_per_host
         # A shard that comes to be held whole gives its index back, which may make a sum fall.
-        bytes_, room = np.maximum.accumulate(bytes_, axis=1), memory - fixed
-        stored = _at(bytes_, host[2], room)
-        over = np.maximum(0, bytes_[:, 0] - room) / max(memory, 1) + np.maximum(0, stored - ssd) / max(ssd, 1)
-        return _at(bytes_, host[1], room), over
+        held, room = np.maximum.accumulate(spilled + hosts[:, _INDEX], axis=1), memory - hosts[:, 0]
+        over = np.maximum(0, held[:, 0] - room) / max(memory, 1)
+        over += np.maximum(0, _at(held, hosts[:, _FILES], room) - ssd) / max(ssd, 1)
+        return _at(held, hosts[:, _DRIVES], room)[:, None], over
 
 
 def badness(seconds: Floats, over: Floats, unit: float, power: float) -> Floats:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierstore.config import is_integer, parse_bytes
-from tierstore.errors import ConfigError
 from tierstore.placement import ShardingType
+from tierstore.planner.checks import require
 
 _ALL_TIERS = ("hbm", "uvm", "ssd")
 _TIERS_OF_KERNELS = {
@@ -53,57 +53,50 @@ class ParameterConstraints:
     def __post_init__(self) -> None:
         for name in ("sharding_types", "device_group", "tiers", "compute_kernels", "pooling_factors"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, str) or not isinstance(value, Sequence)):
-                raise ConfigError(f"{name} is {value!r}; it must be a list")
+            listed = value is None or (isinstance(value, Sequence) and not isinstance(value, str))
+            require(listed, f"{name} is {value!r}; it must be a list")
         if self.sharding_types is not None:
-            known = [kind.value for kind in ShardingType]
-            names = [str(getattr(kind, "value", kind)) for kind in self.sharding_types]
-            if not names or not set(names) <= set(known):
-                raise ConfigError(f"sharding_types {names} must be some of {known}")
-            object.__setattr__(self, "sharding_types", tuple(names))
-        if self.min_partition is not None and not is_integer(self.min_partition, 1):
-            raise ConfigError(f"min_partition is {self.min_partition!r}; it must be a positive integer")
-        group = self.device_group
-        if group is not None and not (len(group) and all(is_integer(rank) for rank in group)):
-            raise ConfigError(f"device_group {list(group)} must be ranks: integers from 0")
+            kinds = _some_of("sharding_types", self.sharding_types, [kind.value for kind in ShardingType])
+            object.__setattr__(self, "sharding_types", kinds)
+        columns, group = self.min_partition, self.device_group
+        positive = columns is None or is_integer(columns, 1)
+        require(positive, f"min_partition is {columns!r}; it must be a positive integer")
+        ranks = group is None or (len(group) and all(is_integer(rank) for rank in group))
+        require(ranks, f"device_group {list(group or ())} must be ranks: integers from 0")
         for name in ("min_hbm_bytes", "min_uvm_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
-        if not isinstance(self.is_weighted, bool):
-            raise ConfigError(f"is_weighted is {self.is_weighted!r}; it must be True or False")
+        flag = self.is_weighted
+        require(isinstance(flag, bool), f"is_weighted is {flag!r}; it must be True or False")
         self._set_tiers()
         self._set_pooling_factor()
 
     def _set_tiers(self) -> None:
+        """Keep compute_kernels as tiers alone, so that dataclasses.replace may change them."""
         if self.compute_kernels is not None:
-            names = [str(getattr(kernel, "value", kernel)) for kernel in self.compute_kernels]
-            if not names or not set(names) <= set(_TIERS_OF_KERNELS):
-                raise ConfigError(f"compute_kernels {names} must be some of {list(_TIERS_OF_KERNELS)}")
+            names = _some_of("compute_kernels", self.compute_kernels, list(_TIERS_OF_KERNELS))
             tiers = max((_TIERS_OF_KERNELS[name] for name in names), key=len)
-            if self.tiers is not None and set(self.tiers) != set(tiers):
-                raise ConfigError(
-                    f"compute_kernels {names} mean tiers {list(tiers)}, and tiers is {list(self.tiers)}; "
-                    "give one of them"
-                )
-            # Kept as tiers alone, so that dataclasses.replace may change them.
+            require(
+                self.tiers is None or set(self.tiers) == set(tiers),
+                f"compute_kernels {list(names)} mean tiers {list(tiers)}, and tiers is {self.tiers}; "
+                "give one of them",
+            )
             object.__setattr__(self, "compute_kernels", None)
             object.__setattr__(self, "tiers", tiers)
         if self.tiers is not None:
             known = ({"hbm"}, {"hbm", "uvm"}, set(_ALL_TIERS))
-            if not all(isinstance(tier, str) for tier in self.tiers) or set(self.tiers) not in known:
-                raise ConfigError(
-                    f'tiers is {list(self.tiers)}; it must be ["hbm"], ["hbm", "uvm"] or all three'
-                )
+            valid = all(isinstance(tier, str) for tier in self.tiers) and set(self.tiers) in known
+            require(valid, f'tiers is {list(self.tiers)}; it must be ["hbm"], ["hbm", "uvm"] or all three')
 
     def _set_pooling_factor(self) -> None:
         factors = self.pooling_factors
         if factors is None:
             return
         numbers = all(isinstance(factor, int | float) and factor > 0 for factor in factors)
-        if not len(factors) or not numbers or self.pooling_factor is not None:
-            raise ConfigError(
-                f"pooling_factors is {factors!r}; it must be positive numbers, one for each feature, and "
-                "pooling_factor is left out then"
-            )
+        require(
+            len(factors) and numbers and self.pooling_factor is None,
+            f"pooling_factors is {factors!r}; it must be positive numbers, one for each feature, and "
+            "pooling_factor is left out then",
+        )
         object.__setattr__(self, "pooling_factors", None)
         object.__setattr__(self, "pooling_factor", sum(factors) / len(factors))
 
@@ -119,6 +112,13 @@ class ParameterConstraints:
     @property
     def stays_in_memory(self) -> bool:
         return self.tiers is not None and "ssd" not in self.tiers
+
+
+def _some_of(name: str, values: Sequence[Any], known: Sequence[str]) -> tuple[str, ...]:
+    """Return names, or values of enumerations, as a tuple; raise ConfigError unless they are known."""
+    names = tuple(str(getattr(value, "value", value)) for value in values)
+    require(names and set(names) <= set(known), f"{name} {list(names)} must be some of {list(known)}")
+    return names
 
 
 _THEIRS = ("sharding_types", "compute_kernels", "min_partition", "pooling_factors")
@@ -142,11 +142,11 @@ def constraints_of(value: Any, table: str) -> ParameterConstraints:
     """``value``, or what an object with the fields of torchrec's ParameterConstraints demands."""
     if isinstance(value, ParameterConstraints):
         return value
-    if not all(hasattr(value, name) for name in _THEIRS):
-        raise ConfigError(f"constraints of {table!r} are a {type(value).__name__}; give ParameterConstraints")
-    weighted = bool(getattr(value, "is_weighted", False))
+    known = all(hasattr(value, name) for name in _THEIRS)
+    require(known, f"constraints of {table!r} are a {type(value).__name__}; give ParameterConstraints")
     for name, given in vars(value).items():
-        if given and name not in (*_THEIRS, *_OF_NO_EFFECT, "is_weighted"):
-            why = _INSTEAD.get(name, "leave it out")
-            raise ConfigError(f"constraints of {table!r}: {name} of torchrec cannot be met: {why}")
+        met = not given or name in (*_THEIRS, *_OF_NO_EFFECT, "is_weighted")
+        why = _INSTEAD.get(name, "leave it out")
+        require(met, f"constraints of {table!r}: {name} of torchrec cannot be met: {why}")
+    weighted = bool(getattr(value, "is_weighted", False))
     return ParameterConstraints(is_weighted=weighted, **{name: getattr(value, name) for name in _THEIRS})

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from tierstore.config import is_integer
-from tierstore.errors import ConfigError
+from tierstore.planner.checks import require
 from tierstore.planner.constraints import ParameterConstraints
+from tierstore.planner.curves import Floats
 from tierstore.planner.tables import TableSpec, row_bytes
 from tierstore.planner.topology import Topology
 
@@ -26,6 +29,11 @@ INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
 MOST_STORED_ROWS = 15 << 28  # of one size in one store: 32-bit locations, a sixteenth of them for compaction
 FLOAT = 4
+WRITE_AMPLIFICATION = 1.5  # bytes written per byte of records
+DISK_SLACK = 1.25  # bytes that a store keeps at least, per live byte
+RANK_STAGES = ("compute", "index", "intra_host", "inter_host", "host_link", "fetch")
+"""``fetch``: on the CPU index and link, which one thread does in turn; elsewhere 0. With fewer than two
+processors per rank this thread also waits for those that compute."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +47,6 @@ class Workload:
       ahead (None: as many as reading ahead has room for).
     - ``rows_per_read``: rows that one random read of the drives brings. None: predicted on the CPU
       (:mod:`tierstore.planner.reading`), 1 elsewhere.
-    - ``write_amplification``, ``disk_slack``: bytes written, and bytes kept at least, per live byte of the
-      store.
     """
 
     batch_size: int = 512
@@ -49,19 +55,15 @@ class Workload:
     depth: int = 1
     window: int | None = None
     rows_per_read: float | None = None
-    write_amplification: float = 1.5
-    disk_slack: float = 1.25
 
     def __post_init__(self) -> None:
-        if not is_integer(self.batch_size, 1):
-            raise ConfigError(f"batch_size is {self.batch_size!r}; it must be a positive integer")
+        positive = is_integer(self.batch_size, 1)
+        require(positive, f"batch_size is {self.batch_size!r}; it must be a positive integer")
         for name in ("dense_seconds", "dense_bytes", "depth"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be 0 or more, and finite")
-        for name in ("rows_per_read", "write_amplification", "disk_slack"):
             value = getattr(self, name)
-            if value is not None and not 1 <= value < math.inf:
-                raise ConfigError(f"{name} is {value!r}; it must be at least 1")
+            require(0 <= value < math.inf, f"{name} is {value!r}; it must be 0 or more, and finite")
+        reads = self.rows_per_read
+        require(reads is None or 1 <= reads < math.inf, f"rows_per_read is {reads!r}; it must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,13 @@ class Problem:
         """Seconds per step that a rank computes, or waits, whatever its shards are."""
         exchanges = self._collections * self.topology.exchange("step")
         return self.work.dense_seconds + exchanges + self.waiting_seconds
+
+    def fetch_seconds(self, seconds: Floats, link: Floats) -> Floats:
+        """Return the seconds of each rank's fetching thread, by those of RANK_STAGES before it: (ranks,)."""
+        if not self.topology.one_fetcher:
+            return np.zeros(len(link))
+        busy = seconds[:, 0] - self.waiting_seconds
+        return seconds[:, 1] + link + self.topology.in_turn * busy
 
     @cached_property
     def fixed_hbm(self) -> int:

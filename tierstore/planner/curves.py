@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.errors import ConfigError
+from tierstore.planner.checks import require
 
 Floats = NDArray[np.float64]
 
@@ -49,12 +49,11 @@ class MissCurve:
         Raises ConfigError for points that are no miss-ratio curve.
         """
         x, y = np.asarray(rows, dtype=np.float64), np.asarray(misses, dtype=np.float64)
-        if x.ndim != 1 or x.shape != y.shape or not len(x):
-            raise ConfigError("a miss-ratio curve needs as many miss ratios as sizes, and one at least")
-        if not (np.isfinite(x).all() and np.isfinite(y).all() and (x >= 0).all()):
-            raise ConfigError("a miss-ratio curve has a size or a ratio that is negative or not a number")
-        if not ((y >= 0) & (y <= 1)).all():
-            raise ConfigError("miss ratios must be from 0 to 1")
+        pairs = x.ndim == 1 and x.shape == y.shape and len(x)
+        require(pairs, "a miss-ratio curve needs as many miss ratios as sizes, and one at least")
+        numbers = np.isfinite(x).all() and np.isfinite(y).all() and (x >= 0).all()
+        require(numbers, "a miss-ratio curve has a size or a ratio that is negative or not a number")
+        require(((y >= 0) & (y <= 1)).all(), "miss ratios must be from 0 to 1")
         order = np.argsort(x, kind="stable")
         inside = x[order] < table_rows
         x = np.concatenate([[0.0], x[order][inside], [float(table_rows)]])
@@ -70,8 +69,8 @@ class Popularity:
     q: float = PRESET_Q
 
     def __post_init__(self) -> None:
-        if not (0 <= self.s <= 10 and 0 <= self.q < math.inf):
-            raise ConfigError(f"popularity needs 0 <= s <= 10 and q >= 0, not s={self.s!r}, q={self.q!r}")
+        known = 0 <= self.s <= 10 and 0 <= self.q < math.inf
+        require(known, f"popularity needs 0 <= s <= 10 and q >= 0, not s={self.s!r}, q={self.q!r}")
 
     def unique_rows(self, rows: int, accesses: float) -> float:
         """Return the expected number of different rows among ``accesses`` independent draws."""
@@ -125,19 +124,17 @@ def _spread(x: Floats, y: Floats) -> NDArray[np.int64]:
 
 
 def lower_hull(x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """Return the corners of the lower convex hull of points with increasing ``x``."""
+    """Return the corners of the lower convex hull of points; ``x`` does not fall."""
     keep: list[int] = []
-    for i in range(len(x)):
-        if keep and x[i] == x[keep[-1]]:
-            if y[i] >= y[keep[-1]]:
+    for c in range(len(x)):
+        if keep and x[c] == x[keep[-1]]:
+            if y[c] >= y[keep[-1]]:
                 continue
             keep.pop()
-        while len(keep) > 1 and _above(x, y, keep[-2], keep[-1], i):
+        while len(keep) > 1:  # a corner is below the line from the one before it to the next one
+            a, b = keep[-2:]
+            if (y[b] - y[a]) * (x[c] - x[a]) < (y[c] - y[a]) * (x[b] - x[a]):
+                break
             keep.pop()
-        keep.append(i)
-    return np.array(x[keep], dtype=np.float64), np.array(y[keep], dtype=np.float64)
-
-
-def _above(x: Floats, y: Floats, a: int, b: int, c: int) -> bool:
-    """Return whether point b is not below the line from a to c."""
-    return bool((y[b] - y[a]) * (x[c] - x[a]) >= (y[c] - y[a]) * (x[b] - x[a]))
+        keep.append(c)
+    return x[keep], y[keep]

@@ -27,16 +27,8 @@ def plan_job(module: Any, job: Job, group: Any) -> ShardingPlan:
 
 def topology_of(job: Job) -> Topology:
     """Return the machines of ``job``."""
-    ranks = job.ranks_per_host
+    ranks, staging = job.ranks_per_host, RANK_BUFFERS + _STAGING
     # The store's index and a rank's buffers are no part of uvm (docs/design.md).
-    stored = job.rows * INDEX_BYTES_PER_ROW // job.hosts + (RANK_BUFFERS + _STAGING) * ranks
-    beside = stored if job.ssd_bytes else 0
-    return Topology(
-        job.hosts,
-        ranks,
-        max(job.hbm_bytes, _LEAST_HBM),
-        job.uvm_bytes * ranks + beside,
-        job.ssd_bytes * ranks,
-        device="cpu",
-        processors_per_rank=job.processors_per_rank,
-    )
+    beside = job.rows * INDEX_BYTES_PER_ROW // job.hosts + staging * ranks if job.ssd_bytes else 0
+    sizes = max(job.hbm_bytes, _LEAST_HBM), job.uvm_bytes * ranks + beside, job.ssd_bytes * ranks
+    return Topology(job.hosts, ranks, *sizes, device="cpu", processors_per_rank=job.processors_per_rank)

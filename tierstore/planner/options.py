@@ -6,17 +6,27 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tierstore.errors import ConfigError
 from tierstore.placement import ShardingType, record_bytes
+from tierstore.planner.checks import require
 from tierstore.planner.constraints import ParameterConstraints
-from tierstore.planner.costs import FLOAT, INDEX_BYTES_PER_ROW, Problem, read_bytes, slot_bytes
+from tierstore.planner.costs import (
+    DISK_SLACK,
+    FLOAT,
+    INDEX_BYTES_PER_ROW,
+    WRITE_AMPLIFICATION,
+    Problem,
+    read_bytes,
+    slot_bytes,
+)
 from tierstore.planner.curves import Floats, MissCurve
 from tierstore.planner.tables import TableSpec, row_bytes
 from tierstore.planner.topology import Topology
 
 MIN_COLUMNS = 32
 """Fewest columns of a shard, unless ``min_partition`` says otherwise: torchrec's default is as small."""
+_SYNONYMS = ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE
 _INT32_ROWS = 1 << 31
 _WEIGHT_BYTES = 4
 
@@ -36,7 +46,6 @@ class ShardCost:
     """
 
     rows: int
-    columns: int
     row_bytes: int
     load: Floats
     curve: MissCurve
@@ -79,6 +88,16 @@ class ShardingOption:
 
 
 Shape = tuple[ShardingType, int, int, str]
+Ranks = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A table's option on its ranks."""
+
+    table: int
+    option: ShardingOption
+    ranks: Sequence[int]
 
 
 def options_of(problem: Problem, number: int) -> list[ShardingOption]:
@@ -87,23 +106,20 @@ def options_of(problem: Problem, number: int) -> list[ShardingOption]:
     Raises ConfigError if there is none.
     """
     table, demand, topology = problem.tables[number], problem.demands[number], problem.topology
-    allowed, group = demand.sharding_types, demand.device_group
-    shapes = [
-        shape
-        for shape in _shapes(table, demand, topology)
-        if (allowed is None or shape[0].value in allowed) and shape[1] <= table.rows
-    ]
-    if allowed is None and topology.hosts == 1:  # where both are other names for row-wise and column-wise
-        synonyms = ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE
-        shapes = [shape for shape in shapes if shape[0] not in synonyms]
-    if group is not None or _asks_for_tiers(demand):
-        shapes = [shape for shape in shapes if shape[0] is not ShardingType.DATA_PARALLEL]
-    if not shapes:
-        raise ConfigError(
-            f"table {table.name!r}: its constraints allow no sharding type on {topology.hosts} x "
-            f"{topology.ranks_per_host} ranks (asked for {list(allowed or ['any'])}, {table.num_embeddings} "
-            f"rows, {table.embedding_dim} columns of which a shard has {demand.min_partition or MIN_COLUMNS})"
-        )
+    # On one host the synonyms are other names for row-wise and column-wise.
+    every = [kind for kind in ShardingType if topology.hosts > 1 or kind not in _SYNONYMS]
+    kinds = set(every if demand.sharding_types is None else map(ShardingType, demand.sharding_types))
+    in_tiers = (demand.tiers is not None or demand.promises_memory) and not demand.stays_in_hbm
+    if demand.device_group is not None or in_tiers:
+        kinds -= {ShardingType.DATA_PARALLEL}
+    shapes = [one for one in _shapes(table, demand, topology) if one[0] in kinds and one[1] <= table.rows]
+    require(
+        shapes,
+        f"table {table.name!r}: its constraints allow no sharding type on {topology.hosts} x "
+        f"{topology.ranks_per_host} ranks (asked for {list(demand.sharding_types or ['any'])}, "
+        f"{table.num_embeddings} rows, {table.embedding_dim} columns of which a shard has "
+        f"{demand.min_partition or MIN_COLUMNS})",
+    )
     options = [option_of(problem, number, shape) for shape in shapes]
     # A replica that no device can hold is no way out, not even of a model that does not fit.
     fitting = [one for one in options if one.cost.unique or one.cost.fixed_hbm <= topology.hbm_per_rank]
@@ -119,16 +135,11 @@ def option_of(problem: Problem, number: int, shape: Shape) -> ShardingOption:
     return ShardingOption(*shape, _shard_cost(problem, number, (rows, columns), load), everywhere)
 
 
-def _asks_for_tiers(demand: ParameterConstraints) -> bool:
-    """Return whether a table must be in tiers that replicas do not have."""
-    return (demand.tiers is not None or demand.promises_memory) and not demand.stays_in_hbm
-
-
 def _shapes(table: TableSpec, demand: ParameterConstraints, topology: Topology) -> Iterable[Shape]:
-    group, per_host = demand.device_group, topology.ranks_per_host
-    ranks = topology.world_size if group is None else len(set(group))
-    columns = table.embedding_dim // (demand.min_partition or MIN_COLUMNS)
-    hosts = topology.hosts if group is None else _whole_hosts(set(group), topology)
+    world, per_host = range(topology.world_size), topology.ranks_per_host
+    group = set(world if demand.device_group is None else demand.device_group)
+    hosts = sum(group.issuperset(world[first : first + per_host]) for first in world[::per_host])
+    ranks, columns = len(group), table.embedding_dim // (demand.min_partition or MIN_COLUMNS)
     yield ShardingType.TABLE_WISE, 1, 1, "any"
     yield from ((ShardingType.COLUMN_WISE, 1, k, "any") for k in _powers(min(columns, ranks)))
     if ranks > 1:
@@ -143,12 +154,6 @@ def _shapes(table: TableSpec, demand: ParameterConstraints, topology: Topology) 
 def _powers(most: int) -> Sequence[int]:
     """Return 2, 4, 8 .. and ``most`` itself."""
     return sorted({1 << k for k in range(1, most.bit_length())} | {most}) if most > 1 else []
-
-
-def _whole_hosts(group: set[int], topology: Topology) -> int:
-    """Return how many hosts have all their ranks in ``group``."""
-    per_host = topology.ranks_per_host
-    return sum(group.issuperset(range(h * per_host, (h + 1) * per_host)) for h in range(topology.hosts))
 
 
 def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: Floats) -> ShardCost:
@@ -171,7 +176,6 @@ def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: 
     read = topology.read_seconds(read_bytes(record)) / (work.rows_per_read or 1.0)
     return ShardCost(
         rows=rows,
-        columns=columns,
         row_bytes=size,
         load=exchange + _work_seconds(topology, accesses, unique, moved),
         curve=curve,
@@ -183,9 +187,9 @@ def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: 
         slot_bytes=slot,
         unique=unique,
         index_bytes=rows * INDEX_BYTES_PER_ROW,
-        ssd_bytes=int(rows * record * work.disk_slack),
+        ssd_bytes=int(rows * record * DISK_SLACK),
         link_s=2 * size / topology.host_link_bw + topology.row_seconds["link"],
-        ssd_s=read + work.write_amplification * record / topology.ssd_write_bw,
+        ssd_s=read + WRITE_AMPLIFICATION * record / topology.ssd_write_bw,
     )
 
 
@@ -203,7 +207,6 @@ def _replica_cost(problem: Problem, table: TableSpec) -> ShardCost:
     load[0] += len(table.feature_names) * topology.world_size * topology.exchange("piece")
     return ShardCost(
         rows=table.rows,
-        columns=table.embedding_dim,
         row_bytes=size,
         load=load,
         curve=MissCurve.through([0], [1], table.rows),

@@ -12,10 +12,10 @@ import numpy as np
 
 from tierstore.errors import ConfigError, InfeasiblePlanError
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
-from tierstore.planner.allocate import Placed
+from tierstore.planner.checks import require
 from tierstore.planner.constraints import ParameterConstraints, constraints_of
 from tierstore.planner.costs import Problem, Workload
-from tierstore.planner.predict import hit_rate
+from tierstore.planner.options import Placed
 from tierstore.planner.report import at_least, report_of, shortage
 from tierstore.planner.solver import Solution, solve
 from tierstore.planner.tables import TableSpec, prepared, spec_of_config
@@ -46,10 +46,8 @@ class EmbeddingShardingPlanner:
         stats: Mapping[str, Mapping[str, Any]] | None = None,
         search_seconds: float = 5.0,
     ) -> None:
-        if not isinstance(topology, Topology):
-            raise ConfigError(
-                f"topology is {type(topology).__name__}; it must be a tierstore.planner.Topology"
-            )
+        given = isinstance(topology, Topology)
+        require(given, f"topology is {type(topology).__name__}; it must be a tierstore.planner.Topology")
         work = workload or Workload()
         self.work = work if batch_size is None else replace(work, batch_size=batch_size)
         self.topology = topology
@@ -57,8 +55,8 @@ class EmbeddingShardingPlanner:
             name: constraints_of(value, name) for name, value in _mapping("constraints", constraints).items()
         }
         self.stats = dict(_mapping("stats", stats))
-        if not 0 <= search_seconds < math.inf:
-            raise ConfigError(f"search_seconds is {search_seconds!r}; it must be seconds")
+        finite = 0 <= search_seconds < math.inf
+        require(finite, f"search_seconds is {search_seconds!r}; it must be seconds")
         self.search_seconds = search_seconds
 
     def plan(
@@ -76,8 +74,8 @@ class EmbeddingShardingPlanner:
         solution = solve(problem, self.search_seconds)
         if solution.caches.missing:
             raise self._infeasible(solution, start)
-        if crowded := solution.caches.crowded():
-            raise ConfigError(f"{crowded}; let constraints cut the tables by rows over more ranks")
+        crowded = solution.caches.crowded()
+        require(not crowded, f"{crowded}; let constraints cut the tables by rows over more ranks")
         promised = [name for name, demand in self.constraints.items() if demand.promises_memory]
         tables = placements(solution, promised)
         helps, again = what_would_help(solution, advice_seconds)
@@ -94,11 +92,8 @@ class EmbeddingShardingPlanner:
 
         if not dist.is_initialized():
             return self.plan(module, sharders)
-        if dist.get_world_size(pg) != self.topology.world_size:
-            raise ConfigError(
-                f"the topology has {self.topology.world_size} ranks and the process group "
-                f"{dist.get_world_size(pg)}"
-            )
+        planned, ranks = self.topology.world_size, dist.get_world_size(pg)
+        require(planned == ranks, f"the topology has {planned} ranks and the process group {ranks}")
         outcome: list[Any] = [None]
         if dist.get_rank(pg) == 0:
             try:
@@ -144,8 +139,8 @@ class EmbeddingShardingPlanner:
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
-    if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(f"{name} is {type(value).__name__}; it must be a mapping of table names")
+    mapping = value is None or isinstance(value, Mapping)
+    require(mapping, f"{name} is {type(value).__name__}; it must be a mapping of table names")
     return value or {}
 
 
@@ -166,8 +161,7 @@ def tables_of_module(module: Any) -> tuple[list[TableSpec], int]:
             spec = spec_of_config(config, path, weighted)
             tables.append(spec if optimizer is None else replace(spec, optimizer=optimizer))
         inside.append(path)
-    if not tables:
-        raise ConfigError("the module has no embedding collection to plan")
+    require(tables, "the module has no embedding collection to plan")
     dense = sum(
         parameter.numel() * parameter.element_size() * _ADAM_COPIES
         for name, parameter in module.named_parameters()
@@ -181,19 +175,20 @@ def placements(solution: Solution, promised: Collection[str] = ()) -> tuple[Tabl
 
     Tables in ``promised`` have their slots to themselves.
     """
-    caches = solution.caches
-    columns = [caches.hbm_bytes(), caches.uvm_bytes(), caches.ssd_bytes()]
-    columns += [caches.hbm_rows.astype(np.int64), (caches.memory_rows - caches.hbm_rows).astype(np.int64)]
-    sizes = np.column_stack(columns).tolist()
-    result, first = [], 0
-    for item in solution.placed:
-        spec, end = solution.tables[item.table], first + len(item.ranks)
+    caches, result = solution.caches, []
+    slots = [caches.hbm_rows, caches.memory_rows - caches.hbm_rows]
+    sizes = np.column_stack([caches.hbm_bytes(), caches.uvm_bytes(), caches.ssd_bytes(), *slots])
+    each, unique = iter(sizes.astype(np.int64).tolist()), caches.field("unique")
+    misses = unique * caches.misses(caches.hbm_rows)
+    for item, shards in zip(solution.placed, solution.shards(), strict=True):
+        spec = solution.tables[item.table]
         own = int(spec.name in promised)
-        shards = tuple(_shard(spec, item, j, [*sizes[first + j], own]) for j in range(len(item.ranks)))
-        rate = round(hit_rate(caches, slice(first, end)), 6)
+        rate = round(
+            1 - float(misses[shards].sum() / (unique[shards].sum() or 1.0)), 6
+        )  # replicas miss nothing
+        placed = tuple(_shard(spec, item, j, [*next(each), own]) for j in range(len(item.ranks)))
         size = spec.num_embeddings, spec.embedding_dim
-        result.append(TablePlacement(spec.name, item.option.kind, shards, rate, spec.module, *size))
-        first = end
+        result.append(TablePlacement(spec.name, item.option.kind, placed, rate, spec.module, *size))
     return tuple(result)
 
 
@@ -206,6 +201,5 @@ def _shard(spec: TableSpec, item: Placed, j: int, sizes: Sequence[int]) -> Shard
     column, row = (0, 0) if option.kind is ShardingType.DATA_PARALLEL else divmod(j, option.row_cuts)
     rows = [part * spec.num_embeddings // option.row_cuts for part in (row, row + 1)]
     columns = [part * spec.embedding_dim // option.column_cuts for part in (column, column + 1)]
-    return ShardPlacement(
-        int(item.ranks[j]), rows[0], rows[1] - rows[0], columns[0], columns[1] - columns[0], *sizes
-    )
+    sides = rows[0], rows[1] - rows[0], columns[0], columns[1] - columns[0]
+    return ShardPlacement(int(item.ranks[j]), *sides, *sizes)

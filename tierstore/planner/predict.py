@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.planner.allocate import Allocation, Placed
-from tierstore.planner.cluster import RANK_STAGES
-from tierstore.planner.costs import Problem
+from tierstore.planner.allocate import Allocation
+from tierstore.planner.costs import RANK_STAGES, Problem
 from tierstore.planner.curves import Floats
+from tierstore.planner.options import Placed
 from tierstore.planner.reading import saved_seconds
 
 
@@ -26,9 +25,9 @@ class Prediction:
 
     ranks: Floats
     ssd_s: Floats
-    hbm: Floats
-    host_memory: Floats
-    ssd: Floats
+    hbm: NDArray
+    host_memory: NDArray
+    ssd: NDArray
 
     @property
     def step(self) -> float:
@@ -52,32 +51,15 @@ def predict(problem: Problem, placed: Sequence[Placed], caches: Allocation) -> P
     for item in placed:
         ranks[:, :4] += item.option.everywhere
         ranks[item.ranks, :4] += item.option.cost.load
-    unique, where = caches.field("unique"), caches.rank
-    on_host = where // topology.ranks_per_host
+    unique, rank, host = caches.field("unique"), caches.rank, caches.rank // topology.ranks_per_host
     on_link, on_ssd = (unique * caches.misses(rows) for rows in (caches.hbm_rows, caches.memory_rows))
-    ranks[:, 4] = _sums(where, on_link * caches.field("link_s"), world)
-    if topology.one_fetcher:
-        busy = ranks[:, 0] - problem.waiting_seconds
-        ranks[:, 5] = ranks[:, 1] + ranks[:, 4] + topology.in_turn * busy
-    ssd_s = _sums(on_host, on_ssd * caches.field("ssd_s"), hosts)
+    ranks[:, 4] = np.bincount(rank, on_link * caches.field("link_s"), world)
+    ranks[:, 5] = problem.fetch_seconds(ranks, ranks[:, 4])
+    ssd_s = np.bincount(host, on_ssd * caches.field("ssd_s"), hosts)
     return Prediction(
         ranks,
         ssd_s - saved_seconds(problem, caches, on_ssd),
-        _sums(where, caches.hbm_bytes(), world) + problem.fixed_hbm,
-        _sums(on_host, caches.uvm_bytes(), hosts) + problem.fixed_host,
-        _sums(on_host, caches.ssd_bytes(), hosts),
+        np.bincount(rank, caches.hbm_bytes(), world) + problem.fixed_hbm,
+        np.bincount(host, caches.uvm_bytes(), hosts) + problem.fixed_host,
+        np.bincount(host, caches.ssd_bytes(), hosts),
     )
-
-
-def hit_rate(caches: Allocation, shards: slice) -> float:
-    """Return the share of a step's unique rows of some shards that they find in device memory."""
-    pairs = list(zip(caches.costs[shards], caches.hbm_rows[shards].tolist(), strict=True))
-    unique = sum(cost.unique for cost, _ in pairs)
-    if not unique:
-        return 1.0
-    misses = {pair: pair[0].curve.at(pair[1]) for pair in set(pairs)}
-    return 1.0 - sum(pair[0].unique * misses[pair] for pair in pairs) / unique
-
-
-def _sums(where: NDArray[np.int64], values: NDArray[Any], count: int) -> Floats:
-    return np.bincount(where, weights=values, minlength=count).astype(np.float64)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from tierstore.planner.allocate import Allocation, Placed, allocate
+from tierstore.planner.allocate import Allocation, allocate
 from tierstore.planner.costs import Problem, Workload, rows_by_size
-from tierstore.planner.options import option_of, options_of
+from tierstore.planner.options import Placed, option_of
 from tierstore.planner.predict import Prediction, predict
 from tierstore.planner.search import Search
 from tierstore.planner.tables import TableSpec
@@ -39,6 +37,12 @@ class Solution:
     def tables(self) -> Sequence[TableSpec]:
         return self.problem.tables
 
+    def shards(self) -> Iterator[slice]:
+        """Yield where the shards of each of ``placed`` are among those of ``caches``."""
+        end = 0
+        for item in self.placed:
+            yield slice(end, end := end + len(item.ranks))
+
     @property
     def quality(self) -> tuple[int, float]:
         """(Bytes missing, step): less is better, in this order."""
@@ -48,14 +52,14 @@ class Solution:
 def solve(problem: Problem, seconds: float) -> Solution:
     """Return the best solution that a search of so many seconds finds."""
     start, topology = time.perf_counter(), problem.topology
-    solution = divided(problem, _searched(problem, seconds))
+    solution = divided(problem, Search(problem, seconds).run())
     lacking = {name for name, _ in solution.caches.missing}
     memory = topology.hosts * topology.host_memory_per_host + topology.world_size * topology.hbm_per_rank
     needed = sum(size * count for size, count in rows_by_size(problem.tables).items())
     if lacking and "hbm" not in lacking and topology.ssd_per_host and needed <= memory:
         # A store takes memory of its own, so what does not fit with one may do so without.
         memory_only = replace(problem, topology=replace(topology, ssd_per_host=0))
-        without = divided(memory_only, _searched(memory_only, seconds / 6))
+        without = divided(memory_only, Search(memory_only, seconds / 6).run())
         solution = solution if without.caches.missing else without
     return replace(solution, seconds=time.perf_counter() - start)
 
@@ -76,18 +80,3 @@ def _divided(problem: Problem, placed: Sequence[Placed], for_ssd: bool) -> Solut
 def placed_again(problem: Problem, placed: Sequence[Placed]) -> list[Placed]:
     """Return the same options and ranks at the costs of another problem with the same tables."""
     return [replace(item, option=option_of(problem, item.table, item.option.shape)) for item in placed]
-
-
-def priced(problem: Problem, solution: Solution) -> Solution:
-    """Return the same options, ranks and rows at the costs of another problem of the same tables."""
-    placed = placed_again(problem, solution.placed)
-    caches = replace(solution.caches, costs=[item.option.cost for item in placed for _ in item.ranks])
-    return Solution(problem, placed, caches, predict(problem, placed, caches), solution.seconds)
-
-
-def _searched(problem: Problem, seconds: float) -> list[Placed]:
-    world = range(problem.topology.world_size)
-    options = [options_of(problem, t) for t in range(len(problem.tables))]
-    allowed = [np.unique(world if d.device_group is None else d.device_group) for d in problem.demands]
-    choices = Search(problem, options, allowed, seconds).run()
-    return [Placed(t, options[t][one.option], one.ranks.tolist()) for t, one in enumerate(choices)]

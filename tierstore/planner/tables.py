@@ -10,6 +10,7 @@ from typing import Any
 
 from tierstore.config import is_integer, is_number
 from tierstore.errors import ConfigError
+from tierstore.planner.checks import require
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.curves import MissCurve, Popularity
 
@@ -63,39 +64,24 @@ class TableSpec:
     module: str = ""
 
     def __post_init__(self) -> None:
-        if not self.name or not isinstance(self.name, str):
-            raise ConfigError(f"a table needs a name, got {self.name!r}")
+        where, factor, touched = f"table {self.name!r}", self.pooling_factor, self.touched_rows
+        require(self.name and isinstance(self.name, str), f"a table needs a name, got {self.name!r}")
         for name in ("num_embeddings", "embedding_dim"):
             value = getattr(self, name)
-            if not is_integer(value, 1):
-                raise ConfigError(f"table {self.name!r}: {name} is {value!r}; it must be a positive integer")
-        if self.num_embeddings > MOST_ROWS:
-            raise ConfigError(
-                f"table {self.name!r}: num_embeddings is {self.num_embeddings}; a table has at most 2^48 rows"
-            )
-        if len(set(self.feature_names)) < len(self.feature_names):
-            raise ConfigError(f"table {self.name!r}: feature_names has a name twice: {self.feature_names}")
-        if self.embedding_dim > MOST_COLUMNS:
-            raise ConfigError(
-                f"table {self.name!r}: embedding_dim is {self.embedding_dim}; plans are made for rows of "
-                f"{MOST_COLUMNS} columns at most"
-            )
-        factor = self.pooling_factor
-        if not is_number(factor) or not 0 < factor <= MOST_IDS:
-            raise ConfigError(
-                f"table {self.name!r}: pooling_factor is {factor!r}; it must be positive and "
-                f"{MOST_IDS} at most"
-            )
-        if self.optimizer not in STATE_FLOATS:
-            raise ConfigError(
-                f"table {self.name!r}: unknown optimizer {self.optimizer!r}; known: {', '.join(STATE_FLOATS)}"
-            )
-        touched = self.touched_rows
-        if touched is not None and not is_integer(touched, 1, self.num_embeddings):
-            raise ConfigError(
-                f"table {self.name!r}: touched_rows is {touched!r}; it must be from 1 to num_embeddings"
-            )
-        if not self.feature_names:
+            require(is_integer(value, 1), f"{where}: {name} is {value!r}; it must be a positive integer")
+        rows, columns, features = self.num_embeddings, self.embedding_dim, self.feature_names
+        require(rows <= MOST_ROWS, f"{where}: num_embeddings is {rows}; a table has at most 2^48 rows")
+        message = f"embedding_dim is {columns}; plans are made for rows of {MOST_COLUMNS} columns at most"
+        require(columns <= MOST_COLUMNS, f"{where}: {message}")
+        once = len(set(features)) == len(features)
+        require(once, f"{where}: feature_names has a name twice: {features}")
+        message = f"pooling_factor is {factor!r}; it must be positive and {MOST_IDS} at most"
+        require(is_number(factor) and 0 < factor <= MOST_IDS, f"{where}: {message}")
+        message = f"unknown optimizer {self.optimizer!r}; known: {', '.join(STATE_FLOATS)}"
+        require(self.optimizer in STATE_FLOATS, f"{where}: {message}")
+        message = f"touched_rows is {touched!r}; it must be from 1 to num_embeddings"
+        require(touched is None or is_integer(touched, 1, rows), f"{where}: {message}")
+        if not features:
             object.__setattr__(self, "feature_names", (self.name,))
 
     @property
@@ -127,10 +113,8 @@ def spec_of_config(config: Any, module: str = "", weighted: bool = False) -> Tab
     if isinstance(config, TableSpec):
         return config
     missing = [name for name in ("num_embeddings", "embedding_dim", "name") if not hasattr(config, name)]
-    if missing:
-        raise ConfigError(
-            f"expected a table configuration, got {type(config).__name__}, which has no {', '.join(missing)}"
-        )
+    kind = type(config).__name__
+    require(not missing, f"expected a table configuration, got {kind}, which has no {', '.join(missing)}")
     check_data_type(config.name, getattr(config, "data_type", "FP32"))
     return TableSpec(
         config.name,
@@ -145,8 +129,8 @@ def spec_of_config(config: Any, module: str = "", weighted: bool = False) -> Tab
 
 def check_data_type(name: str, kind: Any) -> None:
     """Raise ConfigError unless rows of this type are float32: other rows take fewer bytes than planned."""
-    if str(getattr(kind, "name", kind)).upper().removeprefix("DATATYPE.") != "FP32":
-        raise ConfigError(f"table {name!r}: data_type is {kind!r}; tables hold float32, use FP32")
+    plain = str(getattr(kind, "name", kind)).upper().removeprefix("DATATYPE.")
+    require(plain == "FP32", f"table {name!r}: data_type is {kind!r}; tables hold float32, use FP32")
 
 
 def optimizer_name(name: Any) -> str:
@@ -159,14 +143,13 @@ def with_stats(spec: TableSpec, values: Mapping[str, Any]) -> TableSpec:
     """``spec`` with what was recorded of it. ``capacity_miss_ratio`` goes before ``unique_miss_ratio``,
     since rows never written are not read."""
     try:
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"expected a mapping, got {values!r}")
+        require(isinstance(values, Mapping), f"expected a mapping, got {values!r}")
         misses = values.get("capacity_miss_ratio")
         misses = values["unique_miss_ratio"] if misses is None else misses
         curve = MissCurve.through(values["sizes_rows"], misses, spec.rows)
         stats = TableStats(float(values["unique_rows"]), float(values["accesses"]), curve)
-        if not (0 < stats.unique_rows <= stats.accesses < math.inf):
-            raise ConfigError("unique_rows must be positive and at most accesses")
+        possible = 0 < stats.unique_rows <= stats.accesses < math.inf
+        require(possible, "unique_rows must be positive and at most accesses")
     except KeyError as error:
         raise ConfigError(f"stats of table {spec.name!r}: {error} is missing") from None
     except (TypeError, ValueError) as error:
@@ -183,26 +166,19 @@ def prepared(
     """``specs`` with constraints' and stats' numbers. Raises ConfigError for doubled or unknown tables."""
     tables = list(specs)
     names = [spec.name for spec in tables]
+    require(names, "there are no tables to plan")
     doubled = sorted(name for name, count in Counter(names).items() if count > 1)
-    if doubled:
-        modules = sorted({spec.module for spec in tables if spec.name in doubled and spec.module})
-        where = f" (in {', '.join(modules)})" if modules else ""
-        raise ConfigError(
-            f"tables {doubled} are there more than once{where}; a plan goes by the names of tables, so give "
-            "each its own"
-        )
-    if not tables:
-        raise ConfigError("there are no tables to plan")
+    modules = sorted({spec.module for spec in tables if spec.name in doubled and spec.module})
+    where = f" (in {', '.join(modules)})" if modules else ""
+    once = "a plan goes by the names of tables, so give each its own"
+    require(not doubled, f"tables {doubled} are there more than once{where}; {once}")
     for kind, mapping in (("constraints", constraints), ("stats", stats)):
         unknown = sorted(set(mapping) - set(names), key=str)
-        if unknown:
-            raise ConfigError(f"{kind} name unknown tables {unknown}; the tables are {names[:20]}")
+        require(not unknown, f"{kind} name unknown tables {unknown}; the tables are {names[:20]}")
     for name, demand in constraints.items():
-        group = demand.device_group
-        if group is not None and max(group) >= world_size:
-            raise ConfigError(
-                f"constraints of {name!r}: device_group {list(group)} must be ranks below {world_size}"
-            )
+        group = demand.device_group or [0]
+        message = f"device_group {list(group)} must be ranks below {world_size}"
+        require(max(group) < world_size, f"constraints of {name!r}: {message}")
     return [_prepared(spec, constraints.get(spec.name), stats.get(spec.name)) for spec in tables]
 
 
@@ -210,10 +186,10 @@ def _prepared(
     spec: TableSpec, demand: ParameterConstraints | None, stats: Mapping[str, Any] | None
 ) -> TableSpec:
     if demand is not None:
-        if demand.pooling_factor is not None:
-            spec = replace(spec, pooling_factor=demand.pooling_factor)
-        if demand.is_weighted:
-            spec = replace(spec, weighted=True)
-        if demand.optimizer is not None:
-            spec = replace(spec, optimizer=optimizer_name(demand.optimizer))
+        spec = replace(
+            spec,
+            pooling_factor=spec.pooling_factor if demand.pooling_factor is None else demand.pooling_factor,
+            weighted=spec.weighted or demand.is_weighted,
+            optimizer=spec.optimizer if demand.optimizer is None else optimizer_name(demand.optimizer),
+        )
     return spec if stats is None else with_stats(spec, stats)

@@ -11,13 +11,9 @@ import numpy as np
 
 from tierstore.config import is_integer, is_number, parse_bytes
 from tierstore.errors import ConfigError
+from tierstore.planner.checks import fields_of, require
 
 _SIZES = ("hbm_per_rank", "host_memory_per_host", "ssd_per_host")
-_RATES = (
-    *("hbm_bw", "host_link_bw", "ssd_bw", "ssd_write_bw", "ssd_read_iops"),
-    *("intra_host_bw", "inter_host_bw", "index_rows_per_s"),
-)
-
 _MOST_RANKS = 1 << 16
 
 ROW_COSTS = {
@@ -36,6 +32,27 @@ EXCHANGE_COSTS = {
 """Keys of ``Topology.exchange_seconds``, and what each is of; a rank alone exchanges nothing."""
 
 _SECONDS = {"row_seconds": ROW_COSTS, "exchange_seconds": EXCHANGE_COSTS}
+
+# Round figures of data sheets for one current accelerator, its host and its drives; of a server without one
+# for "cpu". They are stated, not measured: `tierstore bench device` replaces them.
+_RATES = {
+    "hbm_bw": (2.0e12, 20e9),
+    "host_link_bw": (50e9, 10e9),
+    "ssd_bw": (20e9, 2e9),
+    "ssd_write_bw": (10e9, 1e9),
+    "ssd_read_iops": (3e6, 100e3),
+    "intra_host_bw": (200e9, 4e9),
+    "inter_host_bw": (25e9, 1e9),
+    "index_rows_per_s": (50e6, 10e6),
+}
+ASSUMED_RATES: dict[str, dict[str, float]] = {
+    device: {name: rates[i] for name, rates in _RATES.items()} for i, device in enumerate(("cuda", "cpu"))
+}
+# Of "cpu": measured with 2 ranks on 2 processors (docs/planner.md). Of "cuda" nothing is known.
+ASSUMED_EXCHANGE_SECONDS: dict[str, dict[str, float]] = {
+    "cuda": {},
+    "cpu": {"step": 4e-3, "collective": 3e-4, "piece": 5e-5},
+}
 
 ASSUMED = math.nan
 """Default of a rate: take the assumed one."""
@@ -85,43 +102,40 @@ class Topology:
     assumed: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        if self.device not in ("cuda", "cpu"):
-            raise ConfigError(f'device is {self.device!r}; it must be "cuda" or "cpu"')
+        require(self.device in ASSUMED_RATES, f'device is {self.device!r}; it must be "cuda" or "cpu"')
         for name in ("hosts", "ranks_per_host"):
             value = getattr(self, name)
-            if not is_integer(value, 1):
-                raise ConfigError(f"topology: {name} is {value!r}; it must be a positive integer")
-        if self.world_size > _MOST_RANKS:
-            raise ConfigError(f"topology: {self.world_size} ranks; plans are made for {_MOST_RANKS} at most")
+            require(is_integer(value, 1), f"topology: {name} is {value!r}; it must be a positive integer")
+        ranks = self.world_size
+        require(ranks <= _MOST_RANKS, f"topology: {ranks} ranks; plans are made for {_MOST_RANKS} at most")
         for name in _SIZES:
             object.__setattr__(self, name, parse_bytes(getattr(self, name), f"topology: {name}"))
-        if self.hbm_per_rank == 0:
-            raise ConfigError("topology: hbm_per_rank is 0; kernels need a cache to work on")
-        self._fill_rates()
+        require(self.hbm_per_rank, "topology: hbm_per_rank is 0; kernels need a cache to work on")
+        assumed = [name for name in _RATES if self._fill_rate(name)]
         if not self.exchange_seconds:
             object.__setattr__(self, "exchange_seconds", ASSUMED_EXCHANGE_SECONDS[self.device])
-            if self.world_size > 1 and any(self.exchange_seconds.values()):
-                object.__setattr__(self, "assumed", (*self.assumed, "exchange_seconds"))
+            if ranks > 1 and self.exchange_seconds:
+                assumed.append("exchange_seconds")
+        object.__setattr__(self, "assumed", tuple(assumed))
         object.__setattr__(self, "ssd_read_curve", _checked_curve(self.ssd_read_curve))
         for name, known in _SECONDS.items():
             object.__setattr__(self, name, _checked_seconds(name, getattr(self, name), known))
         count = self.processors_per_rank
-        if not is_number(count) or not 0 < count < math.inf:
-            raise ConfigError(f"topology: processors_per_rank is {count!r}; it must be a positive number")
+        message = f"topology: processors_per_rank is {count!r}; it must be a positive number"
+        require(is_number(count) and 0 < count < math.inf, message)
 
-    def _fill_rates(self) -> None:
-        assumed = []
-        for name in _RATES:
-            value = getattr(self, name)
-            if value is None or value != value:
-                value = ASSUMED_RATES[self.device][name]
-                assumed.append(name)
-            elif isinstance(value, str):
-                value = parse_bytes(value, f"topology: {name}")
-            if not is_number(value) or not 0 < value < math.inf:
-                raise ConfigError(f"topology: {name} is {value!r}; it must be a positive number per second")
-            object.__setattr__(self, name, float(value))
-        object.__setattr__(self, "assumed", tuple(assumed))
+    def _fill_rate(self, name: str) -> bool:
+        """Make a rate a number, and return whether it is the assumed one."""
+        value = getattr(self, name)
+        assumed = value is None or value != value
+        if assumed:
+            value = ASSUMED_RATES[self.device][name]
+        elif isinstance(value, str):
+            value = parse_bytes(value, f"topology: {name}")
+        message = f"topology: {name} is {value!r}; it must be a positive number per second"
+        require(is_number(value) and 0 < value < math.inf, message)
+        object.__setattr__(self, name, float(value))
+        return assumed
 
     @property
     def world_size(self) -> int:
@@ -161,44 +175,24 @@ class Topology:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Topology:
         """Make one of the mapping of a topology.yaml; raise ConfigError for unknown and missing fields."""
-        if not isinstance(values, Mapping):
-            raise ConfigError(
-                f"a topology is a mapping of fields such as hbm_per_rank, got {type(values).__name__}"
-            )
-        known = {item.name for item in fields(cls) if item.init}
-        unknown = sorted(set(values) - known - {"measured", "measured_through_page_cache"}, key=str)
-        if unknown:
-            raise ConfigError(f"topology: unknown fields {unknown}; known: {sorted(known)}")
-        missing = [name for name in ("hbm_per_rank", "host_memory_per_host") if name not in values]
-        if missing:
-            raise ConfigError(f"topology: {', '.join(missing)} missing")
-        given = {key: plain_number(value) for key, value in values.items() if key in known}
-        # What is there and empty is left out; NaN is a mistake, though it is ASSUMED's value.
-        given = {key: value for key, value in given.items() if value is not None or key in _SIZES}
+        mapping = isinstance(values, Mapping)
+        kind = type(values).__name__
+        require(mapping, f"a topology is a mapping of fields such as hbm_per_rank, got {kind}")
+        notes = ("measured", "measured_through_page_cache")
+        known = (*(item.name for item in fields(cls) if item.init), *notes)
+        given = fields_of(values, "topology", known, ("hbm_per_rank", "host_memory_per_host"))
+        # NaN is a mistake, though it is ASSUMED's value.
         wrong = [key for key, value in given.items() if value != value]
-        if wrong:
-            raise ConfigError(f"topology: {', '.join(wrong)} is not a number; leave out what is not known")
-        return cls(**given)
-
-
-def plain_number(value: Any) -> Any:
-    """Return a number that YAML read as a string (1e9, in YAML 1.1), and whole numbers as integers."""
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            return value
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
+        require(not wrong, f"topology: {', '.join(wrong)} is not a number; leave out what is not known")
+        return cls(**{key: value for key, value in given.items() if key not in notes})
 
 
 def _checked_seconds(of: str, values: Any, known: Iterable[str]) -> dict[str, float]:
-    if not isinstance(values, Mapping) or not set(values) <= set(known):
-        raise ConfigError(f"topology: {of} must map some of {list(known)} to seconds")
+    mapping = isinstance(values, Mapping) and set(values) <= set(known)
+    require(mapping, f"topology: {of} must map some of {list(known)} to seconds")
     for name, value in values.items():
-        if not is_number(value) or not 0 <= value < math.inf:
-            raise ConfigError(f"topology: {of}[{name!r}] is {value!r}; it must be seconds")
+        seconds = is_number(value) and 0 <= value < math.inf
+        require(seconds, f"topology: {of}[{name!r}] is {value!r}; it must be seconds")
     return {name: float(values.get(name, 0.0)) for name in known}
 
 
@@ -206,43 +200,9 @@ def _checked_curve(curve: Sequence[tuple[int, float]]) -> tuple[tuple[int, float
     try:
         points = sorted((int(size), float(rate)) for size, rate in curve)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"topology: ssd_read_curve must be pairs (bytes, reads per second): {error}"
-        ) from None
-    if any(size < 1 or not 0 < rate < math.inf for size, rate in points):
-        raise ConfigError("topology: ssd_read_curve must have positive sizes and rates")
-    if len({size for size, _ in points}) < len(points):
-        raise ConfigError("topology: ssd_read_curve names a size twice")
+        message = f"topology: ssd_read_curve must be pairs (bytes, reads per second): {error}"
+        raise ConfigError(message) from None
+    positive = all(size >= 1 and 0 < rate < math.inf for size, rate in points)
+    require(positive, "topology: ssd_read_curve must have positive sizes and rates")
+    require(len(dict(points)) == len(points), "topology: ssd_read_curve names a size twice")
     return tuple(points)
-
-
-# Round figures of data sheets for one current accelerator, its host and its drives; of a server without one
-# for "cpu". They are stated, not measured: `tierstore bench device` replaces them.
-ASSUMED_RATES: dict[str, dict[str, float]] = {
-    "cuda": {
-        "hbm_bw": 2.0e12,
-        "host_link_bw": 50e9,
-        "ssd_bw": 20e9,
-        "ssd_write_bw": 10e9,
-        "ssd_read_iops": 3e6,
-        "intra_host_bw": 200e9,
-        "inter_host_bw": 25e9,
-        "index_rows_per_s": 50e6,
-    },
-    "cpu": {
-        "hbm_bw": 20e9,
-        "host_link_bw": 10e9,
-        "ssd_bw": 2e9,
-        "ssd_write_bw": 1e9,
-        "ssd_read_iops": 100e3,
-        "intra_host_bw": 4e9,
-        "inter_host_bw": 1e9,
-        "index_rows_per_s": 10e6,
-    },
-}
-
-# Of "cpu": measured with 2 ranks on 2 processors (docs/planner.md). Of "cuda" nothing is known.
-ASSUMED_EXCHANGE_SECONDS: dict[str, dict[str, float]] = {
-    "cuda": {},
-    "cpu": {"step": 4e-3, "collective": 3e-4, "piece": 5e-5},
-}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ _GIB = 1 << 30
 _HALVINGS = 5
 _SLOWER = 3.0  # than what there is time for: a search that is cut off may still find something
 _ROUNDS = 30  # of adding what is missing: what tiers take beside their slots grows with them, ever less
+_MORE = {"HBM per rank": ("hbm_per_rank", 10), "host memory per host": ("host_memory_per_host", 4)}
 _FASTER = {
     "hbm_bw": "twice the HBM bandwidth",
     "index_rows_per_s": "twice the rate of the slot index",
@@ -31,43 +33,39 @@ def missing_bytes(solution: Solution, seconds: float) -> dict[str, int]:
 
     With some 3 % less of any of them no plan was found, as far as the seconds reach.
     """
-    until, each = time.perf_counter() + seconds, seconds / 12
-
-    def tried(more: Mapping[str, int]) -> Solution:
-        return solve(_with(solution, more).problem, each)
-
-    lack, fits = _until_it_fits(solution), False
+    until, found = time.perf_counter() + seconds, solution
+    lack: Counter[str] = Counter()
     for _ in range(3):
+        lack += _until_it_fits(found)
         if time.perf_counter() > until:
+            return dict(lack)
+        found = solve(_with(solution, lack).problem, seconds / 12)
+        if not found.caches.missing:
             break
-        found = tried(lack)
-        fits = not found.caches.missing
-        if fits:
-            break
-        more = _until_it_fits(found)
-        lack = {name: lack.get(name, 0) + more.get(name, 0) for name in {**lack, **more}}
-    for name in list(lack) if fits else []:
-        low, high = 0, lack[name]
+    for name, high in list(lack.items()) if not found.caches.missing else ():
+        low = 0
         for _ in range(_HALVINGS):
             if time.perf_counter() > until:
                 break
             middle = (low + high) // 2
-            missing = tried({**lack, name: middle}).caches.missing
-            low, high = (middle, high) if missing else (low, middle)
+            problem = _with(solution, {**lack, name: middle}).problem
+            low, high = (middle, high) if solve(problem, seconds / 12).caches.missing else (low, middle)
         lack[name] = high
-    return lack
+    return dict(lack)
 
 
-def _until_it_fits(solution: Solution) -> dict[str, int]:
+def _until_it_fits(solution: Solution) -> Counter[str]:
     """Return what these options and ranks lack: bytes per rank or host by resource."""
-    lack: dict[str, int] = {}
-    missing = solution.caches.missing
+    lack: Counter[str] = Counter()
+    found = solution
     for _ in range(_ROUNDS):
-        if not missing:
+        worst: Counter[str] = Counter()
+        for (name, _place), size in found.caches.missing.items():
+            worst[name] = max(worst[name], size)
+        if not worst:
             break
-        worst = {name: max(n for (kind, _), n in missing.items() if kind == name) for name, _ in missing}
-        lack = {name: lack.get(name, 0) + worst.get(name, 0) for name in {**lack, **worst}}
-        missing = _with(solution, lack).caches.missing
+        lack += worst
+        found = _with(solution, lack)
     return lack
 
 
@@ -93,7 +91,7 @@ def what_would_help(solution: Solution, seconds: float) -> tuple[list[dict[str, 
     each = seconds / len(changes)
     again = solution.seconds <= _SLOWER * each
     result = []
-    for text, change in changes:
+    for text, change in changes.items():
         found = [_on(solution, change)]
         if again:  # the search may miss the options that it found before
             found.append(solve(found[0].problem, each))
@@ -103,21 +101,16 @@ def what_would_help(solution: Solution, seconds: float) -> tuple[list[dict[str, 
     return sorted(result, key=lambda item: item["step_s"]), again
 
 
-def improvements(topology: Topology) -> list[tuple[str, dict[str, Any]]]:
-    """Return (words, fields of the topology) of what could be better."""
-    hbm = max(_GIB, int(topology.hbm_per_rank) // 10 // _GIB * _GIB)
-    host = max(_GIB, int(topology.host_memory_per_host) // 4 // _GIB * _GIB)
-    changes: list[tuple[str, dict[str, Any]]] = [
-        (f"+{format_bytes(hbm)} HBM per rank", {"hbm_per_rank": topology.hbm_per_rank + hbm}),
-        (
-            f"+{format_bytes(host)} host memory per host",
-            {"host_memory_per_host": topology.host_memory_per_host + host},
-        ),
-        *((text, {name: 2 * getattr(topology, name)}) for name, text in _FASTER.items()),
-    ]
+def improvements(topology: Topology) -> dict[str, dict[str, Any]]:
+    """Return fields of the topology that could be better, by words."""
+    changes: dict[str, dict[str, Any]] = {}
+    for words, (name, share) in _MORE.items():
+        size = int(getattr(topology, name))
+        more = max(_GIB, size // share // _GIB * _GIB)
+        changes[f"+{format_bytes(more)} {words}"] = {name: size + more}
+    changes |= {words: {name: 2 * getattr(topology, name)} for name, words in _FASTER.items()}
     if topology.ssd_per_host:
-        rates = ("ssd_read_iops", "ssd_bw", "ssd_write_bw")
-        drives: dict[str, Any] = {name: 2 * getattr(topology, name) for name in rates}
-        drives["ssd_read_curve"] = [(size, 2 * rate) for size, rate in topology.ssd_read_curve]
-        changes.append(("twice the SSD reads and writes per second", drives))
+        drives = {name: 2 * getattr(topology, name) for name in ("ssd_read_iops", "ssd_bw", "ssd_write_bw")}
+        curve = [(size, 2 * rate) for size, rate in topology.ssd_read_curve]
+        changes["twice the SSD reads and writes per second"] = {**drives, "ssd_read_curve": curve}
     return changes

@@ -1,0 +1,42 @@
+"""What users say, checked: values that must hold, and fields of mappings that files have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from tierstore.errors import ConfigError
+
+
+def require(holds: Any, message: str) -> None:
+    """Raise ConfigError with ``message`` unless something holds."""
+    if not holds:
+        raise ConfigError(message)
+
+
+def plain_number(value: Any) -> Any:
+    """Return a number that YAML read as a string (1e9, in YAML 1.1), and whole numbers as integers."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def fields_of(
+    values: Any, where: str, known: Collection[str], needed: Collection[str] = (), text: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the fields of a mapping: an empty one is as good as none, and numbers may be strings.
+
+    ``text``: fields that are never numbers. Raises ConfigError, with ``where``, for what is no mapping, for
+    fields that are not ``known`` and for ``needed`` ones that are missing.
+    """
+    require(isinstance(values, Mapping), f"{where}: expected a mapping of {sorted(known)}, got {values!r}")
+    unknown = sorted(set(values) - set(known), key=str)
+    require(not unknown, f"{where}: unknown fields {unknown}; known: {sorted(known)}")
+    filled = {key: value for key, value in values.items() if value is not None}
+    given = {key: value if key in text else plain_number(value) for key, value in filled.items()}
+    missing = [key for key in needed if key not in given]
+    require(not missing, f"{where}: {', '.join(missing)} missing")
+    return given
