@@ -14,7 +14,7 @@
 namespace tierstore {
 namespace {
 
-constexpr std::size_t kMostKept = std::size_t{8} << 20;
+constexpr std::size_t kMostKept = std::size_t{16} << 20;
 
 // Arrays of neighbouring batches differ by a few elements: sizes are quarters of powers of two, so that they
 // fit in one another's pages. Those that no array reaches are never touched.

@@ -1,8 +1,8 @@
 // Memory for arrays that live for many batches: large ones get pages of their own.
 //
 // On malloc's heap they would lie between the temporaries of every batch, and hold the pages of those too
-// once these are freed. Pages that are given back are kept for the arrays of the next batches, up to eight
-// MiB, since the system would hand out zeroed ones one by one.
+// once these are freed. Pages that are given back are kept for the arrays of the next batches, up to 16 MiB,
+// since the system would hand out zeroed ones one by one.
 #pragma once
 
 #include <cstddef>
