@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <bit>
 #include <iterator>
-#include <map>
 #include <mutex>
+#include <vector>
 
 #include "common/fork.h"
 #include "common/huge_pages.h"
@@ -14,7 +14,7 @@
 namespace tierstore {
 namespace {
 
-constexpr std::size_t kMostKept = std::size_t{4} << 20;
+constexpr std::size_t kMostKept = std::size_t{16} << 20;
 
 // Arrays of neighbouring batches differ by a few elements: sizes are quarters of powers of two, so that they
 // fit in one another's pages. Those that no array reaches are never touched.
@@ -30,30 +30,37 @@ class Kept {
   Kept() { HoldAcrossForks(mutex_); }
   void* Take(std::size_t size) {
     const std::lock_guard lock(mutex_);
-    const auto found = blocks_.find(size);
-    if (found == blocks_.end()) return nullptr;
-    void* at = found->second;
-    blocks_.erase(found);
+    const auto found = std::find_if(blocks_.rbegin(), blocks_.rend(),
+                                    [size](const Block& block) { return block.size == size; });
+    if (found == blocks_.rend()) return nullptr;
+    void* at = found->at;
+    blocks_.erase(std::prev(found.base()));
     bytes_ -= size;
     return at;
   }
   bool Give(void* at, std::size_t size) {
     const std::lock_guard lock(mutex_);
     if (size > kMostKept / 2) return false;
-    while (bytes_ + size > kMostKept) {  // makes room by giving back the largest
-      const auto last = std::prev(blocks_.end());
-      munmap(last->second, last->first);
-      bytes_ -= last->first;
-      blocks_.erase(last);
+    // The blocks that nobody has wanted for the longest time make room. Were they the largest ones instead,
+    // small blocks of one large batch would keep out what every batch needs.
+    auto end = blocks_.begin();
+    for (; bytes_ + size > kMostKept; ++end) {
+      munmap(end->at, end->size);
+      bytes_ -= end->size;
     }
-    blocks_.emplace(size, at);
+    blocks_.erase(blocks_.begin(), end);
+    blocks_.push_back({at, size});
     bytes_ += size;
     return true;
   }
 
  private:
+  struct Block {
+    void* at;
+    std::size_t size;
+  };
   std::mutex mutex_;
-  std::multimap<std::size_t, void*> blocks_;  // by size
+  std::vector<Block> blocks_;  // in the order in which they were given back
   std::size_t bytes_ = 0;
 };
 

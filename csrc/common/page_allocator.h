@@ -1,7 +1,7 @@
 // Memory for arrays that live for many batches: large arrays get pages of their own.
 //
 // On malloc's heap they would lie between the temporaries of every batch, and keep the temporaries' pages
-// once these are freed. Up to four MiB of freed pages are kept for the arrays of the next batches, since the
+// once these are freed. Up to 16 MiB of freed pages are kept for the arrays of the next batches, since the
 // system would zero new pages one by one.
 #pragma once
 

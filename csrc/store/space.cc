@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <iterator>
+#include <map>
 
 #include "store/errors.h"
 
@@ -73,24 +74,46 @@ void Space::ThrowNoOrdinal(const RowClass& row_class) const {
       "help: divide the tables of this row size among several stores (shards), or give them fewer rows");
 }
 
-void Space::ThrowFull(std::uint64_t bytes) const {
-  std::uint64_t live = 0, kept = 0;
-  for (const auto& [number, segment] : segments_.by_number()) {
-    live += std::uint64_t{segment->live} * segment->row_class->geometry.record_bytes;
-    if (segment->pins > 0) kept += segment->reserved_bytes;
+// What the older commits hold and compaction could win without them: " Older commits keep 3 MiB of ...", or
+// "" when they hold nothing. Oldest first, since a segment is won when no older commit names it any more.
+std::string Space::DescribeOlderCommits() const {
+  std::map<std::uint32_t, std::uint64_t> last_to_name;  // by segment: the id of the newest older commit
+  for (const CommitRecord& commit : commits_.kept) {
+    if (commit.id == commits_.current_id) continue;
+    for (const SegmentExtent& extent : commit.segments) last_to_name[extent.number] = commit.id;
   }
-  std::string commits;
-  for (const CommitRecord& commit : commits_.kept)
-    commits += (commits.empty() ? "" : ", ") + std::to_string(commit.id);
+  std::map<std::uint64_t, std::uint64_t> held;  // by commit
+  std::uint64_t total = 0;
+  for (const auto& [number, id] : last_to_name) {
+    const Segment& segment = *segments_.At(number);
+    const std::uint64_t needed = segment.row_class->BytesOf(segment.Needed());
+    if (needed >= segment.reserved_bytes) continue;
+    held[id] += segment.reserved_bytes - needed;
+    total += segment.reserved_bytes - needed;
+  }
+  std::string drops;
+  for (const CommitRecord& commit : commits_.kept) {
+    if (commit.id == commits_.current_id) continue;
+    drops += (drops.empty() ? "commit " : ", then commit ") + std::to_string(commit.id) +
+             (commit.tag.empty() ? "" : " (tag '" + commit.tag + "')") + " for " +
+             FormatBytes(held[commit.id]);
+  }
+  if (total == 0) return "";
+  return " Older commits keep " + FormatBytes(total) + " of superseded rows: drop (drop_commit) " + drops +
+         ".";
+}
+
+void Space::ThrowFull(std::uint64_t bytes) const {
+  std::uint64_t live = 0;
+  for (const auto& [number, segment] : segments_.by_number())
+    live += std::uint64_t{segment->live} * segment->row_class->geometry.record_bytes;
   const std::uint64_t needed = UsedBytes() + bytes + Reserve();
-  throw FullError(
-      context_.directory + ": the cap of " + FormatBytes(cap_bytes_) +
-      " is reached: " + FormatBytes(UsedBytes()) + " are in use, " + FormatBytes(live) +
-      " of them by live rows; segments of " + FormatBytes(kept) + " are kept for commits (" +
-      (commits.empty() ? "none" : commits) + "). To go on raise the cap by at least " +
-      std::to_string(needed - cap_bytes_) + " bytes, to " + std::to_string(needed) +
-      ", here or at the next opening, or drop commits that have a tag, or commit after fewer rows. What "
-      "was written before is not lost and can be committed");
+  throw FullError(context_.directory + ": the cap of " + FormatBytes(cap_bytes_) +
+                  " is reached: " + FormatBytes(UsedBytes()) + " are in use, " + FormatBytes(live) +
+                  " of them by live rows." + DescribeOlderCommits() + " To go on raise the cap by at least " +
+                  std::to_string(needed - cap_bytes_) + " bytes, to " + std::to_string(needed) +
+                  ", here or at the next opening, or commit after fewer rows. What was written before is not "
+                  "lost and can be committed");
 }
 
 }  // namespace tierstore

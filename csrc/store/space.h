@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "store/commit_log.h"
 #include "store/row_index.h"
@@ -60,6 +61,7 @@ class Space {
   std::uint64_t& BytesOf(MetaFile file) { return file_bytes_[static_cast<std::size_t>(file)]; }
   std::uint64_t UsedBytes() const { return segments_.reserved_bytes() + meta_bytes(); }
   std::uint64_t Reserve() const;
+  std::string DescribeOlderCommits() const;
 
   const StoreContext& context_;
   const RowIndex& rows_;

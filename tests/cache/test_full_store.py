@@ -58,6 +58,25 @@ def test_training_goes_on_when_room_is_given(tmp_path):
         assert torch.equal(module.rows(torch.arange(ROWS)), expected(batches + batches[:3]))
 
 
+def test_training_goes_on_when_a_tagged_commit_is_dropped(tmp_path):
+    module = build(TierConfig(path=tmp_path / "s", **CONFIG))
+    batches = [torch.arange(first, first + 500) for first in range(0, 8000, 500)]
+    for batch in batches:
+        train(module, batch)
+    best = module.commit(tag="best")
+    for batch in batches[:]:
+        train(module, batch)
+        batches.append(batch)
+    module.commit()
+    batches += fill(module)
+    with pytest.raises(StoreFullError, match=rf"commit {best} \(tag 'best'\) for .* MiB"):
+        module.close()
+    module.engine.drop_commit(best)
+    module.close()
+    with build(TierConfig(path=tmp_path / "s", **CONFIG)) as module:
+        assert torch.equal(module.rows(torch.arange(ROWS)), expected(batches))
+
+
 def test_what_does_not_fit_can_be_given_up(tmp_path):
     config = TierConfig(path=tmp_path / "s", **CONFIG)
     module = build(config)

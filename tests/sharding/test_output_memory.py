@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tierstore.sharding.comms import OutputMemory
+from tierstore.sharding.comms import OutputMemory, WireMemory
 
 
 def test_memory_is_used_again_when_nobody_has_the_tensor() -> None:
@@ -41,3 +41,31 @@ def test_outputs_that_are_kept_are_forgotten_and_empty_ones_are_allowed() -> Non
     assert [int(tensor[4, 6]) for tensor in kept] == list(range(6))
     assert memory.take((0, 7)).shape == (0, 7)
     assert memory.take(()).shape == ()
+
+
+def resident_mib() -> float:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096 / 2**20
+
+
+def test_what_one_large_batch_took_goes_back_to_the_system() -> None:
+    outputs, wire = OutputMemory(), WireMemory()
+    outputs.take((1000,)), wire.take("received", 1000)
+    before = resident_mib()
+    outputs.take((1 << 24,)).fill_(1)
+    wire.take("received", 1 << 24).fill_(1)
+    assert resident_mib() - before > 100
+    for _ in range(80):
+        outputs.take((1000,)), wire.take("received", 1000)
+    assert resident_mib() - before < 20
+
+
+def test_what_is_on_its_way_stays_when_its_room_is_replaced() -> None:
+    wire = WireMemory()
+    small = wire.take("received", 100).fill_(3)
+    assert wire.take("received", 100).data_ptr() == small.data_ptr()
+    large = wire.take("received", 100_000).fill_(4)
+    assert small.eq(3).all()
+    assert large.shape == (100_000,)
+    assert wire.take("received", 6, torch.bfloat16).dtype == torch.bfloat16
+    assert wire.take("received", 0).shape == (0,)

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tierstore.cache.tiers.buffers import Buffer
 from tierstore.errors import ConfigError
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,14 +52,14 @@ class WireMemory:
     them. The next :meth:`take` of a name overwrites the buffer of this name."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._held: dict[tuple[str, torch.dtype], Buffer] = {}
 
     def take(self, name: str, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a buffer of ``count`` elements, not initialised."""
         held = self._held.get((name, dtype))
-        if held is None or held.numel() < count:
-            self._held[name, dtype] = held = torch.empty(count + count // 8, dtype=dtype)
-        return held[:count]
+        if held is None:
+            self._held[name, dtype] = held = Buffer(dtype.itemsize)
+        return torch.from_numpy(held.take(count)).view(dtype).view(-1)
 
 
 class OutputMemory:
@@ -68,14 +69,13 @@ class OutputMemory:
     _KEPT = 2
 
     def __init__(self) -> None:
-        self._held: list[tuple[NDArray[np.float32], weakref.ref[NDArray[np.float32]]]] = []
+        self._held: list[tuple[Buffer, weakref.ref[NDArray[np.float32]]]] = []
         """Memory, and an object that lives as long as the tensor's storage."""
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
         """Return a float32 tensor, not initialised."""
-        count = math.prod(shape)
-        free = [at for at, (memory, user) in enumerate(self._held) if user() is None and len(memory) >= count]
-        memory = self._held.pop(free[0])[0] if free else np.empty(count + count // 8, np.float32)
-        used = memory[:count]
+        free = [at for at, (_, user) in enumerate(self._held) if user() is None]
+        memory = self._held.pop(free[0])[0] if free else Buffer(np.dtype(np.float32).itemsize)
+        used = memory.take(math.prod(shape)).view(np.float32).reshape(-1)
         self._held = [*self._held[1 - self._KEPT :], (memory, weakref.ref(used))]
         return torch.from_numpy(used).view(shape)
