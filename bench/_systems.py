@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from fractions import Fraction
+from operator import mul
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 import tierstore
 from tierstore import EmbeddingBagConfig, TierConfig
-from tierstore.data import Batch
+from tierstore.data import Batch, Dataset
 from tierstore.errors import ConfigError
 from tierstore.models import AUC, DLRM, DenseEmbeddingBags, DLRMTrain
 from tierstore.models.reference import RowWiseAdagrad
@@ -35,6 +37,27 @@ class Setting:
     hbm: int | str
     path: str | None = None
     policy: str = "lookahead"
+    window: int | str = "auto"
+
+
+def table_configs(dataset: Dataset, dim: int) -> list[EmbeddingBagConfig]:
+    """Return a table of embedding dimension ``dim`` per table of ``dataset``."""
+    return [
+        EmbeddingBagConfig(table.num_embeddings, dim, table.name, feature_names=[table.name])
+        for table in dataset.tables
+    ]
+
+
+def tier_bytes(size: str, tables: Sequence[EmbeddingBagConfig]) -> int | str:
+    """Return a budget: a size, or a fraction of the bytes of all rows, such as "1/37"."""
+    if "/" not in size:
+        return size
+    row_bytes = [FusedRowWiseAdagrad().row_bytes(table.embedding_dim) for table in tables]
+    rows = [table.num_embeddings for table in tables]
+    try:
+        return int(Fraction(size) * sum(map(mul, rows, row_bytes)))
+    except (ValueError, ZeroDivisionError):
+        raise ConfigError(f"{size!r} is no fraction; give one such as 1/37, or bytes such as 64MiB") from None
 
 
 class FbgemmBags(nn.Module):
@@ -107,15 +130,18 @@ class System:
 
     def train(self, batches: list[Batch]) -> None:
         if not self._ahead:
-            self._steps(batches)
+            self.steps(batches)
             return
         ahead: Any = tierstore.prefetch(batches, self.model)
         with closing(ahead):
-            self._steps(ahead)
+            self.steps(ahead)
 
-    def _steps(self, batches: Iterable[Batch]) -> None:
+    def steps(self, batches: Iterable[Batch]) -> int:
+        """Train on ``batches`` as they come, and return how many examples they have."""
+        examples = 0
         self.model.train()
         for batch in batches:
+            examples += len(batch)
             loss, _ = self.model(batch)
             for optimizer in self.optimizers:
                 optimizer.zero_grad(set_to_none=True)
@@ -123,6 +149,7 @@ class System:
             for optimizer in self.optimizers:
                 optimizer.step()
             self.losses.append(loss.item())
+        return examples
 
     def auc(self, batches: Iterable[Batch]) -> float:
         """Return the AUC of the logits, without training."""
@@ -168,7 +195,7 @@ def _in_memory(setting: Setting) -> System:
 
 
 def _tiered(setting: Setting) -> System:
-    config = TierConfig(hbm=setting.hbm, path=setting.path, policy=setting.policy)
+    config = TierConfig(hbm=setting.hbm, path=setting.path, policy=setting.policy, window=setting.window)
     return System(_collection(setting, config), setting, ahead=True)
 
 

@@ -9,7 +9,6 @@ import platform
 import statistics
 import sys
 import time
-from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -96,17 +95,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _setting(args: argparse.Namespace, dataset: Any) -> Any:
-    from tierstore import EmbeddingBagConfig
-    from tierstore.optim import RowWiseAdagrad
+    from ._systems import Setting, table_configs, tier_bytes
 
-    from ._systems import Setting
-
-    tables = [
-        EmbeddingBagConfig(table.num_embeddings, args.dim, table.name, feature_names=[table.name])
-        for table in dataset.tables
-    ]
-    table_bytes = sum(table.num_embeddings for table in tables) * RowWiseAdagrad().row_bytes(args.dim)
-    hbm = int(Fraction(args.hbm) * table_bytes) if "/" in args.hbm else args.hbm
+    tables = table_configs(dataset, args.dim)
+    hbm = tier_bytes(args.hbm, tables)
     return Setting(tables, dataset.dense_dim, args.lr, args.seed, hbm, args.store, args.policy)
 
 

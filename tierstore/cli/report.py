@@ -69,6 +69,7 @@ class Report:
             "budget_bytes": self.budget_bytes,
             "table_bytes": self.table_bytes,
             "touched_bytes": comparison.rows * self.row_bytes if comparison else None,
+            "touched_share": comparison.rows * self.row_bytes / self.table_bytes if comparison else None,
             "ssd_bytes": tiered.ssd_bytes,
             "rows_compared": comparison.rows if comparison else None,
             "difference": comparison.difference if comparison else None,
@@ -115,7 +116,10 @@ class Report:
 
     def _touched(self) -> str:
         rows = self.comparison.rows if self.comparison else 0
-        return f" ({format_bytes(rows * self.row_bytes)} of it touched)" if rows else ""
+        if not rows:
+            return ""
+        touched = rows * self.row_bytes
+        return f" ({format_bytes(touched)}, {touched / self.table_bytes:.1%}, of it touched)"
 
 
 def _verdict(comparison: Comparison) -> str:

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+
+import pytest
+
+from bench import steady
+from bench._threads import ThreadSeconds
+from tierstore.errors import ConfigError
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    steady.add_arguments(parser)
+    return steady.run(parser.parse_args(arguments))
+
+
+SMALL = [
+    "--rows=20000",
+    "--tables=2",
+    "--dim=16",
+    "--batch-size=64",
+    "--rounds=2",
+    "--steps=30",
+    "--run-in=30",
+]
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(steady, "_MOST_WARM_UP", 120)
+    monkeypatch.setattr(steady, "_DEVICE_BYTES", 4 << 20)
+    monkeypatch.setattr(steady, "_DEVICE_SECONDS", 0.05)
+
+
+def test_every_row_comes_from_the_store(tmp_path, capsys, short):
+    out = tmp_path / "out.json"
+    assert run(*SMALL, "--hbm", "1/30,128KiB", "--json", str(out)) == 0
+    result = json.loads(out.read_text())
+    assert list(result["systems"]) == ["in-memory", "fbgemm", "tiered 1/30", "tiered 128KiB"]
+    assert set(result["ratio"]) == {"tiered_vs_in_memory", "step_vs_bound", "in_memory_vs_fbgemm"}
+    assert all(value > 0 for value in [*result["ratio"].values(), *result["device"].values()])
+    for name in ("tiered 1/30", "tiered 128KiB"):
+        figures = result["systems"][name]
+        assert figures["equal_losses"]
+        assert figures["misses"] > 0
+        assert figures["new_rows"] == 0  # no row is made from its initial value: all were written
+        assert figures["read_requests"] > 0
+        assert set(figures["bound_ms"]) == {"compute", "requests", "bytes", "cpu"}
+    told = capsys.readouterr()
+    assert "every row written" in told.out
+    assert "warm-up" in told.err
+
+
+def test_losses_that_differ_are_an_error(tmp_path, capsys, short, monkeypatch):
+    monkeypatch.setattr(steady, "_result", lambda *_: {"systems": {"tiered": {"equal_losses": False}}})
+    monkeypatch.setattr(steady, "_print", lambda _: None)
+    assert run(*SMALL, "--no-fbgemm") == 1
+    assert "its losses differ" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "must be at least 1"),
+        (["--hbm", "1/0"], "is no fraction"),
+        (["--hbm", "a/b"], "is no fraction"),
+        (["--data", "nothing"], "unknown data"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        run(*SMALL, *arguments)
+
+
+def test_seconds_of_threads():
+    begun, stop = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        while not stop.is_set():
+            sum(range(1000))
+
+    thread = threading.Thread(target=work, name="busy")
+    thread.start()
+    begun.wait()
+    seconds = ThreadSeconds()
+    threading.Event().wait(0.3)
+    user, system = seconds.since()["busy"]
+    stop.set()
+    thread.join()
+    assert user > 0.02
+    assert system >= 0
