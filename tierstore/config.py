@@ -109,6 +109,9 @@ class TierConfig:
       admission filter of ``cache_policies``. Other rows use transient overflow slots and are written through.
     - ``depth``: batches that are fetched ahead, 0 to 64, or "auto".
     - ``window``: batches whose ids are looked at ahead, or "auto".
+    - ``read_ahead``: memory for rows that are read from the store before their batch is planned, beside the
+      budgets of the tiers; 0 for none. "auto": a tenth of the tables' rows, up to 1/64 of this machine's
+      memory and 4 GiB. The memory is taken as the window has use for it.
     - ``tables``: per-table overrides by table name.
     - ``check_gradients``: report NaN and infinite gradients as an error before they reach a row.
     - ``overcommit``: allow ``hbm`` and ``uvm`` beyond this machine's memory, and ``ssd`` beyond the size of
@@ -126,6 +129,7 @@ class TierConfig:
     admission: Any = "always"
     depth: int | str = "auto"
     window: int | str = "auto"
+    read_ahead: int | str = "auto"
     tables: Mapping[str, TableOverride] = field(default_factory=dict)
     check_gradients: bool = False
     overcommit: bool = False
@@ -169,6 +173,8 @@ class TierConfig:
             raise ConfigError(f"overrides for unknown tables {unknown}; the tables are {names}")
 
     def _normalise_sizes(self) -> None:
+        if self.read_ahead != "auto":
+            object.__setattr__(self, "read_ahead", parse_bytes(self.read_ahead, "read_ahead"))
         if self.hbm == "all":
             object.__setattr__(self, "uvm", 0)
             object.__setattr__(self, "ssd", 0)

@@ -1,11 +1,12 @@
-// Bindings of what lookups and rows outside tiers need: Batch, HeldRows, Window. Arrays that are returned are
-// views that keep their owner alive; callers do not write to them.
+// Bindings of what lookups and rows outside tiers need: Batch, HeldRows, Sweep, Window. Arrays that are
+// returned are views that keep their owner alive; callers do not write to them.
 #include <numeric>
 
 #include "bindings/arrays.h"
 #include "bindings/registry.h"
 #include "cache/batch.h"
 #include "cache/held_rows.h"
+#include "cache/sweep.h"
 #include "cache/window.h"
 #include "common/content_hash.h"
 
@@ -50,12 +51,26 @@ void BindHeldRows(py::module_& m) {
           },
           py::arg("keys"))
       .def(
-          "remove",
-          [](HeldRows& held, const Array<std::int32_t>& slots) {
-            py::gil_scoped_release unlocked;
-            held.Remove(slots.data(), slots.size());
+          "begin",
+          [](HeldRows& held, const Array<std::uint64_t>& keys) {
+            PageVector<std::uint64_t> begun(keys.data(), keys.data() + keys.size());
+            PageVector<std::int32_t> slots(begun.size());
+            {
+              py::gil_scoped_release unlocked;
+              const auto n = held.Begin(begun.data(), static_cast<std::int64_t>(begun.size()), slots.data());
+              begun.resize(static_cast<std::size_t>(n));
+              slots.resize(static_cast<std::size_t>(n));
+            }
+            return py::make_tuple(Owned(std::move(begun)), Owned(std::move(slots)));
           },
-          py::arg("slots"))
+          py::arg("keys"), "The keys (uint64) that are neither here nor on their way, and slots (int32).")
+      .def(
+          "finish",
+          [](HeldRows& held, const Array<std::int32_t>& slots, const Array<bool>& found) {
+            py::gil_scoped_release unlocked;
+            held.Finish(slots.data(), found.data(), slots.size());
+          },
+          py::arg("slots"), py::arg("found"))
       .def(
           "discard",
           [](HeldRows& held, const Array<std::uint64_t>& keys) {
@@ -63,17 +78,45 @@ void BindHeldRows(py::module_& m) {
             held.Discard(keys.data(), keys.size());
           },
           py::arg("keys"))
-      .def(
+      .def_property_readonly(
           "rows",
-          [](py::object self, std::int64_t n) {
+          [](py::object self) {
             auto& held = self.cast<HeldRows&>();
-            if (n < 0 || n > held.capacity()) throw std::invalid_argument("rows: beyond the capacity");
-            return Array<std::uint8_t>({n, held.row_bytes()}, reinterpret_cast<std::uint8_t*>(held.rows()),
-                                       self);
+            return Array<std::uint8_t>({held.capacity(), held.row_bytes()},
+                                       reinterpret_cast<std::uint8_t*>(held.rows()), self);
           },
-          py::arg("n"), "The first n slots, uint8 (n, row_bytes), to be read into.")
+          "All slots, uint8 (capacity, row_bytes).")
+      .def_property_readonly("room", &HeldRows::room)
       .def_property_readonly("capacity", &HeldRows::capacity)
       .def("__len__", &HeldRows::size);
+}
+
+void BindSweep(py::module_& m) {
+  py::class_<Sweep>(m, "Sweep")
+      .def(py::init<>())
+      .def_property_readonly_static("BYTES_PER_ENTRY", [](py::object) { return Sweep::kBytesPerEntry; })
+      .def(
+          "add",
+          [](Sweep& sweep, const Array<std::uint64_t>& keys, const Array<std::uint64_t>& places,
+             const Array<std::int64_t>& seqs) {
+            py::gil_scoped_release unlocked;
+            sweep.Add(keys.data(), places.data(), seqs.data(), keys.size());
+          },
+          py::arg("keys"), py::arg("places"), py::arg("seqs"))
+      .def(
+          "next",
+          [](Sweep& sweep, double way, std::int64_t limit, std::int64_t first, std::int64_t last) {
+            PageVector<std::uint64_t> keys;
+            std::int64_t earliest = 0;
+            {
+              py::gil_scoped_release unlocked;
+              earliest = sweep.Next(way, limit, first, last, &keys);
+            }
+            return py::make_tuple(Owned(std::move(keys)), earliest);
+          },
+          py::arg("way"), py::arg("limit"), py::arg("first"), py::arg("last"))
+      .def_property_readonly("rounds", &Sweep::rounds)
+      .def("__len__", &Sweep::size);
 }
 
 void BindWindow(py::module_& m) {
@@ -144,5 +187,6 @@ TIERSTORE_BINDINGS(cache) {
       py::arg("n"), py::arg("row_bytes"),
       "Room for n rows, uint8 (n, row_bytes) in no defined state, outside malloc's heap when large.");
   BindHeldRows(m);
+  BindSweep(m);
   BindWindow(m);
 }

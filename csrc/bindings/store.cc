@@ -13,6 +13,7 @@ namespace {
 
 using Keys = py::array_t<std::uint64_t, py::array::c_style>;
 using Rows = py::array_t<std::uint8_t, py::array::c_style>;
+using Slots = py::array_t<std::int32_t, py::array::c_style>;
 
 ReadEngine ParseReadEngine(const std::string& name) {
   if (name == "auto") return ReadEngine::kAuto;
@@ -87,20 +88,29 @@ StoreHolder Open(const std::string& directory, const py::object& config,
   return store;
 }
 
-py::array_t<bool> Read(Store& store, const Keys& keys, Rows& rows) {
+// Of `slots`, which may be None, each must be a row of `rows`.
+py::array_t<bool> Read(Store& store, const Keys& keys, Rows& rows, const std::optional<Slots>& slots) {
   constexpr std::size_t kRowsOfLongCall = 4096;
   py::array_t<bool> found(keys.size());
-  std::byte* data = reinterpret_cast<std::byte*>(rows.mutable_data());
   const std::span<const std::uint64_t> span(keys.data(), static_cast<std::size_t>(keys.size()));
   bool* const flags = found.mutable_data();
-  const auto row_bytes = static_cast<std::uint32_t>(rows.shape(1));
-  const auto call = [&] { store.Read(span, data, row_bytes, flags); };
+  const ReadTarget target{reinterpret_cast<std::byte*>(rows.mutable_data()),
+                          static_cast<std::uint32_t>(rows.shape(1)),
+                          slots.has_value() ? slots->data() : nullptr};
+  const auto call = [&] { store.Read(span, target, flags); };
   if (span.size() < kRowsOfLongCall) {
     RunShort(call);
   } else {
     RunLong(call);
   }
   return found;
+}
+
+py::array_t<std::uint64_t> Places(Store& store, const Keys& keys) {
+  py::array_t<std::uint64_t> places(keys.size());
+  std::uint64_t* const out = places.mutable_data();
+  RunShort([&] { store.Places({keys.data(), static_cast<std::size_t>(keys.size())}, out); });
+  return places;
 }
 
 void Write(Store& store, const Keys& keys, const Rows& rows) {
@@ -206,7 +216,9 @@ TIERSTORE_BINDINGS(store) {
   py::class_<Store, StoreHolder>(m, "NativeStore")
       .def(py::init(&Open), py::arg("directory"), py::arg("config"), py::arg("tables"),
            py::arg("env") = nullptr, py::keep_alive<1, 5>())
-      .def("read", &Read, py::arg("keys").noconvert(), py::arg("rows").noconvert())
+      .def("read", &Read, py::arg("keys").noconvert(), py::arg("rows").noconvert(),
+           py::arg("slots").noconvert() = py::none())
+      .def("places", &Places, py::arg("keys").noconvert())
       .def("write", &Write, py::arg("keys").noconvert(), py::arg("rows").noconvert())
       .def(
           "reserve",

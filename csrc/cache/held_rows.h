@@ -1,7 +1,7 @@
 // Rows outside of any tier, found by key: rows that are read ahead of a plan, or kept for one.
 //
-// Not thread-safe. The caller copies rows to and from rows(); slots are handed out in order from 0 until one
-// is given back, so that rows added to an empty object lie side by side.
+// Not thread-safe, but the memory of slots that Begin has handed out is the caller's alone until Finish. The
+// caller copies rows to and from rows().
 #pragma once
 
 #include <cstdint>
@@ -14,34 +14,46 @@ namespace tierstore {
 
 class HeldRows {
  public:
-  // What a row costs beside its bytes: key, free list, index entry.
-  static constexpr double kBytesPerRow = 8 + 4 + SlotIndex::kBytesPerSlot;
+  // What a row costs beside its bytes: key, state, free list, index entry.
+  static constexpr double kBytesPerRow = 8 + 1 + 4 + SlotIndex::kBytesPerSlot;
 
   // Throws std::invalid_argument for a capacity or row size below 1.
   HeldRows(std::int64_t capacity, std::int64_t row_bytes);
 
-  // slots[i] = slot of keys[i], or -1.
-  void Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const {
-    index_.Find(keys, n, slots);
-  }
-  // Slots for keys without repeats, none of which is here; there must be room (std::length_error).
+  // slots[i] = slot of the row of keys[i], or -1.
+  void Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const;
+  // Slots for rows that are copied in at once. The keys have no repeats; there must be room
+  // (std::length_error). Rows of these keys that are here, or on their way, are forgotten.
   void Add(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots);
-  // Forgets the rows at `slots`.
-  void Remove(const std::int32_t* slots, std::int64_t n);
-  // Forgets the rows of `keys` that are here.
+  // Slots for rows that are to be read: of each key that is neither here nor on its way. Such keys come first
+  // in `keys` then; returns how many there are. There must be room for all of `keys` (std::length_error).
+  std::int64_t Begin(std::uint64_t* keys, std::int64_t n, std::int32_t* slots);
+  // Ends a read that Begin has begun: rows that were not found, or that were forgotten meanwhile, give their
+  // slots back.
+  void Finish(const std::int32_t* slots, const bool* found, std::int64_t n);
+  // Forgets the rows of `keys` that are here or on their way.
   void Discard(const std::uint64_t* keys, std::int64_t n);
 
-  std::int64_t size() const { return index_.size(); }
+  // Rows here and on their way.
+  std::int64_t size() const { return capacity_ - room(); }
+  // Rows that can be added.
+  std::int64_t room() const { return capacity_ - fresh_ + static_cast<std::int64_t>(free_.size()); }
   std::int64_t capacity() const { return capacity_; }
   std::int64_t row_bytes() const { return row_bytes_; }
   std::byte* rows() const { return arena_.data(); }
 
  private:
+  enum class State : std::uint8_t { kHere, kOnItsWay, kForgotten };
+
+  std::int32_t Take();
+  State& StateOf(std::int32_t slot) const { return states_[static_cast<std::size_t>(slot)]; }
+
   std::int64_t capacity_;
   std::int64_t row_bytes_;
   ReservedMemory arena_;  // its pages cost nothing before they are written
   ReservedArray<std::uint64_t> keys_;
-  SlotIndex index_;
+  ReservedArray<State> states_;
+  SlotIndex index_;                 // rows here and on their way
   std::vector<std::int32_t> free_;  // slots given back; used before fresh ones
   std::int64_t fresh_ = 0;          // slots from here on were never used
 };

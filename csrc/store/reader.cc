@@ -30,6 +30,13 @@ constexpr std::size_t kRowsOfLargeRead = 1 << 14;
                      ") is damaged: " + why + "; `tierstore verify` says what is lost and what to do");
 }
 
+// How many of the first keys are of one table, up to kRowsPerLookup.
+std::size_t RowsOfOneTable(std::span<const std::uint64_t> keys) {
+  std::size_t n = 1;
+  while (n < keys.size() && n < kRowsPerLookup && KeyTable(keys[n]) == KeyTable(keys[0])) ++n;
+  return n;
+}
+
 // Copies the row out of a record that `size` bytes at `data` begin with.
 void CopyRow(const Segment& segment, std::uint32_t slot, std::uint64_t key, const std::byte* data,
              std::size_t size, std::byte* row) {
@@ -97,11 +104,10 @@ Reader::Reader(const StoreContext& context, StoreMutex& mutex, StoreState& state
   lanes_[0].reader = context.env.NewBatchReader(context.config.read_engine, context.config.queue_depth);
 }
 
-void Reader::Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes,
-                  bool* found) {
+void Reader::Read(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found) {
   const End end{*this};  // comes after the segments are let go
   Pending pending;
-  Locate(keys, rows, row_bytes, found, pending);
+  Locate(keys, target, found, pending);
   if (const std::size_t n = pending.items.size(); n > 0) {
     Lane& lane = PickLane(n);
     const Counted queued(lane.rows, n);
@@ -112,7 +118,7 @@ void Reader::Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uin
     if (lane.reader == nullptr)
       lane.reader = context_.env.NewBatchReader(config.read_engine, config.queue_depth);
     if (merge_gap_bytes_ == 0 && n >= kRowsToMeasure && &lane == &lanes_[0]) Measure(*lane.reader, pending);
-    Fetch(*lane.reader, pending, keys, rows);
+    Fetch(*lane.reader, pending, keys, target);
   }
   read_rows_ += static_cast<std::uint64_t>(std::count(found, found + keys.size(), true));
 }
@@ -121,18 +127,36 @@ Reader::Lane& Reader::PickLane(std::size_t rows) {
   return rows < kRowsOfLargeRead && lanes_[1].rows < lanes_[0].rows ? lanes_[1] : lanes_[0];
 }
 
+void Reader::Places(std::span<const std::uint64_t> keys, std::uint64_t* places) {
+  std::uint32_t locations[kRowsPerLookup];
+  for (std::size_t at = 0; at < keys.size();) {
+    const std::size_t n = RowsOfOneTable(keys.subspan(at));
+    const Lock lock = mutex_.LockForRead();
+    context_.CheckOpen();
+    const RowIndex::Table* const table = state_.rows.FindTable(KeyTable(keys[at]));
+    if (table == nullptr) {
+      std::fill_n(places + at, n, kNowhere);
+    } else {
+      table->index.Find(&keys[at], n, locations);
+      std::transform(locations, locations + n, places + at, [](std::uint32_t location) {
+        return location == TableIndex::kAbsent ? kNowhere : std::uint64_t{location};
+      });
+    }
+    at += n;
+  }
+}
+
 // Finds the rows, and copies rows that are in memory. Other calls may use the store between a thousand rows
 // and the next.
-void Reader::Locate(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes,
-                    bool* found, Pending& pending) {
+void Reader::Locate(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found,
+                    Pending& pending) {
   context_.CheckOpen();
   Lock lock = mutex_.LockForRead();
   context_.CheckOpen();
   bool may_release = true;
   for (std::size_t at = 0; at < keys.size();) {
-    std::size_t n = 1;
-    while (at + n < keys.size() && n < kRowsPerLookup && KeyTable(keys[at + n]) == KeyTable(keys[at])) ++n;
-    if (!Resolve(keys.subspan(at, n), rows, row_bytes, found + at, at, pending)) {
+    const std::size_t n = RowsOfOneTable(keys.subspan(at));
+    if (!Resolve(keys.subspan(at, n), target, found + at, at, pending)) {
       pending = Pending{};
       may_release = false;
       at = 0;
@@ -172,14 +196,14 @@ void Reader::Measure(BatchReader& reader, const Pending& pending) try {
 
 // Keys of one table, from position `base` of the call on. False when a segment of the rows before has given
 // its ordinal to another one, so that all must be looked up again.
-bool Reader::Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes,
-                     bool* found, std::size_t base, Pending& pending) {
+bool Reader::Resolve(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found,
+                     std::size_t base, Pending& pending) {
   const std::uint32_t number = KeyTable(keys[0]);
   if (state_.rows.FindTable(number) == nullptr) {
     std::fill_n(found, keys.size(), false);
     return true;
   }
-  const RowIndex::Table& table = state_.rows.TableFor(number, row_bytes);
+  const RowIndex::Table& table = state_.rows.TableFor(number, target.row_bytes);
   RowClass& row_class = *table.row_class;
   pending.row_class = &row_class;
   pending.segments.resize(row_class.segments.size());
@@ -192,8 +216,8 @@ bool Reader::Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::
     if (!segment->chunks.empty()) {
       const std::uint64_t offset = row_class.geometry.Offset(row_class.SlotOf(locations[i]));
       if (const Chunk* chunk = segment->ChunkAt(offset)) {
-        std::memcpy(rows + (base + i) * row_bytes,
-                    chunk->buffer.data() + (offset - chunk->offset) + kRecordHeaderBytes, row_bytes);
+        std::memcpy(target.At(base + i), chunk->buffer.data() + (offset - chunk->offset) + kRecordHeaderBytes,
+                    target.row_bytes);
         continue;
       }
     }
@@ -227,7 +251,7 @@ Reader::Requests::Requests(const Pending& pending, std::uint64_t merge_gap) {
 }
 
 void Reader::Fetch(BatchReader& reader, Pending& pending, std::span<const std::uint64_t> keys,
-                   std::byte* rows) {
+                   const ReadTarget& target) {
   std::sort(pending.items.begin(), pending.items.end());
   CheckCall();
   const Geometry& geometry = pending.row_class->geometry;
@@ -240,8 +264,7 @@ void Reader::Fetch(BatchReader& reader, Pending& pending, std::span<const std::u
       const std::uint32_t slot = pending.SlotOf(item);
       const auto position = static_cast<std::uint32_t>(item);
       const std::size_t at = std::min<std::size_t>(geometry.Offset(slot) - request.offset, size);
-      CopyRow(pending.SegmentOf(item), slot, keys[position], data + at, size - at,
-              rows + std::size_t{position} * geometry.row_bytes);
+      CopyRow(pending.SegmentOf(item), slot, keys[position], data + at, size - at, target.At(position));
     }
   };
   if (geometry.record_bytes + kBlockBytes > kMaxReadBytes) {

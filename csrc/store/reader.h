@@ -25,14 +25,29 @@ struct ReadCounters {
   std::uint64_t merge_gap_bytes = 0;  // between rows that are read at once; 0 until the device was measured
 };
 
+// Where the rows of a read go: row i to `rows` + i·row_bytes, or + slots[i]·row_bytes.
+struct ReadTarget {
+  std::byte* rows;
+  std::uint32_t row_bytes;
+  const std::int32_t* slots = nullptr;
+
+  std::byte* At(std::size_t i) const {
+    const std::size_t slot = slots == nullptr ? i : static_cast<std::size_t>(slots[i]);
+    return rows + slot * row_bytes;
+  }
+};
+
 class Reader {
  public:
+  static constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
+
   // `reads` counts the reads from files that are under way or wait for a lane.
   Reader(const StoreContext& context, StoreMutex& mutex, StoreState& state, CompactorControl& control,
          std::atomic<int>& reads);
 
-  // Reads as Store::Read says.
-  void Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found);
+  // As Store::Read and Store::Places say.
+  void Read(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found);
+  void Places(std::span<const std::uint64_t> keys, std::uint64_t* places);
 
   // Sets the largest gap between rows that one request reads, as an earlier opening has measured it.
   void SetMergeGap(std::uint64_t bytes) { merge_gap_bytes_ = bytes; }
@@ -57,13 +72,13 @@ class Reader {
     std::atomic<std::size_t> rows{0};     // being read or waiting
   };
 
-  void Locate(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found,
-              Pending& pending);
-  bool Resolve(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found,
-               std::size_t base, Pending& pending);
+  void Locate(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found, Pending& pending);
+  bool Resolve(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found, std::size_t base,
+               Pending& pending);
   Lane& PickLane(std::size_t rows);
   void Measure(BatchReader& reader, const Pending& pending);
-  void Fetch(BatchReader& reader, Pending& pending, std::span<const std::uint64_t> keys, std::byte* rows);
+  void Fetch(BatchReader& reader, Pending& pending, std::span<const std::uint64_t> keys,
+             const ReadTarget& target);
 
   const StoreContext& context_;
   StoreMutex& mutex_;

@@ -63,8 +63,12 @@ std::unique_lock<std::timed_mutex> Store::BeginCall() {
   return LockInCall(call_);
 }
 
-void Store::Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found) {
-  reader_.Read(keys, rows, row_bytes, found);
+void Store::Read(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found) {
+  reader_.Read(keys, target, found);
+}
+
+void Store::Places(std::span<const std::uint64_t> keys, std::uint64_t* places) {
+  reader_.Places(keys, places);
 }
 
 void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, std::uint32_t row_bytes,

@@ -66,9 +66,13 @@ class Store {
 
   // False in a forked child, where the store can be neither used nor destroyed.
   bool InOwnProcess() const { return context_.InOwnProcess(); }
-  // Gives rows[i] (at `rows` + i·row_bytes) and found[i] of each key, all of tables with this row size. Rows
-  // that are not found are left as they are.
-  void Read(std::span<const std::uint64_t> keys, std::byte* rows, std::uint32_t row_bytes, bool* found);
+  // Gives the row and found[i] of each key, all of tables with the target's row size. Rows that are not found
+  // are left as they are.
+  void Read(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found);
+  // Gives the place of each key's row, or Reader::kNowhere. Read takes rows in the order of their places;
+  // rows whose places are near one another share a request. A place changes when the row is written or
+  // compacted.
+  void Places(std::span<const std::uint64_t> keys, std::uint64_t* places);
   // Stores row i (at `rows` + i·row_bytes) under keys[i]; of keys that come twice the last one stays.
   // `stored` gets the number of rows stored, also when this throws.
   void Write(std::span<const std::uint64_t> keys, const std::byte* rows, std::uint32_t row_bytes,

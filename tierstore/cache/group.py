@@ -372,6 +372,10 @@ class TierGroup:
         """Return the bytes of rows on their way between tiers."""
         return self._victims.nbytes + sum(tier.stats().buffer_bytes for tier in self.stack.tiers)
 
+    def read_ahead_bytes(self) -> int:
+        """Return the bytes of rows that are read ahead of their plans."""
+        return sum(tier.stats().read_ahead_bytes for tier in self.stack.tiers)
+
     def check_process(self) -> None:
         """Raise ``ClosedError`` in a forked child, where no tier is."""
         self._process.check()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cache_policies.policy import Policy
 from tierstore.cache.budget import GroupDemand, TableDemand, fast_tiers, host_tiers
@@ -12,15 +12,24 @@ from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import RowLayout
 from tierstore.cache.stats import GroupStats
 from tierstore.cache.table import Table
-from tierstore.cache.tiers.memory import TierPlan, bytes_for
+from tierstore.cache.tiers.memory import TierPlan, memory_limit
 from tierstore.cache.tiers.registry import TierRequest, make_tiers
 from tierstore.config import TierConfig
 from tierstore.initializers import from_dict, table_seed
 from tierstore.optim.specs import OptimizerSpec
 from tierstore.store.protocol import RowStore, StoredTable
 
-READ_AHEAD_BYTES = 8 << 20
-"""Bytes that rows read ahead of their plan may take, in all."""
+_READ_AHEAD_SHARE = 10  # rows that automatic reading ahead may hold are one in so many
+_READ_AHEAD_OF_MEMORY = 64
+_READ_AHEAD_AT_MOST = 4 << 30
+
+
+def read_ahead_bytes(config: TierConfig, table_bytes: int) -> int:
+    """Return the bytes that rows read ahead may take; ``table_bytes``: of all rows of all tables."""
+    if config.read_ahead != "auto":
+        return int(config.read_ahead)
+    limit = min(memory_limit() // _READ_AHEAD_OF_MEMORY, _READ_AHEAD_AT_MOST)
+    return min(table_bytes // _READ_AHEAD_SHARE, limit)
 
 
 class GroupOpening:
@@ -75,7 +84,7 @@ class GroupOpening:
             tables=len(self._tables),
             slots={"hbm": hbm, "uvm": uvm},
             store=store,
-            read_ahead_bytes=0 if store is None else self._read_ahead_bytes(hbm, layout.row_bytes),
+            read_ahead_bytes=0 if store is None or not hbm.evicts else self._read_ahead_bytes(name),
             lock=lock,
             stats=stats,
         )
@@ -96,9 +105,10 @@ class GroupOpening:
             [table.column for table in self._tables],
         )
 
-    def _read_ahead_bytes(self, hbm: TierPlan, row_bytes: int) -> int:
-        """Return the bytes that rows read ahead may take: at most twice the first tier's."""
-        if not hbm.evicts:
-            return 0
-        tier = bytes_for(hbm.capacity, row_bytes, self._policy, self._config.admission)
-        return min(READ_AHEAD_BYTES // len(self._members), 2 * tier)
+    def _read_ahead_bytes(self, name: str) -> int:
+        """Return this layout's part of the bytes that rows read ahead may take."""
+        own, every = self._table_bytes(self._members[name]), self._table_bytes(range(len(self._specs)))
+        return read_ahead_bytes(self._config, every) * own // every
+
+    def _table_bytes(self, indices: Iterable[int]) -> int:
+        return sum(self._specs[i].row_bytes * self._tables[i].max_rows for i in indices)

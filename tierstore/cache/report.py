@@ -101,6 +101,7 @@ def _memory(groups: Sequence[TierGroup]) -> dict[str, int]:
     return {
         **sizes,
         "buffers": sum(group.buffer_bytes() for group in groups),
+        "read_ahead": sum(group.read_ahead_bytes() for group in groups),
         "window": sum(group.window.memory_bytes for group in groups),
         "curves": sum(group.curves.nbytes for group in groups),
     }

@@ -22,12 +22,9 @@ logger = logging.getLogger("tierstore")
 Batch = TypeVar("Batch")
 Inputs = Mapping["str | nn.Module", Callable[[Any], Any]]
 
-MAX_WINDOW = 256
-WINDOW_BYTES = 16 << 20
+MAX_WINDOW = 1024
+WINDOW_BYTES = 128 << 20
 """Bytes that the batches of an automatic window, and their ids, may take together."""
-WINDOW_COVER = 5
-"""Distinct rows in the window per slot of the fast tier; a longer window brings nothing
-(docs/reference/policies.md)."""
 AUTO_DEPTH = 2
 
 _warned: WeakSet[nn.Module] = WeakSet()
@@ -271,11 +268,8 @@ def _agreed(session: Session, number: int | None) -> int | None:
 
 
 def _covered(session: Session) -> bool:
-    """Return whether the window is as long as the policy of every group that evicts can use."""
-    return all(
-        not group.fast.uses_window or group.window.distinct_rows >= WINDOW_COVER * group.fast.capacity
-        for group in session.groups
-    )
+    """Return whether the window is as long as the tiers of every group can use."""
+    return all(group.window.distinct_rows >= group.stack.window_rows() for group in session.groups)
 
 
 def _auto_depth(session: Session, first: Planned | None) -> int:

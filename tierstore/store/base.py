@@ -52,15 +52,29 @@ class RowSizes:
         """Return the row size of each key's table, int64 (n,). Raises ``InputError`` for an unknown table."""
         return self._sizes[keys >> np.uint64(ID_BITS)]
 
-    def check(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8], name: str) -> None:
+    def check(
+        self,
+        keys: NDArray[np.uint64],
+        rows: NDArray[np.uint8],
+        name: str,
+        slots: NDArray[np.int32] | None = None,
+    ) -> None:
         """Raise ``InputError`` unless keys are uint64 (n,) and rows uint8 (n, row_bytes), C-contiguous.
 
-        ``name``: the name of ``rows`` in messages.
+        With ``slots``, int32 (n,), rows may have any length that ``slots`` point into. ``name``: the name of
+        ``rows`` in messages.
         """
-        _check_array(keys, "keys", np.uint64, 1)
+        self.check_keys(keys)
         _check_array(rows, name, np.uint8, 2)
-        if len(keys) != len(rows):
-            raise InputError(f"{len(keys)} keys, but {name} has {len(rows)} rows")
+        if slots is not None:
+            _check_array(slots, "slots", np.int32, 1)
+            if len(slots) and not 0 <= slots.min() <= slots.max() < len(rows):
+                raise InputError(
+                    f"slots are from {slots.min()} to {slots.max()}; {name} has {len(rows)} rows"
+                )
+        if len(keys) != len(rows if slots is None else slots):
+            what = f"{name} has {len(rows)} rows" if slots is None else f"there are {len(slots)} slots"
+            raise InputError(f"{len(keys)} keys, but {what}")
         if not len(keys):
             return
         tables = keys >> np.uint64(ID_BITS)
@@ -73,6 +87,11 @@ class RowSizes:
                 f"{name} has rows of {rows.shape[1]} bytes, but rows of table {table} have "
                 f"{self.of_table(table)}; all keys of one call must belong to tables of one row size"
             )
+
+    @staticmethod
+    def check_keys(keys: NDArray[np.uint64]) -> None:
+        """Raise ``InputError`` unless keys are uint64 (n,), C-contiguous."""
+        _check_array(keys, "keys", np.uint64, 1)
 
     def _indices(self) -> str:
         indices = np.flatnonzero(self._sizes)
@@ -136,20 +155,32 @@ class StoreBase(ABC):
         self._read_rows = self._read_bytes = self._read_requests = 0
         self._written_rows = self._written_bytes = 0
 
-    def read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def read(
+        self, keys: NDArray[np.uint64], out: NDArray[np.uint8], slots: NDArray[np.int32] | None = None
+    ) -> NDArray[np.bool_]:
         with self._lock:
             self._check_open()
-            self._sizes.check(keys, out, "out")
+            self._sizes.check(keys, out, "out", slots)
             if not out.flags.writeable:
                 raise InputError("out must be writable")
             if not len(keys):
                 return np.zeros(0, np.bool_)
-            found = self._read(keys, out)
+            rows = out if slots is None else np.empty((len(keys), out.shape[1]), np.uint8)
+            found = self._read(keys, rows)
+            if slots is not None:
+                out[slots[found]] = rows[found]
             count = int(np.count_nonzero(found))
             self._read_rows += count
             self._read_bytes += count * out.shape[1]
             self._read_requests += len(keys)
             return found
+
+    def places(self, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return the keys: engines that keep rows sorted by key read neighbours together."""
+        with self._lock:
+            self._check_open()
+            self._sizes.check_keys(keys)
+            return keys
 
     def write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
         with self._lock:

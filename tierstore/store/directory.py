@@ -133,8 +133,13 @@ class DirectoryStore:
         self._release.atexit = temporary
         _OPEN.add(self)
 
-    def read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        return self._engine().read(keys, out)
+    def read(
+        self, keys: NDArray[np.uint64], out: NDArray[np.uint8], slots: NDArray[np.int32] | None = None
+    ) -> NDArray[np.bool_]:
+        return self._engine().read(keys, out, slots)
+
+    def places(self, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        return self._engine().places(keys)
 
     def write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
         self._engine().write(keys, rows)

@@ -111,11 +111,18 @@ class NativeStore:
         row_sizes = [(spec.index, spec.row_bytes) for spec in tables]
         self._core = _core.NativeStore(str(path), config, row_sizes, env)
 
-    def read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        self._sizes.check(keys, out, "out")
+    def read(
+        self, keys: NDArray[np.uint64], out: NDArray[np.uint8], slots: NDArray[np.int32] | None = None
+    ) -> NDArray[np.bool_]:
+        self._sizes.check(keys, out, "out", slots)
         if not out.flags.writeable:
             raise InputError("out must be writable")
-        return self._core.read(keys, out)
+        return self._core.read(keys, out, slots)
+
+    def places(self, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return the rows' locations, which follow one another in the segments' files."""
+        self._sizes.check_keys(keys)
+        return self._core.places(keys)
 
     def write(self, keys: NDArray[np.uint64], rows: NDArray[np.uint8]) -> None:
         self._sizes.check(keys, rows, "rows")

@@ -79,6 +79,9 @@ class StoreStats:
     """How bytes are moved: "io_uring", "pread", "rocksdb", "mmap", "memory"."""
 
 
+NOWHERE = int(np.iinfo(np.uint64).max)
+"""The place of a row that is not stored."""
+
 CommitId = int
 """The number of a commit: from 1 on, growing."""
 
@@ -108,11 +111,23 @@ class RowStore(Protocol):
 
     engine: str
 
-    def read(self, keys: NDArray[np.uint64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def read(
+        self, keys: NDArray[np.uint64], out: NDArray[np.uint8], slots: NDArray[np.int32] | None = None
+    ) -> NDArray[np.bool_]:
         """Copy the newest version of each row into ``out`` and tell which rows there are.
 
-        ``keys`` is uint64 (n,) without repeats; ``out`` is uint8 (n, row_bytes), C-contiguous, writable.
-        Returns bool (n,). Rows of ``out`` whose key is not stored have no defined content.
+        ``keys`` is uint64 (n,) without repeats; ``out`` is uint8 (n, row_bytes), C-contiguous, writable. With
+        ``slots``, int32 (n,) without repeats, row i goes to ``out[slots[i]]``, and ``out`` may have any number
+        of rows. Returns bool (n,). Rows of ``out`` whose key is not stored have no defined content.
+        """
+        ...
+
+    def places(self, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Return numbers, uint64 (n,), in whose order the engine reads rows best; ``NOWHERE`` for rows that
+        are certainly not stored.
+
+        Rows whose places are near one another cost little together. A place is a hint: it changes when the
+        row is written, and at other times.
         """
         ...
 

@@ -108,7 +108,7 @@ void OpenAndRead(MemoryEnv& env) {
     for (std::uint64_t key = 0; key < kRows; ++key) {
       bool found = false;
       try {
-        store.Read({&key, 1}, row.data(), kRowBytes, &found);
+        store.Read({&key, 1}, {row.data(), kRowBytes}, &found);
         for (const std::byte byte : row) CHECK(!found || byte == std::byte{0});
       } catch (const CorruptError& error) {
         may_fail(error);

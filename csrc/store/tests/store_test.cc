@@ -81,7 +81,7 @@ Model ReadTable(Store& store, std::uint32_t table) {
   for (std::uint64_t id = 0; id < kIds[table]; ++id) keys[id] = MakeKey(table, id);
   std::vector<std::byte> rows(keys.size() * row_bytes), expected(row_bytes);
   const auto found = std::make_unique<bool[]>(keys.size());
-  store.Read(keys, rows.data(), row_bytes, found.get());
+  store.Read(keys, {rows.data(), row_bytes}, found.get());
   Model versions;
   for (std::size_t i = 0; i < keys.size(); ++i) {
     if (!found[i]) continue;
@@ -229,7 +229,7 @@ void CommitAtEnds(std::uint32_t row_bytes, std::uint64_t off, ReadEngine engine)
     store.Commit("", "");
     auto image = env.AfterCrash(env.operations(), MemoryEnv::Unsynced::kLost, version);
     Store again(*image, "disk", config, {{0, row_bytes}});
-    again.Read({keys.data(), n}, read.data(), row_bytes, found.get());
+    again.Read({keys.data(), n}, {read.data(), row_bytes}, found.get());
     CHECK(std::all_of(found.get(), found.get() + n, [](bool there) { return there; }));
     CHECK(std::memcmp(read.data(), rows.data(), n * row_bytes) == 0);
   }

@@ -34,6 +34,7 @@ from tierstore.keys import split
 
 MIN_SLOTS = 16
 _PIECE = 1 << 13
+_WINDOW_COVER = 5  # distinct rows in the window per slot (docs/reference/policies.md)
 _EXACT_UP_TO = 1 << 16
 _MAX_OVERFLOW_ROWS = 1 << 26
 _MAX_OVERFLOW_BYTES = 256 << 30  # address space is 2**47 bytes
@@ -235,6 +236,10 @@ class MemoryTier(Tier):
 
     def __len__(self) -> int:
         return len(self.native)
+
+    @property
+    def window_rows(self) -> float:
+        return _WINDOW_COVER * self.capacity if self.uses_window else 0.0
 
     @property
     def policy_seconds(self) -> float:

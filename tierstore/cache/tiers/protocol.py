@@ -76,8 +76,8 @@ class MovingRows:
 
 @dataclass(frozen=True)
 class TierStats:
-    """Sizes of a tier now, in bytes: memory that counts against its budget, and buffers for rows on their
-    way.
+    """Sizes of a tier now, in bytes: memory that counts against its budget, buffers for rows on their way,
+    and rows that are read ahead.
 
     ``tables``: figures of each table, by the table's index; may be empty.
     """
@@ -85,6 +85,7 @@ class TierStats:
     memory_bytes: int = 0
     buffer_bytes: int = 0
     tables: Sequence[Mapping[str, object]] = ()
+    read_ahead_bytes: int = 0
 
 
 class Tier(Protocol):
@@ -102,6 +103,11 @@ class Tier(Protocol):
     uses_window: bool = False
     """Whether the tier remembers the next use of its rows, so that :meth:`put` passes the next use on with
     rows that leave."""
+
+    @property
+    def window_rows(self) -> float:
+        """Distinct rows in the window from which on a longer window brings this tier nothing."""
+        return 0.0
 
     @property
     def policy_seconds(self) -> float:

@@ -1,9 +1,11 @@
 """Reads rows of coming lookups into memory before their plans ask for them.
 
-A thread reads rows that no exclusive tier has from the store, many lookups in one call. The store reads the
-rows of a call in the order of their places, neighbours in one request, so that one call costs a fraction of a
-call per lookup (``tierstore bench store``). Planning goes on meanwhile. Rows that leave memory although the
-window wants them again are kept as they are written to the store.
+A thread goes round the places of a store's rows, in one direction, again and again. At each place it reads
+the rows that some announced lookup asks for and that no exclusive tier has (``csrc/cache/sweep.h``). The
+longer a round takes, the more rows lie near one another, and share a request to the device. So a round takes
+nearly as many lookups as the window has, or as many as there is room for the rows that wait for their
+lookups. Planning goes on meanwhile. Rows that leave memory although the window wants them again soon are
+kept as they are written to the store.
 
 Rows here equal the store's rows: a row that is written to the store later is dropped here, and no plan asks
 for rows that an exclusive tier has.
@@ -12,38 +14,45 @@ for rows that an exclusive tier has.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
-from tierstore.cache.tiers.protocol import NEVER, Flags, Keys, Piece, RowBytes
+from tierstore.cache.tiers.protocol import NEVER, Flags, Keys, RowBytes, Slots
 from tierstore.errors import TierStoreError
 from tierstore.store.protocol import RowStore
 
 logger = logging.getLogger("tierstore")
 
-_BLOCKS = 2  # one that plans take rows from, and one that is being filled
-_KEEP_SHARE = 0.4  # kept rows' share of all rows; blocks use the part that kept rows do not take
+_ROUND = 7 / 8
+"""Lookups that a round takes, per lookup of the horizon. The rest is the time that a read may take."""
+HORIZON_ROWS = 1.7
+"""Rows that the lookups of the horizon lack together, per row that there is room for.
+
+With n lookups in the horizon that lack m rows each, and rounds of r lookups, m·(n - r/2) rows wait for their
+lookups on average. That is 0.96 of the room.
+"""
+_RESERVE = 1 / 16  # part of the room that is left to rows that leave memory and are wanted again
+_PARTS = 64  # a round is read in at most so many parts, and more only where a part has very many rows
+_MOST_AT_ONCE = 1 << 15  # rows of a part; a plan may have to wait for a part
+_MEMORY = 1 / 16  # weight of the newest lookup in the mean of what lookups lack
 
 
-@dataclass(eq=False)
-class _Block:
-    """Rows read for the lookups up to number ``last``."""
-
-    last: int
-    rows: _core.HeldRows
+def bytes_per_row(row_bytes: int) -> float:
+    """Return the bytes that a row takes here, its entries in the index and in the sweep included."""
+    return row_bytes + _core.HeldRows.BYTES_PER_ROW + _core.Sweep.BYTES_PER_ENTRY
 
 
 class ReadAhead:
     """Rows of one group. Its methods are called with ``lock`` held, :meth:`wait` and :meth:`close` without.
 
     ``max_bytes``: what the rows may take, their index included. ``resident`` returns which keys some
-    exclusive tier holds. If it is None, the tiers know the next use of their rows: their rows are not
-    announced, and :meth:`rows_evicted` names rows that leave before they are used.
+    exclusive tier holds. None: the tiers know the next use of their rows, so that rows that they hold are not
+    announced.
     """
 
     def __init__(
@@ -56,19 +65,20 @@ class ReadAhead:
     ) -> None:
         self._store = store
         self._row_bytes = row_bytes
-        self._max_rows = int(max_bytes / (row_bytes + _core.HeldRows.BYTES_PER_ROW))
+        self.max_rows = max(1, int(max_bytes / bytes_per_row(row_bytes)))
         self._resident = resident
         self._changed = threading.Condition(lock)
-        # Coming lookups, in order, whose rows were not read yet.
-        self._queue: dict[int, list[Keys]] = {}
-        self._blocks: list[_Block] = []
-        self._filling: _core.HeldRows | None = None  # the rows of the block that is being filled
-        self._kept: _core.HeldRows | None = None
-        self._keep_rows = 0  # the largest number of rows that were to be kept
-        self._reading: range | None = None  # numbers of the lookups whose rows are being read
-        self._overwritten: list[Keys] = []  # keys written to the store since that read began
-        self._last_begun = -1
-        self._generation = 0
+        # Rows whose places were not asked yet, with the lookups that ask for them.
+        self._incoming: list[tuple[Keys, NDArray[np.int64]]] = []
+        self._sweep = _core.Sweep()  # the thread's own; it changes without the lock
+        self._entries = 0  # of the sweep, when the thread last looked
+        self._rounds = 0.0  # of the sweep, when the thread last looked
+        self._due = 0.0  # rounds that should be complete
+        self._rows: _core.HeldRows | None = None
+        self._reading: int | None = None  # the earliest lookup for which rows are being read
+        self._last_announced = self._last_begun = -1
+        self._window = 0  # the most lookups that were announced and not begun
+        self._lacking = 0.0  # the mean number of rows that a lookup lacks
         self._closed = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -79,11 +89,14 @@ class ReadAhead:
         """Queue ``keys`` for coming lookup ``seq``; no announced lookup before it asks for them."""
         if self._closed or seq <= self._last_begun:
             return
-        self._queue[seq] = [keys]
-        if len(keys):
-            self._wake()
+        self._last_announced = max(self._last_announced, seq)
+        self._window = max(self._window, self._last_announced - self._last_begun)
+        self._queue(keys, np.full(len(keys), seq, np.int64))
 
-    def _wake(self) -> None:
+    def _queue(self, keys: Keys, next_use: NDArray[np.int64]) -> None:
+        if not len(keys):
+            return
+        self._incoming.append((keys, next_use))
         if self._thread is None:
             # The thread ends when no lookup is announced any more, so it never keeps the tables alive.
             thread = threading.Thread(target=self._work, name="tierstore-read-ahead", daemon=True)
@@ -91,83 +104,70 @@ class ReadAhead:
                 thread.start()
             except RuntimeError as error:  # plans read for themselves
                 logger.debug("no reading ahead: %s", error)
-                self._queue.clear()
+                self._incoming.clear()
                 return
             self._thread = thread
         self._changed.notify_all()
 
     def lookup_begun(self, seq: int) -> None:
-        """Drop lookup ``seq``, which is being planned, and all earlier lookups from the queue."""
-        self._last_begun = max(self._last_begun, seq)
-        while self._queue and (first := next(iter(self._queue))) <= self._last_begun:
-            del self._queue[first]
+        """Learn that lookup ``seq`` is being planned: its rows, and rows of earlier lookups, need not be read
+        any more."""
+        if seq <= self._last_begun:
+            return
+        steps = (seq - self._last_begun) / max(1.0, _ROUND * self._horizon())
+        # The first round is due at once, when the window is complete.
+        self._due = min(self._due + steps, self._rounds + 1) if self._due else 1.0
+        self._last_begun = seq
         self._changed.notify_all()
+
+    def _horizon(self) -> float:
+        """Return how many lookups ahead rows are read: lookups that are announced, and whose rows find
+        room."""
+        return min(self._window, HORIZON_ROWS * self.max_rows / max(self._lacking, 1.0))
 
     def rows_overwritten(self, keys: Keys) -> None:
         """Drop these rows: the store gets other versions of them."""
-        if self._reading is not None:
-            self._overwritten.append(keys)
-        for rows in self._all():
-            rows.discard(keys)
+        if self._rows is not None:
+            self._rows.discard(keys)
 
     def keep(self, keys: Keys, rows: RowBytes, next_use: NDArray[np.int64]) -> None:
-        """Keep copies of rows that announced lookups use: the rows were just written to the store."""
+        """Keep copies of rows that leave memory and that announced lookups use; the store has these
+        versions."""
         if self._closed:
             return
-        wanted = self._wanted(next_use)
-        maximum = int(self._max_rows * _KEEP_SHARE)
-        held = 0 if self._kept is None else len(self._kept)
-        self._keep_rows = max(self._keep_rows, min(maximum, held + len(wanted)))
-        # Policies that know the next use evict last the rows that are used first.
-        room = max(0, min(maximum - held, self._free()))
-        past, wanted = np.split(wanted, [max(0, len(wanted) - room)])
-        self._read_again(keys[past], next_use[past])
+        wanted = np.flatnonzero((next_use > self._last_begun) & (next_use < NEVER))
         if not len(wanted):
             return
-        if self._kept is None:
-            self._kept = _core.HeldRows(maximum, self._row_bytes)
-        slots = self._kept.add(keys[wanted])
-        source = wanted.astype(np.int32)
-        _core.HostRows.view(self._kept.rows(maximum)).copy_in(slots, rows, source)
+        # Of later lookups the sweep comes by in time.
+        soon = next_use[wanted] <= self._last_begun + self._horizon()
+        kept = wanted[soon]
+        held = self._held()
+        # Policies that know the next use evict last the rows that are used first.
+        past, kept = np.split(kept, [max(0, len(kept) - held.room)])
+        for later in (past, wanted[~soon]):
+            self._queue(keys[later], next_use[later])
+        if len(kept):
+            _core.HostRows.view(held.rows).copy_in(held.add(keys[kept]), rows, kept.astype(np.int32))
 
-    def rows_evicted(self, keys: Keys, next_use: NDArray[np.int64]) -> None:
-        """Queue clean rows again that have left memory before they are used."""
-        wanted = self._wanted(next_use)
-        self._read_again(keys[wanted], next_use[wanted])
-
-    def _wanted(self, next_use: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.flatnonzero((next_use > self._last_begun) & (next_use < NEVER))
-
-    def _read_again(self, keys: Keys, next_use: NDArray[np.int64]) -> None:
-        """Queue rows that were in memory when their next lookups were announced."""
-        if self._resident is not None or not len(keys):
-            return  # ``resident`` is asked again before a lookup's rows are read
-        for seq in np.unique(next_use).tolist():
-            if seq in self._queue:
-                self._queue[seq].append(keys[next_use == seq])
-                self._wake()
+    def _held(self) -> _core.HeldRows:
+        if self._rows is None:
+            self._rows = _core.HeldRows(self.max_rows, self._row_bytes)
+        return self._rows
 
     def forget(self) -> None:
         """Drop all rows and the queue: the announced lookups will not come."""
-        self._generation += 1
-        self._queue.clear()
-        self._blocks.clear()
-        self._kept, self._keep_rows = None, 0
+        self._incoming.clear()
+        self._sweep = _core.Sweep()
+        self._entries, self._rounds, self._due = 0, 0.0, 0.0
+        self._rows = None
+        self._last_announced, self._window = self._last_begun, 0
         self._changed.notify_all()
 
     def memory_bytes(self) -> int:
+        """Return the bytes that the rows here take."""
+        held = 0 if self._rows is None else len(self._rows)
         each = self._row_bytes + _core.HeldRows.BYTES_PER_ROW
-        return int(each * (self._max_rows - self._free()))
-
-    def _free(self) -> int:
-        """Return the number of further rows that there is room for."""
-        held = sum(block.rows.capacity for block in self._blocks)
-        held += 0 if self._filling is None else self._filling.capacity
-        return self._max_rows - held - (0 if self._kept is None else len(self._kept))
-
-    def _all(self) -> list[_core.HeldRows]:
-        """Return the holders of rows that plans can take."""
-        return [block.rows for block in self._blocks] + ([] if self._kept is None else [self._kept])
+        return int(each * held) + self._entries * _core.Sweep.BYTES_PER_ENTRY
 
     # -- taking rows ----------------------------------------------------------------------
 
@@ -175,26 +175,22 @@ class ReadAhead:
         """Wait until nothing is being read for lookup ``seq``. Raises what the thread has failed with,
         once."""
         with self._changed:
-            self._changed.wait_for(lambda: self._reading is None or seq not in self._reading)
+            self._changed.wait_for(lambda: self._reading is None or seq < self._reading)
             failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def find(self, keys: Keys) -> list[Piece]:
-        """Return the rows of ``keys`` that are here, in place."""
-        found: list[Piece] = []
-        for rows in self._all():
-            slots = rows.find(keys)
-            here = np.flatnonzero(slots >= 0)
-            if len(here):
-                found.append((here, rows.rows(rows.capacity), slots[here]))
-        return found
+    def find(self, keys: Keys) -> tuple[Slots, RowBytes] | None:
+        """Return the slot of each key's row, -1 where it is not here, and the slots' rows. None: there is no
+        row here."""
+        rows = self._rows
+        return None if rows is None or not len(rows) else (rows.find(keys), rows.rows)
 
-    def lookup_filled(self, seq: int, keys: Keys) -> None:
-        """Drop rows of ``keys``, and blocks up to lookup ``seq``: the rows are in the first tier now."""
-        if self._kept is not None:
-            self._kept.discard(keys)
-        self._blocks = [block for block in self._blocks if block.last > seq]
+    def lookup_filled(self, keys: Keys) -> None:
+        """Drop the rows of ``keys``, which a lookup lacked: they are in the first tier now."""
+        if self._rows is not None:
+            self._rows.discard(keys)
+        self._lacking += (len(keys) - self._lacking) * (_MEMORY if self._lacking else 1.0)
         self._changed.notify_all()
 
     # -- the thread -----------------------------------------------------------------------
@@ -210,71 +206,68 @@ class ReadAhead:
         except BaseException as error:
             failure = error
         with self._changed:
-            self._reading = self._filling = None
-            self._failure = failure or self._failure
             self._thread = None
-            self._queue.clear()  # it has entries only after a failure: plans then read for themselves
+            if failure is not None or self._reading is not None:
+                self._reading = None
+                self.forget()
+            self._failure = failure or self._failure
             self._changed.notify_all()
 
     def _read_next(self) -> bool:
-        """Read rows of the next lookups when a read is due; return False when no lookup is announced any
-        more."""
+        """Read the next part of a round when it is due. Return False when no lookup is announced any more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or not self._queue or self._is_due())
-            if self._closed or not self._queue:
+            self._changed.wait_for(lambda: self._is_over() or bool(self._incoming) or self._is_due())
+            if self._is_over():
                 return False
-            generation = self._generation
-            lookups, keys = self._choose()
-            if not len(keys):
-                return True
-            rows = self._filling = _core.HeldRows(len(keys), self._row_bytes)
-            self._reading, self._overwritten = lookups, []
-        slots = rows.add(keys)  # slots from 0 on
-        found = self._store.read(keys, rows.rows(len(keys)))
-        rows.remove(slots[~found])
+            incoming, self._incoming, sweep = self._incoming, [], self._sweep
+        for keys, next_use in incoming:
+            sweep.add(keys, self._store.places(keys), next_use)
         with self._changed:
-            self._reading = self._filling = None
-            for written in self._overwritten:
-                rows.discard(written)
-            block = _Block(lookups.stop - 1, rows)
-            if generation == self._generation and block.last >= self._last_begun:
-                self._blocks.append(block)
-            self._overwritten = []
+            if sweep is not self._sweep:
+                return True  # the window was forgotten
+            self._note()
+            if not self._is_due():
+                return True
+            rows = self._held()
+            keys, slots = self._choose(rows)
+            self._note()
+        if not len(keys):
+            return True
+        found = self._store.read(keys, rows.rows, slots)
+        with self._changed:
+            self._reading = None
+            rows.finish(slots, found)
             self._changed.notify_all()
         return True
 
-    def _is_due(self) -> bool:
-        """Return whether to read now. More lookups in one read are better, as long as plans have as many left
-        in the block before it."""
-        if len(self._blocks) >= _BLOCKS:
-            return False
-        return not self._blocks or len(self._queue) >= self._blocks[-1].last - self._last_begun
+    def _is_over(self) -> bool:
+        return self._closed or (self._last_announced <= self._last_begun and not self._incoming)
 
-    def _choose(self) -> tuple[range, Keys]:
-        """Return the next lookups, as many as a block has room for, and the keys to read for them."""
-        first, last = -1, -1
-        room = min((self._max_rows - self._keep_rows) // _BLOCKS, self._free())
-        chosen: list[Keys] = []
-        while self._queue:
-            seq = next(iter(self._queue))
-            missing = np.concatenate(self._queue[seq])
-            if self._resident is not None:
-                missing = missing[~self._resident(missing)]
-            if len(missing) <= room:
-                room -= len(missing)
-                chosen.append(missing)
-                first, last = (seq if first < 0 else first), seq
-            elif chosen:
-                break
-            del self._queue[seq]  # it is chosen, or larger than a block: then its plan reads for itself
-        if not chosen:
-            return range(0), np.empty(0, np.uint64)
-        # A key is in the window until its lookup has begun, so none should come twice; the index of a block
-        # relies on it.
-        keys = np.unique(np.concatenate(chosen))
-        for rows in self._all():
-            keys = keys[rows.find(keys) < 0]
-        return range(first, last + 1), keys
+    def _note(self) -> None:
+        self._entries, self._rounds = len(self._sweep), self._sweep.rounds
+
+    def _room(self) -> int:
+        room = self.max_rows if self._rows is None else self._rows.room
+        return room - int(self.max_rows * _RESERVE)
+
+    def _is_due(self) -> bool:
+        """Return whether to read now: a part of a round is due, and there is room for its rows."""
+        is_due = self._due - self._rounds >= 1 / _PARTS
+        return is_due and self._room() >= min(self._entries, max(1, self.max_rows // _PARTS))
+
+    def _choose(self, rows: _core.HeldRows) -> tuple[Keys, Slots]:
+        """Go on in the round. Return the keys to read, and slots for their rows."""
+        if not self._lacking:  # no lookup was planned yet
+            self._lacking = self._entries / max(1, self._window)
+        first, last = self._last_begun + 1, self._last_begun + math.ceil(self._horizon())
+        limit = min(self._room(), _MOST_AT_ONCE)
+        keys, earliest = self._sweep.next(self._due - self._rounds, limit, first, last)
+        if self._resident is not None and len(keys):
+            keys = keys[~self._resident(keys)]
+        keys, slots = rows.begin(keys)
+        if len(keys):
+            self._reading = earliest
+        return keys, slots
 
     def close(self) -> None:
         """End the thread. Call it before the store is closed."""

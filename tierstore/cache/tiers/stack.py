@@ -44,6 +44,10 @@ class TierStack:
             yield found
             keys = keys[~found.here]
 
+    def window_rows(self) -> float:
+        """Return the distinct rows in the window from which on a longer window brings no tier anything."""
+        return max(tier.window_rows for tier in self.tiers)
+
     # -- rows that move ------------------------------------------------------------------------
 
     def collect(self, missing: Keys) -> list[FoundRows]:

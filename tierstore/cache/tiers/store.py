@@ -15,10 +15,11 @@ from tierstore.cache.tiers.protocol import (
     Keys,
     LastingTier,
     MovingRows,
+    Piece,
     RowBytes,
     TierStats,
 )
-from tierstore.cache.tiers.read_ahead import ReadAhead
+from tierstore.cache.tiers.read_ahead import HORIZON_ROWS, ReadAhead
 from tierstore.store.protocol import RowStore
 
 
@@ -41,13 +42,20 @@ class StoreTier(LastingTier):
         # committed.
         self._holds_rows = bool(store.commits())
 
+    @property
+    def window_rows(self) -> float:
+        return 0.0 if self.ahead is None else HORIZON_ROWS * self.ahead.max_rows
+
     def find(self, keys: Keys) -> FoundRows:
         here = np.zeros(len(keys), bool)
         if not self._holds_rows:
             return FoundRows(here, [])
-        pieces = [] if self.ahead is None else self.ahead.find(keys)
-        for positions, _, _ in pieces:
-            here[positions] = True
+        pieces: list[Piece] = []
+        if self.ahead is not None and (held := self.ahead.find(keys)) is not None:
+            slots, rows = held
+            here = slots >= 0
+            positions = np.flatnonzero(here)
+            pieces.append((positions, rows, slots[positions]))
         left = np.flatnonzero(~here)
         read_ahead = len(keys) - len(left)
         if len(left):
@@ -71,13 +79,9 @@ class StoreTier(LastingTier):
         """Store the dirty rows; clean rows are in the store already, or were never updated."""
         self._holds_rows = True
         changed = rows.dirty.astype(bool)
-        if not changed.all():
-            if self.ahead is not None:
-                self.ahead.rows_evicted(rows.keys[~changed], rows.next_use[~changed])
-            rows = rows.part(changed)
-            if not len(rows.keys):
-                return
-        self.write(rows.keys, rows.rows)
+        dirty = rows if changed.all() else rows.part(changed)
+        if len(dirty.keys):
+            self.write(dirty.keys, dirty.rows)
         if self.ahead is not None:
             self.ahead.keep(rows.keys, rows.rows, rows.next_use)
 
@@ -95,7 +99,7 @@ class StoreTier(LastingTier):
 
     def stats(self) -> TierStats:
         ahead = 0 if self.ahead is None else self.ahead.memory_bytes()
-        return TierStats(buffer_bytes=ahead + self._fetched.nbytes)
+        return TierStats(buffer_bytes=self._fetched.nbytes, read_ahead_bytes=ahead)
 
     def announce(self, keys: Keys, next_use: int, now: int) -> Keys:
         if self.ahead is not None:
@@ -115,7 +119,7 @@ class StoreTier(LastingTier):
 
     def end_lookup(self, seq: int, keys: Keys) -> None:
         if self.ahead is not None:
-            self.ahead.lookup_filled(seq, keys)
+            self.ahead.lookup_filled(keys)
 
     def close(self) -> None:
         if self.ahead is not None:

@@ -1,0 +1,61 @@
+// Rows that are to be read for coming lookups, in the order of their places in a store.
+//
+// A reader goes round all places again and again, in one direction. Each time it comes to a place it takes
+// the rows there that a lookup within its horizon asks for. Rows of many lookups that lie near one another
+// thus come together, however few of them each lookup asks for. A lift serves the floors of a house in the
+// same way (the elevator algorithm of disk scheduling: Knuth, The Art of Computer Programming 1, 2.2.5).
+//
+// Not thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/page_allocator.h"
+
+namespace tierstore {
+
+class Sweep {
+ public:
+  // The place of a row that is not stored.
+  static constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
+  // What an entry costs.
+  static constexpr std::int64_t kBytesPerEntry = 16;
+
+  Sweep();
+
+  // Adds an entry for each key that is somewhere: lookup seqs[i] asks for keys[i], which is at places[i].
+  void Add(const std::uint64_t* keys, const std::uint64_t* places, const std::int64_t* seqs, std::int64_t n);
+
+  // Goes on from the current place, for at most `way` of a round, and appends up to `limit` keys that lookups
+  // from `first` to `last` ask for. A key may come again. Later lookups' entries stay; earlier lookups'
+  // entries go. Returns the earliest of the lookups that the keys are for; `last` + 1 if there is no key.
+  std::int64_t Next(double way, std::int64_t limit, std::int64_t first, std::int64_t last,
+                    PageVector<std::uint64_t>* keys);
+
+  std::int64_t size() const { return size_; }
+  // Rounds that are complete, and the part of the round that has begun.
+  double rounds() const { return rounds_ + static_cast<double>(at_) / static_cast<double>(used_); }
+
+ private:
+  struct Entry {
+    std::uint64_t key;
+    std::int64_t seq;
+  };
+  static_assert(sizeof(Entry) == kBytesPerEntry);
+  using Bucket = std::vector<Entry>;
+  static constexpr std::size_t kBuckets = 4096;
+
+  void MakeWider(std::uint64_t place);
+
+  // Bucket b has the places from b << shift_ on; the buckets from used_ on are empty.
+  std::vector<Bucket> buckets_;
+  int shift_ = 0;
+  std::size_t used_ = 1;
+  std::size_t at_ = 0;    // the next bucket to visit
+  std::size_t done_ = 0;  // entries of that bucket that were visited in this round
+  double rounds_ = 0;
+  std::int64_t size_ = 0;
+};
+
+}  // namespace tierstore
