@@ -4,8 +4,9 @@ A thread goes round the places of a store's rows, in one direction, again and ag
 the rows that some announced lookup asks for and that no exclusive tier has (``csrc/cache/sweep.h``). The
 longer a round takes, the more rows lie near one another, and share a request to the device. So a round takes
 nearly as many lookups as the window has, or as many as there is room for the rows that wait for their
-lookups. Planning goes on meanwhile. Rows that leave memory although the window wants them again soon are
-kept as they are written to the store.
+lookups. Planning goes on meanwhile; a plan waits for a round that has not come by all of its rows yet, since
+a read for one plan alone would take the device much longer. Rows that leave memory although the window wants
+them again soon are kept as they are written to the store.
 
 Rows here equal the store's rows: a row that is written to the store later is dropped here, and no plan asks
 for rows that an exclusive tier has.
@@ -14,8 +15,8 @@ for rows that an exclusive tier has.
 from __future__ import annotations
 
 import logging
-import math
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -28,17 +29,23 @@ from tierstore.store.protocol import RowStore
 
 logger = logging.getLogger("tierstore")
 
-_ROUND = 7 / 8
+_ROUND = 15 / 16
 """Lookups that a round takes, per lookup of the horizon. The rest is the time that a read may take."""
-HORIZON_ROWS = 1.7
+WINDOW_ROWS = 1.9
+"""Distinct rows in the window per row that there is room for, from which on a longer window brings nothing:
+some of the rows are in the tiers above."""
+_HORIZON_ROWS = 1.5
 """Rows that the lookups of the horizon lack together, per row that there is room for.
 
 With n lookups in the horizon that lack m rows each, and rounds of r lookups, m·(n - r/2) rows wait for their
-lookups on average. That is 0.96 of the room.
+lookups on average. That is 0.85 of the room.
 """
+_FIRST_ROWS = 1 << 18  # rows of the first round, for which the first plan waits
+_GROWTH = 2  # lookups by which the end of the horizon moves per lookup that begins, at most
 _RESERVE = 1 / 16  # part of the room that is left to rows that leave memory and are wanted again
 _PARTS = 64  # a round is read in at most so many parts, and more only where a part has very many rows
-_MOST_AT_ONCE = 1 << 15  # rows of a part; a plan may have to wait for a part
+_MOST_AT_ONCE = 1 << 14  # rows of a part; a plan may have to wait for a part
+_LEFT_TO_PLANS = 1 / 16  # of a round: a plan reads so little itself
 _MEMORY = 1 / 16  # weight of the newest lookup in the mean of what lookups lack
 
 
@@ -73,11 +80,17 @@ class ReadAhead:
         self._sweep = _core.Sweep()  # the thread's own; it changes without the lock
         self._entries = 0  # of the sweep, when the thread last looked
         self._rounds = 0.0  # of the sweep, when the thread last looked
-        self._due = 0.0  # rounds that should be complete
+        self._due = 0.0  # rounds that should be complete; 0 before the first lookup begins
+        self._until = 0.0  # rounds after which the newest lookup's rows are here
+        self._waits = False  # whether its plan waits for that
         self._rows: _core.HeldRows | None = None
         self._reading: int | None = None  # the earliest lookup for which rows are being read
+        self._rounds_before = 0.0  # rounds when that read began
         self._last_announced = self._last_begun = -1
-        self._window = 0  # the most lookups that were announced and not begun
+        self._announced: deque[tuple[int, int]] = deque()  # coming lookups, and their numbers of rows
+        self._end = -1  # the last lookup in the horizon: its rows are read when the round comes by
+        self._entered: deque[tuple[int, float]] = deque()  # former ends, and the rounds from then on
+        self._horizon = 0  # the most lookups that the horizon had
         self._lacking = 0.0  # the mean number of rows that a lookup lacks
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -89,8 +102,8 @@ class ReadAhead:
         """Queue ``keys`` for coming lookup ``seq``; no announced lookup before it asks for them."""
         if self._closed or seq <= self._last_begun:
             return
-        self._last_announced = max(self._last_announced, seq)
-        self._window = max(self._window, self._last_announced - self._last_begun)
+        self._last_announced = seq
+        self._announced.append((seq, len(keys)))
         self._queue(keys, np.full(len(keys), seq, np.int64))
 
     def _queue(self, keys: Keys, next_use: NDArray[np.int64]) -> None:
@@ -114,16 +127,45 @@ class ReadAhead:
         any more."""
         if seq <= self._last_begun:
             return
-        steps = (seq - self._last_begun) / max(1.0, _ROUND * self._horizon())
-        # The first round is due at once, when the window is complete.
-        self._due = min(self._due + steps, self._rounds + 1) if self._due else 1.0
-        self._last_begun = seq
+        if not self._due and not self._announced:
+            self._last_begun = seq  # nothing is read ahead
+            return
+        if not self._due:
+            self._begin(seq)
+        steps, self._last_begun = seq - self._last_begun, seq
+        while self._entered and self._entered[0][0] < seq:
+            self._entered.popleft()
+        self._until = self._entered[0][1] + 1 if self._entered else 0.0
+        while self._announced and self._announced[0][0] <= seq:
+            self._announced.popleft()
+        self._extend(min(self._last_announced, seq + self._room_for(), self._end + _GROWTH * steps))
+        round_ = max(1.0, _ROUND * min(self._horizon, self._room_for()))
+        self._due = min(self._due + steps / round_, self._rounds + 1)
         self._changed.notify_all()
 
-    def _horizon(self) -> float:
-        """Return how many lookups ahead rows are read: lookups that are announced, and whose rows find
-        room."""
-        return min(self._window, HORIZON_ROWS * self.max_rows / max(self._lacking, 1.0))
+    def _begin(self, seq: int) -> None:
+        """Begin the first round of a window, with the lookups from ``seq`` on whose rows find room."""
+        self._last_begun = seq - 1
+        self._due, room, end = 1.0, min(self._room(), _FIRST_ROWS), seq
+        for lookup, rows in self._announced:
+            room -= rows
+            if room < 0:
+                break
+            end = lookup
+        if not self._lacking and self._announced:
+            self._lacking = sum(rows for _, rows in self._announced) / len(self._announced)
+        self._extend(end)
+
+    def _extend(self, end: int) -> None:
+        """Move the end of the horizon to lookup ``end``."""
+        if end > self._end:
+            self._end = end
+            self._entered.append((end, self._rounds))
+        self._horizon = max(self._horizon, self._end - self._last_begun)
+
+    def _room_for(self) -> int:
+        """Return the lookups in the horizon for whose rows there is room."""
+        return int(_HORIZON_ROWS * self.max_rows / max(self._lacking, 1.0))
 
     def rows_overwritten(self, keys: Keys) -> None:
         """Drop these rows: the store gets other versions of them."""
@@ -138,8 +180,8 @@ class ReadAhead:
         wanted = np.flatnonzero((next_use > self._last_begun) & (next_use < NEVER))
         if not len(wanted):
             return
-        # Of later lookups the sweep comes by in time.
-        soon = next_use[wanted] <= self._last_begun + self._horizon()
+        # A round comes by the rows of later lookups in time.
+        soon = next_use[wanted] <= self._end
         kept = wanted[soon]
         held = self._held()
         # Policies that know the next use evict last the rows that are used first.
@@ -158,9 +200,11 @@ class ReadAhead:
         """Drop all rows and the queue: the announced lookups will not come."""
         self._incoming.clear()
         self._sweep = _core.Sweep()
-        self._entries, self._rounds, self._due = 0, 0.0, 0.0
+        self._entries, self._rounds, self._due, self._until = 0, 0.0, 0.0, 0.0
         self._rows = None
-        self._last_announced, self._window = self._last_begun, 0
+        self._announced.clear()
+        self._entered.clear()
+        self._last_announced, self._end, self._horizon = self._last_begun, -1, 0
         self._changed.notify_all()
 
     def memory_bytes(self) -> int:
@@ -172,13 +216,28 @@ class ReadAhead:
     # -- taking rows ----------------------------------------------------------------------
 
     def wait(self, seq: int) -> None:
-        """Wait until nothing is being read for lookup ``seq``. Raises what the thread has failed with,
-        once."""
+        """Wait until the rows of lookup ``seq`` are here, as far as they are read ahead. Raises what the
+        thread has failed with, once."""
         with self._changed:
-            self._changed.wait_for(lambda: self._reading is None or seq < self._reading)
+            if self._until - self._rounds_here() > _LEFT_TO_PLANS:
+                self._due = max(self._due, self._until)
+                self._waits = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not self._comes(seq))
+                self._waits = False
             failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    def _comes(self, seq: int) -> bool:
+        """Return whether rows of lookup ``seq`` are being read, or will be without a plan before it."""
+        if self._until <= self._rounds_here() or self._thread is None:
+            return False
+        return self._has_room() or (self._reading is not None and seq >= self._reading)
+
+    def _rounds_here(self) -> float:
+        """Return the rounds whose rows are here."""
+        return self._rounds if self._reading is None else self._rounds_before
 
     def find(self, keys: Keys) -> tuple[Slots, RowBytes] | None:
         """Return the slot of each key's row, -1 where it is not here, and the slots' rows. None: there is no
@@ -226,9 +285,9 @@ class ReadAhead:
             if sweep is not self._sweep:
                 return True  # the window was forgotten
             self._note()
-            if not self._is_due():
+            if self._incoming or not self._is_due():
                 return True
-            rows = self._held()
+            self._rounds_before, rows = self._rounds, self._held()
             keys, slots = self._choose(rows)
             self._note()
         if not len(keys):
@@ -252,16 +311,17 @@ class ReadAhead:
 
     def _is_due(self) -> bool:
         """Return whether to read now: a part of a round is due, and there is room for its rows."""
-        is_due = self._due - self._rounds >= 1 / _PARTS
-        return is_due and self._room() >= min(self._entries, max(1, self.max_rows // _PARTS))
+        is_due = self._due - self._rounds >= (0 if self._waits else 1 / _PARTS)
+        return is_due and self._has_room()
+
+    def _has_room(self) -> bool:
+        return self._room() >= min(self._entries, max(1, self.max_rows // _PARTS))
 
     def _choose(self, rows: _core.HeldRows) -> tuple[Keys, Slots]:
         """Go on in the round. Return the keys to read, and slots for their rows."""
-        if not self._lacking:  # no lookup was planned yet
-            self._lacking = self._entries / max(1, self._window)
-        first, last = self._last_begun + 1, self._last_begun + math.ceil(self._horizon())
+        first = self._last_begun + (not self._waits)
         limit = min(self._room(), _MOST_AT_ONCE)
-        keys, earliest = self._sweep.next(self._due - self._rounds, limit, first, last)
+        keys, earliest = self._sweep.next(self._due - self._rounds, limit, first, self._end)
         if self._resident is not None and len(keys):
             keys = keys[~self._resident(keys)]
         keys, slots = rows.begin(keys)

@@ -19,7 +19,7 @@ from tierstore.cache.tiers.protocol import (
     RowBytes,
     TierStats,
 )
-from tierstore.cache.tiers.read_ahead import HORIZON_ROWS, ReadAhead
+from tierstore.cache.tiers.read_ahead import WINDOW_ROWS, ReadAhead
 from tierstore.store.protocol import RowStore
 
 
@@ -44,7 +44,7 @@ class StoreTier(LastingTier):
 
     @property
     def window_rows(self) -> float:
-        return 0.0 if self.ahead is None else HORIZON_ROWS * self.ahead.max_rows
+        return 0.0 if self.ahead is None else WINDOW_ROWS * self.ahead.max_rows
 
     def find(self, keys: Keys) -> FoundRows:
         here = np.zeros(len(keys), bool)
