@@ -23,8 +23,9 @@ Batch = TypeVar("Batch")
 Inputs = Mapping["str | nn.Module", Callable[[Any], Any]]
 
 MAX_WINDOW = 1024
-WINDOW_BYTES = 128 << 20
-"""Bytes that the batches of an automatic window, and their ids, may take together."""
+WINDOW_BYTES = 16 << 20
+"""Bytes that the batches of an automatic window, and their ids, may take together, where no rows are read
+ahead."""
 AUTO_DEPTH = 2
 
 _warned: WeakSet[nn.Module] = WeakSet()
@@ -232,6 +233,7 @@ def _fill(
     ended."""
     depth, window = _agreed(session, depth), _agreed(session, window)
     held, first = 0, None
+    room = WINDOW_BYTES + sum(group.stack.window_bytes() for group in session.groups)
     more = True
     while True:
         planned = pull()
@@ -247,7 +249,7 @@ def _fill(
         if window is not None:
             if session.pulled_ahead > window:
                 break
-        elif session.any_rank(session.pulled_ahead > MAX_WINDOW or held > WINDOW_BYTES or _covered(session)):
+        elif session.any_rank(session.pulled_ahead > MAX_WINDOW or held > room or _covered(session)):
             break
     chosen = max(0, session.pulled_ahead - 1) if window is None else window
     deep = session.min_over_ranks(_auto_depth(session, first)) if depth is None else depth

@@ -110,6 +110,11 @@ class Tier(Protocol):
         return 0.0
 
     @property
+    def window_bytes(self) -> int:
+        """Bytes that an automatic window may take for the sake of this tier."""
+        return 0
+
+    @property
     def policy_seconds(self) -> float:
         """Seconds that the tier's policy has taken so far."""
         return 0.0

@@ -34,6 +34,9 @@ _ROUND = 15 / 16
 WINDOW_ROWS = 1.9
 """Distinct rows in the window per row that there is room for, from which on a longer window brings nothing:
 some of the rows are in the tiers above."""
+WINDOW_SHARE = 1 / 4
+"""Bytes of an automatic window per byte that rows may take: of ids, of what is known of them, and of the
+batches that wait."""
 _HORIZON_ROWS = 1.5
 """Rows that the lookups of the horizon lack together, per row that there is room for.
 
@@ -72,6 +75,7 @@ class ReadAhead:
     ) -> None:
         self._store = store
         self._row_bytes = row_bytes
+        self.max_bytes = max_bytes
         self.max_rows = max(1, int(max_bytes / bytes_per_row(row_bytes)))
         self._resident = resident
         self._changed = threading.Condition(lock)

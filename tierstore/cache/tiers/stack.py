@@ -48,6 +48,10 @@ class TierStack:
         """Return the distinct rows in the window from which on a longer window brings no tier anything."""
         return max(tier.window_rows for tier in self.tiers)
 
+    def window_bytes(self) -> int:
+        """Return the bytes that an automatic window may take for the sake of the tiers."""
+        return sum(tier.window_bytes for tier in self.tiers)
+
     # -- rows that move ------------------------------------------------------------------------
 
     def collect(self, missing: Keys) -> list[FoundRows]:
