@@ -51,7 +51,7 @@ _MEMORY = 1 / 16  # weight of the newest lookup in the mean of what lookups lack
 
 def bytes_per_row(row_bytes: int) -> float:
     """Return the bytes that a row takes here, its entries in the index and in the sweep included."""
-    return row_bytes + _core.HeldRows.BYTES_PER_ROW + _core.Sweep.BYTES_PER_ENTRY
+    return row_bytes + _core.HeldRows.BYTES_PER_ROW + WINDOW_ROWS * _core.Sweep.BYTES_PER_ENTRY
 
 
 class ReadAhead:
@@ -304,6 +304,7 @@ class ReadAhead:
 
     def _note(self) -> None:
         self._entries, self._rounds = len(self._sweep), self._sweep.rounds
+        self._changed.notify_all()  # a plan may have waited for that, or find that there is no room now
 
     def _room(self) -> int:
         room = self.max_rows if self._rows is None else self._rows.room
@@ -311,8 +312,8 @@ class ReadAhead:
 
     def _is_due(self) -> bool:
         """Return whether to read now: a part of a round is due, and there is room for its rows."""
-        is_due = self._due - self._rounds >= (0 if self._waits else 1 / _PARTS)
-        return is_due and self._has_room()
+        left = self._due - self._rounds
+        return left > 0 and (self._waits or left >= 1 / _PARTS) and self._has_room()
 
     def _has_room(self) -> bool:
         return self._room() >= min(self._entries, max(1, self.max_rows // _PARTS))
