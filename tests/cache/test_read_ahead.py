@@ -2,96 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import threading
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from tests.cache.read_ahead_rig import NEVER, Rig, wait_for, within_patience
 from tierstore import _core
-from tierstore.cache.tiers.read_ahead import ReadAhead
-from tierstore.errors import StoreIOError
 
-ROW = 16
-EACH = ROW + math.ceil(_core.HeldRows.BYTES_PER_ROW)
-NEVER = np.iinfo(np.int64).max
-
-
-class Store:
-    """Rows that all hold their version; a read takes until ``go`` is set."""
-
-    def __init__(self) -> None:
-        self.version: dict[int, int] = {key: 1 for key in range(0, 1000, 2)}
-        self.asked: list[list[int]] = []
-        self.begun, self.go = threading.Event(), threading.Event()
-        self.error: StoreIOError | None = None
-
-    def read(self, keys: Any, out: Any) -> Any:
-        self.asked.append(keys.tolist())
-        found = np.array([int(key) in self.version for key in keys])
-        for row, key in enumerate(keys.tolist()):
-            out[row] = self.version.get(key, 0)
-        self.begun.set()
-        assert self.go.wait(20)
-        if self.error is not None:
-            raise self.error
-        return found
-
-
-class Rig:
-    """``asks``: the tiers are asked what they hold; else what they hold is not announced."""
-
-    def __init__(self, rows: int = 40, asks: bool = True) -> None:
-        self.store: Any = Store()
-        self.lock = threading.RLock()
-        self.resident: set[int] = set()
-        resident = self._resident if asks else None
-        self.ahead = ReadAhead(self.store, ROW, 2 * rows * EACH, self.lock, resident)
-
-    def _resident(self, keys: Any) -> Any:
-        return np.array([int(key) in self.resident for key in keys], bool)
-
-    def announce(self, seq: int, *keys: int) -> None:
-        with self.lock:
-            self.ahead.announce(seq, np.array(keys, np.uint64))
-
-    def find(self, *keys: int) -> dict[int, int]:
-        """Versions by key of those that are to be had."""
-        with self.lock:
-            pieces = self.ahead.find(np.array(keys, np.uint64))
-        return {
-            keys[p]: rows[slot, 0]
-            for at, rows, slots in pieces
-            for p, slot in zip(at.tolist(), slots.tolist(), strict=True)
-        }
-
-    def keep(self, version: int, uses: dict[int, int]) -> None:
-        """The rows of these keys leave memory in this version; they are used next by these lookups."""
-        keys = np.array(list(uses), np.uint64)
-        with self.lock:
-            self.ahead.rows_overwritten(keys)
-            self.store.version.update((key, version) for key in uses)
-            rows = np.full((len(uses), ROW), version, np.uint8)
-            self.ahead.keep(keys, rows, np.array(list(uses.values())))
-
-    def plan(self, seq: int, *keys: int) -> None:
-        """Lookup ``seq`` is planned and takes these rows."""
-        with self.lock:
-            self.ahead.lookup_begun(seq)
-        self.ahead.wait(seq)
-        with self.lock:
-            self.ahead.lookup_filled(seq, np.array(keys, np.uint64))
-
-    def wait_idle(self) -> None:
-        deadline = time.monotonic() + 20
-        while self.ahead._thread is not None or self.ahead._reading is not None:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+EVEN = range(0, 1000, 2)  # the keys that are stored
 
 
 @pytest.fixture
@@ -106,235 +26,358 @@ def aware() -> Iterator[Rig]:
 
 def _rigged(rig: Rig) -> Iterator[Rig]:
     yield rig
-    rig.store.go.set()
-    rig.ahead.close()
+    rig.close()
 
 
-def test_many_lookups_are_one_read_without_what_is_in_memory(rig: Rig) -> None:
+def by_place(*keys: int) -> list[int]:
+    return sorted(keys, reverse=True)
+
+
+# -- what is read, and in which order ------------------------------------------------------------
+
+
+def test_rows_of_many_lookups_come_in_the_order_of_their_places(rig: Rig) -> None:
     rig.resident = {4}
-    with rig.lock:
-        for seq in range(3):
-            rig.announce(seq, 2 * seq, 2 * seq + 1, *([6] if seq == 2 else []))
+    for seq in range(3):
+        rig.announce(seq, 2 * seq, 2 * seq + 1, *([6] if seq == 2 else []))
     rig.store.go.set()
-    rig.wait_idle()
-    assert rig.store.asked == [[0, 1, 2, 3, 5, 6]]
-    assert rig.find(0, 1, 2, 3, 4, 5, 6, 7) == {0: 1, 2: 1, 6: 1}
-    assert rig.ahead.memory_bytes() > 0
-    rig.plan(2)
-    assert rig.find(0, 2, 6) == {}
+    assert rig.plan(0, 0) == {0: 1}
+    assert rig.store.asked == [by_place(0, 2, 6)]  # not the resident row, nor rows that are not stored
+    assert rig.find(0, 1, 2, 3, 4, 5, 6, 7) == {2: 1, 6: 1}
+    assert rig.plan(1, 2, 3) == {2: 1}
+    assert rig.plan(2, 5, 6) == {6: 1}
     assert rig.ahead.memory_bytes() == 0
 
 
-def test_rows_written_during_or_after_the_read_are_not_given(rig: Rig) -> None:
-    rig.announce(0, 2, 4, 6, 8)
-    assert rig.store.begun.wait(20)
-    with rig.lock:
-        rig.ahead.rows_overwritten(np.array([4, 99], np.uint64))
-        rig.store.version[4] = 2
+def test_nothing_is_read_before_a_lookup_begins(rig: Rig) -> None:
+    """So that a window that is just being filled is one round."""
     rig.store.go.set()
+    rig.announce(0, 2)
+    rig.announce(1, 4)
     rig.wait_idle()
-    assert rig.find(2, 4, 6, 8) == {2: 1, 6: 1, 8: 1}
-    with rig.lock:
-        rig.ahead.rows_overwritten(np.array([8, 7], np.uint64))
-    assert rig.find(2, 4, 6, 8) == {2: 1, 6: 1}
+    assert not rig.store.asked
+    assert rig.ahead.memory_bytes() == 2 * _core.Sweep.BYTES_PER_ENTRY
+    rig.plan(0, 2)
+    assert rig.store.asked == [[4, 2]]
 
 
-def test_a_plan_waits_for_the_read_that_has_its_rows(rig: Rig) -> None:
-    rig.announce(5, 2)
-    assert rig.store.begun.wait(20)
-    rig.ahead.wait(4)  # nothing is being read for it
-    waiting = threading.Thread(target=rig.ahead.wait, args=(5,))
-    waiting.start()
-    waiting.join(0.05)
-    assert waiting.is_alive()
+def test_rounds_are_read_in_parts_as_room_comes(rig: Rig) -> None:
     rig.store.go.set()
-    waiting.join(20)
-    assert not waiting.is_alive()
-    assert rig.find(2) == {2: 1}
-
-
-def test_lookups_that_are_planned_or_too_large_are_not_read(rig: Rig) -> None:
-    with rig.lock:
-        rig.ahead.lookup_begun(3)
-        rig.announce(3, 2)
-        rig.announce(4, *range(0, 200, 2))
-        rig.announce(5, 4)
-    rig.store.go.set()
+    keys = [range(2 * seq, 960, 240) for seq in range(36)]  # four rows each, all over the places
+    for seq in range(36):
+        rig.announce(seq, *keys[seq])
+    found = 0
+    for seq in range(36):
+        found += len(rig.plan(seq, *keys[seq]))
+        assert rig.ahead.memory_bytes() <= rig.max_bytes
     rig.wait_idle()
-    assert rig.store.asked == [[4]]
+    asked = rig.asked()
+    assert 0.6 * 144 < found <= len(asked)
+    assert len(asked) == len(set(asked)) <= 144
+    for part in rig.store.asked:
+        assert sum(a < b for a, b in itertools.pairwise(part)) <= 1  # the order of places, begun again once
+    assert len(by_round(asked)) <= 6
+    assert rig.ahead.memory_bytes() == 0
+
+
+def by_round(asked: list[int]) -> list[list[int]]:
+    rounds: list[list[int]] = []
+    for key in asked:
+        if not rounds or key > rounds[-1][-1]:
+            rounds.append([])
+        rounds[-1].append(key)
+    return rounds
+
+
+def test_a_lookup_that_lacks_more_rows_than_there_is_room_for_is_read_in_part(rig: Rig) -> None:
+    rig.store.go.set()
+    rig.announce(0, *EVEN)
+    rig.announce(1, 1, 3)
+    rig.begin(0)
+    within_patience(lambda: rig.ahead.wait(0))
+    found = rig.find(*EVEN)
+    assert 60 <= len(found) <= 80
+    assert by_place(*found) == by_place(*EVEN)[: len(found)]
+    assert rig.ahead.memory_bytes() <= rig.max_bytes + (len(EVEN) - len(found)) * _core.Sweep.BYTES_PER_ENTRY
+    rig.take(*EVEN)
+    rig.plan(1, 1, 3)
+    rig.wait_idle()
+    assert rig.find(*EVEN) == {}
 
 
 def test_only_what_a_lookup_lacks_has_to_fit(rig: Rig) -> None:
     rig.store.go.set()
     rig.resident = set(range(0, 196, 2))
     rig.announce(0, *range(0, 200, 2))
-    rig.wait_idle()
-    assert rig.store.asked == [[196, 198]]
+    rig.announce(1, 1)
+    assert rig.plan(0, 196, 198) == {196: 1, 198: 1}
+    assert rig.asked() == [198, 196]
 
 
-def test_the_next_read_begins_when_it_covers_as_many_lookups_as_the_block_before_it(rig: Rig) -> None:
+def test_rows_that_one_part_asks_for_twice_are_read_once(rig: Rig) -> None:
+    """A row that leaves memory before its lookup is queued again, and may still be in the sweep."""
     rig.store.go.set()
-    with rig.lock:
-        for seq in range(4):
-            rig.announce(seq, 2 * seq)
-    _wait_for(lambda: rig.store.asked == [[0, 2, 4, 6]])
-    rig.announce(4, 8)
-    time.sleep(0.02)
-    rig.plan(1)
-    time.sleep(0.02)
-    assert len(rig.store.asked) == 1
-    rig.announce(5, 10)
-    _wait_for(lambda: rig.store.asked[1:] == [[8, 10]])
+    for seq in range(4):
+        rig.announce(seq, 2, 4, 6)
+    assert rig.plan(0, 2, 4, 6) == {2: 1, 4: 1, 6: 1}
+    assert rig.store.asked == [[6, 4, 2]]
 
 
-def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+def test_lookups_that_are_planned_already_are_not_read(rig: Rig) -> None:
+    rig.store.go.set()
+    rig.begin(3)
+    rig.announce(3, 2)
+    rig.announce(4, 4)
+    rig.announce(5, 6)
+    rig.announce(6, 8)
+    rig.plan(5, 6)
+    assert rig.asked() == [8, 6]
+
+
+def test_the_horizon_grows_to_the_lookups_that_there_is_room_for(rig: Rig) -> None:
+    """The first round is short, as the first plan waits for it. Each lookup then lets a later one in."""
+    rig.store.go.set()
+    keys = [range(10 * seq, 10 * seq + 10, 2) for seq in range(100)]  # five rows each; there is room for 80
+    for seq in range(100):
+        rig.announce(seq, *keys[seq])
+    horizons = []
+    for seq in range(100):
+        rig.plan(seq, *keys[seq])
+        rig.wait_idle()
+        horizons.append(max(rig.asked()) // 10 - seq)
+    assert 14 <= horizons[0] <= 16  # 75 rows: a sixteenth of the room is left to rows that come back
+    assert 20 <= max(horizons) <= 24  # lookups with 1.5 times the rows that have room, since some are gone by
+    assert all(a - 1 <= b for a, b in itertools.pairwise(horizons))
+    assert len(rig.asked()) == len(set(rig.asked())) > 350
+
+
+# -- versions ------------------------------------------------------------------------------------
+
+
+def begun(rig: Rig, seq: int, *keys: int, later: tuple[int, ...] = ()) -> threading.Thread:
+    """A plan that waits for a read of these rows, which is under way; the next lookup asks for ``later``."""
+    rig.announce(seq, *keys)
+    rig.announce(seq + 1, *later)
+    rig.begin(seq)
+    waiting = threading.Thread(target=rig.ahead.wait, args=(seq,), daemon=True)
+    waiting.start()
+    assert rig.store.begun.wait(20)
+    return waiting
+
+
+def ended(rig: Rig, waiting: threading.Thread) -> None:
+    rig.store.go.set()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    rig.wait_idle()
+
+
+def test_rows_written_during_or_after_the_read_are_not_given(rig: Rig) -> None:
+    waiting = begun(rig, 0, 2, 4, 6, 8)
+    rig.overwrite(2, 4, 99)
+    assert rig.find(2, 4, 6, 8) == {}
+    ended(rig, waiting)
+    assert rig.find(2, 4, 6, 8) == {2: 1, 6: 1, 8: 1}
+    rig.overwrite(2, 8, 7)
+    assert rig.find(2, 4, 6, 8) == {2: 1, 6: 1}
+    assert rig.ahead.memory_bytes() == rig.held_bytes(2)
+
+
+def test_a_row_kept_while_its_old_version_is_on_its_way_stays(rig: Rig) -> None:
+    waiting = begun(rig, 0, 2, 4)
+    rig.keep(2, {4: 1})
+    assert rig.find(2, 4) == {4: 2}
+    ended(rig, waiting)
+    assert rig.find(2, 4) == {2: 1, 4: 2}
+
+
+def test_rows_that_a_plan_has_read_itself_meanwhile_are_not_held(rig: Rig) -> None:
+    waiting = begun(rig, 0, 2, 4)
+    rig.take(4)
+    ended(rig, waiting)
+    assert rig.find(2, 4) == {2: 1}
+    rig.take(2)
+    assert rig.ahead.memory_bytes() == 0
 
 
 def test_what_is_read_when_the_window_is_forgotten_is_dropped(rig: Rig) -> None:
-    rig.announce(0, 2)
-    assert rig.store.begun.wait(20)
+    waiting = begun(rig, 0, 2)
     with rig.lock:
         rig.ahead.forget()
+    waiting.join(20)
+    assert not waiting.is_alive()  # the plan does not wait for rows that it will not get
+    rig.announce(1, 4, 2)
+    rig.announce(2, 6)
+    rig.begin(1)
     rig.store.go.set()
     rig.wait_idle()
-    assert rig.find(2) == {}
-    rig.announce(1, 4)
+    within_patience(lambda: rig.ahead.wait(1))
     rig.wait_idle()
-    assert rig.find(4) == {4: 1}
+    assert rig.find(2, 4, 6) == {2: 1, 4: 1, 6: 1}
+    assert rig.store.asked == [[2], [6, 4, 2]]
+    rig.take(2, 4, 6)
+    assert rig.ahead.memory_bytes() == 0
 
 
-def test_a_read_that_fails_is_left_to_the_plan(rig: Rig) -> None:
-    rig.store.error = StoreIOError("the disk is gone")
+def test_a_read_that_fails_leaves_everything_to_the_plans(rig: Rig) -> None:
+    for seq in range(3):
+        rig.announce(seq, 2 * seq)
+    rig.fail_reads()
+    rig.store.go.set()
+    assert rig.plan(0, 0) == {}
+    assert rig.plan(1, 2) == {}
+    wait_for(lambda: rig.ahead._thread is None)
+    assert rig.store.asked == [[4, 2, 0]]
+    assert rig.ahead.memory_bytes() == 0
+    rig.store.error = None
+    rig.announce(3, 6)
+    rig.announce(4, 8)
+    assert rig.plan(3, 6) == {6: 1}
+
+
+def test_what_is_not_foreseen_is_told_once(rig: Rig) -> None:
+    rig.announce(1, 2)
+    rig.announce(2, 4)
+    rig.store.error = ZeroDivisionError("a mistake")
+    rig.store.go.set()
+    with pytest.raises(ZeroDivisionError, match="a mistake"):
+        rig.plan(1, 2)
+    assert rig.plan(2, 4) == {}
+
+
+# -- waiting -------------------------------------------------------------------------------------
+
+
+def test_the_first_plan_waits_for_the_first_round(rig: Rig) -> None:
+    waiting = begun(rig, 5, 2, later=(4,))
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    ended(rig, waiting)
+    assert rig.find(2, 4) == {2: 1, 4: 1}
+
+
+def test_a_plan_does_not_wait_for_later_lookups(rig: Rig) -> None:
+    rig.store.go.set()
+    for seq in range(36):
+        rig.announce(seq, *range(2 * seq, 720, 72))
+    rig.plan(0, *range(0, 720, 72))
+    rig.wait_idle()
+    rig.store.begun.clear()
+    rig.store.go.clear()
+    for seq in range(1, 7):  # the first round has gone by
+        rig.plan(seq, *range(2 * seq, 720, 72))
+    assert rig.store.begun.wait(20)  # meanwhile, rows of later lookups are being read
+
+
+def test_a_plan_does_not_wait_where_there_is_no_room(rig: Rig) -> None:
     rig.store.go.set()
     rig.announce(0, 2)
-    rig.wait_idle()
-    assert rig.find(2) == {}
+    rig.announce(9, 4)
+    rig.plan(0, 2)
+    rig.keep(2, {key: 9 for key in range(500, 660, 2)})
+    assert len(rig.find(*range(500, 660, 2))) == 79  # the row of the next lookup is here, too
+    rig.announce(10, *range(300, 320, 2))
+    rig.announce(11, 8)
+    rig.begin(9)
+    rig.begin(10)
+    assert rig.ahead._is_awaited() or not rig.ahead._has_room()
+    assert rig.plan(10, *range(300, 320, 2)) == {}
+    assert len(rig.find(*range(500, 660, 2))) == 79
 
 
-def test_at_most_two_reads_are_held(rig: Rig) -> None:
+def test_plans_do_not_wait_without_a_thread(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        rig.announce(0, 2)
+        rig.announce(1, 4)
+        rig.begin(0)
+        rig.ahead.wait(0)
+        assert rig.find(2, 4) == {}
     rig.store.go.set()
-    with rig.lock:
-        for seq in range(6):
-            rig.announce(seq, *range(100 * seq, 100 * seq + 60, 2))  # 30 rows; a block has room for 40
-    deadline = time.monotonic() + 20
-    while len(rig.store.asked) < 2 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(0.02)
-    assert len(rig.store.asked) == 2
-    for seq in range(6):
-        rig.plan(seq)
-    rig.wait_idle()
-    assert [asked[0] for asked in rig.store.asked] == sorted(asked[0] for asked in rig.store.asked)
+    for seq in range(2, 5):
+        rig.announce(seq, 2 * seq + 2)
+    rig.plan(2, 6)
+    assert rig.plan(3, 8) == {8: 1}
+
+
+def test_closing_ends_a_wait(rig: Rig) -> None:
+    waiting = begun(rig, 0, 2)
+    closing = threading.Thread(target=rig.ahead.close, daemon=True)
+    closing.start()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    ended(rig, closing)
+    rig.announce(1, 4)
+    rig.keep(2, {6: 1})
+    assert rig.find(2, 4, 6) == {}
+    assert rig.ahead.memory_bytes() == 0
+
+
+# -- rows that come back -------------------------------------------------------------------------
 
 
 def test_rows_that_come_back_are_kept_until_they_are_taken_or_written(rig: Rig) -> None:
-    rig.plan(3)
+    rig.store.go.set()
+    for seq in range(3, 7):
+        rig.announce(seq, 100 + seq)  # odd and even keys; those are all in the horizon
+    rig.plan(3, 103)
     rig.keep(2, {2: 4, 4: 6, 6: 3, 8: NEVER})
     assert rig.find(2, 4, 6, 8) == {2: 2, 4: 2}
-    assert rig.ahead.memory_bytes() == int(2 * (ROW + _core.HeldRows.BYTES_PER_ROW))
-    rig.plan(4, 2, 8)
+    assert rig.plan(4, 2, 8, 104) == {2: 2, 104: 1}
     assert rig.find(2, 4) == {4: 2}
     rig.keep(3, {4: 6})
     assert rig.find(4) == {4: 3}
-    with rig.lock:
-        rig.ahead.rows_overwritten(np.array([4], np.uint64))
+    rig.overwrite(4, 4)
     assert rig.find(4) == {}
-    assert rig.ahead.memory_bytes() == 0
     rig.keep(4, {4: 6})
     with rig.lock:
         rig.ahead.forget()
     assert rig.find(4) == {}
+    assert rig.ahead.memory_bytes() == 0
 
 
-def test_kept_rows_and_those_read_share_the_room(rig: Rig) -> None:
+def test_kept_rows_that_are_wanted_beyond_the_horizon_are_read_again(aware: Rig) -> None:
+    rig = aware
     rig.store.go.set()
-    rig.keep(2, {key: 9 for key in range(500, 600, 2)})  # 50 where two fifths of 80 may be kept
-    assert rig.find(*range(500, 600, 2)) == {
-        key: 2 for key in range(536, 600, 2)
-    }  # the last are wanted first
-    with rig.lock:
-        for seq in range(4):
-            rig.announce(seq, *range(100 * seq, 100 * seq + 24, 2))  # 12 rows; a block has room for 24
-    _wait_for(lambda: len(rig.store.asked) == 2)
+    for seq in range(36):
+        rig.announce(seq, *range(8 * seq, 8 * seq + 8, 2))
+    rig.plan(0, *range(0, 8, 2))
+    rig.keep(2, {900: 35, 902: 3, 904: 35})
+    assert rig.find(900, 902, 904) == {902: 2}
+    for seq in range(1, 35):
+        rig.plan(seq, *range(8 * seq, 8 * seq + 8, 2), *((902,) if seq == 3 else ()))
+        assert rig.ahead.memory_bytes() <= rig.max_bytes
+    rig.announce(36, 1)
+    assert {900, 904} <= rig.plan(35, *range(280, 288, 2), 900, 904).keys()
+    assert rig.asked().count(900) == 1
+    assert 902 not in rig.asked()
+    rig.plan(36, 1)
     rig.wait_idle()
-    assert [len(asked) for asked in rig.store.asked] == [24, 24]
-    assert rig.ahead.memory_bytes() == int(80 * (ROW + _core.HeldRows.BYTES_PER_ROW))
-    rig.plan(9, *range(536, 546, 2))
-    rig.keep(3, {key: 10 for key in range(600, 700, 2)})
-    assert len(rig.find(*range(500, 700, 2))) == 32
+    assert rig.ahead.memory_bytes() == 0
 
 
-def test_nothing_is_kept_where_blocks_have_taken_the_room(rig: Rig) -> None:
+def test_rows_that_leave_where_there_is_no_room_are_read_again(aware: Rig) -> None:
+    """Those used last are evicted first, so the rows that are kept are the last of those that leave."""
+    rig = aware
     rig.store.go.set()
-    rig.announce(0, *range(0, 80, 2))
-    rig.announce(1, *range(100, 180, 2))
+    for seq in range(20):
+        rig.announce(seq, 2 * seq)
+    rig.plan(0, 0)
+    here = 19  # the other rows of the first round
+    leave = range(500, 660, 2)  # 80
+    rig.keep(2, dict.fromkeys(leave, 19))
+    assert rig.find(*leave) == {key: 2 for key in leave[here:]}
+    assert rig.ahead.memory_bytes() <= rig.max_bytes
+    rig.plan(1, 2, *leave[here:])
+    for seq in range(2, 19):
+        assert rig.plan(seq, 2 * seq) == {2 * seq: 1}
+    rig.announce(20, 1)
+    found = rig.plan(19, 38, *leave[:here])
+    assert found == {38: 1, **{key: 2 for key in found if key != 38}}
+    assert len(found) > here // 2
+    rig.plan(20, 1)
     rig.wait_idle()
-    rig.keep(2, {500: 1})
-    assert rig.find(500) == {}
-    rig.plan(0)
-    rig.keep(2, {500: 1})
-    assert rig.find(500) == {500: 2}
-
-
-def test_rows_that_leave_memory_unkept_before_their_lookup_are_read(aware: Rig) -> None:
-    with aware.lock:
-        aware.announce(0, 2)
-        aware.announce(1)  # all that it asks for is in memory
-        aware.announce(2, 4)
-        # 50 leave where 32 may be kept, and two that the store has in this version.
-        aware.ahead.rows_overwritten(np.arange(500, 600, 2, dtype=np.uint64))
-        aware.store.version.update((key, 2) for key in range(500, 600, 2))
-        rows, uses = np.full((50, ROW), 2, np.uint8), np.repeat([1, 2], 25)
-        aware.ahead.keep(np.arange(500, 600, 2, dtype=np.uint64), rows, uses)
-        aware.ahead.rows_evicted(np.array([6, 8], np.uint64), np.array([2, NEVER]))
-    aware.store.go.set()
-    aware.wait_idle()
-    assert aware.store.asked == [[2, 4, 6, *range(500, 536, 2)]]
-    assert aware.find(6, 8, 500, 598) == {6: 1, 500: 2, 598: 2}
-
-
-def test_rows_that_leave_after_their_lookup_was_read_are_left_to_its_plan(aware: Rig) -> None:
-    aware.store.go.set()
-    aware.announce(3, 2)
-    aware.wait_idle()
-    with aware.lock:
-        aware.ahead.rows_evicted(np.array([4], np.uint64), np.array([3]))
-    aware.plan(3, 2, 4)
-    aware.announce(4, 6)
-    aware.wait_idle()
-    assert aware.store.asked == [[2], [6]]
-
-
-def test_lookups_whose_rows_are_all_in_memory_are_forgotten(aware: Rig) -> None:
-    for seq in range(30):
-        aware.announce(seq)
-        aware.plan(seq - 1)
-    assert len(aware.ahead._queue) == 1
-    assert not aware.store.asked
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "discard"]), st.sets(st.integers(0, 60)))))
-def test_held_rows_are_a_dictionary(steps: list[tuple[str, set[int]]]) -> None:
-    held, model = _core.HeldRows(40, ROW), dict[int, int]()
-    for what, numbers in steps:
-        if what == "add":
-            new = [n for n in numbers if n not in model]
-            if len(model) + len(new) > 40:
-                with pytest.raises(ValueError, match="no room"):
-                    held.add(np.array(new, np.uint64))
-                continue
-            model.update(zip(new, held.add(np.array(new, np.uint64)).tolist(), strict=True))
-        elif what == "remove":
-            held.remove(np.array([model.pop(n) for n in numbers if n in model], np.int32))
-        else:
-            held.discard(np.array(list(numbers), np.uint64))
-            model = {n: slot for n, slot in model.items() if n not in numbers}
-        found = held.find(np.arange(61, dtype=np.uint64)).tolist()
-        assert found == [model.get(n, -1) for n in range(61)]
-        assert len(held) == len(model) == len(set(model.values()))
-        assert all(0 <= slot < 40 for slot in model.values())
+    assert rig.ahead.memory_bytes() == 0

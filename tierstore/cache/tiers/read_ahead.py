@@ -54,7 +54,7 @@ _MEMORY = 1 / 16  # weight of the newest lookup in the mean of what lookups lack
 
 def bytes_per_row(row_bytes: int) -> float:
     """Return the bytes that a row takes here, its entries in the index and in the sweep included."""
-    return row_bytes + _core.HeldRows.BYTES_PER_ROW + _core.Sweep.BYTES_PER_ENTRY
+    return row_bytes + _core.HeldRows.BYTES_PER_ROW + WINDOW_ROWS * _core.Sweep.BYTES_PER_ENTRY
 
 
 class ReadAhead:
@@ -223,7 +223,7 @@ class ReadAhead:
         """Wait until the rows of lookup ``seq`` are here, as far as they are read ahead. Raises what the
         thread has failed with, once."""
         with self._changed:
-            if self._until - self._rounds_here() > _LEFT_TO_PLANS:
+            if self._is_awaited():
                 self._due = max(self._due, self._until)
                 self._waits = True
                 self._changed.notify_all()
@@ -232,6 +232,10 @@ class ReadAhead:
             failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    def _is_awaited(self) -> bool:
+        """Return whether the newest lookup's plan will wait for a round."""
+        return self._until - self._rounds_here() > _LEFT_TO_PLANS
 
     def _comes(self, seq: int) -> bool:
         """Return whether rows of lookup ``seq`` are being read, or will be without a plan before it."""
@@ -253,6 +257,7 @@ class ReadAhead:
         """Drop the rows of ``keys``, which a lookup lacked: they are in the first tier now."""
         if self._rows is not None:
             self._rows.discard(keys)
+        self._until = 0.0
         self._lacking += (len(keys) - self._lacking) * (_MEMORY if self._lacking else 1.0)
         self._changed.notify_all()
 
@@ -309,6 +314,7 @@ class ReadAhead:
 
     def _note(self) -> None:
         self._entries, self._rounds = len(self._sweep), self._sweep.rounds
+        self._changed.notify_all()  # a plan may have waited for that, or find that there is no room now
 
     def _room(self) -> int:
         room = self.max_rows if self._rows is None else self._rows.room
@@ -324,7 +330,7 @@ class ReadAhead:
 
     def _choose(self, rows: _core.HeldRows) -> tuple[Keys, Slots]:
         """Go on in the round. Return the keys to read, and slots for their rows."""
-        first = self._last_begun + (not self._waits)
+        first = self._last_begun + (not (self._waits or self._is_awaited()))
         limit = min(self._room(), _MOST_AT_ONCE)
         keys, earliest = self._sweep.next(self._due - self._rounds, limit, first, self._end)
         if self._resident is not None and len(keys):
