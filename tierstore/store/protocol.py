@@ -103,10 +103,10 @@ class RowStore(Protocol):
     """Rows by key below the memory tiers.
 
     All keys of one call belong to tables of one row size. Calls come from one thread at a time, which may
-    change; a ``read`` of another thread may run beside a call. ``close()`` may come from any thread at any
-    time. After ``close()`` every method but ``close()`` raises ``ClosedError``. Errors of the device are
-    ``StoreIOError`` or ``StoreFullError``, damaged data is ``StoreCorruptError``; each leaves the store
-    usable, or closed; wrong bytes never return.
+    change; a ``read`` or ``places`` of another thread may run beside a call. ``close()`` may come from any
+    thread at any time. After ``close()`` every method but ``close()`` raises ``ClosedError``. Errors of the
+    device are ``StoreIOError`` or ``StoreFullError``, damaged data is ``StoreCorruptError``; each leaves the
+    store usable, or closed; wrong bytes never return.
     """
 
     engine: str
@@ -117,8 +117,8 @@ class RowStore(Protocol):
         """Copy the newest version of each row into ``out`` and tell which rows there are.
 
         ``keys`` is uint64 (n,) without repeats; ``out`` is uint8 (n, row_bytes), C-contiguous, writable. With
-        ``slots``, int32 (n,) without repeats, row i goes to ``out[slots[i]]``, and ``out`` may have any number
-        of rows. Returns bool (n,). Rows of ``out`` whose key is not stored have no defined content.
+        ``slots``, int32 (n,) without repeats, row i goes to ``out[slots[i]]``, and ``out`` may have any
+        number of rows. Returns bool (n,). Rows of ``out`` whose key is not stored have no defined content.
         """
         ...
 
