@@ -38,6 +38,7 @@ class Setting:
     path: str | None = None
     policy: str = "lookahead"
     window: int | str = "auto"
+    read_ahead: int | str = "auto"
 
 
 def table_configs(dataset: Dataset, dim: int) -> list[EmbeddingBagConfig]:
@@ -195,7 +196,13 @@ def _in_memory(setting: Setting) -> System:
 
 
 def _tiered(setting: Setting) -> System:
-    config = TierConfig(hbm=setting.hbm, path=setting.path, policy=setting.policy, window=setting.window)
+    config = TierConfig(
+        hbm=setting.hbm,
+        path=setting.path,
+        policy=setting.policy,
+        window=setting.window,
+        read_ahead=setting.read_ahead,
+    )
     return System(_collection(setting, config), setting, ahead=True)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from tierstore.config import format_bytes
 from tierstore.errors import ConfigError
 from tierstore.result_file import JsonFile, machine
 
@@ -57,6 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes, or fractions of the tables', each trained by itself (default: 1/37)",
     )
     tiers.add_argument("--window", default="auto", metavar="N", help="batches known ahead (default: auto)")
+    tiers.add_argument(
+        "--read-ahead",
+        default="auto",
+        metavar="SIZE",
+        help="bytes beside the budget, or a fraction of the tables', for rows read ahead; 0 for none "
+        "(default: auto)",
+    )
     tiers.add_argument("--store", metavar="DIR", help="folder for the row stores (default: a temporary one)")
     measuring = parser.add_argument_group("measuring")
     measuring.add_argument("--no-fbgemm", action="store_true", help="leave fbgemm-gpu out")
@@ -149,7 +157,8 @@ def _trainees(
 
     tables = table_configs(dataset, args.dim)
     window = args.window if args.window == "auto" else int(args.window)
-    setting = Setting(tables, dataset.dense_dim, args.lr, args.seed, 0, window=window)
+    read_ahead = tier_bytes(args.read_ahead, tables)
+    setting = Setting(tables, dataset.dense_dim, args.lr, args.seed, 0, window=window, read_ahead=read_ahead)
     settings = {name: setting for name in ["in-memory", "fbgemm"][: 1 if args.no_fbgemm else 2]}
     for number, hbm in enumerate(args.hbm.split(",")):
         path = folder / str(number)
@@ -188,6 +197,7 @@ def _result(
     for name, trainee in by_name.items():
         if trainee.ahead:
             figures[name]["is_steady"] = steady[name]
+            figures[name].update(_memory(trainee))
             figures[name]["bound_ms"] = _bounds(trainee, memory, device)
             figures[name]["ratio"] = _ratios(trainee, memory, device)
             figures[name]["equal_losses"] = trainee.system.losses == memory.system.losses
@@ -227,6 +237,15 @@ def _figures(turns: Sequence[Turn]) -> dict[str, Any]:
         else:
             result["stall"] = median(turn.counted[name] / turn.seconds for turn in turns)
     return result
+
+
+def _memory(trainee: Trainee) -> dict[str, int]:
+    """Return the bytes of the budget, and the bytes that rows read ahead take beside it now."""
+    engine = trainee.system.embeddings.engine
+    return {
+        "budget_bytes": engine.config.hbm,
+        "read_ahead_bytes": engine.stats()["memory"]["read_ahead"],
+    }
 
 
 def _bounds(trainee: Trainee, memory: Trainee, device: dict[str, float]) -> dict[str, float]:
@@ -287,6 +306,9 @@ def _print(result: dict[str, Any]) -> None:
         table.add_row(*cells)
     Console().print(table)
     for name, figures in result["systems"].items():
+        if "budget_bytes" in figures:
+            budget, ahead = (format_bytes(figures[f"{what}_bytes"]) for what in ("budget", "read_ahead"))
+            print(f"{name}: budget {budget}; rows read ahead take {ahead} beside it")
         if not figures.get("is_steady", True):
             print(f"{name}: misses or requests were still changing after {_MOST_WARM_UP} steps of warm-up")
 

@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
-from bench import steady
+from bench import record, steady
 from bench._threads import ThreadSeconds
+from docs.generate import measurements
 from tierstore.errors import ConfigError
 
 
@@ -48,10 +49,30 @@ def test_every_row_comes_from_the_store(tmp_path, capsys, short):
         assert figures["misses"] > 0
         assert figures["new_rows"] == 0  # no row is made from its initial value: all were written
         assert figures["read_requests"] > 0
+        assert 0 < figures["read_ahead_bytes"] <= 2 * 20000 * 80 // 10
         assert set(figures["bound_ms"]) == {"compute", "requests", "bytes", "cpu"}
+    assert result["systems"]["tiered 128KiB"]["budget_bytes"] == 128 << 10
     told = capsys.readouterr()
     assert "every row written" in told.out
+    assert "tiered 128KiB: budget 128 KiB; rows read ahead take " in told.out
     assert "warm-up" in told.err
+
+
+def test_figures_are_recorded_for_the_page_of_measurements(tmp_path, short):
+    out, folder = tmp_path / "steady.json", tmp_path / "results"
+    folder.mkdir()
+    options = ["--no-fbgemm", "--read-ahead", "0", "--window", "8"]
+    assert run(*SMALL, *options, "--json", str(out)) == 0
+    parser = argparse.ArgumentParser()
+    record.add_arguments(parser)
+    command = ["--command", "tierstore bench steady", "--subject", "Training", "--to", str(folder)]
+    assert record.run(parser.parse_args([str(out), *command])) == 0
+    page = measurements.page(folder)
+    assert "## Training\n" in page
+    assert "```text\ntierstore bench steady\n```" in page
+    assert "| touched_share | 1.0 |" in page
+    assert "| systems.tiered 1/37.ratio.tiered_vs_in_memory | " in page
+    assert "| systems.tiered 1/37.read_ahead_bytes | 0 |" in page
 
 
 def test_losses_that_differ_are_an_error(tmp_path, capsys, short, monkeypatch):
@@ -67,6 +88,8 @@ def test_losses_that_differ_are_an_error(tmp_path, capsys, short, monkeypatch):
         (["--steps", "0"], "must be at least 1"),
         (["--hbm", "1/0"], "is no fraction"),
         (["--hbm", "a/b"], "is no fraction"),
+        (["--read-ahead", "a/b"], "is no fraction"),
+        (["--read-ahead", "much"], "read_ahead is 'much'"),
         (["--data", "nothing"], "unknown data"),
     ],
 )

@@ -96,6 +96,7 @@ class TestOptions:
                 "max_rows",
                 "optimizer",
                 "policy",
+                "read_ahead",
                 "record",
                 "record_rate",
                 "resume",

@@ -33,9 +33,10 @@ JSON_KEYS = [
         "peak_rss_bytes",
         "rss_before_bytes",
         "budget_bytes",
+        "read_ahead_bytes",
         "table_bytes",
     ),
-    *("touched_bytes", "ssd_bytes"),
+    *("touched_bytes", "touched_share", "ssd_bytes"),
     *("rows_compared", "difference", "batches", "examples", "seconds", "config", "machine"),
 ]
 train = small_training(hbm="1/8", steps=24)
@@ -56,11 +57,14 @@ def test_small_tables_are_trained_to_the_same_bits(
     assert result["ratio"] == result["examples_per_s"] / result["in_memory_examples_per_s"]
     assert result["table_bytes"] == 3 * 4000 * 48
     assert result["budget_bytes"] == result["table_bytes"] // 8
+    assert result["read_ahead_bytes"] == result["table_bytes"] // 10
+    assert result["touched_share"] == result["touched_bytes"] / result["table_bytes"]
     assert list(result["hit_rate"]) == ["hbm", "ssd"]
     assert 0 < result["hit_rate"]["hbm"]["per_unique"] <= result["hit_rate"]["hbm"]["per_access"] < 1
     assert result["config"]["data"] == "synthetic:zipf:1.05"
     streams = capsys.readouterr()
     assert "bit_identical: true" in streams.out
+    assert "rows read ahead: at most 56.25 KiB beside the budget" in streams.out
     assert "tiered: 100% batch 24/24" in streams.err
 
 
@@ -83,10 +87,18 @@ def test_every_engine(engine: str, optimizer: str, tmp_path: Path) -> None:
     assert train(*options, *more, "--compare", "in-memory", "--steps", "12") == 0
 
 
+@pytest.mark.parametrize(("size", "expected"), [("0", 0), ("20KiB", 20 << 10), ("1/4", 3 * 4000 * 48 // 4)])
+def test_read_ahead_takes_what_it_is_given(size: str, expected: int, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert train("--read-ahead", size, "--compare", "in-memory", "--json", out) == 0
+    assert json.loads(out.read_text())["read_ahead_bytes"] == expected
+
+
 def test_all_in_memory_needs_no_store(tmp_path: Path) -> None:
     assert train("--hbm", "all", "--json", tmp_path / "out.json") == 0
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["ssd_bytes"] == 0
+    assert result["read_ahead_bytes"] == 0
     assert result["bit_identical"] is None
 
 
@@ -146,6 +158,8 @@ class TestStopping:
         (["--hbm", "lots"], "hbm is 'lots'"),
         (["--hbm", "3/2"], "--hbm 3/2"),
         (["--hbm", "100"], "hbm"),
+        (["--read-ahead", "much"], "read_ahead is 'much'"),
+        (["--read-ahead", "3/2"], "--read-ahead 3/2"),
         (["--policy", "magic"], "magic"),
         (["--engine", "paper"], "unknown engine 'paper'"),
         (["--optimizer", "newton"], "unknown optimizer 'newton'; known optimizers"),

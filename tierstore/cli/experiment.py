@@ -14,6 +14,7 @@ import torch
 
 import tierstore
 from tierstore import optim
+from tierstore.cache.opening import read_ahead_bytes
 from tierstore.cli import checkpoint
 from tierstore.cli.checkpoint import Saver
 from tierstore.cli.compare import compare, touched_ids
@@ -93,7 +94,7 @@ class Experiment:
                         return None
                     print("comparing every row touched ...", file=sys.stderr, flush=True)
                     comparison = compare(tiered, memory, touched_ids(tiered.schedule.draw(self.dataset)))
-        sizes = (self.table_bytes, self.row_bytes, self._budget())
+        sizes = (self.table_bytes, self.row_bytes, self._budget(), self._read_ahead())
         return Report(self._options(), machine(), *sizes, first, second, comparison)
 
     def _begin(self, trainer: Trainer, rss: PeakRss) -> Saver | None:
@@ -198,6 +199,10 @@ class Experiment:
     def _budget(self) -> int:
         """Return the bytes of the memory tiers, or of all tables where tiers may take what they need."""
         return self.table_bytes if self.config.keeps_all else int(self.config.hbm) + int(self.config.uvm)
+
+    def _read_ahead(self) -> int:
+        """Return the most bytes that rows read ahead may take beside the budget."""
+        return read_ahead_bytes(self.config, self.table_bytes) if self.config.ssd_cap else 0
 
     def _options(self) -> dict[str, Any]:
         ours = ("run", "command", "debug")

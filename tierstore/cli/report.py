@@ -22,7 +22,7 @@ class RunResult:
     auc: float
     base_rate: float
     hit_rate: dict[str, dict[str, float | None]]
-    """Hit ratios by tier: ``per_access`` and ``per_unique`` row of a batch."""
+    """Hit rates by tier: ``per_access`` and ``per_unique`` row of a batch."""
     slots: dict[str, int]
     """The number of rows that the memory tiers have room for."""
     ssd_bytes: int
@@ -44,6 +44,8 @@ class Report:
     table_bytes: int
     row_bytes: int
     budget_bytes: int
+    read_ahead_bytes: int
+    """The most bytes that rows read ahead of their batches may take beside the budget."""
     tiered: RunResult
     in_memory: RunResult | None = None
     comparison: Comparison | None = None
@@ -67,6 +69,7 @@ class Report:
             "peak_rss_bytes": tiered.peak_rss_bytes,
             "rss_before_bytes": tiered.rss_before_bytes,
             "budget_bytes": self.budget_bytes,
+            "read_ahead_bytes": self.read_ahead_bytes,
             "table_bytes": self.table_bytes,
             "touched_bytes": comparison.rows * self.row_bytes if comparison else None,
             "touched_share": comparison.rows * self.row_bytes / self.table_bytes if comparison else None,
@@ -103,6 +106,7 @@ class Report:
         )
         lines = [
             f"tables: {format_bytes(self.table_bytes)}{self._touched()}, {fits}",
+            f"rows read ahead: at most {format_bytes(self.read_ahead_bytes)} beside the budget",
             f"AUC: {self.tiered.auc:.4f}; guessing has 0.5 ({self.tiered.base_rate:.1%} are positive)",
         ]
         if self.tiered.window is not None:

@@ -82,6 +82,7 @@ def tier_config(args: argparse.Namespace, all_bytes: int) -> TierConfig:
         admission=args.admission,
         depth=args.depth,
         window=args.window,
+        read_ahead=budget(args.read_ahead, all_bytes, "--read-ahead"),
     )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 EPILOG = """\
 data sets: flights | movielens | criteo (needs --data-path) |
   synthetic:zipf:S | synthetic:criteo | synthetic:meta2021
-sizes: bytes, or 64MiB, 1.5GiB; --hbm also takes a fraction of the tables' bytes (1/37, 2.7%) or all
+sizes: bytes, or 64MiB, 1.5GiB; --hbm also takes a fraction of the tables' bytes (1/37, 2.7%) or all;
+  --read-ahead also takes such a fraction
 """
 
 
@@ -71,6 +72,13 @@ def _add_tiers(group: Any) -> None:
     )
     group.add_argument(
         "--window", type=_count_or_auto, default="auto", metavar="W", help="batches looked at ahead"
+    )
+    group.add_argument(
+        "--read-ahead",
+        default="auto",
+        metavar="SIZE",
+        help="memory beside the budget for rows read ahead of their batches (default: auto, up to a tenth "
+        "of the tables and 1/64 of this machine's memory); 0 for none",
     )
     group.add_argument(
         "--threads",

@@ -15,7 +15,7 @@ class EngineCalls:
     engine: Engine
 
     def stats(self) -> dict[str, Any]:
-        """Return hit ratios per tier, rows moved, stalls, memory and store figures; see
+        """Return hit rates per tier, rows moved, stalls, memory and store figures; see
         :meth:`Engine.stats`."""
         return self.engine.stats()
 

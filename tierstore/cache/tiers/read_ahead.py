@@ -286,6 +286,7 @@ class ReadAhead:
             self._changed.wait_for(lambda: self._is_over() or bool(self._incoming) or self._is_due())
             if self._is_over():
                 self._thread = None  # the next announcement starts another one
+                self._changed.notify_all()
                 return False
             incoming, self._incoming, sweep = self._incoming, [], self._sweep
         for keys, next_use in incoming:
@@ -300,7 +301,6 @@ class ReadAhead:
             keys, slots = self._choose(rows)
             self._note()
             if not len(keys):
-                self._changed.notify_all()
                 return True
         found = self._store.read(keys, rows.rows, slots)
         with self._changed:
@@ -310,7 +310,8 @@ class ReadAhead:
         return True
 
     def _is_over(self) -> bool:
-        return self._closed or (self._last_announced <= self._last_begun and not self._incoming)
+        all_begun = self._last_announced <= self._last_begun and not self._is_awaited()
+        return self._closed or (all_begun and not self._incoming)
 
     def _note(self) -> None:
         self._entries, self._rounds = len(self._sweep), self._sweep.rounds
