@@ -35,7 +35,7 @@ JSON_KEYS = [
         "budget_bytes",
         "table_bytes",
     ),
-    *("touched_bytes", "ssd_bytes"),
+    *("touched_bytes", "touched_share", "ssd_bytes"),
     *("rows_compared", "difference", "batches", "examples", "seconds", "config", "machine"),
 ]
 train = small_training(hbm="1/8", steps=24)
