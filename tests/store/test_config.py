@@ -38,7 +38,7 @@ def test_parse_bytes_says_what_works(bad):
 
 
 def test_negative_bytes():
-    with pytest.raises(ConfigError, match="negative"):
+    with pytest.raises(ConfigError, match="size is -1; give 0 or more bytes"):
         parse_bytes(-1)
 
 
