@@ -255,6 +255,7 @@ class Session:
             self._stopping = True
             self._changed.notify_all()
         for group in self.groups:
+            group.forget_window()  # a plan may wait for rows that are read ahead
             group.order.wake()
         if self._thread is not None:
             self._thread.join(seconds)
@@ -367,7 +368,8 @@ class Session:
                 if not self._stopping and not self._broken:
                     group.plan(pinned, pinned_since, announced=True, stop=stop)
             except BaseException as error:  # the forward call that needs these rows raises it
-                pinned.fail(error)
+                if not self._stopping:  # else the window was forgotten: that call looks up on demand
+                    pinned.fail(error)
                 self._break()
             pinned.cancel()
 

@@ -38,7 +38,7 @@ _HORIZON_ROWS = 1.5
 """Rows that the lookups of the horizon lack together, per row that there is room for.
 
 With n lookups in the horizon that lack m rows each, and rounds of r lookups, m·(n - r/2) rows wait for their
-lookups on average. That is 0.85 of the room.
+lookups on average. That is 0.8 of the room.
 """
 _FIRST_ROWS = 1 << 18  # rows of the first round, for which the first plan waits
 _GROWTH = 2  # lookups by which the end of the horizon moves per lookup that begins, at most
@@ -264,19 +264,19 @@ class ReadAhead:
             logger.debug("no reading ahead: %s", error)
         except BaseException as error:
             failure = error
+        else:
+            return
         with self._changed:
-            self._thread = None
-            if failure is not None or self._reading is not None:
-                self._reading = None
-                self.forget()
+            self._thread = self._reading = None
+            self.forget()
             self._failure = failure or self._failure
-            self._changed.notify_all()
 
     def _read_next(self) -> bool:
         """Read the next part of a round when it is due. Return False when no lookup is announced any more."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() or bool(self._incoming) or self._is_due())
             if self._is_over():
+                self._thread = None  # the next announcement starts another one
                 return False
             incoming, self._incoming, sweep = self._incoming, [], self._sweep
         for keys, next_use in incoming:
@@ -290,8 +290,9 @@ class ReadAhead:
             self._rounds_before, rows = self._rounds, self._held()
             keys, slots = self._choose(rows)
             self._note()
-        if not len(keys):
-            return True
+            if not len(keys):
+                self._changed.notify_all()
+                return True
         found = self._store.read(keys, rows.rows, slots)
         with self._changed:
             self._reading = None
@@ -311,8 +312,8 @@ class ReadAhead:
 
     def _is_due(self) -> bool:
         """Return whether to read now: a part of a round is due, and there is room for its rows."""
-        is_due = self._due - self._rounds >= (0 if self._waits else 1 / _PARTS)
-        return is_due and self._has_room()
+        left = self._due - self._rounds
+        return left > 0 and (self._waits or left >= 1 / _PARTS) and self._has_room()
 
     def _has_room(self) -> bool:
         return self._room() >= min(self._entries, max(1, self.max_rows // _PARTS))
