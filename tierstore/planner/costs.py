@@ -121,10 +121,10 @@ class Problem:
     @cached_property
     def read_ahead_share(self) -> float:
         """Host memory for rows that are read ahead, per byte of tables that have rows on the SSD."""
-        topology, limit = self.topology, self.work.read_ahead
+        topology, given = self.topology, self.work.read_ahead
         every = sum(size * rows for size, rows in rows_by_size(self.tables).items()) / topology.world_size
-        if limit is not None:
-            return limit / every
+        if given is not None:
+            return given / every
         memory = topology.host_memory_per_host / topology.ranks_per_host / READ_AHEAD_OF_MEMORY
         limit = min(max(memory, READ_AHEAD_AT_LEAST), READ_AHEAD_AT_MOST)
         return min(1 / READ_AHEAD_SHARE, limit / every)

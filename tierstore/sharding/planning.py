@@ -126,11 +126,13 @@ def within(plan: ShardingPlan, uvm: int) -> ShardingPlan:
     used = [0] * plan.world_size
     for table in plan.tables:
         for shard in table.shards:
-            used[shard.rank] += shard.uvm_bytes
+            used[shard.rank] += shard.uvm_bytes - shard.read_ahead_bytes  # which is beside uvm
 
     def fitted(shard: ShardPlacement) -> ShardPlacement:
         share = min(1.0, uvm / max(1, used[shard.rank]))
-        return replace(shard, uvm_bytes=int(shard.uvm_bytes * share), uvm_rows=int(shard.uvm_rows * share))
+        ahead = shard.read_ahead_bytes
+        size = int((shard.uvm_bytes - ahead) * share) + ahead
+        return replace(shard, uvm_bytes=size, uvm_rows=int(shard.uvm_rows * share))
 
     tables = (replace(table, shards=tuple(map(fitted, table.shards))) for table in plan.tables)
     return replace(plan, tables=tuple(tables))
