@@ -162,8 +162,8 @@ def test_requests_of_training_are_about_the_runtimes(tmp_path: Path, exponent: f
     are asked for together, which the model does not know."""
     lacking, *want = measured(tmp_path / "rows", exponent, 64, trains=True)
     got = predicted(lacking, 64, reading.FILE_BYTES * ROWS * record_bytes(SIZE))
-    assert 0.9 * want[0] < got[0] < 1.25 * want[0]
-    assert 0.9 * want[1] < got[1] < 1.15 * want[1]
+    assert 0.85 * want[0] < got[0] < 1.4 * want[0]
+    assert 0.9 * want[1] < got[1] < 1.2 * want[1]
 
 
 def problem(**changes: object) -> Problem:
@@ -173,7 +173,7 @@ def problem(**changes: object) -> Problem:
 
 def test_an_automatic_window_ends_where_the_runtimes_does() -> None:
     assert problem(window=8).window == 8
-    assert problem().window == costs.WINDOW_BYTES / (512 * 64 * 16)
+    assert problem().window == costs.WINDOW_BYTES / (512 * (64 * 24 + 16))
     few = replace(problem(), tables=[table(pooling_factor=0.1)])
     assert few.window == costs.MAX_WINDOW
 

@@ -30,7 +30,7 @@ MAX_WINDOW = 1024
 WINDOW_BYTES = 128 << 20  # of batches whose ids are known ahead
 EXCHANGES = 4  # collectives of a step of one sharded collection: sizes, ids, vectors, gradients
 
-_WINDOW_BYTES_PER_ID = 16  # of the batch, and of its lookup
+_WINDOW_BYTES_PER_ID, _WINDOW_BYTES_PER_BAG = 24, 16  # of a batch and its lookup; measured
 
 INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
@@ -115,8 +115,12 @@ class Problem:
         nothing; then the room for rows is less than it has."""
         if self.work.window is not None:
             return self.work.window
-        ids = sum(table.accesses(self.global_batch) for table in self.tables) / self.topology.world_size
-        return min(MAX_WINDOW, WINDOW_BYTES / (_WINDOW_BYTES_PER_ID * ids))
+        each = sum(
+            _WINDOW_BYTES_PER_ID * table.accesses(self.work.batch_size)
+            + _WINDOW_BYTES_PER_BAG * self.work.batch_size * len(table.feature_names)
+            for table in self.tables
+        )
+        return min(MAX_WINDOW, WINDOW_BYTES / each)
 
     @cached_property
     def read_ahead_share(self) -> float:
