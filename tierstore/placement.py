@@ -49,7 +49,7 @@ class Job:
     """The ranks of a running job, as a planner needs to know them. Sizes are bytes of one rank.
 
     ``rows``: of all tables. ``depth``, ``window``: batches that are fetched and known ahead, ``batch_size``:
-    examples per rank and step; None is the planner's default.
+    examples per rank and step, ``read_ahead_bytes``: of rows read ahead; None is the planner's default.
     """
 
     hosts: int
@@ -62,6 +62,7 @@ class Job:
     depth: int | None = None
     window: int | None = None
     batch_size: int | None = None
+    read_ahead_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class ShardPlacement:
     uvm_rows: int = 0
     own: int = 0
     """1 where constraints promise the table bytes or tiers, so that no other table uses its slots; else 0."""
+    read_ahead_bytes: int = 0
+    """The part of ``uvm_bytes`` for rows that are read ahead; 0: the plan says nothing of it."""
 
 
 @dataclass(frozen=True)

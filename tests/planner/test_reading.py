@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 
+import tierstore
 from tests.planner.machines import table, topology
-from tierstore import _core
-from tierstore.cache.opening import READ_AHEAD_BYTES as RUNTIME_READ_AHEAD
-from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
-from tierstore.planner.costs import HELD_BYTES_PER_ROW, READ_AHEAD_BYTES, read_bytes
-from tierstore.planner.reading import MERGED_READ_BYTES, read_seconds
+from tierstore.cache import opening
+from tierstore.cache.tiers import read_ahead
+from tierstore.optim import SGD
+from tierstore.pipeline import prefetch as pipeline
+from tierstore.placement import record_bytes
+from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload, costs, reading
+from tierstore.planner.costs import Problem, read_bytes
+from tierstore.planner.reading import MERGED_READ_BYTES, merged_reads, read_seconds, round_batches
 
 BLOCK, RECORD = 4096, 292
+GAP = 8 << 10  # of the store as long as it has not measured its device
+ROWS, DIM, BATCH, ROOM, WARM, STEPS = 100_000, 64, 256, 2000, 150, 250
+SIZE = 4 * DIM
 CURVE = [(BLOCK, 60e3), (MERGED_READ_BYTES, 25e3)]
 
 
@@ -33,8 +45,14 @@ def merged(places: np.ndarray, gap: float) -> tuple[int, int]:
 
 
 def test_the_constants_are_the_runtimes():
-    assert READ_AHEAD_BYTES == RUNTIME_READ_AHEAD
-    assert pytest.approx(_core.HeldRows.BYTES_PER_ROW) == HELD_BYTES_PER_ROW
+    assert pytest.approx(read_ahead.bytes_per_row(256)) == 256 + costs.HELD_BYTES_PER_ROW
+    assert reading.HORIZON_ROWS == read_ahead._HORIZON_ROWS
+    assert reading.ROUND == read_ahead._ROUND
+    assert costs.READ_AHEAD_SHARE == opening._READ_AHEAD_SHARE
+    assert costs.READ_AHEAD_OF_MEMORY == opening._READ_AHEAD_OF_MEMORY
+    assert costs.READ_AHEAD_AT_MOST == opening._READ_AHEAD_AT_MOST
+    assert costs.MAX_WINDOW == pipeline.MAX_WINDOW
+    assert costs.WINDOW_BYTES == pipeline.WINDOW_BYTES
 
 
 @pytest.mark.parametrize("rows", [100, 1000, 5000, 20_000])
@@ -54,7 +72,7 @@ def test_a_call_costs_what_its_merged_reads_cost(rows):
 
 def drives(rows: int, batch_size: int, machines: Topology, **changes: object) -> float:
     """Seconds of the drives per step."""
-    work = Workload(batch_size, window=8, **changes)
+    work = Workload(batch_size, **{"window": 8, **changes})
     planner = EmbeddingShardingPlanner(machines, workload=work, search_seconds=0.1)
     solution = planner.solve([table(rows=rows, dim=64)])
     assert not solution.caches.missing
@@ -75,3 +93,121 @@ def test_rows_that_lie_close_to_one_another_share_reads():
 def test_elsewhere_than_on_the_cpu_nothing_is_known():
     machines = machine(device="cuda", host_memory_per_host="82MiB")
     assert drives(1 << 20, 1 << 14, machines) == drives(1 << 20, 1 << 14, machines, rows_per_read=1.0) > 0
+
+
+def config_of(rows: int) -> tierstore.EmbeddingBagConfig:
+    return tierstore.EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=rows, feature_names=["t"])
+
+
+def batches(exponent: float) -> Iterator[tierstore.KeyedJaggedTensor]:
+    """Batches of ids with P(k-th row) ~ (k + 10)^-exponent; the ranks of the rows are random."""
+    random = np.random.default_rng(1)
+    weights = (np.arange(ROWS) + 11.0) ** -exponent
+    ids, chances = random.permutation(ROWS), weights / weights.sum()
+    for _ in range(WARM + STEPS):
+        drawn = torch.from_numpy(ids[random.choice(ROWS, BATCH, p=chances)])
+        yield tierstore.KeyedJaggedTensor.from_lengths_sync(
+            ["t"], drawn, torch.ones(BATCH, dtype=torch.int64)
+        )
+
+
+def figures(module: tierstore.EmbeddingBagCollection) -> np.ndarray:
+    """Rows that the first tier lacked, and the store's requests and bytes."""
+    store = module.engine.store.stats()
+    return np.array([module.engine.stats()["tiers"]["ssd"]["rows"], store.read_requests, store.read_bytes])
+
+
+def measured(folder: Path, exponent: float, window: int, trains: bool) -> np.ndarray:
+    """Rows that a batch lacks, and requests and bytes per step, in the steady state."""
+    ahead = int(ROOM * read_ahead.bytes_per_row(SIZE)) + 1
+    config = tierstore.TierConfig(
+        hbm=5000 * (SIZE + 57), path=folder, ssd="1GiB", depth=1, window=window, read_ahead=ahead
+    )
+    tables = [config_of(ROWS)]
+    module = tierstore.EmbeddingBagCollection(tables=tables, config=config, optimizer=SGD(lr=0.1))
+    for ids in np.array_split(np.random.default_rng(0).permutation(ROWS), 20):
+        module.engine.write_rows(0, ids, np.zeros((len(ids), DIM), np.float32), None)
+    module.engine.commit()
+    before, after = np.zeros(3), np.zeros(3)
+    for step, batch in enumerate(tierstore.prefetch(batches(exponent), module), 1):
+        out = module(batch).values()
+        if trains:
+            out.sum().backward()
+        if step == WARM:
+            before = figures(module)
+        if step == WARM + STEPS - window:
+            after = figures(module)
+    module.engine.close(commit=False)
+    return (after - before) / (STEPS - window)
+
+
+def predicted(lacking: float, window: int, stored: float) -> np.ndarray:
+    """Requests and bytes per step of the model."""
+    count = round_batches(window, ROOM, lacking)
+    return np.array(merged_reads(GAP, lacking * count, record_bytes(SIZE), stored)) / count
+
+
+@pytest.mark.parametrize("window", [8, 64])  # the window ends a round; the room does
+@pytest.mark.parametrize("exponent", [0.0, 0.8, 0.95])
+def test_requests_are_the_runtimes(tmp_path: Path, exponent: float, window: int) -> None:
+    """Batches that only look up rows change none, so places stay random."""
+    lacking, *want = measured(tmp_path / "rows", exponent, window, trains=False)
+    got = predicted(lacking, window, ROWS * record_bytes(SIZE))
+    np.testing.assert_allclose(got, want, rtol=0.1)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.8, 0.95])
+def test_requests_of_training_are_about_the_runtimes(tmp_path: Path, exponent: float) -> None:
+    """Rows that are written about the same time lie together. The more skewed popularity is, the more of them
+    are asked for together, which the model does not know."""
+    lacking, *want = measured(tmp_path / "rows", exponent, 64, trains=True)
+    got = predicted(lacking, 64, reading.FILE_BYTES * ROWS * record_bytes(SIZE))
+    assert 0.85 * want[0] < got[0] < 1.4 * want[0]
+    assert 0.9 * want[1] < got[1] < 1.2 * want[1]
+
+
+def problem(**changes: object) -> Problem:
+    planner = EmbeddingShardingPlanner(machine(), workload=Workload(512, **changes))
+    return planner.problem([table(rows=1 << 20, dim=64, pooling_factor=64.0)])
+
+
+def test_an_automatic_window_ends_where_the_runtimes_does() -> None:
+    assert problem(window=8).window == 8
+    assert problem().window == costs.WINDOW_BYTES / (512 * (64 * 24 + 16))
+    few = replace(problem(), tables=[table(pooling_factor=0.1)])
+    assert few.window == costs.MAX_WINDOW
+
+
+def test_memory_for_reading_ahead_is_part_of_a_plan() -> None:
+    rows, each = 1 << 20, costs.row_bytes(64, "rowwise_adagrad")
+    host = rows * 12 + (90 << 20)
+    plans = {
+        ahead: EmbeddingShardingPlanner(
+            machine(host_memory_per_host=host), workload=Workload(512, read_ahead=ahead), search_seconds=0.1
+        ).plan([config_of(rows)])
+        for ahead in (0, 1 << 20, 4 << 20, None)
+    }
+    memory = {}
+    for ahead, plan in plans.items():
+        (shard,), (rank,) = plan.tables[0].shards, plan.report["ranks"]
+        least = min(costs.READ_AHEAD_AT_LEAST, rows * each // 10)
+        assert shard.read_ahead_bytes == rank["read_ahead_bytes"]
+        assert shard.read_ahead_bytes == pytest.approx(least if ahead is None else ahead, abs=1)
+        assert shard.ssd_bytes > 0
+        assert plan.report["hosts"][0]["host_memory_bytes"] <= host
+        memory[ahead] = shard.uvm_rows * costs.slot_bytes(each)
+    assert memory[0] - memory[4 << 20] == pytest.approx(4 << 20, rel=0.01)
+
+
+def test_tables_in_memory_take_none_for_reading_ahead() -> None:
+    plan = EmbeddingShardingPlanner(topology(1, 1), batch_size=512, search_seconds=0.1).plan(
+        [config_of(1 << 20)]
+    )
+    assert plan.report["ranks"][0]["read_ahead_bytes"] == plan.tables[0].shards[0].read_ahead_bytes == 0
+
+
+def test_more_memory_for_reading_ahead_saves_reads() -> None:
+    machines = machine(host_memory_per_host=(1 << 20) * 12 + (90 << 20))
+    sizes = 0, 1 << 20, 4 << 20
+    seconds = [drives(1 << 20, 1 << 12, machines, window=256, read_ahead=size) for size in sizes]
+    assert seconds[0] > 1.1 * seconds[1] > 1.1 * seconds[2]

@@ -61,6 +61,8 @@ def keeps_its_budgets(dmp: DistributedModelParallel) -> None:
     planned: dict[int, int] = {}
     for _, shard in dmp.plan.on_rank(collection.env.rank):
         planned[shard.columns] = planned.get(shard.columns, 0) + shard.hbm_rows
+    ahead = sum(shard.read_ahead_bytes for _, shard in dmp.plan.on_rank(collection.env.rank))
+    assert collection.engine.config.read_ahead == (ahead or "auto")
     groups = collection.engine.groups
     for group in groups:
         rows = planned.get(group.layout.dim, 0)

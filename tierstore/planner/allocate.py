@@ -99,6 +99,10 @@ class Allocation:
         held = (self.memory_rows - self.hbm_rows) * self.slot + self.field("fixed_host")
         return _whole_bytes(held + self.field("index_bytes") * self.stored)
 
+    def read_ahead_bytes(self) -> NDArray[np.int64]:
+        """Return the part of ``uvm_bytes`` for rows that are read ahead: int64 (shards,)."""
+        return _whole_bytes(self.field("read_ahead") * self.stored)
+
     def ssd_need(self) -> NDArray[np.int64]:
         """Return the bytes of the SSD without which each shard does not fit: int64 (shards,)."""
         return _whole_bytes(self.field("ssd_bytes") * self.stored)

@@ -21,9 +21,16 @@ TIER_BYTES_PER_SLOT = 30 + 8 * 4 / 3
 POLICY_BYTES_PER_SLOT = 16  # lookahead
 POLICY_FIXED_SLOTS = 7_800  # the first slots of lookahead take
 POLICY_FIXED_BYTES = 40  # more
-HELD_BYTES_PER_ROW = 12 + 8 * 4 / 3  # of a row that was read ahead, beside its bytes
-READ_AHEAD_BYTES = 8 << 20  # of a rank's rows that were read ahead
+HELD_BYTES_PER_ROW = 13 + 8 * 4 / 3 + 16  # of a row that is read ahead, beside its bytes
+READ_AHEAD_SHARE = 10  # rows that are read ahead are one in so many
+READ_AHEAD_AT_MOST = 4 << 30
+READ_AHEAD_AT_LEAST = 8 << 20
+READ_AHEAD_OF_MEMORY = 64  # the ranks of a host take one byte in so many together
+MAX_WINDOW = 1024
+WINDOW_BYTES = 128 << 20  # of batches whose ids are known ahead
 EXCHANGES = 4  # collectives of a step of one sharded collection: sizes, ids, vectors, gradients
+
+_WINDOW_BYTES_PER_ID, _WINDOW_BYTES_PER_BAG = 24, 16  # of a batch and its lookup; measured
 
 INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
@@ -44,7 +51,8 @@ class Workload:
     - ``dense_seconds``: compute of the unsharded part per step; ``dense_bytes``: its device memory
       (parameters, gradients, optimizer state, activations). The user measures or states both.
     - ``depth``: batches prefetched ahead, whose rows are pinned. ``window``: batches whose ids are known
-      ahead (None: as many as reading ahead has room for).
+      ahead (None: as many as training chooses). ``read_ahead``: bytes of a rank's rows that are read ahead
+      (None: a tenth of the tables' rows, up to 1/64 of the host memory for its ranks together).
     - ``rows_per_read``: rows that one random read of the drives brings. None: predicted on the CPU
       (:mod:`tierstore.planner.reading`), 1 elsewhere.
     """
@@ -54,6 +62,7 @@ class Workload:
     dense_bytes: int = 0
     depth: int = 1
     window: int | None = None
+    read_ahead: int | None = None
     rows_per_read: float | None = None
 
     def __post_init__(self) -> None:
@@ -62,6 +71,8 @@ class Workload:
         for name in ("dense_seconds", "dense_bytes", "depth"):
             value = getattr(self, name)
             require(0 <= value < math.inf, f"{name} is {value!r}; it must be 0 or more, and finite")
+        ahead = self.read_ahead is None or is_integer(self.read_ahead, 0)
+        require(ahead, f"read_ahead is {self.read_ahead!r}; it must be a whole number of bytes, or None")
         reads = self.rows_per_read
         require(reads is None or 1 <= reads < math.inf, f"rows_per_read is {reads!r}; it must be at least 1")
 
@@ -97,6 +108,30 @@ class Problem:
             return np.zeros(len(link))
         busy = seconds[:, 0] - self.waiting_seconds
         return seconds[:, 1] + link + self.topology.in_turn * busy
+
+    @cached_property
+    def window(self) -> float:
+        """Batches whose ids are known ahead. An automatic window ends early only where longer ones bring
+        nothing; then the room for rows is less than it has."""
+        if self.work.window is not None:
+            return self.work.window
+        each = sum(
+            _WINDOW_BYTES_PER_ID * table.accesses(self.work.batch_size)
+            + _WINDOW_BYTES_PER_BAG * self.work.batch_size * len(table.feature_names)
+            for table in self.tables
+        )
+        return min(MAX_WINDOW, WINDOW_BYTES / each)
+
+    @cached_property
+    def read_ahead_share(self) -> float:
+        """Host memory for rows that are read ahead, per byte of tables that have rows on the SSD."""
+        topology, given = self.topology, self.work.read_ahead
+        every = sum(size * rows for size, rows in rows_by_size(self.tables).items()) / topology.world_size
+        if given is not None:
+            return given / every
+        memory = topology.host_memory_per_host / topology.ranks_per_host / READ_AHEAD_OF_MEMORY
+        limit = min(max(memory, READ_AHEAD_AT_LEAST), READ_AHEAD_AT_MOST)
+        return min(1 / READ_AHEAD_SHARE, limit / every)
 
     @cached_property
     def fixed_hbm(self) -> int:

@@ -10,7 +10,7 @@ from tierstore.planner.planner import EmbeddingShardingPlanner
 from tierstore.planner.topology import Topology
 
 _LEAST_HBM = 1 << 20
-_STAGING = 256 << 20  # bytes of host memory per rank, for rows on their way
+_STAGING = 256 << 20  # bytes of host memory per rank, for rows on their way and rows read ahead
 
 
 def plan_job(module: Any, job: Job, group: Any) -> ShardingPlan:
@@ -20,15 +20,17 @@ def plan_job(module: Any, job: Job, group: Any) -> ShardingPlan:
     """
     ahead = {name: n for name in ("depth", "window") if (n := getattr(job, name)) is not None}
     planner = EmbeddingShardingPlanner(
-        topology_of(job), workload=Workload(**ahead), batch_size=job.batch_size
+        topology_of(job),
+        workload=Workload(**ahead, read_ahead=job.read_ahead_bytes),
+        batch_size=job.batch_size,
     )
     return planner.collective_plan(module, pg=group)
 
 
 def topology_of(job: Job) -> Topology:
     """Return the machines of ``job``."""
-    ranks, staging = job.ranks_per_host, RANK_BUFFERS + _STAGING
-    # The store's index and a rank's buffers are no part of uvm (docs/design.md).
+    ranks, staging = job.ranks_per_host, RANK_BUFFERS + max(_STAGING, job.read_ahead_bytes or 0)
+    # The store's index, rows read ahead and a rank's buffers are no part of uvm (docs/design.md).
     beside = job.rows * INDEX_BYTES_PER_ROW // job.hosts + staging * ranks if job.ssd_bytes else 0
     sizes = max(job.hbm_bytes, _LEAST_HBM), job.uvm_bytes * ranks + beside, job.ssd_bytes * ranks
     return Topology(job.hosts, ranks, *sizes, device="cpu", processors_per_rank=job.processors_per_rank)

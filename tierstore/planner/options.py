@@ -39,8 +39,8 @@ class ShardCost:
     - ``curve``: misses per unique row, by rows held. A cache has ``floor`` rows at least, and ``hbm_floor``
       of them in device memory; ``memory_floor`` is the least that device and host hold together.
     - ``link_s``, ``ssd_s``: seconds of the rank's link, of the host's drives, per missing row.
-    - ``index_bytes`` (host memory) and ``ssd_bytes`` are due unless all rows stay in memory; ``fixed_hbm``
-      and ``fixed_host`` are buffers.
+    - ``index_bytes`` (host memory) and ``ssd_bytes`` are due unless all rows stay in memory; ``read_ahead``
+      is the part of ``index_bytes`` for rows read ahead. ``fixed_hbm`` and ``fixed_host`` are buffers.
 
     A replica has no slots (``slot_bytes`` is 0): its rows are part of ``fixed_hbm``.
     """
@@ -57,6 +57,7 @@ class ShardCost:
     slot_bytes: float = 0.0
     unique: float = 0.0
     index_bytes: int = 0
+    read_ahead: int = 0
     ssd_bytes: int = 0
     link_s: float = 0.0
     ssd_s: float = 0.0
@@ -166,7 +167,7 @@ def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: 
     unique, curve = table.demand(problem.global_batch)
     unique, accesses = unique / row_cuts, table.accesses(problem.global_batch) / row_cuts
     curve = curve.scaled(rows / float(curve.rows[-1]))
-    pinned = (work.depth + 1) * unique
+    pinned, ahead = (work.depth + 1) * unique, int(rows * size * problem.read_ahead_share)
     floor = min(rows, pinned)
     outputs = _vectors(problem, table) / (1 if table.pooled else row_cuts)
     own_hbm, own = demand.min_hbm_bytes, demand.min_hbm_bytes + demand.min_uvm_bytes
@@ -186,7 +187,8 @@ def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: 
         fixed_host=int(pinned * curve.at(floor) * size),
         slot_bytes=slot,
         unique=unique,
-        index_bytes=rows * INDEX_BYTES_PER_ROW,
+        index_bytes=rows * INDEX_BYTES_PER_ROW + ahead,
+        read_ahead=ahead,
         ssd_bytes=int(rows * record * DISK_SLACK),
         link_s=2 * size / topology.host_link_bw + topology.row_seconds["link"],
         ssd_s=read + WRITE_AMPLIFICATION * record / topology.ssd_write_bw,

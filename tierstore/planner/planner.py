@@ -179,6 +179,7 @@ def placements(solution: Solution, promised: Collection[str] = ()) -> tuple[Tabl
     slots = [caches.hbm_rows, caches.memory_rows - caches.hbm_rows]
     sizes = np.column_stack([caches.hbm_bytes(), caches.uvm_bytes(), caches.ssd_bytes(), *slots])
     each, unique = iter(sizes.astype(np.int64).tolist()), caches.field("unique")
+    ahead = iter(caches.read_ahead_bytes().tolist())
     misses = unique * caches.misses(caches.hbm_rows)
     for item, shards in zip(solution.placed, solution.shards(), strict=True):
         spec = solution.tables[item.table]
@@ -186,7 +187,7 @@ def placements(solution: Solution, promised: Collection[str] = ()) -> tuple[Tabl
         rate = round(
             1 - float(misses[shards].sum() / (unique[shards].sum() or 1.0)), 6
         )  # replicas miss nothing
-        placed = tuple(_shard(spec, item, j, [*next(each), own]) for j in range(len(item.ranks)))
+        placed = tuple(_shard(spec, item, j, [*next(each), own, next(ahead)]) for j in range(len(item.ranks)))
         size = spec.num_embeddings, spec.embedding_dim
         result.append(TablePlacement(spec.name, item.option.kind, placed, rate, spec.module, *size))
     return tuple(result)

@@ -23,6 +23,7 @@ def report_of(solution: Solution, tables: Sequence[TablePlacement]) -> dict[str,
     """
     found, topology = solution.prediction, solution.topology
     binding, place = found.slowest()
+    ahead = np.bincount(solution.caches.rank, solution.caches.read_ahead_bytes(), topology.world_size)
     entries = [
         {
             **{name: value for name, value in vars(table).items() if name != "predicted_hit_rate"},
@@ -50,6 +51,7 @@ def report_of(solution: Solution, tables: Sequence[TablePlacement]) -> dict[str,
             {
                 **{"rank": r, "host": topology.host_of(r)},
                 **_fill("hbm", found.hbm[r], topology.hbm_per_rank),
+                "read_ahead_bytes": int(ahead[r]),
                 "stage_seconds": dict(zip(RANK_STAGES, found.ranks[r].tolist(), strict=True)),
             }
             for r in range(topology.world_size)

@@ -13,6 +13,7 @@ import psutil
 from torch import nn
 
 from tierstore.cache.engine import Table
+from tierstore.cache.opening import read_ahead_bytes
 from tierstore.cache.tiers.memory import MIN_SLOTS, bytes_for
 from tierstore.config import TableOverride, TierConfig
 from tierstore.default_planner import plan_job
@@ -55,6 +56,7 @@ def plan_of(
         for name in ("depth", "window")
         if (value := [getattr(budget, name) for budget in budgets if getattr(budget, name) != "auto"])
     }
+    ahead["read_ahead_bytes"] = _read_ahead(collections, config, env.world_size)
     job = replace(job_of(env, budgets, rows), batch_size=batch_size, **ahead)
     plan = plan_job(module, job, env.process_group)
     if env.rank == 0:
@@ -67,6 +69,18 @@ def plan_of(
     if any(budget.keeps_all for budget in budgets):
         return without_bytes(plan)
     return within(plan, sum(int(budget.uvm) for budget in budgets))
+
+
+def _read_ahead(collections: Sequence[Collection], config: TierConfig | None, ranks: int) -> int:
+    """Return the bytes that a rank has for rows read ahead; ``config``: of all collections together."""
+    sizes = [
+        sum(t.num_embeddings * child.engine.optimizer.row_bytes(t.embedding_dim) for t in configs_of(child))
+        for child in collections
+    ]
+    if config is not None:
+        return read_ahead_bytes(config, sum(sizes) // ranks)
+    each = zip(collections, sizes, strict=True)
+    return sum(read_ahead_bytes(child.engine.config, size // ranks) for child, size in each)
 
 
 def job_of(env: ShardingEnv, budgets: Sequence[TierConfig], rows: int) -> Job:
@@ -101,6 +115,7 @@ def without_bytes(plan: ShardingPlan) -> ShardingPlan:
 
     def bare(table: TablePlacement) -> TablePlacement:
         none = {f"{tier}_bytes": 0 for tier in ("hbm", "uvm", "ssd")} | {"hbm_rows": 0, "uvm_rows": 0}
+        none["read_ahead_bytes"] = 0
         return replace(table, shards=tuple(replace(shard, **none) for shard in table.shards))
 
     return replace(plan, tables=tuple(map(bare, plan.tables)))
@@ -111,11 +126,13 @@ def within(plan: ShardingPlan, uvm: int) -> ShardingPlan:
     used = [0] * plan.world_size
     for table in plan.tables:
         for shard in table.shards:
-            used[shard.rank] += shard.uvm_bytes
+            used[shard.rank] += shard.uvm_bytes - shard.read_ahead_bytes  # which is beside uvm
 
     def fitted(shard: ShardPlacement) -> ShardPlacement:
         share = min(1.0, uvm / max(1, used[shard.rank]))
-        return replace(shard, uvm_bytes=int(shard.uvm_bytes * share), uvm_rows=int(shard.uvm_rows * share))
+        ahead = shard.read_ahead_bytes
+        size = int((shard.uvm_bytes - ahead) * share) + ahead
+        return replace(shard, uvm_bytes=size, uvm_rows=int(shard.uvm_rows * share))
 
     tables = (replace(table, shards=tuple(map(fitted, table.shards))) for table in plan.tables)
     return replace(plan, tables=tuple(tables))
@@ -139,6 +156,8 @@ def tiers_of_rank(
     budgets = {
         tier: _divided(shards, tier, tables, overrides, config.policy, spec) for tier in ("hbm", "uvm")
     }
+    if ahead := sum(shard.read_ahead_bytes for _, shard in shards):
+        budgets["read_ahead"] = ahead if config.read_ahead == "auto" else min(ahead, int(config.read_ahead))
     return {"tables": {**config.tables, **overrides}, **budgets, "ssd": _ssd_bytes(shards, spec, config)}
 
 
