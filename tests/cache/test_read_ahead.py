@@ -387,6 +387,7 @@ def test_rows_that_leave_where_there_is_no_room_are_read_again(aware: Rig) -> No
     rig.plan(1, 2, *leave[here:])
     for seq in range(2, 19):
         assert rig.plan(seq, 2 * seq) == {2 * seq: 1}
+        rig.wait_idle()
     rig.announce(20, 1)
     found = rig.plan(19, 38, *leave[:here])
     assert found == {38: 1, **{key: 2 for key in found if key != 38}}
