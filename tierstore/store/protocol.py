@@ -116,9 +116,9 @@ class RowStore(Protocol):
     ) -> NDArray[np.bool_]:
         """Copy the newest version of each row into ``out`` and tell which rows there are.
 
-        ``keys`` is uint64 (n,) without repeats; ``out`` is uint8 (n, row_bytes), C-contiguous, writable. With
-        ``slots``, int32 (n,) without repeats, row i goes to ``out[slots[i]]``, and ``out`` may have any number
-        of rows. Returns bool (n,). Rows of ``out`` whose key is not stored have no defined content.
+        ``keys`` is uint64 (n,) without repeats; ``out`` is uint8 (n, row_bytes), C-contiguous, writable.
+        With ``slots``, int32 (n,) without repeats, row i goes to ``out[slots[i]]``, and ``out`` may have any
+        number of rows. Returns bool (n,). Rows of ``out`` whose key is not stored have no defined content.
         """
         ...
 
