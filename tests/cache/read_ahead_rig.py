@@ -32,9 +32,12 @@ class Store:
         self.version: dict[int, int] = {key: 1 for key in range(0, 1000, 2)}
         self.asked: list[list[int]] = []
         self.begun, self.go = threading.Event(), threading.Event()
+        self.looked_up = threading.Event()  # places wait for it
+        self.looked_up.set()
         self.error: BaseException | None = None
 
     def places(self, keys: Any) -> Any:
+        assert self.looked_up.wait(PATIENCE)
         return np.array([self.place(key) for key in keys.tolist()], np.uint64)
 
     def place(self, key: int) -> int:

@@ -285,6 +285,19 @@ def test_a_plan_does_not_wait_where_there_is_no_room(rig: Rig) -> None:
     assert len(rig.find(*range(500, 660, 2))) == 79
 
 
+def test_a_plan_waits_no_longer_than_a_round_that_has_no_rows(rig: Rig) -> None:
+    rig.store.looked_up.clear()
+    rig.announce(0, 1, 3)
+    rig.announce(1, 5)
+    rig.begin(0)
+    waiting = threading.Thread(target=rig.ahead.wait, args=(0,), daemon=True)
+    waiting.start()
+    wait_for(lambda: rig.ahead._waits)
+    rig.store.looked_up.set()
+    ended(rig, waiting)
+    assert not rig.store.asked
+
+
 def test_plans_do_not_wait_without_a_thread(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -374,6 +387,7 @@ def test_rows_that_leave_where_there_is_no_room_are_read_again(aware: Rig) -> No
     rig.plan(1, 2, *leave[here:])
     for seq in range(2, 19):
         assert rig.plan(seq, 2 * seq) == {2 * seq: 1}
+        rig.wait_idle()
     rig.announce(20, 1)
     found = rig.plan(19, 38, *leave[:here])
     assert found == {38: 1, **{key: 2 for key in found if key != 38}}

@@ -66,6 +66,13 @@ def test_defaults_are_normalised_to_bytes(tmp_path):
         config.hbm = 1
 
 
+def test_memory_for_reading_ahead():
+    given = {"auto": "auto", 0: 0, "0": 0, 4096: 4096, "8MiB": 8 << 20, "1.5 KiB": 1536}
+    assert [TierConfig(read_ahead=size).read_ahead for size in given] == list(given.values())
+    assert TierConfig().read_ahead == "auto"
+    assert dataclasses.replace(TierConfig(read_ahead="8MiB"), depth=1).read_ahead == 8 << 20
+
+
 def test_everything_in_memory_has_no_tier_below():
     config = TierConfig(hbm="all", uvm="1GiB")
     assert config.keeps_all
@@ -87,6 +94,12 @@ def test_everything_in_memory_has_no_tier_below():
         ({"depth": "deep"}, '"auto" or an integer'),
         ({"depth": True}, '"auto" or an integer'),
         ({"window": -1}, "at least 0"),
+        ({"read_ahead": -1}, "read_ahead is -1; give 0 or more bytes"),
+        ({"read_ahead": "x"}, "read_ahead is 'x'; write bytes"),
+        ({"read_ahead": ""}, "read_ahead is ''; write bytes"),
+        ({"read_ahead": None}, "read_ahead is None; write bytes"),
+        ({"read_ahead": True}, "read_ahead is True; write bytes"),
+        ({"read_ahead": 1.5}, "read_ahead is 1.5; write bytes"),
         ({"policy": 3}, "compile"),
         ({"policy": "clairvoyant"}, "known policies: lookahead, lru, lfu"),
         ({"tables": {"t": 1}}, "TableOverride"),

@@ -263,6 +263,8 @@ def test_use_after_close(opened):
     for call in (
         lambda: put(store, 1, [1]),
         lambda: get(store, 1, [1]),
+        lambda: store.read(KEYS, ROWS, np.arange(4, dtype=np.int32)),
+        lambda: store.places(KEYS),
         lambda: store.commit(b""),
         store.meta,
         store.stats,

@@ -101,6 +101,40 @@ void CheckAll(Store& store, const Model& model) {
   CHECK(stored == model);
 }
 
+// Places tell which rows are stored; reads in their order, into slots against it, give the same rows, and
+// leave other slots as they are.
+void CheckPlaces(Store& store, std::uint32_t table, const Model& model) {
+  constexpr std::byte kOther{0xee};
+  const std::uint32_t row_bytes = kRowBytes[table];
+  std::vector<std::uint64_t> keys(kIds[table]), places(kIds[table]);
+  for (std::uint64_t id = 0; id < kIds[table]; ++id) keys[id] = MakeKey(table, id);
+  store.Places(keys, places.data());
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> stored;  // place and key
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    CHECK((places[i] != Reader::kNowhere) == model.contains(keys[i]));
+    if (places[i] != Reader::kNowhere) stored.emplace_back(places[i], keys[i]);
+  }
+  std::sort(stored.begin(), stored.end());
+  const std::size_t n = stored.size();
+  std::vector<std::int32_t> slots(n);
+  keys.resize(n);
+  for (std::size_t i = 0; i < n; ++i) {
+    CHECK(i == 0 || stored[i - 1].first < stored[i].first);
+    keys[i] = stored[i].second;
+    slots[i] = static_cast<std::int32_t>(2 * (n - i) - 1);
+  }
+  std::vector<std::byte> rows(2 * n * row_bytes, kOther), expected(row_bytes);
+  const auto found = std::make_unique<bool[]>(n);
+  store.Read(keys, {rows.data(), row_bytes, slots.data()}, found.get());
+  for (std::size_t i = 0; i < n; ++i) {
+    CHECK(found[i]);
+    FillRow(keys[i], model.at(keys[i]), row_bytes, expected.data());
+    const std::byte* const row = &rows[static_cast<std::size_t>(slots[i]) * row_bytes];
+    CHECK(std::memcmp(expected.data(), row, row_bytes) == 0);
+    CHECK(std::all_of(row - row_bytes, row, [](std::byte byte) { return byte == kOther; }));
+  }
+}
+
 void RunWorkload(Env& env, const std::string& directory, ReadEngine engine, int steps, std::uint64_t seed) {
   std::mt19937_64 random(seed);
   auto store = OpenStore(env, directory, engine);
@@ -111,6 +145,7 @@ void RunWorkload(Env& env, const std::string& directory, ReadEngine engine, int 
       WriteSome(*store, random, static_cast<std::uint64_t>(step), now);
     } else if (action < 85) {
       CheckAll(*store, now);
+      CheckPlaces(*store, static_cast<std::uint32_t>(random() % 3), now);
     } else if (action < 92) {
       store->Commit("step " + std::to_string(step), "");
       committed = now;
@@ -129,6 +164,14 @@ void RunWorkload(Env& env, const std::string& directory, ReadEngine engine, int 
   CheckAll(*store, now);
 }
 
+// Rows that were read before have places, also beside other calls.
+void CheckSomewhere(Store& store, const Model& seen) {
+  std::vector<std::uint64_t> keys, places(seen.size());
+  for (const auto& [key, unused] : seen) keys.push_back(key);
+  store.Places(keys, places.data());
+  for (const std::uint64_t place : places) CHECK(place != Reader::kNowhere);
+}
+
 // Reads from two other threads beside writes, commits and compaction: rows are whole, and never older than
 // what was read before.
 void ReadMeanwhile(Env& env, const std::string& directory, ReadEngine engine, int steps, std::uint64_t seed) {
@@ -139,6 +182,7 @@ void ReadMeanwhile(Env& env, const std::string& directory, ReadEngine engine, in
     std::mt19937_64 random(seed + reader);
     while (!done) {
       const auto table = static_cast<std::uint32_t>(random() % 3);
+      CheckSomewhere(store, seen[table]);
       Model now = ReadTable(store, table);
       for (const auto& [key, version] : seen[table]) {
         CHECK(now.contains(key));

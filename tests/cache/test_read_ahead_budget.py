@@ -1,0 +1,88 @@
+"""The memory for reading ahead: how much there is, and how it is divided between row layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.bags import ROWS, SGD, Bags, budget, build, random_batches
+from tierstore import TierConfig
+from tierstore.cache import opening
+from tierstore.cache.opening import read_ahead_bytes
+from tierstore.cache.tiers.read_ahead import bytes_per_row
+from tierstore.pipeline.prefetch import prefetch
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("memory", "tables", "bytes_"),
+    [
+        (64 * GIB, 5 * GIB, GIB // 2),  # a tenth of the rows
+        (64 * GIB, 10 * GIB, GIB),
+        (64 * GIB, 11 * GIB, GIB),  # a 64th of the memory
+        (16 * GIB, 100 * GIB, GIB // 4),
+        (256 * GIB, 39 * GIB, 39 * GIB // 10),
+        (2048 * GIB, 1000 * GIB, 4 * GIB),
+        (64 * GIB, 9, 0),
+    ],
+)
+def test_automatic_bytes(memory: int, tables: int, bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "memory_limit", lambda: memory)
+    assert read_ahead_bytes(TierConfig(), tables) == bytes_
+    assert read_ahead_bytes(TierConfig(read_ahead="8GiB"), tables) == 8 * GIB
+    assert read_ahead_bytes(TierConfig(read_ahead=0), tables) == 0
+
+
+def opened(read_ahead: int | str, dims: tuple[int, ...] = (5, 60, 60), slots: int = 60) -> Bags:
+    config = TierConfig(hbm=3 * budget(slots, dim=60), engine="memory", read_ahead=read_ahead)
+    return build(config, SGD, dims)
+
+
+def max_rows(module: Bags) -> dict[int, int]:
+    """Rows that may be read ahead, by row size."""
+    tiers: list[tuple[int, Any]] = [
+        (group.layout.row_bytes, group.stack.tiers[-1]) for group in module.engine.groups
+    ]
+    return {row_bytes: tier.ahead.max_rows for row_bytes, tier in tiers}
+
+
+@pytest.mark.parametrize("read_ahead", [100_000, "auto"])
+def test_layouts_divide_the_bytes_by_their_tables_bytes(read_ahead: int | str) -> None:
+    with opened(read_ahead) as module:
+        small, large = SGD.row_bytes(5), SGD.row_bytes(60)
+        every = ROWS * (small + 2 * large)
+        bytes_ = every // 10 if read_ahead == "auto" else 100_000
+        assert max_rows(module) == {
+            small: int(bytes_ * ROWS * small // every / bytes_per_row(small)),
+            large: int(bytes_ * ROWS * 2 * large // every / bytes_per_row(large)),
+        }
+
+
+def test_zero_switches_reading_ahead_off() -> None:
+    batches = random_batches(5, 40, 3, 6, 3)
+    with opened(0) as module:
+        assert all(group.stack.tiers[-1].ahead is None for group in module.engine.groups)
+        assert all(group.stack.tiers[-1].window_rows == 0 for group in module.engine.groups)
+        for ids in prefetch(batches, module, inputs={"": lambda batch: (batch,)}, depth=1, window=12):
+            module(ids).sin().sum().backward()
+        stats = module.engine.stats()
+        assert stats["read_ahead_rows"] == stats["memory"]["read_ahead"] == 0
+        assert stats["tiers"]["ssd"]["row_hits"] > 40
+
+
+def test_tiers_that_hold_every_row_need_no_reading_ahead() -> None:
+    with opened("auto", slots=ROWS + 10) as module:
+        assert all(group.stack.tiers[-1].ahead is None for group in module.engine.groups)
+
+
+def test_the_memory_is_counted_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = random_batches(5, 120, 3, 6, 3)
+    with opened(100_000) as module:
+        most = 0
+        for ids in prefetch(batches, module, inputs={"": lambda batch: (batch,)}, depth=1, window=30):
+            module(ids).sin().sum().backward()
+            most = max(most, module.engine.stats()["memory"]["read_ahead"])
+        assert 0 < most <= 100_000
+        assert module.engine.stats()["memory"]["read_ahead"] < most // 4
