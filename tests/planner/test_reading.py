@@ -53,6 +53,7 @@ def test_the_constants_are_the_runtimes():
     assert costs.READ_AHEAD_AT_MOST == opening._READ_AHEAD_AT_MOST
     assert costs.MAX_WINDOW == pipeline.MAX_WINDOW
     assert costs.WINDOW_BYTES == pipeline.WINDOW_BYTES
+    assert costs.WINDOW_SHARE == read_ahead.WINDOW_SHARE
 
 
 @pytest.mark.parametrize("rows", [100, 1000, 5000, 20_000])
@@ -173,7 +174,9 @@ def problem(**changes: object) -> Problem:
 
 def test_an_automatic_window_ends_where_the_runtimes_does() -> None:
     assert problem(window=8).window == 8
-    assert problem().window == costs.WINDOW_BYTES / (512 * (64 * 24 + 16))
+    each = 512 * (64 * 24 + 16)
+    assert problem(read_ahead=0).window == costs.WINDOW_BYTES / each
+    assert problem(read_ahead=4 << 20).window == (costs.WINDOW_BYTES + (1 << 20)) / each
     few = replace(problem(), tables=[table(pooling_factor=0.1)])
     assert few.window == costs.MAX_WINDOW
 

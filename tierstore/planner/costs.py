@@ -21,13 +21,14 @@ TIER_BYTES_PER_SLOT = 30 + 8 * 4 / 3
 POLICY_BYTES_PER_SLOT = 16  # lookahead
 POLICY_FIXED_SLOTS = 7_800  # the first slots of lookahead take
 POLICY_FIXED_BYTES = 40  # more
-HELD_BYTES_PER_ROW = 13 + 8 * 4 / 3 + 16  # of a row that is read ahead, beside its bytes
+HELD_BYTES_PER_ROW = 13 + 8 * 4 / 3 + 1.9 * 16  # of a row that is read ahead, beside its bytes
 READ_AHEAD_SHARE = 10  # rows that are read ahead are one in so many
 READ_AHEAD_AT_MOST = 4 << 30
 READ_AHEAD_AT_LEAST = 8 << 20
 READ_AHEAD_OF_MEMORY = 64  # the ranks of a host take one byte in so many together
 MAX_WINDOW = 1024
-WINDOW_BYTES = 128 << 20  # of batches whose ids are known ahead
+WINDOW_BYTES = 16 << 20  # of batches whose ids are known ahead, where no rows are read ahead
+WINDOW_SHARE = 1 / 4  # further bytes of these batches, per byte that rows read ahead may take
 EXCHANGES = 4  # collectives of a step of one sharded collection: sizes, ids, vectors, gradients
 
 _WINDOW_BYTES_PER_ID, _WINDOW_BYTES_PER_BAG = 24, 16  # of a batch and its lookup; measured
@@ -120,18 +121,27 @@ class Problem:
             + _WINDOW_BYTES_PER_BAG * self.work.batch_size * len(table.feature_names)
             for table in self.tables
         )
-        return min(MAX_WINDOW, WINDOW_BYTES / each)
+        return min(MAX_WINDOW, (WINDOW_BYTES + WINDOW_SHARE * self._read_ahead_bytes) / each)
 
     @cached_property
     def read_ahead_share(self) -> float:
         """Host memory for rows that are read ahead, per byte of tables that have rows on the SSD."""
+        return self._read_ahead_bytes / self._bytes_per_rank
+
+    @property
+    def _bytes_per_rank(self) -> float:
+        every = sum(size * rows for size, rows in rows_by_size(self.tables).items())
+        return every / self.topology.world_size
+
+    @property
+    def _read_ahead_bytes(self) -> float:
+        """The most bytes of rows that a rank reads ahead."""
         topology, given = self.topology, self.work.read_ahead
-        every = sum(size * rows for size, rows in rows_by_size(self.tables).items()) / topology.world_size
         if given is not None:
-            return given / every
+            return given
         memory = topology.host_memory_per_host / topology.ranks_per_host / READ_AHEAD_OF_MEMORY
         limit = min(max(memory, READ_AHEAD_AT_LEAST), READ_AHEAD_AT_MOST)
-        return min(1 / READ_AHEAD_SHARE, limit / every)
+        return min(self._bytes_per_rank / READ_AHEAD_SHARE, limit)
 
     @cached_property
     def fixed_hbm(self) -> int:
