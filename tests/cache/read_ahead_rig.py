@@ -60,15 +60,15 @@ class Store:
 
 
 class Rig:
-    """``asks``: the tiers are asked what they hold; else what they hold is not announced."""
+    """A ReadAhead with room for some ``rows``, over a store of random places."""
 
-    def __init__(self, rows: int = 80, asks: bool = True) -> None:
+    def __init__(self, rows: int = 80) -> None:
         self.store = Store()
         self.lock = threading.RLock()
         self.resident: set[int] = set()
         self.max_bytes = math.ceil(rows * bytes_per_row(ROW))
         store: Any = self.store
-        self.ahead = ReadAhead(store, ROW, self.max_bytes, self.lock, self._resident if asks else None)
+        self.ahead = ReadAhead(store, ROW, self.max_bytes, self.lock, self._resident)
 
     def _resident(self, keys: Any) -> Any:
         return np.array([key in self.resident for key in keys.tolist()], bool)

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from tests.cache.read_ahead_rig import NEVER, Rig, wait_for, within_patience
@@ -16,15 +17,7 @@ EVEN = range(0, 1000, 2)  # the keys that are stored
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    yield from _rigged(Rig())
-
-
-@pytest.fixture
-def aware() -> Iterator[Rig]:
-    yield from _rigged(Rig(asks=False))
-
-
-def _rigged(rig: Rig) -> Iterator[Rig]:
+    rig = Rig()
     yield rig
     rig.close()
 
@@ -352,8 +345,7 @@ def test_rows_that_come_back_are_kept_until_they_are_taken_or_written(rig: Rig) 
     assert rig.ahead.memory_bytes() == 0
 
 
-def test_kept_rows_that_are_wanted_beyond_the_horizon_are_read_again(aware: Rig) -> None:
-    rig = aware
+def test_kept_rows_that_are_wanted_beyond_the_horizon_are_read_again(rig: Rig) -> None:
     rig.store.go.set()
     for seq in range(36):
         rig.announce(seq, *range(8 * seq, 8 * seq + 8, 2))
@@ -372,9 +364,8 @@ def test_kept_rows_that_are_wanted_beyond_the_horizon_are_read_again(aware: Rig)
     assert rig.ahead.memory_bytes() == 0
 
 
-def test_rows_that_leave_where_there_is_no_room_are_read_again(aware: Rig) -> None:
+def test_rows_that_leave_where_there_is_no_room_are_read_again(rig: Rig) -> None:
     """Those used last are evicted first, so the rows that are kept are the last of those that leave."""
-    rig = aware
     rig.store.go.set()
     for seq in range(20):
         rig.announce(seq, 2 * seq)
@@ -395,3 +386,16 @@ def test_rows_that_leave_where_there_is_no_room_are_read_again(aware: Rig) -> No
     rig.plan(20, 1)
     rig.wait_idle()
     assert rig.ahead.memory_bytes() == 0
+
+
+def test_rows_that_another_lookup_has_brought_in_are_not_read_again(rig: Rig) -> None:
+    rig.store.go.set()
+    with rig.lock:
+        for seq in range(4):
+            rig.announce(seq, 2 * seq)
+        rig.ahead.lookup_filled(np.array([6], np.uint64))  # by a lookup that nobody has announced
+        rig.resident = {6}
+    rig.plan(0, 0)
+    rig.wait_idle()
+    assert 6 not in {key for asked in rig.store.asked for key in asked}
+    assert rig.find(6) == {}

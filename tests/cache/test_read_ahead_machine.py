@@ -26,7 +26,7 @@ class ReadAheadMachine(RuleBasedStateMachine):
 
     @initialize(rows=st.sampled_from([200, 40, 7, 1]), asks=st.booleans(), stored=LOOKUP, seed=st.integers(0))
     def open(self, rows: int, asks: bool, stored: set[int], seed: int) -> None:
-        self.rig, self.asks = Rig(rows, asks), asks
+        self.rig, self.announces_all = Rig(rows), asks
         self.ahead = self.rig.ahead
         self.rig.store.version = dict.fromkeys(range(0, KEYS, 2), 1) | dict.fromkeys(stored, 1)
         self.rig.store.go.set()
@@ -49,7 +49,11 @@ class ReadAheadMachine(RuleBasedStateMachine):
     def announce(self, keys: set[int]) -> bool:
         """As a window tells it: the keys that no lookup of it has yet, without those that a tier has that
         knows their next use."""
-        new = [key for key in keys if self.next_use(key) == NEVER and (self.asks or key not in self.memory)]
+        new = [
+            key
+            for key in keys
+            if self.next_use(key) == NEVER and (self.announces_all or key not in self.memory)
+        ]
         if len(self.rows_of_window() | keys) > WINDOW_ROWS * self.ahead.max_rows:
             return False
         self.window.append((self.next_seq, keys))

@@ -61,8 +61,8 @@ class ReadAhead:
     """Rows of one group. Its methods are called with ``lock`` held, :meth:`wait` and :meth:`close` without.
 
     ``max_bytes``: what the rows may take, their index included. ``resident`` returns which keys some
-    exclusive tier holds. None: the tiers know the next use of their rows, so that rows that they hold are not
-    announced.
+    exclusive tier holds: tiers that do not know the next use of their rows, or lookups that were not
+    announced, may have brought rows in.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ReadAhead:
         row_bytes: int,
         max_bytes: int,
         lock: threading.RLock,
-        resident: Callable[[Keys], Flags] | None,
+        resident: Callable[[Keys], Flags],
     ) -> None:
         self._store = store
         self._row_bytes = row_bytes
@@ -334,7 +334,7 @@ class ReadAhead:
         first = self._last_begun + (not (self._waits or self._is_awaited()))
         limit = min(self._room(), _MOST_AT_ONCE)
         keys, earliest = self._sweep.next(self._due - self._rounds, limit, first, self._end)
-        if self._resident is not None and len(keys):
+        if len(keys):
             keys = keys[~self._resident(keys)]
         keys, slots = rows.begin(keys)
         if len(keys):

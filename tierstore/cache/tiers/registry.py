@@ -57,10 +57,8 @@ def _store(request: TierRequest) -> Tier | None:
         return None
     ahead = None
     if request.read_ahead_bytes:
-        # Tiers that know the next use of their rows report rows that leave before they are used.
-        above = [tier for tier in request.above if tier.exclusive]
-        asks = None if all(tier.uses_window for tier in above) else partial(resident, above)
-        ahead = ReadAhead(request.store, request.row_bytes, request.read_ahead_bytes, request.lock, asks)
+        above = partial(resident, [tier for tier in request.above if tier.exclusive])
+        ahead = ReadAhead(request.store, request.row_bytes, request.read_ahead_bytes, request.lock, above)
     return StoreTier("ssd", request.store, request.row_bytes, request.stats, ahead)
 
 
