@@ -20,7 +20,7 @@ class Sweep {
   // The place of a row that is not stored.
   static constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
   // What an entry costs.
-  static constexpr std::int64_t kBytesPerEntry = 16;
+  static constexpr double kBytesPerEntry = 16;
 
   Sweep();
 

@@ -215,7 +215,7 @@ class ReadAhead:
         """Return the bytes that the rows here take."""
         held = 0 if self._rows is None else len(self._rows)
         each = self._row_bytes + _core.HeldRows.BYTES_PER_ROW
-        return int(each * held) + self._entries * _core.Sweep.BYTES_PER_ENTRY
+        return int(each * held + self._entries * _core.Sweep.BYTES_PER_ENTRY)
 
     # -- taking rows ----------------------------------------------------------------------
 
