@@ -84,7 +84,7 @@ def test_rows_that_lie_close_to_one_another_share_reads():
     # Host memory for little more than the store's index.
     machines = [machine(host_memory_per_host=rows * 12 + (70 << 20)) for rows in (1 << 20, 1 << 24)]
     near, far = (
-        drives(1 << k, 1 << 14, m, rows_per_read=1.0) / drives(1 << k, 1 << 14, m)
+        drives(1 << k, 1 << 14, m, rows_per_read=1.0) / drives(1 << k, 1 << 14, m, read_ahead=8 << 20)
         for k, m in zip((20, 24), machines, strict=True)
     )
     assert near > 1.3 * far
@@ -193,9 +193,9 @@ def test_memory_for_reading_ahead_is_part_of_a_plan() -> None:
     memory = {}
     for ahead, plan in plans.items():
         (shard,), (rank,) = plan.tables[0].shards, plan.report["ranks"]
-        least = min(costs.READ_AHEAD_AT_LEAST, rows * each // 10)
+        most = min(host // costs.READ_AHEAD_OF_MEMORY, rows * each // costs.READ_AHEAD_SHARE)
         assert shard.read_ahead_bytes == rank["read_ahead_bytes"]
-        assert shard.read_ahead_bytes == pytest.approx(least if ahead is None else ahead, abs=1)
+        assert shard.read_ahead_bytes == pytest.approx(most if ahead is None else ahead, abs=1)
         assert shard.ssd_bytes > 0
         assert plan.report["hosts"][0]["host_memory_bytes"] <= host
         memory[ahead] = shard.uvm_rows * costs.slot_bytes(each)

@@ -108,6 +108,7 @@ OPTIONAL = {
     "hbm_rows",
     "uvm_rows",
     "own",
+    "read_ahead_bytes",
 }
 
 

@@ -24,7 +24,6 @@ POLICY_FIXED_BYTES = 40  # more
 HELD_BYTES_PER_ROW = 13 + 8 * 4 / 3 + 1.9 * 16  # of a row that is read ahead, beside its bytes
 READ_AHEAD_SHARE = 10  # rows that are read ahead are one in so many
 READ_AHEAD_AT_MOST = 4 << 30
-READ_AHEAD_AT_LEAST = 8 << 20
 READ_AHEAD_OF_MEMORY = 64  # the ranks of a host take one byte in so many together
 MAX_WINDOW = 1024
 WINDOW_BYTES = 16 << 20  # of batches whose ids are known ahead, where no rows are read ahead
@@ -140,8 +139,7 @@ class Problem:
         if given is not None:
             return given
         memory = topology.host_memory_per_host / topology.ranks_per_host / READ_AHEAD_OF_MEMORY
-        limit = min(max(memory, READ_AHEAD_AT_LEAST), READ_AHEAD_AT_MOST)
-        return min(self._bytes_per_rank / READ_AHEAD_SHARE, limit)
+        return min(self._bytes_per_rank / READ_AHEAD_SHARE, memory, READ_AHEAD_AT_MOST)
 
     @cached_property
     def fixed_hbm(self) -> int:
