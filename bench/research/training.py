@@ -22,7 +22,6 @@ from tierstore.planner.costs import (
     POLICY_FIXED_BYTES,
     POLICY_FIXED_SLOTS,
     RANK_BUFFERS,
-    READ_AHEAD_AT_LEAST,
     slot_bytes,
 )
 from tierstore.planner.tables import row_bytes, spec_of_config
@@ -31,6 +30,7 @@ from .._neighbours import LOUD, Neighbours
 from .._runtime_costs import Draws, features, perceptron, train_step
 
 DEPTH, WINDOW, LR = 2, 8, 0.01
+_READ_AHEAD = 8 << 20  # bytes that a rank has for rows read ahead
 _RECORDED = 160
 """Batches that miss curves are made of, the second half; training sees others."""
 
@@ -99,7 +99,7 @@ class Case:
         total = sum(int(spec.rows * slot_bytes(size)) for spec, size in zip(specs, sizes, strict=True))
         fixed = int(sum(examples * (20 * spec.pooling_factor + 12 * spec.embedding_dim) for spec in specs))
         beside = fixed + min(len(set(sizes)) * POLICY_FIXED_SLOTS, rows) * POLICY_FIXED_BYTES
-        stored = rows * INDEX_BYTES_PER_ROW + (RANK_BUFFERS + READ_AHEAD_AT_LEAST) * self.ranks
+        stored = rows * INDEX_BYTES_PER_ROW + (RANK_BUFFERS + _READ_AHEAD) * self.ranks
         memories = {
             "hbm_per_rank": int(budget.hbm * total / self.ranks) + fixed,
             "host_memory_per_host": int(budget.uvm * total) + beside * self.ranks + stored * budget.ssd,
