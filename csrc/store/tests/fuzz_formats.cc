@@ -16,6 +16,7 @@
 #include "io/errors.h"
 #include "io/memory_env.h"
 #include "store/errors.h"
+#include "store/read_cost.h"
 #include "store/store.h"
 #include "store/tests/check.h"
 #include "store/verify.h"
