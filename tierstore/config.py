@@ -114,8 +114,8 @@ class TierConfig:
       memory and 4 GiB. The memory is taken as the window has use for it.
     - ``tables``: per-table overrides by table name.
     - ``check_gradients``: report NaN and infinite gradients as an error before they reach a row.
-    - ``overcommit``: allow ``hbm`` and ``uvm`` beyond this machine's memory, and ``ssd`` beyond the size of
-      its file system.
+    - ``overcommit``: allow ``hbm``, ``uvm`` and ``read_ahead`` beyond this machine's memory, and ``ssd``
+      beyond the size of its file system.
     - ``io``: how the native store reads: ``"uring"`` (an error where the kernel refuses io_uring),
       ``"pread"`` (threads), or ``"auto"``, io_uring where the kernel allows it. ``stats()`` tells which.
     """

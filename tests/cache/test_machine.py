@@ -51,6 +51,8 @@ WAYS: list[Callable[[TierConfig], Any]] = [
     [
         ({"hbm": "900GiB"}, "hbm and uvm are 900 GiB, and this process can have 23 GiB of memory"),
         ({"hbm": 12 * GIB, "uvm": 11 * GIB + 1}, "hbm and uvm are 23 GiB"),
+        ({"read_ahead": "900GiB"}, "hbm, uvm and read_ahead are .*, and this process can have 23 GiB"),
+        ({"hbm": 12 * GIB, "read_ahead": 11 * GIB + 1}, "hbm, uvm and read_ahead are 23 GiB"),
         ({"ssd": "900TiB"}, "ssd is 900 TiB, and the file system of .* has 252 GiB"),
         ({"ssd": 252 * GIB + 1}, "ssd is 252 GiB"),
     ],

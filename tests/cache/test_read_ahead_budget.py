@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.bags import ROWS, SGD, Bags, budget, build, random_batches
-from tierstore import TierConfig
+from tierstore import ConfigError, TierConfig, _core
 from tierstore.cache import opening
 from tierstore.cache.opening import read_ahead_bytes
 from tierstore.cache.tiers.read_ahead import bytes_per_row
@@ -29,8 +29,10 @@ GIB = 1 << 30
     ],
 )
 def test_automatic_bytes(memory: int, tables: int, bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "memory_limit", lambda: memory)
-    assert read_ahead_bytes(TierConfig(), tables) == bytes_
+    for name, other in (("memory_limit", "host_memory"), ("host_memory", "memory_limit")):
+        monkeypatch.setattr(opening, name, lambda: memory)
+        monkeypatch.setattr(opening, other, lambda: 1 << 50)
+        assert read_ahead_bytes(TierConfig(), tables) == bytes_
     assert read_ahead_bytes(TierConfig(read_ahead="8GiB"), tables) == 8 * GIB
     assert read_ahead_bytes(TierConfig(read_ahead=0), tables) == 0
 
@@ -58,6 +60,27 @@ def test_layouts_divide_the_bytes_by_their_tables_bytes(read_ahead: int | str) -
             small: int(bytes_ * ROWS * small // every / bytes_per_row(small)),
             large: int(bytes_ * ROWS * 2 * large // every / bytes_per_row(large)),
         }
+
+
+def test_there_is_no_room_for_more_rows_than_the_tables_have() -> None:
+    small, large = SGD.row_bytes(5), SGD.row_bytes(60)
+    with build(
+        TierConfig(hbm=3 * budget(60, dim=60), engine="memory", read_ahead="900TiB", overcommit=True),
+        SGD,
+        (5, 60, 60),
+    ) as module:
+        assert max_rows(module) == {small: ROWS, large: 2 * ROWS}
+
+
+def test_a_refused_address_space_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(capacity: int, row_bytes: int) -> None:
+        raise _core.AddressSpaceError("the system refuses it")
+
+    with opened(100_000) as module:
+        ahead: Any = module.engine.groups[0].stack.tiers[-1]
+        monkeypatch.setattr(_core, "HeldRows", refused)
+        with pytest.raises(ConfigError, match=r"read ahead of .* bytes: the system refuses it\. Lower"):
+            ahead.ahead._held()
 
 
 def test_zero_switches_reading_ahead_off() -> None:

@@ -23,10 +23,12 @@ def check_machine(config: TierConfig) -> None:
         check_parent(Path(config.path), "path")
     if config.overcommit:
         return
-    memory = 0 if config.keeps_all else int(config.hbm) + int(config.uvm)
+    ahead = 0 if config.read_ahead == "auto" else int(config.read_ahead)
+    memory = 0 if config.keeps_all else int(config.hbm) + int(config.uvm) + ahead
     if memory > (there := host_memory()):
+        what = "hbm, uvm and read_ahead" if ahead else "hbm and uvm"
         raise ConfigError(
-            f"hbm and uvm are {format_bytes(memory)}, and this process can have {format_bytes(there)} of "
+            f"{what} are {format_bytes(memory)}, and this process can have {format_bytes(there)} of "
             "memory; lower them, or set overcommit=True"
         )
     if config.ssd not in ("auto", 0) and config.engine != "memory":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,9 +11,11 @@ from cache_policies.policy import Policy
 from tierstore.cache.budget import GroupDemand, TableDemand, fast_tiers, host_tiers
 from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import RowLayout
+from tierstore.cache.machine import host_memory
 from tierstore.cache.stats import GroupStats
 from tierstore.cache.table import Table
 from tierstore.cache.tiers.memory import TierPlan, memory_limit
+from tierstore.cache.tiers.read_ahead import bytes_per_row
 from tierstore.cache.tiers.registry import TierRequest, make_tiers
 from tierstore.config import TierConfig
 from tierstore.initializers import from_dict, table_seed
@@ -28,7 +31,8 @@ def read_ahead_bytes(config: TierConfig, table_bytes: int) -> int:
     """Return the bytes that rows read ahead may take; ``table_bytes``: of all rows of all tables."""
     if config.read_ahead != "auto":
         return int(config.read_ahead)
-    limit = min(memory_limit() // _READ_AHEAD_OF_MEMORY, _READ_AHEAD_AT_MOST)
+    memory = min(memory_limit(), host_memory())
+    limit = min(memory // _READ_AHEAD_OF_MEMORY, _READ_AHEAD_AT_MOST)
     return min(table_bytes // _READ_AHEAD_SHARE, limit)
 
 
@@ -108,7 +112,9 @@ class GroupOpening:
     def _read_ahead_bytes(self, name: str) -> int:
         """Return this layout's part of the bytes that rows read ahead may take."""
         own, every = self._table_bytes(self._members[name]), self._table_bytes(range(len(self._specs)))
-        return read_ahead_bytes(self._config, every) * own // every
+        rows = sum(self._tables[i].max_rows for i in self._members[name])
+        most = math.ceil(rows * bytes_per_row(self._specs[self._members[name][0]].row_bytes))
+        return min(read_ahead_bytes(self._config, every) * own // every, most)
 
     def _table_bytes(self, indices: Iterable[int]) -> int:
         return sum(self._specs[i].row_bytes * self._tables[i].max_rows for i in indices)

@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
+from tierstore.cache.tiers.memory import MAX_SLOTS
 from tierstore.cache.tiers.protocol import NEVER, Flags, Keys, RowBytes, Slots
-from tierstore.errors import TierStoreError
+from tierstore.errors import ConfigError, TierStoreError
 from tierstore.store.protocol import RowStore
 
 logger = logging.getLogger("tierstore")
@@ -76,7 +77,7 @@ class ReadAhead:
         self._store = store
         self._row_bytes = row_bytes
         self.max_bytes = max_bytes
-        self.max_rows = max(1, int(max_bytes / bytes_per_row(row_bytes)))
+        self.max_rows = min(MAX_SLOTS, max(1, int(max_bytes / bytes_per_row(row_bytes))))
         self._resident = resident
         self._changed = threading.Condition(lock)
         # Rows whose places were not asked yet, with the lookups that ask for them.
@@ -196,8 +197,15 @@ class ReadAhead:
             _core.HostRows.view(held.rows).copy_in(held.add(keys[kept]), rows, kept.astype(np.int32))
 
     def _held(self) -> _core.HeldRows:
+        """Return the rows; ``ConfigError`` when the system refuses the address space."""
         if self._rows is None:
-            self._rows = _core.HeldRows(self.max_rows, self._row_bytes)
+            try:
+                self._rows = _core.HeldRows(self.max_rows, self._row_bytes)
+            except _core.AddressSpaceError as refused:
+                raise ConfigError(
+                    f"no room for {self.max_rows} rows read ahead of {self._row_bytes} bytes: {refused}. "
+                    "Lower read_ahead, or raise the process's limit (ulimit -v)"
+                ) from None
         return self._rows
 
     def forget(self) -> None:
