@@ -109,9 +109,9 @@ class TierConfig:
       admission filter of ``cache_policies``. Other rows use transient overflow slots and are written through.
     - ``depth``: batches that are fetched ahead, 0 to 64, or "auto".
     - ``window``: batches whose ids are looked at ahead, or "auto".
-    - ``read_ahead``: memory for rows that are read from the store before their batch is planned, beside the
-      budgets of the tiers; 0 for none. "auto": a tenth of the tables' rows, up to 1/64 of this machine's
-      memory and 4 GiB. The memory is taken as the window has use for it.
+    - ``read_ahead``: memory for rows that are read from the store before their batch is planned, and for
+      windows beyond 16 MiB, beside the budgets of the tiers; 0 for none. "auto": an eighth of the tables'
+      bytes, up to 1/64 of this machine's memory and 4 GiB. The memory is taken as the window has use for it.
     - ``tables``: per-table overrides by table name.
     - ``check_gradients``: report NaN and infinite gradients as an error before they reach a row.
     - ``overcommit``: allow ``hbm``, ``uvm`` and ``read_ahead`` beyond this machine's memory, and ``ssd``

@@ -1,7 +1,9 @@
 #include "cache/window.h"
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
+#include <utility>
 
 #include "cache/policy.h"
 #include "common/key.h"
@@ -18,22 +20,25 @@ std::size_t Window::Home(std::uint64_t key) const {
 
 void Window::Rebuild(std::int64_t extra) {
   const auto wanted = static_cast<std::size_t>(std::max<std::int64_t>(1024, (live_ + extra) * 5 / 3));
-  PageVector<Entry> live;
-  live.reserve(static_cast<std::size_t>(live_));
-  for (const Entry& entry : entries_) {
-    if (entry.index != kEmpty && IsLive(entry)) live.push_back(entry);
-  }
-  if (wanted <= entries_.size() && entries_.size() < 2 * wanted) {  // as a rule: its pages are there
-    entries_.Fill(Entry{});
-  } else {
-    entries_ = OwnArray<Entry>(wanted + wanted / 16, Entry{});
-  }
-  for (const Entry& entry : live) {
+  const auto add = [this](const Entry& entry) {
     std::size_t at = Home(entry.key);
     while (entries_[at].index != kEmpty) at = Next(at);
     entries_[at] = entry;
+  };
+  const auto is_live = [this](const Entry& entry) { return entry.index != kEmpty && IsLive(entry); };
+  if (wanted <= entries_.size() && entries_.size() < 2 * wanted) {  // as a rule: its pages are there
+    PageVector<Entry> live;
+    live.reserve(static_cast<std::size_t>(live_));
+    std::copy_if(entries_.begin(), entries_.end(), std::back_inserter(live), is_live);
+    entries_.Fill(Entry{});
+    for (const Entry& entry : live) add(entry);
+  } else {
+    const OwnArray<Entry> old = std::exchange(entries_, OwnArray<Entry>(wanted + wanted / 16, Entry{}));
+    for (const Entry& entry : old) {
+      if (is_live(entry)) add(entry);
+    }
   }
-  used_ = static_cast<std::int64_t>(live.size());
+  used_ = live_;
 }
 
 PageVector<std::uint64_t> Window::Announce(std::int64_t seq, std::shared_ptr<const Batch> batch) {

@@ -11,6 +11,7 @@ from tierstore import ConfigError, TierConfig, _core
 from tierstore.cache import opening
 from tierstore.cache.opening import read_ahead_bytes
 from tierstore.cache.tiers.read_ahead import bytes_per_row
+from tierstore.pipeline import prefetch as pipeline
 from tierstore.pipeline.prefetch import prefetch
 
 GIB = 1 << 30
@@ -19,13 +20,13 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("memory", "tables", "bytes_"),
     [
-        (64 * GIB, 5 * GIB, GIB // 2),  # a tenth of the rows
-        (64 * GIB, 10 * GIB, GIB),
-        (64 * GIB, 11 * GIB, GIB),  # a 64th of the memory
+        (64 * GIB, 4 * GIB, GIB // 2),  # an eighth of the tables
+        (64 * GIB, 8 * GIB, GIB),
+        (64 * GIB, 9 * GIB, GIB),  # a 64th of the memory
         (16 * GIB, 100 * GIB, GIB // 4),
-        (256 * GIB, 39 * GIB, 39 * GIB // 10),
+        (256 * GIB, 31 * GIB, 31 * GIB // 8),
         (2048 * GIB, 1000 * GIB, 4 * GIB),
-        (64 * GIB, 9, 0),
+        (64 * GIB, 7, 0),
     ],
 )
 def test_automatic_bytes(memory: int, tables: int, bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ def test_layouts_divide_the_bytes_by_their_tables_bytes(read_ahead: int | str) -
     with opened(read_ahead) as module:
         small, large = SGD.row_bytes(5), SGD.row_bytes(60)
         every = ROWS * (small + 2 * large)
-        bytes_ = every // 10 if read_ahead == "auto" else 100_000
+        bytes_ = every // 8 if read_ahead == "auto" else 100_000
         assert max_rows(module) == {
             small: int(bytes_ * ROWS * small // every / bytes_per_row(small)),
             large: int(bytes_ * ROWS * 2 * large // every / bytes_per_row(large)),
@@ -73,12 +74,15 @@ def test_there_is_no_room_for_more_rows_than_the_tables_have() -> None:
 
 
 def test_a_refused_address_space_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(capacity: int, row_bytes: int) -> None:
-        raise _core.AddressSpaceError("the system refuses it")
+    class Refused:
+        BYTES_PER_ROW = _core.HeldRows.BYTES_PER_ROW
+
+        def __init__(self, capacity: int, row_bytes: int) -> None:
+            raise _core.AddressSpaceError("the system refuses it")
 
     with opened(100_000) as module:
         ahead: Any = module.engine.groups[0].stack.tiers[-1]
-        monkeypatch.setattr(_core, "HeldRows", refused)
+        monkeypatch.setattr(_core, "HeldRows", Refused)
         with pytest.raises(ConfigError, match=r"read ahead of .* bytes: the system refuses it\. Lower"):
             ahead.ahead._held()
 
@@ -109,3 +113,38 @@ def test_the_memory_is_counted_and_given_back(monkeypatch: pytest.MonkeyPatch) -
             most = max(most, module.engine.stats()["memory"]["read_ahead"])
         assert 0 < most <= 100_000
         assert module.engine.stats()["memory"]["read_ahead"] < most // 4
+
+
+def test_a_window_takes_what_the_rows_leave_that_it_asks_for() -> None:
+    with opened(100_000) as module:
+        ahead: Any = module.engine.groups[0].stack.tiers[-1].ahead
+        each, most = bytes_per_row(SGD.row_bytes(5)), ahead.window_bytes(0)
+        whole = ahead.max_rows
+        asked = [int(share * 2 * most / each * 1.9) for share in (0.4, 0.6, 0.9, 1.1)]
+        assert [round(ahead.window_bytes(rows) / most, 1) for rows in asked] == [1, 0.8, 0.2, 0]
+        ahead.grant_window(most // 2)
+        assert ahead.max_rows == pytest.approx(0.75 * whole, abs=1)
+        ahead.grant_window(10 * most)
+        assert ahead.max_rows == pytest.approx(0.5 * whole, abs=1)
+        module.engine.groups[0].forget_window()
+        assert ahead.max_rows == whole
+
+
+@pytest.mark.parametrize("window", ["auto", 12])
+def test_rows_and_window_share_the_bytes(window: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "WINDOW_BYTES", 0)
+    batches = random_batches(5, 120, 3, 6, 3)
+    with opened(100_000) as module:
+        groups = module.engine.groups
+        whole, lengths = max_rows(module), set()
+        for _ in range(2):
+            for ids in prefetch(batches, module, inputs={"": lambda batch: (batch,)}, depth=1, window=window):
+                waiting = groups[0].window.lookups * sum(table.nbytes for table in ids)
+                memory = module.engine.stats()["memory"]
+                assert waiting + memory["window"] + memory["read_ahead"] <= 100_000
+                lengths.add(groups[0].stats.prefetched)
+                module(ids).sin().sum().backward()
+            assert len(lengths) == 1
+        assert max_rows(module) == whole
+    ((_, chosen),) = lengths
+    assert chosen == 12 if window == 12 else 1 < chosen < 120

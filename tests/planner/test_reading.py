@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from tierstore.cache.tiers import read_ahead
 from tierstore.optim import SGD
 from tierstore.pipeline import prefetch as pipeline
 from tierstore.placement import record_bytes
-from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload, costs, reading
+from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload, costs, reading, window
 from tierstore.planner.costs import Problem, read_bytes
+from tierstore.planner.curves import Popularity
 from tierstore.planner.reading import MERGED_READ_BYTES, merged_reads, read_seconds, round_batches
 
 BLOCK, RECORD = 4096, 292
@@ -51,9 +53,9 @@ def test_the_constants_are_the_runtimes():
     assert costs.READ_AHEAD_SHARE == opening._READ_AHEAD_SHARE
     assert costs.READ_AHEAD_OF_MEMORY == opening._READ_AHEAD_OF_MEMORY
     assert costs.READ_AHEAD_AT_MOST == opening._READ_AHEAD_AT_MOST
-    assert costs.MAX_WINDOW == pipeline.MAX_WINDOW
-    assert costs.WINDOW_BYTES == pipeline.WINDOW_BYTES
-    assert costs.WINDOW_SHARE == read_ahead.WINDOW_SHARE
+    assert window.MAX_WINDOW == pipeline.MAX_WINDOW
+    assert window.WINDOW_BYTES == pipeline.WINDOW_BYTES
+    assert window.WINDOW_ROWS == read_ahead.WINDOW_ROWS
 
 
 @pytest.mark.parametrize("rows", [100, 1000, 5000, 20_000])
@@ -172,13 +174,45 @@ def problem(**changes: object) -> Problem:
     return planner.problem([table(rows=1 << 20, dim=64, pooling_factor=64.0)])
 
 
-def test_an_automatic_window_ends_where_the_runtimes_does() -> None:
+def test_windows_are_given_or_end_somewhere() -> None:
     assert problem(window=8).window == 8
-    each = 512 * (64 * 24 + 16)
-    assert problem(read_ahead=0).window == costs.WINDOW_BYTES / each
-    assert problem(read_ahead=4 << 20).window == (costs.WINDOW_BYTES + (1 << 20)) / each
+    assert problem(window=8, read_ahead=0).held_share == 0
+    assert problem(window=8).held_share == 1  # within the window's own bytes
+    assert problem(window=1000, read_ahead=1 << 20).held_share == 0.5
+    lengths = [problem(read_ahead=size << 20).window for size in (0, 64, 256)]
+    assert lengths == sorted(set(lengths))
     few = replace(problem(), tables=[table(pooling_factor=0.1)])
-    assert few.window == costs.MAX_WINDOW
+    assert few.window == window.MAX_WINDOW
+
+
+@pytest.mark.parametrize("read_ahead_bytes", [0, 400_000, 1_600_000])
+@pytest.mark.parametrize("exponent", [0.0, 0.8, 0.95])
+def test_an_automatic_window_ends_where_the_runtimes_does(
+    exponent: float, read_ahead_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (pipeline, window):
+        monkeypatch.setattr(module, "WINDOW_BYTES", 1 << 18)
+    config = tierstore.TierConfig(hbm=5000 * (SIZE + 57), engine="memory", read_ahead=read_ahead_bytes)
+    tables = tierstore.EmbeddingBagCollection(tables=[config_of(ROWS)], config=config, optimizer=SGD(lr=0.1))
+    ahead = tierstore.prefetch(batches(exponent), tables)
+    (group,) = tables.engine.groups
+    tier: Any = group.stack.tiers[-1]
+    held = 0.0
+    for batch in ahead:
+        tables(batch)
+        if read_ahead_bytes:
+            held = tier.ahead.max_rows * read_ahead.bytes_per_row(SIZE) / read_ahead_bytes
+        if group.stats.prefetched is not None:
+            break
+    ahead.close()
+    tables.engine.close(commit=False)
+    spec = replace(
+        table(rows=ROWS, dim=DIM, pooling_factor=1.0), optimizer="sgd", popularity=Popularity(exponent, 10.0)
+    )
+    planner = EmbeddingShardingPlanner(machine(), workload=Workload(BATCH, read_ahead=read_ahead_bytes))
+    predicted = planner.problem([spec])
+    assert predicted.window == pytest.approx(group.stats.prefetched[1], rel=0.1, abs=2)
+    assert predicted.held_share == pytest.approx(held, rel=0.1)
 
 
 def test_memory_for_reading_ahead_is_part_of_a_plan() -> None:
@@ -211,6 +245,6 @@ def test_tables_in_memory_take_none_for_reading_ahead() -> None:
 
 def test_more_memory_for_reading_ahead_saves_reads() -> None:
     machines = machine(host_memory_per_host=(1 << 20) * 12 + (90 << 20))
-    sizes = 0, 1 << 20, 4 << 20
+    sizes = 0, 4 << 20, 16 << 20
     seconds = [drives(1 << 20, 1 << 12, machines, window=256, read_ahead=size) for size in sizes]
     assert seconds[0] > 1.1 * seconds[1] > 1.1 * seconds[2]

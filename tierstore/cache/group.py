@@ -104,6 +104,11 @@ class TierGroup:
             self.check_open()
             self.stack.announce(self.window.announce(seq, batch), seq, self._planned)
 
+    def grant_window(self, size: int) -> None:
+        """Leave ``size`` bytes of the memory for rows read ahead to the window, until it is forgotten."""
+        with self.residency_lock:
+            self.stack.grant_window(size)
+
     def forget_window(self) -> None:
         """Forget announced lookups that were not planned and will not come."""
         with self.residency_lock:

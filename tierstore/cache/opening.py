@@ -22,7 +22,7 @@ from tierstore.initializers import from_dict, table_seed
 from tierstore.optim.specs import OptimizerSpec
 from tierstore.store.protocol import RowStore, StoredTable
 
-_READ_AHEAD_SHARE = 10  # rows that automatic reading ahead may hold are one in so many
+_READ_AHEAD_SHARE = 8  # automatic reading ahead may take one in so many bytes of the tables
 _READ_AHEAD_OF_MEMORY = 64
 _READ_AHEAD_AT_MOST = 4 << 30
 

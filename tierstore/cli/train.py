@@ -77,7 +77,7 @@ def _add_tiers(group: Any) -> None:
         "--read-ahead",
         default="auto",
         metavar="SIZE",
-        help="memory beside the budget for rows read ahead of their batches (default: auto, up to a tenth "
+        help="memory beside the budget for rows read ahead of their batches (default: auto, up to an eighth "
         "of the tables and 1/64 of this machine's memory); 0 for none",
     )
     group.add_argument(

@@ -10,6 +10,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from tierstore.cache.group import TierGroup
 from tierstore.config import MAX_DEPTH, is_integer
 from tierstore.errors import ConfigError, RankError
 from tierstore.modules.base import TieredModule
@@ -24,8 +25,7 @@ Inputs = Mapping["str | nn.Module", Callable[[Any], Any]]
 
 MAX_WINDOW = 1024
 WINDOW_BYTES = 16 << 20
-"""Bytes that the batches of an automatic window, and their ids, may take together, where no rows are read
-ahead."""
+"""Bytes that the batches of a window, and their ids, take beside the memory for rows read ahead."""
 AUTO_DEPTH = 2
 
 _warned: WeakSet[nn.Module] = WeakSet()
@@ -232,8 +232,7 @@ def _fill(
     """Pull the first window, choose automatic settings, and start the session. Return False if the loader has
     ended."""
     depth, window = _agreed(session, depth), _agreed(session, window)
-    held, first = 0, None
-    room = WINDOW_BYTES + sum(group.stack.window_bytes() for group in session.groups)
+    waiting, first = 0, None
     more = True
     while True:
         planned = pull()
@@ -245,12 +244,13 @@ def _fill(
             more = False
             break
         first = first or planned
-        held += _bytes(planned)
+        waiting += _bytes(planned)
         if window is not None:
             if session.pulled_ahead > window:
                 break
-        elif session.any_rank(session.pulled_ahead > MAX_WINDOW or held > room or _covered(session)):
+        elif session.any_rank(session.pulled_ahead > MAX_WINDOW or _is_full(session, waiting)):
             break
+    _grant_window(session.groups, waiting)
     chosen = max(0, session.pulled_ahead - 1) if window is None else window
     deep = session.min_over_ranks(_auto_depth(session, first)) if depth is None else depth
     session.start(deep, chosen)
@@ -269,9 +269,29 @@ def _agreed(session: Session, number: int | None) -> int | None:
     return None if smallest < 0 else smallest
 
 
-def _covered(session: Session) -> bool:
-    """Return whether the window is as long as the tiers of every group can use."""
-    return all(group.window.distinct_rows >= group.stack.window_rows() for group in session.groups)
+def _is_full(session: Session, waiting: int) -> bool:
+    """Return whether the window has its bytes, or is as long as the tiers of every group can use.
+
+    What it takes of the memory for rows read ahead, it takes from these rows: it is longest where both have
+    what they need.
+    """
+    groups = session.groups
+    if all(group.window.distinct_rows >= group.stack.window_rows() for group in groups):
+        return True
+    free = sum(group.stack.window_bytes(group.window.distinct_rows) for group in groups)
+    return _beyond(groups, waiting) > free
+
+
+def _beyond(groups: Sequence[TierGroup], waiting: int) -> int:
+    """Return the bytes that the windows take of the memory for rows read ahead; ``waiting``: bytes of the
+    batches."""
+    return max(0, waiting + sum(group.window.memory_bytes for group in groups) - WINDOW_BYTES)
+
+
+def _grant_window(groups: Sequence[TierGroup], waiting: int) -> None:
+    beyond, shares = _beyond(groups, waiting), [group.stack.window_bytes(0) for group in groups]
+    for group, share in zip(groups, shares, strict=True):
+        group.grant_window(beyond * share // max(1, sum(shares)))
 
 
 def _auto_depth(session: Session, first: Planned | None) -> int:
@@ -284,7 +304,7 @@ def _auto_depth(session: Session, first: Planned | None) -> int:
 
 
 def _bytes(planned: Planned) -> int:
-    """Return the bytes of a batch that waits for its turn: its tensors, and the kept parts of its lookups."""
+    """Return the bytes of a batch that waits for its turn, beside what the windows have of it."""
     tensors: list[Tensor] = []
     for _, leaf in leaves(planned.batch):
         if isinstance(leaf, Tensor):

@@ -15,6 +15,7 @@ from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.curves import Floats
 from tierstore.planner.tables import TableSpec, row_bytes
 from tierstore.planner.topology import Topology
+from tierstore.planner.window import BYTES_PER_BAG, BYTES_PER_ID, MANY, Ahead
 
 # Tests compare these with the runtime.
 TIER_BYTES_PER_SLOT = 30 + 8 * 4 / 3
@@ -22,15 +23,10 @@ POLICY_BYTES_PER_SLOT = 16  # lookahead
 POLICY_FIXED_SLOTS = 7_800  # the first slots of lookahead take
 POLICY_FIXED_BYTES = 40  # more
 HELD_BYTES_PER_ROW = 13 + 8 * 4 / 3 + 1.9 * 16  # of a row that is read ahead, beside its bytes
-READ_AHEAD_SHARE = 10  # rows that are read ahead are one in so many
+READ_AHEAD_SHARE = 8  # reading ahead takes one in so many bytes of the tables
 READ_AHEAD_AT_MOST = 4 << 30
 READ_AHEAD_OF_MEMORY = 64  # the ranks of a host take one byte in so many together
-MAX_WINDOW = 1024
-WINDOW_BYTES = 16 << 20  # of batches whose ids are known ahead, where no rows are read ahead
-WINDOW_SHARE = 1 / 4  # further bytes of these batches, per byte that rows read ahead may take
 EXCHANGES = 4  # collectives of a step of one sharded collection: sizes, ids, vectors, gradients
-
-_WINDOW_BYTES_PER_ID, _WINDOW_BYTES_PER_BAG = 24, 16  # of a batch and its lookup; measured
 
 INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
@@ -51,8 +47,8 @@ class Workload:
     - ``dense_seconds``: compute of the unsharded part per step; ``dense_bytes``: its device memory
       (parameters, gradients, optimizer state, activations). The user measures or states both.
     - ``depth``: batches prefetched ahead, whose rows are pinned. ``window``: batches whose ids are known
-      ahead (None: as many as training chooses). ``read_ahead``: bytes of a rank's rows that are read ahead
-      (None: a tenth of the tables' rows, up to 1/64 of the host memory for its ranks together).
+      ahead (None: as many as training chooses). ``read_ahead``: bytes of a rank for rows read ahead
+      (None: an eighth of the tables' bytes, up to 1/64 of the host memory for its ranks together).
     - ``rows_per_read``: rows that one random read of the drives brings. None: predicted on the CPU
       (:mod:`tierstore.planner.reading`), 1 elsewhere.
     """
@@ -111,16 +107,32 @@ class Problem:
 
     @cached_property
     def window(self) -> float:
-        """Batches whose ids are known ahead. An automatic window ends early only where longer ones bring
-        nothing; then the room for rows is less than it has."""
-        if self.work.window is not None:
-            return self.work.window
-        each = sum(
-            _WINDOW_BYTES_PER_ID * table.accesses(self.work.batch_size)
-            + _WINDOW_BYTES_PER_BAG * self.work.batch_size * len(table.feature_names)
-            for table in self.tables
+        """Batches whose ids are known ahead."""
+        return self._ahead.automatic() if self.work.window is None else self.work.window
+
+    @cached_property
+    def held_share(self) -> float:
+        """The part of the memory for reading ahead that the window leaves to rows."""
+        bytes_ = self._read_ahead_bytes
+        return 1 - self._ahead.beyond(self.window) / bytes_ if bytes_ else 0.0
+
+    @cached_property
+    def _ahead(self) -> Ahead:
+        """The batches of one rank, if rows are spread evenly over the ranks."""
+        tables, batch, ranks = self.tables, self.work.batch_size, self.topology.world_size
+        bags = sum(batch * len(table.feature_names) for table in tables)
+        ids = sum(table.accesses(batch) for table in tables)
+        unique = np.array([table.demand(self.global_batch)[0] for table in tables])
+        many = np.array([table.demand(MANY * self.global_batch)[0] for table in tables])
+        return Ahead(
+            batch_bytes=BYTES_PER_ID * ids + BYTES_PER_BAG * bags,
+            unique=unique / ranks,
+            unique_of_many=many / ranks,
+            rows=np.array([table.rows for table in tables]) / ranks,
+            held_bytes=np.array([row_bytes(t.embedding_dim, t.optimizer) for t in tables])
+            + HELD_BYTES_PER_ROW,
+            read_ahead=self._read_ahead_bytes,
         )
-        return min(MAX_WINDOW, (WINDOW_BYTES + WINDOW_SHARE * self._read_ahead_bytes) / each)
 
     @cached_property
     def read_ahead_share(self) -> float:
@@ -134,7 +146,7 @@ class Problem:
 
     @property
     def _read_ahead_bytes(self) -> float:
-        """The most bytes of rows that a rank reads ahead."""
+        """The most bytes that reading ahead takes on a rank."""
         topology, given = self.topology, self.work.read_ahead
         if given is not None:
             return given

@@ -45,7 +45,8 @@ def saved_seconds(problem: Problem, caches: Allocation, misses: Floats) -> Float
             if not lacking:
                 continue
             part = float(table_bytes[tier].sum() / table_bytes[here].sum())  # as the runtime divides it
-            room = part * float(ahead[here].sum()) / (size + HELD_BYTES_PER_ROW)
+            held = part * problem.held_share * float(ahead[here].sum())
+            room = held / (size + HELD_BYTES_PER_ROW)
             batches = round_batches(problem.window, room, lacking)
             files = FILE_BYTES * record * float(caches.rows[tier & stored].sum())
             alone = lacking * topology.read_seconds(read_bytes(record))

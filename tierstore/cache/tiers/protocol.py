@@ -109,10 +109,14 @@ class Tier(Protocol):
         """Distinct rows in the window from which on a longer window brings this tier nothing."""
         return 0.0
 
-    @property
-    def window_bytes(self) -> int:
-        """Bytes that an automatic window may take for the sake of this tier."""
+    def window_bytes(self, rows: int) -> int:
+        """Return the bytes that an automatic window of ``rows`` distinct rows may take of this tier's memory
+        for rows read ahead."""
         return 0
+
+    def grant_window(self, size: int) -> None:
+        """Leave ``size`` bytes of the memory for rows read ahead to the window, until it is forgotten."""
+        return
 
     @property
     def policy_seconds(self) -> float:

@@ -35,9 +35,6 @@ _ROUND = 15 / 16
 WINDOW_ROWS = 1.9
 """Distinct rows in the window per row that there is room for, from which on a longer window brings nothing:
 some of the rows are in the tiers above."""
-WINDOW_SHARE = 1 / 4
-"""Bytes of an automatic window per byte that rows may take: of ids, of what is known of them, and of the
-batches that wait."""
 _HORIZON_ROWS = 1.5
 """Rows that the lookups of the horizon lack together, per row that there is room for.
 
@@ -61,9 +58,9 @@ def bytes_per_row(row_bytes: int) -> float:
 class ReadAhead:
     """Rows of one group. Its methods are called with ``lock`` held, :meth:`wait` and :meth:`close` without.
 
-    ``max_bytes``: what the rows may take, their index included. ``resident`` returns which keys some
-    exclusive tier holds: tiers that do not know the next use of their rows, or lookups that were not
-    announced, may have brought rows in.
+    ``max_bytes``: what the rows may take, their index and the bytes that :meth:`grant_window` leaves to the
+    window included. ``resident`` returns which keys some exclusive tier holds: tiers that do not know the
+    next use of their rows, or lookups that were not announced, may have brought rows in.
     """
 
     def __init__(
@@ -76,8 +73,8 @@ class ReadAhead:
     ) -> None:
         self._store = store
         self._row_bytes = row_bytes
-        self.max_bytes = max_bytes
-        self.max_rows = min(MAX_SLOTS, max(1, int(max_bytes / bytes_per_row(row_bytes))))
+        self._max_bytes = max_bytes
+        self._set_max_rows(max_bytes)
         self._resident = resident
         self._changed = threading.Condition(lock)
         # Rows whose places were not asked yet, with the lookups that ask for them.
@@ -100,6 +97,28 @@ class ReadAhead:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+
+    # -- memory ---------------------------------------------------------------------------
+
+    def _set_max_rows(self, size: int) -> None:
+        self.max_rows = min(MAX_SLOTS, max(1, int(size / bytes_per_row(self._row_bytes))))
+
+    def window_bytes(self, rows: int) -> int:
+        """Return the bytes that a window of ``rows`` distinct rows may take: what the rows that it asks for
+        at once leave of them, at most half."""
+        asked = rows / WINDOW_ROWS * bytes_per_row(self._row_bytes)
+        return max(0, min(self._max_bytes // 2, int(self._max_bytes - asked)))
+
+    def grant_window(self, size: int) -> None:
+        """Leave ``size`` bytes, at most half, to the window until :meth:`forget`."""
+        self._rows = None  # as a rule nothing was read yet
+        self._set_max_rows(self._max_bytes - min(size, self._max_bytes // 2))
+
+    def memory_bytes(self) -> int:
+        """Return the bytes that the rows here take."""
+        held = 0 if self._rows is None else len(self._rows)
+        each = self._row_bytes + _core.HeldRows.BYTES_PER_ROW
+        return int(each * held + self._entries * _core.Sweep.BYTES_PER_ENTRY)
 
     # -- what happens to rows -------------------------------------------------------------
 
@@ -214,16 +233,11 @@ class ReadAhead:
         self._sweep = _core.Sweep()
         self._entries, self._rounds, self._due, self._until = 0, 0.0, 0.0, 0.0
         self._rows = None
+        self._set_max_rows(self._max_bytes)
         self._announced.clear()
         self._entered.clear()
         self._last_announced, self._end, self._horizon = self._last_begun, -1, 0
         self._changed.notify_all()
-
-    def memory_bytes(self) -> int:
-        """Return the bytes that the rows here take."""
-        held = 0 if self._rows is None else len(self._rows)
-        each = self._row_bytes + _core.HeldRows.BYTES_PER_ROW
-        return int(each * held + self._entries * _core.Sweep.BYTES_PER_ENTRY)
 
     # -- taking rows ----------------------------------------------------------------------
 

@@ -48,9 +48,15 @@ class TierStack:
         """Return the distinct rows in the window from which on a longer window brings no tier anything."""
         return max(tier.window_rows for tier in self.tiers)
 
-    def window_bytes(self) -> int:
-        """Return the bytes that an automatic window may take for the sake of the tiers."""
-        return sum(tier.window_bytes for tier in self.tiers)
+    def window_bytes(self, rows: int) -> int:
+        """Return the bytes that an automatic window of ``rows`` distinct rows may take of the memory for rows
+        read ahead."""
+        return sum(tier.window_bytes(rows) for tier in self.tiers)
+
+    def grant_window(self, size: int) -> None:
+        """Leave ``size`` bytes of the memory for rows read ahead to the window, until it is forgotten."""
+        for tier in self.tiers:
+            tier.grant_window(size)
 
     # -- rows that move ------------------------------------------------------------------------
 

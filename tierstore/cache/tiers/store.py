@@ -19,7 +19,7 @@ from tierstore.cache.tiers.protocol import (
     RowBytes,
     TierStats,
 )
-from tierstore.cache.tiers.read_ahead import WINDOW_ROWS, WINDOW_SHARE, ReadAhead
+from tierstore.cache.tiers.read_ahead import WINDOW_ROWS, ReadAhead
 from tierstore.store.protocol import RowStore
 
 
@@ -46,9 +46,12 @@ class StoreTier(LastingTier):
     def window_rows(self) -> float:
         return 0.0 if self.ahead is None else WINDOW_ROWS * self.ahead.max_rows
 
-    @property
-    def window_bytes(self) -> int:
-        return 0 if self.ahead is None else int(WINDOW_SHARE * self.ahead.max_bytes)
+    def window_bytes(self, rows: int) -> int:
+        return 0 if self.ahead is None else self.ahead.window_bytes(rows)
+
+    def grant_window(self, size: int) -> None:
+        if self.ahead is not None:
+            self.ahead.grant_window(size)
 
     def find(self, keys: Keys) -> FoundRows:
         here = np.zeros(len(keys), bool)

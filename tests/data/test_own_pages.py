@@ -1,0 +1,56 @@
+"""Batches in pages of their own equal those that the loader has made."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tierstore import data
+from tierstore.data.own_pages import LEAST_BYTES, in_own_pages
+
+
+def test_every_dataset_batch_is_copied_whole() -> None:
+    batch = next(iter(data.load("synthetic:zipf:0.8").train(4096)))
+    copied = in_own_pages(batch)
+    before, after = pytree.tree_leaves(batch), pytree.tree_leaves(copied)
+    assert len(before) == len(after)
+    moved = 0
+    for old, new in zip(before, after, strict=True):
+        if isinstance(old, torch.Tensor):
+            assert torch.equal(old, new)
+            assert old.dtype == new.dtype
+            large = old.nbytes >= LEAST_BYTES
+            assert (old.data_ptr() != new.data_ptr()) == large
+            moved += large
+    assert moved >= 3  # dense features, ids, offsets
+    assert copied.sparse.keys() == batch.sparse.keys()
+    assert torch.equal(copied.sparse.offsets(), batch.sparse.offsets())
+
+
+def test_small_and_strange_leaves_stay() -> None:
+    least = torch.zeros(LEAST_BYTES, dtype=torch.uint8)
+    shared = torch.zeros(LEAST_BYTES, dtype=torch.uint8).share_memory_()
+    learned = torch.zeros(LEAST_BYTES, requires_grad=True)
+    sparse = torch.eye(200).to_sparse()
+    batch = {"small": least[1:], "shared": shared, "learned": learned, "sparse": sparse, "none": None, "n": 3}
+    copied = in_own_pages(batch)
+    assert all(copied[name] is batch[name] for name in batch)
+    assert in_own_pages([least])[0] is not least
+
+
+def test_strides_and_shapes() -> None:
+    odd = torch.arange(3 * LEAST_BYTES, dtype=torch.int32).view(3, -1).t()
+    assert torch.equal(in_own_pages((odd,))[0], odd)
+    spread = torch.zeros(1).expand(LEAST_BYTES)
+    assert torch.equal(in_own_pages(spread), spread)
+    flags = torch.ones(LEAST_BYTES, dtype=torch.bool)
+    assert in_own_pages(flags).dtype == torch.bool
+    halves = torch.randn(LEAST_BYTES).bfloat16()
+    assert torch.equal(in_own_pages(halves), halves)
+
+
+def test_the_memory_lives_as_long_as_the_tensor() -> None:
+    tensors = [in_own_pages(torch.full((LEAST_BYTES,), n)) for n in range(20)]
+    views = [tensor[1:] for tensor in tensors]
+    del tensors
+    assert all((view == n).all() for n, view in enumerate(views))

@@ -1,0 +1,36 @@
+"""Batches in memory of their own, for loaders that make batches in the training process."""
+
+from __future__ import annotations
+
+import mmap
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+LEAST_BYTES = 64 << 10
+"""Smaller tensors stay where they are: they keep few pages of the heap."""
+
+Batch = TypeVar("Batch")
+
+
+def in_own_pages(batch: Batch) -> Batch:
+    """Return a copy of ``batch``, a pytree, whose large CPU tensors lie in pages of their own.
+
+    Batches of a prefetch window live as long as tens of training steps. On malloc's heap they would lie
+    between the temporaries of these steps, and the heap could give no page back: the process would take
+    several times the bytes of the batches. Use it where the training process makes its batches itself,
+    ``prefetch(map(in_own_pages, loader), model)``. Batches of a ``DataLoader`` with workers are in shared
+    memory, and pinned batches in pages of the driver, so both need no copy.
+    """
+    copied: Batch = pytree.tree_map_only(Tensor, _copied, batch)
+    return copied
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.requires_grad
+    if not plain or tensor.is_pinned() or tensor.is_shared() or tensor.nbytes < LEAST_BYTES:
+        return tensor
+    pages = torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=tensor.dtype)
+    return pages.view(tensor.shape).copy_(tensor)
