@@ -13,27 +13,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ._training_arguments import add_training_arguments, load_dataset
+
 SUMMARY = "train one model by nn.EmbeddingBag, fbgemm-gpu and tierstore in turns; compare speed and AUC"
 
 DEFAULT_SYSTEMS = "torch-sparse,fbgemm,in-memory,tiered"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    data = parser.add_argument_group("data")
-    data.add_argument("--data", default="flights", metavar="NAME", help="data set (default: flights)")
-    data.add_argument("--data-path", metavar="PATH", help="file or folder of the data set")
-    data.add_argument("--rows", type=int, metavar="N", help="synthetic: rows per table")
-    data.add_argument("--tables", type=int, metavar="N", help="synthetic: number of tables")
-    data.add_argument("--max-rows", type=int, metavar="N", help="synthetic:criteo, criteo: cap of the rows")
-    training = parser.add_argument_group("training")
+    training = add_training_arguments(parser, "flights", batch_size=1024, dim=32)
     training.add_argument("--steps", type=int, metavar="N", help="batches to train on (default: one epoch)")
-    training.add_argument("--batch-size", type=int, default=1024, metavar="N", help="(default: 1024)")
-    training.add_argument(
-        "--dim", type=int, default=32, metavar="D", help="embedding dimension (default: 32)"
-    )
-    training.add_argument("--lr", type=float, default=0.02, metavar="X", help="learning rate (default: 0.02)")
-    training.add_argument("--seed", type=int, default=0, metavar="N")
-    training.add_argument("--threads", type=int, metavar="N", help="threads to compute with")
     tiers = parser.add_argument_group("tiers of the system 'tiered'")
     tiers.add_argument("--hbm", default="1/37", metavar="SIZE", help="bytes, or fraction of the tables'")
     tiers.add_argument("--store", metavar="DIR", help="folder of its row store (default: a temporary one)")
@@ -55,7 +44,6 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     import tierstore
-    from tierstore import data
     from tierstore.errors import ConfigError
 
     from ._systems import SYSTEMS
@@ -67,14 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
         tierstore.set_num_threads(args.threads)
-    dataset = data.load(
-        args.data,
-        path=args.data_path,
-        seed=args.seed,
-        rows=args.rows,
-        tables=args.tables,
-        max_rows=args.max_rows,
-    )
+    dataset = load_dataset(args)
     steps = args.steps or (dataset.num_train and -(-dataset.num_train // args.batch_size))
     if not steps:
         raise ConfigError(f"data {args.data!r} does not tell its length; give --steps")

@@ -23,6 +23,8 @@ from tierstore.config import format_bytes
 from tierstore.errors import ConfigError
 from tierstore.result_file import JsonFile, machine
 
+from ._training_arguments import add_training_arguments, load_dataset
+
 if TYPE_CHECKING:
     from ._steady import Trainee, Turn
 
@@ -34,22 +36,7 @@ _DEVICE_SECONDS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    data = parser.add_argument_group("data")
-    data.add_argument(
-        "--data", default="synthetic:zipf:0.8", metavar="NAME", help="(default: synthetic:zipf:0.8)"
-    )
-    data.add_argument("--data-path", metavar="PATH", help="file or folder of the data set")
-    data.add_argument("--rows", type=int, metavar="N", help="synthetic: rows per table")
-    data.add_argument("--tables", type=int, metavar="N", help="synthetic: number of tables")
-    data.add_argument("--max-rows", type=int, metavar="N", help="criteo: cap of the rows")
-    training = parser.add_argument_group("training")
-    training.add_argument("--batch-size", type=int, default=2048, metavar="N", help="(default: 2048)")
-    training.add_argument(
-        "--dim", type=int, default=64, metavar="D", help="embedding dimension (default: 64)"
-    )
-    training.add_argument("--lr", type=float, default=0.02, metavar="X", help="learning rate (default: 0.02)")
-    training.add_argument("--seed", type=int, default=0, metavar="N")
-    training.add_argument("--threads", type=int, metavar="N", help="threads to compute with")
+    add_training_arguments(parser, "synthetic:zipf:0.8", batch_size=2048, dim=64)
     tiers = parser.add_argument_group("tiers")
     tiers.add_argument(
         "--hbm",
@@ -104,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
         tierstore.set_num_threads(args.threads)
     out = JsonFile(args.json) if args.json else None
-    dataset = _load(args)
+    dataset = load_dataset(args)
     batches = _draw(dataset, args)
     with ExitStack() as stack:
         folder = args.store or stack.enter_context(tempfile.TemporaryDirectory(prefix="tierstore-steady-"))
@@ -123,19 +110,6 @@ def run(args: argparse.Namespace) -> int:
     if out:
         out.write(result)
     return _check(result)
-
-
-def _load(args: argparse.Namespace) -> Any:
-    from tierstore import data
-
-    return data.load(
-        args.data,
-        path=args.data_path,
-        seed=args.seed,
-        rows=args.rows,
-        tables=args.tables,
-        max_rows=args.max_rows,
-    )
 
 
 def _draw(dataset: Any, args: argparse.Namespace) -> list[Any]:

@@ -42,12 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=2, help="seconds of each phase (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds; the median is reported (default: 3)")
     parser.add_argument("--engines", default=",".join(engine_names()), help="default: all")
-    parser.add_argument(
-        "--read-threads",
-        type=int,
-        default=16,
-        help="threads for engines whose reads block",
-    )
+    parser.add_argument("--read-threads", type=int, default=16, help="threads for engines whose reads block")
     parser.add_argument(
         "--dir", type=folder, help="folder on the device to measure (default: the temporary one)"
     )

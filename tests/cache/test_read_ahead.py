@@ -82,22 +82,6 @@ def by_round(asked: list[int]) -> list[list[int]]:
     return rounds
 
 
-def test_a_lookup_that_lacks_more_rows_than_there_is_room_for_is_read_in_part(rig: Rig) -> None:
-    rig.store.go.set()
-    rig.announce(0, *EVEN)
-    rig.announce(1, 1, 3)
-    rig.begin(0)
-    within_patience(lambda: rig.ahead.wait(0))
-    found = rig.find(*EVEN)
-    assert 60 <= len(found) <= 80
-    assert by_place(*found) == by_place(*EVEN)[: len(found)]
-    assert rig.ahead.memory_bytes() <= rig.max_bytes + (len(EVEN) - len(found)) * _core.Sweep.BYTES_PER_ENTRY
-    rig.take(*EVEN)
-    rig.plan(1, 1, 3)
-    rig.wait_idle()
-    assert rig.find(*EVEN) == {}
-
-
 def test_only_what_a_lookup_lacks_has_to_fit(rig: Rig) -> None:
     rig.store.go.set()
     rig.resident = set(range(0, 196, 2))

@@ -7,7 +7,6 @@ import threading
 import numpy as np
 import pytest
 
-from tests.pipeline.interrupts import Interrupted, Interrupter
 from tests.store.store_model import CAP, ROW_BYTES, TABLES, assert_holds, get, make_rows, put, stored_ids
 from tierstore.errors import ClosedError, InputError, StoreFullError
 from tierstore.keys import MAX_ID, make_keys
@@ -381,27 +380,3 @@ def test_byte_cap_keeps_the_last_commit(opened):
     count = int(meta.split()[1]) + 10_000 if meta.startswith(b"more") else 2000
     assert stored_ids(store, 1) == list(range(count))
     assert_holds(store, 1, range(count), version=2 if count > 2000 else 1)
-
-
-def test_a_caught_interrupt_holds_no_lock(opened):
-    """Whoever catches Ctrl-C has its traceback in hand, with all its frames, while the store is closed by
-    another thread."""
-    store = opened()
-    put(store, 1, range(10))
-    store.commit()
-    at, came = 1, True
-    while came:
-        came = False
-        try:
-            with Interrupter(at).on():
-                store.stats()
-                store.commits()
-                store.meta()
-        except Interrupted:
-            came = True
-            thread = threading.Thread(target=assert_holds, args=(store, 1, range(10)), daemon=True)
-            thread.start()
-            thread.join(20)
-            assert not thread.is_alive()
-        at += 1
-    assert at > 6
