@@ -12,6 +12,10 @@
 namespace tierstore {
 namespace {
 
+// Completions that are waited for, and worked on before further requests are submitted. Waiting for several
+// saves system calls; were it more, the device would run out of requests meanwhile.
+constexpr unsigned kAtOnce = 8;
+
 class UringReader final : public BatchReader {
  public:
   UringReader(std::unique_ptr<Uring> ring, unsigned depth)
@@ -29,13 +33,13 @@ class UringReader final : public BatchReader {
     while (true) {
       while (error_ == nullptr && next < requests.size() && slots_.HasFree() && Begin(next)) ++next;
       if (in_flight_ == 0) break;
-      // Waiting for several at once saves system calls and leaves the queue deep enough.
-      const int code = ring_->SubmitAndWait(std::min(in_flight_, 8u));
+      const int code = ring_->SubmitAndWait(std::min(in_flight_, kAtOnce));
       if (code != 0) {
         broken_ = code;  // requests in flight cannot be awaited; their memory lives as long as the ring
         throw RingError(code);
       }
-      for (UringCqe cqe; ring_->Reap(cqe);) Complete(cqe, done);
+      UringCqe cqe;
+      for (unsigned n = 0; n < kAtOnce && ring_->Reap(cqe); ++n) Complete(cqe, done);
       if (error_ == nullptr && CallMustEnd()) error_ = std::make_exception_ptr(CallEnded{});
     }
     last_file_ = nullptr;

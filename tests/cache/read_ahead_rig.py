@@ -125,12 +125,13 @@ class Rig:
         return int(rows * HELD)
 
     def wait_idle(self) -> None:
-        """Wait until the thread has ended, or waits itself."""
+        """Wait until the threads have ended, or wait themselves."""
         ahead = self.ahead
 
         def idle() -> bool:
             with self.lock:
-                return ahead._thread is None or bool(ahead._changed._waiters)  # type: ignore[attr-defined]
+                waiting: Any = ahead._changed._waiters  # type: ignore[attr-defined]
+                return len(waiting) >= len(ahead._threads)
 
         wait_for(idle)
 

@@ -203,7 +203,7 @@ def test_a_read_that_fails_leaves_everything_to_the_plans(rig: Rig) -> None:
     rig.store.go.set()
     assert rig.plan(0, 0) == {}
     assert rig.plan(1, 2) == {}
-    wait_for(lambda: rig.ahead._thread is None)
+    wait_for(lambda: not rig.ahead._threads)
     assert rig.store.asked == [[4, 2, 0]]
     assert rig.ahead.memory_bytes() == 0
     rig.store.error = None

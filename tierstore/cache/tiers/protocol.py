@@ -111,11 +111,12 @@ class Tier(Protocol):
 
     def window_bytes(self, rows: int) -> int:
         """Return the bytes that an automatic window of ``rows`` distinct rows may take of this tier's memory
-        for rows read ahead."""
+        for rows read ahead. It raises nothing."""
         return 0
 
     def grant_window(self, size: int) -> None:
-        """Leave ``size`` bytes of the memory for rows read ahead to the window, until it is forgotten."""
+        """Leave ``size`` bytes of the memory for rows read ahead to the window, until it is forgotten. It
+        raises nothing."""
         return
 
     @property

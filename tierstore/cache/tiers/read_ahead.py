@@ -1,12 +1,12 @@
 """Reads rows of coming lookups into memory before their plans ask for them.
 
-A thread goes round the places of a store's rows, in one direction, again and again. At each place it reads
-the rows that some announced lookup asks for and that no exclusive tier has (``csrc/cache/sweep.h``). The
-longer a round takes, the more rows lie near one another, and share a request to the device. So a round takes
-nearly as many lookups as the window has, or as many as there is room for the rows that wait for their
-lookups. Planning goes on meanwhile; a plan waits for a round that has not come by all of its rows yet, since
-a read for one plan alone would take the device much longer. Rows that leave memory although the window wants
-them again soon are kept as they are written to the store.
+Threads go round the places of a store's rows, in one direction, again and again: one chooses the next part of
+the round while the other reads. At each place they read the rows that some announced lookup asks for and that
+no exclusive tier has (``csrc/cache/sweep.h``). The longer a round takes, the more rows lie near one another,
+and share a request to the device. So a round takes nearly as many lookups as the window has, or as many as
+there is room for the rows that wait for their lookups. Planning goes on meanwhile; a plan waits for a round
+that has not come by all of its rows yet, since a read for one plan alone would take the device much longer.
+Rows that leave memory although the window wants them again soon are kept as they are written to the store.
 
 Rows here equal the store's rows: a row that is written to the store later is dropped here, and no plan asks
 for rows that an exclusive tier has.
@@ -18,6 +18,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,7 @@ lookups on average. That is 0.8 of the room.
 _FIRST_ROWS = 1 << 18  # rows of the first round, for which the first plan waits
 _GROWTH = 2  # lookups by which the end of the horizon moves per lookup that begins, at most
 _RESERVE = 1 / 16  # part of the room that is left to rows that leave memory and are wanted again
+_THREADS = 2  # one chooses the next part while the other reads
 _PARTS = 64  # a round is read in at most so many parts, and more only where a part has very many rows
 _MOST_AT_ONCE = 1 << 14  # rows of a part; a plan may have to wait for a part
 _LEFT_TO_PLANS = 1 / 16  # of a round: a plan reads so little itself
@@ -53,6 +55,20 @@ _MEMORY = 1 / 16  # weight of the newest lookup in the mean of what lookups lack
 def bytes_per_row(row_bytes: int) -> float:
     """Return the bytes that a row takes here, its entries in the index and in the sweep included."""
     return row_bytes + _core.HeldRows.BYTES_PER_ROW + WINDOW_ROWS * _core.Sweep.BYTES_PER_ENTRY
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows that are read together into ``slots`` of ``rows``, for lookups from ``earliest`` on.
+
+    ``rounds_before``: the rounds when the part was chosen.
+    """
+
+    keys: Keys
+    rows: _core.HeldRows
+    slots: Slots
+    earliest: int
+    rounds_before: float
 
 
 class ReadAhead:
@@ -79,15 +95,15 @@ class ReadAhead:
         self._changed = threading.Condition(lock)
         # Rows whose places were not asked yet, with the lookups that ask for them.
         self._incoming: list[tuple[Keys, NDArray[np.int64]]] = []
-        self._sweep = _core.Sweep()  # the thread's own; it changes without the lock
-        self._entries = 0  # of the sweep, when the thread last looked
-        self._rounds = 0.0  # of the sweep, when the thread last looked
+        self._sweep = _core.Sweep()  # of the thread that has _choosing; it changes without the lock
+        self._entries = 0  # of the sweep, when a thread last looked
+        self._rounds = 0.0  # of the sweep, when a thread last looked
         self._due = 0.0  # rounds that should be complete; 0 before the first lookup begins
         self._until = 0.0  # rounds after which the newest lookup's rows are here
         self._waits = False  # whether its plan waits for that
         self._rows: _core.HeldRows | None = None
-        self._reading: int | None = None  # the earliest lookup for which rows are being read
-        self._rounds_before = 0.0  # rounds when that read began
+        # Parts of this sweep that are being read, by thread, in the order of the round.
+        self._reading: dict[threading.Thread, _Part] = {}
         self._last_announced = self._last_begun = -1
         self._announced: deque[tuple[int, int]] = deque()  # coming lookups, and their numbers of rows
         self._end = -1  # the last lookup in the horizon: its rows are read when the round comes by
@@ -95,7 +111,8 @@ class ReadAhead:
         self._horizon = 0  # the most lookups that the horizon had
         self._lacking = 0.0  # the mean number of rows that a lookup lacks
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._threads: set[threading.Thread] = set()
+        self._choosing = threading.Lock()  # taken before the residency lock
         self._failure: BaseException | None = None
 
     # -- memory ---------------------------------------------------------------------------
@@ -134,17 +151,21 @@ class ReadAhead:
         if not len(keys):
             return
         self._incoming.append((keys, next_use))
-        if self._thread is None:
-            # The thread ends when no lookup is announced any more, so it never keeps the tables alive.
+        self._start_threads()
+        self._changed.notify_all()
+
+    def _start_threads(self) -> None:
+        # The threads end when no lookup is announced any more, so they never keep the tables alive.
+        while len(self._threads) < _THREADS:
             thread = threading.Thread(target=self._work, name="tierstore-read-ahead", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # plans read for themselves
-                logger.debug("no reading ahead: %s", error)
-                self._incoming.clear()
+            except RuntimeError as error:
+                if not self._threads:  # plans read for themselves
+                    logger.debug("no reading ahead: %s", error)
+                    self._incoming.clear()
                 return
-            self._thread = thread
-        self._changed.notify_all()
+            self._threads.add(thread)
 
     def lookup_begun(self, seq: int) -> None:
         """Learn that lookup ``seq`` is being planned: its rows, and rows of earlier lookups, need not be read
@@ -231,6 +252,7 @@ class ReadAhead:
         """Drop all rows and the queue: the announced lookups will not come."""
         self._incoming.clear()
         self._sweep = _core.Sweep()
+        self._reading.clear()
         self._entries, self._rounds, self._due, self._until = 0, 0.0, 0.0, 0.0
         self._rows = None
         self._set_max_rows(self._max_bytes)
@@ -261,13 +283,13 @@ class ReadAhead:
 
     def _comes(self, seq: int) -> bool:
         """Return whether rows of lookup ``seq`` are being read, or will be without a plan before it."""
-        if self._until <= self._rounds_here() or self._thread is None:
+        if self._until <= self._rounds_here() or not self._threads:
             return False
-        return self._has_room() or (self._reading is not None and seq >= self._reading)
+        return self._has_room() or any(part.earliest <= seq for part in self._reading.values())
 
     def _rounds_here(self) -> float:
         """Return the rounds whose rows are here."""
-        return self._rounds if self._reading is None else self._rounds_before
+        return next((part.rounds_before for part in self._reading.values()), self._rounds)
 
     def find(self, keys: Keys) -> tuple[Slots, RowBytes] | None:
         """Return the slot of each key's row, -1 where it is not here, and the slots' rows. None: there is no
@@ -283,7 +305,7 @@ class ReadAhead:
         self._lacking += (len(keys) - self._lacking) * (_MEMORY if self._lacking else 1.0)
         self._changed.notify_all()
 
-    # -- the thread -----------------------------------------------------------------------
+    # -- the threads ----------------------------------------------------------------------
 
     def _work(self) -> None:
         failure: BaseException | None = None
@@ -298,7 +320,7 @@ class ReadAhead:
         else:
             return
         with self._changed:
-            self._thread = self._reading = None
+            self._threads.discard(threading.current_thread())
             self.forget()
             self._failure = failure or self._failure
 
@@ -307,29 +329,38 @@ class ReadAhead:
         with self._changed:
             self._changed.wait_for(lambda: self._is_over() or bool(self._incoming) or self._is_due())
             if self._is_over():
-                self._thread = None  # the next announcement starts another one
+                self._threads.discard(threading.current_thread())  # the next announcement starts another one
                 self._changed.notify_all()
                 return False
+        with self._choosing:
+            part = self._next_part()
+        if part is None:
+            return True
+        found = self._store.read(part.keys, part.rows.rows, part.slots)
+        with self._changed:
+            self._reading.pop(threading.current_thread(), None)
+            part.rows.finish(part.slots, found)
+            self._changed.notify_all()
+        return True
+
+    def _next_part(self) -> _Part | None:
+        """Add the rows that were queued, and go on in the round. Return what to read, or None."""
+        with self._changed:
             incoming, self._incoming, sweep = self._incoming, [], self._sweep
         for keys, next_use in incoming:
             sweep.add(keys, self._store.places(keys), next_use)
         with self._changed:
             if sweep is not self._sweep:
-                return True  # the window was forgotten
+                return None  # the window was forgotten
             self._note()
             if self._incoming or not self._is_due():
-                return True
-            self._rounds_before, rows = self._rounds, self._held()
-            keys, slots = self._choose(rows)
+                return None
+            part = self._choose(self._held())
             self._note()
-            if not len(keys):
-                return True
-        found = self._store.read(keys, rows.rows, slots)
-        with self._changed:
-            self._reading = None
-            rows.finish(slots, found)
-            self._changed.notify_all()
-        return True
+            if not len(part.keys):
+                return None
+            self._reading[threading.current_thread()] = part
+            return part
 
     def _is_over(self) -> bool:
         all_begun = self._last_announced <= self._last_begun and not self._is_awaited()
@@ -351,23 +382,20 @@ class ReadAhead:
     def _has_room(self) -> bool:
         return self._room() >= min(self._entries, max(1, self.max_rows // _PARTS))
 
-    def _choose(self, rows: _core.HeldRows) -> tuple[Keys, Slots]:
-        """Go on in the round. Return the keys to read, and slots for their rows."""
-        first = self._last_begun + (not (self._waits or self._is_awaited()))
+    def _choose(self, rows: _core.HeldRows) -> _Part:
+        first, rounds_before = self._last_begun + (not (self._waits or self._is_awaited())), self._rounds
         limit = min(self._room(), _MOST_AT_ONCE)
         keys, earliest = self._sweep.next(self._due - self._rounds, limit, first, self._end)
         if len(keys):
             keys = keys[~self._resident(keys)]
         keys, slots = rows.begin(keys)
-        if len(keys):
-            self._reading = earliest
-        return keys, slots
+        return _Part(keys, rows, slots, earliest, rounds_before)
 
     def close(self) -> None:
-        """End the thread. Call it before the store is closed."""
+        """End the threads. Call it before the store is closed."""
         with self._changed:
             self._closed = True
             self.forget()
-            thread = self._thread
-        if thread is not None:
+            threads = list(self._threads)
+        for thread in threads:
             thread.join()
