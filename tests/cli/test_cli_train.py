@@ -57,7 +57,7 @@ def test_small_tables_are_trained_to_the_same_bits(
     assert result["ratio"] == result["examples_per_s"] / result["in_memory_examples_per_s"]
     assert result["table_bytes"] == 3 * 4000 * 48
     assert result["budget_bytes"] == result["table_bytes"] // 8
-    assert result["read_ahead_bytes"] == result["table_bytes"] // 10
+    assert result["read_ahead_bytes"] == result["table_bytes"] // 8
     assert result["touched_share"] == result["touched_bytes"] / result["table_bytes"]
     assert list(result["hit_rate"]) == ["hbm", "ssd"]
     assert 0 < result["hit_rate"]["hbm"]["per_unique"] <= result["hit_rate"]["hbm"]["per_access"] < 1
