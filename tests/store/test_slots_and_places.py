@@ -140,8 +140,8 @@ def test_places_and_reads_beside_writes_and_compaction(opened, engine):
     store, done, failures = opened(), threading.Event(), []
     put(store, 1, range(0, 2000, 2))
 
-    def read():
-        random, seen = np.random.default_rng(0), np.zeros(2000, np.int64)
+    def read(seed):
+        random, seen = np.random.default_rng(seed), np.zeros(2000, np.int64)
         try:
             while not done.is_set():
                 ids = random.permutation(2000)[:500]
@@ -160,8 +160,9 @@ def test_places_and_reads_beside_writes_and_compaction(opened, engine):
         except BaseException as error:
             failures.append(error)
 
-    reader = threading.Thread(target=read)
-    reader.start()
+    readers = [threading.Thread(target=read, args=(seed,)) for seed in range(2)]
+    for reader in readers:
+        reader.start()
     for version in range(1, 40):
         put(store, 1, range(0, 2000, 2), version)
         if version % 4 == 0:
@@ -169,6 +170,7 @@ def test_places_and_reads_beside_writes_and_compaction(opened, engine):
         if version % 10 == 0:
             store.compact()
     done.set()
-    reader.join(60)
-    assert not reader.is_alive()
+    for reader in readers:
+        reader.join(60)
+        assert not reader.is_alive()
     assert not failures

@@ -103,7 +103,7 @@ class RowStore(Protocol):
     """Rows by key below the memory tiers.
 
     All keys of one call belong to tables of one row size. Calls come from one thread at a time, which may
-    change; a ``read`` or ``places`` of another thread may run beside a call. ``close()`` may come from any
+    change; ``read`` and ``places`` of two other threads may run beside a call. ``close()`` may come from any
     thread at any time. After ``close()`` every method but ``close()`` raises ``ClosedError``. Errors of the
     device are ``StoreIOError`` or ``StoreFullError``, damaged data is ``StoreCorruptError``; each leaves the
     store usable, or closed; wrong bytes never return.
