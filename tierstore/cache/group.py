@@ -106,6 +106,9 @@ class TierGroup:
 
     def grant_window(self, size: int) -> None:
         """Leave ``size`` bytes of the memory for rows read ahead to the window, until it is forgotten."""
+        uninterrupted(lambda: self._grant_window(size))
+
+    def _grant_window(self, size: int) -> None:
         with self.residency_lock:
             self.stack.grant_window(size)
 
