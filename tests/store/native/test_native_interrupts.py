@@ -195,6 +195,7 @@ def test_waiting_for_another_call(opened, env, name):
     """Another thread's call is under way, and takes long."""
     store = filled(opened, env, 2, keep=5, segment_bytes=128 << 10)
     put(store, 1, IDS, 1)
+    wait_for_writes(env)  # the commit would wait for each of them
     calls = {
         "keys": lambda: list(store.keys(1)),
         "write": lambda: put(store, 1, range(5), 9),
