@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch.utils import _pytree as pytree
 
@@ -32,7 +34,10 @@ def test_small_and_strange_leaves_stay() -> None:
     shared = torch.zeros(LEAST_BYTES, dtype=torch.uint8).share_memory_()
     learned = torch.zeros(LEAST_BYTES, requires_grad=True)
     sparse = torch.eye(200).to_sparse()
+    parameter = torch.nn.Parameter(torch.zeros(LEAST_BYTES), requires_grad=False)
+    quantized = torch.quantize_per_tensor(torch.zeros(LEAST_BYTES), 0.1, 0, torch.quint8)
     batch = {"small": least[1:], "shared": shared, "learned": learned, "sparse": sparse, "none": None, "n": 3}
+    batch |= {"parameter": parameter, "quantized": quantized}
     copied = in_own_pages(batch)
     assert all(copied[name] is batch[name] for name in batch)
     assert in_own_pages([least])[0] is not least
@@ -47,6 +52,15 @@ def test_strides_and_shapes() -> None:
     assert in_own_pages(flags).dtype == torch.bool
     halves = torch.randn(LEAST_BYTES).bfloat16()
     assert torch.equal(in_own_pages(halves), halves)
+
+
+def test_a_forked_process_has_its_own_copy() -> None:
+    tensor = in_own_pages(torch.zeros(LEAST_BYTES, dtype=torch.uint8))
+    if not (child := os.fork()):
+        tensor.numpy()[:] = 1
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not tensor.any()
 
 
 def test_the_memory_lives_as_long_as_the_tensor() -> None:

@@ -29,8 +29,11 @@ def in_own_pages(batch: Batch) -> Batch:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.requires_grad
-    if not plain or tensor.is_pinned() or tensor.is_shared() or tensor.nbytes < LEAST_BYTES:
+    plain = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.layout == torch.strided
+    if not plain or tensor.requires_grad or tensor.is_quantized or tensor.nbytes < LEAST_BYTES:
         return tensor
-    pages = torch.frombuffer(mmap.mmap(-1, tensor.nbytes), dtype=tensor.dtype)
-    return pages.view(tensor.shape).copy_(tensor)
+    if tensor.is_pinned() or tensor.is_shared():
+        return tensor
+    # Private: what a forked process writes to its batch must not reach this process.
+    memory = mmap.mmap(-1, tensor.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)

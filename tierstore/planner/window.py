@@ -46,8 +46,10 @@ class Ahead:
 
     def beyond(self, batches: float) -> float:
         """Return the bytes that a window takes of the memory for rows read ahead, at most half of it."""
-        index = BYTES_PER_ROW * float(self._distinct(batches).sum())
-        return min(self.read_ahead / 2, max(0.0, batches * self.batch_bytes + index - WINDOW_BYTES))
+        return min(self.read_ahead / 2, max(0.0, self._taken(batches) - WINDOW_BYTES))
+
+    def _taken(self, batches: float) -> float:
+        return batches * self.batch_bytes + BYTES_PER_ROW * float(self._distinct(batches).sum())
 
     def automatic(self) -> float:
         """Return the batches of an automatic window."""
@@ -60,7 +62,6 @@ class Ahead:
         return few
 
     def _fits(self, batches: float) -> bool:
-        distinct = self._distinct(batches)
-        asked = float((distinct * self.held_bytes).sum()) / WINDOW_ROWS
+        asked = float((self._distinct(batches) * self.held_bytes).sum()) / WINDOW_ROWS
         free = max(0.0, min(self.read_ahead / 2, self.read_ahead - asked))
-        return batches * self.batch_bytes + BYTES_PER_ROW * float(distinct.sum()) <= WINDOW_BYTES + free
+        return self._taken(batches) <= WINDOW_BYTES + free
