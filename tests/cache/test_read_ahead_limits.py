@@ -8,7 +8,7 @@ import pytest
 
 from tests.cache.read_ahead_rig import Rig, within_patience
 from tierstore import _core
-from tierstore.cache.tiers import read_ahead
+from tierstore.cache.tiers import horizon, read_ahead
 
 EVEN = range(0, 1000, 2)  # the keys that are stored
 
@@ -40,13 +40,14 @@ def test_parts_have_so_many_rows_at_most(
 def test_the_first_round_has_whole_lookups(
     rows: int, last: int, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_ahead, "_FIRST_ROWS", rows)
+    monkeypatch.setattr(horizon, "_FIRST_ROWS", rows)
     for seq in range(4):
         rig.announce(seq, *range(6 * seq, 6 * seq + 6, 2))
     rig.store.go.clear()
     with rig.lock:
-        rig.ahead._begin(0)
-        assert rig.ahead._end == max(0, last)  # the first lookup is read in any case
+        first = rig.ahead._horizon
+        first.begin(0, 0.0, rig.ahead._room())
+        assert first.end == max(0, last)  # the first lookup is read in any case
     rig.store.go.set()
     for seq in range(4):
         keys = range(6 * seq, 6 * seq + 6, 2)

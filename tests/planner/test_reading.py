@@ -14,7 +14,7 @@ import torch
 import tierstore
 from tests.planner.machines import table, topology
 from tierstore.cache import opening
-from tierstore.cache.tiers import read_ahead
+from tierstore.cache.tiers import horizon, read_ahead
 from tierstore.optim import SGD
 from tierstore.pipeline import prefetch as pipeline
 from tierstore.placement import record_bytes
@@ -48,8 +48,8 @@ def merged(places: np.ndarray, gap: float) -> tuple[int, int]:
 
 def test_the_constants_are_the_runtimes():
     assert pytest.approx(read_ahead.bytes_per_row(256)) == 256 + costs.HELD_BYTES_PER_ROW
-    assert reading.HORIZON_ROWS == read_ahead._HORIZON_ROWS
-    assert reading.ROUND == read_ahead._ROUND
+    assert reading.HORIZON_ROWS == horizon._ROWS
+    assert reading.ROUND == horizon._ROUND
     assert costs.READ_AHEAD_SHARE == opening._READ_AHEAD_SHARE
     assert costs.READ_AHEAD_OF_MEMORY == opening._READ_AHEAD_OF_MEMORY
     assert costs.READ_AHEAD_AT_MOST == opening._READ_AHEAD_AT_MOST

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
+from tierstore.cache.tiers.horizon import Horizon
 from tierstore.cache.tiers.memory import MAX_SLOTS
 from tierstore.cache.tiers.protocol import NEVER, Flags, Keys, RowBytes, Slots
 from tierstore.errors import ConfigError, TierStoreError
@@ -31,25 +31,14 @@ from tierstore.store.protocol import RowStore
 
 logger = logging.getLogger("tierstore")
 
-_ROUND = 15 / 16
-"""Lookups that a round takes, per lookup of the horizon. The rest is the time that a read may take."""
 WINDOW_ROWS = 1.9
 """Distinct rows in the window per row that there is room for, from which on a longer window brings nothing:
 some of the rows are in the tiers above."""
-_HORIZON_ROWS = 1.5
-"""Rows that the lookups of the horizon lack together, per row that there is room for.
-
-With n lookups in the horizon that lack m rows each, and rounds of r lookups, m·(n - r/2) rows wait for their
-lookups on average. That is 0.8 of the room.
-"""
-_FIRST_ROWS = 1 << 18  # rows of the first round, for which the first plan waits
-_GROWTH = 2  # lookups by which the end of the horizon moves per lookup that begins, at most
 _RESERVE = 1 / 16  # part of the room that is left to rows that leave memory and are wanted again
 _THREADS = 2  # one chooses the next part while the other reads
 _PARTS = 64  # a round is read in at most so many parts, and more only where a part has very many rows
 _MOST_AT_ONCE = 1 << 14  # rows of a part; a plan may have to wait for a part
 _LEFT_TO_PLANS = 1 / 16  # of a round: a plan reads so little itself
-_MEMORY = 1 / 16  # weight of the newest lookup in the mean of what lookups lack
 
 
 def bytes_per_row(row_bytes: int) -> float:
@@ -98,18 +87,11 @@ class ReadAhead:
         self._sweep = _core.Sweep()  # of the thread that has _choosing; it changes without the lock
         self._entries = 0  # of the sweep, when a thread last looked
         self._rounds = 0.0  # of the sweep, when a thread last looked
-        self._due = 0.0  # rounds that should be complete; 0 before the first lookup begins
-        self._until = 0.0  # rounds after which the newest lookup's rows are here
-        self._waits = False  # whether its plan waits for that
+        self._waits = False  # whether a plan waits for rows
         self._rows: _core.HeldRows | None = None
         # Parts of this sweep that are being read, by thread, in the order of the round.
         self._reading: dict[threading.Thread, _Part] = {}
-        self._last_announced = self._last_begun = -1
-        self._announced: deque[tuple[int, int]] = deque()  # coming lookups, and their numbers of rows
-        self._end = -1  # the last lookup in the horizon: its rows are read when the round comes by
-        self._entered: deque[tuple[int, float]] = deque()  # former ends, and the rounds from then on
-        self._horizon = 0  # the most lookups that the horizon had
-        self._lacking = 0.0  # the mean number of rows that a lookup lacks
+        self._horizon = Horizon()
         self._closed = False
         self._threads: set[threading.Thread] = set()
         self._choosing = threading.Lock()  # taken before the residency lock
@@ -141,10 +123,9 @@ class ReadAhead:
 
     def announce(self, seq: int, keys: Keys) -> None:
         """Queue ``keys`` for coming lookup ``seq``; no announced lookup before it asks for them."""
-        if self._closed or seq <= self._last_begun:
+        if self._closed or seq <= self._horizon.last_begun:
             return
-        self._last_announced = seq
-        self._announced.append((seq, len(keys)))
+        self._horizon.announce(seq, len(keys))
         self._queue(keys, np.full(len(keys), seq, np.int64))
 
     def _queue(self, keys: Keys, next_use: NDArray[np.int64]) -> None:
@@ -170,47 +151,11 @@ class ReadAhead:
     def lookup_begun(self, seq: int) -> None:
         """Learn that lookup ``seq`` is being planned: its rows, and rows of earlier lookups, need not be read
         any more."""
-        if seq <= self._last_begun:
+        horizon = self._horizon
+        if seq <= horizon.last_begun:
             return
-        if not self._due and not self._announced:
-            self._last_begun = seq  # nothing is read ahead
-            return
-        if not self._due:
-            self._begin(seq)
-        steps, self._last_begun = seq - self._last_begun, seq
-        while self._entered and self._entered[0][0] < seq:
-            self._entered.popleft()
-        self._until = self._entered[0][1] + 1 if self._entered else 0.0
-        while self._announced and self._announced[0][0] <= seq:
-            self._announced.popleft()
-        self._extend(min(self._last_announced, seq + self._room_for(), self._end + _GROWTH * steps))
-        round_ = max(1.0, _ROUND * min(self._horizon, self._room_for()))
-        self._due = min(self._due + steps / round_, self._rounds + 1)
-        self._changed.notify_all()
-
-    def _begin(self, seq: int) -> None:
-        """Begin the first round of a window, with the lookups from ``seq`` on whose rows find room."""
-        self._last_begun = seq - 1
-        self._due, room, end = 1.0, min(self._room(), _FIRST_ROWS), seq
-        for lookup, rows in self._announced:
-            room -= rows
-            if room < 0:
-                break
-            end = lookup
-        if not self._lacking and self._announced:
-            self._lacking = sum(rows for _, rows in self._announced) / len(self._announced)
-        self._extend(end)
-
-    def _extend(self, end: int) -> None:
-        """Move the end of the horizon to lookup ``end``."""
-        if end > self._end:
-            self._end = end
-            self._entered.append((end, self._rounds))
-        self._horizon = max(self._horizon, self._end - self._last_begun)
-
-    def _room_for(self) -> int:
-        """Return the lookups in the horizon for whose rows there is room."""
-        return int(_HORIZON_ROWS * self.max_rows / max(self._lacking, 1.0))
+        if horizon.lookup_begun(seq, self._rounds, self._room(), self.max_rows):
+            self._changed.notify_all()
 
     def rows_overwritten(self, keys: Keys) -> None:
         """Drop these rows: the store gets other versions of them."""
@@ -222,11 +167,11 @@ class ReadAhead:
         versions."""
         if self._closed:
             return
-        wanted = np.flatnonzero((next_use > self._last_begun) & (next_use < NEVER))
+        wanted = np.flatnonzero((next_use > self._horizon.last_begun) & (next_use < NEVER))
         if not len(wanted):
             return
         # A round comes by the rows of later lookups in time.
-        soon = next_use[wanted] <= self._end
+        soon = next_use[wanted] <= self._horizon.end
         kept = wanted[soon]
         held = self._held()
         # Policies that know the next use evict last the rows that are used first.
@@ -253,12 +198,10 @@ class ReadAhead:
         self._incoming.clear()
         self._sweep = _core.Sweep()
         self._reading.clear()
-        self._entries, self._rounds, self._due, self._until = 0, 0.0, 0.0, 0.0
+        self._entries, self._rounds = 0, 0.0
         self._rows = None
         self._set_max_rows(self._max_bytes)
-        self._announced.clear()
-        self._entered.clear()
-        self._last_announced, self._end, self._horizon = self._last_begun, -1, 0
+        self._horizon.forget()
         self._changed.notify_all()
 
     # -- taking rows ----------------------------------------------------------------------
@@ -268,7 +211,7 @@ class ReadAhead:
         thread has failed with, once."""
         with self._changed:
             if self._is_awaited():
-                self._due = max(self._due, self._until)
+                self._horizon.due = max(self._horizon.due, self._horizon.until)
                 self._waits = True
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: not self._comes(seq))
@@ -279,11 +222,11 @@ class ReadAhead:
 
     def _is_awaited(self) -> bool:
         """Return whether the newest lookup's plan will wait for a round."""
-        return self._until - self._rounds_here() > _LEFT_TO_PLANS
+        return self._horizon.until - self._rounds_here() > _LEFT_TO_PLANS
 
     def _comes(self, seq: int) -> bool:
         """Return whether rows of lookup ``seq`` are being read, or will be without a plan before it."""
-        if self._until <= self._rounds_here() or not self._threads:
+        if self._horizon.until <= self._rounds_here() or not self._threads:
             return False
         return self._has_room() or any(part.earliest <= seq for part in self._reading.values())
 
@@ -301,8 +244,7 @@ class ReadAhead:
         """Drop the rows of ``keys``, which a lookup lacked: they are in the first tier now."""
         if self._rows is not None:
             self._rows.discard(keys)
-        self._until = 0.0
-        self._lacking += (len(keys) - self._lacking) * (_MEMORY if self._lacking else 1.0)
+        self._horizon.lookup_filled(len(keys))
         self._changed.notify_all()
 
     # -- the threads ----------------------------------------------------------------------
@@ -363,7 +305,7 @@ class ReadAhead:
             return part
 
     def _is_over(self) -> bool:
-        all_begun = self._last_announced <= self._last_begun and not self._is_awaited()
+        all_begun = self._horizon.last_announced <= self._horizon.last_begun and not self._is_awaited()
         return self._closed or (all_begun and not self._incoming)
 
     def _note(self) -> None:
@@ -376,16 +318,17 @@ class ReadAhead:
 
     def _is_due(self) -> bool:
         """Return whether to read now: a part of a round is due, and there is room for its rows."""
-        left = self._due - self._rounds
+        left = self._horizon.due - self._rounds
         return left > 0 and (self._waits or left >= 1 / _PARTS) and self._has_room()
 
     def _has_room(self) -> bool:
         return self._room() >= min(self._entries, max(1, self.max_rows // _PARTS))
 
     def _choose(self, rows: _core.HeldRows) -> _Part:
-        first, rounds_before = self._last_begun + (not (self._waits or self._is_awaited())), self._rounds
+        horizon, rounds_before = self._horizon, self._rounds
+        first = horizon.last_begun + (not (self._waits or self._is_awaited()))
         limit = min(self._room(), _MOST_AT_ONCE)
-        keys, earliest = self._sweep.next(self._due - self._rounds, limit, first, self._end)
+        keys, earliest = self._sweep.next(horizon.due - rounds_before, limit, first, horizon.end)
         if len(keys):
             keys = keys[~self._resident(keys)]
         keys, slots = rows.begin(keys)
