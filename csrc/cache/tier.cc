@@ -34,6 +34,8 @@ std::vector<Tier::Share> Tier::SharesOf(const TierConfig& config) {
 Tier::Tier(const TierConfig& config)
     : config_(config),
       shares_(SharesOf(config)),
+      evicts_(std::any_of(shares_.begin(), shares_.end(),
+                          [](const Share& share) { return static_cast<bool>(share.config.policy); })),
       capacity_(shares_.back().begin + shares_.back().config.capacity),
       limit_(static_cast<std::size_t>(capacity_ + config.overflow_slots)),
       row_(limit_),
@@ -74,11 +76,12 @@ void Tier::CommitSlots(std::int64_t slots) {
   committed_ = static_cast<std::int64_t>(size);
 }
 
-// Finds the block of keys from keys[from] on, and prefetches the data of their slots.
+// Finds the block of keys from keys[from] on, and prefetches the data of their slots, if rows ever leave.
 void Tier::FindBlock(const std::uint64_t* keys, std::int64_t from, std::int64_t n, std::int32_t* slots,
                      bool last_use) const {
   const std::int64_t count = std::min(kBlock, n - from);
   index_.Find(keys + from, count, slots + from);
+  if (!evicts_) return;
   for (std::int64_t i = from; i < from + count; ++i) {
     if (slots[i] < 0) continue;
     __builtin_prefetch(last_use ? static_cast<const void*>(&last_use_[slots[i]]) : &resident_[slots[i]], 1);
@@ -118,15 +121,14 @@ void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::i
         continue;
       }
     }
-    last_use_[slot] = std::max(last_use_[slot], now);
-    row_[slot].next_use = plan->next_use[i];
     if (table < tables) ++plan->table_hits[table];
     const std::size_t s = ShareOf(keys[i]);
     const Share& share = shares_[s];
-    if (share.config.policy) {
-      if (hits[s].size() == 0) hits[s].Reserve(static_cast<std::size_t>(n - i));
-      hits[s].Add(static_cast<std::int32_t>(slot - share.begin), keys[i], plan->next_use[i]);
-    }
+    if (!share.config.policy) continue;  // its rows never leave, so nobody asks when they are used
+    last_use_[slot] = std::max(last_use_[slot], now);
+    row_[slot].next_use = plan->next_use[i];
+    if (hits[s].size() == 0) hits[s].Reserve(static_cast<std::size_t>(n - i));
+    hits[s].Add(static_cast<std::int32_t>(slot - share.begin), keys[i], plan->next_use[i]);
   }
   GroupMisses(keys, plan);
   plan->needed = plan->refused = 0;

@@ -199,6 +199,7 @@ class Tier {
 
   TierConfig config_;
   std::vector<Share> shares_;
+  bool evicts_;            // whether a share has a policy
   std::int64_t capacity_;  // slots of all shares
   std::size_t limit_;      // slots, overflow slots included, for which address space is reserved
   ReservedArray<Row> row_;

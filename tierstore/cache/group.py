@@ -219,7 +219,9 @@ class TierGroup:
                     )
                 self.fast.prepare(plan, use_overflow=True)
                 self._count_overflow(plan.needed)
-                self._demote(plan, plan.now)
+                victims = plan.victims
+                self._hand_down(victims, plan.now)
+                self.stats.counters.evicted_rows += len(victims[0])
         except BaseException:
             self.stack.restore(every, missing, plan.now)
             raise
@@ -233,12 +235,6 @@ class TierGroup:
         self.fast.drained(slots[slots >= capacity])  # before the release, which forgets the drainable rows
         self.fast.release(np.delete(plan.slots, plan.absent))
         self.stack.restore(every, missing, plan.now)
-
-    def _demote(self, plan: _core.Plan, seq: int) -> None:
-        """Hand the plan's victims to the lower tiers."""
-        victims = plan.victims
-        self._hand_down(victims, seq)
-        self.stats.counters.evicted_rows += len(victims[0])
 
     def _hand_down(self, departures: _core.Departures, seq: int) -> None:
         """Give rows that leave the first tier to the tier under it."""
@@ -356,7 +352,8 @@ class TierGroup:
         Raises ``ClosedError`` when the change would be lost.
         """
         self.check_open()
-        self.fast.native.mark_dirty(pinned.slots)
+        if self.stack.lower:  # else no row ever leaves the tier
+            self.fast.native.mark_dirty(pinned.slots)
 
     def flush(self) -> None:
         """Write every dirty row down to the store; rows stay where they are."""
