@@ -352,7 +352,7 @@ class TierGroup:
         Raises ``ClosedError`` when the change would be lost.
         """
         self.check_open()
-        if self.stack.lower:  # else no row ever leaves the tier
+        if self.stack.lower or self.fast.plan.evicts:  # else no row ever leaves
             self.fast.native.mark_dirty(pinned.slots)
 
     def flush(self) -> None:
