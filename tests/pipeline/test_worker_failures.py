@@ -79,7 +79,7 @@ def failing(call: Callable[..., Any], at: int, kind: type[BaseException]) -> Cal
     return wrapped
 
 
-STEPS = ["announce", "_plan", "_begin", "_find_victims", "_make_room", "_demote", "_fill", "_count"]
+STEPS = ["announce", "_plan", "_begin", "_find_victims", "_make_room", "_hand_down", "_fill", "_count"]
 
 
 @pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt, ZeroDivisionError])
