@@ -9,8 +9,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from tierstore.placement import record_bytes
+from tierstore.planner.reading import MERGED_READ_BYTES
+
 BLOCK = 4096
-MOST_READ = 64 << 10  # bytes of one request
 _CHUNK = 2 << 20  # bytes that are written together
 _MOST_SEGMENT = 64 << 20
 _FILE = 1 << 40  # distance of two segments' offsets: no request goes from one to the next
@@ -29,7 +31,7 @@ class Geometry:
 
     @classmethod
     def of(cls, row_bytes: int) -> Geometry:
-        record, frame = (16 + row_bytes + 7) // 8 * 8, BLOCK
+        record, frame = record_bytes(row_bytes), BLOCK
         while frame < 1 << 20 and frame % record * 50 > frame:
             frame *= 2
         return cls(record, frame, frame // record)
@@ -51,7 +53,7 @@ def merged(begins: Locations, ends: Locations, gap: int) -> tuple[int, int]:
     """Return the requests for records in these blocks, in their order, and the bytes of the requests."""
     requests, size, start, end = 0, 0, 0, 0
     for i in range(len(begins)):
-        if requests and begins[i] <= end + gap and ends[i] - start <= MOST_READ:
+        if requests and begins[i] <= end + gap and ends[i] - start <= MERGED_READ_BYTES:
             size += max(0, ends[i] - end)
             end = max(end, ends[i])
             continue

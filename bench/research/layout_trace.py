@@ -45,7 +45,6 @@ class Plan:
     next_use: Rows
     uses: Rows
     announced: list[tuple[Rows, int]]
-    known: int
 
 
 @dataclass(frozen=True)
@@ -167,4 +166,4 @@ def plans(prepared: PreparedTrace, rows: int, slots: int, window: int, policy: s
         next_use = prepared.next_batch[part].astype(np.int64)
         next_use[next_use > now + window] = _UNKNOWN
         moved = memory.plan(numbers[part], next_use, now)
-        yield Plan(*moved, announced=asked, known=now + window)
+        yield Plan(*moved, announced=asked)

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.research import layout, main
-from bench.research.layout_log import BLOCK, MOST_READ, Geometry, Log, merged
+from bench.research import layout, layout_reading, main
+from bench.research.layout_log import BLOCK, Geometry, Log, merged
 from bench.research.layout_trace import NEVER, Ahead, Memory, Plan, automatic, plans
 from cache_policies import prepare, simulate
-from tierstore import _core
+from tierstore.cache.tiers import read_ahead
+from tierstore.planner.reading import MERGED_READ_BYTES
 
 GEOMETRY = Geometry.of(272)
 NO_CAP = 1e9
@@ -42,9 +43,9 @@ def test_requests_go_on_over_gaps_and_end_at_64_kib() -> None:
     assert merged(*blocks(3, 3, 4), 0) == (1, 2 * BLOCK)
     assert merged(*blocks(3, 5), BLOCK) == (1, 3 * BLOCK)
     assert merged(*blocks(3, 5), BLOCK - 1) == (2, 2 * BLOCK)
-    whole = MOST_READ // BLOCK
-    assert merged(*blocks(*range(whole)), 0) == (1, MOST_READ)
-    assert merged(*blocks(*range(whole + 1)), 0) == (2, MOST_READ + BLOCK)
+    whole = MERGED_READ_BYTES // BLOCK
+    assert merged(*blocks(*range(whole)), 0) == (1, MERGED_READ_BYTES)
+    assert merged(*blocks(*range(whole + 1)), 0) == (2, MERGED_READ_BYTES + BLOCK)
 
 
 def log_of(count: int, cap: float = NO_CAP) -> Log:
@@ -137,11 +138,12 @@ def test_the_window_ends_where_its_rows_have_no_room() -> None:
     few = automatic(prepared, 50, 272, 300, read_ahead=50_000)
     many = automatic(prepared, 50, 272, 300, read_ahead=300_000)
     assert few.window < many.window
-    assert few.room == int(50_000 / (272 + layout_held()))
+    assert few.room == int(50_000 / read_ahead.bytes_per_row(272))
 
 
-def layout_held() -> float:
-    return _core.HeldRows.BYTES_PER_ROW + 1.9 * _core.Sweep.BYTES_PER_ENTRY
+def test_the_constants_are_the_runtimes() -> None:
+    for name in ("RESERVE", "PARTS", "MOST_AT_ONCE", "LEFT_TO_PLANS"):
+        assert getattr(layout_reading, name) == getattr(read_ahead, f"_{name}")
 
 
 def training(name: str, count: int = 300, cap: float = 1.33) -> tuple[layout.Training, list[Plan]]:
