@@ -5,7 +5,7 @@
 #include "bindings/arrays.h"
 #include "bindings/host_rows.h"
 #include "common/thread_pool.h"
-#include "kernels/csr.h"
+#include "cache/csr.h"
 #include "kernels/isa.h"
 
 namespace py = pybind11;

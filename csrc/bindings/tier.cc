@@ -1,11 +1,12 @@
-// Bindings of a memory tier's slots: ShareConfig, Plan, Tier. Arrays that are returned are views that keep
-// their owner alive; callers do not write to them.
+// Bindings of a memory tier's slots: ShareConfig, Plan, Tier, ResidentLookups. Arrays that are returned are
+// views that keep their owner alive; callers do not write to them.
 #include "cache/tier.h"
 
 #include <optional>
 
 #include "bindings/arrays.h"
 #include "bindings/registry.h"
+#include "cache/resident_lookups.h"
 
 namespace py = pybind11;
 
@@ -197,6 +198,35 @@ void BindTier(py::module_& m) {
       .def("__len__", &Tier::size);
 }
 
+template <auto Member>
+auto RowsView() {
+  return [](py::object self) { return View(self.cast<const ResidentRows&>().*Member, self); };
+}
+
+py::tuple TakeCounted(ResidentLookups& lookups) {
+  ResidentLookups::Counted counted = lookups.Take();
+  return py::make_tuple(std::move(counted.lookups), std::move(counted.table_rows), counted.positions,
+                        counted.seconds);
+}
+
+void BindResidentLookups(py::module_& m) {
+  py::class_<ResidentRows, std::shared_ptr<ResidentRows>>(m, "ResidentRows")
+      .def_readonly("batch", &ResidentRows::batch)
+      .def_property_readonly("slots", RowsView<&ResidentRows::slots>())
+      .def_property_readonly("csr_start", RowsView<&ResidentRows::csr_start>())
+      .def_property_readonly("csr_positions", RowsView<&ResidentRows::csr_positions>());
+  py::class_<ResidentLookups>(m, "ResidentLookups", "Lookups in a tier that no row ever leaves.")
+      .def(py::init<const Tier&, std::size_t>(), py::arg("tier"), py::arg("tables"), py::keep_alive<1, 2>())
+      .def("hide", &ResidentLookups::Hide, Unlocked(), "Find nothing until show(): rows are being added.")
+      .def("show", &ResidentLookups::Show, Unlocked())
+      .def("find", &ResidentLookups::Find, py::arg("batch"), Unlocked(),
+           "The rows of a batch; None where a row is missing, or rows are hidden.")
+      .def_property_readonly("due", &ResidentLookups::due, "Whether take() should be called.")
+      .def("take", &TakeCounted,
+           "Of the lookups since the last call: them, the unique rows of each table, the positions, and the "
+           "seconds that they took.");
+}
+
 }  // namespace
 
 TIERSTORE_BINDINGS(tier) {
@@ -205,6 +235,7 @@ TIERSTORE_BINDINGS(tier) {
   BindShare(m);
   BindPlan(m);
   BindTier(m);
+  BindResidentLookups(m);
 }
 
 }  // namespace tierstore

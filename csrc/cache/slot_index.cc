@@ -1,6 +1,7 @@
 #include "cache/slot_index.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "common/key.h"
 
@@ -8,16 +9,62 @@ namespace tierstore {
 namespace {
 // So many accesses to memory are begun before the first of them is waited for.
 constexpr std::int64_t kBlock = 32;
+// An array of slots is made, or made longer, from so many ids on.
+constexpr std::uint64_t kLeastIds = 1024;
+
+std::size_t EntriesFor(std::int64_t rows) {
+  return static_cast<std::size_t>(std::max<std::int64_t>(rows, 48) * 4 / 3 + 1);
+}
 }  // namespace
 
-SlotIndex::SlotIndex(const std::uint64_t* keys, std::int64_t stride, std::int64_t capacity)
+SlotIndex::SlotIndex(const std::uint64_t* keys, std::int64_t stride, std::int64_t capacity,
+                     const std::vector<bool>& stays)
     : keys_(keys),
       stride_(static_cast<std::uint64_t>(stride)),
-      entries_(static_cast<std::size_t>(std::max<std::int64_t>(capacity, 48) * 4 / 3 + 1), kEmpty) {}
+      capacity_(capacity),
+      entries_(EntriesFor(capacity), kEmpty) {
+  for (const bool table_stays : stays) tables_.push_back({table_stays});
+}
+
+std::int64_t SlotIndex::memory_bytes() const {
+  std::size_t bytes = entries_.size() * sizeof(std::uint64_t);
+  for (const Table& table : tables_) bytes += table.slots.size() * sizeof(std::int32_t);
+  return static_cast<std::int64_t>(bytes);
+}
 
 std::uint32_t SlotIndex::Tag(std::uint64_t key) { return static_cast<std::uint32_t>(HashKey(key) >> 32); }
 
+// Keys of the same table at the beginning, that is, all of a feature.
+std::int64_t SlotIndex::RunLength(const std::uint64_t* keys, std::int64_t n) const {
+  if (!any_direct_) return n;
+  std::int64_t length = 1;
+  while (length < n && KeyTable(keys[length]) == KeyTable(keys[0])) ++length;
+  return length;
+}
+
 void SlotIndex::Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const {
+  for (std::int64_t begin = 0; begin < n;) {
+    const std::int64_t run = RunLength(keys + begin, n - begin);
+    const std::uint32_t table = KeyTable(keys[begin]);
+    if (table < tables_.size() && tables_[table].slots.size() != 0)
+      FindDirectly(keys + begin, run, slots + begin);
+    else
+      FindEntries(keys + begin, run, slots + begin);
+    begin += run;
+  }
+}
+
+void SlotIndex::FindDirectly(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const {
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (i + kBlock < n) __builtin_prefetch(Direct(keys[i + kBlock]));
+    if (const std::int32_t* const slot = Direct(keys[i]); slot != nullptr)
+      slots[i] = *slot;
+    else
+      FindEntries(&keys[i], 1, &slots[i]);
+  }
+}
+
+void SlotIndex::FindEntries(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const {
   std::uint32_t tags[kBlock];
   std::uint64_t homes[kBlock];
   for (std::int64_t begin = 0; begin < n; begin += kBlock) {
@@ -64,14 +111,68 @@ void SlotIndex::Insert(const std::int32_t* slots, std::int64_t n) {
   for (std::int64_t begin = 0; begin < n; begin += kBlock) {
     const std::int64_t count = std::min(kBlock, n - begin);
     for (std::int64_t i = 0; i < count; ++i) {
-      tags[i] = Tag(Key(static_cast<std::uint32_t>(slots[begin + i])));
-      __builtin_prefetch(&entries_[Home(tags[i])], 1);
+      const std::uint64_t key = Key(static_cast<std::uint32_t>(slots[begin + i]));
+      tags[i] = Tag(key);
+      const std::int32_t* const direct = Direct(key);
+      __builtin_prefetch(direct != nullptr ? static_cast<const void*>(direct) : &entries_[Home(tags[i])], 1);
     }
     for (std::int64_t i = 0; i < count; ++i) {
-      if (static_cast<std::uint64_t>(++size_) * 4 > entries_.size() * 3 + 4) Grow();
-      Place(std::uint64_t{tags[i]} << 32 | static_cast<std::uint32_t>(slots[begin + i]));
+      const auto slot = static_cast<std::uint32_t>(slots[begin + i]);
+      const std::uint64_t key = Key(slot);
+      Table* const table = StayingTable(key);
+      ++size_;
+      if (std::int32_t* const direct = Direct(key); direct != nullptr) {
+        *direct = slots[begin + i];
+        ++table->direct;
+        continue;
+      }
+      if (table != nullptr) {
+        ++table->in_entries;
+        table->ids = std::max(table->ids, KeyId(key) + 1);
+      }
+      if (static_cast<std::uint64_t>(++in_entries_) * 4 > entries_.size() * 3 + 4) Grow();
+      Place(std::uint64_t{tags[i]} << 32 | slot);
     }
   }
+  for (Table& table : tables_) {
+    if (table.stays && IsDense(table)) KeepDirectly(&table);
+  }
+}
+
+// Whether an array of all ids is no larger than the entries of the rows, and worth a new array.
+bool SlotIndex::IsDense(const Table& table) {
+  const double entries = static_cast<double>(table.in_entries + table.direct) * kBytesPerSlot;
+  return table.ids >= kLeastIds && table.ids * 4 >= table.slots.size() * 5 &&
+         entries >= static_cast<double>(table.ids * sizeof(std::int32_t));
+}
+
+// Moves the table's entries into an array of all ids up to the largest one.
+void SlotIndex::KeepDirectly(Table* table) {
+  const std::int64_t staying = in_entries_ - table->in_entries;
+  const std::int64_t direct = size_ - staying;
+  OwnArray<std::int32_t> slots;
+  OwnArray<std::uint64_t> entries;
+  try {
+    slots = OwnArray<std::int32_t>(table->ids, -1);
+    entries = OwnArray<std::uint64_t>(EntriesFor(std::max(capacity_ - direct, staying)), kEmpty);
+  } catch (const AddressSpaceError&) {
+    table->stays = false;  // it goes on with entries
+    return;
+  }
+  std::copy(table->slots.begin(), table->slots.end(), slots.begin());
+  std::swap(slots, table->slots);
+  std::swap(entries, entries_);
+  for (const std::uint64_t entry : entries) {
+    if (entry == kEmpty) continue;
+    const std::uint32_t slot = EntrySlot(entry);
+    if (std::int32_t* const place = Direct(Key(slot)); place != nullptr)
+      *place = static_cast<std::int32_t>(slot);
+    else
+      Place(entry);
+  }
+  table->direct += std::exchange(table->in_entries, 0);
+  in_entries_ = staying;
+  any_direct_ = true;
 }
 
 void SlotIndex::Erase(const std::int32_t* slots, std::int64_t n) {
@@ -85,6 +186,15 @@ void SlotIndex::Erase(const std::int32_t* slots, std::int64_t n) {
       __builtin_prefetch(&entries_[homes[i]], 1);
     }
     for (std::int64_t i = 0; i < count; ++i) {
+      const std::uint64_t key = Key(static_cast<std::uint32_t>(slots[begin + i]));
+      Table* const table = StayingTable(key);
+      --size_;
+      if (std::int32_t* const direct = Direct(key); direct != nullptr) {
+        *direct = -1;
+        --table->direct;
+        continue;
+      }
+      if (table != nullptr) --table->in_entries;
       std::uint64_t at = homes[i];
       while (EntrySlot(entries_[at]) != static_cast<std::uint32_t>(slots[begin + i])) at = Next(at);
       EraseAt(at);
@@ -105,7 +215,7 @@ void SlotIndex::EraseAt(std::uint64_t hole) {
     }
   }
   entries_[hole] = kEmpty;
-  --size_;
+  --in_entries_;
 }
 
 }  // namespace tierstore

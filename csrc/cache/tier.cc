@@ -42,9 +42,17 @@ Tier::Tier(const TierConfig& config)
       last_use_(limit_),
       dirty_(limit_),
       resident_(limit_),
-      index_(&row_.data()->key, sizeof(Row) / sizeof(std::uint64_t), config.grows ? 0 : capacity_) {
+      index_(&row_.data()->key, sizeof(Row) / sizeof(std::uint64_t), config.grows ? 0 : capacity_,
+             StayingTables()) {
   if (capacity_ < 1) throw std::invalid_argument("a tier needs at least one slot");
   if (!config.grows) CommitSlots(capacity_);
+}
+
+std::vector<bool> Tier::StayingTables() const {
+  std::vector<bool> stays;
+  for (const std::int32_t share : config_.share_of)
+    stays.push_back(!shares_[static_cast<std::size_t>(share)].config.policy);
+  return stays;
 }
 
 void Tier::Uses::Reserve(std::size_t rows) {

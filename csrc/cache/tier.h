@@ -171,6 +171,8 @@ class Tier {
     auto size() const { return static_cast<std::int64_t>(slots.size()); }
   };
   static std::vector<Share> SharesOf(const TierConfig& config);
+  // Of each table, whether its rows never leave.
+  std::vector<bool> StayingTables() const;
   std::size_t ShareOf(std::uint64_t key) const {
     if (shares_.size() == 1) return 0;
     const std::uint32_t table = KeyTable(key);

@@ -16,8 +16,8 @@ namespace tierstore {
 
 inline constexpr std::int64_t kReducePositions = 256;
 
-// The rows of a batch and, by CountPositions and PlacePositions, the positions that use them. slots must not
-// repeat where rows are updated.
+// The rows of a batch and, by CountPositions and PlacePositions (cache/csr.h), the positions that use them.
+// slots must not repeat where rows are updated.
 struct Touched {
   Rows rows;
   std::int64_t dim;

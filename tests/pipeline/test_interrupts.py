@@ -89,6 +89,36 @@ def test_an_exception_at_any_line(tiers: str, ahead: bool) -> None:
     assert at > 900
 
 
+@pytest.mark.parametrize("config", [TierConfig(hbm="all"), TierConfig(hbm="all", ssd=True, engine="memory")])
+def test_an_exception_at_any_line_of_a_lookup_of_rows_that_are_here(config: TierConfig) -> None:
+    expected = []
+    with build(TierConfig(hbm="all"), ADAGRAD, (5,)) as memory:
+        for number in range(3):  # before the interrupted step, after it, and after the next step
+            for ids in BATCHES if number == 0 else BATCHES[:1]:
+                step(memory, ids)
+            expected.append(everything(memory))
+    at, came = 1, True
+    while came:
+        interrupter, came = Interrupter(at), False
+        with build(config, ADAGRAD, (5,)) as module:
+            for ids in BATCHES:
+                step(module, ids)
+            try:
+                with interrupter.on():
+                    step(module, BATCHES[0])
+            except Interrupted:
+                came = True
+            rows, done = everything(module), 0
+            while not all(map(torch.equal, rows, expected[done])):
+                done += 1
+                assert done < 2
+            step(module, BATCHES[0])
+            assert all(map(torch.equal, everything(module), expected[done + 1]))
+            assert module.engine.stats()["lookups"] in (len(BATCHES) + 1, len(BATCHES) + 2)
+        at += 1
+    assert at > 60
+
+
 def change(module: Bags, ids: torch.Tensor, values: torch.Tensor) -> None:
     module.load_rows(ids, values)
     module.engine.commit()

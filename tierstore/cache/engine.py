@@ -337,7 +337,7 @@ class Engine:
     def reset_stats(self) -> None:
         self._process.check()
         for group in self.groups:
-            group.stats.reset()
+            uninterrupted(group.stats.reset)
 
     def stats(self) -> dict[str, Any]:
         """Return counters since the last reset, sizes now: ``tiers`` (hit rates per access and per unique
@@ -345,6 +345,7 @@ class Engine:
         was opened; rows, hits and misses of each table in every tier), ``store``, and the counters of
         ``cache.stats.GroupCounters``; ``groups`` has the same per row layout."""
         self._process.check()
+        self._count_rest()
         result = report(self.groups, self._table_curves())
         if self.store is not None and not self.closed:
             result["store"] = vars(uninterrupted(self.store.stats))
@@ -354,7 +355,12 @@ class Engine:
         """Return miss-ratio curves of the tables as estimated since the engine was opened, as plain JSON:
         ``tierstore plan --stats`` reads it (docs/reference/policies.md)."""
         self._process.check()
+        self._count_rest()
         return planner_document("live", self._table_curves())
+
+    def _count_rest(self) -> None:
+        for group in self.groups:
+            uninterrupted(group.stats.count_rest)
 
     def _table_curves(self) -> list[TableCurve]:
         return [table_curve(spec, self._group_of[spec.index].curves) for spec in self.specs]

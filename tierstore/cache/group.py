@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -17,14 +18,15 @@ from cache_policies.live import LiveCurves
 from tierstore import _core
 from tierstore.cache.layout import IdSegment, RowLayout
 from tierstore.cache.lookup_order import LookupOrder
-from tierstore.cache.pinned_rows import PinnedRows
+from tierstore.cache.pinned_rows import PinnedRows, ResidentRows, TierRows
 from tierstore.cache.process import OwnProcess
+from tierstore.cache.resident_lookups import ResidentLookups
 from tierstore.cache.stats import GroupStats
 from tierstore.cache.tiers.buffers import Buffer
 from tierstore.cache.tiers.memory import MemoryTier
 from tierstore.cache.tiers.protocol import NEVER, FoundRows, Keys, MovingRows, RowBytes, Slots, Tier
 from tierstore.cache.tiers.stack import TierStack
-from tierstore.cache.uninterrupted import uninterrupted
+from tierstore.cache.uninterrupted import soon, uninterrupted
 from tierstore.config import format_bytes
 from tierstore.errors import ClosedError, InputError, TierFullError
 
@@ -59,6 +61,10 @@ class TierGroup:
         self.residency_lock = lock
         self.stats = stats
         stats.add_tiers(tier.name for tier in tiers)
+        self._resident: ResidentLookups | None = None
+        if not self.fast.plan.evicts:
+            self._resident = ResidentLookups(self.fast, stats, self.curves, lock)
+            stats.count_rest = self._resident.count
         self._planned = -1
         self._victims = Buffer(layout.row_bytes)
         self._policy_seconds = 0.0  # seconds counted so far
@@ -76,7 +82,7 @@ class TierGroup:
         self.check_open()
         with self.stats.stage("announce_seconds"):
             batch, bad, position, value = _core.make_batch(
-                [(s.address, s.count, s.is_int32, s.table, s.bound, s.padding) for s in segments]
+                [(s.address, s.length, s.is_int32, s.table, s.bound, s.padding) for s in segments]
             )
         if bad >= 0:
             segment = segments[bad]
@@ -85,8 +91,15 @@ class TierGroup:
             )
         return batch
 
-    def lookup(self, batch: _core.Batch) -> PinnedRows:
-        """Plan and fetch now. A signal that raises meanwhile leaves all rows as before or after it."""
+    def lookup(self, batch: _core.Batch) -> TierRows:
+        """Bring the rows into the first tier now. A signal that raises meanwhile leaves all rows as before or
+        after it."""
+        if self._resident is not None and not self.stats.has_plans_ahead:
+            self.check_open()
+            if (found := self._resident.find(batch)) is not None:
+                if self._resident.due:
+                    soon(self._resident.count)
+                return ResidentRows(self, batch, found, self.fast.rows)
         return uninterrupted(lambda: self._lookup(batch))
 
     def _lookup(self, batch: _core.Batch) -> PinnedRows:
@@ -148,8 +161,8 @@ class TierGroup:
             self._find_victims(plan, pinned_since, stop)
             with stage("wait_seconds"):
                 self.stack.wait(pinned.seq)
-            with self.residency_lock:
-                missing = keys[plan.absent]
+            missing = keys[plan.absent]
+            with self.residency_lock, self._adding(missing):
                 found = self._make_room(plan, missing)
                 with stage("plan_seconds"):
                     fast.assign(keys, True, plan)
@@ -169,6 +182,12 @@ class TierGroup:
                 with self.residency_lock:
                     self.fast.abort(plan)
             raise
+
+    def _adding(self, missing: Keys) -> AbstractContextManager[None]:
+        """Return a context in which ``missing`` may be added to the first tier."""
+        if self._resident is None or not len(missing):
+            return nullcontext()
+        return self._resident.adding()
 
     def _begin(self, pinned: PinnedRows, announced: bool) -> _core.Plan:
         seq = pinned.seq
@@ -315,38 +334,13 @@ class TierGroup:
             self.stats.counters.read_rows += len(keys)
         self.layout.initialise(rows, left, keys[left])
 
-    def touched_keys(self, table: int) -> Iterator[Keys]:
-        """Yield the keys of ``table`` that some tier has, in chunks, each once."""
-        chunks = self._touched_keys(table)
-        while (keys := uninterrupted(lambda: next(chunks, None))) is not None:
-            yield keys
-
-    def _touched_keys(self, table: int) -> Iterator[Keys]:
-        seen = self._resident_keys(table)
-        if len(seen):
-            yield seen
-        seen = np.sort(seen)
-        for level, tier in enumerate(self.stack.lasting):
-            for keys in tier.keys(table):
-                extra = keys[~np.isin(keys, seen, assume_unique=True)] if len(seen) else keys
-                for above in self.stack.lasting[:level]:
-                    with self.residency_lock:
-                        extra = extra[~above.holds(extra)]
-                if len(extra):
-                    yield extra
-
-    def _resident_keys(self, table: int) -> Keys:
-        with self.residency_lock:
-            self.check_open()
-            return self.stack.resident_keys(table)
-
     def is_empty(self) -> bool:
         """Return whether no exclusive tier holds a row."""
         return all(next(tier.keys(), None) is None for tier in self.stack.exclusive)
 
     # -- rows that were changed -----------------------------------------------------------
 
-    def mark_updated(self, pinned: PinnedRows) -> None:
+    def mark_updated(self, pinned: TierRows) -> None:
         """Note that the pinned rows were changed. This needs no lock, since pinned rows stay where they are.
 
         Raises ``ClosedError`` when the change would be lost.

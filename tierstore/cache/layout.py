@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +14,13 @@ from tierstore.cache.tiers.protocol import Keys
 from tierstore.initializers import KINDS, Init
 
 
-@dataclass(frozen=True)
-class IdSegment:
-    """Ids of one feature: ``address`` of ``count`` contiguous int64 (int32 if ``is_int32``) numbers."""
+class IdSegment(NamedTuple):
+    """Ids of one feature: ``address`` of ``length`` contiguous int64 (int32 if ``is_int32``) numbers."""
 
     name: str
     table: int
     address: int
-    count: int
+    length: int
     is_int32: bool
     bound: int
     padding: int = -1

@@ -4,6 +4,7 @@ use."""
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
@@ -63,7 +64,47 @@ class ReadRows(Rows):
         self.slots = np.arange(len(data), dtype=np.int32)
 
 
-class PinnedRows(Rows):
+class TierRows(Rows):
+    """Rows in the fast tier, which stay at their slots while they are ``held``. ``csr``: the positions of
+    every row."""
+
+    csr: tuple[NDArray[np.int32], NDArray[np.int32]] | None
+
+    @property
+    @abstractmethod
+    def held(self) -> bool: ...
+
+    @abstractmethod
+    def wait(self) -> bool:
+        """Wait for the rows; return whether they are held (if not, look them up again)."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """End the lookup. Calling it again does nothing."""
+
+
+class ResidentRows(TierRows):
+    """Rows of a tier that no row ever leaves. They need no pin, so a dropped lookup leaves nothing behind."""
+
+    def __init__(self, group: Owner, batch: _core.Batch, found: _core.ResidentRows, rows: DeviceRows) -> None:
+        super().__init__(group, batch)
+        self.slots = found.slots
+        self.csr = (found.csr_start, found.csr_positions)
+        self.device_rows = rows
+        self._held = True
+
+    @property
+    def held(self) -> bool:
+        return self._held
+
+    def wait(self) -> bool:
+        return self._held
+
+    def release(self) -> None:
+        self._held = False
+
+
+class PinnedRows(TierRows):
     """Rows pinned in the fast tier from their plan to :meth:`release`. Filled in by the planning thread.
 
     ``demand`` is called by a thread that cannot go on before a lookup planned ahead has its rows.
@@ -74,7 +115,7 @@ class PinnedRows(Rows):
     ) -> None:
         super().__init__(group, batch)
         self.seq = seq
-        self.csr: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
+        self.csr = None
         self.before: Before | None = None
         """The group's counters before it planned this lookup ahead."""
         self._demand = demand

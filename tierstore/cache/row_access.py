@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from tierstore import _core
 from tierstore.cache.group import TierGroup
 from tierstore.cache.pinned_rows import ReadRows
+from tierstore.cache.tiers.protocol import Keys
 from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.keys import make_keys, split
 
@@ -74,5 +75,24 @@ def reset_rows(group: TierGroup, table: int) -> None:
 def touched_ids(group: TierGroup, table: int) -> Iterator[NDArray[np.int64]]:
     """Yield the ids of ``table`` that some tier holds, in chunks, each once."""
     group.check_open()
-    for keys in group.touched_keys(table):
+    chunks = _touched_keys(group, table)
+    while (keys := uninterrupted(lambda: next(chunks, None))) is not None:
         yield split(keys)[1]
+
+
+def _touched_keys(group: TierGroup, table: int) -> Iterator[Keys]:
+    stack = group.stack
+    with group.residency_lock:
+        group.check_open()
+        seen = stack.resident_keys(table)
+    if len(seen):
+        yield seen
+    seen = np.sort(seen)
+    for level, tier in enumerate(stack.lasting):
+        for keys in tier.keys(table):
+            extra = keys[~np.isin(keys, seen, assume_unique=True)] if len(seen) else keys
+            for above in stack.lasting[:level]:
+                with group.residency_lock:
+                    extra = extra[~above.holds(extra)]
+            if len(extra):
+                yield extra

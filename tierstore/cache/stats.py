@@ -151,6 +151,8 @@ class GroupStats:
     def __init__(self, tables: int) -> None:
         self._names: list[str] = []
         self._tables = tables
+        self.count_rest: Callable[[], None] = lambda: None
+        """Counts the lookups that are over and not counted yet."""
         self.uncommitted_rows = 0
         """Rows given to the store since its last commit; :meth:`reset` leaves this counter."""
         self.reset()
@@ -169,6 +171,7 @@ class GroupStats:
         return Stage(self, "blocked_seconds", _blocked_ns)
 
     def reset(self) -> None:
+        self.count_rest()
         self.counters = GroupCounters()
         self.tiers = {name: TierCounters() for name in self._names}
         self.tables: TableCounts = {name: np.zeros((self._tables, 2), np.int64) for name in self._names}
@@ -180,6 +183,7 @@ class GroupStats:
 
     def plans_ahead(self) -> Before:
         """Save the counters before a lookup that a forward call will use later, and return them."""
+        self.count_rest()
         self._forget_used()
         self._before.append(Before.copy_of(self.counters, self.tiers, self.tables))
         return self._before[-1]
@@ -190,6 +194,7 @@ class GroupStats:
 
     def counted(self) -> Before:
         """Return the counters without lookups that no forward call has used yet."""
+        self.count_rest()
         self._forget_used()
         if not self._before:
             return Before.copy_of(self.counters, self.tiers, self.tables)
@@ -207,6 +212,19 @@ class GroupStats:
         used = [index for index, before in enumerate(self._before) if before.used]
         for _ in range(used[-1] + 1 if used else 0):
             self._before.popleft()
+
+    @property
+    def has_plans_ahead(self) -> bool:
+        """Whether counters are kept of lookups that are planned ahead."""
+        return bool(self._before)
+
+    def count_resident(self, lookups: int, table_rows: NDArray[np.int64], accesses: int) -> None:
+        """Count lookups whose rows were all in the first tier. ``table_rows``: the unique rows of every
+        table, summed over the lookups."""
+        first, rows = self._names[0], int(table_rows.sum())
+        self.counters.lookups += lookups
+        self.tiers[first].count(rows, rows, accesses, accesses)
+        self.tables[first] += table_rows[:, None]
 
     def count(self, plan: _core.Plan, missing: Keys, weight: Weights, lower: Sequence[FoundRows]) -> None:
         """Count a lookup whose rows are in place.
@@ -268,7 +286,7 @@ def go_on_counting(groups: Iterable[CountingGroup], saved: dict[str, Any]) -> No
     """Set the counters of groups to saved ones; tiers that are new begin at 0."""
     for group in groups:
         stats = group.stats
-        stats.reset()
+        uninterrupted(stats.reset)
         known = saved.get(group.name, {"group": {}, "tiers": {}})
         stats.counters.add(GroupCounters(**known["group"]))
         for name in stats.tiers:

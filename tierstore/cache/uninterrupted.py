@@ -8,6 +8,7 @@ are where, while the main thread waits; if that wait is interrupted, the work go
 from __future__ import annotations
 
 import _thread
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from tierstore.cache.at_exit import end_at_exit
+
+logger = logging.getLogger("tierstore")
 
 Result = TypeVar("Result")
 
@@ -92,18 +95,25 @@ _worker: _Worker | None = None
 _over = False  # the process ends: callers do their work themselves now
 
 
+def _the_worker() -> _Worker | None:
+    """Return the thread that does the main thread's work; None in other threads, which do their own."""
+    global _worker
+    if _over or threading.get_ident() != threading.main_thread().ident:
+        return None
+    if _worker is None:
+        _worker = _Worker()
+    return _worker
+
+
 def uninterrupted(work: Callable[[], Result]) -> Result:
     """Return or raise what ``work()`` does; no signal interrupts the work.
 
     An exception that a signal raises in the caller meanwhile is raised at once. ``work`` then goes on, later
     calls wait for it, and its result is dropped.
     """
-    global _worker
-    if _over or threading.get_ident() != threading.main_thread().ident:
+    if (worker := _the_worker()) is None:
         return work()
-    if _worker is None:
-        _worker = _Worker()
-    job = _worker.do(work)
+    job = worker.do(work)
     job.done.wait()
     error, job.error = job.error, None
     if error is not None:
@@ -112,6 +122,22 @@ def uninterrupted(work: Callable[[], Result]) -> Result:
         finally:
             del error, job  # its traceback has this frame: break the cycle that would keep the work's objects
     return job.result
+
+
+def soon(work: Callable[[], None]) -> None:
+    """Do ``work()`` as :func:`uninterrupted` does, but let the main thread go on meanwhile. What the work
+    raises is logged."""
+
+    def logged() -> None:
+        try:
+            work()
+        except Exception:
+            logger.exception("work in the background has failed")
+
+    if (worker := _the_worker()) is None:
+        logged()
+    else:
+        worker.do(logged)
 
 
 def works_here() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -31,8 +32,13 @@ class Feature:
     config: BaseEmbeddingConfig
     table: int
 
+    @cached_property
+    def title(self) -> str:
+        """The feature's name in messages."""
+        return f"feature {self.name!r}"
 
-@dataclass(frozen=True)
+
+@dataclass(slots=True, eq=False)
 class FeatureIds(Ids):
     """A feature's ids in a batch, and the lengths (bags,) of its bags."""
 
@@ -91,23 +97,17 @@ class Features:
         position, at, bags = keyed.index_per_key(), keyed.offset_per_key(), keyed.lengths_offset_per_key()
         if len(position) < len(keyed.keys()):
             keyed.validate()  # which says what is doubled
+        pieces = values.split(keyed.length_per_key())
         found = []
         for feature, table in zip(self.all, tables, strict=True):
             key = position.get(feature.name)
             if key is None:
                 raise InputError(
-                    f"feature {feature.name!r} of table {feature.config.name!r} is missing; the "
+                    f"{feature.title} of table {feature.config.name!r} is missing; the "
                     f"KeyedJaggedTensor has {keyed.keys()}"
                 )
-            found.append(
-                FeatureIds(
-                    f"feature {feature.name!r}",
-                    table,
-                    values[at[key] : at[key + 1]],
-                    at[key],
-                    lengths=lengths[bags[key] : bags[key + 1]],
-                )
-            )
+            own = lengths[bags[key] : bags[key + 1]]
+            found.append(FeatureIds(feature.title, table, pieces[key], at[key], lengths=own))
         return found
 
 

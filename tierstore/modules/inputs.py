@@ -20,7 +20,7 @@ from tierstore.modules.lookup import Lookup, PooledPart, SequencePart
 NO_PADDING = -1
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # not frozen, since that makes a lookup of many features twice as long
 class Ids:
     """What one feature looks up: ``ids`` (n,) in ``table``; the first id is the module's id number
     ``begin``."""
@@ -32,7 +32,7 @@ class Ids:
     padding: int = NO_PADDING
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Bags(Ids):
     """Ids in bags of ``lengths`` (bags,), pooled; bag b goes to float ``out_offset + b * out_stride``."""
 

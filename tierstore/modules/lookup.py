@@ -19,7 +19,7 @@ from tierstore import _core
 from tierstore._core import LookupArgs, OptimizerStep, UpdateArgs
 from tierstore.cache.device import DeviceRows
 from tierstore.cache.group import TierGroup
-from tierstore.cache.pinned_rows import PinnedRows, Rows
+from tierstore.cache.pinned_rows import Rows, TierRows
 from tierstore.cache.row_access import read_rows
 from tierstore.errors import GradientError
 from tierstore.keys import split
@@ -142,7 +142,7 @@ class Lookup:
         """Pin the rows of every part in the fast tier; wait for rows that were planned ahead."""
         try:
             for part in self.parts:
-                if not (isinstance(part.rows, PinnedRows) and part.rows.wait()):
+                if not (isinstance(part.rows, TierRows) and part.rows.wait()):
                     part.rows = part.group.lookup(part.batch)
         except BaseException:
             self.release()
@@ -156,7 +156,7 @@ class Lookup:
 
     def release(self) -> None:
         for part in self.parts:
-            if isinstance(part.rows, PinnedRows):
+            if isinstance(part.rows, TierRows):
                 part.rows.release()
 
 
@@ -204,9 +204,9 @@ class SequenceGradients:
             grad.mul_(factor)
 
 
-def _repin(part: Part) -> PinnedRows:
+def _repin(part: Part) -> TierRows:
     """Return the part's rows, pinned again if a former backward pass (``retain_graph``) has released them."""
-    assert isinstance(part.rows, PinnedRows)
+    assert isinstance(part.rows, TierRows)
     if not part.rows.held:
         part.rows = part.group.lookup(part.batch)
     return part.rows

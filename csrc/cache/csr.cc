@@ -1,4 +1,4 @@
-#include "kernels/csr.h"
+#include "cache/csr.h"
 
 #include <algorithm>
 #include <cstring>

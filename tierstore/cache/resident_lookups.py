@@ -1,0 +1,61 @@
+"""Lookups in a first tier that no row ever leaves: without a plan, and without waiting for other threads.
+
+A plan runs in another thread than the main one, so that no signal cuts it in two, and handing it over takes
+longer than a lookup whose rows are all in the tier. Such a lookup is one native call, which changes nothing
+but counts, so any thread may make it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from cache_policies.live import LiveCurves
+from tierstore import _core
+from tierstore.cache.stats import GroupStats
+from tierstore.cache.tiers.memory import MemoryTier
+
+
+class ResidentLookups:
+    """Finds the rows of lookups in ``tier``, which evicts none. ``stats`` and ``curves`` learn of them
+    later, all at once. ``lock``: the residency lock."""
+
+    def __init__(
+        self, tier: MemoryTier, stats: GroupStats, curves: LiveCurves, lock: threading.RLock
+    ) -> None:
+        assert not tier.plan.evicts
+        self._native = _core.ResidentLookups(tier.native, tier.tables)
+        self._stats = stats
+        self._curves = curves
+        self._lock = lock
+
+    def find(self, batch: _core.Batch) -> _core.ResidentRows | None:
+        """Return where the rows of ``batch`` are; None where one is missing, and a plan has to bring it."""
+        return self._native.find(batch)
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """Let no lookup find rows that are not filled in yet. Hold the residency lock."""
+        self._native.hide()
+        try:
+            yield
+        finally:
+            self._native.show()
+
+    @property
+    def due(self) -> bool:
+        """Whether so many lookups wait to be counted that :meth:`count` should be called."""
+        return self._native.due
+
+    def count(self) -> None:
+        """Count the lookups so far."""
+        with self._lock:
+            lookups, table_rows, accesses, seconds = self._native.take()
+            for rows in lookups:
+                self._curves.observe(rows.batch.unique, np.diff(rows.csr_start))
+            if lookups:
+                self._stats.count_resident(len(lookups), np.array(table_rows, np.int64), accesses)
+                self._stats.counters.plan_seconds += seconds
