@@ -4,8 +4,8 @@
 
 #include "bindings/arrays.h"
 #include "bindings/host_rows.h"
-#include "common/thread_pool.h"
 #include "cache/csr.h"
+#include "common/thread_pool.h"
 #include "kernels/isa.h"
 
 namespace py = pybind11;
@@ -31,6 +31,22 @@ py::tuple BindBuildCsr(const Array<std::int32_t>& inverse, std::int64_t num_uniq
   return py::make_tuple(start, positions);
 }
 
+py::tuple BindBagOffsets(const std::vector<Array<std::int64_t>>& lengths) {
+  py::ssize_t bags = 0;
+  for (const auto& feature : lengths) bags += feature.size();
+  Array<std::int64_t> offsets = Fresh<std::int64_t>(bags + 1);
+  Array<std::int64_t> start = Fresh<std::int64_t>(static_cast<py::ssize_t>(lengths.size()) + 1);
+  std::int64_t *offset = offsets.mutable_data(), *first = start.mutable_data();
+  *offset = *first = 0;
+  for (const auto& feature : lengths) {
+    for (py::ssize_t bag = 0; bag < feature.size(); ++bag, ++offset)
+      offset[1] = *offset + feature.data()[bag];
+    first[1] = *first + feature.size();
+    ++first;
+  }
+  return py::make_tuple(offsets, start);
+}
+
 constexpr const char* kIsaNames[] = {"baseline", "avx2", "avx512"};
 
 void ForceIsaByName(const std::string& name) {
@@ -50,6 +66,10 @@ TIERSTORE_BINDINGS(kernels) {
         "(start int32[num_unique + 1], positions int32[m]): the positions of every unique row, ascending; "
         "entries of "
         "inverse (int32[n]) below 0 are left out.");
+
+  m.def("bag_offsets", &BindBagOffsets, py::arg("lengths"),
+        "From the lengths of each feature's bags (int64): where every bag begins, and the end of the last "
+        "one (int64[bags + 1]); and the number of every feature's first bag (int64[features + 1]).");
 
   m.def("num_threads", &NumThreads, "Threads that one kernel may use.");
   m.def("set_num_threads", &SetNumThreads, py::arg("n"),

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tierstore.cache.engine import Table
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import of_kind
 from tierstore.modules.configs import BaseEmbeddingConfig, PoolingType, from_torchrec
-from tierstore.modules.inputs import Ids, checked_ids
+from tierstore.modules.inputs import Bags, checked_ids
 from tierstore.modules.lookup import MODES
 from tierstore.sparse import KeyedJaggedTensor
 
@@ -36,13 +34,6 @@ class Feature:
     def title(self) -> str:
         """The feature's name in messages."""
         return f"feature {self.name!r}"
-
-
-@dataclass(slots=True, eq=False)
-class FeatureIds(Ids):
-    """A feature's ids in a batch, and the lengths (bags,) of its bags."""
-
-    lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 class Features:
@@ -81,9 +72,9 @@ class Features:
         dims = {config.embedding_dim for config in self.configs}
         return dims.pop() if len(dims) == 1 else -1
 
-    def ids_of(self, keyed: KeyedJaggedTensor, tables: Sequence[int]) -> list[FeatureIds]:
-        """Return the ids in ``keyed`` of every feature. ``tables``: the engine's number of each feature's
-        table.
+    def ids_of(self, keyed: KeyedJaggedTensor, tables: Sequence[int]) -> list[Bags]:
+        """Return the ids in ``keyed`` of every feature, in bags. ``tables``: the engine's number of each
+        feature's table.
 
         Raises InputError if a feature is missing or doubled, or if lengths do not fit.
         """
@@ -107,7 +98,7 @@ class Features:
                     f"KeyedJaggedTensor has {keyed.keys()}"
                 )
             own = lengths[bags[key] : bags[key + 1]]
-            found.append(FeatureIds(feature.title, table, pieces[key], at[key], lengths=own))
+            found.append(Bags(feature.title, table, pieces[key], at[key], lengths=own))
         return found
 
 
@@ -129,7 +120,7 @@ class PooledFeatures(Features):
         self.modes = [MODES[pooling.value.lower()] for pooling in self.poolings]
         self._columns = [0, *accumulate(self.dims)]
 
-    def bag_counts(self, keyed: KeyedJaggedTensor, found: Sequence[FeatureIds]) -> list[int]:
+    def bag_counts(self, keyed: KeyedJaggedTensor, found: Sequence[Bags]) -> list[int]:
         """Return the number of bags of every feature.
 
         Raises InputError if the numbers differ and there are no inverse indices.

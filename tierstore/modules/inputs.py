@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tierstore import _core
 from tierstore.cache.engine import Engine
 from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import IdSegment
@@ -73,14 +74,14 @@ def pooled_lookup(engine: Engine, features: Sequence[Bags], out_shape: tuple[int
     parts = []
     for group, members in grouped:
         own = [features[number] for number in members]
-        lengths = np.concatenate([feature.lengths for feature in own])
+        offsets, bag_start = _core.bag_offsets([feature.lengths for feature in own])
         parts.append(
             PooledPart(
                 group,
                 group.batch([_id_segment(engine, feature) for feature in own]),
                 _spans(own),
-                offsets=_from_zero(lengths),
-                bag_start=_from_zero([len(feature.lengths) for feature in own]),
+                offsets=offsets,
+                bag_start=bag_start,
                 out_offset=np.array([feature.out_offset for feature in own], np.int64),
                 out_stride=np.array([feature.out_stride for feature in own], np.int64),
                 modes=np.array([feature.mode for feature in own], np.uint8),
@@ -133,9 +134,3 @@ def _spans(features: Sequence[Ids]) -> list[tuple[int, int]]:
         else:
             spans.append((begin, end))
     return spans
-
-
-def _from_zero(counts: NDArray[np.int64] | list[int]) -> NDArray[np.int64]:
-    ends = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=ends[1:])
-    return ends

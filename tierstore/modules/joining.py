@@ -111,12 +111,13 @@ def _pooled(passes: Sequence[Pass], index: int, bases: Sequence[int], padding: i
     pieces = _pieces(passes, index)
     group = pieces[0].part.group
     lengths = [np.diff(p.part.offsets[p.bags.start : p.bags.stop + 1]) for p in pieces]
+    offsets, bag_start = _core.bag_offsets(lengths)
     part = PooledPart(
         group,
         _batch(group, [(p.part, p.positions) for p in pieces], padding),
         [],
-        offsets=_from_zero(np.concatenate(lengths)),
-        bag_start=_from_zero(np.array([len(own) for own in lengths])),
+        offsets=offsets,
+        bag_start=bag_start,
         out_offset=np.array([p.part.out_offset[p.feature] + bases[p.number] for p in pieces], np.int64),
         out_stride=np.array([p.part.out_stride[p.feature] for p in pieces], np.int64),
         modes=np.array([p.part.modes[p.feature] for p in pieces], np.uint8),
@@ -168,7 +169,3 @@ def _batch(group: TierGroup, pieces: Sequence[tuple[Part, slice]], padding: int)
 def _split(keys: NDArray[np.uint64]) -> tuple[int, NDArray[np.int64]]:
     tables, ids = split(keys)
     return (int(tables[0]) if len(tables) else 0), ids
-
-
-def _from_zero(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from tierstore.modules.base import TieredModule
-from tierstore.modules.features import FeatureIds, Features, PooledFeatures
-from tierstore.modules.inputs import Bags, FeatureLookup, pooled_lookup, sequence_lookup
+from tierstore.modules.features import Features, PooledFeatures
+from tierstore.modules.inputs import FeatureLookup, pooled_lookup, sequence_lookup
 from tierstore.modules.tables import OpenTables
 from tierstore.sparse import as_keyed_jagged_tensor
 
@@ -26,20 +26,9 @@ class LocalPooling:
         keyed, own = as_keyed_jagged_tensor(features), self._features
         found = own.ids_of(keyed, self._tables)
         places, shape = own.places(own.bag_counts(keyed, found), own.expands(keyed))
-        bags = [self._bags(number, ids, *places[number]) for number, ids in enumerate(found)]
-        return pooled_lookup(self._engine, bags, shape)
-
-    def _bags(self, number: int, ids: FeatureIds, offset: int, stride: int) -> Bags:
-        return Bags(
-            ids.name,
-            ids.table,
-            ids.ids,
-            ids.begin,
-            lengths=ids.lengths,
-            mode=self._features.modes[number],
-            out_offset=offset,
-            out_stride=stride,
-        )
+        for bags, mode, place in zip(found, own.modes, places, strict=False):
+            bags.mode, (bags.out_offset, bags.out_stride) = mode, place
+        return pooled_lookup(self._engine, found, shape)
 
     def pooled(self, module: TieredModule, features: object) -> Tensor:
         """Return the pooled rows of a batch, float32 (examples, sum of dims)."""

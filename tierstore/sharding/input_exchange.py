@@ -17,8 +17,7 @@ from torch import Tensor
 
 from tierstore import _core
 from tierstore.errors import InputError, RankError
-from tierstore.modules.features import FeatureIds
-from tierstore.modules.inputs import NO_PADDING
+from tierstore.modules.inputs import NO_PADDING, Bags
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.routing import Routing
 
@@ -82,7 +81,7 @@ class OwnBatch:
     ``error`` if there is one.
     """
 
-    features: Sequence[FeatureIds]
+    features: Sequence[Bags]
     error: Exception | None = None
     weights_learn: bool = False
     ended: bool = False
@@ -219,7 +218,7 @@ class InputExchange:
         return self._arriving.tolist(), self._leaving
 
 
-def _without_repeats(features: Sequence[FeatureIds]) -> tuple[list[FeatureIds], list[Tensor]]:
+def _without_repeats(features: Sequence[Bags]) -> tuple[list[Bags], list[Tensor]]:
     """Return every feature's ids once, in order of first occurrence, and for each id of the batch its index
     in them."""
     found, inverse = [], []
@@ -236,7 +235,7 @@ def _without_repeats(features: Sequence[FeatureIds]) -> tuple[list[FeatureIds], 
     return found, inverse
 
 
-def check_range(features: Sequence[FeatureIds], bounds: Sequence[int]) -> None:
+def check_range(features: Sequence[Bags], bounds: Sequence[int]) -> None:
     """Raise InputError that names the feature, the first id out of range and its position."""
     described = [
         (f.ids.data_ptr(), f.ids.dtype == torch.int32, f.ids.numel(), bound)
@@ -250,7 +249,7 @@ def check_range(features: Sequence[FeatureIds], bounds: Sequence[int]) -> None:
         )
 
 
-def _divide(routing: Routing, features: Sequence[FeatureIds], as_int32: bool) -> list[list[Sent]]:
+def _divide(routing: Routing, features: Sequence[Bags], as_int32: bool) -> list[list[Sent]]:
     """Return the part of this rank's batch that each rank gets, by request of that rank."""
     pieces: dict[tuple[int, tuple[int, int] | None], Sent] = {}
     wire = np.int32 if as_int32 else np.int64
@@ -265,7 +264,7 @@ def _divide(routing: Routing, features: Sequence[FeatureIds], as_int32: bool) ->
     return [[pieces[r.feature, r.rows] for r in requests] for requests in routing.by_rank]
 
 
-def _by_rows(feature: FeatureIds, ranges: Sequence[tuple[int, int]], as_int32: bool) -> list[Sent]:
+def _by_rows(feature: Bags, ranges: Sequence[tuple[int, int]], as_int32: bool) -> list[Sent]:
     """Return a feature's ids divided by ranges that cover all rows, in order of position within each."""
     starts = np.array([begin for begin, _ in ranges], np.int64)
     own = feature.ids.contiguous()

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tierstore.errors import RankError
 from tierstore.modules.base import TieredModule
-from tierstore.modules.features import FeatureIds, Features
-from tierstore.modules.inputs import FeatureLookup, Ids, sequence_lookup
+from tierstore.modules.features import Features
+from tierstore.modules.inputs import Bags, FeatureLookup, Ids, sequence_lookup
 from tierstore.modules.local_lookups import rows_by_feature
 from tierstore.sharding.comms import OutputMemory, WireMemory
 from tierstore.sharding.input_exchange import ExchangeRules, InputExchange, OwnBatch, check_range
@@ -93,7 +93,7 @@ class ExchangedLookups:
 
     def begin(self, features: Any) -> InputExchange:
         """Begin to send the ids of a batch to the ranks that hold their rows. All ranks call it."""
-        found: list[FeatureIds] = []
+        found: list[Bags] = []
         error: Exception | None = None
         weights_learn = False
         try:
@@ -123,7 +123,7 @@ class ExchangedLookups:
         """Return the lookup of the rows that all ranks ask this rank for."""
 
     @abstractmethod
-    def checked(self, features: Any) -> list[FeatureIds]:
+    def checked(self, features: Any) -> list[Bags]:
         """Return this rank's features; raises InputError if something is wrong with them."""
 
     def weights_learn(self, features: Any) -> bool:
@@ -226,7 +226,7 @@ class ExchangedRows(ExchangedLookups):
     def __init__(self, opened: OpenShards) -> None:
         super().__init__(opened, rows_only=True)
 
-    def checked(self, features: Any) -> list[FeatureIds]:
+    def checked(self, features: Any) -> list[Bags]:
         return checked_features(self._features, features)
 
     def finish(self, exchange: InputExchange) -> ShardedLookup:
@@ -245,7 +245,7 @@ class ExchangedRows(ExchangedLookups):
             )
 
 
-def checked_features(own: Features, features: Any) -> list[FeatureIds]:
+def checked_features(own: Features, features: Any) -> list[Bags]:
     """Return the ids and bags of a batch for every feature of ``own``, by numbers of tables of the
     collection."""
     return own.ids_of(as_keyed_jagged_tensor(features), [feature.table for feature in own.all])

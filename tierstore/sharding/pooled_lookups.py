@@ -12,7 +12,7 @@ from torch.nn.functional import embedding_bag
 
 from tierstore.modules.base import TieredModule
 from tierstore.modules.configs import PoolingType
-from tierstore.modules.features import FeatureIds, PooledFeatures
+from tierstore.modules.features import PooledFeatures
 from tierstore.modules.inputs import Bags, pooled_lookup
 from tierstore.modules.lookup import MODES
 from tierstore.sharding.input_exchange import InputExchange
@@ -30,7 +30,7 @@ class ExchangedPooling(ExchangedLookups):
     def __init__(self, opened: OpenShards) -> None:
         super().__init__(opened, rows_only=opened.options.comms.dedup)
 
-    def checked(self, features: Any) -> list[FeatureIds]:
+    def checked(self, features: Any) -> list[Bags]:
         keyed, own = as_keyed_jagged_tensor(features), self._features
         found = checked_features(own, keyed)
         own.bag_counts(keyed, found)
