@@ -55,7 +55,7 @@ def _rows_there(source: Path, spec: StoredTable, shard: Shard) -> int:
 
 def _check_count(source: Path, store: RowStore, spec: StoredTable, shards: list[Shard]) -> None:
     """Raise ``StoreCorruptError`` if an id occurs twice, which makes two rows one."""
-    stored = sum(len(chunk) for chunk in store.keys(spec.index))
+    stored = store.count(spec.index)
     listed = sum(shard["rows"] for shard in shards)
     if stored != listed:
         raise StoreCorruptError(f"{source}: table {spec.name!r} has {listed} rows of {stored} ids")
