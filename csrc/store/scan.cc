@@ -168,17 +168,24 @@ void Scan::Visit(Cursor& cursor, ScanBatch& batch) {
   if (cursor.part->next == cursor.part->end) Settle(cursor);
 }
 
+// nullptr when all rows have left it: it may be gone, and its ordinal another segment's.
+SegmentPtr Scan::SegmentOf(const Cursor& cursor) const {
+  const SegmentPtr& segment = cursor.of->row_class->segments[cursor.ordinal];
+  const bool there = cursor.part->left > 0 && segment != nullptr && segment->number == cursor.part->number;
+  return there ? segment : nullptr;
+}
+
 // Reads the next slots of the cursor's segment: from its file, or from memory where they are still there.
 Scan::Stretch Scan::Load(Cursor& cursor) {
   ScanCapture::Part& part = *cursor.part;
   const Geometry& geometry = cursor.of->row_class->geometry;
   Lock lock(mutex_);
   context_.CheckOpen();
-  if (part.left == 0) {  // all rows have left, and the segment with them, perhaps
+  const SegmentPtr segment = SegmentOf(cursor);
+  if (segment == nullptr) {
     part.next = part.end;
     return {};
   }
-  const SegmentPtr segment = cursor.of->row_class->segments[cursor.ordinal];
   const std::uint32_t first = part.next, frame = geometry.records_per_frame;
   const std::uint64_t offset = geometry.Offset(first), begin = offset / kBlockBytes * kBlockBytes;
   const auto frames = static_cast<std::uint32_t>(kStretchBytes / geometry.frame_bytes);
@@ -226,7 +233,7 @@ void Scan::VisitSlots(Cursor& cursor, const Stretch& stretch, std::uint32_t last
   {
     const Lock lock(mutex_);
     context_.CheckOpen();
-    if (part.left > 0) {  // or else the segment's ordinal may be another one's by now
+    if (SegmentOf(cursor) != nullptr) {
       state_.rows.Find(keys, n, locations, row_class);
       for (std::uint32_t i = 0; i < n; ++i)
         if (locations[i] == row_class.Location(*stretch.segment, slots[i])) slots[live++] = slots[i];

@@ -60,6 +60,7 @@ class Scan {
   bool FillCursors();
   bool GiveLate(std::size_t least, std::vector<ScanBatch>& batches);
   void Visit(Cursor& cursor, ScanBatch& batch);
+  SegmentPtr SegmentOf(const Cursor& cursor) const;
   Stretch Load(Cursor& cursor);
   void VisitSlots(Cursor& cursor, const Stretch& stretch, std::uint32_t last, ScanBatch& batch);
   void Settle(Cursor& cursor);
