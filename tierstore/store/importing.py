@@ -9,9 +9,9 @@ from tierstore.errors import StoreCorruptError
 from tierstore.keys import make_keys
 from tierstore.store.directory import NO_CAP, open_store
 from tierstore.store.files import store_errors
-from tierstore.store.portable import Progress, RowCounter, Shard, atomic_folder, read_description
+from tierstore.store.portable import Progress, RowCounter, atomic_folder, read_description
 from tierstore.store.protocol import CommitId, RowStore, StoredTable
-from tierstore.store.shards import ShardLayout, read_shard
+from tierstore.store.shards import Shard, ShardLayout, read_shard
 
 
 def import_(
