@@ -58,6 +58,13 @@ struct Scan::Stretch {
   std::size_t got = 0;      // bytes
 };
 
+// Intact records.
+struct Scan::Records {
+  std::uint64_t* keys;
+  std::uint32_t* slots;
+  std::uint32_t n;
+};
+
 Scan::Scan(const StoreContext& context, StoreMutex& mutex, StoreState& state, CompactorControl& control,
            Reader& reader, const std::vector<std::uint32_t>& tables)
     : context_(context),
@@ -186,70 +193,92 @@ Scan::Stretch Scan::Load(Cursor& cursor) {
     part.next = part.end;
     return {};
   }
-  const std::uint32_t first = part.next, frame = geometry.records_per_frame;
-  const std::uint64_t offset = geometry.Offset(first), begin = offset / kBlockBytes * kBlockBytes;
+  const std::uint64_t offset = geometry.Offset(part.next);
+  const std::uint32_t frame = part.next / geometry.records_per_frame;
   const auto frames = static_cast<std::uint32_t>(kStretchBytes / geometry.frame_bytes);
-  Stretch stretch{segment, first, std::min(part.end, (first / frame + frames) * frame), begin, 0};
+  Stretch stretch{segment, part.next, std::min(part.end, (frame + frames) * geometry.records_per_frame),
+                  offset / kBlockBytes * kBlockBytes, 0};
   if (const Chunk* const chunk = segment->ChunkAt(offset)) {
-    const auto copies = static_cast<std::uint32_t>(kCopyBytes / geometry.record_bytes) + 1;
-    const std::uint32_t in_chunk = cursor.of->row_class->slots_per_chunk;
-    stretch.last = std::min({stretch.last, first + copies, (first / in_chunk + 1) * in_chunk});
-    const std::uint64_t end = geometry.Offset(stretch.last - 1) + geometry.record_bytes;
-    std::memcpy(cursor.buffer.data() + (offset - begin), chunk->buffer.data() + (offset - chunk->offset),
-                end - offset);
-    stretch.got = end - begin;
+    CopyOut(*chunk, stretch, cursor.buffer);
     return stretch;
   }
   if (const std::uint64_t end = EndInFile(*segment, offset); end <= geometry.Offset(stretch.last - 1))
     stretch.last = geometry.SlotAt(end);
   lock.unlock();
   try {
-    stretch.got = segment->file->Read(begin, cursor.buffer.data(), geometry.EndOffset(stretch.last) - begin);
+    const std::size_t size = geometry.EndOffset(stretch.last) - stretch.begin;
+    stretch.got = segment->file->Read(stretch.begin, cursor.buffer.data(), size);
   } catch (const IoError&) {  // read again, row by row, where rows are needed
   }
   return stretch;
 }
 
-// The slots from the part's next one to `last`.
+// Copies the stretch out of the chunk that its first slot is in, and ends it where the chunk ends at the
+// latest.
+void Scan::CopyOut(const Chunk& chunk, Stretch& stretch, AlignedBuffer& buffer) {
+  const RowClass& row_class = *stretch.segment->row_class;
+  const Geometry& geometry = row_class.geometry;
+  const std::uint32_t in_chunk = row_class.slots_per_chunk;
+  const auto copies = static_cast<std::uint32_t>(kCopyBytes / geometry.record_bytes) + 1;
+  stretch.last = std::min({stretch.last, stretch.first + copies, (stretch.first / in_chunk + 1) * in_chunk});
+  const std::uint64_t offset = geometry.Offset(stretch.first);
+  const std::uint64_t end = geometry.Offset(stretch.last - 1) + geometry.record_bytes;
+  std::memcpy(buffer.data() + (offset - stretch.begin), chunk.buffer.data() + (offset - chunk.offset),
+              end - offset);
+  stretch.got = end - stretch.begin;
+}
+
+// The slots from the part's next one to `last`, at most kRowsPerLookup.
 void Scan::VisitSlots(Cursor& cursor, const Stretch& stretch, std::uint32_t last, ScanBatch& batch) {
   ScanCapture::Part& part = *cursor.part;
-  RowClass& row_class = *cursor.of->row_class;
-  const Geometry& geometry = row_class.geometry;
+  const Segment& segment = *stretch.segment;
+  const Geometry& geometry = segment.row_class->geometry;
   const auto record_at = [&](std::uint32_t slot) {
     return cursor.buffer.data() + (geometry.Offset(slot) - stretch.begin);
   };
   std::uint64_t keys[kRowsPerLookup];
-  std::uint32_t slots[kRowsPerLookup], locations[kRowsPerLookup], damaged[kRowsPerLookup];
-  std::uint32_t n = 0, bad = 0, live = 0;
+  std::uint32_t slots[kRowsPerLookup], damaged[kRowsPerLookup];
+  std::uint32_t n = 0, bad = 0;
   for (std::uint32_t slot = part.next; slot < last; ++slot) {
     const bool there = geometry.Offset(slot) + geometry.record_bytes <= stretch.begin + stretch.got;
-    if (!there || !RecordIsIntact(record_at(slot), slot, geometry, stretch.segment->crc_prefix)) {
+    if (!there || !RecordIsIntact(record_at(slot), slot, geometry, segment.crc_prefix)) {
       damaged[bad++] = slot;
     } else {
       keys[n] = LoadRecordHeader(record_at(slot)).key;
       slots[n++] = slot;
     }
   }
-  {
-    const Lock lock(mutex_);
-    context_.CheckOpen();
-    if (SegmentOf(cursor) != nullptr) {
-      state_.rows.Find(keys, n, locations, row_class);
-      for (std::uint32_t i = 0; i < n; ++i)
-        if (locations[i] == row_class.Location(*stretch.segment, slots[i])) slots[live++] = slots[i];
-      part.left -= live;
-      part.damaged.insert(part.damaged.end(), damaged, damaged + bad);
-    }
-    part.next = last;
-  }
+  const std::uint32_t live = KeepNewest(cursor, {keys, slots, n}, last, {damaged, bad});
   for (std::uint32_t i = 0; i < live; ++i) {
-    const auto* const record = reinterpret_cast<const std::uint8_t*>(record_at(slots[i]));
-    const std::uint64_t key = LoadRecordHeader(record_at(slots[i])).key;
-    if (!capture_.Wants(key)) continue;
-    batch.keys.push_back(key);
-    const std::uint8_t* const row = record + kRecordHeaderBytes;
+    if (!capture_.Wants(keys[i])) continue;
+    const auto* const row = reinterpret_cast<const std::uint8_t*>(record_at(slots[i]) + kRecordHeaderBytes);
+    batch.keys.push_back(keys[i]);
     batch.rows.insert(batch.rows.end(), row, row + geometry.row_bytes);
   }
+}
+
+// Moves the records that are newest versions to the front, and returns how many they are. All slots to `last`
+// count as visited from here on.
+std::uint32_t Scan::KeepNewest(Cursor& cursor, const Records& records, std::uint32_t last,
+                               std::span<const std::uint32_t> damaged) {
+  ScanCapture::Part& part = *cursor.part;
+  std::uint32_t locations[kRowsPerLookup];
+  std::uint32_t live = 0;
+  const Lock lock(mutex_);
+  context_.CheckOpen();
+  part.next = last;
+  const SegmentPtr segment = SegmentOf(cursor);
+  if (segment == nullptr) return 0;
+  const RowClass& row_class = *segment->row_class;
+  state_.rows.Find(records.keys, records.n, locations, row_class);
+  for (std::uint32_t i = 0; i < records.n; ++i) {
+    if (locations[i] != row_class.Location(*segment, records.slots[i])) continue;
+    records.keys[live] = records.keys[i];
+    records.slots[live++] = records.slots[i];
+  }
+  part.left -= live;
+  part.damaged.insert(part.damaged.end(), damaged.begin(), damaged.end());
+  return live;
 }
 
 // The segment is read. What it still lacks lies in damaged records, and becomes late.

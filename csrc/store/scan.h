@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "common/page_allocator.h"
@@ -49,6 +50,7 @@ class Scan {
 
  private:
   struct Stretch;
+  struct Records;
   // A segment that is read.
   struct Cursor {
     ScanCapture::Class* of = nullptr;
@@ -62,7 +64,10 @@ class Scan {
   void Visit(Cursor& cursor, ScanBatch& batch);
   SegmentPtr SegmentOf(const Cursor& cursor) const;
   Stretch Load(Cursor& cursor);
+  static void CopyOut(const Chunk& chunk, Stretch& stretch, AlignedBuffer& buffer);
   void VisitSlots(Cursor& cursor, const Stretch& stretch, std::uint32_t last, ScanBatch& batch);
+  std::uint32_t KeepNewest(Cursor& cursor, const Records& records, std::uint32_t last,
+                           std::span<const std::uint32_t> damaged);
   void Settle(Cursor& cursor);
   void FindDamaged(Cursor& cursor, std::uint32_t table);
 
