@@ -136,7 +136,7 @@ bool Scan::FillCursors() {
   return more;
 }
 
-// Reads late rows of a class that has at least this many. False when there is none.
+// Reads late rows of a class that has at least this many, or damaged ones. False when there is none.
 bool Scan::GiveLate(std::size_t least, std::vector<ScanBatch>& batches) {
   for (ScanCapture::Class& of : capture_.classes()) {
     const std::uint32_t row_bytes = of.row_class->geometry.row_bytes;
@@ -144,7 +144,7 @@ bool Scan::GiveLate(std::size_t least, std::vector<ScanBatch>& batches) {
     {
       const Lock lock(mutex_);
       if (capture_.failed()) throw std::bad_alloc();
-      if (of.late.size() < least) continue;
+      if (of.late.empty() || (of.late.size() < least && !std::exchange(of.urgent, false))) continue;
       const std::size_t n = std::min(of.late.size(), std::max<std::size_t>(1, kLateBytes / row_bytes));
       const auto first = of.late.end() - static_cast<std::ptrdiff_t>(n);
       batch.keys.assign(first, of.late.end());
@@ -290,6 +290,7 @@ void Scan::Settle(Cursor& cursor) {
   }
   for (std::uint32_t table = 0; table < tables; ++table) FindDamaged(cursor, table);
   const Lock lock(mutex_);
+  cursor.of->urgent = cursor.of->urgent || tables > 0;
   cursor.part->damaged = {};
   if (cursor.part->left == 0) return;
   throw CorruptError(

@@ -15,7 +15,7 @@ ScanCapture::ScanCapture(const std::vector<std::uint32_t>& tables) {
 }
 
 void ScanCapture::Add(RowClass& row_class) {
-  Class& added = classes_.emplace_back(Class{&row_class, {}, {}});
+  Class& added = classes_.emplace_back(Class{&row_class, {}, {}, false});
   added.parts.resize(row_class.segments.size());
   for (const SegmentPtr& segment : row_class.segments) {
     if (segment != nullptr)

@@ -28,6 +28,7 @@ class ScanCapture {
     RowClass* row_class;
     std::vector<Part> parts;          // by ordinal
     std::vector<std::uint64_t> late;  // keys
+    bool urgent = false;              // some of them lie in damaged records
   };
 
   // Only rows of `tables` become late.

@@ -98,7 +98,7 @@ class StoreMachine(RuleBasedStateMachine):
         for table in ROW_BYTES:
             assert self.store.count(table) == len([i for t, i in self.newest if t == table])
 
-    @rule(tables=st.one_of(st.none(), st.lists(TABLE_INDICES, max_size=3)))
+    @rule(tables=st.one_of(st.none(), st.lists(TABLE_INDICES, min_size=1, max_size=3)))
     def begin_scan(self, tables):
         chosen = set(ROW_BYTES if tables is None else tables)
         self.scans.append((self.store, self.store.scan(tables), rows_of(self.newest, chosen), chosen))

@@ -295,6 +295,20 @@ def test_damage_ends_a_scan(two_versions):
             core.next_rows(scan)
 
 
+def test_damage_is_told_at_once():
+    """Not when the other 200 segments are read."""
+    env = _core.MemoryEnv()
+    with open_on(env, segment_bytes=16_384) as store:
+        put(store, range(ROWS * 3), 1)
+        store.commit(b"")
+        where = damage(env, 0, 1)
+        calls = 0
+        with pytest.raises(StoreCorruptError, match=where):  # noqa: PT012
+            for _ in store.scan():
+                calls += 1
+        assert calls <= 4
+
+
 def test_files_that_end_early(two_versions):
     with open_on(two_versions, read_only=True) as store:
         for name in two_versions.list("disk"):
