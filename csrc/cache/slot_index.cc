@@ -1,6 +1,8 @@
 #include "cache/slot_index.h"
 
 #include <algorithm>
+#include <bit>
+#include <exception>
 #include <utility>
 
 #include "common/key.h"
@@ -9,8 +11,8 @@ namespace tierstore {
 namespace {
 // So many accesses to memory are begun before the first of them is waited for.
 constexpr std::int64_t kBlock = 32;
-// An array of slots is made, or made longer, from so many ids on.
-constexpr std::uint64_t kLeastIds = 1024;
+// The entries of a table with fewer of them than one in so many are moved one by one.
+constexpr std::int64_t kFew = 16;
 
 std::size_t EntriesFor(std::int64_t rows) {
   return static_cast<std::size_t>(std::max<std::int64_t>(rows, 48) * 4 / 3 + 1);
@@ -139,28 +141,50 @@ void SlotIndex::Insert(const std::int32_t* slots, std::int64_t n) {
   }
 }
 
-// Whether an array of all ids is no larger than the entries of the rows, and worth a new array.
+// Whether a longer array is no larger than the entries of the table's rows would be.
 bool SlotIndex::IsDense(const Table& table) {
   const double entries = static_cast<double>(table.in_entries + table.direct) * kBytesPerSlot;
-  return table.ids >= kLeastIds && table.ids * 4 >= table.slots.size() * 5 &&
-         entries >= static_cast<double>(table.ids * sizeof(std::int32_t));
+  return table.ids > table.slots.size() &&
+         entries >= static_cast<double>(std::bit_ceil(table.ids) * sizeof(std::int32_t));
 }
 
-// Moves the table's entries into an array of all ids up to the largest one.
+// Moves the table's entries into an array, twice as long as the last one at least.
 void SlotIndex::KeepDirectly(Table* table) {
+  const bool few = table->in_entries * kFew < in_entries_;
   const std::int64_t staying = in_entries_ - table->in_entries;
-  const std::int64_t direct = size_ - staying;
-  OwnArray<std::int32_t> slots;
-  OwnArray<std::uint64_t> entries;
+  SlotArray slots;
+  std::optional<OwnArray<std::uint64_t>> entries;  // of the other rows, with no more room than they need
   try {
-    slots = OwnArray<std::int32_t>(table->ids, -1);
-    entries = OwnArray<std::uint64_t>(EntriesFor(std::max(capacity_ - direct, staying)), kEmpty);
-  } catch (const AddressSpaceError&) {
-    table->stays = false;  // it goes on with entries
+    slots = SlotArray(std::bit_ceil(table->ids));
+    if (!few) entries.emplace(EntriesFor(std::max(capacity_ - (size_ - staying), staying)), kEmpty);
+  } catch (const std::exception&) {  // no memory, or no address space
+    table->stays = false;            // it goes on with entries
     return;
   }
-  std::copy(table->slots.begin(), table->slots.end(), slots.begin());
-  std::swap(slots, table->slots);
+  std::copy_n(table->slots.data(), table->slots.size(), slots.data());
+  table->slots = std::move(slots);
+  any_direct_ = true;
+  if (few)
+    MoveEntries(table);
+  else
+    Rebuild(std::move(*entries));
+  in_entries_ = staying;
+  table->direct += std::exchange(table->in_entries, 0);
+}
+
+void SlotIndex::MoveEntries(Table* table) {
+  const auto number = static_cast<std::uint32_t>(table - tables_.data());
+  for (std::uint64_t id = 0; id < table->ids; ++id) {
+    std::int32_t* const place = table->slots.data() + id;
+    if (*place >= 0) continue;
+    const std::uint64_t key = MakeKey(number, id);
+    FindEntries(&key, 1, place);
+    if (*place >= 0) EraseAt(PlaceOf(*place));
+  }
+}
+
+// Moves the entries into arrays where there are any, and into `entries`.
+void SlotIndex::Rebuild(OwnArray<std::uint64_t> entries) {
   std::swap(entries, entries_);
   for (const std::uint64_t entry : entries) {
     if (entry == kEmpty) continue;
@@ -170,23 +194,23 @@ void SlotIndex::KeepDirectly(Table* table) {
     else
       Place(entry);
   }
-  table->direct += std::exchange(table->in_entries, 0);
-  in_entries_ = staying;
-  any_direct_ = true;
+}
+
+// Where the entry of a slot is.
+std::uint64_t SlotIndex::PlaceOf(std::int32_t slot) const {
+  std::uint64_t at = Home(Tag(Key(static_cast<std::uint32_t>(slot))));
+  while (EntrySlot(entries_[at]) != static_cast<std::uint32_t>(slot)) at = Next(at);
+  return at;
 }
 
 void SlotIndex::Erase(const std::int32_t* slots, std::int64_t n) {
-  std::uint64_t homes[kBlock];
   for (std::int64_t begin = 0; begin < n; begin += kBlock) {
-    const std::int64_t count = std::min(kBlock, n - begin);
-    for (std::int64_t i = 0; i < count; ++i)
-      __builtin_prefetch(&Key(static_cast<std::uint32_t>(slots[begin + i])));
-    for (std::int64_t i = 0; i < count; ++i) {
-      homes[i] = Home(Tag(Key(static_cast<std::uint32_t>(slots[begin + i]))));
-      __builtin_prefetch(&entries_[homes[i]], 1);
-    }
-    for (std::int64_t i = 0; i < count; ++i) {
-      const std::uint64_t key = Key(static_cast<std::uint32_t>(slots[begin + i]));
+    const std::int64_t end = std::min(begin + kBlock, n);
+    for (std::int64_t i = begin; i < end; ++i) __builtin_prefetch(&Key(static_cast<std::uint32_t>(slots[i])));
+    for (std::int64_t i = begin; i < end; ++i)
+      __builtin_prefetch(&entries_[Home(Tag(Key(static_cast<std::uint32_t>(slots[i]))))], 1);
+    for (std::int64_t i = begin; i < end; ++i) {
+      const std::uint64_t key = Key(static_cast<std::uint32_t>(slots[i]));
       Table* const table = StayingTable(key);
       --size_;
       if (std::int32_t* const direct = Direct(key); direct != nullptr) {
@@ -195,9 +219,7 @@ void SlotIndex::Erase(const std::int32_t* slots, std::int64_t n) {
         continue;
       }
       if (table != nullptr) --table->in_entries;
-      std::uint64_t at = homes[i];
-      while (EntrySlot(entries_[at]) != static_cast<std::uint32_t>(slots[begin + i])) at = Next(at);
-      EraseAt(at);
+      EraseAt(PlaceOf(slots[i]));
     }
   }
 }

@@ -7,13 +7,38 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "cache/probing.h"
 #include "cache/reserved_memory.h"
 #include "common/key.h"
+#include "common/page_allocator.h"
 
 namespace tierstore {
+
+// Slots by id, -1 at first. Large arrays lie in reserved memory, for its huge pages.
+class SlotArray {
+ public:
+  SlotArray() = default;
+  explicit SlotArray(std::size_t size) : size_(size) {
+    if (size * sizeof(std::int32_t) < kReservedFrom)
+      small_.assign(size, -1);
+    else
+      large_.emplace(size, -1);
+    data_ = large_ ? large_->data() : small_.data();
+  }
+  std::int32_t* data() const { return data_; }
+  std::size_t size() const { return size_; }
+
+ private:
+  static constexpr std::size_t kReservedFrom = std::size_t{4} << 20;  // bytes
+
+  PageVector<std::int32_t> small_;
+  std::optional<OwnArray<std::int32_t>> large_;
+  std::int32_t* data_ = nullptr;
+  std::size_t size_ = 0;
+};
 
 class SlotIndex {
  public:
@@ -42,10 +67,10 @@ class SlotIndex {
   // A table whose rows never leave.
   struct Table {
     bool stays;
-    std::int64_t in_entries = 0;        // rows that have entries
-    std::int64_t direct = 0;            // rows that `slots` has
-    std::uint64_t ids = 0;              // the largest id here, and one
-    OwnArray<std::int32_t> slots = {};  // of the first ids, -1: not here; other ids have entries
+    std::int64_t in_entries = 0;  // rows that have entries
+    std::int64_t direct = 0;      // rows that `slots` has
+    std::uint64_t ids = 0;        // the largest id that had an entry, and one
+    SlotArray slots = {};         // of the first ids, -1: not here; other ids have entries
   };
 
   static std::uint32_t Tag(std::uint64_t key);
@@ -53,7 +78,7 @@ class SlotIndex {
   std::int32_t* Direct(std::uint64_t key) const {
     const std::uint32_t table = KeyTable(key);
     if (table >= tables_.size() || KeyId(key) >= tables_[table].slots.size()) return nullptr;
-    return &tables_[table].slots[KeyId(key)];
+    return tables_[table].slots.data() + KeyId(key);
   }
   Table* StayingTable(std::uint64_t key) {
     const std::uint32_t table = KeyTable(key);
@@ -64,12 +89,15 @@ class SlotIndex {
   void FindDirectly(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const;
   static bool IsDense(const Table& table);
   void KeepDirectly(Table* table);
+  void MoveEntries(Table* table);
+  void Rebuild(OwnArray<std::uint64_t> entries);
   const std::uint64_t& Key(std::uint32_t slot) const { return keys_[slot * stride_]; }
   static std::uint32_t EntryTag(std::uint64_t entry) { return static_cast<std::uint32_t>(entry >> 32); }
   static std::uint32_t EntrySlot(std::uint64_t entry) { return static_cast<std::uint32_t>(entry); }
   std::uint64_t Home(std::uint32_t tag) const { return HomePlace(tag, entries_.size()); }
   std::uint64_t Next(std::uint64_t at) const { return NextPlace(at, entries_.size()); }
   void Place(std::uint64_t entry);
+  std::uint64_t PlaceOf(std::int32_t slot) const;
   void EraseAt(std::uint64_t hole);
   void Grow();
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 from tierstore._core import OptimizerStep
@@ -91,7 +92,12 @@ class OptimizerSpec:
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters that may change during training, which a parameter group holds."""
-        return {k: v for k, v in asdict(self).items() if k not in self.identity}  # type: ignore[call-overload]
+        return {name: getattr(self, name) for name in self._changeable}
+
+    @cached_property
+    def _changeable(self) -> list[str]:
+        """Names of the hyperparameters that may change."""
+        return [item.name for item in fields(self) if item.name not in self.identity]  # type: ignore[arg-type]
 
     @property
     def identity(self) -> dict[str, Any]:
