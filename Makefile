@@ -54,7 +54,8 @@ wheel: $(VENV)/created
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 
 # Plain programs, so that nothing but the store is instrumented.
-SANITIZED := $(wildcard $(addprefix csrc/common/,crc32c.cc fork.cc huge_pages.cc) csrc/io/*.cc csrc/store/*.cc)
+SANITIZED := $(addprefix csrc/common/,crc32c.cc float_mode.cc fork.cc huge_pages.cc page_allocator.cc thread_pool.cc) \
+  $(wildcard csrc/io/*.cc csrc/store/*.cc)
 SANITIZE_OUT := build/sanitize
 
 $(SANITIZE_OUT)/%-address: csrc/store/tests/%.cc $(SANITIZED) $(CSRC)
@@ -68,10 +69,13 @@ $(SANITIZE_OUT)/%-thread: csrc/store/tests/%.cc $(SANITIZED) $(CSRC)
 	@mkdir -p $(@D)
 	$(CXX) -std=c++20 -g -O1 -fsanitize=thread -pthread -Icsrc $< $(SANITIZED) -o $@
 
-sanitize: $(addprefix $(SANITIZE_OUT)/,index_test-address store_test-address fuzz_formats-address store_test-thread)
+sanitize: $(addprefix $(SANITIZE_OUT)/,index_test-address store_test-address scan_test-address fuzz_formats-address \
+  store_test-thread scan_test-thread)
 	$(SANITIZE_OUT)/index_test-address 200000
 	$(SANITIZE_OUT)/store_test-address $(SANITIZE_OUT)/stores 300
 	$(SANITIZE_OUT)/store_test-thread $(SANITIZE_OUT)/stores 200
+	$(SANITIZE_OUT)/scan_test-address $(SANITIZE_OUT)/stores
+	$(SANITIZE_OUT)/scan_test-thread $(SANITIZE_OUT)/stores
 	$(SANITIZE_OUT)/fuzz_formats-address csrc/store/tests/corpus 100000
 
 crash-test: $(TESTABLE)

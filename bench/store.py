@@ -23,6 +23,7 @@ from tierstore.store import DirectoryStore, StoredTable, engine_names, open_stor
 
 from ._drive import Device
 from ._folder import folder
+from ._scans import WholeStore
 
 SUMMARY = "rows/s of the row store engines, and of the device"
 _CAP = 1 << 44
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         add("device", device.measure())
         if "native" in benches:
             add("native", benches["native"].reads_beside_compaction())
+            add("native", WholeStore(Path(folder) / "whole", device, rows, args.row_bytes).measure())
     figures |= {key: float(np.median(values)) for key, values in samples.items()}
     figures |= ratios(figures, engines)
     for key, value in figures.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -34,3 +36,17 @@ def split(keys: NDArray[np.uint64]) -> tuple[NDArray[np.uint16], NDArray[np.int6
     """Return the tables (uint16) and ids (int64) of ``keys``: the inverse of :func:`make_keys`."""
     keys = np.asarray(keys, np.uint64)
     return (keys >> np.uint64(ID_BITS)).astype(np.uint16), (keys & np.uint64(MAX_ID)).astype(np.int64)
+
+
+def rows_by_table(
+    keys: NDArray[np.uint64], rows: NDArray[np.uint8]
+) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.uint8]]]:
+    """Yield for each table of ``keys``, uint64 (n,), its index, its ids, int64 (m,), and their ``rows``."""
+    tables, ids = split(keys)
+    present = np.unique(tables).tolist()
+    if len(present) == 1:
+        yield present[0], ids, rows
+        return
+    for table in present:
+        at = np.flatnonzero(tables == table)
+        yield table, ids[at], rows[at]

@@ -1,6 +1,7 @@
 // Bindings of the row store. tierstore/store/native.py checks shapes and gives the arguments their defaults.
 #include "store/store.h"
 
+#include "bindings/arrays.h"
 #include "bindings/long_call.h"
 #include "bindings/registry.h"
 #include "io/errors.h"
@@ -80,6 +81,16 @@ struct DeleteInOwnProcess {
 };
 using StoreHolder = std::unique_ptr<Store, DeleteInOwnProcess>;
 
+// The same of a scan, which keeps its store alive.
+struct DeleteScanInOwnProcess {
+  void operator()(Scan* scan) const {
+    if (!scan->InOwnProcess()) return;
+    const py::gil_scoped_release release;
+    delete scan;
+  }
+};
+using ScanHolder = std::unique_ptr<Scan, DeleteScanInOwnProcess>;
+
 StoreHolder Open(const std::string& directory, const py::object& config,
                  const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables, Env* env) {
   const StoreConfig parsed = ParseConfig(config);
@@ -134,6 +145,24 @@ py::tuple ListKeys(Store& store, std::uint32_t table, std::uint64_t cursor, std:
   });
   Keys out(static_cast<py::ssize_t>(keys.size()), keys.data());
   return py::make_tuple(out, next == TableIndex::kEnd ? py::object(py::none()) : py::cast(next));
+}
+
+ScanHolder BeginScan(Store& store, const std::vector<std::uint32_t>& tables) {
+  const py::gil_scoped_release release;
+  return ScanHolder(store.BeginScan(tables).release());
+}
+
+// (keys, rows) of each batch; none at the end
+py::list NextRows(Store& store, Scan& scan) {
+  std::vector<ScanBatch> batches;
+  RunLong([&] { batches = store.Next(scan); });
+  py::list out;
+  for (ScanBatch& batch : batches) {
+    const auto n = static_cast<py::ssize_t>(batch.keys.size());
+    auto rows = Owned(std::move(batch.rows)).reshape({n, static_cast<py::ssize_t>(batch.row_bytes)});
+    out.append(py::make_tuple(Owned(std::move(batch.keys)), std::move(rows)));
+  }
+  return out;
 }
 
 std::uint64_t MakeCommit(Store& store, const py::bytes& meta, const std::string& tag) {
@@ -213,6 +242,7 @@ TIERSTORE_BINDINGS(store) {
   py::register_local_exception_translator(&TranslateException);
   m.def("kept_commits", &KeptCommits, py::arg("directory"), py::arg("env") = nullptr);
   using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<Scan, ScanHolder>(m, "NativeScan");
   py::class_<Store, StoreHolder>(m, "NativeStore")
       .def(py::init(&Open), py::arg("directory"), py::arg("config"), py::arg("tables"),
            py::arg("env") = nullptr, py::keep_alive<1, 5>())
@@ -227,6 +257,9 @@ TIERSTORE_BINDINGS(store) {
           },
           py::arg("table"), py::arg("row_bytes"), py::arg("rows"))
       .def("keys", &ListKeys, py::arg("table"), py::arg("cursor"), py::arg("limit"))
+      .def("count", &Store::Count, py::arg("table"), Release())
+      .def("scan", &BeginScan, py::arg("tables"), py::keep_alive<0, 1>())
+      .def("next_rows", &NextRows, py::arg("scan"))
       .def("commit", &MakeCommit, py::arg("meta"), py::arg("tag"))
       .def("commits", &ListCommits)
       .def(

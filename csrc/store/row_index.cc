@@ -67,6 +67,20 @@ RowIndex::Table& RowIndex::TableFor(std::uint32_t table, std::uint32_t row_bytes
   return *entry;
 }
 
+void RowIndex::Find(const std::uint64_t* keys, std::size_t n, std::uint32_t* locations,
+                    const RowClass& row_class) const {
+  for (std::size_t at = 0, run = 1; at < n; at += run, run = 1) {
+    const std::uint32_t table = KeyTable(keys[at]);
+    while (at + run < n && KeyTable(keys[at + run]) == table) ++run;
+    const Table* const found = FindTable(table);
+    if (found == nullptr || found->row_class != &row_class) {
+      std::fill_n(locations + at, run, TableIndex::kAbsent);
+    } else {
+      found->index.Find(keys + at, run, locations + at);
+    }
+  }
+}
+
 void RowIndex::Put(const std::uint64_t* keys, const std::uint32_t* locations, std::size_t n,
                    RowClass& row_class, bool relocated) {
   changed_ = changed_ || n > 0;
@@ -79,7 +93,9 @@ void RowIndex::Put(const std::uint64_t* keys, const std::uint32_t* locations, st
     for (std::size_t i = 0; i < run; ++i) {
       if (previous[i] == TableIndex::kAbsent) continue;
       const SegmentPtr& segment = row_class.SegmentOf(previous[i]);
-      if (!relocated) segment->Keep(row_class.SlotOf(previous[i]));
+      const std::uint32_t slot = row_class.SlotOf(previous[i]);
+      for (ScanCapture* const capture : captures_) capture->RowLeaves(*segment, slot, keys[at + i]);
+      if (!relocated) segment->Keep(slot);
       if (--segment->live == 0) segments_.RetireIfDead(segment);
     }
     at += run;

@@ -14,6 +14,7 @@
 
 #include "store/context.h"
 #include "store/index.h"
+#include "store/scan_capture.h"
 #include "store/segment_set.h"
 
 namespace tierstore {
@@ -43,11 +44,19 @@ class RowIndex {
   // By number; null where there is none.
   const std::vector<std::unique_ptr<Table>>& tables() const { return tables_; }
 
+  // Gives the location of each key, or TableIndex::kAbsent where its table has rows of another size.
+  void Find(const std::uint64_t* keys, std::size_t n, std::uint32_t* locations,
+            const RowClass& row_class) const;
+
   // Notes that the newest version of each key is now at its location, in a segment whose `live` counts these
   // rows already. Former versions are superseded. Copies (`relocated`) equal their sources, so the last
   // commit does not need the sources.
   void Put(const std::uint64_t* keys, const std::uint32_t* locations, std::size_t n, RowClass& row_class,
            bool relocated);
+
+  // Tells the capture of rows that leave their slots, from now on until it is detached.
+  void Attach(ScanCapture& capture) { captures_.push_back(&capture); }
+  void Detach(ScanCapture& capture) { std::erase(captures_, &capture); }
 
   // Whether rows were put since the last MarkCommitted.
   bool changed() const { return changed_; }
@@ -64,6 +73,7 @@ class RowIndex {
   const std::uint64_t segment_bytes_;
   std::vector<std::unique_ptr<Table>> tables_;
   std::map<std::uint32_t, std::unique_ptr<RowClass>> classes_;  // by row_bytes
+  std::vector<ScanCapture*> captures_;
   bool changed_ = false;
 };
 

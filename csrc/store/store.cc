@@ -42,6 +42,7 @@ void Store::Close() {
   queue_.Stop(lock);  // calls that wait for it throw
   lock.unlock();
   const std::lock_guard call(call_);
+  const std::lock_guard no_scan(scanning_);
   const auto no_reads = reader_.Exclude();
   compactor_.Join();
   lock.lock();
@@ -131,6 +132,25 @@ std::uint64_t Store::Keys(std::uint32_t table, std::uint64_t cursor, std::size_t
   cursor = entry->index.List(cursor, limit, keys, nullptr);
   for (std::size_t i = before; i < keys.size(); ++i) keys[i] = MakeKey(table, keys[i]);
   return cursor;
+}
+
+std::uint64_t Store::Count(std::uint32_t table) {
+  context_.CheckOpen();
+  const Lock lock(mutex_);
+  context_.CheckOpen();
+  const RowIndex::Table* const entry = state_.rows.FindTable(table);
+  return entry == nullptr ? 0 : entry->index.size();
+}
+
+std::unique_ptr<Scan> Store::BeginScan(const std::vector<std::uint32_t>& tables) {
+  context_.CheckOpen();
+  return std::make_unique<Scan>(context_, mutex_, state_, control_, reader_, tables);
+}
+
+std::vector<ScanBatch> Store::Next(Scan& scan) {
+  context_.CheckOpen();
+  const auto scanning = LockInCall(scanning_);
+  return scan.Next();
 }
 
 std::uint64_t Store::Commit(std::string meta, std::string tag) {

@@ -6,16 +6,17 @@
 //
 //   StoreState      what the store holds: CommitLog, SegmentSet, RowIndex, Space
 //   Reader          reads rows
+//   Scan            reads all rows
 //   Appender        appends rows to segments; WriteQueue writes them in the background
 //   Committer       makes commits and drops them
 //   Snapshots       saves the index
 //   Compactor       wins space back in the background; VictimPicker tells where, CompactorControl for whom
 //   Recovery        opens a store; IndexRebuild fills its index
 //
-// All functions may be called from any thread. Calls exclude one another, except Read, which runs beside
-// other calls: of a row that is written meanwhile it returns the old or the new version. Close makes running
-// calls throw ClosedError. Commits, Meta and Stats wait for no call. Three threads work in the background:
-// two write, one compacts. Their errors are thrown by the next call that is not Read, once.
+// All functions may be called from any thread. Calls exclude one another, except Read and Next, which run
+// beside other calls: of a row that is written meanwhile they return the old or the new version. Close makes
+// running calls throw ClosedError. Commits, Meta and Stats wait for no call. Three threads work in the
+// background: two write, one compacts. Their errors are thrown by the next call that is not Read, once.
 //
 // Throws IoError, CorruptError, FullError, ClosedError and InputError (store/errors.h), and CallEnded where
 // the caller has set a limit (common/call_limit.h). A call that throws has no effect, except that Write may
@@ -24,6 +25,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <span>
 #include <string>
@@ -38,6 +40,7 @@
 #include "store/config.h"
 #include "store/context.h"
 #include "store/reader.h"
+#include "store/scan.h"
 #include "store/snapshots.h"
 #include "store/state.h"
 #include "store/store_mutex.h"
@@ -83,6 +86,12 @@ class Store {
   // TableIndex::kEnd. Throws InputError when writes meanwhile have changed the order of the keys.
   std::uint64_t Keys(std::uint32_t table, std::uint64_t cursor, std::size_t limit,
                      std::vector<std::uint64_t>& keys);
+  // The number of a table's rows.
+  std::uint64_t Count(std::uint32_t table);
+  // Begins a scan of these tables (store/scan.h), which must not outlive the store.
+  std::unique_ptr<Scan> BeginScan(const std::vector<std::uint32_t>& tables);
+  // The scan's next rows; none at the end. Scans take turns.
+  std::vector<ScanBatch> Next(Scan& scan);
 
   // Makes everything written so far durable and returns the commit's id. A tag keeps it until it is dropped.
   std::uint64_t Commit(std::string meta, std::string tag);
@@ -107,8 +116,9 @@ class Store {
   std::unique_lock<std::timed_mutex> BeginCall();
 
   // Locks, in the order in which they are taken.
-  std::mutex closing_;     // held during Close
-  std::timed_mutex call_;  // held during every public call but Read, Commits, Meta, Stats and Close
+  std::mutex closing_;         // held during Close
+  std::timed_mutex call_;      // held during every public call that excludes other calls
+  std::timed_mutex scanning_;  // held during Next
   // Here come the mutexes of the reader's lanes.
   StoreMutex mutex_;  // guards what the parts share, as their headers say, and written_rows_
   // While mutex_ is held, no mutex of this process is taken except an Env's.

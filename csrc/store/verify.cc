@@ -1,9 +1,12 @@
 #include "store/verify.h"
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
+#include <thread>
 
 #include "common/key.h"
+#include "common/thread_pool.h"
 #include "io/errors.h"
 #include "store/errors.h"
 #include "store/index_snapshot.h"
@@ -13,6 +16,8 @@
 
 namespace tierstore {
 namespace {
+
+constexpr std::size_t kSegmentsAtOnce = 16;  // as many as threads are, at most
 
 // The saved index, and how many of its entries point to each segment and were found there.
 class SavedIndex {
@@ -170,6 +175,44 @@ std::map<std::uint32_t, NamedSegment> SegmentsOf(const Manifest& manifest) {
   return named;
 }
 
+void VerifySegment(const VerifyContext& context, const NamedSegment& segment, SavedIndex* index) {
+  const SegmentVerifier::Visit visit = [&](std::uint32_t bytes, std::uint32_t slot, std::uint64_t key) {
+    if (index != nullptr) index->Visit(segment.number, bytes, slot, key);
+  };
+  const bool intact = SegmentVerifier(context, segment, visit).Verify();
+  if (intact && index != nullptr) index->Compare(context, segment);
+}
+
+// Several segments at a time. The findings come in the order of the segments' numbers.
+void VerifySegments(const VerifyContext& context, const std::map<std::uint32_t, NamedSegment>& named,
+                    SavedIndex* index) {
+  std::vector<const NamedSegment*> segments;
+  for (const auto& [number, segment] : named) segments.push_back(&segment);
+  const auto caller = std::this_thread::get_id();
+  std::atomic<std::uint64_t> unreported{0};
+  const auto report_bytes = [&] { context.advance(unreported.exchange(0)); };
+  for (std::size_t first = 0; first < segments.size(); first += kSegmentsAtOnce) {
+    const std::size_t n = std::min(segments.size() - first, kSegmentsAtOnce);
+    std::vector<VerifyReport> reports(n);
+    ParallelFor(0, static_cast<std::int64_t>(n), 1, [&](std::int64_t i, std::int64_t) {
+      const auto at = static_cast<std::size_t>(i);
+      const VerifyContext own{context.env,
+                              context.directory,
+                              context.store,
+                              context.next_segment,
+                              context.row_bytes,
+                              reports[at],
+                              [&](std::uint64_t bytes) {
+                                unreported += bytes;
+                                if (std::this_thread::get_id() == caller) report_bytes();
+                              }};
+      VerifySegment(own, *segments[first + at], index);
+    });
+    report_bytes();
+    for (VerifyReport& part : reports) context.Merge(std::move(part));
+  }
+}
+
 std::uint64_t SizeOf(Env& env, const std::string& path) {
   try {
     return env.Exists(path) ? env.Open(path, OpenMode::kRead, false)->Size() : 0;
@@ -236,14 +279,7 @@ VerifyReport VerifyStore(Env& env, const std::string& directory,
   report.commits = manifest->commits.size();
   context.advance(SizeOf(env, directory + "/" + kManifestName));
 
-  const auto index = SavedIndex::Load(context, *manifest);
-  for (const auto& [number, segment] : named) {
-    const SegmentVerifier::Visit visit = [&](std::uint32_t bytes, std::uint32_t slot, std::uint64_t key) {
-      if (index != nullptr) index->Visit(segment.number, bytes, slot, key);
-    };
-    const bool intact = SegmentVerifier(context, segment, visit).Verify();
-    if (intact && index != nullptr) index->Compare(context, segment);
-  }
+  VerifySegments(context, named, SavedIndex::Load(context, *manifest).get());
   return report;
 }
 

@@ -32,6 +32,15 @@ void VerifyContext::Add(Finding finding) const {
   if (report.findings.size() < VerifyReport::kMaxFindings) report.findings.push_back(std::move(finding));
 }
 
+void VerifyContext::Merge(VerifyReport part) const {
+  const std::uint64_t beyond = part.findings_total - part.findings.size();
+  for (Finding& finding : part.findings) Add(std::move(finding));
+  report.findings_total += beyond;
+  report.records += part.records;
+  report.voids += part.voids;
+  report.index_entries += part.index_entries;
+}
+
 bool SegmentVerifier::Verify() try {
   if (!OpenAndReadHeader()) return false;
   footer_ = Footer::Load(*file_, header_);
@@ -56,7 +65,7 @@ bool SegmentVerifier::OpenAndReadHeader() {
       context_.Add(Describe(0, 0, "the segment is missing", 0, true));
       return false;
     }
-    file_ = context_.env.Open(path, OpenMode::kRead, false);
+    file_ = context_.env.Open(path, OpenMode::kRead, true);
     file_bytes_ = file_->Size();
     const std::size_t got = file_->Read(0, buffer_.data(), kSegmentHeaderBytes);
     context_.advance(got);
@@ -72,16 +81,17 @@ bool SegmentVerifier::OpenAndReadHeader() {
     context_.Add(Describe(0, kSegmentHeaderBytes, "belongs to another store or is another segment", 0, true));
     return false;
   }
-  geometry_ = Geometry::For(header_.row_bytes);
-  crc_prefix_ = RecordCrcPrefix(header_.store, header_.number);
   const std::size_t used = 8 + 6 * 4 + header_.store.size() + 4;
   VerifyGap(used, kSegmentHeaderBytes, buffer_.data() + used);
+  geometry_ = Geometry::For(header_.row_bytes);
+  buffer_ = AlignedBuffer(std::min<std::uint64_t>(kStretchBytes, geometry_.EndOffset(named_.slots)));
+  crc_prefix_ = RecordCrcPrefix(header_.store, header_.number);
   return true;
 }
 
 void SegmentVerifier::VerifyRecords() {
   const std::uint32_t per_chunk =
-      static_cast<std::uint32_t>(kMaxFrameBytes / geometry_.frame_bytes) * geometry_.records_per_frame;
+      static_cast<std::uint32_t>(kStretchBytes / geometry_.frame_bytes) * geometry_.records_per_frame;
   for (std::uint32_t first = 0; first < named_.slots; first += per_chunk) {
     const std::uint32_t last = std::min(named_.slots, first + per_chunk);
     const std::uint64_t offset = geometry_.Offset(first);
@@ -201,17 +211,23 @@ void SegmentVerifier::VerifyFooter() {
       context_.Add(Describe(begin, file_bytes_ - begin, "the footer contradicts the records", 0, true));
     }
     const Bytes expected = footer_->Encode(header_);
-    Bytes found(expected.size());
-    if (file_->Read(begin, found.data(), found.size()) != found.size() || found != expected)
-      Harmless(begin, found.size(), "unused bytes of the footer that should be zero are not");
+    if (ReadAt(begin, expected.size()) != expected)
+      Harmless(begin, expected.size(), "unused bytes of the footer that should be zero are not");
     return;
   }
   // Behind the committed slots there is a footer, or what was never committed, whose size may be the same.
   const Bytes expected = expected_.Encode(header_);
   if (!named_.sealed || file_bytes_ - end != expected.size()) return;
-  Bytes found(expected.size());
-  if (file_->Read(end, found.data(), found.size()) == found.size() && IsMostly(found, expected))
+  const Bytes found = ReadAt(end, expected.size());
+  if (found.size() == expected.size() && IsMostly(found, expected))
     Harmless(end, found.size(), "the footer is damaged");
+}
+
+// The bytes at `offset`, a block boundary: fewer than `size` at the end of the file.
+Bytes SegmentVerifier::ReadAt(std::uint64_t offset, std::size_t size) {
+  AlignedBuffer buffer(size);
+  const std::size_t got = std::min(size, file_->Read(offset, buffer.data(), buffer.size()));
+  return {buffer.data(), buffer.data() + got};
 }
 
 void SegmentVerifier::Damaged(std::uint32_t slot, const char* why) {

@@ -33,15 +33,19 @@ struct VerifyContext {
   std::function<void(std::uint64_t)> advance;  // called with the number of further bytes read
 
   void Add(Finding finding) const;
+  // Adds what was found of a segment.
+  void Merge(VerifyReport part) const;
 };
 
 class SegmentVerifier {
  public:
+  static constexpr std::size_t kStretchBytes = 4 << 20;  // read at once; at least a frame
+
   // Called with each intact record that is no void.
   using Visit = std::function<void(std::uint32_t row_bytes, std::uint32_t slot, std::uint64_t key)>;
 
   SegmentVerifier(const VerifyContext& context, const NamedSegment& named, const Visit& visit)
-      : context_(context), named_(named), visit_(visit), buffer_(kMaxFrameBytes) {}
+      : context_(context), named_(named), visit_(visit), buffer_(kSegmentHeaderBytes) {}
 
   // Returns whether the whole segment is intact.
   bool Verify();
@@ -54,6 +58,7 @@ class SegmentVerifier {
   void VerifyGap(std::uint64_t begin, std::uint64_t end, const std::byte* data);
   void VerifyEndOfLastBlock(const std::byte* data, std::uint64_t begin);
   void VerifyFooter();
+  Bytes ReadAt(std::uint64_t offset, std::size_t size);
   // Notes the record for the footer that should be there where there is none.
   void CompareFooter(std::uint32_t slot, const RecordHeader& record);
 

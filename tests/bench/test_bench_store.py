@@ -38,6 +38,12 @@ def test_all_figures_of_two_engines(tmp_path, capsys):
     assert figures["ratio.read_beside_compaction"] > 0
     assert figures["native.read_few_beside_compaction.p99_ms"] > 0
     assert figures["device.write_bytes_per_s"] > 0
+    for state in ("", "half_superseded.", "compacted."):
+        for call in ("scan", "export", "verify"):
+            assert figures[f"native.{state}{call}.bytes_per_s"] > 0
+            assert figures[f"native.{state}{call}.vs_device"] > 0
+    assert figures["native.beside_writer.scan.vs_device"] > 0
+    assert figures["native.beside_writer.written_bytes_per_s"] > 0
     for ratio in ("read_vs_device", "write_vs_device", "window_vs_read", "read_vs_memory", "read_vs_lmdb"):
         assert figures[f"ratio.{ratio}"] > 0
     assert "lmdb.read.rows_per_s" in capsys.readouterr().out

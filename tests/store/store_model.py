@@ -79,6 +79,32 @@ def stored_ids(store: RowStore, table: int) -> list[int]:
     return sorted(int(key) & MAX_ID for chunk in chunks for key in chunk.tolist())
 
 
+def scanned(store: RowStore, tables=None) -> dict[int, tuple[int, bytes]]:
+    """Every row of a scan by key, with its row size; each key comes once, in rows of its table's size."""
+    rows: dict[int, tuple[int, bytes]] = {}
+    for batch in store.scan(tables):
+        add_scanned(rows, *batch)
+    return rows
+
+
+def add_scanned(rows: dict[int, tuple[int, bytes]], keys: np.ndarray, found: np.ndarray) -> None:
+    assert keys.dtype == np.uint64
+    assert found.dtype == np.uint8
+    assert found.flags.c_contiguous
+    assert found.shape[0] == len(keys) > 0
+    assert {ROW_BYTES[key >> 48] for key in keys.tolist()} == {found.shape[1]}
+    batch = dict(zip(keys.tolist(), ((found.shape[1], row.tobytes()) for row in found), strict=True))
+    assert len(batch) == len(keys)
+    assert not batch.keys() & rows.keys()
+    rows |= batch
+
+
+def expected_scan(table: int, ids, version: int = 0) -> dict[int, tuple[int, bytes]]:
+    keys = make_keys(table, ids)
+    rows = make_rows(keys, ROW_BYTES[table], version)
+    return {key: (rows.shape[1], row.tobytes()) for key, row in zip(keys.tolist(), rows, strict=True)}
+
+
 class Child(subprocess.Popen):
     """A process that a failing test kills: Popen would wait for its end, for ever where that hangs."""
 

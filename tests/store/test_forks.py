@@ -31,6 +31,7 @@ def every_call(store):
         "read": lambda: store.read(keys, rows), "write": lambda: store.write(keys, rows),
         "keys": lambda: list(store.keys(1)), "reserve": lambda: store.reserve(1, 5), "commit": store.commit,
         "commits": store.commits, "drop_commit": lambda: store.drop_commit(1), "compact": store.compact,
+        "scan": lambda: list(store.scan()), "count": lambda: store.count(1),
         "meta": store.meta, "stats": store.stats, "export": lambda: store.export(path + "-copy"),
     }
 def outcomes(store):
@@ -64,17 +65,21 @@ end = os._exit if engine == "rocksdb" else sys.exit
 store = open_store(path, engine, TABLES, CAP)
 put(store, 1, range(5000)); store.commit(b"")
 listing = store.keys(1); next(listing)
+put(store, 1, range(5000, 30000))
+scan = store.scan(); next(scan)
 if os.fork() == 0:
     found = outcomes(store)
-    try:
-        next(listing)
-    except ClosedError:
-        found.add("listing")
+    for name, begun in (("listing", listing), ("scan", scan)):
+        try:
+            list(begun)
+        except ClosedError:
+            found.add(name)
     store.close()
-    del store, listing
+    del store, listing, scan, begun
     gc.collect()
-    end(0 if found == {True, "listing"} else 1)
+    end(0 if found == {True, "listing", "scan"} else 1)
 print(os.wait()[1])
+assert 0 < sum(len(keys) for keys, _ in scan) < 30000
 assert_holds(store, 1, range(5000))
 put(store, 1, range(100), 2)
 store.commit(b"later")
@@ -98,6 +103,7 @@ OPEN_STATES = {
     "open": "",
     "written": "put(store, 1, range(2000, 90000))",
     "listing": "listing = store.keys(1); next(listing)",
+    "scanning": "busy(lambda: list(store.scan()))",
     "reading": "busy(lambda: get(store, 1, range(50000)))",
     "writing": "busy(lambda: put(store, 1, range(50000)))",
     "committing": "busy(lambda: store.commit(b''))",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import errno
+import fcntl
+import itertools
 import json
 import os
 import resource
@@ -21,21 +23,25 @@ from tests.store.store_model import (
     assert_holds,
     folder_contents,
     get,
+    make_rows,
     put,
     run_child,
     stored_ids,
 )
 from tierstore.errors import (
     ConfigError,
+    InputError,
     StoreCorruptError,
     StoreFullError,
+    StoreIOError,
     StoreLockedError,
     StoreMismatchError,
 )
 from tierstore.keys import MAX_ID, make_keys
-from tierstore.store import engine_names, import_, open_store
+from tierstore.store import engine_names, import_, open_store, portable
 from tierstore.store.files import json_with_checksum
-from tierstore.store.portable import export_rows
+from tierstore.store.portable import export_rows, read_description
+from tierstore.store.shards import ShardLayout, read_shard
 
 IDS = {0: range(0, 900, 2), 1: [*range(700), 2**40, MAX_ID], 7: range(5)}
 
@@ -126,6 +132,71 @@ def test_many_files_and_batches(tmp_path):
     assert len(list((tmp_path / "export").glob("00001-*.safetensors"))) == 4
     import_(tmp_path / "export", tmp_path / "again", "memory")
     assert contents(tmp_path / "again") == contents(tmp_path / "store")
+
+
+# Rows of the first table, whose tensors and their buffers end before, at and behind blocks of 4,096 bytes.
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 255, 256, 257, 511, 512, 513, 3000])
+@pytest.mark.parametrize("buffer_bytes", [1, 4096, 70_000, 16 << 20])
+def test_sizes_of_files_and_buffers(tmp_path, monkeypatch, count, buffer_bytes):
+    monkeypatch.setattr(portable, "_BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(portable, "_OPEN_TABLES", 3)  # of four
+    ids = {0: range(min(count, 1000)), 1: range(count), 7: range(0, 2 * count, 2), 65535: range(count // 2)}
+    with open_store(tmp_path / "store", "native", TABLES, CAP) as store:
+        for table, own in ids.items():
+            put(store, table, own, 1)
+        store.commit()
+        export_rows(store, tmp_path / "export", store.commits()[-1], None, shard_bytes=300_000)
+    tables, shards, _ = read_description(tmp_path / "export")
+    for spec in tables:
+        seen: list[int] = []
+        for shard in shards[spec.index]:
+            assert 0 < shard["rows"] <= 300_000 // spec.row_bytes
+            file = tmp_path / "export" / shard["file"]
+            for own, rows in read_shard(file, ShardLayout(spec, shard["rows"]), shard["crc32"]):
+                assert np.array_equal(rows, make_rows(make_keys(spec.index, own), spec.row_bytes, 1))
+                seen += own.tolist()
+        assert sorted(seen) == list(ids[spec.index])
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EINVAL])
+@pytest.mark.parametrize("nth", range(1, 12, 2))
+def test_writes_that_fail(tmp_path, monkeypatch, error, nth):
+    """In the thread that writes, too. Direct IO that is refused goes through the page cache."""
+    fill(tmp_path / "store", "native")
+    monkeypatch.setattr(portable, "_BUFFER_BYTES", 70_000)
+    calls, pwrite = itertools.count(1), os.pwrite
+
+    def fail(fd: int, data: memoryview, offset: int) -> int:
+        direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        if next(calls) == nth and (direct or error != errno.EINVAL):
+            raise OSError(error, os.strerror(error))
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with open_store(tmp_path / "store", read_only=True) as store:
+        if error == errno.EINVAL:
+            store.export(tmp_path / "export")
+            assert next(calls) > nth
+        else:
+            with pytest.raises(StoreFullError if error == errno.ENOSPC else StoreIOError):
+                store.export(tmp_path / "export")
+    assert (tmp_path / "export").exists() == (error == errno.EINVAL)
+    assert sorted(os.listdir(tmp_path))[-1] == "store"
+    if error == errno.EINVAL:
+        import_(tmp_path / "export", tmp_path / "again")
+        assert contents(tmp_path / "again") == contents(tmp_path / "store")
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_rows_that_are_stored_meanwhile(tmp_path, monkeypatch, change):
+    """The files' sizes are chosen before the rows come."""
+    fill(tmp_path / "store", "native")
+    with open_store(tmp_path / "store", read_only=True) as store:
+        count = store.count
+        monkeypatch.setattr(store, "count", lambda table: count(table) + change * (table == 1))
+        with pytest.raises(InputError, match="rows of table 'wide' were stored while it was exported"):
+            store.export(tmp_path / "export")
+    assert os.listdir(tmp_path) == ["store"]
 
 
 def test_the_files_are_safetensors(exported):

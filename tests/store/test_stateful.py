@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +26,23 @@ from hypothesis.stateful import (
 
 from tests.in_memory import IN_MEMORY
 from tests.store import store_model
-from tests.store.store_model import CAP, ROW_BYTES, get, make_rows, put, stored_ids
+from tests.store.store_model import (
+    CAP,
+    ROW_BYTES,
+    add_scanned,
+    expected_scan,
+    get,
+    make_rows,
+    put,
+    scanned,
+    stored_ids,
+)
 from tierstore import _core
-from tierstore.errors import InputError
+from tierstore.errors import ClosedError, InputError
 from tierstore.keys import MAX_ID, make_keys
 from tierstore.store import RowStore, import_, open_store, verify
 from tierstore.store.native import NativeConfig, NativeStore
+from tierstore.store.protocol import RowBatch
 
 STEPS = int(os.environ.get("TIERSTORE_STATEFUL_STEPS", "600"))
 PER_EXAMPLE = 40
@@ -57,6 +69,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.kept: dict[int, tuple[bytes, str, Rows]] = {}
         self.meta = b""
         self.version = self.number = 0
+        self.scans: list[tuple[RowStore, Iterator[RowBatch], dict[int, tuple[int, bytes]], set[int]]] = []
         self.store: RowStore = self.open()
 
     def open(self, at: int | str = 0, read_only: bool = False) -> RowStore:
@@ -77,6 +90,34 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(table=TABLE_INDICES)
     def list_keys(self, table):
         assert stored_ids(self.store, table) == sorted(i for t, i in self.newest if t == table)
+
+    @rule(tables=st.one_of(st.none(), st.lists(TABLE_INDICES, max_size=3)))
+    def scan(self, tables):
+        chosen = set(ROW_BYTES if tables is None else tables)
+        assert scanned(self.store, tables) == rows_of(self.newest, chosen)
+        for table in ROW_BYTES:
+            assert self.store.count(table) == len([i for t, i in self.newest if t == table])
+
+    @rule(tables=st.one_of(st.none(), st.lists(TABLE_INDICES, min_size=1, max_size=3)))
+    def begin_scan(self, tables):
+        chosen = set(ROW_BYTES if tables is None else tables)
+        self.scans.append((self.store, self.store.scan(tables), rows_of(self.newest, chosen), chosen))
+
+    @precondition(lambda self: self.scans)
+    @rule()
+    def end_scan(self):
+        """All rows that were stored when it began come, as they are now."""
+        store, scan, before, chosen = self.scans.pop()
+        if store is not self.store:
+            with pytest.raises(ClosedError):
+                next(scan)
+            return
+        rows: dict[int, tuple[int, bytes]] = {}
+        for batch in scan:
+            add_scanned(rows, *batch)
+        newest = rows_of(self.newest, chosen)
+        assert before.keys() <= rows.keys()
+        assert rows.items() <= newest.items()
 
     @rule(meta=st.binary(max_size=50), tag=st.sampled_from([None, None, None, "a", "b c"]))
     def commit(self, meta, tag):
@@ -260,6 +301,16 @@ def check_rows(store: RowStore, table: int, ids, rows: Rows) -> None:
         if there:
             expected = make_rows(make_keys(table, [i]), ROW_BYTES[table], rows[table, i])
             assert np.array_equal(out[row], expected[0])
+
+
+def rows_of(rows: Rows, tables: set[int]) -> dict[int, tuple[int, bytes]]:
+    """What a scan of ``tables`` gives."""
+    expected: dict[int, tuple[int, bytes]] = {}
+    for table, version in sorted({(table, version) for (table, _), version in rows.items()}):
+        if table in tables:
+            ids = [i for (t, i), v in rows.items() if (t, v) == (table, version)]
+            expected |= expected_scan(table, ids, version)
+    return expected
 
 
 def check_all(store: RowStore, rows: Rows) -> None:

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         with open_store(args.directory, read_only=True, at=args.at) as store:
             stats, meta, commits = store.stats(), store.meta(), store.commits()
             if args.count:
-                rows = {spec.name: sum(map(len, store.keys(spec.index))) for spec in identity.tables}
+                rows = {spec.name: store.count(spec.index) for spec in identity.tables}
     except (StoreLockedError, StoreIOError) as error:
         obstacle = str(error)
     if args.json:

@@ -8,14 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.errors import StoreMismatchError
-from tierstore.keys import split
+from tierstore.keys import rows_by_table
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement
-from tierstore.sharding.shards import RankShards, shard_name
+from tierstore.sharding.shards import LocalShard, RankShards, shard_name
 from tierstore.store.directory import open_store
 from tierstore.store.identity import read_identity
-from tierstore.store.protocol import RowStore, StoredTable
+from tierstore.store.protocol import StoredTable
 
 _NO_CAP = 1 << 60
+Rows = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""Weights (n, columns) and optimizer state (n, floats)."""
 
 
 def restore(shards: RankShards, folder: Path, plan: ShardingPlan, commits: list[int]) -> None:
@@ -58,22 +60,26 @@ def _check_tables(shards: RankShards, folder: Path, plan: ShardingPlan) -> None:
 def _read_rank(shards: RankShards, folder: Path, plan: ShardingPlan, rank: int, commit: int) -> None:
     identity = read_identity(folder)
     specs = {spec.name: spec for spec in identity.tables}
+    parts: dict[int, tuple[str, StoredTable, ShardPlacement]] = {}
+    for table in plan.tables:
+        if table.sharding_type is ShardingType.DATA_PARALLEL and rank:
+            continue  # its replicas are equal
+        for shard in table.shards:
+            if shard.rank == rank:
+                spec = specs[shard_name(table.name, table.embedding_dim, shard)]
+                _check_spec(shards, table.name, spec)
+                parts[spec.index] = table.name, spec, shard
     with open_store(folder, identity.engine, identity.tables, _NO_CAP, keep=2, at=commit) as store:
-        for table in plan.tables:
-            if table.sharding_type is ShardingType.DATA_PARALLEL and rank:
-                continue  # its replicas are equal
-            parts = {
-                shard_name(table.name, table.embedding_dim, shard): shard
-                for shard in table.shards
-                if shard.rank == rank
-            }
-            for name, shard in parts.items():
-                _read_table(shards, store, table.name, specs[name], shard)
+        for keys, rows in store.scan([*parts]):
+            for index, ids, of_table in rows_by_table(keys, rows):
+                name, spec, shard = parts[index]
+                width, values = spec.embedding_dim, of_table.view(np.float32)
+                state = values[:, width : width + shards.fused_optimizer.spec.state_floats(width)]
+                _put(shards, name, ids, values[:, :width], state, shard.column_start)
 
 
-def _read_table(
-    shards: RankShards, store: RowStore, table: str, spec: StoredTable, shard: ShardPlacement
-) -> None:
+def _check_spec(shards: RankShards, table: str, spec: StoredTable) -> None:
+    """Raise StoreMismatchError unless ``spec`` has this optimizer and these initial rows."""
     optimizer = shards.fused_optimizer.spec
     if dict(spec.optimizer) != optimizer.identity:
         raise StoreMismatchError(
@@ -85,14 +91,6 @@ def _read_table(
                 f"the initial rows of table {table!r} were committed with seed {spec.seed}, "
                 f"{dict(spec.init)}, not {own.seed}, {dict(own.init)}; give the same"
             )
-    width = spec.embedding_dim
-    for keys in store.keys(spec.index):
-        rows = np.empty((len(keys), spec.row_bytes), np.uint8)
-        assert store.read(keys, rows).all()
-        values = rows.view(np.float32)
-        ids = split(keys)[1]
-        state = values[:, width : width + optimizer.state_floats(width)]
-        _put(shards, table, ids, values[:, :width], state, shard.column_start)
 
 
 def _put(
@@ -111,15 +109,25 @@ def _put(
         at = np.flatnonzero(shard.holds(ids))
         if begin >= end or not len(at):
             continue
-        new_weight, new_state = (np.array(part) for part in shards.engine.read_rows(shard.local, ids[at]))
         to, source = _shift(begin, end, shard.columns.start), _shift(begin, end, column)
-        new_weight[:, to] = weight[at, source]
+        new_weight, new_state = weight[at, source], state[at]
         if not per_row:
-            new = new_state.reshape(len(at), -1, new_weight.shape[1])
-            new[:, :, to] = state[at].reshape(len(at), -1, weight.shape[1])[:, :, source]
-        elif begin == shard.columns.start:
-            new_state[:] = state[at]
+            new_state = new_state.reshape(len(at), -1, weight.shape[1])[:, :, source].reshape(len(at), -1)
+        if (begin, end) != (shard.columns.start, shard.columns.stop):
+            new_weight, new_state = _beside(shards, shard, ids[at], to, (new_weight, new_state))
         shards.engine.write_rows(shard.local, ids[at], new_weight, new_state)
+
+
+def _beside(shards: RankShards, shard: LocalShard, ids: NDArray[np.int64], to: slice, new: Rows) -> Rows:
+    """Return the shard's rows with the weights and states ``new`` in the columns ``to``."""
+    weight, state = (np.array(part) for part in shards.engine.read_rows(shard.local, ids))
+    weight[:, to] = new[0]
+    if not shards.fused_optimizer.spec.state_per_row:
+        of_columns = state.reshape(len(ids), -1, weight.shape[1])
+        of_columns[:, :, to] = new[1].reshape(len(ids), -1, new[0].shape[1])
+    elif to.start == 0:
+        state[:] = new[1]
+    return weight, state
 
 
 def _shift(begin: int, end: int, origin: int) -> slice:

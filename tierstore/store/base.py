@@ -21,11 +21,12 @@ from tierstore.errors import ClosedError, InputError, StoreCorruptError
 from tierstore.keys import ID_BITS
 from tierstore.store.commits import check_droppable, find_commit, new_commit, superseded
 from tierstore.store.files import store_errors
-from tierstore.store.protocol import CommitId, CommitInfo, StoredTable, StoreStats
+from tierstore.store.protocol import CommitId, CommitInfo, RowBatch, StoredTable, StoreStats
 from tierstore.store.registry import StoreOptions
 
 log = logging.getLogger(__name__)
 
+_SCANNED_BYTES = 4 << 20  # of rows in a batch of a scan
 _TAG = re.compile(r"[ -.0-~]{0,100}")  # a tag may be part of a file's name, or of a command line
 
 
@@ -47,6 +48,14 @@ class RowSizes:
         if size == 0:
             raise InputError(f"table index {table} is unknown to this store; it has {self._indices()}")
         return int(size)
+
+    def chosen(self, tables: Sequence[int] | None) -> list[int]:
+        """Return ``tables``, or the indices of all tables for None; ``InputError`` for an unknown table."""
+        if tables is None:
+            return np.flatnonzero(self._sizes).tolist()
+        for table in tables:
+            self.of_table(table)
+        return list(dict.fromkeys(tables))
 
     def of_keys(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the row size of each key's table, int64 (n,). Raises ``InputError`` for an unknown table."""
@@ -199,6 +208,13 @@ class StoreBase(ABC):
             self._listings.add(chunks)
         return self._checked(chunks)
 
+    def count(self, table: int) -> int:
+        return sum(map(len, self.keys(table)))
+
+    def scan(self, tables: Sequence[int] | None = None) -> Iterator[RowBatch]:
+        chosen = self._sizes.chosen(tables)
+        return self._scan([(self._sizes.of_table(table), self.keys(table)) for table in chosen])
+
     def reserve(self, table: int, rows: int) -> None:
         with self._lock:
             self._check_writable()
@@ -329,6 +345,17 @@ class StoreBase(ABC):
                     with suppress(ValueError):  # the error itself says that the store must be closed
                         chunks.close()  # the error's frames would keep released objects alive
                 self._release()
+
+    def _scan(self, listings: list[tuple[int, Iterator[NDArray[np.uint64]]]]) -> Iterator[RowBatch]:
+        for row_bytes, chunks in listings:
+            step = max(1, _SCANNED_BYTES // row_bytes)
+            for chunk in chunks:
+                for start in range(0, len(chunk), step):
+                    keys = chunk[start : start + step]
+                    rows = np.empty((len(keys), row_bytes), np.uint8)
+                    if not self.read(keys, rows).all():
+                        raise StoreCorruptError(f"{self._path}: rows are listed, but not there")
+                    yield keys, rows
 
     def _checked(self, chunks: Generator[NDArray[np.uint64], None, None]) -> Iterator[NDArray[np.uint64]]:
         while True:

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +29,10 @@ from tierstore.store.files import open_own, store_errors, sync_directory, walk_f
 from tierstore.store.identity import StoreIdentity
 from tierstore.store.lock import LOCK, FolderLock, lock_for_reading, lock_for_writing
 from tierstore.store.portable import Progress, export_rows
-from tierstore.store.protocol import CommitId, CommitInfo, RowStore, StoredTable, StoreStats
+from tierstore.store.protocol import CommitId, CommitInfo, RowBatch, RowStore, StoredTable, StoreStats
 from tierstore.store.registry import StoreOptions, get_engine
+
+Chunk = TypeVar("Chunk")
 
 NO_CAP = 1 << 62
 _TEMPORARY = "tierstore-temporary-"
@@ -147,6 +150,12 @@ class DirectoryStore:
     def keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
         return self._while_locked(self._engine().keys(table))
 
+    def count(self, table: int) -> int:
+        return self._engine().count(table)
+
+    def scan(self, tables: Sequence[int] | None = None) -> Iterator[RowBatch]:
+        return self._while_locked(self._engine().scan(tables))
+
     def reserve(self, table: int, rows: int) -> None:
         self._engine().reserve(table, rows)
 
@@ -215,7 +224,7 @@ class DirectoryStore:
             )
         return self.inner
 
-    def _while_locked(self, chunks: Iterator[NDArray[np.uint64]]) -> Iterator[NDArray[np.uint64]]:
+    def _while_locked(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         """Yield ``chunks``, and keep this store (and so its lock) alive as long as the iterator."""
         while True:
             self._engine()

@@ -9,9 +9,9 @@ from tierstore.errors import StoreCorruptError
 from tierstore.keys import make_keys
 from tierstore.store.directory import NO_CAP, open_store
 from tierstore.store.files import store_errors
-from tierstore.store.portable import Progress, RowCounter, Shard, atomic_folder, read_description
+from tierstore.store.portable import Progress, RowCounter, atomic_folder, read_description
 from tierstore.store.protocol import CommitId, RowStore, StoredTable
-from tierstore.store.shards import ShardLayout, read_shard
+from tierstore.store.shards import Shard, ShardLayout, read_shard
 
 
 def import_(
@@ -55,7 +55,7 @@ def _rows_there(source: Path, spec: StoredTable, shard: Shard) -> int:
 
 def _check_count(source: Path, store: RowStore, spec: StoredTable, shards: list[Shard]) -> None:
     """Raise ``StoreCorruptError`` if an id occurs twice, which makes two rows one."""
-    stored = sum(len(chunk) for chunk in store.keys(spec.index))
+    stored = store.count(spec.index)
     listed = sum(shard["rows"] for shard in shards)
     if stored != listed:
         raise StoreCorruptError(f"{source}: table {spec.name!r} has {listed} rows of {stored} ids")

@@ -13,7 +13,7 @@ from tierstore import _core
 from tierstore.errors import ConfigError, InputError
 from tierstore.store.base import RowSizes, check_commit
 from tierstore.store.commits import check_droppable, find_commit
-from tierstore.store.protocol import CommitId, CommitInfo, StoredTable, StoreStats
+from tierstore.store.protocol import CommitId, CommitInfo, RowBatch, StoredTable, StoreStats
 from tierstore.store.registry import StoreOptions
 
 _KEYS_PER_CHUNK = 1 << 16
@@ -132,6 +132,14 @@ class NativeStore:
         self._sizes.of_table(table)
         return self._list_keys(table)
 
+    def count(self, table: int) -> int:
+        self._sizes.of_table(table)
+        return self._core.count(table)
+
+    def scan(self, tables: Sequence[int] | None = None) -> Iterator[RowBatch]:
+        """Yield rows in the order of the segments' files; rows that are first stored later do not come."""
+        return self._scan(self._core.scan(self._sizes.chosen(tables)))
+
     def reserve(self, table: int, rows: int) -> None:
         self._core.reserve(table, self._sizes.of_table(table), rows)
 
@@ -194,3 +202,7 @@ class NativeStore:
             chunk, cursor = self._core.keys(table, cursor, _KEYS_PER_CHUNK)
             if len(chunk):
                 yield chunk
+
+    def _scan(self, scan: _core.NativeScan) -> Iterator[RowBatch]:
+        while batches := self._core.next_rows(scan):
+            yield from batches

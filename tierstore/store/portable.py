@@ -14,17 +14,15 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Protocol
 
 from tierstore.config import is_integer
 from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
-from tierstore.keys import MAX_ID
+from tierstore.keys import rows_by_table
 from tierstore.store.files import (
     JSON,
     json_with_checksum,
@@ -35,28 +33,23 @@ from tierstore.store.files import (
     write_atomically,
 )
 from tierstore.store.identity import parse_tables
+from tierstore.store.parallel import ahead
 from tierstore.store.protocol import CommitInfo, RowStore, StoredTable
-from tierstore.store.shards import ShardLayout, ShardWriter
+from tierstore.store.shards import Shard, TableWriter, WriteSizes
 
 log = logging.getLogger(__name__)
 
 FILE_NAME = "EXPORT.json"
 FORMAT = 1
 SHARD_BYTES = 512 << 20
+_BUFFER_BYTES = 16 << 20  # of rows of all open files
+_OPEN_TABLES = 256  # each has a file open; more tables are more scans
 _SHARD = re.compile(r"\d{5}-\d{5}\.safetensors")
 _MAX_JSON_BYTES = 256 << 20
 _CHECKSUMS = {"header", "ids", "weights", "state"}
 
 Progress = Callable[[int, int], None]
 """Called with rows done, and rows in all (which engines that estimate it may miss)."""
-
-
-class Shard(TypedDict):
-    """A file of an export, and the checksums of its tensors."""
-
-    file: str
-    rows: int
-    crc32: dict[str, int]
 
 
 class StoreOfTables(RowStore, Protocol):
@@ -80,14 +73,8 @@ def export_rows(
     """
     counter = RowCounter(progress, store.stats().rows)
     with store_errors(f"exporting to {target}"), atomic_folder(Path(target)) as folder:
-        tables = []
-        for spec in store.tables:
-            shards: list[Shard] = []
-            for keys in _shards_of(store, spec, shard_bytes):
-                name = f"{spec.index:05d}-{len(shards):05d}.safetensors"
-                checksums = _write_shard(folder / name, store, spec, keys, counter)
-                shards.append({"file": name, "rows": len(keys), "crc32": checksums})
-            tables.append({**asdict(spec), "shards": shards})
+        shards = _write_tables(store, folder, shard_bytes, counter)
+        tables = [{**asdict(spec), "shards": shards[spec.index]} for spec in store.tables]
         content = {"format": FORMAT, "commit": _describe(commit), "engine": store.engine, "tables": tables}
         write_atomically(folder / FILE_NAME, [json_with_checksum(content)])
     return counter.done
@@ -107,43 +94,29 @@ class RowCounter:
             self._progress(self.done, max(self.done, self._total))
 
 
-def _shards_of(store: StoreOfTables, spec: StoredTable, shard_bytes: int) -> Iterator[NDArray[np.uint64]]:
-    """Yield the keys of the stored rows, as many at a time as fill a file."""
-    rows = max(1, shard_bytes // spec.row_bytes)
-    waiting: list[NDArray[np.uint64]] = []
-    count = 0
-    for chunk in store.keys(spec.index):
-        waiting.append(chunk)
-        count += len(chunk)
-        while count >= rows:
-            keys = np.concatenate(waiting)
-            yield keys[:rows]
-            waiting, count = [keys[rows:]], count - rows
-    if count:
-        yield np.concatenate(waiting)
-
-
-def _write_shard(
-    path: Path,
-    store: StoreOfTables,
-    spec: StoredTable,
-    keys: NDArray[np.uint64],
-    counter: RowCounter,
-) -> dict[str, int]:
-    layout = ShardLayout(spec, len(keys))
-    writer, whole = ShardWriter(path, layout), False
-    try:
-        for first, last in layout.batches():
-            batch = keys[first:last]
-            rows = np.empty((len(batch), spec.row_bytes), np.uint8)
-            if not store.read(batch, rows).all():
-                raise StoreCorruptError(f"rows of table {spec.name!r} are listed, but not there")
-            writer.write((batch & np.uint64(MAX_ID)).astype(np.int64), rows)
-            counter.add(last - first)
-        whole = True
-    finally:
-        writer.close(sync=whole)
-    return writer.crc32
+def _write_tables(
+    store: StoreOfTables, folder: Path, shard_bytes: int, counter: RowCounter
+) -> dict[int, list[Shard]]:
+    """Write the rows of all tables, and return their files by table index."""
+    shards: dict[int, list[Shard]] = {}
+    specs = sorted(store.tables, key=lambda spec: spec.row_bytes)  # rows of one size lie together
+    for first in range(0, len(specs), _OPEN_TABLES):
+        some = specs[first : first + _OPEN_TABLES]
+        sizes = WriteSizes(shard_bytes, _BUFFER_BYTES // len(some))
+        with ExitStack() as undo:
+            pool = undo.enter_context(ThreadPoolExecutor(1, "tierstore-export"))
+            writers = {}
+            for spec in some:
+                writers[spec.index] = TableWriter(folder, spec, store.count(spec.index), sizes, pool)
+                undo.callback(writers[spec.index].close)
+            for keys, rows in undo.enter_context(closing(ahead(store.scan([*writers])))):
+                for table, ids, part in rows_by_table(keys, rows):
+                    writers[table].write(ids, part)
+                counter.add(len(keys))
+            for table, writer in writers.items():
+                writer.finish()
+                shards[table] = writer.shards
+    return shards
 
 
 def _describe(commit: CommitInfo | None) -> JSON | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -86,6 +86,10 @@ CommitId = int
 """The number of a commit: from 1 on, growing."""
 
 
+RowBatch = tuple[NDArray[np.uint64], NDArray[np.uint8]]
+"""Keys, uint64 (n,), and their rows, uint8 (n, row_bytes)."""
+
+
 @dataclass(frozen=True)
 class CommitInfo:
     """One kept commit."""
@@ -143,6 +147,20 @@ class RowStore(Protocol):
         """Yield the keys of all stored rows of ``table`` in chunks, each key once, in any order.
 
         The store must not be written to while the iterator is in use.
+        """
+        ...
+
+    def count(self, table: int) -> int:
+        """Return the number of stored rows of ``table``."""
+        ...
+
+    def scan(self, tables: Sequence[int] | None = None) -> Iterator[RowBatch]:
+        """Yield all stored rows of ``tables`` (None: of all tables) in the order that the engine reads best.
+
+        A batch is keys, uint64 (n,), and their rows, uint8 (n, row_bytes); batches have some megabytes, and
+        rows of any tables of one row size. Each row that is stored at the call comes once, in a version
+        that was the newest at some time during the scan. A row that is first stored later comes once or not
+        at all. The store may be written to meanwhile, and several scans may be in use.
         """
         ...
 

@@ -7,22 +7,29 @@ endian. Any reader of safetensors reads these files; a file that is read here mu
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 import os
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Executor, Future, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.errors import StoreCorruptError
+from tierstore.errors import InputError, StoreCorruptError
 from tierstore.keys import MAX_ID
 from tierstore.store.files import open_regular, write_fully
 from tierstore.store.protocol import StoredTable
 
 _LENGTH_BYTES = 8
 _BATCH_BYTES = 16 << 20
+_BLOCK = 4096  # offsets, sizes and memory of direct IO are multiples of it
 _NAMES = ("ids", "weights", "state")
 
 
@@ -58,37 +65,218 @@ class ShardLayout:
             yield start, min(self.rows, start + step)
 
 
-class ShardWriter:
-    """Writes one file, batch after batch, and its checksums."""
+class Shard(TypedDict):
+    """A file of an export, and the checksums of its tensors."""
 
-    def __init__(self, path: Path, layout: ShardLayout) -> None:
-        self._layout = layout
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(path, flags, 0o666)
-        self._done = 0
-        self.crc32 = dict.fromkeys(("header", *_NAMES), 0)
-        write_fully(self._fd, memoryview(layout.header))
-        self.crc32["header"] = zlib.crc32(layout.header)
+    file: str
+    rows: int
+    crc32: dict[str, int]
+
+
+class _TensorWriter:
+    """Writes the bytes of a tensor, a stretch of a file, row after row.
+
+    They go past the page cache by ``direct``, a descriptor with O_DIRECT, in whole blocks; ``pool`` writes
+    while the caller goes on. The blocks that the tensor shares with its neighbours go by ``fd``.
+    """
+
+    def __init__(
+        self, files: tuple[int, int], start: int, width: int, buffer_bytes: int, pool: Executor
+    ) -> None:
+        self.crc32 = 0
+        self._fd, self._direct = files
+        self._pool = pool
+        self._width = width
+        self._written = self._end = start  # offsets of the file, as the next is
+        self._base = start - start % _BLOCK  # of the buffer's first byte
+        blocks = max(buffer_bytes, width + _BLOCK) // _BLOCK + 1
+        self._buffer, self._other = (np.frombuffer(mmap.mmap(-1, blocks * _BLOCK), np.uint8) for _ in "ab")
+        self._writing: Future[None] | None = None
+
+    def append(self, rows: NDArray[np.uint8]) -> None:
+        """Append ``rows``, uint8 (n, width)."""
+        while len(rows):
+            used = self._end - self._base
+            n = min(len(rows), (len(self._buffer) - used) // self._width)
+            if not n:
+                self._write_blocks()
+                continue
+            new = self._buffer[used : used + n * self._width]
+            np.copyto(new.reshape(n, self._width), rows[:n])
+            self.crc32 = zlib.crc32(new.data, self.crc32)
+            self._end += n * self._width
+            rows = rows[n:]
+
+    def finish(self) -> None:
+        """Write what waits in the buffer."""
+        self._write_blocks()
+        self._settle()
+        _write_at(self._fd, self._written, self._bytes(self._end))
+
+    def close(self) -> None:
+        """Wait for the write that is under way, whatever comes of it."""
+        if self._writing is not None:
+            wait([self._writing])
+
+    def _write_blocks(self) -> None:
+        """Begin to write the whole blocks, and go on in the other buffer."""
+        self._settle()
+        whole = self._end - self._end % _BLOCK
+        if whole <= self._written:
+            return
+        if self._written % _BLOCK:
+            self._written = _write_at(self._fd, self._written, self._bytes(self._base + _BLOCK))
+        if whole > self._written:
+            self._writing = self._pool.submit(self._write_direct, self._written, self._bytes(whole))
+        self._other[: self._end - whole] = self._buffer[whole - self._base :][: self._end - whole]
+        self._buffer, self._other = self._other, self._buffer
+        self._base = self._written = whole
+
+    def _bytes(self, end: int) -> memoryview:
+        """Return the buffer's bytes that are not written, up to the offset ``end``."""
+        return self._buffer[self._written - self._base : end - self._base].data
+
+    def _write_direct(self, offset: int, data: memoryview) -> None:
+        try:
+            _write_at(self._direct, offset, data)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # of a device whose blocks are larger
+                raise
+            _write_at(self._fd, offset, data)
+
+    def _settle(self) -> None:
+        """Wait for the write that is under way."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+
+class ShardWriter:
+    """Writes one file, batch after batch, and its checksums; ``pool`` writes ``buffer_bytes`` at a time."""
+
+    def __init__(self, path: Path, layout: ShardLayout, buffer_bytes: int, pool: Executor) -> None:
+        self._cut = layout.weight_bytes
+        self.rows = self.left = layout.rows
+        """Rows of the file, and how many of them are yet to come."""
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        with ExitStack() as undo:
+            self._fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+            undo.callback(os.close, self._fd)
+            os.ftruncate(self._fd, layout.file_bytes)
+            write_fully(self._fd, memoryview(layout.header))
+            self._direct = _open_direct(path, flags)
+            undo.pop_all()
+        self._header_crc32 = zlib.crc32(layout.header)
+        files, row_bytes = (self._fd, self._direct), layout.spec.row_bytes
+        self._tensors = {
+            name: _TensorWriter(files, start, width, buffer_bytes * width // row_bytes, pool)
+            for name, start, width in zip(_NAMES, layout.starts, layout.widths, strict=True)
+        }
+
+    @property
+    def crc32(self) -> dict[str, int]:
+        """Return the checksums of what was written so far."""
+        return {"header": self._header_crc32, **{name: part.crc32 for name, part in self._tensors.items()}}
 
     def write(self, ids: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
         """Append rows, uint8 (n, row_bytes), with their ids, int64 (n,)."""
-        cut = self._layout.weight_bytes
-        parts = (ids.astype("<i8", copy=False), rows[:, :cut], rows[:, cut:])
-        layout = zip(_NAMES, self._layout.starts, self._layout.widths, parts, strict=True)
-        for name, start, width, part in layout:
-            if width:
-                data = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
-                self.crc32[name] = zlib.crc32(data, self.crc32[name])
-                _write_at(self._fd, start + self._done * width, data)
-        self._done += len(ids)
+        own = np.ascontiguousarray(ids, "<i8").view(np.uint8).reshape(len(ids), 8)
+        for tensor, part in zip(
+            self._tensors.values(), (own, rows[:, : self._cut], rows[:, self._cut :]), strict=True
+        ):
+            if part.shape[1]:
+                tensor.append(part)
+        self.left -= len(ids)
 
     def close(self, sync: bool) -> None:
-        """Close the file, durably if ``sync``."""
+        """Close the file, whole and durable if ``sync``."""
         try:
             if sync:
+                for tensor in self._tensors.values():
+                    tensor.finish()
                 os.fsync(self._fd)
         finally:
+            for tensor in self._tensors.values():
+                tensor.close()
+            os.close(self._direct)
             os.close(self._fd)
+
+
+def _open_direct(path: Path, flags: int) -> int:
+    """Open ``path`` past the page cache where its file system allows that."""
+    try:
+        return os.open(path, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags)
+
+
+@dataclass(frozen=True)
+class WriteSizes:
+    """Bytes of rows of a whole file, and bytes that are written to it at a time."""
+
+    shard_bytes: int
+    buffer_bytes: int
+
+
+class TableWriter:
+    """Writes ``rows`` rows of a table, in any order, to files in ``folder``; ``pool`` writes."""
+
+    def __init__(self, folder: Path, spec: StoredTable, rows: int, sizes: WriteSizes, pool: Executor) -> None:
+        self.shards: list[Shard] = []
+        """The files that are complete."""
+        self._folder = folder
+        self._spec = spec
+        self._left = rows  # beyond the open file
+        self._rows_per_shard = max(1, sizes.shard_bytes // spec.row_bytes)
+        self._buffer_bytes = sizes.buffer_bytes
+        self._pool = pool
+        self._writer: ShardWriter | None = None
+
+    def write(self, ids: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
+        """Append rows, uint8 (n, row_bytes), with their ids, int64 (n,). Raises ``InputError`` for more rows
+        than there should be."""
+        while len(ids):
+            writer = self._writer or self._begin()
+            n = min(writer.left, len(ids))
+            writer.write(ids[:n], rows[:n])
+            ids, rows = ids[n:], rows[n:]
+            if not writer.left:
+                self._end(writer)
+
+    def finish(self) -> None:
+        """Raise ``InputError`` unless all rows came."""
+        if self._left or self._writer is not None:
+            raise self._changed()
+
+    def close(self) -> None:
+        """Close the file that is not complete, if there is one."""
+        if self._writer is not None:
+            self._writer.close(sync=False)
+
+    def _begin(self) -> ShardWriter:
+        if not self._left:
+            raise self._changed()
+        rows = min(self._left, self._rows_per_shard)
+        layout = ShardLayout(self._spec, rows)
+        self._writer = ShardWriter(self._folder / self._name(), layout, self._buffer_bytes, self._pool)
+        self._left -= rows
+        return self._writer
+
+    def _end(self, writer: ShardWriter) -> None:
+        self._writer = None
+        writer.close(sync=True)
+        self.shards.append({"file": self._name(), "rows": writer.rows, "crc32": writer.crc32})
+
+    def _name(self) -> str:
+        return f"{self._spec.index:05d}-{len(self.shards):05d}.safetensors"
+
+    def _changed(self) -> InputError:
+        return InputError(
+            f"rows of table {self._spec.name!r} were stored while it was exported; export it when nothing "
+            "writes to the store"
+        )
 
 
 def read_shard(
@@ -146,10 +334,12 @@ def _batch(
     return ids, rows
 
 
-def _write_at(fd: int, offset: int, data: memoryview) -> None:
+def _write_at(fd: int, offset: int, data: memoryview) -> int:
+    """Write all of ``data``, and return the offset behind it."""
     while data:
         done = os.pwrite(fd, data, offset)
         data, offset = data[done:], offset + done
+    return offset
 
 
 def _read_at(fd: int, path: Path, offset: int, size: int) -> bytes:
