@@ -11,6 +11,7 @@ namespace tierstore {
 namespace {
 constexpr std::size_t kMostLookups = 16;
 constexpr std::int64_t kMostPositions = 1 << 19;
+constexpr std::int64_t kBlock = 512;  // rows that are looked up at a time
 }  // namespace
 
 void ResidentLookups::SetHidden(bool hidden) {
@@ -18,16 +19,21 @@ void ResidentLookups::SetHidden(bool hidden) {
   hidden_ = hidden;
 }
 
+// Stops at the first rows that are missing, since the plan for them will look up every row.
 bool ResidentLookups::FindSlots(const Batch& batch, PageVector<std::int32_t>* slots) const {
+  const auto n = static_cast<std::int64_t>(batch.unique.size());
   slots->resize(batch.unique.size());
-  {
-    const std::shared_lock lock(showing_);
-    if (hidden_) return false;
-    tier_.Find(batch.unique.data(), static_cast<std::int64_t>(batch.unique.size()), slots->data());
+  const std::shared_lock lock(showing_);
+  if (hidden_) return false;
+  for (std::int64_t begin = 0; begin < n; begin += kBlock) {
+    const std::int64_t count = std::min(kBlock, n - begin);
+    std::int32_t* const found = slots->data() + begin;
+    tier_.Find(batch.unique.data() + begin, count, found);
+    // Rows at overflow slots leave.
+    const auto stays = [&](std::int32_t slot) { return slot >= 0 && slot < tier_.capacity(); };
+    if (!std::all_of(found, found + count, stays)) return false;
   }
-  // Rows at overflow slots leave.
-  return std::all_of(slots->begin(), slots->end(),
-                     [&](std::int32_t slot) { return slot >= 0 && slot < tier_.capacity(); });
+  return true;
 }
 
 std::shared_ptr<ResidentRows> ResidentLookups::Find(std::shared_ptr<Batch> batch) {
