@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from tests.modules.accumulated_cases import CASES, ROWS, SPECS, batch_of, equal,
 from tests.modules.module_oracles import PAIRS, all_rows
 from tierstore import optim
 from tierstore.errors import ConfigError
+from tierstore.modules import wrappers
 
 
 def scaler(scale: float = 1024.0, **options: Any) -> torch.amp.GradScaler:
@@ -103,3 +107,32 @@ def test_scaled_gradients_without_accumulate_are_refused_before_anything_moves()
         del unused
         sum_loss(ours, batch_of(0).ids).backward()
         assert ours.fused_optimizer.num_updates == 4
+
+
+def test_signals_that_come_often_do_not_keep_the_search_for_scalers_from_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Tick(Exception):
+        pass
+
+    def tick(*_: object) -> None:
+        raise Tick
+
+    def slow(*kinds: type) -> list[object]:
+        time.sleep(0.2)
+        return []
+
+    monkeypatch.setattr(wrappers.gc, "get_referrers", slow)
+    scalers, before, done = wrappers._Scalers(), signal.signal(signal.SIGALRM, tick), False
+    try:
+        for _ in range(60):
+            with contextlib.suppress(Tick):
+                signal.setitimer(signal.ITIMER_REAL, 0.02)
+                done = scalers.used() is None
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            if done:
+                break
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert done

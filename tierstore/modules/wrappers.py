@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tierstore import optim
+from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.errors import ConfigError
 
 logger = logging.getLogger("tierstore")
@@ -98,17 +99,24 @@ class _Scalers:
 
     def used(self) -> torch.amp.GradScaler | None:
         """Return a scaler that has scaled a loss, or None."""
+        references = [sys.getrefcount(kind) for kind in self._kinds()]
+        if references != self._references or any(found() is None for found in self._found):
+            # Signals that come more often than this takes would keep it from its end.
+            uninterrupted(lambda: self._find(references))
+        scalers = (reference() for reference in self._found)
+        return next((s for s in scalers if s is not None and s.is_enabled() and s._scale is not None), None)
+
+    @staticmethod
+    def _kinds() -> list[type]:
         kinds: list[type] = [torch.amp.GradScaler]
         for kind in kinds:
             kinds.extend(kind.__subclasses__())
-        references = [sys.getrefcount(kind) for kind in kinds]
-        if references != self._references or any(found() is None for found in self._found):
-            objects = gc.get_referrers(*kinds)
-            self._found = [weakref(one) for one in objects if isinstance(one, torch.amp.GradScaler)]
-            del objects
-            self._references = [sys.getrefcount(kind) for kind in kinds]
-        scalers = (reference() for reference in self._found)
-        return next((s for s in scalers if s is not None and s.is_enabled() and s._scale is not None), None)
+        return kinds
+
+    def _find(self, references: list[int]) -> None:
+        objects = gc.get_referrers(*self._kinds())
+        self._found = [weakref(one) for one in objects if isinstance(one, torch.amp.GradScaler)]
+        self._references = references
 
 
 _scalers = _Scalers()
