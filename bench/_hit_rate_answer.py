@@ -45,7 +45,7 @@ def simulate_all(
 ) -> Answer:
     """Simulate each policy at each size, and Belady's optimum at each size in rows that came up."""
     from cache_policies.curves import auto_rate
-    from tierstore.cache.tiers.memory import bytes_for
+    from tierstore.cache.tiers.sizes import bytes_for
 
     rows = {
         policy.name: [size.rows(prepared.footprint, args.row_bytes, policy) for size in sizes]
@@ -108,7 +108,7 @@ class Size:
 
     def rows(self, footprint: int, row_bytes: int, policy: Any) -> int:
         """Return the rows of a cache of this size with ``policy``, whose arrays count."""
-        from tierstore.cache.tiers.memory import slots_for
+        from tierstore.cache.tiers.sizes import slots_for
 
         if self.unit == "%":
             return max(1, round(footprint * self.number / 100))

@@ -156,7 +156,7 @@ class Advice:
 
 def recommend(answer: Answer, policies: list[Policy], args: Any, bars: Any) -> Advice:
     """Search the size for each policy by halving its logarithm; the policy with the least bytes wins."""
-    from tierstore.cache.tiers.memory import bytes_for
+    from tierstore.cache.tiers.sizes import bytes_for
 
     rate = answer.points[0].rate
     step = bars("searching", len(policies) * _STEPS)

@@ -23,7 +23,7 @@ from scipy.optimize import nnls
 
 import tierstore
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor, TierConfig
-from tierstore.cache.tiers.memory import bytes_for
+from tierstore.cache.tiers.sizes import bytes_for
 from tierstore.optim import RowWiseAdagrad
 
 from ._neighbours import LOUD, Neighbours

@@ -116,7 +116,7 @@ def index_rate(seconds: float) -> float:
     from tierstore import _core
 
     ids = np.random.default_rng(0).zipf(1.2, 1 << 17).astype(np.uint64) % np.uint64(1 << 24)
-    tier = _core.Tier([_core.ShareConfig(slots=1 << 17)], grows=True)
+    tier = _core.Tier(lanes=[[_core.ShareConfig(slots=1 << 17)]], grows=True)
 
     def plan() -> int:
         unique, inverse = np.unique(ids, return_inverse=True)

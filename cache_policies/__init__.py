@@ -10,7 +10,8 @@ from cache_policies.policy import UNKNOWN, Policy
 from cache_policies.prepared import PreparedTrace, prepare, prepare_flat
 from cache_policies.registry import get, names, register
 from cache_policies.reuse import ReuseCurve, lru_curve
-from cache_policies.simulator import Simulation, simulate
+from cache_policies.simulation import Simulation
+from cache_policies.simulator import simulate
 
 __all__ = [
     "UNKNOWN",

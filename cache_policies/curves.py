@@ -16,7 +16,8 @@ from cache_policies.errors import PolicyError
 from cache_policies.policy import Policy
 from cache_policies.prepared import PreparedTrace, prepare
 from cache_policies.reuse import sample
-from cache_policies.simulator import Simulation, simulate
+from cache_policies.simulation import Simulation
+from cache_policies.simulator import simulate
 
 #: Row uses that ``auto_rate`` lets a set of simulations go through, about a minute on two cores.
 EXACT_USES = 800_000_000

@@ -5,12 +5,13 @@ touched, misses take free slots (lowest first) and after these the victims of ``
 order of first occurrence. Rows used since plan ``i - depth`` are pinned; if that leaves too few victims the
 depth shrinks for this plan, and if batch ``i`` alone does not fit, its last misses overflow: they use
 transient overflow slots and are not resident afterwards. The simulator runs the live engine's hooks.
+
+A large cache has lanes (``cache_policies.lanes``): each is simulated by itself, with the rows that it holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,47 +20,12 @@ from numba import njit
 from cache_policies import registry
 from cache_policies.admission import Admission, get_admission
 from cache_policies.errors import PolicyError
+from cache_policies.lanes import lane_slots, lanes_of
 from cache_policies.native import call_int64, call_void
 from cache_policies.policy import UNKNOWN, Policy
-from cache_policies.prepared import NEVER, PreparedTrace, prepare
+from cache_policies.prepared import NEVER, PreparedTrace, prepare, split
 from cache_policies.replay import replay
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """Counts of one run.
-
-    A use misses if its row is not resident when its batch is planned: ``misses`` of unique rows of a batch
-    (what must be fetched), ``access_misses`` of all accesses, repeats within the batch included.
-    """
-
-    policy: str
-    capacity: int
-    batches: int
-    accesses: int
-    uniques: int
-    misses: int
-    access_misses: int
-    compulsory: int  # misses that are the first use of a row in the trace
-    overflowed: int  # misses of batches that alone do not fit
-    refused: int  # misses that admission gave no slot
-    shrunk_plans: int  # plans that could not keep the full depth
-
-    @property
-    def miss_ratio(self) -> float:
-        """Return the misses per access."""
-        return self.access_misses / max(1, self.accesses)
-
-    @property
-    def unique_miss_ratio(self) -> float:
-        """Return the misses per unique row of a batch."""
-        return self.misses / max(1, self.uniques)
-
-    @property
-    def capacity_miss_ratio(self) -> float:
-        """Return the misses per unique row without compulsory misses, since a row never written needs no
-        read."""
-        return (self.misses - self.compulsory) / max(1, self.uniques)
+from cache_policies.simulation import Simulation
 
 
 def simulate(
@@ -77,8 +43,9 @@ def simulate(
 
     ``depth``: how many earlier batches are still in flight; ``window``: how many later ones are known;
     ``on_demand``: how many first batches are planned without either (a live prefetch learns from one);
-    ``admission``: a filter, as ``"counter(2)"``. Raises ``PolicyError`` for an unknown policy, and for one
-    whose ``evict`` breaks the contract. Releases the GIL.
+    ``admission``: a filter, as ``"counter(2)"``. Offline policies, and traces of single accesses with nothing
+    in flight, have one lane. Raises ``PolicyError`` for an unknown policy, and for one whose ``evict`` breaks
+    the contract. Releases the GIL.
     """
     trace = prepare(batches)
     policy = registry.get(policy)
@@ -91,20 +58,36 @@ def simulate(
     announces = policy.uses_window and window > 0 and (window < trace.batches or on_demand > 0)
     if not trace.offsets.size and depth == 0 and get_admission(admission).name == "always":
         return _simulate_single(trace, policy, capacity, window, on_demand, announces)
-    no_rows = np.empty((2, 0), np.int64)
-    counts = _simulate_batches(
-        trace, policy, capacity, (depth, window, on_demand), announces, admission, no_rows
-    )
+    setting = depth, window, on_demand
+    counts = _simulate_lanes(trace, policy, capacity, setting, announces, admission)
     return Simulation(policy.name, capacity, trace.batches, trace.accesses, trace.uniques, *counts)
+
+
+def _simulate_lanes(
+    trace: PreparedTrace,
+    policy: Policy,
+    capacity: int,
+    setting: tuple[int, int, int],
+    announces: bool,
+    admission: str | Admission,
+) -> tuple[int, ...]:
+    """Return the last fields of a Simulation, summed over the lanes."""
+    slots = [capacity] if policy.offline else lane_slots(capacity)
+    parts = [trace] if len(slots) == 1 else split(trace, lanes_of(trace.keys, len(slots)), len(slots))
+    no_rows, shrunk = np.empty((2, 0), np.int64), np.zeros(trace.batches, np.uint8)
+    sums = np.zeros(5, np.int64)
+    for part, own in zip(parts, slots, strict=True):
+        sums += _simulate_batches(part, policy, own, setting, announces, admission, (no_rows, shrunk))
+    return *(int(n) for n in sums), int(shrunk.sum())
 
 
 def missed_by_row(trace: PreparedTrace, policy: str | Policy | type[Policy], capacity: int) -> np.ndarray:
     """Return the misses and the missed accesses of each row (int64, 2 by rows).
 
-    The figures are as of ``simulate`` for a trace in batches, with neither window nor depth.
+    The figures are as of ``simulate`` for a trace in batches, with neither window nor depth, in one lane.
     """
-    missed = np.zeros((2, trace.footprint), np.int64)
-    _simulate_batches(trace, registry.get(policy), capacity, (0, 0, 0), False, "always", missed)
+    missed, shrunk = np.zeros((2, trace.footprint), np.int64), np.zeros(trace.batches, np.uint8)
+    _simulate_batches(trace, registry.get(policy), capacity, (0, 0, 0), False, "always", (missed, shrunk))
     return missed
 
 
@@ -115,9 +98,12 @@ def _simulate_batches(
     setting: tuple[int, int, int],
     announces: bool,
     admission: str | Admission,
-    missed_of: np.ndarray,
+    marks: tuple[np.ndarray, np.ndarray],
 ) -> tuple[int, ...]:
-    """Return the last fields of a Simulation; ``setting`` is depth, window and on_demand."""
+    """Return misses, access misses, compulsory, overflowed and refused of one lane.
+
+    ``setting`` is depth, window and on_demand; ``marks`` are arrays that get more (see ``_run``).
+    """
     compiled = policy.compile(capacity)
     hooks = compiled.hooks
     gate = get_admission(admission).compile(capacity)
@@ -132,7 +118,7 @@ def _simulate_batches(
         _new_cache(trace.footprint, capacity, announces),
         (_new_slots(largest), _new_slots(largest), np.empty(largest, np.int32), np.empty(largest, np.int32)),
         setting,
-        missed_of,
+        marks,
     )
     if fault:
         raise _broken(policy, counts[0], fault)
@@ -207,20 +193,22 @@ def _new_slots(n: int) -> _Slots:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _run(trace, hooks, gates, cache, buffers, setting, missed_of):
+def _run(trace, hooks, gates, cache, buffers, setting, marks):
     """Run all plans; return ``(figures, fault)``.
 
-    The figures are plan or misses, access misses, compulsory, overflowed, refused, shrunk plans.
-    ``missed_of`` (2 by rows, or by 0) gets the misses and missed accesses of each row.
+    The figures are plan or misses, access misses, compulsory, overflowed, refused. Of ``marks``, the first
+    (int64, 2 by rows, or by 0) gets the misses and missed accesses of each row, and the second (uint8 by
+    batches) a 1 for every plan that could not keep the full depth.
     """
     rows, uses, next_batch, offsets, keys = trace
     depth, window, on_demand = setting
     state, announce, touch, evict, insert = hooks
     hit, miss, missed, victims = buffers
+    missed_of, shrunk = marks
     batches = offsets.size - 1 if offsets.size else rows.size
     announces = cache.pending.size > 0
     used, seen, announced = 0, 0, on_demand
-    misses, access_misses, compulsory, overflowed, refused, shrunk = 0, 0, 0, 0, 0, 0
+    misses, access_misses, compulsory, overflowed, refused = 0, 0, 0, 0, 0
     admitted = np.empty(missed.size, np.uint8)
     for i in range(batches):
         while announces and i >= on_demand and announced <= i + window and announced < batches:
@@ -250,8 +238,8 @@ def _run(trace, hooks, gates, cache, buffers, setting, missed_of):
         pinned = min(i, max(i - depth, on_demand))
         got, since, fault = _make_room(evict, state, lacking - free, pinned, i, cache, victims)
         if fault:
-            return (i, 0, 0, 0, 0, 0), fault
-        shrunk += since > pinned
+            return (i, 0, 0, 0, 0), fault
+        shrunk[i] |= since > pinned
         for k in range(free + got):
             slot = used + k if k < free else victims[k - free]
             miss.slot[k] = slot
@@ -262,7 +250,7 @@ def _run(trace, hooks, gates, cache, buffers, setting, missed_of):
         overflowed += lacking - free - got
         if free + got:
             _notify(insert, state, miss, free + got, i)
-    return (misses, access_misses, compulsory, overflowed, refused, shrunk), 0
+    return (misses, access_misses, compulsory, overflowed, refused), 0
 
 
 @njit(error_model="numpy", forceinline=True)

@@ -8,7 +8,7 @@ import torch
 from tierstore import TierConfig, optim
 from tierstore.cache.engine import Engine, Table
 from tierstore.cache.layout import IdSegment
-from tierstore.cache.tiers.memory import bytes_for
+from tierstore.cache.tiers.sizes import bytes_for
 from tierstore.initializers import uniform
 from tierstore.modules.base import TieredModule
 from tierstore.modules.lookup import Lookup, PooledPart

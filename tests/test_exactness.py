@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import tierstore
 from tierstore import TierConfig, optim
-from tierstore.cache.tiers.memory import bytes_for
+from tierstore.cache.tiers.sizes import bytes_for
 from tierstore.modules.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from tierstore.sparse import KeyedJaggedTensor
 

@@ -18,7 +18,7 @@ using Unlocked = py::call_guard<py::gil_scoped_release>;
 
 template <auto Member>
 auto PlanView() {
-  return [](py::object self) { return View(self.cast<Plan&>().*Member, self); };
+  return [](py::object self) { return View(self.cast<const Plan&>().whole().*Member, self); };
 }
 
 PolicyHooks HooksFrom(std::uintptr_t state, const py::dict& hooks) {
@@ -59,17 +59,17 @@ Moves Aborted(Tier& tier, Plan* plan) {
 
 void BindPlan(py::module_& m) {
   py::class_<Plan>(m, "Plan")
-      .def_readonly("now", &Plan::now)
-      .def_readonly("needed", &Plan::needed)
-      .def_property_readonly("slots", PlanView<&Plan::slots>())
-      .def_readonly("refused", &Plan::refused)
-      .def_property_readonly("table_rows", [](const Plan& plan) { return plan.table_rows; })
-      .def_property_readonly("table_hits", [](const Plan& plan) { return plan.table_hits; })
+      .def_property_readonly("now", [](const Plan& plan) { return plan.whole().now; })
+      .def_property_readonly("needed", [](const Plan& plan) { return plan.whole().needed; })
+      .def_property_readonly("slots", PlanView<&LanePlan::slots>())
+      .def_property_readonly("refused", [](const Plan& plan) { return plan.whole().refused; })
+      .def_property_readonly("table_rows", [](const Plan& plan) { return plan.whole().table_rows; })
+      .def_property_readonly("table_hits", [](const Plan& plan) { return plan.whole().table_hits; })
       .def("unplaced", [](const Plan& plan) { return Owned(plan.Unplaced()); })
-      .def_property_readonly("misses", PlanView<&Plan::misses>())
-      .def_property_readonly("absent", PlanView<&Plan::absent>())
-      .def_property_readonly("next_use", PlanView<&Plan::next_use>())
-      .def_property_readonly("victims", [](const Plan& plan) { return DepartureArrays(plan.victims); });
+      .def_property_readonly("misses", PlanView<&LanePlan::misses>())
+      .def_property_readonly("absent", PlanView<&LanePlan::absent>())
+      .def_property_readonly("victims",
+                             [](const Plan& plan) { return DepartureArrays(plan.whole().victims); });
 }
 
 void BindShare(py::module_& m) {
@@ -81,15 +81,25 @@ void BindShare(py::module_& m) {
            py::arg("policy_hooks") = py::none(), py::arg("filter_state") = 0, py::arg("filter_admit") = 0);
 }
 
+// `share_of` is for lanes of several shares.
+std::unique_ptr<Tier> MakeTier(const std::vector<std::vector<ShareConfig>>& lanes, bool grows,
+                               std::int64_t overflow_slots, const std::vector<std::int32_t>& share_of,
+                               std::vector<bool> in_last_lane) {
+  const auto count = static_cast<std::int64_t>(lanes.size());
+  TierConfig config{{}, std::move(in_last_lane)};
+  for (const std::vector<ShareConfig>& shares : lanes) {
+    const bool several = shares.size() > 1;
+    config.lanes.push_back({(overflow_slots + count - 1) / count, grows, shares,
+                            several ? share_of : std::vector<std::int32_t>(share_of.size(), 0)});
+  }
+  return std::make_unique<Tier>(config);
+}
+
 void BindTier(py::module_& m) {
   py::class_<Tier>(m, "Tier")
-      .def(py::init([](std::vector<ShareConfig> shares, bool grows, std::int64_t overflow_slots,
-                       std::vector<std::int32_t> share_of) {
-             return std::make_unique<Tier>(
-                 TierConfig{overflow_slots, grows, std::move(shares), std::move(share_of)});
-           }),
-           py::arg("shares"), py::kw_only(), py::arg("grows") = false, py::arg("overflow_slots") = 0,
-           py::arg("share_of") = std::vector<std::int32_t>())
+      .def(py::init(&MakeTier), py::kw_only(), py::arg("lanes"), py::arg("grows") = false,
+           py::arg("overflow_slots") = 0, py::arg("share_of") = std::vector<std::int32_t>(),
+           py::arg("in_last_lane") = std::vector<bool>())
       .def_property_readonly_static("BYTES_PER_SLOT", [](py::object) { return Tier::kBytesPerSlot; })
       .def(
           "begin",
@@ -172,7 +182,7 @@ void BindTier(py::module_& m) {
           [](const Tier& tier, const Array<std::int32_t>& slots) {
             Array<std::uint8_t> out = Fresh<std::uint8_t>(slots.size());
             for (py::ssize_t i = 0; i < slots.size(); ++i)
-              out.mutable_data()[i] = tier.dirty()[slots.data()[i]];
+              out.mutable_data()[i] = tier.dirty(slots.data()[i]) ? 1 : 0;
             return out;
           },
           py::arg("slots"))
@@ -193,6 +203,7 @@ void BindTier(py::module_& m) {
       .def_property_readonly("committed", &Tier::committed, "So many slots must have room for a row.")
       .def("table_rows", &Tier::TableRows, Unlocked(), "Rows of every table that are here.")
       .def_property_readonly("capacity", &Tier::capacity)
+      .def_property_readonly("lanes", &Tier::lanes)
       .def_property_readonly("overflow_in_use", &Tier::overflow_in_use)
       .def_property_readonly("metadata_bytes", &Tier::metadata_bytes)
       .def_property_readonly("policy_seconds", &Tier::policy_seconds)
@@ -268,7 +279,12 @@ void BindResidentLookups(py::module_& m) {
       .def_property_readonly("csr_start", RowsView<&ResidentRows::csr_start>())
       .def_property_readonly("csr_positions", RowsView<&ResidentRows::csr_positions>());
   py::class_<ResidentLookups>(m, "ResidentLookups", "Lookups in a tier that no row ever leaves.")
-      .def(py::init<Tier*, std::size_t>(), py::arg("tier"), py::arg("tables"), py::keep_alive<1, 2>())
+      .def(py::init([](Tier& tier, std::size_t tables) {
+             TierLane* const lane = tier.only_lane();
+             Require(lane != nullptr, "rows leave a tier of several lanes");
+             return std::make_unique<ResidentLookups>(lane, tables);
+           }),
+           py::arg("tier"), py::arg("tables"), py::keep_alive<1, 2>())
       .def("begin_plan", &ResidentLookups::BeginPlan, Unlocked(), "Add nothing until end_plan().")
       .def("end_plan", &ResidentLookups::EndPlan, Unlocked())
       .def("hide", &ResidentLookups::Hide, Unlocked(), "Find nothing until show(): rows are being added.")

@@ -31,7 +31,9 @@ struct BadId {
   std::int64_t id = 0;
 };
 
-// Fills `batch`, which must not be used if an id is bad. Throws std::length_error past 2^31 - 1 positions.
+// Fills `batch`, which must not be used if an id is bad. Threads of the pool share the work on large lookups,
+// table by table; what comes out is the same for any number of threads. Throws std::length_error past 2^31 -
+// 1 positions.
 BadId Deduplicate(const std::vector<IdSegment>& segments, Batch* batch);
 
 }  // namespace tierstore

@@ -64,7 +64,7 @@ std::shared_ptr<ResidentRows> ResidentLookups::Find(std::shared_ptr<Batch> batch
   return rows;
 }
 
-bool ResidentLookups::AddSlots(const Batch& batch, const NewRows& rows, Plan* plan) {
+bool ResidentLookups::AddSlots(const Batch& batch, const NewRows& rows, LanePlan* plan) {
   const std::uint64_t* const keys = batch.unique.data();
   const std::unique_lock lock(showing_);
   if (hidden_ || planning_ || tier_.overflow_in_use() > 0) return false;
@@ -97,7 +97,7 @@ bool ResidentLookups::AddSlots(const Batch& batch, const NewRows& rows, Plan* pl
 
 std::shared_ptr<ResidentRows> ResidentLookups::Add(std::shared_ptr<Batch> batch, const NewRows& new_rows) {
   double seconds = 0;
-  Plan plan;
+  LanePlan plan;
   std::shared_ptr<ResidentRows> rows;
   {
     const Stopwatch watch(&seconds);

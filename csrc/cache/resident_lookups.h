@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "cache/batch.h"
-#include "cache/tier.h"
+#include "cache/tier_lane.h"
 #include "common/page_allocator.h"
 
 namespace tierstore {
@@ -45,7 +45,7 @@ class ResidentLookups {
   };
 
   // The tier must have no share with a policy, and outlive the object. `tables`: how many there are.
-  ResidentLookups(Tier* tier, std::size_t tables)
+  ResidentLookups(TierLane* tier, std::size_t tables)
       : tier_(*tier), tables_(tables), counted_(NothingCounted()) {}
 
   // A plan is under way between BeginPlan and EndPlan, one at a time. It adds rows between Hide and Show
@@ -67,13 +67,13 @@ class ResidentLookups {
  private:
   void Set(bool* flag, bool value);
   bool FindSlots(const Batch& batch, PageVector<std::int32_t>* slots) const;
-  bool AddSlots(const Batch& batch, const NewRows& rows, Plan* plan);
+  bool AddSlots(const Batch& batch, const NewRows& rows, LanePlan* plan);
   void Count(std::shared_ptr<ResidentRows> rows, const PageVector<std::int32_t>& added, double seconds);
   Counted NothingCounted() const {
     return {{}, std::vector<std::int64_t>(tables_, 0), std::vector<std::int64_t>(tables_, 0)};
   }
 
-  Tier& tier_;
+  TierLane& tier_;
   const std::size_t tables_;
   mutable std::shared_mutex showing_;  // guards the flags, and the tier's index against Hide and Add
   bool planning_ = false;

@@ -1,378 +1,399 @@
 #include "cache/tier.h"
 
 #include <algorithm>
+#include <exception>
 #include <stdexcept>
-#include <string>
 
-#include "cache/stopwatch.h"
+#include "common/thread_pool.h"
 
 namespace tierstore {
 namespace {
-// Memory is made accessible in steps of this many slots; pages cost nothing before they are written.
-constexpr std::int64_t kGrowthStep = 4096;
-// Slots are in no order: the data of this many slots is prefetched.
-constexpr std::int64_t kBlock = 128;
+
+// Calls work(lane) for every lane, in threads of the pool.
+template <typename Work>
+void ForLanes(std::size_t lanes, const Work& work) {
+  ParallelFor(0, static_cast<std::int64_t>(lanes), 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t lane = begin; lane < end; ++lane) work(static_cast<std::size_t>(lane));
+  });
+}
+
+template <typename T>
+void Append(const PageVector<T>& from, std::size_t begin, PageVector<T>* to) {
+  to->insert(to->end(), from.begin() + static_cast<std::ptrdiff_t>(begin), from.end());
+}
+
+template <typename T>
+PageVector<T> Gather(const T* values, const PageVector<std::int32_t>& positions) {
+  PageVector<T> out(positions.size());
+  for (std::size_t i = 0; i < positions.size(); ++i) out[i] = values[positions[i]];
+  return out;
+}
 
 }  // namespace
 
-std::vector<Tier::Share> Tier::SharesOf(const TierConfig& config) {
-  if (config.shares.empty() || (config.grows && config.shares.size() > 1))
-    throw std::invalid_argument("a tier needs a share, and a tier that grows has one share only");
-  std::vector<Share> shares;
-  std::int64_t begin = 0;
-  for (const ShareConfig& share : config.shares) {
-    shares.push_back({share, begin});
-    begin += share.capacity;
+Tier::Tier(const TierConfig& config) : in_last_lane_(config.in_last_lane) {
+  if (config.lanes.empty()) throw std::invalid_argument("a tier needs a lane");
+  for (const LaneConfig& lane : config.lanes) {
+    if (lane.grows && config.lanes.size() > 1)
+      throw std::invalid_argument("a tier that grows has one lane only");
+    lanes_.push_back(std::make_unique<TierLane>(lane));
+    begin_.push_back(capacity_);
+    capacity_ += lanes_.back()->capacity();
   }
-  for (const std::int32_t share : config.share_of) {
-    if (share < 0 || static_cast<std::size_t>(share) >= shares.size())
-      throw std::invalid_argument("a table's share does not exist");
+  const bool any = std::find(in_last_lane_.begin(), in_last_lane_.end(), true) != in_last_lane_.end();
+  hashed_ = lanes_.size() - (any ? 1 : 0);
+  if (hashed_ == 0) throw std::invalid_argument("a tier needs a lane for the rows of other tables");
+}
+
+std::size_t Tier::LaneOf(std::uint64_t key) const {
+  const std::uint32_t table = KeyTable(key);
+  if (table < in_last_lane_.size() && in_last_lane_[table]) return lanes_.size() - 1;
+  return static_cast<std::size_t>(((MixKey(key) >> 32) * hashed_) >> 32);
+}
+
+Tier::Place Tier::PlaceOf(std::int32_t slot) const {
+  if (slot < capacity_) {
+    const auto lane =
+        static_cast<std::size_t>(std::upper_bound(begin_.begin(), begin_.end(), slot) - begin_.begin()) - 1;
+    return {lane, static_cast<std::int32_t>(slot - begin_[lane])};
   }
-  return shares;
+  const auto overflow = static_cast<std::size_t>(slot - capacity_);
+  const std::size_t lane = overflow % lanes_.size();
+  return {lane, static_cast<std::int32_t>(lanes_[lane]->capacity() +
+                                          static_cast<std::int64_t>(overflow / lanes_.size()))};
 }
 
-Tier::Tier(const TierConfig& config)
-    : config_(config),
-      shares_(SharesOf(config)),
-      evicts_(std::any_of(shares_.begin(), shares_.end(),
-                          [](const Share& share) { return static_cast<bool>(share.config.policy); })),
-      capacity_(shares_.back().begin + shares_.back().config.capacity),
-      limit_(static_cast<std::size_t>(capacity_ + config.overflow_slots)),
-      row_(limit_),
-      last_use_(limit_),
-      dirty_(limit_),
-      resident_(limit_),
-      index_(&row_.data()->key, sizeof(Row) / sizeof(std::uint64_t), config.grows ? 0 : capacity_,
-             StayingTables()) {
-  if (capacity_ < 1) throw std::invalid_argument("a tier needs at least one slot");
-  if (!config.grows) CommitSlots(capacity_);
+std::int32_t Tier::SlotOf(std::size_t lane, std::int32_t slot) const {
+  const std::int64_t own = lanes_[lane]->capacity();
+  if (slot < 0) return slot;
+  if (slot < own) return static_cast<std::int32_t>(begin_[lane] + slot);
+  return static_cast<std::int32_t>(capacity_ + (slot - own) * static_cast<std::int64_t>(lanes_.size()) +
+                                   static_cast<std::int64_t>(lane));
 }
 
-std::vector<bool> Tier::StayingTables() const {
-  std::vector<bool> stays;
-  for (const std::int32_t share : config_.share_of)
-    stays.push_back(!shares_[static_cast<std::size_t>(share)].config.policy);
-  return stays;
+void Tier::ToTier(std::size_t lane, PageVector<std::int32_t>* slots) const {
+  for (std::int32_t& slot : *slots) slot = SlotOf(lane, slot);
 }
 
-void Tier::Uses::Reserve(std::size_t rows) {
-  slots.reserve(rows);
-  keys.reserve(rows);
-  next_use.reserve(rows);
-}
-
-void Tier::Uses::Add(std::int32_t slot, std::uint64_t key, std::int64_t next) {
-  slots.push_back(slot);
-  keys.push_back(key);
-  next_use.push_back(next);
-}
-
-void Tier::Tell(PolicyHooks::Use hook, const Share& share, const Uses& uses, std::int64_t now) {
-  if (uses.size() == 0) return;
-  const Stopwatch watch(&policy_seconds_);
-  hook(share.config.policy.state, uses.slots.data(), uses.keys.data(), uses.next_use.data(), uses.size(),
-       now);
-}
-
-void Tier::CommitSlots(std::int64_t slots) {
-  if (slots <= committed_) return;
-  const auto size = std::min(static_cast<std::size_t>(slots + kGrowthStep), limit_);
-  row_.Commit(size);
-  last_use_.Commit(size);
-  dirty_.Commit(size);
-  resident_.Commit(size);
-  committed_ = static_cast<std::int64_t>(size);
-}
-
-// Finds the block of keys from keys[from] on, and prefetches the data of their slots, if rows ever leave.
-void Tier::FindBlock(const std::uint64_t* keys, std::int64_t from, std::int64_t n, std::int32_t* slots,
-                     bool last_use) const {
-  const std::int64_t count = std::min(kBlock, n - from);
-  index_.Find(keys + from, count, slots + from);
-  if (!evicts_) return;
-  for (std::int64_t i = from; i < from + count; ++i) {
-    if (slots[i] < 0) continue;
-    __builtin_prefetch(last_use ? static_cast<const void*>(&last_use_[slots[i]]) : &resident_[slots[i]], 1);
+std::vector<PageVector<std::int32_t>> Tier::Divide(const std::uint64_t* keys, std::int64_t n) const {
+  PageVector<std::uint8_t> lane_of(static_cast<std::size_t>(n));
+  std::vector<std::size_t> rows(lanes_.size(), 0);
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::size_t lane = LaneOf(keys[i]);
+    lane_of[static_cast<std::size_t>(i)] = static_cast<std::uint8_t>(lane);
+    ++rows[lane];
   }
+  std::vector<PageVector<std::int32_t>> positions(lanes_.size());
+  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) positions[lane].resize(rows[lane]);
+  std::fill(rows.begin(), rows.end(), 0);
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::size_t lane = lane_of[static_cast<std::size_t>(i)];
+    positions[lane][rows[lane]++] = static_cast<std::int32_t>(i);
+  }
+  return positions;
+}
+
+std::vector<Tier::LaneSlots> Tier::DivideSlots(const std::int32_t* slots, std::int64_t n) const {
+  std::vector<LaneSlots> lanes(lanes_.size());
+  for (std::int64_t i = 0; i < n; ++i) {
+    const Place place = PlaceOf(slots[i]);
+    lanes[place.lane].slots.push_back(place.slot);
+    lanes[place.lane].positions.push_back(static_cast<std::int32_t>(i));
+  }
+  return lanes;
 }
 
 void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now,
                  bool absent, Plan* plan) {
-  plan->now = now;
-  plan->slots.assign(static_cast<std::size_t>(n), -1);
-  if (next_use != nullptr)
-    plan->next_use.assign(next_use, next_use + n);
-  else
-    plan->next_use.assign(static_cast<std::size_t>(n), kNotKnown);
-
-  std::vector<Uses> hits(shares_.size());
-  const std::size_t tables = config_.share_of.size();
-  plan->table_rows.assign(tables, 0);
-  plan->table_hits.assign(tables, 0);
-  for (std::int64_t i = 0; i < n; ++i) {
-    if (i % kBlock == 0 && !absent) FindBlock(keys, i, n, plan->slots.data(), true);
-    std::int32_t slot = plan->slots[i];
-    const std::size_t table = KeyTable(keys[i]);
-    if (table < tables) ++plan->table_rows[table];
-    if (slot < 0) {
-      plan->misses.push_back(static_cast<std::int32_t>(i));
-      plan->absent.push_back(static_cast<std::int32_t>(i));
-      continue;
-    }
-    if (slot >= capacity_) {
-      const std::int64_t overflow = slot - capacity_;
-      ++overflow_users_[overflow];
-      row_[slot].next_use = plan->next_use[i];
-      slot = overflow_home_[overflow];
-      if (slot < 0) {
-        plan->misses.push_back(static_cast<std::int32_t>(i));
-        continue;
-      }
-    }
-    if (table < tables) ++plan->table_hits[table];
-    const std::size_t s = ShareOf(keys[i]);
-    const Share& share = shares_[s];
-    if (!share.config.policy) continue;  // its rows never leave, so nobody asks when they are used
-    last_use_[slot] = std::max(last_use_[slot], now);
-    row_[slot].next_use = plan->next_use[i];
-    if (hits[s].size() == 0) hits[s].Reserve(static_cast<std::size_t>(n - i));
-    hits[s].Add(static_cast<std::int32_t>(slot - share.begin), keys[i], plan->next_use[i]);
+  plan->parts_.resize(lanes_.size());
+  if (lanes_.size() == 1) {
+    lanes_[0]->Begin(keys, next_use, n, now, absent, &plan->parts_[0].plan);
+    return;
   }
-  GroupMisses(keys, plan);
-  plan->needed = plan->refused = 0;
-  for (std::size_t s = 0; s < shares_.size(); ++s) {
-    const Share& share = shares_[s];
-    SharePlan& wanted = plan->shares[s];
-    if (share.config.policy) Tell(share.config.policy.touch, share, hits[s], now);
-    Admit(keys, share, &wanted, plan);
-    const std::int64_t admitted = wanted.end - wanted.begin - wanted.refused;
-    wanted.needed = std::max<std::int64_t>(0, admitted - share.available());
-    plan->needed += wanted.needed;
-    plan->refused += wanted.refused;
-  }
+  std::vector<PageVector<std::int32_t>> positions = Divide(keys, n);
+  ForLanes(lanes_.size(), [&](std::size_t lane) {
+    Plan::Part& part = plan->parts_[lane];
+    part.positions = std::move(positions[lane]);
+    part.keys = Gather(keys, part.positions);
+    if (next_use != nullptr) part.next_use = Gather(next_use, part.positions);
+    lanes_[lane]->Begin(part.keys.data(), next_use != nullptr ? part.next_use.data() : nullptr,
+                        static_cast<std::int64_t>(part.keys.size()), now, absent, &part.plan);
+  });
+  plan->merged_.now = now;
+  MergeBegin(n, plan);
 }
 
-// Orders the misses by share; within one they stay in order of first occurrence.
-void Tier::GroupMisses(const std::uint64_t* keys, Plan* plan) const {
-  plan->shares.assign(shares_.size(), {});
-  if (shares_.size() > 1) {
-    PageVector<std::int32_t> grouped(plan->misses.size());
-    for (const std::int32_t miss : plan->misses) ++plan->shares[ShareOf(keys[miss])].end;
-    std::int64_t at = 0;
-    for (SharePlan& share : plan->shares) {
-      share.begin = at;
-      at += share.end;
-      share.end = share.begin;
+void Tier::MergeBegin(std::int64_t n, Plan* plan) const {
+  LanePlan& merged = plan->merged_;
+  merged.slots.assign(static_cast<std::size_t>(n), -1);
+  const std::size_t tables = plan->parts_[0].plan.table_rows.size();
+  merged.table_rows.assign(tables, 0);
+  merged.table_hits.assign(tables, 0);
+  for (const Plan::Part& part : plan->parts_) {
+    for (const std::int32_t miss : part.plan.misses) merged.misses.push_back(part.positions[miss]);
+    for (const std::int32_t miss : part.plan.absent) merged.absent.push_back(part.positions[miss]);
+    merged.needed += part.plan.needed;
+    merged.refused += part.plan.refused;
+    for (std::size_t table = 0; table < tables; ++table) {
+      merged.table_rows[table] += part.plan.table_rows[table];
+      merged.table_hits[table] += part.plan.table_hits[table];
     }
-    for (const std::int32_t miss : plan->misses) grouped[plan->shares[ShareOf(keys[miss])].end++] = miss;
-    plan->misses.swap(grouped);
-  } else {
-    plan->shares[0].end = static_cast<std::int64_t>(plan->misses.size());
   }
-}
-
-void Tier::Admit(const std::uint64_t* keys, const Share& share, SharePlan* wanted, Plan* plan) {
-  const AdmissionHook& filter = share.config.filter;
-  const PolicyHooks& policy = share.config.policy;
-  const std::int64_t n = wanted->end - wanted->begin;
-  if ((!filter && policy.admit == nullptr) || n == 0) return;
-  std::int32_t* const misses = plan->misses.data() + wanted->begin;
-  PageVector<std::uint64_t> missed;
-  missed.reserve(static_cast<std::size_t>(n));
-  for (std::int64_t i = 0; i < n; ++i) missed.push_back(keys[misses[i]]);
-  PageVector<std::uint8_t> admitted(static_cast<std::size_t>(n), 1);
-  {
-    const Stopwatch watch(&policy_seconds_);
-    if (filter) filter.admit(filter.state, missed.data(), n, plan->now, admitted.data());
-    if (policy.admit != nullptr) policy.admit(policy.state, missed.data(), n, plan->now, admitted.data());
-  }
-  PageVector<std::int32_t> refused;
-  std::int64_t kept = 0;
-  for (std::int64_t i = 0; i < n; ++i) {
-    if (admitted[static_cast<std::size_t>(i)] != 0)
-      misses[kept++] = misses[i];
-    else
-      refused.push_back(misses[i]);
-  }
-  std::copy(refused.begin(), refused.end(), misses + kept);
-  wanted->refused = static_cast<std::int64_t>(refused.size());
 }
 
 PageVector<std::int32_t> Plan::Unplaced() const {
+  if (parts_.size() == 1) return parts_[0].plan.Unplaced();
   PageVector<std::int32_t> unplaced;
-  for (const SharePlan& share : shares) {
-    for (std::int64_t i = share.end - share.refused - share.needed; i < share.end; ++i)
-      unplaced.push_back(misses[static_cast<std::size_t>(i)]);
+  for (const Part& part : parts_) {
+    for (const std::int32_t row : part.plan.Unplaced()) unplaced.push_back(part.positions[row]);
   }
   return unplaced;
 }
 
-// -1 when the share is full.
-std::int32_t Tier::TakeSlot(Share* share) {
-  if (!share->free.empty()) {
-    const std::int32_t slot = share->free.back();
-    share->free.pop_back();
-    return slot;
+// A lane that fails does not keep the other lanes from finding their victims, which Abort gives back.
+std::int64_t Tier::Evict(std::int64_t pinned_since, Plan* plan) {
+  if (lanes_.size() == 1) return lanes_[0]->Evict(pinned_since, &plan->parts_[0].plan);
+  std::vector<std::exception_ptr> errors(lanes_.size());
+  ForLanes(lanes_.size(), [&](std::size_t lane) {
+    try {
+      lanes_[lane]->Evict(pinned_since, &plan->parts_[lane].plan);
+    } catch (...) {
+      errors[lane] = std::current_exception();
+    }
+  });
+  for (const std::exception_ptr& error : errors) {
+    if (error) std::rethrow_exception(error);
   }
-  if (share->fresh == share->config.capacity) return -1;
-  const std::int64_t slot = share->begin + share->fresh;
-  CommitSlots(slot + 1);
-  ++share->fresh;  // last: meanwhile TableRows reads the slots below
-  return static_cast<std::int32_t>(slot);
+  MergeVictims(plan);
+  return plan->merged_.needed;
+}
+
+void Tier::MergeVictims(Plan* plan) const {
+  LanePlan& merged = plan->merged_;
+  merged.needed = 0;
+  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
+    Plan::Part& part = plan->parts_[lane];
+    const Departures& victims = part.plan.victims;
+    for (std::size_t i = part.victims; i < victims.slots.size(); ++i)
+      merged.victims.slots.push_back(SlotOf(lane, victims.slots[i]));
+    Append(victims.keys, part.victims, &merged.victims.keys);
+    Append(victims.dirty, part.victims, &merged.victims.dirty);
+    Append(victims.next_use, part.victims, &merged.victims.next_use);
+    part.victims = victims.slots.size();
+    merged.needed += part.plan.needed;
+  }
 }
 
 std::int64_t Tier::Prepare(bool use_overflow, const Plan& plan) {
-  const auto admitted = static_cast<std::int64_t>(plan.misses.size()) - plan.refused;
-  if (config_.grows) CommitSlots(std::min(capacity_, shares_[0].fresh + admitted));
-  const std::int64_t past = use_overflow ? plan.needed + plan.refused : 0;
-  const std::int64_t fresh = past - static_cast<std::int64_t>(overflow_free_.size());
-  if (fresh <= 0) return committed_;
-  const auto overflow = static_cast<std::int64_t>(overflow_users_.size()) + fresh;
-  if (overflow > config_.overflow_slots) {
-    throw OverflowFull("the rows in use at once exceed the tier's " + std::to_string(capacity_) +
-                       " slots by " + std::to_string(overflow) + ", and there is address space for " +
-                       std::to_string(config_.overflow_slots) + " of them");
-  }
-  CommitSlots(capacity_ + overflow);
-  return committed_;
+  for (std::size_t lane = 0; lane < lanes_.size(); ++lane)
+    lanes_[lane]->Prepare(use_overflow, plan.parts_[lane].plan);
+  return committed();
 }
 
 void Tier::Assign(const std::uint64_t* keys, bool use_overflow, Plan* plan) {
-  const PageVector<std::int32_t>& gone = plan->victims.slots;
-  index_.Erase(gone.data(), static_cast<std::int64_t>(gone.size()));
-  for (auto slot = gone.rbegin(); slot != gone.rend(); ++slot)
-    shares_[ShareOf(row_[*slot].key)].free.push_back(*slot);
-
-  PageVector<std::int32_t> indexed;
-  indexed.reserve(plan->misses.size());
-  for (std::size_t s = 0; s < shares_.size(); ++s) {
-    Share& share = shares_[s];
-    const SharePlan& wanted = plan->shares[s];
-    Uses inserted;
-    if (share.config.policy) inserted.Reserve(static_cast<std::size_t>(wanted.end - wanted.begin));
-    for (std::int64_t i = wanted.begin; i < wanted.end; ++i) {
-      const std::int32_t miss = plan->misses[static_cast<std::size_t>(i)];
-      const std::int32_t in_overflow = plan->slots[miss];  // -1: absent
-      std::int32_t slot = i < wanted.end - wanted.refused ? TakeSlot(&share) : -1;
-      if (slot < 0) {
-        if (in_overflow >= 0) continue;  // stays there
-        if (!use_overflow) continue;     // its slot stays -1
-        slot = TakeOverflowSlot();
-        overflow_users_[slot - capacity_] = 1;
-      } else if (share.config.policy) {
-        inserted.Add(static_cast<std::int32_t>(slot - share.begin), keys[miss], plan->next_use[miss]);
-      }
-      row_[slot].key = keys[miss];
-      last_use_[slot] = plan->now;
-      row_[slot].next_use = plan->next_use[miss];
-      dirty_[slot] = 0;
-      if (in_overflow >= 0) {
-        overflow_home_[in_overflow - capacity_] = slot;
-        resident_[slot] = kExpected;
-        continue;
-      }
-      plan->slots[miss] = slot;
-      resident_[slot] = kRow;
-      indexed.push_back(slot);
-    }
-    if (share.config.policy) Tell(share.config.policy.insert, share, inserted, plan->now);
+  if (lanes_.size() == 1) {
+    lanes_[0]->Assign(keys, use_overflow, &plan->parts_[0].plan);
+    return;
   }
-  index_.Insert(indexed.data(), static_cast<std::int64_t>(indexed.size()));
+  PageVector<std::int32_t>& slots = plan->merged_.slots;
+  ForLanes(lanes_.size(), [&](std::size_t lane) {
+    Plan::Part& part = plan->parts_[lane];
+    lanes_[lane]->Assign(part.keys.data(), use_overflow, &part.plan);
+    for (std::size_t i = 0; i < part.positions.size(); ++i)
+      slots[part.positions[i]] = SlotOf(lane, part.plan.slots[i]);
+  });
+}
+
+Moves Tier::MovesOf(std::vector<Moves> lanes) const {
+  Moves moves = std::move(lanes[0]);
+  if (lanes.size() == 1) return moves;
+  ToTier(0, &moves.from);
+  ToTier(0, &moves.to);
+  for (std::size_t lane = 1; lane < lanes.size(); ++lane) {
+    ToTier(lane, &lanes[lane].from);
+    ToTier(lane, &lanes[lane].to);
+    Append(lanes[lane].from, 0, &moves.from);
+    Append(lanes[lane].to, 0, &moves.to);
+  }
+  return moves;
+}
+
+Moves Tier::Abort(Plan* plan) {
+  std::vector<Moves> moves;
+  for (std::size_t lane = 0; lane < lanes_.size(); ++lane)
+    moves.push_back(lanes_[lane]->Abort(&plan->parts_[lane].plan));
+  return MovesOf(std::move(moves));
+}
+
+Moves Tier::Release(const std::int32_t* slots, std::int64_t n) {
+  if (lanes_.size() == 1) return lanes_[0]->Release(slots, n);
+  if (overflow_in_use() == 0) return {};
+  const std::vector<LaneSlots> parts = DivideSlots(slots, n);
+  std::vector<Moves> moves;
+  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
+    const PageVector<std::int32_t>& own = parts[lane].slots;
+    moves.push_back(lanes_[lane]->Release(own.data(), static_cast<std::int64_t>(own.size())));
+  }
+  return MovesOf(std::move(moves));
+}
+
+Departures Tier::Drainable() const {
+  if (lanes_.size() == 1) return lanes_[0]->Drainable();
+  Departures all;
+  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
+    Departures rows = lanes_[lane]->Drainable();
+    ToTier(lane, &rows.slots);
+    Append(rows.slots, 0, &all.slots);
+    Append(rows.keys, 0, &all.keys);
+    Append(rows.dirty, 0, &all.dirty);
+    Append(rows.next_use, 0, &all.next_use);
+  }
+  return all;
+}
+
+void Tier::Drained(const std::int32_t* slots, std::int64_t n) {
+  const std::vector<LaneSlots> parts = DivideSlots(slots, n);
+  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
+    const PageVector<std::int32_t>& own = parts[lane].slots;
+    lanes_[lane]->Drained(own.data(), static_cast<std::int64_t>(own.size()));
+  }
+}
+
+void Tier::Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const {
+  if (lanes_.size() == 1) {
+    lanes_[0]->Find(keys, n, slots);
+    return;
+  }
+  const std::vector<PageVector<std::int32_t>> positions = Divide(keys, n);
+  ForLanes(lanes_.size(), [&](std::size_t lane) {
+    const PageVector<std::int32_t>& at = positions[lane];
+    const PageVector<std::uint64_t> own = Gather(keys, at);
+    PageVector<std::int32_t> found(own.size());
+    lanes_[lane]->Find(own.data(), static_cast<std::int64_t>(own.size()), found.data());
+    for (std::size_t i = 0; i < at.size(); ++i) slots[at[i]] = SlotOf(lane, found[i]);
+  });
 }
 
 void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
-  index_.Erase(slots, n);
-  std::vector<PageVector<std::int32_t>> gone(shares_.size());
-  for (std::int64_t i = 0; i < n; ++i) {
-    resident_[slots[i]] = kEmpty;
-    const std::size_t s = ShareOf(row_[slots[i]].key);
-    shares_[s].free.push_back(slots[i]);
-    gone[s].push_back(static_cast<std::int32_t>(slots[i] - shares_[s].begin));
-  }
-  for (std::size_t s = 0; s < shares_.size(); ++s) {
-    const PolicyHooks& policy = shares_[s].config.policy;
-    if (!policy || gone[s].empty()) continue;
-    const Stopwatch watch(&policy_seconds_);
-    policy.remove(policy.state, gone[s].data(), static_cast<std::int64_t>(gone[s].size()));
+  const std::vector<LaneSlots> parts = DivideSlots(slots, n);
+  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
+    const PageVector<std::int32_t>& own = parts[lane].slots;
+    lanes_[lane]->Remove(own.data(), static_cast<std::int64_t>(own.size()));
   }
 }
 
 PageVector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_t n, std::int64_t next_use,
                                          std::int64_t now) {
-  PageVector<std::int32_t> slots(static_cast<std::size_t>(n));
-  PageVector<std::uint64_t> absent;
-  std::vector<PageVector<std::int32_t>> announced(shares_.size());
-  for (std::int64_t i = 0; i < n; ++i) {
-    if (i % kBlock == 0) FindBlock(keys, i, n, slots.data(), false);
-    std::int32_t slot = slots[i];
-    if (slot < 0) {
-      absent.push_back(keys[i]);
-      continue;
-    }
-    row_[slot].next_use = next_use;
-    if (slot >= capacity_) {
-      slot = overflow_home_[slot - capacity_];
-      if (slot < 0) continue;
-      row_[slot].next_use = next_use;
-    }
-    const std::size_t s = ShareOf(keys[i]);
-    if (shares_[s].config.policy && Resident(slot))
-      announced[s].push_back(static_cast<std::int32_t>(slot - shares_[s].begin));
-  }
-  for (std::size_t s = 0; s < shares_.size(); ++s) {
-    if (announced[s].empty()) continue;
-    const PolicyHooks& policy = shares_[s].config.policy;
-    const PageVector<std::int64_t> uses(announced[s].size(), next_use);
-    const Stopwatch watch(&policy_seconds_);
-    policy.announce(policy.state, announced[s].data(), uses.data(),
-                    static_cast<std::int64_t>(announced[s].size()), now);
-  }
-  return absent;
+  if (lanes_.size() == 1) return lanes_[0]->Announce(keys, n, next_use, now);
+  const std::vector<PageVector<std::int32_t>> positions = Divide(keys, n);
+  std::vector<PageVector<std::uint64_t>> absent(lanes_.size());
+  ForLanes(lanes_.size(), [&](std::size_t lane) {
+    const PageVector<std::uint64_t> own = Gather(keys, positions[lane]);
+    absent[lane] = lanes_[lane]->Announce(own.data(), static_cast<std::int64_t>(own.size()), next_use, now);
+  });
+  for (std::size_t lane = 1; lane < lanes_.size(); ++lane) Append(absent[lane], 0, &absent[0]);
+  return std::move(absent[0]);
 }
 
 void Tier::MarkDirty(const std::int32_t* slots, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; ++i) dirty_[slots[i]] = 1;
+  if (lanes_.size() == 1) {
+    lanes_[0]->MarkDirty(slots, n);
+    return;
+  }
+  for (std::int64_t i = 0; i < n; ++i) {
+    const Place place = PlaceOf(slots[i]);
+    lanes_[place.lane]->MarkDirty(&place.slot, 1);
+  }
 }
 
 void Tier::MarkClean(const std::int32_t* slots, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; ++i) dirty_[slots[i]] = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const Place place = PlaceOf(slots[i]);
+    lanes_[place.lane]->MarkClean(&place.slot, 1);
+  }
 }
 
 void Tier::SetDirty(const std::int32_t* slots, const std::uint8_t* dirty, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; ++i) dirty_[slots[i]] = dirty[i];
+  for (std::int64_t i = 0; i < n; ++i) {
+    const Place place = PlaceOf(slots[i]);
+    lanes_[place.lane]->SetDirty(&place.slot, &dirty[i], 1);
+  }
 }
 
 PageVector<std::int32_t> Tier::ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const {
+  if (lanes_.size() == 1) return lanes_[0]->ResidentSlots(only_dirty, from, limit);
   PageVector<std::int32_t> slots;
-  const auto collect = [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t slot = std::max(begin, from); slot < end; ++slot) {
-      if (static_cast<std::int64_t>(slots.size()) == limit) return;
-      if (resident_[static_cast<std::size_t>(slot)] == kRow && (dirty_[slot] || !only_dirty)) {
-        slots.push_back(static_cast<std::int32_t>(slot));
-      }
+  const auto room = [&] { return limit - static_cast<std::int64_t>(slots.size()); };
+  for (std::size_t lane = 0; lane < lanes_.size() && room() > 0; ++lane) {
+    const std::int64_t own = lanes_[lane]->capacity();
+    if (from >= begin_[lane] + own) continue;
+    const std::int64_t begin = std::max<std::int64_t>(0, from - begin_[lane]);
+    for (const std::int32_t slot : lanes_[lane]->ResidentSlots(only_dirty, begin, room())) {
+      if (slot < own) slots.push_back(SlotOf(lane, slot));
     }
-  };
-  for (const Share& share : shares_) collect(share.begin, share.begin + share.fresh);
-  collect(capacity_, capacity_ + static_cast<std::int64_t>(overflow_users_.size()));
+  }
+  if (room() <= 0) return slots;
+  PageVector<std::int32_t> overflow;
+  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
+    const TierLane& own = *lanes_[lane];
+    for (const std::int32_t slot : own.ResidentSlots(only_dirty, own.capacity(), own.overflow_in_use()))
+      overflow.push_back(SlotOf(lane, slot));
+  }
+  std::sort(overflow.begin(), overflow.end());
+  for (const std::int32_t slot : overflow) {
+    if (slot >= from && room() > 0) slots.push_back(slot);
+  }
   return slots;
 }
 
+std::uint64_t Tier::key(std::int32_t slot) const {
+  const Place place = PlaceOf(slot);
+  return lanes_[place.lane]->key(place.slot);
+}
+
+bool Tier::dirty(std::int32_t slot) const {
+  const Place place = PlaceOf(slot);
+  return lanes_[place.lane]->dirty()[place.slot] != 0;
+}
+
 std::vector<std::int64_t> Tier::TableRows() const {
-  std::vector<std::int64_t> rows(config_.share_of.size(), 0);
-  for (const Share& share : shares_) {
-    for (std::int64_t slot = share.begin; slot < share.begin + share.fresh; ++slot) {
-      const std::size_t table = KeyTable(row_[slot].key);
-      if (resident_[slot] != kEmpty && table < rows.size()) ++rows[table];
-    }
+  std::vector<std::int64_t> rows = lanes_[0]->TableRows();
+  for (std::size_t lane = 1; lane < lanes_.size(); ++lane) {
+    const std::vector<std::int64_t> more = lanes_[lane]->TableRows();
+    for (std::size_t table = 0; table < rows.size(); ++table) rows[table] += more[table];
   }
   return rows;
 }
 
+std::int64_t Tier::committed() const {
+  if (lanes_.size() == 1) return lanes_[0]->committed();
+  std::int64_t overflow = 0;
+  for (const auto& lane : lanes_) overflow = std::max(overflow, lane->committed() - lane->capacity());
+  return capacity_ + overflow * static_cast<std::int64_t>(lanes_.size());
+}
+
+std::int64_t Tier::size() const {
+  std::int64_t rows = 0;
+  for (const auto& lane : lanes_) rows += lane->size();
+  return rows;
+}
+
+std::int64_t Tier::overflow_in_use() const {
+  std::int64_t rows = 0;
+  for (const auto& lane : lanes_) rows += lane->overflow_in_use();
+  return rows;
+}
+
 std::int64_t Tier::metadata_bytes() const {
-  std::int64_t fresh = 0;
-  for (const Share& share : shares_) fresh += share.fresh;
-  return index_.memory_bytes() +
-         static_cast<std::int64_t>(static_cast<double>(fresh) * (kBytesPerSlot - SlotIndex::kBytesPerSlot));
+  std::int64_t bytes = 0;
+  for (const auto& lane : lanes_) bytes += lane->metadata_bytes();
+  return bytes;
+}
+
+double Tier::policy_seconds() const {
+  double seconds = 0;
+  for (const auto& lane : lanes_) seconds += lane->policy_seconds();
+  return seconds;
 }
 
 }  // namespace tierstore

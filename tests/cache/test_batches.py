@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
 import pytest
 
@@ -76,3 +78,58 @@ def test_more_small_tables_than_have_arrays() -> None:
         unique, inverse = expected(segments)
         assert batch.unique.tolist() == unique
         assert batch.inverse.tolist() == inverse
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = _core.num_threads()
+    yield _core.set_num_threads
+    _core.set_num_threads(before)
+
+
+def large_lookup(seed: int) -> list[Segment]:
+    """Some tables in several segments, which share ids; segments without ids, and with padding."""
+    random = np.random.default_rng(seed)
+    segments = []
+    for number in range(12):
+        table = int(random.integers(5)) if seed % 2 else number
+        bound = [3, 8192, 50_000, 1 << 20, 1 << 40][table % 5]
+        ids = random.integers(0, min(bound, 40_000), int(random.choice([0, 1, 5000, 20_000])))
+        segments.append(
+            (ids.astype(np.int32 if number % 3 == 0 and bound < 2**31 else np.int64), table, bound, 2)
+        )
+    ids = random.integers(0, 40_000, 70_000)
+    return [*segments, (ids, 3, 1 << 20, -1)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_large_lookups_are_the_same_for_any_number_of_threads(
+    seed: int, threads: Callable[[int], None]
+) -> None:
+    segments = large_lookup(seed)
+    unique, inverse = expected(segments)
+    for count in (1, 2, 3, 16):
+        threads(count)
+        batch, wrong = made(segments)
+        assert wrong == [-1, 0, 0]
+        assert batch.unique.tolist() == unique
+        assert batch.inverse.tolist() == inverse
+        start, positions = _core.build_csr(batch.inverse, len(unique))
+        rows = np.array(inverse)
+        used = np.flatnonzero(rows >= 0)
+        assert positions.tolist() == used[np.argsort(rows[used], kind="stable")].tolist()
+        assert np.diff(start).tolist() == np.bincount(rows[used], minlength=len(unique)).tolist()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_first_wrong_id_of_a_large_lookup_is_found(seed: int, threads: Callable[[int], None]) -> None:
+    random = np.random.default_rng(seed)
+    segments = large_lookup(seed)
+    full = [number for number, segment in enumerate(segments) if len(segment[0])]
+    for number in random.choice(full, 3, replace=False):
+        ids = segments[number][0].copy()
+        ids[random.integers(len(ids), size=2)] = -7
+        segments[number] = (ids, *segments[number][1:])
+    for count in (1, 2, 16):
+        threads(count)
+        assert made(segments)[1] == first_wrong(segments)

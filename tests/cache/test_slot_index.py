@@ -12,7 +12,7 @@ PER_SLOT = _core.Tier.BYTES_PER_SLOT
 
 
 def tier_of(tables: int, *, slots: int = 1 << 20, grows: bool = True) -> _core.Tier:
-    return _core.Tier([_core.ShareConfig(slots=slots)], grows=grows, share_of=[0] * tables)
+    return _core.Tier(lanes=[[_core.ShareConfig(slots=slots)]], grows=grows, share_of=[0] * tables)
 
 
 def add(tier: _core.Tier, keys: np.ndarray, now: int = 0) -> np.ndarray:

@@ -75,7 +75,7 @@ def test_window_wants_its_lookups_in_order() -> None:
 
 
 def test_a_tier_tells_which_announced_keys_it_lacks() -> None:
-    tier = _core.Tier([_core.ShareConfig(slots=8)], grows=True)
+    tier = _core.Tier(lanes=[[_core.ShareConfig(slots=8)]], grows=True)
     keys = np.array([5, 3, 9], np.uint64)
     plan = tier.begin(keys, None, 0, absent=True)
     assert plan.absent.tolist() == [0, 1, 2]

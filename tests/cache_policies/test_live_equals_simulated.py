@@ -9,15 +9,23 @@ import torch
 import cache_policies
 import tierstore
 from cache_policies import simulate
+from cache_policies.lanes import lane_slots
 from cache_policies.lru import Lru
 from tests.bags import build, everything
 from tierstore import TierConfig, optim
-from tierstore.cache.tiers.memory import bytes_for
+from tierstore.cache.tiers.sizes import bytes_for
 from tierstore.keys import make_keys
 from tierstore.pipeline.prefetch import prefetch
 from tierstore.sparse import KeyedJaggedTensor
 
 POLICIES = [name for name in cache_policies.names() if not cache_policies.get(name).offline]
+
+
+@pytest.fixture(autouse=True, params=["one lane", "lanes"])
+def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small caches have lanes, too."""
+    if request.param == "lanes":
+        monkeypatch.setattr("cache_policies.lanes.LEAST_SLOTS", 16)
 
 
 class Picky(Lru):
@@ -61,6 +69,7 @@ def assert_equal(group, result) -> None:
     assert group.stats.counters.overflow_rows == result.overflowed
     assert group.stats.counters.refused_rows == result.refused
     assert group.stats.counters.shrunk_plans == result.shrunk_plans
+    assert group.fast.native.lanes == len(lane_slots(group.fast.capacity))
 
 
 @pytest.mark.parametrize(("depth", "window"), [(0, 0), (1, 4), (3, 12)])

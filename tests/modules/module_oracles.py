@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tierstore import TierConfig, optim
-from tierstore.cache.tiers.memory import bytes_for
+from tierstore.cache.tiers.sizes import bytes_for
 
 
 def small_tiers(

@@ -18,7 +18,7 @@ import torch
 
 import tierstore
 from tierstore import TieredEmbeddingBag, optim
-from tierstore.cache.tiers.memory import bytes_for
+from tierstore.cache.tiers.sizes import bytes_for
 
 ROWS = 400
 SECONDS = 60  # for one run, which takes a fraction of one

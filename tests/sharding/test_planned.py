@@ -14,7 +14,7 @@ from tests.sharding import cases
 from tests.sharding.ranks import run
 from tests.sharding.test_parallel import Model, train_both
 from tierstore import TierConfig, optim
-from tierstore.cache.tiers.memory import bytes_for
+from tierstore.cache.tiers.sizes import bytes_for
 from tierstore.default_planner import register_default_planner
 from tierstore.errors import InfeasiblePlanError
 from tierstore.placement import Job

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tierstore.cache.tiers.memory import (
+from tierstore.cache.tiers.memory import OwnShare, TierPlan
+from tierstore.cache.tiers.sizes import (
     MAX_SLOTS,
     MIN_SLOTS,
     AnyAdmission,
     AnyPolicy,
-    OwnShare,
-    TierPlan,
     bytes_for,
     memory_limit,
     slots_for,

@@ -24,7 +24,7 @@ from tierstore.cache.process import OwnProcess
 from tierstore.cache.report import report, table_curve, warn_of_uncommitted
 from tierstore.cache.row_access import overwrite_rows, read_rows, reset_rows, rows_in_piece, touched_ids
 from tierstore.cache.table import Table as Table
-from tierstore.cache.tiers.memory import as_policy
+from tierstore.cache.tiers.sizes import as_policy
 from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.cache.versions import Versions
 from tierstore.config import TierConfig

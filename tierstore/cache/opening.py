@@ -14,9 +14,10 @@ from tierstore.cache.layout import RowLayout
 from tierstore.cache.machine import host_memory
 from tierstore.cache.stats import GroupStats
 from tierstore.cache.table import Table
-from tierstore.cache.tiers.memory import TierPlan, memory_limit
+from tierstore.cache.tiers.memory import TierPlan
 from tierstore.cache.tiers.read_ahead import bytes_per_row
 from tierstore.cache.tiers.registry import TierRequest, make_tiers
+from tierstore.cache.tiers.sizes import memory_limit
 from tierstore.config import TierConfig
 from tierstore.initializers import from_dict, table_seed
 from tierstore.optim.specs import OptimizerSpec

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import math
-import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-import psutil
 
-import cache_policies
-from cache_policies.admission import Admission
 from cache_policies.policy import Policy
 from tierstore import _core
 from tierstore.cache.device import HOST, Device
@@ -29,97 +22,20 @@ from tierstore.cache.tiers.protocol import (
     Tier,
     TierStats,
 )
+from tierstore.cache.tiers.sizes import (
+    AnyAdmission,
+    AnyPolicy,
+    as_admission,
+    as_policy,
+    lanes_of,
+    overflow_rows,
+    policy_bytes,
+)
 from tierstore.errors import ConfigError, PolicyFaultError, TierFullError
 from tierstore.keys import split
 
-MIN_SLOTS = 16
 _PIECE = 1 << 13
 _WINDOW_COVER = 5  # distinct rows in the window per slot (docs/reference/policies.md)
-_EXACT_UP_TO = 1 << 16
-_MAX_OVERFLOW_ROWS = 1 << 26
-_MAX_OVERFLOW_BYTES = 256 << 30  # address space is 2**47 bytes
-MAX_SLOTS = (1 << 31) - _MAX_OVERFLOW_ROWS - 1
-"""Slots are int32, and the overflow slots come behind the shares' slots."""
-
-
-AnyPolicy: TypeAlias = str | Policy
-AnyAdmission: TypeAlias = str | Admission
-"""A policy or an admission filter: its name, or the object."""
-
-
-def as_policy(policy: AnyPolicy) -> Policy:
-    """Return the policy object of a name (an object stays as it is); ``ConfigError`` for offline ones."""
-    policy = cache_policies.get(policy) if isinstance(policy, str) else policy
-    if getattr(policy, "offline", False):
-        raise ConfigError(
-            f"policy {policy.name!r} needs the whole future of a trace, so it is for simulations only; "
-            "'lookahead' uses as much of the future as training knows"
-        )
-    return policy
-
-
-def as_admission(admission: AnyAdmission) -> Admission | None:
-    """Return the admission filter of a name such as "counter(2)"; None for "always", which asks nothing."""
-    filter_ = cache_policies.get_admission(admission)
-    return None if filter_.name == "always" else filter_
-
-
-def policy_bytes(policy: Policy | Admission | None, slots: int) -> int:
-    """Return the bytes of the arrays of a policy or an admission filter (None: 0) for ``slots``, exactly
-    where that is cheap."""
-    if policy is None:
-        return 0
-    exact = getattr(policy, "state_bytes", None)
-    if exact is not None and slots <= _EXACT_UP_TO:
-        return int(exact(max(1, slots)))
-    per_slot, fixed = _estimate(policy)
-    return math.ceil(per_slot * slots + fixed)
-
-
-@functools.lru_cache(maxsize=8)
-def _estimate(policy: Policy | Admission) -> tuple[float, float]:
-    """Return bytes per slot and fixed bytes. A policy object is measured once, since that may make large
-    arrays."""
-    return policy.bytes_per_slot, policy.fixed_bytes
-
-
-def bytes_for(
-    slots: int, row_bytes: int, policy: AnyPolicy | None, admission: AnyAdmission = "always"
-) -> int:
-    """Return the bytes that ``slots`` rows cost, index, policy and admission filter included."""
-    chosen = None if policy is None else as_policy(policy)
-    arrays = policy_bytes(chosen, slots) + policy_bytes(as_admission(admission), slots)
-    return math.ceil(slots * (row_bytes + _core.Tier.BYTES_PER_SLOT)) + arrays
-
-
-def slots_for(
-    budget: int, row_bytes: int, policy: AnyPolicy | None, admission: AnyAdmission = "always"
-) -> int:
-    """Return how many rows ``budget`` bytes hold, index, policy and admission filter included."""
-    low, high = 0, min(MAX_SLOTS, budget // row_bytes)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if bytes_for(middle, row_bytes, policy, admission) <= budget:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def memory_limit() -> int:
-    """Return the bytes that this process may use: the machine's memory, or half of the limit of address
-    space, which code and threads use, too."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    total = int(psutil.virtual_memory().total)
-    return total if limit == resource.RLIM_INFINITY else min(total, limit // 2)
-
-
-def _overflow_rows(row_bytes: int) -> int:
-    """Return the number of overflow slots to reserve address space for: as many rows as memory could hold."""
-    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-    # Where address space is limited, reserve so little that dozens of row layouts find room.
-    size = memory_limit() // 64 if limited else min(memory_limit(), _MAX_OVERFLOW_BYTES)
-    return max(MIN_SLOTS, min(_MAX_OVERFLOW_ROWS, size // row_bytes))
 
 
 @dataclass(frozen=True)
@@ -211,21 +127,32 @@ class MemoryTier(Tier):
         self.uses_window = plan.evicts and policy.uses_window
         self.policy_name = policy.name if plan.evicts else "none"
         # The compiled policies own the arrays that the native tier points to: keep them as long as the tier.
-        parts = [(plan.slots, plan.holds_all), *((share.slots, share.holds_all) for share in plan.own)]
-        self._shares = [
-            _Share(slots, None if all_ else policy, admission or "always") for slots, all_ in parts
-        ]
+        chosen = None if plan.holds_all else policy
+        lanes = [[_Share(slots, chosen, admission or "always")] for slots in lanes_of(plan.slots, chosen)]
+        own = [_Share(o.slots, None if o.holds_all else policy, admission or "always") for o in plan.own]
+        divided = len(lanes) > 1
+        if own and divided:
+            lanes.append(own)
+        else:
+            lanes[0] += own
+        self._shares = [share for lane in lanes for share in lane]
         self._policy_bytes = sum(share.bytes for share in self._shares)
         self._found, self._leaving = Buffer(row_bytes), Buffer(row_bytes)
-        share_of = [0] * tables
-        for number, share in enumerate(plan.own, start=1):
+        share_of, in_last_lane = [0] * tables, [False] * tables
+        for number, share in enumerate(plan.own):
             for table in share.tables:
-                share_of[table] = number
-        grows = plan.holds_all and not plan.own
-        shares = [share.config() for share in self._shares]
-        overflow = 0 if admission is None else _overflow_rows(row_bytes)
+                share_of[table] = number if divided else number + 1
+                in_last_lane[table] = divided
+        overflow = 0 if admission is None else overflow_rows(row_bytes)
+        overflow += -overflow % len(lanes)  # every lane has as many
         try:
-            self.native = _core.Tier(shares, grows=grows, overflow_slots=overflow, share_of=share_of)
+            self.native = _core.Tier(
+                lanes=[[share.config() for share in lane] for lane in lanes],
+                grows=plan.holds_all and not plan.own,
+                overflow_slots=overflow,
+                share_of=share_of,
+                in_last_lane=in_last_lane,
+            )
             self.rows = plan.device.allocate(capacity + overflow, row_bytes)
             self.rows.commit(self.native.committed)
         except _core.AddressSpaceError as refused:

@@ -2,7 +2,7 @@
 #include <string>
 
 #include "cache/stopwatch.h"
-#include "cache/tier.h"
+#include "cache/tier_lane.h"
 
 namespace tierstore {
 namespace {
@@ -10,7 +10,7 @@ namespace {
 constexpr std::size_t kAhead = 24;
 }  // namespace
 
-std::string Tier::Fault(const Share& share, std::int32_t number, std::int64_t pinned_since) const {
+std::string TierLane::Fault(const Share& share, std::int32_t number, std::int64_t pinned_since) const {
   if (number < 0 || number >= share.config.capacity) return "does not exist";
   const auto slot = static_cast<std::int32_t>(number + share.begin);
   if (!Resident(slot)) return "holds no row or was returned twice";
@@ -18,14 +18,14 @@ std::string Tier::Fault(const Share& share, std::int32_t number, std::int64_t pi
   return {};
 }
 
-void Tier::Prefetch(std::int32_t slot) const {
+void TierLane::Prefetch(std::int32_t slot) const {
   __builtin_prefetch(&resident_[slot], 1);
   __builtin_prefetch(&row_[slot]);
   __builtin_prefetch(&last_use_[slot]);
   __builtin_prefetch(&dirty_[slot]);
 }
 
-void Tier::TakeVictim(std::int32_t slot, Departures* victims) {
+void TierLane::TakeVictim(std::int32_t slot, Departures* victims) {
   // Empty, but found by the index until Assign: reads go on while the row is copied out.
   resident_[slot] = kEmpty;
   victims->slots.push_back(slot);
@@ -34,7 +34,7 @@ void Tier::TakeVictim(std::int32_t slot, Departures* victims) {
   victims->next_use.push_back(row_[slot].next_use);
 }
 
-std::int64_t Tier::Evict(std::int64_t pinned_since, Plan* plan) {
+std::int64_t TierLane::Evict(std::int64_t pinned_since, LanePlan* plan) {
   for (std::size_t s = 0; s < shares_.size(); ++s) {
     SharePlan& wanted = plan->shares[s];
     if (wanted.needed == 0 || !shares_[s].config.policy) continue;
@@ -45,7 +45,8 @@ std::int64_t Tier::Evict(std::int64_t pinned_since, Plan* plan) {
   return plan->needed;
 }
 
-std::int64_t Tier::EvictFrom(const Share& share, std::int64_t needed, std::int64_t pinned_since, Plan* plan) {
+std::int64_t TierLane::EvictFrom(const Share& share, std::int64_t needed, std::int64_t pinned_since,
+                                 LanePlan* plan) {
   PageVector<std::int32_t> chosen(static_cast<std::size_t>(needed));
   const std::int64_t found = [&] {
     const Stopwatch watch(&policy_seconds_);
@@ -75,7 +76,7 @@ std::int64_t Tier::EvictFrom(const Share& share, std::int64_t needed, std::int64
   return found;
 }
 
-Moves Tier::Abort(Plan* plan) {
+Moves TierLane::Abort(LanePlan* plan) {
   const Departures& victims = plan->victims;
   std::vector<Uses> back(shares_.size());
   for (std::size_t i = 0; i < victims.slots.size(); ++i) {

@@ -2,11 +2,11 @@
 // lookup uses them.
 #include <stdexcept>
 
-#include "cache/tier.h"
+#include "cache/tier_lane.h"
 
 namespace tierstore {
 
-std::int32_t Tier::TakeOverflowSlot() {
+std::int32_t TierLane::TakeOverflowSlot() {
   if (!overflow_free_.empty()) {
     const std::int32_t slot = overflow_free_.back();
     overflow_free_.pop_back();
@@ -20,7 +20,7 @@ std::int32_t Tier::TakeOverflowSlot() {
   return static_cast<std::int32_t>(capacity_ + overflow);
 }
 
-void Tier::ForgetOverflowSlot(std::int32_t slot) {
+void TierLane::ForgetOverflowSlot(std::int32_t slot) {
   index_.Erase(slot);
   resident_[slot] = kEmpty;
   overflow_users_[slot - capacity_] = -1;
@@ -29,7 +29,7 @@ void Tier::ForgetOverflowSlot(std::int32_t slot) {
 }
 
 // Moves the row at an overflow slot to the share's slot that it was given, and returns that slot.
-std::int32_t Tier::MoveHome(std::int32_t slot) {
+std::int32_t TierLane::MoveHome(std::int32_t slot) {
   const std::int32_t home = overflow_home_[slot - capacity_];
   dirty_[home] = dirty_[slot];
   ForgetOverflowSlot(slot);
@@ -38,7 +38,7 @@ std::int32_t Tier::MoveHome(std::int32_t slot) {
   return home;
 }
 
-Moves Tier::Release(const std::int32_t* slots, std::int64_t n) {
+Moves TierLane::Release(const std::int32_t* slots, std::int64_t n) {
   Moves moves;
   if (overflow_users_.empty()) return moves;
   for (std::int64_t i = 0; i < n; ++i) {
@@ -54,7 +54,7 @@ Moves Tier::Release(const std::int32_t* slots, std::int64_t n) {
   return moves;
 }
 
-Departures Tier::Drainable() const {
+Departures TierLane::Drainable() const {
   Departures out;
   for (const std::int32_t slot : overflow_drainable_) {
     if (overflow_users_[slot - capacity_] != 0) continue;  // used again since
@@ -66,7 +66,7 @@ Departures Tier::Drainable() const {
   return out;
 }
 
-void Tier::Drained(const std::int32_t* slots, std::int64_t n) {
+void TierLane::Drained(const std::int32_t* slots, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) ForgetOverflowSlot(slots[i]);
   overflow_drainable_.clear();
   if (overflow_in_use() > 0) return;
@@ -75,7 +75,7 @@ void Tier::Drained(const std::int32_t* slots, std::int64_t n) {
   overflow_free_.clear();
 }
 
-std::int64_t Tier::overflow_in_use() const {
+std::int64_t TierLane::overflow_in_use() const {
   return static_cast<std::int64_t>(overflow_users_.size() - overflow_free_.size());
 }
 
