@@ -195,7 +195,7 @@ class Tier:
         grows: bool = False,
         overflow_slots: int = 0,
         share_of: Sequence[int] = ...,
-        in_last_lane: Sequence[bool] = ...,
+        lanes_of: Sequence[tuple[int, int]] = ...,
     ) -> None: ...
     def __len__(self) -> int: ...
     @property

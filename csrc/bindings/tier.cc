@@ -3,6 +3,8 @@
 #include "cache/tier.h"
 
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "bindings/arrays.h"
 #include "bindings/host_rows.h"
@@ -84,9 +86,10 @@ void BindShare(py::module_& m) {
 // `share_of` is for lanes of several shares.
 std::unique_ptr<Tier> MakeTier(const std::vector<std::vector<ShareConfig>>& lanes, bool grows,
                                std::int64_t overflow_slots, const std::vector<std::int32_t>& share_of,
-                               std::vector<bool> in_last_lane) {
+                               const std::vector<std::pair<std::size_t, std::size_t>>& lanes_of) {
   const auto count = static_cast<std::int64_t>(lanes.size());
-  TierConfig config{{}, std::move(in_last_lane)};
+  TierConfig config;
+  for (const auto& [first, lanes_of_table] : lanes_of) config.lanes_of.push_back({first, lanes_of_table});
   for (const std::vector<ShareConfig>& shares : lanes) {
     const bool several = shares.size() > 1;
     config.lanes.push_back({(overflow_slots + count - 1) / count, grows, shares,
@@ -99,7 +102,7 @@ void BindTier(py::module_& m) {
   py::class_<Tier>(m, "Tier")
       .def(py::init(&MakeTier), py::kw_only(), py::arg("lanes"), py::arg("grows") = false,
            py::arg("overflow_slots") = 0, py::arg("share_of") = std::vector<std::int32_t>(),
-           py::arg("in_last_lane") = std::vector<bool>())
+           py::arg("lanes_of") = std::vector<std::pair<std::size_t, std::size_t>>())
       .def_property_readonly_static("BYTES_PER_SLOT", [](py::object) { return Tier::kBytesPerSlot; })
       .def(
           "begin",

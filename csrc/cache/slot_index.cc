@@ -15,7 +15,7 @@ constexpr std::int64_t kBlock = 32;
 constexpr std::int64_t kFew = 16;
 
 std::size_t EntriesFor(std::int64_t rows) {
-  return static_cast<std::size_t>(std::max<std::int64_t>(rows, 48) * 4 / 3 + 1);
+  return static_cast<std::size_t>(std::max<std::int64_t>(rows, 24) * 2 + 1);
 }
 }  // namespace
 
@@ -132,7 +132,7 @@ void SlotIndex::Insert(const std::int32_t* slots, std::int64_t n) {
         ++table->in_entries;
         table->ids = std::max(table->ids, KeyId(key) + 1);
       }
-      if (static_cast<std::uint64_t>(++in_entries_) * 4 > entries_.size() * 3 + 4) Grow();
+      if (static_cast<std::uint64_t>(++in_entries_) * 2 > entries_.size() + 4) Grow();
       Place(std::uint64_t{tags[i]} << 32 | slot);
     }
   }

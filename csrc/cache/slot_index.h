@@ -47,7 +47,7 @@ class SlotIndex {
   SlotIndex(const std::uint64_t* keys, std::int64_t stride, std::int64_t capacity,
             const std::vector<bool>& stays = {});
 
-  static constexpr double kBytesPerSlot = 8.0 * 4 / 3;
+  static constexpr double kBytesPerSlot = 8.0 * 2;
 
   // slots[i] = slot of keys[i], or -1.
   void Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const;

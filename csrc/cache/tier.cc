@@ -8,6 +8,7 @@
 
 namespace tierstore {
 namespace {
+constexpr std::size_t kMostLanes = 256;
 
 // Calls work(lane) for every lane, in threads of the pool.
 template <typename Work>
@@ -31,8 +32,9 @@ PageVector<T> Gather(const T* values, const PageVector<std::int32_t>& positions)
 
 }  // namespace
 
-Tier::Tier(const TierConfig& config) : in_last_lane_(config.in_last_lane) {
-  if (config.lanes.empty()) throw std::invalid_argument("a tier needs a lane");
+Tier::Tier(const TierConfig& config) : lanes_of_(config.lanes_of) {
+  if (config.lanes.empty() || config.lanes.size() > kMostLanes)
+    throw std::invalid_argument("a tier needs a lane, and has 256 lanes at most");
   for (const LaneConfig& lane : config.lanes) {
     if (lane.grows && config.lanes.size() > 1)
       throw std::invalid_argument("a tier that grows has one lane only");
@@ -40,15 +42,16 @@ Tier::Tier(const TierConfig& config) : in_last_lane_(config.in_last_lane) {
     begin_.push_back(capacity_);
     capacity_ += lanes_.back()->capacity();
   }
-  const bool any = std::find(in_last_lane_.begin(), in_last_lane_.end(), true) != in_last_lane_.end();
-  hashed_ = lanes_.size() - (any ? 1 : 0);
-  if (hashed_ == 0) throw std::invalid_argument("a tier needs a lane for the rows of other tables");
+  for (const LaneRange& lanes : lanes_of_) {
+    if (lanes.count == 0 || lanes.first + lanes.count > lanes_.size())
+      throw std::invalid_argument("a table's lanes do not exist");
+  }
 }
 
 std::size_t Tier::LaneOf(std::uint64_t key) const {
   const std::uint32_t table = KeyTable(key);
-  if (table < in_last_lane_.size() && in_last_lane_[table]) return lanes_.size() - 1;
-  return static_cast<std::size_t>(((MixKey(key) >> 32) * hashed_) >> 32);
+  const LaneRange lanes = table < lanes_of_.size() ? lanes_of_[table] : LaneRange{0, lanes_.size()};
+  return lanes.first + static_cast<std::size_t>(((MixKey(key) >> 32) * lanes.count) >> 32);
 }
 
 Tier::Place Tier::PlaceOf(std::int32_t slot) const {

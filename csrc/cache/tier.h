@@ -18,11 +18,14 @@
 
 namespace tierstore {
 
+// Lanes that divide the rows of some tables.
+struct LaneRange {
+  std::size_t first = 0, count = 0;
+};
+
 struct TierConfig {
-  std::vector<LaneConfig> lanes;  // one at least
-  // Of each table, whether its rows are in the last lane, whatever their hashes; the other lanes divide the
-  // rows of all other tables.
-  std::vector<bool> in_last_lane;
+  std::vector<LaneConfig> lanes;    // one at least
+  std::vector<LaneRange> lanes_of;  // of each table; all lanes divide the rows of tables behind them
 };
 
 // A plan of all lanes. Begin fills it.
@@ -111,8 +114,7 @@ class Tier {
   std::vector<std::unique_ptr<TierLane>> lanes_;
   std::vector<std::int64_t> begin_;  // of each lane, its first slot
   std::int64_t capacity_ = 0;
-  std::vector<bool> in_last_lane_;
-  std::size_t hashed_;  // lanes that divide rows by their hashes
+  std::vector<LaneRange> lanes_of_;
 };
 
 }  // namespace tierstore

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cache_policies import simulate
+from cache_policies.lanes import lane_slots
 from tests.bags import Bags
 from tierstore import TableOverride, TierConfig, optim, prefetch
 from tierstore.cache.budget import (
@@ -90,7 +91,12 @@ def test_what_a_table_is_promised_it_has() -> None:
 
 @pytest.mark.parametrize("policy", ["lookahead", "lru", "s3_fifo"])
 @pytest.mark.parametrize(("depth", "window"), [(0, 0), (2, 6)])
-def test_each_share_is_what_the_simulator_says_of_its_tables_alone(policy, depth, window) -> None:
+@pytest.mark.parametrize("least_slots_of_a_lane", [1 << 16, 100, 16])
+def test_each_share_is_what_the_simulator_says_of_its_tables_alone(
+    policy, depth, window, least_slots_of_a_lane, monkeypatch
+) -> None:
+    """No share has lanes, or one of them has (it shares no lane with others), or both have."""
+    monkeypatch.setattr("cache_policies.lanes.LEAST_SLOTS", least_slots_of_a_lane)
     rows = [25, 2000, 2000, 2000]  # resident, with slots of its own, and two that share
     own = bytes_for(150, row_bytes(8), policy)
     config = TierConfig(
@@ -109,6 +115,8 @@ def test_each_share_is_what_the_simulator_says_of_its_tables_alone(policy, depth
     hbm = [stats[f"t{i}"]["tiers"]["hbm"] for i in range(4)]
     assert hbm[0]["row_misses"] == hbm[0]["resident_rows"] <= 25
     assert hbm[1]["slots"] == 150
+    counts = [len(lane_slots(slots)) for slots in (150, group.fast.plan.slots)]
+    assert group.fast.native.lanes == 1 + sum(count for count in counts if count > 1)  # residents have one
     for tables, slots in (([1], 150), ([2, 3], group.fast.plan.slots)):
         keys = [np.concatenate([make_keys(t, ids[t].numpy().reshape(-1)) for t in tables]) for ids in batches]
         result = simulate(keys, policy, slots, depth=depth, window=window)

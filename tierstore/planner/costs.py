@@ -18,11 +18,11 @@ from tierstore.planner.topology import Topology
 from tierstore.planner.window import BYTES_PER_BAG, BYTES_PER_ID, MANY, WINDOW_ROWS, Ahead
 
 # Tests compare these with the runtime.
-TIER_BYTES_PER_SLOT = 30 + 8 * 4 / 3
+TIER_BYTES_PER_SLOT = 30 + 8 * 2
 POLICY_BYTES_PER_SLOT = 16  # lookahead
 POLICY_FIXED_SLOTS = 7_800  # the first slots of lookahead take
 POLICY_FIXED_BYTES = 40  # more
-HELD_BYTES_PER_ROW = 13 + 8 * 4 / 3 + WINDOW_ROWS * 16  # of a row that is read ahead, beside its bytes
+HELD_BYTES_PER_ROW = 13 + 8 * 2 + WINDOW_ROWS * 16  # of a row that is read ahead, beside its bytes
 READ_AHEAD_SHARE = 8  # reading ahead takes one in so many bytes of the tables
 READ_AHEAD_AT_MOST = 4 << 30
 READ_AHEAD_OF_MEMORY = 64  # the ranks of a host take one byte in so many together

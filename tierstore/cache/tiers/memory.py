@@ -94,6 +94,32 @@ class _Share:
         )
 
 
+class _Lanes:
+    """The lanes of a tier, each a list of shares. A share of many slots has lanes of its own; all other
+    shares are in one lane."""
+
+    def __init__(self, plan: TierPlan, policy: Policy, admission: AnyAdmission, tables: int) -> None:
+        self.lanes: list[list[_Share]] = []
+        self.share_of = [0] * tables  # of the tables in the lane of several shares
+        shared = [table for table in range(tables) if plan.share_of(table) is None]
+        parts = [(shared, plan.slots, plan.holds_all), *((o.tables, o.slots, o.holds_all) for o in plan.own)]
+        few: list[_Share] = []
+        ranges: list[tuple[int, int] | None] = [None] * tables
+        for members, slots, holds_all in parts:
+            chosen = None if holds_all else policy
+            own = [_Share(n, chosen, admission) for n in lanes_of(slots, chosen)]
+            for table in members:
+                self.share_of[table] = len(few) if len(own) == 1 else 0
+                ranges[table] = None if len(own) == 1 else (len(self.lanes), len(own))
+            if len(own) == 1:
+                few += own
+            else:
+                self.lanes += [[share] for share in own]
+        if few:
+            self.lanes.append(few)
+        self.lanes_of = [span or (len(self.lanes) - 1, 1) for span in ranges]
+
+
 class MemoryTier(Tier):
     """Rows of one layout in memory.
 
@@ -127,31 +153,19 @@ class MemoryTier(Tier):
         self.uses_window = plan.evicts and policy.uses_window
         self.policy_name = policy.name if plan.evicts else "none"
         # The compiled policies own the arrays that the native tier points to: keep them as long as the tier.
-        chosen = None if plan.holds_all else policy
-        lanes = [[_Share(slots, chosen, admission or "always")] for slots in lanes_of(plan.slots, chosen)]
-        own = [_Share(o.slots, None if o.holds_all else policy, admission or "always") for o in plan.own]
-        divided = len(lanes) > 1
-        if own and divided:
-            lanes.append(own)
-        else:
-            lanes[0] += own
-        self._shares = [share for lane in lanes for share in lane]
+        layout = _Lanes(plan, policy, admission or "always", tables)
+        self._shares = [share for lane in layout.lanes for share in lane]
         self._policy_bytes = sum(share.bytes for share in self._shares)
         self._found, self._leaving = Buffer(row_bytes), Buffer(row_bytes)
-        share_of, in_last_lane = [0] * tables, [False] * tables
-        for number, share in enumerate(plan.own):
-            for table in share.tables:
-                share_of[table] = number if divided else number + 1
-                in_last_lane[table] = divided
         overflow = 0 if admission is None else overflow_rows(row_bytes)
-        overflow += -overflow % len(lanes)  # every lane has as many
+        overflow += -overflow % len(layout.lanes)  # every lane has as many
         try:
             self.native = _core.Tier(
-                lanes=[[share.config() for share in lane] for lane in lanes],
+                lanes=[[share.config() for share in lane] for lane in layout.lanes],
                 grows=plan.holds_all and not plan.own,
                 overflow_slots=overflow,
-                share_of=share_of,
-                in_last_lane=in_last_lane,
+                share_of=layout.share_of,
+                lanes_of=layout.lanes_of,
             )
             self.rows = plan.device.allocate(capacity + overflow, row_bytes)
             self.rows.commit(self.native.committed)
