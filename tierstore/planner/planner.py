@@ -178,7 +178,7 @@ def plan_of(solution: Solution, promised: Collection[str] = ()) -> ShardingPlan:
     caches, result, topology = solution.caches, [], solution.topology
     slots = [caches.hbm_rows, caches.memory_rows - caches.hbm_rows]
     sizes = [caches.hbm_bytes(), caches.uvm_bytes(), caches.ssd_bytes, *slots]
-    whole = (caches.hbm_rows >= caches.rows) & (caches.slot > 0)
+    whole = caches.hbm_rows >= caches.rows
     each = iter(np.column_stack([*sizes, whole, caches.read_ahead_bytes()]).astype(np.int64).tolist())
     unique = caches.field("unique")
     misses = unique * caches.misses(caches.hbm_rows)
