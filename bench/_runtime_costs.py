@@ -48,6 +48,7 @@ _FEW_MISS = (2.0, 12_500.0)  # many distinct rows, nearly all among those that a
 KINDS = {
     "memory": [(0.0, 10.0, _IDS), (1.2, 10.0, _IDS), (*_FEW_MISS, _IDS), (0.6, 10.0, _IDS // 8)],
     "uvm": [(0.0, 10.0, _IDS), (0.7, 10.0, _IDS), (1.2, 10.0, _IDS), (*_FEW_MISS, _IDS)],
+    "ssd": [(0.0, 10.0, _IDS), (0.7, 10.0, _IDS), (1.2, 10.0, _IDS)],
 }
 """By place of the rows: popularities P(k-th row) ~ (k + q)^-s as (s, q), and ids of a table."""
 _ROUNDS = 3
@@ -57,6 +58,12 @@ def one_thread() -> None:
     """Let torch and the engine compute with one thread."""
     torch.set_num_threads(1)
     tierstore.set_num_threads(1)
+
+
+def _waiting_seconds(bags: Any) -> float:
+    """Return the seconds that planning has waited so far, for other batches and for the drive."""
+    every = [group.stats.counters for group in bags.engine.groups]
+    return sum(c.wait_seconds + c.blocked_seconds for c in every)
 
 
 def planning_seconds(bags: Any) -> float:
@@ -73,15 +80,17 @@ def planning_seconds(bags: Any) -> float:
 class Sample:
     """The typical batch of one collection and its seconds by stage.
 
-    ``ids``, ``unique`` (distinct rows) and ``misses`` are counts; ``moved``: bytes of missing rows, up and
-    down; ``computed``: bytes that lookups and updates touch; ``others``: CPU seconds per second that other
-    processes took.
+    ``ids``, ``unique`` (distinct rows), ``cached`` (of these, rows of tables with a policy), ``misses`` and
+    ``stored`` (rows from the store) are counts; ``moved``: bytes of missing rows, up and down; ``computed``:
+    bytes that lookups and updates touch; ``others``: CPU seconds per second that other processes took.
     """
 
     mode: str
     ids: float
     unique: float
+    cached: float
     misses: float
+    stored: float
     moved: float
     computed: float
     fetch: float
@@ -141,25 +150,32 @@ def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps
     output_grad, input = torch.ones(count // _BAG, width), torch.randn(count // _BAG, width)
     dense = perceptron(width)
     optimizer = torch.optim.SGD(dense.parameters(), lr=0.01)
-    fetch, compute, counts = [planning_seconds(bags)], [], []
+    # Planning sets the pace unless all is in memory; there the counters say what planning takes.
+    paces = mode != "memory"
+    fetch, compute, counts = [], [], []
     neighbours = Neighbours()
     for batch in tierstore.prefetch(iter(batches), bags, depth=_DEPTH, window=_WINDOW):
         start = time.thread_time()
         bags(batch).values().backward(output_grad)
         compute.append(time.thread_time() - start)
         train_step(dense, optimizer, input)
-        counts.append([group.stats.tiers["hbm"].rows - group.stats.tiers["hbm"].row_hits for group in groups])
-        fetch.append(planning_seconds(bags))
+        tiers = [group.stats.tiers for group in groups]
+        counts.append(
+            [(t["hbm"].rows - t["hbm"].row_hits, t["ssd"].row_hits if "ssd" in t else 0) for t in tiers]
+        )
+        fetch.append(time.perf_counter() - _waiting_seconds(bags) if paces else planning_seconds(bags))
     others = neighbours.share()
-    sums = dict.fromkeys(("ids", "unique", "misses", "moved", "computed"), 0.0)
+    sums = dict.fromkeys(("ids", "unique", "cached", "misses", "stored", "moved", "computed"), 0.0)
     for group, last, warm in zip(groups, counts[-1], counts[_WARM], strict=True):
         size, dim = group.layout.row_bytes, group.layout.dim
         own = [t for t, table in enumerate(tables) if table.embedding_dim == dim]
         unique = float(np.mean([sum(len(np.unique(ids[t])) for t in own) for ids in drawn]))
-        missed = (last - warm) / (len(counts) - 1 - _WARM)
+        missed, stored = (np.array(last) - warm) / (len(counts) - 1 - _WARM)
         sums["ids"] += count * len(own)
         sums["unique"] += unique
+        sums["cached"] += unique * paces
         sums["misses"] += missed
+        sums["stored"] += stored
         sums["moved"] += 2 * missed * size
         sums["computed"] += 8 * count * len(own) * dim + 2 * unique * size
     # During the last steps no more batches are announced or planned.
@@ -220,7 +236,8 @@ def _collection(mode: str, dims: tuple[int, ...]) -> Any:
         return sum(bytes_for(held, optimizer.row_bytes(dim), "lookahead") for dim in dims)
 
     some, every = size(rows // _HELD[dims]), size(rows + rows // 8)
-    config = TierConfig(hbm=every, ssd=0) if mode == "memory" else TierConfig(hbm=some, uvm=every, ssd=0)
+    tiers: dict[str, Any] = {"memory": {"hbm": every, "ssd": 0}, "uvm": {"hbm": some, "uvm": every, "ssd": 0}}
+    config = TierConfig(**tiers.get(mode, {"hbm": some, "ssd": "10GiB"}))
     bags = tierstore.EmbeddingBagCollection(tables, config=config, optimizer=optimizer)
     load_zeros(bags, tables)
     return bags
@@ -238,13 +255,15 @@ def fitted(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the planner's terms from samples of all :data:`KINDS`."""
     memory = [sample for sample in samples if sample.mode == "memory"]
     step, lookup, update, per_byte = _fit(memory, "compute", ("one", "ids", "unique", "computed"))
-    per_id, plan, link, link_byte = _fit(samples, "fetch", ("ids", "unique", "misses", "moved"))
+    names = ("ids", "unique", "cached", "misses", "moved", "stored")
+    per_id, plan, policy, link, link_byte, store = _fit(samples, "fetch", names)
+    fetched = {"plan": plan, "policy": policy, "link": link, "store": store}
     return {
         "index_rows_per_s": 1 / max(per_id, 1e-12),
         "hbm_bw": 1 / max(per_byte, 1e-13),
         "host_link_bw": 1 / max(link_byte, 1e-13),
         "step_s": step,
-        "row_seconds": {"lookup": lookup, "update": update, "plan": plan, "link": link},
+        "row_seconds": {"lookup": lookup, "update": update, **fetched},
     }
 
 

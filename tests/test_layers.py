@@ -187,8 +187,8 @@ def test_modules_that_are_imported_by_name_are_below(path: Path) -> None:
 
 def test_names_of_modules_are_found(tmp_path: Path) -> None:
     path = tmp_path / "loads.py"
-    path.write_text('A, B = "tierstore.planner.job", ["tierstore.store.native:NativeStore", "no.name"]\n')
-    assert named_modules(path) == {"tierstore.planner.job", "tierstore.store.native"}
+    path.write_text('A, B = "tierstore.planner.planner", ["tierstore.store.native:NativeStore", "no.name"]\n')
+    assert named_modules(path) == {"tierstore.planner.planner", "tierstore.store.native"}
 
 
 FILES = {module_name(path): path for path in python_files()}

@@ -162,7 +162,7 @@ def __dir__() -> list[str]:
 
 
 def _plan_job(module: Any, job: Job, group: Any) -> ShardingPlan:
-    from tierstore.planner.job import plan_job
+    from tierstore.planner.planner import plan_job
 
     return plan_job(module, job, group)
 

@@ -84,7 +84,8 @@ class ShardPlacement:
     hbm_rows: int = 0
     uvm_rows: int = 0
     own: int = 0
-    """1 where constraints promise the table bytes or tiers, so that no other table uses its slots; else 0."""
+    """1 where no other table uses the shard's slots, since constraints promise the table bytes or tiers, or
+    HBM has all of its rows; else 0."""
     read_ahead_bytes: int = 0
     """The part of ``uvm_bytes`` for rows that are read ahead; 0: the plan says nothing of it."""
 

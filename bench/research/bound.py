@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,21 +20,22 @@ from tierstore.planner.costs import Problem
 from tierstore.planner.curves import Floats
 from tierstore.planner.options import ShardCost, ShardingOption, options_of
 
+Shares = Sequence[tuple[str, float]]
+"""Ranks or hosts by name, and how many shards of a kind each of them has."""
+
 
 def optimum(problem: Problem, time_limit: float = 60.0) -> float:
     """Return seconds that the best step over all options and ranks takes at least; for small cases."""
     topology, program = problem.topology, _Program(problem)
-    for r in range(topology.world_size):
-        program.add_rank(f"rank {r}")
-        program.add_host(f"host {topology.host_of(r)}")
+    hosts = [f"host {topology.host_of(r)}" for r in range(topology.world_size)]
+    for r, host in enumerate(hosts):
+        program.add_machine(f"rank {r}", host)
     for t, demand in enumerate(problem.demands):
-        group = (
-            range(topology.world_size) if demand.device_group is None else sorted(set(demand.device_group))
-        )
+        group = range(len(hosts)) if demand.device_group is None else sorted(set(demand.device_group))
         for option in options_of(problem, t):
             for place in _places(option, group, topology.ranks_per_host):
-                targets = [_Target(f"rank {r}", 1.0, f"host {topology.host_of(r)}", 1.0) for r in place]
-                program.add_choice(t, option, [[target] for target in targets])
+                shards = [([(f"rank {r}", 1.0)], [(hosts[r], 1.0)]) for r in place]
+                program.add_choice(t, option, shards)
     return program.solve(time_limit)
 
 
@@ -48,15 +48,14 @@ def relaxed(problem: Problem, time_limit: float = 60.0) -> float:
     """
     topology, program = problem.topology, _Program(problem)
     for t in (-1, *range(len(problem.tables))):  # all ranks and hosts as one, then those of each table alone
-        program.add_rank(f"rank of {t}")
-        program.add_host(f"host of {t}")
+        program.add_machine(f"rank of {t}", f"host of {t}")
         for option in options_of(problem, t) if t >= 0 else ():
             count = topology.world_size if option.spread == "all" else option.shards
             most = {"host": 1, "hosts": option.column_cuts, "all": topology.hosts}
-            hosts = most.get(option.spread, min(topology.hosts, option.shards))
-            pooled = _Target("rank of -1", count / topology.world_size, "host of -1", count / topology.hosts)
+            alone = count / most.get(option.spread, min(topology.hosts, option.shards))
+            ranks = [("rank of -1", count / topology.world_size), (f"rank of {t}", 1.0)]
             program.add_choice(
-                t, option, [[pooled, _Target(f"rank of {t}", 1.0, f"host of {t}", count / hosts)]]
+                t, option, [(ranks, [("host of -1", count / topology.hosts), (f"host of {t}", alone)])]
             )
     return program.solve(time_limit)
 
@@ -74,16 +73,6 @@ def _places(option: ShardingOption, ranks: Sequence[int], per_host: int) -> Iter
     return [list(itertools.chain(*few)) for few in itertools.combinations(hosts, option.column_cuts)]
 
 
-@dataclass(frozen=True)
-class _Target:
-    """Where a shard's needs go, and how often."""
-
-    rank: str
-    many: float
-    host: str
-    many_host: float
-
-
 class _Program:
     """Rows by name, each with coefficients by variable; their sums are 0 at most, or within ``limits``.
 
@@ -95,69 +84,67 @@ class _Program:
         self.problem, self.topology = problem, problem.topology
         self.rows: dict[Any, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self.limits: dict[Any, tuple[float, float]] = {}
+        self.units = {"hbm": self.topology.hbm_per_rank, "memory": max(1, self.topology.host_memory_per_host)}
+        self.units["ssd"] = max(1, self.topology.ssd_per_host)
         self.integral = [0] * 5
         for stage in range(4):
             self.rows["all", stage][1 + stage] = -1.0
             self.limits["all", stage] = 0.0, 0.0
 
-    def add_rank(self, rank: str) -> None:
-        """Add a rank with all that it spends whatever its shards are."""
-        problem, topology = self.problem, self.topology
+    def add_machine(self, rank: str, host: str) -> None:
+        """Add a rank with all that it spends whatever its shards are, and its host, shared by its ranks."""
+        problem, topology, most = self.problem, self.topology, -np.inf
         fixed = np.array([[problem.compute_seconds, 0.0, 0.0, 0.0]])
-        for stage, seconds in enumerate(
-            [*fixed[0], 0.0, float(problem.fetch_seconds(fixed, np.zeros(1))[0])]
-        ):
+        fetch = float(problem.fetch_seconds(fixed, np.zeros(1))[0])
+        for stage, seconds in enumerate([*fixed[0], 0.0, fetch]):
             self.rows[rank, stage][0] = -1.0
-            self.limits[rank, stage] = -np.inf, -1e3 * seconds
+            self.limits[rank, stage] = most, -1e3 * seconds
             if stage < 4:
                 self.rows[rank, stage][1 + stage] = 1.0
         self.rows[rank, 5] |= {1: topology.in_turn, 2: float(topology.one_fetcher)}
-        self.limits[rank, "hbm"] = -np.inf, 1 - problem.fixed_hbm / topology.hbm_per_rank
-
-    def add_host(self, host: str) -> None:
-        """Add a host; its memories are shared by its ranks."""
-        memory = max(1, self.topology.host_memory_per_host)
+        self.limits[rank, "hbm"] = most, 1 - problem.fixed_hbm / topology.hbm_per_rank
         self.rows[host, "drives"][0] = -1.0
-        room = self.topology.host_memory_per_host - self.problem.fixed_host
-        self.limits[host, "memory"] = -np.inf, room / memory
-        self.limits[host, "ssd"] = -np.inf, float(self.topology.ssd_per_host > 0)
+        room = topology.host_memory_per_host - problem.fixed_host
+        self.limits[host, "memory"] = most, room / self.units["memory"]
+        self.limits[host, "ssd"] = most, float(topology.ssd_per_host > 0)
 
-    def add_choice(self, table: int, option: ShardingOption, shards: Sequence[Sequence[_Target]]) -> None:
-        """Add an option and where each of its shards goes: a table has exactly one of its choices."""
+    def add_choice(self, table: int, option: ShardingOption, shards: Sequence[tuple[Shares, Shares]]) -> None:
+        """Add an option and the ranks and hosts of its shards: a table has exactly one of its choices."""
         chosen = self._variable(integral=True)
         self.rows["one", table][chosen] = 1.0
         self.limits["one", table] = 1.0, 1.0
         for stage, seconds in enumerate(option.everywhere):
             self.rows["all", stage][chosen] = 1e3 * seconds
-        for targets in shards:
-            self._add_shard(chosen, option.cost, targets)
+        for ranks, hosts in shards:
+            self._add_shard(chosen, option.cost, ranks, hosts)
 
-    def _add_shard(self, chosen: int, cost: ShardCost, targets: Sequence[_Target]) -> None:
-        fetch = self.topology.one_fetcher * (cost.load[1] + self.topology.in_turn * cost.load[0])
+    def _add_shard(self, chosen: int, cost: ShardCost, ranks: Shares, hosts: Shares) -> None:
+        one_fetcher = float(self.topology.one_fetcher)
+        fetch = one_fetcher * (cost.load[1] + self.topology.in_turn * cost.load[0])
         for stage, seconds in enumerate((*cost.load, 0.0, fetch)):
-            self._on_ranks(targets, stage, chosen, 1e3 * seconds)
-        self._on_ranks(targets, "hbm", chosen, cost.fixed_hbm / self.topology.hbm_per_rank)
-        self._on_hosts(targets, "memory", chosen, cost.fixed_host)
+            self._add(ranks, stage, chosen, seconds)
+        self._add(ranks, "hbm", chosen, cost.fixed_hbm)
+        self._add(hosts, "memory", chosen, cost.fixed_host)
         if not cost.slot_bytes:
             return
         above = self.rows["on the device are among those in memory", len(self.rows)]
         for v, rows, misses in self._segments(chosen, *corners(cost, cost.hbm_floor)):
             above[v] += rows / cost.rows
-            for stage, share in ((4, 1.0), (5, float(self.topology.one_fetcher))):
-                self._on_ranks(targets, stage, v, 1e3 * share * misses * cost.unique * cost.link_s)
-            self._on_ranks(targets, "hbm", v, rows * cost.slot_bytes / self.topology.hbm_per_rank)
-            self._on_hosts(targets, "memory", v, -rows * cost.slot_bytes)
+            for stage, share in ((4, 1.0), (5, one_fetcher)):
+                self._add(ranks, stage, v, share * misses * cost.unique * cost.link_s)
+            self._add(ranks, "hbm", v, rows * cost.slot_bytes)
+            self._add(hosts, "memory", v, -rows * cost.slot_bytes)
         segments = self._segments(chosen, *corners(cost, cost.memory_floor))
         for v, rows, misses in segments:
             above[v] -= rows / cost.rows
-            self._on_hosts(targets, "drives", v, 1e3 * misses * cost.unique * cost.ssd_s)
-            self._on_hosts(targets, "memory", v, rows * cost.slot_bytes)
+            self._add(hosts, "drives", v, misses * cost.unique * cost.ssd_s)
+            self._add(hosts, "memory", v, rows * cost.slot_bytes)
         if len(segments) > 1:
             whole = self._variable(integral=True)  # else the store and its index are needed
             self.rows["whole", whole] |= {whole: 1.0, segments[-1][0]: -1.0}
             for v, sign in ((chosen, 1.0), (whole, -1.0)):
-                self._on_hosts(targets, "memory", v, sign * cost.index_bytes)
-                self._on_hosts(targets, "ssd", v, sign * cost.ssd_bytes)
+                self._add(hosts, "memory", v, sign * cost.index_bytes)
+                self._add(hosts, "ssd", v, sign * cost.ssd_bytes)
 
     def _segments(self, chosen: int, rows: Floats, misses: Floats) -> list[tuple[int, float, float]]:
         """Return (variable, rows, misses) of the first corner, then of the way to each next one."""
@@ -168,32 +155,26 @@ class _Program:
             result.append((v, more, fewer))
         return result
 
-    def _on_ranks(self, targets: Sequence[_Target], of: Any, variable: int, value: float) -> None:
-        for to in targets:
-            self.rows[to.rank, of][variable] += to.many * value
-
-    def _on_hosts(self, targets: Sequence[_Target], of: str, variable: int, value: float) -> None:
-        sizes = {"memory": self.topology.host_memory_per_host, "ssd": self.topology.ssd_per_host}
-        for to in targets:
-            self.rows[to.host, of][variable] += to.many_host * value / max(1, sizes.get(of, 1))
+    def _add(self, places: Shares, of: Any, variable: int, value: float) -> None:
+        """Add seconds of a stage, or bytes of a memory, on some ranks or hosts."""
+        for name, many in places:
+            self.rows[name, of][variable] += many * value / self.units.get(of, 1e-3)
 
     def _variable(self, integral: bool = False) -> int:
         self.integral.append(int(integral))
         return len(self.integral) - 1
 
     def solve(self, time_limit: float) -> float:
-        n, names = len(self.integral), list(self.rows)
-        entries = [
-            (i, v, value) for i, name in enumerate(names) for v, value in self.rows[name].items() if value
-        ]
+        n = len(self.integral)
+        entries = [(i, v, x) for i, row in enumerate(self.rows.values()) for v, x in row.items() if x]
         row, column, value = zip(*entries, strict=True)
-        limits = np.array([self.limits.get(name, (-np.inf, 0.0)) for name in names])
+        limits = np.array([self.limits.get(name, (-np.inf, 0.0)) for name in self.rows])
         result = milp(
             np.eye(1, n)[0],
             integrality=np.array(self.integral),
             bounds=Bounds(np.zeros(n), np.where(np.arange(n) < 5, np.inf, 1.0)),
             constraints=LinearConstraint(
-                coo_array((value, (row, column)), (len(names), n)).tocsr(), *limits.T
+                coo_array((value, (row, column)), (len(self.rows), n)).tocsr(), *limits.T
             ),
             options={"time_limit": time_limit, "mip_rel_gap": 1e-3},
         )

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 import cache_policies
 from cache_policies import PreparedTrace
-from tierstore.planner.costs import HELD_BYTES_PER_ROW, slot_bytes
-from tierstore.planner.window import (
+from tierstore.planner.costs import slot_bytes
+from tierstore.planner.reading import (
     BYTES_PER_BAG,
     BYTES_PER_ID,
     BYTES_PER_ROW,
+    HELD_BYTES_PER_ROW,
     MAX_WINDOW,
     WINDOW_BYTES,
     WINDOW_ROWS,

@@ -27,20 +27,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, _: JsonFile | None) -> Results:
-    figures: dict[str, float] = {}
-    if args.cases:
-        ratios = [against_optimum(seed) for seed in range(args.cases)]
-        known = [ratio for ratio in ratios if ratio is not None]
-        figures |= {"optimum.cases": len(known), "optimum.infeasible": len(ratios) - len(known)}
-        figures |= {"optimum.median": float(np.median(known)), "optimum.worst": max(known)}
-    if args.bound_tables:
-        found = solved(8, large_tables(args.bound_tables, 1))
-        ratio = found.prediction.step / relaxed(found.problem)
-        figures |= {"bound.tables": args.bound_tables, "bound.ratio": ratio}
-    if args.tables:
-        found = solved(args.hosts, large_tables(args.tables))
-        figures |= {"large.tables": args.tables, "large.ranks": found.topology.world_size}
-        figures |= {"large.plan_s": found.seconds, "large.predicted_step_s": found.prediction.step}
+    ratios = [against_optimum(seed) for seed in range(args.cases)]
+    known = [ratio for ratio in ratios if ratio is not None]
+    bounded = solved(8, large_tables(args.bound_tables, 1))
+    ratio = bounded.prediction.step / relaxed(bounded.problem)
+    large = solved(args.hosts, large_tables(args.tables))
+    figures = {
+        **{"optimum.cases": len(known), "optimum.infeasible": len(ratios) - len(known)},
+        **{"optimum.median": float(np.median(known)), "optimum.worst": max(known)},
+        **{"bound.tables": args.bound_tables, "bound.ratio": ratio},
+        **{"large.tables": args.tables, "large.ranks": large.topology.world_size},
+        **{"large.plan_s": large.seconds, "large.predicted_step_s": large.prediction.step},
+    }
     return figures, {}
 
 

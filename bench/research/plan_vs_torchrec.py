@@ -46,11 +46,9 @@ def run(args: argparse.Namespace, _: JsonFile | None) -> Results:
         pair = compared(tables, machines, args.batch_size, args.search_seconds)
         pairs.append({"tables": count, "machine": machine, "sizes": sizes, "hbm": hbm, **pair})
         theirs = f"{pair['theirs'] * 1e3:>7.3f} ms {pair['ratio']:>6.3f}"
-        print(
-            f"{count:>3} {sizes:<10} {machine:<12} {hbm:<6} {pair['ours'] * 1e3:>7.3f} ms",
-            f"{pair['why'] or theirs:>17}  {pair['ours_plan_s']:.2f} s, {pair['theirs_plan_s']:.2f} s",
-            flush=True,
-        )
+        steps = f"{pair['ours'] * 1e3:>7.3f} ms {pair['why'] or theirs:>17}"
+        planned = f"{pair['ours_plan_s']:.2f} s, {pair['theirs_plan_s']:.2f} s"
+        print(f"{count:>3} {sizes:<10} {machine:<12} {hbm:<6} {steps}  {planned}", flush=True)
     ratios = [pair["ratio"] for pair in pairs if pair["ratio"]]
     figures = {
         "pairs": len(ratios),

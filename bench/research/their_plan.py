@@ -1,25 +1,18 @@
-"""torchrec's planner asked for a plan, and its plans told in our words."""
+"""torchrec's planner asked for a plan, and its cuts and ranks in our words."""
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tierstore.errors import ConfigError
-from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
 from tierstore.planner import ParameterConstraints, TableSpec, Topology
-from tierstore.planner.costs import Problem, slot_bytes
+from tierstore.planner.costs import Problem
 from tierstore.planner.options import Placed, options_of
 from tierstore.planner.solver import Solution, divided
-from tierstore.planner.tables import row_bytes
 from tierstore.planner.topology import ASSUMED_RATES
-
-LOAD_FACTOR = 0.2
-"""torchrec's share of a table's rows that its cache has, where nothing says otherwise."""
 
 
 def with_our_tiers(theirs: Mapping[str, Any], ours: Solution) -> Solution | None:
@@ -93,66 +86,6 @@ def placed_as(problem: Problem, number: int, theirs: Any) -> Placed:
                 number, option, list(range(machines.world_size)) if option.spread == "all" else ranks
             )
     raise ConfigError(f"no option of ours is like torchrec's {kind} of {table.name} on ranks {ranks}")
-
-
-def as_our_plan(theirs: Mapping[str, Any], ours: Solution) -> tuple[ShardingPlan, list[str]]:
-    """Return the same shards on the same ranks, and what had to be changed to keep to the memories, in words.
-
-    torchrec's compute kernels say the bytes: all rows in hbm, or its cache's share there and the rest in uvm.
-    ``ours``: a solution for the same tables and machine. Raises ConfigError for kernels that keep rows
-    elsewhere.
-    """
-    machine = ours.topology
-    floors = [placed_as(ours.problem, i, theirs[t.name]).option.cost.floor for i, t in enumerate(ours.tables)]
-    sizes = list(zip(ours.tables, floors, strict=True))
-    whole = [_table(table, theirs[table.name], machine, floor, {}) for table, floor in sizes]
-    used = [0] * machine.world_size
-    for shard in (shard for table in whole for shard in table.shards):
-        used[shard.rank] += shard.hbm_bytes
-    shares = {
-        rank: machine.hbm_per_rank / size for rank, size in enumerate(used) if size > machine.hbm_per_rank
-    }
-    notes = [f"rank {rank} needs {1 / share:.2f} times its hbm" for rank, share in shares.items()]
-    below = sum(shard.uvm_bytes for table in whole for shard in table.shards)
-    if below > machine.host_memory_per_host:
-        notes.append(f"needs {below / machine.host_memory_per_host:.2f} times the host memory")
-    tables = tuple(_table(table, theirs[table.name], machine, floor, shares) for table, floor in sizes)
-    return ShardingPlan(tables, machine.world_size, machine.ranks_per_host, machine.device), notes
-
-
-def _table(
-    spec: TableSpec, theirs: Any, machine: Topology, floor: float, shares: Mapping[int, float]
-) -> TablePlacement:
-    """Return torchrec's placement of a table, of whose rows in hbm only the share of its rank is there."""
-    every, size = range(machine.world_size), (spec.num_embeddings, spec.embedding_dim)
-    parts = [(rank, 0, size[0], 0, size[1]) for rank in every]
-    if theirs.sharding_spec is not None:
-        parts = [
-            (cut.placement.rank(), *itertools.chain(*zip(cut.shard_offsets, cut.shard_sizes, strict=True)))
-            for cut in theirs.sharding_spec.shards
-        ]
-    cached, shards = _cached_share(spec.name, theirs), []
-    for rank, row, rows, column, columns in parts:
-        hbm = int(min(rows, max(math.ceil(cached * rows), math.ceil(floor))) * shares.get(rank, 1.0))
-        slot = slot_bytes(row_bytes(columns, spec.optimizer))
-        sizes = int(hbm * slot), int((rows - hbm) * slot), 0, hbm, rows - hbm
-        shards.append(ShardPlacement(rank, row, rows, column, columns, *sizes))
-    return TablePlacement(
-        spec.name, ShardingType(theirs.sharding_type), tuple(shards), 0.0, spec.module, *size
-    )
-
-
-def _cached_share(name: str, theirs: Any) -> float:
-    """Return the share of the rows that is in device memory."""
-    kernel = theirs.compute_kernel
-    if kernel in ("dense", "fused"):
-        return 1.0
-    if kernel == "fused_uvm":
-        return 0.0
-    if kernel != "fused_uvm_caching":
-        raise ConfigError(f"torchrec's plan has kernel {kernel!r} for {name}; its tiers are not known")
-    given = theirs.cache_params.load_factor if theirs.cache_params else None
-    return LOAD_FACTOR if given is None else float(given)
 
 
 def cuts_for_cpu(placed: Mapping[str, tuple[str, list[int]]]) -> Callable[[Any], dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.parallel import DistributedDataParallel
 
 import tierstore
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor
@@ -27,33 +28,16 @@ from tierstore.planner.costs import (
 from tierstore.planner.tables import row_bytes, spec_of_config
 
 from .._neighbours import LOUD, Neighbours
-from .._runtime_costs import Draws, features, perceptron, train_step
+from .._runtime_costs import Draws, features, one_thread, perceptron, train_step
 
 DEPTH, WINDOW, LR = 2, 8, 0.01
-_READ_AHEAD = 8 << 20  # bytes that a rank has for rows read ahead
+READ_AHEAD = 8 << 20  # bytes that a rank has for rows read ahead
 _RECORDED = 160
 """Batches that miss curves are made of, the second half; training sees others."""
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Shares of the tables' bytes in (hbm, uvm) of all ranks together, and whether there is an SSD below."""
-
-    hbm: float
-    uvm: float
-    ssd: bool
-
-
-@dataclass(frozen=True)
-class Turns:
-    """How long to train: ``warm`` steps first, then ``turns`` of ``steps`` each.
-
-    As many turns again, at most, take the place of those that other processes disturbed.
-    """
-
-    warm: int
-    turns: int
-    steps: int
+Budget = tuple[float, float, bool]
+"""Shares of the tables' bytes in (hbm, uvm) of all ranks together, and whether there is an SSD below."""
 
 
 @dataclass(frozen=True)
@@ -93,17 +77,17 @@ class Case:
 
         ``rates``: other fields of the topology.
         """
-        specs, budget = self.specs(), self.budget
+        specs, (hbm, uvm, ssd) = self.specs(), self.budget
         sizes = [row_bytes(spec.embedding_dim, spec.optimizer) for spec in specs]
         rows, examples = sum(spec.rows for spec in specs), self.batch_size * self.ranks
         total = sum(int(spec.rows * slot_bytes(size)) for spec, size in zip(specs, sizes, strict=True))
         fixed = int(sum(examples * (20 * spec.pooling_factor + 12 * spec.embedding_dim) for spec in specs))
         beside = fixed + min(len(set(sizes)) * POLICY_FIXED_SLOTS, rows) * POLICY_FIXED_BYTES
-        stored = rows * INDEX_BYTES_PER_ROW + (RANK_BUFFERS + _READ_AHEAD) * self.ranks
+        stored = rows * INDEX_BYTES_PER_ROW + (RANK_BUFFERS + READ_AHEAD) * self.ranks
         memories = {
-            "hbm_per_rank": int(budget.hbm * total / self.ranks) + fixed,
-            "host_memory_per_host": int(budget.uvm * total) + beside * self.ranks + stored * budget.ssd,
-            "ssd_per_host": 20 * total * budget.ssd,
+            "hbm_per_rank": int(hbm * total / self.ranks) + fixed,
+            "host_memory_per_host": int(uvm * total) + beside * self.ranks + stored * ssd,
+            "ssd_per_host": 20 * total * ssd,
         }
         machine = {"device": "cpu", "hosts": 1, "ranks_per_host": self.ranks, **memories}
         return Topology.from_dict({**rates, **machine})
@@ -167,16 +151,17 @@ class Model(torch.nn.Module):
         return self.over(self.bags(batch).values())
 
 
-def dense_seconds(
-    case: Case, wrap: Callable[[torch.nn.Module], torch.nn.Module], clock: Callable[[], float]
-) -> float:
+def dense_seconds(case: Case) -> float:
     """Return what the planner is told of the dense part: a step of the model with constant bags.
 
-    ``wrap``: around what is over the bags; ``clock``: of the processors that count.
+    Among several ranks that includes the exchange of gradients, and all threads of this rank.
     """
+    one_thread()
     values = torch.randn(case.batch_size, case.width, requires_grad=True)
     model = Model(lambda _: SimpleNamespace(values=lambda: values * 1.0), case.width)
-    model.over = wrap(model.over)  # type: ignore[assignment]
+    if case.ranks > 1:
+        model.over = DistributedDataParallel(model.over)  # type: ignore[assignment]
+    clock = time.thread_time if case.ranks == 1 else time.process_time
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     times = []
     for _ in range(50):
@@ -189,9 +174,9 @@ def dense_seconds(
 class Batches:
     """Endless batches of one rank that training sees; :meth:`draw` makes some before they are needed."""
 
-    def __init__(self, case: Case, rank: int, convert: Callable[[Any], Any] = lambda one: one) -> None:
+    def __init__(self, case: Case, rank: int) -> None:
         data = Data(case)
-        self._made = (convert(data.part(step, rank)) for step in count(_RECORDED))
+        self._made = (data.part(step, rank) for step in count(_RECORDED))
         self._drawn = deque[Any]()
 
     def draw(self, number: int) -> None:
@@ -205,50 +190,43 @@ class Batches:
             yield self._drawn.popleft()
 
 
-@dataclass
 class Job:
-    """A model in training: its batches, and counters that only grow, which a step's figures are made of."""
+    """A model in training, and counters that only grow, which a step's figures are made of."""
 
-    model: torch.nn.Module
-    drawn: Batches
-    batches: Iterator[Any]
-    counters: Callable[[], dict[str, float]]
-    close: Callable[[], None] = lambda: None
+    def __init__(self, model: Any, drawn: Batches, counters: Callable[[], dict[str, float]]) -> None:
+        self.model, self.counters, self._drawn = model, counters, drawn
+        self.batches = tierstore.prefetch(iter(drawn), model, depth=DEPTH, window=WINDOW)
 
-    @classmethod
-    def prefetched(cls, model: torch.nn.Module, drawn: Batches, counters: Any, close: Any) -> Job:
-        """Return a job whose batches are prefetched; ``close`` ends what is trained."""
-        batches = tierstore.prefetch(iter(drawn), model, depth=DEPTH, window=WINDOW)
-
-        def close_all() -> None:
-            batches.close()
-            close()
-
-        return cls(model, drawn, batches, counters, close_all)
-
-    def train(self, turns: Turns, reduced: Callable[[str, float], float]) -> dict[str, Any]:
+    def train(
+        self, warm: int, turns: int, steps: int, reduced: Callable[[str, float], float]
+    ) -> dict[str, Any]:
         """Return what a step adds to each counter, medians of the calm turns (of all where there are none).
 
-        ``step`` is by the clock. ``reduced``: a counter's value over all ranks. Also the number of turns, of
-        calm ones, and the loss at the end.
+        ``warm`` steps are first, then ``turns`` of ``steps`` each. As many turns again, at most, take the
+        place of those that other processes disturbed. ``step`` is by the clock. ``reduced``: a counter's
+        value over all ranks. Also the number of turns, of calm ones, and the loss at the end.
         """
         optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
         neighbours = Neighbours(lambda value: reduced("cpu", value))
         found: list[dict[str, float]] = []
-        self.drawn.draw(turns.warm + WINDOW + DEPTH + 2)
-        self._steps(optimizer, turns.warm)
-        while sum(turn["others"] < LOUD for turn in found) < turns.turns and len(found) < 2 * turns.turns:
-            self.drawn.draw(WINDOW + turns.steps)
+        self._drawn.draw(warm + WINDOW + DEPTH + 2)
+        self._steps(optimizer, warm)
+        while sum(turn["others"] < LOUD for turn in found) < turns and len(found) < 2 * turns:
+            self._drawn.draw(WINDOW + steps)
             self._steps(optimizer, WINDOW)  # what was fetched while batches were drawn is used up
             neighbours.share()
-            before = {"step": time.perf_counter(), **self.counters()}
-            loss = self._steps(optimizer, turns.steps)
-            after = {"step": time.perf_counter(), **self.counters()}
-            turn = {name: reduced(name, after[name] - before[name]) / turns.steps for name in after}
+            before = self._counted()
+            loss = self._steps(optimizer, steps)
+            after = self._counted()
+            turn = {name: reduced(name, after[name] - before[name]) / steps for name in after}
             found.append({**turn, "others": reduced("others", neighbours.share())})
         calm = [turn for turn in found if turn["others"] < LOUD]
         figures = {name: float(np.median([turn[name] for turn in calm or found])) for name in found[0]}
         return {**figures, "calm": len(calm), "turns": len(found), "loss": loss}
+
+    def _counted(self) -> dict[str, float]:
+        seconds = {"compute": time.thread_time(), "cpu": time.process_time()}
+        return {"step": time.perf_counter(), **seconds, **self.counters()}
 
     def _steps(self, optimizer: torch.optim.Optimizer, number: int) -> float:
         for _ in range(number):

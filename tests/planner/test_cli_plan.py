@@ -139,7 +139,7 @@ def test_what_does_not_fit_exits_with_1_and_says_what_is_missing(files, capsys):
             "row_seconds['lookup'] is 'x'; it must be seconds",
         ),
         ("topology.yaml", "gpus: 1", "unknown fields ['gpus']"),
-        ("topology.yaml", "- 1", "a topology is a mapping"),
+        ("topology.yaml", "- 1", "topology: expected a mapping"),
     ],
 )
 def test_bad_files_are_one_line_and_exit_code_2(files, capsys, file, text, message):

@@ -76,6 +76,23 @@ def test_exchanges_cost_per_collection_and_per_piece():
     assert np.allclose(compute(EXCHANGE, two) - compute(free, two), 2 * step + 6 * 2 * EXCHANGE["piece"])
 
 
+def test_rows_of_a_policy_and_of_the_store_cost_the_fetching_thread():
+    def solved(size: str, **seconds: float) -> Solution:
+        machines = Topology(1, 1, size, "43MiB", "1GiB", device="cpu", row_seconds=seconds)
+        return EmbeddingShardingPlanner(machines, batch_size=256, search_seconds=1).solve(TABLES[:1])
+
+    def more(size: str, **seconds: float) -> float:
+        return float((solved(size, **seconds).prediction.ranks - solved(size).prediction.ranks)[0, 5])
+
+    assert more("1GiB", policy=1e-6, store=1e-6) == 0  # the device holds all rows
+    caches = solved("3MiB").caches
+    unique = caches.field("unique")
+    assert more("3MiB", policy=1e-6) == pytest.approx(1e-6 * unique.sum())
+    reads = float((unique * caches.misses(caches.memory_rows)).sum())
+    assert reads > 0
+    assert more("3MiB", store=1e-6) == pytest.approx(1e-6 * reads)
+
+
 def test_a_rank_alone_exchanges_nothing_and_what_is_not_measured_is_assumed():
     assert Topology(1, 1, "1GiB", "1GiB", device="cpu").exchange("step") == 0
     assert "exchange_seconds" not in Topology(1, 1, "1GiB", "1GiB", device="cpu").assumed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tierstore.cli.plan import read_yaml
 from tierstore.errors import ConfigError, InfeasiblePlanError
 from tierstore.placement import STORE_SLACK, ShardingPlan, ShardingType
 from tierstore.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology, Workload
+from tierstore.planner.allocate import allocate
 from tierstore.planner.costs import (
     POLICY_BYTES_PER_SLOT,
     POLICY_FIXED_BYTES,
@@ -25,6 +27,7 @@ from tierstore.planner.costs import (
     TIER_BYTES_PER_SLOT,
 )
 from tierstore.planner.files import specs_of_yaml
+from tierstore.planner.options import Placed, options_of
 from tierstore.planner.tables import STATE_FLOATS, row_bytes
 
 EXAMPLE = Path(__file__).parents[2] / "examples/plan_100tb"
@@ -153,6 +156,26 @@ def test_without_an_ssd_every_row_has_a_slot():
     for shard in [s for t in planner(machines, constraints=demands).plan(tables).tables for s in t.shards]:
         assert 0 < shard.hbm_rows < shard.rows
         assert shard.hbm_rows + shard.uvm_rows >= shard.rows
+
+
+@pytest.mark.parametrize("held", range(1000, 1009))
+def test_rows_that_are_in_hbm_alone_take_no_host_memory(held):
+    # Rows become bytes and rows again, and a third of these numbers lose a row to rounding.
+    problem = planner(topology(1, 1, hbm_per_rank=1, host_memory_per_host=1)).problem(
+        [table(rows=300_000, dim=32)]
+    )
+    option = options_of(problem, 0)[0]
+    cost = replace(option.cost, hbm_floor=float(held), memory_floor=0.0)
+    caches = allocate(problem, [Placed(0, replace(option, cost=cost), [0])])
+    assert caches.memory_rows >= caches.hbm_rows > 0
+
+
+def test_shards_that_hbm_holds_whole_have_their_slots_to_themselves():
+    tables = [table("small", 10_000), table("large", 400_000_000), table("copied", 100)]
+    demand = {"copied": ParameterConstraints(["data_parallel"])}
+    plan = planner(topology(), constraints=demand).plan(tables)
+    own = {t.name: {shard.own for shard in t.shards} for t in plan.tables}
+    assert own == {"small": {1}, "large": {0}, "copied": {1}}
 
 
 def test_equal_shards_on_a_host_get_equal_memory():

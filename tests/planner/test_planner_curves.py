@@ -18,8 +18,8 @@ def test_popularity_equals_the_sum_over_all_rows(rows, s, q):
     weights = (np.arange(1, rows + 1) + q) ** -s
     touched = 1 - np.exp(-accesses * weights / weights.sum())
     popularity = Popularity(s, q)
-    assert popularity.unique_rows(rows, accesses) == pytest.approx(touched.sum(), rel=0.01)
-    curve = popularity.curve(rows, accesses)
+    unique, curve = popularity.demand(rows, accesses)
+    assert unique == pytest.approx(touched.sum(), rel=0.01)
     for size in (rows // 50, rows // 10, rows // 2):
         expected = touched[size:].sum() / touched.sum()
         assert curve.at(size) == pytest.approx(expected, rel=0.03, abs=1e-3)
@@ -28,7 +28,7 @@ def test_popularity_equals_the_sum_over_all_rows(rows, s, q):
 
 
 def test_a_table_of_a_trillion_rows_is_no_trouble():
-    unique, curve = Popularity(1.05, 100).unique_rows(10**12, 1e6), Popularity(1.05, 100).curve(10**12, 1e6)
+    unique, curve = Popularity(1.05, 100).demand(10**12, 1e6)
     assert 1e5 < unique < 1e6
     assert (np.diff(curve.misses) <= 0).all()
     slopes = np.diff(curve.misses) / np.diff(curve.rows)
@@ -41,8 +41,8 @@ def test_predicted_misses_are_those_of_the_most_popular_rows_within_5_percent():
     random = np.random.default_rng(0)
     trace = [random.choice(rows, batch, p=weights / weights.sum()) for _ in range(batches)]
     missed = sum(int((np.unique(ids) >= capacity).sum()) for ids in trace)
-    popularity = Popularity(1.0, 20.0)
-    predicted = popularity.unique_rows(rows, batch) * popularity.curve(rows, batch).at(capacity)
+    unique, curve = Popularity(1.0, 20.0).demand(rows, batch)
+    predicted = unique * curve.at(capacity)
     assert predicted * batches == pytest.approx(missed, rel=0.05)
 
 

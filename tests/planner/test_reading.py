@@ -18,10 +18,10 @@ from tierstore.cache.tiers import horizon, read_ahead
 from tierstore.optim import SGD
 from tierstore.pipeline import prefetch as pipeline
 from tierstore.placement import record_bytes
-from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload, costs, reading, window
-from tierstore.planner.costs import Problem, read_bytes
+from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload, costs, reading
+from tierstore.planner.costs import Problem
 from tierstore.planner.curves import Popularity
-from tierstore.planner.reading import MERGED_READ_BYTES, merged_reads, read_seconds, round_batches
+from tierstore.planner.reading import MERGED_READ_BYTES, merged_reads, read_bytes, read_seconds, round_batches
 
 BLOCK, RECORD = 4096, 292
 GAP = 8 << 10  # of the store as long as it has not measured its device
@@ -47,15 +47,15 @@ def merged(places: np.ndarray, gap: float) -> tuple[int, int]:
 
 
 def test_the_constants_are_the_runtimes():
-    assert pytest.approx(read_ahead.bytes_per_row(256)) == 256 + costs.HELD_BYTES_PER_ROW
+    assert pytest.approx(read_ahead.bytes_per_row(256)) == 256 + reading.HELD_BYTES_PER_ROW
     assert reading.HORIZON_ROWS == horizon._ROWS
     assert reading.ROUND == horizon._ROUND
     assert costs.READ_AHEAD_SHARE == opening._READ_AHEAD_SHARE
     assert costs.READ_AHEAD_OF_MEMORY == opening._READ_AHEAD_OF_MEMORY
     assert costs.READ_AHEAD_AT_MOST == opening._READ_AHEAD_AT_MOST
-    assert window.MAX_WINDOW == pipeline.MAX_WINDOW
-    assert window.WINDOW_BYTES == pipeline.WINDOW_BYTES
-    assert window.WINDOW_ROWS == read_ahead.WINDOW_ROWS
+    assert reading.MAX_WINDOW == pipeline.MAX_WINDOW
+    assert reading.WINDOW_BYTES == pipeline.WINDOW_BYTES
+    assert reading.WINDOW_ROWS == read_ahead.WINDOW_ROWS
 
 
 @pytest.mark.parametrize("rows", [100, 1000, 5000, 20_000])
@@ -182,7 +182,7 @@ def test_windows_are_given_or_end_somewhere() -> None:
     lengths = [problem(read_ahead=size << 20).window for size in (0, 64, 256)]
     assert lengths == sorted(set(lengths))
     few = replace(problem(), tables=[table(pooling_factor=0.1)])
-    assert few.window == window.MAX_WINDOW
+    assert few.window == reading.MAX_WINDOW
 
 
 @pytest.mark.parametrize("read_ahead_bytes", [0, 400_000, 1_600_000])
@@ -190,7 +190,7 @@ def test_windows_are_given_or_end_somewhere() -> None:
 def test_an_automatic_window_ends_where_the_runtimes_does(
     exponent: float, read_ahead_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (pipeline, window):
+    for module in (pipeline, reading):
         monkeypatch.setattr(module, "WINDOW_BYTES", 1 << 18)
     config = tierstore.TierConfig(hbm=5000 * (SIZE + 57), engine="memory", read_ahead=read_ahead_bytes)
     tables = tierstore.EmbeddingBagCollection(tables=[config_of(ROWS)], config=config, optimizer=SGD(lr=0.1))

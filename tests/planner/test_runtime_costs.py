@@ -20,7 +20,7 @@ def small(monkeypatch):
     monkeypatch.setattr(_runtime_costs, "_TRIES", 1)  # a test is not alone
     monkeypatch.setattr(_runtime_costs, "_SHORT", 1)
     plain, skewed = (0.0, 10.0, 104), (1.2, 10.0, 104)
-    kinds = {"memory": [plain, skewed], "uvm": [plain, skewed]}
+    kinds = {"memory": [plain, skewed], "uvm": [plain, skewed], "ssd": [plain, skewed]}
     for mode, values in kinds.items():
         monkeypatch.setitem(_runtime_costs.KINDS, mode, values)
 
@@ -36,6 +36,6 @@ def test_runtime_figures_are_fields_of_a_topology():
 
 
 def test_disturbed_samples_do_not_count():
-    calm, loud = (Sample("memory", 1, 1, 0, 0, 1, s, s, LOUD * s) for s in (0.5, 9.0))
+    calm, loud = (Sample("memory", 1, 1, 0, 0, 0, 0, 1, s, s, LOUD * s) for s in (0.5, 9.0))
     assert Sample.median([loud, calm, loud]).fetch == 0.5
     assert Sample.median([loud]).fetch == 9.0

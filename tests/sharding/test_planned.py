@@ -20,7 +20,7 @@ from tierstore.errors import InfeasiblePlanError
 from tierstore.placement import Job
 from tierstore.planner import EmbeddingShardingPlanner, Topology
 from tierstore.planner.costs import EXCHANGES
-from tierstore.planner.job import plan_job
+from tierstore.planner.planner import plan_job
 from tierstore.sharding import (
     DistributedModelParallel,
     ShardedEmbeddingBagCollection,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +44,7 @@ def steps_of(cost: ShardCost, floor: float, index: float, per_miss: str) -> Step
     rows, misses = corners(cost, floor)
     size, seconds = rows * cost.slot_bytes + index, misses * cost.unique * getattr(cost, per_miss)
     size[-1] -= index
+    seconds[:-1] += cost.policy_s if per_miss == "link_s" else 0.0
     fewer = np.append(size[:-1] < size[-1], True)
     size, seconds = lower_hull(size[fewer], seconds[fewer])
     rows = np.append((size[:-1] - index) / (cost.slot_bytes or 1.0), float(cost.rows))
@@ -62,7 +64,7 @@ class Allocation:
 
     Shards are in the order of the placements and their ranks. ``missing``: bytes by which the memories are
     too small, by resource and place: {("hbm", rank): n, ("host_memory", host): n, ("ssd", host): n}.
-    ``ssd_room``: what each shard's part of the SSD is, by what it needs there at least.
+    ``ssd_bytes``: int64 (shards,), of the SSD, at least what a shard needs.
     """
 
     costs: list[ShardCost]
@@ -70,7 +72,7 @@ class Allocation:
     hbm_rows: Floats
     memory_rows: Floats
     missing: dict[tuple[str, int], int] = field(default_factory=dict)
-    ssd_room: Floats | float = 1.0
+    ssd_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:
         self.rows, self.slot = self.field("rows"), self.field("slot_bytes")
@@ -107,21 +109,15 @@ class Allocation:
         """Return the bytes of the SSD without which each shard does not fit: int64 (shards,)."""
         return _whole_bytes(self.field("ssd_bytes") * self.stored)
 
-    def ssd_bytes(self) -> NDArray[np.int64]:
-        """Return the bytes of the SSD that each shard gets: int64 (shards,)."""
-        return _whole_bytes(self.ssd_need() * np.asarray(self.ssd_room, dtype=np.float64))
-
     def crowded(self) -> str:
         """Return which rank stores more rows of one size than a store has places for; "" when all fit."""
-        sizes = self.field("row_bytes")
-        for rank, size in {*zip(self.rank[self.stored].tolist(), sizes[self.stored].tolist(), strict=True)}:
-            count = self.rows[self.stored & (self.rank == rank) & (sizes == size)].sum()
-            if count > MOST_STORED_ROWS:
-                return (
-                    f"rank {rank} would store {count:,.0f} rows of {size:.0f} bytes, and a store has places "
-                    f"for {MOST_STORED_ROWS:,} of one size"
-                )
-        return ""
+        counts: Counter[tuple[int, int]] = Counter()
+        for i in np.flatnonzero(self.stored):
+            counts[int(self.rank[i]), self.costs[i].row_bytes] += self.costs[i].rows
+        (rank, size), count = max(counts.items(), key=lambda item: item[1], default=((0, 0), 0))
+        places = f"and a store has places for {MOST_STORED_ROWS:,} of one size"
+        crowded = f"rank {rank} would store {count:,} rows of {size} bytes, {places}"
+        return crowded if count > MOST_STORED_ROWS else ""
 
 
 def allocate(problem: Problem, placed: Sequence[Placed], for_ssd: bool = False) -> Allocation:
@@ -148,7 +144,8 @@ def allocate(problem: Problem, placed: Sequence[Placed], for_ssd: bool = False) 
     # A store gets all of its host's SSD that it has a use for, but for what ranks add to their parts.
     left = topology.ssd_per_host - topology.ranks_per_host * STORE_SLACK
     need = np.bincount(host, result.ssd_need(), topology.hosts)
-    result.ssd_room = np.clip(left / np.maximum(need, 1.0), 1.0, MOST_STORE_BYTES / DISK_SLACK)[host]
+    given = np.clip(left / np.maximum(need, 1.0), 1.0, MOST_STORE_BYTES / DISK_SLACK)[host]
+    result.ssd_bytes = _whole_bytes(result.ssd_need() * given)
     return result
 
 
@@ -157,7 +154,8 @@ def _fill_host(problem: Problem, result: Allocation, here: NDArray[np.int64], ho
     room = topology.host_memory_per_host - problem.fixed_host - float(result.field("fixed_host")[here].sum())
     room += float((held * result.slot[here]).sum())
     floors, index = np.maximum(held, result.field("memory_floor")[here]), result.field("index_bytes")[here]
-    result.memory_rows[here], missing = _fill(result, here, floors, "ssd_s", room, index)
+    rows, missing = _fill(result, here, floors, "ssd_s", room, index)
+    result.memory_rows[here] = np.maximum(held, rows)  # rows that become bytes and rows again are rounded
     if missing > 0:
         result.missing["host_memory", host] = int(missing) + 1
     stored = int(result.ssd_need()[here].sum()) - int(topology.ssd_per_host)

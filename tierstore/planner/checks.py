@@ -14,6 +14,11 @@ def require(holds: Any, message: str) -> None:
         raise ConfigError(message)
 
 
+def must_be(name: str, value: Any, holds: Any, what: str) -> None:
+    """Raise ConfigError unless it holds that ``value`` is ``what``; ``name`` says of what it is the value."""
+    require(holds, f"{name} is {value!r}; it must be {what}")
+
+
 def plain_number(value: Any) -> Any:
     """Return a number that YAML read as a string (1e9, in YAML 1.1), and whole numbers as integers."""
     if isinstance(value, str):

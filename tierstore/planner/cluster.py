@@ -112,25 +112,25 @@ class Cluster:
         spilled = self._by_host(self._spilled(self.ranks))
         return *self._of_ranks(self.ranks), *self._of_hosts(self.hosts, spilled)
 
-    def longest(self) -> float:
-        """Return the seconds of the longest stage."""
-        rank, _, host, _ = self.loads()
-        return max(float(rank.max()), float(host.max()), 1e-12)
+    def quality(self) -> tuple[float, float]:
+        """Return (overflow, seconds of the longest stage): less is better, in this order."""
+        rank, over, host, host_over = self.loads()
+        return float(over.sum() + host_over.sum()), max(float(rank.max()), float(host.max()), 1e-12)
 
     def total(self, unit: float, power: float) -> float:
         """Return the sum of :func:`badness` over ranks and hosts."""
         rank, over, host, host_over = self.loads()
         return float(badness(rank, over, unit, power).sum() + badness(host, host_over, unit, power).sum())
 
-    def weight(self, part: Part, unit: float, k: int) -> float:
-        """Return a shard's share of a step of ``unit`` seconds, or of a memory, at the k-th price."""
+    def weight(self, part: Part, unit: float) -> float:
+        """Return the share of a step of ``unit`` seconds, or of a memory, of a shard at its floors."""
         rank, host, machine = part.rank, part.host, self.topology
-        seconds = max(*rank[_LOAD], rank[_LINK][k], host[_DRIVES][k] / machine.ranks_per_host)
+        seconds = max(*rank[_LOAD], rank[_LINK][0], host[_DRIVES][0] / machine.ranks_per_host)
         return max(
             seconds / unit,
             (rank[_FIXED] + rank[_BYTES][0]) / machine.hbm_per_rank,
-            (rank[_HELD][0] + host[_INDEX][k]) / max(1, machine.host_memory_per_host),
-            host[_FILES][k] / max(1, machine.ssd_per_host),
+            (rank[_HELD][0] + host[_INDEX][0]) / max(1, machine.host_memory_per_host),
+            host[_FILES][0] / max(1, machine.ssd_per_host),
         )
 
     def growth(self, part: Part, unit: float, power: float) -> Floats:

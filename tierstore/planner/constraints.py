@@ -8,7 +8,7 @@ from typing import Any
 
 from tierstore.config import is_integer, parse_bytes
 from tierstore.placement import ShardingType
-from tierstore.planner.checks import require
+from tierstore.planner.checks import must_be, require
 
 _ALL_TIERS = ("hbm", "uvm", "ssd")
 _TIERS_OF_KERNELS = {
@@ -54,19 +54,17 @@ class ParameterConstraints:
         for name in ("sharding_types", "device_group", "tiers", "compute_kernels", "pooling_factors"):
             value = getattr(self, name)
             listed = value is None or (isinstance(value, Sequence) and not isinstance(value, str))
-            require(listed, f"{name} is {value!r}; it must be a list")
+            must_be(name, value, listed, "a list")
         if self.sharding_types is not None:
             kinds = _some_of("sharding_types", self.sharding_types, [kind.value for kind in ShardingType])
             object.__setattr__(self, "sharding_types", kinds)
         columns, group = self.min_partition, self.device_group
-        positive = columns is None or is_integer(columns, 1)
-        require(positive, f"min_partition is {columns!r}; it must be a positive integer")
+        must_be("min_partition", columns, columns is None or is_integer(columns, 1), "a positive integer")
         ranks = group is None or (len(group) and all(is_integer(rank) for rank in group))
         require(ranks, f"device_group {list(group or ())} must be ranks: integers from 0")
         for name in ("min_hbm_bytes", "min_uvm_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
-        flag = self.is_weighted
-        require(isinstance(flag, bool), f"is_weighted is {flag!r}; it must be True or False")
+        must_be("is_weighted", self.is_weighted, isinstance(self.is_weighted, bool), "True or False")
         self._set_tiers()
         self._set_pooling_factor()
 
@@ -85,7 +83,7 @@ class ParameterConstraints:
         if self.tiers is not None:
             known = ({"hbm"}, {"hbm", "uvm"}, set(_ALL_TIERS))
             valid = all(isinstance(tier, str) for tier in self.tiers) and set(self.tiers) in known
-            require(valid, f'tiers is {list(self.tiers)}; it must be ["hbm"], ["hbm", "uvm"] or all three')
+            must_be("tiers", list(self.tiers), valid, '["hbm"], ["hbm", "uvm"] or all three')
 
     def _set_pooling_factor(self) -> None:
         factors = self.pooling_factors

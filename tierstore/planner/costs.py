@@ -10,19 +10,18 @@ from functools import cached_property
 import numpy as np
 
 from tierstore.config import is_integer
-from tierstore.planner.checks import require
+from tierstore.planner.checks import must_be
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.curves import Floats
+from tierstore.planner.reading import BYTES_PER_BAG, BYTES_PER_ID, HELD_BYTES_PER_ROW, MANY, Ahead
 from tierstore.planner.tables import TableSpec, row_bytes
 from tierstore.planner.topology import Topology
-from tierstore.planner.window import BYTES_PER_BAG, BYTES_PER_ID, MANY, WINDOW_ROWS, Ahead
 
 # Tests compare these with the runtime.
 TIER_BYTES_PER_SLOT = 30 + 8 * 2
 POLICY_BYTES_PER_SLOT = 16  # lookahead
 POLICY_FIXED_SLOTS = 7_800  # the first slots of lookahead take
 POLICY_FIXED_BYTES = 40  # more
-HELD_BYTES_PER_ROW = 13 + 8 * 2 + WINDOW_ROWS * 16  # of a row that is read ahead, beside its bytes
 READ_AHEAD_SHARE = 8  # reading ahead takes one in so many bytes of the tables
 READ_AHEAD_AT_MOST = 4 << 30
 READ_AHEAD_OF_MEMORY = 64  # the ranks of a host take one byte in so many together
@@ -62,15 +61,13 @@ class Workload:
     rows_per_read: float | None = None
 
     def __post_init__(self) -> None:
-        positive = is_integer(self.batch_size, 1)
-        require(positive, f"batch_size is {self.batch_size!r}; it must be a positive integer")
+        must_be("batch_size", self.batch_size, is_integer(self.batch_size, 1), "a positive integer")
         for name in ("dense_seconds", "dense_bytes", "depth"):
             value = getattr(self, name)
-            require(0 <= value < math.inf, f"{name} is {value!r}; it must be 0 or more, and finite")
-        ahead = self.read_ahead is None or is_integer(self.read_ahead, 0)
-        require(ahead, f"read_ahead is {self.read_ahead!r}; it must be a whole number of bytes, or None")
-        reads = self.rows_per_read
-        require(reads is None or 1 <= reads < math.inf, f"rows_per_read is {reads!r}; it must be at least 1")
+            must_be(name, value, 0 <= value < math.inf, "0 or more, and finite")
+        ahead, reads = self.read_ahead, self.rows_per_read
+        must_be("read_ahead", ahead, ahead is None or is_integer(ahead), "a whole number of bytes, or None")
+        must_be("rows_per_read", reads, reads is None or 1 <= reads < math.inf, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -106,52 +103,46 @@ class Problem:
         return seconds[:, 1] + link + self.topology.in_turn * busy
 
     @cached_property
-    def window(self) -> float:
+    def window(self) -> int:
         """Batches whose ids are known ahead."""
         return self._ahead.automatic() if self.work.window is None else self.work.window
 
     @cached_property
     def held_share(self) -> float:
-        """The part of the memory for reading ahead that the window leaves to rows."""
-        bytes_ = self._read_ahead_bytes
-        return 1 - self._ahead.beyond(self.window) / bytes_ if bytes_ else 0.0
-
-    @cached_property
-    def _ahead(self) -> Ahead:
-        """The batches of one rank, if rows are spread evenly over the ranks."""
-        tables, batch, ranks = self.tables, self.work.batch_size, self.topology.world_size
-        bags = sum(batch * len(table.feature_names) for table in tables)
-        ids = sum(table.accesses(batch) for table in tables)
-        unique = np.array([table.demand(self.global_batch)[0] for table in tables])
-        many = np.array([table.demand(MANY * self.global_batch)[0] for table in tables])
-        return Ahead(
-            batch_bytes=BYTES_PER_ID * ids + BYTES_PER_BAG * bags,
-            unique=unique / ranks,
-            unique_of_many=many / ranks,
-            rows=np.array([table.rows for table in tables]) / ranks,
-            held_bytes=np.array([row_bytes(t.embedding_dim, t.optimizer) for t in tables])
-            + HELD_BYTES_PER_ROW,
-            read_ahead=self._read_ahead_bytes,
-        )
+        """The part of the memory for reading ahead that the window leaves to rows: half of it at least."""
+        bytes_ = self._ahead.read_ahead
+        return max(0.5, 1 - float(self._ahead.beyond(np.array([self.window]))[0]) / bytes_) if bytes_ else 0.0
 
     @cached_property
     def read_ahead_share(self) -> float:
         """Host memory for rows that are read ahead, per byte of tables that have rows on the SSD."""
-        return self._read_ahead_bytes / self._bytes_per_rank
+        return self._ahead.read_ahead / self._bytes_per_rank
 
     @property
     def _bytes_per_rank(self) -> float:
         every = sum(size * rows for size, rows in rows_by_size(self.tables).items())
         return every / self.topology.world_size
 
-    @property
-    def _read_ahead_bytes(self) -> float:
-        """The most bytes that reading ahead takes on a rank."""
-        topology, given = self.topology, self.work.read_ahead
-        if given is not None:
-            return given
+    @cached_property
+    def _ahead(self) -> Ahead:
+        """The batches of one rank, if rows are spread evenly over the ranks."""
+        tables, work, topology = self.tables, self.work, self.topology
+        sizes = np.array([row_bytes(table.embedding_dim, table.optimizer) for table in tables])
+        each = np.array(
+            [(t.accesses(work.batch_size), work.batch_size * len(t.feature_names)) for t in tables]
+        )
+        demands = [[t.demand(n * self.global_batch)[0] for n in (1, MANY)] for t in tables]
+        unique, many = np.array(demands).T / topology.world_size
         memory = topology.host_memory_per_host / topology.ranks_per_host / READ_AHEAD_OF_MEMORY
-        return min(self._bytes_per_rank / READ_AHEAD_SHARE, memory, READ_AHEAD_AT_MOST)
+        most = min(self._bytes_per_rank / READ_AHEAD_SHARE, memory, READ_AHEAD_AT_MOST)
+        return Ahead(
+            batch_bytes=float((each @ [BYTES_PER_ID, BYTES_PER_BAG]).sum()),
+            unique=unique,
+            unique_of_many=many,
+            rows=np.array([table.rows for table in tables]) / topology.world_size,
+            held_bytes=sizes + HELD_BYTES_PER_ROW,
+            read_ahead=most if work.read_ahead is None else work.read_ahead,
+        )
 
     @cached_property
     def fixed_hbm(self) -> int:
@@ -191,14 +182,3 @@ def rows_by_size(tables: Sequence[TableSpec]) -> dict[int, int]:
 def slot_bytes(row: int) -> float:
     """Return the bytes that a slot for a row of ``row`` bytes takes of a memory tier."""
     return row + TIER_BYTES_PER_SLOT + POLICY_BYTES_PER_SLOT
-
-
-def read_bytes(record: int) -> int:
-    """Return the bytes that the native store reads for one record: the blocks of 4 KiB that it lies in.
-
-    In frames of one block no record crosses the end. In larger frames records lie anywhere
-    (docs/reference/formats.md).
-    """
-    if record <= 4096 and 4096 % record <= 4096 // 50:
-        return 4096
-    return 4096 + record - 1

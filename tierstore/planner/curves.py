@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import boxcox
 
 from tierstore.planner.checks import require
 
@@ -18,7 +19,6 @@ Floats = NDArray[np.float64]
 # nothing is known.
 PRESET_S, PRESET_Q = 1.1, 100.0
 
-_EXACT_RANKS = 64
 _CELLS = 400
 _POINTS = 36
 
@@ -72,55 +72,28 @@ class Popularity:
         known = 0 <= self.s <= 10 and 0 <= self.q < math.inf
         require(known, f"popularity needs 0 <= s <= 10 and q >= 0, not s={self.s!r}, q={self.q!r}")
 
-    def unique_rows(self, rows: int, accesses: float) -> float:
-        """Return the expected number of different rows among ``accesses`` independent draws."""
-        return _distinct(self.s, self.q, rows, accesses)[0]
+    def demand(self, rows: int, accesses: float) -> tuple[float, MissCurve]:
+        """Return the (expected different rows, misses per different row) of ``accesses`` independent draws.
 
-    def curve(self, rows: int, accesses: float) -> MissCurve:
-        """Misses per unique row of a batch of ``accesses``, if the memory holds the most popular rows.
-
-        That is what exact frequency counts reach on independent draws; next-use eviction does better.
+        The memory holds the most popular rows. That is what exact frequency counts reach; next-use eviction
+        does better.
         """
-        return _distinct(self.s, self.q, rows, accesses)[1]
+        return _demand(self.s, self.q, rows, accesses)
 
 
 @lru_cache(maxsize=8192)
-def _distinct(s: float, q: float, rows: int, accesses: float) -> tuple[float, MissCurve]:
-    edges = _edges(rows)
+def _demand(s: float, q: float, rows: int, accesses: float) -> tuple[float, MissCurve]:
+    edges = np.unique(np.floor(np.geomspace(1, rows + 1, _CELLS)))  # of cells of ranks, the first of one each
     counts = np.diff(edges)
-    mass = np.maximum(_integral(edges[1:] - 0.5, s, q) - _integral(edges[:-1] - 0.5, s, q), 0)
+    mass = np.maximum(np.diff(boxcox(edges - 0.5 + q, 1 - s)), 0)  # the integral of (x + q)^-s
     expected = counts * -np.expm1(-accesses * mass / mass.sum() / counts)
     unique = float(expected.sum())
     left = np.concatenate([[1.0], 1 - np.cumsum(expected) / unique])
     left[-1] = 0.0
     x, y = edges - edges[0], np.maximum(left, 0)
-    if len(x) > _POINTS:  # the curve is convex, so points of it are corners of their hull but for rounding
-        keep = _spread(x, y)
-        x, y = x[keep], y[keep]
-    return unique, MissCurve(*lower_hull(x, y))
-
-
-def _edges(rows: int) -> Floats:
-    """Boundaries of cells of ranks 1 .. rows: one rank each at first, then of growing width."""
-    if rows <= _EXACT_RANKS:
-        return np.arange(1.0, rows + 2)
-    wide = np.unique(np.floor(np.geomspace(_EXACT_RANKS + 1, rows + 1, _CELLS)))
-    return np.concatenate([np.arange(1.0, _EXACT_RANKS + 1), wide])
-
-
-def _integral(x: Floats, s: float, q: float) -> Floats:
-    """Integral of (x + q)^-s, up to a constant."""
-    if abs(s - 1) < 1e-9:
-        return np.log(x + q)
-    return np.expm1((1 - s) * np.log(x + q)) / (1 - s)
-
-
-def _spread(x: Floats, y: Floats) -> NDArray[np.int64]:
-    """Return indices of points, half of them even in the misses, half in the logarithm of the size."""
-    by_miss = np.searchsorted(-y, -np.linspace(1, 0, _POINTS // 2))
-    by_size = np.searchsorted(x, np.geomspace(max(x[1], 1), x[-1], _POINTS // 2))
-    picks = np.concatenate([[0, len(x) - 1], by_miss, by_size])
-    return np.unique(np.clip(picks, 0, len(x) - 1))
+    # The curve is convex, so points of it are corners of their hull but for rounding.
+    keep = np.unique(np.linspace(0, len(x) - 1, _POINTS).astype(int))
+    return unique, MissCurve(*lower_hull(x[keep], y[keep]))
 
 
 def lower_hull(x: Floats, y: Floats) -> tuple[Floats, Floats]:

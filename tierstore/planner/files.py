@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from tierstore.errors import ConfigError
-from tierstore.planner.checks import fields_of, require
+from tierstore.planner.checks import fields_of, must_be, require
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.curves import Popularity
 from tierstore.planner.tables import TableSpec, check_data_type, optimizer_name
@@ -30,7 +30,7 @@ def specs_of_yaml(items: Any) -> list[TableSpec]:
 
 
 def _spec_of_mapping(item: Any, position: int) -> TableSpec:
-    require(isinstance(item, Mapping), f"tables: entry {position} is {item!r}; it must be a mapping")
+    must_be(f"tables: entry {position}", item, isinstance(item, Mapping), "a mapping")
     name = item.get("name", f"#{position}")
     where, known = f"table {name!r}", (*_NEEDED, *_FIELDS, *_OTHER_FIELDS)
     item = fields_of(item, where, known, _NEEDED, text=("name",))
@@ -40,24 +40,23 @@ def _spec_of_mapping(item: Any, position: int) -> TableSpec:
     check_data_type(name, item.get("data_type", "FP32"))
     values = {key: item[key] for key in (*_NEEDED, *_FIELDS) if key in item}
     weighted = values["weighted"] = item.get("weighted", item.get("is_weighted", False))
-    require(isinstance(weighted, bool), f"{where}: weighted is {weighted!r}; it must be true or false")
+    must_be(f"{where}: weighted", weighted, isinstance(weighted, bool), "true or false")
     features = item.get("feature_names", [])
     names = isinstance(features, list) and all(isinstance(feature, str) for feature in features)
-    require(names, f"{where}: feature_names is {features!r}; it must be a list of names")
+    must_be(f"{where}: feature_names", features, names, "a list of names")
     values["feature_names"] = tuple(features)
     if "popularity" in values:
         values["popularity"] = _popularity(where, values["popularity"])
     if "optimizer" in values:
         values["optimizer"] = optimizer_name(values["optimizer"])
     pooling = str(item.get("pooling", "SUM")).upper().removeprefix("POOLINGTYPE.")
-    message = f"{where}: pooling is {item.get('pooling')!r}; it must be one of {list(_POOLINGS)}"
-    require(pooling in _POOLINGS, message)
+    must_be(f"{where}: pooling", item.get("pooling"), pooling in _POOLINGS, f"one of {list(_POOLINGS)}")
     return TableSpec(pooled=pooling != "NONE", **values)
 
 
 def _popularity(where: str, values: Any) -> Popularity:
-    message = f"popularity is {values!r}; it must be a mapping of s and q, such as {{s: 1.1, q: 100}}"
-    require(isinstance(values, Mapping) and set(values) <= {"s", "q"}, f"{where}: {message}")
+    known = isinstance(values, Mapping) and set(values) <= {"s", "q"}
+    must_be(f"{where}: popularity", values, known, "a mapping of s and q, such as {s: 1.1, q: 100}")
     try:
         return Popularity(**fields_of(values, where, ("s", "q")))
     except (TypeError, ConfigError) as error:
@@ -81,8 +80,6 @@ def constraints_of_yaml(items: Any) -> dict[str, ParameterConstraints]:
 def stats_of_json(values: Any) -> dict[str, dict[str, Any]]:
     """Return a stats file's tables: name → sizes_rows, unique_miss_ratio, unique_rows, accesses per batch."""
     tables = values.get("tables") if isinstance(values, Mapping) else None
-    if not isinstance(tables, Mapping):
-        raise ConfigError(
-            'stats: expected {"tables": {NAME: {"sizes_rows": [...], "unique_miss_ratio": [...], ...}}}'
-        )
-    return dict(tables)
+    expected = '{"tables": {NAME: {"sizes_rows": [...], "unique_miss_ratio": [...], ...}}}'
+    require(isinstance(tables, Mapping), f"stats: expected {expected}")
+    return dict(tables or {})

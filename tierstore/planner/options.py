@@ -17,10 +17,10 @@ from tierstore.planner.costs import (
     INDEX_BYTES_PER_ROW,
     WRITE_AMPLIFICATION,
     Problem,
-    read_bytes,
     slot_bytes,
 )
 from tierstore.planner.curves import Floats, MissCurve
+from tierstore.planner.reading import read_bytes
 from tierstore.planner.tables import TableSpec, row_bytes
 from tierstore.planner.topology import Topology
 
@@ -36,9 +36,10 @@ class ShardCost:
     """What one shard needs and takes.
 
     - ``load``: seconds per step that do not depend on caches, float64 (4,): compute, index, intra, inter.
-    - ``curve``: misses per unique row, by rows held. A cache has ``floor`` rows at least, and ``hbm_floor``
-      of them in device memory; ``memory_floor`` is the least that device and host hold together.
-    - ``link_s``, ``ssd_s``: seconds of the rank's link, of the host's drives, per missing row.
+    - ``curve``: misses per unique row, by rows held. Device memory has ``hbm_floor`` of them at least;
+      ``memory_floor`` is the least that device and host hold together.
+    - ``link_s``, ``ssd_s``: seconds of the rank's link, of the host's drives, per missing row. ``policy_s``:
+      seconds of the link per step, unless all rows are in device memory.
     - ``index_bytes`` (host memory) and ``ssd_bytes`` are due unless all rows stay in memory; ``read_ahead``
       is the part of ``index_bytes`` for rows read ahead. ``fixed_hbm`` and ``fixed_host`` are buffers.
 
@@ -49,7 +50,6 @@ class ShardCost:
     row_bytes: int
     load: Floats
     curve: MissCurve
-    floor: float
     hbm_floor: float
     memory_floor: float
     fixed_hbm: int
@@ -60,6 +60,7 @@ class ShardCost:
     read_ahead: int = 0
     ssd_bytes: int = 0
     link_s: float = 0.0
+    policy_s: float = 0.0
     ssd_s: float = 0.0
 
 
@@ -180,7 +181,6 @@ def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: 
         row_bytes=size,
         load=exchange + _work_seconds(topology, accesses, unique, moved),
         curve=curve,
-        floor=floor,
         hbm_floor=hbm_floor,
         memory_floor=rows if in_memory else max(floor, hbm_floor, min(rows, own / pieces / slot)),
         fixed_hbm=int((work.depth + 1) * _id_bytes(problem, table, accesses) + 2 * outputs * columns * FLOAT),
@@ -191,6 +191,7 @@ def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: 
         read_ahead=ahead,
         ssd_bytes=int(rows * record * DISK_SLACK),
         link_s=2 * size / topology.host_link_bw + topology.row_seconds["link"],
+        policy_s=unique * topology.row_seconds["policy"],
         ssd_s=read + WRITE_AMPLIFICATION * record / topology.ssd_write_bw,
     )
 
@@ -212,7 +213,6 @@ def _replica_cost(problem: Problem, table: TableSpec) -> ShardCost:
         row_bytes=size,
         load=load,
         curve=MissCurve.through([0], [1], table.rows),
-        floor=table.rows,
         hbm_floor=table.rows,
         memory_floor=table.rows,
         fixed_hbm=int(table.rows * slot_bytes(size) + (problem.work.depth + 1) * ids + gradients),

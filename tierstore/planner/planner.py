@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from tierstore.errors import ConfigError, InfeasiblePlanError
-from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement, TablePlacement
-from tierstore.planner.checks import require
+from tierstore.placement import Job, ShardingPlan, ShardingType, ShardPlacement, TablePlacement
+from tierstore.planner.checks import must_be, require
 from tierstore.planner.constraints import ParameterConstraints, constraints_of
-from tierstore.planner.costs import Problem, Workload
+from tierstore.planner.costs import INDEX_BYTES_PER_ROW, RANK_BUFFERS, Problem, Workload
 from tierstore.planner.options import Placed
 from tierstore.planner.report import at_least, report_of, shortage
 from tierstore.planner.solver import Solution, solve
@@ -23,6 +23,8 @@ from tierstore.planner.topology import Topology
 from tierstore.planner.what_if import missing_bytes, what_would_help
 
 _ADAM_COPIES = 4  # parameter, gradient and two moments of the dense part
+_LEAST_HBM = 1 << 20  # of a rank of a running job
+_STAGING = 256 << 20  # bytes of host memory of such a rank, for rows on their way and rows read ahead
 
 
 class EmbeddingShardingPlanner:
@@ -46,8 +48,8 @@ class EmbeddingShardingPlanner:
         stats: Mapping[str, Mapping[str, Any]] | None = None,
         search_seconds: float = 5.0,
     ) -> None:
-        given = isinstance(topology, Topology)
-        require(given, f"topology is {type(topology).__name__}; it must be a tierstore.planner.Topology")
+        kind = type(topology)
+        must_be("topology", kind, isinstance(topology, Topology), "a tierstore.planner.Topology")
         work = workload or Workload()
         self.work = work if batch_size is None else replace(work, batch_size=batch_size)
         self.topology = topology
@@ -77,12 +79,10 @@ class EmbeddingShardingPlanner:
         crowded = solution.caches.crowded()
         require(not crowded, f"{crowded}; let constraints cut the tables by rows over more ranks")
         promised = [name for name, demand in self.constraints.items() if demand.promises_memory]
-        tables = placements(solution, promised)
+        plan = plan_of(solution, promised)
         helps, again = what_would_help(solution, advice_seconds)
-        report = report_of(solution, tables) | {"what_would_help": helps, "helps_by_planning_again": again}
-        report["plan_seconds"] = time.perf_counter() - start
-        ranks = self.topology.world_size, self.topology.ranks_per_host
-        return ShardingPlan(tables, *ranks, self.topology.device, report)
+        report = report_of(solution, plan) | {"what_would_help": helps, "helps_by_planning_again": again}
+        return replace(plan, report={**report, "plan_seconds": time.perf_counter() - start})
 
     def collective_plan(
         self, module: Any, sharders: Sequence[Any] | None = None, pg: Any = None
@@ -126,7 +126,7 @@ class EmbeddingShardingPlanner:
         return replace(problem, work=replace(self.work, dense_bytes=self.work.dense_bytes or dense))
 
     def _infeasible(self, solution: Solution, start: float) -> InfeasiblePlanError:
-        report = report_of(solution, placements(solution))
+        report = report_of(solution, plan_of(solution))
         report |= shortage(solution, missing_bytes(solution, self.search_seconds))
         report["plan_seconds"] = time.perf_counter() - start
         return InfeasiblePlanError(
@@ -170,27 +170,28 @@ def tables_of_module(module: Any) -> tuple[list[TableSpec], int]:
     return tables, dense
 
 
-def placements(solution: Solution, promised: Collection[str] = ()) -> tuple[TablePlacement, ...]:
-    """Return the solution as plain placements, in the order of the tables.
+def plan_of(solution: Solution, promised: Collection[str] = ()) -> ShardingPlan:
+    """Return the solution as a plan without a report; tables are in their order.
 
-    Tables in ``promised`` have their slots to themselves.
+    Tables in ``promised``, and shards whose rows are all in device memory, have their slots to themselves.
     """
-    caches, result = solution.caches, []
+    caches, result, topology = solution.caches, [], solution.topology
     slots = [caches.hbm_rows, caches.memory_rows - caches.hbm_rows]
-    sizes = np.column_stack([caches.hbm_bytes(), caches.uvm_bytes(), caches.ssd_bytes(), *slots])
-    each, unique = iter(sizes.astype(np.int64).tolist()), caches.field("unique")
-    ahead = iter(caches.read_ahead_bytes().tolist())
+    sizes = [caches.hbm_bytes(), caches.uvm_bytes(), caches.ssd_bytes, *slots]
+    whole = caches.hbm_rows >= caches.rows
+    each = iter(np.column_stack([*sizes, whole, caches.read_ahead_bytes()]).astype(np.int64).tolist())
+    unique = caches.field("unique")
     misses = unique * caches.misses(caches.hbm_rows)
     for item, shards in zip(solution.placed, solution.shards(), strict=True):
         spec = solution.tables[item.table]
-        own = int(spec.name in promised)
-        rate = round(
-            1 - float(misses[shards].sum() / (unique[shards].sum() or 1.0)), 6
-        )  # replicas miss nothing
-        placed = tuple(_shard(spec, item, j, [*next(each), own, next(ahead)]) for j in range(len(item.ranks)))
+        rate = 1 - float(misses[shards].sum() / (unique[shards].sum() or 1.0))  # replicas miss nothing
+        placed = tuple(_shard(spec, item, j, next(each)) for j in range(len(item.ranks)))
+        if spec.name in promised:
+            placed = tuple(replace(shard, own=1) for shard in placed)
         size = spec.num_embeddings, spec.embedding_dim
-        result.append(TablePlacement(spec.name, item.option.kind, placed, rate, spec.module, *size))
-    return tuple(result)
+        kind = item.option.kind
+        result.append(TablePlacement(spec.name, kind, placed, round(rate, 6), spec.module, *size))
+    return ShardingPlan(tuple(result), topology.world_size, topology.ranks_per_host, topology.device)
 
 
 def _shard(spec: TableSpec, item: Placed, j: int, sizes: Sequence[int]) -> ShardPlacement:
@@ -204,3 +205,19 @@ def _shard(spec: TableSpec, item: Placed, j: int, sizes: Sequence[int]) -> Shard
     columns = [part * spec.embedding_dim // option.column_cuts for part in (column, column + 1)]
     sides = rows[0], rows[1] - rows[0], columns[0], columns[1] - columns[0]
     return ShardPlacement(int(item.ranks[j]), *sides, *sizes)
+
+
+def plan_job(module: Any, job: Job, group: Any) -> ShardingPlan:
+    """Return a plan of the collections of ``module`` for ``job``, with assumed rates.
+
+    All ranks of the process group ``group`` call it. Raises InfeasiblePlanError if the tables do not fit.
+    """
+    ranks, staging = job.ranks_per_host, RANK_BUFFERS + max(_STAGING, job.read_ahead_bytes or 0)
+    # The store's index, rows read ahead and a rank's buffers are no part of uvm (docs/design.md).
+    beside = job.rows * INDEX_BYTES_PER_ROW // job.hosts + staging * ranks if job.ssd_bytes else 0
+    sizes = max(job.hbm_bytes, _LEAST_HBM), job.uvm_bytes * ranks + beside, job.ssd_bytes * ranks
+    machines = Topology(job.hosts, ranks, *sizes, device="cpu", processors_per_rank=job.processors_per_rank)
+    ahead = {name: n for name in ("depth", "window") if (n := getattr(job, name)) is not None}
+    work = Workload(**ahead, read_ahead=job.read_ahead_bytes)
+    planner = EmbeddingShardingPlanner(machines, workload=work, batch_size=job.batch_size)
+    return planner.collective_plan(module, pg=group)

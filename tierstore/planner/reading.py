@@ -1,18 +1,18 @@
-"""How rows come from the SSD on the CPU: those of many batches together, neighbours in one read.
+"""How rows come from the SSD: the batches that are known ahead, and those of many read together.
 
 The runtime goes round the places of a store's rows, and reads at each place what the batches of a horizon
-lack there (docs/design.md). It reads on over a gap that costs less than another read.
+lack there (docs/design.md). It reads on over a gap that costs less than another read. An automatic window
+(:mod:`tierstore.pipeline.prefetch`) ends where its batches have taken what the rows leave that it asks for at
+once.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
-from tierstore.placement import record_bytes
-from tierstore.planner.allocate import Allocation
-from tierstore.planner.costs import HELD_BYTES_PER_ROW, Problem, read_bytes
 from tierstore.planner.curves import Floats
 from tierstore.planner.topology import Topology
 
@@ -24,40 +24,62 @@ _BLOCK = 4096
 # Tests compare these with the runtime.
 HORIZON_ROWS = 1.5  # rows that the batches of the horizon lack together, per row that there is room for
 ROUND = 15 / 16  # batches that a round takes, per batch of the horizon
+MAX_WINDOW = 1024
+WINDOW_BYTES = 16 << 20  # of the window, beside the memory for rows read ahead
+WINDOW_ROWS = 1.9  # distinct rows of a window per row that it asks for at once
+HELD_BYTES_PER_ROW = 13 + 8 * 2 + WINDOW_ROWS * 16  # of a row that is read ahead, beside its bytes
+
+BYTES_PER_ID, BYTES_PER_BAG = 24, 16  # of a batch and its lookup; measured
+BYTES_PER_ROW = 16 * 5 / 3 * 17 / 16  # of a distinct row in the window's index
+MANY = 64  # batches whose distinct rows the model asks popularity for
 
 
-def saved_seconds(problem: Problem, caches: Allocation, misses: Floats) -> Floats:
-    """Return what merged reads save each host's drives per step, against one read per row: (hosts,).
+@dataclass(frozen=True)
+class Ahead:
+    """The batches of one rank and what they ask for; arrays are by table.
 
-    ``misses``: rows per step that each shard reads from the SSD.
+    ``batch_bytes``: of one batch and its lookups. ``unique``, ``unique_of_many``: distinct rows of one batch,
+    of MANY batches. ``rows``: all rows. ``held_bytes``: of a row that is read ahead, its index included.
+    ``read_ahead``: bytes.
     """
-    topology, work = problem.topology, problem.work
-    saved = np.zeros(topology.hosts)
-    if not topology.one_fetcher or work.rows_per_read is not None:
-        return saved
-    sizes, stored = caches.field("row_bytes").astype(int), caches.stored
-    table_bytes, ahead = sizes * caches.rows, caches.read_ahead_bytes()
-    for r in range(topology.world_size):
-        here = (caches.rank == r) & (caches.slot > 0)
-        for size in np.unique(sizes[here]).tolist():
-            tier = here & (sizes == size)
-            lacking, record = float(misses[tier].sum()), record_bytes(size)
-            if not lacking:
-                continue
-            part = float(table_bytes[tier].sum() / table_bytes[here].sum())  # as the runtime divides it
-            held = part * problem.held_share * float(ahead[here].sum())
-            room = held / (size + HELD_BYTES_PER_ROW)
-            batches = round_batches(problem.window, room, lacking)
-            files = FILE_BYTES * record * float(caches.rows[tier & stored].sum())
-            alone = lacking * topology.read_seconds(read_bytes(record))
-            merged = read_seconds(topology, lacking * batches, record, files) / batches
-            saved[topology.host_of(r)] += max(0.0, alone - merged)
-    return saved
+
+    batch_bytes: float
+    unique: Floats
+    unique_of_many: Floats
+    rows: Floats
+    held_bytes: Floats
+    read_ahead: float
+
+    def _distinct(self, batches: Floats) -> Floats:
+        """Return the distinct rows of (n,) batches, by a power law through one and MANY: (n, tables)."""
+        growth = np.log(self.unique_of_many / self.unique) / math.log(MANY)
+        return np.minimum(self.rows, self.unique * batches[:, None] ** growth)
+
+    def beyond(self, batches: Floats) -> Floats:
+        """Return the bytes that windows take of the memory for rows read ahead if nothing stops them."""
+        taken = batches * self.batch_bytes + BYTES_PER_ROW * self._distinct(batches).sum(axis=1)
+        return np.maximum(0.0, taken - WINDOW_BYTES)
+
+    def automatic(self) -> int:
+        """Return the batches of an automatic window."""
+        batches = np.arange(1.0, MAX_WINDOW + 1)
+        asked = self._distinct(batches) @ self.held_bytes / WINDOW_ROWS
+        free = np.clip(self.read_ahead - asked, 0.0, self.read_ahead / 2)
+        return max(1, int((self.beyond(batches) <= free).sum()))
 
 
 def round_batches(window: float, room: float, lacking: float) -> float:
     """Return the batches of a round, with room for ``room`` rows, of which a batch lacks ``lacking``."""
     return max(1.0, ROUND * min(window, HORIZON_ROWS * room / lacking))
+
+
+def read_bytes(record: int) -> int:
+    """Return the bytes that the native store reads for one record: the blocks of 4 KiB that it lies in.
+
+    In frames of one block no record crosses the end. In larger frames records lie anywhere
+    (docs/reference/formats.md).
+    """
+    return _BLOCK if record <= _BLOCK and _BLOCK % record <= _BLOCK // 50 else _BLOCK + record - 1
 
 
 def read_seconds(topology: Topology, rows: float, record: int, stored: float) -> float:

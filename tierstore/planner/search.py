@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tierstore.planner.cluster import GRID, Cluster, Part, PriceGrid
+from tierstore.planner.cluster import Cluster, Part, PriceGrid
 from tierstore.planner.costs import Problem
 from tierstore.planner.options import Placed, Ranks, options_of
 
@@ -36,13 +36,11 @@ class Search:
         first = [self.grid.part(few[0]) for few in options]
         self.unit = self._ideal(first)
         self.small = sum(map(len, options)) * len(world) <= _SMALL
-        weights, dearest = (
-            [self.cluster.weight(part, self.unit, k) for part in first] for k in (GRID // 2, 0)
-        )
+        weights = [self.cluster.weight(part, self.unit) for part in first]
         self.order = sorted(range(len(options)), key=lambda t: -weights[t])
         self.parts = [
             [part, *map(self.grid.part, few[1:] if self.small or weight >= _LIGHT else ())]
-            for part, weight, few in zip(first, dearest, options, strict=True)
+            for part, weight, few in zip(first, weights, options, strict=True)
         ]
 
     def run(self) -> list[Placed]:
@@ -62,18 +60,14 @@ class Search:
         self.cluster, self.choices = self._empty(), {}
         for t in order:
             self._insert(t, _POWERS[0])
-        best = self._found()
+        best = self.cluster.quality(), dict(self.choices)
         for power in _POWERS:
             for _ in range(3 if self.small else 1):
-                self.unit = self.cluster.longest()
+                self.unit = self.cluster.quality()[1]
                 if not self._reinsert_all(order, power):
                     break
-            best = min(best, self._found(), key=lambda one: one[0])
+            best = min(best, (self.cluster.quality(), dict(self.choices)), key=lambda one: one[0])
         return best
-
-    def _found(self) -> Found:
-        rank, over, host, host_over = self.cluster.loads()
-        return (float(over.sum() + host_over.sum()), max(rank.max(), host.max())), dict(self.choices)
 
     def _reinsert_all(self, order: Sequence[int], power: float) -> bool:
         """Take each table out and put it where it is best now; return True if that changed anything."""
@@ -122,4 +116,4 @@ class Search:
         pooled, everyone = self._empty(), np.arange(self.topology.world_size)
         for part in first:
             pooled.place(part, everyone, part.option.shards / len(everyone))
-        return pooled.longest()
+        return pooled.quality()[1]

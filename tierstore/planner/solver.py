@@ -1,4 +1,5 @@
-"""The decisions of a plan: options and ranks by search, rows per tier by division, seconds by prediction."""
+"""The decisions of a plan, and what it costs: options and ranks by search, rows per tier by division, and the
+seconds of every stage."""
 
 from __future__ import annotations
 
@@ -6,13 +7,45 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.placement import record_bytes
 from tierstore.planner.allocate import Allocation, allocate
-from tierstore.planner.costs import Problem, Workload, rows_by_size
+from tierstore.planner.costs import RANK_STAGES, Problem, Workload, rows_by_size
+from tierstore.planner.curves import Floats
 from tierstore.planner.options import Placed, option_of
-from tierstore.planner.predict import Prediction, predict
+from tierstore.planner.reading import FILE_BYTES, HELD_BYTES_PER_ROW, read_bytes, read_seconds, round_batches
 from tierstore.planner.search import Search
 from tierstore.planner.tables import TableSpec
 from tierstore.planner.topology import Topology
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """What a plan costs: seconds per step, ``ranks`` (ranks, 6) by RANK_STAGES and ``ssd_s`` (hosts,).
+
+    Bytes in use are ``hbm`` (ranks,), ``host_memory`` and ``ssd`` (hosts,). The pipeline overlaps stages, so
+    a step takes as long as the longest of them.
+    """
+
+    ranks: Floats
+    ssd_s: Floats
+    hbm: NDArray
+    host_memory: NDArray
+    ssd: NDArray
+
+    @property
+    def step(self) -> float:
+        """Seconds per step."""
+        return max(float(self.ranks.max()), float(self.ssd_s.max()))
+
+    def slowest(self) -> tuple[str, str]:
+        """Return the (stage, place) that sets the step: ("ssd", "host 3")."""
+        if self.ssd_s.max() > self.ranks.max():
+            return "ssd", f"host {int(self.ssd_s.argmax())}"
+        where, stage = np.unravel_index(int(self.ranks.argmax()), self.ranks.shape)
+        return RANK_STAGES[stage], f"rank {where}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +76,6 @@ class Solution:
         for item in self.placed:
             yield slice(end, end := end + len(item.ranks))
 
-    @property
-    def quality(self) -> tuple[int, float]:
-        """(Bytes missing, step): less is better, in this order."""
-        return sum(self.caches.missing.values()), self.prediction.step
-
 
 def solve(problem: Problem, seconds: float) -> Solution:
     """Return the best solution that a search of so many seconds finds."""
@@ -69,7 +97,8 @@ def divided(problem: Problem, placed: Sequence[Placed]) -> Solution:
     found = _divided(problem, placed, for_ssd=False)
     if found.prediction.slowest()[0] != "ssd":
         return found
-    return min(found, _divided(problem, placed, for_ssd=True), key=lambda one: one.quality)
+    both = found, _divided(problem, placed, for_ssd=True)
+    return min(both, key=lambda one: (sum(one.caches.missing.values()), one.prediction.step))
 
 
 def _divided(problem: Problem, placed: Sequence[Placed], for_ssd: bool) -> Solution:
@@ -77,6 +106,58 @@ def _divided(problem: Problem, placed: Sequence[Placed], for_ssd: bool) -> Solut
     return Solution(problem, placed, caches, predict(problem, placed, caches))
 
 
-def placed_again(problem: Problem, placed: Sequence[Placed]) -> list[Placed]:
-    """Return the same options and ranks at the costs of another problem with the same tables."""
-    return [replace(item, option=option_of(problem, item.table, item.option.shape)) for item in placed]
+def moved(solution: Solution, topology: Topology) -> Solution:
+    """Return the same options and ranks on other machines, with the memories divided anew."""
+    problem = replace(solution.problem, topology=topology)
+    placed = [replace(p, option=option_of(problem, p.table, p.option.shape)) for p in solution.placed]
+    return divided(problem, placed)
+
+
+def predict(problem: Problem, placed: Sequence[Placed], caches: Allocation) -> Prediction:
+    """Sum up the shards of ``placed`` with the rows that ``caches`` gives them."""
+    topology = problem.topology
+    world, hosts = topology.world_size, topology.hosts
+    ranks = np.zeros((world, len(RANK_STAGES)))
+    ranks[:, 0] = problem.compute_seconds
+    for item in placed:
+        ranks[:, :4] += item.option.everywhere
+        ranks[item.ranks, :4] += item.option.cost.load
+    unique, rank, host = caches.field("unique"), caches.rank, caches.rank // topology.ranks_per_host
+    on_link, on_ssd = (unique * caches.misses(rows) for rows in (caches.hbm_rows, caches.memory_rows))
+    link = on_link * caches.field("link_s") + caches.field("policy_s") * (caches.hbm_rows < caches.rows)
+    ranks[:, 4] = np.bincount(rank, link, world)
+    stored = np.bincount(rank, on_ssd * topology.row_seconds["store"], world)
+    ranks[:, 5] = problem.fetch_seconds(ranks, ranks[:, 4] + stored)
+    ssd_s = np.bincount(host, on_ssd * caches.field("ssd_s"), hosts)
+    return Prediction(
+        ranks,
+        ssd_s - _saved_seconds(problem, caches, on_ssd),
+        np.bincount(rank, caches.hbm_bytes(), world) + problem.fixed_hbm,
+        np.bincount(host, caches.uvm_bytes(), hosts) + problem.fixed_host,
+        np.bincount(host, caches.ssd_bytes, hosts),
+    )
+
+
+def _saved_seconds(problem: Problem, caches: Allocation, misses: Floats) -> Floats:
+    """Return what merged reads save each host's drives per step, against one read per row: (hosts,).
+
+    ``misses``: rows per step that each shard reads from the SSD.
+    """
+    topology, saved = problem.topology, np.zeros(problem.topology.hosts)
+    if not topology.one_fetcher or problem.work.rows_per_read is not None:
+        return saved
+    sizes, ahead = caches.field("row_bytes").astype(int), caches.read_ahead_bytes()
+    table_bytes, slots = sizes * caches.rows, caches.slot > 0
+    for r, size in sorted({*zip(caches.rank[slots].tolist(), sizes[slots].tolist(), strict=True)}):
+        here = slots & (caches.rank == r)
+        tier = here & (sizes == size)
+        lacking, record = float(misses[tier].sum()), record_bytes(size)
+        if lacking:
+            part = float(table_bytes[tier].sum() / table_bytes[here].sum())  # as the runtime divides it
+            room = part * problem.held_share * float(ahead[here].sum()) / (size + HELD_BYTES_PER_ROW)
+            batches = round_batches(problem.window, room, lacking)
+            files = FILE_BYTES * record * float(caches.rows[tier & caches.stored].sum())
+            alone = lacking * topology.read_seconds(read_bytes(record))
+            merged = read_seconds(topology, lacking * batches, record, files) / batches
+            saved[topology.host_of(r)] += max(0.0, alone - merged)
+    return saved

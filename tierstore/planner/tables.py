@@ -10,7 +10,7 @@ from typing import Any
 
 from tierstore.config import is_integer, is_number
 from tierstore.errors import ConfigError
-from tierstore.planner.checks import require
+from tierstore.planner.checks import must_be, require
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.curves import MissCurve, Popularity
 
@@ -66,21 +66,20 @@ class TableSpec:
     def __post_init__(self) -> None:
         where, factor, touched = f"table {self.name!r}", self.pooling_factor, self.touched_rows
         require(self.name and isinstance(self.name, str), f"a table needs a name, got {self.name!r}")
-        for name in ("num_embeddings", "embedding_dim"):
-            value = getattr(self, name)
-            require(is_integer(value, 1), f"{where}: {name} is {value!r}; it must be a positive integer")
         rows, columns, features = self.num_embeddings, self.embedding_dim, self.feature_names
+        must_be(f"{where}: num_embeddings", rows, is_integer(rows, 1), "a positive integer")
+        must_be(f"{where}: embedding_dim", columns, is_integer(columns, 1), "a positive integer")
         require(rows <= MOST_ROWS, f"{where}: num_embeddings is {rows}; a table has at most 2^48 rows")
         message = f"embedding_dim is {columns}; plans are made for rows of {MOST_COLUMNS} columns at most"
         require(columns <= MOST_COLUMNS, f"{where}: {message}")
         once = len(set(features)) == len(features)
         require(once, f"{where}: feature_names has a name twice: {features}")
-        message = f"pooling_factor is {factor!r}; it must be positive and {MOST_IDS} at most"
-        require(is_number(factor) and 0 < factor <= MOST_IDS, f"{where}: {message}")
+        positive = is_number(factor) and 0 < factor <= MOST_IDS
+        must_be(f"{where}: pooling_factor", factor, positive, f"positive and {MOST_IDS} at most")
         message = f"unknown optimizer {self.optimizer!r}; known: {', '.join(STATE_FLOATS)}"
         require(self.optimizer in STATE_FLOATS, f"{where}: {message}")
-        message = f"touched_rows is {touched!r}; it must be from 1 to num_embeddings"
-        require(touched is None or is_integer(touched, 1, rows), f"{where}: {message}")
+        known = touched is None or is_integer(touched, 1, rows)
+        must_be(f"{where}: touched_rows", touched, known, "from 1 to num_embeddings")
         if not features:
             object.__setattr__(self, "feature_names", (self.name,))
 
@@ -97,14 +96,12 @@ class TableSpec:
         """(Distinct rows per step, misses of them by rows of memory.) Recorded numbers of another batch size
         are scaled as the preset popularity scales."""
         accesses = self.accesses(global_batch)
+        preset, curve = self.popularity.demand(self.rows, accesses)
         if self.stats is None:
-            return self.popularity.unique_rows(self.rows, accesses), self.popularity.curve(
-                self.rows, accesses
-            )
+            return preset, curve
         unique = self.stats.unique_rows
         if not math.isclose(accesses, self.stats.accesses, rel_tol=0.01):
-            unique *= self.popularity.unique_rows(self.rows, accesses)
-            unique /= self.popularity.unique_rows(self.rows, self.stats.accesses)
+            unique *= preset / self.popularity.demand(self.rows, self.stats.accesses)[0]
         return min(unique, float(self.rows), accesses), self.stats.curve
 
 
@@ -186,10 +183,11 @@ def _prepared(
     spec: TableSpec, demand: ParameterConstraints | None, stats: Mapping[str, Any] | None
 ) -> TableSpec:
     if demand is not None:
+        factor, optimizer = demand.pooling_factor, demand.optimizer
         spec = replace(
             spec,
-            pooling_factor=spec.pooling_factor if demand.pooling_factor is None else demand.pooling_factor,
+            pooling_factor=spec.pooling_factor if factor is None else factor,
             weighted=spec.weighted or demand.is_weighted,
-            optimizer=spec.optimizer if demand.optimizer is None else optimizer_name(demand.optimizer),
+            optimizer=spec.optimizer if optimizer is None else optimizer_name(optimizer),
         )
     return spec if stats is None else with_stats(spec, stats)

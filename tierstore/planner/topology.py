@@ -11,7 +11,7 @@ import numpy as np
 
 from tierstore.config import is_integer, is_number, parse_bytes
 from tierstore.errors import ConfigError
-from tierstore.planner.checks import fields_of, require
+from tierstore.planner.checks import fields_of, must_be, require
 
 _SIZES = ("hbm_per_rank", "host_memory_per_host", "ssd_per_host")
 _MOST_RANKS = 1 << 16
@@ -20,7 +20,9 @@ ROW_COSTS = {
     "lookup": "each id looked up, forward and backward",
     "update": "each distinct row of a batch that is updated",
     "plan": "each distinct row found in the slot index and pinned",
+    "policy": "each distinct row of a table that device memory does not hold whole: next uses and victims",
     "link": "each row that is not in device memory",
+    "store": "each row that comes from the store, on the CPU",
 }
 """Keys of ``Topology.row_seconds``, and what each is of."""
 
@@ -102,10 +104,10 @@ class Topology:
     assumed: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
-        require(self.device in ASSUMED_RATES, f'device is {self.device!r}; it must be "cuda" or "cpu"')
+        must_be("device", self.device, self.device in ASSUMED_RATES, '"cuda" or "cpu"')
         for name in ("hosts", "ranks_per_host"):
             value = getattr(self, name)
-            require(is_integer(value, 1), f"topology: {name} is {value!r}; it must be a positive integer")
+            must_be(f"topology: {name}", value, is_integer(value, 1), "a positive integer")
         ranks = self.world_size
         require(ranks <= _MOST_RANKS, f"topology: {ranks} ranks; plans are made for {_MOST_RANKS} at most")
         for name in _SIZES:
@@ -120,9 +122,7 @@ class Topology:
         object.__setattr__(self, "ssd_read_curve", _checked_curve(self.ssd_read_curve))
         for name, known in _SECONDS.items():
             object.__setattr__(self, name, _checked_seconds(name, getattr(self, name), known))
-        count = self.processors_per_rank
-        message = f"topology: processors_per_rank is {count!r}; it must be a positive number"
-        require(is_number(count) and 0 < count < math.inf, message)
+        _must_be_positive("processors_per_rank", self.processors_per_rank)
 
     def _fill_rate(self, name: str) -> bool:
         """Make a rate a number, and return whether it is the assumed one."""
@@ -132,8 +132,7 @@ class Topology:
             value = ASSUMED_RATES[self.device][name]
         elif isinstance(value, str):
             value = parse_bytes(value, f"topology: {name}")
-        message = f"topology: {name} is {value!r}; it must be a positive number per second"
-        require(is_number(value) and 0 < value < math.inf, message)
+        _must_be_positive(name, value)
         object.__setattr__(self, name, float(value))
         return assumed
 
@@ -175,9 +174,6 @@ class Topology:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Topology:
         """Make one of the mapping of a topology.yaml; raise ConfigError for unknown and missing fields."""
-        mapping = isinstance(values, Mapping)
-        kind = type(values).__name__
-        require(mapping, f"a topology is a mapping of fields such as hbm_per_rank, got {kind}")
         notes = ("measured", "measured_through_page_cache")
         known = (*(item.name for item in fields(cls) if item.init), *notes)
         given = fields_of(values, "topology", known, ("hbm_per_rank", "host_memory_per_host"))
@@ -187,12 +183,15 @@ class Topology:
         return cls(**{key: value for key, value in given.items() if key not in notes})
 
 
+def _must_be_positive(name: str, value: Any) -> None:
+    must_be(f"topology: {name}", value, is_number(value) and 0 < value < math.inf, "a positive number")
+
+
 def _checked_seconds(of: str, values: Any, known: Iterable[str]) -> dict[str, float]:
     mapping = isinstance(values, Mapping) and set(values) <= set(known)
     require(mapping, f"topology: {of} must map some of {list(known)} to seconds")
     for name, value in values.items():
-        seconds = is_number(value) and 0 <= value < math.inf
-        require(seconds, f"topology: {of}[{name!r}] is {value!r}; it must be seconds")
+        must_be(f"topology: {of}[{name!r}]", value, is_number(value) and 0 <= value < math.inf, "seconds")
     return {name: float(values.get(name, 0.0)) for name in known}
 
 
