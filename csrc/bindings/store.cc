@@ -40,6 +40,9 @@ StoreConfig ParseConfig(const py::object& config) {
   if (limits.is_none()) return out;
   out.limits.chunk_bytes = limits.attr("chunk_bytes").cast<std::size_t>();
   out.limits.locations = limits.attr("locations").cast<std::uint64_t>();
+  out.limits.slot_bits = limits.attr("slot_bits").cast<unsigned>();
+  out.limits.small_segment_bytes = limits.attr("small_segment_bytes").cast<std::uint64_t>();
+  out.limits.keys_at_once = limits.attr("keys_at_once").cast<std::size_t>();
   out.limits.manifest_bytes = limits.attr("manifest_bytes").cast<std::uint64_t>();
   return out;
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "io/aligned_buffer.h"
 #include "store/errors.h"
@@ -11,7 +12,7 @@ namespace tierstore {
 Span Appender::Reserve(Lock& lock, RowClass& row_class, Stream stream, std::uint32_t want) {
   while (true) {
     SegmentPtr segment = row_class.active[stream];
-    if (segment != nullptr && segment->slots == row_class.slots_per_segment) {
+    if (segment != nullptr && segment->slots == segment->capacity) {
       Seal(segment);
       continue;
     }
@@ -20,7 +21,7 @@ Span Appender::Reserve(Lock& lock, RowClass& row_class, Stream stream, std::uint
     if (chunk == nullptr) chunk = NewChunk(lock, segment);
     if (chunk == nullptr) continue;
     const std::uint32_t in_chunk = row_class.slots_per_chunk - segment->slots % row_class.slots_per_chunk;
-    const std::uint32_t in_segment = row_class.slots_per_segment - segment->slots;
+    const std::uint32_t in_segment = segment->capacity - segment->slots;
     return Span{segment.get(), chunk.get(), segment->slots, std::min({want, in_chunk, in_segment})};
   }
 }
@@ -45,15 +46,15 @@ void Appender::Advance(const Span& span, std::uint32_t n, const std::uint64_t* k
   if (n == 0) return;
   Segment& segment = *span.segment;
   RowClass& row_class = *segment.row_class;
-  segment.slots += n;
-  segment.live += n;
+  segment.AddSlots(n);
+  segment.AddLive(n);
   segment.footer.keys.insert(segment.footer.keys.end(), keys, keys + n);
   if (segment.relocated) segment.footer.epochs.insert(segment.footer.epochs.end(), epochs, epochs + n);
   Chunk& chunk = *span.chunk;
   chunk.filled =
       row_class.geometry.Offset(segment.slots - 1) + row_class.geometry.record_bytes - chunk.offset;
   const SegmentPtr& shared = row_class.active[segment.stream];
-  if (segment.slots == row_class.slots_per_segment) {
+  if (segment.slots == segment.capacity) {
     Seal(shared);
   } else if (segment.slots % row_class.slots_per_chunk == 0) {
     const std::shared_ptr<Chunk> full = segment.OpenChunk();
@@ -64,6 +65,7 @@ void Appender::Advance(const Span& span, std::uint32_t n, const std::uint64_t* k
 
 SegmentPtr Appender::NewSegment(Lock& lock, RowClass& row_class, Stream stream) {
   const bool relocated = stream != kFromCallers;
+  if (!relocated) row_class.GrowSegments(space_.NextSegmentBytes());
   const std::uint64_t bytes = row_class.MaxSegmentBytes(relocated);
   if (!relocated) WaitForSpace(lock, row_class, bytes);
   if (row_class.FreeOrdinals() == 0) space_.ThrowNoOrdinal(row_class);
@@ -72,6 +74,7 @@ SegmentPtr Appender::NewSegment(Lock& lock, RowClass& row_class, Stream stream) 
   segment->relocated = relocated;
   segment->stream = stream;
   segment->row_class = &row_class;
+  segment->capacity = row_class.slots_per_segment;
   segment->crc_prefix = RecordCrcPrefix(context_.id, segment->number);
   segment->path = context_.PathOf(SegmentName(segment->number));
   segment->file = context_.env.Open(segment->path, OpenMode::kCreate, context_.config.direct);
@@ -120,7 +123,7 @@ bool Appender::ResumeIn(const SegmentPtr& segment, const std::shared_ptr<Chunk>&
       row_class.geometry.EndOffset(segment->slots) - chunk->offset;
   FillWithVoids(*segment, *chunk);
   segment->flushed_slots = segment->slots;
-  if (segment->slots == row_class.slots_per_segment) {
+  if (segment->slots == segment->capacity) {
     Seal(segment);
     return false;
   }
@@ -133,11 +136,10 @@ bool Appender::ResumeIn(const SegmentPtr& segment, const std::shared_ptr<Chunk>&
 void Appender::FillWithVoids(Segment& segment, Chunk& chunk) {
   const RowClass& row_class = *segment.row_class;
   const Geometry& geometry = row_class.geometry;
-  const std::uint32_t next =
-      std::min(geometry.SlotAt(geometry.EndOffset(segment.slots)), row_class.slots_per_segment);
+  const std::uint32_t next = std::min(geometry.SlotAt(geometry.EndOffset(segment.slots)), segment.capacity);
   constexpr std::uint64_t kNoKey = 0;
   constexpr std::uint32_t kNoEpoch = 0;
-  for (; segment.slots < next; ++segment.slots) {
+  for (; segment.slots < next; segment.AddSlots(1)) {
     std::byte* record = chunk.buffer.data() + (geometry.Offset(segment.slots) - chunk.offset);
     std::memset(record, 0, geometry.record_bytes);
     SealRecords(&record, &kNoKey, &kNoEpoch, segment.slots, 1, geometry, segment.crc_prefix);
@@ -162,7 +164,7 @@ void Appender::Flush(const SegmentPtr& held) {
   FillWithVoids(*segment, *chunk);
   segment->flushed_slots = segment->slots;
   queue_.Enqueue(segment, chunk, end);
-  if (segment->slots == row_class.slots_per_segment) {
+  if (segment->slots == segment->capacity) {
     Seal(segment);
   } else if (segment->slots % row_class.slots_per_chunk == 0) {
     queue_.Close(segment, chunk);
@@ -178,19 +180,20 @@ void Appender::Seal(const SegmentPtr& held) {
     if (end > chunk->offset + chunk->queued) queue_.Enqueue(segment, chunk, end - chunk->offset);
     queue_.Close(segment, chunk);
   }
-  const Bytes encoded = segment->footer.Encode(segment->Header(context_.id));
-  segment->footer = Footer{};
+  const std::size_t bytes =
+      Footer::EncodedBytes(segment->slots, segment->footer.voids.size(), segment->relocated);
   auto footer = std::make_shared<Chunk>();
-  footer->buffer = AlignedBuffer(encoded.size());
-  std::memcpy(footer->buffer.data(), encoded.data(), encoded.size());
+  footer->encode = [footer = std::exchange(segment->footer, {}), header = segment->Header(context_.id)] {
+    return footer.Encode(header);
+  };
   footer->offset = end;
-  footer->filled = encoded.size();
+  footer->filled = bytes;
   segment->chunks.push_back(footer);
-  segment->sealed = true;
+  segments_.NoteSealed(*segment);
   segment->durable_slots = segment->slots;
-  segments_.SetReservedBytes(*segment, end + encoded.size());
+  segments_.SetReservedBytes(*segment, end + bytes);
   row_class.active[segment->stream].reset();
-  queue_.Enqueue(segment, footer, encoded.size());
+  queue_.Enqueue(segment, footer, bytes);
   queue_.Close(segment, footer);
   control_.Wake();
 }

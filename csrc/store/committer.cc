@@ -111,7 +111,10 @@ void Committer::Renew(Lock& lock) {
     throw;
   }
   for (const SegmentExtent& extent : before) segments.At(extent.number)->in_last_commit = false;
-  for (const SegmentExtent& extent : after) segments.At(extent.number)->in_last_commit = true;
+  for (const SegmentExtent& extent : after) {
+    segments.At(extent.number)->in_last_commit = true;
+    segments.UpdateReleased(*segments.At(extent.number));
+  }
   segments.Pin(before, -1);
   ++renewals_;
 }
@@ -126,16 +129,18 @@ void Committer::BeginInterval() {
   }
   for (const auto& [number, segment] : state_.segments.by_number()) {
     segment->in_last_commit = false;
-    segment->older = true;
     // What compaction copied while the commit was made is in it, too: it was the newest version all along.
     segment->committed_slots = segment->relocated ? segment->slots : segment->durable_slots;
-    segment->kept = 0;
+    segment->BeginInterval();
     state_.segments.DoomIfUnneeded(segment);
   }
   const CommitRecord* const current = state_.commits.Current();
   if (current == nullptr) return;
-  for (const SegmentExtent& extent : current->segments)
-    state_.segments.At(extent.number)->in_last_commit = true;
+  for (const SegmentExtent& extent : current->segments) {
+    Segment& segment = *state_.segments.At(extent.number);
+    segment.in_last_commit = true;
+    state_.segments.UpdateReleased(segment);
+  }
 }
 
 void Committer::ThrowIfCommitsFail() const {

@@ -36,12 +36,7 @@ void Compactor::Run() {
     try {
       state_.segments.RemoveDoomed(lock, queue_);
       if (CompactOnce(lock)) continue;
-      const auto is_being_written = [](const auto& entry) {
-        return entry.second->sealed && !entry.second->chunks.empty();
-      };
-      const auto& segments = state_.segments.by_number();
-      if (!state_.segments.HasDoomed() && std::none_of(segments.begin(), segments.end(), is_being_written))
-        control_.CountFruitlessScan();
+      if (!state_.segments.HasDoomed() && !state_.segments.AnyBeingWritten()) control_.CountFruitlessScan();
     } catch (const Interrupted&) {
     } catch (...) {
       queue_.Report(std::current_exception());
@@ -133,7 +128,7 @@ bool Compactor::IsNewest(const Batch& batch, std::uint32_t slot) const {
   const std::uint64_t key = LoadRecordHeader(batch.RecordOf(slot)).key;
   const RowIndex::Table* table = state_.rows.FindTable(KeyTable(key));
   return table != nullptr && table->row_class == &row_class &&
-         table->index.Find(key) == row_class.Location(victim, slot);
+         table->index.Find(key) == row_class.LocationOf(victim, slot);
 }
 
 bool Compactor::IsNeeded(const Batch& batch, std::uint32_t slot) const {
@@ -185,7 +180,8 @@ void Compactor::Copy(const Batch& batch, const std::uint32_t* slots, const Span&
   RowClass& row_class = *victim.row_class;
   const Geometry& geometry = row_class.geometry;
   std::uint64_t keys[kSlotsPerBatch], newest_keys[kSlotsPerBatch];
-  std::uint32_t epochs[kSlotsPerBatch], newest_locations[kSlotsPerBatch], kept[kSlotsPerBatch];
+  Location newest_locations[kSlotsPerBatch];
+  std::uint32_t epochs[kSlotsPerBatch], kept[kSlotsPerBatch];
   std::byte* records[kSlotsPerBatch];
   std::uint32_t n = 0, newest = 0, others = 0;
   span.LocateRecords(records);
@@ -199,7 +195,7 @@ void Compactor::Copy(const Batch& batch, const std::uint32_t* slots, const Span&
     std::memcpy(records[n], record, geometry.record_bytes);
     if (is_newest) {
       newest_keys[newest] = header.key;
-      newest_locations[newest++] = row_class.Location(*span.segment, span.first + n);
+      newest_locations[newest++] = row_class.LocationOf(*span.segment, span.first + n);
     } else {
       victim.Unkeep(slots[i]);
       kept[others++] = span.first + n;
@@ -208,7 +204,7 @@ void Compactor::Copy(const Batch& batch, const std::uint32_t* slots, const Span&
   }
   SealRecords(records, keys, epochs, span.first, n, geometry, span.segment->crc_prefix);
   appender_.Advance(span, n, keys, epochs);
-  span.segment->live -= others;
+  span.segment->AddLive(-std::int64_t{others});
   for (std::uint32_t i = 0; i < others; ++i) span.segment->Keep(kept[i]);
   state_.rows.Put(newest_keys, newest_locations, newest, row_class, /*relocated=*/true);
   relocated_rows_ += n;

@@ -12,10 +12,17 @@
 
 namespace tierstore {
 
+// A read sorts by location and position in one word.
+inline constexpr unsigned kPositionBits = 64 - TableIndex::kLocationBits;
+inline constexpr std::size_t kMostKeysAtOnce = std::size_t{1} << kPositionBits;
+
 // Bounds of a store. Tests make the bounds small, to reach them.
 struct StoreLimits {
   std::size_t chunk_bytes = Chunk::kBytes;             // bytes that are written at once
   std::uint64_t locations = TableIndex::kMaxLocation;  // of row versions of one size
+  unsigned slot_bits = 0;                              // of a location, at least
+  std::uint64_t small_segment_bytes = 64 << 20;        // to which segments grow with the cap alone
+  std::size_t keys_at_once = kMostKeysAtOnce;          // that a read sorts by place; a power of two
   std::uint64_t manifest_bytes = Manifest::kMaxBytes;
 };
 
@@ -33,5 +40,11 @@ struct StoreConfig {
   std::optional<StoreId> store_id;            // of a new store; random unless given
   StoreLimits limits;
 };
+
+// The bytes of a new segment, at most, in a store with this cap, of which this much is in use. It grows with
+// both, so that few segments hold much, and half filled and free segments take a small share.
+std::uint64_t SegmentBytes(const StoreConfig& config, std::uint64_t cap_bytes, std::uint64_t used_bytes);
+// The most that a new segment may come to take, whatever cap is set later.
+std::uint64_t MostSegmentBytes(const StoreConfig& config);
 
 }  // namespace tierstore

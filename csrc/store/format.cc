@@ -33,6 +33,12 @@ std::vector<T> TakeArray(Decoder& in, std::size_t n) {
 
 }  // namespace
 
+std::string UnknownFormat(std::uint32_t version) {
+  return "is of format " + std::to_string(version) + ", and this release knows format " +
+         std::to_string(kFormatVersion) +
+         " alone: export the store with the release that wrote it, and import it with this one";
+}
+
 Geometry Geometry::For(std::uint32_t row_bytes) {
   Geometry g;
   g.row_bytes = row_bytes;
@@ -85,7 +91,7 @@ SegmentHeader SegmentHeader::Decode(std::span<const std::byte> in, const std::st
   std::memcpy(header.store.data(), decoder.Take(header.store.size()), header.store.size());
   const std::uint32_t crc = Crc32c(in.data(), decoder.at());
   if (decoder.Get<std::uint32_t>() != crc) decoder.Fail("the segment header is damaged (checksum mismatch)");
-  if (version != kFormatVersion) decoder.Fail("segment format " + std::to_string(version) + " is not known");
+  if (version != kFormatVersion) decoder.Fail(UnknownFormat(version));
   if (header.row_bytes == 0 || header.row_bytes > kMaxRowBytes) decoder.Fail("impossible row size");
   const Geometry g = Geometry::For(header.row_bytes);
   if (g.record_bytes != record_bytes || g.frame_bytes != frame_bytes)

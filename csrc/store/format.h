@@ -14,14 +14,18 @@ namespace tierstore {
 
 using StoreId = std::array<std::byte, 16>;
 
-inline constexpr std::uint32_t kFormatVersion = 1;
+inline constexpr std::uint32_t kFormatVersion = 2;
 inline constexpr std::uint64_t kSegmentHeaderBytes = kBlockBytes;
 inline constexpr std::size_t kRecordHeaderBytes = 16;
 inline constexpr std::size_t kTrailerBytes = 64;
 inline constexpr std::size_t kMaxFrameBytes = 1 << 20;
 inline constexpr std::uint32_t kMaxRowBytes = 256 << 10;
-inline constexpr std::uint32_t kMaxSlots = 1 << 20;
-inline constexpr std::uint64_t kMaxSegmentBytes = 64 << 20;
+inline constexpr unsigned kMaxSlotBits = 22;
+inline constexpr std::uint32_t kMaxSlots = 1 << kMaxSlotBits;  // whose keys wait in memory for the footer
+inline constexpr std::uint64_t kMaxSegmentBytes = 1 << 30;
+
+// What a file of another version is told to be.
+std::string UnknownFormat(std::uint32_t version);
 
 // Places of the records of one row size. Records are packed into frames, and no record crosses into the next
 // frame; a frame is the smallest power of two, from one block on, that wastes at most 2 %, or kMaxFrameBytes.

@@ -58,35 +58,48 @@ std::uint64_t TableIndex::Permutation::IdOf(std::uint64_t h) const {
 std::uint64_t TableIndex::Permute(std::uint64_t id) { return kCommon.Of(id); }
 std::uint64_t TableIndex::Unpermute(std::uint64_t h) { return kCommon.IdOf(h); }
 
-TableIndex::TableIndex() : order_(kCommon) { SetLayout(kLayouts[0], kInitialCapacity); }
+// From 2^26 rows on the upper 16 bits of h follow from the position, with room for a reach of some 500.
+#ifdef TIERSTORE_SMALL_INDEX  // the same changes, reached with fewer rows
+constexpr std::size_t kMany = 1 << 16, kMost = 1 << 17;
+const TableIndex::Layout TableIndex::kLayouts[2][3] = {
+    {{0, 10, 4, 0.9, 16}, {kMany, 10, 4, 0.885, 6}, {kMost, 10, 5, 0.885, 6}},
+    {{0, 11, 5, 0.9, 16}, {kMany, 10, 5, 0.885, 6}, {kMost, 10, 5, 0.885, 6}}};
+#else
+constexpr std::size_t kMany = 1 << 16, kMost = 1 << 26;
+const TableIndex::Layout TableIndex::kLayouts[2][3] = {
+    {{0, 10, 4, 0.9, 16}, {kMany, 9, 4, 0.885, 6}, {kMost, 9, 5, 0.885, 6}},
+    {{0, 11, 5, 0.9, 16}, {kMany, 10, 5, 0.885, 6}, {kMost, 9, 5, 0.885, 6}}};
+#endif
 
-inline bool TableIndex::IsEmpty(Position p) const {
-  std::uint32_t stored;
-  std::memcpy(&stored, At(p) + entry_bytes_ - 4, sizeof stored);
-  return stored == 0;
+TableIndex::Format::Format(const Layout& layout) {
+  const unsigned stored_bits = std::min(48u, (layout.entry_bytes - layout.location_bytes) * 8);
+  stored_mask = (std::uint64_t{1} << stored_bits) - 1;
+  compare_shift = stored_bits == 48 ? 0 : 64 - stored_bits;
+  location_shift = 64 - 8 * layout.location_bytes;
+  rest_shift = 8 * (layout.entry_bytes - 8);
+}
+
+TableIndex::TableIndex() : order_(kCommon), format_(kLayouts[0][0]), old_format_(format_) {
+  SetLayout(kLayouts[0][0], kInitialCapacity);
 }
 
 inline std::uint64_t TableIndex::StoredAt(Position p) const {
   std::uint64_t word;
   std::memcpy(&word, At(p), sizeof word);
-  return word & stored_mask_;
+  return word & FormatAt(p).stored_mask;
 }
 
 // The one h with the stored bits whose home is at p or up to reach_ to the right of it.
 inline std::uint64_t TableIndex::HashAt(Position p) const {
   const std::uint64_t first = FirstHash(p - static_cast<Position>(slack_), p <= old_end_ ? old_step_ : step_);
-  return first + ((StoredAt(p) - first) & stored_mask_);
+  return first + ((StoredAt(p) - first) & FormatAt(p).stored_mask);
 }
 
 // The sign of HashAt(p) - h, where that is less than half of what the stored bits can tell.
-inline std::int64_t TableIndex::Compare(Position p, std::uint64_t h) const {
-  return static_cast<std::int64_t>((StoredAt(p) - h) << compare_shift_);
-}
-
-inline std::uint32_t TableIndex::LocationAt(Position p) const {
-  std::uint32_t stored;
-  std::memcpy(&stored, At(p) + entry_bytes_ - 4, sizeof stored);
-  return stored - 1;
+inline std::int64_t TableIndex::Compare(Position p, std::uint64_t h, const Format& format) const {
+  std::uint64_t word;
+  std::memcpy(&word, At(p), sizeof word);
+  return static_cast<std::int64_t>(((word & format.stored_mask) - h) << format.compare_shift);
 }
 
 inline TableIndex::Position TableIndex::ScaledHome(std::uint64_t h) const {
@@ -109,19 +122,40 @@ std::uint64_t TableIndex::SwapStripe(std::uint64_t h) {
 // always empty, so the search ends.
 inline TableIndex::Position TableIndex::Seek(std::uint64_t h) const {
   Position p = Home(h);
-  while (!IsEmpty(p) && Compare(p, h) > 0) --p;
+  if (old_end_ < 0) [[likely]]
+    return SeekFrom(p, h, -1, format_);
+  p = SeekFrom(p, h, old_end_, format_);
+  return p > old_end_ ? p : SeekFrom(p, h, -1, old_format_);
+}
+
+// From p on to the left, while that is right of `end`, through entries of one format.
+inline TableIndex::Position TableIndex::SeekFrom(Position p, std::uint64_t h, Position end,
+                                                 const Format& format) const {
+  const std::uint64_t mask = format.stored_mask;
+  const unsigned shift = format.compare_shift;
+  const Position entry_bytes = entry_bytes_;
+  for (const std::byte* at = At(p); p > end; --p, at -= entry_bytes) {
+    std::uint64_t last, word;
+    std::memcpy(&last, at + entry_bytes - 8, sizeof last);
+    std::memcpy(&word, at, sizeof word);
+    if (last >> (64 - kLocationBits) == 0 || static_cast<std::int64_t>(((word & mask) - h) << shift) <= 0)
+      break;
+  }
   return p;
 }
 
-inline bool TableIndex::Holds(Position p, std::uint64_t h) const { return !IsEmpty(p) && Compare(p, h) == 0; }
-
-std::uint32_t TableIndex::Find(std::uint64_t id) const {
-  const std::uint64_t h = order_.Of(id);
-  const Position p = Seek(h);
-  return Holds(p, h) ? LocationAt(p) : kAbsent;
+inline bool TableIndex::Holds(Position p, std::uint64_t h) const {
+  return !IsEmpty(p) && Compare(p, h, FormatAt(p)) == 0;
 }
 
-void TableIndex::Find(const std::uint64_t* ids, std::size_t n, std::uint32_t* locations) const {
+Location TableIndex::Find(std::uint64_t id) const {
+  const std::uint64_t h = order_.Of(id);
+  const Position p = Seek(h);
+  const Format& format = FormatAt(p);
+  return IsEmpty(p) || Compare(p, h, format) != 0 ? kAbsent : (LastWordAt(p) >> format.location_shift) - 1;
+}
+
+void TableIndex::Find(const std::uint64_t* ids, std::size_t n, Location* locations) const {
   for (std::size_t i = 0; i < std::min(n, kPrefetch); ++i) __builtin_prefetch(At(Home(order_.Of(ids[i]))));
   for (std::size_t i = 0; i < n; ++i) {
     if (i + kPrefetch < n) __builtin_prefetch(At(Home(order_.Of(ids[i + kPrefetch]))));
@@ -129,8 +163,7 @@ void TableIndex::Find(const std::uint64_t* ids, std::size_t n, std::uint32_t* lo
   }
 }
 
-void TableIndex::Put(const std::uint64_t* ids, const std::uint32_t* locations, std::size_t n,
-                     std::uint32_t* previous) {
+void TableIndex::Put(const std::uint64_t* ids, const Location* locations, std::size_t n, Location* previous) {
   for (std::size_t i = 0; i < n; ++i) {
     if (i + kPrefetch < n) {
       // The way to the next empty position goes left, some 17 entries far.
@@ -141,19 +174,20 @@ void TableIndex::Put(const std::uint64_t* ids, const std::uint32_t* locations, s
   }
 }
 
-std::uint32_t TableIndex::Put(std::uint64_t id, std::uint32_t location) {
+Location TableIndex::Put(std::uint64_t id, Location location) {
   bool crowds = false;
-  const std::uint32_t previous = PutOrdered(id, location, crowds);
+  const Location previous = PutOrdered(id, location, crowds);
   if (crowds) TakeOwnOrder();
   return previous;
 }
 
 // `crowds` becomes true when the entry ends a run that is too long.
-std::uint32_t TableIndex::PutOrdered(std::uint64_t id, std::uint32_t location, bool& crowds) {
+Location TableIndex::PutOrdered(std::uint64_t id, Location location, bool& crowds) {
+  if (location > most_location_) Widen(location, count_);
   const std::uint64_t h = order_.Of(id);
   Position p = Seek(h);
   if (Holds(p, h)) {
-    const std::uint32_t previous = LocationAt(p);
+    const Location previous = LocationAt(p);
     Set(p, h, location);
     return previous;
   }
@@ -173,17 +207,17 @@ bool TableIndex::MakeRoom() {
     return true;
   }
   if (count_ < max_count_) return false;
-  if (const Layout& layout = LayoutFor(count_); &layout != layout_) {
+  if (const Layout& layout = LayoutFor(count_); layout.entry_bytes != layout_->entry_bytes) {
     Rewrite(count_ + count_ / layout.growth);
   } else {
-    BeginGrowth();
+    BeginGrowth(layout);
   }
   return true;
 }
 
 // `place` is Seek(h), where h is not. Entries from there to the next empty position on the left, all smaller,
 // move left by one. Returns that position.
-TableIndex::Position TableIndex::Insert(std::uint64_t h, std::uint32_t location, Position place) {
+TableIndex::Position TableIndex::Insert(std::uint64_t h, Location location, Position place) {
   while (true) {
     Position empty = place;
     while (!IsEmpty(empty)) --empty;
@@ -222,7 +256,7 @@ bool TableIndex::StayInReach(std::uint64_t h, Position place, Position empty) co
 }
 
 std::uint64_t TableIndex::List(std::uint64_t cursor, std::size_t limit, std::vector<std::uint64_t>& ids,
-                               std::vector<std::uint32_t>* locations) const {
+                               std::vector<Location>* locations) const {
   if (cursor == 0 && count_ <= std::min(limit, kFew)) {
     ListFew(ids, locations);
     return kEnd;
@@ -245,7 +279,7 @@ std::uint64_t TableIndex::List(std::uint64_t cursor, std::size_t limit, std::vec
 }
 
 // In the same order, without the way through stripes of which most are empty.
-void TableIndex::ListFew(std::vector<std::uint64_t>& ids, std::vector<std::uint32_t>* locations) const {
+void TableIndex::ListFew(std::vector<std::uint64_t>& ids, std::vector<Location>* locations) const {
   std::vector<Entry> entries(count_);
   std::int64_t cursor = DumpBegin();
   Dump(cursor, entries.data(), entries.size());
@@ -268,10 +302,9 @@ std::size_t TableIndex::Dump(std::int64_t& cursor, Entry* out, std::size_t limit
 
 void TableIndex::Reserve(std::size_t entries) {
   if (count_ > 0) return;
-  if (entries > max_count_) {
-    const Layout& layout = LayoutFor(entries);
+  if (const Layout& layout = LayoutFor(entries); entries > max_count_ || &layout != layout_) {
     const double capacity = static_cast<double>(entries) / layout.max_load;
-    SetLayout(layout, static_cast<std::size_t>(capacity) + entries / 256 + 1);
+    SetLayout(layout, std::max(kInitialCapacity, static_cast<std::size_t>(capacity) + entries / 256 + 1));
   }
   new_begin_ = static_cast<Position>(slack_ + capacity_);
 }
@@ -281,6 +314,7 @@ bool TableIndex::Append(const Entry* entries, std::size_t n) {
     const std::uint64_t h = entries[i].hash;
     if (h > kMask48 || entries[i].location > kMaxLocation) return false;
     if (count_ > 0 && HashAt(new_begin_) <= h) return false;
+    if (entries[i].location > most_location_) Widen(entries[i].location, max_count_);
     const auto place = [&] { return std::min(Home(h), new_begin_ - 1); };
     if (ScaledHome(h) - place() > reach_) GiveUpReach(max_count_);
     while (place() <= 0) WidenSlack();

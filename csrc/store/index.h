@@ -1,4 +1,4 @@
-// The locations of one table's rows: an exact map from 48-bit ids to 32-bit locations. An entry takes 10
+// The locations of one table's rows: an exact map from 48-bit ids to 40-bit locations. An entry takes 10
 // bytes, or 9 where there are many.
 //
 // Open addressing over one array that is kept sorted by a permutation h of the id, so the id is recovered
@@ -10,6 +10,10 @@
 // insertions fast. Its entries must lie within reach_ positions of their homes. Only ids that were chosen for
 // it violate that; then the index goes back to entries with all bits.
 //
+// A location takes 4 bytes of an entry, as long as no location needs more. From 2^26 rows on 32 bits of h are
+// enough, and a location takes 5 of the 9 bytes. A smaller index that gets a location beyond 32 bits is
+// copied once into entries that are a byte longer.
+//
 // Every index begins with the same permutation, so equal stores list their keys in the same order and save
 // equal snapshots. Ids that are chosen to crowd it make runs of neighbours that other ids never make. At such
 // a run the index is sorted anew, once, by a random permutation. From then on the index has an order of its
@@ -17,9 +21,9 @@
 //
 // Growth happens in place: the mapping is extended, and entries move from the right end to their new, never
 // smaller, positions, some with every insertion; so there is no long pause and no second copy. Entries with
-// h ≥ bound_ have moved, the other entries lie at or left of old_end_. Only where the entries' layout
-// changes, at 2^16 rows, all entries are copied at once. Past the first thousands the index takes 10.2 to
-// 11.9 bytes per row.
+// h ≥ bound_ have moved, the other entries lie at or left of old_end_. Moving also divides the bits of
+// entries anew, at 2^26 rows. Only where entries get another length, at 2^16 rows, all are copied at once.
+// Past the first thousands the index takes 10.2 to 11.9 bytes per row.
 //
 // Not thread-safe. Memory is mapped, not allocated: bytes() is what the process holds.
 #pragma once
@@ -34,23 +38,26 @@
 
 namespace tierstore {
 
+using Location = std::uint64_t;
+
 class TableIndex {
  public:
-  static constexpr std::uint32_t kAbsent = 0xffffffffu;
-  static constexpr std::uint32_t kMaxLocation = 0xfffffffdu;
+  static constexpr unsigned kLocationBits = 40;
+  static constexpr Location kAbsent = ~Location{0};
+  static constexpr Location kMaxLocation = (Location{1} << kLocationBits) - 3;
 
   TableIndex();
   TableIndex(TableIndex&&) = default;
   TableIndex& operator=(TableIndex&&) = default;
 
   // Location of each id, or kAbsent. Only the lower 48 bits of `ids` count, here and below.
-  void Find(const std::uint64_t* ids, std::size_t n, std::uint32_t* locations) const;
-  std::uint32_t Find(std::uint64_t id) const;
+  void Find(const std::uint64_t* ids, std::size_t n, Location* locations) const;
+  Location Find(std::uint64_t id) const;
 
   // Sets locations (at most kMaxLocation); `previous` gets the former location or kAbsent. Throws
   // std::bad_alloc after setting the entries before the failed one.
-  void Put(const std::uint64_t* ids, const std::uint32_t* locations, std::size_t n, std::uint32_t* previous);
-  std::uint32_t Put(std::uint64_t id, std::uint32_t location);
+  void Put(const std::uint64_t* ids, const Location* locations, std::size_t n, Location* previous);
+  Location Put(std::uint64_t id, Location location);
 
   // Appends up to `limit` entries from `cursor` (0 at first) on; returns the next cursor, or kEnd. Entries
   // that were there at the start and stay are listed once, whatever is put meanwhile. The list jumps about in
@@ -59,7 +66,7 @@ class TableIndex {
   // order.
   static constexpr std::uint64_t kEnd = ~std::uint64_t{0};
   std::uint64_t List(std::uint64_t cursor, std::size_t limit, std::vector<std::uint64_t>& ids,
-                     std::vector<std::uint32_t>* locations) const;
+                     std::vector<Location>* locations) const;
   bool IsCurrent(std::uint64_t cursor) const { return cursor == 0 || cursor >> 48 == orders_; }
 
   // All entries in descending order of h, for snapshots: Dump copies the next ones (0 at the end) and moves
@@ -68,7 +75,7 @@ class TableIndex {
   // discarded. Another index can restore a dump only if HasOwnOrder is false.
   struct Entry {
     std::uint64_t hash;
-    std::uint32_t location;
+    Location location;
   };
   std::int64_t DumpBegin() const {
     return static_cast<std::int64_t>(slack_ + std::max(capacity_, old_capacity_));
@@ -92,11 +99,21 @@ class TableIndex {
   // How entries are stored: the lower bits of h, then the location plus one; all zero is empty.
   struct Layout {
     std::size_t min_rows;  // from this number on the layout serves
-    unsigned entry_bytes;  // 4 of them for the location
-    double max_load;       // growth begins there
-    std::size_t growth;    // by 1 / growth of the capacity
+    unsigned entry_bytes, location_bytes;
+    double max_load;     // growth begins there
+    std::size_t growth;  // by 1 / growth of the capacity
+
+    Location MostLocation() const { return (Location{1} << 8 * location_bytes) - 3; }
   };
-  static constexpr Layout kLayouts[] = {{0, 10, 0.9, 16}, {1 << 16, 9, 0.885, 6}};
+  static const Layout kLayouts[2][3];  // for locations of 32 bits, and for longer ones
+
+  // Where the bits of an entry are.
+  struct Format {
+    std::uint64_t stored_mask = 0;  // of h
+    unsigned compare_shift = 0, location_shift = 0, rest_shift = 0;
+
+    explicit Format(const Layout& layout);
+  };
 
   // Bijection of 48 bits.
   struct Permutation {
@@ -112,40 +129,54 @@ class TableIndex {
   static constexpr std::uint64_t kWithinStripe = (std::uint64_t{1} << kStripeShift) - 1;
 
   std::byte* At(Position p) const { return base_ + p * entry_bytes_; }
-  bool IsEmpty(Position p) const;
+  // The last 8 bytes of an entry: the location's, and before them the upper stored bits of h.
+  std::uint64_t LastWordAt(Position p) const {
+    std::uint64_t word;
+    std::memcpy(&word, At(p) + entry_bytes_ - 8, sizeof word);
+    return word;
+  }
+  const Format& FormatAt(Position p) const { return p <= old_end_ ? old_format_ : format_; }
+  bool IsEmpty(Position p) const { return LastWordAt(p) >> (64 - kLocationBits) == 0; }
   std::uint64_t StoredAt(Position p) const;
   std::uint64_t HashAt(Position p) const;
-  std::int64_t Compare(Position p, std::uint64_t h) const;
-  std::uint32_t LocationAt(Position p) const;
-  void Set(Position p, std::uint64_t h, std::uint32_t location) {
-    const std::uint32_t stored = location + 1;
-    std::memcpy(At(p), &h, sizeof h);  // its upper bits make way for the location
-    std::memcpy(At(p) + entry_bytes_ - 4, &stored, sizeof stored);
+  std::int64_t Compare(Position p, std::uint64_t h, const Format& format) const;
+  Location LocationAt(Position p) const { return (LastWordAt(p) >> FormatAt(p).location_shift) - 1; }
+  static void Store(std::byte* entry, Position entry_bytes, std::uint64_t h, Location stored,
+                    const Format& format) {
+    const std::uint64_t last = (h & format.stored_mask) >> format.rest_shift | stored
+                                                                                   << format.location_shift;
+    std::memcpy(entry, &h, sizeof h);
+    std::memcpy(entry + entry_bytes - 8, &last, sizeof last);
+  }
+  void Set(Position p, std::uint64_t h, Location location) {
+    Store(At(p), entry_bytes_, h, location + 1, h >= bound_ ? format_ : old_format_);
   }
 
   static constexpr std::size_t kFew = 1 << 13;
-  void ListFew(std::vector<std::uint64_t>& ids, std::vector<std::uint32_t>* locations) const;
+  void ListFew(std::vector<std::uint64_t>& ids, std::vector<Location>* locations) const;
   static std::uint64_t SwapStripe(std::uint64_t h);
   Position ScaledHome(std::uint64_t h) const;
   Position Home(std::uint64_t h) const;
   Position Seek(std::uint64_t h) const;
+  Position SeekFrom(Position p, std::uint64_t h, Position end, const Format& format) const;
   bool Holds(Position p, std::uint64_t h) const;
-  Position Insert(std::uint64_t h, std::uint32_t location, Position place);
-  std::uint32_t PutOrdered(std::uint64_t id, std::uint32_t location, bool& crowds);
+  Position Insert(std::uint64_t h, Location location, Position place);
+  Location PutOrdered(std::uint64_t id, Location location, bool& crowds);
   void TakeOwnOrder();
   bool StayInReach(std::uint64_t h, Position place, Position empty) const;
 
   const Layout& LayoutFor(std::size_t rows) const;
   void SetLayout(const Layout& layout, std::size_t capacity);
-  void SetReach();
+  static Position ReachOf(const Format& format, std::size_t capacity);
   void Map(std::size_t slack, std::size_t capacity);
   bool MakeRoom();
-  void BeginGrowth();
+  void BeginGrowth(const Layout& layout);
   void MoveSome(std::size_t positions);
   bool MoveBlock(Position stop);
   void TightenBound();
   void WidenSlack();
   void GiveUpReach(std::size_t entries);
+  void Widen(Location location, std::size_t entries);
   void Rewrite(std::size_t entries);
 
   IndexMemory memory_;
@@ -155,17 +186,20 @@ class TableIndex {
   std::size_t count_ = 0;
   std::size_t max_count_ = 0;  // growth begins there
   bool crowded_ = false;       // there are ids that need all bits
+  bool wide_ = false;          // there are locations of more than 32 bits
   Permutation order_;
   std::uint64_t orders_ = 0;  // former orders of the index
 
   const Layout* layout_ = nullptr;
   Position entry_bytes_ = 0;
-  std::uint64_t stored_mask_ = 0;
-  unsigned compare_shift_ = 0;
-  Position reach_ = 0;      // how far left of its home an entry may lie
-  std::uint64_t step_ = 0;  // between the h of two homes, times 2^16
+  Format format_;
+  Location most_location_ = 0;  // that all entries can hold
+  Position reach_ = 0;          // how far left of its home an entry may lie
+  std::uint64_t step_ = 0;      // between the h of two homes, times 2^16
 
   // While growing; otherwise old_end_ is -1 and bound_ 0.
+  Format old_format_;
+  Position old_reach_ = 0;
   std::size_t old_capacity_ = 0;
   std::uint64_t old_step_ = 0;
   std::uint64_t bound_ = 0;

@@ -24,8 +24,8 @@ std::uint64_t StepOf(std::size_t capacity) {
 }  // namespace
 
 const TableIndex::Layout& TableIndex::LayoutFor(std::size_t rows) const {
-  const Layout* layout = &kLayouts[0];
-  for (const Layout& other : kLayouts) {
+  const Layout* layout = &kLayouts[wide_][0];
+  for (const Layout& other : kLayouts[wide_]) {
     if (rows >= other.min_rows && !crowded_) layout = &other;
   }
   return *layout;
@@ -35,11 +35,10 @@ const TableIndex::Layout& TableIndex::LayoutFor(std::size_t rows) const {
 void TableIndex::SetLayout(const Layout& layout, std::size_t capacity) {
   layout_ = &layout;
   entry_bytes_ = layout.entry_bytes;
-  const unsigned stored_bits = std::min(48u, (layout.entry_bytes - 4) * 8);
-  stored_mask_ = (std::uint64_t{1} << stored_bits) - 1;
-  compare_shift_ = stored_bits == 48 ? 0 : 64 - stored_bits;
+  format_ = Format(layout);
+  most_location_ = layout.MostLocation();
   Map(kSlack, capacity);
-  SetReach();
+  reach_ = ReachOf(format_, capacity);
 }
 
 void TableIndex::Map(std::size_t slack, std::size_t capacity) {
@@ -53,16 +52,22 @@ void TableIndex::Map(std::size_t slack, std::size_t capacity) {
 
 // Entries at p have homes from p to p + reach_, so what Compare meets differs by little more than that; it
 // must be less than half of what the stored bits can tell.
-void TableIndex::SetReach() {
+TableIndex::Position TableIndex::ReachOf(const Format& format, std::size_t capacity) {
   constexpr Position kMargin = 4;
-  const Position half = static_cast<Position>(Scale((stored_mask_ + 1) / 2, capacity_));
-  reach_ = compare_shift_ == 0 ? kAnyReach : half - kMargin;
+  const Position half = static_cast<Position>(Scale((format.stored_mask + 1) / 2, capacity));
+  return format.compare_shift == 0 ? kAnyReach : half - kMargin;
 }
 
-void TableIndex::BeginGrowth() {
+// Into a layout of equally long entries.
+void TableIndex::BeginGrowth(const Layout& layout) {
   const std::size_t old = capacity_;
   const std::uint64_t step = step_;
-  Map(slack_, old + old / (old < kSmall ? 2 : layout_->growth));
+  Map(slack_, old + old / (old < kSmall ? 2 : layout.growth));
+  layout_ = &layout;
+  old_format_ = format_;
+  old_reach_ = reach_;
+  format_ = Format(layout);
+  reach_ = std::min(old_reach_, ReachOf(format_, old));
   old_capacity_ = old;
   old_step_ = step;
   bound_ = kMask48 + 1;
@@ -84,7 +89,8 @@ void TableIndex::MoveSome(std::size_t positions) {
   } else {
     bound_ = 0;
     old_capacity_ = 0;
-    SetReach();
+    most_location_ = layout_->MostLocation();
+    reach_ = ReachOf(format_, capacity_);
   }
 }
 
@@ -93,13 +99,14 @@ void TableIndex::MoveSome(std::size_t positions) {
 bool TableIndex::MoveBlock(Position stop) {
   struct Moving {
     std::uint64_t stored;
-    std::uint32_t location;
-    std::uint32_t at;  // positions from `stop` on
+    Location location;  // plus one
+    std::uint32_t at;   // positions from `stop` on
   };
   Moving moving[kBlock];
   // Of members the compiler would have to assume that the array overlaps them.
   const Position entry_bytes = entry_bytes_, slack = static_cast<Position>(slack_), reach = reach_;
-  const std::uint64_t old_step = old_step_, mask = stored_mask_, capacity = capacity_;
+  const Format format = format_, old_format = old_format_;
+  const std::uint64_t old_step = old_step_, mask = old_format.stored_mask, capacity = capacity_;
   std::byte* const base = base_;
   Position begin = new_begin_;
   std::uint64_t bound = bound_;
@@ -107,7 +114,8 @@ bool TableIndex::MoveBlock(Position stop) {
   std::size_t n = 0;
   for (Position p = old_end_; p > stop; --p, from -= entry_bytes) {
     std::memcpy(&moving[n].stored, from, 8);
-    std::memcpy(&moving[n].location, from + entry_bytes - 4, 4);
+    std::memcpy(&moving[n].location, from + entry_bytes - 8, 8);
+    moving[n].location >>= old_format.location_shift;
     moving[n].at = static_cast<std::uint32_t>(p - stop);
     n += moving[n].location != 0;
   }
@@ -119,24 +127,23 @@ bool TableIndex::MoveBlock(Position stop) {
     const Position home = slack + static_cast<Position>(Scale(h, capacity));
     const Position to = std::min(home, begin - 1);
     if (home - to > reach) break;
-    std::byte* const entry = base + to * entry_bytes;
-    std::memcpy(entry, &h, 8);
-    std::memcpy(entry + entry_bytes - 4, &moving[i].location, 4);
+    Store(base + to * entry_bytes, entry_bytes, h, moving[i].location, format);
     begin = to;
     bound = h;
   }
   new_begin_ = begin;
   bound_ = bound;
   old_end_ = i < n ? stop + moving[i].at : stop;
-  for (; i < n; ++i) Set(stop + moving[i].at, moving[i].stored, moving[i].location - 1);
+  for (; i < n; ++i)
+    Store(At(stop + moving[i].at), entry_bytes, moving[i].stored, moving[i].location, old_format);
   return old_end_ == stop;
 }
 
 // Entries of the old part are in reach of their homes, so their h are below this; and whatever is sought
 // there must be near enough to be compared with them.
 void TableIndex::TightenBound() {
-  if (reach_ == kAnyReach) return;
-  const Position steps = old_end_ + reach_ + 2 - static_cast<Position>(slack_);
+  if (old_reach_ == kAnyReach) return;
+  const Position steps = old_end_ + old_reach_ + 2 - static_cast<Position>(slack_);
   bound_ = std::min(bound_, FirstHash(steps, old_step_));
 }
 
@@ -154,10 +161,20 @@ void TableIndex::GiveUpReach(std::size_t entries) {
   Rewrite(entries);
 }
 
+// Makes room in the entries for a location that is too long for some of them. Those that have not moved yet
+// may be all that are too short.
+void TableIndex::Widen(Location location, std::size_t entries) {
+  if (old_end_ >= 0) MoveSome(slack_ + capacity_);
+  if (location <= most_location_) return;
+  wide_ = true;
+  Rewrite(entries);
+}
+
 // Copies all entries into a new array for this many entries, of the layout that suits.
 void TableIndex::Rewrite(std::size_t entries) {
   TableIndex other;
   other.crowded_ = crowded_;
+  other.wide_ = wide_;
   other.order_ = order_;
   other.orders_ = orders_;
   other.Reserve(entries);
@@ -170,9 +187,10 @@ void TableIndex::Rewrite(std::size_t entries) {
 // Sorts all entries anew. Where memory is short the next entry that crowds tries again.
 void TableIndex::TakeOwnOrder() try {
   TableIndex other;
+  other.wide_ = wide_;
   other.order_ = Permutation::Random();
   other.orders_ = std::min<std::uint64_t>(orders_ + 1, kMostOrders);
-  other.Reserve(count_ + count_ / kLayouts[0].growth);
+  other.Reserve(count_ + count_ / kLayouts[0][0].growth);
   std::vector<Entry> some(kEntriesAtOnce);
   Position cursor = DumpBegin();
   bool crowds = false;

@@ -24,7 +24,7 @@ void IndexRebuild::Run() {
     ForgetRows();  // the snapshot is not of this history
     ReplayAll();
   }
-  for (const SegmentPtr& ghost : ghosts_) ghost->row_class->segments[ghost->ordinal].reset();
+  for (const SegmentPtr& ghost : ghosts_) ghost->row_class->RemoveSegment(*ghost);
 }
 
 // Fills the index as of the snapshot's commit; false when there is no snapshot that can serve, with the index
@@ -61,8 +61,7 @@ bool IndexRebuild::MatchSegments(const SnapshotHeader::RowClass& saved, std::vec
       segment = std::make_shared<Segment>();
       segment->row_class = &row_class;
       segment->slots = entry.slots;
-      segment->ordinal = static_cast<std::uint32_t>(row_class.segments.size());
-      row_class.segments.push_back(segment);
+      row_class.AppendSegment(segment);
       ghosts_.push_back(segment);
     }
     if (segment != nullptr && (segment->row_class != &row_class || entry.slots > segment->slots))
@@ -100,12 +99,12 @@ bool IndexRebuild::LoadTable(SnapshotReader& reader, const SavedTable& saved) {
     CheckCall();
     if (!reader.Read(entries.data(), n)) return false;
     for (std::size_t i = 0; i < n; ++i) {
-      const std::uint32_t ordinal = entries[i].location >> slot_bits;
-      const std::uint32_t slot = entries[i].location & ((1u << slot_bits) - 1);
+      const Location ordinal = entries[i].location >> slot_bits;
+      const auto slot = static_cast<std::uint32_t>(entries[i].location & ((Location{1} << slot_bits) - 1));
       if (ordinal >= saved.segments.size() || saved.segments[ordinal] == nullptr) return false;
       if (slot >= saved.row_class.segments[ordinal].slots) return false;
       Segment& segment = *saved.segments[ordinal];
-      entries[i].location = table.row_class->Location(segment, slot);
+      entries[i].location = table.row_class->LocationOf(segment, slot);
       ++segment.live;
     }
     if (!table.index.Append(entries.data(), n)) return false;
@@ -116,7 +115,10 @@ bool IndexRebuild::LoadTable(SnapshotReader& reader, const SavedTable& saved) {
 
 // Back to an empty index, for a rebuild without the snapshot.
 void IndexRebuild::ForgetRows() {
-  for (const SegmentPtr& ghost : ghosts_) ghost->row_class->segments.pop_back();
+  for (const SegmentPtr& ghost : ghosts_) {
+    ghost->row_class->RemoveSegment(*ghost);
+    ghost->row_class->segments.pop_back();
+  }
   ghosts_.clear();
   sources_.clear();
   state_.rows.ForgetRows();
@@ -164,11 +166,11 @@ void IndexRebuild::ReplayRun(Segment& segment, const std::uint64_t* keys, const 
   CheckCall();
   RowClass& row_class = *segment.row_class;
   TableIndex& index = state_.rows.TableFor(KeyTable(keys[0]), row_class.geometry.row_bytes).index;
-  std::uint32_t previous[kKeysPerRun];
+  Location previous[kKeysPerRun];
   // Brings the entries into the cache; a key may come twice, so one by one below.
   index.Find(keys, n, previous);
   for (std::size_t i = 0; i < n; ++i) {
-    const std::uint32_t there = index.Put(keys[i], row_class.Location(segment, slots[i]));
+    const Location there = index.Put(keys[i], row_class.LocationOf(segment, slots[i]));
     ++segment.live;
     if (there == TableIndex::kAbsent) continue;
     Segment& other = *row_class.SegmentOf(there);

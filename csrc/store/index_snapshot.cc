@@ -9,7 +9,7 @@ namespace {
 constexpr char kMagic[9] = "TSTINDEX";
 constexpr std::size_t kPreambleBytes = 8 + 4 + 4;  // magic, version, bytes of the header behind it
 constexpr std::uint32_t kMaxHeaderBytes = 256 << 20;
-constexpr std::size_t kEntryBytes = 10;
+constexpr std::size_t kLocationBytes = 5, kEntryBytes = 6 + kLocationBytes;
 
 Bytes EncodeHeader(const SnapshotHeader& header) {
   Encoder body;
@@ -43,7 +43,7 @@ SnapshotHeader DecodeBody(Decoder& in) {
       segment.number = in.Get<std::uint32_t>();
       segment.slots = in.Get<std::uint32_t>();
     }
-    if (row_class.slot_bits > 20) in.Fail("impossible slot bits");
+    if (row_class.slot_bits > kMaxSlotBits) in.Fail("impossible slot bits");
   }
   header.tables.resize(in.Count(16));
   for (auto& table : header.tables) {
@@ -88,7 +88,7 @@ std::uint64_t SaveSnapshot(Env& env, const std::string& directory, bool direct, 
     while (const std::size_t n = index->Dump(cursor, entries.data(), entries.size())) {
       for (std::size_t i = 0; i < n; ++i) {
         std::memcpy(&group[i * kEntryBytes], &entries[i].hash, 6);
-        std::memcpy(&group[i * kEntryBytes + 6], &entries[i].location, 4);
+        std::memcpy(&group[i * kEntryBytes + 6], &entries[i].location, kLocationBytes);
       }
       const std::uint32_t crc = Crc32c(group.data(), n * kEntryBytes);
       out.Append(group.data(), n * kEntryBytes);
@@ -143,7 +143,8 @@ bool SnapshotReader::Read(TableIndex::Entry* out, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) {
     out[i].hash = 0;
     std::memcpy(&out[i].hash, &group_[i * kEntryBytes], 6);
-    std::memcpy(&out[i].location, &group_[i * kEntryBytes + 6], 4);
+    out[i].location = 0;
+    std::memcpy(&out[i].location, &group_[i * kEntryBytes + 6], kLocationBytes);
   }
   return true;
 }

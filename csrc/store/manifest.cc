@@ -46,7 +46,7 @@ Manifest Manifest::Decode(std::span<const std::byte> in, const std::string& path
   std::uint32_t crc = 0;
   if (in.size() >= 4) std::memcpy(&crc, in.data() + in.size() - 4, 4);
   if (Crc32c(in.data(), in.size() - 4) != crc) decoder.Fail("the manifest is damaged (checksum mismatch)");
-  if (version != kFormatVersion) decoder.Fail("manifest format " + std::to_string(version) + " is not known");
+  if (version != kFormatVersion) decoder.Fail(UnknownFormat(version));
   Manifest manifest;
   std::memcpy(manifest.store.data(), decoder.Take(manifest.store.size()), manifest.store.size());
   manifest.next_commit = decoder.Get<std::uint64_t>();

@@ -69,15 +69,14 @@ class Counted {
 // Rows that must come from files. The segments are held, so compaction may go on meanwhile.
 struct Reader::Pending {
   RowClass* row_class = nullptr;
-  std::vector<std::uint64_t> items;  // location << 32 | position in the call; sorted: by place
+  std::vector<std::uint64_t> items;  // location << kPositionBits | position; sorted: by place
   std::vector<SegmentPtr> segments;  // the items' segments, by ordinal
 
   const Segment& SegmentOf(std::uint64_t item) const {
-    return *segments[static_cast<std::uint32_t>(item >> 32) >> row_class->slot_bits];
+    return *segments[item >> kPositionBits >> row_class->slot_bits];
   }
-  std::uint32_t SlotOf(std::uint64_t item) const {
-    return row_class->SlotOf(static_cast<std::uint32_t>(item >> 32));
-  }
+  std::uint32_t SlotOf(std::uint64_t item) const { return row_class->SlotOf(item >> kPositionBits); }
+  static std::size_t PositionOf(std::uint64_t item) { return item & (kMostKeysAtOnce - 1); }
 };
 
 // What to read for sorted items: items first[i] to first[i + 1] lie in list[i].
@@ -105,6 +104,13 @@ Reader::Reader(const StoreContext& context, StoreMutex& mutex, StoreState& state
 }
 
 void Reader::Read(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found) {
+  context_.CheckOpen();
+  const std::size_t most = context_.config.limits.keys_at_once;
+  for (std::size_t at = 0; at < keys.size(); at += most)
+    ReadSome(keys.subspan(at, std::min(most, keys.size() - at)), target.From(at), found + at);
+}
+
+void Reader::ReadSome(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found) {
   const End end{*this};  // comes after the segments are let go
   Pending pending;
   Locate(keys, target, found, pending);
@@ -128,7 +134,7 @@ Reader::Lane& Reader::PickLane(std::size_t rows) {
 }
 
 void Reader::Places(std::span<const std::uint64_t> keys, std::uint64_t* places) {
-  std::uint32_t locations[kRowsPerLookup];
+  Location locations[kRowsPerLookup];
   for (std::size_t at = 0; at < keys.size();) {
     const std::size_t n = RowsOfOneTable(keys.subspan(at));
     const Lock lock = mutex_.LockForRead();
@@ -138,7 +144,7 @@ void Reader::Places(std::span<const std::uint64_t> keys, std::uint64_t* places) 
       std::fill_n(places + at, n, kNowhere);
     } else {
       table->index.Find(&keys[at], n, locations);
-      std::transform(locations, locations + n, places + at, [](std::uint32_t location) {
+      std::transform(locations, locations + n, places + at, [](Location location) {
         return location == TableIndex::kAbsent ? kNowhere : std::uint64_t{location};
       });
     }
@@ -207,7 +213,7 @@ bool Reader::Resolve(std::span<const std::uint64_t> keys, const ReadTarget& targ
   RowClass& row_class = *table.row_class;
   pending.row_class = &row_class;
   pending.segments.resize(row_class.segments.size());
-  std::uint32_t locations[kRowsPerLookup];
+  Location locations[kRowsPerLookup];
   table.index.Find(keys.data(), keys.size(), locations);
   for (std::size_t i = 0; i < keys.size(); ++i) {
     found[i] = locations[i] != TableIndex::kAbsent;
@@ -224,7 +230,7 @@ bool Reader::Resolve(std::span<const std::uint64_t> keys, const ReadTarget& targ
     SegmentPtr& held = pending.segments[segment->ordinal];
     if (held == nullptr) held = segment;
     if (held != segment) return false;
-    pending.items.push_back(std::uint64_t{locations[i]} << 32 | (base + i));
+    pending.items.push_back(locations[i] << kPositionBits | (base + i));
   }
   return true;
 }
@@ -262,7 +268,7 @@ void Reader::Fetch(BatchReader& reader, Pending& pending, std::span<const std::u
     for (std::size_t i = requests.first[number]; i < requests.first[number + 1]; ++i) {
       const std::uint64_t item = pending.items[i];
       const std::uint32_t slot = pending.SlotOf(item);
-      const auto position = static_cast<std::uint32_t>(item);
+      const std::size_t position = Pending::PositionOf(item);
       const std::size_t at = std::min<std::size_t>(geometry.Offset(slot) - request.offset, size);
       CopyRow(pending.SegmentOf(item), slot, keys[position], data + at, size - at, target.At(position));
     }

@@ -35,6 +35,11 @@ struct ReadTarget {
     const std::size_t slot = slots == nullptr ? i : static_cast<std::size_t>(slots[i]);
     return rows + slot * row_bytes;
   }
+  // Of the rows from row i on.
+  ReadTarget From(std::size_t i) const {
+    if (slots != nullptr) return {rows, row_bytes, slots + i};
+    return {rows + i * row_bytes, row_bytes};
+  }
 };
 
 class Reader {
@@ -72,6 +77,7 @@ class Reader {
     std::atomic<std::size_t> rows{0};     // being read or waiting
   };
 
+  void ReadSome(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found);
   void Locate(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found, Pending& pending);
   bool Resolve(std::span<const std::uint64_t> keys, const ReadTarget& target, bool* found, std::size_t base,
                Pending& pending);

@@ -54,6 +54,11 @@ void Recovery::Run(StoreMutex& mutex, const std::vector<std::pair<std::uint32_t,
   OpenSegments();
   IndexRebuild(context_, state_, snapshots_).Run();
   for (const auto& [row_bytes, row_class] : state_.rows.classes()) {
+    for (const SegmentPtr& segment : row_class->segments) {
+      if (segment == nullptr) continue;
+      row_class->counts.slots += segment->slots;
+      row_class->counts.live += segment->live;
+    }
     ResumeAppending(*row_class);
     const std::vector<SegmentPtr> segments = row_class->segments;
     for (const SegmentPtr& segment : segments) {
@@ -139,9 +144,10 @@ void Recovery::OpenSegments() {
     }
   }
   for (const auto& [row_bytes, row_class] : state_.rows.classes()) {
+    row_class->GrowSegments(state_.space.NextSegmentBytes());
     const std::size_t count = row_class->segments.size();
     if (count << row_class->slot_bits > TableIndex::kMaxLocation) {
-      throw InputError(context_.directory + ": holds more than 2^32 row versions of one size");
+      throw InputError(context_.directory + ": holds more than 2^40 row versions of one size");
     }
   }
 }
@@ -163,7 +169,7 @@ SegmentPtr Recovery::OpenSegment(const SegmentExtent& extent) {
   RowClass& row_class = state_.rows.ClassFor(header.row_bytes);
   segment->row_class = &row_class;
   segment->sealed = !extent.appending;
-  segment->slots = segment->durable_slots = segment->flushed_slots = extent.slots;
+  segment->slots = segment->capacity = segment->durable_slots = segment->flushed_slots = extent.slots;
   if (extent.slots == 0) {
     segment->retired = true;
     return segment;
@@ -174,8 +180,7 @@ SegmentPtr Recovery::OpenSegment(const SegmentExtent& extent) {
   }
   row_class.SetSlotBits(static_cast<unsigned>(std::bit_width(extent.slots - 1)),
                         context_.config.limits.locations);
-  segment->ordinal = static_cast<std::uint32_t>(row_class.segments.size());
-  row_class.segments.push_back(segment);
+  row_class.AppendSegment(segment);
   return segment;
 }
 
@@ -197,6 +202,7 @@ void Recovery::ResumeAppending(RowClass& row_class) {
     segment->file->Truncate(end);
     segment->footer = std::move(footer);
     segment->sealed = false;
+    segment->capacity = row_class.slots_per_segment;
     segment->file_bytes = end;
     state_.segments.SetReservedBytes(*segment, row_class.MaxSegmentBytes(segment->relocated));
     segment->stream = stream;

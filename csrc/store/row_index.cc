@@ -9,19 +9,12 @@
 namespace tierstore {
 namespace {
 
-constexpr std::uint64_t kMinSegmentBytes = 128 << 10;
-constexpr std::uint64_t kSegmentsPerCap = 128;  // so fine that half filled and free segments hardly matter
 constexpr std::size_t kMaxTables = std::size_t{1} << (64 - kIdBits);
-
-std::uint64_t SegmentBytes(const StoreConfig& config) {
-  if (config.segment_bytes != 0) return std::min(config.segment_bytes, kMaxSegmentBytes);
-  return std::clamp(config.cap_bytes / kSegmentsPerCap, kMinSegmentBytes, kMaxSegmentBytes);
-}
 
 }  // namespace
 
 RowIndex::RowIndex(const StoreContext& context, SegmentSet& segments)
-    : context_(context), segments_(segments), segment_bytes_(SegmentBytes(context.config)) {}
+    : context_(context), segments_(segments) {}
 
 RowClass& RowIndex::ClassFor(std::uint32_t row_bytes) {
   auto& slot = classes_[row_bytes];
@@ -29,12 +22,10 @@ RowClass& RowIndex::ClassFor(std::uint32_t row_bytes) {
     const StoreLimits& limits = context_.config.limits;
     slot = std::make_unique<RowClass>();
     slot->geometry = Geometry::For(row_bytes);
-    slot->slots_per_segment = slot->geometry.SlotsIn(segment_bytes_);
-    if (segment_bytes_ == kMaxSegmentBytes) {  // locations count in powers of two: waste none of them
-      const std::uint32_t frame = slot->geometry.records_per_frame;
-      slot->slots_per_segment = std::max(1u, std::bit_floor(slot->slots_per_segment) / frame) * frame;
-    }
-    slot->SetSlotBits(static_cast<unsigned>(std::bit_width(slot->slots_per_segment - 1)), limits.locations);
+    slot->GrowSegments(SegmentBytes(context_.config, context_.config.cap_bytes, 0));
+    const std::uint32_t most = slot->geometry.SlotsIn(MostSegmentBytes(context_.config));
+    const auto bits = static_cast<unsigned>(std::bit_width(most - 1));
+    slot->SetSlotBits(std::max(bits, limits.slot_bits), limits.locations);
     const std::uint32_t frame_bytes = slot->geometry.frame_bytes;
     const std::size_t frames = std::max<std::size_t>(1, limits.chunk_bytes / frame_bytes);
     slot->slots_per_chunk = static_cast<std::uint32_t>(frames) * slot->geometry.records_per_frame;
@@ -67,7 +58,7 @@ RowIndex::Table& RowIndex::TableFor(std::uint32_t table, std::uint32_t row_bytes
   return *entry;
 }
 
-void RowIndex::Find(const std::uint64_t* keys, std::size_t n, std::uint32_t* locations,
+void RowIndex::Find(const std::uint64_t* keys, std::size_t n, Location* locations,
                     const RowClass& row_class) const {
   for (std::size_t at = 0, run = 1; at < n; at += run, run = 1) {
     const std::uint32_t table = KeyTable(keys[at]);
@@ -81,10 +72,10 @@ void RowIndex::Find(const std::uint64_t* keys, std::size_t n, std::uint32_t* loc
   }
 }
 
-void RowIndex::Put(const std::uint64_t* keys, const std::uint32_t* locations, std::size_t n,
-                   RowClass& row_class, bool relocated) {
+void RowIndex::Put(const std::uint64_t* keys, const Location* locations, std::size_t n, RowClass& row_class,
+                   bool relocated) {
   changed_ = changed_ || n > 0;
-  std::uint32_t previous[256];
+  Location previous[256];
   for (std::size_t at = 0; at < n;) {
     std::size_t run = 1;
     while (at + run < n && run < std::size(previous) && KeyTable(keys[at + run]) == KeyTable(keys[at])) ++run;
@@ -96,7 +87,8 @@ void RowIndex::Put(const std::uint64_t* keys, const std::uint32_t* locations, st
       const std::uint32_t slot = row_class.SlotOf(previous[i]);
       for (ScanCapture* const capture : captures_) capture->RowLeaves(*segment, slot, keys[at + i]);
       if (!relocated) segment->Keep(slot);
-      if (--segment->live == 0) segments_.RetireIfDead(segment);
+      segment->AddLive(-1);
+      if (segment->live == 0) segments_.RetireIfDead(segment);
     }
     at += run;
   }

@@ -45,13 +45,12 @@ class RowIndex {
   const std::vector<std::unique_ptr<Table>>& tables() const { return tables_; }
 
   // Gives the location of each key, or TableIndex::kAbsent where its table has rows of another size.
-  void Find(const std::uint64_t* keys, std::size_t n, std::uint32_t* locations,
-            const RowClass& row_class) const;
+  void Find(const std::uint64_t* keys, std::size_t n, Location* locations, const RowClass& row_class) const;
 
   // Notes that the newest version of each key is now at its location, in a segment whose `live` counts these
   // rows already. Former versions are superseded. Copies (`relocated`) equal their sources, so the last
   // commit does not need the sources.
-  void Put(const std::uint64_t* keys, const std::uint32_t* locations, std::size_t n, RowClass& row_class,
+  void Put(const std::uint64_t* keys, const Location* locations, std::size_t n, RowClass& row_class,
            bool relocated);
 
   // Tells the capture of rows that leave their slots, from now on until it is detached.
@@ -70,7 +69,6 @@ class RowIndex {
  private:
   const StoreContext& context_;
   SegmentSet& segments_;
-  const std::uint64_t segment_bytes_;
   std::vector<std::unique_ptr<Table>> tables_;
   std::map<std::uint32_t, std::unique_ptr<RowClass>> classes_;  // by row_bytes
   std::vector<ScanCapture*> captures_;

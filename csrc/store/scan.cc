@@ -262,7 +262,7 @@ void Scan::VisitSlots(Cursor& cursor, const Stretch& stretch, std::uint32_t last
 std::uint32_t Scan::KeepNewest(Cursor& cursor, const Records& records, std::uint32_t last,
                                std::span<const std::uint32_t> damaged) {
   ScanCapture::Part& part = *cursor.part;
-  std::uint32_t locations[kRowsPerLookup];
+  Location locations[kRowsPerLookup];
   std::uint32_t live = 0;
   const Lock lock(mutex_);
   context_.CheckOpen();
@@ -272,7 +272,7 @@ std::uint32_t Scan::KeepNewest(Cursor& cursor, const Records& records, std::uint
   const RowClass& row_class = *segment->row_class;
   state_.rows.Find(records.keys, records.n, locations, row_class);
   for (std::uint32_t i = 0; i < records.n; ++i) {
-    if (locations[i] != row_class.Location(*segment, records.slots[i])) continue;
+    if (locations[i] != row_class.LocationOf(*segment, records.slots[i])) continue;
     records.keys[live] = records.keys[i];
     records.slots[live++] = records.slots[i];
   }
@@ -301,7 +301,7 @@ void Scan::Settle(Cursor& cursor) {
 // Makes the table's rows in damaged records of the segment late.
 void Scan::FindDamaged(Cursor& cursor, std::uint32_t table) {
   std::vector<std::uint64_t> ids;
-  std::vector<std::uint32_t> locations;
+  std::vector<Location> locations;
   for (std::uint64_t at = 0; at != TableIndex::kEnd;) {
     const Lock lock(mutex_);
     context_.CheckOpen();

@@ -9,14 +9,32 @@ SegmentHeader Segment::Header(const StoreId& store) const {
   return {row_class->geometry.row_bytes, number, relocated, store};
 }
 
+void Segment::BeginInterval() {
+  if (!older && !retired) row_class->counts.kept -= kept;
+  older = true;
+  kept = 0;
+}
+
+void Segment::Retire() {
+  Counts& counts = row_class->counts;
+  counts.slots -= slots;
+  counts.live -= live;
+  counts.kept -= older ? 0 : kept;
+  retired = true;
+}
+
 void RowClass::AddSegment(const SegmentPtr& segment) {
   const auto free = std::find(segments.begin(), segments.end(), nullptr);
+  if (free == segments.end()) return AppendSegment(segment);
   segment->ordinal = static_cast<std::uint32_t>(free - segments.begin());
-  if (free == segments.end()) {
-    segments.push_back(segment);
-  } else {
-    *free = segment;
-  }
+  *free = segment;
+  ++used_ordinals;
+}
+
+void RowClass::AppendSegment(const SegmentPtr& segment) {
+  segment->ordinal = static_cast<std::uint32_t>(segments.size());
+  segments.push_back(segment);
+  ++used_ordinals;
 }
 
 Footer LoadKeys(const Segment& segment, const StoreId& store, std::uint32_t first_slot) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "io/aligned_buffer.h"
 #include "io/env.h"
 #include "store/format.h"
+#include "store/index.h"
 
 namespace tierstore {
 
@@ -24,11 +26,22 @@ struct Chunk {
   AlignedBuffer buffer;
   std::uint64_t offset = 0;  // in the file
   std::size_t begin = 0, filled = 0, queued = 0, written = 0;
-  bool pooled = false;  // the buffer goes back to the queue's spares
-  bool last = false;    // nothing will be added
+  std::function<Bytes()> encode;  // gives the bytes, when there is no buffer; called without the mutex
+  bool pooled = false;            // the buffer goes back to the queue's spares
+  bool last = false;              // nothing will be added
 };
 
 struct RowClass;
+
+// Slots of segments that are not retired.
+struct Counts {
+  std::uint64_t slots = 0, live = 0;
+  std::uint64_t kept = 0;  // in segments that are not older than the interval
+
+  // Slots whose rows are superseded, but for those that last (Segment::Lasting).
+  std::uint64_t Dead() const { return slots - live - kept; }
+  bool operator==(const Counts&) const = default;
+};
 
 // The kinds of rows that are appended: each row size has one active segment for each kind.
 enum Stream : unsigned {
@@ -52,6 +65,7 @@ struct Segment {
   bool in_last_commit = false;  // named by it
 
   std::uint32_t number = 0;
+  std::uint32_t capacity = 0;  // slots that it may come to have
   bool relocated = false;
   RowClass* row_class = nullptr;
   std::uint32_t ordinal = 0;  // in row_class->segments
@@ -67,9 +81,11 @@ struct Segment {
   bool retired = false;              // holds no newest version; waits for its pins to go
   bool unsynced = false;             // written to since the last sync
   bool doomed = false;               // in line to be removed
+  bool being_written = false;        // sealed, and in part still in memory
   bool damaged = false;              // compaction met a damaged record here; not tried again
   unsigned failed_reads = 0;         // of compaction; after some the segment counts as damaged
   std::uint64_t reserved_bytes = 0;  // what it counts against the cap
+  std::uint64_t released_bytes = 0;  // of them, in SegmentSet::released_bytes
   std::uint64_t file_bytes = 0;      // bytes that are written
 
   std::vector<std::shared_ptr<Chunk>> chunks;  // ascending offsets
@@ -79,10 +95,14 @@ struct Segment {
   bool IsKept(std::uint32_t slot) const { return kept > 0 && (kept_bits[slot / 64] >> slot % 64 & 1) != 0; }
   // The row at `slot` is superseded.
   void Keep(std::uint32_t slot);
-  void Unkeep(std::uint32_t slot) {
-    kept_bits[slot / 64] &= ~(std::uint64_t{1} << slot % 64);
-    --kept;
-  }
+  void Unkeep(std::uint32_t slot);
+  // The interval since the last commit begins anew, or the segment holds no newest version any more.
+  void BeginInterval();
+  void Retire();
+  // Changes `slots` and `live`, and the counts of the row class.
+  void AddSlots(std::uint32_t n);
+  void AddLive(std::int64_t n);
+  Counts Count() const { return retired ? Counts{} : Counts{slots, live, older ? 0 : kept}; }
   // Rows without which the segment can go, also from the last commit.
   std::uint32_t Needed() const { return live + kept; }
   // Rows that compaction copies when space is not short. Rows that only the last commit keeps stay in the
@@ -115,35 +135,46 @@ using SegmentPtr = std::shared_ptr<Segment>;
 // All segments of one row size. A location in the index is ordinal << slot_bits | slot.
 struct RowClass {
   Geometry geometry;
-  std::uint32_t slots_per_segment = 0;
-  unsigned slot_bits = 0;
+  std::uint32_t slots_per_segment = 0;  // of the next one
+  unsigned slot_bits = 0;               // fixed once there are locations
   std::uint32_t slots_per_chunk = 0;
   std::size_t chunk_bytes = 0;
   std::vector<SegmentPtr> segments;  // by ordinal; null where free
   SegmentPtr active[kStreams];       // appended to
-  std::uint64_t max_ordinals = 0;
+  std::uint64_t max_ordinals = 0, used_ordinals = 0;
+  Counts counts;
 
+  // New segments take at most this many bytes, but at least a frame.
+  void GrowSegments(std::uint64_t bytes) {
+    slots_per_segment = std::max(slots_per_segment, geometry.SlotsIn(bytes));
+  }
   // At least this many, for a store with this many locations.
   void SetSlotBits(unsigned bits, std::uint64_t locations) {
     slot_bits = std::max(slot_bits, bits);
     max_ordinals = locations >> slot_bits;
   }
   std::uint64_t FreeOrdinals() const {
-    const auto used = static_cast<std::uint64_t>(segments.size()) -
-                      static_cast<std::uint64_t>(std::count(segments.begin(), segments.end(), nullptr));
-    return max_ordinals > used ? max_ordinals - used : 0;
+    return max_ordinals > used_ordinals ? max_ordinals - used_ordinals : 0;
   }
 
   // There is a place for a segment of callers, besides the segments that compaction copies to.
   bool HasOrdinalForCallers() const { return FreeOrdinals() >= kStreams; }
-  // Gives the segment the first free ordinal.
+  // Gives the segment the first free ordinal, or (cheaper) one behind all others.
   void AddSegment(const SegmentPtr& segment);
-
-  std::uint32_t Location(const Segment& segment, std::uint32_t slot) const {
-    return segment.ordinal << slot_bits | slot;
+  void AppendSegment(const SegmentPtr& segment);
+  // Frees the segment's ordinal.
+  void RemoveSegment(const Segment& segment) {
+    segments[segment.ordinal].reset();
+    --used_ordinals;
   }
-  const SegmentPtr& SegmentOf(std::uint32_t location) const { return segments[location >> slot_bits]; }
-  std::uint32_t SlotOf(std::uint32_t location) const { return location & ((1u << slot_bits) - 1); }
+
+  Location LocationOf(const Segment& segment, std::uint32_t slot) const {
+    return Location{segment.ordinal} << slot_bits | slot;
+  }
+  const SegmentPtr& SegmentOf(Location location) const { return segments[location >> slot_bits]; }
+  std::uint32_t SlotOf(Location location) const {
+    return static_cast<std::uint32_t>(location) & ((1u << slot_bits) - 1);
+  }
   // The bytes of this many copies, with their part of header and footer.
   std::uint64_t BytesOf(std::uint32_t slots) const {
     const std::uint64_t full =
@@ -156,11 +187,28 @@ struct RowClass {
   }
 };
 
+inline void Segment::AddSlots(std::uint32_t n) {
+  slots += n;
+  row_class->counts.slots += n;
+}
+
+inline void Segment::AddLive(std::int64_t n) {
+  live += static_cast<std::uint32_t>(n);
+  row_class->counts.live += static_cast<std::uint64_t>(n);
+}
+
+inline void Segment::Unkeep(std::uint32_t slot) {
+  kept_bits[slot / 64] &= ~(std::uint64_t{1} << slot % 64);
+  --kept;
+  if (!older && !retired) --row_class->counts.kept;
+}
+
 inline void Segment::Keep(std::uint32_t slot) {
   if (slot >= CommittedSlots()) return;  // the last commit does not hold it
-  if (kept == 0) kept_bits.assign(std::max(slots, row_class->slots_per_segment) / 64 + 1, 0);
+  if (kept == 0) kept_bits.assign(capacity / 64 + 1, 0);
   kept_bits[slot / 64] |= std::uint64_t{1} << slot % 64;
   ++kept;
+  if (!older) ++row_class->counts.kept;
 }
 
 // The keys (and, of copies, the epochs) of the segment's slots, and which of them are voids: from its footer

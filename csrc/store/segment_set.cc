@@ -21,6 +21,17 @@ void SegmentSet::SetReservedBytes(Segment& segment, std::uint64_t bytes) {
   reserved_bytes_ += bytes;
 }
 
+void SegmentSet::UpdateReleased(Segment& segment) {
+  released_bytes_ -= segment.released_bytes;
+  segment.released_bytes = segment.IsReleased() ? segment.reserved_bytes : 0;
+  released_bytes_ += segment.released_bytes;
+}
+
+void SegmentSet::NoteSealed(Segment& segment) {
+  segment.sealed = segment.being_written = true;
+  ++being_written_;
+}
+
 void SegmentSet::Pin(const std::vector<SegmentExtent>& extents, int change) {
   for (const SegmentExtent& extent : extents) {
     const SegmentPtr& segment = segments_.at(extent.number);
@@ -32,15 +43,18 @@ void SegmentSet::Pin(const std::vector<SegmentExtent>& extents, int change) {
 
 void SegmentSet::RetireIfDead(const SegmentPtr& held) {
   const SegmentPtr segment = held;  // `held` may be the class's own pointer, which is cleared
-  if (!segment->sealed || !segment->chunks.empty() || segment->retired) return;
+  if (!segment->sealed || !segment->chunks.empty()) return;
+  if (std::exchange(segment->being_written, false)) --being_written_;
+  if (segment->retired) return;
   control_.Wake();
   if (segment->live > 0) return;
-  segment->retired = true;
-  segment->row_class->segments[segment->ordinal].reset();
+  segment->Retire();
+  segment->row_class->RemoveSegment(*segment);
   DoomIfUnneeded(segment);
 }
 
 void SegmentSet::DoomIfUnneeded(const SegmentPtr& segment) {
+  UpdateReleased(*segment);
   if (!segment->retired || segment->pins > 0 || segment->kept > 0 || segment->doomed) return;
   segment->doomed = true;
   doomed_.push_back(segment);

@@ -42,12 +42,18 @@ class SegmentSet {
   // Counts the segment as `bytes` of the cap from now on.
   void SetReservedBytes(Segment& segment, std::uint64_t bytes);
   std::uint64_t reserved_bytes() const { return reserved_bytes_; }
+  // Counts the segment's bytes as released, or not, as Segment::IsReleased now says.
+  void UpdateReleased(Segment& segment);
+  std::uint64_t released_bytes() const { return released_bytes_; }
+  // The segment is full, and its last chunks are queued.
+  void NoteSealed(Segment& segment);
+  bool AnyBeingWritten() const { return being_written_ > 0; }
 
   // Adds `change` to the commits that name each of the segments.
   void Pin(const std::vector<SegmentExtent>& extents, int change);
   // Call it when a segment has lost its last newest version, or its last chunk has left memory.
   void RetireIfDead(const SegmentPtr& segment);
-  // Call it when a segment has lost a commit, or the rows that it kept.
+  // Call it when a segment has got or lost a commit, or lost the rows that it kept.
   void DoomIfUnneeded(const SegmentPtr& segment);
 
   // Removes the files of doomed segments that no read uses. An error is reported to the queue; the segment's
@@ -69,7 +75,9 @@ class SegmentSet {
   CompactorControl& control_;
   std::map<std::uint32_t, SegmentPtr> segments_;
   std::uint32_t next_number_ = 1;
-  std::uint64_t reserved_bytes_ = 0;        // by all segments
+  std::uint64_t reserved_bytes_ = 0;  // by all segments
+  std::uint64_t released_bytes_ = 0;
+  std::size_t being_written_ = 0;
   bool names_unsynced_ = false;             // a segment was created since the directory was synced
   std::vector<SegmentPtr> doomed_;          // to be removed
   std::atomic<bool> removal_waits_{false};  // of some of them, for a read to end

@@ -11,7 +11,7 @@ bool Snapshots::IsDue(double lag) const {
     if (table->index.HasOwnOrder()) return false;
     rows += table->index.size();
   }
-  const std::uint64_t bytes = rows * 10;
+  const std::uint64_t bytes = rows * 11;
   const std::uint64_t written = unsaved_bytes_ + queue_.enqueued_bytes() - mark_;
   return rows >= context_.config.snapshot_min_rows &&
          static_cast<double>(written) >= lag * static_cast<double>(bytes) && state_.space.Fits(bytes);

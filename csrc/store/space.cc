@@ -44,12 +44,10 @@ std::uint64_t Space::Reserve() const {
 // too.
 Survey Space::TakeSurvey() const {
   Survey survey;
-  for (const auto& [number, segment] : segments_.by_number()) {
-    if (segment->IsReleased()) survey.released += segment->reserved_bytes;
-    if (segment->retired) continue;
-    const std::uint64_t record_bytes = segment->row_class->geometry.record_bytes;
-    survey.live += segment->live * record_bytes;
-    survey.dead += (segment->slots - segment->Lasting()) * record_bytes;
+  survey.released = segments_.released_bytes();
+  for (const auto& [row_bytes, row_class] : rows_.classes()) {
+    survey.live += row_class->counts.live * row_class->geometry.record_bytes;
+    survey.dead += row_class->counts.Dead() * row_class->geometry.record_bytes;
   }
   const std::uint64_t used = UsedBytes();
   survey.unit = rows_.LargestSegmentBytes();
@@ -63,13 +61,30 @@ Survey Space::TakeSurvey() const {
   return survey;
 }
 
+bool Space::CountsAreExact() const {
+  std::map<const RowClass*, Counts> counted;
+  std::uint64_t released = 0;
+  for (const auto& [number, segment] : segments_.by_number()) {
+    Counts& counts = counted[segment->row_class];
+    const Counts own = segment->Count();
+    counts = {counts.slots + own.slots, counts.live + own.live, counts.kept + own.kept};
+    if (segment->IsReleased()) released += segment->reserved_bytes;
+  }
+  return released == segments_.released_bytes() &&
+         std::all_of(rows_.classes().begin(), rows_.classes().end(), [&](const auto& entry) {
+           const RowClass& row_class = *entry.second;
+           const auto used = std::count_if(row_class.segments.begin(), row_class.segments.end(),
+                                           [](const SegmentPtr& segment) { return segment != nullptr; });
+           return row_class.counts == counted[&row_class] &&
+                  row_class.used_ordinals == static_cast<std::uint64_t>(used);
+         });
+}
+
 void Space::ThrowNoOrdinal(const RowClass& row_class) const {
-  std::uint64_t live = 0;
-  for (const SegmentPtr& segment : row_class.segments) live += segment == nullptr ? 0 : segment->live;
   throw FullError(
       context_.directory + ": a store has places for " +
       std::to_string(row_class.max_ordinals * row_class.slots_per_segment) + " versions of rows of " +
-      std::to_string(row_class.geometry.row_bytes) + " bytes, and " + std::to_string(live) +
+      std::to_string(row_class.geometry.row_bytes) + " bytes, and " + std::to_string(row_class.counts.live) +
       " rows take so many of them that no more can be won by compaction. Space on the device does not "
       "help: divide the tables of this row size among several stores (shards), or give them fewer rows");
 }
@@ -104,9 +119,7 @@ std::string Space::DescribeOlderCommits() const {
 }
 
 void Space::ThrowFull(std::uint64_t bytes) const {
-  std::uint64_t live = 0;
-  for (const auto& [number, segment] : segments_.by_number())
-    live += std::uint64_t{segment->live} * segment->row_class->geometry.record_bytes;
+  const std::uint64_t live = TakeSurvey().live;
   const std::uint64_t needed = UsedBytes() + bytes + Reserve();
   throw FullError(context_.directory + ": the cap of " + FormatBytes(cap_bytes_) +
                   " is reached: " + FormatBytes(UsedBytes()) + " are in use, " + FormatBytes(live) +

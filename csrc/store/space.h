@@ -45,12 +45,17 @@ class Space {
   }
   std::uint64_t meta_bytes() const { return file_bytes_[0] + file_bytes_[1] + file_bytes_[2]; }
   std::uint64_t meta_bytes_written() const { return written_bytes_; }
+  // The bytes of the next segment of callers, at most.
+  std::uint64_t NextSegmentBytes() const { return SegmentBytes(context_.config, cap_bytes_, UsedBytes()); }
 
   // Whether this many more bytes fit the cap, for compaction and for other writers.
   bool FitsForCompaction(std::uint64_t bytes) const { return UsedBytes() + bytes <= cap_bytes_; }
   bool Fits(std::uint64_t bytes) const { return FitsForCompaction(bytes + Reserve()); }
 
   Survey TakeSurvey() const;
+  // Whether the counts of slots and bytes, which change with each row, are what a look at every segment
+  // finds: for tests.
+  bool CountsAreExact() const;
 
   // Throws FullError with what takes the space and what to do: for `bytes` that do not fit, and for a row
   // class without an ordinal for another segment.

@@ -86,7 +86,8 @@ void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, st
   if (keys.empty()) return;
   RowClass& row_class = state_.rows.ClassFor(row_bytes);
   std::byte* records[kRowsPerSpan];
-  std::uint32_t epochs[kRowsPerSpan], locations[kRowsPerSpan];
+  std::uint32_t epochs[kRowsPerSpan];
+  Location locations[kRowsPerSpan];
   for (std::size_t at = 0; at < keys.size();) {
     CheckCall();
     const auto want = static_cast<std::uint32_t>(std::min<std::size_t>(keys.size() - at, kRowsPerSpan));
@@ -95,7 +96,7 @@ void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, st
     span.LocateRecords(records);
     for (std::uint32_t i = 0; i < span.count; ++i) {
       epochs[i] = span.segment->number;
-      locations[i] = row_class.Location(*span.segment, span.first + i);
+      locations[i] = row_class.LocationOf(*span.segment, span.first + i);
       std::memcpy(records[i] + kRecordHeaderBytes, rows + (at + i) * row_bytes, row_bytes);
     }
     SealRecords(records, &keys[at], epochs, span.first, span.count, row_class.geometry,
@@ -210,6 +211,12 @@ StoreCounters Store::Stats() {
   counters.io = reader_.io();
   counters.direct = !segments.empty() && segments.rbegin()->second->file->IsDirect();
   return counters;
+}
+
+bool Store::CountsAreExact() {
+  context_.CheckOpen();
+  const Lock lock(mutex_);
+  return state_.space.CountsAreExact();
 }
 
 void Store::Compact() {

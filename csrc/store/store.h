@@ -103,6 +103,8 @@ class Store {
   std::string Meta();
 
   StoreCounters Stats();
+  // Space::CountsAreExact
+  bool CountsAreExact();
   // Compacts until less than a tenth of the rows' slots is dead, as far as the cap and the kept commits
   // allow.
   void Compact();

@@ -116,8 +116,8 @@ bool SavedIndex::ReadTables(SnapshotReader& reader, const VerifyContext& context
         return false;
       }
       for (std::size_t i = 0; i < n; ++i) {
-        const std::uint32_t ordinal = entries[i].location >> row_class->slot_bits;
-        const std::uint32_t slot = entries[i].location & ((1u << row_class->slot_bits) - 1);
+        const Location ordinal = entries[i].location >> row_class->slot_bits;
+        const Location slot = entries[i].location & ((Location{1} << row_class->slot_bits) - 1);
         const bool exists = ordinal < row_class->segments.size() &&
                             slot < row_class->segments[ordinal].slots &&
                             row_class->segments[ordinal].number != 0;
@@ -139,11 +139,10 @@ void SavedIndex::Visit(std::uint32_t number, std::uint32_t row_bytes, std::uint3
   Tally& tally = segment->second;
   if (slot >= tally.covered || tally.row_bytes != row_bytes) return;
   const auto table = tables_.find(KeyTable(key));
-  const std::uint32_t location =
-      table == tables_.end() ? TableIndex::kAbsent : table->second->Find(KeyId(key));
+  const Location location = table == tables_.end() ? TableIndex::kAbsent : table->second->Find(KeyId(key));
   if (location == TableIndex::kAbsent) {
     ++tally.unknown;
-  } else if (location == (tally.ordinal << tally.slot_bits | slot)) {
+  } else if (location == (Location{tally.ordinal} << tally.slot_bits | slot)) {
     ++tally.found;
   }
 }

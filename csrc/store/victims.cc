@@ -82,9 +82,11 @@ bool VictimPicker::CanRelocate(const Segment& victim, std::uint32_t rows) const 
   std::uint64_t bytes = 0, ordinals = 0;
   const auto add = [&](Stream stream) {
     const SegmentPtr& target = row_class.active[stream];
-    if (target != nullptr && row_class.slots_per_segment - target->slots >= rows) return;
-    bytes += row_class.MaxSegmentBytes(true);
-    ++ordinals;
+    const std::uint32_t left = target == nullptr ? 0 : target->capacity - target->slots;
+    if (left >= rows) return;
+    const std::uint32_t more = (rows - left - 1) / row_class.slots_per_segment + 1;
+    bytes += more * row_class.MaxSegmentBytes(true);
+    ordinals += more;
   };
   if (victim.CommittedSlots() > 0) add(kOfCommit);
   if (victim.CommittedSlots() < victim.slots) add(kSinceCommit);

@@ -1,6 +1,7 @@
 #include "store/write_queue.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "common/call_limit.h"
 #include "store/errors.h"
@@ -132,6 +133,14 @@ void WriteQueue::Run() {
 
 // Without the mutex. Beside reads the two threads write in turns.
 void WriteQueue::WriteOut(const Task& task) {
+  const std::byte* bytes = task.chunk->buffer.data();
+  AlignedBuffer encoded;
+  if (task.chunk->encode) {
+    const Bytes made = task.chunk->encode();
+    encoded = AlignedBuffer(made.size());
+    std::memcpy(encoded.data(), made.data(), made.size());
+    bytes = encoded.data();
+  }
   for (std::size_t at = task.begin; at < task.end;) {
     std::unique_lock paced(paced_, std::defer_lock);
     std::size_t end = task.end;
@@ -139,7 +148,7 @@ void WriteQueue::WriteOut(const Task& task) {
       paced.lock();
       end = std::min(end, at + kPacedBytes);
     }
-    task.segment->file->Write(task.chunk->offset + at, task.chunk->buffer.data() + at, end - at);
+    task.segment->file->Write(task.chunk->offset + at, bytes + at, end - at);
     at = end;
   }
 }

@@ -25,8 +25,14 @@ class NativeLimits:
 
     chunk_bytes: int = 2 << 20
     """Bytes that are written at once; at least a frame of rows."""
-    locations: int = (1 << 32) - 3
+    locations: int = (1 << 40) - 3
     """The largest number of row versions of one size."""
+    slot_bits: int = 0
+    """Bits of a location that number the slot of a segment, at least."""
+    small_segment_bytes: int = 64 << 20
+    """The size that segments take with the cap alone. Larger ones also need as much in use."""
+    keys_at_once: int = 1 << 24
+    """Keys of one call of ``read`` that are sorted by place together."""
     manifest_bytes: int = 1 << 30
 
 
@@ -50,7 +56,8 @@ class NativeConfig:
     direct: bool = True
     """Bypass the page cache where the file system can."""
     segment_bytes: int = 0
-    """The most bytes of a segment file; 0 chooses by the cap, from 128 KiB to 64 MiB."""
+    """The most bytes of a segment file. 0 chooses by the cap, from 128 KiB to 64 MiB, and to 1 GiB in a store
+    that has more than 8 GiB in use."""
     write_buffer_bytes: int = 16 << 20
     """Bytes of memory in which rows wait to be written, besides a buffer of 2 MiB per open segment."""
 

@@ -10,15 +10,16 @@
 
 #include "store/tests/check.h"
 
+using tierstore::Location;
 using tierstore::TableIndex;
 
 namespace {
 
-void CheckEqual(const TableIndex& index, const std::unordered_map<std::uint64_t, std::uint32_t>& model,
+void CheckEqual(const TableIndex& index, const std::unordered_map<std::uint64_t, Location>& model,
                 std::size_t chunk) {
   CHECK(index.size() == model.size());
   std::vector<std::uint64_t> ids;
-  std::vector<std::uint32_t> locations;
+  std::vector<Location> locations;
   for (std::uint64_t cursor = 0; cursor != TableIndex::kEnd;)
     cursor = index.List(cursor, chunk, ids, &locations);
   CHECK(ids.size() == model.size());
@@ -40,30 +41,41 @@ void Restore(const TableIndex& index, std::mt19937_64& random) {
     CHECK(again.Append(entries.data(), n));
   CHECK(again.size() == index.size());
   std::vector<std::uint64_t> ids;
-  std::vector<std::uint32_t> locations;
+  std::vector<Location> locations;
   CHECK(index.List(0, ~std::size_t{0}, ids, &locations) == TableIndex::kEnd);
   for (std::size_t i = 0; i < ids.size(); ++i) CHECK(again.Find(ids[i]) == locations[i]);
   for (int i = 0; i < 3000; ++i) again.Put(random() >> 16, 7);
   for (std::size_t i = 0; i < ids.size(); ++i) {
-    const std::uint32_t there = again.Find(ids[i]);
+    const Location there = again.Find(ids[i]);
     CHECK(there == locations[i] || there == 7);
   }
 }
 
+// Which locations an index gets: short ones only, also long ones, or long ones in the second half.
+enum class Long { kNever, kAlways, kLater };
+constexpr Long kAll[] = {Long::kNever, Long::kAlways, Long::kLater};
+constexpr Location kMostShort = 0xfffffffd;
+
+Location DrawLocation(std::mt19937_64& random, Long which, bool second_half) {
+  const bool may_be_long = which == Long::kAlways || (which == Long::kLater && second_half);
+  const Location most = may_be_long ? TableIndex::kMaxLocation : kMostShort;
+  return random() % 8 == 0 ? most - random() % 2 : random() % (most + 1);
+}
+
 // `draw` gives ids; a share of absent ones is looked up too. `others` are there before, scattered.
 template <class Draw>
-void Random(Draw draw, int steps, int check_every, std::size_t others = 0) {
+void Random(Draw draw, int steps, int check_every, std::size_t others = 0, Long which = Long::kAlways) {
   TableIndex index;
-  std::unordered_map<std::uint64_t, std::uint32_t> model;
+  std::unordered_map<std::uint64_t, Location> model;
   for (std::uint64_t i = 0; i < others; ++i) {
     const std::uint64_t id = TableIndex::Unpermute(i * 0x9e3779b97f4bULL & 0xffffffffffffULL);
-    model[id] = static_cast<std::uint32_t>(i);
-    CHECK(index.Put(id, static_cast<std::uint32_t>(i)) == TableIndex::kAbsent);
+    model[id] = Location{i};
+    CHECK(index.Put(id, Location{i}) == TableIndex::kAbsent);
   }
   std::mt19937_64 random(steps);
   for (int step = 1; step <= steps; ++step) {
     const std::uint64_t id = draw(random);
-    const auto location = static_cast<std::uint32_t>(random() % TableIndex::kMaxLocation);
+    const Location location = DrawLocation(random, which, 2 * step > steps);
     const auto found = model.find(id);
     CHECK(index.Find(id) == (found == model.end() ? TableIndex::kAbsent : found->second));
     CHECK(index.Put(id, location) == (found == model.end() ? TableIndex::kAbsent : found->second));
@@ -75,19 +87,59 @@ void Random(Draw draw, int steps, int check_every, std::size_t others = 0) {
 }
 
 // All of so many ids crowd into one place of the array among many that are scattered: whole or nearly so.
-void Crowd(std::size_t scattered, std::size_t crowd, std::uint64_t at, std::uint64_t stride) {
+void Crowd(std::size_t scattered, std::size_t crowd, std::uint64_t at, std::uint64_t stride, Long which) {
   std::mt19937_64 random(crowd);
   const auto draw = [&](auto&) {
     return TableIndex::Unpermute((at + random() % (2 * crowd) * stride) & 0xffffffffffffULL);
   };
-  Random(draw, static_cast<int>(2 * crowd), static_cast<int>(crowd), scattered);
+  Random(draw, static_cast<int>(2 * crowd), static_cast<int>(crowd), scattered, which);
+}
+
+void Scatter(Long which) {
+  Random([](auto& random) { return random() % 500; }, 20000, 500, 0, which);
+  Random([](auto& random) { return random() >> 16; }, 200000, 40000, 0, which);
+  Random([](auto& random) { return random() % 100000; }, 300000, 50000, 0, which);
+  // All at the left end, and all at the right one.
+  Random([](auto& random) { return TableIndex::Unpermute(random() % 3000); }, 20000, 1000, 0, which);
+  Random([](auto& random) { return TableIndex::Unpermute(0xffffffffffffULL - random() % 3000); }, 20000, 1000,
+         0, which);
+  Random(
+      [](auto& random) {
+        return TableIndex::Unpermute((random() % 7) * 0x2aaaaaaaaaaaULL % 0xfffffffff000ULL + random() % 400);
+      },
+      20000, 1000, 0, which);
+}
+
+void CrowdAnywhere(Long which) {
+  // At the right end, in the middle and at the left end, of few and of many rows, before and while it grows.
+  for (const std::size_t scattered : {70000, 90000, 130000}) {
+    for (const std::uint64_t at : {0xfffffff00000ULL, 0x7777aaaa0000ULL, 0ULL}) {
+      Crowd(scattered, 90, at, 1, which);
+      Crowd(scattered, 1000, at, 1 << 10, which);
+      Crowd(scattered, 3000, at, 1 << 27, which);
+    }
+  }
+  // So many chosen ids that the index takes an order of its own: in either layout, and while it grows.
+  for (const std::size_t scattered : {0, 60000, 130000}) {
+    Crowd(scattered, 20000, 0x7777aaaa0000ULL, 1, which);
+    Crowd(scattered, 12000, 0, 3, which);
+  }
+}
+
+// A location takes no more memory than 32 bits, however long it is, once there are many rows; fewer rows take
+// a byte more each.
+void CheckBytes(std::size_t rows, Location location, double least, double most) {
+  TableIndex index;
+  for (std::uint64_t id = 0; id < rows; ++id) index.Put(id, location);
+  const double bytes = static_cast<double>(index.bytes()) / static_cast<double>(rows);
+  CHECK(least <= bytes && bytes <= most);
 }
 
 void Measure(std::size_t n) {
   using Clock = std::chrono::steady_clock;
   TableIndex index;
   std::vector<std::uint64_t> ids(256);
-  std::vector<std::uint32_t> locations(256), previous(256);
+  std::vector<Location> locations(256), previous(256);
   double worst = 0, slowest = 0;
   const auto start = Clock::now();
   for (std::size_t at = 0; at < n; at += ids.size()) {
@@ -104,7 +156,7 @@ void Measure(std::size_t n) {
   for (std::size_t at = 0; at < n; at += ids.size()) {
     for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = ((at + i) * 7919 % n) * 0x9e3779b97f4aULL;
     index.Find(ids.data(), ids.size(), locations.data());
-    for (const std::uint32_t location : locations) found += location != TableIndex::kAbsent;
+    for (const Location location : locations) found += location != TableIndex::kAbsent;
   }
   const double find = std::chrono::duration<double>(Clock::now() - middle).count() / static_cast<double>(n);
   std::printf(
@@ -121,31 +173,14 @@ int main(int argc, char** argv) {
   for (std::uint64_t id : {0ULL, 1ULL, 0xffffffffffffULL, 0x123456789abcULL}) {
     CHECK(TableIndex::Unpermute(TableIndex::Permute(id)) == id);
   }
-  Random([](auto& random) { return random() % 500; }, 20000, 500);
-  Random([](auto& random) { return random() >> 16; }, 200000, 40000);
-  Random([](auto& random) { return random() % 100000; }, 300000, 50000);
-  // All at the left end, and all at the right one.
-  Random([](auto& random) { return TableIndex::Unpermute(random() % 3000); }, 20000, 1000);
-  Random([](auto& random) { return TableIndex::Unpermute(0xffffffffffffULL - random() % 3000); }, 20000,
-         1000);
-  Random(
-      [](auto& random) {
-        return TableIndex::Unpermute((random() % 7) * 0x2aaaaaaaaaaaULL % 0xfffffffff000ULL + random() % 400);
-      },
-      20000, 1000);
-  // At the right end, in the middle and at the left end, of few and of many rows, before and while it grows.
-  for (const std::size_t scattered : {70000, 90000, 130000}) {
-    for (const std::uint64_t at : {0xfffffff00000ULL, 0x7777aaaa0000ULL, 0ULL}) {
-      Crowd(scattered, 90, at, 1);
-      Crowd(scattered, 1000, at, 1 << 10);
-      Crowd(scattered, 3000, at, 1 << 27);
-    }
+  for (const Long which : kAll) {
+    Scatter(which);
+    if (which != Long::kAlways) CrowdAnywhere(which);
   }
-  // So many chosen ids that the index takes an order of its own: in either layout, and while it grows.
-  for (const std::size_t scattered : {0, 60000, 130000}) {
-    Crowd(scattered, 20000, 0x7777aaaa0000ULL, 1);
-    Crowd(scattered, 12000, 0, 3);
-  }
+#ifndef TIERSTORE_SMALL_INDEX
+  CheckBytes(1000000, kMostShort, 9.8, 11.9);
+  CheckBytes(1000000, kMostShort + 1, 10.9, 13.2);
+#endif
   Measure(argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 2000000);
   std::puts("ok");
 }

@@ -96,6 +96,7 @@ Model ReadTable(Store& store, std::uint32_t table) {
 
 void CheckAll(Store& store, const Model& model) {
   CHECK(store.Stats().rows == model.size());
+  CHECK(store.CountsAreExact());
   Model stored;
   for (std::uint32_t table = 0; table < 3; ++table) stored.merge(ReadTable(store, table));
   CHECK(stored == model);

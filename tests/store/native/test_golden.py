@@ -1,17 +1,21 @@
-"""Files that format version 1 wrote are read by every later version. ``make`` below made them, once."""
+"""Files that format version 2 wrote are read by every later version. ``make`` below made them, once."""
 
 from __future__ import annotations
 
 import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from tests.store.native.test_verify_native import crc32c
+from tierstore.errors import StoreCorruptError
 from tierstore.keys import make_keys
 from tierstore.store import StoredTable
 from tierstore.store.native import NativeConfig, NativeStore
 
-GOLDEN = Path(__file__).parent / "golden" / "v1"
+GOLDEN = Path(__file__).parent / "golden" / "v2"
 TABLES = (StoredTable("a", 0, 1 << 40, 4, 16), StoredTable("b", 1, 1 << 40, 64, 272))
 CONFIG = NativeConfig(cap_bytes=1 << 20, segment_bytes=12_288, snapshot_min_rows=1, keep=2)
 
@@ -57,7 +61,7 @@ def check(folder: Path, with_index: bool) -> None:
         assert holds(store, 1, range(7, 56, 7), 1)
 
 
-def test_version_1_is_read(tmp_path):
+def test_version_2_is_read(tmp_path):
     shutil.copytree(GOLDEN, tmp_path / "store")
     check(tmp_path / "store", with_index=True)
     shutil.copytree(GOLDEN, tmp_path / "other")
@@ -65,7 +69,7 @@ def test_version_1_is_read(tmp_path):
     check(tmp_path / "other", with_index=False)
 
 
-def test_the_first_commit_of_version_1_is_read(tmp_path):
+def test_the_first_commit_of_version_2_is_read(tmp_path):
     shutil.copytree(GOLDEN, tmp_path / "store")
     config = NativeConfig(cap_bytes=1 << 20, keep=2, at=1)
     with NativeStore(tmp_path / "store", TABLES, config=config) as store:
@@ -73,3 +77,18 @@ def test_the_first_commit_of_version_1_is_read(tmp_path):
         assert store.stats().rows == 56
         assert holds(store, 1, range(7, 56, 7), 1)
         assert holds(store, 1, [0], 1)
+
+
+@pytest.mark.parametrize("version", [0, 1, 3, 0xFFFFFFFF])
+@pytest.mark.parametrize(("name", "covered"), [("MANIFEST", None), ("00000003.seg", 48)])
+def test_other_versions_are_refused_plainly(tmp_path, name, covered, version):
+    shutil.copytree(GOLDEN, tmp_path / "store")
+    file = tmp_path / "store" / name
+    data = file.read_bytes()
+    end = len(data) - 4 if covered is None else covered
+    changed = data[:8] + struct.pack("<I", version) + data[12:end]
+    file.write_bytes(changed + struct.pack("<I", crc32c(changed)) + data[end + 4 :])
+    with pytest.raises(
+        StoreCorruptError, match=f"{name}: is of format {version}.*knows format 2 alone: export"
+    ):
+        NativeStore(tmp_path / "store", TABLES, config=CONFIG)

@@ -19,7 +19,7 @@ from tierstore.store.verification import VerifyReport, fill_report
 CONFIG = NativeConfig(cap_bytes=1_000_000, segment_bytes=8192, snapshot_min_rows=1, keep=2)
 ROW_BYTES = {0: 16, 1: 272}
 ROWS = 15
-GOLDEN = Path(__file__).parent / "golden" / "v1"
+GOLDEN = Path(__file__).parent / "golden" / "v2"
 
 
 def verify_on(disk, row_bytes=ROW_BYTES) -> VerifyReport:
@@ -168,11 +168,11 @@ def test_a_saved_index_that_lies(tmp_path):
     data = bytearray((tmp_path / "old").read_bytes())
     (tmp_path / "old").unlink()
     header = 16 + int.from_bytes(data[12:16], "little") + 4
-    entries = (len(data) - header) // 10
+    entries = (len(data) - header) // 11
     assert entries >= 56
-    first, second = header + 6, header + 16  # swap the locations of two rows
-    data[first : first + 4], data[second : second + 4] = data[second : second + 4], data[first : first + 4]
-    data[header + 560 : header + 564] = crc32c(bytes(data[header : header + 560])).to_bytes(4, "little")
+    first, second = header + 6, header + 17  # swap the locations of two rows
+    data[first : first + 5], data[second : second + 5] = data[second : second + 5], data[first : first + 5]
+    data[header + 616 : header + 620] = crc32c(bytes(data[header : header + 616])).to_bytes(4, "little")
     (tmp_path / "INDEX").write_bytes(data)
     (finding,) = _core.verify_store(str(tmp_path), {}, None).findings
     assert "the saved index contradicts" in finding.what
