@@ -20,7 +20,8 @@ from tierstore.cache.budget import (
     divide,
 )
 from tierstore.cache.engine import Engine, Table
-from tierstore.cache.tiers.memory import MIN_SLOTS, bytes_for
+from tierstore.cache.tiers.limits import MIN_SLOTS
+from tierstore.cache.tiers.memory import bytes_for
 from tierstore.errors import ConfigError
 from tierstore.initializers import uniform
 from tierstore.keys import make_keys

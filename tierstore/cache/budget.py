@@ -12,15 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from tierstore.cache.tiers.limits import MAX_SLOTS, MIN_SLOTS, memory_limit
 from tierstore.cache.tiers.memory import (
-    MAX_SLOTS,
-    MIN_SLOTS,
     AnyAdmission,
     AnyPolicy,
     OwnShare,
     TierPlan,
     bytes_for,
-    memory_limit,
     slots_for,
 )
 from tierstore.config import TierConfig, format_bytes

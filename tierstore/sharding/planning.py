@@ -14,7 +14,8 @@ from torch import nn
 
 from tierstore.cache.engine import Table
 from tierstore.cache.opening import read_ahead_bytes
-from tierstore.cache.tiers.memory import MIN_SLOTS, bytes_for
+from tierstore.cache.tiers.limits import MIN_SLOTS
+from tierstore.cache.tiers.memory import bytes_for
 from tierstore.config import TableOverride, TierConfig
 from tierstore.default_planner import plan_job
 from tierstore.errors import ConfigError

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import psutil
 
 import cache_policies
 from cache_policies.admission import Admission
@@ -18,6 +16,8 @@ from cache_policies.policy import Policy
 from tierstore import _core
 from tierstore.cache.device import HOST, Device
 from tierstore.cache.tiers.buffers import Buffer
+from tierstore.cache.tiers.codec import Codec
+from tierstore.cache.tiers.limits import MAX_SLOTS, overflow_rows
 from tierstore.cache.tiers.protocol import (
     NEVER,
     Flags,
@@ -32,14 +32,9 @@ from tierstore.cache.tiers.protocol import (
 from tierstore.errors import ConfigError, PolicyFaultError, TierFullError
 from tierstore.keys import split
 
-MIN_SLOTS = 16
 _PIECE = 1 << 13
 _WINDOW_COVER = 5  # distinct rows in the window per slot (docs/reference/policies.md)
 _EXACT_UP_TO = 1 << 16
-_MAX_OVERFLOW_ROWS = 1 << 26
-_MAX_OVERFLOW_BYTES = 256 << 30  # address space is 2**47 bytes
-MAX_SLOTS = (1 << 31) - _MAX_OVERFLOW_ROWS - 1
-"""Slots are int32, and the overflow slots come behind the shares' slots."""
 
 
 AnyPolicy: TypeAlias = str | Policy
@@ -106,22 +101,6 @@ def slots_for(
     return low
 
 
-def memory_limit() -> int:
-    """Return the bytes that this process may use: the machine's memory, or half of the limit of address
-    space, which code and threads use, too."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    total = int(psutil.virtual_memory().total)
-    return total if limit == resource.RLIM_INFINITY else min(total, limit // 2)
-
-
-def _overflow_rows(row_bytes: int) -> int:
-    """Return the number of overflow slots to reserve address space for: as many rows as memory could hold."""
-    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-    # Where address space is limited, reserve so little that dozens of row layouts find room.
-    size = memory_limit() // 64 if limited else min(memory_limit(), _MAX_OVERFLOW_BYTES)
-    return max(MIN_SLOTS, min(_MAX_OVERFLOW_ROWS, size // row_bytes))
-
-
 @dataclass(frozen=True)
 class OwnShare:
     """Slots that ``tables`` (indices) have to themselves; ``holds_all``: they hold every row of these
@@ -142,6 +121,10 @@ class TierPlan:
     own: tuple[OwnShare, ...] = ()
     device: Device = HOST
     """The device that has the rows."""
+    codec: Codec | None = None
+    """The form of the rows."""
+    leaving: Codec | None = None
+    """The form of rows that leave, where it is not ``codec``."""
 
     @property
     def capacity(self) -> int:
@@ -204,6 +187,7 @@ class MemoryTier(Tier):
     ) -> None:
         self.name = name
         self.plan = plan
+        self.codec, self.leaving = plan.codec, plan.leaving or plan.codec
         self.capacity = capacity = plan.capacity
         self.row_bytes = row_bytes
         self.tables = tables
@@ -216,14 +200,15 @@ class MemoryTier(Tier):
             _Share(slots, None if all_ else policy, admission or "always") for slots, all_ in parts
         ]
         self._policy_bytes = sum(share.bytes for share in self._shares)
-        self._found, self._leaving = Buffer(row_bytes), Buffer(row_bytes)
+        self._found = Buffer(row_bytes)
+        self._leaving = Buffer(row_bytes if self.leaving is None else self.leaving.row_bytes)
         share_of = [0] * tables
         for number, share in enumerate(plan.own, start=1):
             for table in share.tables:
                 share_of[table] = number
         grows = plan.holds_all and not plan.own
         shares = [share.config() for share in self._shares]
-        overflow = 0 if admission is None else _overflow_rows(row_bytes)
+        overflow = 0 if admission is None else overflow_rows(row_bytes)
         try:
             self.native = _core.Tier(shares, grows=grows, overflow_slots=overflow, share_of=share_of)
             self.rows = plan.device.allocate(capacity + overflow, row_bytes)
@@ -256,9 +241,27 @@ class MemoryTier(Tier):
         """Copy the rows at ``slots`` to ``out``, one after the other."""
         self.rows.copy_out(slots, out)
 
-    def copy_in(self, slots: Slots, rows: RowBytes, source: Slots | None = None) -> None:
-        """Copy row i of ``rows``, or row ``source[i]``, to ``slots[i]``, for all i."""
-        self.rows.copy_in(slots, rows, source)
+    def copy_in(
+        self, slots: Slots, rows: RowBytes, source: Slots | None = None, codec: Codec | None = None
+    ) -> None:
+        """Copy row i of ``rows``, or row ``source[i]``, to ``slots[i]``, for all i. ``codec``: the form of
+        ``rows``, the tier's or one of a lower tier."""
+        if codec is self.codec:
+            self.rows.copy_in(slots, rows, source)
+        else:
+            assert self.codec is None
+            assert codec is not None
+            codec.decode(self.rows, rows, slots, source)
+
+    def copy_out_as(self, codec: Codec | None, slots: Slots, keys: Keys, out: RowBytes) -> None:
+        """Copy the rows of ``keys`` at ``slots`` to ``out`` in the form ``codec``, the tier's or one of a
+        lower tier."""
+        if codec is self.codec:
+            self.rows.copy_out(slots, out)
+        else:
+            assert self.codec is None
+            assert codec is not None
+            codec.encode(self.rows, keys, out, slots)
 
     def evict(self, pinned_since: int, plan: _core.Plan) -> int:
         """Look for the plan's victims among rows last used before lookup ``pinned_since``.
@@ -323,7 +326,8 @@ class MemoryTier(Tier):
         slots = slots[positions]
         rows = self._found.take(len(slots))
         self.copy_out(slots, rows)
-        return FoundRows(here, [(positions, rows, None)], self.native.dirty_of(slots), slots)
+        dirty = self.native.dirty_of(slots)
+        return FoundRows(here, [(positions, rows, None)], dirty, slots, codec=self.codec)
 
     def holds(self, keys: Keys) -> Flags:
         return self.slots_of(keys) >= 0
@@ -344,10 +348,10 @@ class MemoryTier(Tier):
             leaving = []
             if len(slots):
                 copies = self._leaving.take(len(slots))
-                self.copy_out(slots, copies)
-                leaving.append(MovingRows(victims, copies, dirty, next_use))
+                self.copy_out_as(self.leaving, slots, victims, copies)
+                leaving.append(MovingRows(victims, copies, dirty, next_use, self.leaving))
             if len(past):
-                leaving.append(rows.part(past))
+                leaving.append(rows.part(past).converted(self.leaving))
             if leaving:
                 demote(*leaving)
         except BaseException:
@@ -356,7 +360,7 @@ class MemoryTier(Tier):
         native.assign(rows.keys, False, plan)
         stay = plan.slots >= 0
         slots, rows = (plan.slots, rows) if stay.all() else (plan.slots[stay], rows.part(stay))
-        self.copy_in(slots, rows.rows)
+        self.copy_in(slots, rows.rows, codec=rows.codec)
         native.set_dirty(slots, rows.dirty)
 
     def flush(self, write: Callable[[Keys, RowBytes], None]) -> None:
@@ -364,9 +368,9 @@ class MemoryTier(Tier):
             # Mark clean first: a row that an update changes after the copy stays dirty.
             self.native.mark_clean(slots)
             try:
-                rows = self._leaving.take(len(slots))
-                self.copy_out(slots, rows)
-                write(self.native.keys_of(slots), rows)
+                keys, rows = self.native.keys_of(slots), self._leaving.take(len(slots))
+                self.copy_out_as(self.leaving, slots, keys, rows)
+                write(keys, rows)
             except BaseException:
                 self.native.mark_dirty(slots)
                 raise

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from tierstore import _core
 from tierstore.cache.tiers.horizon import Horizon
-from tierstore.cache.tiers.memory import MAX_SLOTS
+from tierstore.cache.tiers.limits import MAX_SLOTS
 from tierstore.cache.tiers.protocol import NEVER, Flags, Keys, RowBytes, Slots
 from tierstore.errors import ConfigError, TierStoreError
 from tierstore.store.protocol import RowStore
