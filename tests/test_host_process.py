@@ -176,7 +176,7 @@ from tierstore.cache.tiers import memory
 from tierstore import TierConfig, TieredEmbedding
 from tierstore.errors import TierFullError
 from tierstore.optim import SGD
-memory._overflow_rows = lambda row_bytes: 64
+memory.overflow_rows = lambda row_bytes: 64
 sgd = SGD(lr=0.1)
 config = TierConfig(hbm="4KiB", ssd="1GiB", engine="memory")
 table = TieredEmbedding(5000, 16, config=config, optimizer=sgd)

@@ -115,6 +115,19 @@ class UpdateArgs:
     @property
     def means(self) -> Float32Array | None: ...
 
+class RowCodec:
+    def __init__(
+        self,
+        *,
+        weights: str,
+        state: str,
+        dim: int,
+        state_floats: int,
+        seeds: UInt64Array | None = None,
+    ) -> None: ...
+    @property
+    def row_bytes(self) -> int: ...
+
 class HostRows:
     def __init__(self, slots: int, row_bytes: int) -> None: ...
     @staticmethod
@@ -127,6 +140,16 @@ class HostRows:
     def initialise(self, values: InitialValues, slots: Int32Array | None, keys: UInt64Array) -> None: ...
     def copy_out(self, slots: Int32Array, out: UInt8Array) -> None: ...
     def copy_in(self, slots: Int32Array, rows: UInt8Array, source: Int32Array | None = None) -> None: ...
+    def encode(
+        self, codec: RowCodec, keys: UInt64Array, out: UInt8Array, slots: Int32Array | None = None
+    ) -> int: ...
+    def decode(
+        self,
+        codec: RowCodec,
+        rows: UInt8Array,
+        slots: Int32Array | None = None,
+        source: Int32Array | None = None,
+    ) -> None: ...
     def lookup_pooled(
         self, args: LookupArgs, bags: Bags, out_addr: int, weights_addr: int = 0, argmax_addr: int = 0
     ) -> None: ...

@@ -11,6 +11,7 @@ from numbers import Integral
 from typing import Any, TypeGuard
 
 from tierstore.errors import ConfigError
+from tierstore.row_format import STATE_BYTES, WEIGHT_BYTES, WIDE, RowFormat
 
 ENGINE_NAMES = ["native", "rocksdb", "lmdb", "memory"]
 """Names that ``TierConfig(engine=...)`` accepts; ``tierstore.store.register_engine`` adds to it."""
@@ -112,6 +113,13 @@ class TierConfig:
     - ``read_ahead``: memory for rows that are read from the store before their batch is planned, and for
       windows beyond 16 MiB, beside the budgets of the tiers; 0 for none. "auto": an eighth of the tables'
       bytes, up to 1/64 of this machine's memory and 4 GiB. The memory is taken as the window has use for it.
+    - ``ssd_dtype``, ``uvm_dtype``: how the store and ``uvm`` hold weights: "fp32", "bf16", "fp16" or "int8"
+      (with a step and an offset per row). In ``hbm`` they are float32. ``uvm_dtype`` is "fp32" or
+      ``ssd_dtype``.
+    - ``state_dtype``: how the store holds optimizer state, "fp32" or "bf16"; ``uvm`` does the same if its
+      dtype is the store's.
+    - ``stochastic_rounding``: round weights (and state) that leave float32 up or down at random, so that they
+      are right on average, instead of to the nearest value.
     - ``tables``: per-table overrides by table name.
     - ``check_gradients``: report NaN and infinite gradients as an error before they reach a row.
     - ``overcommit``: allow ``hbm``, ``uvm`` and ``read_ahead`` beyond this machine's memory, and ``ssd``
@@ -130,6 +138,10 @@ class TierConfig:
     depth: int | str = "auto"
     window: int | str = "auto"
     read_ahead: int | str = "auto"
+    ssd_dtype: str = "fp32"
+    uvm_dtype: str = "fp32"
+    state_dtype: str = "fp32"
+    stochastic_rounding: bool = True
     tables: Mapping[str, TableOverride] = field(default_factory=dict)
     check_gradients: bool = False
     overcommit: bool = False
@@ -143,6 +155,7 @@ class TierConfig:
         if self.io not in _IO_NAMES:
             raise ConfigError(f"io is {self.io!r}; it must be one of {', '.join(map(repr, _IO_NAMES))}")
         self._check_policy()
+        self._check_dtypes()
         self._normalise_count("depth", MAX_DEPTH)
         self._normalise_count("window", None)
         if not isinstance(self.tables, Mapping):
@@ -160,6 +173,19 @@ class TierConfig:
     def ssd_cap(self) -> int:
         """Return the most bytes that the store's files may take; 0 for no store."""
         return _AUTO_SSD if self.ssd == "auto" else int(self.ssd)
+
+    @property
+    def lower_format(self) -> RowFormat:
+        """Return how rows are held in the store, or in ``uvm`` where there is no store."""
+        if self.ssd:
+            return RowFormat(self.ssd_dtype, self.state_dtype)
+        return RowFormat(self.uvm_dtype, self.state_dtype) if self.uvm else WIDE
+
+    @property
+    def uvm_format(self) -> RowFormat:
+        """Return how ``uvm`` holds rows: as the store does, or in float32."""
+        lower = self.lower_format
+        return lower if lower.weights == self.uvm_dtype else WIDE
 
     def table(self, name: str) -> TableOverride:
         """Return the overrides of a table; all of them are ``None`` where the user gave none."""
@@ -208,6 +234,21 @@ class TierConfig:
             why = 'hbm="all" keeps every row in memory' if self.keeps_all else "ssd is 0"
             raise ConfigError(
                 f"path is {self.path!r}, but {why}, so nothing would be stored there; leave one out"
+            )
+
+    def _check_dtypes(self) -> None:
+        for name in ("ssd_dtype", "uvm_dtype", "state_dtype"):
+            known = STATE_BYTES if name == "state_dtype" else WEIGHT_BYTES
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        if self.ssd and self.uvm and self.uvm_dtype not in ("fp32", self.ssd_dtype):
+            raise ConfigError(
+                f"uvm_dtype is {self.uvm_dtype!r} and ssd_dtype {self.ssd_dtype!r}: rows would be rounded "
+                f'twice; give uvm_dtype="fp32" or uvm_dtype="{self.ssd_dtype}"'
+            )
+        if not isinstance(self.stochastic_rounding, bool):
+            raise ConfigError(
+                f"stochastic_rounding is {self.stochastic_rounding!r}; it must be True or False"
             )
 
     def _check_policy(self) -> None:

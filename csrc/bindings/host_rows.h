@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "bindings/arrays.h"
@@ -13,6 +14,7 @@
 #include "kernels/bags.h"
 #include "kernels/init.h"
 #include "kernels/optimizer.h"
+#include "kernels/row_format.h"
 #include "kernels/rows.h"
 
 namespace tierstore {
@@ -84,6 +86,15 @@ struct InitialValues {
   TableInit Tables() const;
 };
 
+// A row format with the seeds of the tables, for stochastic rounding.
+struct RowCodec {
+  RowFormat format;
+  std::optional<Array<std::uint64_t>> seeds;
+
+  static RowCodec Make(const std::string& weights, const std::string& state, std::int64_t dim,
+                       std::int64_t state_floats, std::optional<Array<std::uint64_t>> seeds);
+};
+
 struct BagArgs {
   Array<std::int64_t> offsets, bag_start, out_offset, out_stride;
   Array<std::uint8_t> modes;
@@ -112,5 +123,8 @@ struct UpdateArgs {
 
 // Adds the classes above to the module.
 void BindRowArguments(pybind11::module_& m);
+void BindRowCodec(pybind11::module_& m);
+// Adds the conversions between wide and encoded rows to HostRows.
+void BindConversions(pybind11::class_<HostRows>& type);
 
 }  // namespace tierstore

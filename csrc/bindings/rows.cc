@@ -188,10 +188,12 @@ void BindCompute(py::class_<HostRows>& type) {
 TIERSTORE_BINDINGS(rows) {
   py::register_exception<AddressSpaceError>(m, "AddressSpaceError", PyExc_RuntimeError);
   BindRowArguments(m);
+  BindRowCodec(m);
   py::class_<HostRows> type(m, "HostRows",
                             "Rows of row_bytes bytes in host memory, addressed by slot: weights, optimizer "
                             "state, zero padding.");
   BindMoves(type);
+  BindConversions(type);
   BindCompute(type);
 }
 

@@ -8,16 +8,16 @@
 
 namespace tierstore {
 
-// out[j][i] = word j of counter (c0, c1, first_block + i, 0) under `key`, i < N. The N generators run in the
+// out[j][i] = word j of counter (c0, c1, first_block + i, c3) under `key`, i < N. The N generators run in the
 // lanes of vectors.
 template <int N>
 TIERSTORE_INLINE void Philox(std::uint32_t c0, std::uint32_t c1, std::uint32_t first_block, std::uint64_t key,
-                             std::uint32_t (&out)[4][N]) {
+                             std::uint32_t (&out)[4][N], std::uint32_t c3 = 0) {
   constexpr std::uint32_t kMultiplier0 = 0xD2511F53, kMultiplier1 = 0xCD9E8D57;
   constexpr std::uint32_t kWeyl0 = 0x9E3779B9, kWeyl1 = 0xBB67AE85;
   for (int i = 0; i < N; ++i) {
     std::uint32_t k0 = static_cast<std::uint32_t>(key), k1 = static_cast<std::uint32_t>(key >> 32);
-    std::uint32_t x0 = c0, x1 = c1, x2 = first_block + static_cast<std::uint32_t>(i), x3 = 0;
+    std::uint32_t x0 = c0, x1 = c1, x2 = first_block + static_cast<std::uint32_t>(i), x3 = c3;
     for (int round = 0; round < 10; ++round, k0 += kWeyl0, k1 += kWeyl1) {
       const std::uint64_t product0 = static_cast<std::uint64_t>(kMultiplier0) * x0;
       const std::uint64_t product1 = static_cast<std::uint64_t>(kMultiplier1) * x2;

@@ -42,7 +42,7 @@ class RemoteTier(Tier):
             return FoundRows(here, [])
         rows = np.stack([row for row, _ in found])
         dirty = np.array([dirty for _, dirty in found], np.uint8)
-        return FoundRows(here, [(np.flatnonzero(here), rows, None)], dirty)
+        return FoundRows(here, [(np.flatnonzero(here), rows, None)], dirty, codec=self.codec)
 
     def holds(self, keys: Keys) -> Flags:
         return np.array([key in self.rows for key in keys.tolist()], bool)
@@ -64,6 +64,7 @@ class RemoteTier(Tier):
                     np.stack([row for _, row, _ in leaving]),
                     np.array([dirty for _, _, dirty in leaving], np.uint8),
                     np.full(len(leaving), NEVER),
+                    self.codec,
                 )
             )
         self.rows = after
@@ -97,7 +98,7 @@ class RemoteSource(LastingTier):
         if not here.any():
             return FoundRows(here, [])
         rows = np.stack([self.rows[key] for key in keys[here].tolist()])
-        return FoundRows(here, [(np.flatnonzero(here), rows, None)])
+        return FoundRows(here, [(np.flatnonzero(here), rows, None)], codec=self.codec)
 
     def holds(self, keys: Keys) -> Flags:
         return np.array([key in self.rows for key in keys.tolist()], bool)

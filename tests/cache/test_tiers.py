@@ -17,50 +17,95 @@ from tests.cache.remote_tier import RemoteSource, RemoteTier, register
 from tierstore import TierConfig, optim, prefetch
 from tierstore.cache.stats import GroupStats
 from tierstore.cache.tiers import registry
+from tierstore.cache.tiers.codec import Codec, converted
 from tierstore.cache.tiers.memory import MemoryTier, TierPlan
 from tierstore.cache.tiers.protocol import NEVER, MovingRows, Tier
 from tierstore.cache.tiers.store import StoreTier
 from tierstore.errors import StoreIOError, TierFullError
 from tierstore.keys import make_keys
+from tierstore.row_format import RowFormat
 from tierstore.store.directory import open_store
 from tierstore.store.protocol import StoredTable
 
-ROW = 32
+ROW, DIM = 32, 8
 ROOM = 20
 
 
-def store(path: Path, engine: str) -> Tier:
-    specs = [StoredTable(f"t{i}", i, 1000, 8, ROW, {"name": "sgd"}, 0, {"kind": "zeros"}) for i in range(2)]
-    return StoreTier("ssd", open_store(path / "rows", engine, specs), ROW, GroupStats(2))
+def row_bytes(form: Codec | None) -> int:
+    return ROW if form is None else form.row_bytes
 
 
-KINDS: dict[str, Callable[[Path], Tier]] = {
-    "memory": lambda _: MemoryTier("uvm", TierPlan(ROOM, False), ROW, "lru", 2),
-    "memory, s3_fifo": lambda _: MemoryTier("uvm", TierPlan(ROOM, False), ROW, "s3_fifo", 2),
-    "first": lambda _: MemoryTier("hbm", TierPlan(ROOM, False), ROW, "lookahead", 2, "always"),
-    "remote": lambda _: RemoteTier(ROOM),
+def store(path: Path, form: Codec | None, engine: str) -> Tier:
+    dtype, size = "fp32" if form is None else form.format.weights, row_bytes(form)
+    specs = [
+        StoredTable(f"t{i}", i, 1000, DIM, size, {"name": "sgd"}, 0, {"kind": "zeros"}, dtype)
+        for i in range(2)
+    ]
+    return StoreTier("ssd", open_store(path / "rows", engine, specs), size, GroupStats(2), None, form)
+
+
+def memory(_: Path, form: Codec | None, policy: str = "lru", **above: Any) -> Tier:
+    codec = above.get("codec", form)
+    plan = TierPlan(ROOM, False, codec=codec, leaving=form)
+    return MemoryTier("uvm", plan, row_bytes(codec), policy, 2)
+
+
+def first(_: Path, form: Codec | None) -> Tier:
+    return MemoryTier("hbm", TierPlan(ROOM, False, leaving=form), ROW, "lookahead", 2, "always")
+
+
+def remote(_: Path, form: Codec | None, kind: Callable[[], Tier]) -> Tier:
+    made = kind()
+    made.codec = made.leaving = form
+    return made
+
+
+KINDS: dict[str, Callable[[Path, Codec | None], Tier]] = {
+    "memory": memory,
+    "memory, s3_fifo": partial(memory, policy="s3_fifo"),
+    "memory, above": partial(memory, codec=None),
+    "first": first,
+    "remote": partial(remote, kind=lambda: RemoteTier(ROOM)),
     "store": partial(store, engine="native"),
     "rocksdb": partial(store, engine="rocksdb"),
-    "source": lambda _: RemoteSource({}),
+    "source": partial(remote, kind=lambda: RemoteSource({})),
 }
+FORMS = {
+    "fp32": None,
+    **{dtype: Codec(RowFormat(dtype), DIM, 0, [1, 2]) for dtype in ("bf16", "fp16", "int8")},
+}
+"""The form of the rows here, or in the tier below."""
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Codec | None:
+    return FORMS[request.param]
 
 
 @pytest.fixture(params=KINDS)
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    made = KINDS[request.param](tmp_path)
+def tier(request: pytest.FixtureRequest, form: Codec | None, tmp_path: Path) -> Any:
+    made = KINDS[request.param](tmp_path, form)
     yield made
     made.close()
     if isinstance(made, StoreTier):
         made.store.close()
 
 
-def moving(ids: Any, value: int, dirty: Any = 1, table: int = 0) -> MovingRows:
-    """Rows whose bytes tell their ids and ``value``."""
+def moving(tier: Tier, ids: Any, value: int, dirty: Any = 1, table: int = 0) -> MovingRows:
+    """Rows whose weights tell their ids and ``value``, in the form that the tier wants."""
     keys = make_keys(table, np.array(ids, np.int64))
-    rows = np.full((len(keys), ROW), value, np.uint8)
-    rows[:, 0] = np.array(ids, np.uint8)
+    weights = np.full((len(keys), DIM), value, np.float32)
+    weights[:, 0] = ids
     flags = np.broadcast_to(np.array(dirty, np.uint8), len(keys)).copy()
-    return MovingRows(keys, rows, flags, np.full(len(keys), NEVER))
+    rows = MovingRows(keys, weights.view(np.uint8), flags, np.full(len(keys), NEVER))
+    return rows.converted(tier.codec)
+
+
+def told(keys: Any, rows: Any, form: Codec | None) -> list[list[float]]:
+    """The first two weights of rows in a form: the id and the value."""
+    weights = converted(keys, np.ascontiguousarray(rows), form, None).view(np.float32)
+    assert (weights[:, 2:] == weights[:, 1:2]).all()
+    return weights[:, :2].tolist()
 
 
 def find(tier: Tier, ids: Any, table: int = 0) -> dict[int, tuple[int, bool]]:
@@ -73,7 +118,8 @@ def find(tier: Tier, ids: Any, table: int = 0) -> dict[int, tuple[int, bool]]:
         dirty[found.here] = found.dirty
     values = {}
     for positions, rows, source in found.pieces:
-        for i, row in zip(positions.tolist(), rows if source is None else rows[source], strict=True):
+        rows = told(keys[positions], rows if source is None else rows[source], found.codec)
+        for i, row in zip(positions.tolist(), rows, strict=True):
             assert row[0] == ids[i]
             values[ids[i]] = int(row[1]), bool(dirty[i])
     assert found.here.sum() == len(values)
@@ -91,7 +137,8 @@ class Lower:
         if self.refuses:
             raise StoreIOError(5, "the device refused")
         for part in parts:
-            for key, row, dirty in zip(part.keys.tolist(), part.rows, part.dirty, strict=True):
+            rows = told(part.keys, part.rows, part.codec)
+            for key, row, dirty in zip(part.keys.tolist(), rows, part.dirty, strict=True):
                 assert key not in self.rows
                 assert row[0] == key
                 self.rows[key] = int(row[1]), bool(dirty)
@@ -111,8 +158,8 @@ def held(tier: Tier) -> list[int]:
 
 def test_rows_come_back_as_they_were_put(tier: Tier) -> None:
     assert find(tier, [1, 2]) == {}
-    tier.put(moving([3, 1], 7), 0, nothing_leaves)
-    tier.put(moving([2], 8, table=1), 1, nothing_leaves)
+    tier.put(moving(tier, [3, 1], 7), 0, nothing_leaves)
+    tier.put(moving(tier, [2], 8, table=1), 1, nothing_leaves)
     for _ in range(2):  # finding changes nothing
         assert find(tier, [0, 1, 2, 3]) == {1: (7, tier.exclusive), 3: (7, tier.exclusive)}
         assert find(tier, [1, 2], table=1) == {2: (8, tier.exclusive)}
@@ -121,16 +168,16 @@ def test_rows_come_back_as_they_were_put(tier: Tier) -> None:
 
 
 def test_rows_that_are_taken_leave_exclusive_tiers_and_stay_in_lasting_ones(tier: Tier) -> None:
-    tier.put(moving([1, 2, 3], 7), 0, nothing_leaves)
+    tier.put(moving(tier, [1, 2, 3], 7), 0, nothing_leaves)
     found = tier.find(make_keys(0, np.array([2, 9])))
     tier.take(found)
     assert find(tier, [1, 2, 3]).keys() == ({1, 3} if tier.exclusive else {1, 2, 3})
-    tier.put(moving([2], 8), 1, nothing_leaves)
+    tier.put(moving(tier, [2], 8), 1, nothing_leaves)
     assert find(tier, [2]) == {2: (8, tier.exclusive)}
 
 
 def test_clean_rows_are_clean_or_left_out(tier: Tier) -> None:
-    tier.put(moving([1, 2, 3], 7, dirty=[0, 1, 0]), 0, nothing_leaves)
+    tier.put(moving(tier, [1, 2, 3], 7, dirty=[0, 1, 0]), 0, nothing_leaves)
     exclusive = {1: (7, False), 2: (7, True), 3: (7, False)}
     assert find(tier, [1, 2, 3]) == (exclusive if tier.exclusive else {2: (7, False)})
 
@@ -139,7 +186,7 @@ def test_every_row_that_finds_no_room_goes_below_once(tier: Tier) -> None:
     lower = Lower()
     for seq, first in enumerate(range(0, 200, 50)):  # more than it has room for in one call
         ids = list(range(first, first + 50))
-        tier.put(moving(ids, seq + 1, dirty=[i % 2 for i in ids]), seq, lower)
+        tier.put(moving(tier, ids, seq + 1, dirty=[i % 2 for i in ids]), seq, lower)
     here = find(tier, list(range(200)))
     assert not here.keys() & lower.rows.keys()
     assert len(here) == (ROOM if tier.exclusive else 100)
@@ -152,26 +199,28 @@ def test_every_row_that_finds_no_room_goes_below_once(tier: Tier) -> None:
 
 
 def test_an_exclusive_tier_is_as_before_when_the_one_below_refuses(tier: Tier) -> None:
-    tier.put(moving(range(ROOM), 1, dirty=[i % 2 for i in range(ROOM)]), 0, nothing_leaves)
+    tier.put(moving(tier, range(ROOM), 1, dirty=[i % 2 for i in range(ROOM)]), 0, nothing_leaves)
     before = find(tier, list(range(100)))
     if tier.exclusive:
         for ids in ([50], range(50, 90)):
             with pytest.raises(StoreIOError):
-                tier.put(moving(ids, 2), 1, refuse)
+                tier.put(moving(tier, ids, 2), 1, refuse)
             assert find(tier, list(range(100))) == before
         found = tier.find(make_keys(0, np.arange(5)))
         tier.take(found)
-        tier.put(moving(range(5), 1, dirty=[0, 1, 0, 1, 0]), 1, nothing_leaves)  # the room that they left
+        tier.put(
+            moving(tier, range(5), 1, dirty=[0, 1, 0, 1, 0]), 1, nothing_leaves
+        )  # the room that they left
     assert find(tier, list(range(100))) == before
 
 
 def test_flush_writes_dirty_rows_once_and_they_stay(tier: Tier) -> None:
-    tier.put(moving([1, 2, 3], 7, dirty=[1, 0, 1]), 0, nothing_leaves)
+    tier.put(moving(tier, [1, 2, 3], 7, dirty=[1, 0, 1]), 0, nothing_leaves)
     written: list[int] = []
 
     def write(keys: Any, rows: Any) -> None:
         written.extend(keys.tolist())
-        assert (rows[:, 0] == keys).all()
+        assert [row[0] for row in told(keys, rows, tier.leaving)] == keys.tolist()
 
     values = {i: value for i, (value, _) in find(tier, [1, 2, 3]).items()}
     if tier.exclusive:
@@ -187,9 +236,9 @@ def test_flush_writes_dirty_rows_once_and_they_stay(tier: Tier) -> None:
 
 
 def test_sizes_and_ends(tier: Tier) -> None:
-    tier.put(moving(range(10), 1), 0, nothing_leaves)
+    tier.put(moving(tier, range(10), 1), 0, nothing_leaves)
     sizes = tier.stats()
-    assert sizes.memory_bytes >= (10 * ROW if tier.exclusive else 0)
+    assert sizes.memory_bytes >= (10 * row_bytes(tier.codec) if tier.exclusive else 0)
     assert sizes.buffer_bytes >= 0
     assert len(sizes.tables) in (0, 2)
     assert tier.policy_seconds >= 0
@@ -222,7 +271,7 @@ def test_any_order_of_calls(tier: Tier, seed: int) -> None:
             dirty = [1 if not tier.exclusive else rng.randint(0, 1) for _ in outside]
             lower = Lower(refuses=act == "refused")
             try:
-                tier.put(moving(outside, seq + 1, dirty), seq, lower)
+                tier.put(moving(tier, outside, seq + 1, dirty), seq, lower)
             except StoreIOError:
                 continue
             flags = [bool(flag) and tier.exclusive for flag in dirty]

@@ -59,6 +59,18 @@ class FarRows:
             raise ValueError("source and slots differ in length")
         self._write("copy_in", slots, rows[: len(slots)] if source is None else rows[source])
 
+    def encode(self, codec: core.RowCodec, keys: Array, out: Array, slots: Array | None = None) -> int:
+        slots = np.arange(len(keys), dtype=np.int32) if slots is None else slots
+        return core.HostRows.view(self._read(slots)).encode(codec, keys, out)
+
+    def decode(
+        self, codec: core.RowCodec, rows: Array, slots: Array | None = None, source: Array | None = None
+    ) -> None:
+        slots = np.arange(len(rows if source is None else source), dtype=np.int32) if slots is None else slots
+        near = np.empty((len(slots), self.row_bytes), np.uint8)
+        core.HostRows.view(near).decode(codec, rows[: len(slots)] if source is None else rows[source])
+        self._write("decode", slots, near)
+
     def lookup_pooled(self, args: core.LookupArgs, bags: core.Bags, *addresses: int) -> None:
         near, args = self._near(args)
         near.lookup_pooled(args, bags, *addresses)

@@ -4,6 +4,7 @@ They round in the same order, so that results can be compared bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,10 +18,14 @@ SUM, MEAN, MAX = 0, 1, 2
 
 def philox(c0: np.ndarray, c1: np.ndarray, c2: np.ndarray, seed: int) -> np.ndarray:
     """Philox4x32-10 of counters (c0, c1, c2, 0): uint32 (n,) each -> uint32 (n, 4)."""
+    return philox_of([c0, c1, c2, np.zeros_like(c0)], seed)
+
+
+def philox_of(counters: Sequence[np.ndarray], seed: int) -> np.ndarray:
+    """Philox4x32-10 of four words of counters, uint32 (n,) each -> uint32 (n, 4)."""
     mask = np.uint64(0xFFFFFFFF)
     shift = np.uint64(32)
-    x = [np.asarray(c, np.uint64) for c in (c0, c1, c2)]
-    x.append(np.zeros_like(x[0]))
+    x = [np.asarray(c, np.uint64) for c in counters]
     k0, k1 = seed & 0xFFFFFFFF, seed >> 32
     for _ in range(10):
         p0, p1 = x[0] * np.uint64(0xD2511F53), x[2] * np.uint64(0xCD9E8D57)

@@ -103,6 +103,22 @@ def test_initial_rows_are_those_of_the_host(device: Device) -> None:
     np.testing.assert_array_equal(read(rows, slots(0, 1, 2)), expected)
 
 
+def test_rows_are_encoded_and_decoded_where_they_are(device: Device) -> None:
+    rows, data = filled(device)
+    codec = core.RowCodec(weights="bf16", state="fp32", dim=DIM, state_floats=4)
+    keys, encoded = np.array([5, 6, 7], np.uint64), np.zeros((3, codec.row_bytes), np.uint8)
+    assert rows.encode(codec, keys, encoded, slots(7, 0, 15)) == -1
+    expected = np.zeros_like(encoded)
+    core.HostRows.view(data[[7, 0, 15]]).encode(codec, keys, expected)
+    np.testing.assert_array_equal(encoded, expected)
+    near = np.zeros((3, ROW), np.uint8)
+    core.HostRows.view(near).decode(codec, encoded)
+    rows.decode(codec, encoded, slots(9, 2, 11))
+    np.testing.assert_array_equal(read(rows, slots(9, 2, 11)), near)
+    rows.decode(codec, encoded, slots(1, 2), slots(2, 0))
+    np.testing.assert_array_equal(read(rows, slots(1, 2, 11)), near[[2, 0, 2]])
+
+
 def test_loaded_rows_are_the_arrays(device: Device) -> None:
     data = some_rows(5)
     np.testing.assert_array_equal(read(device.load(data), slots(4, 0)), data[[4, 0]])

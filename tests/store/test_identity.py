@@ -130,6 +130,8 @@ TABLE = {
         ({**GOOD, "tables": [{**TABLE, "init": []}]}, r"init \[\]"),
         ({**GOOD, "tables": [{**TABLE, "row_bytes": 1 << 62 | 1}]}, "multiple of 16"),
         ({**GOOD, "tables": [TABLE, TABLE]}, "same name or index"),
+        ({**GOOD, "tables": [{**TABLE, "weight_dtype": "fp8"}]}, "weight dtype 'fp8' is unknown"),
+        ({**GOOD, "tables": [{**TABLE, "state_dtype": 2}]}, "state_dtype 2"),
     ],
 )
 def test_damaged_identity(tmp_path, content, text):
@@ -141,10 +143,25 @@ def test_damaged_identity(tmp_path, content, text):
         open_memory(tmp_path)
 
 
+def test_dtypes_of_rows_are_part_of_the_identity(tmp_path):
+    """A store of float32 rows is described as before there were dtypes."""
+    table = StoredTable(**TABLE)
+    short = replace(table, weight_dtype="bf16", state_dtype="bf16")
+    for spec, version in ((table, 1), (short, 2)):
+        path = tmp_path / str(version)
+        open_store(path, "memory", [spec]).close()
+        written = json.loads((path / "TIERSTORE.json").read_text())
+        assert written["format"] == version
+        assert ("weight_dtype" in written["tables"][0]) == (version == 2)
+        assert read_identity(path).tables == (spec,)
+    with pytest.raises(StoreMismatchError, match="weight_dtype is 'bf16' there, but 'fp32' was asked for"):
+        open_store(tmp_path / "2", "memory", [table])
+
+
 def test_identity_of_a_newer_version(tmp_path):
-    (tmp_path / "TIERSTORE.json").write_text(json.dumps({**GOOD, "format": 2}))
+    (tmp_path / "TIERSTORE.json").write_text(json.dumps({**GOOD, "format": 3}))
     with pytest.raises(
-        StoreMismatchError, match="has format 2, but this tierstore reads up to format 1; upgrade"
+        StoreMismatchError, match="has format 3, but this tierstore reads up to format 2; upgrade"
     ):
         open_memory(tmp_path)
 

@@ -38,7 +38,7 @@ from tierstore.errors import (
     StoreMismatchError,
 )
 from tierstore.keys import MAX_ID, make_keys
-from tierstore.store import engine_names, import_, open_store, portable
+from tierstore.store import StoredTable, engine_names, import_, open_store, portable
 from tierstore.store.files import json_with_checksum
 from tierstore.store.portable import export_rows, read_description
 from tierstore.store.shards import ShardLayout, read_shard
@@ -100,6 +100,37 @@ def test_bit_for_bit_from_any_engine_to_any(tmp_path, engine, to):
         assert store.engine == to
         assert [(c.id, c.tag) for c in store.commits()] == [(number, "best")]
     assert sorted(os.listdir(tmp_path)) == ["again", "export", "store"]
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "tensors", "size"),
+    [
+        (("bf16", "fp32"), {"weights": ("BF16", 3), "state": ("F32", 2)}, 16),
+        (("fp16", "bf16"), {"weights": ("F16", 3), "state": ("BF16", 4)}, 16),
+        (("int8", "bf16"), {"weights": ("U8", 3), "quantisation": ("F32", 2), "state": ("BF16", 2)}, 16),
+        (("fp32", "bf16"), {"weights": ("F32", 3), "state": ("BF16", 2)}, 16),
+    ],
+)
+def test_rows_of_other_dtypes(tmp_path, dtypes, tensors, size):
+    table = StoredTable("t", 0, 1000, 3, size, {}, 0, {}, *dtypes)
+    data = np.random.default_rng(0).integers(0, 256, (500, size), np.uint8)
+    data[:, 3 if dtypes[0] == "int8" else 6 : 4 if dtypes[0] == "int8" else 8] = 0  # between the parts
+    if dtypes[0] == "fp32":
+        data = np.random.default_rng(0).integers(0, 256, (500, size), np.uint8)
+    with open_store(tmp_path / "store", "native", [table], CAP) as store:
+        store.write(make_keys(0, np.arange(500)), data)
+        store.commit(b"")
+    export(tmp_path / "store", tmp_path / "export")
+    described = json.loads((tmp_path / "export" / "EXPORT.json").read_text())
+    assert described["format"] == 2
+    (file,) = (tmp_path / "export").glob("*.safetensors")
+    raw = file.read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    found = {name: (part["dtype"], part["shape"][1]) for name, part in header.items() if name in tensors}
+    assert found == tensors
+    assert header.keys() == {"__metadata__", "ids", *tensors}
+    import_(tmp_path / "export", tmp_path / "again", "memory")
+    assert contents(tmp_path / "again") == contents(tmp_path / "store")
 
 
 def test_an_older_commit(tmp_path, engine):
@@ -365,7 +396,7 @@ def test_hostile_shards(tmp_path, change):
         {"tables": None},
         {"tables": [3]},
         {"tables": [{"shards": []}]},
-        {"format": 2},
+        {"format": 3},
         {"format": None},
         {"commit": 5},
         {"commit": {"id": 1, "tag": "x", "unix_nanoseconds": 0, "meta": "not base64!"}},

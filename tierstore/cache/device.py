@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore._core import Bags, HostRows, InitialValues, LookupArgs, UpdateArgs
+from tierstore._core import Bags, HostRows, InitialValues, LookupArgs, RowCodec, UpdateArgs
 
 Slots = NDArray[np.int32]
 
@@ -53,6 +53,27 @@ class DeviceRows(Protocol):
 
     def copy_in(self, slots: Slots, rows: NDArray[np.uint8], source: Slots | None = None) -> None:
         """Copy ``rows[i]``, or ``rows[source[i]]``, to ``slots[i]`` for all i."""
+        ...
+
+    def encode(
+        self, codec: RowCodec, keys: NDArray[np.uint64], out: NDArray[np.uint8], slots: Slots | None = None
+    ) -> int:
+        """Write the row of ``keys[i]``, which is at ``slots[i]`` (None: slot i), to ``out[i]`` as
+        csrc/kernels/row_format.h says, ``codec.row_bytes`` bytes each.
+
+        Returns the first i whose row has no form in int8 (it decodes to NaN), or -1.
+        """
+        ...
+
+    def decode(
+        self,
+        codec: RowCodec,
+        rows: NDArray[np.uint8],
+        slots: Slots | None = None,
+        source: Slots | None = None,
+    ) -> None:
+        """Write the row that encoded row ``source[i]`` (None: i) stands for to ``slots[i]`` (None: slot
+        i)."""
         ...
 
     def lookup_pooled(

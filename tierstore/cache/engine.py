@@ -105,15 +105,18 @@ class Engine:
 
     def _spec(self, index: int, table: Table, seed: int) -> StoredTable:
         override = self.config.table(table.origin or table.name)
+        format, dim = self.config.lower_format, table.embedding_dim
         return StoredTable(
             name=table.name,
             index=index,
             num_embeddings=table.num_embeddings,
             embedding_dim=table.embedding_dim,
-            row_bytes=self.optimizer.row_bytes(table.embedding_dim),
+            row_bytes=format.row_bytes(dim, self.optimizer.state_floats(dim)),
             optimizer=self.optimizer.identity,
             seed=seed if override.seed is None else override.seed,
             init=as_init(override.init, table.init).to_dict(),
+            weight_dtype=format.weights,
+            state_dtype=format.state,
         )
 
     def _load_meta(self) -> None:

@@ -67,7 +67,8 @@ class TierGroup:
             self._resident = ResidentLookups(self.fast, initial, stats, self.curves, lock)
             stats.count_rest = self._resident.count
         self._planned = -1
-        self._victims = Buffer(layout.row_bytes)
+        self._below = self.stack.lower[0].codec if self.stack.lower else None
+        self._victims = Buffer(layout.row_bytes if self._below is None else self._below.row_bytes)
         self._policy_seconds = 0.0  # seconds counted so far
         self._closed = False
         self._process = OwnProcess()
@@ -265,8 +266,9 @@ class TierGroup:
         for begin in range(0, len(slots), max(1, step)):
             part = slice(begin, begin + step)
             rows = self._victims.take(len(slots[part]))
-            self.fast.copy_out(slots[part], rows)
-            self.stack.demote(1, seq, MovingRows(keys[part], rows, dirty[part], next_use[part]))
+            self.fast.copy_out_as(self._below, slots[part], keys[part], rows)
+            moving = MovingRows(keys[part], rows, dirty[part], next_use[part], self._below)
+            self.stack.demote(1, seq, moving)
 
     def _count_overflow(self, rows: int) -> None:
         self.stats.counters.overflow_rows += rows
@@ -299,13 +301,13 @@ class TierGroup:
         has."""
         for found in every:
             for positions, rows, source in found.pieces:
-                self.fast.copy_in(slots[positions], rows, source)
+                self.fast.copy_in(slots[positions], rows, source, found.codec)
             if found.dirty is not None:
                 self.fast.native.set_dirty(slots[found.here], found.dirty)
             if found.pieces:
                 slots, keys = slots[~found.here], keys[~found.here]
         if len(keys):
-            self.fast.rows.initialise(self.layout.initial, slots, keys)
+            self.layout.initialise(self.fast.rows, slots, keys)
 
     def _count(self, plan: _core.Plan, pinned: PinnedRows, every: list[FoundRows]) -> None:
         assert pinned.csr is not None
@@ -330,10 +332,13 @@ class TierGroup:
             self.check_open()
             for found in self.stack.find(keys, self.stack.tiers):
                 for positions, data, source in found.pieces:
-                    copies.copy_in(left[positions], data, source)
+                    if found.codec is None:
+                        copies.copy_in(left[positions], data, source)
+                    else:
+                        found.codec.decode(copies, data, left[positions], source)
                 left = left[~found.here]
             self.stats.counters.read_rows += len(keys)
-        self.layout.initialise(rows, left, keys[left])
+        self.layout.initialise(copies, left, keys[left])
 
     def is_empty(self) -> bool:
         """Return whether no exclusive tier holds a row."""

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore._core import HostRows, InitialValues
+from tierstore._core import InitialValues
+from tierstore.cache.device import DeviceRows
+from tierstore.cache.tiers.codec import Codec
 from tierstore.cache.tiers.protocol import Keys
 from tierstore.initializers import KINDS, Init
 
@@ -28,12 +30,19 @@ class IdSegment(NamedTuple):
 
 @dataclass(frozen=True)
 class RowLayout:
-    """What the rows of a group look like, and how untouched rows of each table begin."""
+    """What the rows of a group look like in the first tier, and how untouched rows of each table begin.
+    ``codec``: the form of the rows in lower tiers, which initial values have, too."""
 
     dim: int
     row_bytes: int
     state_floats: int
     initial: InitialValues
+    codec: Codec | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of a row in lower tiers of another form, and in the store."""
+        return self.row_bytes if self.codec is None else self.codec.row_bytes
 
     @classmethod
     def of(
@@ -45,6 +54,7 @@ class RowLayout:
         inits: List[Init],
         seeds: List[int],
         columns: List[int] | None = None,
+        codec: Codec | None = None,
     ) -> RowLayout:
         """Return the layout of a tier group.
 
@@ -63,11 +73,14 @@ class RowLayout:
             seeds=np.array(seeds, np.uint64),
             columns=None if columns is None else np.array(columns, np.int64),
         )
-        return cls(dim, row_bytes, state_floats, initial)
+        return cls(dim, row_bytes, state_floats, initial, codec)
 
-    def initialise(self, rows: NDArray[np.uint8], at: NDArray[np.int32] | None, keys: Keys) -> None:
-        """Write the initial records of ``keys`` to ``rows[at]``, or to the first rows if ``at`` is None.
+    def initialise(self, rows: DeviceRows, at: NDArray[np.int32] | None, keys: Keys) -> None:
+        """Write the initial rows of ``keys`` to the slots ``at``, or to the first slots if ``at`` is None.
 
-        ``rows``: uint8 (n, row_bytes). ``keys``: uint64, without repeats.
+        Where lower tiers have another form, these are the nearest values that the form has, so it does not
+        matter whether a row that was never updated was there. ``keys``: uint64, without repeats.
         """
-        HostRows.view(rows).initialise(self.initial, at, keys)
+        rows.initialise(self.initial, at, keys)
+        if self.codec is not None and len(keys):
+            self.codec.round(rows, keys, at)

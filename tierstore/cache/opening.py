@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from cache_policies.policy import Policy
 from tierstore.cache.budget import GroupDemand, TableDemand, fast_tiers, host_tiers
@@ -14,6 +14,7 @@ from tierstore.cache.layout import RowLayout
 from tierstore.cache.machine import host_memory
 from tierstore.cache.stats import GroupStats
 from tierstore.cache.table import Table
+from tierstore.cache.tiers.codec import Codec
 from tierstore.cache.tiers.memory import TierPlan
 from tierstore.cache.tiers.read_ahead import bytes_per_row
 from tierstore.cache.tiers.registry import TierRequest, make_tiers
@@ -21,6 +22,7 @@ from tierstore.cache.tiers.sizes import memory_limit
 from tierstore.config import TierConfig
 from tierstore.initializers import from_dict, table_seed
 from tierstore.optim.specs import OptimizerSpec
+from tierstore.row_format import WIDE
 from tierstore.store.protocol import RowStore, StoredTable
 
 _READ_AHEAD_SHARE = 8  # automatic reading ahead may take one in so many bytes of the tables
@@ -59,6 +61,10 @@ class GroupOpening:
         self._members: dict[str, list[int]] = {}
         for spec in specs:
             self._members.setdefault(f"dim{spec.embedding_dim}", []).append(spec.index)
+        self._seeds = [
+            table_seed(spec.seed, table.origin or table.name)
+            for spec, table in zip(specs, tables, strict=True)
+        ]
         demands = {tier: [self._demand(name, tier) for name in self._members] for tier in ("hbm", "uvm")}
         self._hbm = fast_tiers(config, demands["hbm"], policy)
         self._uvm = host_tiers(config, demands["uvm"], policy, self._hbm)
@@ -78,7 +84,22 @@ class GroupOpening:
             own, share = getattr(override, tier), getattr(override, f"{tier}_share")
             own = None if own is None else own // pieces[origin]
             tables.append(TableDemand(index, table.name, table.max_rows, own, share))
-        return GroupDemand(name, self._specs[self._members[name][0]].row_bytes, tuple(tables))
+        return GroupDemand(name, self._row_bytes(name, tier), tuple(tables))
+
+    def _row_bytes(self, name: str, tier: str) -> int:
+        """Return the bytes of a row of a layout in ``hbm``, ``uvm`` or the store (``ssd``)."""
+        formats = {"hbm": WIDE, "uvm": self._config.uvm_format, "ssd": self._config.lower_format}
+        dim = self._dim(name)
+        return formats[tier].row_bytes(dim, self._optimizer.state_floats(dim))
+
+    def _dim(self, name: str) -> int:
+        return self._specs[self._members[name][0]].embedding_dim
+
+    def _codec(self, name: str) -> Codec | None:
+        """Return the form of the rows of a layout in lower tiers; None for float32."""
+        format, dim = self._config.lower_format, self._dim(name)
+        seeds = self._seeds if self._config.stochastic_rounding else None
+        return None if format.is_wide else Codec(format, dim, self._optimizer.state_floats(dim), seeds)
 
     def _group(self, name: str, hbm: TierPlan, uvm: TierPlan | None, store: RowStore | None) -> TierGroup:
         layout, stats, lock = self._layout(name), GroupStats(len(self._tables)), threading.RLock()
@@ -86,6 +107,7 @@ class GroupOpening:
             config=self._config,
             policy=self._policy,
             row_bytes=layout.row_bytes,
+            codecs=self._codecs(layout.codec),
             tables=len(self._tables),
             slots={"hbm": hbm, "uvm": uvm},
             store=store,
@@ -95,27 +117,33 @@ class GroupOpening:
         )
         return TierGroup(name, layout, self._members[name], make_tiers(request), stats, lock)
 
+    def _codecs(self, codec: Codec | None) -> dict[str, Codec]:
+        """Return the tiers whose rows are in the form ``codec``."""
+        if codec is None:
+            return {}
+        return {"ssd": codec, **({} if self._config.uvm_format.is_wide else {"uvm": codec})}
+
     def _layout(self, name: str) -> RowLayout:
-        spec = self._specs[self._members[name][0]]
+        dim = self._dim(name)
         return RowLayout.of(
-            spec.embedding_dim,
-            spec.row_bytes,
-            self._optimizer.state_floats(spec.embedding_dim),
+            dim,
+            self._row_bytes(name, "hbm"),
+            self._optimizer.state_floats(dim),
             self._optimizer.initial_state,
             [from_dict(spec.init) for spec in self._specs],
-            [
-                table_seed(spec.seed, table.origin or table.name)
-                for spec, table in zip(self._specs, self._tables, strict=True)
-            ],
+            self._seeds,
             [table.column for table in self._tables],
+            self._codec(name),
         )
 
     def _read_ahead_bytes(self, name: str) -> int:
         """Return this layout's part of the bytes that rows read ahead may take."""
-        own, every = self._table_bytes(self._members[name]), self._table_bytes(range(len(self._specs)))
+        each = {name: self._table_bytes(name) for name in self._members}
+        own, every = each[name], sum(each.values())
         rows = sum(self._tables[i].max_rows for i in self._members[name])
-        most = math.ceil(rows * bytes_per_row(self._specs[self._members[name][0]].row_bytes))
+        most = math.ceil(rows * bytes_per_row(self._row_bytes(name, "ssd")))
         return min(read_ahead_bytes(self._config, every) * own // every, most)
 
-    def _table_bytes(self, indices: Iterable[int]) -> int:
-        return sum(self._specs[i].row_bytes * self._tables[i].max_rows for i in indices)
+    def _table_bytes(self, name: str) -> int:
+        """Return the bytes of all rows of a layout in float32."""
+        return self._row_bytes(name, "hbm") * sum(self._tables[i].max_rows for i in self._members[name])

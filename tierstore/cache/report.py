@@ -57,6 +57,7 @@ def _group(group: TierGroup) -> dict[str, object]:
         "window": window,
         "slots": group.fast.capacity,
         "row_bytes": group.layout.row_bytes,
+        "stored_row_bytes": group.layout.stored_bytes,
     }
 
 

@@ -6,8 +6,6 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from tierstore.store.protocol import StoredTable
 
@@ -41,6 +39,6 @@ class Versions:
 
 
 def _untouched(spec: StoredTable) -> str:
-    described: dict[str, Any] = asdict(spec)
+    described = spec.to_dict()
     del described["index"]
     return hashlib.sha256(json.dumps(described, sort_keys=True, default=repr).encode()).hexdigest()[:32]

@@ -177,7 +177,7 @@ def describe(engine: Engine) -> dict[str, Any]:
     return {
         "path": str(engine.config.path),
         "engine": engine.config.engine,
-        "tables": [asdict(spec) for spec in plain(engine.specs)],
+        "tables": [spec.to_dict() for spec in plain(engine.specs)],
     }
 
 

@@ -133,7 +133,9 @@ def _print_tables(console: Any, identity: StoreIdentity, rows: Mapping[str, int]
 
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     grid.add_column("table", no_wrap=True)
-    for title in ["ids", "dim", "row bytes", *(["rows stored"] if rows else [])]:
+    narrow = any(not spec.format.is_wide for spec in identity.tables)
+    dtype = ["dtype"] if narrow else []
+    for title in ["ids", "dim", "row bytes", *dtype, *(["rows stored"] if rows else [])]:
         grid.add_column(title, justify="right")
     grid.add_column("optimizer")
     for spec in identity.tables:
@@ -144,6 +146,7 @@ def _print_tables(console: Any, identity: StoreIdentity, rows: Mapping[str, int]
             f"{spec.num_embeddings:,}",
             f"{spec.embedding_dim}",
             f"{spec.row_bytes}",
+            *([spec.weight_dtype] if narrow else []),
             *counted,
             optimizer,
         )

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, TypeVar
 from tierstore._core import OptimizerStep
 from tierstore.config import is_integer
 from tierstore.errors import ConfigError
+from tierstore.row_format import WIDE
 
 _DECAY_MODES = {"l2": 1, "decoupled": 2}
-_ROW_ALIGNMENT = 16
 
 _KERNELS = "the backward pass applies the optimizer by kernels of its own; leave it out"
 _NO_MOMENTUM = "rows keep no momentum; leave it out, or use Adam, whose exp_avg is one"
@@ -71,7 +71,7 @@ class OptimizerSpec:
         """Return a row's bytes, a multiple of 16. ``ConfigError`` unless ``dim`` is an integer above 0."""
         if not is_integer(dim, 1):
             raise ConfigError(f"embedding_dim is {dim!r}; it must be a positive integer")
-        return -(-4 * (dim + self.state_floats(dim)) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        return WIDE.row_bytes(dim, self.state_floats(dim))
 
     @property
     def initial_state(self) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.cache.tiers.codec import decoded
 from tierstore.errors import StoreMismatchError
 from tierstore.keys import rows_by_table
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement
@@ -73,8 +74,10 @@ def _read_rank(shards: RankShards, folder: Path, plan: ShardingPlan, rank: int, 
         for keys, rows in store.scan([*parts]):
             for index, ids, of_table in rows_by_table(keys, rows):
                 name, spec, shard = parts[index]
-                width, values = spec.embedding_dim, of_table.view(np.float32)
-                state = values[:, width : width + shards.fused_optimizer.spec.state_floats(width)]
+                width = spec.embedding_dim
+                floats = shards.fused_optimizer.spec.state_floats(width)
+                values = decoded(spec.format, width, floats, of_table).view(np.float32)
+                state = values[:, width : width + floats]
                 _put(shards, name, ids, values[:, :width], state, shard.column_start)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from tierstore.store.files import json_with_checksum, parse_json, read_regular, 
 from tierstore.store.protocol import StoredTable
 
 FILE_NAME = "TIERSTORE.json"
-FORMAT = 1
+FORMAT = 2
+"""The newest format that is read here. Format 1 has no dtypes of rows: they are float32."""
 _MAX_BYTES = 256 << 20
+_DTYPES = {"weight_dtype", "state_dtype"}  # which files of format 1 lack
 _FIELDS = {field.name: field.type for field in fields(StoredTable)}
 _TYPES = {"str": str, "int": int, "Mapping[str, Any]": dict}
 
@@ -26,7 +28,17 @@ class StoreIdentity:
 
     engine: str
     tables: tuple[StoredTable, ...]
-    format: int = FORMAT
+    format: int = 0
+    """0: the oldest format that can describe the tables."""
+
+    def __post_init__(self) -> None:
+        if not self.format:
+            object.__setattr__(self, "format", format_of(self.tables))
+
+
+def format_of(tables: Iterable[StoredTable]) -> int:
+    """Return the oldest format that can describe ``tables``."""
+    return 1 if all(table.format.is_wide for table in tables) else 2
 
 
 def read_identity(path: str | os.PathLike[str]) -> StoreIdentity:
@@ -48,7 +60,7 @@ def write_identity(path: Path, identity: StoreIdentity) -> None:
     content = {
         "format": identity.format,
         "engine": identity.engine,
-        "tables": [asdict(spec) for spec in identity.tables],
+        "tables": [spec.to_dict() for spec in identity.tables],
     }
     data = json_with_checksum(content)
     if len(data) > _MAX_BYTES:
@@ -135,13 +147,13 @@ def parse_tables(file: Path, content: Any) -> StoreIdentity:
 
 
 def _parse_table(file: Path, table: object) -> StoredTable:
-    if not isinstance(table, dict) or table.keys() != _FIELDS.keys():
+    if not isinstance(table, dict) or not _FIELDS.keys() - _DTYPES <= table.keys() <= _FIELDS.keys():
         raise StoreCorruptError(
             f"{file} is damaged: a table does not have exactly the fields {list(_FIELDS)}"
         )
-    for name, kind in _FIELDS.items():
-        if not _is(table[name], _TYPES[str(kind)]):
-            raise StoreCorruptError(f"{file} is damaged: {name} {table[name]!r} of a table is no {kind}")
+    for name, value in table.items():
+        if not _is(value, _TYPES[str(_FIELDS[name])]):
+            raise StoreCorruptError(f"{file} is damaged: {name} {value!r} of a table is no {_FIELDS[name]}")
     return StoredTable(**table)
 
 

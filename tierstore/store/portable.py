@@ -32,7 +32,7 @@ from tierstore.store.files import (
     sync_directory,
     write_atomically,
 )
-from tierstore.store.identity import parse_tables
+from tierstore.store.identity import format_of, parse_tables
 from tierstore.store.parallel import ahead
 from tierstore.store.protocol import CommitInfo, RowStore, StoredTable
 from tierstore.store.shards import Shard, TableWriter, WriteSizes
@@ -40,13 +40,13 @@ from tierstore.store.shards import Shard, TableWriter, WriteSizes
 log = logging.getLogger(__name__)
 
 FILE_NAME = "EXPORT.json"
-FORMAT = 1
 SHARD_BYTES = 512 << 20
 _BUFFER_BYTES = 16 << 20  # of rows of all open files
 _OPEN_TABLES = 256  # each has a file open; more tables are more scans
 _SHARD = re.compile(r"\d{5}-\d{5}\.safetensors")
 _MAX_JSON_BYTES = 256 << 20
 _CHECKSUMS = {"header", "ids", "weights", "state"}
+_ALL_CHECKSUMS = {*_CHECKSUMS, "quantisation"}
 
 Progress = Callable[[int, int], None]
 """Called with rows done, and rows in all (which engines that estimate it may miss)."""
@@ -74,8 +74,9 @@ def export_rows(
     counter = RowCounter(progress, store.stats().rows)
     with store_errors(f"exporting to {target}"), atomic_folder(Path(target)) as folder:
         shards = _write_tables(store, folder, shard_bytes, counter)
-        tables = [{**asdict(spec), "shards": shards[spec.index]} for spec in store.tables]
-        content = {"format": FORMAT, "commit": _describe(commit), "engine": store.engine, "tables": tables}
+        tables = [{**spec.to_dict(), "shards": shards[spec.index]} for spec in store.tables]
+        version = format_of(store.tables)
+        content = {"format": version, "commit": _describe(commit), "engine": store.engine, "tables": tables}
         write_atomically(folder / FILE_NAME, [json_with_checksum(content)])
     return counter.done
 
@@ -154,7 +155,7 @@ def _checked_shards(file: Path, shards: object) -> list[Shard]:
             and _SHARD.fullmatch(shard["file"])
             and is_integer(shard.get("rows"), 0, 1 << 48)
             and isinstance(shard.get("crc32"), dict)
-            and shard["crc32"].keys() == _CHECKSUMS
+            and _CHECKSUMS <= shard["crc32"].keys() <= _ALL_CHECKSUMS
         )
         if not fits:
             raise StoreCorruptError(f"{file} is damaged: {shard!r:.200} does not describe a file of rows")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tierstore.errors import ConfigError
 from tierstore.keys import MAX_ID, MAX_TABLE
+from tierstore.row_format import RowFormat
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class StoredTable:
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     init: Mapping[str, Any] = field(default_factory=dict)
+    weight_dtype: str = "fp32"
+    """How a record holds weights and state: dtypes of :class:`tierstore.row_format.RowFormat`."""
+    state_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -45,11 +49,23 @@ class StoredTable:
             )
         if self.embedding_dim < 1:
             raise ConfigError(f"table {self.name!r}: embedding_dim {self.embedding_dim} must be at least 1")
-        if self.row_bytes % 16 or self.row_bytes < 4 * self.embedding_dim:
+        if self.row_bytes % 16 or self.row_bytes < self.format.row_bytes(self.embedding_dim, 0):
             raise ConfigError(
                 f"table {self.name!r}: row_bytes {self.row_bytes} must be a multiple of 16 that holds "
-                f"{self.embedding_dim} float32 weights"
+                f"{self.embedding_dim} {self.weight_dtype} weights"
             )
+
+    @property
+    def format(self) -> RowFormat:
+        """Return the dtypes of a record."""
+        return RowFormat(self.weight_dtype, self.state_dtype)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the fields as files keep them: without the dtypes of float32 rows."""
+        described: dict[str, object] = asdict(self)
+        if self.format.is_wide:
+            del described["weight_dtype"], described["state_dtype"]
+        return described
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,11 @@
-"""Files of an export: rows of one table as three tensors in the safetensors format.
+"""Files of an export: rows of one table as tensors in the safetensors format.
 
 A file is u64 length of the header, the header (JSON, padded with blanks to a multiple of 8), the tensors:
-``ids`` I64 (n,), ``weights`` F32 (n, dim), ``state`` F32 (n, row_bytes / 4 - dim). Everything is little
-endian. Any reader of safetensors reads these files; a file that is read here must have just this layout.
+``ids`` I64 (n,), ``weights`` F32 (n, dim), ``state`` F32 (n, row_bytes / 4 - dim). Where the store holds rows
+in other dtypes, weights are BF16, F16 or U8, state is F32 or BF16, and between them U8 weights have
+``quantisation`` F32 (n, 2), the step and the offset of each row. The zeros at the end of a row belong to its
+state. Everything is little endian. Any reader of safetensors reads these files; a file that is read here must
+have just this layout.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from tierstore.store.protocol import StoredTable
 _LENGTH_BYTES = 8
 _BATCH_BYTES = 16 << 20
 _BLOCK = 4096  # offsets, sizes and memory of direct IO are multiples of it
-_NAMES = ("ids", "weights", "state")
+_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "int8": "U8"}
 
 
 class ShardLayout:
@@ -39,18 +42,18 @@ class ShardLayout:
     def __init__(self, spec: StoredTable, rows: int) -> None:
         self.rows = rows
         self.spec = spec
-        self.weight_bytes = 4 * spec.embedding_dim
-        self.widths = (8, self.weight_bytes, spec.row_bytes - self.weight_bytes)
+        self.parts = spec.format.parts(spec.embedding_dim, spec.row_bytes)
+        """Parts of a row, each of which is a tensor behind ``ids``."""
+        self.widths = (8, *(part.bytes for part in self.parts))
         """Bytes of a row of each tensor."""
         ends = np.cumsum([width * rows for width in self.widths]).tolist()
         starts = [0, *ends[:-1]]
-        shapes = ([rows], [rows, spec.embedding_dim], [rows, self.widths[2] // 4])
-        self.tensors = {
-            name: {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-            for name, dtype, shape, start, end in zip(
-                _NAMES, ("I64", "F32", "F32"), shapes, starts, ends, strict=True
-            )
+        self.tensors: dict[str, dict[str, object]] = {
+            "ids": {"dtype": "I64", "shape": [rows], "data_offsets": [0, ends[0]]}
         }
+        for part, start, end in zip(self.parts, starts[1:], ends[1:], strict=True):
+            about = {"dtype": _DTYPES[part.dtype], "shape": [rows, part.columns]}
+            self.tensors[part.name] = {**about, "data_offsets": [start, end]}
         text = json.dumps({"__metadata__": {"table": spec.name}, **self.tensors}, separators=(",", ":"))
         header = text.encode()
         header += b" " * (-len(header) % 8)
@@ -155,7 +158,7 @@ class ShardWriter:
     """Writes one file, batch after batch, and its checksums; ``pool`` writes ``buffer_bytes`` at a time."""
 
     def __init__(self, path: Path, layout: ShardLayout, buffer_bytes: int, pool: Executor) -> None:
-        self._cut = layout.weight_bytes
+        self._parts = layout.parts
         self.rows = self.left = layout.rows
         """Rows of the file, and how many of them are yet to come."""
         flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -170,7 +173,7 @@ class ShardWriter:
         files, row_bytes = (self._fd, self._direct), layout.spec.row_bytes
         self._tensors = {
             name: _TensorWriter(files, start, width, buffer_bytes * width // row_bytes, pool)
-            for name, start, width in zip(_NAMES, layout.starts, layout.widths, strict=True)
+            for name, start, width in zip(layout.tensors, layout.starts, layout.widths, strict=True)
         }
 
     @property
@@ -181,9 +184,8 @@ class ShardWriter:
     def write(self, ids: NDArray[np.int64], rows: NDArray[np.uint8]) -> None:
         """Append rows, uint8 (n, row_bytes), with their ids, int64 (n,)."""
         own = np.ascontiguousarray(ids, "<i8").view(np.uint8).reshape(len(ids), 8)
-        for tensor, part in zip(
-            self._tensors.values(), (own, rows[:, : self._cut], rows[:, self._cut :]), strict=True
-        ):
+        parts = [rows[:, part.begin : part.begin + part.bytes] for part in self._parts]
+        for tensor, part in zip(self._tensors.values(), (own, *parts), strict=True):
             if part.shape[1]:
                 tensor.append(part)
         self.left -= len(ids)
@@ -294,17 +296,18 @@ def read_shard(
         header = file.read(len(layout.header))
         if zlib.crc32(header) != crc32["header"] or not _fits(header, layout):
             raise StoreCorruptError(f"{path} is damaged: its header, at offset 0, is not that of its rows")
-        found = dict.fromkeys(_NAMES, 0)
+        names = list(layout.tensors)
+        found = dict.fromkeys(names, 0)
         for first, last in layout.batches():
             parts = [
                 _read_at(file.fileno(), path, start + first * width, (last - first) * width)
                 for start, width in zip(layout.starts, layout.widths, strict=True)
             ]
-            for name, part in zip(_NAMES, parts, strict=True):
+            for name, part in zip(names, parts, strict=True):
                 found[name] = zlib.crc32(part, found[name])
             yield _batch(path, layout, parts, last - first)
-        for name, start in zip(_NAMES, layout.starts, strict=True):
-            if found[name] != crc32[name]:
+        for name, start in zip(names, layout.starts, strict=True):
+            if found[name] != crc32.get(name):
                 raise StoreCorruptError(
                     f"{path} is damaged: the checksum of {name}, from offset {start} on, is wrong"
                 )
@@ -327,10 +330,10 @@ def _batch(
     ids = np.frombuffer(parts[0], "<i8").astype(np.int64)
     if count and not (ids.min() >= 0 and ids.max() < min(layout.spec.num_embeddings, MAX_ID + 1)):
         raise StoreCorruptError(f"{path} has ids that table {layout.spec.name!r} does not have")
-    rows = np.empty((count, layout.spec.row_bytes), np.uint8)
-    cut = layout.weight_bytes
-    rows[:, :cut] = np.frombuffer(parts[1], np.uint8).reshape(count, cut)
-    rows[:, cut:] = np.frombuffer(parts[2], np.uint8).reshape(count, layout.spec.row_bytes - cut)
+    rows = np.zeros((count, layout.spec.row_bytes), np.uint8)
+    for part, data in zip(layout.parts, parts[1:], strict=True):
+        values = np.frombuffer(data, np.uint8).reshape(count, part.bytes)
+        rows[:, part.begin : part.begin + part.bytes] = values
     return ids, rows
 
 

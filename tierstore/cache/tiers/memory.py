@@ -11,6 +11,7 @@ from cache_policies.policy import Policy
 from tierstore import _core
 from tierstore.cache.device import HOST, Device
 from tierstore.cache.tiers.buffers import Buffer
+from tierstore.cache.tiers.codec import Codec
 from tierstore.cache.tiers.protocol import (
     NEVER,
     Flags,
@@ -58,6 +59,10 @@ class TierPlan:
     own: tuple[OwnShare, ...] = ()
     device: Device = HOST
     """The device that has the rows."""
+    codec: Codec | None = None
+    """The form of the rows."""
+    leaving: Codec | None = None
+    """The form of rows that leave, where it is not ``codec``."""
 
     @property
     def capacity(self) -> int:
@@ -146,6 +151,7 @@ class MemoryTier(Tier):
     ) -> None:
         self.name = name
         self.plan = plan
+        self.codec, self.leaving = plan.codec, plan.leaving or plan.codec
         self.capacity = capacity = plan.capacity
         self.row_bytes = row_bytes
         self.tables = tables
@@ -156,7 +162,8 @@ class MemoryTier(Tier):
         layout = _Lanes(plan, policy, admission or "always", tables)
         self._shares = [share for lane in layout.lanes for share in lane]
         self._policy_bytes = sum(share.bytes for share in self._shares)
-        self._found, self._leaving = Buffer(row_bytes), Buffer(row_bytes)
+        self._found = Buffer(row_bytes)
+        self._leaving = Buffer(row_bytes if self.leaving is None else self.leaving.row_bytes)
         overflow = 0 if admission is None else overflow_rows(row_bytes)
         overflow += -overflow % len(layout.lanes)  # every lane has as many
         try:
@@ -197,9 +204,27 @@ class MemoryTier(Tier):
         """Copy the rows at ``slots`` to ``out``, one after the other."""
         self.rows.copy_out(slots, out)
 
-    def copy_in(self, slots: Slots, rows: RowBytes, source: Slots | None = None) -> None:
-        """Copy row i of ``rows``, or row ``source[i]``, to ``slots[i]``, for all i."""
-        self.rows.copy_in(slots, rows, source)
+    def copy_in(
+        self, slots: Slots, rows: RowBytes, source: Slots | None = None, codec: Codec | None = None
+    ) -> None:
+        """Copy row i of ``rows``, or row ``source[i]``, to ``slots[i]``, for all i. ``codec``: the form of
+        ``rows``, the tier's or one of a lower tier."""
+        if codec is self.codec:
+            self.rows.copy_in(slots, rows, source)
+        else:
+            assert self.codec is None
+            assert codec is not None
+            codec.decode(self.rows, rows, slots, source)
+
+    def copy_out_as(self, codec: Codec | None, slots: Slots, keys: Keys, out: RowBytes) -> None:
+        """Copy the rows of ``keys`` at ``slots`` to ``out`` in the form ``codec``, the tier's or one of a
+        lower tier."""
+        if codec is self.codec:
+            self.rows.copy_out(slots, out)
+        else:
+            assert self.codec is None
+            assert codec is not None
+            codec.encode(self.rows, keys, out, slots)
 
     def evict(self, pinned_since: int, plan: _core.Plan) -> int:
         """Look for the plan's victims among rows last used before lookup ``pinned_since``.
@@ -264,7 +289,8 @@ class MemoryTier(Tier):
         slots = slots[positions]
         rows = self._found.take(len(slots))
         self.copy_out(slots, rows)
-        return FoundRows(here, [(positions, rows, None)], self.native.dirty_of(slots), slots)
+        dirty = self.native.dirty_of(slots)
+        return FoundRows(here, [(positions, rows, None)], dirty, slots, codec=self.codec)
 
     def holds(self, keys: Keys) -> Flags:
         return self.slots_of(keys) >= 0
@@ -285,10 +311,10 @@ class MemoryTier(Tier):
             leaving = []
             if len(slots):
                 copies = self._leaving.take(len(slots))
-                self.copy_out(slots, copies)
-                leaving.append(MovingRows(victims, copies, dirty, next_use))
+                self.copy_out_as(self.leaving, slots, victims, copies)
+                leaving.append(MovingRows(victims, copies, dirty, next_use, self.leaving))
             if len(past):
-                leaving.append(rows.part(past))
+                leaving.append(rows.part(past).converted(self.leaving))
             if leaving:
                 demote(*leaving)
         except BaseException:
@@ -297,7 +323,7 @@ class MemoryTier(Tier):
         native.assign(rows.keys, False, plan)
         stay = plan.slots >= 0
         slots, rows = (plan.slots, rows) if stay.all() else (plan.slots[stay], rows.part(stay))
-        self.copy_in(slots, rows.rows)
+        self.copy_in(slots, rows.rows, codec=rows.codec)
         native.set_dirty(slots, rows.dirty)
 
     def flush(self, write: Callable[[Keys, RowBytes], None]) -> None:
@@ -305,9 +331,9 @@ class MemoryTier(Tier):
             # Mark clean first: a row that an update changes after the copy stays dirty.
             self.native.mark_clean(slots)
             try:
-                rows = self._leaving.take(len(slots))
-                self.copy_out(slots, rows)
-                write(self.native.keys_of(slots), rows)
+                keys, rows = self.native.keys_of(slots), self._leaving.take(len(slots))
+                self.copy_out_as(self.leaving, slots, keys, rows)
+                write(keys, rows)
             except BaseException:
                 self.native.mark_dirty(slots)
                 raise

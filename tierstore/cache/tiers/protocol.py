@@ -9,22 +9,27 @@ tier above has the row. Lasting tiers come after all exclusive tiers; the first 
   rows.
 
 A row is *dirty* when it was updated and no lasting tier has this version.
+
+A tier holds rows in one *form*: float32, as the first tier does (None), or encoded by a ``Codec``. Rows on
+their way say which form they are in, and the list of tiers converts them where it has to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.cache.tiers.codec import Codec, converted
+
 Slots = NDArray[np.int32]
 Keys = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
 RowBytes = NDArray[np.uint8]
-"""Rows as bytes, (n, row_bytes), C-contiguous."""
+"""Rows as bytes, (n, row_bytes of their form), C-contiguous."""
 Piece = tuple[NDArray[np.int64], RowBytes, Slots | None]
 """Positions of asked keys (m,), rows, and the index in ``rows`` of each position's row (None: all rows, in
 order)."""
@@ -39,7 +44,7 @@ class FoundRows:
 
     ``here``: (n,), which of the keys it has. ``dirty``: uint8, a flag per row found (None: all are clean).
     ``slots``: the rows' slots, if the tier needs them in ``take``. ``read_ahead``: how many rows were read
-    ahead.
+    ahead. ``codec``: the rows' form.
     """
 
     here: Flags
@@ -47,30 +52,41 @@ class FoundRows:
     dirty: NDArray[np.uint8] | None = None
     slots: Slots | None = None
     read_ahead: int = 0
+    codec: Codec | None = None
 
 
 @dataclass(frozen=True)
 class MovingRows:
-    """Rows that leave a tier: keys (n,), rows (n, row_bytes), dirty flags uint8 (n,), and the numbers of the
-    lookups that use them next, int64 (n,)."""
+    """Rows that leave a tier: keys (n,), rows (n, row_bytes), dirty flags uint8 (n,), the numbers of the
+    lookups that use them next, int64 (n,), and the rows' form."""
 
     keys: Keys
     rows: RowBytes
     dirty: NDArray[np.uint8]
     next_use: NDArray[np.int64]
+    codec: Codec | None = None
 
     def part(self, which: Flags | Slots) -> MovingRows:
         """Return the rows that a NumPy index selects."""
-        return MovingRows(self.keys[which], self.rows[which], self.dirty[which], self.next_use[which])
+        return MovingRows(
+            self.keys[which], self.rows[which], self.dirty[which], self.next_use[which], self.codec
+        )
+
+    def converted(self, codec: Codec | None) -> MovingRows:
+        """Return the rows in the form ``codec``."""
+        if codec is self.codec:
+            return self
+        return replace(self, rows=converted(self.keys, self.rows, self.codec, codec), codec=codec)
 
     @staticmethod
     def joined(parts: Sequence[MovingRows]) -> MovingRows:
-        """Return the rows of all ``parts``, in order."""
+        """Return the rows of all ``parts``, which have one form, in order."""
         return MovingRows(
             np.concatenate([part.keys for part in parts]),
             np.concatenate([part.rows for part in parts]),
             np.concatenate([part.dirty for part in parts]),
             np.concatenate([part.next_use for part in parts]),
+            parts[0].codec,
         )
 
 
@@ -103,6 +119,11 @@ class Tier(Protocol):
     uses_window: bool = False
     """Whether the tier remembers the next use of its rows, so that :meth:`put` passes the next use on with
     rows that leave."""
+    codec: Codec | None = None
+    """The form in which the tier holds rows: :meth:`find` gives rows in it, and :meth:`put` and ``write`` get
+    rows in it."""
+    leaving: Codec | None = None
+    """The form of the rows that :meth:`flush` gives away."""
 
     @property
     def window_rows(self) -> float:

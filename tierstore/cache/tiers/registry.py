@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from cache_policies.policy import Policy
 from tierstore.cache.stats import GroupStats
+from tierstore.cache.tiers.codec import Codec
 from tierstore.cache.tiers.memory import MemoryTier, TierPlan
 from tierstore.cache.tiers.protocol import Tier
 from tierstore.cache.tiers.read_ahead import ReadAhead
@@ -22,8 +23,9 @@ from tierstore.store.protocol import RowStore
 class TierRequest:
     """What is needed to make the tiers of one row layout.
 
-    ``slots``: by tier, its share of the budget in ``config`` (None: there is no such tier). ``tables``: how
-    many the engine has. ``read_ahead_bytes``: what rows that are read ahead may take. ``lock``: the residency
+    ``slots``: by tier, its share of the budget in ``config`` (None: there is no such tier). ``row_bytes``: of
+    float32 rows; ``codecs``: by tier, the form of its rows where it is another one. ``tables``: how many the
+    engine has. ``read_ahead_bytes``: what rows that are read ahead may take. ``lock``: the residency
     lock. ``above``: the tiers that are made already.
     """
 
@@ -36,7 +38,13 @@ class TierRequest:
     read_ahead_bytes: int
     lock: threading.RLock
     stats: GroupStats
+    codecs: Mapping[str, Codec] = field(default_factory=dict)
     above: list[Tier] = field(default_factory=list)
+
+    def row_bytes_of(self, tier: str) -> int:
+        """Return the bytes of a row in a tier."""
+        codec = self.codecs.get(tier)
+        return self.row_bytes if codec is None else codec.row_bytes
 
 
 TierFactory = Callable[[TierRequest], Tier | None]
@@ -49,17 +57,20 @@ def _memory(name: str, request: TierRequest) -> Tier | None:
         return None
     is_first = not request.above
     admission = request.config.admission if is_first and plan.evicts else None
-    return MemoryTier(name, plan, request.row_bytes, request.policy, request.tables, admission)
+    codecs = request.codecs
+    plan = replace(plan, codec=codecs.get(name), leaving=codecs.get("ssd"))
+    size = request.row_bytes_of(name)
+    return MemoryTier(name, plan, size, request.policy, request.tables, admission)
 
 
 def _store(request: TierRequest) -> Tier | None:
     if request.store is None:
         return None
-    ahead = None
+    ahead, size = None, request.row_bytes_of("ssd")
     if request.read_ahead_bytes:
         above = partial(resident, [tier for tier in request.above if tier.exclusive])
-        ahead = ReadAhead(request.store, request.row_bytes, request.read_ahead_bytes, request.lock, above)
-    return StoreTier("ssd", request.store, request.row_bytes, request.stats, ahead)
+        ahead = ReadAhead(request.store, size, request.read_ahead_bytes, request.lock, above)
+    return StoreTier("ssd", request.store, size, request.stats, ahead, request.codecs.get("ssd"))
 
 
 TIERS: list[TierFactory] = [partial(_memory, "hbm"), partial(_memory, "uvm"), _store]

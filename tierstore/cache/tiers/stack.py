@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from tierstore.cache.tiers.codec import Codec, converted
 from tierstore.cache.tiers.protocol import (
     NEVER,
     Flags,
@@ -15,6 +16,7 @@ from tierstore.cache.tiers.protocol import (
     Keys,
     LastingTier,
     MovingRows,
+    RowBytes,
     Tier,
 )
 from tierstore.errors import TierFullError
@@ -74,7 +76,8 @@ class TierStack:
             for positions, rows, _ in found.pieces if self.tiers[level].exclusive else ():
                 assert found.dirty is not None
                 never = np.full(len(rows), NEVER)
-                self.demote(level, seq, MovingRows(missing[positions], rows, found.dirty, never))
+                moving = MovingRows(missing[positions], rows, found.dirty, never, found.codec)
+                self.demote(level, seq, moving)
             missing = missing[~found.here]
 
     def demote(self, level: int, seq: int, *parts: MovingRows) -> None:
@@ -87,6 +90,7 @@ class TierStack:
                 raise self._full()
             return  # rows that were never updated have their initial values
         tier = self.tiers[level]
+        parts = tuple(part.converted(tier.codec) for part in parts)
         # Of two calls the second could fail, and rows of the first be in two exclusive tiers.
         if tier.exclusive and len(parts) > 1:
             parts = (MovingRows.joined(parts),)
@@ -101,8 +105,9 @@ class TierStack:
 
     def flush(self) -> None:
         """Write every dirty row to the first lasting tier; rows stay where they are."""
+        lasting = self.lasting[0]
         for tier in self.exclusive:
-            tier.flush(self.lasting[0].write)
+            tier.flush(partial(_write, lasting, tier.leaving))
 
     # -- rows that stay -------------------------------------------------------------------------
 
@@ -147,6 +152,11 @@ class TierStack:
         with ExitStack() as closing:
             for tier in reversed(self.tiers):
                 closing.callback(tier.close)
+
+
+def _write(tier: LastingTier, form: Codec | None, keys: Keys, rows: RowBytes) -> None:
+    """Write rows, which are in the form ``form``."""
+    tier.write(keys, converted(keys, rows, form, tier.codec))
 
 
 def resident(tiers: Sequence[Tier], keys: Keys) -> Flags:

@@ -8,6 +8,7 @@ import numpy as np
 
 from tierstore.cache.stats import GroupStats
 from tierstore.cache.tiers.buffers import Buffer
+from tierstore.cache.tiers.codec import Codec
 from tierstore.cache.tiers.protocol import (
     NEVER,
     Flags,
@@ -24,15 +25,23 @@ from tierstore.store.protocol import RowStore
 
 
 class StoreTier(LastingTier):
-    """Rows of one layout in ``store``, which has the rows of other layouts, too. ``ahead`` may be None."""
+    """Rows of one layout in ``store``, which has the rows of other layouts, too. ``row_bytes``: in the store.
+    ``ahead`` may be None; ``codec``: the rows' form."""
 
     exclusive = False
     uses_window = False
 
     def __init__(
-        self, name: str, store: RowStore, row_bytes: int, stats: GroupStats, ahead: ReadAhead | None = None
+        self,
+        name: str,
+        store: RowStore,
+        row_bytes: int,
+        stats: GroupStats,
+        ahead: ReadAhead | None = None,
+        codec: Codec | None = None,
     ) -> None:
         self.name = name
+        self.codec = codec
         self.store = store
         self.ahead = ahead
         self._stats = stats
@@ -70,7 +79,7 @@ class StoreTier(LastingTier):
             there = np.flatnonzero(self._read(keys[left], rows))
             pieces.append((left[there], rows, there.astype(np.int32)))
             here[left[there]] = True
-        return FoundRows(here, pieces, read_ahead=read_ahead)
+        return FoundRows(here, pieces, read_ahead=read_ahead, codec=self.codec)
 
     def _read(self, keys: Keys, rows: RowBytes) -> Flags:
         with self._stats.blocked():
