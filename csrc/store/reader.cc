@@ -144,8 +144,8 @@ void Reader::Places(std::span<const std::uint64_t> keys, std::uint64_t* places) 
       std::fill_n(places + at, n, kNowhere);
     } else {
       table->index.Find(&keys[at], n, locations);
-      std::transform(locations, locations + n, places + at, [](Location location) {
-        return location == TableIndex::kAbsent ? kNowhere : std::uint64_t{location};
+      std::transform(locations, locations + n, places + at, [&](Location location) {
+        return location == TableIndex::kAbsent ? kNowhere : table->row_class->PlaceOf(location);
       });
     }
     at += n;

@@ -34,6 +34,10 @@ void RowClass::AddSegment(const SegmentPtr& segment) {
 void RowClass::AppendSegment(const SegmentPtr& segment) {
   segment->ordinal = static_cast<std::uint32_t>(segments.size());
   segments.push_back(segment);
+  if (first_places.size() < segments.size()) {
+    first_places.push_back(next_place);
+    next_place += std::max(segment->capacity, segment->slots);
+  }
   ++used_ordinals;
 }
 

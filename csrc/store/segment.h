@@ -141,6 +141,8 @@ struct RowClass {
   std::size_t chunk_bytes = 0;
   std::vector<SegmentPtr> segments;  // by ordinal; null where free
   SegmentPtr active[kStreams];       // appended to
+  std::vector<std::uint64_t> first_places;  // of each ordinal (PlaceOf)
+  std::uint64_t next_place = 0;
   std::uint64_t max_ordinals = 0, used_ordinals = 0;
   Counts counts;
 
@@ -170,6 +172,12 @@ struct RowClass {
 
   Location LocationOf(const Segment& segment, std::uint32_t slot) const {
     return Location{segment.ordinal} << slot_bits | slot;
+  }
+  // A number that grows with locations, but without gaps where slot bits leave room for larger segments: a
+  // reader that goes through all places in equal steps then finds rows at each of them. An ordinal keeps its
+  // places; where a larger segment takes it, the last places are the next ordinal's, too.
+  std::uint64_t PlaceOf(Location location) const {
+    return first_places[location >> slot_bits] + SlotOf(location);
   }
   const SegmentPtr& SegmentOf(Location location) const { return segments[location >> slot_bits]; }
   std::uint32_t SlotOf(Location location) const {

@@ -17,7 +17,7 @@ from tierstore import TierConfig, optim, prefetch
 from tierstore import _core as core
 from tierstore.cache.engine import Engine, Table
 from tierstore.cache.tiers.codec import converted
-from tierstore.cache.tiers.memory import bytes_for
+from tierstore.cache.tiers.sizes import bytes_for
 from tierstore.errors import ConfigError, StoreMismatchError
 from tierstore.initializers import constant, uniform
 from tierstore.keys import make_keys
