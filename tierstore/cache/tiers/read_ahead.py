@@ -100,7 +100,8 @@ class ReadAhead:
     # -- memory ---------------------------------------------------------------------------
 
     def _set_max_rows(self, size: int) -> None:
-        self.max_rows = min(MAX_SLOTS, max(1, int(size / bytes_per_row(self._row_bytes))))
+        rows = size / bytes_per_row(self._row_bytes) * (1 + 1e-12)  # bytes for n rows give n rows
+        self.max_rows = min(MAX_SLOTS, max(1, int(rows)))
 
     def window_bytes(self, rows: int) -> int:
         """Return the bytes that a window of ``rows`` distinct rows may take: what the rows that it asks for
