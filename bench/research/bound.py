@@ -1,6 +1,7 @@
 """How fast any plan could be at best: lower bounds that scipy's HiGHS proves.
 
 Caches are divided along the convex curves of :func:`tierstore.planner.allocate.corners`, to parts of a row.
+What policies and rows of the store take of the fetching thread is left out.
 """
 
 from __future__ import annotations
