@@ -39,6 +39,9 @@ class Setting:
     policy: str = "lookahead"
     window: int | str = "auto"
     read_ahead: int | str = "auto"
+    ssd_dtype: str = "fp32"
+    state_dtype: str = "fp32"
+    stochastic_rounding: bool = True
 
 
 def table_configs(dataset: Dataset, dim: int) -> list[EmbeddingBagConfig]:
@@ -202,6 +205,9 @@ def _tiered(setting: Setting) -> System:
         policy=setting.policy,
         window=setting.window,
         read_ahead=setting.read_ahead,
+        ssd_dtype=setting.ssd_dtype,
+        state_dtype=setting.state_dtype,
+        stochastic_rounding=setting.stochastic_rounding,
     )
     return System(_collection(setting, config), setting, ahead=True)
 

@@ -27,6 +27,22 @@ def add_training_arguments(parser: argparse.ArgumentParser, data: str, batch_siz
     return training
 
 
+def add_dtypes(group: Any) -> None:
+    """Add the dtypes of the store's rows."""
+    group.add_argument(
+        "--ssd-dtype",
+        default="fp32",
+        metavar="A,B",
+        help="how the store holds weights: fp32 (default), bf16, fp16, int8; each is trained by itself",
+    )
+    group.add_argument(
+        "--state-dtype",
+        default="fp32",
+        metavar="NAME",
+        help="how the store holds optimizer state: fp32 (default), bf16",
+    )
+
+
 def load_dataset(args: argparse.Namespace) -> Any:
     """Return the data set that the arguments name."""
     from tierstore import data

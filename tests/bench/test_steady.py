@@ -58,6 +58,22 @@ def test_every_row_comes_from_the_store(tmp_path, capsys, short):
     assert "warm-up" in told.err
 
 
+def test_stores_of_smaller_rows_are_trained_beside_stores_of_float32(tmp_path, capsys, short):
+    out = tmp_path / "out.json"
+    options = ["--no-fbgemm", "--hbm=1/30", "--ssd-dtype=fp32,int8", "--state-dtype=fp32"]
+    assert run(*SMALL, *options, "--json", str(out)) == 0
+    systems = json.loads(out.read_text())["systems"]
+    assert list(systems) == ["in-memory", "tiered 1/30", "tiered 1/30 int8"]
+    wide, short_rows = systems["tiered 1/30"], systems["tiered 1/30 int8"]
+    assert wide["equal_losses"]
+    assert "equal_losses" not in short_rows
+    assert short_rows["row_bytes"] == 32  # 16 weights, step and offset, the state
+    assert short_rows["mean_loss"] == pytest.approx(short_rows["mean_loss_in_memory"], rel=0.01)
+    assert short_rows["mean_loss"] != short_rows["mean_loss_in_memory"]
+    assert short_rows["read_bytes"] < wide["read_bytes"]
+    assert "rows of 32 bytes in the store; mean loss" in capsys.readouterr().out
+
+
 def test_figures_are_recorded_for_the_page_of_measurements(tmp_path, short):
     out, folder = tmp_path / "steady.json", tmp_path / "results"
     folder.mkdir()

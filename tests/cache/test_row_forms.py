@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import tierstore
 from tests.bags import ROWS, Bags, budget, build, everything, random_batches, train
+from tests.cache.test_faults import make_fail
 from tierstore import TierConfig, optim, prefetch
 from tierstore import _core as core
 from tierstore.cache.engine import Engine, Table
 from tierstore.cache.tiers.codec import converted
 from tierstore.cache.tiers.sizes import bytes_for
-from tierstore.errors import ConfigError, StoreMismatchError
+from tierstore.errors import ConfigError, StoreIOError, StoreMismatchError
 from tierstore.initializers import constant, uniform
 from tierstore.keys import make_keys
 from tierstore.row_format import RowFormat
@@ -244,3 +247,55 @@ def test_seeds_and_initial_values_of_shards_are_those_of_their_table() -> None:
         with Bags(Engine([table], short("bf16"), ADAM, seed=3), range(1), ADAM) as module:
             rows.append([*train(module, random_batches(4, 20, 1, 6, 3)), *everything(module)])
     assert equal(*rows)
+
+
+EXACT = optim.SGD(lr=0.125)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 1000),
+    slots=st.integers(16, 90),
+    uvm=st.sampled_from([0, 30]),
+    dtype=st.sampled_from(DTYPES),
+    host=st.sampled_from(["fp32", "the same"]),
+    ahead=st.booleans(),
+    fail_at=st.sets(st.integers(1, 60), max_size=20),
+)
+def test_numbers_that_a_form_has_train_as_in_memory(
+    seed: int, slots: int, uvm: int, dtype: str, host: str, ahead: bool, fail_at: set[int]
+) -> None:
+    """All weights are multiples of 1/8, so rounding changes none. No row is lost, mixed up or of an old
+    version, also where batches do not fit and the store fails."""
+
+    def built(config: TierConfig) -> Bags:
+        return Bags(Engine([Table("t0", ROWS, 5, constant(0.0))], config, EXACT, seed=3), range(1), EXACT)
+
+    batches = random_batches(seed, 15, 1, 6, 3)
+    reference = built(TierConfig(hbm="all"))
+    want = [counted(reference, ids) for ids in batches]
+    config = TierConfig(
+        hbm=budget(slots), uvm=budget(uvm) if uvm else 0, engine="memory", ssd_dtype=dtype,
+        uvm_dtype=dtype if host == "the same" else "fp32",
+    )  # fmt: skip
+    with built(config) as module:
+        store = make_fail(module, set() if ahead else fail_at)
+        loader: Any = batches
+        if ahead:
+            loader = prefetch(batches, module, depth=2, window=4, inputs={"": lambda batch: (batch,)})
+        for ids, expected in zip(loader, want, strict=True):
+            while True:
+                try:
+                    assert torch.equal(counted(module, ids), expected)
+                    break
+                except StoreIOError:
+                    continue
+        store.fail_at = set()
+        assert equal(everything(module), everything(reference))
+
+
+def counted(module: Bags, ids: Any) -> torch.Tensor:
+    """Take 1/8 off every weight of a row for each time that it is used."""
+    out = module(ids)
+    out.sum().backward()
+    return out.detach().clone()

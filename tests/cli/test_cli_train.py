@@ -18,6 +18,7 @@ JSON_KEYS = [
     *(
         "final_loss",
         "auc",
+        "in_memory_auc",
         "base_rate",
         "bit_identical",
         "examples_per_s",
@@ -92,6 +93,20 @@ def test_read_ahead_takes_what_it_is_given(size: str, expected: int, tmp_path: P
     out = tmp_path / "out.json"
     assert train("--read-ahead", size, "--compare", "in-memory", "--json", out) == 0
     assert json.loads(out.read_text())["read_ahead_bytes"] == expected
+
+
+def test_rows_of_fewer_bytes_are_compared_by_auc(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, more = tmp_path / "out.json", ["--ssd-dtype", "bf16", "--state-dtype", "bf16"]
+    assert train(*more, "--compare", "in-memory", "--rounding", "nearest", "--json", out) == 0
+    result = json.loads(out.read_text())
+    assert result["bit_identical"] is None
+    assert result["auc"] == pytest.approx(result["in_memory_auc"], abs=0.02)
+    told = capsys.readouterr().out
+    assert "against memory; lower tiers round rows, so no bits are compared" in told
+    assert "speed: " in told
+    assert train("--uvm", "1/10", "--uvm-dtype", "int8", "--ssd", "0", "--hbm", "1/2", "--steps", "5") == 0
+    with pytest.raises(SystemExit, match="2"):
+        train("--rounding", "up")
 
 
 def test_all_in_memory_needs_no_store(tmp_path: Path) -> None:

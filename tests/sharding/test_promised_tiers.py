@@ -26,7 +26,10 @@ DIM = 16
         (ParameterConstraints(min_hbm_bytes="60KiB"), False),
     ],
 )
-def test_a_rank_keeps_what_constraints_promise(demand: ParameterConstraints, resident: bool) -> None:
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_a_rank_keeps_what_constraints_promise(
+    demand: ParameterConstraints, resident: bool, dtype: str
+) -> None:
     configs = [EmbeddingBagConfig(rows, DIM, name, feature_names=[name]) for name, rows in ROWS.items()]
     spec = optim.RowWiseAdagrad(lr=0.1)
     module = EmbeddingBagCollection(tables=configs, config=TierConfig(hbm="all"), optimizer=spec)
@@ -39,7 +42,7 @@ def test_a_rank_keeps_what_constraints_promise(demand: ParameterConstraints, res
     (promised,) = plan.table("a").shards
 
     tables = [Table(name, rows, DIM, uniform(-1, 1)) for name, rows in ROWS.items()]
-    base = TierConfig(ssd="1GiB", engine="memory", policy="lru")
+    base = TierConfig(ssd="1GiB", engine="memory", policy="lru", ssd_dtype=dtype, uvm_dtype=dtype)
     fields = tiers_of_rank(plan.tables, 0, tables, base, spec)
     config = TierConfig(**{**vars(base), **fields})
     with Bags(Engine(tables, config, spec), range(3), spec) as bags:

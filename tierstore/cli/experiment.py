@@ -92,8 +92,10 @@ class Experiment:
                     second = self._train(memory, "in memory", interrupt, Scalars(None), rss)
                     if second is None:
                         return None
-                    print("comparing every row touched ...", file=sys.stderr, flush=True)
-                    comparison = compare(tiered, memory, touched_ids(tiered.schedule.draw(self.dataset)))
+                    if self.config.lower_format.is_wide:
+                        print("comparing every row touched ...", file=sys.stderr, flush=True)
+                        ids = touched_ids(tiered.schedule.draw(self.dataset))
+                        comparison = compare(tiered, memory, ids)
         sizes = (self.table_bytes, self.row_bytes, self._budget(), self._read_ahead())
         return Report(self._options(), machine(), *sizes, first, second, comparison)
 

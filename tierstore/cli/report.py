@@ -56,6 +56,7 @@ class Report:
         return {
             "final_loss": _number(tiered.progress.loss),
             "auc": _number(tiered.auc),
+            "in_memory_auc": _number(memory.auc) if memory else None,
             "base_rate": _number(tiered.base_rate),
             "bit_identical": comparison.bit_identical if comparison else None,
             "examples_per_s": tiered.progress.examples_per_s,
@@ -112,11 +113,21 @@ class Report:
         if self.tiered.window is not None:
             options = f"--depth {self.tiered.depth} --window {self.tiered.window}"
             lines.append(f"prefetch: {options} (tierstore bench hit-rate simulates it with these)")
-        if self.comparison is not None and self.in_memory is not None:
+        if self.in_memory is not None:
             ratio = self.tiered.progress.examples_per_s / max(self.in_memory.progress.examples_per_s, 1e-9)
             lines.append(f"speed: {ratio:.2f} times that of training with everything in memory")
-            lines.append(_verdict(self.comparison))
+            lines.append(self._verdict(self.in_memory))
         return lines
+
+    def _verdict(self, memory: RunResult) -> str:
+        comparison = self.comparison
+        if comparison is None:
+            difference = self.tiered.auc - memory.auc
+            return f"AUC: {difference:+.5f} against memory; lower tiers round rows, so no bits are compared"
+        if comparison.bit_identical:
+            what = f"{comparison.rows:,} rows touched, their optimizer state, the dense parameters"
+            return f"bit_identical: true ({what})"
+        return f"bit_identical: false; first difference: {comparison.difference}"
 
     def _touched(self) -> str:
         rows = self.comparison.rows if self.comparison else 0
@@ -124,13 +135,6 @@ class Report:
             return ""
         touched = rows * self.row_bytes
         return f" ({format_bytes(touched)}, {touched / self.table_bytes:.1%}, of it touched)"
-
-
-def _verdict(comparison: Comparison) -> str:
-    if comparison.bit_identical:
-        what = f"{comparison.rows:,} rows touched, their optimizer state, the dense parameters"
-        return f"bit_identical: true ({what})"
-    return f"bit_identical: false; first difference: {comparison.difference}"
 
 
 def _lines(runs: list[RunResult]) -> list[tuple[str, list[str]]]:

@@ -83,6 +83,10 @@ def tier_config(args: argparse.Namespace, all_bytes: int) -> TierConfig:
         depth=args.depth,
         window=args.window,
         read_ahead=budget(args.read_ahead, all_bytes, "--read-ahead"),
+        ssd_dtype=args.ssd_dtype,
+        uvm_dtype=args.uvm_dtype,
+        state_dtype=args.state_dtype,
+        stochastic_rounding=args.rounding == "stochastic",
     )
 
 

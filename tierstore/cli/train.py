@@ -80,6 +80,25 @@ def _add_tiers(group: Any) -> None:
         help="memory beside the budget for rows read ahead of their batches (default: auto, up to an eighth "
         "of the tables and 1/64 of this machine's memory); 0 for none",
     )
+    for tier in ("ssd", "uvm"):
+        group.add_argument(
+            f"--{tier}-dtype",
+            default="fp32",
+            metavar="NAME",
+            help=f"how weights are held in {tier}: fp32 (default), bf16, fp16 or int8",
+        )
+    group.add_argument(
+        "--state-dtype",
+        default="fp32",
+        metavar="NAME",
+        help="how optimizer state is held there: fp32 (default) or bf16",
+    )
+    group.add_argument(
+        "--rounding",
+        choices=["stochastic", "nearest"],
+        default="stochastic",
+        help="how rows are rounded that go there (default: stochastic)",
+    )
     group.add_argument(
         "--threads",
         type=_positive,
@@ -121,7 +140,9 @@ def _add_training(group: Any) -> None:
 
 def _add_output(group: Any) -> None:
     group.add_argument(
-        "--compare", choices=["in-memory"], help="train again all in memory and compare every bit"
+        "--compare",
+        choices=["in-memory"],
+        help="train again all in memory, and compare every bit where no tier rounds rows",
     )
     group.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     group.add_argument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from tierstore.placement import (
     TablePlacement,
     record_bytes,
 )
+from tierstore.row_format import WIDE, RowFormat
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.table_sharding import configs_of
 
@@ -153,12 +154,18 @@ def tiers_of_rank(
         name: replace(config.tables.get(name, TableOverride()), hbm=None, uvm=None)
         for name in sorted({t.name for t, _ in shards})
     }
+    sizes = {"hbm": _row_bytes(WIDE, spec), "uvm": _row_bytes(config.uvm_format, spec)}
     budgets = {
-        tier: _divided(shards, tier, tables, overrides, config.policy, spec) for tier in ("hbm", "uvm")
+        tier: _divided(shards, tier, tables, overrides, config.policy, size) for tier, size in sizes.items()
     }
     if ahead := sum(shard.read_ahead_bytes for _, shard in shards):
         budgets["read_ahead"] = ahead if config.read_ahead == "auto" else min(ahead, int(config.read_ahead))
     return {"tables": {**config.tables, **overrides}, **budgets, "ssd": _ssd_bytes(shards, spec, config)}
+
+
+def _row_bytes(format: RowFormat, spec: Any) -> Callable[[int], int]:
+    """Return the function that tells the bytes of a row of so many columns."""
+    return lambda dim: format.row_bytes(dim, spec.state_floats(dim))
 
 
 def _divided(
@@ -167,12 +174,12 @@ def _divided(
     tables: Sequence[Table],
     overrides: dict[str, TableOverride],
     policy: Any,
-    spec: Any,
+    row_bytes: Callable[[int], int],
 ) -> int:
     """Return the budget of a tier; write into ``overrides`` each table's own bytes, or its weight."""
     pieces = Counter(table.origin or table.name for table in tables)
     own = 0
-    for name, size in _own_bytes(shards, tier, policy, spec).items():
+    for name, size in _own_bytes(shards, tier, policy, row_bytes).items():
         overrides[name] = replace(overrides[name], **{tier: size * pieces[name]})
         own += size * pieces[name]
     shards = [(table, shard) for table, shard in shards if getattr(overrides[table.name], tier) is None]
@@ -186,8 +193,8 @@ def _divided(
             overrides[name] = replace(overrides[name], **{f"{tier}_share": 0})
         return own
     # Every row layout takes a few slots of a tier, even if no table of it brings any.
-    minimum = {dim: bytes_for(MIN_SLOTS, spec.row_bytes(dim), policy) for dim in rows}
-    sizes = {dim: bytes_for(rows[dim] + MIN_SLOTS, spec.row_bytes(dim), policy) + stated[dim] for dim in rows}
+    minimum = {dim: bytes_for(MIN_SLOTS, row_bytes(dim), policy) for dim in rows}
+    sizes = {dim: bytes_for(rows[dim] + MIN_SLOTS, row_bytes(dim), policy) + stated[dim] for dim in rows}
     brought: dict[str, float] = defaultdict(float)
     for table, shard in shards:
         weight = getattr(shard, f"{tier}_rows") + 1
@@ -199,7 +206,10 @@ def _divided(
 
 
 def _own_bytes(
-    shards: Sequence[tuple[TablePlacement, ShardPlacement]], tier: str, policy: Any, spec: Any
+    shards: Sequence[tuple[TablePlacement, ShardPlacement]],
+    tier: str,
+    policy: Any,
+    row_bytes: Callable[[int], int],
 ) -> dict[str, int]:
     """Return bytes of a tier for each piece of the tables that have slots of their own.
 
@@ -208,7 +218,7 @@ def _own_bytes(
     for table, shard in shards:
         rows = getattr(shard, f"{tier}_rows")
         if shard.own and rows:
-            size = bytes_for(max(rows, MIN_SLOTS), spec.row_bytes(shard.columns), policy)
+            size = bytes_for(max(rows, MIN_SLOTS), row_bytes(shard.columns), policy)
             sizes[table.name] = max(sizes.get(table.name, 0), size)
     return sizes
 
@@ -217,7 +227,8 @@ def _ssd_bytes(shards: Sequence[tuple[TablePlacement, ShardPlacement]], spec: An
     """Return the plan's bytes, and with a path to commit to also room for the rows that stay in memory."""
     total = sum(shard.ssd_bytes for _, shard in shards)
     if config.path is not None:
+        row_bytes = _row_bytes(config.lower_format, spec)
         held = [shard for _, shard in shards if not shard.ssd_bytes]
-        records = [shard.rows * record_bytes(spec.row_bytes(shard.columns)) for shard in held]
+        records = [shard.rows * record_bytes(row_bytes(shard.columns)) for shard in held]
         total += int(sum(records) * MOST_STORE_BYTES)
     return total + STORE_SLACK if total else 0
