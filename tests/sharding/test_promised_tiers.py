@@ -9,6 +9,7 @@ import torch
 from tests.bags import Bags
 from tierstore import EmbeddingBagCollection, EmbeddingBagConfig, TierConfig, optim
 from tierstore.cache.engine import Engine, Table
+from tierstore.cache.tiers.memory import bytes_for, slots_for
 from tierstore.initializers import uniform
 from tierstore.placement import ShardingPlan
 from tierstore.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -63,3 +64,22 @@ def test_a_rank_keeps_what_constraints_promise(
             assert tiers["hbm"]["resident_rows"] + tiers["uvm"]["resident_rows"] == 2000
         if demand.stays_in_memory:
             assert "ssd" not in tiers or tiers["ssd"]["row_hits"] == 0
+
+
+def test_tables_beside_one_that_hbm_holds_whole_have_the_rows_of_the_plan() -> None:
+    configs = [EmbeddingBagConfig(rows, DIM, name, feature_names=[name]) for name, rows in ROWS.items()]
+    spec = optim.RowWiseAdagrad(lr=0.1)
+    demands = {"a": ParameterConstraints(["table_wise"]), "b": ParameterConstraints(["table_wise"])}
+    machine = Topology(1, 1, "32MiB", "200MiB", "1GiB", device="cpu")
+    planner = EmbeddingShardingPlanner(machine, constraints=demands, batch_size=64, search_seconds=0.1)
+    plan = planner.plan(configs)
+    whole = {table.name: shard.hbm_rows for table in plan.tables for shard in table.shards if shard.own}
+    cached = [shard.hbm_rows for table in plan.tables for shard in table.shards if not shard.own]
+    assert whole.items() < ROWS.items()
+    assert cached
+    tables = [Table(name, rows, DIM, uniform(-1, 1)) for name, rows in ROWS.items()]
+    fields = tiers_of_rank(plan.tables, 0, tables, TierConfig(ssd="1GiB"), spec)
+    own = sum(fields["tables"][name].hbm for name in whole)
+    assert own == sum(bytes_for(rows, spec.row_bytes(DIM), None) for rows in whole.values())
+    rest = slots_for(fields["hbm"] - own, spec.row_bytes(DIM), "lookahead")
+    assert sum(cached) <= rest <= sum(cached) + 200

@@ -218,7 +218,9 @@ def _own_bytes(
     for table, shard in shards:
         rows = getattr(shard, f"{tier}_rows")
         if shard.own and rows:
-            size = bytes_for(max(rows, MIN_SLOTS), row_bytes(shard.columns), policy)
+            # No policy decides about a shard whose rows are all there; its bytes would go to other tables.
+            decided = None if tier == "hbm" and rows >= shard.rows else policy
+            size = bytes_for(max(rows, MIN_SLOTS), row_bytes(shard.columns), decided)
             sizes[table.name] = max(sizes.get(table.name, 0), size)
     return sizes
 
