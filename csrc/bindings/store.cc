@@ -43,6 +43,7 @@ StoreConfig ParseConfig(const py::object& config) {
   out.limits.slot_bits = limits.attr("slot_bits").cast<unsigned>();
   out.limits.small_segment_bytes = limits.attr("small_segment_bytes").cast<std::uint64_t>();
   out.limits.keys_at_once = limits.attr("keys_at_once").cast<std::size_t>();
+  out.limits.replay_rows = limits.attr("replay_rows").cast<std::uint64_t>();
   out.limits.manifest_bytes = limits.attr("manifest_bytes").cast<std::uint64_t>();
   return out;
 }

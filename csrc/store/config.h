@@ -23,6 +23,7 @@ struct StoreLimits {
   unsigned slot_bits = 0;                              // of a location, at least
   std::uint64_t small_segment_bytes = 64 << 20;        // to which segments grow with the cap alone
   std::size_t keys_at_once = kMostKeysAtOnce;          // that a read sorts by place; a power of two
+  std::uint64_t replay_rows = 1 << 27;                 // after a crash, or a quarter of all rows
   std::uint64_t manifest_bytes = Manifest::kMaxBytes;
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <new>
 #include <random>
 #include <utility>
@@ -300,8 +301,9 @@ std::size_t TableIndex::Dump(std::int64_t& cursor, Entry* out, std::size_t limit
   return n;
 }
 
-void TableIndex::Reserve(std::size_t entries) {
+void TableIndex::Reserve(std::size_t entries, Location most) {
   if (count_ > 0) return;
+  wide_ = wide_ || most > kLayouts[0][0].MostLocation();
   if (const Layout& layout = LayoutFor(entries); entries > max_count_ || &layout != layout_) {
     const double capacity = static_cast<double>(entries) / layout.max_load;
     SetLayout(layout, std::max(kInitialCapacity, static_cast<std::size_t>(capacity) + entries / 256 + 1));
@@ -324,6 +326,34 @@ bool TableIndex::Append(const Entry* entries, std::size_t n) {
     ++count_;
   }
   return true;
+}
+
+// The entries come to where Append would put them, if no larger entries were spilled to there. Home(h) of the
+// last entry belongs to the next piece, whose entries may have the same home.
+bool TableIndex::Place(const Entry* entries, std::size_t n, std::vector<Entry>& spilled) {
+  const Position floor = n == 0 ? 0 : Home(entries[n - 1].hash & kMask48);
+  Position next = static_cast<Position>(slack_ + capacity_);
+  for (std::size_t i = 0; i < n; ++i) {
+    const auto [h, location] = entries[i];
+    if (h > kMask48 || location > most_location_ || (i > 0 && h >= entries[i - 1].hash)) return false;
+    const Position home = Home(h), to = std::min(home, next - 1);
+    if (home - to > reach_ || std::ssize(spilled) > kLongestRun) return false;
+    next = to;
+    if (to > floor) {
+      Set(to, h, location);
+    } else {
+      spilled.push_back(entries[i]);
+    }
+  }
+  return true;
+}
+
+void TableIndex::Settle(const std::vector<Entry>& spilled, std::size_t entries) {
+  count_ = entries - spilled.size();
+  for (const Entry& entry : spilled) {
+    Insert(entry.hash, entry.location, Seek(entry.hash));
+    ++count_;
+  }
 }
 
 }  // namespace tierstore

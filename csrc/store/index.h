@@ -81,8 +81,15 @@ class TableIndex {
     return static_cast<std::int64_t>(slack_ + std::max(capacity_, old_capacity_));
   }
   std::size_t Dump(std::int64_t& cursor, Entry* out, std::size_t limit) const;
-  void Reserve(std::size_t entries);
+  void Reserve(std::size_t entries, Location most = 0);
   bool Append(const Entry* entries, std::size_t n);
+  // The same from several threads, after Reserve for all entries with locations up to `most`: each thread
+  // places pieces of the dump. What lies at the end of a piece goes to `spilled`, for Settle, which comes
+  // after all pieces with the number of all entries; the caller sees to it that pieces follow one another in
+  // descending order. False when the entries are not in order, or not such as this index was reserved for:
+  // then Append may still restore the dump, into another index.
+  bool Place(const Entry* entries, std::size_t n, std::vector<Entry>& spilled);
+  void Settle(const std::vector<Entry>& spilled, std::size_t entries);
 
   bool HasOwnOrder() const { return orders_ > 0; }
 

@@ -1,10 +1,12 @@
 #include "store/index_rebuild.h"
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 #include "common/call_limit.h"
 #include "common/key.h"
+#include "common/thread_pool.h"
 #include "io/errors.h"
 #include "store/errors.h"
 
@@ -12,6 +14,7 @@ namespace tierstore {
 namespace {
 
 constexpr std::size_t kKeysPerRun = 256;
+constexpr std::int64_t kGroupsPerPiece = 8;  // of the snapshot, that a thread reads at once
 
 }  // namespace
 
@@ -66,51 +69,125 @@ bool IndexRebuild::MatchSegments(const SnapshotHeader::RowClass& saved, std::vec
     }
     if (segment != nullptr && (segment->row_class != &row_class || entry.slots > segment->slots))
       return false;
-    if (segment != nullptr) sources_[segment.get()].covered = entry.slots;
+    if (segment != nullptr) SourceOf(*segment).covered = entry.slots;
     segments.push_back(segment);
   }
   return row_class.segments.size() << row_class.slot_bits <= TableIndex::kMaxLocation;
 }
 
-bool IndexRebuild::LoadTables(SnapshotReader& reader) {
+bool IndexRebuild::LoadTables(const SnapshotReader& reader) {
   const SnapshotHeader& header = reader.header();
   std::map<std::uint32_t, std::vector<SegmentPtr>> by_ordinal;  // of the snapshot, by row_bytes
   for (const auto& saved : header.classes) {
     if (!MatchSegments(saved, by_ordinal[saved.row_bytes])) return false;
   }
-  for (const auto& table : header.tables) {
+  for (std::size_t number = 0; number < header.tables.size(); ++number) {
+    const auto& table = header.tables[number];
     const auto row_class = std::find_if(header.classes.begin(), header.classes.end(), [&](const auto& entry) {
       return entry.row_bytes == table.row_bytes;
     });
     if (row_class == header.classes.end()) return false;
-    if (!LoadTable(reader, {table, *row_class, by_ordinal[table.row_bytes]})) return false;
+    if (!LoadTable(reader, {number, table, *row_class, by_ordinal[table.row_bytes]})) return false;
   }
   return true;
 }
 
-bool IndexRebuild::LoadTable(SnapshotReader& reader, const SavedTable& saved) {
-  const std::uint32_t slot_bits = saved.row_class.slot_bits;
+bool IndexRebuild::LoadTable(const SnapshotReader& reader, const SavedTable& saved) {
   RowIndex::Table& table = state_.rows.TableFor(saved.table.table, saved.table.row_bytes);
-  table.index.Reserve(saved.table.entries);
-  std::vector<TableIndex::Entry> entries(
-      std::min<std::uint64_t>(saved.table.entries, SnapshotReader::kEntriesPerGroup));
-  for (std::uint64_t left = saved.table.entries; left > 0;) {
-    const std::size_t n = std::min<std::uint64_t>(left, entries.size());
+  if (table.index.size() > 0) return false;  // it comes twice
+  if (LoadInParallel(reader, saved, table.index)) return true;
+  table.index = TableIndex();
+  return LoadInOrder(reader, saved, table.index);
+}
+
+// What a thread restores at once.
+struct IndexRebuild::Piece {
+  explicit Piece(std::size_t segments) : live(segments) {}
+
+  SnapshotReader::Groups groups;
+  std::vector<TableIndex::Entry> spilled;
+  std::vector<std::uint32_t> live;  // by ordinal of the snapshot, of all pieces of this memory
+};
+
+// False also for ids that were chosen to crowd the index, which only LoadInOrder can take.
+bool IndexRebuild::LoadInParallel(const SnapshotReader& reader, const SavedTable& saved, TableIndex& index) {
+  const RowClass& row_class = state_.rows.ClassFor(saved.table.row_bytes);
+  index.Reserve(saved.table.entries, Location{row_class.segments.size()} << row_class.slot_bits);
+  const auto groups = static_cast<std::int64_t>(reader.GroupsOf(saved.number));
+  struct Ends {
+    std::uint64_t first, last;  // hashes
+  };
+  std::vector<Ends> ends(static_cast<std::size_t>((groups + kGroupsPerPiece - 1) / kGroupsPerPiece));
+  std::vector<TableIndex::Entry> spilled;
+  std::vector<std::uint32_t> live(saved.segments.size());
+  std::vector<std::unique_ptr<Piece>> pieces;  // that no thread uses now
+  bool good = true;
+  std::mutex mutex;  // guards the four above
+  ParallelFor(0, groups, kGroupsPerPiece, [&](std::int64_t begin, std::int64_t end) {
     CheckCall();
-    if (!reader.Read(entries.data(), n)) return false;
-    for (std::size_t i = 0; i < n; ++i) {
-      const Location ordinal = entries[i].location >> slot_bits;
-      const auto slot = static_cast<std::uint32_t>(entries[i].location & ((Location{1} << slot_bits) - 1));
-      if (ordinal >= saved.segments.size() || saved.segments[ordinal] == nullptr) return false;
-      if (slot >= saved.row_class.segments[ordinal].slots) return false;
-      Segment& segment = *saved.segments[ordinal];
-      entries[i].location = table.row_class->LocationOf(segment, slot);
-      ++segment.live;
+    std::unique_ptr<Piece> piece;
+    {
+      const std::lock_guard lock(mutex);
+      if (!good) return;
+      if (pieces.empty()) pieces.push_back(std::make_unique<Piece>(saved.segments.size()));
+      piece = std::move(pieces.back());
+      pieces.pop_back();
     }
-    if (!table.index.Append(entries.data(), n)) return false;
-    left -= n;
+    const auto first = static_cast<std::uint64_t>(begin);
+    const auto& entries = piece->groups.entries;
+    const bool placed =
+        reader.Read(saved.number, first, static_cast<std::uint64_t>(end - begin), piece->groups) &&
+        saved.Translate(piece->groups.entries, piece->live) &&
+        index.Place(entries.data(), entries.size(), piece->spilled);
+    const std::lock_guard lock(mutex);
+    good = good && placed;
+    if (!placed) return;
+    ends[first / kGroupsPerPiece] = {entries.front().hash, entries.back().hash};
+    spilled.insert(spilled.end(), piece->spilled.begin(), piece->spilled.end());
+    piece->spilled.clear();
+    pieces.push_back(std::move(piece));
+  });
+  for (const auto& piece : pieces) {
+    for (std::size_t i = 0; i < live.size(); ++i) live[i] += piece->live[i];
+  }
+  for (std::size_t i = 1; i < ends.size() && good; ++i) good = ends[i].first < ends[i - 1].last;
+  if (!good) return false;
+  index.Settle(spilled, saved.table.entries);
+  saved.AddLive(live);
+  return true;
+}
+
+bool IndexRebuild::LoadInOrder(const SnapshotReader& reader, const SavedTable& saved, TableIndex& index) {
+  index.Reserve(saved.table.entries);
+  Piece piece(saved.segments.size());
+  for (std::uint64_t group = 0; group < reader.GroupsOf(saved.number); ++group) {
+    CheckCall();
+    if (!reader.Read(saved.number, group, 1, piece.groups)) return false;
+    auto& entries = piece.groups.entries;
+    if (!saved.Translate(entries, piece.live) || !index.Append(entries.data(), entries.size())) return false;
+  }
+  saved.AddLive(piece.live);
+  return true;
+}
+
+bool IndexRebuild::SavedTable::Translate(std::vector<TableIndex::Entry>& entries,
+                                         std::vector<std::uint32_t>& live) const {
+  for (TableIndex::Entry& entry : entries) {
+    const Location ordinal = entry.location >> row_class.slot_bits;
+    const auto slot = static_cast<std::uint32_t>(entry.location & ((Location{1} << row_class.slot_bits) - 1));
+    if (ordinal >= segments.size() || slot >= row_class.segments[ordinal].slots) return false;
+    const Segment* const segment = segments[ordinal].get();
+    if (segment == nullptr) return false;
+    entry.location = segment->row_class->LocationOf(*segment, slot);
+    ++live[ordinal];
   }
   return true;
+}
+
+void IndexRebuild::SavedTable::AddLive(const std::vector<std::uint32_t>& live) const {
+  for (std::size_t ordinal = 0; ordinal < live.size(); ++ordinal) {
+    if (segments[ordinal] != nullptr) segments[ordinal]->live += live[ordinal];
+  }
 }
 
 // Back to an empty index, for a rebuild without the snapshot.
@@ -124,22 +201,22 @@ void IndexRebuild::ForgetRows() {
   state_.rows.ForgetRows();
   for (const auto& [number, segment] : state_.segments.by_number()) {
     segment->live = 0;
-    if (!segment->retired) sources_[segment.get()] = {};
   }
   snapshots_.ForgetRebuilt();
 }
 
 void IndexRebuild::ReplayAll() {
   for (const auto& [row_bytes, row_class] : state_.rows.classes()) {
+    sources_[row_class.get()].resize(row_class->segments.size());
     for (std::size_t i = 0; i < row_class->segments.size(); ++i) {
       const SegmentPtr segment = row_class->segments[i];
-      if (sources_[segment.get()].covered < segment->slots) Replay(*segment);
+      if (SourceOf(*segment).covered < segment->slots) Replay(*segment);
     }
   }
 }
 
 void IndexRebuild::Replay(Segment& segment) {
-  Source& source = sources_[&segment];
+  Source& source = SourceOf(segment);
   Footer footer = LoadKeys(segment, context_.id, source.covered);
   source.epochs = std::move(footer.epochs);
   std::uint64_t keys[kKeysPerRun];
@@ -166,6 +243,7 @@ void IndexRebuild::ReplayRun(Segment& segment, const std::uint64_t* keys, const 
   CheckCall();
   RowClass& row_class = *segment.row_class;
   TableIndex& index = state_.rows.TableFor(KeyTable(keys[0]), row_class.geometry.row_bytes).index;
+  std::vector<Source>& sources = sources_[&row_class];
   Location previous[kKeysPerRun];
   // Brings the entries into the cache; a key may come twice, so one by one below.
   index.Find(keys, n, previous);
@@ -174,7 +252,7 @@ void IndexRebuild::ReplayRun(Segment& segment, const std::uint64_t* keys, const 
     ++segment.live;
     if (there == TableIndex::kAbsent) continue;
     Segment& other = *row_class.SegmentOf(there);
-    if (AgeOf(other, row_class.SlotOf(there)) > AgeOf(segment, slots[i])) {
+    if (AgeOf(sources, other, row_class.SlotOf(there)) > AgeOf(sources, segment, slots[i])) {
       index.Put(keys[i], there);
       --segment.live;
     } else {
@@ -184,9 +262,16 @@ void IndexRebuild::ReplayRun(Segment& segment, const std::uint64_t* keys, const 
   snapshots_.CountRebuilt(n, n * row_class.geometry.record_bytes);
 }
 
+IndexRebuild::Source& IndexRebuild::SourceOf(const Segment& segment) {
+  std::vector<Source>& sources = sources_[segment.row_class];
+  if (sources.size() <= segment.ordinal) sources.resize(segment.ordinal + 1);
+  return sources[segment.ordinal];
+}
+
 // Of two versions of a row the one with the higher age is newer.
-std::uint64_t IndexRebuild::AgeOf(const Segment& segment, std::uint32_t slot) const {
-  const Source& source = sources_.at(&segment);
+std::uint64_t IndexRebuild::AgeOf(const std::vector<Source>& sources, const Segment& segment,
+                                  std::uint32_t slot) {
+  const Source& source = sources[segment.ordinal];
   if (slot < source.covered) return 0;
   const std::uint64_t epoch = segment.relocated ? source.epochs[slot] : segment.number;
   return epoch << 32 | std::uint64_t{segment.relocated} << 31 | slot;

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <vector>
 
 #include "store/context.h"
@@ -35,25 +36,36 @@ class IndexRebuild {
   };
   // A table of the snapshot, and the meaning of its locations there.
   struct SavedTable {
+    std::size_t number;  // in the header
     const SnapshotHeader::Table& table;
     const SnapshotHeader::RowClass& row_class;
     const std::vector<SegmentPtr>& segments;  // by ordinal of the snapshot
+
+    // Makes the entries' locations those of this store, and adds to `live`, by ordinal of the snapshot. False
+    // when nothing is there.
+    bool Translate(std::vector<TableIndex::Entry>& entries, std::vector<std::uint32_t>& live) const;
+    void AddLive(const std::vector<std::uint32_t>& live) const;
   };
+
+  struct Piece;
 
   bool LoadSnapshot();
   bool MatchSegments(const SnapshotHeader::RowClass& saved, std::vector<SegmentPtr>& segments);
-  bool LoadTables(SnapshotReader& reader);
-  bool LoadTable(SnapshotReader& reader, const SavedTable& saved);
+  bool LoadTables(const SnapshotReader& reader);
+  bool LoadTable(const SnapshotReader& reader, const SavedTable& saved);
+  bool LoadInParallel(const SnapshotReader& reader, const SavedTable& saved, TableIndex& index);
+  bool LoadInOrder(const SnapshotReader& reader, const SavedTable& saved, TableIndex& index);
   void ForgetRows();
   void ReplayAll();
   void Replay(Segment& segment);
   void ReplayRun(Segment& segment, const std::uint64_t* keys, const std::uint32_t* slots, std::size_t n);
-  std::uint64_t AgeOf(const Segment& segment, std::uint32_t slot) const;
+  Source& SourceOf(const Segment& segment);
+  static std::uint64_t AgeOf(const std::vector<Source>& sources, const Segment& segment, std::uint32_t slot);
 
   const StoreContext& context_;
   StoreState& state_;
   Snapshots& snapshots_;
-  std::map<const Segment*, Source> sources_;  // of every segment that the index points to
+  std::map<const RowClass*, std::vector<Source>> sources_;  // by ordinal
   // Segments that the snapshot names and the commit does not: in the end nothing may point to them.
   std::vector<SegmentPtr> ghosts_;
 };

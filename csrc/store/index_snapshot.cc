@@ -1,6 +1,9 @@
 #include "store/index_snapshot.h"
 
+#include <algorithm>
+
 #include "common/crc32c.h"
+#include "io/aligned_buffer.h"
 #include "io/errors.h"
 
 namespace tierstore {
@@ -9,7 +12,7 @@ namespace {
 constexpr char kMagic[9] = "TSTINDEX";
 constexpr std::size_t kPreambleBytes = 8 + 4 + 4;  // magic, version, bytes of the header behind it
 constexpr std::uint32_t kMaxHeaderBytes = 256 << 20;
-constexpr std::size_t kLocationBytes = 5, kEntryBytes = 6 + kLocationBytes;
+constexpr std::size_t kHashBytes = 6, kLocationBytes = 5, kEntryBytes = kHashBytes + kLocationBytes;
 
 Bytes EncodeHeader(const SnapshotHeader& header) {
   Encoder body;
@@ -87,8 +90,8 @@ std::uint64_t SaveSnapshot(Env& env, const std::string& directory, bool direct, 
     std::int64_t cursor = index->DumpBegin();
     while (const std::size_t n = index->Dump(cursor, entries.data(), entries.size())) {
       for (std::size_t i = 0; i < n; ++i) {
-        std::memcpy(&group[i * kEntryBytes], &entries[i].hash, 6);
-        std::memcpy(&group[i * kEntryBytes + 6], &entries[i].location, kLocationBytes);
+        std::memcpy(&group[i * kEntryBytes], &entries[i].hash, kHashBytes);
+        std::memcpy(&group[i * kEntryBytes + kHashBytes], &entries[i].location, kLocationBytes);
       }
       const std::uint32_t crc = Crc32c(group.data(), n * kEntryBytes);
       out.Append(group.data(), n * kEntryBytes);
@@ -116,8 +119,9 @@ std::unique_ptr<SnapshotReader> SnapshotReader::Open(Env& env, const std::string
 }
 
 bool SnapshotReader::ReadHeader(const StoreId& store) {
+  SequentialReader in(*file_);
   Bytes head(kPreambleBytes);
-  if (!in_.Read(head.data(), head.size())) return false;
+  if (!in.Read(head.data(), head.size())) return false;
   std::uint32_t version, body_bytes;
   std::memcpy(&version, &head[8], 4);
   std::memcpy(&body_bytes, &head[12], 4);
@@ -125,26 +129,49 @@ bool SnapshotReader::ReadHeader(const StoreId& store) {
   if (body_bytes > kMaxHeaderBytes || body_bytes > file_->Size()) return false;
   head.resize(kPreambleBytes + body_bytes);
   std::uint32_t crc;
-  if (!in_.Read(&head[kPreambleBytes], body_bytes) || !in_.Read(&crc, 4)) return false;
+  if (!in.Read(&head[kPreambleBytes], body_bytes) || !in.Read(&crc, 4)) return false;
   if (Crc32c(head.data(), head.size()) != crc) return false;
   Decoder body({&head[kPreambleBytes], body_bytes}, kSnapshotName);
   header_ = DecodeBody(body);
+  std::uint64_t offset = head.size() + sizeof crc;
   for (const auto& table : header_.tables) {
     if (table.entries > file_->Size() / kEntryBytes) return false;
+    offsets_.push_back(offset);
+    offset += EntryAreaBytes(table.entries);
   }
   return header_.store == store && header_.FileBytes() == file_->Size();
 }
 
-bool SnapshotReader::Read(TableIndex::Entry* out, std::size_t n) {
-  group_.resize(n * kEntryBytes);
-  std::uint32_t crc;
-  if (!in_.Read(group_.data(), group_.size()) || !in_.Read(&crc, 4)) return false;
-  if (Crc32c(group_.data(), group_.size()) != crc) return false;
-  for (std::size_t i = 0; i < n; ++i) {
-    out[i].hash = 0;
-    std::memcpy(&out[i].hash, &group_[i * kEntryBytes], 6);
-    out[i].location = 0;
-    std::memcpy(&out[i].location, &group_[i * kEntryBytes + 6], kLocationBytes);
+std::uint64_t SnapshotReader::GroupsOf(std::size_t table) const {
+  return (header_.tables[table].entries + kEntriesPerGroup - 1) / kEntriesPerGroup;
+}
+
+bool SnapshotReader::Read(std::size_t table, std::uint64_t first_group, std::uint64_t groups,
+                          Groups& groups_out) const {
+  std::vector<TableIndex::Entry>& out = groups_out.entries;
+  const std::uint64_t first = first_group * kEntriesPerGroup;
+  out.resize(std::min(groups * kEntriesPerGroup, header_.tables[table].entries - first));
+  const std::uint64_t begin = offsets_[table] + EntryAreaBytes(first),
+                      end = begin + EntryAreaBytes(out.size());
+  const std::uint64_t from = begin / kBlockBytes * kBlockBytes;
+  const std::uint64_t size = (end - from + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+  AlignedBuffer& buffer = groups_out.bytes;
+  if (buffer.size() < size) buffer = AlignedBuffer(size);
+  if (file_->Read(from, buffer.data(), size) < end - from) return false;
+  const std::byte* at = buffer.data() + (begin - from);
+  for (std::size_t done = 0; done < out.size();) {
+    const std::size_t n = std::min(out.size() - done, kEntriesPerGroup);
+    std::uint32_t crc;
+    std::memcpy(&crc, at + n * kEntryBytes, sizeof crc);
+    if (Crc32c(at, n * kEntryBytes) != crc) return false;
+    for (std::size_t i = 0; i < n; ++i, at += kEntryBytes) {
+      TableIndex::Entry& entry = out[done + i];
+      entry = {};
+      std::memcpy(&entry.hash, at, kHashBytes);
+      std::memcpy(&entry.location, at + kHashBytes, kLocationBytes);
+    }
+    at += sizeof crc;
+    done += n;
   }
   return true;
 }

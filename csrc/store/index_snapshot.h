@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "io/aligned_buffer.h"
 #include "io/env.h"
 #include "io/sequential.h"
 #include "store/format.h"
@@ -58,19 +59,25 @@ class SnapshotReader {
   const SnapshotHeader& header() const { return header_; }
   std::uint64_t file_bytes() const { return header_.FileBytes(); }
 
-  // The next entries of the tables, in the order of the header; `n` is at most what is left of the current
-  // table and kEntriesPerGroup. False when they are damaged.
+  // Groups of entries in a table of the header.
   static constexpr std::size_t kEntriesPerGroup = 1 << 15;
-  bool Read(TableIndex::Entry* out, std::size_t n);
+  std::uint64_t GroupsOf(std::size_t table) const;
+  // Memory for groups, used again and again.
+  struct Groups {
+    std::vector<TableIndex::Entry> entries;
+    AlignedBuffer bytes;
+  };
+  // Reads the entries of some groups of a table, in their order. False when they are damaged. From any
+  // thread; throws IoError.
+  bool Read(std::size_t table, std::uint64_t first_group, std::uint64_t groups, Groups& out) const;
 
  private:
-  explicit SnapshotReader(std::unique_ptr<File> file) : file_(std::move(file)), in_(*file_) {}
+  explicit SnapshotReader(std::unique_ptr<File> file) : file_(std::move(file)) {}
   bool ReadHeader(const StoreId& store);
 
   std::unique_ptr<File> file_;
-  SequentialReader in_;
   SnapshotHeader header_;
-  Bytes group_;
+  std::vector<std::uint64_t> offsets_;  // of each table's groups
 };
 
 }  // namespace tierstore

@@ -75,6 +75,7 @@ void RowIndex::Find(const std::uint64_t* keys, std::size_t n, Location* location
 void RowIndex::Put(const std::uint64_t* keys, const Location* locations, std::size_t n, RowClass& row_class,
                    bool relocated) {
   changed_ = changed_ || n > 0;
+  puts_ += n;
   Location previous[256];
   for (std::size_t at = 0; at < n;) {
     std::size_t run = 1;

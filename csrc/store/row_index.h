@@ -57,6 +57,8 @@ class RowIndex {
   void Attach(ScanCapture& capture) { captures_.push_back(&capture); }
   void Detach(ScanCapture& capture) { std::erase(captures_, &capture); }
 
+  // The number of rows that were put since the opening, copies included.
+  std::uint64_t puts() const { return puts_; }
   // Whether rows were put since the last MarkCommitted.
   bool changed() const { return changed_; }
   void MarkCommitted() { changed_ = false; }
@@ -72,6 +74,7 @@ class RowIndex {
   std::vector<std::unique_ptr<Table>> tables_;
   std::map<std::uint32_t, std::unique_ptr<RowClass>> classes_;  // by row_bytes
   std::vector<ScanCapture*> captures_;
+  std::uint64_t puts_ = 0;
   bool changed_ = false;
 };
 

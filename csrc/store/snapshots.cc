@@ -1,10 +1,12 @@
 #include "store/snapshots.h"
 
+#include <algorithm>
+
 #include "io/errors.h"
 
 namespace tierstore {
 
-bool Snapshots::IsDue(double lag) const {
+bool Snapshots::IsDue(const Lag& lag) const {
   std::uint64_t rows = 0;
   for (const auto& table : state_.rows.tables()) {
     if (table == nullptr) continue;
@@ -12,9 +14,12 @@ bool Snapshots::IsDue(double lag) const {
     rows += table->index.size();
   }
   const std::uint64_t bytes = rows * 11;
-  const std::uint64_t written = unsaved_bytes_ + queue_.enqueued_bytes() - mark_;
-  return rows >= context_.config.snapshot_min_rows &&
-         static_cast<double>(written) >= lag * static_cast<double>(bytes) && state_.space.Fits(bytes);
+  const std::uint64_t written = unsaved_bytes_ + queue_.enqueued_bytes() - marked_bytes_;
+  const std::uint64_t replayed = unsaved_rows_ + state_.rows.puts() - marked_puts_;
+  const std::uint64_t most = std::max(context_.config.limits.replay_rows, rows / 4) / lag.part;
+  const bool lags =
+      static_cast<double>(written) >= lag.sizes * static_cast<double>(bytes) || replayed >= most;
+  return rows >= context_.config.snapshot_min_rows && lags && state_.space.Fits(bytes);
 }
 
 Snapshot Snapshots::Capture() const {
@@ -42,7 +47,7 @@ Snapshot Snapshots::Capture() const {
 }
 
 void Snapshots::Write(Lock& lock, const Snapshot& snapshot) {
-  const std::uint64_t mark = queue_.enqueued_bytes();
+  const std::uint64_t marked_bytes = queue_.enqueued_bytes(), marked_puts = state_.rows.puts();
   std::uint64_t bytes = 0;
   try {
     const Unlocked unlocked(lock);
@@ -60,8 +65,9 @@ void Snapshots::Write(Lock& lock, const Snapshot& snapshot) {
     return;
   }
   state_.space.Overwritten(MetaFile::kSnapshot, bytes);
-  mark_ = mark;
-  unsaved_bytes_ = 0;
+  marked_bytes_ = marked_bytes;
+  marked_puts_ = marked_puts;
+  unsaved_rows_ = unsaved_bytes_ = 0;
 }
 
 }  // namespace tierstore

@@ -25,12 +25,17 @@ class Snapshots {
   Snapshots(const StoreContext& context, StoreState& state, const WriteQueue& queue)
       : context_(context), state_(state), queue_(queue) {}
 
-  // How many times its size must be written since the last snapshot before a commit writes another: this adds
-  // 5 % of writes. At the close a snapshot is worth more, since the next opening gains and no call waits.
-  static constexpr double kLagAtCommit = 20, kLagAtClose = 1.5;
+  // How far the last snapshot may lag behind. When either is reached another one is written.
+  struct Lag {
+    double sizes;        // times its size were written since
+    std::uint64_t part;  // this part of all rows, and of StoreLimits::replay_rows, must be replayed
+  };
+  // The sizes add 5 % of writes. The rows bound the time of an opening after a crash. At the close a snapshot
+  // is worth more, since the next opening gains and no call waits.
+  static constexpr Lag kLagAtCommit = {20, 1}, kLagAtClose = {1.5, 8};
 
   // A snapshot fits the cap, it is large enough to matter, and its `lag` is reached.
-  bool IsDue(double lag) const;
+  bool IsDue(const Lag& lag) const;
   // The index as it is now, at the current commit.
   Snapshot Capture() const;
   // Releases the lock while it writes.
@@ -40,9 +45,10 @@ class Snapshots {
   // and whether a snapshot could not be read.
   void CountRebuilt(std::uint64_t rows, std::uint64_t bytes) {
     rebuilt_rows_ += rows;
+    unsaved_rows_ += rows;
     unsaved_bytes_ += bytes;
   }
-  void ForgetRebuilt() { rebuilt_rows_ = unsaved_bytes_ = 0; }
+  void ForgetRebuilt() { rebuilt_rows_ = unsaved_rows_ = unsaved_bytes_ = 0; }
   void CountFailure() { ++failures_; }
 
   std::uint64_t failures() const { return failures_; }
@@ -53,8 +59,9 @@ class Snapshots {
   StoreState& state_;
   const WriteQueue& queue_;
   std::uint64_t failures_ = 0, rebuilt_rows_ = 0;
-  std::uint64_t unsaved_bytes_ = 0;  // of rows that were not in the snapshot at opening
-  std::uint64_t mark_ = 0;           // bytes that the queue had got when the last one was written
+  // Rows that were not in the snapshot at opening, and what had been written when the last one was.
+  std::uint64_t unsaved_rows_ = 0, unsaved_bytes_ = 0;
+  std::uint64_t marked_puts_ = 0, marked_bytes_ = 0;
 };
 
 }  // namespace tierstore

@@ -38,7 +38,7 @@ class SavedIndex {
     std::uint64_t unknown = 0;  // records that the index does not have
   };
 
-  bool ReadTables(SnapshotReader& reader, const VerifyContext& context);
+  bool ReadTables(const SnapshotReader& reader, const VerifyContext& context);
 
   std::map<std::uint32_t, Tally> segments_;  // by number
   std::map<std::uint32_t, std::unique_ptr<TableIndex>> tables_;
@@ -93,11 +93,13 @@ std::unique_ptr<SavedIndex> SavedIndex::Load(const VerifyContext& context, const
   return nullptr;
 }
 
-bool SavedIndex::ReadTables(SnapshotReader& reader, const VerifyContext& context) {
+bool SavedIndex::ReadTables(const SnapshotReader& reader, const VerifyContext& context) {
   const SnapshotHeader& header = reader.header();
   const std::uint64_t size = reader.file_bytes();
-  std::vector<TableIndex::Entry> entries(SnapshotReader::kEntriesPerGroup);
-  for (const auto& table : header.tables) {
+  SnapshotReader::Groups groups;
+  const std::vector<TableIndex::Entry>& entries = groups.entries;
+  for (std::size_t number = 0; number < header.tables.size(); ++number) {
+    const auto& table = header.tables[number];
     const auto row_class =
         std::find_if(header.classes.begin(), header.classes.end(),
                      [&](const auto& candidate) { return candidate.row_bytes == table.row_bytes; });
@@ -108,16 +110,15 @@ bool SavedIndex::ReadTables(SnapshotReader& reader, const VerifyContext& context
     auto& index = tables_[table.table];
     index = std::make_unique<TableIndex>();
     index->Reserve(table.entries);
-    for (std::uint64_t left = table.entries; left > 0;) {
-      const std::size_t n = std::min<std::uint64_t>(left, entries.size());
-      if (!reader.Read(entries.data(), n) || !index->Append(entries.data(), n)) {
+    for (std::uint64_t group = 0; group < reader.GroupsOf(number); ++group) {
+      if (!reader.Read(number, group, 1, groups) || !index->Append(entries.data(), entries.size())) {
         Report(context, kSnapshotName, 0, size,
                "entries of table " + std::to_string(table.table) + " in the saved index are damaged");
         return false;
       }
-      for (std::size_t i = 0; i < n; ++i) {
-        const Location ordinal = entries[i].location >> row_class->slot_bits;
-        const Location slot = entries[i].location & ((Location{1} << row_class->slot_bits) - 1);
+      for (const TableIndex::Entry& entry : entries) {
+        const Location ordinal = entry.location >> row_class->slot_bits;
+        const Location slot = entry.location & ((Location{1} << row_class->slot_bits) - 1);
         const bool exists = ordinal < row_class->segments.size() &&
                             slot < row_class->segments[ordinal].slots &&
                             row_class->segments[ordinal].number != 0;
@@ -127,7 +128,6 @@ bool SavedIndex::ReadTables(SnapshotReader& reader, const VerifyContext& context
         }
         ++segments_[row_class->segments[ordinal].number].entries;
       }
-      left -= n;
     }
   }
   return true;

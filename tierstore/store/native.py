@@ -33,6 +33,8 @@ class NativeLimits:
     """The size that segments take with the cap alone. Larger ones also need as much in use."""
     keys_at_once: int = 1 << 24
     """Keys of one call of ``read`` that are sorted by place together."""
+    replay_rows: int = 1 << 27
+    """Rows that are written, or a quarter of all rows, until a commit saves the index."""
     manifest_bytes: int = 1 << 30
 
 

@@ -152,14 +152,14 @@ void ParseOne(std::uint8_t what, std::span<const std::byte> bytes) {
         env.SetContents("disk/INDEX", {bytes.begin(), bytes.end()});
         auto reader = SnapshotReader::Open(env, "disk", false, StoreId{});
         if (reader == nullptr) return;
-        std::vector<TableIndex::Entry> entries(SnapshotReader::kEntriesPerGroup);
-        for (const auto& table : reader->header().tables) {
+        SnapshotReader::Groups groups;
+        const std::vector<TableIndex::Entry>& entries = groups.entries;
+        for (std::size_t table = 0; table < reader->header().tables.size(); ++table) {
           TableIndex index;
-          index.Reserve(table.entries);
-          for (std::uint64_t left = table.entries; left > 0;) {
-            const std::size_t n = std::min<std::uint64_t>(left, entries.size());
-            if (!reader->Read(entries.data(), n) || !index.Append(entries.data(), n)) return;
-            left -= n;
+          index.Reserve(reader->header().tables[table].entries);
+          for (std::uint64_t group = 0; group < reader->GroupsOf(table); ++group) {
+            if (!reader->Read(table, group, 1, groups) || !index.Append(entries.data(), entries.size()))
+              return;
           }
         }
       }

@@ -5,15 +5,27 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <mutex>
 #include <random>
 #include <unordered_map>
 
+#include "common/thread_pool.h"
 #include "store/tests/check.h"
 
 using tierstore::Location;
 using tierstore::TableIndex;
 
 namespace {
+
+// Which locations an index gets: short ones only, or long ones, too, in the second half.
+enum class Long { kNever, kLater };
+constexpr Location kMostShort = 0xfffffffd;
+
+Location DrawLocation(std::mt19937_64& random, Long which, bool second_half) {
+  const bool may_be_long = which == Long::kLater && second_half;
+  const Location most = may_be_long ? TableIndex::kMaxLocation : kMostShort;
+  return random() % 8 == 0 ? most - random() % 2 : random() % (most + 1);
+}
 
 void CheckEqual(const TableIndex& index, const std::unordered_map<std::uint64_t, Location>& model,
                 std::size_t chunk) {
@@ -30,15 +42,45 @@ void CheckEqual(const TableIndex& index, const std::unordered_map<std::uint64_t,
   CHECK(in_one_call == ids);
 }
 
-// Saved and taken back, and more put into that.
-void Restore(const TableIndex& index, std::mt19937_64& random) {
-  if (index.HasOwnOrder()) return;
+TableIndex RestoreInOrder(const TableIndex& index) {
   TableIndex again;
   again.Reserve(index.size());
   std::vector<TableIndex::Entry> entries(1000);
   std::int64_t cursor = index.DumpBegin();
   while (const std::size_t n = index.Dump(cursor, entries.data(), entries.size()))
     CHECK(again.Append(entries.data(), n));
+  return again;
+}
+
+// In pieces of any size, by several threads; in order where that is refused.
+TableIndex RestoreInPieces(const TableIndex& index, std::mt19937_64& random) {
+  std::vector<TableIndex::Entry> entries(index.size()), spilled;
+  std::int64_t cursor = index.DumpBegin();
+  CHECK(index.Dump(cursor, entries.data(), entries.size()) == entries.size());
+  std::vector<std::size_t> begins{0};
+  const std::size_t most = 1 + random() % 5000;
+  while (begins.back() < entries.size())
+    begins.push_back(std::min(entries.size(), begins.back() + 1 + random() % most));
+  TableIndex again;
+  again.Reserve(index.size(), TableIndex::kMaxLocation);
+  std::mutex mutex;
+  bool placed = true;
+  tierstore::ParallelFor(0, std::ssize(begins) - 1, 1, [&](std::int64_t i, std::int64_t) {
+    const std::size_t begin = begins[static_cast<std::size_t>(i)],
+                      end = begins[static_cast<std::size_t>(i) + 1];
+    std::vector<TableIndex::Entry> own;
+    const bool good = again.Place(&entries[begin], end - begin, own);
+    const std::lock_guard lock(mutex);
+    placed = placed && good;
+    spilled.insert(spilled.end(), own.begin(), own.end());
+  });
+  if (!placed) return RestoreInOrder(index);
+  again.Settle(spilled, entries.size());
+  return again;
+}
+
+// Saved and taken back, and more put into that.
+void CheckRestored(const TableIndex& index, TableIndex again, std::mt19937_64& random) {
   CHECK(again.size() == index.size());
   std::vector<std::uint64_t> ids;
   std::vector<Location> locations;
@@ -51,20 +93,31 @@ void Restore(const TableIndex& index, std::mt19937_64& random) {
   }
 }
 
-// Which locations an index gets: short ones only, also long ones, or long ones in the second half.
-enum class Long { kNever, kAlways, kLater };
-constexpr Long kAll[] = {Long::kNever, Long::kAlways, Long::kLater};
-constexpr Location kMostShort = 0xfffffffd;
+void Restore(const TableIndex& index, std::mt19937_64& random) {
+  if (index.HasOwnOrder()) return;
+  CheckRestored(index, RestoreInOrder(index), random);
+  CheckRestored(index, RestoreInPieces(index, random), random);
+}
 
-Location DrawLocation(std::mt19937_64& random, Long which, bool second_half) {
-  const bool may_be_long = which == Long::kAlways || (which == Long::kLater && second_half);
-  const Location most = may_be_long ? TableIndex::kMaxLocation : kMostShort;
-  return random() % 8 == 0 ? most - random() % 2 : random() % (most + 1);
+// Pieces that are not a dump of this index are refused.
+void RefusePieces() {
+  TableIndex index;
+  index.Reserve(1000);
+  std::vector<TableIndex::Entry> spilled;
+  const auto refuses = [&](std::vector<TableIndex::Entry> entries) {
+    return !index.Place(entries.data(), entries.size(), spilled);
+  };
+  CHECK(!refuses({{9, 1}, {8, 1}}));
+  CHECK(refuses({{8, 1}, {8, 1}}));
+  CHECK(refuses({{8, 1}, {9, 1}}));
+  CHECK(refuses({{std::uint64_t{1} << 48, 1}}));
+  CHECK(!refuses({{7, kMostShort}}));
+  CHECK(refuses({{7, kMostShort + 1}}));  // it was reserved for short ones
 }
 
 // `draw` gives ids; a share of absent ones is looked up too. `others` are there before, scattered.
 template <class Draw>
-void Random(Draw draw, int steps, int check_every, std::size_t others = 0, Long which = Long::kAlways) {
+void Random(Draw draw, int steps, int check_every, std::size_t others = 0, Long which = Long::kLater) {
   TableIndex index;
   std::unordered_map<std::uint64_t, Location> model;
   for (std::uint64_t i = 0; i < others; ++i) {
@@ -173,10 +226,13 @@ int main(int argc, char** argv) {
   for (std::uint64_t id : {0ULL, 1ULL, 0xffffffffffffULL, 0x123456789abcULL}) {
     CHECK(TableIndex::Unpermute(TableIndex::Permute(id)) == id);
   }
-  for (const Long which : kAll) {
-    Scatter(which);
-    if (which != Long::kAlways) CrowdAnywhere(which);
-  }
+  RefusePieces();
+  for (const Long which : {Long::kNever, Long::kLater}) Scatter(which);
+#ifdef TIERSTORE_SMALL_INDEX
+  CrowdAnywhere(Long::kLater);
+#else
+  CrowdAnywhere(Long::kNever);
+#endif
 #ifndef TIERSTORE_SMALL_INDEX
   CheckBytes(1000000, kMostShort, 9.8, 11.9);
   CheckBytes(1000000, kMostShort + 1, 10.9, 13.2);

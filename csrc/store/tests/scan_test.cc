@@ -1,5 +1,5 @@
-// Scans beside a writer, commits and compaction, from two threads, until the store closes. Meant to run under
-// sanitizers (make sanitize).
+// Scans beside a writer, commits and compaction, from two threads, until the store closes; and an index that
+// several threads restore. Meant to run under sanitizers (make sanitize).
 //
 //   scan_test DIRECTORY [STEPS] [SEED]
 #include <algorithm>
@@ -103,6 +103,38 @@ void ScanMeanwhile(Env& env, const std::string& directory, int steps, std::uint6
   for (std::thread& scan : scans) scan.join();
 }
 
+// So many rows that several threads restore the index: all are there, once, and the index goes on.
+void ReopenManyRows() {
+  constexpr std::uint64_t kMany = 300'000;
+  MemoryEnv memory;
+  StoreConfig config = Config();
+  config.cap_bytes = 1 << 30;
+  config.snapshot_min_rows = 1;
+  std::vector<std::uint64_t> ids(kMany);
+  std::iota(ids.begin(), ids.end(), 0);
+  {
+    Store store(memory, "disk", config, {});
+    Write(store, 0, ids, 1);
+    store.Commit("", "");
+  }
+  Store store(memory, "disk", config, {});
+  CHECK(store.Stats().rebuilt_rows == 0 && store.Stats().rows == kMany && store.CountsAreExact());
+  std::vector<bool> seen(kMany);
+  const std::unique_ptr<Scan> scan = store.BeginScan({0});
+  for (std::vector<ScanBatch> batches = store.Next(*scan); !batches.empty(); batches = store.Next(*scan)) {
+    for (const ScanBatch& batch : batches) {
+      for (const std::uint64_t key : batch.keys) {
+        CHECK(!seen[KeyId(key)]);
+        seen[KeyId(key)] = true;
+      }
+    }
+  }
+  CHECK(std::count(seen.begin(), seen.end(), true) == static_cast<std::int64_t>(kMany));
+  for (std::uint64_t& id : ids) id += kMany / 2;
+  Write(store, 0, ids, 2);
+  CHECK(store.Stats().rows == kMany + kMany / 2);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -110,6 +142,7 @@ int main(int argc, char** argv) {
   const std::filesystem::path directory = std::filesystem::path(argv[1]) / "scans";
   const int steps = argc > 2 ? std::atoi(argv[2]) : 30;
   const std::uint64_t first = argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 1;
+  ReopenManyRows();
   for (std::uint64_t seed = first; seed < first + 3; ++seed) {
     MemoryEnv memory;
     ScanMeanwhile(memory, "disk", steps, seed);

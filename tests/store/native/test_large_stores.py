@@ -106,3 +106,78 @@ def test_reads_of_more_keys_than_are_sorted_together(count):
         assert np.array_equal(found, np.arange(2 * count) < count)
         assert np.array_equal(out[slots[:count]], rows_of(np.arange(count), 1))
         assert (out[: 2 * count] == 7).all()
+
+
+GROUP = 1 << 15
+"""Entries of INDEX with one checksum. A thread restores eight groups at once."""
+ENTRY_BYTES = 11
+
+
+def store_of(count: int) -> _core.MemoryEnv:
+    env = _core.MemoryEnv()
+    with open_on(env, 16, limits=None) as store:
+        put(store, range(count), 1, 16)
+        store.commit(b"")
+    return env
+
+
+def rebuilt_of(env, count: int) -> int:
+    """Rows of a store, each found where it should be, that did not come from INDEX."""
+    with open_on(env, 16, limits=None) as store:
+        assert store.stats().rows == count
+        assert holds(store, range(count), 1, 16)
+        put(store, range(count, count + 1000), 1, 16)  # the index goes on
+        assert holds(store, range(count + 1000), 1, 16)
+        return store.counters()["rebuilt_rows"]
+
+
+@pytest.mark.parametrize("count", [8 * GROUP - 1, 8 * GROUP, 8 * GROUP + 1, 16 * GROUP + 1, 20 * GROUP])
+def test_an_index_of_several_pieces(count):
+    assert rebuilt_of(store_of(count), count) == 0
+
+
+def change_groups(data: bytearray, first: int, change: str) -> bytearray:
+    """INDEX with other bytes in the groups from ``first`` on, whose checksums may be right."""
+    group = GROUP * ENTRY_BYTES + 4
+    begin = 16 + int.from_bytes(data[12:16], "little") + 4
+    if change == "flipped":
+        data[begin + first * group + 77] ^= 1
+    elif change == "repeated":
+        data[begin + first * group : begin + (first + 1) * group] = data[begin : begin + group]
+    return data
+
+
+@pytest.mark.parametrize("change", ["flipped", "repeated"])
+@pytest.mark.parametrize("group", [1, 7, 8, 9, 15])
+def test_an_index_with_a_damaged_piece_is_not_used(group, change):
+    """Also where the groups are intact, but do not follow one another: within a piece, and between two."""
+    count = 16 * GROUP
+    env = store_of(count)
+    env.set_contents("disk/INDEX", bytes(change_groups(bytearray(env.contents("disk/INDEX")), group, change)))
+    assert rebuilt_of(env, count) == count
+
+
+@pytest.mark.parametrize(("count", "is_saved"), [(999, False), (1000, True), (1001, True)])
+def test_a_commit_saves_the_index_when_many_rows_would_be_replayed(count, is_saved):
+    """After 1,000 rows here, or a quarter of all: an opening after a crash reads no more from footers."""
+    env = _core.MemoryEnv()
+    limits = NativeLimits(replay_rows=1000)
+
+    def reopened() -> NativeStore:
+        return open_on(env, 16, limits=limits, snapshot_min_rows=1)
+
+    with reopened() as store:
+        put(store, range(4000), 1, 16)
+        store.commit(b"")
+        before = env.contents("disk/INDEX")
+        put(store, range(count), 2, 16)
+        store.commit(b"")
+        assert (env.contents("disk/INDEX") != before) == is_saved
+        env = env.after_crash(env.operations(), "lost")
+    with reopened() as store:
+        assert store.counters()["rebuilt_rows"] == (0 if is_saved else count)
+        assert holds(store, range(count), 2, 16)
+        before = env.contents("disk/INDEX")
+        put(store, [0], 3, 16)
+        store.commit(b"")  # what was replayed counts, too
+        assert (env.contents("disk/INDEX") != before) == (not is_saved)
