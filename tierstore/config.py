@@ -98,8 +98,8 @@ class TierConfig:
 
     Sizes are bytes or strings (:func:`parse_bytes`) and become ``int``. Budgets include metadata.
 
-    - ``hbm``: the cache that kernels work on. ``"all"`` keeps every touched row in memory with no tier below;
-      ``uvm`` and ``ssd`` are then 0.
+    - ``hbm``: the cache that kernels work on. ``"all"`` keeps every touched row in memory with no tier below:
+      ``uvm`` and ``ssd`` are then 0, and no other size is accepted for them.
     - ``uvm``: host memory below it, 0 for none.
     - ``ssd``: hard cap of the store's files, 0 for no store: memory must hold all touched rows. ``"auto"``:
       what the file system has, up to 1 TiB.
@@ -202,8 +202,14 @@ class TierConfig:
         if self.read_ahead != "auto":
             object.__setattr__(self, "read_ahead", parse_bytes(self.read_ahead, "read_ahead"))
         if self.hbm == "all":
-            object.__setattr__(self, "uvm", 0)
-            object.__setattr__(self, "ssd", 0)
+            for name in ("uvm", "ssd"):
+                given = getattr(self, name)
+                if given != "auto" and parse_bytes(given, name):
+                    raise ConfigError(
+                        f'{name} is {given!r}, but hbm="all" keeps every row in memory, so {name} would hold '
+                        f"nothing; leave {name} out, or give hbm bytes"
+                    )
+                object.__setattr__(self, name, 0)
             return
         for name in ("hbm", "uvm", *(() if self.ssd == "auto" else ("ssd",))):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))

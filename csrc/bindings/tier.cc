@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "bindings/arrays.h"
+#include "bindings/host_rows.h"
 #include "bindings/registry.h"
 #include "cache/resident_lookups.h"
 
@@ -205,8 +206,59 @@ auto RowsView() {
 
 py::tuple TakeCounted(ResidentLookups& lookups) {
   ResidentLookups::Counted counted = lookups.Take();
-  return py::make_tuple(std::move(counted.lookups), std::move(counted.table_rows), counted.positions,
-                        counted.seconds);
+  return py::make_tuple(std::move(counted.lookups),
+                        py::make_tuple(std::move(counted.table_rows), std::move(counted.table_hits)),
+                        py::make_tuple(counted.positions, counted.hits), counted.seconds);
+}
+
+// Rows in host memory that begin with initial values.
+class NewHostRows : public NewRows {
+ public:
+  NewHostRows(HostRows* rows, const InitialValues& values)
+      : rows_(*rows),
+        values_(values),
+        at_(rows->Of(values.dim + values.state_floats)),
+        tables_(values.Tables()) {}
+
+  void Commit(std::int64_t slots) const override { rows_.Commit(slots); }
+  void Fill(const PageVector<std::int32_t>& slots, const PageVector<std::uint64_t>& keys) const override {
+    for (const std::uint64_t key : keys)
+      Require(KeyTable(key) < tables_.num_tables, "a key's table has no entry in kinds");
+    InitRows(at_, slots.data(), keys.data(), static_cast<std::int64_t>(keys.size()), values_.dim,
+             values_.state_floats, values_.state_value, tables_);
+  }
+
+ private:
+  HostRows& rows_;
+  const InitialValues& values_;
+  const Rows at_;
+  const TableInit tables_;
+};
+
+// A lock of Python's that was free, for as long as this object lives. Made and ended with the interpreter's
+// lock held; no code written in Python runs for either.
+class FreeLock {
+ public:
+  explicit FreeLock(const py::object& lock) : lock_(lock), held_(lock.attr("acquire")(false).cast<bool>()) {}
+  FreeLock(const FreeLock&) = delete;
+  FreeLock& operator=(const FreeLock&) = delete;
+  ~FreeLock() {
+    if (held_) lock_.attr("release")();
+  }
+  bool held() const { return held_; }
+
+ private:
+  const py::object& lock_;
+  const bool held_;
+};
+
+std::shared_ptr<ResidentRows> AddRows(ResidentLookups& lookups, std::shared_ptr<Batch> batch, HostRows& rows,
+                                      const InitialValues& values, const py::object& lock) {
+  const NewHostRows fresh(&rows, values);
+  const FreeLock held(lock);
+  if (!held.held()) return nullptr;
+  const py::gil_scoped_release unlocked;
+  return lookups.Add(std::move(batch), fresh);
 }
 
 void BindResidentLookups(py::module_& m) {
@@ -216,15 +268,21 @@ void BindResidentLookups(py::module_& m) {
       .def_property_readonly("csr_start", RowsView<&ResidentRows::csr_start>())
       .def_property_readonly("csr_positions", RowsView<&ResidentRows::csr_positions>());
   py::class_<ResidentLookups>(m, "ResidentLookups", "Lookups in a tier that no row ever leaves.")
-      .def(py::init<const Tier&, std::size_t>(), py::arg("tier"), py::arg("tables"), py::keep_alive<1, 2>())
+      .def(py::init<Tier*, std::size_t>(), py::arg("tier"), py::arg("tables"), py::keep_alive<1, 2>())
+      .def("begin_plan", &ResidentLookups::BeginPlan, Unlocked(), "Add nothing until end_plan().")
+      .def("end_plan", &ResidentLookups::EndPlan, Unlocked())
       .def("hide", &ResidentLookups::Hide, Unlocked(), "Find nothing until show(): rows are being added.")
       .def("show", &ResidentLookups::Show, Unlocked())
       .def("find", &ResidentLookups::Find, py::arg("batch"), Unlocked(),
            "The rows of a batch; None where a row is missing, or rows are hidden.")
+      .def("add", &AddRows, py::arg("batch"), py::arg("rows"), py::arg("values"), py::arg("lock"),
+           "The rows of a batch; the missing ones begin with initial values. None where a plan has to add "
+           "them: during a plan, while another thread holds the tier's lock (a threading.RLock), or where "
+           "memory is refused.")
       .def_property_readonly("due", &ResidentLookups::due, "Whether take() should be called.")
       .def("take", &TakeCounted,
-           "Of the lookups since the last call: them, the unique rows of each table, the positions, and the "
-           "seconds that they took.");
+           "Of the lookups since the last call: them, the unique rows of each table and how many were here, "
+           "the positions and how many of them use rows that were here, and the seconds that they took.");
 }
 
 }  // namespace

@@ -12,11 +12,26 @@ namespace {
 constexpr std::size_t kMostLookups = 16;
 constexpr std::int64_t kMostPositions = 1 << 19;
 constexpr std::int64_t kBlock = 512;  // rows that are looked up at a time
+
+// The rows at `slots`, with the positions that use them.
+std::shared_ptr<ResidentRows> RowsAt(PageVector<std::int32_t>&& slots, std::shared_ptr<Batch> batch) {
+  auto rows = std::make_shared<ResidentRows>();
+  const auto n = static_cast<std::int64_t>(batch->inverse.size());
+  const auto unique = static_cast<std::int64_t>(batch->unique.size());
+  rows->slots = std::move(slots);
+  rows->csr_start.resize(static_cast<std::size_t>(unique + 1));
+  CountPositions(batch->inverse.data(), n, unique, rows->csr_start.data());
+  rows->csr_positions.resize(static_cast<std::size_t>(rows->csr_start.back()));
+  PlacePositions(batch->inverse.data(), n, unique, rows->csr_start.data(), rows->csr_positions.data());
+  rows->batch = std::move(batch);
+  return rows;
+}
+
 }  // namespace
 
-void ResidentLookups::SetHidden(bool hidden) {
+void ResidentLookups::Set(bool* flag, bool value) {
   const std::unique_lock lock(showing_);
-  hidden_ = hidden;
+  *flag = value;
 }
 
 // Stops at the first rows that are missing, since the plan for them will look up every row.
@@ -38,26 +53,82 @@ bool ResidentLookups::FindSlots(const Batch& batch, PageVector<std::int32_t>* sl
 
 std::shared_ptr<ResidentRows> ResidentLookups::Find(std::shared_ptr<Batch> batch) {
   double seconds = 0;
-  auto rows = std::make_shared<ResidentRows>();
+  std::shared_ptr<ResidentRows> rows;
   {
     const Stopwatch watch(&seconds);
-    if (!FindSlots(*batch, &rows->slots)) return nullptr;
-    const auto n = static_cast<std::int64_t>(batch->inverse.size());
-    const auto unique = static_cast<std::int64_t>(batch->unique.size());
-    rows->csr_start.resize(static_cast<std::size_t>(unique + 1));
-    CountPositions(batch->inverse.data(), n, unique, rows->csr_start.data());
-    rows->csr_positions.resize(static_cast<std::size_t>(rows->csr_start.back()));
-    PlacePositions(batch->inverse.data(), n, unique, rows->csr_start.data(), rows->csr_positions.data());
-    rows->batch = std::move(batch);
+    PageVector<std::int32_t> slots;
+    if (!FindSlots(*batch, &slots)) return nullptr;
+    rows = RowsAt(std::move(slots), std::move(batch));
   }
-  const std::lock_guard lock(counting_);
-  counted_.lookups.push_back(rows);
-  for (const std::uint64_t key : rows->batch->unique) {
-    if (KeyTable(key) < tables_) ++counted_.table_rows[KeyTable(key)];
-  }
-  counted_.positions += rows->csr_start.back();
-  counted_.seconds += seconds;
+  Count(rows, {}, seconds);
   return rows;
+}
+
+bool ResidentLookups::AddSlots(const Batch& batch, const NewRows& rows, Plan* plan) {
+  const std::uint64_t* const keys = batch.unique.data();
+  const std::unique_lock lock(showing_);
+  if (hidden_ || planning_ || tier_.overflow_in_use() > 0) return false;
+  tier_.Begin(keys, nullptr, static_cast<std::int64_t>(batch.unique.size()), 0, false, plan);
+  if (plan->needed + plan->refused > 0) {
+    tier_.Abort(plan);
+    return false;
+  }
+  try {
+    rows.Commit(tier_.Prepare(false, *plan));
+  } catch (const AddressSpaceError&) {
+    tier_.Abort(plan);
+    return false;
+  }
+  tier_.Assign(keys, false, plan);
+  PageVector<std::int32_t> slots;
+  PageVector<std::uint64_t> added;
+  for (const std::int32_t row : plan->absent) {
+    slots.push_back(plan->slots[row]);
+    added.push_back(keys[row]);
+  }
+  try {
+    rows.Fill(slots, added);
+  } catch (...) {
+    tier_.Remove(slots.data(), static_cast<std::int64_t>(slots.size()));
+    throw;
+  }
+  return true;
+}
+
+std::shared_ptr<ResidentRows> ResidentLookups::Add(std::shared_ptr<Batch> batch, const NewRows& new_rows) {
+  double seconds = 0;
+  Plan plan;
+  std::shared_ptr<ResidentRows> rows;
+  {
+    const Stopwatch watch(&seconds);
+    if (!AddSlots(*batch, new_rows, &plan)) return nullptr;
+    rows = RowsAt(std::move(plan.slots), std::move(batch));
+  }
+  Count(rows, plan.absent, seconds);
+  return rows;
+}
+
+// `added`: the unique rows that were not here.
+void ResidentLookups::Count(std::shared_ptr<ResidentRows> rows, const PageVector<std::int32_t>& added,
+                            double seconds) {
+  const std::lock_guard lock(counting_);
+  const PageVector<std::uint64_t>& keys = rows->batch->unique;
+  const auto count = [&](std::vector<std::int64_t>* tables, std::uint64_t key, std::int64_t rows) {
+    if (KeyTable(key) < tables_) (*tables)[KeyTable(key)] += rows;
+  };
+  for (const std::uint64_t key : keys) {
+    count(&counted_.table_rows, key, 1);
+    count(&counted_.table_hits, key, 1);
+  }
+  const std::int64_t positions = rows->csr_start.back();
+  counted_.positions += positions;
+  counted_.hits += positions;
+  for (const std::int32_t row : added) {
+    count(&counted_.table_hits, keys[row], -1);
+    counted_.hits -= rows->csr_start[row + 1] - rows->csr_start[row];
+  }
+  counted_.seconds += seconds;
+  counted_.lookups.push_back(std::move(rows));
 }
 
 bool ResidentLookups::due() const {

@@ -1,5 +1,6 @@
 // Lookups of rows in a tier that no row ever leaves. Where all rows of a batch are here, a plan would change
-// nothing: such a lookup needs no plan, no pinned rows, and no lock of the caller.
+// nothing: such a lookup needs no plan, no pinned rows, and no lock of the caller. Where no other tier can
+// have a row that is missing, the lookup itself adds the row, and needs the caller's lock for that.
 //
 // A lookup is one call, so that a signal handler of Python cannot cut it in two. What is to be counted of it
 // is kept until Take().
@@ -23,38 +24,59 @@ struct ResidentRows {
   PageVector<std::int32_t> slots, csr_start, csr_positions;
 };
 
+// The memory of rows that are added, and the values with which they begin.
+class NewRows {
+ public:
+  virtual ~NewRows() = default;
+  // Gives the first `slots` slots memory. If it throws, nothing has changed.
+  virtual void Commit(std::int64_t slots) const = 0;
+  // Writes the first row of keys[i] to slots[i].
+  virtual void Fill(const PageVector<std::int32_t>& slots, const PageVector<std::uint64_t>& keys) const = 0;
+};
+
 class ResidentLookups {
  public:
   // Lookups that are not taken yet.
   struct Counted {
     std::vector<std::shared_ptr<ResidentRows>> lookups;
-    std::vector<std::int64_t> table_rows;  // unique rows of each table
-    std::int64_t positions = 0;
-    double seconds = 0;  // that Find took
+    std::vector<std::int64_t> table_rows, table_hits;  // unique rows of each table, and how many were here
+    std::int64_t positions = 0, hits = 0;              // and how many of them use rows that were here
+    double seconds = 0;                                // that Find and Add took
   };
 
   // The tier must have no share with a policy, and outlive the object. `tables`: how many there are.
-  ResidentLookups(const Tier& tier, std::size_t tables)
-      : tier_(tier), tables_(tables), counted_(NothingCounted()) {}
+  ResidentLookups(Tier* tier, std::size_t tables)
+      : tier_(*tier), tables_(tables), counted_(NothingCounted()) {}
 
-  // Rows are added between Hide and Show only, by one thread at a time. Meanwhile Find finds nothing.
-  void Hide() { SetHidden(true); }
-  void Show() { SetHidden(false); }
+  // A plan is under way between BeginPlan and EndPlan, one at a time. It adds rows between Hide and Show
+  // only. Meanwhile Find finds nothing. Add adds nothing during the whole plan, which knows what was missing.
+  void BeginPlan() { Set(&planning_, true); }
+  void EndPlan() { Set(&planning_, false); }
+  void Hide() { Set(&hidden_, true); }
+  void Show() { Set(&hidden_, false); }
 
   // Null where a row is missing, or rows are hidden.
   std::shared_ptr<ResidentRows> Find(std::shared_ptr<Batch> batch);
+  // Adds the missing rows and finds all of them. Null, and nothing has changed, during a plan and where the
+  // memory for more rows is refused: a plan then tells the user why. Hold the tier's lock.
+  std::shared_ptr<ResidentRows> Add(std::shared_ptr<Batch> batch, const NewRows& rows);
   // Whether so much waits to be counted that Take should be called.
   bool due() const;
   Counted Take();
 
  private:
-  void SetHidden(bool hidden);
+  void Set(bool* flag, bool value);
   bool FindSlots(const Batch& batch, PageVector<std::int32_t>* slots) const;
-  Counted NothingCounted() const { return {{}, std::vector<std::int64_t>(tables_, 0)}; }
+  bool AddSlots(const Batch& batch, const NewRows& rows, Plan* plan);
+  void Count(std::shared_ptr<ResidentRows> rows, const PageVector<std::int32_t>& added, double seconds);
+  Counted NothingCounted() const {
+    return {{}, std::vector<std::int64_t>(tables_, 0), std::vector<std::int64_t>(tables_, 0)};
+  }
 
-  const Tier& tier_;
+  Tier& tier_;
   const std::size_t tables_;
-  mutable std::shared_mutex showing_;  // guards hidden_, and the tier's index against Hide
+  mutable std::shared_mutex showing_;  // guards the flags, and the tier's index against Hide and Add
+  bool planning_ = false;
   bool hidden_ = false;
   mutable std::mutex counting_;  // guards counted_
   Counted counted_;

@@ -89,7 +89,7 @@ def test_an_exception_at_any_line(tiers: str, ahead: bool) -> None:
     assert at > 900
 
 
-@pytest.mark.parametrize("config", [TierConfig(hbm="all"), TierConfig(hbm="all", ssd=True, engine="memory")])
+@pytest.mark.parametrize("config", [TierConfig(hbm="all"), TierConfig(hbm="1MiB", engine="memory")])
 def test_an_exception_at_any_line_of_a_lookup_of_rows_that_are_here(config: TierConfig) -> None:
     expected = []
     with build(TierConfig(hbm="all"), ADAGRAD, (5,)) as memory:

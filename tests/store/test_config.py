@@ -74,7 +74,7 @@ def test_memory_for_reading_ahead():
 
 
 def test_everything_in_memory_has_no_tier_below():
-    config = TierConfig(hbm="all", uvm="1GiB")
+    config = TierConfig(hbm="all")
     assert config.keeps_all
     assert (config.uvm, config.ssd) == (0, 0)
 
@@ -85,6 +85,8 @@ def test_everything_in_memory_has_no_tier_below():
         ({"hbm": 0}, "hbm is 0"),
         ({"hbm": "lots"}, "hbm is 'lots'"),
         ({"hbm": "all", "path": "x"}, "leave one out"),
+        ({"hbm": "all", "ssd": "1GiB"}, "leave ssd out, or give hbm bytes"),
+        ({"hbm": "all", "uvm": "1GiB"}, "leave uvm out, or give hbm bytes"),
         ({"ssd": 0, "path": "x"}, "ssd is 0"),
         ({"path": ""}, "path is empty"),
         ({"path": "a\0b"}, "has a zero character"),

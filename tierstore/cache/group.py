@@ -63,7 +63,8 @@ class TierGroup:
         stats.add_tiers(tier.name for tier in tiers)
         self._resident: ResidentLookups | None = None
         if not self.fast.plan.evicts:
-            self._resident = ResidentLookups(self.fast, stats, self.curves, lock)
+            initial = None if self.stack.lower else layout.initial
+            self._resident = ResidentLookups(self.fast, initial, stats, self.curves, lock)
             stats.count_rest = self._resident.count
         self._planned = -1
         self._below = self.stack.lower[0].codec if self.stack.lower else None
@@ -144,7 +145,7 @@ class TierGroup:
         Rows used by lookups from ``pinned_since`` on stay. If room is short, the plan waits for further
         releases, and at last uses overflow slots. Raises the tiers' errors; then nothing has changed.
         """
-        with self.order.planner():
+        with self.order.planner(), self._resident.planning() if self._resident else nullcontext():
             self.order.open(pinned.seq)
             try:
                 self._plan(pinned, pinned_since, announced, stop)

@@ -2,7 +2,8 @@
 
 A plan runs in another thread than the main one, so that no signal cuts it in two, and handing it over takes
 longer than a lookup whose rows are all in the tier. Such a lookup is one native call, which changes nothing
-but counts, so any thread may make it.
+but counts, so any thread may make it. Where there is no lower tier, a missing row begins with its initial
+value, and one native call adds it.
 """
 
 from __future__ import annotations
@@ -21,20 +22,42 @@ from tierstore.cache.tiers.memory import MemoryTier
 
 class ResidentLookups:
     """Finds the rows of lookups in ``tier``, which evicts none. ``stats`` and ``curves`` learn of them
-    later, all at once. ``lock``: the residency lock."""
+    later, all at once. ``initial``: the first values of missing rows; None where a lower tier may have them.
+    ``lock``: the residency lock."""
 
     def __init__(
-        self, tier: MemoryTier, stats: GroupStats, curves: LiveCurves, lock: threading.RLock
+        self,
+        tier: MemoryTier,
+        initial: _core.InitialValues | None,
+        stats: GroupStats,
+        curves: LiveCurves,
+        lock: threading.RLock,
     ) -> None:
         assert not tier.plan.evicts
         self._native = _core.ResidentLookups(tier.native, tier.tables)
+        self._rows = tier.rows
+        # Rows of another device than this machine's memory are added by plans.
+        self._initial = initial if isinstance(tier.rows, _core.HostRows) else None
         self._stats = stats
         self._curves = curves
         self._lock = lock
 
     def find(self, batch: _core.Batch) -> _core.ResidentRows | None:
-        """Return where the rows of ``batch`` are; None where one is missing, and a plan has to bring it."""
-        return self._native.find(batch)
+        """Return where the rows of ``batch`` are; None where a plan has to bring a missing row."""
+        found = self._native.find(batch)
+        if found is None and self._initial is not None:
+            assert isinstance(self._rows, _core.HostRows)
+            found = self._native.add(batch, self._rows, self._initial, self._lock)
+        return found
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Let no lookup add rows: a plan counts on the rows that it has found missing."""
+        self._native.begin_plan()
+        try:
+            yield
+        finally:
+            self._native.end_plan()
 
     @contextmanager
     def adding(self) -> Iterator[None]:

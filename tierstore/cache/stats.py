@@ -218,13 +218,15 @@ class GroupStats:
         """Whether counters are kept of lookups that are planned ahead."""
         return bool(self._before)
 
-    def count_resident(self, lookups: int, table_rows: NDArray[np.int64], accesses: int) -> None:
-        """Count lookups whose rows were all in the first tier. ``table_rows``: the unique rows of every
-        table, summed over the lookups."""
-        first, rows = self._names[0], int(table_rows.sum())
+    def count_resident(self, lookups: int, table_rows: NDArray[np.int64], accesses: tuple[int, int]) -> None:
+        """Count lookups in the first tier, of which no other tier has any row. ``table_rows``, int64
+        (2, tables): the unique rows of every table, summed over the lookups, and how many of them were here.
+        ``accesses``: positions, and how many of them use rows that were here."""
+        first, (rows, hits) = self._names[0], table_rows.sum(1).tolist()
         self.counters.lookups += lookups
-        self.tiers[first].count(rows, rows, accesses, accesses)
-        self.tables[first] += table_rows[:, None]
+        self.counters.initialised_rows += rows - hits
+        self.tiers[first].count(rows, hits, *accesses)
+        self.tables[first] += table_rows.T
 
     def count(self, plan: _core.Plan, missing: Keys, weight: Weights, lower: Sequence[FoundRows]) -> None:
         """Count a lookup whose rows are in place.

@@ -88,7 +88,7 @@ class Experiment:
             second = comparison = None
             if args.compare:
                 rss = PeakRss()
-                with self._open(replace(self.config, hbm="all", path=None)) as memory:
+                with self._open(replace(self.config, hbm="all", uvm=0, ssd=0, path=None)) as memory:
                     second = self._train(memory, "in memory", interrupt, Scalars(None), rss)
                     if second is None:
                         return None
