@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import tierstore
 from tests.bags import ROWS, Bags, budget, build, everything, random_batches, train
 from tests.cache.test_faults import make_fail
-from tierstore import TierConfig, optim, prefetch
+from tierstore import TableOverride, TierConfig, optim, prefetch
 from tierstore import _core as core
 from tierstore.cache.engine import Engine, Table
 from tierstore.cache.tiers.codec import converted
@@ -160,6 +160,16 @@ def test_host_memory_in_float32_rounds_nothing(dtype: str) -> None:
         assert module.stats()["tiers"]["uvm"]["row_hits"] > 0
     with built(short(dtype, uvm=budget(30, ADAM))) as module:
         assert not equal([*train(module, batches), *everything(module)], want)
+
+
+def test_tables_without_a_lower_tier_are_float32() -> None:
+    """Host memory that no table takes rounds nothing, initial values included."""
+    kept = {"t0": TableOverride(hbm=budget(5000, ADAM))}
+    resident = TierConfig(hbm=budget(5000, ADAM), uvm=1 << 20, uvm_dtype="int8", ssd=0, tables=kept)
+    batches = random_batches(4, 10, 1, 6, 3)
+    with build(resident, ADAM, (5,)) as module:
+        assert len(module.engine.groups[0].stack.tiers) == 1
+    assert equal(result(resident, batches), result(TierConfig(hbm="all"), batches))
 
 
 @formats

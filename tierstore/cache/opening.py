@@ -102,12 +102,13 @@ class GroupOpening:
         return None if format.is_wide else Codec(format, dim, self._optimizer.state_floats(dim), seeds)
 
     def _group(self, name: str, hbm: TierPlan, uvm: TierPlan | None, store: RowStore | None) -> TierGroup:
-        layout, stats, lock = self._layout(name), GroupStats(len(self._tables)), threading.RLock()
+        codec = self._codec(name) if store is not None or uvm is not None else None
+        layout, stats, lock = self._layout(name, codec), GroupStats(len(self._tables)), threading.RLock()
         request = TierRequest(
             config=self._config,
             policy=self._policy,
             row_bytes=layout.row_bytes,
-            codecs=self._codecs(layout.codec),
+            codecs=self._codecs(codec),
             tables=len(self._tables),
             slots={"hbm": hbm, "uvm": uvm},
             store=store,
@@ -123,7 +124,7 @@ class GroupOpening:
             return {}
         return {"ssd": codec, **({} if self._config.uvm_format.is_wide else {"uvm": codec})}
 
-    def _layout(self, name: str) -> RowLayout:
+    def _layout(self, name: str, codec: Codec | None) -> RowLayout:
         dim = self._dim(name)
         return RowLayout.of(
             dim,
@@ -133,7 +134,7 @@ class GroupOpening:
             [from_dict(spec.init) for spec in self._specs],
             self._seeds,
             [table.column for table in self._tables],
-            self._codec(name),
+            codec,
         )
 
     def _read_ahead_bytes(self, name: str) -> int:

@@ -96,7 +96,10 @@ class BaseEmbeddingConfig:
         _check_count(self, "num_embeddings", MAX_ID + 1)
         _check_count(self, "embedding_dim", None)
         if self.data_type is not DataType.FP32:
-            raise self._error(f"data_type is {self.data_type!r}; tables hold float32, use DataType.FP32")
+            raise self._error(
+                f"data_type is {self.data_type!r}; tables hold float32, use DataType.FP32. Lower tiers may "
+                "hold rows in fewer bytes: TierConfig(ssd_dtype=...)"
+            )
         for name, why in _NOT_HONOURED.items():
             if getattr(self, name):
                 raise self._error(f"{name}={getattr(self, name)!r} is not supported: {why}")
