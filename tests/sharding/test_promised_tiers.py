@@ -9,7 +9,7 @@ import torch
 from tests.bags import Bags
 from tierstore import EmbeddingBagCollection, EmbeddingBagConfig, TierConfig, optim
 from tierstore.cache.engine import Engine, Table
-from tierstore.cache.tiers.memory import bytes_for, slots_for
+from tierstore.cache.tiers.sizes import bytes_for, slots_for
 from tierstore.initializers import uniform
 from tierstore.placement import ShardingPlan
 from tierstore.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
