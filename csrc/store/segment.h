@@ -139,8 +139,8 @@ struct RowClass {
   unsigned slot_bits = 0;               // fixed once there are locations
   std::uint32_t slots_per_chunk = 0;
   std::size_t chunk_bytes = 0;
-  std::vector<SegmentPtr> segments;  // by ordinal; null where free
-  SegmentPtr active[kStreams];       // appended to
+  std::vector<SegmentPtr> segments;         // by ordinal; null where free
+  SegmentPtr active[kStreams];              // appended to
   std::vector<std::uint64_t> first_places;  // of each ordinal (PlaceOf)
   std::uint64_t next_place = 0;
   std::uint64_t max_ordinals = 0, used_ordinals = 0;
