@@ -100,14 +100,17 @@ class TestOptions:
                 "record",
                 "record_rate",
                 "resume",
+                "rounding",
                 "rows",
                 "save_curves",
                 "seed",
                 "ssd",
+                "ssd_dtype",
+                "state_dtype",
                 "steps",
                 "store",
             ),
-            *("tables", "tensorboard", "threads", "uvm", "window"),
+            *("tables", "tensorboard", "threads", "uvm", "uvm_dtype", "window"),
         ]
 
 
