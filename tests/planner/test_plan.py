@@ -346,20 +346,20 @@ def test_a_workload_has_finite_numbers(name, value):
 
 def test_more_rows_than_a_store_has_places_for_are_not_called_feasible():
     """However large the SSD is; divided among more ranks the same rows fit."""
-    wide = {"hbm_per_rank": "16GiB", "host_memory_per_host": "160GiB", "ssd_per_host": "64TiB"}
-    tables = [table("huge", 5_000_000_000, 16)]
+    wide = {"hbm_per_rank": "16GiB", "host_memory_per_host": "32TiB", "ssd_per_host": "1000TiB"}
+    tables = [table("huge", 600_000_000_000, 16)]
     with pytest.raises(ConfigError, match="a store has places for"):
         planner(topology(1, 1, **wide)).plan(tables)
     assert planner(topology(1, 2, **wide)).plan(tables).tables
 
 
-@pytest.mark.parametrize(("rows", "ranks"), [(15 << 27, {0}), ((15 << 27) + 1, {0, 1})])
+@pytest.mark.parametrize(("rows", "ranks"), [(15 << 34, {0}), ((15 << 34) + 1, {0, 1})])
 def test_the_search_knows_how_many_rows_of_a_size_a_store_has_places_for(rows, ranks):
     """However little time it has: a busy rank gets one of two tables that no store holds together."""
-    huge = {"hbm_per_rank": "16GiB", "host_memory_per_host": "160GiB", "ssd_per_host": "640TiB"}
+    huge = {"hbm_per_rank": "16GiB", "host_memory_per_host": "32TiB", "ssd_per_host": "1000TiB"}
     demands = {name: ParameterConstraints(["table_wise"]) for name in "ab"}
     demands["busy"] = ParameterConstraints(["table_wise"], device_group=[1])
-    tables = [table("a", 15 << 27, 16), table("b", rows, 16), table("busy", pooling_factor=1000.0)]
+    tables = [table("a", 15 << 34, 16), table("b", rows, 16), table("busy", pooling_factor=1000.0)]
     plan = planner(topology(1, 2, **huge), constraints=demands, search_seconds=0).plan(tables)
     assert {shard.rank for name in "ab" for shard in plan.table(name).shards} == ranks
 

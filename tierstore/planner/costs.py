@@ -29,7 +29,7 @@ EXCHANGES = 4  # collectives of a step of one sharded collection: sizes, ids, ve
 
 INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
-MOST_STORED_ROWS = 15 << 28  # of one size in one store: 32-bit locations, a sixteenth of them for compaction
+MOST_STORED_ROWS = 15 << 35  # of one size in one store: 2^40 places, half perhaps unused, a 16th for copies
 FLOAT = 4
 WRITE_AMPLIFICATION = 1.5  # bytes written per byte of records
 DISK_SLACK = 1.25  # bytes that a store keeps at least, per live byte
