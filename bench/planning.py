@@ -28,6 +28,8 @@ _STAGES = ("announce_seconds", "plan_seconds", "policy_seconds", "fetch_seconds"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default="synthetic:criteo", help="data set (default: synthetic:criteo)")
+    parser.add_argument("--rows", type=int, metavar="N", help="synthetic: rows per table")
+    parser.add_argument("--tables", type=int, metavar="N", help="synthetic: number of tables")
     parser.add_argument("--batch-size", type=int, default=65_536, metavar="N", help="(default: 65536)")
     parser.add_argument(
         "--hbm", default="1/37", metavar="SIZE", help="bytes, or fraction of the tables' (default: 1/37)"
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 def _batches(args: argparse.Namespace) -> tuple[Any, list[Any]]:
     from tierstore.data import load
 
-    dataset = load(args.data)
+    dataset = load(args.data, rows=args.rows, tables=args.tables)
     print(f"drawing {args.batches} batches of {args.batch_size} examples", file=sys.stderr, flush=True)
     return dataset, [batch.sparse for batch in islice(dataset.train(args.batch_size), args.batches)]
 
