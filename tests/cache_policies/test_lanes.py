@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from cache_policies import simulate
 from cache_policies.lanes import LEAST_SLOTS, MOST_LANES, lane_slots, lanes_of
-from tierstore import _core
+from tierstore import TierConfig, TieredEmbedding, _core, optim
+from tierstore.cache.tiers.sizes import bytes_for
 from tierstore.keys import make_keys
 
 
@@ -56,3 +58,21 @@ def test_lanes_cost_next_to_no_hits(policy: str, monkeypatch: pytest.MonkeyPatch
     assert many.compulsory == one.compulsory
     assert many.misses == pytest.approx(one.misses, rel=0.01)
     assert many.misses != one.misses
+
+
+def test_a_tier_whose_rows_cannot_leave_has_one_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every slot is filled, whatever the hashes of the keys."""
+    monkeypatch.setattr("cache_policies.lanes.LEAST_SLOTS", 16)
+    for config in (
+        TierConfig(hbm=bytes_for(600, 32, "lru"), policy="lru", ssd=0),
+        TierConfig(hbm=bytes_for(300, 32, "lru"), uvm=bytes_for(300, 32, "lru"), policy="lru", ssd=0),
+    ):
+        with TieredEmbedding(10_000, 8, config=config, optimizer=optim.SGD(lr=0.1)) as table:
+            tiers = table.engine.groups[0].stack.tiers
+            full = sum(tier.capacity for tier in tiers)
+            for begin in range(0, full, 50):
+                table(torch.arange(begin, min(begin + 50, full))).sum().backward()
+            assert sum(map(len, tiers)) == full
+            assert {tier.native.lanes for tier in tiers} == {1}
+    with TieredEmbedding(10_000, 8, config=TierConfig(hbm="60KiB", engine="memory")) as table:
+        assert table.engine.groups[0].fast.native.lanes > 1

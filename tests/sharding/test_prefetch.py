@@ -27,7 +27,7 @@ from tierstore.sharding.input_exchange import InputExchange
 
 CUTS = {"t0": row_wise(), "t1": column_wise([1, 0]), "t2": data_parallel(), "t3": row_wise([10, 61])}
 SECOND = {"s": row_wise([30, 27])}
-TIERS = TierConfig(hbm="8KiB", ssd="64MiB", engine="memory")
+TIERS = TierConfig(hbm="9KiB", ssd="64MiB", engine="memory")
 
 
 class Model(nn.Module):

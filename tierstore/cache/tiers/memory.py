@@ -63,6 +63,9 @@ class TierPlan:
     """The form of the rows."""
     leaving: Codec | None = None
     """The form of rows that leave, where it is not ``codec``."""
+    has_lanes: bool = True
+    """Whether many slots are divided into lanes. Where rows cannot leave, a lane would be full before all
+    lanes are."""
 
     @property
     def capacity(self) -> int:
@@ -112,7 +115,8 @@ class _Lanes:
         ranges: list[tuple[int, int] | None] = [None] * tables
         for members, slots, holds_all in parts:
             chosen = None if holds_all else policy
-            own = [_Share(n, chosen, admission) for n in lanes_of(slots, chosen)]
+            sizes = lanes_of(slots, chosen) if plan.has_lanes else [slots]
+            own = [_Share(n, chosen, admission) for n in sizes]
             for table in members:
                 self.share_of[table] = len(few) if len(own) == 1 else 0
                 ranges[table] = None if len(own) == 1 else (len(self.lanes), len(own))

@@ -58,7 +58,8 @@ def _memory(name: str, request: TierRequest) -> Tier | None:
     is_first = not request.above
     admission = request.config.admission if is_first and plan.evicts else None
     codecs = request.codecs
-    plan = replace(plan, codec=codecs.get(name), leaving=codecs.get("ssd"))
+    below = request.store is not None
+    plan = replace(plan, codec=codecs.get(name), leaving=codecs.get("ssd"), has_lanes=below)
     size = request.row_bytes_of(name)
     return MemoryTier(name, plan, size, request.policy, request.tables, admission)
 
