@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import deque
+from itertools import islice
 
 import torch
 from torch.utils import _pytree as pytree
 
 from tierstore import data
-from tierstore.data.own_pages import LEAST_BYTES, in_own_pages
+from tierstore.data.own_pages import LEAST_BYTES, OwnPagesWhileKept, in_own_pages
 
 
 def test_every_dataset_batch_is_copied_whole() -> None:
@@ -68,3 +70,21 @@ def test_the_memory_lives_as_long_as_the_tensor() -> None:
     views = [tensor[1:] for tensor in tensors]
     del tensors
     assert all((view == n).all() for n, view in enumerate(views))
+
+
+def test_batches_are_copied_while_many_wait() -> None:
+    made = [data.load("synthetic:zipf:0.8").train(4096) for _ in range(2)]
+    given = OwnPagesWhileKept(made[0], few=4)
+    for batch, original in zip(islice(given, 20), islice(made[1], 20), strict=True):
+        assert torch.equal(batch.dense, original.dense)
+        del batch, original  # none waits, so none is copied
+
+    loader = deque(next(made[0]) for _ in range(12))
+    addresses = [batch.dense.data_ptr() for batch in loader]
+    given = OwnPagesWhileKept((loader.popleft() for _ in range(12)), few=4)
+    waiting = []
+    for number in range(10):
+        waiting.append(next(given))
+        assert (waiting[-1].dense.data_ptr() != addresses[number]) == (4 <= number < 9)
+        if number == 8:
+            waiting.clear()

@@ -18,7 +18,8 @@ from torch.nn import functional
 import tierstore
 from tierstore.cache.stats import counters_of, go_on_counting
 from tierstore.cli.progress import Progress
-from tierstore.data import Batch, Dataset, in_own_pages
+from tierstore.data import Batch, Dataset
+from tierstore.data.own_pages import OwnPagesWhileKept
 from tierstore.errors import InputError
 from tierstore.models import AUC
 from tierstore.trace import TraceRecorder
@@ -87,7 +88,7 @@ class Trainer:
         self.model.train()
         self._batches_total = self.schedule.batches(dataset)
         loader = self.schedule.draw(dataset, self.batches)
-        ahead: Any = tierstore.prefetch(map(in_own_pages, loader), self.model)
+        ahead: Any = tierstore.prefetch(OwnPagesWhileKept(loader), self.model)
         started = time.perf_counter() - self._seconds
         with closing(ahead):  # a loop that was left early still has batches in flight
             for batch in ahead:

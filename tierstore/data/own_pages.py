@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import mmap
-from typing import TypeVar
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +29,28 @@ def in_own_pages(batch: Batch) -> Batch:
     """
     copied: Batch = pytree.tree_map_only(Tensor, _copied, batch)
     return copied
+
+
+class OwnPagesWhileKept(Generic[Batch]):
+    """Gives the batches of an iterable, and copies a batch into pages of its own only while many wait.
+
+    ``few``: as long as the batch given so many before is gone, a batch is given as it is, since few batches
+    keep little of malloc's heap and a copy takes time. Batches must allow weak references.
+    """
+
+    def __init__(self, batches: Iterable[Batch], few: int = 32) -> None:
+        self._batches = iter(batches)
+        self._recent: deque[weakref.ref[Batch]] = deque(maxlen=few)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        if len(self._recent) == self._recent.maxlen and self._recent[0]() is not None:
+            batch = in_own_pages(batch)
+        self._recent.append(weakref.ref(batch))
+        return batch
 
 
 def _copied(tensor: Tensor) -> Tensor:
