@@ -165,9 +165,14 @@ TIERSTORE_BINDINGS(cache) {
   m.def(
       "content_hash",
       [](std::uintptr_t address, std::size_t bytes) {
-        return ContentHash(reinterpret_cast<const void*>(address), bytes);
+        const auto* const data = reinterpret_cast<const void*>(address);
+        // To get the interpreter's lock back from a busy thread takes longer than to hash a few bytes.
+        constexpr std::size_t kUnlockFrom = 1 << 20;
+        if (bytes < kUnlockFrom) return ContentHash(data, bytes);
+        const py::gil_scoped_release unlocked;
+        return ContentHash(data, bytes);
       },
-      py::arg("address"), py::arg("bytes"), Unlocked(), "A hash (XXH64) of so many bytes.");
+      py::arg("address"), py::arg("bytes"), "A hash (XXH64) of so many bytes.");
   m.def(
       "batch_of_unique",
       [](const Array<std::uint64_t>& keys) {

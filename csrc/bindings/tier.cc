@@ -165,7 +165,10 @@ void BindTier(py::module_& m) {
       .def(
           "mark_dirty",
           [](Tier& tier, const Array<std::int32_t>& slots) {
-            py::gil_scoped_release unlocked;
+            // To get the interpreter's lock back from a busy thread takes longer than to mark some rows.
+            constexpr py::ssize_t kUnlockFrom = 1 << 16;
+            if (slots.size() < kUnlockFrom) return tier.MarkDirty(slots.data(), slots.size());
+            const py::gil_scoped_release unlocked;
             tier.MarkDirty(slots.data(), slots.size());
           },
           py::arg("slots"))
