@@ -20,6 +20,7 @@ constexpr std::int64_t kBlock = 32;
 // Threads share the work of so many ids, and each has so many at least.
 constexpr std::int64_t kParallelFrom = 1 << 16;
 constexpr std::int64_t kLeastOfPart = 1 << 14;
+constexpr std::int64_t kPartsPerThread = 4;  // since ids of large tables take longer
 
 // Open addressing: an entry is (key, generation, index), so the table is cleared by counting up and its
 // memory is kept from batch to batch.
@@ -304,7 +305,7 @@ BadId Deduplicate(const std::vector<IdSegment>& segments, Batch* batch) {
   batch->inverse.resize(static_cast<std::size_t>(total));
   const auto threads = static_cast<std::int64_t>(NumThreads());
   if (threads > 1 && segments.size() > 1 && total >= kParallelFrom) {
-    const auto parts = static_cast<std::size_t>(std::min(threads, total / kLeastOfPart));
+    const auto parts = static_cast<std::size_t>(std::min(kPartsPerThread * threads, total / kLeastOfPart));
     return Parallel(segments, batch, parts).Run();
   }
   const Borrowed borrowed;
