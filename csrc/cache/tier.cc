@@ -96,12 +96,11 @@ std::vector<PageVector<std::int32_t>> Tier::Divide(const std::uint64_t* keys, st
   return positions;
 }
 
-std::vector<Tier::LaneSlots> Tier::DivideSlots(const std::int32_t* slots, std::int64_t n) const {
-  std::vector<LaneSlots> lanes(lanes_.size());
+std::vector<PageVector<std::int32_t>> Tier::DivideSlots(const std::int32_t* slots, std::int64_t n) const {
+  std::vector<PageVector<std::int32_t>> lanes(lanes_.size());
   for (std::int64_t i = 0; i < n; ++i) {
     const Place place = PlaceOf(slots[i]);
-    lanes[place.lane].slots.push_back(place.slot);
-    lanes[place.lane].positions.push_back(static_cast<std::int32_t>(i));
+    lanes[place.lane].push_back(place.slot);
   }
   return lanes;
 }
@@ -118,8 +117,9 @@ void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::i
     Plan::Part& part = plan->parts_[lane];
     part.positions = std::move(positions[lane]);
     part.keys = Gather(keys, part.positions);
-    if (next_use != nullptr) part.next_use = Gather(next_use, part.positions);
-    lanes_[lane]->Begin(part.keys.data(), next_use != nullptr ? part.next_use.data() : nullptr,
+    PageVector<std::int64_t> uses;
+    if (next_use != nullptr) uses = Gather(next_use, part.positions);
+    lanes_[lane]->Begin(part.keys.data(), next_use != nullptr ? uses.data() : nullptr,
                         static_cast<std::int64_t>(part.keys.size()), now, absent, &part.plan);
   });
   plan->merged_.now = now;
@@ -231,10 +231,10 @@ Moves Tier::Abort(Plan* plan) {
 Moves Tier::Release(const std::int32_t* slots, std::int64_t n) {
   if (lanes_.size() == 1) return lanes_[0]->Release(slots, n);
   if (overflow_in_use() == 0) return {};
-  const std::vector<LaneSlots> parts = DivideSlots(slots, n);
+  const std::vector<PageVector<std::int32_t>> parts = DivideSlots(slots, n);
   std::vector<Moves> moves;
   for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
-    const PageVector<std::int32_t>& own = parts[lane].slots;
+    const PageVector<std::int32_t>& own = parts[lane];
     moves.push_back(lanes_[lane]->Release(own.data(), static_cast<std::int64_t>(own.size())));
   }
   return MovesOf(std::move(moves));
@@ -255,9 +255,9 @@ Departures Tier::Drainable() const {
 }
 
 void Tier::Drained(const std::int32_t* slots, std::int64_t n) {
-  const std::vector<LaneSlots> parts = DivideSlots(slots, n);
+  const std::vector<PageVector<std::int32_t>> parts = DivideSlots(slots, n);
   for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
-    const PageVector<std::int32_t>& own = parts[lane].slots;
+    const PageVector<std::int32_t>& own = parts[lane];
     lanes_[lane]->Drained(own.data(), static_cast<std::int64_t>(own.size()));
   }
 }
@@ -278,9 +278,9 @@ void Tier::Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) 
 }
 
 void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
-  const std::vector<LaneSlots> parts = DivideSlots(slots, n);
+  const std::vector<PageVector<std::int32_t>> parts = DivideSlots(slots, n);
   for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
-    const PageVector<std::int32_t>& own = parts[lane].slots;
+    const PageVector<std::int32_t>& own = parts[lane];
     lanes_[lane]->Remove(own.data(), static_cast<std::int64_t>(own.size()));
   }
 }

@@ -44,7 +44,6 @@ class Plan {
     LanePlan plan;
     PageVector<std::int32_t> positions = {};  // of its keys among the plan's; empty where there is one lane
     PageVector<std::uint64_t> keys = {};
-    PageVector<std::int64_t> next_use = {};
     std::size_t victims = 0;  // that `merged_` has
   };
 
@@ -102,11 +101,8 @@ class Tier {
   void ToTier(std::size_t lane, PageVector<std::int32_t>* slots) const;
   // The positions of keys, by the lane of their rows.
   std::vector<PageVector<std::int32_t>> Divide(const std::uint64_t* keys, std::int64_t n) const;
-  // The slots of lanes, and where each was among `slots`.
-  struct LaneSlots {
-    PageVector<std::int32_t> slots, positions;
-  };
-  std::vector<LaneSlots> DivideSlots(const std::int32_t* slots, std::int64_t n) const;
+  // The slots of every lane, as the lane numbers them.
+  std::vector<PageVector<std::int32_t>> DivideSlots(const std::int32_t* slots, std::int64_t n) const;
   Moves MovesOf(std::vector<Moves> lanes) const;
   void MergeBegin(std::int64_t n, Plan* plan) const;
   void MergeVictims(Plan* plan) const;
