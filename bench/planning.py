@@ -3,7 +3,9 @@
 A GPU's training step takes milliseconds, so planning must not take longer. What is measured is what a
 prefetch does before rows move, by the timers of ``stats()``: "announce" removes repeated ids and tells the
 tiers what comes, and "plan" decides where rows go. The rows are short, nothing is updated, and each forward
-pass ends before the next plan begins. Threads take turns, each with tables of its own.
+pass ends before the next plan begins. The first batches, which fill the cache, are not measured: planning
+without evictions is cheaper, so the rows that a plan misses and evicts are reported with its milliseconds.
+Threads take turns, each with tables of its own.
 """
 
 from __future__ import annotations
@@ -11,9 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import cycle, islice
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +24,8 @@ from tierstore.result_file import JsonFile, machine
 
 SUMMARY = "milliseconds of planning a lookup, stage by stage, and ids per second by threads"
 _DIM = 4
+_EPOCHS = 1 << 20
+_ROWS = ("unique_rows", "missed_rows", "evicted_rows")
 _STAGES = ("announce_seconds", "plan_seconds", "policy_seconds", "fetch_seconds", "move_seconds")
 
 
@@ -41,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--window", type=int, default=16, metavar="N", help="batches known ahead (default: 16)"
     )
-    parser.add_argument("--batches", type=int, default=64, metavar="N", help="other batches (default: 64)")
+    parser.add_argument(
+        "--run-in", type=int, default=96, metavar="N", help="batches before those measured (default: 96)"
+    )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each (default: 5)")
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="plans of a turn (default: 16)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
@@ -49,25 +54,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     import tierstore
+    from tierstore.data import load
 
     try:
         threads = [int(part) for part in args.threads.split(",")]
     except ValueError:
         raise ConfigError(f"--threads {args.threads!r}: give numbers, such as 1,2") from None
-    if min(args.batch_size, args.batches, args.rounds, args.steps, *threads) < 1:
-        raise ConfigError("--threads, --batch-size, --batches, --rounds and --steps must be at least 1")
+    if min(args.batch_size, args.run_in, args.rounds, args.steps, *threads) < 1:
+        raise ConfigError("--threads, --batch-size, --run-in, --rounds and --steps must be at least 1")
     out = JsonFile(args.json) if args.json else None
-    dataset, batches = _batches(args)
+    dataset = load(args.data, rows=args.rows, tables=args.tables)
+    batches = (batch.sparse for batch in dataset.train(args.batch_size, epochs=_EPOCHS))
     turns: dict[int, list[dict[str, float]]] = {count: [] for count in threads}
     with ExitStack() as stack:
-        planners = {count: stack.enter_context(_Planner(args, dataset, batches)) for count in threads}
-        for turn in range(args.rounds + 1):
+        planners = {count: stack.enter_context(_Planner(args, dataset)) for count in threads}
+        for turn in range(-(-args.run_in // args.steps) + args.rounds):
+            print(f"\rplanned {turn * args.steps} batches", end="", file=sys.stderr, flush=True)
+            given = list(islice(batches, args.steps))
             for count, planner in planners.items():
                 tierstore.set_num_threads(count)
-                taken = planner.plan(args.steps if turn else args.batches)  # the first turn fills the cache
-                if turn:
-                    turns[count].append(taken)
+                turns[count].append(planner.plan(given))
+        print(file=sys.stderr)
         stats = next(iter(planners.values())).stats()
+    turns = {count: taken[-args.rounds :] for count, taken in turns.items()}
     result = _result(args, turns, stats)
     _print(result)
     if out:
@@ -75,18 +84,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _batches(args: argparse.Namespace) -> tuple[Any, list[Any]]:
-    from tierstore.data import load
-
-    dataset = load(args.data, rows=args.rows, tables=args.tables)
-    print(f"drawing {args.batches} batches of {args.batch_size} examples", file=sys.stderr, flush=True)
-    return dataset, [batch.sparse for batch in islice(dataset.train(args.batch_size), args.batches)]
-
-
 class _Planner:
     """A collection whose lookups are planned ahead and then dropped. A context manager."""
 
-    def __init__(self, args: argparse.Namespace, dataset: Any, batches: list[Any]) -> None:
+    def __init__(self, args: argparse.Namespace, dataset: Any) -> None:
         import tierstore
 
         from ._systems import table_configs, tier_bytes
@@ -99,7 +100,6 @@ class _Planner:
             tables=tables, config=config, optimizer=tierstore.optim.SGD(lr=0.1)
         )
         self._window = args.window
-        self._batches: Iterator[Any] = cycle(batches)
 
     def __enter__(self) -> _Planner:
         return self
@@ -107,49 +107,53 @@ class _Planner:
     def __exit__(self, *_: object) -> None:
         self._tables.engine.close()
 
-    def plan(self, steps: int) -> dict[str, float]:
-        """Plan so many lookups; return the milliseconds of each stage per lookup, and the ids."""
+    def plan(self, batches: list[Any]) -> dict[str, float]:
+        """Plan lookups of ``batches``; return milliseconds of each stage, ids and rows per lookup."""
         import tierstore
 
-        tables, before, ids = self._tables, self.stats(), 0
+        tables, before = self._tables, self._counted()
         for batch in tierstore.prefetch(
-            islice(self._batches, steps),
-            tables,
-            inputs={tables: lambda batch: (batch,)},
-            depth=0,
-            window=self._window,
+            batches, tables, inputs={tables: lambda batch: (batch,)}, depth=0, window=self._window
         ):
-            ids += batch.values().numel()
             tables(batch)
-        after = self.stats()
-        lookups = after["lookups"] - before["lookups"]
-        taken = {stage: 1e3 * (after[stage] - before[stage]) / lookups for stage in _STAGES}
-        return {**taken, "ids": ids / steps}
+        after = self._counted()
+        ids = sum(batch.values().numel() for batch in batches)
+        return {"ids": ids / len(batches)} | {
+            name: (after[name] - before[name]) / len(batches) for name in after
+        }
+
+    def _counted(self) -> dict[str, float]:
+        stats = self.stats()
+        hbm = stats["tiers"]["hbm"]
+        return {
+            "unique_rows": hbm["rows"],
+            "missed_rows": hbm["rows"] - hbm["row_hits"],
+            "evicted_rows": stats["evicted_rows"],
+            **{stage.replace("_seconds", "_ms"): 1e3 * stats[stage] for stage in _STAGES},
+        }
 
     def stats(self) -> dict[str, Any]:
         stats: dict[str, Any] = self._tables.engine.stats()
         return stats
 
 
+def _per_plan(taken: dict[str, float]) -> float:
+    return taken["announce_ms"] + taken["plan_ms"]
+
+
 def _result(
     args: argparse.Namespace, turns: dict[int, list[dict[str, float]]], stats: dict[str, Any]
 ) -> dict[str, Any]:
-    def per_plan(taken: dict[str, float]) -> float:
-        return taken["announce_seconds"] + taken["plan_seconds"]
-
     threads = {}
     for count, all_ in turns.items():
-        ms = median(per_plan(taken) for taken in all_)
-        stages = {
-            stage.replace("_seconds", "_ms"): median(taken[stage] for taken in all_) for stage in _STAGES
-        }
-        threads[str(count)] = {"planned_ms": ms, "ids_per_s": 1e3 * all_[0]["ids"] / ms, **stages}
-    tiers = stats["tiers"]["hbm"]
+        ms = median(map(_per_plan, all_))
+        figures = {name: median(taken[name] for taken in all_) for name in all_[0]}
+        threads[str(count)] = {"planned_ms": ms, "ids_per_s": 1e3 * figures["ids"] / ms, **figures}
+    first = next(iter(threads.values()))
     result: dict[str, Any] = {
         "threads": threads,
-        "ids": turns[next(iter(turns))][0]["ids"],
-        "unique_rows": tiers["rows"] / stats["lookups"],
-        "hit_rate": tiers["hit_rate"],
+        **{name: first[name] for name in ("ids", *_ROWS)},
+        "slots": sum(group["slots"] for group in stats["groups"].values()),
         "config": json.loads(json.dumps(vars(args), default=str)),
         "machine": machine(),
     }
@@ -157,15 +161,17 @@ def _result(
         for count in turns.keys() - {1}:
             pairs = zip(turns[count], turns[1], strict=True)
             key = "ratio.planned_vs_one_thread" + ("" if len(turns) == 2 else f".{count}")
-            result[key] = median(per_plan(own) / per_plan(one) for own, one in pairs)
+            result[key] = median(_per_plan(own) / _per_plan(one) for own, one in pairs)
     return result
 
 
 def _print(result: dict[str, Any]) -> None:
     print(
-        f"{result['ids']:,.0f} ids a lookup, {result['unique_rows']:,.0f} of them distinct; "
-        f"{100 * result['hit_rate']['per_unique']:.1f} % of the distinct rows are in hbm"
+        f"{result['ids']:,.0f} ids a lookup, {result['unique_rows']:,.0f} of them distinct rows, of which "
+        f"{result['missed_rows']:,.0f} missed hbm; {result['evicted_rows']:,.0f} rows evicted"
     )
+    if not result["evicted_rows"]:
+        print("No row was evicted, so these figures flatter: give a larger --run-in or a smaller --hbm.")
     print(f"{'threads':>7} {'ms a plan':>10} {'M ids/s':>8} {'announce':>9} {'plan':>7} {'policy':>7}")
     for count, row in result["threads"].items():
         first = f"{count:>7} {row['planned_ms']:>10.1f} {row['ids_per_s'] / 1e6:>8.1f}"

@@ -15,6 +15,9 @@ from cache_policies.hashing import mix
 LEAST_SLOTS = 1 << 16
 """Slots of a lane, where there is more than one."""
 MOST_LANES = 16
+MOST_LANES_IN_TIER = 4096
+"""A tier of many tables with lanes of their own gives tables beyond this number one lane each: every lane
+takes five of the 65,530 mappings that Linux grants a process."""
 
 
 def lane_slots(slots: int) -> list[int]:

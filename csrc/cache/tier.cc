@@ -8,8 +8,6 @@
 
 namespace tierstore {
 namespace {
-constexpr std::size_t kMostLanes = 256;
-
 // Calls work(lane) for every lane, in threads of the pool.
 template <typename Work>
 void ForLanes(std::size_t lanes, const Work& work) {
@@ -30,80 +28,24 @@ PageVector<T> Gather(const T* values, const PageVector<std::int32_t>& positions)
   return out;
 }
 
-}  // namespace
-
-Tier::Tier(const TierConfig& config) : lanes_of_(config.lanes_of) {
-  if (config.lanes.empty() || config.lanes.size() > kMostLanes)
-    throw std::invalid_argument("a tier needs a lane, and has 256 lanes at most");
-  for (const LaneConfig& lane : config.lanes) {
-    if (lane.grows && config.lanes.size() > 1)
-      throw std::invalid_argument("a tier that grows has one lane only");
-    lanes_.push_back(std::make_unique<TierLane>(lane));
-    begin_.push_back(capacity_);
-    capacity_ += lanes_.back()->capacity();
-  }
-  for (const LaneRange& lanes : lanes_of_) {
-    if (lanes.count == 0 || lanes.first + lanes.count > lanes_.size())
-      throw std::invalid_argument("a table's lanes do not exist");
-  }
+std::vector<std::int64_t> OwnSlots(const std::vector<std::unique_ptr<TierLane>>& lanes) {
+  std::vector<std::int64_t> slots;
+  for (const auto& lane : lanes) slots.push_back(lane->capacity());
+  return slots;
 }
 
-std::size_t Tier::LaneOf(std::uint64_t key) const {
-  const std::uint32_t table = KeyTable(key);
-  const LaneRange lanes = table < lanes_of_.size() ? lanes_of_[table] : LaneRange{0, lanes_.size()};
-  return lanes.first + static_cast<std::size_t>(((MixKey(key) >> 32) * lanes.count) >> 32);
-}
-
-Tier::Place Tier::PlaceOf(std::int32_t slot) const {
-  if (slot < capacity_) {
-    const auto lane =
-        static_cast<std::size_t>(std::upper_bound(begin_.begin(), begin_.end(), slot) - begin_.begin()) - 1;
-    return {lane, static_cast<std::int32_t>(slot - begin_[lane])};
-  }
-  const auto overflow = static_cast<std::size_t>(slot - capacity_);
-  const std::size_t lane = overflow % lanes_.size();
-  return {lane, static_cast<std::int32_t>(lanes_[lane]->capacity() +
-                                          static_cast<std::int64_t>(overflow / lanes_.size()))};
-}
-
-std::int32_t Tier::SlotOf(std::size_t lane, std::int32_t slot) const {
-  const std::int64_t own = lanes_[lane]->capacity();
-  if (slot < 0) return slot;
-  if (slot < own) return static_cast<std::int32_t>(begin_[lane] + slot);
-  return static_cast<std::int32_t>(capacity_ + (slot - own) * static_cast<std::int64_t>(lanes_.size()) +
-                                   static_cast<std::int64_t>(lane));
-}
-
-void Tier::ToTier(std::size_t lane, PageVector<std::int32_t>* slots) const {
-  for (std::int32_t& slot : *slots) slot = SlotOf(lane, slot);
-}
-
-std::vector<PageVector<std::int32_t>> Tier::Divide(const std::uint64_t* keys, std::int64_t n) const {
-  PageVector<std::uint8_t> lane_of(static_cast<std::size_t>(n));
-  std::vector<std::size_t> rows(lanes_.size(), 0);
-  for (std::int64_t i = 0; i < n; ++i) {
-    const std::size_t lane = LaneOf(keys[i]);
-    lane_of[static_cast<std::size_t>(i)] = static_cast<std::uint8_t>(lane);
-    ++rows[lane];
-  }
-  std::vector<PageVector<std::int32_t>> positions(lanes_.size());
-  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) positions[lane].resize(rows[lane]);
-  std::fill(rows.begin(), rows.end(), 0);
-  for (std::int64_t i = 0; i < n; ++i) {
-    const std::size_t lane = lane_of[static_cast<std::size_t>(i)];
-    positions[lane][rows[lane]++] = static_cast<std::int32_t>(i);
-  }
-  return positions;
-}
-
-std::vector<PageVector<std::int32_t>> Tier::DivideSlots(const std::int32_t* slots, std::int64_t n) const {
-  std::vector<PageVector<std::int32_t>> lanes(lanes_.size());
-  for (std::int64_t i = 0; i < n; ++i) {
-    const Place place = PlaceOf(slots[i]);
-    lanes[place.lane].push_back(place.slot);
+std::vector<std::unique_ptr<TierLane>> Lanes(const std::vector<LaneConfig>& configs) {
+  std::vector<std::unique_ptr<TierLane>> lanes;
+  for (const LaneConfig& lane : configs) {
+    if (lane.grows && configs.size() > 1) throw std::invalid_argument("a tier that grows has one lane only");
+    lanes.push_back(std::make_unique<TierLane>(lane));
   }
   return lanes;
 }
+
+}  // namespace
+
+Tier::Tier(const TierConfig& config) : lanes_(Lanes(config.lanes)), map_(OwnSlots(lanes_), config.lanes_of) {}
 
 void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now,
                  bool absent, Plan* plan) {
@@ -112,7 +54,7 @@ void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::i
     lanes_[0]->Begin(keys, next_use, n, now, absent, &plan->parts_[0].plan);
     return;
   }
-  std::vector<PageVector<std::int32_t>> positions = Divide(keys, n);
+  std::vector<PageVector<std::int32_t>> positions = map_.Divide(keys, n);
   ForLanes(lanes_.size(), [&](std::size_t lane) {
     Plan::Part& part = plan->parts_[lane];
     part.positions = std::move(positions[lane]);
@@ -178,7 +120,7 @@ void Tier::MergeVictims(Plan* plan) const {
     Plan::Part& part = plan->parts_[lane];
     const Departures& victims = part.plan.victims;
     for (std::size_t i = part.victims; i < victims.slots.size(); ++i)
-      merged.victims.slots.push_back(SlotOf(lane, victims.slots[i]));
+      merged.victims.slots.push_back(map_.SlotOf(lane, victims.slots[i]));
     Append(victims.keys, part.victims, &merged.victims.keys);
     Append(victims.dirty, part.victims, &merged.victims.dirty);
     Append(victims.next_use, part.victims, &merged.victims.next_use);
@@ -203,18 +145,18 @@ void Tier::Assign(const std::uint64_t* keys, bool use_overflow, Plan* plan) {
     Plan::Part& part = plan->parts_[lane];
     lanes_[lane]->Assign(part.keys.data(), use_overflow, &part.plan);
     for (std::size_t i = 0; i < part.positions.size(); ++i)
-      slots[part.positions[i]] = SlotOf(lane, part.plan.slots[i]);
+      slots[part.positions[i]] = map_.SlotOf(lane, part.plan.slots[i]);
   });
 }
 
 Moves Tier::MovesOf(std::vector<Moves> lanes) const {
   Moves moves = std::move(lanes[0]);
   if (lanes.size() == 1) return moves;
-  ToTier(0, &moves.from);
-  ToTier(0, &moves.to);
+  map_.ToTier(0, &moves.from);
+  map_.ToTier(0, &moves.to);
   for (std::size_t lane = 1; lane < lanes.size(); ++lane) {
-    ToTier(lane, &lanes[lane].from);
-    ToTier(lane, &lanes[lane].to);
+    map_.ToTier(lane, &lanes[lane].from);
+    map_.ToTier(lane, &lanes[lane].to);
     Append(lanes[lane].from, 0, &moves.from);
     Append(lanes[lane].to, 0, &moves.to);
   }
@@ -231,7 +173,7 @@ Moves Tier::Abort(Plan* plan) {
 Moves Tier::Release(const std::int32_t* slots, std::int64_t n) {
   if (lanes_.size() == 1) return lanes_[0]->Release(slots, n);
   if (overflow_in_use() == 0) return {};
-  const std::vector<PageVector<std::int32_t>> parts = DivideSlots(slots, n);
+  const std::vector<PageVector<std::int32_t>> parts = map_.DivideSlots(slots, n);
   std::vector<Moves> moves;
   for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
     const PageVector<std::int32_t>& own = parts[lane];
@@ -245,7 +187,7 @@ Departures Tier::Drainable() const {
   Departures all;
   for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
     Departures rows = lanes_[lane]->Drainable();
-    ToTier(lane, &rows.slots);
+    map_.ToTier(lane, &rows.slots);
     Append(rows.slots, 0, &all.slots);
     Append(rows.keys, 0, &all.keys);
     Append(rows.dirty, 0, &all.dirty);
@@ -255,7 +197,7 @@ Departures Tier::Drainable() const {
 }
 
 void Tier::Drained(const std::int32_t* slots, std::int64_t n) {
-  const std::vector<PageVector<std::int32_t>> parts = DivideSlots(slots, n);
+  const std::vector<PageVector<std::int32_t>> parts = map_.DivideSlots(slots, n);
   for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
     const PageVector<std::int32_t>& own = parts[lane];
     lanes_[lane]->Drained(own.data(), static_cast<std::int64_t>(own.size()));
@@ -267,18 +209,18 @@ void Tier::Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) 
     lanes_[0]->Find(keys, n, slots);
     return;
   }
-  const std::vector<PageVector<std::int32_t>> positions = Divide(keys, n);
+  const std::vector<PageVector<std::int32_t>> positions = map_.Divide(keys, n);
   ForLanes(lanes_.size(), [&](std::size_t lane) {
     const PageVector<std::int32_t>& at = positions[lane];
     const PageVector<std::uint64_t> own = Gather(keys, at);
     PageVector<std::int32_t> found(own.size());
     lanes_[lane]->Find(own.data(), static_cast<std::int64_t>(own.size()), found.data());
-    for (std::size_t i = 0; i < at.size(); ++i) slots[at[i]] = SlotOf(lane, found[i]);
+    for (std::size_t i = 0; i < at.size(); ++i) slots[at[i]] = map_.SlotOf(lane, found[i]);
   });
 }
 
 void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
-  const std::vector<PageVector<std::int32_t>> parts = DivideSlots(slots, n);
+  const std::vector<PageVector<std::int32_t>> parts = map_.DivideSlots(slots, n);
   for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
     const PageVector<std::int32_t>& own = parts[lane];
     lanes_[lane]->Remove(own.data(), static_cast<std::int64_t>(own.size()));
@@ -288,7 +230,7 @@ void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
 PageVector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_t n, std::int64_t next_use,
                                          std::int64_t now) {
   if (lanes_.size() == 1) return lanes_[0]->Announce(keys, n, next_use, now);
-  const std::vector<PageVector<std::int32_t>> positions = Divide(keys, n);
+  const std::vector<PageVector<std::int32_t>> positions = map_.Divide(keys, n);
   std::vector<PageVector<std::uint64_t>> absent(lanes_.size());
   ForLanes(lanes_.size(), [&](std::size_t lane) {
     const PageVector<std::uint64_t> own = Gather(keys, positions[lane]);
@@ -304,21 +246,21 @@ void Tier::MarkDirty(const std::int32_t* slots, std::int64_t n) {
     return;
   }
   for (std::int64_t i = 0; i < n; ++i) {
-    const Place place = PlaceOf(slots[i]);
+    const LaneMap::Place place = map_.PlaceOf(slots[i]);
     lanes_[place.lane]->MarkDirty(&place.slot, 1);
   }
 }
 
 void Tier::MarkClean(const std::int32_t* slots, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) {
-    const Place place = PlaceOf(slots[i]);
+    const LaneMap::Place place = map_.PlaceOf(slots[i]);
     lanes_[place.lane]->MarkClean(&place.slot, 1);
   }
 }
 
 void Tier::SetDirty(const std::int32_t* slots, const std::uint8_t* dirty, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) {
-    const Place place = PlaceOf(slots[i]);
+    const LaneMap::Place place = map_.PlaceOf(slots[i]);
     lanes_[place.lane]->SetDirty(&place.slot, &dirty[i], 1);
   }
 }
@@ -329,10 +271,10 @@ PageVector<std::int32_t> Tier::ResidentSlots(bool only_dirty, std::int64_t from,
   const auto room = [&] { return limit - static_cast<std::int64_t>(slots.size()); };
   for (std::size_t lane = 0; lane < lanes_.size() && room() > 0; ++lane) {
     const std::int64_t own = lanes_[lane]->capacity();
-    if (from >= begin_[lane] + own) continue;
-    const std::int64_t begin = std::max<std::int64_t>(0, from - begin_[lane]);
+    if (from >= map_.first_slot(lane) + own) continue;
+    const std::int64_t begin = std::max<std::int64_t>(0, from - map_.first_slot(lane));
     for (const std::int32_t slot : lanes_[lane]->ResidentSlots(only_dirty, begin, room())) {
-      if (slot < own) slots.push_back(SlotOf(lane, slot));
+      if (slot < own) slots.push_back(map_.SlotOf(lane, slot));
     }
   }
   if (room() <= 0) return slots;
@@ -340,7 +282,7 @@ PageVector<std::int32_t> Tier::ResidentSlots(bool only_dirty, std::int64_t from,
   for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
     const TierLane& own = *lanes_[lane];
     for (const std::int32_t slot : own.ResidentSlots(only_dirty, own.capacity(), own.overflow_in_use()))
-      overflow.push_back(SlotOf(lane, slot));
+      overflow.push_back(map_.SlotOf(lane, slot));
   }
   std::sort(overflow.begin(), overflow.end());
   for (const std::int32_t slot : overflow) {
@@ -350,12 +292,12 @@ PageVector<std::int32_t> Tier::ResidentSlots(bool only_dirty, std::int64_t from,
 }
 
 std::uint64_t Tier::key(std::int32_t slot) const {
-  const Place place = PlaceOf(slot);
+  const LaneMap::Place place = map_.PlaceOf(slot);
   return lanes_[place.lane]->key(place.slot);
 }
 
 bool Tier::dirty(std::int32_t slot) const {
-  const Place place = PlaceOf(slot);
+  const LaneMap::Place place = map_.PlaceOf(slot);
   return lanes_[place.lane]->dirty()[place.slot] != 0;
 }
 
@@ -372,7 +314,7 @@ std::int64_t Tier::committed() const {
   if (lanes_.size() == 1) return lanes_[0]->committed();
   std::int64_t overflow = 0;
   for (const auto& lane : lanes_) overflow = std::max(overflow, lane->committed() - lane->capacity());
-  return capacity_ + overflow * static_cast<std::int64_t>(lanes_.size());
+  return map_.capacity() + overflow * static_cast<std::int64_t>(lanes_.size());
 }
 
 std::int64_t Tier::size() const {

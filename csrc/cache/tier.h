@@ -3,25 +3,17 @@
 //
 // What a plan decides depends on the lanes, of which the caller says how many there are, and never on the
 // threads. cache_policies/lanes.py says the same for the simulator.
-//
-// Slots 0 .. capacity-1 are the lanes' slots, one lane after the other. Overflow slots come behind them, the
-// lanes' in turns.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "cache/lane_map.h"
 #include "cache/tier_lane.h"
-#include "common/key.h"
 #include "common/page_allocator.h"
 
 namespace tierstore {
-
-// Lanes that divide the rows of some tables.
-struct LaneRange {
-  std::size_t first = 0, count = 0;
-};
 
 struct TierConfig {
   std::vector<LaneConfig> lanes;    // one at least
@@ -77,7 +69,7 @@ class Tier {
   PageVector<std::int32_t> ResidentSlots(bool only_dirty, std::int64_t from, std::int64_t limit) const;
   std::uint64_t key(std::int32_t slot) const;
   bool dirty(std::int32_t slot) const;
-  std::int64_t capacity() const { return capacity_; }
+  std::int64_t capacity() const { return map_.capacity(); }
   std::vector<std::int64_t> TableRows() const;
   std::int64_t committed() const;
   std::int64_t size() const;
@@ -90,27 +82,12 @@ class Tier {
   TierLane* only_lane() { return lanes_.size() == 1 ? lanes_[0].get() : nullptr; }
 
  private:
-  struct Place {
-    std::size_t lane;
-    std::int32_t slot;  // of the lane
-  };
-
-  std::size_t LaneOf(std::uint64_t key) const;
-  Place PlaceOf(std::int32_t slot) const;
-  std::int32_t SlotOf(std::size_t lane, std::int32_t slot) const;
-  void ToTier(std::size_t lane, PageVector<std::int32_t>* slots) const;
-  // The positions of keys, by the lane of their rows.
-  std::vector<PageVector<std::int32_t>> Divide(const std::uint64_t* keys, std::int64_t n) const;
-  // The slots of every lane, as the lane numbers them.
-  std::vector<PageVector<std::int32_t>> DivideSlots(const std::int32_t* slots, std::int64_t n) const;
   Moves MovesOf(std::vector<Moves> lanes) const;
   void MergeBegin(std::int64_t n, Plan* plan) const;
   void MergeVictims(Plan* plan) const;
 
   std::vector<std::unique_ptr<TierLane>> lanes_;
-  std::vector<std::int64_t> begin_;  // of each lane, its first slot
-  std::int64_t capacity_ = 0;
-  std::vector<LaneRange> lanes_of_;
+  LaneMap map_;
 };
 
 }  // namespace tierstore

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cache_policies import lanes
 from cache_policies.policy import Policy
 from tierstore import _core
 from tierstore.cache.device import HOST, Device
@@ -110,12 +111,16 @@ class _Lanes:
         self.lanes: list[list[_Share]] = []
         self.share_of = [0] * tables  # of the tables in the lane of several shares
         shared = [table for table in range(tables) if plan.share_of(table) is None]
-        parts = [(shared, plan.slots, plan.holds_all), *((o.tables, o.slots, o.holds_all) for o in plan.own)]
+        parts = [(o.tables, o.slots, o.holds_all) for o in plan.own]
+        if plan.slots or not parts:  # else every table of the group has slots of its own
+            parts.insert(0, (tuple(shared), plan.slots, plan.holds_all))
         few: list[_Share] = []
         ranges: list[tuple[int, int] | None] = [None] * tables
         for members, slots, holds_all in parts:
             chosen = None if holds_all else policy
             sizes = lanes_of(slots, chosen) if plan.has_lanes else [slots]
+            if len(self.lanes) + len(sizes) > lanes.MOST_LANES_IN_TIER:
+                sizes = [slots]
             own = [_Share(n, chosen, admission) for n in sizes]
             for table in members:
                 self.share_of[table] = len(few) if len(own) == 1 else 0

@@ -1,0 +1,86 @@
+#include "cache/lane_map.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <utility>
+
+#include "common/key.h"
+
+namespace tierstore {
+namespace {
+using LaneNumber = std::uint16_t;
+constexpr std::size_t kMostLanes = std::size_t{std::numeric_limits<LaneNumber>::max()} + 1;
+}  // namespace
+
+LaneMap::LaneMap(const std::vector<std::int64_t>& slots, std::vector<LaneRange> lanes_of)
+    : slots_(slots), lanes_of_(std::move(lanes_of)) {
+  if (slots_.empty() || slots_.size() > kMostLanes)
+    throw std::invalid_argument("a tier needs a lane, and numbers its lanes by 16 bits");
+  for (const std::int64_t own : slots_) {
+    begin_.push_back(capacity_);
+    capacity_ += own;
+  }
+  for (const LaneRange& lanes : lanes_of_) {
+    if (lanes.count == 0 || lanes.first + lanes.count > slots_.size())
+      throw std::invalid_argument("a table's lanes do not exist");
+  }
+}
+
+std::size_t LaneMap::LaneOf(std::uint64_t key) const {
+  const std::uint32_t table = KeyTable(key);
+  const LaneRange range = table < lanes_of_.size() ? lanes_of_[table] : LaneRange{0, lanes()};
+  return range.first + static_cast<std::size_t>(((MixKey(key) >> 32) * range.count) >> 32);
+}
+
+LaneMap::Place LaneMap::PlaceOf(std::int32_t slot) const {
+  if (slot < capacity_) {
+    const auto lane =
+        static_cast<std::size_t>(std::upper_bound(begin_.begin(), begin_.end(), slot) - begin_.begin()) - 1;
+    return {lane, static_cast<std::int32_t>(slot - begin_[lane])};
+  }
+  const auto overflow = static_cast<std::size_t>(slot - capacity_);
+  const std::size_t lane = overflow % lanes();
+  return {lane, static_cast<std::int32_t>(slots_[lane] + static_cast<std::int64_t>(overflow / lanes()))};
+}
+
+std::int32_t LaneMap::SlotOf(std::size_t lane, std::int32_t slot) const {
+  const std::int64_t own = slots_[lane];
+  if (slot < 0) return slot;
+  if (slot < own) return static_cast<std::int32_t>(begin_[lane] + slot);
+  return static_cast<std::int32_t>(capacity_ + (slot - own) * static_cast<std::int64_t>(lanes()) +
+                                   static_cast<std::int64_t>(lane));
+}
+
+void LaneMap::ToTier(std::size_t lane, PageVector<std::int32_t>* slots) const {
+  for (std::int32_t& slot : *slots) slot = SlotOf(lane, slot);
+}
+
+std::vector<PageVector<std::int32_t>> LaneMap::Divide(const std::uint64_t* keys, std::int64_t n) const {
+  PageVector<LaneNumber> lane_of(static_cast<std::size_t>(n));
+  std::vector<std::size_t> rows(lanes(), 0);
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::size_t lane = LaneOf(keys[i]);
+    lane_of[static_cast<std::size_t>(i)] = static_cast<LaneNumber>(lane);
+    ++rows[lane];
+  }
+  std::vector<PageVector<std::int32_t>> positions(lanes());
+  for (std::size_t lane = 0; lane < lanes(); ++lane) positions[lane].resize(rows[lane]);
+  std::fill(rows.begin(), rows.end(), 0);
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::size_t lane = lane_of[static_cast<std::size_t>(i)];
+    positions[lane][rows[lane]++] = static_cast<std::int32_t>(i);
+  }
+  return positions;
+}
+
+std::vector<PageVector<std::int32_t>> LaneMap::DivideSlots(const std::int32_t* slots, std::int64_t n) const {
+  std::vector<PageVector<std::int32_t>> divided(lanes());
+  for (std::int64_t i = 0; i < n; ++i) {
+    const Place place = PlaceOf(slots[i]);
+    divided[place.lane].push_back(place.slot);
+  }
+  return divided;
+}
+
+}  // namespace tierstore
