@@ -65,6 +65,31 @@ def test_window_of_many_batches_is_rebuilt_again_and_again() -> None:
     assert bytes_[-1] == bytes_[50]
 
 
+@pytest.mark.parametrize("large", [(1 << 14) - 1, 1 << 14, (1 << 14) + 1, 70_001])
+def test_threads_share_large_lookups(large: int) -> None:
+    """One window sees the lookups with one thread, the other one with changing numbers of threads."""
+    one, shared, random = _core.Window(), _core.Window(), np.random.default_rng(large)
+    threads = _core.num_threads()
+    try:
+        for seq in range(40):
+            size = large if seq % 3 else 50
+            keys = random.choice(100_000, size, replace=False).astype(np.uint64)
+            _core.set_num_threads(1)
+            first = one.announce(seq, _core.batch_of_unique(keys))
+            _core.set_num_threads([1, 2, 5][seq // 5 % 3])
+            assert shared.announce(seq, _core.batch_of_unique(keys)).tolist() == first.tolist()
+            assert shared.distinct_rows == one.distinct_rows
+            if seq >= 7:
+                assert shared.take(seq - 7).tolist() == one.take(seq - 7).tolist()
+            if seq == 25:
+                assert shared.clear().tolist() == one.clear().tolist()
+                assert one.lookups == 0
+                break
+        assert shared.announce(99, _core.batch_of_unique(keys)).tolist() == keys.tolist()
+    finally:
+        _core.set_num_threads(threads)
+
+
 def test_window_wants_its_lookups_in_order() -> None:
     window, batch = _core.Window(), _core.batch_of_unique(np.array([1], np.uint64))
     window.announce(3, batch)
