@@ -1,4 +1,4 @@
-"""Export and import: bit for bit, from any engine to any, whole or not at all, and nothing trusted."""
+"""Export and import: bit for bit, from any engine to any, whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import resource
-import shutil
 import signal
 import struct
 from pathlib import Path
@@ -17,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.store.exported_stores import contents, export, fill
 from tests.store.store_model import (
     CAP,
     TABLES,
     assert_holds,
     folder_contents,
-    get,
     make_rows,
     put,
     run_child,
@@ -31,52 +30,14 @@ from tests.store.store_model import (
 from tierstore.errors import (
     ConfigError,
     InputError,
-    StoreCorruptError,
     StoreFullError,
     StoreIOError,
     StoreLockedError,
-    StoreMismatchError,
 )
-from tierstore.keys import MAX_ID, make_keys
+from tierstore.keys import make_keys
 from tierstore.store import StoredTable, engine_names, import_, open_store, portable
-from tierstore.store.files import json_with_checksum
 from tierstore.store.portable import export_rows, read_description
 from tierstore.store.shards import ShardLayout, read_shard
-
-IDS = {0: range(0, 900, 2), 1: [*range(700), 2**40, MAX_ID], 7: range(5)}
-
-
-def fill(path: Path, engine: str) -> None:
-    """Two commits; the last has NaNs and other odd bits. Table 65535 has no rows."""
-    with open_store(path, engine, TABLES, CAP, keep=2) as store:
-        for table, ids in IDS.items():
-            put(store, table, ids, 1)
-        store.commit(b"first")
-        put(store, 1, range(100, 300), 2)
-        odd = np.array([[0x7FC00001, 0xFFFFFFFF, 0x80000000, 1] * 17], np.uint32).view(np.uint8)
-        store.write(make_keys(1, [5]), odd)
-        store.commit(b"\0meta\xff", tag="best")
-
-
-def rows(store, table: int, ids) -> bytes:
-    found, out = get(store, table, ids)
-    assert found.all()
-    return out.tobytes()
-
-
-def contents(path: Path, **options) -> dict:
-    with open_store(path, read_only=True, **options) as store:
-        indices = [spec.index for spec in store.tables]
-        return {
-            "tables": store.tables,
-            "meta": store.meta(),
-            **{t: (ids := stored_ids(store, t), rows(store, t, ids)) for t in indices},
-        }
-
-
-def export(path: Path, target: Path, **options) -> int:
-    with open_store(path, read_only=True, **options) as store:
-        return store.export(target)
 
 
 @pytest.fixture(scope="module")
@@ -326,126 +287,6 @@ def test_no_room(tmp_path, exported):
     with pytest.raises(StoreFullError, match="cap"):
         import_(exported, tmp_path / "again", ssd_bytes=100_000)
     assert os.listdir(tmp_path) == ["store"]
-
-
-def small_export(tmp_path: Path) -> Path:
-    with open_store(tmp_path / "store", "memory", TABLES[:2], CAP) as store:
-        put(store, 1, range(4))
-        store.commit(b"m", tag="t")
-        store.export(tmp_path / "export")
-    return tmp_path / "export"
-
-
-def test_every_byte_flipped_and_every_length(tmp_path):
-    folder = small_export(tmp_path)
-    whole = contents(tmp_path / "store")
-    for file in folder.iterdir():
-        data = file.read_bytes()
-        step = 1 if file.name == "EXPORT.json" else 13
-        places = range(0, len(data), step)
-        damaged = [data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :] for at in places]
-        damaged += [data[:length] for length in places[::7]] + [data + b"\0"]
-        for number, content in enumerate(damaged):
-            file.write_bytes(content)
-            try:
-                import_(folder, tmp_path / "again", "memory")
-            except (StoreCorruptError, StoreMismatchError):
-                assert not (tmp_path / "again").exists()
-                continue
-            # Only the checksum's own name and blanks behind the JSON may change unseen.
-            assert file.name == "EXPORT.json", (file.name, number)
-            assert contents(tmp_path / "again") == whole
-            shutil.rmtree(tmp_path / "again")
-        file.write_bytes(data)
-
-
-def changed(content: dict, **changes) -> dict:
-    return {**content, **changes}
-
-
-HOSTILE_SHARDS = {
-    "path": {"file": "../../store/memory/commit-000000000001"},
-    "absolute": {"file": "/etc/passwd"},
-    "name": {"file": "00001-00000.safetensors/../x"},
-    "rows": {"rows": 1 << 47},
-    "many rows": {"rows": 1 << 60},
-    "negative": {"rows": -1},
-    "float": {"rows": 4.0},
-    "no checksums": {"crc32": {}},
-    "checksums": {"crc32": {"header": "x", "ids": None, "weights": [], "state": 0}},
-}
-
-
-@pytest.mark.parametrize("change", HOSTILE_SHARDS)
-def test_hostile_shards(tmp_path, change):
-    """With a right checksum over the JSON: nothing outside is read, nothing large is allocated."""
-    folder = small_export(tmp_path)
-    content = json.loads((folder / "EXPORT.json").read_text())
-    del content["crc32"]
-    (shard,) = content["tables"][1]["shards"]
-    shard.update(HOSTILE_SHARDS[change])
-    (folder / "EXPORT.json").write_bytes(json_with_checksum(content))
-    with pytest.raises(StoreCorruptError):
-        import_(folder, tmp_path / "again")
-    assert not (tmp_path / "again").exists()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"tables": None},
-        {"tables": [3]},
-        {"tables": [{"shards": []}]},
-        {"format": 3},
-        {"format": None},
-        {"commit": 5},
-        {"commit": {"id": 1, "tag": "x", "unix_nanoseconds": 0, "meta": "not base64!"}},
-    ],
-)
-def test_hostile_descriptions(tmp_path, changes):
-    folder = small_export(tmp_path)
-    content = json.loads((folder / "EXPORT.json").read_text())
-    del content["crc32"]
-    (folder / "EXPORT.json").write_bytes(json_with_checksum({**content, **changes}))
-    with pytest.raises((StoreCorruptError, StoreMismatchError)):
-        import_(folder, tmp_path / "again")
-
-
-def test_hostile_files(tmp_path):
-    folder = small_export(tmp_path)
-    shard = folder / "00001-00000.safetensors"
-    data = shard.read_bytes()
-    content = json.loads((folder / "EXPORT.json").read_text())
-    del content["crc32"]
-
-    def refused(match: str) -> None:
-        (folder / "EXPORT.json").write_bytes(json_with_checksum(content))
-        with pytest.raises(StoreCorruptError, match=match):
-            import_(folder, tmp_path / "again")
-        assert not (tmp_path / "again").exists()
-
-    shard.rename(tmp_path / "elsewhere")
-    shard.symlink_to(tmp_path / "elsewhere")
-    refused("symbolic link")
-    shard.unlink()
-    os.mkfifo(shard)
-    refused("not a regular file")
-    shard.unlink()
-    with open(shard, "wb") as file:
-        file.truncate(1 << 40)
-    refused("1099511627776 bytes")
-    # Ids that the table does not have, and one id twice, with checksums that are right.
-    import zlib
-
-    start = data.index(b"}", 8) and 8 + struct.unpack_from("<Q", data)[0]
-    for ids, match in (([0, 1, 2, -1], "ids that table"), ([0, 1, 2, 2], "4 rows of 3 ids")):
-        raw = np.array(ids, "<i8").tobytes()
-        shard.write_bytes(data[:start] + raw + data[start + 32 :])
-        content["tables"][1]["shards"][0]["crc32"]["ids"] = zlib.crc32(raw)
-        refused(match)
-    (folder / "EXPORT.json").unlink()
-    with pytest.raises(StoreMismatchError, match="not an export"):
-        import_(folder, tmp_path / "again")
 
 
 def test_memory_stays_small(tmp_path):
