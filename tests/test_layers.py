@@ -99,6 +99,7 @@ OTHERS_PRIVATE = {
 CORE_INCLUDES = {
     "common": set(),
     "kernels": {"common"},
+    "cuda": {"kernels"},
     "cache": {"common"},
     "io": {"common"},
     "store": {"common", "kernels", "cache", "io"},
@@ -366,7 +367,7 @@ def test_signatures_say_their_types() -> None:
 
 
 def core_files() -> list[Path]:
-    files = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cc", ".h"}]
+    files = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cc", ".h", ".cu", ".cuh"}]
     return sorted(p for p in files if "tests" not in p.relative_to(ROOT).parts)
 
 

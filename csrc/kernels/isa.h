@@ -9,8 +9,7 @@
 #include <cstdint>
 
 #include "common/thread_pool.h"
-
-#define TIERSTORE_INLINE inline __attribute__((always_inline))
+#include "kernels/inline.h"
 
 #if defined(__x86_64__)
 #define TIERSTORE_X86 1

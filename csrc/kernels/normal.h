@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "kernels/isa.h"
+#include "kernels/inline.h"
 
 namespace tierstore {
 

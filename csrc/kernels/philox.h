@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "kernels/isa.h"
+#include "kernels/inline.h"
 
 namespace tierstore {
 

@@ -1,0 +1,148 @@
+// Arguments of the GPU kernels: one struct each, read by the host, nvcc, NVRTC and the emulator. Addresses
+// are of the device. The CPU kernels of the same names say what a kernel computes (csrc/kernels).
+#pragma once
+
+#if defined(__CUDACC_RTC__)
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+#else
+#include <cstdint>
+#endif
+
+namespace tierstore::cuda {
+
+constexpr int kWarp = 32;
+
+// Rows of row_floats floats (a multiple of 4) from `base`.
+struct RowsArgs {
+  float* base;
+  int64_t row_floats;
+};
+
+// to[to_rows[i]] = from[from_rows[i]] for i < n, in words of 16 bytes; no indices: i. Rows of the two arenas
+// may be apart by more than their `words`.
+struct MoveRowsArgs {
+  const float* from;
+  int64_t from_floats;
+  const int32_t* from_rows;
+  float* to;
+  int64_t to_floats;
+  const int32_t* to_rows;
+  int64_t n;
+  int64_t words;
+};
+
+// kernels/lookup.h, Gather.
+struct GatherArgs {
+  RowsArgs rows;
+  const int32_t* slots;
+  const int32_t* inverse;
+};
+
+// kernels/bags.h, Bags.
+struct BagsArgs {
+  const int64_t* offsets;
+  int64_t num_bags;
+  const int64_t* bag_start;
+  int64_t num_features;
+  const int64_t* out_offset;
+  const int64_t* out_stride;
+  const uint8_t* poolings;
+};
+
+struct LookupPooledArgs {
+  GatherArgs gather;
+  BagsArgs bags;
+  const float* weights;
+  float* out;
+  int32_t* argmax;
+};
+
+struct LookupRowsArgs {
+  GatherArgs gather;
+  int64_t n;
+  float* out;
+  int64_t out_stride;
+};
+
+struct WeightGradsArgs {
+  GatherArgs gather;
+  BagsArgs bags;
+  const float* grad;
+  float* out;
+};
+
+// What a bag gives to the gradients of its positions. Kernel bag_shares fills them.
+struct BagShare {
+  int64_t grad;    // of the bag, in floats from the gradient's address
+  int64_t argmax;  // in integers from the argmax's address; -1: not a max
+  float scale;
+  int32_t unused;
+};
+
+struct BagSharesArgs {
+  BagsArgs bags;
+  int64_t dim;
+  const int32_t* inverse;  // positions that it skips do not count in a mean
+  BagShare* shares;        // of each bag
+  int32_t* bag_of;         // of each position
+};
+
+// Gradients of positions: those of their bags if `shares` is set, else grad[p * stride ...].
+struct GradsArgs {
+  const float* grad;
+  int64_t stride;
+  const BagShare* shares;
+  const int32_t* bag_of;
+  const float* weights;
+  const int32_t* argmax;
+};
+
+// kernels/optimizer.h, OptimizerStep, whose kind is the kernel's.
+struct StepArgs {
+  float lr, eps, l2, keep, beta1, beta2, rest1, rest2, adam_lr, adam_inv_sqrt_v;
+};
+
+// kernels/update.h. A row with more than kReducePositions positions is hot: kernel update_pieces adds each of
+// its pieces, update_hot the pieces, and update_cold leaves it out.
+struct UpdateArgs {
+  RowsArgs rows;
+  const int32_t* slots;
+  int64_t num_slots;
+  const int32_t* csr_start;
+  const int32_t* csr_positions;
+  GradsArgs grads;
+  StepArgs step;
+  int32_t check_finite;
+  int32_t unused;
+  uint8_t* rejected;  // of each unique row: 1 if its gradient is not finite
+  float* squares;     // kernels/update.h, RowSquares
+  const float* means;
+  const int32_t* hot;        // unique rows, and num_slots
+  const int32_t* hot_piece;  // of each hot row its first piece, and the number of pieces
+  int64_t num_hot;
+  float* partials;  // sums of the pieces
+};
+
+// kernels/init.h, InitRows.
+struct InitRowsArgs {
+  RowsArgs rows;
+  const int32_t* slots;
+  const uint64_t* keys;
+  int64_t n;
+  int64_t dim;
+  int64_t state_floats;
+  float state_value;
+  int32_t unused;
+  const uint8_t* kinds;
+  const float* first;
+  const float* second;
+  const uint64_t* seeds;
+  const int64_t* columns;
+};
+
+}  // namespace tierstore::cuda

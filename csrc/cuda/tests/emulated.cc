@@ -1,0 +1,108 @@
+// The GPU kernels of several row layouts in the emulator, for tests/cuda.
+#include <map>
+#include <tuple>
+
+#include "cuda/init.cuh"
+#include "cuda/lookup.cuh"
+#include "cuda/rows.cuh"
+#include "cuda/update.cuh"
+
+namespace {
+using namespace tierstore::cuda;
+
+using Kernel = void (*)(const void*);
+template <typename Args, void (*kFunction)(const Args&)>
+void Call(const void* args) {
+  kFunction(*static_cast<const Args*>(args));
+}
+
+using Name = std::tuple<std::string, int, int, int>;  // kernel, dim, vec, optimizer; -1: any
+std::map<Name, Kernel> kernels;
+
+template <int kDim, int kVec, int kKind>
+void AddUpdates() {
+  using U = Update<kDim, kVec, kKind>;
+  kernels[{"update_cold", kDim, kVec, kKind}] = &Call<UpdateArgs, &U::Cold>;
+  kernels[{"update_pieces", kDim, kVec, kKind}] = &Call<UpdateArgs, &U::Pieces>;
+  kernels[{"update_hot", kDim, kVec, kKind}] = &Call<UpdateArgs, &U::Hot>;
+}
+
+template <int kDim, int kVec>
+void AddLayout() {
+  using L = Lookup<kDim, kVec>;
+  kernels[{"lookup_pooled", kDim, kVec, -1}] = &Call<LookupPooledArgs, &L::Pooled>;
+  kernels[{"lookup_rows", kDim, kVec, -1}] = &Call<LookupRowsArgs, &L::Rows>;
+  kernels[{"weight_grads", kDim, kVec, -1}] = &Call<WeightGradsArgs, &L::WeightGrads>;
+  AddUpdates<kDim, kVec, kSgd>();
+  AddUpdates<kDim, kVec, kRowWiseAdagrad>();
+  AddUpdates<kDim, kVec, kAdagrad>();
+  AddUpdates<kDim, kVec, kAdam>();
+}
+
+// A kernel with faults, which the emulator must find.
+void Faulty(const void* args) {
+  const auto& a = *static_cast<const LookupRowsArgs*>(args);
+  const auto thread = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (a.n == 0) Store(a.out + thread / 2, 1.0f);                                   // two threads write
+  if (a.n == 1 && thread == 3) Store(a.out + Load(a.gather.slots), 1.0f);          // past the end
+  if (a.n == 2) Store(const_cast<int32_t*>(a.gather.slots) + thread, 1);           // read-only
+  if (a.n == 3 && thread % 2 == 0) ShuffleXor(1.0f, 1);                            // half of the threads
+  if (a.n == 4) Load(reinterpret_cast<const Word<4>*>(a.out + 1));                 // not aligned
+  if (a.n == 5) Store(a.out + thread, Load(a.out + (thread + 32) % 64));           // another block's
+  if (a.n == 6) Store(a.out + thread, ShuffleXor(static_cast<float>(thread), 1));  // right
+}
+
+const bool added = [] {
+  kernels[{"move_rows", -1, -1, -1}] = &Call<MoveRowsArgs, &MoveRows>;
+  kernels[{"init_rows", -1, -1, -1}] = &Call<InitRowsArgs, &InitRows>;
+  kernels[{"bag_shares", -1, -1, -1}] = &Call<BagSharesArgs, &BagShares>;
+  kernels[{"faulty", -1, -1, -1}] = &Faulty;
+  AddLayout<1, 1>();
+  AddLayout<3, 1>();
+  AddLayout<4, 1>();
+  AddLayout<4, 4>();
+  AddLayout<17, 1>();
+  AddLayout<20, 1>();
+  AddLayout<20, 4>();
+  AddLayout<64, 4>();
+  AddLayout<64, 1>();
+  AddLayout<100, 1>();
+  AddLayout<100, 4>();
+  AddLayout<300, 1>();
+  AddLayout<300, 4>();
+  return true;
+}();
+
+std::string error;
+}  // namespace
+
+extern "C" {
+void forget_arrays() { emulator::machine.arrays.clear(); }
+
+void add_array(const void* begin, std::int64_t bytes, int writable, const char* name) {
+  const auto at = reinterpret_cast<std::uintptr_t>(begin);
+  auto& arrays = emulator::machine.arrays;
+  arrays.push_back({at, at + static_cast<std::uintptr_t>(bytes), writable != 0, name});
+  std::sort(arrays.begin(), arrays.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
+}
+
+// Returns what went wrong, or an empty text.
+const char* launch(const char* name, int dim, int vec, int optimizer, const void* args, int blocks,
+                   int threads, unsigned seed) {
+  const auto kernel = kernels.find({name, dim, vec, optimizer});
+  if (kernel == kernels.end()) return "there is no such kernel";
+  error = emulator::Launch(static_cast<unsigned>(blocks), static_cast<unsigned>(threads), seed,
+                           [&] { kernel->second(args); });
+  return error.c_str();
+}
+
+std::int64_t size_of(const char* args) {
+  const std::map<std::string, std::size_t> sizes = {
+      {"MoveRowsArgs", sizeof(MoveRowsArgs)},     {"LookupPooledArgs", sizeof(LookupPooledArgs)},
+      {"LookupRowsArgs", sizeof(LookupRowsArgs)}, {"WeightGradsArgs", sizeof(WeightGradsArgs)},
+      {"BagSharesArgs", sizeof(BagSharesArgs)},   {"BagShare", sizeof(BagShare)},
+      {"UpdateArgs", sizeof(UpdateArgs)},         {"InitRowsArgs", sizeof(InitRowsArgs)},
+  };
+  return static_cast<std::int64_t>(sizes.at(args));
+}
+}
