@@ -75,11 +75,12 @@ $(SANITIZE_OUT)/%-thread: csrc/store/tests/%.cc $(SANITIZED) $(CSRC)
 	@mkdir -p $(@D)
 	$(CXX) -std=c++20 -g -O1 -fsanitize=thread -pthread -Icsrc $< $(SANITIZED) -o $@
 
-sanitize: $(addprefix $(SANITIZE_OUT)/,config_test-address index_test-address index_test-small store_test-address \
+sanitize: $(addprefix $(SANITIZE_OUT)/,config_test-address index_test-address index_test-small table_locations_test-address store_test-address \
   scan_test-address fuzz_formats-address store_test-thread scan_test-thread)
 	$(SANITIZE_OUT)/config_test-address
 	$(SANITIZE_OUT)/index_test-address 200000
 	$(SANITIZE_OUT)/index_test-small 200000
+	$(SANITIZE_OUT)/table_locations_test-address 200000
 	$(SANITIZE_OUT)/store_test-address $(SANITIZE_OUT)/stores 300
 	$(SANITIZE_OUT)/store_test-thread $(SANITIZE_OUT)/stores 200
 	$(SANITIZE_OUT)/scan_test-address $(SANITIZE_OUT)/stores

@@ -364,6 +364,8 @@ class _StoreConfig(Protocol):
     @property
     def snapshot_min_rows(self) -> int: ...
     @property
+    def index(self) -> str: ...
+    @property
     def limits(self) -> _Limits | None: ...
 
 class StoreCounters(TypedDict):
@@ -372,6 +374,7 @@ class StoreCounters(TypedDict):
     disk_bytes: int
     kept_bytes: int
     index_bytes: int
+    dense_rows: int
     buffer_bytes: int
     segments: int
     read_rows: int

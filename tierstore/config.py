@@ -24,6 +24,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 MAX_DEPTH = 64
 _AUTO_SSD = 1 << 40
 _IO_NAMES = ("auto", "uring", "pread")
+INDEX_NAMES = ("auto", "hash", "compact")
+"""Names that ``TierConfig(index=...)`` accepts."""
 
 
 def is_integer(value: Any, minimum: int = 0, maximum: float = math.inf) -> TypeGuard[int]:
@@ -126,6 +128,9 @@ class TierConfig:
       beyond the size of its file system.
     - ``io``: how the native store reads: ``"uring"`` (an error where the kernel refuses io_uring),
       ``"pread"`` (threads), or ``"auto"``, io_uring where the kernel allows it. ``stats()`` tells which.
+    - ``index``: how the native store finds rows. ``"hash"`` takes up to 12 bytes per stored row.
+      ``"compact"`` takes 3 to 4 bytes per row in ranges of which 3/8 of the ids are stored. ``"auto"``:
+      compact for tables of 4,194,304 stored rows or more. Each opening may choose anew.
     """
 
     hbm: int | str = "64MiB"
@@ -146,6 +151,7 @@ class TierConfig:
     check_gradients: bool = False
     overcommit: bool = False
     io: str = "auto"
+    index: str = "auto"
 
     def __post_init__(self) -> None:
         self._normalise_sizes()
@@ -154,6 +160,9 @@ class TierConfig:
             raise ConfigError(f"unknown engine {self.engine!r}; known engines: {', '.join(ENGINE_NAMES)}")
         if self.io not in _IO_NAMES:
             raise ConfigError(f"io is {self.io!r}; it must be one of {', '.join(map(repr, _IO_NAMES))}")
+        if self.index not in INDEX_NAMES:
+            names = ", ".join(map(repr, INDEX_NAMES))
+            raise ConfigError(f"index is {self.index!r}; it must be one of {names}")
         self._check_policy()
         self._check_dtypes()
         self._normalise_count("depth", MAX_DEPTH)

@@ -23,6 +23,13 @@ ReadEngine ParseReadEngine(const std::string& name) {
   throw InputError("io is '" + name + "'; it must be 'auto', 'io_uring' or 'pread'");
 }
 
+IndexForm ParseIndexForm(const std::string& name) {
+  if (name == "auto") return {};
+  if (name == "hash") return {.dense_from = IndexForm::kNever};
+  if (name == "compact") return {.dense_from = 0};
+  throw InputError("index is '" + name + "'; it must be 'auto', 'hash' or 'compact'");
+}
+
 // `config` is a tierstore.store.native.NativeConfig.
 StoreConfig ParseConfig(const py::object& config) {
   StoreConfig out;
@@ -36,6 +43,7 @@ StoreConfig ParseConfig(const py::object& config) {
   out.at_commit = config.attr("at").cast<std::uint64_t>();
   out.write_buffer_bytes = config.attr("write_buffer_bytes").cast<std::size_t>();
   out.snapshot_min_rows = config.attr("snapshot_min_rows").cast<std::uint64_t>();
+  out.index = ParseIndexForm(config.attr("index").cast<std::string>());
   const py::object limits = config.attr("limits");
   if (limits.is_none()) return out;
   out.limits.chunk_bytes = limits.attr("chunk_bytes").cast<std::size_t>();
@@ -45,6 +53,9 @@ StoreConfig ParseConfig(const py::object& config) {
   out.limits.keys_at_once = limits.attr("keys_at_once").cast<std::size_t>();
   out.limits.replay_rows = limits.attr("replay_rows").cast<std::uint64_t>();
   out.limits.manifest_bytes = limits.attr("manifest_bytes").cast<std::uint64_t>();
+  out.index.range_bits = limits.attr("range_bits").cast<unsigned>();
+  if (out.index.range_bits < DenseRanges::kLeastRangeBits || out.index.range_bits > DenseRanges::kRangeBits)
+    throw InputError("range_bits is " + std::to_string(out.index.range_bits) + "; it must be from 6 to 16");
   return out;
 }
 
@@ -223,6 +234,7 @@ py::dict Stats(Store& store) {
   out["disk_bytes"] = counters.disk_bytes;
   out["kept_bytes"] = counters.kept_bytes;
   out["index_bytes"] = counters.index_bytes;
+  out["dense_rows"] = counters.dense_rows;
   out["buffer_bytes"] = counters.buffer_bytes;
   out["segments"] = counters.segments;
   out["read_rows"] = counters.read.rows;

@@ -9,6 +9,7 @@
 #include "store/index.h"
 #include "store/manifest.h"
 #include "store/segment.h"
+#include "store/table_locations.h"
 
 namespace tierstore {
 
@@ -39,6 +40,7 @@ struct StoreConfig {
   std::size_t write_buffer_bytes = 16 << 20;
   std::uint64_t snapshot_min_rows = 1 << 17;  // smaller stores open fast without a snapshot
   std::optional<StoreId> store_id;            // of a new store; random unless given
+  IndexForm index;
   StoreLimits limits;
 };
 

@@ -156,6 +156,8 @@ Location TableIndex::Find(std::uint64_t id) const {
   return IsEmpty(p) || Compare(p, h, format) != 0 ? kAbsent : (LastWordAt(p) >> format.location_shift) - 1;
 }
 
+void TableIndex::Prefetch(std::uint64_t id) const { __builtin_prefetch(At(Home(order_.Of(id)))); }
+
 void TableIndex::Find(const std::uint64_t* ids, std::size_t n, Location* locations) const {
   for (std::size_t i = 0; i < std::min(n, kPrefetch); ++i) __builtin_prefetch(At(Home(order_.Of(ids[i]))));
   for (std::size_t i = 0; i < n; ++i) {
@@ -180,6 +182,20 @@ Location TableIndex::Put(std::uint64_t id, Location location) {
   const Location previous = PutOrdered(id, location, crowds);
   if (crowds) TakeOwnOrder();
   return previous;
+}
+
+// Entries on the left that are away from their homes move back by one.
+Location TableIndex::Erase(std::uint64_t id) {
+  const std::uint64_t h = order_.Of(id);
+  const Position p = Seek(h);
+  if (!Holds(p, h)) return kAbsent;
+  const Location location = LocationAt(p);
+  Position hole = p;
+  while (!IsEmpty(hole - 1) && ScaledHome(HashAt(hole - 1)) > hole - 1) --hole;
+  std::memmove(At(hole + 1), At(hole), static_cast<std::size_t>((p - hole) * entry_bytes_));
+  std::memset(At(hole), 0, static_cast<std::size_t>(entry_bytes_));
+  --count_;
+  return location;
 }
 
 // `crowds` becomes true when the entry ends a run that is too long.

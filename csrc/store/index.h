@@ -58,6 +58,18 @@ class TableIndex {
   // std::bad_alloc after setting the entries before the failed one.
   void Put(const std::uint64_t* ids, const Location* locations, std::size_t n, Location* previous);
   Location Put(std::uint64_t id, Location location);
+  // Takes an id out and returns its location or kAbsent. Not while the index IsGrowing.
+  Location Erase(std::uint64_t id);
+  // Growth goes on with insertions, and by this many positions with GoOnGrowing.
+  bool IsGrowing() const { return old_end_ >= 0; }
+  void GoOnGrowing(std::size_t positions) {
+    if (IsGrowing()) MoveSome(positions);
+  }
+  // Gives memory back, when less than a quarter of it is in use: all entries are copied. Not while the index
+  // IsGrowing.
+  void Shrink();
+  // For ids that are about to be found or put, one by one.
+  void Prefetch(std::uint64_t id) const;
 
   // Appends up to `limit` entries from `cursor` (0 at first) on; returns the next cursor, or kEnd. Entries
   // that were there at the start and stay are listed once, whatever is put meanwhile. The list jumps about in
@@ -92,6 +104,7 @@ class TableIndex {
   void Settle(const std::vector<Entry>& spilled, std::size_t entries);
 
   bool HasOwnOrder() const { return orders_ > 0; }
+  std::uint64_t orders() const { return orders_; }
 
   std::size_t size() const { return count_; }
   std::size_t bytes() const { return memory_.bytes(); }

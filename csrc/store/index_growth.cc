@@ -184,6 +184,10 @@ void TableIndex::Rewrite(std::size_t entries) {
   *this = std::move(other);
 }
 
+void TableIndex::Shrink() {
+  if (max_count_ > kSmall && count_ < max_count_ / 4) Rewrite(count_ + count_ / kLayouts[0][0].growth);
+}
+
 // Sorts all entries anew. Where memory is short the next entry that crowds tries again.
 void TableIndex::TakeOwnOrder() try {
   TableIndex other;

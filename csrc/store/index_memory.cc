@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <cstring>
 #include <new>
 
 #include "common/fork.h"
@@ -41,6 +42,16 @@ void IndexMemory::Extend(std::size_t bytes) {
   if (mprotect(data_ + bytes_, bytes - bytes_, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
   madvise(data_, bytes, MADV_HUGEPAGE);
   bytes_ = bytes;
+}
+
+void IndexMemory::Clear(std::size_t offset, std::size_t bytes) {
+  const std::size_t end = offset + bytes, first = RoundUp(offset, kPage), last = end / kPage * kPage;
+  if (first >= last || madvise(data_ + first, last - first, MADV_DONTNEED) != 0) {
+    std::memset(data_ + offset, 0, bytes);
+    return;
+  }
+  std::memset(data_ + offset, 0, first - offset);
+  std::memset(data_ + last, 0, end - last);
 }
 
 void IndexMemory::Reserve(std::size_t bytes) {

@@ -27,6 +27,8 @@ class IndexMemory {
   // Grows to at least `bytes` and keeps the contents, perhaps at another address. Throws std::bad_alloc, with
   // nothing changed.
   void Extend(std::size_t bytes);
+  // Makes a part zero. Its whole pages go back to the system until they are used.
+  void Clear(std::size_t offset, std::size_t bytes);
 
  private:
   void Reserve(std::size_t bytes);

@@ -95,9 +95,12 @@ bool IndexRebuild::LoadTables(const SnapshotReader& reader) {
 bool IndexRebuild::LoadTable(const SnapshotReader& reader, const SavedTable& saved) {
   RowIndex::Table& table = state_.rows.TableFor(saved.table.table, saved.table.row_bytes);
   if (table.index.size() > 0) return false;  // it comes twice
-  if (LoadInParallel(reader, saved, table.index)) return true;
-  table.index = TableIndex();
-  return LoadInOrder(reader, saved, table.index);
+  if (!LoadInParallel(reader, saved, table.index)) {
+    table.index.hash() = TableIndex();
+    if (!LoadInOrder(reader, saved, table.index)) return false;
+  }
+  return table.index.MayBeDense() ? LoadRanges(reader, saved, table.index)
+                                  : LoadRangesInOrder(reader, saved, table.index);
 }
 
 // What a thread restores at once.
@@ -106,13 +109,22 @@ struct IndexRebuild::Piece {
 
   SnapshotReader::Groups groups;
   std::vector<TableIndex::Entry> spilled;
-  std::vector<std::uint32_t> live;  // by ordinal of the snapshot, of all pieces of this memory
+  std::vector<Location> locations;     // of a range
+  std::vector<std::uint64_t> sampled;  // hashes, of all pieces of this memory
+  std::vector<std::uint32_t> live;     // by ordinal of the snapshot, of all pieces of this memory
+
+  void Sample(const TableLocations& index) {
+    for (const TableIndex::Entry& entry : groups.entries) {
+      if (index.IsSampled(entry.hash)) sampled.push_back(entry.hash);
+    }
+  }
 };
 
 // False also for ids that were chosen to crowd the index, which only LoadInOrder can take.
-bool IndexRebuild::LoadInParallel(const SnapshotReader& reader, const SavedTable& saved, TableIndex& index) {
+bool IndexRebuild::LoadInParallel(const SnapshotReader& reader, const SavedTable& saved,
+                                  TableLocations& index) {
   const RowClass& row_class = state_.rows.ClassFor(saved.table.row_bytes);
-  index.Reserve(saved.table.entries, Location{row_class.segments.size()} << row_class.slot_bits);
+  index.hash().Reserve(saved.table.entries, Location{row_class.segments.size()} << row_class.slot_bits);
   const auto groups = static_cast<std::int64_t>(reader.GroupsOf(saved.number));
   struct Ends {
     std::uint64_t first, last;  // hashes
@@ -138,7 +150,8 @@ bool IndexRebuild::LoadInParallel(const SnapshotReader& reader, const SavedTable
     const bool placed =
         reader.Read(saved.number, first, static_cast<std::uint64_t>(end - begin), piece->groups) &&
         saved.Translate(piece->groups.entries, piece->live) &&
-        index.Place(entries.data(), entries.size(), piece->spilled);
+        index.hash().Place(entries.data(), entries.size(), piece->spilled);
+    if (placed && index.MayBeDense()) piece->Sample(index);
     const std::lock_guard lock(mutex);
     good = good && placed;
     if (!placed) return;
@@ -152,19 +165,86 @@ bool IndexRebuild::LoadInParallel(const SnapshotReader& reader, const SavedTable
   }
   for (std::size_t i = 1; i < ends.size() && good; ++i) good = ends[i].first < ends[i - 1].last;
   if (!good) return false;
-  index.Settle(spilled, saved.table.entries);
+  index.hash().Settle(spilled, saved.table.entries);
+  for (const auto& piece : pieces) {
+    for (const std::uint64_t hash : piece->sampled) index.NoteSampled(hash);
+  }
   saved.AddLive(live);
   return true;
 }
 
-bool IndexRebuild::LoadInOrder(const SnapshotReader& reader, const SavedTable& saved, TableIndex& index) {
-  index.Reserve(saved.table.entries);
+bool IndexRebuild::LoadInOrder(const SnapshotReader& reader, const SavedTable& saved, TableLocations& index) {
+  index.hash().Reserve(saved.table.entries);
   Piece piece(saved.segments.size());
   for (std::uint64_t group = 0; group < reader.GroupsOf(saved.number); ++group) {
     CheckCall();
     if (!reader.Read(saved.number, group, 1, piece.groups)) return false;
     auto& entries = piece.groups.entries;
-    if (!saved.Translate(entries, piece.live) || !index.Append(entries.data(), entries.size())) return false;
+    if (!saved.Translate(entries, piece.live) || !index.hash().Append(entries.data(), entries.size()))
+      return false;
+    if (index.MayBeDense()) piece.Sample(index);
+  }
+  for (const std::uint64_t hash : piece.sampled) index.NoteSampled(hash);
+  saved.AddLive(piece.live);
+  return true;
+}
+
+// Into ranges of the same ids, which are made first: then each thread fills one.
+bool IndexRebuild::LoadRanges(const SnapshotReader& reader, const SavedTable& saved, TableLocations& index) {
+  DenseRanges& dense = index.ranges();
+  const auto& ranges = saved.table.ranges;
+  if (!ranges.empty() && reader.header().range_bits != dense.range_bits())
+    return LoadRangesInOrder(reader, saved, index);
+  const RowClass& row_class = state_.rows.ClassFor(saved.table.row_bytes);
+  for (const auto& range : ranges) {
+    if (dense.Has(range.number << dense.range_bits())) return false;
+    dense.Add(range.number, Location{row_class.segments.size()} << row_class.slot_bits);
+  }
+  std::vector<std::unique_ptr<Piece>> pieces;  // that no thread uses now
+  bool good = true;
+  std::size_t filled = 0;
+  std::mutex mutex;  // guards the three above
+  ParallelFor(0, std::ssize(ranges), 1, [&](std::int64_t at, std::int64_t) {
+    CheckCall();
+    std::unique_ptr<Piece> piece;
+    {
+      const std::lock_guard lock(mutex);
+      if (!good) return;
+      if (pieces.empty()) pieces.push_back(std::make_unique<Piece>(saved.segments.size()));
+      piece = std::move(pieces.back());
+      pieces.pop_back();
+    }
+    const std::uint64_t number = ranges[static_cast<std::size_t>(at)].number;
+    auto& entries = piece->groups.entries;
+    const bool read = reader.ReadRange(saved.number, static_cast<std::size_t>(at), piece->groups) &&
+                      saved.Translate(entries, piece->live);
+    std::size_t here = 0;
+    if (read) {
+      piece->locations.assign(dense.ids_per_range(), TableIndex::kAbsent);
+      for (const auto& [id, location] : entries)
+        piece->locations[id & (dense.ids_per_range() - 1)] = location;
+      here = dense.Fill(number, piece->locations.data());
+    }
+    const std::lock_guard lock(mutex);
+    good = good && read;
+    filled += here;
+    pieces.push_back(std::move(piece));
+  });
+  if (!good) return false;
+  dense.Count(filled);
+  for (const auto& piece : pieces) saved.AddLive(piece->live);
+  return true;
+}
+
+// Into an index of another form.
+bool IndexRebuild::LoadRangesInOrder(const SnapshotReader& reader, const SavedTable& saved,
+                                     TableLocations& index) {
+  Piece piece(saved.segments.size());
+  for (std::size_t range = 0; range < saved.table.ranges.size(); ++range) {
+    CheckCall();
+    if (!reader.ReadRange(saved.number, range, piece.groups)) return false;
+    if (!saved.Translate(piece.groups.entries, piece.live)) return false;
+    for (const auto& [id, location] : piece.groups.entries) index.Put(id, location);
   }
   saved.AddLive(piece.live);
   return true;
@@ -242,7 +322,7 @@ void IndexRebuild::ReplayRun(Segment& segment, const std::uint64_t* keys, const 
                              std::size_t n) {
   CheckCall();
   RowClass& row_class = *segment.row_class;
-  TableIndex& index = state_.rows.TableFor(KeyTable(keys[0]), row_class.geometry.row_bytes).index;
+  TableLocations& index = state_.rows.TableFor(KeyTable(keys[0]), row_class.geometry.row_bytes).index;
   std::vector<Source>& sources = sources_[&row_class];
   Location previous[kKeysPerRun];
   // Brings the entries into the cache; a key may come twice, so one by one below.

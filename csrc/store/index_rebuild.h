@@ -53,8 +53,10 @@ class IndexRebuild {
   bool MatchSegments(const SnapshotHeader::RowClass& saved, std::vector<SegmentPtr>& segments);
   bool LoadTables(const SnapshotReader& reader);
   bool LoadTable(const SnapshotReader& reader, const SavedTable& saved);
-  bool LoadInParallel(const SnapshotReader& reader, const SavedTable& saved, TableIndex& index);
-  bool LoadInOrder(const SnapshotReader& reader, const SavedTable& saved, TableIndex& index);
+  bool LoadInParallel(const SnapshotReader& reader, const SavedTable& saved, TableLocations& index);
+  bool LoadInOrder(const SnapshotReader& reader, const SavedTable& saved, TableLocations& index);
+  bool LoadRanges(const SnapshotReader& reader, const SavedTable& saved, TableLocations& index);
+  bool LoadRangesInOrder(const SnapshotReader& reader, const SavedTable& saved, TableLocations& index);
   void ForgetRows();
   void ReplayAll();
   void Replay(Segment& segment);

@@ -25,6 +25,13 @@ Bytes EncodeHeader(const SnapshotHeader& header) {
   }
   body.Put(static_cast<std::uint32_t>(header.tables.size()));
   for (const auto& table : header.tables) body.Put(table.table).Put(table.row_bytes).Put(table.entries);
+  if (header.HasRanges()) {
+    body.Put(header.range_bits);
+    for (const auto& table : header.tables) {
+      body.Put(static_cast<std::uint32_t>(table.ranges.size()));
+      for (const auto& range : table.ranges) body.Put(range.number).Put(range.bits);
+    }
+  }
   Encoder out;
   out.Raw(kMagic, 8).Put(kFormatVersion).Put(static_cast<std::uint32_t>(body.bytes().size()));
   out.Raw(body.bytes().data(), body.bytes().size());
@@ -54,6 +61,20 @@ SnapshotHeader DecodeBody(Decoder& in) {
     table.row_bytes = in.Get<std::uint32_t>();
     table.entries = in.Get<std::uint64_t>();
   }
+  if (in.AtEnd()) return header;
+  header.range_bits = in.Get<std::uint32_t>();
+  if (header.range_bits < DenseRanges::kLeastRangeBits || header.range_bits > DenseRanges::kRangeBits)
+    in.Fail("impossible range bits");
+  for (auto& table : header.tables) {
+    table.ranges.resize(in.Count(12));
+    for (auto& range : table.ranges) {
+      range.number = in.Get<std::uint64_t>();
+      range.bits = in.Get<std::uint32_t>();
+      if (range.bits == 0 || range.bits > DenseRanges::kMostBits ||
+          range.number >> (48 - header.range_bits) != 0)
+        in.Fail("impossible range");
+    }
+  }
   if (!in.AtEnd()) in.Fail("holds more than it should");
   return header;
 }
@@ -64,11 +85,22 @@ std::uint64_t EntryAreaBytes(std::uint64_t entries) {
   return entries * kEntryBytes + groups * 4;
 }
 
+std::uint64_t RangeBytes(const SnapshotHeader& header, const SnapshotHeader::Range& range) {
+  return DenseRanges::ArrayBytes(header.range_bits, range.bits) + sizeof(std::uint32_t);
+}
+
 }  // namespace
+
+bool SnapshotHeader::HasRanges() const {
+  return std::any_of(tables.begin(), tables.end(), [](const Table& table) { return !table.ranges.empty(); });
+}
 
 std::uint64_t SnapshotHeader::UsedBytes() const {
   std::uint64_t bytes = EncodeHeader(*this).size();
-  for (const Table& table : tables) bytes += EntryAreaBytes(table.entries);
+  for (const Table& table : tables) {
+    bytes += EntryAreaBytes(table.entries);
+    for (const Range& range : table.ranges) bytes += RangeBytes(*this, range);
+  }
   return bytes;
 }
 
@@ -77,7 +109,7 @@ std::uint64_t SnapshotHeader::FileBytes() const {
 }
 
 std::uint64_t SaveSnapshot(Env& env, const std::string& directory, bool direct, const SnapshotHeader& header,
-                           const std::vector<const TableIndex*>& indexes) {
+                           const std::vector<const TableLocations*>& indexes) {
   const std::string temporary = directory + "/" + kSnapshotTemporaryName;
   env.Remove(temporary);
   auto file = env.Open(temporary, OpenMode::kCreate, direct);
@@ -86,15 +118,23 @@ std::uint64_t SaveSnapshot(Env& env, const std::string& directory, bool direct, 
   out.Append(encoded.data(), encoded.size());
   std::vector<TableIndex::Entry> entries(SnapshotReader::kEntriesPerGroup);
   Bytes group(SnapshotReader::kEntriesPerGroup * kEntryBytes);
-  for (const TableIndex* index : indexes) {
-    std::int64_t cursor = index->DumpBegin();
-    while (const std::size_t n = index->Dump(cursor, entries.data(), entries.size())) {
+  for (const TableLocations* index : indexes) {
+    std::int64_t cursor = index->hash().DumpBegin();
+    while (const std::size_t n = index->hash().Dump(cursor, entries.data(), entries.size())) {
       for (std::size_t i = 0; i < n; ++i) {
         std::memcpy(&group[i * kEntryBytes], &entries[i].hash, kHashBytes);
         std::memcpy(&group[i * kEntryBytes + kHashBytes], &entries[i].location, kLocationBytes);
       }
       const std::uint32_t crc = Crc32c(group.data(), n * kEntryBytes);
       out.Append(group.data(), n * kEntryBytes);
+      out.Append(&crc, sizeof crc);
+    }
+    const DenseRanges& ranges = index->ranges();
+    for (std::size_t rank = 0; rank < ranges.ranges(); ++rank) {
+      const auto [number, bits, data] = ranges.ArrayOf(rank);
+      const std::size_t size = DenseRanges::ArrayBytes(ranges.range_bits(), bits);
+      const std::uint32_t crc = Crc32c(data, size);
+      out.Append(data, size);
       out.Append(&crc, sizeof crc);
     }
   }
@@ -138,6 +178,11 @@ bool SnapshotReader::ReadHeader(const StoreId& store) {
     if (table.entries > file_->Size() / kEntryBytes) return false;
     offsets_.push_back(offset);
     offset += EntryAreaBytes(table.entries);
+    std::vector<std::uint64_t>& offsets = range_offsets_.emplace_back();
+    for (const auto& range : table.ranges) {
+      offsets.push_back(offset);
+      offset += RangeBytes(header_, range);
+    }
   }
   return header_.store == store && header_.FileBytes() == file_->Size();
 }
@@ -146,19 +191,42 @@ std::uint64_t SnapshotReader::GroupsOf(std::size_t table) const {
   return (header_.tables[table].entries + kEntriesPerGroup - 1) / kEntriesPerGroup;
 }
 
+// nullptr when the file ends before them.
+const std::byte* SnapshotReader::ReadBytes(std::uint64_t begin, std::uint64_t size,
+                                           AlignedBuffer& buffer) const {
+  const std::uint64_t end = begin + size, from = begin / kBlockBytes * kBlockBytes;
+  const std::uint64_t whole = (end - from + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+  if (buffer.size() < whole) buffer = AlignedBuffer(whole);
+  if (file_->Read(from, buffer.data(), whole) < end - from) return nullptr;
+  return buffer.data() + (begin - from);
+}
+
+bool SnapshotReader::ReadRange(std::size_t table, std::size_t range, Groups& out) const {
+  const auto [number, bits] = header_.tables[table].ranges[range];
+  const std::size_t size = DenseRanges::ArrayBytes(header_.range_bits, bits);
+  const std::byte* const array =
+      ReadBytes(range_offsets_[table][range], size + sizeof(std::uint32_t), out.bytes);
+  if (array == nullptr) return false;
+  std::uint32_t crc;
+  std::memcpy(&crc, array + size, sizeof crc);
+  if (Crc32c(array, size) != crc) return false;
+  out.entries.clear();
+  for (std::size_t position = 0; position >> header_.range_bits == 0; ++position) {
+    const Location location = DenseRanges::At(array, header_.range_bits, bits, position);
+    if (location != TableIndex::kAbsent)
+      out.entries.push_back({number << header_.range_bits | position, location});
+  }
+  return true;
+}
+
 bool SnapshotReader::Read(std::size_t table, std::uint64_t first_group, std::uint64_t groups,
                           Groups& groups_out) const {
   std::vector<TableIndex::Entry>& out = groups_out.entries;
   const std::uint64_t first = first_group * kEntriesPerGroup;
   out.resize(std::min(groups * kEntriesPerGroup, header_.tables[table].entries - first));
-  const std::uint64_t begin = offsets_[table] + EntryAreaBytes(first),
-                      end = begin + EntryAreaBytes(out.size());
-  const std::uint64_t from = begin / kBlockBytes * kBlockBytes;
-  const std::uint64_t size = (end - from + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
-  AlignedBuffer& buffer = groups_out.bytes;
-  if (buffer.size() < size) buffer = AlignedBuffer(size);
-  if (file_->Read(from, buffer.data(), size) < end - from) return false;
-  const std::byte* at = buffer.data() + (begin - from);
+  const std::byte* at =
+      ReadBytes(offsets_[table] + EntryAreaBytes(first), EntryAreaBytes(out.size()), groups_out.bytes);
+  if (at == nullptr) return false;
   for (std::size_t done = 0; done < out.size();) {
     const std::size_t n = std::min(out.size() - done, kEntriesPerGroup);
     std::uint32_t crc;

@@ -12,7 +12,7 @@
 #include "io/env.h"
 #include "io/sequential.h"
 #include "store/format.h"
-#include "store/index.h"
+#include "store/table_locations.h"
 
 namespace tierstore {
 
@@ -29,10 +29,15 @@ struct SnapshotHeader {
     std::uint32_t slot_bits;
     std::vector<Segment> segments;  // by ordinal: what the upper bits of a location mean
   };
+  struct Range {
+    std::uint64_t number;
+    std::uint32_t bits;  // of a location in the range's array
+  };
   struct Table {
     std::uint32_t table;
     std::uint32_t row_bytes;
-    std::uint64_t entries;
+    std::uint64_t entries;  // of the hash index
+    std::vector<Range> ranges;
   };
 
   StoreId store{};
@@ -40,7 +45,9 @@ struct SnapshotHeader {
   std::uint64_t history = 0;
   std::vector<RowClass> classes;
   std::vector<Table> tables;
+  std::uint32_t range_bits = 0;
 
+  bool HasRanges() const;
   std::uint64_t UsedBytes() const;  // up to the zeros at the end
   std::uint64_t FileBytes() const;
 };
@@ -48,7 +55,7 @@ struct SnapshotHeader {
 // Writes a new snapshot in place of the old one, durably. `indexes`: one for each of header.tables. Returns
 // its size. Throws IoError; then the old snapshot or none is in place.
 std::uint64_t SaveSnapshot(Env& env, const std::string& directory, bool direct, const SnapshotHeader& header,
-                           const std::vector<const TableIndex*>& indexes);
+                           const std::vector<const TableLocations*>& indexes);
 
 class SnapshotReader {
  public:
@@ -70,14 +77,18 @@ class SnapshotReader {
   // Reads the entries of some groups of a table, in their order. False when they are damaged. From any
   // thread; throws IoError.
   bool Read(std::size_t table, std::uint64_t first_group, std::uint64_t groups, Groups& out) const;
+  // The same of a dense range: `entries` gets ids in place of hashes.
+  bool ReadRange(std::size_t table, std::size_t range, Groups& out) const;
 
  private:
   explicit SnapshotReader(std::unique_ptr<File> file) : file_(std::move(file)) {}
   bool ReadHeader(const StoreId& store);
+  const std::byte* ReadBytes(std::uint64_t begin, std::uint64_t size, AlignedBuffer& buffer) const;
 
   std::unique_ptr<File> file_;
   SnapshotHeader header_;
-  std::vector<std::uint64_t> offsets_;  // of each table's groups
+  std::vector<std::uint64_t> offsets_;                     // of each table's groups
+  std::vector<std::vector<std::uint64_t>> range_offsets_;  // of each table's ranges
 };
 
 }  // namespace tierstore

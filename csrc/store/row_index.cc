@@ -49,7 +49,7 @@ RowIndex::Table& RowIndex::TableFor(std::uint32_t table, std::uint32_t row_bytes
   if (table >= kMaxTables) throw InputError("table " + std::to_string(table) + " is not below 65536");
   if (table >= tables_.size()) tables_.resize(table + 1);
   auto& entry = tables_[table];
-  if (entry == nullptr) entry.reset(new Table{&ClassFor(row_bytes), {}});
+  if (entry == nullptr) entry.reset(new Table{&ClassFor(row_bytes), TableLocations(context_.config.index)});
   const std::uint32_t expected = entry->row_class->geometry.row_bytes;
   if (expected != row_bytes) {
     throw InputError("table " + std::to_string(table) + " has rows of " + std::to_string(expected) +
@@ -97,7 +97,7 @@ void RowIndex::Put(const std::uint64_t* keys, const Location* locations, std::si
 
 void RowIndex::ForgetRows() {
   for (auto& table : tables_) {
-    if (table != nullptr) table.reset(new Table{table->row_class, {}});
+    if (table != nullptr) table.reset(new Table{table->row_class, TableLocations(context_.config.index)});
   }
 }
 

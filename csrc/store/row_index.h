@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "store/context.h"
-#include "store/index.h"
 #include "store/scan_capture.h"
 #include "store/segment_set.h"
+#include "store/table_locations.h"
 
 namespace tierstore {
 
@@ -23,7 +23,7 @@ class RowIndex {
  public:
   struct Table {
     RowClass* row_class;
-    TableIndex index;
+    TableLocations index;
   };
 
   RowIndex(const StoreContext& context, SegmentSet& segments);

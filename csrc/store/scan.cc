@@ -305,7 +305,7 @@ void Scan::FindDamaged(Cursor& cursor, std::uint32_t table) {
   for (std::uint64_t at = 0; at != TableIndex::kEnd;) {
     const Lock lock(mutex_);
     context_.CheckOpen();
-    const RowIndex::Table* const entry = state_.rows.FindTable(table);
+    RowIndex::Table* const entry = state_.rows.FindTable(table);
     if (entry == nullptr || entry->row_class != cursor.of->row_class || cursor.part->left == 0) return;
     if (!entry->index.IsCurrent(at)) at = 0;
     ids.clear();

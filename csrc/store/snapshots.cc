@@ -7,13 +7,14 @@
 namespace tierstore {
 
 bool Snapshots::IsDue(const Lag& lag) const {
-  std::uint64_t rows = 0;
+  std::uint64_t rows = 0, bytes = 0;
   for (const auto& table : state_.rows.tables()) {
     if (table == nullptr) continue;
-    if (table->index.HasOwnOrder()) return false;
-    rows += table->index.size();
+    const TableLocations& index = table->index;
+    if (index.hash().HasOwnOrder()) return false;
+    rows += index.size();
+    bytes += index.hash().size() * 11 + index.ranges().bytes();
   }
-  const std::uint64_t bytes = rows * 11;
   const std::uint64_t written = unsaved_bytes_ + queue_.enqueued_bytes() - marked_bytes_;
   const std::uint64_t replayed = unsaved_rows_ + state_.rows.puts() - marked_puts_;
   const std::uint64_t most = std::max(context_.config.limits.replay_rows, rows / 4) / lag.part;
@@ -40,7 +41,13 @@ Snapshot Snapshots::Capture() const {
   for (std::uint32_t number = 0; number < tables.size(); ++number) {
     const auto& table = tables[number];
     if (table == nullptr) continue;
-    snapshot.header.tables.push_back({number, table->row_class->geometry.row_bytes, table->index.size()});
+    const DenseRanges& dense = table->index.ranges();
+    std::vector<SnapshotHeader::Range> ranges;
+    for (std::size_t i = 0; i < dense.ranges(); ++i)
+      ranges.push_back({dense.ArrayOf(i).number, dense.ArrayOf(i).bits});
+    snapshot.header.range_bits = dense.range_bits();
+    snapshot.header.tables.push_back(
+        {number, table->row_class->geometry.row_bytes, table->index.hash().size(), std::move(ranges)});
     snapshot.indexes.push_back(&table->index);
   }
   return snapshot;

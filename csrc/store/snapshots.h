@@ -17,7 +17,7 @@ namespace tierstore {
 // The index at one commit. The indexes may not change until the snapshot is written.
 struct Snapshot {
   SnapshotHeader header;
-  std::vector<const TableIndex*> indexes;
+  std::vector<const TableLocations*> indexes;
 };
 
 class Snapshots {

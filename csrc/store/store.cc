@@ -123,7 +123,7 @@ std::uint64_t Store::Keys(std::uint32_t table, std::uint64_t cursor, std::size_t
   context_.CheckOpen();
   const Lock lock(mutex_);
   queue_.ThrowPending();
-  const RowIndex::Table* entry = state_.rows.FindTable(table);
+  RowIndex::Table* const entry = state_.rows.FindTable(table);
   if (entry == nullptr) return TableIndex::kEnd;
   if (!entry->index.IsCurrent(cursor)) {
     throw InputError("rows of table " + std::to_string(table) +
@@ -190,6 +190,7 @@ StoreCounters Store::Stats() {
     counters.rows += table->index.size();
     counters.live_bytes += table->index.size() * table->row_class->geometry.row_bytes;
     counters.index_bytes += table->index.bytes();
+    counters.dense_rows += table->index.dense_rows();
   }
   const auto& segments = state_.segments.by_number();
   counters.disk_bytes = state_.space.meta_bytes();

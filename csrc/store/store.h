@@ -50,6 +50,7 @@ namespace tierstore {
 
 struct StoreCounters {
   std::uint64_t rows = 0, live_bytes = 0, disk_bytes = 0, index_bytes = 0, buffer_bytes = 0;
+  std::uint64_t dense_rows = 0;                           // that the index has in dense ranges
   std::uint64_t segments = 0, kept_bytes = 0;             // kept: only for the sake of commits
   std::uint64_t snapshot_failures = 0, rebuilt_rows = 0;  // rebuilt: read from footers or records when opened
   std::uint64_t written_rows = 0, written_bytes = 0, relocated_rows = 0;

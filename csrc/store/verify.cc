@@ -41,7 +41,7 @@ class SavedIndex {
   bool ReadTables(const SnapshotReader& reader, const VerifyContext& context);
 
   std::map<std::uint32_t, Tally> segments_;  // by number
-  std::map<std::uint32_t, std::unique_ptr<TableIndex>> tables_;
+  std::map<std::uint32_t, std::unique_ptr<TableLocations>> tables_;
 };
 
 void Report(const VerifyContext& context, const char* file, std::uint64_t offset, std::uint64_t bytes,
@@ -108,10 +108,19 @@ bool SavedIndex::ReadTables(const SnapshotReader& reader, const VerifyContext& c
       return false;
     }
     auto& index = tables_[table.table];
-    index = std::make_unique<TableIndex>();
-    index->Reserve(table.entries);
-    for (std::uint64_t group = 0; group < reader.GroupsOf(number); ++group) {
-      if (!reader.Read(number, group, 1, groups) || !index->Append(entries.data(), entries.size())) {
+    index = std::make_unique<TableLocations>(IndexForm{0, DenseRanges::kRangeBits});
+    index->hash().Reserve(table.entries);
+    const std::uint64_t parts = reader.GroupsOf(number);
+    for (std::uint64_t part = 0; part < parts + table.ranges.size(); ++part) {
+      const bool in_ranges = part >= parts;
+      bool intact = in_ranges ? reader.ReadRange(number, part - parts, groups)
+                              : reader.Read(number, part, 1, groups) &&
+                                    index->hash().Append(entries.data(), entries.size());
+      if (in_ranges && intact) {
+        for (const auto& [id, location] : entries)
+          intact = index->Put(id, location) == TableIndex::kAbsent && intact;
+      }
+      if (!intact) {
         Report(context, kSnapshotName, 0, size,
                "entries of table " + std::to_string(table.table) + " in the saved index are damaged");
         return false;

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.store.store_model import CAP, TABLES
+from tests.store.store_model import CAP, TABLES, use_compact_index
 from tierstore.store import engine_names, open_store
 
+COMPACT = "native with a compact index"
 
-@pytest.fixture(params=engine_names())
-def engine(request):
-    return request.param
+
+@pytest.fixture(params=[*engine_names(), COMPACT])
+def engine(request, monkeypatch):
+    if request.param != COMPACT:
+        return request.param
+    use_compact_index(monkeypatch)
+    return "native"
 
 
 @pytest.fixture

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tierstore.keys import MAX_ID, make_keys
 from tierstore.store import DirectoryStore, RowStore, StoredTable, open_store
+from tierstore.store.native import NativeConfig, NativeLimits
 
 CAP = 1 << 30
 TABLES = (
@@ -20,6 +23,18 @@ TABLES = (
     StoredTable("last", 65535, MAX_ID + 1, 300, 1200),
 )
 ROW_BYTES = {spec.index: spec.row_bytes for spec in TABLES}
+
+
+def use_compact_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every native store a compact index whose ranges have 64 ids, so that few rows make one dense."""
+    check = NativeConfig.__post_init__
+
+    def compact(self: NativeConfig) -> None:
+        check(self)
+        object.__setattr__(self, "index", "compact")
+        object.__setattr__(self, "limits", replace(self.limits or NativeLimits(), range_bits=6))
+
+    monkeypatch.setattr(NativeConfig, "__post_init__", compact)
 
 
 def make_rows(keys: np.ndarray, row_bytes: int, version: int = 0) -> np.ndarray:

@@ -339,6 +339,9 @@ def test_against_a_dictionary(engine):
     run(type("Machine", (StoreMachine,), {"engine": engine}))
 
 
+@pytest.mark.parametrize("index", ["hash", "compact"])
 @pytest.mark.parametrize("machine", [MemoryEnvMachine, PosixEnvMachine, FaultEnvMachine])
-def test_native_on_every_env(machine):
-    run(machine, share=2)
+def test_native_on_every_env(machine, index, monkeypatch):
+    if index == "compact":
+        store_model.use_compact_index(monkeypatch)
+    run(machine, share=1)

@@ -87,9 +87,15 @@ class Engine:
         opening = GroupOpening(self.tables, self.specs, config, self.optimizer, self.policy)
         self.store: DirectoryStore | None = None
         if config.ssd:
-            cap, io = config.ssd_cap, config.io
             self.store = open_store(
-                config.path, config.engine, self.specs, cap, io=io, keep=self._keep, at=at
+                config.path,
+                config.engine,
+                self.specs,
+                config.ssd_cap,
+                io=config.io,
+                keep=self._keep,
+                at=at,
+                index=config.index,
             )
         try:
             self.groups = opening.groups(self.store)

@@ -28,6 +28,8 @@ READ_AHEAD_OF_MEMORY = 64  # the ranks of a host take one byte in so many togeth
 EXCHANGES = 4  # collectives of a step of one sharded collection: sizes, ids, vectors, gradients
 
 INDEX_BYTES_PER_ROW = 12  # of the native store: 10.8 to 11.9 at its usual fill
+COMPACT_INDEX_BYTES_PER_ROW = 8  # at most, while a table fills; 3 to 4 once it is full
+COMPACT_INDEX_ROWS = 1 << 22  # of a table whose index is compact
 RANK_BUFFERS = 40 << 20  # per rank that stores: write queue, read buffers, the policies' fixed parts
 MOST_STORED_ROWS = 15 << 35  # of one size in one store: 2^40 places, half perhaps unused, a 16th for copies
 FLOAT = 4
@@ -177,6 +179,11 @@ def rows_by_size(tables: Sequence[TableSpec]) -> dict[int, int]:
         size = row_bytes(table.embedding_dim, table.optimizer)
         rows[size] = rows.get(size, 0) + table.rows
     return rows
+
+
+def index_bytes(rows: int) -> int:
+    """Return the most bytes of the native store's index of a table of so many rows."""
+    return rows * (COMPACT_INDEX_BYTES_PER_ROW if rows >= COMPACT_INDEX_ROWS else INDEX_BYTES_PER_ROW)
 
 
 def slot_bytes(row: int) -> float:

@@ -14,9 +14,9 @@ from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.costs import (
     DISK_SLACK,
     FLOAT,
-    INDEX_BYTES_PER_ROW,
     WRITE_AMPLIFICATION,
     Problem,
+    index_bytes,
     slot_bytes,
 )
 from tierstore.planner.curves import Floats, MissCurve
@@ -187,7 +187,7 @@ def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: 
         fixed_host=int(pinned * curve.at(floor) * size),
         slot_bytes=slot,
         unique=unique,
-        index_bytes=rows * INDEX_BYTES_PER_ROW + ahead,
+        index_bytes=index_bytes(rows) + ahead,
         read_ahead=ahead,
         ssd_bytes=int(rows * record * DISK_SLACK),
         link_s=2 * size / topology.host_link_bw + topology.row_seconds["link"],

@@ -10,7 +10,7 @@ import numpy as np
 
 from tierstore.config import format_bytes, parse_bytes
 from tierstore.placement import ShardingPlan, ShardingType
-from tierstore.planner.costs import INDEX_BYTES_PER_ROW, RANK_STAGES
+from tierstore.planner.costs import COMPACT_INDEX_BYTES_PER_ROW, INDEX_BYTES_PER_ROW, RANK_STAGES
 from tierstore.planner.options import Placed
 from tierstore.planner.solver import Solution
 from tierstore.planner.what_if import FIELDS
@@ -18,7 +18,7 @@ from tierstore.planner.what_if import FIELDS
 _OTHERWISE = {
     "hbm": "lower batch_size or depth: the rows of depth + 1 batches must fit",
     "host_memory": "lower batch_size: rows of batches on their way are held there, and so is the store's "
-    f"index, {INDEX_BYTES_PER_ROW} bytes per row",
+    f"index, {COMPACT_INDEX_BYTES_PER_ROW} to {INDEX_BYTES_PER_ROW} bytes per row",
     "no_ssd": "give hosts an ssd for the rows that do not fit",
     "ssd": "as much host memory: tables held in memory take no ssd",
 }

@@ -50,6 +50,7 @@ def open_store(
     keep: int = 1,
     at: int | str = 0,
     read_only: bool = False,
+    index: str = "auto",
 ) -> DirectoryStore:
     """Open the store directory ``path`` for ``tables``, at its last commit; create it where there is none.
 
@@ -72,7 +73,7 @@ def open_store(
         tables = own.tables if tables is None else tables
     factory = get_engine(engine)
     wanted = StoreIdentity(engine, identities.plain(tables))
-    options = StoreOptions(ssd_bytes, io, read_threads, keep, at, read_only)
+    options = StoreOptions(ssd_bytes, io, read_threads, keep, at, read_only, index)
     if read_only:
         return _open_read_only(Path(path or ""), wanted, options)
     doing = f"opening a store in {'a temporary directory' if path is None else os.fspath(path)}"

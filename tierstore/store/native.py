@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore import _core
+from tierstore.config import INDEX_NAMES
 from tierstore.errors import ConfigError, InputError
 from tierstore.store.base import RowSizes, check_commit
 from tierstore.store.commits import check_droppable, find_commit
@@ -36,6 +37,8 @@ class NativeLimits:
     replay_rows: int = 1 << 27
     """Rows that are written, or a quarter of all rows, until a commit saves the index."""
     manifest_bytes: int = 1 << 30
+    range_bits: int = 16
+    """Ids of a dense range of the index: 2 to this power, 6 at least."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,9 @@ class NativeConfig:
     snapshot_min_rows: int = 1 << 17
     """The smallest number of rows for which the index is saved beside the data; smaller stores open fast
     without it."""
+    index: str = "auto"
+    """How the index finds rows: "hash", "compact" (ranges of ids of which many are stored take an array in
+    place of hash entries), or "auto": compact for tables of 4,194,304 stored rows or more."""
     limits: NativeLimits | None = None
     """None: the limits of the core."""
 
@@ -74,6 +80,8 @@ class NativeConfig:
             object.__setattr__(self, "io", "io_uring")
         if self.io not in ("auto", "io_uring", "pread"):
             raise ConfigError(f"io is {self.io!r}; it must be 'auto', 'io_uring' or 'pread'")
+        if self.index not in INDEX_NAMES:
+            raise ConfigError(f"index is {self.index!r}; it must be 'auto', 'hash' or 'compact'")
         if self.keep < 1:
             raise ConfigError(f"keep is {self.keep}; a store keeps at least its last commit")
         if not 1 <= self.queue_depth <= 1024:
@@ -105,7 +113,14 @@ class NativeStore:
         if config is None:
             if options is None:
                 raise ConfigError("NativeStore needs options or a config")
-            config = NativeConfig(options.ssd_bytes, options.io, options.keep, options.at, options.read_only)
+            config = NativeConfig(
+                options.ssd_bytes,
+                options.io,
+                options.keep,
+                options.at,
+                options.read_only,
+                index=options.index,
+            )
         self._folder: _core.Env | None = None
         if env is None:
             path = path.absolute()  # the Env looks up names in the folder long after this

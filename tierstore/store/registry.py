@@ -32,6 +32,9 @@ class StoreOptions:
     read_only: bool = False
     """Change nothing on disk, so that a store can be read where writing is not allowed."""
 
+    index: str = "auto"
+    """Form of the native store's index: "auto", "hash" or "compact"; other engines ignore it."""
+
     def __post_init__(self) -> None:
         if self.keep < 1:
             raise ConfigError(f"keep is {self.keep}; a store keeps at least its last commit")

@@ -161,6 +161,9 @@ void ParseOne(std::uint8_t what, std::span<const std::byte> bytes) {
             if (!reader->Read(table, group, 1, groups) || !index.Append(entries.data(), entries.size()))
               return;
           }
+          for (std::size_t range = 0; range < reader->header().tables[table].ranges.size(); ++range) {
+            if (!reader->ReadRange(table, range, groups)) return;
+          }
         }
       }
     }

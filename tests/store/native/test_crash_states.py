@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from tests.store.store_model import use_compact_index
 from tierstore import _core
 from tierstore.errors import StoreFullError
 from tierstore.keys import make_keys
@@ -169,14 +170,17 @@ def check_image(image, at: int, events: list[Event], keep: int, rng: random.Rand
         assert contents(store) == rows
 
 
+@pytest.mark.parametrize("index", ["hash", "compact"])
 @pytest.mark.parametrize("seed", range(WORKLOADS))
-def test_crash_states(seed):
+def test_crash_states(seed, index, monkeypatch):
+    if index == "compact":
+        use_compact_index(monkeypatch)
     env, keep = _core.MemoryEnv(), 1 + seed % 3
     events = run_workload(env, seed, keep)
     operations = env.operations()
     assert len(events) > 3
     rng = random.Random(seed + STATES)
-    for number in range(STATES // WORKLOADS):
+    for number in range(STATES // WORKLOADS // 2):
         # The moments around commits are the interesting ones.
         near = rng.choice(events[1:])
         at = rng.choice([rng.randint(0, operations), rng.randint(near.begun, near.done)])
