@@ -141,6 +141,18 @@ bool DenseRanges::Put(std::uint64_t id, Location location, Location& previous) {
   return true;
 }
 
+bool DenseRanges::Set(std::uint64_t id, Location location) {
+  const std::uint32_t rank = RankOf(NumberOf(id));
+  if (rank != kNone) Store(ranges_[rank], PositionOf(id), location + 1);
+  return rank != kNone;
+}
+
+void DenseRanges::Fit(Location most) {
+  for (Range& range : ranges_) {
+    if (most >= Mask(range.bits)) Widen(range, most);
+  }
+}
+
 std::size_t DenseRanges::Fill(std::uint64_t number, const Location* locations) {
   const Range& range = ranges_[RankOf(number)];
   std::size_t filled = 0;

@@ -5,7 +5,7 @@
 // range needs; when a longer location comes, the range is copied. Ranges of equally long locations share one
 // mapping, in huge pages once it is large.
 //
-// Not thread-safe, but for Fill. Memory is mapped, not allocated: bytes() is what the process holds.
+// Not thread-safe, but for Set and Fill. Memory is mapped, not allocated: bytes() is what the process holds.
 #pragma once
 
 #include <cstddef>
@@ -42,6 +42,12 @@ class DenseRanges {
   // The same with the former location; the id then has the new one. Throws std::bad_alloc with nothing
   // changed.
   bool Put(std::uint64_t id, Location location, Location& previous);
+
+  // The same from different threads for ids of different ranges, without a count of ids that were absent, for
+  // locations that the range Fit.
+  bool Set(std::uint64_t id, Location location);
+  // Gives all ranges room for locations up to `most`. Throws std::bad_alloc.
+  void Fit(Location most);
 
   // Sets locations, `kAbsent` for none, of all ids of a range that holds none yet. Different ranges may be
   // filled from different threads; no other call may be under way. Returns the number of locations, which the

@@ -106,6 +106,9 @@ class TableIndex {
   bool HasOwnOrder() const { return orders_ > 0; }
   std::uint64_t orders() const { return orders_; }
 
+  // Up to this location Put of an id that is there changes no other entry.
+  Location most_location() const { return most_location_; }
+
   std::size_t size() const { return count_; }
   std::size_t bytes() const { return memory_.bytes(); }
 

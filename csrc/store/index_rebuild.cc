@@ -13,7 +13,6 @@
 namespace tierstore {
 namespace {
 
-constexpr std::size_t kKeysPerRun = 256;
 constexpr std::int64_t kGroupsPerPiece = 8;  // of the snapshot, that a thread reads at once
 
 }  // namespace
@@ -286,75 +285,15 @@ void IndexRebuild::ForgetRows() {
 }
 
 void IndexRebuild::ReplayAll() {
-  for (const auto& [row_bytes, row_class] : state_.rows.classes()) {
+  for (const auto& [row_bytes, row_class] : state_.rows.classes())
     sources_[row_class.get()].resize(row_class->segments.size());
-    for (std::size_t i = 0; i < row_class->segments.size(); ++i) {
-      const SegmentPtr segment = row_class->segments[i];
-      if (SourceOf(*segment).covered < segment->slots) Replay(*segment);
-    }
-  }
+  IndexReplay(context_, state_, snapshots_, sources_).Run();
 }
 
-void IndexRebuild::Replay(Segment& segment) {
-  Source& source = SourceOf(segment);
-  Footer footer = LoadKeys(segment, context_.id, source.covered);
-  source.epochs = std::move(footer.epochs);
-  std::uint64_t keys[kKeysPerRun];
-  std::uint32_t slots[kKeysPerRun];
-  std::size_t n = 0;
-  auto void_slot = std::lower_bound(footer.voids.begin(), footer.voids.end(), source.covered);
-  for (std::uint32_t slot = source.covered; slot < segment.slots; ++slot) {
-    if (void_slot != footer.voids.end() && *void_slot == slot) {
-      ++void_slot;
-      continue;
-    }
-    if (n == kKeysPerRun || (n > 0 && KeyTable(keys[0]) != KeyTable(footer.keys[slot]))) {
-      ReplayRun(segment, keys, slots, std::exchange(n, 0));
-    }
-    keys[n] = footer.keys[slot];
-    slots[n++] = slot;
-  }
-  if (n > 0) ReplayRun(segment, keys, slots, n);
-}
-
-// Keys of one table.
-void IndexRebuild::ReplayRun(Segment& segment, const std::uint64_t* keys, const std::uint32_t* slots,
-                             std::size_t n) {
-  CheckCall();
-  RowClass& row_class = *segment.row_class;
-  TableLocations& index = state_.rows.TableFor(KeyTable(keys[0]), row_class.geometry.row_bytes).index;
-  std::vector<Source>& sources = sources_[&row_class];
-  Location previous[kKeysPerRun];
-  // Brings the entries into the cache; a key may come twice, so one by one below.
-  index.Find(keys, n, previous);
-  for (std::size_t i = 0; i < n; ++i) {
-    const Location there = index.Put(keys[i], row_class.LocationOf(segment, slots[i]));
-    ++segment.live;
-    if (there == TableIndex::kAbsent) continue;
-    Segment& other = *row_class.SegmentOf(there);
-    if (AgeOf(sources, other, row_class.SlotOf(there)) > AgeOf(sources, segment, slots[i])) {
-      index.Put(keys[i], there);
-      --segment.live;
-    } else {
-      --other.live;
-    }
-  }
-  snapshots_.CountRebuilt(n, n * row_class.geometry.record_bytes);
-}
-
-IndexRebuild::Source& IndexRebuild::SourceOf(const Segment& segment) {
-  std::vector<Source>& sources = sources_[segment.row_class];
+ReplaySource& IndexRebuild::SourceOf(const Segment& segment) {
+  std::vector<ReplaySource>& sources = sources_[segment.row_class];
   if (sources.size() <= segment.ordinal) sources.resize(segment.ordinal + 1);
   return sources[segment.ordinal];
-}
-
-// Of two versions of a row the one with the higher age is newer.
-std::uint64_t IndexRebuild::AgeOf(const std::vector<Source>& sources, const Segment& segment,
-                                  std::uint32_t slot) {
-  const Source& source = sources[segment.ordinal];
-  if (slot < source.covered) return 0;
-  const std::uint64_t epoch = segment.relocated ? source.epochs[slot] : segment.number;
-  return epoch << 32 | std::uint64_t{segment.relocated} << 31 | slot;
 }
 
 }  // namespace tierstore

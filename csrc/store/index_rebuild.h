@@ -1,10 +1,6 @@
 // Fills the index when a store is opened: from a usable snapshot, if there is one, and from the footers (or
 // records) of later rows.
 //
-// Segments may come in any order. Of two versions of a row the version with the higher epoch is newer; with
-// equal epochs the relocated version is, since compaction copies the newest version of a finished segment.
-// Versions in a snapshot are older than all versions outside of it.
-//
 // The store's mutex is held throughout, since no other thread uses the store yet.
 #pragma once
 
@@ -14,6 +10,7 @@
 #include <vector>
 
 #include "store/context.h"
+#include "store/index_replay.h"
 #include "store/snapshots.h"
 #include "store/state.h"
 
@@ -30,10 +27,6 @@ class IndexRebuild {
   void Run();
 
  private:
-  struct Source {
-    std::uint32_t covered = 0;          // leading slots that came with the snapshot
-    std::vector<std::uint32_t> epochs;  // by slot, of relocated segments that are replayed
-  };
   // A table of the snapshot, and the meaning of its locations there.
   struct SavedTable {
     std::size_t number;  // in the header
@@ -59,15 +52,12 @@ class IndexRebuild {
   bool LoadRangesInOrder(const SnapshotReader& reader, const SavedTable& saved, TableLocations& index);
   void ForgetRows();
   void ReplayAll();
-  void Replay(Segment& segment);
-  void ReplayRun(Segment& segment, const std::uint64_t* keys, const std::uint32_t* slots, std::size_t n);
-  Source& SourceOf(const Segment& segment);
-  static std::uint64_t AgeOf(const std::vector<Source>& sources, const Segment& segment, std::uint32_t slot);
+  ReplaySource& SourceOf(const Segment& segment);
 
   const StoreContext& context_;
   StoreState& state_;
   Snapshots& snapshots_;
-  std::map<const RowClass*, std::vector<Source>> sources_;  // by ordinal
+  ReplaySources sources_;
   // Segments that the snapshot names and the commit does not: in the end nothing may point to them.
   std::vector<SegmentPtr> ghosts_;
 };

@@ -9,19 +9,17 @@ namespace {
 constexpr std::size_t kPrefetch = 16;
 constexpr std::size_t kIdsAtOnce = 1024;
 constexpr std::size_t kPositionsAtOnce = 1 << 16;
+// Rows of a hash index whose parts are longer than any search is (kLongestRun of store/index.cc).
+constexpr std::size_t kLeastParted = TableLocations::kParts << 14;
 constexpr unsigned kSampledRangeBits = 10;  // ids of a full range that are counted: 2^this, or all
 
 }  // namespace
 
 void TableLocations::Find(const std::uint64_t* ids, std::size_t n, Location* locations) const {
   if (ranges_.ranges() == 0) return hash_.Find(ids, n, locations);
-  const auto prefetch = [&](std::size_t i) {
-    ranges_.Prefetch(ids[i]);
-    if (hash_.size() > 0) hash_.Prefetch(ids[i]);
-  };
-  for (std::size_t i = 0; i < std::min(n, kPrefetch); ++i) prefetch(i);
+  for (std::size_t i = 0; i < std::min(n, kPrefetch); ++i) Prefetch(ids[i]);
   for (std::size_t i = 0; i < n; ++i) {
-    if (i + kPrefetch < n) prefetch(i + kPrefetch);
+    if (i + kPrefetch < n) Prefetch(ids[i + kPrefetch]);
     locations[i] = Find(ids[i]);
   }
 }
@@ -41,10 +39,7 @@ void TableLocations::Put(const std::uint64_t* ids, const Location* locations, st
     }
   } else {
     for (std::size_t i = 0; i < n; ++i) {
-      if (i + kPrefetch < n) {
-        ranges_.Prefetch(ids[i + kPrefetch]);
-        if (hash_.size() > 0) hash_.Prefetch(ids[i + kPrefetch]);
-      }
+      if (i + kPrefetch < n) Prefetch(ids[i + kPrefetch]);
       previous[i] = PutOne(ids[i], locations[i]);
     }
   }
@@ -68,6 +63,27 @@ Location TableLocations::PutOne(std::uint64_t id, Location location) {
 
 void TableLocations::NoteNew(std::uint64_t id) {
   if (const std::uint64_t hash = TableIndex::Permute(id); IsSampled(hash)) NoteSampled(hash);
+}
+
+// Of two neighbours in the hash index one is in the lower half of parts.
+std::size_t TableLocations::PartOf(std::uint64_t id) const {
+  if (ranges_.Has(id)) return ranges_.NumberOf(id) % kParts;
+  const std::size_t part = TableIndex::Permute(id) * kParts >> 48;
+  return part % 2 * (kParts / 2) + part / 2;
+}
+
+void TableLocations::Prefetch(std::uint64_t id) const {
+  ranges_.Prefetch(id);
+  if (hash_.size() > 0) hash_.Prefetch(id);
+}
+
+bool TableLocations::MayReplace(std::uint64_t id, Location location) const {
+  if (ranges_.Has(id)) return true;
+  return hash_.size() >= kLeastParted && !hash_.HasOwnOrder() && location <= hash_.most_location();
+}
+
+void TableLocations::Replace(std::uint64_t id, Location location) {
+  if (!ranges_.Set(id, location)) hash_.Put(id, location);
 }
 
 std::uint64_t TableLocations::SampleMask() const {

@@ -55,7 +55,20 @@ class TableLocations {
   std::size_t bytes() const { return hash_.bytes() + ranges_.bytes(); }
   std::size_t dense_rows() const { return ranges_.size(); }
 
-  // The parts, for snapshots. Who fills the hash index otherwise than by Put passes the hashes to
+  // For threads that change locations side by side, in different parts of the index (store/index_replay.h).
+  // Two parts of the same half of all parts are not neighbours.
+  static constexpr std::size_t kParts = 512;
+  std::size_t PartOf(std::uint64_t id) const;
+  void Prefetch(std::uint64_t id) const;
+  // Gives ranges room for locations up to `most`.
+  void Fit(Location most) { ranges_.Fit(most); }
+  bool IsDense(std::uint64_t id) const { return ranges_.Has(id); }
+  // Whether Replace may set this location of an id; in ranges after Fit.
+  bool MayReplace(std::uint64_t id, Location location) const;
+  // Sets the location of an id that is there, or that IsDense: its caller then counts it in ranges().
+  void Replace(std::uint64_t id, Location location);
+
+  // The two kinds of ids, for snapshots. Who fills the hash index otherwise than by Put passes the hashes to
   // NoteSampled, of all entries for which IsSampled is true.
   TableIndex& hash() { return hash_; }
   const TableIndex& hash() const { return hash_; }

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -14,6 +18,16 @@ MANY_SEGMENTS = NativeLimits(chunk_bytes=16_384, slot_bits=22)
 """For segments of 42 rows of 272 bytes, with locations as if a segment had 1 GiB."""
 SHORT = 1024 * 42
 """Rows whose locations have at most 32 bits."""
+
+
+@contextmanager
+def threads_of_the_core(count: int) -> Iterator[None]:
+    before = _core.num_threads()
+    _core.set_num_threads(count)
+    try:
+        yield
+    finally:
+        _core.set_num_threads(before)
 
 
 def open_with_many_segments(env, **options) -> NativeStore:
@@ -181,3 +195,37 @@ def test_a_commit_saves_the_index_when_many_rows_would_be_replayed(count, is_sav
         put(store, [0], 3, 16)
         store.commit(b"")  # what was replayed counts, too
         assert (env.contents("disk/INDEX") != before) == (not is_saved)
+
+
+@pytest.mark.parametrize("index", ["hash", "compact"])
+def test_a_large_replay(tmp_path, index):
+    """Threads change locations in parts of the index: also of rows written several times, copied, and new."""
+    count, changed, table = 9_000_000, 1_000_000, table_of(16)
+    config = NativeConfig(1 << 33, index=index, segment_bytes=8 << 20)
+    random = np.random.default_rng(1)
+    with NativeStore(tmp_path, [table], config=config) as store:
+        for first in range(0, count, 1 << 20):
+            ids = np.arange(first, min(count, first + (1 << 20)))
+            put(store, ids, 1, 16)
+        store.commit(b"")
+    versions = np.ones(count + changed, np.int64)
+    config = replace(config, snapshot_min_rows=1 << 40)  # so the saved index stays as it is
+    with NativeStore(tmp_path, [table], config=config) as store:
+        for version in (2, 3, 4):
+            ids = random.integers(0, count + changed, changed)  # a seventh of them twice
+            put(store, ids, version, 16)
+            versions[ids] = version
+        store.commit(b"")
+        store.compact()
+        store.commit(b"")
+        rows = store.stats().rows
+    for threads in (1, 2):
+        with threads_of_the_core(threads), NativeStore(tmp_path, [table], config=config) as store:
+            assert store.counters()["rebuilt_rows"] > 2 * changed
+            assert store.counters()["dense_rows"] == (0 if index == "hash" else pytest.approx(rows, rel=0.1))
+            assert store.stats().rows == rows
+            for version in (2, 3, 4):
+                assert holds(store, np.flatnonzero(versions == version), version, 16)
+            old = np.flatnonzero(versions[:count] == 1)
+            assert holds(store, old[::7], 1, 16)
+            assert sum(len(keys) for keys, _ in store.scan()) == rows
