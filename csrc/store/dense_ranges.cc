@@ -65,6 +65,7 @@ void DenseRanges::Rehash() {
 
 void DenseRanges::Add(std::uint64_t number, Location most) {
   most_ = std::max(most_, most);
+  if (pools_.empty()) pools_.resize(kMostBits + 1);
   while (2 * (ranges_.size() + 1) > ranks_.size()) Rehash();
   if (ranges_.size() == ranges_.capacity()) ranges_.reserve(2 * ranges_.size() + 1);
   const unsigned bits = std::max(kLeastBits, BitsFor(most_));
@@ -180,7 +181,7 @@ std::uint64_t DenseRanges::List(std::uint64_t cursor, std::size_t limit, std::ve
 
 std::size_t DenseRanges::bytes() const {
   std::size_t bytes = ranges_.capacity() * sizeof(Range) + ranks_.capacity() * sizeof(std::uint32_t);
-  for (unsigned bits = 0; bits <= kMostBits; ++bits)
+  for (unsigned bits = 0; bits < pools_.size(); ++bits)
     bytes += pools_[bits].memory.bytes() - pools_[bits].free.size() * BytesOf(bits);
   return bytes;
 }

@@ -108,7 +108,7 @@ class DenseRanges {
   unsigned range_bits_;
   std::vector<Range> ranges_;         // in the order in which they were made
   std::vector<std::uint32_t> ranks_;  // a hash table of positions in ranges_, plus one
-  Pool pools_[kMostBits + 1];         // by bits
+  std::vector<Pool> pools_;           // by bits, once there is a range
   Location most_ = 0;                 // that was ever put
   std::size_t count_ = 0;
 };

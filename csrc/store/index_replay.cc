@@ -12,7 +12,7 @@
 namespace tierstore {
 namespace {
 
-constexpr std::uint64_t kSlotsAtOnce = 1 << 22;  // of segments that are replayed together
+constexpr std::uint64_t kSlotsAtOnce = 1 << 21;  // of segments that are replayed together
 constexpr std::size_t kKeysPerRun = 256;
 constexpr std::size_t kPrefetch = 16;
 constexpr std::size_t kParts = TableLocations::kParts;
