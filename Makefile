@@ -54,7 +54,8 @@ wheel: $(VENV)/created
 	$(PIP) wheel --quiet --no-deps --wheel-dir dist .
 
 # Plain programs, so that nothing but the store is instrumented.
-SANITIZED := $(addprefix csrc/common/,crc32c.cc float_mode.cc fork.cc huge_pages.cc page_allocator.cc thread_pool.cc) \
+SANITIZED := $(addprefix csrc/common/,crc32c.cc float_mode.cc fork.cc huge_pages.cc key.cc page_allocator.cc \
+  thread_pool.cc) \
   $(wildcard csrc/io/*.cc csrc/store/*.cc)
 SANITIZE_OUT := build/sanitize
 
@@ -75,8 +76,8 @@ $(SANITIZE_OUT)/%-thread: csrc/store/tests/%.cc $(SANITIZED) $(CSRC)
 	@mkdir -p $(@D)
 	$(CXX) -std=c++20 -g -O1 -fsanitize=thread -pthread -Icsrc $< $(SANITIZED) -o $@
 
-sanitize: $(addprefix $(SANITIZE_OUT)/,config_test-address index_test-address index_test-small table_locations_test-address store_test-address \
-  scan_test-address fuzz_formats-address store_test-thread scan_test-thread)
+sanitize: $(addprefix $(SANITIZE_OUT)/,config_test-address index_test-address index_test-small \
+  table_locations_test-address store_test-address scan_test-address fuzz_formats-address store_test-thread scan_test-thread)
 	$(SANITIZE_OUT)/config_test-address
 	$(SANITIZE_OUT)/index_test-address 200000
 	$(SANITIZE_OUT)/index_test-small 200000

@@ -27,7 +27,7 @@ from ._scans import WholeStore
 
 SUMMARY = "rows/s of the row store engines, and of the device"
 _CAP = 1 << 44
-_ID_SPREAD = 4  # ids come from a range this many times the rows, as in a sparsely touched table
+_ID_SPREAD = 4  # as in a sparsely touched table
 _FULL, _FULL_ROWS = 0.75, 1_000_000  # rows of the store in which reads are measured beside compaction
 _FEW = 64  # rows of a read whose latency is measured
 _THREADED = ("rocksdb", "lmdb")  # their reads block, so their plain calls have one in flight
@@ -42,7 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", type=int, default=32, help="batches read together (default: 32)")
     parser.add_argument("--seconds", type=float, default=2, help="seconds of each phase (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds; the median is reported (default: 3)")
-    parser.add_argument("--engines", default=",".join(engine_names()), help="default: all")
+    parser.add_argument(
+        "--engines",
+        default=",".join(engine_names()),
+        help="default: all; native:hash and native:compact are native with a form of its index",
+    )
+    parser.add_argument(
+        "--id-spread",
+        type=int,
+        default=_ID_SPREAD,
+        help=f"ids come from a range of so many times the rows (default: {_ID_SPREAD})",
+    )
     parser.add_argument("--read-threads", type=int, default=16, help="threads for engines whose reads block")
     parser.add_argument(
         "--dir", type=folder, help="folder on the device to measure (default: the temporary one)"
@@ -89,10 +99,11 @@ class EngineBench:
     """One engine's store of random ids, and the phases that are measured on it."""
 
     def __init__(self, engine: str, path: Path, rows: int, args: argparse.Namespace) -> None:
-        self.engine, self.path, self.args = engine, path, args
+        self.engine, _, self.index = engine.partition(":")
+        self.path, self.args = path, args
         self.random = np.random.default_rng(1)
-        self.ids = self.random.permutation(rows * _ID_SPREAD)[:rows]
-        self.table = StoredTable("bench", 0, rows * _ID_SPREAD, args.row_bytes // 4, args.row_bytes)
+        self.ids = self.random.permutation(rows * args.id_spread)[:rows]
+        self.table = StoredTable("bench", 0, rows * args.id_spread, args.row_bytes // 4, args.row_bytes)
         self.values = self.random.integers(0, 256, (args.batch, args.row_bytes), dtype=np.uint8)
 
     def load(self) -> dict[str, float]:
@@ -110,9 +121,11 @@ class EngineBench:
             settle()
             store.commit(b"")  # this commit keeps the compaction's work
             store.read(self.keys(), np.empty_like(self.values))  # native: measures its device, once
-            disk = store.stats().disk_bytes
+            stats = store.stats()
+            disk = stats.disk_bytes
         return figures | {
             "load.commit_s": commit,
+            "load.index_bytes_per_row": stats.index_bytes / len(self.ids),
             "load.disk_bytes_per_live_byte": disk / (len(self.ids) * self.args.row_bytes),
         }
 
@@ -139,7 +152,14 @@ class EngineBench:
         return figures
 
     def open(self, read_threads: int = 1) -> DirectoryStore:
-        return open_store(self.path, self.engine, [self.table], _CAP, read_threads=read_threads)
+        return open_store(
+            self.path,
+            self.engine,
+            [self.table],
+            _CAP,
+            read_threads=read_threads,
+            index=self.index or "auto",
+        )
 
     def keys(self, batches: int = 1) -> Keys:
         """Draw the keys of that many batches, without repeats as far as there are rows."""

@@ -33,6 +33,7 @@ def test_all_figures_of_two_engines(tmp_path, capsys):
         ):
             assert figures[f"{engine}.{key}"] > 0
     assert figures["device.read_iops"] > 0
+    assert figures["native.load.index_bytes_per_row"] > 0
     assert figures["native.read_beside_writes.rows_per_s"] > 0
     assert figures["native.read_beside_compaction.overwritten_rows_per_s"] > 0
     assert figures["ratio.read_beside_compaction"] > 0
@@ -48,3 +49,16 @@ def test_all_figures_of_two_engines(tmp_path, capsys):
         assert figures[f"ratio.{ratio}"] > 0
     assert "lmdb.read.rows_per_s" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_forms_of_the_index_side_by_side(tmp_path):
+    parser = argparse.ArgumentParser()
+    bench_store.add_arguments(parser)
+    out = tmp_path / "out.json"
+    arguments = "--rows 100000 --batch 5000 --seconds 0.02 --rounds 1 --engines native:hash,native:compact"
+    arguments += f" --id-spread 1 --row-bytes 16 --device-file 8MiB --dir {tmp_path} --json {out}"
+    assert bench_store.run(parser.parse_args(arguments.split())) == 0
+    figures = json.loads(out.read_text())
+    assert figures["ratio.read_vs_native:compact"] > 0
+    bytes_per_row = {form: figures[f"native:{form}.load.index_bytes_per_row"] for form in ("hash", "compact")}
+    assert bytes_per_row["compact"] < bytes_per_row["hash"]

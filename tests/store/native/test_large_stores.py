@@ -96,6 +96,7 @@ def test_the_slots_of_a_segment(tmp_path, off):
             put(store, ids, 1, 16)
         store.commit(b"")
         assert store.counters()["segments"] == 1 + (off > 0)
+        assert (store.counters()["dense_rows"] > 0) == (off >= 0)  # as "auto" has it
     with NativeStore(tmp_path, [table], config=config) as store:
         assert store.stats().rows == count
         assert holds(store, range(count - 1000, count), 1, 16)
