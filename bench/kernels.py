@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tierstore import _core, optim
+from tierstore.row_format import TABLE_DTYPES, RowFormat
 
 SUMMARY = "milliseconds of lookup and update per batch, beside fbgemm-gpu's and a copy of as many bytes"
 _BATCHES = 4
@@ -30,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", type=int, default=64, help="(default: 64)")
     parser.add_argument("--batch-size", type=int, default=2048, help="(default: 2048)")
     parser.add_argument("--pooling", type=int, default=4, help="ids per bag (default: 4)")
+    parser.add_argument(
+        "--dtype", default="fp32", choices=TABLE_DTYPES, help="measure tables of this dtype, too"
+    )
     parser.add_argument("--optimizer", default="rowwise_adagrad", choices=sorted(optim.OPTIMIZERS))
     parser.add_argument("--threads", type=int, default=2, help="threads of either library (default: 2)")
     parser.add_argument("--rounds", type=int, default=7, help="the median of all batches counts (default: 7)")
@@ -45,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     ids = [rng.integers(0, args.rows, (args.tables, args.batch_size * args.pooling)) for _ in range(_BATCHES)]
     grad = torch.randn(args.batch_size, args.tables * args.dim)
     contenders: list[Any] = [Ours(args, ids, grad, rng)]
+    if args.dtype != "fp32":
+        contenders.append(Ours(args, ids, grad, rng, args.dtype))
     if args.optimizer in _FBGEMM_OPTIMIZERS and find_spec("fbgemm_gpu"):
         contenders.append(Fbgemm(args, ids, grad))
     samples: dict[str, list[float]] = {}
@@ -85,12 +91,14 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 class Ours:
     """All tables in one arena, every row in a random slot, as after long use of a cache."""
 
-    def __init__(self, args: argparse.Namespace, ids: list[np.ndarray], grad: Any, rng: Any) -> None:
-        self.args, self.grad, self.ids = args, grad, ids
+    def __init__(
+        self, args: argparse.Namespace, ids: list[np.ndarray], grad: Any, rng: Any, dtype: str = "fp32"
+    ) -> None:
+        self.args, self.grad, self.ids, self.dtype = args, grad, ids, dtype
         self.spec = optim.make(args.optimizer)
-        self.row_bytes = self.spec.row_bytes(args.dim)
+        self.row_bytes = RowFormat(dtype).row_bytes(args.dim, self.spec.state_floats(args.dim))
         total = args.tables * args.rows
-        self.arena = np.full((total, self.row_bytes // 4), 0.01, np.float32)
+        self.arena = np.full((total, self.row_bytes // 4), 0.01, np.float32)  # also of 16 bits: finite
         slot_of = rng.permutation(total).astype(np.int32)
         self.slots = [slot_of[self._rows(self.dedup(batch).unique)] for batch in ids]
         bags = args.tables * args.batch_size
@@ -114,7 +122,8 @@ class Ours:
     def step(self, index: int) -> dict[str, float]:
         import torch
 
-        slots, dim, rows = self.slots[index], self.args.dim, _core.HostRows.view(self.arena.view(np.uint8))
+        slots, dim = self.slots[index], self.args.dim
+        rows = _core.HostRows.view(self.arena.view(np.uint8), self.dtype)
         dedup, batch = timed(lambda: self.dedup(self.ids[index]))
 
         def lookup() -> Any:
@@ -134,7 +143,7 @@ class Ours:
         gathered, _ = timed(lambda: rows.copy_out(slots, self.copy))
         first = self.arena[: len(slots)].view(np.uint8)
         copied, _ = timed(lambda: np.copyto(self.copy[: len(slots)], first))
-        return {
+        figures = {
             "dedup_ms": dedup,
             "lookup_ms": looked_up,
             "csr_ms": transposed,
@@ -142,6 +151,8 @@ class Ours:
             "gather_rows_ms": gathered,
             "memcpy_rows_ms": copied,
         }
+        prefix = "" if self.dtype == "fp32" else f"{self.dtype}."
+        return {prefix + key: seconds for key, seconds in figures.items()}
 
 
 class Fbgemm:

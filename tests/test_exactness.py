@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import tierstore
 from tierstore import TierConfig, optim
 from tierstore.cache.tiers.sizes import bytes_for
-from tierstore.modules.configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from tierstore.modules.configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from tierstore.sparse import KeyedJaggedTensor
 
 OPTIMIZERS = (
@@ -30,6 +30,7 @@ OPTIMIZERS = (
     optim.Adagrad(lr=0.1, initial_accumulator_value=0.1),
     optim.Adam(lr=0.05),
 )
+DTYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Case:
     pooling: tuple[PoolingType, ...]
     weighted: bool
     optimizer: optim.OptimizerSpec
+    dtypes: tuple[DataType, ...]
 
     def names(self) -> list[str]:
         return [f"t{i}" for i in range(len(self.dims))]
@@ -49,13 +51,20 @@ class Case:
     def build(self, config: TierConfig) -> torch.nn.ModuleDict:
         bags = [
             EmbeddingBagConfig(
-                num_embeddings=self.rows, embedding_dim=dim, name=name, feature_names=[name], pooling=pooling
+                num_embeddings=self.rows,
+                embedding_dim=dim,
+                name=name,
+                data_type=dtype,
+                feature_names=[name],
+                pooling=pooling,
             )
-            for name, dim, pooling in zip(self.names(), self.dims, self.pooling, strict=True)
+            for name, dim, dtype, pooling in zip(
+                self.names(), self.dims, self.dtypes, self.pooling, strict=True
+            )
         ]
         plain = [
-            EmbeddingConfig(num_embeddings=self.rows, embedding_dim=dim, name=name, feature_names=[name])
-            for name, dim in zip(self.names(), self.dims, strict=True)
+            EmbeddingConfig(self.rows, dim, name, dtype, [name])
+            for name, dim, dtype in zip(self.names(), self.dims, self.dtypes, strict=True)
         ]
         path = config.path
         configs = [
@@ -145,11 +154,12 @@ def cases(draw: st.DrawFn) -> Case:
         pooling=tuple(draw(st.lists(st.sampled_from(kinds), min_size=tables, max_size=tables))),
         weighted=weighted,
         optimizer=draw(st.sampled_from(OPTIMIZERS)),
+        dtypes=tuple(draw(st.lists(st.sampled_from(DTYPES), min_size=tables, max_size=tables))),
     )
 
 
 def budget(case: Case, slots: int, policy: str) -> int:
-    """Bytes for at least about ``slots`` rows of every row layout."""
+    """Bytes for at least about ``slots`` float32 rows of every row layout."""
     return sum(bytes_for(slots, case.optimizer.row_bytes(dim), policy) for dim in case.dims)
 
 
@@ -171,6 +181,7 @@ def budget(case: Case, slots: int, policy: str) -> int:
         ),
     ),
     threads=st.integers(1, 3),
+    rounding=st.sampled_from([None, True, False]),
 )
 def test_tiers_equal_memory(
     case: Case,
@@ -181,9 +192,10 @@ def test_tiers_equal_memory(
     reopen: int | None,
     ahead: dict[str, Any] | None,
     threads: int,
+    rounding: bool | None,
 ) -> None:
     tierstore.set_num_threads(1)
-    want = train(case, TierConfig(hbm="all"), None, None)
+    want = train(case, TierConfig(hbm="all", stochastic_rounding=rounding), None, None)
     tierstore.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         config = TierConfig(
@@ -193,6 +205,7 @@ def test_tiers_equal_memory(
             path=folder if engine != "memory" else None,
             engine=engine,
             policy=policy,
+            stochastic_rounding=rounding,
         )
         got = train(case, config, reopen if engine != "memory" else None, ahead)
     tierstore.set_num_threads(2)

@@ -24,7 +24,7 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "placement": {"errors"},
     "default_planner": {"placement"},
     "result_file": {"errors"},
-    "planner": {"errors", "config", "placement"},
+    "planner": {"errors", "config", "placement", "row_format"},
     "sparse": BASICS,
     "optim": BASICS | {"_core"},
     "store": BASICS | {"_core"},

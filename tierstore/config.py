@@ -69,6 +69,11 @@ def format_bytes(size: int) -> str:
     return f"{text} {unit}"
 
 
+def _check_rounding(value: object) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"stochastic_rounding is {value!r}; it must be True or False")
+
+
 @dataclass(frozen=True)
 class TableOverride:
     """Overrides of a module's arguments for one table; ``None`` keeps the module's argument."""
@@ -82,6 +87,8 @@ class TableOverride:
     small that it is kept whole."""
     uvm: int | str | None = None
     """The same of ``uvm``."""
+    stochastic_rounding: bool | None = None
+    """As in :class:`TierConfig`, for the rows of this table."""
     hbm_share: int | None = None
     """The weight of a table that shares, where ``hbm`` is divided among row layouts; None: its bytes."""
     uvm_share: int | None = None
@@ -92,6 +99,7 @@ class TableOverride:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, name))
+        _check_rounding(self.stochastic_rounding)
 
 
 @dataclass(frozen=True)
@@ -115,13 +123,15 @@ class TierConfig:
     - ``read_ahead``: memory for rows that are read from the store before their batch is planned, and for
       windows beyond 16 MiB, beside the budgets of the tiers; 0 for none. "auto": an eighth of the tables'
       bytes, up to 1/64 of this machine's memory and 4 GiB. The memory is taken as the window has use for it.
-    - ``ssd_dtype``, ``uvm_dtype``: how the store and ``uvm`` hold weights: "fp32", "bf16", "fp16" or "int8"
-      (with a step and an offset per row). In ``hbm`` they are float32. ``uvm_dtype`` is "fp32" or
-      ``ssd_dtype``.
+    - ``ssd_dtype``, ``uvm_dtype``: how the store and ``uvm`` hold weights of float32 tables: "fp32", "bf16",
+      "fp16" or "int8" (with a step and an offset per row). In ``hbm`` they are float32. ``uvm_dtype`` is
+      "fp32" or ``ssd_dtype``. Tables of float16 or bfloat16 have their dtype in every tier.
     - ``state_dtype``: how the store holds optimizer state, "fp32" or "bf16"; ``uvm`` does the same if its
       dtype is the store's.
-    - ``stochastic_rounding``: round weights (and state) that leave float32 up or down at random, so that they
-      are right on average, instead of to the nearest value.
+    - ``stochastic_rounding``: round up or down at random, so that numbers are right on average (True), or to
+      the nearest value (False): weights (and state) of float32 tables where they leave ``hbm``, weights of
+      float16 and bfloat16 tables in every update. None: at random in the first case, to the nearest value in
+      the second, as torch's optimizers do.
     - ``tables``: per-table overrides by table name.
     - ``check_gradients``: report NaN and infinite gradients as an error before they reach a row.
     - ``overcommit``: allow ``hbm``, ``uvm`` and ``read_ahead`` beyond this machine's memory, and ``ssd``
@@ -146,7 +156,7 @@ class TierConfig:
     ssd_dtype: str = "fp32"
     uvm_dtype: str = "fp32"
     state_dtype: str = "fp32"
-    stochastic_rounding: bool = True
+    stochastic_rounding: bool | None = None
     tables: Mapping[str, TableOverride] = field(default_factory=dict)
     check_gradients: bool = False
     overcommit: bool = False
@@ -195,6 +205,36 @@ class TierConfig:
         """Return how ``uvm`` holds rows: as the store does, or in float32."""
         lower = self.lower_format
         return lower if lower.weights == self.uvm_dtype else WIDE
+
+    def formats(self, dtype: str) -> dict[str, RowFormat]:
+        """Return by tier how rows of a table of ``dtype`` are held."""
+        own = RowFormat(dtype)
+        if own.is_wide:
+            return {"hbm": own, "uvm": self.uvm_format, "ssd": self.lower_format}
+        return dict.fromkeys(("hbm", "uvm", "ssd"), own)
+
+    def check_dtype(self, table: str, dtype: str) -> None:
+        """Raise ``ConfigError`` if tiers are to hold other dtypes than a table of ``dtype`` has."""
+        if dtype == WIDE.weights:
+            return
+        for name, value in (("ssd_dtype", self.ssd_dtype), ("uvm_dtype", self.uvm_dtype)):
+            if value not in (WIDE.weights, dtype):
+                raise ConfigError(
+                    f"{name} is {value!r}, but table {table!r} has {dtype} weights, which every tier holds "
+                    f"as they are; leave {name} out, or make a float32 table"
+                )
+        if self.state_dtype != WIDE.state:
+            raise ConfigError(
+                f"state_dtype is {self.state_dtype!r}, but table {table!r} has {dtype} weights, and the "
+                "optimizer state of such tables is float32 in every tier; leave state_dtype out, or make a "
+                "float32 table"
+            )
+
+    def rounds_stochastically(self, table: str, dtype: str) -> bool:
+        """Return whether rows of a table of ``dtype`` are rounded up or down at random."""
+        own = self.table(table).stochastic_rounding
+        chosen = self.stochastic_rounding if own is None else own
+        return dtype == WIDE.weights if chosen is None else chosen
 
     def table(self, name: str) -> TableOverride:
         """Return the overrides of a table; all of them are ``None`` where the user gave none."""
@@ -255,10 +295,7 @@ class TierConfig:
                 f"uvm_dtype is {self.uvm_dtype!r} and ssd_dtype {self.ssd_dtype!r}: rows would be rounded "
                 f'twice; give uvm_dtype="fp32" or uvm_dtype="{self.ssd_dtype}"'
             )
-        if not isinstance(self.stochastic_rounding, bool):
-            raise ConfigError(
-                f"stochastic_rounding is {self.stochastic_rounding!r}; it must be True or False"
-            )
+        _check_rounding(self.stochastic_rounding)
 
     def _check_policy(self) -> None:
         if self.admission != "always":

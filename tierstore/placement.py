@@ -50,6 +50,7 @@ class Job:
 
     ``rows``: of all tables. ``depth``, ``window``: batches that are fetched and known ahead, ``batch_size``:
     examples per rank and step, ``read_ahead_bytes``: of rows read ahead; None is the planner's default.
+    ``tiers``: the TierConfig of all collections; None: each has its own.
     """
 
     hosts: int
@@ -63,6 +64,7 @@ class Job:
     window: int | None = None
     batch_size: int | None = None
     read_ahead_bytes: int | None = None
+    tiers: Any = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class ShardPlacement:
 
 @dataclass(frozen=True)
 class TablePlacement:
-    """A table's cut. ``predicted_hit_rate``: share of a batch's unique rows found in HBM."""
+    """A table's cut. ``predicted_hit_rate``: share of a batch's unique rows found in HBM.
+    ``stochastic_rounding``: as in TableOverride."""
 
     name: str
     sharding_type: ShardingType
@@ -101,6 +104,7 @@ class TablePlacement:
     module: str = ""
     num_embeddings: int = 0
     embedding_dim: int = 0
+    stochastic_rounding: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -231,6 +235,12 @@ class _Object:
             raise self._wrong(name, "a number from 0 to 1")
         return float(value)
 
+    def choice(self, name: str) -> bool | None:
+        value = self._value(name, None)
+        if value is not None and not isinstance(value, bool):
+            raise self._wrong(name, "true, false or null")
+        return value
+
     def text(self, name: str, default: str = _REQUIRED, known: Sequence[str] = ()) -> str:
         value = self._value(name, default)
         if not isinstance(value, str) or (known and value not in known):
@@ -271,6 +281,7 @@ def _table(table: _Object) -> TablePlacement:
         table.text("module", ""),
         table.integer("num_embeddings", default=0),
         table.integer("embedding_dim", default=0),
+        table.choice("stochastic_rounding"),
     )
 
 

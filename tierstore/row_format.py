@@ -1,4 +1,4 @@
-"""How a store and the tiers near it hold a row: dtypes of the weights and of the optimizer's state."""
+"""How tiers hold a row: dtypes of the weights and of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from tierstore.errors import ConfigError
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
 """Bytes of a weight by dtype; a row of int8 has a step and an offset besides, 4 bytes each."""
 STATE_BYTES = {"fp32": 4, "bf16": 2}
+TABLE_DTYPES = ("fp32", "fp16", "bf16")
+"""Dtypes that the weights of a table may have in ``hbm``, where kernels update them."""
 _ALIGNMENT = 16
 _QUANTISATION_BYTES = 8
 
@@ -44,7 +46,7 @@ class RowFormat:
 
     @property
     def is_wide(self) -> bool:
-        """Whether rows are as kernels work on them, float32 throughout."""
+        """Whether rows are float32 throughout."""
         return self == WIDE
 
     def _rest(self, dim: int) -> int:

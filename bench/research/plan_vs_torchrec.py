@@ -17,7 +17,7 @@ import numpy as np
 
 from tierstore.errors import ConfigError
 from tierstore.planner import EmbeddingShardingPlanner, Popularity, TableSpec, Topology, Workload
-from tierstore.planner.tables import prepared, row_bytes
+from tierstore.planner.tables import prepared
 from tierstore.result_file import JsonFile
 
 from .._cluster import Simulation
@@ -102,7 +102,7 @@ def model(count: int, sizes: str, seed: int = 0) -> list[TableSpec]:
 
 def machines_for(tables: Sequence[TableSpec], hosts: int, per_host: int, hbm: float) -> Topology:
     """Device memory for a share of the tables (and room beside), host memory for twice all of them."""
-    total = sum(table.rows * (row_bytes(table.embedding_dim, table.optimizer) + 60) for table in tables)
+    total = sum(table.rows * (table.row_bytes() + 60) for table in tables)
     per_rank = int(hbm * total / hosts / per_host) + (1 << 28)
     return Topology(hosts, per_host, per_rank, int(2 * total / hosts) + (8 << 30), "30TB")
 

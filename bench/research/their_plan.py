@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,21 +82,6 @@ def placed_as(problem: Problem, number: int, theirs: Any) -> Placed:
     demands[number] = ParameterConstraints([kind], min_partition=table.embedding_dim // columns)
     for option in options_of(replace(problem, demands=demands), number):
         if option.spread == "all" or option.shards == len(ranks):
-            return Placed(
-                number, option, list(range(machines.world_size)) if option.spread == "all" else ranks
-            )
+            everyone = list(range(machines.world_size))
+            return Placed(number, option, everyone if option.spread == "all" else ranks)
     raise ConfigError(f"no option of ours is like torchrec's {kind} of {table.name} on ranks {ranks}")
-
-
-def cuts_for_cpu(placed: Mapping[str, tuple[str, list[int]]]) -> Callable[[Any], dict[str, Any]]:
-    """Sharding types and ranks of a plan for GPUs as torchrec's own cuts for CPUs: what
-    :func:`sharded_by_torchrec` takes."""
-
-    def cut(plans: Any, kind: str, ranks: list[int]) -> Any:
-        if kind == "data_parallel":
-            return plans.data_parallel()
-        if kind in ("row_wise", "table_row_wise"):
-            return plans.row_wise()
-        return plans.table_wise(rank=ranks[0]) if kind == "table_wise" else plans.column_wise(ranks=ranks)
-
-    return lambda plans: {name: cut(plans, *cuts) for name, cuts in placed.items()}

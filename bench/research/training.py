@@ -25,7 +25,7 @@ from tierstore.planner.costs import (
     RANK_BUFFERS,
     slot_bytes,
 )
-from tierstore.planner.tables import row_bytes, spec_of_config
+from tierstore.planner.tables import spec_of_config
 
 from .._neighbours import LOUD, Neighbours
 from .._runtime_costs import Draws, features, one_thread, perceptron, train_step
@@ -78,7 +78,7 @@ class Case:
         ``rates``: other fields of the topology.
         """
         specs, (hbm, uvm, ssd) = self.specs(), self.budget
-        sizes = [row_bytes(spec.embedding_dim, spec.optimizer) for spec in specs]
+        sizes = [spec.row_bytes() for spec in specs]
         rows, examples = sum(spec.rows for spec in specs), self.batch_size * self.ranks
         total = sum(int(spec.rows * slot_bytes(size)) for spec, size in zip(specs, sizes, strict=True))
         fixed = int(sum(examples * (20 * spec.pooling_factor + 12 * spec.embedding_dim) for spec in specs))

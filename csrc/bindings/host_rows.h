@@ -25,21 +25,27 @@ inline void Require(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
+// The type that "fp32", "bf16", "fp16" or "int8" names. Throws std::invalid_argument.
+WeightType WeightsOf(const std::string& name);
+
 // Rows by slot: an arena of their own, or the memory of an array. Throws std::invalid_argument unless
-// row_bytes is a multiple of 16.
+// row_bytes is a multiple of 16 and weights are not int8.
 class HostRows {
  public:
   // Address space for this many slots, none of which has memory yet. Throws AddressSpaceError.
-  HostRows(std::int64_t slots, std::int64_t row_bytes) : slots_(slots), rows_{nullptr, row_bytes} {
-    CheckRowBytes();
+  HostRows(std::int64_t slots, std::int64_t row_bytes, WeightType weights)
+      : slots_(slots), rows_{nullptr, row_bytes, weights} {
+    Check();
     Require(slots >= 1, "rows need at least one slot");
     arena_.emplace(Bytes(slots));
     rows_.base = reinterpret_cast<std::uint8_t*>(arena_->data());
   }
   // The rows of an array (n, row_bytes).
-  explicit HostRows(Array<std::uint8_t> array)
-      : slots_(array.shape(0)), rows_{array.mutable_data(), array.shape(1)}, array_(std::move(array)) {
-    CheckRowBytes();
+  HostRows(Array<std::uint8_t> array, WeightType weights)
+      : slots_(array.shape(0)),
+        rows_{array.mutable_data(), array.shape(1), weights},
+        array_(std::move(array)) {
+    Check();
   }
 
   // The first `slots` slots have memory from now on, zeros at first; where an arena is, it does not move.
@@ -54,16 +60,17 @@ class HostRows {
   }
 
   std::int64_t row_bytes() const { return rows_.row_bytes; }
-  // The rows, each of which must have room for this many floats.
-  Rows Of(std::int64_t floats) const {
-    Require(4 * floats <= rows_.row_bytes,
+  // The rows, each of which must have room for `dim` weights and this many floats of state.
+  Rows Of(std::int64_t dim, std::int64_t state_floats = 0) const {
+    Require(StateBegin(rows_.weights, dim) + 4 * state_floats <= rows_.row_bytes,
             "row_bytes is smaller than the weights and optimizer state of a row");
     return rows_;
   }
 
  private:
-  void CheckRowBytes() const {
+  void Check() const {
     Require(row_bytes() > 0 && row_bytes() % 16 == 0, "row_bytes must be a positive multiple of 16");
+    Require(rows_.weights != WeightType::kInt8, "kernels do not work on int8 weights");
   }
   std::size_t Bytes(std::int64_t slots) const { return static_cast<std::size_t>(slots * row_bytes()); }
 
@@ -119,6 +126,14 @@ struct UpdateArgs {
   std::optional<Array<float>> squares, means;
 
   UpdateArgs Checked() &&;
+};
+
+// What stochastic rounding of updated weights depends on beside the number of the step.
+struct RoundingArgs {
+  Array<std::uint64_t> keys, seeds;
+  std::optional<Array<std::int64_t>> columns;
+
+  RoundingArgs Checked() &&;
 };
 
 // Adds the classes above to the module.

@@ -1,5 +1,6 @@
 // Argument structs of the kernels: the checks when they are made, and their Python classes.
 #include "bindings/host_rows.h"
+#include "common/key.h"
 
 namespace py = pybind11;
 
@@ -60,6 +61,17 @@ UpdateArgs UpdateArgs::Checked() && {
   Require(!squares || squares->size() == slots.size(), "squares and slots differ in length");
   if (squares) squares->mutable_data();  // throws unless it may be written to
   Require(!means || means->size() == slots.size(), "means and slots differ in length");
+  return std::move(*this);
+}
+
+RoundingArgs RoundingArgs::Checked() && {
+  Require(!columns || columns->size() == seeds.size(), "columns and seeds differ in length");
+  bool known = true;
+  for (py::ssize_t i = 0; i < keys.size(); ++i) known &= KeyTable(keys.data()[i]) < seeds.size();
+  Require(known, "a key's table has no entry in seeds");
+  bool columns_begin = true;
+  for (py::ssize_t t = 0; columns && t < columns->size(); ++t) columns_begin &= columns->data()[t] >= 0;
+  Require(columns_begin, "columns must be at least 0");
   return std::move(*this);
 }
 
@@ -147,6 +159,18 @@ void BindUpdateArguments(py::module_& m) {
       .def_readonly("check_finite", &UpdateArgs::check_finite)
       .def_readonly("squares", &UpdateArgs::squares)
       .def_readonly("means", &UpdateArgs::means);
+  py::class_<RoundingArgs>(m, "UpdateRounding",
+                           "Stochastic rounding of updated weights of 16 bits, a pure function of the "
+                           "table's seed, id, column and "
+                           "the step's number: keys (uint64 per slot); seeds (uint64) and columns (int64, "
+                           "the first column of each "
+                           "table, if it is a part of a wider one) per table (key >> 48).")
+      .def(py::init([](const Array<std::uint64_t>& keys, const Array<std::uint64_t>& seeds,
+                       const std::optional<Array<std::int64_t>>& columns) {
+             return RoundingArgs{keys, seeds, columns}.Checked();
+           }),
+           py::kw_only(), py::arg("keys").noconvert(), py::arg("seeds").noconvert(),
+           py::arg("columns").noconvert() = py::none());
 }
 
 }  // namespace

@@ -12,10 +12,11 @@ namespace {
 
 constexpr const char* kWeightNames[] = {"fp32", "bf16", "fp16", "int8"};  // in the order of WeightType
 
-WeightType WeightsOf(const std::string& name) {
-  const auto* const found = std::find(std::begin(kWeightNames), std::end(kWeightNames), name);
-  Require(found != std::end(kWeightNames), "weights must be 'fp32', 'bf16', 'fp16' or 'int8'");
-  return static_cast<WeightType>(found - std::begin(kWeightNames));
+// Wide rows of this format in `rows`.
+Rows WideRows(const HostRows& rows, const RowFormat& format) {
+  const Rows wide = rows.Of(format.dim, format.state_floats);
+  Require(wide.weights == WeightType::kFloat32, "only rows with float32 weights have encoded forms");
+  return wide;
 }
 
 void RequireEncoded(const RowCodec& codec, const Array<std::uint8_t>& rows, std::int64_t n) {
@@ -34,7 +35,7 @@ std::int64_t Encode(const HostRows& self, const RowCodec& codec, const Array<std
     for (py::ssize_t i = 0; i < n; ++i)
       Require(KeyTable(keys.data()[i]) < tables.num_tables, "a key's table has no entry in seeds");
   }
-  const Rows rows = self.Of(codec.format.wide_floats());
+  const Rows rows = WideRows(self, codec.format);
   std::uint8_t* const to = out.mutable_data();
   const py::gil_scoped_release release;
   return EncodeRows(rows, slots ? slots->data() : nullptr, keys.data(), n, codec.format, tables, to);
@@ -46,13 +47,19 @@ void Decode(const HostRows& self, const RowCodec& codec, const Array<std::uint8_
   Require(!slots || !source || slots->size() == source->size(), "source and slots differ in length");
   RequireEncoded(codec, rows, slots && !source ? slots->size() : 0);
   const std::int64_t n = slots ? slots->size() : source ? source->size() : rows.shape(0);
-  const Rows to = self.Of(codec.format.wide_floats());
+  const Rows to = WideRows(self, codec.format);
   const py::gil_scoped_release release;
   DecodeRows(to, slots ? slots->data() : nullptr, source ? source->data() : nullptr, n, codec.format,
              rows.data());
 }
 
 }  // namespace
+
+WeightType WeightsOf(const std::string& name) {
+  const auto* const found = std::find(std::begin(kWeightNames), std::end(kWeightNames), name);
+  Require(found != std::end(kWeightNames), "weights must be 'fp32', 'bf16', 'fp16' or 'int8'");
+  return static_cast<WeightType>(found - std::begin(kWeightNames));
+}
 
 RowCodec RowCodec::Make(const std::string& weights, const std::string& state, std::int64_t dim,
                         std::int64_t state_floats, std::optional<Array<std::uint64_t>> seeds) {

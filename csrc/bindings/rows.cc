@@ -23,9 +23,9 @@ T* DataOr0(const std::optional<Array<T>>& array) {
   return array ? const_cast<T*>(array->data()) : nullptr;
 }
 
-HostRows View(Array<std::uint8_t> array) {
+HostRows View(Array<std::uint8_t> array, const std::string& weights) {
   Require(array.ndim() == 2, "rows must have the shape (n, row_bytes)");
-  return HostRows(std::move(array));
+  return HostRows(std::move(array), WeightsOf(weights));
 }
 
 void RequireRows(const HostRows& rows, const Array<std::uint8_t>& other, std::int64_t n) {
@@ -41,7 +41,7 @@ void Move(const HostRows& self, const Array<std::int32_t>& from, const Array<std
 
 void Initialise(const HostRows& self, const InitialValues& values,
                 const std::optional<Array<std::int32_t>>& slots, const Array<std::uint64_t>& keys) {
-  const Rows rows = self.Of(values.dim + values.state_floats);
+  const Rows rows = self.Of(values.dim, values.state_floats);
   Require(!slots || slots->size() == keys.size(), "slots and keys differ in length");
   const TableInit tables = values.Tables();
   for (py::ssize_t i = 0; i < keys.size(); ++i)
@@ -100,13 +100,21 @@ void BindWeightGrads(const HostRows& self, const LookupArgs& args, const BagArgs
   WeightGrads(gather, bags, Pointer<const float>(grad), Pointer<float>(out));
 }
 
-Touched MakeTouched(const HostRows& self, const UpdateArgs& args) {
-  return {self.Of(args.dim + args.step.StateFloats(args.dim)),
-          args.dim,
-          args.slots.data(),
-          args.slots.size(),
-          args.csr_start.data(),
-          args.csr_positions.data()};
+using Rounding = std::optional<RoundingArgs>;
+
+Touched MakeTouched(const HostRows& self, const UpdateArgs& args, const Rounding& rounding) {
+  Touched touched{self.Of(args.dim, args.step.StateFloats(args.dim)),
+                  args.dim,
+                  args.slots.data(),
+                  args.slots.size(),
+                  args.csr_start.data(),
+                  args.csr_positions.data(),
+                  {}};
+  if (rounding) {
+    Require(rounding->keys.size() == args.slots.size(), "rounding's keys and slots differ in length");
+    touched.rounding = {rounding->keys.data(), rounding->seeds.data(), DataOr0(rounding->columns)};
+  }
+  return touched;
 }
 
 // What `update` returns, as an array; it runs without the GIL.
@@ -121,8 +129,9 @@ Array<std::int32_t> Rejected(const Update& update) {
 }
 
 Array<std::int32_t> BindUpdatePooled(const HostRows& self, const UpdateArgs& args, const BagArgs& bag_args,
-                                     Address grad, Address weights, Address argmax) {
-  const Touched touched = MakeTouched(self, args);
+                                     Address grad, Address weights, Address argmax,
+                                     const Rounding& rounding) {
+  const Touched touched = MakeTouched(self, args, rounding);
   const PooledGrads grads{bag_args.Get(), Pointer<const float>(weights), Pointer<const std::int32_t>(argmax),
                           Pointer<const float>(grad)};
   return Rejected([&] {
@@ -132,8 +141,8 @@ Array<std::int32_t> BindUpdatePooled(const HostRows& self, const UpdateArgs& arg
 }
 
 Array<std::int32_t> BindUpdateRows(const HostRows& self, const UpdateArgs& args, Address grad,
-                                   std::int64_t grad_stride) {
-  const Touched touched = MakeTouched(self, args);
+                                   std::int64_t grad_stride, const Rounding& rounding) {
+  const Touched touched = MakeTouched(self, args, rounding);
   Require(grad_stride >= args.dim, "grad_stride must be at least dim");
   return Rejected([&] {
     return UpdateRows(touched, INT32_MAX, Pointer<const float>(grad), grad_stride, args.step,
@@ -142,8 +151,12 @@ Array<std::int32_t> BindUpdateRows(const HostRows& self, const UpdateArgs& args,
 }
 
 void BindMoves(py::class_<HostRows>& type) {
-  type.def_static("view", &View, py::arg("rows").noconvert(), "The rows of an array, uint8 (n, row_bytes).")
-      .def(py::init<std::int64_t, std::int64_t>(), py::arg("slots"), py::arg("row_bytes"),
+  type.def_static("view", &View, py::arg("rows").noconvert(), py::arg("weights") = "fp32",
+                  "The rows of an array, uint8 (n, row_bytes). weights: 'fp32', 'bf16' or 'fp16'.")
+      .def(py::init([](std::int64_t slots, std::int64_t row_bytes, const std::string& weights) {
+             return HostRows(slots, row_bytes, WeightsOf(weights));
+           }),
+           py::arg("slots"), py::arg("row_bytes"), py::arg("weights") = "fp32",
            "Address space for so many slots; commit() gives them memory.")
       .def_property_readonly("row_bytes", &HostRows::row_bytes)
       .def("commit", &HostRows::Commit, py::arg("slots"), Unlocked(),
@@ -174,12 +187,14 @@ void BindCompute(py::class_<HostRows>& type) {
            "Write the derivative by every per-sample weight to out (float32[positions]); 0 for max and "
            "skipped positions.")
       .def("update_pooled", &BindUpdatePooled, py::arg("args"), py::arg("bags"), py::arg("grad_addr"),
-           py::arg("weights_addr") = 0, py::arg("argmax_addr") = 0,
+           py::arg("weights_addr") = 0, py::arg("argmax_addr") = 0, py::arg("rounding") = py::none(),
            "Sum the gradient of every unique row over its positions and apply one optimizer step to it, in "
-           "place. Returns the unique indices (int32, ascending) left alone because their gradient is not "
+           "place. Weights of 16 bits are computed in float32 and rounded, by rounding or to the nearest "
+           "value. Returns the unique indices (int32, ascending) left alone because their gradient is not "
            "finite (check_finite only).")
       .def(
           "update_rows", &BindUpdateRows, py::arg("args"), py::arg("grad_addr"), py::arg("grad_stride"),
+          py::arg("rounding") = py::none(),
           "update_pooled for sequence lookups: the gradient of position p is at grad + 4 * p * grad_stride.");
 }
 

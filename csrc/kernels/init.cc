@@ -9,7 +9,7 @@
 #include "common/key.h"
 #include "kernels/normal.h"
 #include "kernels/philox.h"
-#include "kernels/vec.h"
+#include "kernels/weights.h"
 
 namespace tierstore {
 namespace {
@@ -59,14 +59,27 @@ struct InitKernel {
 
   template <int W>
   TIERSTORE_INLINE static void Run(const Args& args, std::int64_t begin, std::int64_t end) {
-    const std::int64_t floats = args.rows.row_bytes / 4;
-    for (std::int64_t i = begin; i < end; ++i) {
-      float* row = args.slots != nullptr ? args.rows.At(args.slots[i])
-                                         : reinterpret_cast<float*>(args.rows.base + i * args.rows.row_bytes);
-      FillWeights(args, args.keys[i], row);
-      std::fill(row + args.dim, row + args.dim + args.state_floats, args.state_value);
-      std::fill(row + args.dim + args.state_floats, row + floats, 0.0f);
+    WithWeights(args.rows.weights, [&](auto type) __attribute__((always_inline)) {
+      for (std::int64_t i = begin; i < end; ++i)
+        Fill<W, decltype(type)>(args, args.keys[i], args.rows.At(args.slots != nullptr ? args.slots[i] : i));
+    });
+  }
+
+  template <int W, typename Weights>
+  TIERSTORE_INLINE static void Fill(const Args& args, std::uint64_t key, std::uint8_t* row) {
+    const std::int64_t begin = StateBegin(Weights::kType, args.dim);
+    if constexpr (Weights::kType == WeightType::kFloat32) {
+      FillWeights(args, key, reinterpret_cast<float*>(row));
+    } else {
+      float* const values = Scratch(args.dim);
+      FillWeights(args, key, values);
+      Weights::template Narrow<W, false>(values, args.dim, 0, {}, row);
+      const std::int64_t end = Weights::kBytes * args.dim;
+      std::memset(row + end, 0, static_cast<std::size_t>(begin - end));
     }
+    float* const state = reinterpret_cast<float*>(row + begin);
+    std::fill(state, state + args.state_floats, args.state_value);
+    std::fill(state + args.state_floats, reinterpret_cast<float*>(row + args.rows.row_bytes), 0.0f);
   }
 
   TIERSTORE_INLINE static void FillWeights(const Args& args, std::uint64_t key, float* row) {

@@ -27,8 +27,9 @@ struct TableInit {
   const std::int64_t* columns = nullptr;  // first column of each table; null: 0
 };
 
-// Writes whole records: `dim` weights, `state_floats` times `state_value`, zero padding. Row i goes to slot
-// slots[i], or i when slots is null; slots must not repeat. Every key's table must be below num_tables.
+// Writes whole records: `dim` weights, rounded to the nearest value where they have 16 bits, `state_floats`
+// times `state_value`, zero padding. Row i goes to slot slots[i], or i when slots is null; slots must not
+// repeat. Every key's table must be below num_tables.
 void InitRows(Rows rows, const std::int32_t* slots, const std::uint64_t* keys, std::int64_t n,
               std::int64_t dim, std::int64_t state_floats, float state_value, const TableInit& tables);
 

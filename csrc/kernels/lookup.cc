@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/vec.h"
+#include "kernels/weights.h"
 
 namespace tierstore {
 namespace {
@@ -11,27 +11,30 @@ constexpr std::int64_t kPiecePositions = 512;
 constexpr std::int64_t kBagsAhead = 4;  // whose output is prefetched
 
 // Rows by position, for loops over consecutive positions: each read prefetches what a later one needs.
+template <typename Weights>
 class RowReader {
  public:
   TIERSTORE_INLINE RowReader(const Gather& gather, std::int64_t num_positions)
-      : gather_(gather), ahead_(PrefetchAhead(gather.dim * 4)), end_(num_positions - ahead_) {}
+      : gather_(gather), ahead_(PrefetchAhead(gather.dim * Weights::kBytes)), end_(num_positions - ahead_) {}
 
   // The row of p from column c, of which a block is needed; null when p is skipped.
   template <typename B>
-  TIERSTORE_INLINE const float* At(std::int64_t p, B, std::int64_t c) const {
-    return Read(p, c, 4 * B::kLanes * B::kVectors);
+  TIERSTORE_INLINE std::uint8_t* At(std::int64_t p, B, std::int64_t c) const {
+    return Read(p, Weights::kBytes * c, Weights::kBytes * B::kLanes * B::kVectors);
   }
   // The whole row of p.
-  TIERSTORE_INLINE const float* At(std::int64_t p) const { return Read(p, 0, 4 * gather_.dim); }
+  TIERSTORE_INLINE std::uint8_t* At(std::int64_t p) const {
+    return Read(p, 0, Weights::kBytes * gather_.dim);
+  }
 
  private:
-  TIERSTORE_INLINE const float* Read(std::int64_t p, std::int64_t c, std::int64_t bytes) const {
+  TIERSTORE_INLINE std::uint8_t* Read(std::int64_t p, std::int64_t begin, std::int64_t bytes) const {
     if (p < end_) {
       const std::int32_t later = gather_.inverse[p + ahead_];
-      if (later >= 0) Prefetch<false>(gather_.rows.At(gather_.slots[later]) + c, bytes);
+      if (later >= 0) Prefetch<false>(gather_.rows.At(gather_.slots[later]) + begin, bytes);
     }
     const std::int32_t u = gather_.inverse[p];
-    return u >= 0 ? gather_.rows.At(gather_.slots[u]) + c : nullptr;
+    return u >= 0 ? gather_.rows.At(gather_.slots[u]) + begin : nullptr;
   }
 
   const Gather gather_;
@@ -39,6 +42,13 @@ class RowReader {
   const std::int64_t end_;
 };
 
+// Vector i of a block of weights.
+template <typename Weights, typename B>
+TIERSTORE_INLINE auto LoadWeights(const std::uint8_t* from, B, int i) {
+  return Weights::template LoadVector<B::kLanes>(from + i * B::kLanes * Weights::kBytes);
+}
+
+template <typename Weights>
 struct PooledKernel {
   struct Args {
     Gather gather;
@@ -50,7 +60,7 @@ struct PooledKernel {
 
   template <int W>
   TIERSTORE_INLINE static void Run(const Args& args, std::int64_t begin, std::int64_t end) {
-    const RowReader rows(args.gather, args.bags.num_positions());
+    const RowReader<Weights> rows(args.gather, args.bags.num_positions());
     FeatureCursor feature(args.bags, begin);
     for (std::int64_t bag = begin; bag < end; ++bag) {
       feature.MoveTo(bag);
@@ -76,18 +86,17 @@ struct PooledKernel {
   }
 
   template <int W, bool kWeighted>
-  TIERSTORE_INLINE static void SumBag(const Args& args, const RowReader& rows, std::int64_t first,
+  TIERSTORE_INLINE static void SumBag(const Args& args, const RowReader<Weights>& rows, std::int64_t first,
                                       std::int64_t last, float divisor, float* out) {
     ForColumns<W>(args.gather.dim, [&](auto block, std::int64_t c) __attribute__((always_inline)) {
       using B = decltype(block);
       using V = typename VecTypes<B::kLanes>::Float;
       V sums[B::kVectors] = {};
       for (std::int64_t p = first; p < last; ++p) {
-        const float* row = rows.At(p, block, c);
+        const std::uint8_t* row = rows.At(p, block, c);
         if (row == nullptr) continue;
         for (int i = 0; i < B::kVectors; ++i) {
-          V x;
-          Load(x, row + i * B::kLanes);
+          V x = LoadWeights<Weights>(row, block, i);
           if constexpr (kWeighted) x *= args.weights[p];
           sums[i] += x;
         }
@@ -100,7 +109,7 @@ struct PooledKernel {
   }
 
   template <int W>
-  TIERSTORE_INLINE static void MaxBag(const Args& args, const RowReader& rows, std::int64_t first,
+  TIERSTORE_INLINE static void MaxBag(const Args& args, const RowReader<Weights>& rows, std::int64_t first,
                                       std::int64_t last, float* out, std::int32_t* argmax) {
     ForColumns<W>(args.gather.dim, [&](auto block, std::int64_t c) __attribute__((always_inline)) {
       using B = decltype(block);
@@ -110,12 +119,11 @@ struct PooledKernel {
       I where[B::kVectors];
       for (int i = 0; i < B::kVectors; ++i) where[i] = I{} - 1;
       for (std::int64_t p = first; p < last; ++p) {
-        const float* row = rows.At(p, block, c);
+        const std::uint8_t* row = rows.At(p, block, c);
         if (row == nullptr) continue;
         const I here = I{} + static_cast<std::int32_t>(p);
         for (int i = 0; i < B::kVectors; ++i) {
-          V x;
-          Load(x, row + i * B::kLanes);
+          const V x = LoadWeights<Weights>(row, block, i);
           const auto better = (x > best[i]) | (x != x) | (where[i] < 0);
           best[i] = better ? x : best[i];
           where[i] = better ? here : where[i];
@@ -129,6 +137,7 @@ struct PooledKernel {
   }
 };
 
+template <typename Weights>
 struct RowsKernel {
   struct Args {
     Gather gather;
@@ -139,16 +148,16 @@ struct RowsKernel {
 
   template <int W>
   TIERSTORE_INLINE static void Run(const Args& args, std::int64_t begin, std::int64_t end) {
-    const RowReader rows(args.gather, args.n);
+    const RowReader<Weights> rows(args.gather, args.n);
     for (std::int64_t p = begin; p < end; ++p) {
       float* out = args.out + p * args.out_stride;
       ForColumns<W>(args.gather.dim, [&](auto block, std::int64_t c) __attribute__((always_inline)) {
         using B = decltype(block);
         using V = typename VecTypes<B::kLanes>::Float;
-        const float* row = rows.At(p, block, c);
+        const std::uint8_t* row = rows.At(p, block, c);
         for (int i = 0; i < B::kVectors; ++i) {
           V x = {};
-          if (row != nullptr) Load(x, row + i * B::kLanes);
+          if (row != nullptr) x = LoadWeights<Weights>(row, block, i);
           Store(out + c + i * B::kLanes, x);
         }
       });
@@ -156,6 +165,7 @@ struct RowsKernel {
   }
 };
 
+template <typename Weights>
 struct WeightGradsKernel {
   struct Args {
     Gather gather;
@@ -166,8 +176,9 @@ struct WeightGradsKernel {
 
   template <int W>
   TIERSTORE_INLINE static void Run(const Args& args, std::int64_t begin, std::int64_t end) {
-    const RowReader rows(args.gather, args.bags.num_positions());
+    const RowReader<Weights> rows(args.gather, args.bags.num_positions());
     FeatureCursor feature(args.bags, begin);
+    float* room = Scratch(args.gather.dim);
     for (std::int64_t bag = begin; bag < end; ++bag) {
       feature.MoveTo(bag);
       const float* grad = args.grad + feature.OutputOf(bag);
@@ -181,8 +192,11 @@ struct WeightGradsKernel {
         scale = 1.0f / static_cast<float>(CountUsed(args.gather.inverse, first, last));
       }
       for (std::int64_t p = first; p < last; ++p) {
-        const float* row = rows.At(p);
-        args.out[p] = row != nullptr ? Dot<W>(grad, row, args.gather.dim) * scale : 0.0f;
+        std::uint8_t* row = rows.At(p);
+        args.out[p] = 0.0f;
+        if (row == nullptr) continue;
+        const std::int64_t dim = args.gather.dim;
+        args.out[p] = Dot<W>(grad, Weights::template Widen<W>(row, dim, room), dim) * scale;
       }
     }
   }
@@ -194,19 +208,26 @@ void LookupPooled(const Gather& gather, const Bags& bags, const float* weights, 
                   std::int32_t* argmax) {
   bags.Check();
   CheckInverse(gather.inverse, bags.num_positions(), gather.num_slots);
-  RunKernel<PooledKernel>({gather, bags, weights, out, argmax}, 0, bags.num_bags,
-                          BagGrain(bags, kPiecePositions));
+  WithWeights(gather.rows.weights, [&](auto type) {
+    RunKernel<PooledKernel<decltype(type)>>({gather, bags, weights, out, argmax}, 0, bags.num_bags,
+                                            BagGrain(bags, kPiecePositions));
+  });
 }
 
 void LookupRows(const Gather& gather, std::int64_t n, float* out, std::int64_t out_stride) {
   CheckInverse(gather.inverse, n, gather.num_slots);
-  RunKernel<RowsKernel>({gather, n, out, out_stride}, 0, n, kPiecePositions);
+  WithWeights(gather.rows.weights, [&](auto type) {
+    RunKernel<RowsKernel<decltype(type)>>({gather, n, out, out_stride}, 0, n, kPiecePositions);
+  });
 }
 
 void WeightGrads(const Gather& gather, const Bags& bags, const float* grad, float* out) {
   bags.Check();
   CheckInverse(gather.inverse, bags.num_positions(), gather.num_slots);
-  RunKernel<WeightGradsKernel>({gather, bags, grad, out}, 0, bags.num_bags, BagGrain(bags, kPiecePositions));
+  WithWeights(gather.rows.weights, [&](auto type) {
+    RunKernel<WeightGradsKernel<decltype(type)>>({gather, bags, grad, out}, 0, bags.num_bags,
+                                                 BagGrain(bags, kPiecePositions));
+  });
 }
 
 }  // namespace tierstore

@@ -2,7 +2,8 @@
 //
 // A position p reads row slots[inverse[p]]; inverse[p] < 0 skips it (padding). Rows of a bag are added in the
 // order of positions, starting from zero, so the result has the same bits for any slots, threads and
-// instruction set.
+// instruction set. Rows may have weights of 16 bits; outputs and gradients are float32, and so is all
+// arithmetic.
 #pragma once
 
 #include <cstdint>

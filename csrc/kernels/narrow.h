@@ -5,12 +5,14 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
-#include "kernels/isa.h"
+#include "kernels/rows.h"
+#include "kernels/vec.h"
 
 namespace tierstore {
 
-constexpr std::uint32_t kInfinityBits = 0x7F800000;
+inline constexpr std::uint32_t kInfinityBits = 0x7F800000;
 
 TIERSTORE_INLINE std::uint32_t BitsOf(float value) {
   std::uint32_t bits;
@@ -24,59 +26,144 @@ TIERSTORE_INLINE float OfBits(std::uint32_t bits) {
   return value;
 }
 
-// What to add to `bits` before its lowest `cut` bits are cut off. `dice` has at least `cut` bits.
-template <bool kStochastic>
-TIERSTORE_INLINE std::uint32_t Rounding(std::uint32_t bits, int cut, std::uint32_t dice) {
+// What to add to `bits` before its lowest `cut` bits are cut off. `dice` has at least `cut` bits. Word: 32
+// bits, or a vector of them.
+template <bool kStochastic, typename Word>
+TIERSTORE_INLINE Word Rounding(const Word& bits, int cut, const Word& dice) {
   const std::uint32_t below = (1u << cut) - 1;
-  return kStochastic ? dice & below : (below >> 1) + (bits >> cut & 1);
+  if constexpr (kStochastic) return dice & below;
+  return (bits >> cut & 1u) + (below >> 1);
 }
 
+// Vectors of W numbers of 16 bits, and of 32 bits for each.
+template <int W>
+struct ShortTypes {
+  typedef std::uint16_t Shorts __attribute__((vector_size(2 * W)));
+  typedef std::uint32_t Words __attribute__((vector_size(4 * W)));
+};
+template <>
+struct ShortTypes<1> {
+  using Shorts = std::uint16_t;
+  using Words = std::uint32_t;
+};
+
+// The elements of a vector (or a number) as another type.
+template <typename To, typename From>
+TIERSTORE_INLINE To Converted(const From& from) {
+  if constexpr (std::is_arithmetic_v<From>) {
+    return static_cast<To>(from);
+  } else {
+    return __builtin_convertvector(from, To);
+  }
+}
+
+// The bits of a vector (or a number) as another type.
+template <typename To, typename From>
+TIERSTORE_INLINE To Cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  Load(to, &from);
+  return to;
+}
+
+// Conversions of W numbers at once, in vectors of 32 bits each, with the same results for every W. W is 8 or
+// more only where a kernel is compiled for AVX2 or better.
 struct Bfloat16 {
-  template <bool kStochastic>
-  TIERSTORE_INLINE static std::uint16_t To(float value, std::uint32_t dice) {
-    constexpr std::uint32_t kLargest = 0x7F7F, kQuiet = 0x40;
-    const std::uint32_t bits = BitsOf(value), magnitude = bits & 0x7FFFFFFF;
-    std::uint32_t finite = (magnitude + Rounding<kStochastic>(magnitude, 16, dice)) >> 16;
-    finite = finite < kLargest ? finite : kLargest;
-    const std::uint32_t other = magnitude >> 16 | (magnitude > kInfinityBits ? kQuiet : 0);
-    const std::uint32_t result = magnitude < kInfinityBits ? finite : other;
-    return static_cast<std::uint16_t>(result | (bits >> 16 & 0x8000));
+  static constexpr WeightType kType = WeightType::kBfloat16;
+
+  template <bool kStochastic, int W>
+  TIERSTORE_INLINE static typename ShortTypes<W>::Shorts To(const typename VecTypes<W>::Float& values,
+                                                            const typename ShortTypes<W>::Words& dice) {
+    using Words = typename ShortTypes<W>::Words;
+    using Ints = typename VecTypes<W>::Int;
+    constexpr std::int32_t kLargest = 0x7F7F, kInfinity = kInfinityBits;
+    constexpr std::uint32_t kQuiet = 0x40;
+    const Words bits = Cast<Words>(values), magnitude = bits & 0x7FFFFFFFu;
+    Words finite = (magnitude + Rounding<kStochastic>(magnitude, 16, dice)) >> 16;
+    finite = Cast<Ints>(finite) < kLargest ? finite : Words{} + kLargest;
+    const Ints order = Cast<Ints>(magnitude);
+    const Words other = magnitude >> 16 | (order > kInfinity ? Words{} + kQuiet : Words{});
+    return Converted<typename ShortTypes<W>::Shorts>((order < kInfinity ? finite : other) |
+                                                     (bits >> 16 & 0x8000u));
   }
 
-  TIERSTORE_INLINE static float From(std::uint16_t bits) {
-    return OfBits(static_cast<std::uint32_t>(bits) << 16);
+  template <int W>
+  TIERSTORE_INLINE static typename VecTypes<W>::Float From(const typename ShortTypes<W>::Shorts& shorts) {
+    return Cast<typename VecTypes<W>::Float>(Converted<typename ShortTypes<W>::Words>(shorts) << 16);
   }
 };
 
 struct Half {
-  template <bool kStochastic>
-  TIERSTORE_INLINE static std::uint16_t To(float value, std::uint32_t dice) {
-    constexpr std::uint32_t kLeastNormal = 0x38800000, kRebias = 112 << 10;
-    constexpr std::uint32_t kLargest = 0x7BFF, kInfinity = 0x7C00, kQuiet = 0x7E00;
-    const std::uint32_t bits = BitsOf(value), magnitude = bits & 0x7FFFFFFF;
-    const std::uint32_t normal = ((magnitude + Rounding<kStochastic>(magnitude, 13, dice)) >> 13) - kRebias;
+  static constexpr WeightType kType = WeightType::kHalf;
+
+  template <bool kStochastic, int W>
+  TIERSTORE_INLINE static typename ShortTypes<W>::Shorts To(const typename VecTypes<W>::Float& values,
+                                                            const typename ShortTypes<W>::Words& dice) {
+    using Words = typename ShortTypes<W>::Words;
+    using Ints = typename VecTypes<W>::Int;
+    using Floats = typename VecTypes<W>::Float;
+    constexpr std::int32_t kLeastNormal = 0x38800000, kLargest = 0x7BFF, kInfinity = kInfinityBits;
+    constexpr std::uint32_t kRebias = 112 << 10, kShortInfinity = 0x7C00, kQuiet = 0x7E00;
+    const Words bits = Cast<Words>(values), magnitude = bits & 0x7FFFFFFFu;
+    const Ints order = Cast<Ints>(magnitude);
+#if TIERSTORE_X86
+    if constexpr (!kStochastic && W >= 8) {
+      constexpr std::int32_t kWideLargest = 0x477FE000;  // 65504
+      const Words clamped = order < kWideLargest ? magnitude : Words{} + kWideLargest;
+      return Processors<W>((order < kInfinity ? clamped : magnitude) | (bits & 0x80000000u));
+    }
+#endif
+    const Words normal = ((magnitude + Rounding<kStochastic>(magnitude, 13, dice)) >> 13) - kRebias;
     // Subnormal numbers are multiples of 2^-24: 16 bits below that, and a last bit that tells of further
     // ones.
-    const float scaled = OfBits(magnitude < kLeastNormal ? magnitude : 0) * 0x1p40f;
-    const std::int32_t whole = static_cast<std::int32_t>(scaled);
-    const std::uint32_t fixed =
-        static_cast<std::uint32_t>(whole | (static_cast<float>(whole) < scaled ? 1 : 0));
-    const std::uint32_t small = (fixed + Rounding<kStochastic>(fixed, 16, dice)) >> 16;
-    std::uint32_t finite = magnitude < kLeastNormal ? small : normal;
-    finite = finite < kLargest ? finite : kLargest;
-    const std::uint32_t other = magnitude > kInfinityBits ? kQuiet : kInfinity;
-    const std::uint32_t result = magnitude < kInfinityBits ? finite : other;
-    return static_cast<std::uint16_t>(result | (bits >> 16 & 0x8000));
+    const Floats scaled = Cast<Floats>(order < kLeastNormal ? magnitude : Words{}) * 0x1p40f;
+    const Ints whole = Converted<Ints>(scaled);
+    const Words further = Converted<Floats>(whole) < scaled ? Words{} + 1u : Words{};
+    const Words fixed = Cast<Words>(whole) | further;
+    const Words small = (fixed + Rounding<kStochastic>(fixed, 16, dice)) >> 16;
+    Words finite = order < kLeastNormal ? small : normal;
+    finite = Cast<Ints>(finite) < kLargest ? finite : Words{} + kLargest;
+    const Words other = order > kInfinity ? (magnitude >> 13 & 0x3FFu) | kQuiet : Words{} + kShortInfinity;
+    return Converted<typename ShortTypes<W>::Shorts>((order < kInfinity ? finite : other) |
+                                                     (bits >> 16 & 0x8000u));
   }
 
-  TIERSTORE_INLINE static float From(std::uint16_t half) {
-    const std::uint32_t magnitude = static_cast<std::uint32_t>(half & 0x7FFF) << 13;
-    // As bits of a float32 the number is 2^-112 times too small; subnormal numbers come out right, too.
-    const std::uint32_t finite = BitsOf(OfBits(magnitude) * 0x1p112f);
-    const std::uint32_t other = magnitude | kInfinityBits;
-    return OfBits((magnitude < (0x7C00u << 13) ? finite : other) | static_cast<std::uint32_t>(half & 0x8000)
-                                                                       << 16);
+  template <int W>
+  TIERSTORE_INLINE static typename VecTypes<W>::Float From(const typename ShortTypes<W>::Shorts& shorts) {
+    using Words = typename ShortTypes<W>::Words;
+    using Floats = typename VecTypes<W>::Float;
+#if TIERSTORE_X86
+    if constexpr (W >= 8) {
+      Floats wide;
+      asm("vcvtph2ps %1, %0" : "=v"(wide) : "v"(shorts));
+      return wide;
+    }
+#endif
+    constexpr std::int32_t kLeastNormal = 0x400 << 13, kInfinity = 0x7C00 << 13;
+    constexpr std::uint32_t kQuiet = 0x400000;
+    const Words words = Converted<Words>(shorts);
+    const Words magnitude = (words & 0x7FFFu) << 13, sign = (words & 0x8000u) << 16;
+    // A subnormal number, with the exponent of 2^-14, is 2^-14 too large. So no operand is subnormal in
+    // float32, which some modes of the processor take for 0.
+    const Words small = Cast<Words>(Cast<Floats>(magnitude + (113u << 23)) - 0x1p-14f);
+    const auto order = Cast<typename VecTypes<W>::Int>(magnitude);
+    const Words normal = magnitude + (112u << 23), finite = order < kLeastNormal ? small : normal;
+    const Words other =
+        magnitude | (order > kInfinity ? Words{} + (kInfinityBits | kQuiet) : Words{} + kInfinityBits);
+    return Cast<Floats>((order < kInfinity ? finite : other) | sign);
   }
+
+ private:
+#if TIERSTORE_X86
+  // The processor's conversion of float32, to the nearest; it knows no largest number.
+  template <int W>
+  TIERSTORE_INLINE static typename ShortTypes<W>::Shorts Processors(
+      const typename ShortTypes<W>::Words& values) {
+    typename ShortTypes<W>::Shorts shorts;
+    asm("vcvtps2ph $0, %1, %0" : "=v"(shorts) : "v"(values));
+    return shorts;
+  }
+#endif
 };
 
 // The values that the weights of a row may have: offset + q * step, q < 256.

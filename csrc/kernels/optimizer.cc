@@ -17,6 +17,7 @@ OptimizerStep OptimizerStep::Make(int kind, double lr, double eps, double weight
   if (step < 1) throw std::invalid_argument("step counts from 1");
   const auto mode = static_cast<WeightDecayMode>(weight_decay_mode);
   OptimizerStep result{};
+  result.number = step;
   result.kind = static_cast<OptimizerKind>(kind);
   result.lr = static_cast<float>(lr);
   result.eps = static_cast<float>(eps);

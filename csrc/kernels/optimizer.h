@@ -32,9 +32,10 @@ struct OptimizerStep {
   float rest1, rest2;     // 1 - beta
   float adam_lr;          // lr / (1 - beta1^step)
   float adam_inv_sqrt_v;  // 1 / sqrt(1 - beta2^step)
+  std::int64_t number;    // counts from 1
 
-  // `step` counts from 1 and matters to Adam only. Throws std::invalid_argument for an unknown kind or mode
-  // and step < 1.
+  // `step`: its number, which matters to Adam and to stochastic rounding. Throws std::invalid_argument for an
+  // unknown kind or mode and step < 1.
   static OptimizerStep Make(int kind, double lr, double eps, double weight_decay, int weight_decay_mode,
                             double beta1, double beta2, std::int64_t step);
   std::int64_t StateFloats(std::int64_t dim) const;
@@ -63,13 +64,12 @@ TIERSTORE_INLINE void AddDecay(const OptimizerStep& step, std::int64_t dim, floa
   for (std::int64_t c = 0; c < dim; ++c) g[c] += step.l2 * w[c];
 }
 
-// Applies `step` to a row: w[dim], followed by its state. Overwrites g. `mean_square`: of the whole row's
-// gradient, where the columns here are only some of the row's; null: the row is whole. It matters to
-// RowWiseAdagrad only.
+// Applies `step` to a row: w[dim] and its state. Overwrites g. `mean_square`: of the whole row's gradient,
+// where the columns here are only some of the row's; null: the row is whole. It matters to RowWiseAdagrad
+// only.
 template <int W>
-TIERSTORE_INLINE void ApplyStep(const OptimizerStep& step, std::int64_t dim, float* g, float* w,
+TIERSTORE_INLINE void ApplyStep(const OptimizerStep& step, std::int64_t dim, float* g, float* w, float* state,
                                 const float* mean_square) {
-  float* state = w + dim;
   AddDecay(step, dim, g, w);
   switch (step.kind) {
     case OptimizerKind::kSgd:

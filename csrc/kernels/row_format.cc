@@ -8,14 +8,12 @@
 
 #include "common/float_mode.h"
 #include "common/key.h"
-#include "kernels/narrow.h"
-#include "kernels/philox.h"
+#include "kernels/short_rows.h"
 #include "kernels/vec.h"
 
 namespace tierstore {
 namespace {
 
-constexpr int kChunk = 64;  // columns that are converted at a time
 constexpr int kLanes = 16;
 constexpr std::int64_t kPieceBytes = 64 << 10;
 
@@ -47,60 +45,6 @@ TIERSTORE_INLINE std::uint32_t HashRow(const float* row, std::int64_t floats) {
   return lanes[0];
 }
 
-// The 16 random bits of each column of one row.
-struct Dice {
-  std::uint64_t id = 0;
-  std::uint64_t seed = 0;
-  std::uint32_t hash = 0;
-
-  TIERSTORE_INLINE void Throw(std::int64_t column, std::uint32_t (&out)[kChunk]) const {
-    constexpr int kCounters = kChunk / 8;
-    std::uint32_t words[4][kCounters];
-    Philox<kCounters>(static_cast<std::uint32_t>(id), static_cast<std::uint32_t>(id >> 32),
-                      static_cast<std::uint32_t>(column / 8), seed, words, hash | 1);
-    for (int i = 0; i < kCounters; ++i) {
-      for (int j = 0; j < 4; ++j) {
-        out[8 * i + j] = words[j][i] & 0xFFFF;
-        out[8 * i + 4 + j] = words[j][i] >> 16;
-      }
-    }
-  }
-};
-
-// Calls body(first, count, values, dice) for chunks of `floats` values of a row, which begin at `column`, a
-// multiple of 8. Behind the end of the row, values are 0.
-template <bool kStochastic, typename Body>
-TIERSTORE_INLINE void ForChunks(const float* from, std::int64_t floats, std::int64_t column, const Dice& dice,
-                                const Body& body) {
-  std::uint32_t bits[kChunk];
-  for (std::int64_t c = 0; c < floats; c += kChunk) {
-    const std::int64_t count = std::min<std::int64_t>(kChunk, floats - c);
-    if constexpr (kStochastic) dice.Throw(column + c, bits);
-    if (count == kChunk) {
-      body(c, kChunk, from + c, bits);
-    } else {
-      float values[kChunk] = {};
-      std::memcpy(values, from + c, static_cast<std::size_t>(count) * sizeof(float));
-      body(c, count, values, bits);
-    }
-  }
-}
-
-// Writes `floats` values as 16 bits each, by Short::To.
-template <bool kStochastic, typename Short>
-TIERSTORE_INLINE void ToShort(const float* from, std::int64_t floats, std::int64_t column, const Dice& dice,
-                              std::uint8_t* to) {
-  ForChunks<kStochastic>(
-      from, floats, column, dice,
-      [&](std::int64_t first, std::int64_t count, const float* values, const std::uint32_t* dice_bits)
-          __attribute__((always_inline)) {
-            std::uint16_t out[kChunk];
-            for (int i = 0; i < kChunk; ++i)
-              out[i] = Short::template To<kStochastic>(values[i], kStochastic ? dice_bits[i] : 0);
-            std::memcpy(to + 2 * first, out, static_cast<std::size_t>(2 * count));
-          });
-}
-
 // Writes one byte per weight, step and offset. Returns whether the row has a step.
 template <bool kStochastic>
 TIERSTORE_INLINE bool ToBytes(const float* from, const RowFormat& format, const Dice& dice,
@@ -113,11 +57,12 @@ TIERSTORE_INLINE bool ToBytes(const float* from, const RowFormat& format, const 
     return grid.fits;
   }
   ForChunks<kStochastic>(from, format.dim, 0, dice,
-                         [&](std::int64_t first, std::int64_t count, const float* values,
-                             const std::uint32_t* dice_bits) __attribute__((always_inline)) {
-                           std::uint8_t out[kChunk];
-                           for (int i = 0; i < kChunk; ++i)
-                             out[i] = Quantise<kStochastic>(grid, values[i], kStochastic ? dice_bits[i] : 0);
+                         [&](auto size, std::int64_t first, std::int64_t count, const float* values,
+                             const std::uint32_t* bits) __attribute__((always_inline)) {
+                           constexpr int kColumns = decltype(size)::value;
+                           std::uint8_t out[kColumns];
+                           for (int i = 0; i < kColumns; ++i)
+                             out[i] = Quantise<kStochastic>(grid, values[i], kStochastic ? bits[i] : 0);
                            std::memcpy(to + first, out, static_cast<std::size_t>(count));
                          });
   return true;
@@ -137,10 +82,10 @@ struct EncodeKernel {
 
   template <int W>
   TIERSTORE_INLINE static void Run(const Args& args, std::int64_t begin, std::int64_t end) {
-    args.format->stochastic ? RunRows<true>(args, begin, end) : RunRows<false>(args, begin, end);
+    args.format->stochastic ? RunRows<W, true>(args, begin, end) : RunRows<W, false>(args, begin, end);
   }
 
-  template <bool kStochastic>
+  template <int W, bool kStochastic>
   TIERSTORE_INLINE static void RunRows(const Args& args, std::int64_t begin, std::int64_t end) {
     const std::int64_t bytes = args.format->row_bytes(), wide = args.rows.row_bytes;
     const std::int64_t ahead = PrefetchAhead(wide);
@@ -153,13 +98,13 @@ struct EncodeKernel {
       if constexpr (kStochastic) {
         dice.id = KeyId(args.keys[i]);
         dice.seed = args.tables.seeds[KeyTable(args.keys[i])];
-        dice.hash = HashRow(from, args.format->wide_floats());
+        dice.last = HashRow(from, args.format->wide_floats()) | 1;
       }
-      if (!Encode<kStochastic>(from, *args.format, dice, args.to + i * bytes)) NoteLost(args.lost, i);
+      if (!Encode<W, kStochastic>(from, *args.format, dice, args.to + i * bytes)) NoteLost(args.lost, i);
     }
   }
 
-  template <bool kStochastic>
+  template <int W, bool kStochastic>
   TIERSTORE_INLINE static bool Encode(const float* from, const RowFormat& format, const Dice& dice,
                                       std::uint8_t* to) {
     const std::int64_t dim = format.dim, state_bytes = (format.short_state ? 2 : 4) * format.state_floats;
@@ -169,10 +114,10 @@ struct EncodeKernel {
         std::memcpy(to, from, static_cast<std::size_t>(4 * dim));
         break;
       case WeightType::kBfloat16:
-        ToShort<kStochastic, Bfloat16>(from, dim, 0, dice, to);
+        ToShort<W, kStochastic, Bfloat16>(from, dim, 0, dice, to);
         break;
       case WeightType::kHalf:
-        ToShort<kStochastic, Half>(from, dim, 0, dice, to);
+        ToShort<W, kStochastic, Half>(from, dim, 0, dice, to);
         break;
       case WeightType::kInt8:
         fits = ToBytes<kStochastic>(from, format, dice, to);
@@ -181,8 +126,8 @@ struct EncodeKernel {
     std::memset(to + format.weight_bytes(), 0,
                 static_cast<std::size_t>(format.rest() - format.weight_bytes()));
     if (format.short_state) {
-      ToShort<kStochastic, Bfloat16>(from + dim, format.state_floats, (dim + 7) / 8 * 8, dice,
-                                     to + format.state());
+      ToShort<W, kStochastic, Bfloat16>(from + dim, format.state_floats, (dim + 7) / 8 * 8, dice,
+                                        to + format.state());
     } else {
       std::memcpy(to + format.state(), from + dim, static_cast<std::size_t>(state_bytes));
     }
@@ -197,21 +142,6 @@ struct EncodeKernel {
     }
   }
 };
-
-// Writes `floats` values of 16 bits each as float32, by Short::From.
-template <typename Short>
-TIERSTORE_INLINE void FromShort(const std::uint8_t* from, std::int64_t floats, float* to) {
-  std::int64_t c = 0;
-  std::uint16_t bits[kLanes];
-  for (; c + kLanes <= floats; c += kLanes) {
-    std::memcpy(bits, from + 2 * c, sizeof bits);
-    for (int i = 0; i < kLanes; ++i) to[c + i] = Short::From(bits[i]);
-  }
-  for (; c < floats; ++c) {
-    std::memcpy(bits, from + 2 * c, 2);
-    to[c] = Short::From(bits[0]);
-  }
-}
 
 TIERSTORE_INLINE void FromBytes(const std::uint8_t* from, const RowFormat& format, float* to) {
   float step, offset;
@@ -247,10 +177,11 @@ struct DecodeKernel {
         Prefetch<true>(args.Wide(i + ahead), wide);
         if (args.source != nullptr) Prefetch<false>(args.Encoded(i + ahead), bytes);
       }
-      Decode(*args.format, args.Encoded(i), args.Wide(i), wide / 4);
+      Decode<W>(*args.format, args.Encoded(i), args.Wide(i), wide / 4);
     }
   }
 
+  template <int W>
   TIERSTORE_INLINE static void Decode(const RowFormat& format, const std::uint8_t* from, float* to,
                                       std::int64_t floats) {
     switch (format.weights) {
@@ -258,10 +189,10 @@ struct DecodeKernel {
         std::memcpy(to, from, static_cast<std::size_t>(4 * format.dim));
         break;
       case WeightType::kBfloat16:
-        FromShort<Bfloat16>(from, format.dim, to);
+        FromShort<W, Bfloat16>(from, format.dim, to);
         break;
       case WeightType::kHalf:
-        FromShort<Half>(from, format.dim, to);
+        FromShort<W, Half>(from, format.dim, to);
         break;
       case WeightType::kInt8:
         FromBytes(from, format, to);
@@ -269,7 +200,7 @@ struct DecodeKernel {
     }
     float* const state = to + format.dim;
     if (format.short_state) {
-      FromShort<Bfloat16>(from + format.state(), format.state_floats, state);
+      FromShort<W, Bfloat16>(from + format.state(), format.state_floats, state);
     } else {
       std::memcpy(state, from + format.state(), static_cast<std::size_t>(4 * format.state_floats));
     }

@@ -26,8 +26,6 @@
 
 namespace tierstore {
 
-enum class WeightType : std::uint8_t { kFloat32 = 0, kBfloat16 = 1, kHalf = 2, kInt8 = 3 };
-
 struct RowFormat {
   WeightType weights;
   bool short_state;  // bfloat16 instead of float32
@@ -35,12 +33,9 @@ struct RowFormat {
   std::int64_t dim;
   std::int64_t state_floats;
 
-  std::int64_t weight_bytes() const {
-    constexpr std::int64_t kBytes[] = {4, 2, 2, 1};
-    return kBytes[static_cast<int>(weights)] * dim;
-  }
+  std::int64_t weight_bytes() const { return WeightBytes(weights) * dim; }
   // Where the step and the offset are, or the state where there is no step.
-  std::int64_t rest() const { return (weight_bytes() + 3) / 4 * 4; }
+  std::int64_t rest() const { return StateBegin(weights, dim); }
   std::int64_t state() const { return rest() + (weights == WeightType::kInt8 ? 8 : 0); }
   std::int64_t row_bytes() const { return (state() + (short_state ? 2 : 4) * state_floats + 15) / 16 * 16; }
   std::int64_t wide_floats() const { return dim + state_floats; }

@@ -5,13 +5,27 @@
 
 namespace tierstore {
 
-// Rows of `row_bytes` bytes (a multiple of 16) from `base`: embedding_dim float32 weights, the optimizer's
-// float32 state, zero padding. Does not own the memory.
+// How a row holds a weight. kInt8 occurs in encoded rows only (kernels/row_format.h).
+enum class WeightType : std::uint8_t { kFloat32 = 0, kBfloat16 = 1, kHalf = 2, kInt8 = 3 };
+
+constexpr std::int64_t WeightBytes(WeightType type) {
+  constexpr std::int64_t kBytes[] = {4, 2, 2, 1};
+  return kBytes[static_cast<int>(type)];
+}
+
+// Where the state (float32) of a row of `dim` weights begins: at a multiple of 4 bytes.
+constexpr std::int64_t StateBegin(WeightType type, std::int64_t dim) {
+  return (WeightBytes(type) * dim + 3) / 4 * 4;
+}
+
+// Rows of `row_bytes` bytes (a multiple of 16) from `base`: embedding_dim weights, zeros up to a multiple of
+// 4 bytes, the optimizer's float32 state, zero padding. Does not own the memory.
 struct Rows {
   std::uint8_t* base;
   std::int64_t row_bytes;
+  WeightType weights = WeightType::kFloat32;
 
-  float* At(std::int32_t slot) const { return reinterpret_cast<float*>(base + slot * row_bytes); }
+  std::uint8_t* At(std::int64_t slot) const { return base + slot * row_bytes; }
 };
 
 // to[i] = rows[slots[i]]; `to` is contiguous, n * row_bytes bytes, and does not overlap the rows.

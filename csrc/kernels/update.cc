@@ -8,7 +8,8 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "kernels/vec.h"
+#include "common/key.h"
+#include "kernels/weights.h"
 
 namespace tierstore {
 namespace {
@@ -71,10 +72,11 @@ TIERSTORE_INLINE void Reduce(const Source& source, const std::int32_t* positions
   });
 }
 
-TIERSTORE_INLINE void PrefetchRow(const float* row, std::int64_t floats) {
+// `floats`: bytes of the row that are used, over 4.
+TIERSTORE_INLINE void PrefetchRow(const std::uint8_t* row, std::int64_t floats) {
   ForColumns<16>(floats, [&](auto block, std::int64_t c) __attribute__((always_inline)) {
     using B = decltype(block);
-    Prefetch<true>(row + c, 4 * B::kLanes * B::kVectors);
+    Prefetch<true>(row + 4 * c, 4 * B::kLanes * B::kVectors);
   });
 }
 
@@ -106,13 +108,6 @@ class Rejected {
   std::vector<std::int32_t> rows_;
 };
 
-// A buffer of this thread, valid until its next call.
-float* Scratch(std::int64_t floats) {
-  thread_local std::vector<float> buffer;
-  if (static_cast<std::int64_t>(buffer.size()) < floats) buffer.resize(floats);
-  return buffer.data();
-}
-
 struct Common {
   Touched touched;
   OptimizerStep step;
@@ -122,13 +117,14 @@ struct Common {
 
   std::int64_t Count(std::int64_t u) const { return touched.csr_start[u + 1] - touched.csr_start[u]; }
 
-  template <int W>
-  TIERSTORE_INLINE void Apply(std::int64_t u, std::int64_t dim, float* g) const {
-    float* row = touched.rows.At(touched.slots[u]);
+  // `room`: for the row's weights as float32.
+  template <int W, typename Weights>
+  TIERSTORE_INLINE void Apply(std::int64_t u, std::int64_t dim, float* g, float* room) const {
+    std::uint8_t* row = touched.rows.At(touched.slots[u]);
     if (squares.out != nullptr) {
       squares.out[u] = std::numeric_limits<float>::quiet_NaN();
       if (!AllFinite(g, dim)) return;
-      AddDecay(step, dim, g, row);
+      AddDecay(step, dim, g, Weights::template Widen<W>(row, dim, room));
       squares.out[u] = Dot<W>(g, g, dim);
       return;
     }
@@ -137,12 +133,27 @@ struct Common {
       rejected->Add(u);
       return;
     }
-    ApplyStep<W>(step, dim, g, row, mean);
+    float* const weights = Weights::template Widen<W>(row, dim, room);
+    float* const state = reinterpret_cast<float*>(row + StateBegin(Weights::kType, dim));
+    ApplyStep<W>(step, dim, g, weights, state, mean);
+    if constexpr (Weights::kType != WeightType::kFloat32) Narrow<W, Weights>(u, dim, weights, row);
+  }
+
+  template <int W, typename Weights>
+  TIERSTORE_INLINE void Narrow(std::int64_t u, std::int64_t dim, const float* weights,
+                               std::uint8_t* row) const {
+    const UpdateRounding& rounding = touched.rounding;
+    if (rounding.keys == nullptr) return Weights::template Narrow<W, false>(weights, dim, 0, {}, row);
+    const std::uint32_t table = KeyTable(rounding.keys[u]);
+    const std::int64_t column = rounding.columns != nullptr ? rounding.columns[table] : 0;
+    const Dice dice{KeyId(rounding.keys[u]), rounding.seeds[table],
+                    static_cast<std::uint32_t>(step.number) * 2};
+    Weights::template Narrow<W, true>(weights, dim, column, dice, row);
   }
 };
 
 // Updates the unique rows [begin, end) that have at most kReducePositions positions.
-template <typename Source>
+template <typename Source, typename Weights>
 struct ColdRowsKernel {
   struct Args {
     Common common;
@@ -159,15 +170,15 @@ struct ColdRowsKernel {
   TIERSTORE_INLINE static void Run(const Args& args, std::int64_t dim, std::int64_t begin, std::int64_t end) {
     const Touched& t = args.common.touched;
     const std::int32_t* positions_end = t.csr_positions + t.csr_start[t.num_slots];
-    const std::int64_t row_floats = dim + args.common.step.StateFloats(dim);
+    const std::int64_t row_floats = StateBegin(Weights::kType, dim) / 4 + args.common.step.StateFloats(dim);
     const std::int64_t ahead = PrefetchAhead(4 * row_floats);
-    float* g = Scratch(dim);
+    float* const g = Scratch(2 * dim);
     for (std::int64_t u = begin; u < end; ++u) {
       if (u + ahead < t.num_slots) PrefetchRow(t.rows.At(t.slots[u + ahead]), row_floats);
       const std::int64_t count = args.common.Count(u);
       if (count == 0 || count > kReducePositions) continue;
       Reduce<W>(args.source, t.csr_positions + t.csr_start[u], count, positions_end, dim, g);
-      args.common.template Apply<W>(u, dim, g);
+      args.common.template Apply<W, Weights>(u, dim, g, g + dim);
     }
   }
 };
@@ -205,6 +216,7 @@ struct HotPiecesKernel {
   }
 };
 
+template <typename Weights>
 struct HotApplyKernel {
   struct Args {
     Common common;
@@ -221,7 +233,7 @@ struct HotApplyKernel {
       for (const float* partial = g + dim; partial < stop; partial += dim) {
         for (std::int64_t c = 0; c < dim; ++c) g[c] += partial[c];
       }
-      args.common.Apply<W>(args.rows[i].u, dim, g);
+      args.common.template Apply<W, Weights>(args.rows[i].u, dim, g, Scratch(dim));
     }
   }
 };
@@ -247,7 +259,9 @@ std::vector<std::int32_t> Update(const Touched& t, const Source& source, const O
   const std::int64_t bytes = t.num_slots * t.rows.row_bytes + num_positions * t.dim * 4;
   const std::int64_t grain =
       std::max<std::int64_t>(1, kPieceBytes * t.num_slots / std::max<std::int64_t>(1, bytes));
-  RunKernel<ColdRowsKernel<Source>>({common, source}, 0, t.num_slots, grain);
+  WithWeights(t.rows.weights, [&](auto type) {
+    RunKernel<ColdRowsKernel<Source, decltype(type)>>({common, source}, 0, t.num_slots, grain);
+  });
 
   if (num_positions > kReducePositions) {
     const std::vector<HotRow> hot = HotRows(common);
@@ -255,7 +269,9 @@ std::vector<std::int32_t> Update(const Touched& t, const Source& source, const O
     const std::int64_t pieces = hot.back().first_piece;
     const std::unique_ptr<float[]> partials(new float[pieces * t.dim]);
     RunKernel<HotPiecesKernel<Source>>({common, source, hot.data(), num_hot, partials.get()}, 0, pieces, 1);
-    RunKernel<HotApplyKernel>({common, hot.data(), partials.get()}, 0, num_hot, 1);
+    WithWeights(t.rows.weights, [&](auto type) {
+      RunKernel<HotApplyKernel<decltype(type)>>({common, hot.data(), partials.get()}, 0, num_hot, 1);
+    });
   }
   return rejected.Sorted();
 }

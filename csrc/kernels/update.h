@@ -16,6 +16,18 @@ namespace tierstore {
 
 inline constexpr std::int64_t kReducePositions = 256;
 
+// How weights of 16 bits are rounded when a step has computed them in float32: to the nearest value (ties to
+// even) where keys is null, else up with the probability of the part that is cut off, to 16 bits. The random
+// bits are a pure function of the table's seed, the id, the column and the number of the step: halves of the
+// words of Philox4x32-10 with the table's seed as its key and the counter (id mod 2^32, id >> 32, column
+// div 8, number * 2 mod 2^32). (Counters of initial values end in 0, those of encoded rows are odd.) Finite
+// values stay finite: beyond the largest number of the type they become that number.
+struct UpdateRounding {
+  const std::uint64_t* keys = nullptr;    // of the unique rows
+  const std::uint64_t* seeds = nullptr;   // by table (key >> 48)
+  const std::int64_t* columns = nullptr;  // by table, the first column in a wider table; null: 0
+};
+
 // The rows of a batch and, by CountPositions and PlacePositions (cache/csr.h), the positions that use them.
 // slots must not repeat where rows are updated.
 struct Touched {
@@ -25,6 +37,7 @@ struct Touched {
   std::int64_t num_slots;
   const std::int32_t* csr_start;
   const std::int32_t* csr_positions;
+  UpdateRounding rounding;
 };
 
 // Gradient of position p: its bag's gradient (laid out as the forward's output), times weights[p] unless

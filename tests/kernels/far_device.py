@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +17,11 @@ class FarRows:
     """Rows that only the operations of ``DeviceRows`` reach. A slot must have memory, and a row that is read
     must have been written."""
 
-    def __init__(self, slots: int, row_bytes: int, log: list[str]) -> None:
+    def __init__(self, slots: int, row_bytes: int, log: list[str], weights: str = "fp32") -> None:
         if row_bytes <= 0 or row_bytes % 16:
             raise ValueError("row_bytes must be a positive multiple of 16")
         self.row_bytes, self._slots, self._committed = row_bytes, slots, 0
+        self._weights = weights
         self._rows: dict[int, bytes] = {}
         self._log = log
 
@@ -44,7 +46,7 @@ class FarRows:
         if len(slots) != len(keys):
             raise ValueError("slots and keys differ in length")
         rows = np.empty((len(keys), self.row_bytes), np.uint8)
-        core.HostRows.view(rows).initialise(values, None, keys)
+        self._view(rows).initialise(values, None, keys)
         self._write("initialise", slots, rows)
 
     def copy_out(self, slots: Array, out: Array) -> None:
@@ -83,15 +85,18 @@ class FarRows:
         near, args = self._near(args)
         near.weight_grads(args, bags, grad_addr, out_addr)
 
-    def update_pooled(self, args: core.UpdateArgs, bags: core.Bags, *addresses: int) -> Array:
-        return self._update(args, lambda near, own: near.update_pooled(own, bags, *addresses))
+    def update_pooled(self, args: core.UpdateArgs, bags: core.Bags, *rest: Any) -> Array:
+        return self._update(args, lambda near, own: near.update_pooled(own, bags, *rest))
 
-    def update_rows(self, args: core.UpdateArgs, grad_addr: int, grad_stride: int) -> Array:
-        return self._update(args, lambda near, own: near.update_rows(own, grad_addr, grad_stride))
+    def update_rows(self, args: core.UpdateArgs, *rest: Any) -> Array:
+        return self._update(args, lambda near, own: near.update_rows(own, *rest))
+
+    def _view(self, rows: Array) -> core.HostRows:
+        return core.HostRows.view(rows, self._weights)
 
     def _near(self, args: core.LookupArgs) -> tuple[core.HostRows, core.LookupArgs]:
         slots = np.arange(len(args.slots), dtype=np.int32)
-        near = core.HostRows.view(self._read(args.slots))
+        near = self._view(self._read(args.slots))
         return near, core.LookupArgs(dim=args.dim, slots=slots, inverse=args.inverse)
 
     def _update(
@@ -103,7 +108,7 @@ class FarRows:
             csr_positions=args.csr_positions, step=args.step, check_finite=args.check_finite,
             squares=args.squares, means=args.means,
         )  # fmt: skip
-        rejected = update(core.HostRows.view(rows), own)
+        rejected = update(self._view(rows), own)
         if args.squares is None:
             self._write("update", args.slots, rows)
         return rejected
@@ -126,11 +131,11 @@ class FarDevice:
 
     log: list[str] = field(default_factory=list, compare=False)
 
-    def allocate(self, slots: int, row_bytes: int) -> FarRows:
-        return FarRows(slots, row_bytes, self.log)
+    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> FarRows:
+        return FarRows(slots, row_bytes, self.log, weights)
 
-    def load(self, rows: Array) -> FarRows:
-        far = FarRows(max(1, len(rows)), rows.shape[1], [])
+    def load(self, rows: Array, weights: str = "fp32") -> FarRows:
+        far = FarRows(max(1, len(rows)), rows.shape[1], [], weights)
         far.commit(len(rows))
         far.copy_in(np.arange(len(rows), dtype=np.int32), rows)
         return far

@@ -247,7 +247,7 @@ def log(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
     if request.param == "all":
         monkeypatch.setattr(HostDevice, "allocate", lambda self, *size: far.allocate(*size))
-        monkeypatch.setattr(HostDevice, "load", lambda self, rows: far.load(rows))
+        monkeypatch.setattr(HostDevice, "load", lambda self, *rows: far.load(*rows))
     elif request.param == "hbm":
         monkeypatch.setattr(registry, "TIERS", [far_hbm, *lower])
     return far.log

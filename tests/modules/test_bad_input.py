@@ -200,7 +200,7 @@ def test_weights_of_a_weighted_collection() -> None:
         ({"max_norm": 1.0}, "max_norm is not supported"),
         ({"scale_grad_by_freq": True}, "scale_grad_by_freq is not supported"),
         ({"device": "cuda"}, "device is cuda"),
-        ({"dtype": torch.float16}, "tables hold float32"),
+        ({"dtype": torch.float64}, "weights of a table are"),
         ({"mode": "median"}, "mode is 'median'; it must be one of 'sum', 'mean', 'max'"),
         ({"padding_idx": 60}, "padding_idx 60 is outside the 60 rows"),
         ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "must be one of tierstore.optim"),

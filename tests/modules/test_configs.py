@@ -90,7 +90,7 @@ def test_other_initialisers_are_refused(init_fn: object) -> None:
         ("num_embeddings", 3.0, "num_embeddings is 3.0"),
         ("embedding_dim", -1, "embedding_dim is -1; it must be a positive integer"),
         ("embedding_dim", True, "embedding_dim is True"),
-        ("data_type", DataType.FP16, "tables hold float32"),
+        ("data_type", DataType.INT8, "tables that are trained have"),
         ("feature_names", ["a", "a"], "different names"),
         ("feature_names", "ab", "different names"),
         ("num_embeddings_post_pruning", 3, "not pruned"),
@@ -129,7 +129,7 @@ def test_from_torchrec() -> None:
 
 
 def test_from_torchrec_refuses_what_the_config_refuses() -> None:
-    with pytest.raises(ConfigError, match="tables hold float32"):
+    with pytest.raises(ConfigError, match="tables that are trained have"):
         from_torchrec(peer.EmbeddingConfig(10, 4, "t", data_type=peer.DataType.INT8))
     with pytest.raises(ConfigError, match="cannot be honoured"):
         from_torchrec(peer.EmbeddingConfig(10, 4, "t", init_fn=init.xavier_normal_))

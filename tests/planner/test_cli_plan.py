@@ -119,7 +119,11 @@ def test_what_does_not_fit_exits_with_1_and_says_what_is_missing(files, capsys):
             "touched_rows is 'x'",
         ),
         ("tables.yaml", "- {name: a, num_embeddings: 5, embedding_dim: 1e30}", "1048576 columns at most"),
-        ("tables.yaml", "- {name: a, num_embeddings: 5, embedding_dim: 4, data_type: FP16}", "use FP32"),
+        (
+            "tables.yaml",
+            "- {name: a, num_embeddings: 5, embedding_dim: 4, data_type: INT8}",
+            "use FP32, FP16 or BF16",
+        ),
         (
             "tables.yaml",
             "- {name: a, name: b, num_embeddings: 5, embedding_dim: 4}",

@@ -96,7 +96,10 @@ GIVEN = {
     "device_group": "cuda",
     "key_value_params": types.KeyValueParams(ssd_storage_directory="/ssd"),
 }
-HONOURED = ("sharding_types", "compute_kernels", "min_partition", "pooling_factors", "is_weighted")
+HONOURED = (
+    *("sharding_types", "compute_kernels", "min_partition", "pooling_factors"),
+    *("is_weighted", "stochastic_rounding"),
+)
 
 
 @pytest.mark.parametrize("name", [item.name for item in dataclasses.fields(TheirConstraints)])
@@ -116,7 +119,7 @@ def test_every_field_of_torchrecs_is_met_or_named(name):
 def test_what_a_later_torchrec_may_add_is_not_dropped():
     with pytest.raises(ConfigError, match="constraints of 't': new_field of torchrec cannot be met: leave"):
         constraints_of(theirs(new_field=3), "t")
-    assert constraints_of(theirs(bounds_check_mode=BoundsCheckMode.FATAL, stochastic_rounding=False), "t")
+    assert constraints_of(theirs(bounds_check_mode=BoundsCheckMode.FATAL, output_dtype=DataType.FP32), "t")
 
 
 def test_weights_that_only_the_constraints_tell_of():

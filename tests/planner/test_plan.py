@@ -28,7 +28,7 @@ from tierstore.planner.costs import (
 )
 from tierstore.planner.files import specs_of_yaml
 from tierstore.planner.options import Placed, options_of
-from tierstore.planner.tables import STATE_FLOATS, row_bytes
+from tierstore.planner.tables import STATE_FLOATS
 
 EXAMPLE = Path(__file__).parents[2] / "examples/plan_100tb"
 
@@ -47,7 +47,6 @@ def test_the_constants_are_the_runtimes():
     for name, floats in STATE_FLOATS.items():
         spec = optim.specs.make(name)
         assert [floats(dim) for dim in (1, 7, 64)] == [spec.state_floats(dim) for dim in (1, 7, 64)]
-        assert [row_bytes(dim, name) for dim in (1, 7, 64)] == [spec.row_bytes(dim) for dim in (1, 7, 64)]
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

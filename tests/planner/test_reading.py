@@ -15,7 +15,7 @@ import tierstore
 from tests.planner.machines import table, topology
 from tierstore.cache import opening
 from tierstore.cache.tiers import horizon, read_ahead
-from tierstore.optim import SGD
+from tierstore.optim import SGD, RowWiseAdagrad
 from tierstore.pipeline import prefetch as pipeline
 from tierstore.placement import record_bytes
 from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload, costs, reading
@@ -216,7 +216,7 @@ def test_an_automatic_window_ends_where_the_runtimes_does(
 
 
 def test_memory_for_reading_ahead_is_part_of_a_plan() -> None:
-    rows, each = 1 << 20, costs.row_bytes(64, "rowwise_adagrad")
+    rows, each = 1 << 20, RowWiseAdagrad().row_bytes(64)
     host = rows * 12 + (90 << 20)
     plans = {
         ahead: EmbeddingShardingPlanner(

@@ -11,7 +11,6 @@ from tests.planner.machines import random_tables, topology
 from tierstore.cli.plan import read_yaml
 from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
 from tierstore.planner.files import specs_of_yaml
-from tierstore.planner.tables import row_bytes
 
 EXAMPLE = Path(__file__).parents[2] / "examples/plan_100tb"
 
@@ -30,9 +29,7 @@ def test_with_batches_enough_in_flight_the_longest_stage_sets_the_step(seed):
 
 def test_the_example_is_100_terabytes_and_fits():
     tables = specs_of_yaml(read_yaml(EXAMPLE / "tables.yaml"))
-    assert sum(t.num_embeddings * row_bytes(t.embedding_dim, t.optimizer) for t in tables) == pytest.approx(
-        100e12
-    )
+    assert sum(t.num_embeddings * t.row_bytes() for t in tables) == pytest.approx(100e12)
     machines = Topology.from_dict(read_yaml(EXAMPLE / "topology_8.yaml"))
     planner = EmbeddingShardingPlanner(machines, workload=Workload(512, depth=4), search_seconds=0.5)
     solution = planner.solve(tables)

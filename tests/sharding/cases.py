@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,8 @@ def check(
 ) -> None:
     """Trains both and compares outputs, gradients of weights, and rows with their state, to ``tolerance``:
     bit for bit if that is 0."""
-    whole, twin = (_collection(configs, weighted, optimizer) for _ in range(2))
+    memory = replace(MEMORY, stochastic_rounding=tiers.stochastic_rounding)
+    whole, twin = (_collection(configs, weighted, optimizer, memory) for _ in range(2))
     plan = construct_plan(whole, cuts, env.world_size, ranks_per_host)
     parts = shard(twin, plan, env, config=tiers, comms=comms)
     limit = {"rtol": tolerance, "atol": tolerance}
@@ -145,8 +146,10 @@ def check(
     parts.close()
 
 
-def _collection(configs: list[Any], weighted: bool, optimizer: optim.OptimizerSpec) -> Any:
-    options = {"config": MEMORY, "optimizer": optimizer, "seed": 3}
+def _collection(
+    configs: list[Any], weighted: bool, optimizer: optim.OptimizerSpec, config: TierConfig
+) -> Any:
+    options = {"config": config, "optimizer": optimizer, "seed": 3}
     if isinstance(configs[0], EmbeddingConfig):
         return tierstore.EmbeddingCollection(configs, need_indices=True, **options)
     return tierstore.EmbeddingBagCollection(configs, weighted, **options)

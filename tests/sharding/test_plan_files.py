@@ -67,6 +67,7 @@ def as_text(path: tuple[Any, ...]) -> str:
 OF_NUMBERS = ["1", "", 1.0, 1.5, True, False, None, [], {}, [1], -1, 1 << 63, float("nan"), float("inf")]
 OF_RATES = ["0.5", True, False, None, [], {}, -0.1, 1.1, float("nan"), float("inf"), -float("inf")]
 OF_TEXTS: list[Any] = [1, 1.0, True, None, [], {}, ["x"]]
+OF_CHOICES: list[Any] = [0, 1, 1.0, "true", "", [], {}]
 OF_LISTS: list[Any] = [{}, {"0": {}}, "x", 5, None, True, []]
 OF_OBJECTS: list[Any] = [[], "x", 5, None, True]
 
@@ -76,6 +77,8 @@ def wrong_values(path: tuple[Any, ...], value: Any) -> list[Any]:
         return OF_OBJECTS
     if isinstance(value, list):
         return OF_LISTS
+    if value is None:
+        return OF_CHOICES
     if isinstance(value, int):
         others = {"world_size": [0], "ranks_per_host": [0], "own": [2]}
         return OF_NUMBERS + others.get(path[-1], [])
@@ -107,6 +110,7 @@ OPTIONAL = {
     "embedding_dim",
     "hbm_rows",
     "uvm_rows",
+    "stochastic_rounding",
     "own",
     "read_ahead_bytes",
 }

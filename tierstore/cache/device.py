@@ -11,13 +11,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore._core import Bags, HostRows, InitialValues, LookupArgs, RowCodec, UpdateArgs
+from tierstore._core import Bags, HostRows, InitialValues, LookupArgs, RowCodec, UpdateArgs, UpdateRounding
 
 Slots = NDArray[np.int32]
 
 
 class DeviceRows(Protocol):
-    """Rows of one layout, each ``row_bytes`` bytes: float32 weights, float32 optimizer state, zero padding.
+    """Rows of one layout, each ``row_bytes`` bytes: weights of the table's dtype, zeros up to a multiple of
+    4 bytes, float32 optimizer state, zero padding.
 
     Rows are addressed by slot. ``slots``, ``source`` and ``target`` are int32 (n,); written slots do not
     repeat. Host arrays of rows are uint8 (n, row_bytes). An address points to a float32 tensor on the device;
@@ -91,16 +92,25 @@ class DeviceRows(Protocol):
         ...
 
     def update_pooled(
-        self, args: UpdateArgs, bags: Bags, grad_addr: int, weights_addr: int = 0, argmax_addr: int = 0
+        self,
+        args: UpdateArgs,
+        bags: Bags,
+        grad_addr: int,
+        weights_addr: int = 0,
+        argmax_addr: int = 0,
+        rounding: UpdateRounding | None = None,
     ) -> Slots:
         """Make one optimizer step by the gradient of the pooled output, as csrc/kernels/update.h says.
 
+        ``rounding``: of weights that are not float32, None: to the nearest value.
         Returns the indices (ascending) in ``args.slots`` of rows that were left alone because their gradient
         is not finite. With ``args.squares`` no row is read or written, and slots may repeat.
         """
         ...
 
-    def update_rows(self, args: UpdateArgs, grad_addr: int, grad_stride: int) -> Slots:
+    def update_rows(
+        self, args: UpdateArgs, grad_addr: int, grad_stride: int, rounding: UpdateRounding | None = None
+    ) -> Slots:
         """Make one optimizer step by gradients that lie ``grad_stride`` floats apart, one for each position.
 
         Returns what :meth:`update_pooled` returns.
@@ -111,14 +121,14 @@ class DeviceRows(Protocol):
 class Device(Protocol):
     """A place for rows of any layout."""
 
-    def allocate(self, slots: int, row_bytes: int) -> DeviceRows:
-        """Return room for ``slots`` rows, none of which has memory yet.
+    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> DeviceRows:
+        """Return room for ``slots`` rows with ``weights`` of this dtype, none of which has memory yet.
 
         Raises ``tierstore._core.AddressSpaceError``.
         """
         ...
 
-    def load(self, rows: NDArray[np.uint8]) -> DeviceRows:
+    def load(self, rows: NDArray[np.uint8], weights: str = "fp32") -> DeviceRows:
         """Return the host array's rows for kernels to work on, row i at slot i; the memory may be shared."""
         ...
 
@@ -127,11 +137,11 @@ class Device(Protocol):
 class HostDevice:
     """Rows in this machine's memory: in huge pages, taken as slots are committed; a forked child has none."""
 
-    def allocate(self, slots: int, row_bytes: int) -> DeviceRows:
-        return HostRows(slots, row_bytes)
+    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> DeviceRows:
+        return HostRows(slots, row_bytes, weights)
 
-    def load(self, rows: NDArray[np.uint8]) -> DeviceRows:
-        return HostRows.view(rows)
+    def load(self, rows: NDArray[np.uint8], weights: str = "fp32") -> DeviceRows:
+        return HostRows.view(rows, weights)
 
 
 HOST = HostDevice()

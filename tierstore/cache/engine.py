@@ -60,6 +60,8 @@ class Engine:
         config.check_tables(table.origin or table.name for table in tables)
         if len({table.name for table in tables}) < len(tables):
             raise ConfigError(f"table names must differ: {[table.name for table in tables]}")
+        for table in tables:
+            config.check_dtype(table.origin or table.name, table.dtype)
         self.config = config
         self.optimizer = optimizer
         self.tables = list(tables)
@@ -111,7 +113,7 @@ class Engine:
 
     def _spec(self, index: int, table: Table, seed: int) -> StoredTable:
         override = self.config.table(table.origin or table.name)
-        format, dim = self.config.lower_format, table.embedding_dim
+        format, dim = self.config.formats(table.dtype)["ssd"], table.embedding_dim
         return StoredTable(
             name=table.name,
             index=index,
@@ -185,7 +187,7 @@ class Engine:
         for begin in range(0, len(ids), step):
             part = slice(begin, begin + step)
             rows = read_rows(group, self._batch_of(table, ids[part]))
-            values = rows.data.view(np.float32)
+            values = layout.widened(rows.data)
             weight[part] = values[rows.inverse, : layout.dim]
             state[part] = values[rows.inverse, layout.dim : layout.dim + layout.state_floats]
         return weight, state
@@ -208,11 +210,12 @@ class Engine:
         self.changed([table])
 
         def change(rows: NDArray[np.uint8], part: slice) -> None:
-            values = rows.view(np.float32)
+            values = layout.widened(rows)
             if weight is not None:
                 values[:, : layout.dim] = weight[part]
             if state is not None:
                 values[:, layout.dim : layout.dim + layout.state_floats] = state[part]
+            layout.narrow(values, rows)
 
         overwrite_rows(self._group_of[table], batch, change)
 

@@ -327,7 +327,7 @@ class TierGroup:
 
     def read(self, keys: Keys, rows: RowBytes) -> None:
         """Copy the rows of ``keys`` (n,), without repeats, to ``rows``; no tier changes."""
-        copies, left = _core.HostRows.view(rows), np.arange(len(keys), dtype=np.int32)
+        copies, left = self.layout.view(rows), np.arange(len(keys), dtype=np.int32)
         with self.residency_lock:
             self.check_open()
             for found in self.stack.find(keys, self.stack.tiers):

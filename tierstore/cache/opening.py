@@ -22,7 +22,7 @@ from tierstore.cache.tiers.sizes import memory_limit
 from tierstore.config import TierConfig
 from tierstore.initializers import from_dict, table_seed
 from tierstore.optim.specs import OptimizerSpec
-from tierstore.row_format import WIDE
+from tierstore.row_format import WIDE, RowFormat
 from tierstore.store.protocol import RowStore, StoredTable
 
 _READ_AHEAD_SHARE = 8  # automatic reading ahead may take one in so many bytes of the tables
@@ -60,7 +60,7 @@ class GroupOpening:
         self._policy = policy
         self._members: dict[str, list[int]] = {}
         for spec in specs:
-            self._members.setdefault(f"dim{spec.embedding_dim}", []).append(spec.index)
+            self._members.setdefault(self._layout_name(spec.index), []).append(spec.index)
         self._seeds = [
             table_seed(spec.seed, table.origin or table.name)
             for spec, table in zip(specs, tables, strict=True)
@@ -73,6 +73,16 @@ class GroupOpening:
         """Return the groups, with empty tiers above ``store``."""
         plans = zip(self._members, self._hbm, self._uvm, strict=True)
         return [self._group(name, hbm, uvm, store) for name, hbm, uvm in plans]
+
+    def _layout_name(self, index: int) -> str:
+        """Return the name of a table's row layout, which tables of equal rows share."""
+        table, dtype = self._tables[index], self._tables[index].dtype
+        name = f"dim{table.embedding_dim}" + ("" if dtype == WIDE.weights else f"_{dtype}")
+        rounds = self._config.rounds_stochastically(table.origin or table.name, dtype)
+        is_rounded = not self._config.formats(dtype)["ssd"].is_wide
+        if is_rounded and rounds != (dtype == WIDE.weights):
+            name += "_stochastic" if rounds else "_nearest"
+        return name
 
     def _demand(self, name: str, tier: str) -> GroupDemand:
         pieces = Counter(table.origin or table.name for table in self._tables)
@@ -88,18 +98,26 @@ class GroupOpening:
 
     def _row_bytes(self, name: str, tier: str) -> int:
         """Return the bytes of a row of a layout in ``hbm``, ``uvm`` or the store (``ssd``)."""
-        formats = {"hbm": WIDE, "uvm": self._config.uvm_format, "ssd": self._config.lower_format}
-        dim = self._dim(name)
-        return formats[tier].row_bytes(dim, self._optimizer.state_floats(dim))
+        dim = self._first(name).embedding_dim
+        return self._formats(name)[tier].row_bytes(dim, self._optimizer.state_floats(dim))
 
-    def _dim(self, name: str) -> int:
-        return self._specs[self._members[name][0]].embedding_dim
+    def _first(self, name: str) -> Table:
+        return self._tables[self._members[name][0]]
+
+    def _formats(self, name: str) -> dict[str, RowFormat]:
+        return self._config.formats(self._first(name).dtype)
+
+    def _rounds(self, name: str) -> bool:
+        table = self._first(name)
+        return self._config.rounds_stochastically(table.origin or table.name, table.dtype)
 
     def _codec(self, name: str) -> Codec | None:
-        """Return the form of the rows of a layout in lower tiers; None for float32."""
-        format, dim = self._config.lower_format, self._dim(name)
-        seeds = self._seeds if self._config.stochastic_rounding else None
-        return None if format.is_wide else Codec(format, dim, self._optimizer.state_floats(dim), seeds)
+        """Return the form of the rows of a layout in lower tiers; None if it is that of ``hbm``."""
+        formats, dim = self._formats(name), self._first(name).embedding_dim
+        seeds = self._seeds if self._rounds(name) else None
+        if formats["ssd"] == formats["hbm"]:
+            return None
+        return Codec(formats["ssd"], dim, self._optimizer.state_floats(dim), seeds)
 
     def _group(self, name: str, hbm: TierPlan, uvm: TierPlan | None, store: RowStore | None) -> TierGroup:
         codec = self._codec(name) if store is not None or uvm is not None else None
@@ -110,6 +128,7 @@ class GroupOpening:
             row_bytes=layout.row_bytes,
             codecs=self._codecs(codec),
             tables=len(self._tables),
+            weights=layout.weights,
             slots={"hbm": hbm, "uvm": uvm},
             store=store,
             read_ahead_bytes=0 if store is None or not hbm.evicts else self._read_ahead_bytes(name),
@@ -125,16 +144,17 @@ class GroupOpening:
         return {"ssd": codec, **({} if self._config.uvm_format.is_wide else {"uvm": codec})}
 
     def _layout(self, name: str, codec: Codec | None) -> RowLayout:
-        dim = self._dim(name)
+        table = self._first(name)
         return RowLayout.of(
-            dim,
-            self._row_bytes(name, "hbm"),
-            self._optimizer.state_floats(dim),
+            table.embedding_dim,
+            self._optimizer.state_floats(table.embedding_dim),
             self._optimizer.initial_state,
             [from_dict(spec.init) for spec in self._specs],
             self._seeds,
             [table.column for table in self._tables],
             codec,
+            table.dtype,
+            self._rounds(name),
         )
 
     def _read_ahead_bytes(self, name: str) -> int:
@@ -146,5 +166,5 @@ class GroupOpening:
         return min(read_ahead_bytes(self._config, every) * own // every, most)
 
     def _table_bytes(self, name: str) -> int:
-        """Return the bytes of all rows of a layout in float32."""
+        """Return the bytes of all rows of a layout in ``hbm``."""
         return self._row_bytes(name, "hbm") * sum(self._tables[i].max_rows for i in self._members[name])

@@ -60,7 +60,7 @@ class ReadRows(Rows):
     def __init__(self, group: Owner, batch: _core.Batch, data: NDArray[np.uint8]) -> None:
         super().__init__(group, batch)
         self.data = data
-        self.device_rows = group.device.load(data)
+        self.device_rows = group.device.load(data, group.layout.weights)
         self.slots = np.arange(len(data), dtype=np.int32)
 
 

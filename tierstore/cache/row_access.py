@@ -67,7 +67,7 @@ def reset_rows(group: TierGroup, table: int) -> None:
         keys = make_keys(table, ids)
 
         def change(rows: NDArray[np.uint8], part: slice, keys: NDArray[np.uint64] = keys) -> None:
-            group.layout.initialise(_core.HostRows.view(rows), None, keys[part])
+            group.layout.initialise(group.layout.view(rows), None, keys[part])
 
         overwrite_rows(group, _core.batch_of_unique(keys), change)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Integral
 
+from tierstore.errors import ConfigError
 from tierstore.initializers import Init
+from tierstore.row_format import TABLE_DTYPES
 
 
 @dataclass(frozen=True)
@@ -13,7 +15,7 @@ class Table:
     """A table that an engine opens, or a shard of a table.
 
     A shard keeps the ids of its table, of which at most ``rows`` occur; it has the initial values of
-    ``origin`` (the table's name) from column ``column`` on.
+    ``origin`` (the table's name) from column ``column`` on. ``dtype``: of the weights.
     """
 
     name: str
@@ -23,6 +25,7 @@ class Table:
     origin: str | None = None
     column: int = 0
     rows: int | None = None
+    dtype: str = "fp32"
 
     @property
     def max_rows(self) -> int:
@@ -30,6 +33,10 @@ class Table:
         return self.num_embeddings if self.rows is None else self.rows
 
     def __post_init__(self) -> None:
+        if self.dtype not in TABLE_DTYPES:
+            raise ConfigError(
+                f"table {self.name!r}: dtype is {self.dtype!r}; it must be one of {', '.join(TABLE_DTYPES)}"
+            )
         for name in ("num_embeddings", "embedding_dim"):
             value = getattr(self, name)
             if isinstance(value, Integral):  # NumPy's, which JSON does not know

@@ -211,6 +211,7 @@ def _norm(module: TieredModule, passes: Sequence[Pass]) -> float:
         squares, row = np.zeros(count, np.float32), np.zeros((1, part.group.layout.row_bytes), np.uint8)
         slots, csr = np.zeros(count, np.int32), trained_csr(part, frozen)
         args = update_args(part, slots, csr, step, squares=squares)
-        gradients.update(index, part, part.group.device.load(row), args)
+        rows = part.group.device.load(row, part.group.layout.weights)
+        gradients.update(index, part, rows, args)
         total += float(squares.sum(dtype=np.float64))
     return math.sqrt(total)

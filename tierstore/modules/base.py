@@ -31,7 +31,7 @@ from tierstore.modules.lookup import (
 from tierstore.modules.optimizer_states import OptimizerStates
 from tierstore.modules.quantization import NotQuantized
 from tierstore.modules.row_arguments import checked_row_ids, float_matrix, state_matrix
-from tierstore.modules.tables import SHOWN, HasWeight
+from tierstore.modules.tables import SHOWN, TORCH_DTYPES, HasWeight
 from tierstore.modules.wrappers import (
     APPLIED,
     active_ddp,
@@ -280,9 +280,13 @@ class TieredModule(EngineCalls, nn.Module):
         return self.engine.table_index(name)
 
     def rows(self, ids: object, table: str | None = None) -> Tensor:
-        """Return a copy of the weights of ``ids`` (n,), float32 (n, dim); initial values of untouched ids."""
-        weights, _ = self.engine.read_rows(self.table_number(table), checked_row_ids(ids))
-        return torch.from_numpy(np.ascontiguousarray(weights))
+        """Return a copy of the weights of ``ids`` (n,), (n, dim) of the table's dtype; initial values of
+        untouched ids."""
+        index = self.table_number(table)
+        weights, _ = self.engine.read_rows(index, checked_row_ids(ids))
+        return torch.from_numpy(np.ascontiguousarray(weights)).to(
+            TORCH_DTYPES[self.engine.tables[index].dtype]
+        )
 
     def optimizer_rows(self, ids: object, table: str | None = None) -> dict[str, Tensor]:
         """Return a copy of the optimizer state of ``ids`` by name: float32, (n,) for state per row, else (n,

@@ -28,7 +28,7 @@ class PoolingType(Enum):
 
 @unique
 class DataType(Enum):
-    """torchrec's data types. Tables are FP32; other types are refused."""
+    """torchrec's data types. Tables are FP32, FP16 or BF16; other types are refused."""
 
     FP32 = "FP32"
     FP16 = "FP16"
@@ -44,6 +44,9 @@ class DataType(Enum):
     def __str__(self) -> str:
         return self.value
 
+
+TABLE_DTYPE_OF = {DataType.FP32: "fp32", DataType.FP16: "fp16", DataType.BF16: "bf16"}
+"""The dtypes of tables by torchrec's names."""
 
 _NOT_HONOURED = {
     "num_embeddings_post_pruning": "tables are not pruned; give num_embeddings the number of rows to use",
@@ -64,7 +67,7 @@ class BaseEmbeddingConfig:
         num_embeddings: number of rows, up to 2**48; a row costs nothing before it is first updated.
         embedding_dim: floats per row, any number.
         name: of the table, unique in its collection.
-        data_type: DataType.FP32.
+        data_type: DataType.FP32, FP16 or BF16: of the weights in every tier; outputs are float32.
         feature_names: keys of the input that are looked up in this table; [name] if left out.
         weight_init_max, weight_init_min: bounds of uniform initial values; ±sqrt(1 / num_embeddings) if None.
         init_fn: initial values as a function of torch.nn.init: uniform_, normal_, constant_, zeros_ or ones_,
@@ -95,10 +98,11 @@ class BaseEmbeddingConfig:
     def __post_init__(self) -> None:
         _check_count(self, "num_embeddings", MAX_ID + 1)
         _check_count(self, "embedding_dim", None)
-        if self.data_type is not DataType.FP32:
+        if self.data_type not in TABLE_DTYPE_OF:
             raise self._error(
-                f"data_type is {self.data_type!r}; tables hold float32, use DataType.FP32. Lower tiers may "
-                "hold rows in fewer bytes: TierConfig(ssd_dtype=...)"
+                f"data_type is {self.data_type!r}; tables that are trained have DataType.FP32, FP16 or BF16. "
+                'Lower tiers may hold rows of FP32 tables in 8 bits: TierConfig(ssd_dtype="int8"); for '
+                "inference, quantize a torchrec module that has the state_dict()"
             )
         for name, why in _NOT_HONOURED.items():
             if getattr(self, name):

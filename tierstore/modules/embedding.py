@@ -24,6 +24,7 @@ from tierstore.modules.tables import (
     is_fresh,
     load_table,
     open_tables,
+    table_dtype,
 )
 from tierstore.optim import NOT_GIVEN, OptimizerSpec
 
@@ -122,7 +123,10 @@ class TieredEmbedding(SingleTable):
         norm_type, sparse: accepted, without effect: gradients are never materialised.
         _weight: initial rows (num_embeddings, embedding_dim); ignored when a committed store is opened again.
         _freeze: make no updates, as with ``optimizer=None``.
-        device, dtype: None or the CPU and float32.
+        device: None or the CPU.
+        dtype: of weights and outputs: torch.float32, torch.float16 or torch.bfloat16; that of ``_weight``, or
+            float32, if None. Every tier holds this dtype, beside optimizer state in float32. Updates compute
+            in float32 and round the weights; ``TierConfig.stochastic_rounding`` says how.
         config: budgets and places of the tiers; ``TierConfig()`` if None.
         optimizer: one of tierstore.optim, without which the table can only be read; None freezes it.
         seed, init: initial rows are a function of these and ``name``; ``init`` is one of
@@ -151,8 +155,9 @@ class TieredEmbedding(SingleTable):
         _shared: SharedEngine | None = None,
     ) -> None:
         check_unsupported(max_norm, scale_grad_by_freq)
-        check_placement(device, dtype)
-        table = Table(name, num_embeddings, embedding_dim, as_init(init, normal(0.0, 1.0)))
+        check_placement(device)
+        rule, kind = as_init(init, normal(0.0, 1.0)), table_dtype(dtype, _weight)
+        table = Table(name, num_embeddings, embedding_dim, rule, dtype=kind)
         opening = Opening(config, None if _freeze else optimizer, seed, _shared)
         super().__init__(table, padding_idx, _weight, opening)
 
@@ -185,10 +190,11 @@ class TieredEmbedding(SingleTable):
 
     @opaque
     def forward(self, input: Tensor) -> Tensor:
-        """Return the rows of ``input``, int64 or int32 of any shape (*), as float32 (*, embedding_dim)."""
+        """Return the rows of ``input``, int64 or int32 of any shape (*), as (*, embedding_dim) of the table's
+        dtype."""
         lookup = self.find_lookup(input)
         (rows,) = self.rows_one_by_one(lookup)
-        rows = rows.view(*input.shape, self.embedding_dim)
+        rows = rows.view(*input.shape, self.embedding_dim).to(self.dtype)
         if self._padding_row is None:
             return rows
         return torch.where(torch.eq(input, self._padding).unsqueeze(-1), self._padding_row, rows)

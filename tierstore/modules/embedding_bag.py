@@ -18,7 +18,13 @@ from tierstore.modules.compiling import opaque
 from tierstore.modules.embedding import SingleTable, size_of
 from tierstore.modules.inputs import Bags, FeatureLookup, checked_ids, pooled_lookup
 from tierstore.modules.lookup import MODES
-from tierstore.modules.tables import Opening, SharedEngine, check_placement, check_unsupported
+from tierstore.modules.tables import (
+    Opening,
+    SharedEngine,
+    check_placement,
+    check_unsupported,
+    table_dtype,
+)
 from tierstore.optim import NOT_GIVEN, OptimizerSpec
 
 
@@ -35,7 +41,8 @@ class TieredEmbeddingBag(SingleTable):
         _weight: initial rows (num_embeddings, embedding_dim).
         include_last_offset: ``offsets`` also has the end of the last bag.
         padding_idx: ids that are left out of their bags.
-        device, dtype: None or the CPU and float32.
+        device: None or the CPU.
+        dtype: of weights and outputs, as for TieredEmbedding.
         config, optimizer, seed, init, name: as for TieredEmbedding.
     """
 
@@ -62,10 +69,11 @@ class TieredEmbeddingBag(SingleTable):
         _shared: SharedEngine | None = None,
     ) -> None:
         check_unsupported(max_norm, scale_grad_by_freq)
-        check_placement(device, dtype)
+        check_placement(device)
         if mode not in MODES:
             raise ConfigError(f"mode is {mode!r}; it must be one of {', '.join(map(repr, MODES))}")
-        table = Table(name, num_embeddings, embedding_dim, as_init(init, normal(0.0, 1.0)))
+        rule, kind = as_init(init, normal(0.0, 1.0)), table_dtype(dtype, _weight)
+        table = Table(name, num_embeddings, embedding_dim, rule, dtype=kind)
         super().__init__(table, padding_idx, _weight, Opening(config, optimizer, seed, _shared))
         self.mode = mode
         self.include_last_offset = include_last_offset
@@ -165,7 +173,8 @@ class TieredEmbeddingBag(SingleTable):
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Return the pooled bags, float32 (bags, embedding_dim); empty bags give zeros.
+        """Return the pooled bags, (bags, embedding_dim) of the table's dtype; empty bags give zeros. Rows are
+        added in float32.
 
         Args:
             input: ids, int64 or int32: (n,) with ``offsets``, or (bags, n) without.
@@ -174,7 +183,7 @@ class TieredEmbeddingBag(SingleTable):
         """
         if per_sample_weights is not None:
             per_sample_weights = self._checked_weights(per_sample_weights, input)
-        return self.pooled_rows(self.find_lookup(input, offsets), per_sample_weights)
+        return self.pooled_rows(self.find_lookup(input, offsets), per_sample_weights).to(self.dtype)
 
     def _checked_weights(self, weights: Tensor, input: Tensor) -> Tensor:
         if self.mode != "sum":

@@ -15,7 +15,7 @@ from torch import Tensor
 from tierstore.cache.engine import Table
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import of_kind
-from tierstore.modules.configs import BaseEmbeddingConfig, PoolingType, from_torchrec
+from tierstore.modules.configs import TABLE_DTYPE_OF, BaseEmbeddingConfig, PoolingType, from_torchrec
 from tierstore.modules.inputs import Bags, checked_ids
 from tierstore.modules.lookup import MODES
 from tierstore.sparse import KeyedJaggedTensor
@@ -185,7 +185,9 @@ class PooledFeatures(Features):
 
 def table_of(config: BaseEmbeddingConfig) -> Table:
     """Return the table that ``config`` describes."""
-    return Table(config.name, config.num_embeddings, config.embedding_dim, of_kind(*config.init_rule()))
+    dtype = TABLE_DTYPE_OF[config.data_type]
+    rule = of_kind(*config.init_rule())
+    return Table(config.name, config.num_embeddings, config.embedding_dim, rule, dtype=dtype)
 
 
 def _check_names(configs: Sequence[BaseEmbeddingConfig]) -> None:

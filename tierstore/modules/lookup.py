@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tierstore import _core
-from tierstore._core import LookupArgs, OptimizerStep, UpdateArgs
+from tierstore._core import LookupArgs, OptimizerStep, UpdateArgs, UpdateRounding
 from tierstore.cache.device import DeviceRows
 from tierstore.cache.group import TierGroup
 from tierstore.cache.pinned_rows import Rows, TierRows
@@ -96,6 +96,11 @@ class Part:
         """Return the per-sample weights, float32, of this part's positions."""
         pieces = [weights[begin:end] for begin, end in self.spans]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    @property
+    def rounding(self) -> UpdateRounding | None:
+        """How an update rounds the weights of the part's unique rows."""
+        return self.group.layout.rounding_of(self.batch.unique)
 
 
 @dataclass
@@ -183,7 +188,7 @@ class PooledGradients:
     def update(self, index: int, part: PooledPart, rows: DeviceRows, args: UpdateArgs) -> NDArray[np.int32]:
         weight, argmax = _address(self.weights[index]), _address(self.argmaxes[index])
         with part.group.stats.stage("compute_seconds"):
-            return rows.update_pooled(args, part.bags, self.grad.data_ptr(), weight, argmax)
+            return rows.update_pooled(args, part.bags, self.grad.data_ptr(), weight, argmax, part.rounding)
 
     def multiply(self, factor: float) -> None:
         self.grad.mul_(factor)
@@ -197,7 +202,8 @@ class SequenceGradients:
 
     def update(self, index: int, part: Part, rows: DeviceRows, args: UpdateArgs) -> NDArray[np.int32]:
         with part.group.stats.stage("compute_seconds"):
-            return rows.update_rows(args, self.grads[index].data_ptr(), part.group.layout.dim)
+            grad = self.grads[index].data_ptr()
+            return rows.update_rows(args, grad, part.group.layout.dim, part.rounding)
 
     def multiply(self, factor: float) -> None:
         for grad in self.grads:

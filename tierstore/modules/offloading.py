@@ -31,6 +31,7 @@ from tierstore.modules.tables import (
     check_unsupported,
     is_fresh,
     load_table,
+    table_dtype,
 )
 from tierstore.optim import NOT_GIVEN, SGD, OptimizerSpec
 from tierstore.optim.fused import FusedOptimizer
@@ -101,7 +102,8 @@ def offload(
     not the model's.
 
     Raises ConfigError, having changed nothing, if there is nothing to replace, or something that cannot be:
-    weights that other modules share, or that are not float32 on the CPU; max_norm; scale_grad_by_freq.
+    weights that other modules share, or that are not float32, float16 or bfloat16 on the CPU; max_norm;
+    scale_grad_by_freq.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is {model!r}; give an nn.Module that has embeddings")
@@ -181,11 +183,12 @@ def _check(path: str, module: nn.Module, model: nn.Module) -> None:
     for own, embedding in _embeddings(path, module).items():
         if not isinstance(embedding, nn.Embedding | nn.EmbeddingBag):
             raise ConfigError(
-                f"{own} is a {type(embedding).__name__}; only float32 embeddings can be offloaded"
+                f"{own} is a {type(embedding).__name__}; only torch's embeddings can be offloaded"
             )
         try:
             check_unsupported(embedding.max_norm, embedding.scale_grad_by_freq)
-            check_placement(embedding.weight.device, embedding.weight.dtype)
+            check_placement(embedding.weight.device)
+            table_dtype(embedding.weight.dtype)
         except ConfigError as error:
             raise ConfigError(f"{own}: {error}") from None
         _check_not_shared(own, embedding, model)
@@ -225,7 +228,8 @@ def _configs(module: nn.Module) -> list[BaseEmbeddingConfig]:
 def _tables(path: str, module: Any) -> list[Table]:
     """Return the tables of a module, named by their paths."""
     if _collection_kind(module) is None:
-        return [Table(path, module.num_embeddings, module.embedding_dim, normal(0.0, 1.0))]
+        dtype = table_dtype(module.weight.dtype)
+        return [Table(path, module.num_embeddings, module.embedding_dim, normal(0.0, 1.0), dtype=dtype)]
     return [replace(table_of(config), name=f"{path}.{config.name}") for config in _configs(module)]
 
 

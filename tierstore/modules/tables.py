@@ -20,6 +20,8 @@ from tierstore.modules.left_out import check_mark, is_large, is_mark, mark
 from tierstore.optim import SGD, OptimizerSpec
 
 _CHUNK = 1 << 16
+TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""torch's name of each dtype that a table may have."""
 SHOWN = "tiered_weight"
 """Name of the parameter that stands for a table."""
 
@@ -73,14 +75,29 @@ def check_optimizer(optimizer: object) -> None:
         )
 
 
-def check_placement(device: Device, dtype: torch.dtype | None = None) -> None:
-    """Raise ConfigError unless ``device`` is the CPU and ``dtype`` float32 (or None)."""
+def check_placement(device: Device) -> None:
+    """Raise ConfigError unless ``device`` is the CPU (or None)."""
     if device is not None and torch.device(device).type != "cpu":
         raise ConfigError(
             f"device is {device}; tables live in the tiers of this host, use device='cpu' or None"
         )
-    if dtype not in (None, torch.float32):
-        raise ConfigError(f"dtype is {dtype}, but tables hold float32; use torch.float32 or None")
+
+
+def table_dtype(dtype: torch.dtype | None, weight: Tensor | None = None) -> str:
+    """Return our name of a table's dtype: torch's ``dtype``, or else that of ``weight`` if a table can have
+    it, or else float32.
+
+    Raises ConfigError for a dtype that tables cannot have.
+    """
+    names = {torch_dtype: name for name, torch_dtype in TORCH_DTYPES.items()}
+    if dtype is None:
+        return "fp32" if weight is None else names.get(weight.dtype, "fp32")
+    if dtype not in names:
+        raise ConfigError(
+            f"dtype is {dtype}, but weights of a table are {', '.join(map(str, names))}; use one of these. "
+            'Lower tiers may hold float32 tables in 8 bits: TierConfig(ssd_dtype="int8")'
+        )
+    return names[dtype]
 
 
 def check_unsupported(max_norm: float | None, scale_grad_by_freq: bool) -> None:
@@ -109,7 +126,7 @@ def save_table(module: HasWeight, table: Table, destination: dict[str, Tensor], 
     if is_large(table):
         destination[key] = mark(module.rows_version(), table, key)
         return
-    weight = torch.empty(table.num_embeddings, table.embedding_dim)
+    weight = torch.empty(table.num_embeddings, table.embedding_dim, dtype=module.dtype)
     for begin, end in id_ranges(0, table.num_embeddings):
         weight[begin:end] = module.rows(torch.arange(begin, end))
     destination[key] = weight
@@ -163,6 +180,11 @@ class HasWeight(nn.Module):
     @property
     def table(self) -> Table:
         raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the table's weights."""
+        return TORCH_DTYPES[self.table.dtype]
 
     def rows_version(self) -> str:
         """Return the version of the rows, as :class:`tierstore.cache.versions.Versions` names it."""

@@ -35,19 +35,19 @@ class Steps:
         self.density = np.minimum.accumulate(-np.diff(self.seconds) / self.sizes)
 
 
-def steps_of(cost: ShardCost, floor: float, index: float, per_miss: str) -> Steps:
+def steps_of(cost: ShardCost, floor: float, index: float, per_miss: str, slot: str = "slot_bytes") -> Steps:
     """Return what more than ``floor`` rows save; ``per_miss``: the field with the seconds of a missing row.
 
     A shard takes ``index`` bytes more unless all its rows are held, so the last corner may come early, in one
     long step that is worth little unless it is taken whole.
     """
     rows, misses = corners(cost, floor)
-    size, seconds = rows * cost.slot_bytes + index, misses * cost.unique * getattr(cost, per_miss)
+    size, seconds = rows * getattr(cost, slot) + index, misses * cost.unique * getattr(cost, per_miss)
     size[-1] -= index
     seconds[:-1] += cost.policy_s if per_miss == "link_s" else 0.0
     fewer = np.append(size[:-1] < size[-1], True)
     size, seconds = lower_hull(size[fewer], seconds[fewer])
-    rows = np.append((size[:-1] - index) / (cost.slot_bytes or 1.0), float(cost.rows))
+    rows = np.append((size[:-1] - index) / (getattr(cost, slot) or 1.0), float(cost.rows))
     return Steps(size, seconds, rows)
 
 
@@ -98,7 +98,7 @@ class Allocation:
 
     def uvm_bytes(self) -> NDArray[np.int64]:
         """Return the bytes of each shard in host memory, the store's index included: int64 (shards,)."""
-        held = (self.memory_rows - self.hbm_rows) * self.slot + self.field("fixed_host")
+        held = (self.memory_rows - self.hbm_rows) * self.field("host_slot_bytes") + self.field("fixed_host")
         return _whole_bytes(held + self.field("index_bytes") * self.stored)
 
     def read_ahead_bytes(self) -> NDArray[np.int64]:
@@ -113,7 +113,7 @@ class Allocation:
         """Return which rank stores more rows of one size than a store has places for; "" when all fit."""
         counts: Counter[tuple[int, int]] = Counter()
         for i in np.flatnonzero(self.stored):
-            counts[int(self.rank[i]), self.costs[i].row_bytes] += self.costs[i].rows
+            counts[int(self.rank[i]), self.costs[i].stored_bytes] += self.costs[i].rows
         (rank, size), count = max(counts.items(), key=lambda item: item[1], default=((0, 0), 0))
         places = f"and a store has places for {MOST_STORED_ROWS:,} of one size"
         crowded = f"rank {rank} would store {count:,} rows of {size} bytes, {places}"
@@ -152,9 +152,9 @@ def allocate(problem: Problem, placed: Sequence[Placed], for_ssd: bool = False) 
 def _fill_host(problem: Problem, result: Allocation, here: NDArray[np.int64], host: int) -> None:
     topology, held = problem.topology, result.hbm_rows[here]
     room = topology.host_memory_per_host - problem.fixed_host - float(result.field("fixed_host")[here].sum())
-    room += float((held * result.slot[here]).sum())
+    room += float((held * result.field("host_slot_bytes")[here]).sum())
     floors, index = np.maximum(held, result.field("memory_floor")[here]), result.field("index_bytes")[here]
-    rows, missing = _fill(result, here, floors, "ssd_s", room, index)
+    rows, missing = _fill(result, here, floors, "ssd_s", room, index, "host_slot_bytes")
     result.memory_rows[here] = np.maximum(held, rows)  # rows that become bytes and rows again are rounded
     if missing > 0:
         result.missing["host_memory", host] = int(missing) + 1
@@ -170,14 +170,15 @@ def _fill(
     per_miss: str,
     room: float,
     index: Floats | float = 0.0,
+    slot_bytes: str = "slot_bytes",
 ) -> tuple[Floats, float]:
     """Spend ``room`` bytes on shards, ``floors`` first; return the rows of each, and the bytes missing.
 
-    ``index``, ``per_miss``: see :func:`steps_of`.
+    ``index``, ``per_miss``, ``slot_bytes``: see :func:`steps_of`.
     """
-    slot, rows, index = result.slot[here], result.rows[here], np.broadcast_to(index, here.shape)
+    slot, rows, index = result.field(slot_bytes)[here], result.rows[here], np.broadcast_to(index, here.shape)
     shards = list(zip((result.costs[i] for i in here), floors.tolist(), index.tolist(), strict=True))
-    known = {one: steps_of(*one, per_miss) for one in dict.fromkeys(shards)}
+    known = {one: steps_of(*one, per_miss, slot_bytes) for one in dict.fromkeys(shards)}
     steps = [known[one] for one in shards]  # equal shards have equal steps
     held, every = (np.array([step.bytes[corner] for step in steps]) for corner in (0, -1))
     room -= float(held.sum())

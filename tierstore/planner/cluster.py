@@ -48,7 +48,7 @@ class PriceGrid:
         fast, slow = zip(*map(_steps, first), strict=True)
         self.link, self.ssd = _prices(fast), _prices(slow)
         many = sum(cost.rows for cost in first) > MOST_STORED_ROWS
-        self.sizes = np.array(sorted({one.cost.row_bytes for few in options for one in few if many}))
+        self.sizes = np.array(sorted({one.cost.stored_bytes for few in options for one in few if many}))
 
     def part(self, option: ShardingOption) -> Part:
         """Return what a shard of ``option`` needs at every price."""
@@ -59,7 +59,7 @@ class PriceGrid:
             for steps, prices in ((fast, self.link), (slow, self.ssd))
         )
         hbm, held = fast.rows[i] * cost.slot_bytes, slow.rows[j] * cost.slot_bytes
-        many = (self.sizes == cost.row_bytes) * float(cost.rows * (cost.memory_floor < cost.rows))
+        many = (self.sizes == cost.stored_bytes) * float(cost.rows * (cost.memory_floor < cost.rows))
         stored = slow.rows[j] < cost.rows
         host = [stored * cost.index_bytes, slow.seconds[j], stored * cost.ssd_bytes]
         return Part(
@@ -70,7 +70,7 @@ class PriceGrid:
 
 
 def _steps(cost: ShardCost) -> tuple[Steps, Steps]:
-    """Return (device memory against seconds of the link, all memory against seconds of the drives)."""
+    """Return (device memory against seconds of the link, all, in slots of the device, against drives)."""
     fast = steps_of(cost, cost.hbm_floor, 0, "link_s")
     return fast, steps_of(cost, cost.memory_floor, cost.index_bytes, "ssd_s")
 

@@ -34,6 +34,7 @@ class ParameterConstraints:
       words ("fused", "fused_uvm_caching", "key_value" ..); of several the one with most tiers.
     - ``pooling_factor``, ``optimizer``: instead of the table's. ``pooling_factors``: one for each feature.
     - ``is_weighted``: lookups have weights, even if the table's module does not say so.
+    - ``stochastic_rounding``: of the table's rows, as in TableOverride.
 
     Raises ConfigError for values that are none of these.
     """
@@ -49,6 +50,7 @@ class ParameterConstraints:
     compute_kernels: Sequence[str] | None = None
     pooling_factors: Sequence[float] | None = None
     is_weighted: bool = False
+    stochastic_rounding: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("sharding_types", "device_group", "tiers", "compute_kernels", "pooling_factors"):
@@ -65,6 +67,8 @@ class ParameterConstraints:
         for name in ("min_hbm_bytes", "min_uvm_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
         must_be("is_weighted", self.is_weighted, isinstance(self.is_weighted, bool), "True or False")
+        rounding = self.stochastic_rounding
+        must_be("stochastic_rounding", rounding, rounding in (None, True, False), "True, False or None")
         self._set_tiers()
         self._set_pooling_factor()
 
@@ -127,8 +131,7 @@ _INSTEAD = {
     "device_group": "use tierstore's ParameterConstraints(device_group=[...]), a list of ranks",
     "cache_params": "use min_hbm_bytes of tierstore's ParameterConstraints, and TierConfig(policy=...)",
     "enforce_hbm": 'use compute_kernels=["fused"], or tiers=["hbm"] of tierstore\'s ParameterConstraints',
-    "output_dtype": "outputs are float32; leave it out",
-    "stochastic_rounding": "rows are float32 and are not rounded further; leave it out",
+    "output_dtype": "outputs are float32; give DataType.FP32, or leave it out",
     "bounds_check_mode": "ids that are out of range raise InputError, as with FATAL; leave it out",
     "key_value_params": "use TierConfig(path=..., ssd=..., engine=...), which says where rows are stored",
     "feature_names": "those of the table's configuration are looked up; leave it out",
@@ -143,8 +146,9 @@ def constraints_of(value: Any, table: str) -> ParameterConstraints:
     known = all(hasattr(value, name) for name in _THEIRS)
     require(known, f"constraints of {table!r} are a {type(value).__name__}; give ParameterConstraints")
     for name, given in vars(value).items():
-        met = not given or name in (*_THEIRS, *_OF_NO_EFFECT, "is_weighted")
+        met = not given or name in (*_THEIRS, *_OF_NO_EFFECT, "is_weighted", "stochastic_rounding")
+        met = met or (name == "output_dtype" and getattr(given, "name", "") == "FP32")
         why = _INSTEAD.get(name, "leave it out")
         require(met, f"constraints of {table!r}: {name} of torchrec cannot be met: {why}")
-    weighted = bool(getattr(value, "is_weighted", False))
-    return ParameterConstraints(is_weighted=weighted, **{name: getattr(value, name) for name in _THEIRS})
+    theirs: dict[str, Any] = {n: getattr(value, n, None) for n in (*_THEIRS, "stochastic_rounding")}
+    return ParameterConstraints(**theirs, is_weighted=bool(getattr(value, "is_weighted", False)))

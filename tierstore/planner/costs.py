@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from tierstore.config import is_integer
+from tierstore.config import TierConfig, is_integer
 from tierstore.planner.checks import must_be
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.curves import Floats
 from tierstore.planner.reading import BYTES_PER_BAG, BYTES_PER_ID, HELD_BYTES_PER_ROW, MANY, Ahead
-from tierstore.planner.tables import TableSpec, row_bytes
+from tierstore.planner.tables import TableSpec
 from tierstore.planner.topology import Topology
 
 # Tests compare these with the runtime.
@@ -52,6 +52,7 @@ class Workload:
       (None: an eighth of the tables' bytes, up to 1/64 of the host memory for its ranks together).
     - ``rows_per_read``: rows that one random read of the drives brings. None: predicted on the CPU
       (:mod:`tierstore.planner.reading`), 1 elsewhere.
+    - ``tiers``: says the dtypes of lower tiers; None: each collection's own, or the table's in every tier.
     """
 
     batch_size: int = 512
@@ -61,6 +62,7 @@ class Workload:
     window: int | None = None
     read_ahead: int | None = None
     rows_per_read: float | None = None
+    tiers: TierConfig | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         must_be("batch_size", self.batch_size, is_integer(self.batch_size, 1), "a positive integer")
@@ -122,14 +124,13 @@ class Problem:
 
     @property
     def _bytes_per_rank(self) -> float:
-        every = sum(size * rows for size, rows in rows_by_size(self.tables).items())
-        return every / self.topology.world_size
+        return sum(table.rows * table.row_bytes() for table in self.tables) / self.topology.world_size
 
     @cached_property
     def _ahead(self) -> Ahead:
         """The batches of one rank, if rows are spread evenly over the ranks."""
         tables, work, topology = self.tables, self.work, self.topology
-        sizes = np.array([row_bytes(table.embedding_dim, table.optimizer) for table in tables])
+        sizes = np.array([table.row_bytes("ssd") for table in tables])
         each = np.array(
             [(t.accesses(work.batch_size), work.batch_size * len(t.feature_names)) for t in tables]
         )
@@ -173,11 +174,10 @@ class Problem:
 
 
 def rows_by_size(tables: Sequence[TableSpec]) -> dict[int, int]:
-    """Return the rows of all tables by bytes of a row, not cut by columns."""
+    """Return the rows of all tables by bytes of a row in ``hbm``, not cut by columns."""
     rows: dict[int, int] = {}
     for table in tables:
-        size = row_bytes(table.embedding_dim, table.optimizer)
-        rows[size] = rows.get(size, 0) + table.rows
+        rows[table.row_bytes()] = rows.get(table.row_bytes(), 0) + table.rows
     return rows
 
 

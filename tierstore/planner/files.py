@@ -10,7 +10,7 @@ from tierstore.errors import ConfigError
 from tierstore.planner.checks import fields_of, must_be, require
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.curves import Popularity
-from tierstore.planner.tables import TableSpec, check_data_type, optimizer_name
+from tierstore.planner.tables import TableSpec, dtype_of, optimizer_name
 
 _NEEDED = ("name", "num_embeddings", "embedding_dim")
 _FIELDS = ("feature_names", "pooling_factor", "optimizer", "touched_rows", "popularity", "weighted")
@@ -37,8 +37,8 @@ def _spec_of_mapping(item: Any, position: int) -> TableSpec:
     require(
         name and isinstance(name, str), f"tables: entry {position} has the name {name!r}; write it in quotes"
     )
-    check_data_type(name, item.get("data_type", "FP32"))
     values = {key: item[key] for key in (*_NEEDED, *_FIELDS) if key in item}
+    values["dtype"] = dtype_of(name, item.get("data_type", "FP32"))
     weighted = values["weighted"] = item.get("weighted", item.get("is_weighted", False))
     must_be(f"{where}: weighted", weighted, isinstance(weighted, bool), "true or false")
     features = item.get("feature_names", [])

@@ -21,7 +21,7 @@ from tierstore.planner.costs import (
 )
 from tierstore.planner.curves import Floats, MissCurve
 from tierstore.planner.reading import read_bytes
-from tierstore.planner.tables import TableSpec, row_bytes
+from tierstore.planner.tables import TableSpec
 from tierstore.planner.topology import Topology
 
 MIN_COLUMNS = 32
@@ -40,6 +40,7 @@ class ShardCost:
       ``memory_floor`` is the least that device and host hold together.
     - ``link_s``, ``ssd_s``: seconds of the rank's link, of the host's drives, per missing row. ``policy_s``:
       seconds of the link per step, unless all rows are in device memory.
+    - ``slot_bytes``, ``host_slot_bytes``, ``stored_bytes``: of a row in device and host memory, in the store.
     - ``index_bytes`` (host memory) and ``ssd_bytes`` are due unless all rows stay in memory; ``read_ahead``
       is the part of ``index_bytes`` for rows read ahead. ``fixed_hbm`` and ``fixed_host`` are buffers.
 
@@ -55,6 +56,8 @@ class ShardCost:
     fixed_hbm: int
     fixed_host: int = 0
     slot_bytes: float = 0.0
+    host_slot_bytes: float = 0.0
+    stored_bytes: int = 0
     unique: float = 0.0
     index_bytes: int = 0
     read_ahead: int = 0
@@ -163,16 +166,16 @@ def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: 
     table, demand = problem.tables[number], problem.demands[number]
     topology, work, (row_cuts, column_cuts) = problem.topology, problem.work, cuts
     rows, columns = -(-table.rows // row_cuts), -(-table.embedding_dim // column_cuts)
-    size = row_bytes(columns, table.optimizer)
-    record, slot, pieces = record_bytes(size), slot_bytes(size), row_cuts * column_cuts
+    size, host, stored = (table.row_bytes(tier, columns) for tier in ("hbm", "uvm", "ssd"))
+    record, slot, pieces = record_bytes(stored), slot_bytes(size), row_cuts * column_cuts
     unique, curve = table.demand(problem.global_batch)
     unique, accesses = unique / row_cuts, table.accesses(problem.global_batch) / row_cuts
     curve = curve.scaled(rows / float(curve.rows[-1]))
     pinned, ahead = (work.depth + 1) * unique, int(rows * size * problem.read_ahead_share)
     floor = min(rows, pinned)
     outputs = _vectors(problem, table) / (1 if table.pooled else row_cuts)
-    own_hbm, own = demand.min_hbm_bytes, demand.min_hbm_bytes + demand.min_uvm_bytes
-    hbm_floor = rows if demand.stays_in_hbm else max(floor, min(rows, own_hbm / pieces / slot))
+    own_hbm, own_uvm = demand.min_hbm_bytes / slot, demand.min_uvm_bytes / slot_bytes(host)
+    hbm_floor = rows if demand.stays_in_hbm else max(floor, min(rows, own_hbm / pieces))
     in_memory = demand.stays_in_memory or topology.ssd_per_host == 0
     moved = 2 * accesses * columns * FLOAT + 2 * unique * size
     read = topology.read_seconds(read_bytes(record)) / (work.rows_per_read or 1.0)
@@ -182,15 +185,17 @@ def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: 
         load=exchange + _work_seconds(topology, accesses, unique, moved),
         curve=curve,
         hbm_floor=hbm_floor,
-        memory_floor=rows if in_memory else max(floor, hbm_floor, min(rows, own / pieces / slot)),
+        memory_floor=rows if in_memory else max(floor, hbm_floor, min(rows, (own_hbm + own_uvm) / pieces)),
         fixed_hbm=int((work.depth + 1) * _id_bytes(problem, table, accesses) + 2 * outputs * columns * FLOAT),
-        fixed_host=int(pinned * curve.at(floor) * size),
+        fixed_host=int(pinned * curve.at(floor) * stored),
         slot_bytes=slot,
+        host_slot_bytes=slot_bytes(host),
+        stored_bytes=stored,
         unique=unique,
         index_bytes=index_bytes(rows) + ahead,
         read_ahead=ahead,
         ssd_bytes=int(rows * record * DISK_SLACK),
-        link_s=2 * size / topology.host_link_bw + topology.row_seconds["link"],
+        link_s=2 * host / topology.host_link_bw + topology.row_seconds["link"],
         policy_s=unique * topology.row_seconds["policy"],
         ssd_s=read + WRITE_AMPLIFICATION * record / topology.ssd_write_bw,
     )
@@ -201,7 +206,7 @@ def _replica_cost(problem: Problem, table: TableSpec) -> ShardCost:
 
     Every rank gets the ids and gradients of all ranks and makes the same update.
     """
-    topology, size = problem.topology, row_bytes(table.embedding_dim, table.optimizer)
+    topology, size = problem.topology, table.row_bytes()
     accesses, (unique, _) = table.accesses(problem.global_batch), table.demand(problem.global_batch)
     ids, width = _id_bytes(problem, table, accesses), table.embedding_dim * FLOAT
     gradients = _vectors(problem, table) * width

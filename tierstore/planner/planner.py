@@ -108,6 +108,7 @@ class EmbeddingShardingPlanner:
     def problem(self, tables: Sequence[TableSpec]) -> Problem:
         """Return what this planner would have to solve for ``tables``."""
         demands = [self.constraints.get(table.name, ParameterConstraints()) for table in tables]
+        tables = [replace(table, tiers=self.work.tiers or table.tiers) for table in tables]
         return Problem(self.topology, self.work, tables, demands)
 
     def solve(self, tables: Sequence[TableSpec]) -> Solution:
@@ -155,11 +156,11 @@ def tables_of_module(module: Any) -> tuple[list[TableSpec], int]:
             continue
         weighted = getattr(part, "is_weighted", False)
         weighted = bool(weighted() if callable(weighted) else weighted)
-        # A collection of ours knows its optimizer; torchrec's do not.
-        optimizer = getattr(getattr(getattr(part, "engine", None), "optimizer", None), "name", None)
+        # A collection of ours knows its optimizer and tiers; torchrec's do not.
+        engine = getattr(part, "engine", None)
+        known = {} if engine is None else {"optimizer": engine.optimizer.name, "tiers": engine.config}
         for config in configs() if callable(configs) else configs:
-            spec = spec_of_config(config, path, weighted)
-            tables.append(spec if optimizer is None else replace(spec, optimizer=optimizer))
+            tables.append(replace(spec_of_config(config, path, weighted), **known))
         inside.append(path)
     require(tables, "the module has no embedding collection to plan")
     dense = sum(
@@ -188,9 +189,9 @@ def plan_of(solution: Solution, promised: Collection[str] = ()) -> ShardingPlan:
         placed = tuple(_shard(spec, item, j, next(each)) for j in range(len(item.ranks)))
         if spec.name in promised:
             placed = tuple(replace(shard, own=1) for shard in placed)
-        size = spec.num_embeddings, spec.embedding_dim
-        kind = item.option.kind
-        result.append(TablePlacement(spec.name, kind, placed, round(rate, 6), spec.module, *size))
+        rest = spec.module, spec.num_embeddings, spec.embedding_dim
+        rounding = solution.problem.demands[item.table].stochastic_rounding
+        result.append(TablePlacement(spec.name, item.option.kind, placed, round(rate, 6), *rest, rounding))
     return ShardingPlan(tuple(result), topology.world_size, topology.ranks_per_host, topology.device)
 
 
@@ -218,6 +219,6 @@ def plan_job(module: Any, job: Job, group: Any) -> ShardingPlan:
     sizes = max(job.hbm_bytes, _LEAST_HBM), job.uvm_bytes * ranks + beside, job.ssd_bytes * ranks
     machines = Topology(job.hosts, ranks, *sizes, device="cpu", processors_per_rank=job.processors_per_rank)
     ahead = {name: n for name in ("depth", "window") if (n := getattr(job, name)) is not None}
-    work = Workload(**ahead, read_ahead=job.read_ahead_bytes)
+    work = Workload(**ahead, read_ahead=job.read_ahead_bytes, tiers=job.tiers)
     planner = EmbeddingShardingPlanner(machines, workload=work, batch_size=job.batch_size)
     return planner.collective_plan(module, pg=group)

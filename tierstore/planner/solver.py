@@ -146,8 +146,8 @@ def _saved_seconds(problem: Problem, caches: Allocation, misses: Floats) -> Floa
     topology, saved = problem.topology, np.zeros(problem.topology.hosts)
     if not topology.one_fetcher or problem.work.rows_per_read is not None:
         return saved
-    sizes, ahead = caches.field("row_bytes").astype(int), caches.read_ahead_bytes()
-    table_bytes, slots = sizes * caches.rows, caches.slot > 0
+    sizes, ahead = caches.field("stored_bytes").astype(int), caches.read_ahead_bytes()
+    table_bytes, slots = caches.field("row_bytes") * caches.rows, caches.slot > 0
     for r, size in sorted({*zip(caches.rank[slots].tolist(), sizes[slots].tolist(), strict=True)}):
         here = slots & (caches.rank == r)
         tier = here & (sizes == size)

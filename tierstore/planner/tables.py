@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tierstore.config import is_integer, is_number
+from tierstore.config import TierConfig, is_integer, is_number
 from tierstore.errors import ConfigError
 from tierstore.planner.checks import must_be, require
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.curves import MissCurve, Popularity
+from tierstore.row_format import TABLE_DTYPES, RowFormat
 
 # Floats of state as a function of the dimension; equal to tierstore.optim's, which a test checks.
 STATE_FLOATS = {
@@ -22,15 +23,9 @@ STATE_FLOATS = {
     "adam": lambda dim: 2 * dim,
     "adamw": lambda dim: 2 * dim,
 }
-_ROW_ALIGNMENT = 16
 MOST_ROWS = 1 << 48
 MOST_COLUMNS = 1 << 20
 MOST_IDS = 1 << 30  # of an example and feature
-
-
-def row_bytes(dim: int, optimizer: str) -> int:
-    """Bytes of a row and its optimizer state, padded as docs/design.md says."""
-    return -(-4 * (dim + STATE_FLOATS[optimizer](dim)) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,8 @@ class TableSpec:
     """A table to be placed. The first fields are those of EmbeddingBagConfig.
 
     ``pooling_factor``: mean ids per example and feature. ``popularity`` is used where there are no ``stats``.
-    ``touched_rows``: rows that training will ever use; default all of them.
+    ``touched_rows``: rows that training will ever use; default all of them. ``dtype``: of weights; ``tiers``:
+    says those of lower tiers; None: the same.
     """
 
     name: str
@@ -62,6 +58,8 @@ class TableSpec:
     stats: TableStats | None = None
     touched_rows: int | None = None
     module: str = ""
+    dtype: str = "fp32"
+    tiers: TierConfig | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         where, factor, touched = f"table {self.name!r}", self.pooling_factor, self.touched_rows
@@ -72,6 +70,7 @@ class TableSpec:
         require(rows <= MOST_ROWS, f"{where}: num_embeddings is {rows}; a table has at most 2^48 rows")
         message = f"embedding_dim is {columns}; plans are made for rows of {MOST_COLUMNS} columns at most"
         require(columns <= MOST_COLUMNS, f"{where}: {message}")
+        must_be(f"{where}: dtype", self.dtype, self.dtype in TABLE_DTYPES, f"one of {TABLE_DTYPES}")
         once = len(set(features)) == len(features)
         require(once, f"{where}: feature_names has a name twice: {features}")
         positive = is_number(factor) and 0 < factor <= MOST_IDS
@@ -82,6 +81,12 @@ class TableSpec:
         must_be(f"{where}: touched_rows", touched, known, "from 1 to num_embeddings")
         if not features:
             object.__setattr__(self, "feature_names", (self.name,))
+
+    def row_bytes(self, tier: str = "hbm", columns: int | None = None) -> int:
+        """Return the bytes of a row, or of ``columns`` of it, and its optimizer state in a tier."""
+        format = RowFormat(self.dtype) if self.tiers is None else self.tiers.formats(self.dtype)[tier]
+        dim = self.embedding_dim if columns is None else columns
+        return format.row_bytes(dim, STATE_FLOATS[self.optimizer](dim))
 
     @property
     def rows(self) -> int:
@@ -112,7 +117,6 @@ def spec_of_config(config: Any, module: str = "", weighted: bool = False) -> Tab
     missing = [name for name in ("num_embeddings", "embedding_dim", "name") if not hasattr(config, name)]
     kind = type(config).__name__
     require(not missing, f"expected a table configuration, got {kind}, which has no {', '.join(missing)}")
-    check_data_type(config.name, getattr(config, "data_type", "FP32"))
     return TableSpec(
         config.name,
         config.num_embeddings,
@@ -121,13 +125,15 @@ def spec_of_config(config: Any, module: str = "", weighted: bool = False) -> Tab
         pooled=hasattr(config, "pooling") and getattr(config.pooling, "value", "") != "NONE",
         weighted=weighted,
         module=module,
+        dtype=dtype_of(config.name, getattr(config, "data_type", "FP32")),
     )
 
 
-def check_data_type(name: str, kind: Any) -> None:
-    """Raise ConfigError unless rows of this type are float32: other rows take fewer bytes than planned."""
-    plain = str(getattr(kind, "name", kind)).upper().removeprefix("DATATYPE.")
-    require(plain == "FP32", f"table {name!r}: data_type is {kind!r}; tables hold float32, use FP32")
+def dtype_of(name: str, kind: Any) -> str:
+    """Return our name of a torchrec DataType. Raises ConfigError for types that no table can have."""
+    plain = str(getattr(kind, "name", kind)).lower().removeprefix("datatype.")
+    require(plain in TABLE_DTYPES, f"table {name!r}: data_type is {kind!r}; use FP32, FP16 or BF16")
+    return plain
 
 
 def optimizer_name(name: Any) -> str:

@@ -15,7 +15,7 @@ from tierstore.errors import ConfigError, GradientError, InputError
 from tierstore.modules.collection import Collection
 from tierstore.modules.lookup import Part
 from tierstore.modules.row_arguments import checked_row_ids, float_matrix, state_matrix
-from tierstore.modules.tables import OpenTables
+from tierstore.modules.tables import TORCH_DTYPES, OpenTables
 from tierstore.sharding.commits import Commits, end
 from tierstore.sharding.input_exchange import InputExchange
 from tierstore.sharding.lookups import ExchangedLookups, ShardedLookup
@@ -168,7 +168,8 @@ class ShardedCollection(Collection):
 
     def rows(self, ids: Any, table: str | None = None) -> Tensor:
         """Return rows as TieredModule.rows does. All ranks call it with the same ids."""
-        return self.shards.read(*self._asked(ids, table), None)[0]
+        config, keys = self._asked(ids, table)
+        return self.shards.read(config, keys, None)[0].to(TORCH_DTYPES[self.shards.dtype_of(config.name)])
 
     def optimizer_rows(self, ids: Any, table: str | None = None) -> dict[str, Tensor]:
         """Return state as TieredModule.optimizer_rows does. All ranks call it with the same ids. If the table

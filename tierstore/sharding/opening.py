@@ -111,13 +111,15 @@ def _given(
 
 def _described(table: Any) -> Any:
     pooling = getattr(table, "pooling", None)
-    return table.name, table.feature_names, table.num_embeddings, table.embedding_dim, pooling
+    size = table.num_embeddings, table.embedding_dim, table.data_type
+    return table.name, table.feature_names, *size, pooling
 
 
 def _initial(table: Any, config: TierConfig) -> Any:
-    """Return the initial values and the seed of a table's own, if it has one."""
+    """Return the initial values, the seed of a table's own, if it has one, and how its rows are rounded."""
     override = config.table(table.name)
-    return as_init(override.init, of_kind(*table.init_rule())), override.seed
+    rounding = override.stochastic_rounding, config.stochastic_rounding
+    return as_init(override.init, of_kind(*table.init_rule())), override.seed, rounding
 
 
 def _only(plan: ShardingPlan, names: Sequence[str]) -> ShardingPlan:

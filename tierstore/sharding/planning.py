@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from tierstore.config import TableOverride, TierConfig
 from tierstore.default_planner import plan_job
 from tierstore.errors import ConfigError
 from tierstore.modules.collection import Collection
+from tierstore.modules.features import table_of
 from tierstore.placement import (
     MOST_STORE_BYTES,
     STORE_SLACK,
@@ -28,7 +29,6 @@ from tierstore.placement import (
     TablePlacement,
     record_bytes,
 )
-from tierstore.row_format import WIDE, RowFormat
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.table_sharding import configs_of
 
@@ -58,7 +58,7 @@ def plan_of(
         if (value := [getattr(budget, name) for budget in budgets if getattr(budget, name) != "auto"])
     }
     ahead["read_ahead_bytes"] = _read_ahead(collections, config, env.world_size)
-    job = replace(job_of(env, budgets, rows), batch_size=batch_size, **ahead)
+    job = replace(job_of(env, budgets, rows), batch_size=batch_size, tiers=config, **ahead)
     plan = plan_job(module, job, env.process_group)
     if env.rank == 0:
         logger.info(
@@ -75,7 +75,10 @@ def plan_of(
 def _read_ahead(collections: Sequence[Collection], config: TierConfig | None, ranks: int) -> int:
     """Return the bytes that a rank has for rows read ahead; ``config``: of all collections together."""
     sizes = [
-        sum(t.num_embeddings * child.engine.optimizer.row_bytes(t.embedding_dim) for t in configs_of(child))
+        sum(
+            t.num_embeddings * RowBytes(child.engine.config, child.engine.optimizer).whole(t)
+            for t in map(table_of, configs_of(child))
+        )
         for child in collections
     ]
     if config is not None:
@@ -139,98 +142,138 @@ def within(plan: ShardingPlan, uvm: int) -> ShardingPlan:
     return replace(plan, tables=tuple(tables))
 
 
+Layout = tuple[int, str, bool]
+"""What rows that share tiers have in common: columns, dtype, and whether they are rounded at random."""
+
+
+class RowBytes:
+    """The bytes of rows in each tier under a configuration. ``spec``: of the optimizer."""
+
+    def __init__(self, config: TierConfig, spec: Any) -> None:
+        self._config, self._spec = config, spec
+
+    def layout(self, table: Table, columns: int) -> Layout:
+        """Return the row layout of ``columns`` columns of a table."""
+        rounds = self._config.rounds_stochastically(table.origin or table.name, table.dtype)
+        return columns, table.dtype, rounds
+
+    def whole(self, table: Table) -> int:
+        """Return the bytes of a row of all columns of a table in ``hbm``."""
+        return self("hbm", self.layout(table, table.embedding_dim))
+
+    def __call__(self, tier: str, layout: Layout) -> int:
+        """Return the bytes of a row of ``layout`` in ``tier``."""
+        columns, dtype, _ = layout
+        return self._config.formats(dtype)[tier].row_bytes(columns, self._spec.state_floats(columns))
+
+
+class Held:
+    """The shards of one rank, with their row layouts, and the bytes of their rows in each tier."""
+
+    def __init__(
+        self, placements: Iterable[TablePlacement], rank: int, tables: Sequence[Table], sizes: RowBytes
+    ) -> None:
+        self.shards = [(table, shard) for table in placements for shard in table.shards if shard.rank == rank]
+        self.sizes = sizes
+        self.pieces = Counter(table.origin or table.name for table in tables)
+        self._of = {table.origin or table.name: table for table in tables}
+
+    def layout(self, table: TablePlacement, shard: ShardPlacement) -> Layout:
+        return self.sizes.layout(self._of[table.name], shard.columns)
+
+    def row_bytes(self, tier: str, table: TablePlacement, shard: ShardPlacement) -> int:
+        return self.sizes(tier, self.layout(table, shard))
+
+
 def tiers_of_rank(
     placements: Iterable[TablePlacement], rank: int, tables: Sequence[Table], config: TierConfig, spec: Any
 ) -> dict[str, Any]:
-    """Return fields of the TierConfig of one rank: the budgets of its shards, if the plan states any.
+    """Return fields of the TierConfig of one rank: the budgets of its shards, if the plan states any, and how
+    their rows are rounded.
 
     A plan's bytes include buffers, which the budgets of tiers do not; so a shard that states rows brings what
     its slots take. ``spec``: of the optimizer.
     """
-    shards = [(table, shard) for table in placements for shard in table.shards if shard.rank == rank]
-    if not any(shard.hbm_bytes for _, shard in shards):
-        return {}
+    rounding = {t.name: t.stochastic_rounding for t in placements if t.stochastic_rounding is not None}
+    here = {table.origin or table.name for table in tables}
+    rounded = {
+        name: replace(config.table(name), stochastic_rounding=chosen)
+        for name, chosen in rounding.items()
+        if name in here
+    }
+    config = replace(config, tables={**config.tables, **rounded})
+    held = Held(placements, rank, tables, RowBytes(config, spec))
+    if not any(shard.hbm_bytes for _, shard in held.shards):
+        return {"tables": config.tables} if rounded else {}
     overrides = {
-        name: replace(config.tables.get(name, TableOverride()), hbm=None, uvm=None)
-        for name in sorted({t.name for t, _ in shards})
+        name: replace(config.table(name), hbm=None, uvm=None)
+        for name in sorted({t.name for t, _ in held.shards})
     }
-    sizes = {"hbm": _row_bytes(WIDE, spec), "uvm": _row_bytes(config.uvm_format, spec)}
-    budgets = {
-        tier: _divided(shards, tier, tables, overrides, config.policy, size) for tier, size in sizes.items()
-    }
-    if ahead := sum(shard.read_ahead_bytes for _, shard in shards):
+    budgets = {tier: _divided(held, tier, overrides, config.policy, len(tables)) for tier in ("hbm", "uvm")}
+    if ahead := sum(shard.read_ahead_bytes for _, shard in held.shards):
         budgets["read_ahead"] = ahead if config.read_ahead == "auto" else min(ahead, int(config.read_ahead))
-    return {"tables": {**config.tables, **overrides}, **budgets, "ssd": _ssd_bytes(shards, spec, config)}
+    return {"tables": {**config.tables, **overrides}, **budgets, "ssd": _ssd_bytes(held, config)}
 
 
-def _row_bytes(format: RowFormat, spec: Any) -> Callable[[int], int]:
-    """Return the function that tells the bytes of a row of so many columns."""
-    return lambda dim: format.row_bytes(dim, spec.state_floats(dim))
-
-
-def _divided(
-    shards: Sequence[tuple[TablePlacement, ShardPlacement]],
-    tier: str,
-    tables: Sequence[Table],
-    overrides: dict[str, TableOverride],
-    policy: Any,
-    row_bytes: Callable[[int], int],
-) -> int:
+def _divided(held: Held, tier: str, overrides: dict[str, TableOverride], policy: Any, tables: int) -> int:
     """Return the budget of a tier; write into ``overrides`` each table's own bytes, or its weight."""
-    pieces = Counter(table.origin or table.name for table in tables)
-    own = 0
-    for name, size in _own_bytes(shards, tier, policy, row_bytes).items():
-        overrides[name] = replace(overrides[name], **{tier: size * pieces[name]})
+    own, pieces = 0, held.pieces
+    for name, size in _own_bytes(held, tier, policy).items():
+        _set(overrides, name, tier, size * pieces[name])
         own += size * pieces[name]
-    shards = [(table, shard) for table, shard in shards if getattr(overrides[table.name], tier) is None]
-    rows: dict[int, int] = defaultdict(int)
-    stated: dict[int, int] = defaultdict(int)
-    for _, shard in shards:
-        rows[shard.columns] += getattr(shard, f"{tier}_rows")
-        stated[shard.columns] += 0 if shard.hbm_rows else getattr(shard, f"{tier}_bytes")
+    shards = [(t, shard) for t, shard in held.shards if getattr(overrides[t.name], tier) is None]
+    layouts = [held.layout(table, shard) for table, shard in shards]
+    rows: dict[Layout, int] = defaultdict(int)
+    stated: dict[Layout, int] = defaultdict(int)
+    for layout, (_, shard) in zip(layouts, shards, strict=True):
+        rows[layout] += getattr(shard, f"{tier}_rows")
+        stated[layout] += 0 if shard.hbm_rows else getattr(shard, f"{tier}_bytes")
     if not any(rows.values()) and not any(stated.values()):
         for name in {table.name for table, _ in shards}:
-            overrides[name] = replace(overrides[name], **{f"{tier}_share": 0})
+            _set(overrides, name, f"{tier}_share", 0)
         return own
     # Every row layout takes a few slots of a tier, even if no table of it brings any.
-    minimum = {dim: bytes_for(MIN_SLOTS, row_bytes(dim), policy) for dim in rows}
-    sizes = {dim: bytes_for(rows[dim] + MIN_SLOTS, row_bytes(dim), policy) + stated[dim] for dim in rows}
+    each = {layout: held.sizes(tier, layout) for layout in rows}
+    minimum = {layout: bytes_for(MIN_SLOTS, each[layout], policy) for layout in rows}
+    sizes = {
+        layout: bytes_for(count + MIN_SLOTS, each[layout], policy) + stated[layout]
+        for layout, count in rows.items()
+    }
     brought: dict[str, float] = defaultdict(float)
-    for table, shard in shards:
+    for layout, (table, shard) in zip(layouts, shards, strict=True):
         weight = getattr(shard, f"{tier}_rows") + 1
-        total = rows[shard.columns] + sum(other.columns == shard.columns for _, other in shards)
-        brought[table.name] += (sizes[shard.columns] - minimum[shard.columns]) * weight / total
+        total = rows[layout] + layouts.count(layout)
+        brought[table.name] += (sizes[layout] - minimum[layout]) * weight / total
     for name, share in brought.items():
-        overrides[name] = replace(overrides[name], **{f"{tier}_share": int(share / max(1, pieces[name]))})
-    return own + sum(sizes.values()) + _ROUNDING * len(tables)
+        _set(overrides, name, f"{tier}_share", int(share / max(1, pieces[name])))
+    return own + sum(sizes.values()) + _ROUNDING * tables
 
 
-def _own_bytes(
-    shards: Sequence[tuple[TablePlacement, ShardPlacement]],
-    tier: str,
-    policy: Any,
-    row_bytes: Callable[[int], int],
-) -> dict[str, int]:
+def _set(overrides: dict[str, TableOverride], name: str, field: str, value: int) -> None:
+    given: dict[str, Any] = {field: value}
+    overrides[name] = replace(overrides[name], **given)
+
+
+def _own_bytes(held: Held, tier: str, policy: Any) -> dict[str, int]:
     """Return bytes of a tier for each piece of the tables that have slots of their own.
 
     The engine divides a table's bytes equally among its pieces on this rank."""
     sizes: dict[str, int] = {}
-    for table, shard in shards:
+    for table, shard in held.shards:
         rows = getattr(shard, f"{tier}_rows")
         if shard.own and rows:
             # No policy decides about a shard whose rows are all there; its bytes would go to other tables.
             decided = None if tier == "hbm" and rows >= shard.rows else policy
-            size = bytes_for(max(rows, MIN_SLOTS), row_bytes(shard.columns), decided)
+            size = bytes_for(max(rows, MIN_SLOTS), held.row_bytes(tier, table, shard), decided)
             sizes[table.name] = max(sizes.get(table.name, 0), size)
     return sizes
 
 
-def _ssd_bytes(shards: Sequence[tuple[TablePlacement, ShardPlacement]], spec: Any, config: TierConfig) -> int:
+def _ssd_bytes(held: Held, config: TierConfig) -> int:
     """Return the plan's bytes, and with a path to commit to also room for the rows that stay in memory."""
-    total = sum(shard.ssd_bytes for _, shard in shards)
+    total = sum(shard.ssd_bytes for _, shard in held.shards)
     if config.path is not None:
-        row_bytes = _row_bytes(config.lower_format, spec)
-        held = [shard for _, shard in shards if not shard.ssd_bytes]
-        records = [shard.rows * record_bytes(row_bytes(shard.columns)) for shard in held]
+        here = [(table, shard) for table, shard in held.shards if not shard.ssd_bytes]
+        records = [shard.rows * record_bytes(held.row_bytes("ssd", t, shard)) for t, shard in here]
         total += int(sum(records) * MOST_STORE_BYTES)
     return total + STORE_SLACK if total else 0

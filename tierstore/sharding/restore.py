@@ -11,6 +11,7 @@ from tierstore.cache.tiers.codec import decoded
 from tierstore.errors import StoreMismatchError
 from tierstore.keys import rows_by_table
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement
+from tierstore.row_format import WIDE
 from tierstore.sharding.shards import LocalShard, RankShards, shard_name
 from tierstore.store.directory import open_store
 from tierstore.store.identity import read_identity
@@ -87,6 +88,12 @@ def _check_spec(shards: RankShards, table: str, spec: StoredTable) -> None:
     if dict(spec.optimizer) != optimizer.identity:
         raise StoreMismatchError(
             f"table {table!r} was committed with optimizer {dict(spec.optimizer)}, not {optimizer.identity}"
+        )
+    dtype = shards.dtype_of(table)
+    if dtype != WIDE.weights and spec.weight_dtype != dtype:
+        raise StoreMismatchError(
+            f"table {table!r} was committed with {spec.weight_dtype} weights, and is {dtype} now; give "
+            "another path, or the table as committed"
         )
     for own, whole in zip(shards.engine.specs, shards.engine.tables, strict=True):
         if whole.origin == table and (own.seed, own.init) != (spec.seed, spec.init):

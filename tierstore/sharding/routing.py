@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -88,15 +88,12 @@ class Routing:
                     continue
                 name = shard_name(config.name, config.embedding_dim, shard)
                 rows = shard.rows + (found[name].rows or 0 if name in found else 0)
-                found[name] = Table(
-                    name,
-                    whole.num_embeddings,
-                    shard.columns,
-                    whole.init,
-                    whole.name,
-                    shard.column_start,
-                    rows,
-                )
+                part: dict[str, Any] = {
+                    "embedding_dim": shard.columns,
+                    "column": shard.column_start,
+                    "rows": rows,
+                }
+                found[name] = replace(whole, name=name, origin=whole.name, **part)
         return list(found.values())
 
 

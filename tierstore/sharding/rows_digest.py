@@ -25,10 +25,10 @@ class RowsDigest:
         return self._count, int(self._sum)
 
     def add(self, ids: Tensor, parts: Sequence[Tensor]) -> None:
-        """Add rows with these ids (n,). ``parts``: float32 (n,) or (n, floats) each."""
+        """Add rows with these ids (n,). ``parts``: floats (n,) or (n, floats) each."""
         hashes = ids.numpy().astype(np.uint64) * _ODD
         for part in parts:
-            for column in part.reshape(len(ids), -1).numpy().view(np.uint32).T:
+            for column in part.float().reshape(len(ids), -1).numpy().view(np.uint32).T:
                 hashes = _mixed(hashes ^ column)
         self._count += len(ids)
         self._sum += _mixed(hashes).sum(dtype=np.uint64)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tierstore.errors import InputError
 from tierstore.modules.left_out import STATE_DICT_LIMIT
-from tierstore.modules.tables import ThreadFlag, id_ranges
+from tierstore.modules.tables import TORCH_DTYPES, ThreadFlag, id_ranges
 from tierstore.placement import ShardingType, ShardPlacement, TablePlacement
 from tierstore.sharding.shards import LocalShard, RankShards
 
@@ -28,11 +28,12 @@ def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
 
     ``of`` is a model, a collection, or the ``fused_optimizer`` of a DistributedModelParallel. Names are the
     unsharded model's. Weights and optimizer states of tables that are cut, or held by some ranks only, are
-    ShardedTensors of float32 on the CPU; data-parallel tables and all other entries are as in
-    ``state_dict()``. ``torch.distributed.checkpoint.save`` writes each shard from where it is, and ``load``
-    into the sharded state dict of a model with another plan cuts them anew; ``of.load_state_dict(state)``
-    writes them to the tiers. A table of which a rank would have to copy more than 1 GiB is left out, with its
-    optimizer states: commits keep its rows, and loading is an error unless the table has these rows.
+    ShardedTensors on the CPU, of the table's dtype and of float32; data-parallel tables and all other entries
+    are as in ``state_dict()``. ``torch.distributed.checkpoint.save`` writes each shard from where it is, and
+    ``load`` into the sharded state dict of a model with another plan cuts them anew;
+    ``of.load_state_dict(state)`` writes them to the tiers. A table of which a rank would have to copy more
+    than 1 GiB is left out, with its optimizer states: commits keep its rows, and loading is an error unless
+    the table has these rows.
 
     All ranks call it.
     """
@@ -62,7 +63,9 @@ class ShardedValues:
         """Whether every rank can copy its shards into a state dict."""
         held: dict[int, int] = {}
         for part in self._shown():
-            held[part.rank] = held.get(part.rank, 0) + 4 * int(np.prod(self._cell(part)[1]))
+            held[part.rank] = held.get(part.rank, 0) + self._dtype.itemsize * int(
+                np.prod(self._cell(part)[1])
+            )
         return max(held.values()) <= STATE_DICT_LIMIT
 
     def view(self) -> Any:
@@ -83,7 +86,7 @@ class ShardedValues:
             metadata = described.get(self._offsets(local))
             if metadata is None or local.columns.start == local.columns.stop:
                 continue
-            copy = torch.empty(metadata.shard_sizes)
+            copy = torch.empty(metadata.shard_sizes, dtype=self._dtype)
             begin, end = local.rows
             for first, last in id_ranges(begin, end):
                 copy[first - begin : last - begin] = torch.from_numpy(self._read(local, first, last))
@@ -91,7 +94,7 @@ class ShardedValues:
         table = self.placement
         shape = (table.num_embeddings,) if self._per_row else (table.num_embeddings, table.embedding_dim)
         whole = ShardedTensorMetadata(
-            list(described.values()), torch.Size(shape), TensorProperties(dtype=torch.float32)
+            list(described.values()), torch.Size(shape), TensorProperties(dtype=self._dtype)
         )
         return ShardedTensor._init_from_local_shards_and_global_metadata(shards, whole, process_group=group)
 
@@ -118,7 +121,7 @@ class ShardedValues:
             if values is None:  # a shard of no rows
                 continue
             for first, last in id_ranges(begin, end):
-                self._write(local, first, last, values[first - begin : last - begin].numpy())
+                self._write(local, first, last, values[first - begin : last - begin].float().numpy())
 
     def _load_for_all_columns(self, given: dict[tuple[int, ...], Tensor]) -> None:
         """Load state kept per row, which all columns' shards have, from the first columns' in the view."""
@@ -133,6 +136,12 @@ class ShardedValues:
                 low, high = max(first, local.rows[0]), min(last, local.rows[1])
                 if low < high:
                     self._write(local, low, high, values[low - first : high - first].numpy())
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        if self.state is not None:
+            return torch.float32
+        return TORCH_DTYPES[self.shards.dtype_of(self.table)]
 
     @property
     def _per_row(self) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tierstore.cache.engine import Engine
 from tierstore.config import TierConfig
+from tierstore.modules.features import table_of
 from tierstore.optim.fused import FusedOptimizer
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement
 from tierstore.sharding.env import ShardingEnv
@@ -53,6 +54,10 @@ class RankShards:
     config: TierConfig
     engine: Engine
     fused_optimizer: FusedOptimizer
+
+    def dtype_of(self, table: str) -> str:
+        """Return the dtype of a table's weights."""
+        return next(table_of(config).dtype for config in self.configs if config.name == table)
 
     def of(self, table: str) -> Iterator[LocalShard]:
         """Yield the shards of a table."""

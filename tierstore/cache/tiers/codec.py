@@ -84,7 +84,7 @@ def converted(keys: Keys, rows: RowBytes, before: Codec | None, after: Codec | N
     if before is after:
         return rows
     if before is not None:
-        wide = _core.rows_array(len(keys), before.wide_bytes)
+        wide = _core.rows_array(len(rows), before.wide_bytes)
         before.decode(_core.HostRows.view(wide), rows)
         rows = wide
     if after is not None:

@@ -60,8 +60,10 @@ class TierPlan:
     own: tuple[OwnShare, ...] = ()
     device: Device = HOST
     """The device that has the rows."""
+    weights: str = "fp32"
+    """The dtype of weights that kernels work on, in rows of no other form."""
     codec: Codec | None = None
-    """The form of the rows."""
+    """The form of the rows; None is that of the first tier."""
     leaving: Codec | None = None
     """The form of rows that leave, where it is not ``codec``."""
     has_lanes: bool = True
@@ -183,7 +185,7 @@ class MemoryTier(Tier):
                 share_of=layout.share_of,
                 lanes_of=layout.lanes_of,
             )
-            self.rows = plan.device.allocate(capacity + overflow, row_bytes)
+            self.rows = plan.device.allocate(capacity + overflow, row_bytes, plan.weights)
             self.rows.commit(self.native.committed)
         except _core.AddressSpaceError as refused:
             raise ConfigError(

@@ -24,14 +24,15 @@ class TierRequest:
     """What is needed to make the tiers of one row layout.
 
     ``slots``: by tier, its share of the budget in ``config`` (None: there is no such tier). ``row_bytes``: of
-    float32 rows; ``codecs``: by tier, the form of its rows where it is another one. ``tables``: how many the
-    engine has. ``read_ahead_bytes``: what rows that are read ahead may take. ``lock``: the residency
-    lock. ``above``: the tiers that are made already.
+    rows in the first tier; ``weights``: the dtype of their weights; ``codecs``: by tier, the form of its rows
+    where it is another one. ``tables``: how many the engine has. ``read_ahead_bytes``: what rows that are
+    read ahead may take. ``lock``: the residency lock. ``above``: the tiers that are made already.
     """
 
     config: TierConfig
     policy: Policy
     row_bytes: int
+    weights: str
     tables: int
     slots: Mapping[str, TierPlan | None]
     store: RowStore | None
@@ -60,6 +61,7 @@ def _memory(name: str, request: TierRequest) -> Tier | None:
     codecs = request.codecs
     below = request.store is not None
     plan = replace(plan, codec=codecs.get(name), leaving=codecs.get("ssd"), has_lanes=below)
+    plan = replace(plan, weights=request.weights)
     size = request.row_bytes_of(name)
     return MemoryTier(name, plan, size, request.policy, request.tables, admission)
 
