@@ -66,6 +66,18 @@ TIERSTORE_INLINE To Cast(const From& from) {
   return to;
 }
 
+// a where the comparison holds, else b. The compiler takes ?: of comparisons that depend on one another
+// apart.
+template <typename Holds, typename Words>
+TIERSTORE_INLINE Words Select(const Holds& holds, const Words& a, const Words& b) {
+  if constexpr (std::is_same_v<Holds, bool>) {
+    return holds ? a : b;
+  } else {
+    const Words mask = Cast<Words>(holds);
+    return (a & mask) | (b & ~mask);
+  }
+}
+
 // Conversions of W numbers at once, in vectors of 32 bits each, with the same results for every W. W is 8 or
 // more only where a kernel is compiled for AVX2 or better.
 struct Bfloat16 {
@@ -80,10 +92,10 @@ struct Bfloat16 {
     constexpr std::uint32_t kQuiet = 0x40;
     const Words bits = Cast<Words>(values), magnitude = bits & 0x7FFFFFFFu;
     Words finite = (magnitude + Rounding<kStochastic>(magnitude, 16, dice)) >> 16;
-    finite = Cast<Ints>(finite) < kLargest ? finite : Words{} + kLargest;
+    finite = Select(Cast<Ints>(finite) < kLargest, finite, Words{} + kLargest);
     const Ints order = Cast<Ints>(magnitude);
-    const Words other = magnitude >> 16 | (order > kInfinity ? Words{} + kQuiet : Words{});
-    return Converted<typename ShortTypes<W>::Shorts>((order < kInfinity ? finite : other) |
+    const Words other = magnitude >> 16 | Select(order > kInfinity, Words{} + kQuiet, Words{});
+    return Converted<typename ShortTypes<W>::Shorts>(Select(order < kInfinity, finite, other) |
                                                      (bits >> 16 & 0x8000u));
   }
 
@@ -109,22 +121,23 @@ struct Half {
 #if TIERSTORE_X86
     if constexpr (!kStochastic && W >= 8) {
       constexpr std::int32_t kWideLargest = 0x477FE000;  // 65504
-      const Words clamped = order < kWideLargest ? magnitude : Words{} + kWideLargest;
-      return Processors<W>((order < kInfinity ? clamped : magnitude) | (bits & 0x80000000u));
+      const Words clamped = Select(order < kWideLargest, magnitude, Words{} + kWideLargest);
+      return Processors<W>(Select(order < kInfinity, clamped, magnitude) | (bits & 0x80000000u));
     }
 #endif
     const Words normal = ((magnitude + Rounding<kStochastic>(magnitude, 13, dice)) >> 13) - kRebias;
     // Subnormal numbers are multiples of 2^-24: 16 bits below that, and a last bit that tells of further
     // ones.
-    const Floats scaled = Cast<Floats>(order < kLeastNormal ? magnitude : Words{}) * 0x1p40f;
+    const Floats scaled = Cast<Floats>(Select(order < kLeastNormal, magnitude, Words{})) * 0x1p40f;
     const Ints whole = Converted<Ints>(scaled);
-    const Words further = Converted<Floats>(whole) < scaled ? Words{} + 1u : Words{};
+    const Words further = Select(Converted<Floats>(whole) < scaled, Words{} + 1u, Words{});
     const Words fixed = Cast<Words>(whole) | further;
     const Words small = (fixed + Rounding<kStochastic>(fixed, 16, dice)) >> 16;
-    Words finite = order < kLeastNormal ? small : normal;
-    finite = Cast<Ints>(finite) < kLargest ? finite : Words{} + kLargest;
-    const Words other = order > kInfinity ? (magnitude >> 13 & 0x3FFu) | kQuiet : Words{} + kShortInfinity;
-    return Converted<typename ShortTypes<W>::Shorts>((order < kInfinity ? finite : other) |
+    Words finite = Select(order < kLeastNormal, small, normal);
+    finite = Select(Cast<Ints>(finite) < kLargest, finite, Words{} + kLargest);
+    const Words other =
+        Select(order > kInfinity, (magnitude >> 13 & 0x3FFu) | kQuiet, Words{} + kShortInfinity);
+    return Converted<typename ShortTypes<W>::Shorts>(Select(order < kInfinity, finite, other) |
                                                      (bits >> 16 & 0x8000u));
   }
 
@@ -147,10 +160,10 @@ struct Half {
     // float32, which some modes of the processor take for 0.
     const Words small = Cast<Words>(Cast<Floats>(magnitude + (113u << 23)) - 0x1p-14f);
     const auto order = Cast<typename VecTypes<W>::Int>(magnitude);
-    const Words normal = magnitude + (112u << 23), finite = order < kLeastNormal ? small : normal;
+    const Words normal = magnitude + (112u << 23), finite = Select(order < kLeastNormal, small, normal);
     const Words other =
         magnitude | (order > kInfinity ? Words{} + (kInfinityBits | kQuiet) : Words{} + kInfinityBits);
-    return Cast<Floats>((order < kInfinity ? finite : other) | sign);
+    return Cast<Floats>(Select(order < kInfinity, finite, other) | sign);
   }
 
  private:
