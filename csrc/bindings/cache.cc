@@ -122,6 +122,7 @@ void BindSweep(py::module_& m) {
 void BindWindow(py::module_& m) {
   py::class_<Window>(m, "Window")
       .def(py::init<>())
+      .def_property_readonly_static("BYTES_PER_ROW", [](py::object) { return Window::kBytesPerRow; })
       .def(
           "announce",
           [](Window& window, std::int64_t seq, std::shared_ptr<Batch> batch) {
