@@ -13,7 +13,7 @@ import numpy as np
 
 from cache_policies.prepared import PreparedTrace
 
-_SPARE = 16  # one batch more is pulled per so many of the window, and one besides: windows vary a little
+_SPARE = 16  # one batch more is pulled per so many of the window, and two besides: windows vary a little
 _FASTER = 8  # a window that is not filled gets one batch more per so many and step, and one besides
 
 
@@ -34,7 +34,7 @@ class Pulls:
 
 
 def _with_spare(behind: int) -> int:
-    return behind + behind // _SPARE + 1
+    return behind + behind // _SPARE + 2
 
 
 def automatic_windows(
