@@ -78,6 +78,7 @@ void BindHeldRows(py::module_& m) {
             held.Discard(keys.data(), keys.size());
           },
           py::arg("keys"))
+      .def("discard_found", &HeldRows::DiscardFound, Unlocked(), "Discard the keys of the last find.")
       .def_property_readonly(
           "rows",
           [](py::object self) {

@@ -91,6 +91,7 @@ class ReadAhead:
         self._rounds = 0.0  # of the sweep, when a thread last looked
         self._waits = False  # whether a plan waits for rows
         self._rows: _core.HeldRows | None = None
+        self._asked: Keys | None = None  # keys that were looked for last
         # Parts of this sweep that are being read, by thread, in the order of the round.
         self._reading: dict[threading.Thread, _Part] = {}
         self._horizon = Horizon()
@@ -213,7 +214,7 @@ class ReadAhead:
         self._sweep = _core.Sweep()
         self._reading.clear()
         self._entries, self._rounds = 0, 0.0
-        self._rows = None
+        self._rows = self._asked = None
         self.grant_window(0)
         self._horizon.forget()
         self._changed.notify_all()
@@ -252,13 +253,17 @@ class ReadAhead:
         """Return the slot of each key's row, -1 where it is not here, and the slots' rows. None: there is no
         row here."""
         rows = self._rows
-        return None if rows is None or not len(rows) else (rows.find(keys), rows.rows)
+        self._asked = None if rows is None or not len(rows) else keys
+        return None if rows is None or self._asked is None else (rows.find(keys), rows.rows)
 
     def lookup_filled(self, keys: Keys, stored: int) -> None:
         """Drop the rows of ``keys``, which a lookup lacked: they are in the first tier now. The store had
         ``stored`` of them."""
-        if self._rows is not None:
+        if self._rows is not None and keys is self._asked:
+            self._rows.discard_found()  # under one hold of the lock no row has come or gone
+        elif self._rows is not None:
             self._rows.discard(keys)
+        self._asked = None
         self._horizon.lookup_filled(stored)
         self._changed.notify_all()
 
