@@ -245,3 +245,19 @@ def test_more_memory_for_reading_ahead_saves_reads() -> None:
     sizes = 0, 4 << 20, 16 << 20
     seconds = [drives(1 << 20, 1 << 12, machines, window=256, read_ahead=size) for size in sizes]
     assert seconds[0] > 1.1 * seconds[1] > 1.1 * seconds[2]
+
+
+def test_automatic_bytes_are_what_saves_the_drives_most() -> None:
+    """Of little memory reading ahead gets all that it may; of nearly enough for all rows, the rows get
+    more."""
+    shares = {}
+    for host in (60, 300):
+        machines = machine(host_memory_per_host=host << 20)
+        planner = EmbeddingShardingPlanner(machines, workload=Workload(512))
+        ahead = planner.problem([table(rows=1 << 20, dim=64, pooling_factor=8.0)])._ahead.read_ahead
+        most = min((host << 20) / costs.READ_AHEAD_OF_MEMORY, (1 << 20) * 272 / costs.READ_AHEAD_SHARE)
+        shares[host] = ahead / most
+        elsewhere = replace(planner.problem([table(rows=1 << 20)]), topology=replace(machines, device="cuda"))
+        assert elsewhere._ahead.read_ahead == most
+    assert shares[60] == pytest.approx(1, abs=1e-6)
+    assert shares[300] < 0.5
