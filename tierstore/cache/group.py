@@ -122,11 +122,6 @@ class TierGroup:
             self.check_open()
             self.stack.announce(self.window.announce(seq, batch), seq, self._planned)
 
-    def window_rows(self) -> int:
-        """Return the distinct rows in the window."""
-        with self.residency_lock:
-            return self.window.distinct_rows
-
     def grant_window(self, size: int, known: KnownAhead) -> None:
         """Leave ``size`` bytes of the memory for rows read ahead to the window, until the next call or until
         it is forgotten. Only the thread of a prefetch calls it."""

@@ -55,6 +55,7 @@ class Session:
         self.depth = 0
         self.ranks = RankExchanges(calls)
         self._window = Window(self.groups, None)  # the worker's
+        self._is_full = False  # whether the window is, since it has changed last
         self._pulls = Pulls(0)
         self._to_pull = 0  # batches behind the last batch that is planned ahead
         self._used = 0
@@ -274,19 +275,17 @@ class Session:
 
     def _do_next(self) -> bool:
         """Plan or prepare a batch; return False when all work is done."""
-        is_full = bool(self._to_plan) and self._window.is_full()
         with self._lock:
-            self._changed.wait_for(
-                lambda: self._stopping or self._can_plan(is_full) or bool(self._to_prepare)
-            )
+            self._changed.wait_for(lambda: self._stopping or self._can_plan() or bool(self._to_prepare))
             if self._stopping:
                 return False
-            plan = self._can_plan(is_full)
+            plan = self._can_plan()
             planned = (self._to_plan if plan else self._to_prepare).popleft()
         try:
             if plan:
-                self._window.plan(planned, is_full, self.depth)
+                self._window.plan(planned, self._is_full, self.depth)
                 self._plan(planned)
+                self._is_full = self._window.is_full()
             else:
                 self._prepare(planned)
         finally:
@@ -295,12 +294,12 @@ class Session:
                 planned.settled.open()
         return True
 
-    def _can_plan(self, is_full: bool) -> bool:
+    def _can_plan(self) -> bool:
         if not self._started or self._broken or not self._to_plan:
             return False
         limit = self._to_plan[0].limit
         at_limit = limit is not None and self._prepared >= limit
-        return is_full or at_limit or (self._exhausted and not self._to_prepare)
+        return self._is_full or at_limit or (self._exhausted and not self._to_prepare)
 
     def _prepare(self, planned: Planned) -> None:
         if not self._broken and not planned.is_end:
@@ -309,7 +308,7 @@ class Session:
         self._prepared += 1
         if not self._broken:
             self._window.add(planned)
-            planned.fills = self._window.is_full()
+            planned.fills = self._is_full = self._window.is_full()
         with self._lock:
             if not self._broken:
                 self._to_plan.append(planned)

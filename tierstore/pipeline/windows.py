@@ -58,7 +58,7 @@ class Window:
             return self.behind >= self.length
         if self.behind >= MAX_WINDOW:
             return True
-        rows = [group.window_rows() for group in self._groups]
+        rows = self._rows()
         if all(have >= group.stack.window_rows() for have, group in zip(rows, self._groups, strict=True)):
             return True
         free = sum(group.stack.window_bytes(have) for have, group in zip(rows, self._groups, strict=True))
@@ -66,13 +66,18 @@ class Window:
 
     def _grant(self) -> None:
         """Let the window take the bytes that it has now of the memory for rows read ahead."""
-        beyond = self._beyond(sum(group.window_rows() for group in self._groups))
+        beyond = self._beyond(sum(self._rows()))
         shares = [group.stack.window_bytes(0) for group in self._groups]
         for group, share in zip(self._groups, shares, strict=True):
             part = share / max(1, sum(shares))
             each = self._bytes / len(self._sizes)
             known = KnownAhead(self.length, each * part, WINDOW_BYTES * part)
             group.grant_window(int(beyond * part), known)
+
+    def _rows(self) -> list[int]:
+        """Return the distinct rows in the window of each group. Only this thread adds to the windows, so no
+        lock is needed."""
+        return [group.window.distinct_rows for group in self._groups]
 
     def _beyond(self, rows: int) -> int:
         """Return the bytes that the window takes of the memory for rows read ahead."""
