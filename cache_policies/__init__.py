@@ -12,6 +12,7 @@ from cache_policies.registry import get, names, register
 from cache_policies.reuse import ReuseCurve, lru_curve
 from cache_policies.simulation import Simulation
 from cache_policies.simulator import simulate
+from cache_policies.windows import automatic_windows
 
 __all__ = [
     "UNKNOWN",
@@ -22,6 +23,7 @@ __all__ = [
     "PreparedTrace",
     "ReuseCurve",
     "Simulation",
+    "automatic_windows",
     "check",
     "get",
     "get_admission",

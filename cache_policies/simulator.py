@@ -34,40 +34,53 @@ def simulate(
     capacity: int,
     *,
     depth: int = 0,
-    window: int = 0,
+    window: int | np.ndarray = 0,
     on_demand: int = 0,
     admission: str | Admission = "always",
 ) -> Simulation:
     """Run ``policy`` with ``capacity`` slots over ``batches`` of keys (1-d integer arrays, or a prepared
     trace).
 
-    ``depth``: how many earlier batches are still in flight; ``window``: how many later ones are known;
-    ``on_demand``: how many first batches are planned without either (a live prefetch learns from one);
-    ``admission``: a filter, as ``"counter(2)"``. Offline policies, and traces of single accesses with nothing
-    in flight, have one lane. Raises ``PolicyError`` for an unknown policy, and for one whose ``evict`` breaks
-    the contract. Releases the GIL.
+    ``depth``: how many earlier batches are still in flight; ``window``: how many later ones are known, or an
+    array of that by batch (``automatic_windows``); ``on_demand``: how many first batches are planned without
+    either (a live prefetch learns from one); ``admission``: a filter, as ``"counter(2)"``. Offline policies,
+    and traces of single accesses with nothing in flight, have one lane. Raises ``PolicyError`` for an unknown
+    policy, a wrong number, and a policy whose ``evict`` breaks the contract. Releases the GIL.
     """
     trace = prepare(batches)
     policy = registry.get(policy)
-    if min(depth, window, on_demand) < 0:
+    if policy.offline:
+        window, on_demand = trace.batches, 0
+    windows = _windows(window, trace.batches)
+    if min(depth, int(windows.min(initial=0)), on_demand) < 0:
         raise PolicyError(
             f"depth, window and on_demand must not be negative, got {depth}, {window} and {on_demand}"
         )
-    if policy.offline:
-        window, on_demand = trace.batches, 0
-    announces = policy.uses_window and window > 0 and (window < trace.batches or on_demand > 0)
-    if not trace.offsets.size and depth == 0 and get_admission(admission).name == "always":
-        return _simulate_single(trace, policy, capacity, window, on_demand, announces)
-    setting = depth, window, on_demand
+    least, most = int(windows.min(initial=trace.batches)), int(windows.max(initial=0))
+    announces = policy.uses_window and most > 0 and (least < trace.batches or on_demand > 0)
+    is_plain = depth == 0 and least == most and get_admission(admission).name == "always"
+    if not trace.offsets.size and is_plain:
+        return _simulate_single(trace, policy, capacity, most, on_demand, announces)
+    setting = depth, windows, on_demand
     counts = _simulate_lanes(trace, policy, capacity, setting, announces, admission)
     return Simulation(policy.name, capacity, trace.batches, trace.accesses, trace.uniques, *counts)
+
+
+def _windows(window: int | np.ndarray, batches: int) -> np.ndarray:
+    """Return the window of each batch."""
+    if not isinstance(window, np.ndarray):
+        return np.full(batches, window, np.int64)
+    known = np.arange(batches) + window if window.shape == (batches,) else np.empty(0)
+    if known.size != batches or (np.diff(known) < 0).any():
+        raise PolicyError("give a window per batch, and let no batch be forgotten that was known before")
+    return window.astype(np.int64)
 
 
 def _simulate_lanes(
     trace: PreparedTrace,
     policy: Policy,
     capacity: int,
-    setting: tuple[int, int, int],
+    setting: tuple[int, np.ndarray, int],
     announces: bool,
     admission: str | Admission,
 ) -> tuple[int, ...]:
@@ -87,7 +100,8 @@ def missed_by_row(trace: PreparedTrace, policy: str | Policy | type[Policy], cap
     The figures are as of ``simulate`` for a trace in batches, with neither window nor depth, in one lane.
     """
     missed, shrunk = np.zeros((2, trace.footprint), np.int64), np.zeros(trace.batches, np.uint8)
-    _simulate_batches(trace, registry.get(policy), capacity, (0, 0, 0), False, "always", (missed, shrunk))
+    setting = 0, np.zeros(trace.batches, np.int64), 0
+    _simulate_batches(trace, registry.get(policy), capacity, setting, False, "always", (missed, shrunk))
     return missed
 
 
@@ -95,7 +109,7 @@ def _simulate_batches(
     trace: PreparedTrace,
     policy: Policy,
     capacity: int,
-    setting: tuple[int, int, int],
+    setting: tuple[int, np.ndarray, int],
     announces: bool,
     admission: str | Admission,
     marks: tuple[np.ndarray, np.ndarray],
@@ -201,7 +215,7 @@ def _run(trace, hooks, gates, cache, buffers, setting, marks):
     batches) a 1 for every plan that could not keep the full depth.
     """
     rows, uses, next_batch, offsets, keys = trace
-    depth, window, on_demand = setting
+    depth, windows, on_demand = setting
     state, announce, touch, evict, insert = hooks
     hit, miss, missed, victims = buffers
     missed_of, shrunk = marks
@@ -211,6 +225,7 @@ def _run(trace, hooks, gates, cache, buffers, setting, marks):
     misses, access_misses, compulsory, overflowed, refused = 0, 0, 0, 0, 0
     admitted = np.empty(missed.size, np.uint8)
     for i in range(batches):
+        window = windows[i]
         while announces and i >= on_demand and announced <= i + window and announced < batches:
             first, last = _bounds(offsets, announced)
             n = _announced(rows[first:last], i, announced, cache, hit)

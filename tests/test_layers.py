@@ -24,15 +24,18 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "placement": {"errors"},
     "default_planner": {"placement"},
     "result_file": {"errors"},
-    "planner": {"errors", "config", "placement", "row_format"},
+    "rounds": set(),
+    "planner": {"errors", "config", "placement", "rounds", "row_format"},
     "sparse": BASICS,
     "optim": BASICS | {"_core"},
     "store": BASICS | {"_core"},
-    "cache": BASICS | {"_core", "cache_policies", "optim", "store"},
+    "cache": BASICS | {"_core", "cache_policies", "optim", "rounds", "store"},
     "modules": BASICS | {"_core", "sparse", "optim", "store", "cache"},
-    "pipeline": BASICS | {"sparse", "optim", "store", "cache", "modules"},
+    "pipeline": BASICS
+    | {"_core", "cache_policies", "sparse", "optim", "rounds", "store", "cache", "modules"},
     "sharding": BASICS
-    | {"_core", "placement", "default_planner", "sparse", "optim", "store", "cache", "modules", "pipeline"},
+    | {"_core", "placement", "default_planner", "rounds", "sparse", "optim", "store", "cache", "modules"}
+    | {"pipeline"},
     "checkpoint": BASICS | {"optim", "store", "cache", "modules", "pipeline"},
     "data": BASICS | {"sparse", "modules"},
     "trace": BASICS | {"sparse", "data", "cache_policies"},

@@ -36,12 +36,6 @@ STORE_SLACK = 64 << 20
 MOST_STORE_BYTES = 3.0
 """Bytes that a store has a use for, per live byte: a commit may keep as many superseded bytes as are live,
 and compaction needs as many again."""
-_RECORD_HEADER = 16
-
-
-def record_bytes(row_bytes: int) -> int:
-    """Return the bytes that a row of ``row_bytes`` bytes takes in the native store."""
-    return -(-(_RECORD_HEADER + row_bytes) // 8) * 8
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ def run(args: argparse.Namespace, target: JsonFile | None) -> Results:
     results: dict[str, dict[str, Any]] = {}
     ratios: dict[str, float] = {}
     for data in args.data.split(","):
-        trace = _draw(args, data)
+        trace = draw(args, data)
         choices = (value.split(",") for value in (args.hbm, args.read_ahead, args.policy))
         for hbm, read_ahead, policy in itertools.product(*choices):
             moved = _move(trace, args, Fraction(hbm), Fraction(read_ahead), policy)
@@ -237,7 +237,7 @@ class _Trace:
     popularity: Keys
 
 
-def _draw(args: argparse.Namespace, data: str) -> _Trace:
+def draw(args: argparse.Namespace, data: str) -> _Trace:
     dataset: Any = load_dataset(argparse.Namespace(**{**vars(args), "data": data, **_sizes(args, data)}))
     sizes = [table.num_embeddings for table in table_configs(dataset, args.dim)]
     first, count = np.cumsum([0, *sizes]), args.warm_up + args.plans + _MOST_WINDOW
@@ -270,8 +270,9 @@ def _move(
 ) -> tuple[Ahead, list[Plan]]:
     size = trace.rows * trace.row_bytes
     slots = slots_of(float(hbm * size), trace.row_bytes)
-    ahead = automatic(trace.prepared, trace.ids, trace.row_bytes, slots, float(read_ahead * size))
-    ahead = replace(ahead, window=min(ahead.window, _MOST_WINDOW))
+    ahead = automatic(
+        trace.prepared, trace.ids, trace.row_bytes, slots, float(read_ahead * size), _MOST_WINDOW
+    )
     every = plans(trace.prepared, trace.rows, slots, ahead.window, policy)
     return ahead, list(itertools.islice(every, args.warm_up + args.plans))
 
@@ -287,7 +288,8 @@ def _compare(
         figures[name] = measure(training, moves, args.warm_up)
         shown = ", ".join(f"{figures[name][k]:,.2f} {k}" for k in _SHOWN)
         print(f"{name}: {shown}", file=sys.stderr, flush=True)
-    return {"window": ahead.window, "room": ahead.room, "rows": trace.rows, "layouts": figures}
+    window, room = (float(np.mean(each)) for each in (ahead.window, ahead.room))
+    return {"window": window, "room": room, "rows": trace.rows, "layouts": figures}
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from tierstore.placement import record_bytes
-from tierstore.planner.reading import MERGED_READ_BYTES
+from tierstore.rounds import MERGED_READ_BYTES, record_bytes
 
 BLOCK = 4096
 _CHUNK = 2 << 20  # bytes that are written together

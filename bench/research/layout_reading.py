@@ -30,7 +30,8 @@ class Reading:
     """Rows that wait for their lookups (``held``), and which lookup asks for a row (``want``)."""
 
     def __init__(self, log: Log, ahead: Ahead) -> None:
-        self._log, self.max_rows = log, ahead.room
+        self._log, self._rooms = log, ahead.room
+        self.max_rows = 0 if isinstance(ahead.room, np.ndarray) else ahead.room
         rows = len(log.place)
         self.want = np.full(rows, _NONE, np.int32)
         self.held = np.zeros(rows, bool)
@@ -49,6 +50,8 @@ class Reading:
     def lookup(self, seq: int, plan: Plan) -> None:
         """Go on to lookup ``seq``: read what is due by then, and what its plan lacks nevertheless."""
         horizon = self._horizon
+        if isinstance(self._rooms, np.ndarray):
+            self.max_rows = int(self._rooms[seq])
         horizon.lookup_begun(seq, self._rounds, self._room(), self.max_rows)
         waits = horizon.until - self._rounds > LEFT_TO_PLANS
         if waits:

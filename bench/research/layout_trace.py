@@ -12,16 +12,9 @@ from numpy.typing import NDArray
 
 import cache_policies
 from cache_policies import PreparedTrace
-from tierstore.planner.costs import slot_bytes
-from tierstore.planner.reading import (
-    BYTES_PER_BAG,
-    BYTES_PER_ID,
-    BYTES_PER_ROW,
-    HELD_BYTES_PER_ROW,
-    MAX_WINDOW,
-    WINDOW_BYTES,
-    WINDOW_ROWS,
-)
+from cache_policies.windows import automatic_windows
+from tierstore.planner.costs import BYTES_PER_BAG, BYTES_PER_ID, HELD_BYTES_PER_ROW, slot_bytes
+from tierstore.rounds import BYTES_PER_ROW, MAX_WINDOW, WINDOW_BYTES, WINDOW_ROWS
 
 NEVER = np.iinfo(np.int32).max
 """Next use of a row that no lookup of the window uses."""
@@ -50,10 +43,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Ahead:
-    """``window``: lookups that are known ahead. ``room``: rows that may wait for their lookups."""
+    """``window``: lookups that are known ahead. ``room``: rows that may wait for their lookups. Both may be
+    arrays, by plan."""
 
-    window: int
-    room: int
+    window: int | NDArray[np.int64]
+    room: int | NDArray[np.int64]
 
 
 def slots_of(budget: float, row_bytes: int) -> int:
@@ -61,20 +55,25 @@ def slots_of(budget: float, row_bytes: int) -> int:
     return int(budget / slot_bytes(row_bytes))
 
 
-def automatic(prepared: PreparedTrace, ids: int, row_bytes: int, slots: int, read_ahead: float) -> Ahead:
-    """Return the window that the runtime would choose, and what it leaves of ``read_ahead`` bytes.
+def automatic(
+    prepared: PreparedTrace, ids: int, row_bytes: int, slots: int, read_ahead: float, most: int = MAX_WINDOW
+) -> Ahead:
+    """Return the windows that the runtime chooses, and what they leave of ``read_ahead`` bytes.
 
-    ``ids``: of one batch, one per bag.
+    ``ids``: of one batch, one per bag. ``most``: batches of a window.
     """
     held = row_bytes + HELD_BYTES_PER_ROW
-    taken, n = 0.0, 0
-    for n in range(1, min(prepared.batches, MAX_WINDOW + 1) + 1):
-        distinct = int(prepared.rows[: prepared.offsets[n]].max()) + 1  # rows are numbered by first use
-        taken = max(0.0, n * ids * (BYTES_PER_ID + BYTES_PER_BAG) + BYTES_PER_ROW * distinct - WINDOW_BYTES)
+    beyond = np.zeros(prepared.batches)
+
+    def is_full(first: int, end: int, distinct: int) -> bool:
+        taken = (end - first) * ids * (BYTES_PER_ID + BYTES_PER_BAG) + BYTES_PER_ROW * distinct - WINDOW_BYTES
+        beyond[first] = max(0.0, taken)
         free = max(0.0, min(read_ahead / 2, read_ahead - distinct / WINDOW_ROWS * held))
-        if taken > free or distinct >= max(_COVER * slots, WINDOW_ROWS * read_ahead / held):
-            break
-    return Ahead(n - 1, max(1, int((read_ahead - min(taken, read_ahead / 2)) / held)))
+        is_useful = distinct < max(_COVER * slots, WINDOW_ROWS * read_ahead / held)
+        return end - first > most or beyond[first] > free or not is_useful
+
+    windows = automatic_windows(prepared, is_full, depth=_DEPTH)
+    return Ahead(windows, ((read_ahead - np.minimum(beyond, read_ahead / 2)) / held).astype(np.int64))
 
 
 class _Policy:
@@ -153,18 +152,23 @@ class Memory:
             self._policy.call(hook, slots, keys, np.ascontiguousarray(next_use), len(slots), now)
 
 
-def plans(prepared: PreparedTrace, rows: int, slots: int, window: int, policy: str) -> Iterator[Plan]:
-    """Yield the plans of a training on ``prepared``, whose keys are numbers of ``rows`` rows."""
+def plans(
+    prepared: PreparedTrace, rows: int, slots: int, window: int | NDArray[np.int64], policy: str
+) -> Iterator[Plan]:
+    """Yield the plans of a training on ``prepared``, whose keys are numbers of ``rows`` rows, as long as the
+    trace has all of the window."""
+    known = np.broadcast_to(window, prepared.batches) + np.arange(prepared.batches)
     memory, announced = Memory(rows, slots, policy), 0
     numbers = prepared.keys.astype(np.int32)[prepared.rows]
     offsets = prepared.offsets
-    for now in range(prepared.batches - window):
+    for now in range(int((known < prepared.batches).sum())):
+        last = int(known[now])
         asked = []
-        for seq in range(announced, now + window + 1):
+        for seq in range(announced, last + 1):
             asked.append((memory.announce(numbers[offsets[seq] : offsets[seq + 1]], seq, now), seq))
-        announced = now + window + 1
+        announced = last + 1
         part = slice(offsets[now], offsets[now + 1])
         next_use = prepared.next_batch[part].astype(np.int64)
-        next_use[next_use > now + window] = _UNKNOWN
+        next_use[next_use > last] = _UNKNOWN
         moved = memory.plan(numbers[part], next_use, now)
         yield Plan(*moved, announced=asked)

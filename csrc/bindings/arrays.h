@@ -53,7 +53,7 @@ auto View(const Vector& values, pybind11::handle owner) {
 
 // Slots of keys in a Tier or HeldRows, int32; -1 where a key is not there.
 template <class Rows>
-Array<std::int32_t> FindSlots(const Rows& rows, const Array<std::uint64_t>& keys) {
+Array<std::int32_t> FindSlots(Rows& rows, const Array<std::uint64_t>& keys) {
   Array<std::int32_t> slots = Fresh<std::int32_t>(keys.size());
   std::int32_t* out = slots.mutable_data();
   pybind11::gil_scoped_release unlocked;

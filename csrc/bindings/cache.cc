@@ -78,6 +78,7 @@ void BindHeldRows(py::module_& m) {
             held.Discard(keys.data(), keys.size());
           },
           py::arg("keys"))
+      .def("discard_found", &HeldRows::DiscardFound, Unlocked(), "Discard the keys of the last find.")
       .def_property_readonly(
           "rows",
           [](py::object self) {
@@ -122,6 +123,7 @@ void BindSweep(py::module_& m) {
 void BindWindow(py::module_& m) {
   py::class_<Window>(m, "Window")
       .def(py::init<>())
+      .def_property_readonly_static("BYTES_PER_ROW", [](py::object) { return Window::kBytesPerRow; })
       .def(
           "announce",
           [](Window& window, std::int64_t seq, std::shared_ptr<Batch> batch) {

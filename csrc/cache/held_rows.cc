@@ -32,10 +32,18 @@ std::int32_t HeldRows::Take() {
   return slot;
 }
 
-void HeldRows::Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const {
+void HeldRows::GiveBack(std::int32_t slot) {
+  StateOf(slot) = State::kFree;
+  free_.push_back(slot);
+}
+
+void HeldRows::Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) {
   index_.Find(keys, n, slots);
+  found_.clear();
   for (std::int64_t i = 0; i < n; ++i) {
-    if (slots[i] >= 0 && StateOf(slots[i]) != State::kHere) slots[i] = -1;
+    if (slots[i] < 0) continue;
+    found_.push_back({keys[i], slots[i]});
+    if (StateOf(slots[i]) != State::kHere) slots[i] = -1;
   }
 }
 
@@ -79,7 +87,7 @@ void HeldRows::Finish(const std::int32_t* slots, const bool* found, std::int64_t
       continue;
     }
     if (state == State::kOnItsWay) index_.Erase(slots[i]);
-    free_.push_back(slots[i]);
+    GiveBack(slots[i]);
   }
 }
 
@@ -87,10 +95,26 @@ void HeldRows::Discard(const std::uint64_t* keys, std::int64_t n) {
   std::vector<std::int32_t> slots(static_cast<std::size_t>(n));
   index_.Find(keys, n, slots.data());
   std::erase(slots, -1);
+  Forget(slots);
+}
+
+void HeldRows::DiscardFound() {
+  std::vector<std::int32_t> slots;
+  slots.reserve(found_.size());
+  for (const auto& [key, slot] : found_) {
+    const State state = StateOf(slot);
+    const bool is_there = state == State::kHere || state == State::kOnItsWay;
+    if (is_there && keys_[static_cast<std::size_t>(slot)] == key) slots.push_back(slot);
+  }
+  found_.clear();
+  Forget(slots);
+}
+
+void HeldRows::Forget(const std::vector<std::int32_t>& slots) {
   index_.Erase(slots.data(), static_cast<std::int64_t>(slots.size()));
   for (const std::int32_t slot : slots) {
     if (StateOf(slot) == State::kHere) {
-      free_.push_back(slot);
+      GiveBack(slot);
     } else {
       StateOf(slot) = State::kForgotten;  // its memory may be written until Finish
     }

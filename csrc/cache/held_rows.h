@@ -21,7 +21,7 @@ class HeldRows {
   HeldRows(std::int64_t capacity, std::int64_t row_bytes);
 
   // slots[i] = slot of the row of keys[i], or -1.
-  void Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) const;
+  void Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots);
   // Slots for rows that are copied in at once. The keys have no repeats; there must be room
   // (std::length_error). Rows of these keys that are here, or on their way, are forgotten.
   void Add(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots);
@@ -33,6 +33,9 @@ class HeldRows {
   void Finish(const std::int32_t* slots, const bool* found, std::int64_t n);
   // Forgets the rows of `keys` that are here or on their way.
   void Discard(const std::uint64_t* keys, std::int64_t n);
+  // The same for the keys of the last Find, without looking for them again. No read of them may have begun
+  // since then.
+  void DiscardFound();
 
   // Rows here and on their way.
   std::int64_t size() const { return capacity_ - room(); }
@@ -43,9 +46,16 @@ class HeldRows {
   std::byte* rows() const { return arena_.data(); }
 
  private:
-  enum class State : std::uint8_t { kHere, kOnItsWay, kForgotten };
+  enum class State : std::uint8_t { kFree, kHere, kOnItsWay, kForgotten };
+
+  struct Found {
+    std::uint64_t key;
+    std::int32_t slot;
+  };
 
   std::int32_t Take();
+  void GiveBack(std::int32_t slot);
+  void Forget(const std::vector<std::int32_t>& slots);
   State& StateOf(std::int32_t slot) const { return states_[static_cast<std::size_t>(slot)]; }
 
   std::int64_t capacity_;
@@ -56,6 +66,7 @@ class HeldRows {
   SlotIndex index_;                 // rows here and on their way
   std::vector<std::int32_t> free_;  // slots given back; used before fresh ones
   std::int64_t fresh_ = 0;          // slots from here on were never used
+  std::vector<Found> found_;        // by the last Find: rows here and on their way
 };
 
 }  // namespace tierstore

@@ -84,6 +84,9 @@ class Window {
   // Forgets all lookups; returns the keys whose announced use will not come.
   PageVector<std::uint64_t> Clear();
 
+  // What the index takes per distinct row, on average.
+  static constexpr double kBytesPerRow = 16.0 * 5 / 3 * 17 / 16;
+
   std::int64_t lookups() const { return static_cast<std::int64_t>(pending_.size()); }
   std::int64_t distinct_rows() const { return live_; }
   std::int64_t memory_bytes() const;

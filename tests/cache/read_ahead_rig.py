@@ -107,7 +107,7 @@ class Rig:
     def take(self, *keys: int) -> None:
         """A lookup has brought these rows into memory."""
         with self.lock:
-            self.ahead.lookup_filled(keys_of(keys))
+            self.ahead.lookup_filled(keys_of(keys), len(keys))
 
     def plan(self, seq: int, *keys: int) -> dict[int, int]:
         """Lookup ``seq`` lacks these rows; return what it finds read ahead."""

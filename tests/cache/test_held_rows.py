@@ -88,6 +88,17 @@ class HeldRowsMachine(RuleBasedStateMachine):
         self.held.discard(keys_of(keys))
         self.forget(keys)
 
+    @rule(keys=KEY_SETS, gone=KEY_SETS, added=KEY_SETS)
+    def discard_found(self, keys: set[int], gone: set[int], added: set[int]) -> None:
+        """Rows of other keys may come, and rows of any may go, between the find and the discard."""
+        added -= keys
+        self.held.find(keys_of(keys))
+        self.discard(gone)
+        self.add(added, 9)
+        self.held.discard_found()
+        self.forget(keys)
+        self.held.discard_found()  # changes nothing
+
     @invariant()
     def is_the_dictionary(self) -> None:
         assert self.held.find(np.arange(KEYS, dtype=np.uint64)).tolist() == [

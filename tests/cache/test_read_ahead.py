@@ -379,7 +379,7 @@ def test_rows_that_another_lookup_has_brought_in_are_not_read_again(rig: Rig) ->
     with rig.lock:
         for seq in range(4):
             rig.announce(seq, 2 * seq)
-        rig.ahead.lookup_filled(np.array([6], np.uint64))  # by a lookup that nobody has announced
+        rig.ahead.lookup_filled(np.array([6], np.uint64), 1)  # by a lookup that nobody has announced
         rig.resident = {6}
     rig.plan(0, 0)
     rig.wait_idle()

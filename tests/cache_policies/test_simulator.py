@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cache_policies
-from cache_policies import UNKNOWN, Policy, PolicyError, prepare, prepare_flat, simulate
+from cache_policies import UNKNOWN, Policy, PolicyError, automatic_windows, prepare, prepare_flat, simulate
 from cache_policies.lru import Lru
 from tests.cache_policies.policy_oracles import ORACLES
 
@@ -289,3 +289,40 @@ def test_compiled_hooks_are_cached_and_follow_the_code_they_call(tmp_path):
     for file in tmp_path.rglob("*.nbc"):
         file.write_bytes(b"damaged")
     assert run(2) == ["2", "0"]  # compiled anew
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_window_may_be_given_by_batch(depth):
+    random = np.random.default_rng(8)
+    batches = [random.integers(0, 90, 12) for _ in range(60)]
+    for window in (0, 5, 60):
+        same = np.full(60, window)
+        one, by_batch = (simulate(batches, "lookahead", 30, depth=depth, window=w) for w in (window, same))
+        assert one == by_batch
+    single = prepare_flat(np.concatenate(batches), 1)
+    assert simulate(single, "lookahead", 30, window=np.full(720, 9)) == simulate(
+        single, "lookahead", 30, window=9
+    )
+    growing = np.minimum(np.arange(60) // 2, 12)
+    misses = [simulate(batches, "lookahead", 30, depth=depth, window=w).misses for w in (0, growing, 12)]
+    assert misses[2] <= misses[1] < misses[0]
+
+
+@pytest.mark.parametrize("window", [np.full(5, 2), np.array([3, 0, 3]), np.full(3, -1), np.zeros((3, 1))])
+def test_windows_that_forget_or_miss_a_batch_are_refused(window):
+    with pytest.raises(PolicyError, match="window"):
+        simulate([np.array([1])] * 3, "lookahead", 2, window=window)
+
+
+def test_automatic_windows_end_with_the_batch_that_fills_them():
+    trace = prepare([np.array([k % 7, k % 3]) for k in range(50)])
+    known = automatic_windows(trace, lambda first, end, distinct: end - first > 4, depth=1)
+    assert known.tolist() == [4] * 46 + [3, 2, 1, 0]
+    known = automatic_windows(trace, lambda first, end, distinct: distinct >= 7, on_demand=3)
+    assert known[:3].tolist() == [0, 0, 0]
+    distinct = [
+        [len(np.unique(trace.rows[trace.offsets[plan] : trace.offsets[plan + n]])) for n in (more, more + 1)]
+        for plan, more in enumerate(known[:40].tolist())
+    ][3:]
+    assert max(without for without, _ in distinct) < 7  # no window is longer than it needs to be
+    assert sum(whole >= 7 for _, whole in distinct) > 30  # a few end with what was pulled

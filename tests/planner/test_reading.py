@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ import torch
 
 import tierstore
 from tests.planner.machines import table, topology
+from tierstore import rounds
 from tierstore.cache import opening
-from tierstore.cache.tiers import horizon, read_ahead
+from tierstore.cache.tiers import read_ahead
 from tierstore.optim import SGD, RowWiseAdagrad
-from tierstore.pipeline import prefetch as pipeline
-from tierstore.placement import record_bytes
-from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload, costs, reading
+from tierstore.pipeline import windows
+from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload, costs
 from tierstore.planner.costs import Problem
 from tierstore.planner.curves import Popularity
-from tierstore.planner.reading import MERGED_READ_BYTES, merged_reads, read_bytes, read_seconds, round_batches
+from tierstore.rounds import MERGED_READ_BYTES, merged_reads, read_bytes, record_bytes, round_batches
 
 BLOCK, RECORD = 4096, 292
 GAP = 8 << 10  # of the store as long as it has not measured its device
@@ -47,15 +48,10 @@ def merged(places: np.ndarray, gap: float) -> tuple[int, int]:
 
 
 def test_the_constants_are_the_runtimes():
-    assert pytest.approx(read_ahead.bytes_per_row(256)) == 256 + reading.HELD_BYTES_PER_ROW
-    assert reading.HORIZON_ROWS == horizon._ROWS
-    assert reading.ROUND == horizon._ROUND
+    assert pytest.approx(read_ahead.bytes_per_row(256)) == 256 + costs.HELD_BYTES_PER_ROW
     assert costs.READ_AHEAD_SHARE == opening._READ_AHEAD_SHARE
     assert costs.READ_AHEAD_OF_MEMORY == opening._READ_AHEAD_OF_MEMORY
     assert costs.READ_AHEAD_AT_MOST == opening._READ_AHEAD_AT_MOST
-    assert reading.MAX_WINDOW == pipeline.MAX_WINDOW
-    assert reading.WINDOW_BYTES == pipeline.WINDOW_BYTES
-    assert reading.WINDOW_ROWS == read_ahead.WINDOW_ROWS
 
 
 @pytest.mark.parametrize("rows", [100, 1000, 5000, 20_000])
@@ -68,7 +64,7 @@ def test_a_call_costs_what_its_merged_reads_cost(rows):
     gap = min(each / per_byte, MERGED_READ_BYTES - BLOCK)
     places = np.sort(np.random.default_rng(rows).integers(0, stored // RECORD, rows)) * RECORD
     reads, size = merged(places, gap)
-    predicted = read_seconds(machines, rows, record, stored)
+    predicted = machines.round_seconds(rows, record, stored)
     assert predicted == pytest.approx(reads * each + size * per_byte, rel=0.1)
     assert predicted <= rows / 60e3 * (1 + 1e-9)
 
@@ -164,7 +160,7 @@ def test_requests_of_training_are_about_the_runtimes(tmp_path: Path, exponent: f
     """Rows that are written about the same time lie together. The more skewed popularity is, the more of them
     are asked for together, which the model does not know."""
     lacking, *want = measured(tmp_path / "rows", exponent, 64, trains=True)
-    got = predicted(lacking, 64, reading.FILE_BYTES * ROWS * record_bytes(SIZE))
+    got = predicted(lacking, 64, rounds.FILE_BYTES * ROWS * record_bytes(SIZE))
     assert 0.85 * want[0] < got[0] < 1.4 * want[0]
     assert 0.9 * want[1] < got[1] < 1.2 * want[1]
 
@@ -182,7 +178,7 @@ def test_windows_are_given_or_end_somewhere() -> None:
     lengths = [problem(read_ahead=size << 20).window for size in (0, 64, 256)]
     assert lengths == sorted(set(lengths))
     few = replace(problem(), tables=[table(pooling_factor=0.1)])
-    assert few.window == reading.MAX_WINDOW
+    assert few.window == rounds.MAX_WINDOW
 
 
 @pytest.mark.parametrize("read_ahead_bytes", [0, 400_000, 1_600_000])
@@ -190,8 +186,9 @@ def test_windows_are_given_or_end_somewhere() -> None:
 def test_an_automatic_window_ends_where_the_runtimes_does(
     exponent: float, read_ahead_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (pipeline, reading):
-        monkeypatch.setattr(module, "WINDOW_BYTES", 1 << 18)
+    own = 1 << 18
+    monkeypatch.setattr(windows, "WINDOW_BYTES", own)
+    monkeypatch.setattr(rounds.Ahead, "__init__", partialmethod(rounds.Ahead.__init__, own=own))
     config = tierstore.TierConfig(hbm=5000 * (SIZE + 57), engine="memory", read_ahead=read_ahead_bytes)
     tables = tierstore.EmbeddingBagCollection(tables=[config_of(ROWS)], config=config, optimizer=SGD(lr=0.1))
     ahead = tierstore.prefetch(batches(exponent), tables)
@@ -248,3 +245,19 @@ def test_more_memory_for_reading_ahead_saves_reads() -> None:
     sizes = 0, 4 << 20, 16 << 20
     seconds = [drives(1 << 20, 1 << 12, machines, window=256, read_ahead=size) for size in sizes]
     assert seconds[0] > 1.1 * seconds[1] > 1.1 * seconds[2]
+
+
+def test_automatic_bytes_are_what_saves_the_drives_most() -> None:
+    """Of little memory reading ahead gets all that it may; of nearly enough for all rows, the rows get
+    more."""
+    shares = {}
+    for host in (60, 300):
+        machines = machine(host_memory_per_host=host << 20)
+        planner = EmbeddingShardingPlanner(machines, workload=Workload(512))
+        ahead = planner.problem([table(rows=1 << 20, dim=64, pooling_factor=8.0)])._ahead.read_ahead
+        most = min((host << 20) / costs.READ_AHEAD_OF_MEMORY, (1 << 20) * 272 / costs.READ_AHEAD_SHARE)
+        shares[host] = ahead / most
+        elsewhere = replace(planner.problem([table(rows=1 << 20)]), topology=replace(machines, device="cuda"))
+        assert elsewhere._ahead.read_ahead == most
+    assert shares[60] == pytest.approx(1, abs=1e-6)
+    assert shares[300] < 0.5

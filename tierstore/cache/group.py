@@ -20,6 +20,7 @@ from tierstore.cache.layout import IdSegment, RowLayout
 from tierstore.cache.lookup_order import LookupOrder
 from tierstore.cache.pinned_rows import PinnedRows, ResidentRows, TierRows
 from tierstore.cache.process import OwnProcess
+from tierstore.cache.read_ahead_size import KnownAhead, ReadAheadSize
 from tierstore.cache.resident_lookups import ResidentLookups
 from tierstore.cache.stats import GroupStats
 from tierstore.cache.tiers.buffers import Buffer
@@ -66,6 +67,8 @@ class TierGroup:
             initial = None if self.stack.lower else layout.initial
             self._resident = ResidentLookups(self.fast, initial, stats, self.curves, lock)
             stats.count_rest = self._resident.count
+        self.size: ReadAheadSize | None = None
+        """Chooses the bytes of reading ahead, if they are automatic."""
         self._planned = -1
         self._below = self.stack.lower[0].codec if self.stack.lower else None
         self._victims = Buffer(layout.row_bytes if self._below is None else self._below.row_bytes)
@@ -119,13 +122,13 @@ class TierGroup:
             self.check_open()
             self.stack.announce(self.window.announce(seq, batch), seq, self._planned)
 
-    def grant_window(self, size: int) -> None:
-        """Leave ``size`` bytes of the memory for rows read ahead to the window, until it is forgotten."""
-        uninterrupted(lambda: self._grant_window(size))
-
-    def _grant_window(self, size: int) -> None:
+    def grant_window(self, size: int, known: KnownAhead) -> None:
+        """Leave ``size`` bytes of the memory for rows read ahead to the window, until the next call or until
+        it is forgotten. Only the thread of a prefetch calls it."""
         with self.residency_lock:
             self.stack.grant_window(size)
+            if self.size is not None:
+                self.size.known = known
 
     def forget_window(self) -> None:
         """Forget announced lookups that were not planned and will not come."""
@@ -175,6 +178,8 @@ class TierGroup:
                         self.stack.end_lookup(pinned.seq, missing)
                     with stage("plan_seconds"):
                         self._count(plan, pinned, found)
+                        if announced and self.size and self.size.lookup_done(self, int(found[-1].here.sum())):
+                            self.stack.set_read_ahead(self.size.now)
                     pinned.slots, pinned.device_rows = plan.slots, self.fast.rows
                 except BaseException:
                     self._take_back(plan, missing, found)
@@ -376,10 +381,6 @@ class TierGroup:
     def buffer_bytes(self) -> int:
         """Return the bytes of rows on their way between tiers."""
         return self._victims.nbytes + sum(tier.stats().buffer_bytes for tier in self.stack.tiers)
-
-    def read_ahead_bytes(self) -> int:
-        """Return the bytes of rows that are read ahead of their plans."""
-        return sum(tier.stats().read_ahead_bytes for tier in self.stack.tiers)
 
     def check_process(self) -> None:
         """Raise ``ClosedError`` in a forked child, where no tier is."""

@@ -12,26 +12,29 @@ from tierstore.cache.budget import GroupDemand, TableDemand, fast_tiers, host_ti
 from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import RowLayout
 from tierstore.cache.machine import host_memory
+from tierstore.cache.read_ahead_size import Bytes, ReadAheadSize
 from tierstore.cache.stats import GroupStats
 from tierstore.cache.table import Table
 from tierstore.cache.tiers.codec import Codec
-from tierstore.cache.tiers.memory import TierPlan
+from tierstore.cache.tiers.memory import MemoryTier, TierPlan
 from tierstore.cache.tiers.read_ahead import bytes_per_row
 from tierstore.cache.tiers.registry import TierRequest, make_tiers
-from tierstore.cache.tiers.sizes import memory_limit
+from tierstore.cache.tiers.sizes import bytes_for, memory_limit
 from tierstore.config import TierConfig
 from tierstore.initializers import from_dict, table_seed
 from tierstore.optim.specs import OptimizerSpec
+from tierstore.rounds import record_bytes
 from tierstore.row_format import WIDE, RowFormat
 from tierstore.store.protocol import RowStore, StoredTable
 
 _READ_AHEAD_SHARE = 8  # automatic reading ahead may take one in so many bytes of the tables
 _READ_AHEAD_OF_MEMORY = 64
 _READ_AHEAD_AT_MOST = 4 << 30
+_SLOTS = 1 << 20  # many, by which a slot's bytes are known
 
 
 def read_ahead_bytes(config: TierConfig, table_bytes: int) -> int:
-    """Return the bytes that rows read ahead may take; ``table_bytes``: of all rows of all tables."""
+    """Return the most bytes that rows read ahead may take; ``table_bytes``: of all rows of all tables."""
     if config.read_ahead != "auto":
         return int(config.read_ahead)
     memory = min(memory_limit(), host_memory())
@@ -135,7 +138,23 @@ class GroupOpening:
             lock=lock,
             stats=stats,
         )
-        return TierGroup(name, layout, self._members[name], make_tiers(request), stats, lock)
+        group = TierGroup(name, layout, self._members[name], make_tiers(request), stats, lock)
+        if self._config.read_ahead == "auto" and request.read_ahead_bytes:
+            group.size = self._size(name, group, request.read_ahead_bytes)
+        return group
+
+    def _size(self, name: str, group: TierGroup, most: int) -> ReadAheadSize:
+        """Return what chooses the bytes of reading ahead: those that a memory tier could have instead. Tables
+        that are resident lack no rows."""
+        fast, lowest = group.fast.plan, group.stack.exclusive[-1]
+        resident = {t for share in fast.own if share.holds_all for t in share.tables}
+        tables = [(i, self._tables[i].max_rows) for i in self._members[name] if i not in resident]
+        tiers = [tier for tier in group.stack.exclusive if isinstance(tier, MemoryTier)]
+        own = sum(share.slots for share in fast.own if share.holds_all)
+        wide, stored = self._row_bytes(name, "hbm"), self._row_bytes(name, "ssd")
+        slot = bytes_for(_SLOTS, lowest.codec.row_bytes if lowest.codec else wide, self._policy) / _SLOTS
+        sizes = Bytes(most, slot, bytes_per_row(stored), record_bytes(stored))
+        return ReadAheadSize(tables, sum(tier.capacity for tier in tiers) - own, sizes)
 
     def _codecs(self, codec: Codec | None) -> dict[str, Codec]:
         """Return the tiers whose rows are in the form ``codec``."""

@@ -55,6 +55,7 @@ def _group(group: TierGroup) -> dict[str, object]:
         "tiers": {name: tier.report() for name, tier in stats.tiers.items()},
         "depth": depth,
         "window": window,
+        "read_ahead_limit": sum(tier.stats().read_ahead_limit for tier in group.stack.tiers),
         "slots": group.fast.capacity,
         "row_bytes": group.layout.row_bytes,
         "stored_row_bytes": group.layout.stored_bytes,
@@ -102,7 +103,7 @@ def _memory(groups: Sequence[TierGroup]) -> dict[str, int]:
     return {
         **sizes,
         "buffers": sum(group.buffer_bytes() for group in groups),
-        "read_ahead": sum(group.read_ahead_bytes() for group in groups),
+        "read_ahead": sum(tier.stats().read_ahead_bytes for group in groups for tier in group.stack.tiers),
         "window": sum(group.window.memory_bytes for group in groups),
         "curves": sum(group.curves.nbytes for group in groups),
     }

@@ -8,24 +8,22 @@ from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tierstore.cache.group import TierGroup
 from tierstore.config import MAX_DEPTH, is_integer
 from tierstore.errors import ConfigError, RankError
 from tierstore.modules.base import TieredModule
-from tierstore.pipeline.learning import Call, Recorder, leaves
+from tierstore.pipeline.learning import Call, Recorder
+from tierstore.pipeline.planned import Planned
 from tierstore.pipeline.position import Prefetched
-from tierstore.pipeline.session import Planned, Session
+from tierstore.pipeline.session import Session
+from tierstore.rounds import MAX_WINDOW
 
 logger = logging.getLogger("tierstore")
 
 Batch = TypeVar("Batch")
 Inputs = Mapping["str | nn.Module", Callable[[Any], Any]]
 
-MAX_WINDOW = 1024
-WINDOW_BYTES = 16 << 20
-"""Bytes that the batches of a window, and their ids, take beside the memory for rows read ahead."""
 AUTO_DEPTH = 2
 
 _warned: WeakSet[nn.Module] = WeakSet()
@@ -44,8 +42,9 @@ def prefetch(
     memory.
 
     ``depth``: batches that are planned and fetched ahead (0: none); ``window``: batches whose ids are known
-    ahead; the ``lookahead`` policy looks at these. "auto" (the default, from ``TierConfig``) chooses both
-    from the first batches, so that a run is reproducible. ``inputs`` maps a module (or its name in ``model``)
+    ahead; the ``lookahead`` policy looks at these. "auto" (the default, from ``TierConfig``) chooses the
+    depth from the first batches, and the window for every plan from the batches that are known then, so that
+    a run is reproducible. ``inputs`` maps a module (or its name in ``model``)
     to a function from a batch to the arguments of its forward call; without it, they are learned from the
     first batch, which is then not prefetched. Modules that cannot be learned run on demand, and a warning
     says so once.
@@ -220,8 +219,11 @@ def _ahead(
             yield planned.batch
         finally:
             session.finish(planned)
+        if more:
+            session.follow(planned)
         while more and session.wants_more:
             more = pull() is not None
+        session.allow()
     if failed is not None:
         raise failed
 
@@ -232,66 +234,36 @@ def _fill(
     """Pull the first window, choose automatic settings, and start the session. Return False if the loader has
     ended."""
     depth, window = _agreed(session, depth), _agreed(session, window)
-    waiting, first = 0, None
-    more = True
-    while True:
+    session.choose(window)
+    first, more = None, True
+    while more:
         planned = pull()
-        if planned is None:
-            more = False
-            break
-        session.wait_prepared(planned)
-        if planned.is_end or planned.error is not None:
+        if planned is not None:
+            session.wait_prepared(planned)
+        if planned is None or planned.is_end or planned.error is not None:
             more = False
             break
         first = first or planned
-        waiting += _bytes(planned)
         if window is not None:
             if session.pulled_ahead > window:
                 break
-        elif session.any_rank(session.pulled_ahead > MAX_WINDOW or _is_full(session, waiting)):
+        elif session.ranks.any(session.pulled_ahead > MAX_WINDOW or planned.fills):
             break
-    _grant_window(session.groups, waiting)
     chosen = max(0, session.pulled_ahead - 1) if window is None else window
-    deep = session.min_over_ranks(_auto_depth(session, first)) if depth is None else depth
+    deep = session.ranks.least(_auto_depth(session, first)) if depth is None else depth
     session.start(deep, chosen)
-    for group in session.groups:
-        group.stats.prefetched = deep, chosen
     logger.debug("prefetch: depth %d, window %d", deep, chosen)
     while more and session.wants_more:
         more = pull() is not None
+    session.allow()
     return more
 
 
 def _agreed(session: Session, number: int | None) -> int | None:
     """Return the smallest number of any rank, or None (automatic) if a rank has None: ranks that pull
     different numbers of batches ahead would wait for one another."""
-    smallest = session.min_over_ranks(-1 if number is None else number)
+    smallest = session.ranks.least(-1 if number is None else number)
     return None if smallest < 0 else smallest
-
-
-def _is_full(session: Session, waiting: int) -> bool:
-    """Return whether the window has its bytes, or is as long as the tiers of every group can use.
-
-    What it takes of the memory for rows read ahead, it takes from these rows: it is longest where both have
-    what they need.
-    """
-    groups = session.groups
-    if all(group.window.distinct_rows >= group.stack.window_rows() for group in groups):
-        return True
-    free = sum(group.stack.window_bytes(group.window.distinct_rows) for group in groups)
-    return _beyond(groups, waiting) > free
-
-
-def _beyond(groups: Sequence[TierGroup], waiting: int) -> int:
-    """Return the bytes that the windows take of the memory for rows read ahead; ``waiting``: bytes of the
-    batches."""
-    return max(0, waiting + sum(group.window.memory_bytes for group in groups) - WINDOW_BYTES)
-
-
-def _grant_window(groups: Sequence[TierGroup], waiting: int) -> None:
-    beyond, shares = _beyond(groups, waiting), [group.stack.window_bytes(0) for group in groups]
-    for group, share in zip(groups, shares, strict=True):
-        group.grant_window(beyond * share // max(1, sum(shares)))
 
 
 def _auto_depth(session: Session, first: Planned | None) -> int:
@@ -301,19 +273,6 @@ def _auto_depth(session: Session, first: Planned | None) -> int:
         rows = max(1, len(pinned.batch.unique))
         fits = min(fits, group.fast.capacity // (2 * rows) - 1)
     return max(1, fits)
-
-
-def _bytes(planned: Planned) -> int:
-    """Return the bytes of a batch that waits for its turn, beside what the windows have of it."""
-    tensors: list[Tensor] = []
-    for _, leaf in leaves(planned.batch):
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-        else:
-            parts = (leaf.values(), leaf.weights_or_none(), leaf.lengths_or_none(), leaf.offsets_or_none())
-            tensors += [part for part in parts if part is not None]
-    lookups = [ahead.lookup for _, ahead in planned.aheads if ahead.lookup is not None]
-    return sum(t.nbytes for t in tensors) + sum(part.nbytes for lookup in lookups for part in lookup.parts)
 
 
 class PrefetchPipeline:

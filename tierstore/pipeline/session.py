@@ -16,40 +16,28 @@ import logging
 import os
 import threading
 from collections import deque
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
+from cache_policies.windows import Pulls
 from tierstore.cache.at_exit import end_at_exit
 from tierstore.cache.engine import Engine
 from tierstore.cache.group import TierGroup
 from tierstore.cache.pinned_rows import PinnedRows
-from tierstore.cache.uninterrupted import Gate, uninterrupted, works_here
-from tierstore.errors import RankError, TierStoreError
-from tierstore.modules.ahead import Ahead, Content, content_of
-from tierstore.modules.base import TieredModule
+from tierstore.cache.uninterrupted import uninterrupted, works_here
+from tierstore.errors import TierStoreError
+from tierstore.modules.ahead import Ahead, content_of
 from tierstore.modules.lookup import Lookup
+from tierstore.pipeline.exchanges import RankExchanges
 from tierstore.pipeline.learning import Call
+from tierstore.pipeline.planned import Planned
+from tierstore.pipeline.windows import Window
 
 logger = logging.getLogger("tierstore")
 
 _END_SECONDS = 30.0
-
-
-@dataclass(eq=False)
-class Planned:
-    """One batch on its way: its lookups, and the first lookup number of each group."""
-
-    batch: Any
-    aheads: list[tuple[TieredModule, Ahead]] = field(default_factory=list)
-    lookups: list[tuple[TierGroup, PinnedRows]] = field(default_factory=list)
-    last: int = -1  # place of its last lookup among all of the session
-    first: dict[int, int] = field(default_factory=dict)  # id(group) → number of its first lookup
-    contents: dict[int, Content] = field(default_factory=dict)  # number of the call → hash of its inputs
-    exchanges: dict[int, Any] = field(default_factory=dict)  # number of the call → exchange with other ranks
-    is_end: bool = False  # it stands for the end behind the last batch
-    error: RankError | None = None  # why the ranks cannot go on with this batch
-    prepared: Gate = field(default_factory=Gate)
+_AGREED_EVERY = 16  # batches after which ranks choose again how many batches to pull
 
 
 class Session:
@@ -65,7 +53,14 @@ class Session:
         self.calls = calls
         self.groups: list[TierGroup] = list({id(c): c for e in engines for c in e.groups}.values())
         self.depth = 0
-        self.window = 0
+        self.ranks = RankExchanges(calls)
+        self._window = Window(self.groups, None)  # the worker's
+        self._is_full = False  # whether the window is, since it has changed last
+        self._pulls = Pulls(0)
+        self._to_pull = 0  # batches behind the last batch that is planned ahead
+        self._used = 0
+        self._handed = 0  # batches that the worker has got
+        self._prepared = 0  # of these, batches that it has prepared
         self._coming: deque[Planned] = deque()  # pulled, not yet used; the first is the next to be used
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -76,7 +71,6 @@ class Session:
         self._lookups = 0  # batches that have a place in the order of the worker's plans
         self._demanded = -1  # a thread cannot go on before the lookup at this place is planned
         self._exhausted = False
-        self._apart = False  # the ranks do not have the same batches any more
         self._started = False
         self._stopping = False
         self._closed = False
@@ -100,13 +94,11 @@ class Session:
     def add(self, batch: Any) -> Planned | None:
         """Take a batch that was pulled. Return None if another rank had no such batch."""
         self.send()
-        if self._apart:
+        if self.ranks.apart:
             return None
         planned = Planned(batch)
         self._coming.append(planned)
-        for number, call in enumerate(self.calls):
-            if call.module.collective:
-                self._begin_exchange(planned, number, call)
+        self.ranks.begin(planned)
         self._announced.append(planned)
         if not planned.exchanges:
             self.send()
@@ -117,10 +109,7 @@ class Session:
         where there are no other ranks."""
         self.send()
         planned = Planned(None, is_end=True)
-        for number, call in enumerate(self.calls):
-            if call.module.collective and not self._apart:
-                module: Any = call.module
-                planned.exchanges[number] = module.announce_end(error)
+        self.ranks.begin_end(planned, error)
         if planned.exchanges:
             self._coming.append(planned)
             self._announced.append(planned)
@@ -134,56 +123,58 @@ class Session:
         """Return whether no more batches are pulled, or another rank has no more batches."""
         return self._exhausted
 
-    def _begin_exchange(self, planned: Planned, number: int, call: Call) -> None:
-        module: Any = call.module
-        try:
-            args, kwargs = call.arguments(planned.batch)
-            # before the ids are read, so that later changes are noticed
-            planned.contents[number] = content_of(module.lookup_inputs(*args, **kwargs))
-        except (TierStoreError, LookupError, AttributeError, TypeError) as error:
-            logger.debug("no prefetch for a batch: %s", error)
-            args, kwargs = (None,), {}  # a wrong input: the other ranks learn of it, since they begin too
-        planned.exchanges[number] = module.begin_exchange(*args, **kwargs)
-
     def send(self) -> None:
         """Hand the worker the batches whose sizes the ranks have exchanged."""
         while self._announced:
             planned = self._announced.popleft()
-            for number, exchange in list(planned.exchanges.items()):
-                try:
-                    exchange.send()
-                except RankError as error:
-                    planned.error, self._apart = error, True
-                    del planned.exchanges[number]
-                except TierStoreError as error:  # on all ranks, and the forward call will raise it
-                    logger.debug("no prefetch for a batch: %s", error)
-                    del planned.exchanges[number]
+            self.ranks.send(planned)
             with self._lock:
+                self._handed += 1
                 if self._failure is None:
                     self._to_prepare.append(planned)
                 else:
                     planned.prepared.open()
-                self._exhausted |= self._apart
+                    planned.settled.open()
+                self._exhausted |= self.ranks.apart
                 self._changed.notify_all()
 
-    def min_over_ranks(self, value: int) -> int:
-        """Return the smallest ``value`` of any rank, where ranks look rows up together; else ``value``
-        itself."""
-        for call in self.calls:
-            if call.module.collective:
-                module: Any = call.module
-                return int(module.min_over_ranks(value))
-        return value
-
-    def any_rank(self, condition: bool) -> bool:
-        """Return whether ``condition`` holds on any rank, where ranks look rows up together."""
-        return not self.min_over_ranks(int(not condition))
+    def choose(self, window: int | None) -> None:
+        """Let the window have ``window`` batches, or be automatic. Call it before the first batch."""
+        self._window = Window(self.groups, window)
 
     def start(self, depth: int, window: int) -> None:
-        """Plan batches from now on, each once the ``window`` batches behind it are announced."""
+        """Plan batches from now on, each once the window behind it is full. ``window``: batches that fill it
+        now."""
+        self._pulls = Pulls(window)
+        self._to_pull = window if self._window.length is not None else self._pulls.window
+        for group in self.groups:
+            group.stats.prefetched = depth, window
         with self._lock:
-            self.depth, self.window, self._started = depth, window, True
+            self.depth, self._started = depth, True
             self._changed.notify_all()
+
+    def allow(self) -> None:
+        """Let the worker announce the batches that it has got before it plans the batches up to ``depth``
+        ahead: the last of these can only be planned from now on, and what is known then must not depend on
+        time."""
+        with self._lock:
+            for planned in islice(self._coming, self.depth + 1):
+                if planned.limit is None:
+                    planned.limit = self._handed
+            self._changed.notify_all()
+
+    def follow(self, planned: Planned) -> None:
+        """Choose how many batches to pull now, by the plan of a batch that was used."""
+        if self._window.length is not None:
+            return
+        planned.settled.wait()
+        if planned.behind is not None:
+            self._pulls.planned(planned.behind, planned.fills)
+        self._used += 1
+        if not self.ranks:
+            self._to_pull = self._pulls.window
+        elif self._used % _AGREED_EVERY == 0:
+            self._to_pull = self.ranks.least(self._pulls.window)
 
     def wait_prepared(self, planned: Planned) -> None:
         if planned in self._announced:
@@ -199,8 +190,7 @@ class Session:
     def wants_more(self) -> bool:
         """Return whether to pull another batch before the next batch is used: up to the window behind the
         last planned batch, and one more where ranks need it to send the ids of the window's last batch."""
-        announced = any(call.module.collective for call in self.calls)
-        return len(self._coming) <= self.depth + self.window + announced
+        return len(self._coming) <= self.depth + self._to_pull + bool(self.ranks)
 
     def next(self) -> Planned | None:
         """Return the next batch, its lookups handed to the modules; None when there are no more. Raises
@@ -292,21 +282,33 @@ class Session:
             plan = self._can_plan()
             planned = (self._to_plan if plan else self._to_prepare).popleft()
         try:
-            (self._plan if plan else self._prepare)(planned)
+            if plan:
+                self._window.plan(planned, self._is_full, self.depth)
+                self._plan(planned)
+                self._is_full = self._window.is_full()
+            else:
+                self._prepare(planned)
         finally:
             planned.prepared.open()
+            if plan or self._broken:
+                planned.settled.open()
         return True
 
     def _can_plan(self) -> bool:
         if not self._started or self._broken or not self._to_plan:
             return False
-        ahead = len(self._to_plan) - 1
-        return ahead >= self.window or (self._exhausted and not self._to_prepare)
+        limit = self._to_plan[0].limit
+        at_limit = limit is not None and self._prepared >= limit
+        return self._is_full or at_limit or (self._exhausted and not self._to_prepare)
 
     def _prepare(self, planned: Planned) -> None:
         if not self._broken and not planned.is_end:
             for number, call in enumerate(self.calls):
                 self._prepare_call(planned, number, call)
+        self._prepared += 1
+        if not self._broken:
+            self._window.add(planned)
+            planned.fills = self._is_full = self._window.is_full()
         with self._lock:
             if not self._broken:
                 self._to_plan.append(planned)
@@ -390,6 +392,7 @@ class Session:
             self._to_prepare.clear()
         for planned in waiting:
             planned.prepared.open()
+            planned.settled.open()
             for _, pinned in planned.lookups:
                 pinned.cancel()
         for group in self.groups:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -13,9 +13,9 @@ from tierstore.config import TierConfig, is_integer
 from tierstore.planner.checks import must_be
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.curves import Floats
-from tierstore.planner.reading import BYTES_PER_BAG, BYTES_PER_ID, HELD_BYTES_PER_ROW, MANY, Ahead
 from tierstore.planner.tables import TableSpec
 from tierstore.planner.topology import Topology
+from tierstore.rounds import FILE_BYTES, MANY, WINDOW_ROWS, Ahead, record_bytes
 
 # Tests compare these with the runtime.
 TIER_BYTES_PER_SLOT = 30 + 8 * 2
@@ -24,6 +24,8 @@ POLICY_FIXED_SLOTS = 7_800  # the first slots of lookahead take
 POLICY_FIXED_BYTES = 40  # more
 READ_AHEAD_SHARE = 8  # reading ahead takes one in so many bytes of the tables
 READ_AHEAD_AT_MOST = 4 << 30
+HELD_BYTES_PER_ROW = 13 + 8 * 2 + WINDOW_ROWS * 16  # of a row that is read ahead, beside its bytes
+BYTES_PER_ID, BYTES_PER_BAG = 24, 16  # of a batch and its lookup; measured
 READ_AHEAD_OF_MEMORY = 64  # the ranks of a host take one byte in so many together
 EXCHANGES = 4  # collectives of a step of one sharded collection: sizes, ids, vectors, gradients
 
@@ -49,9 +51,10 @@ class Workload:
       (parameters, gradients, optimizer state, activations). The user measures or states both.
     - ``depth``: batches prefetched ahead, whose rows are pinned. ``window``: batches whose ids are known
       ahead (None: as many as training chooses). ``read_ahead``: bytes of a rank for rows read ahead
-      (None: an eighth of the tables' bytes, up to 1/64 of the host memory for its ranks together).
+      (None: what saves the drives most of an eighth of the tables' bytes, up to 1/64 of the host memory for
+      its ranks together).
     - ``rows_per_read``: rows that one random read of the drives brings. None: predicted on the CPU
-      (:mod:`tierstore.planner.reading`), 1 elsewhere.
+      (:mod:`tierstore.rounds`), 1 elsewhere.
     - ``tiers``: says the dtypes of lower tiers; None: each collection's own, or the table's in every tier.
     """
 
@@ -114,8 +117,7 @@ class Problem:
     @cached_property
     def held_share(self) -> float:
         """The part of the memory for reading ahead that the window leaves to rows: half of it at least."""
-        bytes_ = self._ahead.read_ahead
-        return max(0.5, 1 - float(self._ahead.beyond(np.array([self.window]))[0]) / bytes_) if bytes_ else 0.0
+        return self._ahead.held_share(self.window)
 
     @cached_property
     def read_ahead_share(self) -> float:
@@ -136,9 +138,9 @@ class Problem:
         )
         demands = [[t.demand(n * self.global_batch)[0] for n in (1, MANY)] for t in tables]
         unique, many = np.array(demands).T / topology.world_size
-        memory = topology.host_memory_per_host / topology.ranks_per_host / READ_AHEAD_OF_MEMORY
-        most = min(self._bytes_per_rank / READ_AHEAD_SHARE, memory, READ_AHEAD_AT_MOST)
-        return Ahead(
+        memory = topology.host_memory_per_host / topology.ranks_per_host
+        most = min(self._bytes_per_rank / READ_AHEAD_SHARE, memory / READ_AHEAD_OF_MEMORY, READ_AHEAD_AT_MOST)
+        ahead = Ahead(
             batch_bytes=float((each @ [BYTES_PER_ID, BYTES_PER_BAG]).sum()),
             unique=unique,
             unique_of_many=many,
@@ -146,6 +148,24 @@ class Problem:
             held_bytes=sizes + HELD_BYTES_PER_ROW,
             read_ahead=most if work.read_ahead is None else work.read_ahead,
         )
+        if work.read_ahead is not None or not topology.one_fetcher:
+            return ahead
+        rows = ahead.rows * [record_bytes(size) for size in sizes.astype(int)]
+        stored = int(rows.sum() / ahead.rows.sum()), FILE_BYTES * float(rows.sum())
+        least = memory + topology.hbm_per_rank - most
+        lacking = self._misses(unique, [table.row_bytes("uvm") for table in tables])
+        return replace(ahead, read_ahead=ahead.best(work.window, lambda more: lacking(least + more), stored))
+
+    def _misses(self, unique: Floats, sizes: Sequence[int]) -> Callable[[float], float]:
+        """Return the function from bytes of a rank's memory to the rows that its batch lacks, if every byte
+        goes where it saves most."""
+        curves = [table.demand(self.global_batch)[1] for table in self.tables]
+        each = [slot_bytes(size) / self.topology.world_size for size in sizes]
+        bytes_ = np.concatenate([np.diff(c.rows) * size for c, size in zip(curves, each, strict=True)])
+        saved = np.concatenate([-np.diff(c.misses) * n for c, n in zip(curves, unique, strict=True)])
+        best = np.argsort(-saved / np.maximum(bytes_, 1e-9), kind="stable")
+        memory, hits = np.cumsum(bytes_[best]), np.cumsum(saved[best])
+        return lambda size: float(unique.sum() - np.interp(size, memory, hits))
 
     @cached_property
     def fixed_hbm(self) -> int:

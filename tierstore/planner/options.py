@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.placement import ShardingType, record_bytes
+from tierstore.placement import ShardingType
 from tierstore.planner.checks import require
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.costs import (
@@ -20,9 +20,9 @@ from tierstore.planner.costs import (
     slot_bytes,
 )
 from tierstore.planner.curves import Floats, MissCurve
-from tierstore.planner.reading import read_bytes
 from tierstore.planner.tables import TableSpec
 from tierstore.planner.topology import Topology
+from tierstore.rounds import read_bytes, record_bytes
 
 MIN_COLUMNS = 32
 """Fewest columns of a shard, unless ``min_partition`` says otherwise: torchrec's default is as small."""

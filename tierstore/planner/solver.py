@@ -10,15 +10,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.placement import record_bytes
 from tierstore.planner.allocate import Allocation, allocate
-from tierstore.planner.costs import RANK_STAGES, Problem, Workload, rows_by_size
+from tierstore.planner.costs import HELD_BYTES_PER_ROW, RANK_STAGES, Problem, Workload, rows_by_size
 from tierstore.planner.curves import Floats
 from tierstore.planner.options import Placed, option_of
-from tierstore.planner.reading import FILE_BYTES, HELD_BYTES_PER_ROW, read_bytes, read_seconds, round_batches
 from tierstore.planner.search import Search
 from tierstore.planner.tables import TableSpec
 from tierstore.planner.topology import Topology
+from tierstore.rounds import FILE_BYTES, read_bytes, record_bytes, round_batches
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +157,6 @@ def _saved_seconds(problem: Problem, caches: Allocation, misses: Floats) -> Floa
             batches = round_batches(problem.window, room, lacking)
             files = FILE_BYTES * record * float(caches.rows[tier & caches.stored].sum())
             alone = lacking * topology.read_seconds(read_bytes(record))
-            merged = read_seconds(topology, lacking * batches, record, files) / batches
+            merged = topology.round_seconds(lacking * batches, record, files) / batches
             saved[topology.host_of(r)] += max(0.0, alone - merged)
     return saved

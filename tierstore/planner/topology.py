@@ -12,6 +12,7 @@ import numpy as np
 from tierstore.config import is_integer, is_number, parse_bytes
 from tierstore.errors import ConfigError
 from tierstore.planner.checks import fields_of, must_be, require
+from tierstore.rounds import MERGED_READ_BYTES, merged_reads, read_bytes
 
 _SIZES = ("hbm_per_rank", "host_memory_per_host", "ssd_per_host")
 _MOST_RANKS = 1 << 16
@@ -170,6 +171,19 @@ class Topology:
         if size > sizes[-1]:
             return max(1 / rates[-1], size / self.ssd_bw)
         return float(np.interp(size, sizes, [1 / rate for rate in rates]))
+
+    def round_seconds(self, rows: float, record: int, stored: float) -> float:
+        """Return the seconds of the drives for one round of reading ahead.
+
+        It reads ``rows`` records of ``record`` bytes at random places among ``stored`` bytes of them.
+        """
+        block = read_bytes(record)
+        small, large = self.read_seconds(block), self.read_seconds(MERGED_READ_BYTES)
+        per_byte = max((large - small) / (MERGED_READ_BYTES - block), 1e-15)
+        each = max(small - per_byte * block, 1e-15)
+        gap = min(each / per_byte, MERGED_READ_BYTES - block)
+        requests, size = merged_reads(gap, rows, record, stored)
+        return requests * each + per_byte * size
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Topology:

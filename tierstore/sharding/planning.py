@@ -27,8 +27,8 @@ from tierstore.placement import (
     ShardingPlan,
     ShardPlacement,
     TablePlacement,
-    record_bytes,
 )
+from tierstore.rounds import record_bytes
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.table_sharding import configs_of
 

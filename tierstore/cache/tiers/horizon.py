@@ -8,14 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
-_ROUND = 15 / 16
-"""Lookups that a round takes, per lookup of the horizon. The rest is the time that a read may take."""
-_ROWS = 1.5
-"""Rows that the lookups of the horizon lack together, per row that there is room for.
+from tierstore.rounds import HORIZON_ROWS, round_batches
 
-With n lookups in the horizon that lack m rows each, and rounds of r lookups, m·(n - r/2) rows wait for their
-lookups on average. That is 0.8 of the room.
-"""
 _FIRST_ROWS = 1 << 18  # rows of the first round, for which the first plan waits
 _GROWTH = 2  # lookups by which the end moves per lookup that begins, at most
 _MEMORY = 1 / 16  # weight of the newest lookup in the mean of what lookups lack
@@ -34,7 +28,7 @@ class Horizon:
         """Rounds after which the newest lookup's rows are here."""
         self._announced: deque[tuple[int, int]] = deque()  # coming lookups, and their numbers of rows
         self._entered: deque[tuple[int, float]] = deque()  # former ends, and the rounds from then on
-        self._lookups = 0  # the most lookups that the horizon had
+        self._lookups = 0  # lookups that the horizon had when its end has moved last
         self._lacking = 0.0  # the mean number of rows that a lookup lacks
 
     def announce(self, seq: int, rows: int) -> None:
@@ -58,10 +52,10 @@ class Horizon:
         self.until = self._entered[0][1] + 1 if self._entered else 0.0
         while self._announced and self._announced[0][0] <= seq:
             self._announced.popleft()
-        fitting = int(_ROWS * max_rows / max(self._lacking, 1.0))  # lookups for whose rows there is room
+        lacking = max(self._lacking, 1.0)
+        fitting = int(HORIZON_ROWS * max_rows / lacking)  # lookups for whose rows there is room
         self._extend(min(self.last_announced, seq + fitting, self.end + _GROWTH * steps), rounds)
-        round_ = max(1.0, _ROUND * min(self._lookups, fitting))
-        self.due = min(self.due + steps / round_, rounds + 1)
+        self.due = min(self.due + steps / round_batches(self._lookups, max_rows, lacking), rounds + 1)
         return True
 
     def begin(self, seq: int, rounds: float, room: int) -> None:
@@ -81,7 +75,8 @@ class Horizon:
         if end > self.end:
             self.end = end
             self._entered.append((end, rounds))
-        self._lookups = max(self._lookups, self.end - self.last_begun)
+            # At the end of a window nothing enters any more, and the rounds stay as long as they are.
+            self._lookups = self.end - self.last_begun
 
     def lookup_filled(self, rows: int) -> None:
         """Learn that the newest lookup has its rows, of which it lacked ``rows``."""

@@ -93,7 +93,7 @@ class MovingRows:
 @dataclass(frozen=True)
 class TierStats:
     """Sizes of a tier now, in bytes: memory that counts against its budget, buffers for rows on their way,
-    and rows that are read ahead.
+    and rows that are read ahead, with the bytes that they and the window may take now.
 
     ``tables``: figures of each table, by the table's index; may be empty.
     """
@@ -102,6 +102,7 @@ class TierStats:
     buffer_bytes: int = 0
     tables: Sequence[Mapping[str, object]] = ()
     read_ahead_bytes: int = 0
+    read_ahead_limit: int = 0
 
 
 class Tier(Protocol):
@@ -137,6 +138,11 @@ class Tier(Protocol):
 
     def grant_window(self, size: int) -> None:
         """Leave ``size`` bytes of the memory for rows read ahead to the window, until it is forgotten. It
+        raises nothing."""
+        return
+
+    def set_read_ahead(self, size: int) -> None:
+        """Let rows read ahead, and the window's part of their memory, take ``size`` bytes from now on. It
         raises nothing."""
         return
 

@@ -27,13 +27,11 @@ from tierstore.cache.tiers.horizon import Horizon
 from tierstore.cache.tiers.protocol import NEVER, Flags, Keys, RowBytes, Slots
 from tierstore.cache.tiers.sizes import MAX_SLOTS
 from tierstore.errors import ConfigError, TierStoreError
+from tierstore.rounds import WINDOW_ROWS
 from tierstore.store.protocol import RowStore
 
 logger = logging.getLogger("tierstore")
 
-WINDOW_ROWS = 1.9
-"""Distinct rows in the window per row that there is room for, from which on a longer window brings nothing:
-some of the rows are in the tiers above."""
 _RESERVE = 1 / 16  # part of the room that is left to rows that leave memory and are wanted again
 _THREADS = 2  # one chooses the next part while the other reads
 _PARTS = 64  # a round is read in at most so many parts, and more only where a part has very many rows
@@ -63,9 +61,9 @@ class _Part:
 class ReadAhead:
     """Rows of one group. Its methods are called with ``lock`` held, :meth:`wait` and :meth:`close` without.
 
-    ``max_bytes``: what the rows may take, their index and the bytes that :meth:`grant_window` leaves to the
-    window included. ``resident`` returns which keys some exclusive tier holds: tiers that do not know the
-    next use of their rows, or lookups that were not announced, may have brought rows in.
+    ``max_bytes``: the most that the rows may ever take, their index and the bytes that :meth:`grant_window`
+    leaves to the window included. ``resident`` returns which keys some exclusive tier holds: tiers that do
+    not know the next use of their rows, or lookups that were not announced, may have brought rows in.
     """
 
     def __init__(
@@ -78,8 +76,12 @@ class ReadAhead:
     ) -> None:
         self._store = store
         self._row_bytes = row_bytes
-        self._max_bytes = max_bytes
-        self._set_max_rows(max_bytes)
+        self.max_bytes = max_bytes
+        """Bytes that the rows and what is granted to the window may take now."""
+        self._granted = 0
+        self._capacity = self._rows_of(max_bytes)
+        self.max_rows = self._capacity
+        """Rows that may be here now. Rows beyond it stay: no more are read until there is room."""
         self._resident = resident
         self._changed = threading.Condition(lock)
         # Rows whose places were not asked yet, with the lookups that ask for them.
@@ -89,6 +91,7 @@ class ReadAhead:
         self._rounds = 0.0  # of the sweep, when a thread last looked
         self._waits = False  # whether a plan waits for rows
         self._rows: _core.HeldRows | None = None
+        self._asked: Keys | None = None  # keys that were looked for last
         # Parts of this sweep that are being read, by thread, in the order of the round.
         self._reading: dict[threading.Thread, _Part] = {}
         self._horizon = Horizon()
@@ -99,20 +102,31 @@ class ReadAhead:
 
     # -- memory ---------------------------------------------------------------------------
 
-    def _set_max_rows(self, size: int) -> None:
+    def _rows_of(self, size: int) -> int:
         rows = size / bytes_per_row(self._row_bytes) * (1 + 1e-12)  # bytes for n rows give n rows
-        self.max_rows = min(MAX_SLOTS, max(1, int(rows)))
+        return min(MAX_SLOTS, max(1, int(rows)))
+
+    @property
+    def window_rows(self) -> float:
+        """Distinct rows in the window from which on a longer window brings nothing."""
+        return WINDOW_ROWS * self._rows_of(self.max_bytes)
 
     def window_bytes(self, rows: int) -> int:
         """Return the bytes that a window of ``rows`` distinct rows may take: what the rows that it asks for
         at once leave of them, at most half."""
         asked = rows / WINDOW_ROWS * bytes_per_row(self._row_bytes)
-        return max(0, min(self._max_bytes // 2, int(self._max_bytes - asked)))
+        return max(0, min(self.max_bytes // 2, int(self.max_bytes - asked)))
 
     def grant_window(self, size: int) -> None:
-        """Leave ``size`` bytes, at most half, to the window until :meth:`forget`."""
-        self._rows = None  # as a rule nothing was read yet
-        self._set_max_rows(self._max_bytes - min(size, self._max_bytes // 2))
+        """Leave ``size`` bytes, at most half, to the window until the next call or :meth:`forget`."""
+        self._granted = size
+        self.max_rows = self._rows_of(self.max_bytes - min(size, self.max_bytes // 2))
+
+    def set_bytes(self, size: int) -> None:
+        """Let the rows and what is granted to the window take ``size`` bytes from now on. Rows that are here
+        stay."""
+        self.max_bytes = size
+        self.grant_window(self._granted)
 
     def memory_bytes(self) -> int:
         """Return the bytes that the rows here take."""
@@ -176,7 +190,7 @@ class ReadAhead:
         kept = wanted[soon]
         held = self._held()
         # Policies that know the next use evict last the rows that are used first.
-        past, kept = np.split(kept, [max(0, len(kept) - held.room)])
+        past, kept = np.split(kept, [max(0, len(kept) - max(0, self.max_rows - len(held)))])
         for later in (past, wanted[~soon]):
             self._queue(keys[later], next_use[later])
         if len(kept):
@@ -186,10 +200,10 @@ class ReadAhead:
         """Return the rows; ``ConfigError`` when the system refuses the address space."""
         if self._rows is None:
             try:
-                self._rows = _core.HeldRows(self.max_rows, self._row_bytes)
+                self._rows = _core.HeldRows(self._capacity, self._row_bytes)
             except _core.AddressSpaceError as refused:
                 raise ConfigError(
-                    f"no room for {self.max_rows} rows read ahead of {self._row_bytes} bytes: {refused}. "
+                    f"no room for {self._capacity} rows read ahead of {self._row_bytes} bytes: {refused}. "
                     "Lower read_ahead, or raise the process's limit (ulimit -v)"
                 ) from None
         return self._rows
@@ -200,8 +214,8 @@ class ReadAhead:
         self._sweep = _core.Sweep()
         self._reading.clear()
         self._entries, self._rounds = 0, 0.0
-        self._rows = None
-        self._set_max_rows(self._max_bytes)
+        self._rows = self._asked = None
+        self.grant_window(0)
         self._horizon.forget()
         self._changed.notify_all()
 
@@ -239,13 +253,18 @@ class ReadAhead:
         """Return the slot of each key's row, -1 where it is not here, and the slots' rows. None: there is no
         row here."""
         rows = self._rows
-        return None if rows is None or not len(rows) else (rows.find(keys), rows.rows)
+        self._asked = None if rows is None or not len(rows) else keys
+        return None if rows is None or self._asked is None else (rows.find(keys), rows.rows)
 
-    def lookup_filled(self, keys: Keys) -> None:
-        """Drop the rows of ``keys``, which a lookup lacked: they are in the first tier now."""
-        if self._rows is not None:
+    def lookup_filled(self, keys: Keys, stored: int) -> None:
+        """Drop the rows of ``keys``, which a lookup lacked: they are in the first tier now. The store had
+        ``stored`` of them."""
+        if self._rows is not None and keys is self._asked:
+            self._rows.discard_found()  # under one hold of the lock no row has come or gone
+        elif self._rows is not None:
             self._rows.discard(keys)
-        self._horizon.lookup_filled(len(keys))
+        self._asked = None
+        self._horizon.lookup_filled(stored)
         self._changed.notify_all()
 
     # -- the threads ----------------------------------------------------------------------
@@ -314,8 +333,8 @@ class ReadAhead:
         self._changed.notify_all()  # a plan may have waited for that, or find that there is no room now
 
     def _room(self) -> int:
-        room = self.max_rows if self._rows is None else self._rows.room
-        return room - int(self.max_rows * _RESERVE)
+        here = 0 if self._rows is None else len(self._rows)
+        return self.max_rows - here - int(self.max_rows * _RESERVE)
 
     def _is_due(self) -> bool:
         """Return whether to read now: a part of a round is due, and there is room for its rows."""

@@ -60,6 +60,11 @@ class TierStack:
         for tier in self.tiers:
             tier.grant_window(size)
 
+    def set_read_ahead(self, size: int) -> None:
+        """Let rows read ahead, and the window's part of their memory, take ``size`` bytes from now on."""
+        for tier in self.tiers:
+            tier.set_read_ahead(size)
+
     # -- rows that move ------------------------------------------------------------------------
 
     def collect(self, missing: Keys) -> list[FoundRows]:

@@ -20,7 +20,7 @@ from tierstore.cache.tiers.protocol import (
     RowBytes,
     TierStats,
 )
-from tierstore.cache.tiers.read_ahead import WINDOW_ROWS, ReadAhead
+from tierstore.cache.tiers.read_ahead import ReadAhead
 from tierstore.store.protocol import RowStore
 
 
@@ -46,6 +46,7 @@ class StoreTier(LastingTier):
         self.ahead = ahead
         self._stats = stats
         self._fetched = Buffer(row_bytes)
+        self._taken = 0  # rows that the newest lookup has got
         # Whether the store may have rows that no exclusive tier has. A store without commits was opened
         # empty. If all rows fit into memory, no row is looked for in the store, however often it is
         # committed.
@@ -53,7 +54,7 @@ class StoreTier(LastingTier):
 
     @property
     def window_rows(self) -> float:
-        return 0.0 if self.ahead is None else WINDOW_ROWS * self.ahead.max_rows
+        return 0.0 if self.ahead is None else self.ahead.window_rows
 
     def window_bytes(self, rows: int) -> int:
         return 0 if self.ahead is None else self.ahead.window_bytes(rows)
@@ -61,6 +62,10 @@ class StoreTier(LastingTier):
     def grant_window(self, size: int) -> None:
         if self.ahead is not None:
             self.ahead.grant_window(size)
+
+    def set_read_ahead(self, size: int) -> None:
+        if self.ahead is not None:
+            self.ahead.set_bytes(size)
 
     def find(self, keys: Keys) -> FoundRows:
         here = np.zeros(len(keys), bool)
@@ -90,6 +95,7 @@ class StoreTier(LastingTier):
 
     def take(self, found: FoundRows) -> None:
         self._stats.counters.read_ahead_rows += found.read_ahead
+        self._taken = int(found.here.sum())
 
     def put(self, rows: MovingRows, seq: int, demote: Callable[..., None]) -> None:
         """Store the dirty rows; clean rows are in the store already, or were never updated."""
@@ -114,8 +120,13 @@ class StoreTier(LastingTier):
         return iter(()) if table is None else self.store.keys(table)
 
     def stats(self) -> TierStats:
-        ahead = 0 if self.ahead is None else self.ahead.memory_bytes()
-        return TierStats(buffer_bytes=self._fetched.nbytes, read_ahead_bytes=ahead)
+        if self.ahead is None:
+            return TierStats(buffer_bytes=self._fetched.nbytes)
+        return TierStats(
+            buffer_bytes=self._fetched.nbytes,
+            read_ahead_bytes=self.ahead.memory_bytes(),
+            read_ahead_limit=self.ahead.max_bytes,
+        )
 
     def announce(self, keys: Keys, next_use: int, now: int) -> Keys:
         if self.ahead is not None:
@@ -135,7 +146,7 @@ class StoreTier(LastingTier):
 
     def end_lookup(self, seq: int, keys: Keys) -> None:
         if self.ahead is not None:
-            self.ahead.lookup_filled(keys)
+            self.ahead.lookup_filled(keys, self._taken)
 
     def close(self) -> None:
         if self.ahead is not None:

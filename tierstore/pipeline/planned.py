@@ -1,0 +1,55 @@
+"""One batch of a prefetch on its way from the loader to its forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tierstore.cache.group import TierGroup
+from tierstore.cache.pinned_rows import PinnedRows
+from tierstore.cache.uninterrupted import Gate
+from tierstore.errors import RankError
+from tierstore.modules.ahead import Ahead, Content
+from tierstore.modules.base import TieredModule
+from tierstore.pipeline.learning import leaves
+
+
+@dataclass(eq=False)
+class Planned:
+    """One batch on its way: its lookups, and the first lookup number of each group."""
+
+    batch: Any
+    aheads: list[tuple[TieredModule, Ahead]] = field(default_factory=list)
+    lookups: list[tuple[TierGroup, PinnedRows]] = field(default_factory=list)
+    last: int = -1  # place of its last lookup among all of the session
+    first: dict[int, int] = field(default_factory=dict)  # id(group) → number of its first lookup
+    contents: dict[int, Content] = field(default_factory=dict)  # number of the call → hash of its inputs
+    exchanges: dict[int, Any] = field(default_factory=dict)  # number of the call → exchange with other ranks
+    is_end: bool = False  # it stands for the end behind the last batch
+    error: RankError | None = None  # why the ranks cannot go on with this batch
+    prepared: Gate = field(default_factory=Gate)
+    settled: Gate = field(default_factory=Gate)  # it is planned, or will not be planned ahead
+    limit: int | None = None  # batches that may be announced before its plan; None: not known yet
+    behind: int | None = None  # batches that were known behind it when it was planned
+    fills: bool = False  # whether the window was full when it was announced, and then when it was planned
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the batch and its lookups while it waits for its turn."""
+        tensors: list[Tensor] = []
+        for _, leaf in leaves(self.batch):
+            if isinstance(leaf, Tensor):
+                tensors.append(leaf)
+            else:
+                parts = (
+                    leaf.values(),
+                    leaf.weights_or_none(),
+                    leaf.lengths_or_none(),
+                    leaf.offsets_or_none(),
+                )
+                tensors += [part for part in parts if part is not None]
+        lookups = [ahead.lookup for _, ahead in self.aheads if ahead.lookup is not None]
+        own = sum(t.nbytes for t in tensors) + sum(part.nbytes for each in lookups for part in each.parts)
+        return own + sum(12 * len(p.batch.unique) + 4 * len(p.batch.inverse) for _, p in self.lookups)

@@ -1,0 +1,167 @@
+"""What rounds of reading ahead cost the drives, how long windows are, and which memory reading ahead gets.
+
+Reading ahead goes round the places of a store's rows, and reads at each place what the batches of a horizon
+lack there (docs/design.md). It reads on over a gap that costs less than another read. An automatic window
+ends where its batches have taken what the rows leave that it asks for at once. The runtime and the planner
+choose by this model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+MERGED_READ_BYTES = 64 << 10  # the largest read that brings several rows
+GAP_BYTES = 8 << 10  # cost as much as a request does, until a store has measured its device
+# Compaction leaves as many superseded rows as live ones, in files from all live to all superseded. Around a
+# live row two thirds are live: the integral of x² from 0 to 1 over the integral of x.
+FILE_BYTES = 1.5  # per live byte
+BLOCK = 4096
+_RECORD_HEADER = 16
+HORIZON_ROWS = 1.5
+"""Rows that the batches of the horizon lack together, per row that there is room for.
+
+With n batches in the horizon that lack m rows each, and rounds of r batches, m·(n - r/2) rows wait for their
+batches on average. That is 0.8 of the room.
+"""
+ROUND = 15 / 16
+"""Batches that a round takes, per batch of the horizon. The rest is the time that a read may take."""
+MAX_WINDOW = 1024
+WINDOW_BYTES = 16 << 20
+"""Bytes that the batches of a window, and their ids, take beside the memory for rows read ahead."""
+WINDOW_ROWS = 1.9
+"""Distinct rows in the window per row that there is room for, from which on a longer window brings nothing:
+some of the rows are in the tiers above."""
+BYTES_PER_ROW = 16 * 5 / 3 * 17 / 16  # of a distinct row in the window's index
+MANY = 64  # batches whose distinct rows are known beside those of one
+_SIZES = 11  # that are compared, each the next one's over the square root of 2
+_GAIN = 0.02  # for less than this part of the cost a size is not changed
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The batches of a prefetch and what they ask for; arrays are by table, or by row layout.
+
+    ``batch_bytes``: of one batch and its lookups. ``unique``, ``unique_of_many``: distinct rows of one batch,
+    of ``many`` batches. ``rows``: all rows. ``held_bytes``: of a row that is read ahead, its index included.
+    ``read_ahead``: bytes. ``own``: bytes of a window that are not taken from these.
+    """
+
+    batch_bytes: float
+    unique: Floats
+    unique_of_many: Floats
+    rows: Floats
+    held_bytes: Floats
+    read_ahead: float
+    many: float = MANY
+    own: float = WINDOW_BYTES
+
+    def _distinct(self, batches: Floats) -> Floats:
+        """Return the distinct rows of (n,) batches, by a power law through one and ``many``: (n, tables)."""
+        growth = np.log(self.unique_of_many / self.unique) / math.log(self.many)
+        return np.minimum(self.rows, self.unique * batches[:, None] ** growth)
+
+    def beyond(self, batches: Floats) -> Floats:
+        """Return the bytes that windows take of the memory for rows read ahead if nothing stops them."""
+        taken = batches * self.batch_bytes + BYTES_PER_ROW * self._distinct(batches).sum(axis=1)
+        return np.maximum(0.0, taken - self.own)
+
+    def automatic(self) -> int:
+        """Return the batches of an automatic window."""
+        batches = np.arange(1.0, MAX_WINDOW + 1)
+        asked = self._distinct(batches) @ self.held_bytes / WINDOW_ROWS
+        free = np.clip(self.read_ahead - asked, 0.0, self.read_ahead / 2)
+        return max(1, int((self.beyond(batches) <= free).sum()))
+
+    def held_share(self, window: int) -> float:
+        """Return the part of the memory that a window leaves to rows: half of it at least."""
+        if not self.read_ahead:
+            return 0.0
+        return max(0.5, 1 - float(self.beyond(np.array([float(window)]))[0]) / self.read_ahead)
+
+    def best(self, window: int | None, misses: Misses, device: Stored, now: int | None = None) -> int:
+        """Return the bytes, of ``read_ahead``, that save the drives most; a memory tier could have the rest.
+
+        ``window``: batches that are known ahead; None: an automatic window. ``misses(more)``: rows that a
+        batch lacks if a memory tier has ``more`` bytes. ``now``: see :func:`best_size`.
+        """
+        held = float(self.unique @ self.held_bytes / self.unique.sum())
+
+        def cost(size: float) -> float:
+            ahead = replace(self, read_ahead=size)
+            known = ahead.automatic() if window is None else window
+            room = ahead.held_share(known) * size / held
+            return batch_cost(misses(self.read_ahead - size), known, room, *device)
+
+        return best_size(int(self.read_ahead), cost, now)
+
+
+Misses = Callable[[float], float]
+Stored = tuple[int, float]
+"""The bytes of a record, and of all records of the store."""
+
+
+def round_batches(window: float, room: float, lacking: float) -> float:
+    """Return the batches of a round, with room for ``room`` rows, of which a batch lacks ``lacking``."""
+    return max(1.0, ROUND * min(window, HORIZON_ROWS * room / lacking))
+
+
+def record_bytes(row_bytes: int) -> int:
+    """Return the bytes that a row of ``row_bytes`` bytes takes in the native store."""
+    return -(-(_RECORD_HEADER + row_bytes) // 8) * 8
+
+
+def read_bytes(record: int) -> int:
+    """Return the bytes that the native store reads for one record: the blocks of 4 KiB that it lies in.
+
+    In frames of one block no record crosses the end. In larger frames records lie anywhere
+    (docs/reference/formats.md).
+    """
+    return BLOCK if record <= BLOCK and BLOCK % record <= BLOCK // 50 else BLOCK + record - 1
+
+
+def merged_reads(gap: float, rows: float, record: int, stored: float) -> tuple[float, float]:
+    """Return the (requests, bytes) of a round's reads, which go on over ``gap`` bytes at most.
+
+    It reads ``rows`` records of ``record`` bytes at random places among ``stored`` bytes of them.
+    """
+    block = read_bytes(record)
+    # Places are random, so distances between neighbours are distributed exponentially. A read goes on to the
+    # next row while that is within reach (`on`: how likely, `step`: how far then), up to the largest read.
+    # Reads begin and end with blocks, so within reach are the gap's blocks, one more, and half a block.
+    density, reach = max(rows, 1e-9) / max(stored, 1.0), gap // BLOCK * BLOCK + block + BLOCK / 2
+    on = -math.expm1(-density * reach)
+    step = 1 / density - reach * (1 - on) / on
+    most = 1 + (MERGED_READ_BYTES - block) / step
+    together = (1 - on**most) / (1 - on) if on < 1 else most
+    return rows / together, rows / together * (block + step * (together - 1))
+
+
+def batch_cost(lacking: float, window: float, room: float, record: int, stored: float) -> float:
+    """Return what the reads for one batch cost the drives: bytes, and ``GAP_BYTES`` per request."""
+    if lacking <= 0:
+        return 0.0
+    count = round_batches(window, room, lacking)
+    requests, size = merged_reads(GAP_BYTES, lacking * count, record, stored)
+    return (requests * GAP_BYTES + size) / count
+
+
+def best_size(most: int, cost: Callable[[float], float], now: int | None = None) -> int:
+    """Return which part of ``most`` bytes to give to reading ahead, so that a batch costs least.
+
+    ``cost(size)``: what a batch costs if reading ahead has ``size`` bytes and a memory tier the rest. At the
+    least cost one more byte saves as much here as there. ``now``: the present size, which stays where another
+    one saves next to nothing.
+    """
+    sizes = [int(most / 2 ** (i / 2)) for i in range(_SIZES)]
+    costs = [cost(size) for size in sizes]
+    least = min(range(_SIZES), key=costs.__getitem__)  # the largest of equals
+    if now is not None and costs[least] > (1 - _GAIN) * cost(now):
+        return now
+    return sizes[least]
