@@ -7,12 +7,16 @@ import mmap
 import os
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from tierstore import _core
+
+Figure = TypeVar("Figure")
 
 _PAGE = 4096
 _SIZES = (4096, 8192, 16384, 32768, 65536)
@@ -79,6 +83,30 @@ class Device:
         return [
             [size, rate] for size, rate in zip(_SIZES, np.minimum.accumulate(rates).tolist(), strict=True)
         ]
+
+
+class Drives:
+    """Several devices, measured at the same time: every figure is the sum of theirs."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = devices
+
+    def measure(self) -> dict[str, float]:
+        return {
+            "write_bytes_per_s": self.writes(),
+            "read_iops": sum(self._at_once(lambda device: device.reads())),
+        }
+
+    def writes(self) -> float:
+        return sum(self._at_once(lambda device: device.writes()))
+
+    def read_curve(self, seconds: float, in_flight: int = 128) -> list[list[float]]:
+        curves = self._at_once(lambda device: device.read_curve(seconds, in_flight))
+        return [[size, sum(curve[i][1] for curve in curves)] for i, size in enumerate(_SIZES)]
+
+    def _at_once(self, measure: Callable[[Device], Figure]) -> list[Figure]:
+        with ThreadPoolExecutor(len(self._devices)) as pool:
+            return list(pool.map(measure, self._devices))
 
 
 def direct_flag(folder: Path) -> int:

@@ -1,7 +1,10 @@
-"""The folder that a benchmark works in."""
+"""The folders that a benchmark works in."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 
@@ -10,3 +13,13 @@ def folder(text: str) -> Path:
     path = Path(text)
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+@contextmanager
+def temporary_folders(parents: Sequence[Path] | None) -> Iterator[list[Path]]:
+    """Make a folder in each of ``parents``, None for that of temporary files; delete them at the end."""
+    with ExitStack() as stack:
+        made = (
+            tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=parent) for parent in parents or [None]
+        )
+        yield [Path(stack.enter_context(folder)) for folder in made]

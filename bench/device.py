@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +16,9 @@ import psutil
 
 from tierstore.config import format_bytes, parse_bytes
 
-from ._drive import Device, direct_flag
+from ._drive import Device, Drives, direct_flag
 from ._exchange import exchange_figures
-from ._folder import folder
+from ._folder import folder, temporary_folders
 
 SUMMARY = "memory and SSD figures of this machine, as a topology for tierstore plan"
 
@@ -27,7 +26,11 @@ SUMMARY = "memory and SSD figures of this machine, as a topology for tierstore p
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, help="write the topology there")
     parser.add_argument(
-        "--dir", type=folder, help="folder on the drive to measure (default: the temporary one)"
+        "--dir",
+        type=folder,
+        nargs="+",
+        help="folder on the drive to measure, or one on each of several drives that every rank's store is "
+        "spread over (default: the temporary one)",
     )
     parser.add_argument("--file-size", default="1GiB", help="of the file that is read (default: 1GiB)")
     parser.add_argument(
@@ -69,10 +72,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     result |= cuda_figures(args.seconds)
     if args.ranks > 1 and result["device"] == "cpu":
         result |= exchange_figures(args.ranks, args.seconds)
-    with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=args.dir) as folder:
-        result["ssd_per_host"] = psutil.disk_usage(folder).free
-        result |= drive_figures(Path(folder) / "device", args)
+    with temporary_folders(args.dir) as folders:
+        free = {path.stat().st_dev: psutil.disk_usage(str(path)).free for path in folders}
+        result["ssd_per_host"] = sum(free.values())
+        result |= drive_figures([path / "device" for path in folders], args)
         result["measured"] = {
+            "drives": len(folders),
             "queue_depth": args.queue_depth,
             "file_size": args.file_size,
             "unix_time": int(time.time()),
@@ -154,10 +159,11 @@ def cuda_figures(seconds: float) -> dict[str, Any]:
     }
 
 
-def drive_figures(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Write a file, then read it at random in several sizes, as the store does: past the page cache where
-    the file system can, many reads in flight."""
-    device = Device(path, parse_bytes(args.file_size, "--file-size"), args.seconds)
+def drive_figures(paths: list[Path], args: argparse.Namespace) -> dict[str, Any]:
+    """Write a file on each drive, then read it at random in several sizes, as the store does: past the page
+    cache where the file system can, many reads in flight on each drive, all drives at once."""
+    size = parse_bytes(args.file_size, "--file-size")
+    device = Drives([Device(path, size, args.seconds) for path in paths])
     write = device.writes()
     curve = device.read_curve(args.seconds, args.queue_depth)
     return {
@@ -165,7 +171,7 @@ def drive_figures(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "ssd_bw": max(size * rate for size, rate in curve),
         "ssd_read_iops": curve[0][1],
         "ssd_read_curve": curve,
-        **({} if direct_flag(path.parent) else {"measured_through_page_cache": True}),
+        **({} if all(direct_flag(path.parent) for path in paths) else {"measured_through_page_cache": True}),
     }
 
 

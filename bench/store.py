@@ -9,9 +9,10 @@ import resource
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,9 @@ from tierstore.config import parse_bytes
 from tierstore.keys import make_keys
 from tierstore.store import DirectoryStore, StoredTable, engine_names, open_store
 
-from ._drive import Device
-from ._folder import folder
+from ._drive import Device, Drives
+from ._folder import folder, temporary_folders
+from ._ratios import ratios
 from ._scans import WholeStore
 
 SUMMARY = "rows/s of the row store engines, and of the device"
@@ -55,7 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--read-threads", type=int, default=16, help="threads for engines whose reads block")
     parser.add_argument(
-        "--dir", type=folder, help="folder on the device to measure (default: the temporary one)"
+        "--dir",
+        type=folder,
+        nargs="+",
+        help="folder on the device to measure; of several, each on a device of its own, native uses all, the "
+        "figures of the device are sums, and whole reads of a store are left out (default: a temporary one)",
     )
     parser.add_argument(
         "--device-file", default="1GiB", help="size of the file on which the device alone is measured"
@@ -72,9 +78,19 @@ def run(args: argparse.Namespace) -> int:
         for key, value in values.items():
             samples.setdefault(f"{prefix}.{key}", []).append(value)
 
-    with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=args.dir) as folder:
-        device = Device(Path(folder) / "device", parse_bytes(args.device_file, "--device-file"), args.seconds)
-        benches = {name: EngineBench(name, Path(folder) / name, rows, args) for name in engines}
+    with temporary_folders(args.dir) as folders:
+        size = parse_bytes(args.device_file, "--device-file")
+        devices = [Device(folder / "device", size, args.seconds) for folder in folders]
+        device = Drives(devices)
+        benches = {
+            name: EngineBench(
+                name,
+                [folder / name for folder in (folders if name.startswith("native") else folders[:1])],
+                rows,
+                args,
+            )
+            for name in engines
+        }
         for name, bench in benches.items():
             add("device", device.measure())
             add(name, bench.load())
@@ -83,9 +99,9 @@ def run(args: argparse.Namespace) -> int:
                 add("device", device.measure())
                 add(name, bench.round())
         add("device", device.measure())
-        if "native" in benches:
+        if "native" in benches and len(folders) == 1:
             add("native", benches["native"].reads_beside_compaction())
-            add("native", WholeStore(Path(folder) / "whole", device, rows, args.row_bytes).measure())
+            add("native", WholeStore(folders[0] / "whole", devices[0], rows, args.row_bytes).measure())
     figures |= {key: float(np.median(values)) for key, values in samples.items()}
     figures |= ratios(figures, engines)
     for key, value in figures.items():
@@ -98,9 +114,9 @@ def run(args: argparse.Namespace) -> int:
 class EngineBench:
     """One engine's store of random ids, and the phases that are measured on it."""
 
-    def __init__(self, engine: str, path: Path, rows: int, args: argparse.Namespace) -> None:
+    def __init__(self, engine: str, paths: list[Path], rows: int, args: argparse.Namespace) -> None:
         self.engine, _, self.index = engine.partition(":")
-        self.path, self.args = path, args
+        self.paths, self.args = paths, args
         self.random = np.random.default_rng(1)
         self.ids = self.random.permutation(rows * args.id_spread)[:rows]
         self.table = StoredTable("bench", 0, rows * args.id_spread, args.row_bytes // 4, args.row_bytes)
@@ -133,11 +149,11 @@ class EngineBench:
         """Run each phase once, on a store of which nothing is in the page cache when it is opened."""
         figures = {}
         if self.engine in _THREADED:
-            forget(self.path)
+            forget(self.paths)
             with self.open(self.args.read_threads) as store:
                 settle()
                 figures |= self.reads(store, "read_threads", 1)
-        forget(self.path)
+        forget(self.paths)
         start = time.perf_counter()
         with self.open() as store:
             figures["reopen_s"] = time.perf_counter() - start
@@ -153,7 +169,7 @@ class EngineBench:
 
     def open(self, read_threads: int = 1) -> DirectoryStore:
         return open_store(
-            self.path,
+            self.paths,
             self.engine,
             [self.table],
             _CAP,
@@ -242,7 +258,7 @@ class EngineBench:
         ids = self.ids[:_FULL_ROWS]
         cap = int(len(ids) * (self.args.row_bytes + 16) * 1.05 / _FULL)  # headers, ends of blocks, footers
         cap = max(cap, 16 << 20)  # a smaller store has too few segments
-        folder = tempfile.TemporaryDirectory(dir=self.path.parent)
+        folder = tempfile.TemporaryDirectory(dir=self.paths[0].parent)
         with folder, open_store(Path(folder.name) / "full", self.engine, [self.table], cap) as store:
             self.overwrite_all(store, ids)
             quiet = self.reads_of(store, ids, "read_when_full")
@@ -374,45 +390,11 @@ def settle(seconds: float = 30) -> None:
         before, now = now, moved_bytes()
 
 
-def forget(path: Path) -> None:
-    """Drop the files below ``path`` from the page cache."""
+def forget(paths: Iterable[Path]) -> None:
+    """Drop the files below ``paths`` from the page cache."""
     os.sync()
-    for file in path.rglob("*"):
+    for file in chain.from_iterable(path.rglob("*") for path in paths):
         if file.is_file():
             fd = os.open(file, os.O_RDONLY)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
-
-
-def ratios(figures: dict[str, float], engines: list[str]) -> dict[str, float]:
-    """Compare each engine with the device, and the first engine with the other engines."""
-    result = {}
-    for name in engines:
-        own = {
-            "read_vs_device": figures[f"{name}.read.rows_per_s"] / figures["device.read_iops"],
-            "write_vs_device": figures[f"{name}.overwrite.rows_per_s"]
-            * figures["row_bytes"]
-            / figures["device.write_bytes_per_s"],
-            "load_vs_device": figures[f"{name}.load.rows_per_s"]
-            * figures["row_bytes"]
-            / figures["device.write_bytes_per_s"],
-            "window_vs_read": figures[f"{name}.read_window.rows_per_s"] / figures[f"{name}.read.rows_per_s"],
-        }
-        if f"{name}.read_beside_writes.rows_per_s" in figures:
-            own["read_beside_writes"] = (
-                figures[f"{name}.read_beside_writes.rows_per_s"] / figures[f"{name}.read.rows_per_s"]
-            )
-        if f"{name}.read_when_full.rows_per_s" in figures:
-            own["read_beside_compaction"] = (
-                figures[f"{name}.read_beside_compaction.rows_per_s"]
-                / figures[f"{name}.read_when_full.rows_per_s"]
-            )
-        prefix = "" if name == engines[0] else f"{name}_"
-        result |= {f"ratio.{prefix}{key}": value for key, value in own.items()}
-    first, *others = engines
-    for name in others:
-        for kind in ("read", "read_threads"):
-            if f"{name}.{kind}.rows_per_s" in figures:
-                key = f"ratio.read_vs_{name}" + ("_threads" if kind == "read_threads" else "")
-                result[key] = figures[f"{first}.read.rows_per_s"] / figures[f"{name}.{kind}.rows_per_s"]
-    return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, TypeGuard
@@ -15,6 +15,8 @@ from tierstore.row_format import STATE_BYTES, WEIGHT_BYTES, WIDE, RowFormat
 
 ENGINE_NAMES = ["native", "rocksdb", "lmdb", "memory"]
 """Names that ``TierConfig(engine=...)`` accepts; ``tierstore.store.register_engine`` adds to it."""
+
+_ONE_FOLDER = ("rocksdb", "lmdb", "memory")
 
 _UNITS = {"B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
@@ -26,6 +28,8 @@ _AUTO_SSD = 1 << 40
 _IO_NAMES = ("auto", "uring", "pread")
 INDEX_NAMES = ("auto", "hash", "compact")
 """Names that ``TierConfig(index=...)`` accepts."""
+MAX_PATHS = 16
+"""Devices over which a store is spread at most."""
 
 
 def is_integer(value: Any, minimum: int = 0, maximum: float = math.inf) -> TypeGuard[int]:
@@ -36,6 +40,25 @@ def is_integer(value: Any, minimum: int = 0, maximum: float = math.inf) -> TypeG
 def is_number(value: Any) -> TypeGuard[float]:
     """Tell whether ``value`` is an ``int`` or ``float``; a ``bool`` is no number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def paths_of(path: Any) -> tuple[str, ...]:
+    """Return the paths of ``path``: one, a list, or none for ``None``. Raises ``ConfigError`` for anything
+    else."""
+    if path is None:
+        return ()
+    several = isinstance(path, Sequence) and not isinstance(path, str | bytes)
+    if several and not 1 <= len(path) <= MAX_PATHS:
+        raise ConfigError(f"path is a list of {len(path)} paths; give 1 to {MAX_PATHS}, one for each device")
+    paths = path if several else [path]
+    for one in paths:
+        if not isinstance(one, str | os.PathLike):
+            raise ConfigError(f"path is {path!r}; it must be a folder's path, a list of them, or None")
+        if "\0" in os.fsdecode(one):
+            raise ConfigError(f"path is {path!r}, which has a zero character; no file can have that name")
+        if not os.fspath(one):
+            raise ConfigError("path is empty; leave it out (None) for a temporary folder")
+    return tuple(os.fspath(one) for one in paths)
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:
@@ -114,6 +137,10 @@ class TierConfig:
     - ``ssd``: hard cap of the store's files, 0 for no store: memory must hold all touched rows. ``"auto"``:
       what the file system has, up to 1 TiB.
     - ``path``: folder of the store, in one that exists; ``None`` means a temporary one, deleted on close.
+      A list of folders, one on each of several devices, spreads the store over them (native engine): reads
+      and writes of all devices add up. The first folder is the store's own; the others hold shares of the
+      rows. Give all of them whenever the store is opened; one more folder adds a device. ``ssd`` caps them
+      together.
     - ``engine``: the row store, one of :data:`ENGINE_NAMES`.
     - ``policy``: which rows leave a memory tier: a name of ``cache_policies`` or a policy object.
     - ``admission``: which missed rows get a slot in ``hbm`` at all: "always", "counter(n)", "bloom(n)" or an
@@ -148,7 +175,7 @@ class TierConfig:
     hbm: int | str = "64MiB"
     uvm: int | str = 0
     ssd: int | str = "auto"
-    path: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
     engine: str = "native"
     policy: Any = "lookahead"
     admission: Any = "always"
@@ -194,6 +221,16 @@ class TierConfig:
     def ssd_cap(self) -> int:
         """Return the most bytes that the store's files may take; 0 for no store."""
         return _AUTO_SSD if self.ssd == "auto" else int(self.ssd)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Return the folders of the store, the first one first; none for a temporary store."""
+        return paths_of(self.path)
+
+    @property
+    def where(self) -> str:
+        """Return the folders of the store, for messages."""
+        return ", ".join(map(str, self.paths))
 
     @property
     def lower_format(self) -> RowFormat:
@@ -272,15 +309,13 @@ class TierConfig:
     def _check_path(self) -> None:
         if self.path is None:
             return
-        if not isinstance(self.path, str | os.PathLike):
-            raise ConfigError(f"path is {self.path!r}; it must be a folder's path or None")
-        object.__setattr__(self, "path", os.fspath(self.path))
-        if "\0" in os.fsdecode(self.path):
+        paths = paths_of(self.path)
+        object.__setattr__(self, "path", paths if len(paths) > 1 else paths[0])
+        if len(paths) > 1 and self.engine in _ONE_FOLDER:
             raise ConfigError(
-                f"path is {self.path!r}, which has a zero character; no file can have that name"
+                f"engine {self.engine!r} keeps a store in one folder, and path has {len(paths)}; give one "
+                'path, or engine="native"'
             )
-        if not self.path:
-            raise ConfigError("path is empty; leave it out (None) for a temporary folder")
         if self.ssd == 0:
             why = 'hbm="all" keeps every row in memory' if self.keeps_all else "ssd is 0"
             raise ConfigError(

@@ -6,6 +6,7 @@
 #include "io/fault_env.h"
 #include "io/memory_env.h"
 #include "io/read_only_env.h"
+#include "store/striped_env.h"
 
 namespace py = pybind11;
 
@@ -50,10 +51,11 @@ TIERSTORE_BINDINGS(env) {
       .def("operations", &MemoryEnv::operations)
       .def(
           "after_crash",
-          [](MemoryEnv& env, std::size_t operations, const std::string& unsynced, std::uint64_t seed) {
-            return env.AfterCrash(operations, ParseUnsynced(unsynced), seed);
+          [](MemoryEnv& env, std::size_t operations, const std::string& unsynced, std::uint64_t seed,
+             const std::string& keeps) {
+            return env.AfterCrash(operations, ParseUnsynced(unsynced), seed, keeps);
           },
-          py::arg("operations"), py::arg("unsynced"), py::arg("seed") = 0)
+          py::arg("operations"), py::arg("unsynced"), py::arg("seed") = 0, py::arg("keeps") = "")
       .def("contents", &Contents, py::arg("path"))
       .def("set_contents", &SetContents, py::arg("path"), py::arg("contents"))
       .def("remove", &MemoryEnv::Remove, py::arg("path"));
@@ -62,7 +64,7 @@ TIERSTORE_BINDINGS(env) {
                [](Env* base) { return std::make_unique<ReadOnlyEnv>(base == nullptr ? PosixEnv() : *base); }),
            py::arg("base") = nullptr, py::keep_alive<1, 2>());
   py::class_<FaultEnv, Env>(m, "FaultEnv")
-      .def(py::init<Env&>(), py::arg("base"), py::keep_alive<1, 2>())
+      .def(py::init<Env&, unsigned>(), py::arg("base"), py::arg("at_once") = 0, py::keep_alive<1, 2>())
       .def("fail", &FaultEnv::Fail, py::arg("kind"), py::arg("nth"), py::arg("errno"),
            py::arg("forever") = false)
       .def("set_capacity", &FaultEnv::SetCapacity, py::arg("bytes"))
@@ -70,7 +72,19 @@ TIERSTORE_BINDINGS(env) {
       .def("shorten_reads", &FaultEnv::ShortenReads, py::arg("every_nth_read"))
       .def("slow_down", &FaultEnv::SlowDown, py::arg("seconds_per_operation"))
       .def("heal", &FaultEnv::Heal)
-      .def("counts", &FaultEnv::Counts);
+      .def("counts", &FaultEnv::Counts)
+      .def("most_at_once", &FaultEnv::MostAtOnce);
+  // `folders`: (Env, path) of each, a list, which lives as long.
+  py::class_<StripedEnv, Env>(m, "StripedEnv")
+      .def(py::init([](const py::list& folders, std::uint32_t stripe_bytes) {
+             std::vector<StripeFolder> parsed;
+             for (const py::handle folder : folders) {
+               const auto pair = folder.cast<std::pair<Env*, std::string>>();
+               parsed.push_back({pair.first, pair.second});
+             }
+             return std::make_unique<StripedEnv>(std::move(parsed), stripe_bytes);
+           }),
+           py::arg("folders"), py::arg("stripe_bytes") = Chunk::kBytes, py::keep_alive<1, 2>());
 }
 
 }  // namespace tierstore

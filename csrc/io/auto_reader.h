@@ -19,8 +19,8 @@ class RingError : public IoError {
 
 class AutoReader final : public BatchReader {
  public:
-  AutoReader(std::unique_ptr<BatchReader> ring, unsigned threads)
-      : ring_(std::move(ring)), threads_(threads) {}
+  AutoReader(std::unique_ptr<BatchReader> ring, unsigned queue_depth, unsigned devices)
+      : ring_(std::move(ring)), queue_depth_(queue_depth), devices_(devices) {}
 
   // After a refusal all requests are made again, also requests that `done` was called for.
   void Read(std::span<const ReadRequest> requests, const Done& done) override {
@@ -29,7 +29,7 @@ class AutoReader final : public BatchReader {
         ring_->Read(requests, done);
         return;
       } catch (const RingError&) {
-        pread_ = NewPreadReader(threads_);
+        pread_ = NewPreadReader(queue_depth_, devices_);
         name_ = pread_->name();
       }
     }
@@ -40,7 +40,7 @@ class AutoReader final : public BatchReader {
 
  private:
   const std::unique_ptr<BatchReader> ring_;  // lives on: the kernel may still write to its memory
-  const unsigned threads_;
+  const unsigned queue_depth_, devices_;
   std::unique_ptr<BatchReader> pread_;
   std::atomic<const char*> name_{ring_->name()};
 };

@@ -37,6 +37,13 @@ class File {
   virtual std::uint64_t Size() = 0;
   // Whether transfers go past the page cache now.
   virtual bool IsDirect() const { return false; }
+  // The device (below Env::Devices) that has this byte, and the end of the stretch of bytes around it that
+  // one request can read there.
+  virtual unsigned DeviceOf(std::uint64_t) const { return 0; }
+  virtual std::uint64_t EndOfStretch(std::uint64_t) const { return ~std::uint64_t{0}; }
+  // Keeps open what a Read from another thread needs, as long as the result lives. Returns nullptr if
+  // `may_wait` and that must wait for another file that is in use.
+  virtual std::shared_ptr<const void> Hold(bool /*may_wait*/) { return std::make_shared<int>(); }
   virtual const std::string& path() const = 0;
 };
 
@@ -44,6 +51,7 @@ struct ReadRequest {
   File* file;
   std::uint64_t offset;  // multiple of kBlockBytes
   std::uint32_t size;    // multiple of kBlockBytes, at most kMaxReadBytes
+  unsigned device = 0;   // below the reader's number of devices
 };
 
 inline constexpr std::size_t kMaxReadBytes = 64 << 10;
@@ -73,6 +81,10 @@ class Env {
   // `direct` asks for IO past the page cache; where the file system refuses that, now or at a transfer, the
   // file uses buffered IO.
   virtual std::unique_ptr<File> Open(const std::string& path, OpenMode mode, bool direct) = 0;
+  // Creates a file that may come to have this many bytes.
+  virtual std::unique_ptr<File> Create(const std::string& path, bool direct, std::uint64_t /*bytes*/) {
+    return Open(path, OpenMode::kCreate, direct);
+  }
   virtual bool Exists(const std::string& path) = 0;
   // Names of the entries, without "." and "..", in no particular order.
   virtual std::vector<std::string> List(const std::string& directory) = 0;
@@ -81,9 +93,14 @@ class Env {
   // An absent file is not an error. Open files stay readable.
   virtual void Remove(const std::string& path) = 0;
   virtual void SyncDirectory(const std::string& directory) = 0;
-  // `queue_depth`: requests in flight. kIoUring throws where the kernel refuses io_uring; kAuto then uses
-  // pread.
-  virtual std::unique_ptr<BatchReader> NewBatchReader(ReadEngine engine, unsigned queue_depth) = 0;
+  // `queue_depth`: requests in flight on each of `devices`, so that a slow device holds none of the others
+  // up. kIoUring throws where the kernel refuses io_uring; kAuto then uses pread.
+  virtual std::unique_ptr<BatchReader> NewBatchReader(ReadEngine engine, unsigned queue_depth,
+                                                      unsigned devices = 1) = 0;
+  // Devices over which the Env spreads a file's bytes.
+  virtual unsigned Devices() const { return 1; }
+  // Bytes that files in the directory can still take.
+  virtual std::uint64_t FreeBytes(const std::string&) { return ~std::uint64_t{0}; }
   // Closes the descriptors that the Env itself holds. No file of it may be in use.
   virtual void Close() {}
 };
@@ -96,5 +113,8 @@ std::unique_ptr<Env> NewPosixEnv(const std::string& directory);
 
 // Reads one request after the other through File::Read: for Envs that have no device.
 std::unique_ptr<BatchReader> NewSerialReader();
+// Reads through File::Read, by at most kMostPreadThreads threads for each device.
+inline constexpr unsigned kMostPreadThreads = 32;
+std::unique_ptr<BatchReader> NewPreadReader(unsigned queue_depth, unsigned devices);
 
 }  // namespace tierstore

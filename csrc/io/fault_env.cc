@@ -13,6 +13,7 @@ class FaultFile final : public File {
  public:
   FaultFile(FaultEnv& env, std::unique_ptr<File> base) : env_(env), base_(std::move(base)) {}
 
+  std::shared_ptr<const void> Hold(bool may_wait) override { return base_->Hold(may_wait); }
   std::size_t Read(std::uint64_t offset, void* data, std::size_t size) override {
     env_.Begin("read", path());
     return env_.Distort(static_cast<std::byte*>(data), base_->Read(offset, data, size));
@@ -125,9 +126,33 @@ void FaultEnv::Begin(const std::string& kind, const std::string& path) {
       }
     }
   }
-  if (delay > 0) std::this_thread::sleep_for(std::chrono::duration<double>(delay));
+  if (delay > 0) Serve(delay);
   if (code == ENOMEM) throw std::bad_alloc();
   if (code != 0) throw IoError(code, path, kind + " (injected)");
+}
+
+void FaultEnv::Serve(double seconds) {
+  std::unique_lock lock(mutex_);
+  most_at_once_ = std::max(most_at_once_, ++waiting_);
+  served_.wait(lock, [this] { return at_once_ == 0 || serving_ < at_once_; });
+  ++serving_;
+  lock.unlock();
+  std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+  lock.lock();
+  --serving_;
+  --waiting_;
+  served_.notify_one();
+}
+
+unsigned FaultEnv::MostAtOnce() {
+  std::lock_guard lock(mutex_);
+  return most_at_once_;
+}
+
+std::uint64_t FaultEnv::FreeBytes(const std::string& directory) {
+  const std::uint64_t below = base_.FreeBytes(directory);
+  std::lock_guard lock(mutex_);
+  return std::min(below, capacity_ - std::min(capacity_, used_));
 }
 
 std::uint64_t FaultEnv::Grow(std::uint64_t bytes) {

@@ -1,8 +1,8 @@
 // An Env around another that fails on request: errors at the nth operation of a kind, a device that is full,
-// reads that come short or with a bit flipped, a device that is slow.
+// reads that come short or with a bit flipped, a device that is slow and serves few operations at once.
 #pragma once
 
-#include <atomic>
+#include <condition_variable>
 #include <map>
 #include <mutex>
 
@@ -14,7 +14,9 @@ class FaultEnv final : public Env {
  public:
   // Kinds of operations: "open", "create", "read", "write", "sync", "truncate", "rename", "remove", "list",
   // "sync_directory".
-  explicit FaultEnv(Env& base) : base_(base) {}
+  // `at_once`: operations that the device serves at once while it is slow, and batches are read by threads
+  // then; 0: it serves all, and batches are read one request after the other.
+  explicit FaultEnv(Env& base, unsigned at_once = 0) : base_(base), at_once_(at_once) {}
 
   std::unique_ptr<File> Open(const std::string& path, OpenMode mode, bool direct) override;
   bool Exists(const std::string& path) override { return base_.Exists(path); }
@@ -22,7 +24,10 @@ class FaultEnv final : public Env {
   void Rename(const std::string& from, const std::string& to) override;
   void Remove(const std::string& path) override;
   void SyncDirectory(const std::string& directory) override;
-  std::unique_ptr<BatchReader> NewBatchReader(ReadEngine, unsigned) override { return NewSerialReader(); }
+  std::unique_ptr<BatchReader> NewBatchReader(ReadEngine, unsigned queue_depth, unsigned devices) override {
+    return at_once_ == 0 ? NewSerialReader() : NewPreadReader(queue_depth, devices);
+  }
+  std::uint64_t FreeBytes(const std::string& directory) override;
 
   // The nth operation of this kind from now on (1 is the next) fails with `code`, and if `forever` all later
   // operations, too. ENOMEM is no failure of the device, but std::bad_alloc.
@@ -37,6 +42,8 @@ class FaultEnv final : public Env {
   // Ends all faults.
   void Heal();
   std::map<std::string, std::uint64_t> Counts();
+  // The most operations that were under way at once.
+  unsigned MostAtOnce();
 
  private:
   friend class FaultFile;
@@ -52,9 +59,13 @@ class FaultEnv final : public Env {
   // Returns how many of `bytes` more bytes there is room for.
   std::uint64_t Grow(std::uint64_t bytes);
   std::size_t Distort(std::byte* data, std::size_t size);
+  void Serve(double seconds);
 
   Env& base_;
+  const unsigned at_once_;
   std::mutex mutex_;  // guards all that follows
+  std::condition_variable served_;
+  unsigned waiting_ = 0, serving_ = 0, most_at_once_ = 0;
   std::map<std::string, std::uint64_t> counts_;
   std::multimap<std::string, Rule> rules_;
   std::uint64_t capacity_ = ~std::uint64_t{0}, used_ = 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 
 #include "io/errors.h"
 
@@ -9,6 +10,8 @@ namespace tierstore {
 namespace {
 
 constexpr std::size_t kSectorBytes = 512;
+
+std::string DirectoryOf(const std::string& path) { return path.substr(0, path.rfind('/')); }
 
 void Store(std::vector<std::byte>& data, std::uint64_t offset, const std::byte* from, std::size_t size) {
   if (data.size() < offset + size) data.resize(offset + size);
@@ -35,7 +38,7 @@ class MemoryFile final : public File {
     std::lock_guard lock(env_.mutex_);
     const auto* bytes = static_cast<const std::byte*>(data);
     Store(inode_->data, offset, bytes, size);
-    env_.log_.push_back({MemoryEnv::Kind::kWrite, inode_->id, offset, {bytes, bytes + size}});
+    env_.log_.push_back({MemoryEnv::Kind::kWrite, inode_->id, offset, {bytes, bytes + size}, {}, path_});
   }
 
   void Sync() override {
@@ -46,7 +49,7 @@ class MemoryFile final : public File {
   void Truncate(std::uint64_t size) override {
     std::lock_guard lock(env_.mutex_);
     inode_->data.resize(size);
-    env_.log_.push_back({MemoryEnv::Kind::kTruncate, inode_->id, size});
+    env_.log_.push_back({MemoryEnv::Kind::kTruncate, inode_->id, size, {}, {}, path_});
   }
 
   std::uint64_t Size() override {
@@ -104,9 +107,9 @@ void MemoryEnv::Remove(const std::string& path) {
   if (names_.erase(path) > 0) log_.push_back({.kind = Kind::kRemove, .from = path});
 }
 
-void MemoryEnv::SyncDirectory(const std::string&) {
+void MemoryEnv::SyncDirectory(const std::string& directory) {
   std::lock_guard lock(mutex_);
-  log_.push_back({.kind = Kind::kSyncDirectory});
+  log_.push_back({.kind = Kind::kSyncDirectory, .to = directory});
 }
 
 std::size_t MemoryEnv::operations() {
@@ -118,7 +121,7 @@ std::size_t MemoryEnv::operations() {
 std::vector<bool> MemoryEnv::Durable(std::size_t operations) const {
   std::vector<bool> durable(operations, false);
   std::map<std::size_t, std::size_t> synced;  // by inode: everything before this operation
-  std::size_t directory = 0;
+  std::set<std::string> directories;          // synced later
   for (std::size_t i = operations; i > 0; --i) {
     const Operation& operation = log_[i - 1];
     switch (operation.kind) {
@@ -126,14 +129,15 @@ std::vector<bool> MemoryEnv::Durable(std::size_t operations) const {
         synced.emplace(operation.inode, i);
         break;
       case Kind::kSyncDirectory:
-        directory = std::max(directory, i);
+        directories.insert(operation.to);
         break;
       case Kind::kWrite:
       case Kind::kTruncate:
         durable[i - 1] = synced.contains(operation.inode);
         break;
       default:
-        durable[i - 1] = i < directory;
+        durable[i - 1] =
+            directories.contains(DirectoryOf(operation.to.empty() ? operation.from : operation.to));
     }
   }
   return durable;
@@ -184,7 +188,7 @@ void MemoryEnv::ApplyTorn(const Operation& operation, Disk& disk, std::mt19937_6
 }
 
 std::unique_ptr<MemoryEnv> MemoryEnv::AfterCrash(std::size_t operations, Unsynced unsynced,
-                                                 std::uint64_t seed) {
+                                                 std::uint64_t seed, const std::string& keeps) {
   std::lock_guard lock(mutex_);
   operations = std::min(operations, log_.size());
   const std::vector<bool> durable = Durable(operations);
@@ -197,7 +201,9 @@ std::unique_ptr<MemoryEnv> MemoryEnv::AfterCrash(std::size_t operations, Unsynce
     const std::uint64_t choice = unsynced == Unsynced::kRandom ? random() % 3
                                  : unsynced == Unsynced::kKept ? 0
                                                                : 1;
-    if (durable[i] || choice == 0) {
+    const bool kept =
+        !keeps.empty() && (operation.to.starts_with(keeps + "/") || operation.from.starts_with(keeps + "/"));
+    if (durable[i] || kept || choice == 0) {
       Apply(operation, disk);
     } else if (choice == 2 && operation.kind == Kind::kWrite) {
       ApplyTorn(operation, disk, random);

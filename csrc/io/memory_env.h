@@ -2,9 +2,9 @@
 // crash could have left the disk.
 //
 // What a crash may do: a write or truncation that no later Sync of its file covers may be lost, or, a write,
-// be torn at 512-byte sectors; a creation, rename or removal that no later SyncDirectory covers may be lost,
-// each for itself. That is weaker than what journaling file systems promise, and all that the store relies
-// on.
+// be torn at 512-byte sectors; a creation, rename or removal that no later SyncDirectory of its directory
+// covers may be lost, each for itself. That is weaker than what journaling file systems promise, and all that
+// the store relies on.
 #pragma once
 
 #include <map>
@@ -23,14 +23,18 @@ class MemoryEnv final : public Env {
   void Rename(const std::string& from, const std::string& to) override;
   void Remove(const std::string& path) override;
   void SyncDirectory(const std::string& directory) override;
-  std::unique_ptr<BatchReader> NewBatchReader(ReadEngine, unsigned) override { return NewSerialReader(); }
+  std::unique_ptr<BatchReader> NewBatchReader(ReadEngine, unsigned, unsigned) override {
+    return NewSerialReader();
+  }
 
   // Operations so far.
   std::size_t operations();
 
   enum class Unsynced { kLost, kKept, kRandom };
   // The disk after a crash that came after the first `operations` operations. `seed` chooses for kRandom.
-  std::unique_ptr<MemoryEnv> AfterCrash(std::size_t operations, Unsynced unsynced, std::uint64_t seed);
+  // What was done in the directory `keeps` is kept in any case: the cache of its device has a battery.
+  std::unique_ptr<MemoryEnv> AfterCrash(std::size_t operations, Unsynced unsynced, std::uint64_t seed,
+                                        const std::string& keeps = "");
 
   // The whole contents of a file, for tests that damage files. These calls are not recorded.
   std::vector<std::byte> Contents(const std::string& path);
@@ -49,7 +53,7 @@ class MemoryEnv final : public Env {
     std::size_t inode = 0;
     std::uint64_t offset = 0;  // or size
     std::vector<std::byte> data = {};
-    std::string from = {}, to = {};
+    std::string from = {}, to = {};  // paths; `to` also of a file that is written, and of a directory
   };
   using Disk = std::pair<std::map<std::size_t, std::shared_ptr<Inode>>, std::map<std::string, std::size_t>>;
 

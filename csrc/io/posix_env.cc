@@ -3,6 +3,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,8 +15,6 @@
 
 namespace tierstore {
 namespace {
-
-constexpr unsigned kMostPreadThreads = 32;
 
 class Posix final : public Env {
  public:
@@ -84,16 +83,25 @@ class Posix final : public Env {
     if (fsync(descriptor.value()) != 0) throw IoError(errno, directory, "sync");
   }
 
-  std::unique_ptr<BatchReader> NewBatchReader(ReadEngine engine, unsigned queue_depth) override {
-    if (engine == ReadEngine::kPread) return NewPreadReader(std::min(queue_depth, kMostPreadThreads));
+  std::unique_ptr<BatchReader> NewBatchReader(ReadEngine engine, unsigned queue_depth,
+                                              unsigned devices) override {
+    if (engine == ReadEngine::kPread) return NewPreadReader(queue_depth, devices);
     int error = 0;
-    auto ring = NewUringReader(queue_depth, &error);
+    auto ring = NewUringReader(queue_depth, devices, &error);
     if (engine == ReadEngine::kIoUring) {
       if (ring != nullptr) return ring;
       throw IoError(error, "io_uring", "set up a ring (this kernel or container refuses it; use io='pread')");
     }
-    if (ring == nullptr) return NewPreadReader(std::min(queue_depth, kMostPreadThreads));
-    return std::make_unique<AutoReader>(std::move(ring), std::min(queue_depth, kMostPreadThreads));
+    if (ring == nullptr) return NewPreadReader(queue_depth, devices);
+    return std::make_unique<AutoReader>(std::move(ring), queue_depth, devices);
+  }
+
+  std::uint64_t FreeBytes(const std::string& directory) override {
+    struct statvfs found{};
+    const bool held = folder_->descriptor.value() >= 0 && directory == folder_->path;
+    if ((held ? fstatvfs(folder_->descriptor.value(), &found) : statvfs(directory.c_str(), &found)) != 0)
+      throw IoError(errno, directory, "ask for the free space");
+    return std::uint64_t{found.f_bavail} * found.f_frsize;
   }
 
   void Close() override { folder_->descriptor.Close(); }

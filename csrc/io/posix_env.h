@@ -44,6 +44,7 @@ class PosixFile final : public File {
   std::uint64_t Size() override;
   bool IsDirect() const override { return direct_; }
   const std::string& path() const override { return path_; }
+  std::shared_ptr<const void> Hold(bool may_wait) override { return Use(may_wait); }
 
   // Opens the file, which stays open while the result lives. Throws IoError, with IsOutOfDescriptors() when
   // no descriptor is free. Returns nullptr if `may_wait` and all descriptors of the files are in use: ask
@@ -106,8 +107,7 @@ class OpenFiles {
   std::list<PosixFile*> used_;   // all open files, the least recently used first
 };
 
-// Returns nullptr where the kernel refuses io_uring, with its errno in `error`.
-std::unique_ptr<BatchReader> NewUringReader(unsigned queue_depth, int* error);
-std::unique_ptr<BatchReader> NewPreadReader(unsigned threads);
+// Of PosixFiles. Returns nullptr where the kernel refuses io_uring, with its errno in `error`.
+std::unique_ptr<BatchReader> NewUringReader(unsigned queue_depth, unsigned devices, int* error);
 
 }  // namespace tierstore

@@ -1,4 +1,5 @@
 // The reader for kernels and containers without io_uring: each thread has one read in flight.
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -9,15 +10,16 @@
 
 #include "common/call_limit.h"
 #include "io/errors.h"
-#include "io/posix_env.h"
 #include "io/read_slots.h"
+#include "io/request_queues.h"
 
 namespace tierstore {
 namespace {
 
 class PreadReader final : public BatchReader {
  public:
-  explicit PreadReader(unsigned threads) : threads_(threads), slots_(threads), descriptors_(threads) {}
+  PreadReader(unsigned threads, unsigned devices)
+      : threads_(threads * devices), slots_(threads, devices), held_(threads_), queues_(devices) {}
 
   ~PreadReader() override {
     {
@@ -31,24 +33,28 @@ class PreadReader final : public BatchReader {
   void Read(std::span<const ReadRequest> requests, const Done& done) override {
     StartWorkers();
     slots_.Prepare(requests);
+    queues_.Prepare(requests, slots_.count());
     std::exception_ptr error;
-    std::size_t next = 0, in_flight = 0;
+    std::size_t in_flight = 0;
     std::deque<Job> arrived;
     while (true) {
       if (error == nullptr && CallMustEnd()) error = std::make_exception_ptr(CallEnded{});
       {
         std::unique_lock lock(mutex_);
-        for (; error == nullptr && next < requests.size() && slots_.HasFree(); ++next, ++in_flight) {
-          PosixFile::Descriptor descriptor;
+        for (; error == nullptr && slots_.HasFree(); ++in_flight) {
+          const auto next = queues_.Next();
+          if (!next) break;
+          std::shared_ptr<const void> file;
           try {
-            descriptor = static_cast<PosixFile*>(requests[next].file)->Use(in_flight > 0);
+            file = requests[*next].file->Hold(in_flight > 0);
           } catch (const IoError& refused) {
             if (!refused.IsOutOfDescriptors() || in_flight == 0) error = std::current_exception();
           }
-          if (descriptor == nullptr) break;  // requests in flight will release descriptors
-          const unsigned slot = slots_.Take(next);
-          descriptors_[slot] = std::move(descriptor);  // keeps the file open until the thread has read it
-          queued_.push_back(Job{slot, &requests[next], slots_.data(slot), 0, nullptr});
+          if (file == nullptr) break;  // requests in flight will release descriptors
+          queues_.Begin();
+          const unsigned slot = slots_.Take(*next);
+          held_[slot] = std::move(file);  // stays open until the thread has read it
+          queued_.push_back(Job{slot, &requests[*next], slots_.data(slot), 0, nullptr});
           work_.notify_one();
         }
         if (in_flight == 0) break;
@@ -58,7 +64,8 @@ class PreadReader final : public BatchReader {
       for (const Job& job : arrived) {
         --in_flight;
         if (error == nullptr) error = Deliver(job, slots_[job.slot].request, done);
-        descriptors_[job.slot].reset();
+        held_[job.slot].reset();
+        queues_.End(*job.request);
         slots_.Release(job.slot);
       }
       arrived.clear();
@@ -112,7 +119,8 @@ class PreadReader final : public BatchReader {
 
   const unsigned threads_;
   ReadSlots slots_;
-  std::vector<PosixFile::Descriptor> descriptors_;  // by slot, of the requests in flight
+  std::vector<std::shared_ptr<const void>> held_;  // by slot, of the requests in flight
+  RequestQueues queues_;
   std::vector<std::thread> workers_;
 
   std::mutex mutex_;  // guards what follows
@@ -123,8 +131,8 @@ class PreadReader final : public BatchReader {
 
 }  // namespace
 
-std::unique_ptr<BatchReader> NewPreadReader(unsigned threads) {
-  return std::make_unique<PreadReader>(threads);
+std::unique_ptr<BatchReader> NewPreadReader(unsigned queue_depth, unsigned devices) {
+  return std::make_unique<PreadReader>(std::min(queue_depth, kMostPreadThreads), devices);
 }
 
 }  // namespace tierstore

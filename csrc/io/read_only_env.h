@@ -18,9 +18,12 @@ class ReadOnlyEnv final : public Env {
   void Rename(const std::string& from, const std::string& to) override;
   void Remove(const std::string&) override {}
   void SyncDirectory(const std::string&) override {}
-  std::unique_ptr<BatchReader> NewBatchReader(ReadEngine engine, unsigned queue_depth) override {
-    return base_.NewBatchReader(engine, queue_depth);
+  std::unique_ptr<BatchReader> NewBatchReader(ReadEngine engine, unsigned queue_depth,
+                                              unsigned devices) override {
+    return base_.NewBatchReader(engine, queue_depth, devices);
   }
+  unsigned Devices() const override { return base_.Devices(); }
+  std::uint64_t FreeBytes(const std::string& directory) override { return base_.FreeBytes(directory); }
 
  private:
   Env& base_;

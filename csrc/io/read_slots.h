@@ -21,7 +21,10 @@ class ReadSlots {
     bool refused_once = false;  // with EINVAL
   };
 
-  explicit ReadSlots(unsigned depth) : depth_(depth), arena_(std::max(depth * (32 << 10), kArenaFloor)) {}
+  // `depth`: of each device.
+  ReadSlots(unsigned depth, unsigned devices)
+      : depth_(std::size_t{depth} * devices),
+        arena_(std::max(depth_ * (32 << 10), devices * kMaxReadBytes)) {}
 
   // Cuts the arena for these requests; all slots are free.
   void Prepare(std::span<const ReadRequest> requests) {
@@ -34,12 +37,13 @@ class ReadSlots {
       largest = std::max<std::size_t>(largest, request.size);
     }
     slot_bytes_ = std::bit_ceil(largest);
-    const std::size_t count = std::min<std::size_t>(depth_, arena_.size() / slot_bytes_);
+    const std::size_t count = std::min(depth_, arena_.size() / slot_bytes_);
     slots_.assign(count, Slot{});
     free_.clear();
     for (std::size_t i = count; i > 0; --i) free_.push_back(static_cast<unsigned>(i - 1));
   }
 
+  std::size_t count() const { return slots_.size(); }
   bool HasFree() const { return !free_.empty(); }
   unsigned Take(std::size_t request) {
     const unsigned slot = free_.back();
@@ -54,9 +58,7 @@ class ReadSlots {
   AlignedBuffer& arena() { return arena_; }
 
  private:
-  static constexpr unsigned kArenaFloor = kMaxReadBytes;
-
-  const unsigned depth_;
+  const std::size_t depth_;
   AlignedBuffer arena_;
   std::size_t slot_bytes_ = 0;
   std::vector<Slot> slots_;

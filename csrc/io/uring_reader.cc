@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <exception>
 #include <utility>
 #include <vector>
@@ -7,6 +8,7 @@
 #include "io/errors.h"
 #include "io/posix_env.h"
 #include "io/read_slots.h"
+#include "io/request_queues.h"
 #include "io/uring.h"
 
 namespace tierstore {
@@ -18,8 +20,12 @@ constexpr unsigned kAtOnce = 8;
 
 class UringReader final : public BatchReader {
  public:
-  UringReader(std::unique_ptr<Uring> ring, unsigned depth)
-      : slots_(depth), descriptors_(depth), ring_(std::move(ring)) {
+  UringReader(std::unique_ptr<Uring> ring, unsigned depth, unsigned devices)
+      : slots_(depth, devices),
+        queues_(devices),
+        descriptors_(std::size_t{depth} * devices),
+        last_(devices),
+        ring_(std::move(ring)) {
     fixed_ = ring_->RegisterBuffer(slots_.arena().data(), slots_.arena().size());
   }
 
@@ -27,11 +33,14 @@ class UringReader final : public BatchReader {
     if (broken_ != 0) throw RingError(broken_);
     requests_ = requests;
     slots_.Prepare(requests);
+    queues_.Prepare(requests, slots_.count());
     error_ = nullptr;
     in_flight_ = 0;
-    std::size_t next = 0;
     while (true) {
-      while (error_ == nullptr && next < requests.size() && slots_.HasFree() && Begin(next)) ++next;
+      while (error_ == nullptr && slots_.HasFree()) {
+        const auto next = queues_.Next();
+        if (!next || !Begin(*next)) break;
+      }
       if (in_flight_ == 0) break;
       const int code = ring_->SubmitAndWait(std::min(in_flight_, kAtOnce));
       if (code != 0) {
@@ -42,8 +51,7 @@ class UringReader final : public BatchReader {
       for (unsigned n = 0; n < kAtOnce && ring_->Reap(cqe); ++n) Complete(cqe, done);
       if (error_ == nullptr && CallMustEnd()) error_ = std::make_exception_ptr(CallEnded{});
     }
-    last_file_ = nullptr;
-    last_descriptor_.reset();
+    std::fill(last_.begin(), last_.end(), Last{});
     if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
@@ -55,15 +63,16 @@ class UringReader final : public BatchReader {
   // Returns false when the request must wait for descriptors in use, or has failed.
   bool Begin(std::size_t index) try {
     PosixFile& file = FileOf(requests_[index]);
-    if (&file != last_file_) {
-      last_file_ = nullptr;
-      last_descriptor_.reset();  // it may be the descriptor that is lacking
-      last_descriptor_ = file.Use(in_flight_ > 0);
-      if (last_descriptor_ == nullptr) return false;
-      last_file_ = &file;
+    Last& last = last_[requests_[index].device];
+    if (&file != last.file) {
+      std::fill(last_.begin(), last_.end(), Last{});  // one may be the descriptor that is lacking
+      PosixFile::Descriptor descriptor = file.Use(in_flight_ > 0);
+      if (descriptor == nullptr) return false;
+      last = {&file, std::move(descriptor)};
     }
+    queues_.Begin();
     const unsigned slot = slots_.Take(index);
-    descriptors_[slot] = last_descriptor_;
+    descriptors_[slot] = last.descriptor;
     Submit(slot);
     return true;
   } catch (const IoError& error) {
@@ -109,14 +118,21 @@ class UringReader final : public BatchReader {
       }
     }
     descriptors_[slot].reset();
+    queues_.End(request);
     slots_.Release(slot);
   }
 
+  // The file of a device's last request, which often is the file of its next one, too.
+  struct Last {
+    PosixFile* file = nullptr;
+    PosixFile::Descriptor descriptor;
+  };
+
   ReadSlots slots_;
+  RequestQueues queues_;
   std::vector<PosixFile::Descriptor> descriptors_;  // by slot, of the requests in flight
-  PosixFile* last_file_ = nullptr;
-  PosixFile::Descriptor last_descriptor_;
-  std::unique_ptr<Uring> ring_;  // dies before the memory that it may still write to
+  std::vector<Last> last_;                          // by device
+  std::unique_ptr<Uring> ring_;                     // dies before the memory that it may still write to
   bool fixed_ = false;
   int broken_ = 0;
   std::span<const ReadRequest> requests_;
@@ -126,10 +142,10 @@ class UringReader final : public BatchReader {
 
 }  // namespace
 
-std::unique_ptr<BatchReader> NewUringReader(unsigned queue_depth, int* error) {
-  auto ring = Uring::Create(queue_depth, error);
+std::unique_ptr<BatchReader> NewUringReader(unsigned queue_depth, unsigned devices, int* error) {
+  auto ring = Uring::Create(queue_depth * devices, error);
   if (ring == nullptr) return nullptr;
-  return std::make_unique<UringReader>(std::move(ring), queue_depth);
+  return std::make_unique<UringReader>(std::move(ring), queue_depth, devices);
 }
 
 }  // namespace tierstore

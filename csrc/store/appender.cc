@@ -77,7 +77,7 @@ SegmentPtr Appender::NewSegment(Lock& lock, RowClass& row_class, Stream stream) 
   segment->capacity = row_class.slots_per_segment;
   segment->crc_prefix = RecordCrcPrefix(context_.id, segment->number);
   segment->path = context_.PathOf(SegmentName(segment->number));
-  segment->file = context_.env.Open(segment->path, OpenMode::kCreate, context_.config.direct);
+  segment->file = context_.env.Create(segment->path, context_.config.direct, bytes);
   segments_.NoteCreated();
   segments_.SetReservedBytes(*segment, bytes);
   QueueHeader(segment);

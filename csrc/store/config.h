@@ -32,12 +32,12 @@ struct StoreConfig {
   std::uint64_t cap_bytes = std::uint64_t{1} << 40;  // of all files
   std::uint64_t segment_bytes = 0;                   // at most; 0: from the cap
   ReadEngine read_engine = ReadEngine::kAuto;
-  unsigned queue_depth = 128;
-  bool direct = true;            // IO goes past the page cache where the file system allows that
-  std::size_t keep_commits = 1;  // the next commit drops older commits without a tag
-  std::uint64_t at_commit = 0;   // the commit that the store is opened at; 0: the last
-  bool read_only = false;        // nothing is resumed, compacted or saved; needs a ReadOnlyEnv
-  std::size_t write_buffer_bytes = 16 << 20;
+  unsigned queue_depth = 128;                 // of each device
+  bool direct = true;                         // IO goes past the page cache where the file system allows that
+  std::size_t keep_commits = 1;               // the next commit drops older commits without a tag
+  std::uint64_t at_commit = 0;                // the commit that the store is opened at; 0: the last
+  bool read_only = false;                     // nothing is resumed, compacted or saved; needs a ReadOnlyEnv
+  std::size_t write_buffer_bytes = 16 << 20;  // for each device
   std::uint64_t snapshot_min_rows = 1 << 17;  // smaller stores open fast without a snapshot
   std::optional<StoreId> store_id;            // of a new store; random unless given
   IndexForm index;

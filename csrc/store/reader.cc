@@ -237,6 +237,7 @@ bool Reader::Resolve(std::span<const std::uint64_t> keys, const ReadTarget& targ
 
 Reader::Requests::Requests(const Pending& pending, std::uint64_t merge_gap) {
   const Geometry& geometry = pending.row_class->geometry;
+  std::uint64_t stretch_end = 0;  // of the last request's file
   for (std::size_t i = 0; i < pending.items.size(); ++i) {
     File* const file = pending.SegmentOf(pending.items[i]).file.get();
     const std::uint64_t offset = geometry.Offset(pending.SlotOf(pending.items[i]));
@@ -245,13 +246,14 @@ Reader::Requests::Requests(const Pending& pending, std::uint64_t merge_gap) {
     if (!list.empty()) {
       ReadRequest& last = list.back();
       if (last.file == file && begin <= last.offset + last.size + merge_gap &&
-          end - last.offset <= kMaxReadBytes) {
+          end - last.offset <= kMaxReadBytes && end <= stretch_end) {
         last.size = std::max(last.size, static_cast<std::uint32_t>(end - last.offset));
         continue;
       }
     }
     list.push_back({file, begin, static_cast<std::uint32_t>(end - begin)});
     first.push_back(i);
+    stretch_end = file->EndOfStretch(begin);
   }
   first.push_back(pending.items.size());
 }

@@ -19,7 +19,7 @@ Store::Store(Env& env, std::string directory, const StoreConfig& config,
              const std::vector<std::pair<std::uint32_t, std::uint32_t>>& tables)
     : context_(env, std::move(directory), config),
       state_(context_, control_),
-      queue_(mutex_, config.write_buffer_bytes, reads_,
+      queue_(mutex_, config.write_buffer_bytes, env.Devices(), reads_,
              [this](const SegmentPtr& segment) { state_.segments.RetireIfDead(segment); }),
       appender_(context_, state_, queue_, control_),
       snapshots_(context_, state_, queue_),

@@ -16,7 +16,8 @@
 // All functions may be called from any thread. Calls exclude one another, except Read and Next, which run
 // beside other calls: of a row that is written meanwhile they return the old or the new version. Close makes
 // running calls throw ClosedError. Commits, Meta and Stats wait for no call. Three threads work in the
-// background: two write, one compacts. Their errors are thrown by the next call that is not Read, once.
+// background: two write (two for each device), one compacts. Their errors are thrown by the next call that is
+// not Read, once.
 //
 // Throws IoError, CorruptError, FullError, ClosedError and InputError (store/errors.h), and CallEnded where
 // the caller has set a limit (common/call_limit.h). A call that throws has no effect, except that Write may

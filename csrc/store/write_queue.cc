@@ -15,10 +15,15 @@ constexpr std::size_t kBytesPerTurn = 4 << 20;
 constexpr std::size_t kPacedBytes = 256 << 10;  // of one write beside reads
 }  // namespace
 
-WriteQueue::WriteQueue(std::mutex& mutex, std::size_t max_queued_bytes, const std::atomic<int>& reads,
-                       std::function<void(const SegmentPtr&)> written)
-    : mutex_(mutex), max_queued_bytes_(max_queued_bytes), reads_(reads), written_(std::move(written)) {
-  for (std::size_t i = 0; i < kThreads; ++i) threads_.emplace_back([this] { Run(); });
+WriteQueue::WriteQueue(std::mutex& mutex, std::size_t bytes_per_device, unsigned devices,
+                       const std::atomic<int>& reads, std::function<void(const SegmentPtr&)> written)
+    : mutex_(mutex),
+      max_queued_bytes_(bytes_per_device * devices),
+      reads_(reads),
+      paced_(devices),
+      written_(std::move(written)) {
+  for (std::size_t i = 0; i < kThreadsPerDevice * devices; ++i)
+    threads_.emplace_back([this, device = static_cast<unsigned>(i % devices)] { Run(device); });
 }
 
 WriteQueue::~WriteQueue() {
@@ -46,12 +51,13 @@ std::shared_ptr<Chunk> WriteQueue::NewChunk(Lock& lock, std::uint64_t offset, st
 }
 
 void WriteQueue::Enqueue(const SegmentPtr& segment, const std::shared_ptr<Chunk>& chunk, std::size_t end) {
-  tasks_.push_back(Task{segment, chunk, chunk->queued, end});
+  const unsigned device = segment->file->DeviceOf(chunk->offset + chunk->queued);
+  tasks_.push_back(Task{segment, chunk, chunk->queued, end, device});
   queued_bytes_ += end - chunk->queued;
   chunk->queued = end;
   segment->unsynced = true;
   ++enqueued_;
-  work_.notify_one();
+  paced_.size() == 1 ? work_.notify_one() : work_.notify_all();
 }
 
 void WriteQueue::Drain(Lock& lock) {
@@ -86,12 +92,12 @@ void WriteQueue::Stop(Lock& lock) {
   tasks_.clear();
 }
 
-// The next tasks for one thread; none while writes fail.
-std::vector<WriteQueue::Task*> WriteQueue::TakeTurn() {
+// The next tasks for one thread of the device; none while writes fail.
+std::vector<WriteQueue::Task*> WriteQueue::TakeTurn(unsigned device) {
   std::vector<Task*> turn;
   std::size_t bytes = 0;
   for (auto task = tasks_.begin(); task != tasks_.end() && bytes < kBytesPerTurn && !paused_; ++task) {
-    if (task->state != Task::State::kWaiting) continue;
+    if (task->state != Task::State::kWaiting || task->device != device) continue;
     task->state = Task::State::kTaken;
     bytes += task->end - task->begin;
     turn.push_back(&*task);  // stays in its place while tasks come and go at the ends
@@ -99,11 +105,11 @@ std::vector<WriteQueue::Task*> WriteQueue::TakeTurn() {
   return turn;
 }
 
-void WriteQueue::Run() {
+void WriteQueue::Run(unsigned device) {
   Lock lock(mutex_);
   std::vector<Task*> turn;
   while (true) {
-    work_.wait(lock, [&] { return stop_ || !(turn = TakeTurn()).empty(); });
+    work_.wait(lock, [&] { return stop_ || !(turn = TakeTurn(device)).empty(); });
     if (stop_) return;
     std::size_t written = 0;
     std::exception_ptr error;
@@ -131,7 +137,7 @@ void WriteQueue::Run() {
   }
 }
 
-// Without the mutex. Beside reads the two threads write in turns.
+// Without the mutex. Beside reads the threads of a device write in turns.
 void WriteQueue::WriteOut(const Task& task) {
   const std::byte* bytes = task.chunk->buffer.data();
   AlignedBuffer encoded;
@@ -142,7 +148,7 @@ void WriteQueue::WriteOut(const Task& task) {
     bytes = encoded.data();
   }
   for (std::size_t at = task.begin; at < task.end;) {
-    std::unique_lock paced(paced_, std::defer_lock);
+    std::unique_lock paced(paced_[task.device], std::defer_lock);
     std::size_t end = task.end;
     if (reads_ > 0) {
       paced.lock();

@@ -1,12 +1,12 @@
-// The background writer: two threads that write chunks to their files, so that the device always has a next
-// write. Chunks leave memory in the order in which they were queued.
+// The background writer: two threads for each device that write chunks to their files, so that the device
+// always has a next write. Chunks leave memory in the order in which they were queued.
 //
 // It shares the store's mutex: every function is called with the mutex held; a function with a `Lock&`
 // releases it while waiting. When a write fails no new write begins. ThrowPending hands the error to one call
 // and lets the threads try that write again, so no accepted row is lost while the store is open.
 //
-// While rows are read from files, writes are smaller and made one at a time, so that reads keep their
-// latency. Writes never stop.
+// While rows are read from files, writes are smaller and made one at a time on each device, so that reads
+// keep their latency. Writes never stop.
 #pragma once
 
 #include <atomic>
@@ -30,9 +30,9 @@ struct Interrupted {};
 
 class WriteQueue {
  public:
-  // `reads`: the number of reads under way. `written` is called with the mutex held when a chunk has left
-  // memory.
-  WriteQueue(std::mutex& mutex, std::size_t max_queued_bytes, const std::atomic<int>& reads,
+  // `bytes_per_device`: queued at most, for each of `devices`. `reads`: the number of reads under way.
+  // `written` is called with the mutex held when a chunk has left memory.
+  WriteQueue(std::mutex& mutex, std::size_t bytes_per_device, unsigned devices, const std::atomic<int>& reads,
              std::function<void(const SegmentPtr&)> written);
   ~WriteQueue();
 
@@ -63,12 +63,13 @@ class WriteQueue {
     SegmentPtr segment;
     std::shared_ptr<Chunk> chunk;
     std::size_t begin, end;
+    unsigned device;  // of the first byte
     State state = State::kWaiting;
   };
-  static constexpr std::size_t kThreads = 2;
+  static constexpr std::size_t kThreadsPerDevice = 2;
 
-  void Run();
-  std::vector<Task*> TakeTurn();
+  void Run(unsigned device);
+  std::vector<Task*> TakeTurn(unsigned device);
   void WriteOut(const Task& task);
   void Finish(const Task& task);
   void ReleaseIfDone(const SegmentPtr& segment, const std::shared_ptr<Chunk>& chunk);
@@ -76,7 +77,8 @@ class WriteQueue {
   std::mutex& mutex_;
   const std::size_t max_queued_bytes_;
   const std::atomic<int>& reads_;
-  std::mutex paced_;  // held by the thread whose write is under way beside reads; never with mutex_
+  // By device, held by the thread whose write is under way beside reads; never with mutex_.
+  std::vector<std::mutex> paced_;
   const std::function<void(const SegmentPtr&)> written_;
   std::condition_variable work_, progress_;
   std::deque<Task> tasks_;  // not finished, in the order of queueing

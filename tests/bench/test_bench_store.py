@@ -62,3 +62,19 @@ def test_forms_of_the_index_side_by_side(tmp_path):
     assert figures["ratio.read_vs_native:compact"] > 0
     bytes_per_row = {form: figures[f"native:{form}.load.index_bytes_per_row"] for form in ("hash", "compact")}
     assert bytes_per_row["compact"] < bytes_per_row["hash"]
+
+
+def test_a_store_on_two_devices(tmp_path):
+    """The native store is spread over both; other engines have the first."""
+    parser = argparse.ArgumentParser()
+    bench_store.add_arguments(parser)
+    out = tmp_path / "out.json"
+    arguments = "--rows 2000 --batch 500 --seconds 0.02 --rounds 1 --engines native,memory --device-file 8MiB"
+    arguments += f" --dir {tmp_path / 'a'} {tmp_path / 'b'} --json {out}"
+    assert bench_store.run(parser.parse_args(arguments.split())) == 0
+    figures = json.loads(out.read_text())
+    for name in ("native", "memory"):
+        assert figures[f"{name}.read.rows_per_s"] > 0
+    assert figures["ratio.read_vs_device"] > 0
+    assert not any("scan" in name for name in figures)
+    assert [list(path.iterdir()) for path in tmp_path.iterdir() if path.is_dir()] == [[], []]

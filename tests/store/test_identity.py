@@ -132,6 +132,10 @@ TABLE = {
         ({**GOOD, "tables": [TABLE, TABLE]}, "same name or index"),
         ({**GOOD, "tables": [{**TABLE, "weight_dtype": "fp8"}]}, "weight dtype 'fp8' is unknown"),
         ({**GOOD, "tables": [{**TABLE, "state_dtype": 2}]}, "state_dtype 2"),
+        ({**GOOD, "format": 3}, "devices is not a list"),
+        ({**GOOD, "format": 3, "devices": []}, "devices is not a list"),
+        ({**GOOD, "format": 3, "devices": [{"id": "a"}]}, "devices is not a list"),
+        ({**GOOD, "format": 3, "devices": [{"id": "a", "path": "b"}] * 2}, "devices is not a list"),
     ],
 )
 def test_damaged_identity(tmp_path, content, text):
@@ -159,9 +163,9 @@ def test_dtypes_of_rows_are_part_of_the_identity(tmp_path):
 
 
 def test_identity_of_a_newer_version(tmp_path):
-    (tmp_path / "TIERSTORE.json").write_text(json.dumps({**GOOD, "format": 3}))
+    (tmp_path / "TIERSTORE.json").write_text(json.dumps({**GOOD, "format": 4}))
     with pytest.raises(
-        StoreMismatchError, match="has format 3, but this tierstore reads up to format 2; upgrade"
+        StoreMismatchError, match="has format 4, but this tierstore reads up to format 3; upgrade"
     ):
         open_memory(tmp_path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -79,9 +80,11 @@ def test_several_at_a_time(opened):
     put(store, 1, range(40_000))
     expected = expected_scan(1, range(40_000))
     found = [{}, {}, {}]
-    for batches in zip(*(store.scan() for _ in found), strict=True):
+    # Where a batch ends depends on what is already in its file.
+    for batches in zip_longest(*(store.scan() for _ in found)):
         for rows, batch in zip(found, batches, strict=True):
-            add_scanned(rows, *batch)
+            if batch is not None:
+                add_scanned(rows, *batch)
     assert found == [expected] * 3
 
 

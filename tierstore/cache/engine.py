@@ -104,7 +104,7 @@ class Engine:
             self._load_meta()
             self._position = at or max((commit.id for commit in self.commits()), default=0)
             """The commit that the store was opened at or made last."""
-            self.warn_of_loss = warns_of_loss(self, config.path, self.groups)
+            self.warn_of_loss = warns_of_loss(self, config.where, self.groups)
         except BaseException:
             if self.store is not None:
                 self.store.close()
@@ -318,7 +318,7 @@ class Engine:
                     if not (extra := self.committed_extra()):
                         self.commit()
                     elif self.uncommitted:
-                        warn_of_uncommitted(self.config.path, extra, self.uncommitted)
+                        warn_of_uncommitted(self.config.where, extra, self.uncommitted)
             except StoreFullError:
                 closed = False
                 raise

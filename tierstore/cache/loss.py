@@ -18,22 +18,21 @@ def uncommitted_rows(groups: Sequence[TierGroup]) -> int:
     return sum(group.uncommitted_rows() for group in groups)
 
 
-def warns_of_loss(
-    owner: object, path: str | os.PathLike[str] | None, groups: Sequence[TierGroup]
-) -> weakref.finalize:
-    """Return a finalizer that warns when uncommitted rows of the store at ``path`` are dropped.
+def warns_of_loss(owner: object, path: str, groups: Sequence[TierGroup]) -> weakref.finalize:
+    """Return a finalizer that warns when uncommitted rows of the store at ``path`` are dropped; "" stands for
+    a temporary store.
 
     It runs when ``owner`` becomes garbage, or at the end of the process, unless ``detach()`` was called.
     """
     return weakref.finalize(owner, _warn, path, groups, os.getpid())
 
 
-def _warn(path: str | os.PathLike[str] | None, groups: Sequence[TierGroup], process: int) -> None:
-    rows = uncommitted_rows(groups) if path is not None and os.getpid() == process else 0
+def _warn(path: str, groups: Sequence[TierGroup], process: int) -> None:
+    rows = uncommitted_rows(groups) if path and os.getpid() == process else 0
     if rows:
         logger.warning(
             "%s stays at its last commit: up to %d rows that changed since then are dropped, because nobody "
             "committed or closed the tables; call commit(), checkpoint.save() or close() before the end",
-            os.fspath(path or ""),
+            path,
             rows,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,8 +19,8 @@ def check_machine(config: TierConfig) -> None:
     """
     if not isinstance(config, TierConfig):
         raise ConfigError(f'config is {config!r}; give a TierConfig, such as TierConfig(hbm="64MiB")')
-    if config.path is not None:
-        check_parent(Path(config.path), "path")
+    for path in config.paths:
+        check_parent(Path(path), "path")
     if config.overcommit:
         return
     ahead = 0 if config.read_ahead == "auto" else int(config.read_ahead)
@@ -32,12 +32,12 @@ def check_machine(config: TierConfig) -> None:
             "memory; lower them, or set overcommit=True"
         )
     if config.ssd not in ("auto", 0) and config.engine != "memory":
-        disk = file_system_bytes(config.path)
+        disk = file_system_bytes(config.paths)
         if disk and int(config.ssd) > disk:
             raise ConfigError(
                 f"ssd is {format_bytes(int(config.ssd))}, and the file system of "
-                f"{config.path or tempfile.gettempdir()} has {format_bytes(disk)}; lower it, leave it out to "
-                "take what the disk has, or set overcommit=True"
+                f"{config.where or tempfile.gettempdir()} has {format_bytes(disk)}; lower it, leave it out "
+                "to take what the disk has, or set overcommit=True"
             )
 
 
@@ -80,12 +80,19 @@ def _group_limits(own: Path, mounted: Path) -> Iterator[int]:
                 break
 
 
-def file_system_bytes(path: str | os.PathLike[str] | None) -> int:
-    """Return the size of the file system of a folder that may not exist yet; 0 if it does not say."""
-    folder = Path(tempfile.gettempdir() if path is None else path).absolute()
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    try:
-        found = os.statvfs(there)
-    except OSError:
-        return 0
-    return found.f_blocks * found.f_frsize
+def file_system_bytes(paths: Sequence[str]) -> int:
+    """Return the sizes of the file systems of folders that may not exist yet; 0 if one does not say.
+
+    No path stands for the folder of temporary files."""
+    sizes: dict[int, int] = {}
+    for path in paths or [tempfile.gettempdir()]:
+        folder = Path(path).absolute()
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        try:
+            found = os.statvfs(there)
+        except OSError:
+            return 0
+        if not found.f_blocks:
+            return 0
+        sizes[there.stat().st_dev] = found.f_blocks * found.f_frsize
+    return sum(sizes.values())

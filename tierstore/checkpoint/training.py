@@ -88,7 +88,7 @@ def save(
         for engine in engines:
             engine.checkpoints = folder.id
             commit = engine.commit({"checkpoint": unit.path.name, "step": step}, unit.tag)
-            commits.append({"path": str(engine.config.path), "commit": commit})
+            commits.append({"path": engine.config.where, "commit": commit})
         unit.note_committed(commits)
         forget_old(folder, engines, keep)
     return unit.path
@@ -168,14 +168,14 @@ def check_owner(folder: Folder, engines: Sequence[Engine]) -> None:
         for engine in engines:
             if engine.checkpoints != folder.id:
                 raise StoreMismatchError(
-                    f"{folder.path} holds checkpoints of other stores than {engine.config.path}; give a "
+                    f"{folder.path} holds checkpoints of other stores than {engine.config.where}; give a "
                     "folder of its own, or restore() first to go on with that training"
                 )
 
 
 def describe(engine: Engine) -> dict[str, Any]:
     return {
-        "path": str(engine.config.path),
+        "path": engine.config.where,
         "engine": engine.config.engine,
         "tables": [spec.to_dict() for spec in plain(engine.specs)],
     }
@@ -239,7 +239,7 @@ def choose(folder: Folder, engines: Sequence[Engine], step: int | None) -> Unit 
         )
     committed = [unit for unit in units if unit.committed]
     for engine in engines:
-        where = engine.config.path
+        where = engine.config.where
         if committed and engine.checkpoints != folder.id:
             raise StoreMismatchError(
                 f"{where} is not the store that {committed[-1].path} was saved from "

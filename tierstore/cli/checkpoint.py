@@ -19,21 +19,21 @@ MUST_MATCH = (
 )
 """Options that a resumed run must repeat, since otherwise it would not be the same training."""
 
-_STORE_FILE = "TIERSTORE.json"
+_STORE_FILES = ("TIERSTORE.json", "TIERSTORE-DEVICE.json")
 _ROWS = "rows"
 
 
 def folder_of(args: argparse.Namespace) -> Path | None:
     """Return where the run is saved: ``--checkpoint``, else in ``--store``; None if neither is given."""
     if args.checkpoint is None and args.store is not None:
-        return args.store / "checkpoints"
+        return args.store[0] / "checkpoints"
     return args.checkpoint
 
 
-def store_of(args: argparse.Namespace) -> Path | None:
-    """Return the store's folder: ``--store``, else in ``--checkpoint``; None for a temporary folder."""
+def store_of(args: argparse.Namespace) -> list[Path] | None:
+    """Return the store's folders: ``--store``, else in ``--checkpoint``; None for a temporary folder."""
     if args.store is None and args.checkpoint is not None:
-        return args.checkpoint / _ROWS
+        return [args.checkpoint / _ROWS]
     return args.store
 
 
@@ -47,8 +47,8 @@ def make_folder(args: argparse.Namespace) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raise ``ConfigError`` if the run would mix with another run, or cannot resume the run that it names."""
-    folder, store = folder_of(args), store_of(args)
-    if folder is None or store is None:
+    folder, stores = folder_of(args), store_of(args)
+    if folder is None or stores is None:
         for option, given in (("--resume", args.resume), ("--checkpoint-every", args.checkpoint_every)):
             if given:
                 raise ConfigError(f"{option} needs --checkpoint DIR, the folder of the run's checkpoints")
@@ -60,12 +60,16 @@ def check(args: argparse.Namespace) -> None:
         return
     for path, there, what in (
         (folder, extra is not None, "checkpoint"),
-        (store, (store / _STORE_FILE).exists(), "store"),
+        *((store, _is_store(store), "store") for store in stores),
     ):
         if there:
             raise ConfigError(
                 f"{path} already holds a {what}; go on with it by --resume, give another folder, or remove it"
             )
+
+
+def _is_store(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _STORE_FILES)
 
 
 def _check_options(args: argparse.Namespace, folder: Path, extra: Any) -> None:

@@ -35,16 +35,16 @@ def run(args: argparse.Namespace) -> int:
     from tierstore.cli.inspect import file_bytes
     from tierstore.store import open_store, read_identity
 
-    read_identity(args.directory)
+    identity = read_identity(args.directory)
     if any((parent / _SHARDED).exists() for parent in args.directory.absolute().parents[:3]):
         raise ConfigError(
             f"{args.directory} is a rank's part of a sharded table, whose commit names this store's by "
             "number; compact it by training on, or by exporting"
         )
-    before = file_bytes(args.directory)
+    before = file_bytes(args.directory, identity)
     with open_store(args.directory, keep=_KEEP_ALL) as store:
         commits = run_while_waiting("compacting", lambda: _compact(store), store.close)
-    after = file_bytes(args.directory)
+    after = file_bytes(args.directory, identity)
     if args.json:
         print_json(
             {"path": str(args.directory), "bytes_before": before, "bytes_after": after, "commits": commits}

@@ -178,7 +178,8 @@ class Experiment:
         for line in report.sentences():
             console.print(line)
         if self.saved is not None:
-            console.print(f"checkpoint: {self.folder}; rows: {checkpoint.store_of(self.args)}")
+            rows = ", ".join(map(str, checkpoint.store_of(self.args) or []))
+            console.print(f"checkpoint: {self.folder}; rows: {rows}")
         if self.json:
             self.json.write(report.to_json())
             console.print(f"figures: {self.args.json}")

@@ -59,13 +59,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def file_bytes(directory: Path) -> int:
-    """Return the bytes that all files below the folder occupy, each file once."""
+def file_bytes(directory: Path, identity: StoreIdentity) -> int:
+    """Return the bytes that all files below the store's folders occupy, each file once."""
     sizes = {}
-    for path in directory.rglob("*"):
-        with suppress(FileNotFoundError):  # the store may be in use, and its files come and go
-            status = path.lstat()
-            sizes[status.st_ino] = status.st_blocks * 512
+    for folder in (directory, *(Path(device.path) for device in identity.devices[1:])):
+        for path in folder.rglob("*"):
+            with suppress(FileNotFoundError):  # the store may be in use, and its files come and go
+                status = path.lstat()
+                sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
     return sum(sizes.values())
 
 
@@ -81,7 +82,8 @@ def _describe(
         "path": str(directory),
         "engine": identity.engine,
         "format": identity.format,
-        "file_bytes": file_bytes(directory),
+        "further_paths": [device.path for device in identity.devices[1:]],
+        "file_bytes": file_bytes(directory, identity),
         "not_opened": obstacle or None,
         "rows": stats.rows if stats else None,
         "live_bytes": stats.live_bytes if stats else None,
@@ -104,7 +106,9 @@ def _print(
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"{directory}: store of engine {identity.engine}, format {identity.format}")
-    console.print(f"files: {format_bytes(file_bytes(directory))}")
+    for device in identity.devices[1:]:
+        console.print(f"spread over: {device.path}")
+    console.print(f"files: {format_bytes(file_bytes(directory, identity))}")
     if stats is None:
         console.print(f"rows: not read, since {obstacle}")
     else:

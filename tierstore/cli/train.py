@@ -46,8 +46,10 @@ def _add_tiers(group: Any) -> None:
     group.add_argument(
         "--store",
         type=Path,
+        nargs="+",
         metavar="DIR",
-        help="folder of the row store (default: in --checkpoint DIR, else a temporary one)",
+        help="folder of the row store, or one on each of several devices (default: in --checkpoint DIR, else "
+        "a temporary one)",
     )
     group.add_argument(
         "--ssd",

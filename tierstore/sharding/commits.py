@@ -1,5 +1,6 @@
 """One commit of all ranks: each rank's store commits, then one file names the commits that belong together.
 
+Of several paths, one for each device, the first has the record, and a rank's store has a folder below each.
 ``<path>/COMMIT.json``, replaced atomically by rank 0, names the last commit that all ranks have made, and for
 each collection its folder (``<generation>/<collection>/rank00000`` ...), its plan, and every rank's commit in
 its store. These commits have a tag, so a commit that the file names exists until the file names the next one,
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -20,6 +20,7 @@ from urllib.parse import quote
 
 from tierstore.cache.engine import Engine
 from tierstore.cache.report import warn_of_uncommitted
+from tierstore.config import paths_of
 from tierstore.errors import (
     ConfigError,
     StoreCorruptError,
@@ -33,6 +34,7 @@ from tierstore.sharding.peers import Peers, in_flight
 from tierstore.sharding.restore import restore
 from tierstore.sharding.shards import RankShards
 from tierstore.store import identity
+from tierstore.store.devices import StorePath
 from tierstore.store.directory import lock_folder
 from tierstore.store.files import read_regular, store_error, write_atomically
 from tierstore.store.lock import FolderLock
@@ -60,9 +62,9 @@ class Saved:
 
 @dataclass(frozen=True)
 class Place:
-    """The folder of a rank's store, and the commit at which it opens."""
+    """The folders of a rank's store, and the commit at which it opens."""
 
-    folder: str
+    folders: tuple[str, ...]
     at: int
     number: int
     """Number of the commit of all ranks; 0 if this store takes part in none."""
@@ -75,8 +77,9 @@ class Place:
         found = engine.committed_extra().get("commit")
         if found != self.number:
             raise StoreMismatchError(
-                f"{self.folder} is at commit {found} and the last one of all ranks is {self.number}; engine "
-                f"{engine.config.engine!r} keeps only its own last commit: restore a copy of the folder"
+                f"{self.folders[0]} is at commit {found} and the last one of all ranks is {self.number}; "
+                f"engine {engine.config.engine!r} keeps only its own last commit: restore a copy of "
+                "the folder"
             )
 
 
@@ -89,8 +92,10 @@ class Commits:
     other collections.
     """
 
-    def __init__(self, path: str | os.PathLike[str], env: ShardingEnv, names: Collection[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: StorePath, env: ShardingEnv, names: Collection[str]) -> None:
+        self._paths = [Path(one) for one in paths_of(path)]
+        self.path = self._paths[0]
+        """The first path, which has the record."""
         self._env = env
         self._lock: FolderLock | None = None
         try:
@@ -170,17 +175,21 @@ class Commits:
     def place(self, name: str, plan: ShardingPlan, engine: str) -> Place:
         """Return where this rank's store is: in a new folder if the last commit has another plan."""
         saved = self._saved.get(name)
-        rank = f"rank{self._env.rank:05d}"
         if saved is not None and (_geometry(saved.plan), saved.engine) == (_geometry(plan), engine):
             self._folders[name] = saved.folder
             at = saved.ranks[self._env.rank]
             self._named = self._named or [{} for _ in saved.ranks]
             for of_rank, commit in zip(self._named, saved.ranks, strict=True):
                 of_rank[name] = commit
-            return Place(str(self.path / saved.folder / rank), at, self.number if at else 0)
+            return Place(self._folders_of_rank(name), at, self.number if at else 0)
         # a path in the model may have slashes
         self._folders[name] = f"{self._generation}/{quote(name, safe='') or 'tables'}"
-        return Place(str(self.path / self._folders[name] / rank), 0, 0)
+        return Place(self._folders_of_rank(name), 0, 0)
+
+    def _folders_of_rank(self, name: str) -> tuple[str, ...]:
+        """Return the folders of this rank's store of a collection: one below each path."""
+        own = PurePath(self._folders[name], f"rank{self._env.rank:05d}")
+        return tuple(str(path / own) for path in self._paths)
 
     def join(self, name: str, shards: RankShards) -> None:
         """Add a collection, and restore its rows if the last commit has them."""

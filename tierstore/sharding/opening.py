@@ -29,7 +29,8 @@ class ShardingOptions:
     """Options of a sharded collection, beside its tables, their plan and the ranks.
 
     Args:
-        config: budgets of one rank, where the plan states no bytes; ``path`` gets a folder for every rank.
+        config: budgets of one rank, where the plan states no bytes; each ``path`` gets a folder for every
+            rank.
         optimizer, seed: as for the unsharded collection.
         comms: how the ranks exchange rows; the default is exact.
         commits: the commits that it takes part in; None: commits of its own, if ``config`` has a path.
@@ -178,7 +179,7 @@ def _of_rank(
         return [Table(_NO_SHARD, 1, 1, constant(0.0))], nothing
     names = {table.origin for table in tables}
     changes: dict[str, Any] = {"tables": {name: o for name, o in config.tables.items() if name in names}}
-    changes["path"] = None if place is None else place.folder
+    changes["path"] = None if place is None else place.folders
     config = replace(config, **changes)
     budgets = tiers_of_rank(routing.plan.tables, routing.rank, tables, config, optimizer)
     return tables, replace(config, **budgets)

@@ -136,8 +136,8 @@ def _check_module(module: Any, config: TierConfig | None) -> None:
             "the collection is part of an offloaded model, whose tables have one engine; shard the model "
             "as it was before offload()"
         )
-    path = module.engine.config.path
-    if config is None and path is not None:
+    path = module.engine.config.where
+    if config is None and path:
         raise ConfigError(
             f"the module's rows are in {path}; build it without a path on every rank and give "
             "shard(..., config=TierConfig(path=...)), below which each rank gets a folder of its own"

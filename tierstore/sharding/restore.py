@@ -71,7 +71,7 @@ def _read_rank(shards: RankShards, folder: Path, plan: ShardingPlan, rank: int, 
                 spec = specs[shard_name(table.name, table.embedding_dim, shard)]
                 _check_spec(shards, table.name, spec)
                 parts[spec.index] = table.name, spec, shard
-    with open_store(folder, identity.engine, identity.tables, _NO_CAP, keep=2, at=commit) as store:
+    with open_store(folder, ssd_bytes=_NO_CAP, keep=2, at=commit) as store:
         for keys, rows in store.scan([*parts]):
             for index, ids, of_table in rows_by_table(keys, rows):
                 name, spec, shard = parts[index]

@@ -7,10 +7,8 @@ held as long as the store is open) and a folder named after the engine.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import shutil
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -25,22 +23,23 @@ from tierstore import _core
 from tierstore.errors import ClosedError, ConfigError, StoreCorruptError, StoreMismatchError
 from tierstore.store import identity as identities
 from tierstore.store.commits import find_commit
-from tierstore.store.files import open_own, store_errors, sync_directory, walk_files
+from tierstore.store.devices import FurtherFolders, StorePath, folders_of, recorded_folders
+from tierstore.store.files import store_errors, sync_directory, walk_files
 from tierstore.store.identity import StoreIdentity
-from tierstore.store.lock import LOCK, FolderLock, lock_for_reading, lock_for_writing
+from tierstore.store.lock import LOCK, FolderLock, FolderLocks, lock_for_reading, lock_for_writing
 from tierstore.store.portable import Progress, export_rows
 from tierstore.store.protocol import CommitId, CommitInfo, RowBatch, RowStore, StoredTable, StoreStats
-from tierstore.store.registry import StoreOptions, get_engine
+from tierstore.store.registry import StoreOptions, check_spreads, get_engine
+from tierstore.store.temporary import temporary_folder
 
 Chunk = TypeVar("Chunk")
 
 NO_CAP = 1 << 62
-_TEMPORARY = "tierstore-temporary-"
 _MAY_BE_IN_A_NEW_ONE = {LOCK, identities.FILE_NAME + ".tmp", "lost+found"}
 
 
 def open_store(
-    path: str | os.PathLike[str] | None,
+    path: StorePath,
     engine: str | None = None,
     tables: Sequence[StoredTable] | None = None,
     ssd_bytes: int = NO_CAP,
@@ -56,59 +55,100 @@ def open_store(
 
     ``path`` None makes a temporary directory that is deleted on close, or when the process ends in good
     order. The temporary directory of a process that was killed is deleted when the next one is made.
+    A list of paths spreads the store over several devices (native engine): the first is the store directory,
+    and each further path gets a share of the segments. The list must have all paths that the store was opened
+    with before, in any order behind the first; more paths are added.
+
     ``ssd_bytes`` caps the bytes of all files of the store; :class:`StoreOptions` describes the other options.
     A store opened read-only must exist, and may be where this user cannot write. Tables that the directory
     lacks are added, if each table that it has is among ``tables``. Without ``engine`` or ``tables`` the
-    directory must exist, and its own engine and tables are taken.
+    directory must exist, and its own engine and tables are taken; where one path is given, its own further
+    paths, too.
 
     Raises ``StoreMismatchError`` (and touches nothing) when the directory is for other tables or another
     engine, or holds something else; ``StoreLockedError`` when the store is open elsewhere; ``ConfigError``
     when ``path`` is a file; ``StoreIOError`` or ``StoreFullError`` when the system refuses.
     """
+    folders = folders_of(path)
     if engine is None or tables is None:
-        if path is None:
+        if not folders:
             raise ConfigError("a new store needs an engine and tables")
-        own = identities.read_identity(path)
+        own = identities.read_identity(folders[0])
+        if len(folders) == 1:
+            folders = recorded_folders(folders[0], own)
         engine = own.engine if engine is None else engine
         tables = own.tables if tables is None else tables
     factory = get_engine(engine)
     wanted = StoreIdentity(engine, identities.plain(tables))
-    options = StoreOptions(ssd_bytes, io, read_threads, keep, at, read_only, index)
+    further = FurtherFolders(folders[0] if folders else Path(), folders[1:], engine)
+    if folders[1:]:
+        check_spreads(engine)
+    options = StoreOptions(ssd_bytes, io, read_threads, keep, at, read_only, index, further.engine_folders)
     if read_only:
-        return _open_read_only(Path(path or ""), wanted, options)
-    doing = f"opening a store in {'a temporary directory' if path is None else os.fspath(path)}"
+        return _open_read_only(folders[0] if folders else Path(), further, wanted, options)
+    doing = f"opening a store in {', '.join(map(str, folders)) or 'a temporary directory'}"
     with store_errors(doing), ExitStack() as undo:
-        folder = _temporary(undo) if path is None else _make_folders(Path(path), undo)
-        _recognise(folder, wanted)  # before there is a lock file, so that a foreign folder stays untouched
+        if folders[1:]:
+            further.check(_recognise(folders[0], wanted))  # before anything is made
+        folder = _make_all(folders, undo) if folders else temporary_folder(undo)
+        # before there is a lock file, so that a foreign folder stays untouched
+        further.check(_recognise(folder, wanted))
         lock = lock_for_writing(folder)
         undo.callback(lock.close)
+        further.lock(undo)
         found = _recognise(folder, wanted)
+        further.check(found)
         lock.sign()
         if found is None:
             undo.callback(_remove_new, folder, engine, lock)
-            identities.write_identity(folder, wanted)
+        wanted = _with_devices(folder, wanted, found, further, undo)
+        for own_folder in further.engine_folders:
+            _engine_folder(own_folder.parent, engine)
         inner = factory(_engine_folder(folder, engine), wanted.tables, options)
         undo.callback(inner.close)
-        if found not in (None, wanted):
+        if found != wanted and (found is not None or folders[1:]):
             identities.write_identity(folder, wanted)
         undo.pop_all()
-    return DirectoryStore(folder, inner, lock, wanted.tables, at, temporary=path is None)
+    locks = FolderLocks([lock, *further.locks])
+    return DirectoryStore(folder, inner, locks, wanted.tables, at, temporary=not folders)
 
 
-def _open_read_only(folder: Path, wanted: StoreIdentity, options: StoreOptions) -> DirectoryStore:
+def _with_devices(
+    folder: Path,
+    wanted: StoreIdentity,
+    found: StoreIdentity | None,
+    further: FurtherFolders,
+    undo: ExitStack,
+) -> StoreIdentity:
+    """Make the further folders the store's; return the identity to write when the engine has opened."""
+    own = further.owner(found)
+    before = StoreIdentity(wanted.engine, wanted.tables if found is None else found.tables, devices=own)
+    if found is None or (own and not found.devices):
+        identities.write_identity(folder, before)  # the further folders are about to name this store
+    return StoreIdentity(wanted.engine, wanted.tables, devices=further.join(own, undo))
+
+
+def _open_read_only(
+    folder: Path, further: FurtherFolders, wanted: StoreIdentity, options: StoreOptions
+) -> DirectoryStore:
     with store_errors(f"opening the store in {folder}"), ExitStack() as undo:
         lock = lock_for_reading(folder)
         undo.callback(lock.close)
-        identities.check(folder, identities.read_identity(folder), wanted)
+        found = identities.read_identity(folder)
+        identities.check(folder, found, wanted)
+        further.check(found, read_only=True)
+        further.share_locks(undo)
         own = folder / wanted.engine
-        check_no_links(own)
+        for place in (own, *further.engine_folders):
+            check_no_links(place)
         inner = get_engine(wanted.engine)(own, wanted.tables, options)
         undo.pop_all()
-    return DirectoryStore(folder, inner, lock, wanted.tables, options.at, temporary=False)
+    locks = FolderLocks([lock, *further.locks])
+    return DirectoryStore(folder, inner, locks, wanted.tables, options.at, temporary=False)
 
 
 class DirectoryStore:
-    """A :class:`RowStore` and its directory, whose lock it holds.
+    """A :class:`RowStore` and its directory, whose lock it holds; ``path`` is the first folder's.
 
     In a forked child every method but ``close``, which does nothing there, raises ``ClosedError``.
     """
@@ -117,7 +157,7 @@ class DirectoryStore:
         self,
         path: Path,
         inner: RowStore,
-        lock: FolderLock,
+        lock: FolderLocks,
         tables: tuple[StoredTable, ...],
         at: int | str,
         temporary: bool,
@@ -247,7 +287,7 @@ def _keep_engines_for_ever() -> None:
 os.register_at_fork(after_in_child=_keep_engines_for_ever)
 
 
-def _release(inner: RowStore, lock: FolderLock, temporary: Path | None) -> None:
+def _release(inner: RowStore, lock: FolderLocks, temporary: Path | None) -> None:
     """End the engine, then the lock. Do nothing in a forked child, whose parent still works with both."""
     if lock.closed:
         return
@@ -259,44 +299,11 @@ def _release(inner: RowStore, lock: FolderLock, temporary: Path | None) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _temporary(undo: ExitStack) -> Path:
-    with suppress(OSError):
-        _delete_left_behind(Path(tempfile.gettempdir()))
-    folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
-    undo.callback(_delete_temporary, folder, _core.fork_count())
-    return folder
-
-
-def _delete_left_behind(parent: Path) -> None:
-    """Delete this user's temporary stores of processes that were killed."""
-    for folder in parent.glob(f"{_TEMPORARY}*"):
-        with suppress(OSError, ValueError, StoreCorruptError):
-            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-                continue
-            lock = open_own(folder / LOCK)
-            try:
-                # A process that makes a store writes its number once it has the lock; until then the file is
-                # empty.
-                if not _is_running(int(os.pread(lock.fileno(), 20, 0))):
-                    fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                lock.close()
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def _delete_temporary(folder: Path, forks: int) -> None:
-    if _core.fork_count() == forks:  # a forked child must not delete what its parent works with
-        shutil.rmtree(folder, ignore_errors=True)
+def _make_all(folders: Sequence[Path], undo: ExitStack) -> Path:
+    """Create the folders where they are missing; return the first."""
+    for folder in folders:
+        _make_folders(folder, undo)
+    return folders[0]
 
 
 def _make_folders(folder: Path, undo: ExitStack) -> Path:
@@ -358,11 +365,12 @@ def _engine_folder(folder: Path, engine: str) -> Path:
 
 def _recognise(folder: Path, wanted: StoreIdentity) -> StoreIdentity | None:
     """Return the identity that ``folder`` has, if it fits ``wanted``; None when the folder is empty."""
-    names = os.listdir(folder)
+    names = os.listdir(folder) if folder.exists() else []
     if identities.FILE_NAME in names:
         found = identities.read_identity(folder)
         identities.check(folder, found, wanted)
         return found
+    identities.check_no_device(folder)
     foreign = sorted(set(names) - _MAY_BE_IN_A_NEW_ONE)
     if foreign:
         raise StoreMismatchError(

@@ -14,12 +14,25 @@ from tierstore.store.files import json_with_checksum, parse_json, read_regular, 
 from tierstore.store.protocol import StoredTable
 
 FILE_NAME = "TIERSTORE.json"
-FORMAT = 2
-"""The newest format that is read here. Format 1 has no dtypes of rows: they are float32."""
+DEVICE_FILE = "TIERSTORE-DEVICE.json"
+"""In the further folders of a store (:mod:`tierstore.store.devices`)."""
+FORMAT = 3
+"""The newest format that is read here. Format 1 has no dtypes of rows: they are float32. Formats 1 and 2 have
+no list of devices."""
 _MAX_BYTES = 256 << 20
 _DTYPES = {"weight_dtype", "state_dtype"}  # which files of format 1 lack
 _FIELDS = {field.name: field.type for field in fields(StoredTable)}
 _TYPES = {"str": str, "int": int, "Mapping[str, Any]": dict}
+
+
+@dataclass(frozen=True)
+class StoredDevice:
+    """A device that a store is spread over."""
+
+    id: str
+    """Random, and for the store's whole life."""
+    path: str
+    """Absolute path of its folder when the store was last opened for writing."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +42,13 @@ class StoreIdentity:
     engine: str
     tables: tuple[StoredTable, ...]
     format: int = 0
-    """0: the oldest format that can describe the tables."""
+    """0: the oldest format that can describe the tables and devices."""
+    devices: tuple[StoredDevice, ...] = ()
+    """The first is the folder of this file; none: the store never had another one."""
 
     def __post_init__(self) -> None:
         if not self.format:
-            object.__setattr__(self, "format", format_of(self.tables))
+            object.__setattr__(self, "format", FORMAT if self.devices else format_of(self.tables))
 
 
 def format_of(tables: Iterable[StoredTable]) -> int:
@@ -51,8 +66,18 @@ def read_identity(path: str | os.PathLike[str]) -> StoreIdentity:
     try:
         data = read_regular(file, _MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError):
+        check_no_device(Path(path))
         raise StoreMismatchError(f"{path} is not a store directory: it has no {FILE_NAME}") from None
     return parse_tables(file, parse_json(data, file))
+
+
+def check_no_device(path: Path) -> None:
+    """Raise ``StoreMismatchError`` when ``path`` is a further folder of a store."""
+    if (path / DEVICE_FILE).exists():
+        raise StoreMismatchError(
+            f"{path} is a further folder of a store (it has {DEVICE_FILE}, which names the first one); give "
+            "the store's first folder before it"
+        )
 
 
 def write_identity(path: Path, identity: StoreIdentity) -> None:
@@ -61,6 +86,7 @@ def write_identity(path: Path, identity: StoreIdentity) -> None:
         "format": identity.format,
         "engine": identity.engine,
         "tables": [spec.to_dict() for spec in identity.tables],
+        **({"devices": [asdict(device) for device in identity.devices]} if identity.devices else {}),
     }
     data = json_with_checksum(content)
     if len(data) > _MAX_BYTES:
@@ -140,10 +166,24 @@ def parse_tables(file: Path, content: Any) -> StoreIdentity:
     engine, tables = content.get("engine"), content.get("tables")
     need(_is(engine, str), f"engine {engine!r} is not a name")
     need(isinstance(tables, list), "tables is not a list")
+    devices = _parse_devices(content.get("devices")) if version >= 3 else ()
+    need(devices is not None, "devices is not a list of devices, each with an id and a path")
     try:
-        return StoreIdentity(engine, plain([_parse_table(file, table) for table in tables]), version)
+        parsed = plain([_parse_table(file, table) for table in tables])
+        return StoreIdentity(engine, parsed, version, devices or ())
     except ConfigError as error:
         raise StoreCorruptError(f"{file} is damaged: {error}") from error
+
+
+def _parse_devices(listed: object) -> tuple[StoredDevice, ...] | None:
+    devices = []
+    for item in listed if isinstance(listed, list) else ():
+        match item:
+            case {"id": str(id), "path": str(path)}:
+                devices.append(StoredDevice(id, path))
+            case _:
+                return None
+    return tuple(devices) if devices and len({device.id for device in devices}) == len(devices) else None
 
 
 def _parse_table(file: Path, table: object) -> StoredTable:

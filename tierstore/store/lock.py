@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,6 +57,21 @@ class FolderLock:
             return False
 
 
+class FolderLocks:
+    """The locks of all folders of a store, released together."""
+
+    def __init__(self, locks: Sequence[FolderLock]) -> None:
+        self._locks = locks
+
+    @property
+    def closed(self) -> bool:
+        return self._locks[0].closed
+
+    def close(self) -> None:
+        for lock in reversed(self._locks):
+            lock.close()
+
+
 def lock_for_writing(folder: Path) -> FolderLock:
     """Take the exclusive lock of ``folder``. Raises ``StoreLockedError`` when another object has it."""
     return _take(folder, folder / LOCK, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
@@ -68,10 +84,16 @@ def lock_for_reading(folder: Path) -> FolderLock:
     ``folder`` is no store directory.
     """
     identities.read_identity(folder)  # raises where there is no store
+    return share_lock(folder, identities.FILE_NAME)
+
+
+def share_lock(folder: Path, otherwise: str) -> FolderLock:
+    """Take the shared lock of ``folder``, by the file ``otherwise`` in a copy without the lock's file, to
+    which no process writes."""
     try:
         return _take(folder, folder / LOCK, os.O_RDONLY, fcntl.LOCK_SH)
-    except FileNotFoundError:  # a copy without the file; no process writes to it
-        return _take(folder, folder / identities.FILE_NAME, os.O_RDONLY, fcntl.LOCK_SH)
+    except FileNotFoundError:
+        return _take(folder, folder / otherwise, os.O_RDONLY, fcntl.LOCK_SH)
 
 
 def _take(folder: Path, path: Path, flags: int, kind: int) -> FolderLock:

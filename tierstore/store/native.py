@@ -57,14 +57,15 @@ class NativeConfig:
     read_only: bool = False
     """Change nothing on disk; writing is an error."""
     queue_depth: int = 128
-    """Reads in flight with io_uring; "pread" has at most 32 threads."""
+    """Reads in flight with io_uring on each device; "pread" has at most 32 threads for each."""
     direct: bool = True
     """Bypass the page cache where the file system can."""
     segment_bytes: int = 0
     """The most bytes of a segment file. 0 chooses by the cap, from 128 KiB to 64 MiB, and to 1 GiB in a store
     that has more than 8 GiB in use."""
     write_buffer_bytes: int = 16 << 20
-    """Bytes of memory in which rows wait to be written, besides a buffer of 2 MiB per open segment."""
+    """Bytes of memory in which rows wait to be written, for each device, besides a buffer of 2 MiB per open
+    segment."""
 
     snapshot_min_rows: int = 1 << 17
     """The smallest number of rows for which the index is saved beside the data; smaller stores open fast
@@ -91,16 +92,26 @@ class NativeConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
 
 
+def files_of(path: Path, further: Sequence[Path]) -> _core.Env:
+    """Return the Env of a store in ``path`` that is spread over ``further`` folders, too."""
+    if not further:
+        return _core.posix_env(str(path))
+    folders = [str(path), *(str(folder.absolute()) for folder in further)]
+    return _core.StripedEnv([(_core.posix_env(folder), folder) for folder in folders])
+
+
 class NativeStore:
     """A :class:`~tierstore.store.protocol.RowStore` over segments of records and an index in memory.
 
-    ``path`` is a folder of its own that exists and is locked by the caller. Opening gives the last commit (or
-    ``config.at``); rows written after it are gone. Calls may come from any thread. They exclude one another,
+    ``path`` is a folder of its own that exists and is locked by the caller; ``options.further`` are such
+    folders on further devices. Opening gives the last commit (or ``config.at``); rows written after it are
+    gone. Calls may come from any thread. They exclude one another,
     except ``read``, which runs beside all calls. ``close`` interrupts calls. ``env`` is a test double of the
     file system.
     """
 
     engine = "native"
+    spreads = True
 
     def __init__(
         self,
@@ -121,10 +132,10 @@ class NativeStore:
                 options.read_only,
                 index=options.index,
             )
-        self._folder: _core.Env | None = None
+        self._files: _core.Env | None = None
         if env is None:
             path = path.absolute()  # the Env looks up names in the folder long after this
-            env = self._folder = _core.posix_env(str(path))
+            env = self._files = files_of(path, () if options is None else options.further)
         if config.read_only:
             env = _core.ReadOnlyEnv(env)
         if config.at:
@@ -211,8 +222,8 @@ class NativeStore:
 
     def close(self) -> None:
         self._core.close()
-        if self._folder is not None:
-            self._folder.close()
+        if self._files is not None:
+            self._files.close()
 
     def __enter__(self) -> NativeStore:
         return self

@@ -31,9 +31,10 @@ class StoreOptions:
 
     read_only: bool = False
     """Change nothing on disk, so that a store can be read where writing is not allowed."""
-
     index: str = "auto"
     """Form of the native store's index: "auto", "hash" or "compact"; other engines ignore it."""
+    further: tuple[Path, ...] = ()
+    """The engine's own folders on further devices, for engines that take them (:func:`check_spreads`)."""
 
     def __post_init__(self) -> None:
         if self.keep < 1:
@@ -74,3 +75,12 @@ def get_engine(name: str) -> EngineFactory:
         factory = getattr(importlib.import_module(module), attribute)
         _FACTORIES[name] = factory
     return factory
+
+
+def check_spreads(engine: str) -> None:
+    """Raise ``ConfigError`` unless the engine's factory has ``spreads = True``: it takes several folders."""
+    if not getattr(get_engine(engine), "spreads", False):
+        raise ConfigError(
+            f"engine {engine!r} keeps a store in one folder, and path has several; give one path, or "
+            'engine="native"'
+        )

@@ -11,16 +11,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tierstore import _core
 from tierstore.errors import StoreCorruptError, StoreIOError, TierStoreError
 from tierstore.keys import ID_BITS, MAX_ID
+from tierstore.store.devices import FurtherFolders, recorded_folders
 from tierstore.store.directory import NO_CAP, check_no_links, open_store
 from tierstore.store.files import JSON, store_errors, walk_files
 from tierstore.store.identity import StoreIdentity, read_identity
 from tierstore.store.lock import lock_for_reading
+from tierstore.store.native import files_of
 from tierstore.store.protocol import CommitInfo, StoredTable
 
 Progress = Callable[[int, int], None]
@@ -113,17 +116,24 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Ve
     TIERSTORE.json is damaged, without which nothing else can be checked. The report has other damage.
     """
     folder = Path(path)
-    with store_errors(f"verifying {folder}"), lock_for_reading(folder):
+    with store_errors(f"verifying {folder}"), lock_for_reading(folder), ExitStack() as undo:
         identity = read_identity(folder)
         report = VerifyReport(os.fspath(folder), identity.engine)
         own = folder / identity.engine
+        further = FurtherFolders(folder, recorded_folders(folder, identity)[1:], identity.engine)
+        further.check(identity, read_only=True)
+        further.share_locks(undo)
         try:
-            check_no_links(own)
+            for place in (own, *further.engine_folders):
+                check_no_links(place)
         except (StoreCorruptError, FileNotFoundError) as error:
             _lost(report, identity.engine, str(error))
             return report
-        check = _CHECKS.get(identity.engine, _verify_by_opening)
-        check(own, identity, report, progress or (lambda done, total: None))
+        show = progress or (lambda done, total: None)
+        if identity.engine == "native":
+            _verify_native(own, further.engine_folders, identity, report, show)
+        else:
+            _verify_by_opening(own, identity, report, show)
         return report
 
 
@@ -132,10 +142,14 @@ def _lost(report: VerifyReport, file: str, what: str, commits: Sequence[int] = (
     report.damage_total += 1
 
 
-def _verify_native(own: Path, identity: StoreIdentity, report: VerifyReport, progress: Progress) -> None:
+def _verify_native(
+    own: Path, further: Sequence[Path], identity: StoreIdentity, report: VerifyReport, progress: Progress
+) -> None:
     row_bytes = {spec.index: spec.row_bytes for spec in identity.tables}
     names = {spec.index: spec.name for spec in identity.tables}
-    found = _core.verify_store(str(own), row_bytes, progress)
+    own = own.absolute()
+    with closing(files_of(own, further)) as files:
+        found = _core.verify_store(str(own), row_bytes, progress, files)
     fill_report(report, found, names)
     if not any(item.file.endswith("MANIFEST") for item in report.damage):
         report.commits = [commit[0] for commit in _core.kept_commits(str(own))]
@@ -230,6 +244,3 @@ def _size(folder: Path) -> tuple[int, int]:
     """Count the files below ``folder`` and their bytes."""
     sizes = [entry.stat().st_size for entry in walk_files(folder)]
     return len(sizes), sum(sizes)
-
-
-_CHECKS: dict[str, Callable[[Path, StoreIdentity, VerifyReport, Progress], None]] = {"native": _verify_native}

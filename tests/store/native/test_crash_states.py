@@ -1,7 +1,8 @@
 """Every state in which a crash can leave the disk reopens at exactly the last commit.
 
 A workload runs on the file system in memory, which records its operations. A crash image is a prefix of them
-with any of the unsynced ones lost, and writes among those torn. TIERSTORE_CRASH_STATES says how many.
+with any of the unsynced ones lost, and writes among those torn. TIERSTORE_CRASH_STATES says how many, for a
+store on one device and for a store that grows to three. There one device may keep all and the others nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +58,17 @@ def rows_of(table: int, ids: np.ndarray, versions: np.ndarray) -> np.ndarray:
     return rows.view(np.uint8)
 
 
-def open_on(env, keep: int, at: int = 0) -> NativeStore:
+FOLDERS = ("disk", "more", "most")
+
+
+def devices_of(env, devices: int):
+    """The Env of a store on so many devices; stripes are as long as chunks."""
+    if devices == 1:
+        return env
+    return _core.StripedEnv([(env, folder) for folder in FOLDERS[:devices]], LIMITS.chunk_bytes)
+
+
+def open_on(env, keep: int, at: int = 0, devices: int = 1) -> NativeStore:
     # With keep=2 the index is saved as often as can be. With keep=1 space is short, so that compaction goes
     # on within what the last commit keeps.
     rows = 1 if keep == 2 else 1 << 20
@@ -69,7 +80,7 @@ def open_on(env, keep: int, at: int = 0) -> NativeStore:
         snapshot_min_rows=rows,
         limits=LIMITS,
     )
-    return NativeStore("disk", TABLES, config=config, env=env)
+    return NativeStore("disk", TABLES, config=config, env=devices_of(env, devices))
 
 
 def contents(store: NativeStore) -> State:
@@ -106,10 +117,12 @@ RENEWED = []
 """Times that a last commit was written anew, by workload."""
 
 
-def run_workload(env, seed: int, keep: int) -> list[Event]:
-    """Random writes, commits (with tags), drops, compactions, reopenings, also at older commits."""
+def run_workload(env, seed: int, keep: int, most: int = 1) -> list[Event]:
+    """Random writes, commits (with tags), drops, compactions, reopenings, also at older commits, and with
+    more devices, up to ``most``."""
     rng = random.Random(seed)
-    store, rows, renewed = open_on(env, keep), {}, 0
+    devices = min(most, 1 + seed % 2)
+    store, rows, renewed = open_on(env, keep, devices=devices), {}, 0
     events = [Event(0, 0, {})]
     for step in range(40):
         write_some(store, rng, rows, step + 1)
@@ -127,7 +140,8 @@ def run_workload(env, seed: int, keep: int) -> list[Event]:
             at = rng.choice([0, 0, *kept])
             renewed += store.counters()["renewed_commits"]
             store.close()
-            store = open_on(env, keep, at)
+            devices = rng.randint(devices, most) if most > 1 else 1
+            store = open_on(env, keep, at, devices)
             rows = dict(kept[at or max(kept)].rows) if kept else {}
         elif action < 0.55:
             store.compact()
@@ -141,9 +155,11 @@ def run_workload(env, seed: int, keep: int) -> list[Event]:
     return events
 
 
-def check_image(image, at: int, events: list[Event], keep: int, rng: random.Random, go_on: bool) -> None:
+def check_image(
+    image, at: int, events: list[Event], keep: int, rng: random.Random, go_on: bool, devices: int = 1
+) -> None:
     """The image holds just what was kept before the crash, or by the call that was under way."""
-    with open_on(image, keep) as store:
+    with open_on(image, keep, devices=devices) as store:
         found = {commit.id: commit.meta for commit in store.commits()}
         allowed = [
             event.kept
@@ -154,29 +170,29 @@ def check_image(image, at: int, events: list[Event], keep: int, rng: random.Rand
         last = kept[max(kept)] if kept else Kept(b"", {})
         assert store.meta() == last.meta
         assert contents(store) == last.rows
-    report = _core.verify_store("disk", ROW_BYTES, None, image)
+    report = _core.verify_store("disk", ROW_BYTES, None, devices_of(image, devices))
     assert [(item.file, item.what) for item in report.findings] == []
     if not go_on:
         return
     number = rng.choice([0, *kept])
     rows = dict(kept[number].rows if number else last.rows)
-    with open_on(image, keep, number) as store:
+    with open_on(image, keep, number, devices) as store:
         assert contents(store) == rows
         for version in range(100, 106):
             write_some(store, rng, rows, version)
         store.commit(b"went on")
-    with open_on(image, keep) as store:
+    with open_on(image, keep, devices=devices) as store:
         assert store.meta() == b"went on"
         assert contents(store) == rows
 
 
-@pytest.mark.parametrize("index", ["hash", "compact"])
+@pytest.mark.parametrize(("index", "devices"), [("hash", 1), ("compact", 1), ("hash", 3)])
 @pytest.mark.parametrize("seed", range(WORKLOADS))
-def test_crash_states(seed, index, monkeypatch):
+def test_crash_states(seed, index, devices, monkeypatch):
     if index == "compact":
         use_compact_index(monkeypatch)
     env, keep = _core.MemoryEnv(), 1 + seed % 3
-    events = run_workload(env, seed, keep)
+    events = run_workload(env, seed, keep, devices)
     operations = env.operations()
     assert len(events) > 3
     rng = random.Random(seed + STATES)
@@ -185,8 +201,9 @@ def test_crash_states(seed, index, monkeypatch):
         near = rng.choice(events[1:])
         at = rng.choice([rng.randint(0, operations), rng.randint(near.begun, near.done)])
         unsynced = rng.choice(["lost", "kept", "random", "random", "random"])
-        image = env.after_crash(at, unsynced, rng.getrandbits(64))
-        check_image(image, at, events, keep, rng, go_on=number % 5 == 0)
+        keeps = rng.choice(["", *FOLDERS]) if devices > 1 else ""
+        image = env.after_crash(at, unsynced, rng.getrandbits(64), keeps)
+        check_image(image, at, events, keep, rng, number % 5 == 0, devices)
 
 
 @pytest.mark.parametrize("cap", [250_000, 300_000, 420_000, 470_000])
