@@ -12,11 +12,11 @@ from tests.planner.machines import table, topology
 from tierstore import TierConfig, optim
 from tierstore.errors import ConfigError
 from tierstore.modules.configs import DataType, EmbeddingBagConfig
-from tierstore.placement import record_bytes
 from tierstore.planner import EmbeddingShardingPlanner, Workload
 from tierstore.planner.costs import DISK_SLACK, slot_bytes
 from tierstore.planner.options import options_of
 from tierstore.planner.planner import tables_of_module
+from tierstore.rounds import record_bytes
 from tierstore.row_format import RowFormat
 
 ROWS, DIM = 1 << 20, 64
