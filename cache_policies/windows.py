@@ -13,6 +13,9 @@ import numpy as np
 
 from cache_policies.prepared import PreparedTrace
 
+FIRST_ROWS = 1 << 18
+"""Distinct rows of each batch, added up, with which the first plan is made, full or not. Training waits until
+these batches are announced; then windows grow, some batches per step."""
 _SPARE = 16  # one batch more is pulled per so many of the window, and two besides: windows vary a little
 _FASTER = 8  # a window that is not filled gets one batch more per so many and step, and one besides
 
@@ -20,9 +23,9 @@ _FASTER = 8  # a window that is not filled gets one batch more per so many and s
 class Pulls:
     """How many batches to pull behind the batches that are planned ahead: ``window``."""
 
-    def __init__(self, behind: int) -> None:
-        """Begin with a window of ``behind`` batches, which fill it."""
-        self.window = _with_spare(behind)
+    def __init__(self, behind: int, is_full: bool) -> None:
+        """Begin with a window of ``behind`` batches, which fill it, or have ``FIRST_ROWS`` rows."""
+        self.window = _with_spare(behind) if is_full else behind
 
     def planned(self, behind: int, is_full: bool) -> None:
         """Learn of a plan: ``behind`` batches were known behind its batch. ``is_full``: they fill the
@@ -50,18 +53,27 @@ def automatic_windows(
     end, distinct = on_demand, 0
     pulls: Pulls | None = None
     limits = np.full(trace.batches + depth + 1, trace.batches)
+
+    def extend(plan: int) -> None:
+        nonlocal end, distinct
+        rows = trace.rows[offsets[end] : offsets[end + 1]]
+        distinct += int((last[rows] < plan).sum())
+        last[rows] = end
+        end += 1
+
     for plan in range(on_demand, trace.batches):
         full = end > plan and is_full(plan, end, distinct)
+        if pulls is None:
+            while end < trace.batches and not full and offsets[end] - offsets[plan] < FIRST_ROWS:
+                extend(plan)
+                full = is_full(plan, end, distinct)
+            pulls = Pulls(end - 1 - plan, full)
+            limits[plan] = end
+            limits[plan + 1 : plan + depth + 1] = min(trace.batches, plan + depth + 1 + pulls.window)
         while end <= plan or (end < limits[plan] and not full):
-            rows = trace.rows[offsets[end] : offsets[end + 1]]
-            distinct += int((last[rows] < plan).sum())
-            last[rows] = end
-            end += 1
+            extend(plan)
             full = is_full(plan, end, distinct)
         known[plan] = behind = end - 1 - plan
-        if pulls is None:
-            pulls = Pulls(behind)
-            limits[plan : plan + depth + 1] = min(trace.batches, plan + depth + 1 + pulls.window)
         pulls.planned(behind, full)
         pulled = min(trace.batches, plan + depth + 2 + pulls.window)
         limits[plan + depth + 1] = max(limits[plan + depth], pulled)

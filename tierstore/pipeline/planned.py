@@ -36,6 +36,11 @@ class Planned:
     fills: bool = False  # whether the window was full when it was announced, and then when it was planned
 
     @property
+    def rows(self) -> int:
+        """Distinct rows of the batch on this rank."""
+        return sum(len(pinned.batch.unique) for _, pinned in self.lookups)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the batch and its lookups while it waits for its turn."""
         tensors: list[Tensor] = []

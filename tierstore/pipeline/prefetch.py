@@ -10,6 +10,7 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 from torch import nn
 
+from cache_policies.windows import FIRST_ROWS
 from tierstore.config import MAX_DEPTH, is_integer
 from tierstore.errors import ConfigError, RankError
 from tierstore.modules.base import TieredModule
@@ -25,6 +26,7 @@ Batch = TypeVar("Batch")
 Inputs = Mapping["str | nn.Module", Callable[[Any], Any]]
 
 AUTO_DEPTH = 2
+_FULL, _ENOUGH, _TOO_FEW = range(3)  # what the batches before the first plan are
 
 _warned: WeakSet[nn.Module] = WeakSet()
 """Modules that a warning has named as not prefetched."""
@@ -235,7 +237,7 @@ def _fill(
     ended."""
     depth, window = _agreed(session, depth), _agreed(session, window)
     session.choose(window)
-    first, more = None, True
+    first, more, rows, have = None, True, 0, _TOO_FEW
     while more:
         planned = pull()
         if planned is not None:
@@ -244,14 +246,17 @@ def _fill(
             more = False
             break
         first = first or planned
+        rows += planned.rows
         if window is not None:
-            if session.pulled_ahead > window:
-                break
-        elif session.ranks.any(session.pulled_ahead > MAX_WINDOW or planned.fills):
+            have = _FULL if session.pulled_ahead > window else _TOO_FEW
+        else:
+            full = session.pulled_ahead > MAX_WINDOW or planned.fills
+            have = session.ranks.least(_FULL if full else _ENOUGH if rows >= FIRST_ROWS else _TOO_FEW)
+        if have != _TOO_FEW:
             break
     chosen = max(0, session.pulled_ahead - 1) if window is None else window
     deep = session.ranks.least(_auto_depth(session, first)) if depth is None else depth
-    session.start(deep, chosen)
+    session.start(deep, chosen, is_full=have == _FULL)
     logger.debug("prefetch: depth %d, window %d", deep, chosen)
     while more and session.wants_more:
         more = pull() is not None

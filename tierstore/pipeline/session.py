@@ -56,7 +56,7 @@ class Session:
         self.ranks = RankExchanges(calls)
         self._window = Window(self.groups, None)  # the worker's
         self._is_full = False  # whether the window is, since it has changed last
-        self._pulls = Pulls(0)
+        self._pulls = Pulls(0, is_full=True)
         self._to_pull = 0  # batches behind the last batch that is planned ahead
         self._used = 0
         self._handed = 0  # batches that the worker has got
@@ -142,15 +142,19 @@ class Session:
         """Let the window have ``window`` batches, or be automatic. Call it before the first batch."""
         self._window = Window(self.groups, window)
 
-    def start(self, depth: int, window: int) -> None:
-        """Plan batches from now on, each once the window behind it is full. ``window``: batches that fill it
-        now."""
-        self._pulls = Pulls(window)
+    def start(self, depth: int, window: int, is_full: bool) -> None:
+        """Plan batches from now on, the first with ``window`` batches behind it. Later batches are planned
+        when their windows are full, or as many batches are announced as :meth:`allow` says. ``is_full``:
+        whether the first window is full.
+        """
+        self._pulls = Pulls(window, is_full)
         self._to_pull = window if self._window.length is not None else self._pulls.window
         for group in self.groups:
             group.stats.prefetched = depth, window
         with self._lock:
             self.depth, self._started = depth, True
+            if self._coming:
+                self._coming[0].limit = self._handed
             self._changed.notify_all()
 
     def allow(self) -> None:
