@@ -17,23 +17,31 @@ FIRST_ROWS = 1 << 18
 """Distinct rows of each batch, added up, with which the first plan is made, full or not. Training waits until
 these batches are announced; then windows grow, some batches per step."""
 _SPARE = 16  # one batch more is pulled per so many of the window, and two besides: windows vary a little
-_FASTER = 8  # a window that is not filled gets one batch more per so many and step, and one besides
+_FASTER, _FIRST = 8, 0.5  # a window that is not filled gets one batch more per so many and step, and this
 
 
 class Pulls:
-    """How many batches to pull behind the batches that are planned ahead: ``window``."""
+    """How many batches to pull behind the batches that are planned ahead: ``window``.
+
+    A window grows by a part of its length per step. Announcing many more batches than one per step would make
+    training wait.
+    """
 
     def __init__(self, behind: int, is_full: bool) -> None:
         """Begin with a window of ``behind`` batches, which fill it, or have ``FIRST_ROWS`` rows."""
-        self.window = _with_spare(behind) if is_full else behind
+        self._length: float = _with_spare(behind) if is_full else behind
+
+    @property
+    def window(self) -> int:
+        return int(self._length)
 
     def planned(self, behind: int, is_full: bool) -> None:
         """Learn of a plan: ``behind`` batches were known behind its batch. ``is_full``: they fill the
         window."""
         if is_full:
-            self.window = _with_spare(behind)
+            self._length = _with_spare(behind)
         else:
-            self.window = min(behind + behind // 2 + 1, self.window + self.window // _FASTER + 1)
+            self._length = min(behind + behind // 2 + 1, self._length * (1 + 1 / _FASTER) + _FIRST)
 
 
 def _with_spare(behind: int) -> int:
