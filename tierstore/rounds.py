@@ -24,14 +24,16 @@ GAP_BYTES = 8 << 10  # cost as much as a request does, until a store has measure
 FILE_BYTES = 1.5  # per live byte
 BLOCK = 4096
 _RECORD_HEADER = 16
-HORIZON_ROWS = 1.5
-"""Rows that the batches of the horizon lack together, per row that there is room for.
+HORIZON_ROWS, FILLED = 1.5, 0.9
+"""Rows that the batches of the horizon lack together, per row that there is room for: at most; and the part
+of the room that they fill on average.
 
 With n batches in the horizon that lack m rows each, and rounds of r batches, m·(n - r/2) rows wait for their
-batches on average. That is 0.8 of the room.
+batches on average.
 """
-ROUND = 15 / 16
-"""Batches that a round takes, per batch of the horizon. The rest is the time that a read may take."""
+ROUND, SLACK = 15 / 16, 1.5
+"""Batches that a round takes, per batch of the horizon; and batches that it takes fewer, at least. The rest
+is the time that a read may take: rows are read while the batches before theirs are planned and moved."""
 MAX_WINDOW = 1024
 WINDOW_BYTES = 16 << 20
 """Bytes that the batches of a window, and their ids, take beside the memory for rows read ahead."""
@@ -107,9 +109,17 @@ Stored = tuple[int, float]
 """The bytes of a record, and of all records of the store."""
 
 
+def horizon_batches(room: float, lacking: float) -> float:
+    """Return the most batches that rows are read for, with room for ``room`` rows, of which a batch lacks
+    ``lacking``."""
+    held = room / lacking
+    return max(1.0, min(HORIZON_ROWS * held, 2 * FILLED * held - SLACK))
+
+
 def round_batches(window: float, room: float, lacking: float) -> float:
     """Return the batches of a round, with room for ``room`` rows, of which a batch lacks ``lacking``."""
-    return max(1.0, ROUND * min(window, HORIZON_ROWS * room / lacking))
+    batches = min(window, horizon_batches(room, lacking))
+    return max(1.0, min(ROUND * batches, batches - SLACK))
 
 
 def record_bytes(row_bytes: int) -> int:

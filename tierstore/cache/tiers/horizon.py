@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from tierstore.rounds import HORIZON_ROWS, round_batches
+from tierstore.rounds import horizon_batches, round_batches
 
 _FIRST_ROWS = 1 << 18  # rows of the first round, for which the first plan waits
 _GROWTH = 2  # lookups by which the end moves per lookup that begins, at most
@@ -53,7 +53,7 @@ class Horizon:
         while self._announced and self._announced[0][0] <= seq:
             self._announced.popleft()
         lacking = max(self._lacking, 1.0)
-        fitting = int(HORIZON_ROWS * max_rows / lacking)  # lookups for whose rows there is room
+        fitting = int(horizon_batches(max_rows, lacking))  # lookups for whose rows there is room
         self._extend(min(self.last_announced, seq + fitting, self.end + _GROWTH * steps), rounds)
         self.due = min(self.due + steps / round_batches(self._lookups, max_rows, lacking), rounds + 1)
         return True
