@@ -47,7 +47,10 @@ _SHORT = 3  # as many steps again where they are the shortest
 _FEW_MISS = (2.0, 12_500.0)  # many distinct rows, nearly all among those that a fourth of the memory holds
 KINDS = {
     "memory": [(0.0, 10.0, _IDS), (1.2, 10.0, _IDS), (*_FEW_MISS, _IDS), (0.6, 10.0, _IDS // 8)],
-    "uvm": [(0.0, 10.0, _IDS), (0.7, 10.0, _IDS), (1.2, 10.0, _IDS), (*_FEW_MISS, _IDS)],
+    "uvm": [
+        *((0.0, 10.0, _IDS), (0.7, 10.0, _IDS), (1.2, 10.0, _IDS), (*_FEW_MISS, _IDS)),
+        (0.0, 10.0, _IDS // 4),
+    ],
     "ssd": [(0.0, 10.0, _IDS), (0.7, 10.0, _IDS), (1.2, 10.0, _IDS)],
 }
 """By place of the rows: popularities P(k-th row) ~ (k + q)^-s as (s, q), and ids of a table."""
@@ -82,7 +85,9 @@ class Sample:
 
     ``ids``, ``unique`` (distinct rows), ``cached`` (of these, rows of tables with a policy), ``misses`` and
     ``stored`` (rows from the store) are counts; ``moved``: bytes of missing rows, up and down; ``computed``:
-    bytes that lookups and updates touch; ``others``: CPU seconds per second that other processes took.
+    bytes that lookups and updates touch; ``others``: CPU seconds per second that other processes took;
+    ``paced``: 1 where ``fetch`` is by the clock, else 0, by counters that leave out what a batch costs
+    whatever its rows.
     """
 
     mode: str
@@ -95,6 +100,7 @@ class Sample:
     computed: float
     fetch: float
     compute: float
+    paced: float
     others: float = 0.0
     one: float = 1.0
 
@@ -153,17 +159,17 @@ def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps
     # Planning sets the pace unless all is in memory; there the counters say what planning takes.
     paces = mode != "memory"
     fetch, compute, counts = [], [], []
-    neighbours = Neighbours()
+    neighbours, begun = Neighbours(), time.thread_time()
     for batch in tierstore.prefetch(iter(batches), bags, depth=_DEPTH, window=_WINDOW):
-        start = time.thread_time()
         bags(batch).values().backward(output_grad)
-        compute.append(time.thread_time() - start)
+        compute.append(time.thread_time() - begun)  # with the time for the prefetch's part of this thread
         train_step(dense, optimizer, input)
         tiers = [group.stats.tiers for group in groups]
         counts.append(
             [(t["hbm"].rows - t["hbm"].row_hits, t["ssd"].row_hits if "ssd" in t else 0) for t in tiers]
         )
         fetch.append(time.perf_counter() - _waiting_seconds(bags) if paces else planning_seconds(bags))
+        begun = time.thread_time()
     others = neighbours.share()
     sums = dict.fromkeys(("ids", "unique", "cached", "misses", "stored", "moved", "computed"), 0.0)
     for group, last, warm in zip(groups, counts[-1], counts[_WARM], strict=True):
@@ -181,7 +187,7 @@ def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps
     # During the last steps no more batches are announced or planned.
     typical = slice(_WARM, max(_WARM + 1, len(compute) - _WINDOW - _DEPTH))
     stages = (_middle(values[typical]) for values in (np.diff(fetch), compute))
-    return Sample(mode, **sums, fetch=next(stages), compute=next(stages), others=others)
+    return Sample(mode, **sums, fetch=next(stages), compute=next(stages), paced=paces, others=others)
 
 
 def _middle(seconds: Sequence[float] | NDArray[np.float64]) -> float:
@@ -255,9 +261,9 @@ def fitted(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the planner's terms from samples of all :data:`KINDS`."""
     memory = [sample for sample in samples if sample.mode == "memory"]
     step, lookup, update, per_byte = _fit(memory, "compute", ("one", "ids", "unique", "computed"))
-    names = ("ids", "unique", "cached", "misses", "moved", "stored")
-    per_id, plan, policy, link, link_byte, store = _fit(samples, "fetch", names)
-    fetched = {"plan": plan, "policy": policy, "link": link, "store": store}
+    names = ("paced", "ids", "unique", "cached", "misses", "moved", "stored")
+    batch, per_id, plan, policy, link, link_byte, store = _fit(samples, "fetch", names)
+    fetched = {"plan": plan, "policy": policy, "link": link, "store": store, "batch": batch}
     return {
         "index_rows_per_s": 1 / max(per_id, 1e-12),
         "hbm_bw": 1 / max(per_byte, 1e-13),

@@ -107,7 +107,8 @@ class Problem:
         if not self.topology.one_fetcher:
             return np.zeros(len(link))
         busy = seconds[:, 0] - self.waiting_seconds
-        return seconds[:, 1] + link + self.topology.in_turn * busy
+        batch = self.topology.row_seconds["batch"]
+        return batch + seconds[:, 1] + link + self.topology.in_turn * busy
 
     @cached_property
     def window(self) -> int:

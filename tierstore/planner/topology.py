@@ -24,6 +24,7 @@ ROW_COSTS = {
     "policy": "each distinct row of a table that device memory does not hold whole: next uses and victims",
     "link": "each row that is not in device memory",
     "store": "each row that comes from the store, on the CPU",
+    "batch": "each batch that is prefetched, whatever its rows",
 }
 """Keys of ``Topology.row_seconds``, and what each is of."""
 
