@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tierstore import TierConfig, optim
+from tierstore import TierConfig, _core, optim
 from tierstore.cache.engine import Engine, Table
 from tierstore.cache.layout import IdSegment
 from tierstore.cache.tiers.sizes import bytes_for
@@ -38,18 +38,14 @@ class Bags(TieredModule):
                 for i in members
             ]
             counts = np.concatenate([np.full(bags, ids[i].shape[1]) for i in members])
-            parts.append(
-                PooledPart(
-                    group,
-                    group.batch(segments),
-                    [],
-                    offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-                    bag_start=np.arange(len(members) + 1, dtype=np.int64) * bags,
-                    out_offset=np.array([columns[i] for i in members], np.int64),
-                    out_stride=np.full(len(members), column, np.int64),
-                    modes=np.zeros(len(members), np.uint8),
-                )
+            own = _core.Bags(
+                offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+                bag_start=np.arange(len(members) + 1, dtype=np.int64) * bags,
+                out_offset=np.array([columns[i] for i in members], np.int64),
+                out_stride=np.full(len(members), column, np.int64),
+                modes=np.zeros(len(members), np.uint8),
             )
+            parts.append(PooledPart(group, group.batch(segments), [], bags=own))
         return Lookup(parts, (bags, column))
 
     def forward(self, ids: list[torch.Tensor]) -> torch.Tensor:

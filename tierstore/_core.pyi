@@ -23,6 +23,8 @@ Departures: TypeAlias = tuple[Int32Array, UInt64Array, UInt8Array, Int64Array]
 # slots, keys, whether each row is dirty, next uses
 IdSegment: TypeAlias = tuple[int, int, bool, int, int, int]
 # address and count of the ids of one feature, whether they are int32, table, bound, padding id or -1
+Integers: TypeAlias = tuple[int, int, bool]
+# address, count, whether they are int32 (else int64)
 Commit: TypeAlias = tuple[int, str, int, bytes]
 # number, tag, nanoseconds since 1970, meta
 
@@ -75,6 +77,19 @@ class Bags:
         out_stride: Int64Array,
         modes: UInt8Array,
     ) -> None: ...
+    @property
+    def offsets(self) -> Int64Array: ...
+    @property
+    def bag_start(self) -> Int64Array: ...
+    @property
+    def out_offset(self) -> Int64Array: ...
+    @property
+    def out_stride(self) -> Int64Array: ...
+    @property
+    def modes(self) -> UInt8Array: ...
+    @property
+    def takes_max(self) -> bool: ...
+    def with_stride(self, stride: int) -> Bags: ...
 
 class LookupArgs:
     def __init__(self, *, dim: int, slots: Int32Array, inverse: Int32Array) -> None: ...
@@ -172,6 +187,37 @@ class HostRows:
     def update_rows(
         self, args: UpdateArgs, grad_addr: int, grad_stride: int, rounding: UpdateRounding | None = None
     ) -> Int32Array: ...
+
+class KeyedBags:
+    def __init__(
+        self,
+        lengths: Integers,
+        bags_per_key: Sequence[int],
+        num_ids: int,
+        offsets: Integers | None = None,
+    ) -> None: ...
+    @staticmethod
+    def equal(count: int, length: int) -> KeyedBags: ...
+    @staticmethod
+    def from_offsets(offsets: Integers, num_ids: int, has_end: bool) -> KeyedBags: ...
+    @property
+    def num_bags(self) -> int: ...
+    @property
+    def id_begin(self) -> list[int]: ...
+
+class KeyedFeatures:
+    def __init__(
+        self,
+        *,
+        keys: Int64Array,
+        tables: Int64Array,
+        bounds: Int64Array,
+        modes: UInt8Array,
+        padding: int = -1,
+    ) -> None: ...
+    def lookup(
+        self, bags: KeyedBags, ids: Integers, out_offset: Int64Array, out_stride: Int64Array
+    ) -> tuple[Batch, Bags, int, int, int]: ...
 
 # -- memory tiers ----------------------------------------------------------------------------
 

@@ -107,8 +107,11 @@ struct BagArgs {
   Array<std::uint8_t> modes;
 
   BagArgs Checked() &&;
-  // Checks the contents, too, since Python code may have changed the arrays since the last call.
+  // The kernels check the contents at every call, since Python code may change the arrays.
   Bags Get() const;
+  bool TakesMax() const;
+  // The same bags, whose vectors lie `stride` floats apart.
+  BagArgs WithStride(std::int64_t stride) const;
 };
 
 struct LookupArgs {

@@ -1,4 +1,6 @@
 // Argument structs of the kernels: the checks when they are made, and their Python classes.
+#include <algorithm>
+
 #include "bindings/host_rows.h"
 #include "common/key.h"
 
@@ -37,14 +39,23 @@ BagArgs BagArgs::Checked() && {
 }
 
 Bags BagArgs::Get() const {
-  const Bags bags{offsets.data(),
-                  offsets.size() - 1,
-                  bag_start.data(),
-                  modes.size(),
-                  out_offset.data(),
-                  out_stride.data(),
-                  reinterpret_cast<const Pooling*>(modes.data())};
-  bags.Check();
+  return {offsets.data(),
+          offsets.size() - 1,
+          bag_start.data(),
+          modes.size(),
+          out_offset.data(),
+          out_stride.data(),
+          reinterpret_cast<const Pooling*>(modes.data())};
+}
+
+bool BagArgs::TakesMax() const {
+  return std::count(modes.data(), modes.data() + modes.size(), static_cast<std::uint8_t>(Pooling::kMax)) > 0;
+}
+
+BagArgs BagArgs::WithStride(std::int64_t stride) const {
+  BagArgs bags = *this;
+  bags.out_stride = Array<std::int64_t>(out_stride.size());
+  std::fill_n(bags.out_stride.mutable_data(), out_stride.size(), stride);
   return bags;
 }
 
@@ -119,7 +130,15 @@ void BindLookupArguments(py::module_& m) {
            }),
            py::kw_only(), py::arg("offsets").noconvert(), py::arg("bag_start").noconvert(),
            py::arg("out_offset").noconvert(), py::arg("out_stride").noconvert(),
-           py::arg("modes").noconvert());
+           py::arg("modes").noconvert())
+      .def_readonly("offsets", &BagArgs::offsets)
+      .def_readonly("bag_start", &BagArgs::bag_start)
+      .def_readonly("out_offset", &BagArgs::out_offset)
+      .def_readonly("out_stride", &BagArgs::out_stride)
+      .def_readonly("modes", &BagArgs::modes)
+      .def_property_readonly("takes_max", &BagArgs::TakesMax, "Whether a feature has max pooling.")
+      .def("with_stride", &BagArgs::WithStride, py::arg("stride"),
+           "The same bags, whose vectors lie so many floats apart.");
   py::class_<LookupArgs>(m, "LookupArgs",
                          "Position p reads the dim weights of the row at slots[inverse[p]] (both int32); "
                          "inverse[p] < 0 skips it.")

@@ -116,9 +116,11 @@ void ResidentLookups::Count(std::shared_ptr<ResidentRows> rows, const PageVector
   const auto count = [&](std::vector<std::int64_t>* tables, std::uint64_t key, std::int64_t rows) {
     if (KeyTable(key) < tables_) (*tables)[KeyTable(key)] += rows;
   };
-  for (const std::uint64_t key : keys) {
-    count(&counted_.table_rows, key, 1);
-    count(&counted_.table_hits, key, 1);
+  for (std::size_t begin = 0, end = 0; begin < keys.size(); begin = end) {
+    while (end < keys.size() && KeyTable(keys[end]) == KeyTable(keys[begin])) ++end;
+    const auto run = static_cast<std::int64_t>(end - begin);  // rows of one table come one after another
+    count(&counted_.table_rows, keys[begin], run);
+    count(&counted_.table_hits, keys[begin], run);
   }
   const std::int64_t positions = rows->csr_start.back();
   counted_.positions += positions;

@@ -16,7 +16,7 @@ import numpy as np
 
 from cache_policies.live import LiveCurves
 from tierstore import _core
-from tierstore.cache.layout import IdSegment, RowLayout
+from tierstore.cache.layout import IdSegment, RowLayout, out_of_range
 from tierstore.cache.lookup_order import LookupOrder
 from tierstore.cache.pinned_rows import PinnedRows, ResidentRows, TierRows
 from tierstore.cache.process import OwnProcess
@@ -29,7 +29,7 @@ from tierstore.cache.tiers.protocol import NEVER, FoundRows, Keys, MovingRows, R
 from tierstore.cache.tiers.stack import TierStack
 from tierstore.cache.uninterrupted import soon, uninterrupted
 from tierstore.config import format_bytes
-from tierstore.errors import ClosedError, InputError, TierFullError
+from tierstore.errors import ClosedError, TierFullError
 
 logger = logging.getLogger("tierstore")
 
@@ -70,6 +70,7 @@ class TierGroup:
         self.size: ReadAheadSize | None = None
         """Chooses the bytes of reading ahead, if they are automatic."""
         self._planned = -1
+        self._rows_leave = bool(self.stack.lower) or self.fast.plan.evicts
         self._below = self.stack.lower[0].codec if self.stack.lower else None
         self._victims = Buffer(layout.row_bytes if self._below is None else self._below.row_bytes)
         self._policy_seconds = 0.0  # seconds counted so far
@@ -90,10 +91,7 @@ class TierGroup:
                 [(s.address, s.length, s.is_int32, s.table, s.bound, s.padding) for s in segments]
             )
         if bad >= 0:
-            segment = segments[bad]
-            raise InputError(
-                f"{segment.name}: id {value} at position {position} is out of range [0, {segment.bound})"
-            )
+            raise out_of_range(segments[bad].name, value, position, segments[bad].bound)
         return batch
 
     def lookup(self, batch: _core.Batch) -> TierRows:
@@ -357,7 +355,7 @@ class TierGroup:
         Raises ``ClosedError`` when the change would be lost.
         """
         self.check_open()
-        if self.stack.lower or self.fast.plan.evicts:  # else no row ever leaves
+        if self._rows_leave:
             self.fast.native.mark_dirty(pinned.slots)
 
     def flush(self) -> None:

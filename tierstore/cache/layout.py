@@ -14,6 +14,7 @@ from tierstore._core import HostRows, InitialValues, UpdateRounding
 from tierstore.cache.device import DeviceRows
 from tierstore.cache.tiers.codec import Codec, converted
 from tierstore.cache.tiers.protocol import Keys, RowBytes
+from tierstore.errors import InputError
 from tierstore.initializers import KINDS, Init
 from tierstore.row_format import WIDE, RowFormat
 
@@ -28,6 +29,11 @@ class IdSegment(NamedTuple):
     is_int32: bool
     bound: int
     padding: int = -1
+
+
+def out_of_range(name: str, id: int, position: int, bound: int) -> InputError:
+    """Return the error of an id that a table does not have."""
+    return InputError(f"{name}: id {id} at position {position} is out of range [0, {bound})")
 
 
 class Rounding(NamedTuple):

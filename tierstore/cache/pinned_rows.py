@@ -37,11 +37,11 @@ class Rows:
     uses ``inverse[p]`` (-1: skipped)."""
 
     device_rows: DeviceRows
+    slots: NDArray[np.int32]
 
     def __init__(self, group: Owner, batch: _core.Batch) -> None:
         self.group = group
         self.batch = batch
-        self.slots: NDArray[np.int32] = np.empty(0, np.int32)
 
     @property
     def inverse(self) -> NDArray[np.int32]:
@@ -114,6 +114,7 @@ class PinnedRows(TierRows):
         self, group: Owner, batch: _core.Batch, seq: int, demand: Callable[[], None] | None = None
     ) -> None:
         super().__init__(group, batch)
+        self.slots = np.empty(0, np.int32)
         self.seq = seq
         self.csr = None
         self.before: Before | None = None

@@ -30,6 +30,8 @@ class Versions:
 
     def changed(self, tables: Iterable[int]) -> None:
         """Forget the versions of these tables: their rows have changed."""
+        if not self._known:
+            return
         for table in tables:
             self._known.pop(self._names[table], None)
 

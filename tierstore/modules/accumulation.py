@@ -172,7 +172,8 @@ def _copied(gradients: Gradients) -> Gradients:
         return SequenceGradients([grad.clone() for grad in gradients.grads])
     assert isinstance(gradients, PooledGradients)
     weights = [None if w is None else w.clone() for w in gradients.weights]
-    return PooledGradients(gradients.grad.clone(), weights, gradients.argmaxes)
+    grad = gradients.grad.clone(memory_format=torch.contiguous_format)
+    return PooledGradients(grad, weights, gradients.argmaxes)
 
 
 def _padding(module: TieredModule) -> int:

@@ -28,13 +28,12 @@ class Context(Protocol[Module, Lookup]):
 
 
 class PooledContext(Context[Module, Lookup], Protocol[Module, Lookup]):
-    """What pooling keeps as well, one entry per part. ``rows``: the rows of parts whose weights get
-    gradients."""
+    """What pooling keeps as well, one entry per part. ``weighted``: if there are weights, the rows of parts
+    whose weights get gradients, and the weights' dtype."""
 
     argmaxes: Sequence[Tensor | None]
     weights: Sequence[Tensor | None]
-    weight_types: Sequence[torch.dtype | None]
-    rows: Sequence[Rows | None]
+    weighted: Sequence[tuple[Rows | None, torch.dtype]]
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]: ...

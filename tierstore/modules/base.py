@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +24,14 @@ from tierstore.modules.lookup import (
     Part,
     PooledFunction,
     SequenceFunction,
+    kept_weights,
     pooled_forward,
     sequence_forward,
 )
 from tierstore.modules.optimizer_states import OptimizerStates
 from tierstore.modules.quantization import NotQuantized
 from tierstore.modules.row_arguments import checked_row_ids, float_matrix, state_matrix
-from tierstore.modules.tables import SHOWN, TORCH_DTYPES, HasWeight
+from tierstore.modules.tables import TORCH_DTYPES, HasWeight, ShownParameter
 from tierstore.modules.wrappers import (
     APPLIED,
     active_ddp,
@@ -76,7 +76,7 @@ class TieredModule(EngineCalls, nn.Module):
         """Whether backward passes raise ConfigError if this process uses a GradScaler; see ``accumulate``."""
         self.accumulation: Keeps | None = None
         """Keeps the gradients of backward passes inside ``tierstore.accumulate``."""
-        self._shown: list[tuple[weakref.ref[HasWeight], nn.Parameter]] = []
+        self._shown: list[ShownParameter] = []
         self._key = engine.tables[self.table_numbers[0]].name
         self.take_updates()
         self.anchor = torch.zeros(0, requires_grad=True)
@@ -153,14 +153,7 @@ class TieredModule(EngineCalls, nn.Module):
     def show_parameters(self, holders: Sequence[HasWeight]) -> None:
         """Give every table a parameter; ``holders`` in the order of the tables."""
         trained = not self._without_optimizer
-        self._shown = [(weakref.ref(holder), holder.show_parameter(trained)) for holder in holders]
-
-    @property
-    def _holders(self) -> list[HasWeight]:
-        """The modules that show the tables' parameters. A module of one table is its own holder, so the
-        references are weak: tables end with the last reference of their user."""
-        holders = [reference() for reference, _ in self._shown]
-        return [holder for holder in holders if holder is not None]
+        self._shown = [holder.show_parameter(trained) for holder in holders]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Freeze all tables, or let them be trained again. Rows of frozen tables are only read."""
@@ -171,16 +164,15 @@ class TieredModule(EngineCalls, nn.Module):
         """Return the tables that a backward pass would not change."""
         if not self._shown:
             return [] if self._requires_grad and not self._without_optimizer else self.table_numbers
-        return [
-            t for t, h in zip(self.table_numbers, self._holders, strict=True) if not h.shown.requires_grad
-        ]
+        shown = zip(self.table_numbers, self._shown, strict=True)
+        return [table for table, parameter in shown if not parameter.now.requires_grad]
 
     @property
     def frozen(self) -> bool:
         """Whether a backward pass would change no table."""
         if not self._shown:
             return self._without_optimizer or not self._requires_grad
-        return not any(holder.shown.requires_grad for holder in self._holders)
+        return not any(parameter.now.requires_grad for parameter in self._shown)
 
     @property
     def has_optimizer(self) -> bool:
@@ -194,7 +186,7 @@ class TieredModule(EngineCalls, nn.Module):
 
     def pooled_rows(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
         parts: Any = lookup.parts
-        per_part = [None if weights is None else part.weights_of(weights) for part in parts]
+        per_part = [] if weights is None else [part.weights_of(weights) for part in parts]
         if self.trains:
             self._check_forward()
             lookup.acquire()
@@ -203,8 +195,7 @@ class TieredModule(EngineCalls, nn.Module):
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             return PooledFunction.apply(self.anchor, None, lookup, *per_part)
         out = lookup.new_output()
-        kept = [None if w is None else w.detach().to(torch.float32).contiguous() for w in per_part]
-        pooled_forward(parts, out, kept)
+        pooled_forward(parts, out, kept_weights(parts, per_part))
         return out
 
     def rows_one_by_one(self, lookup: Lookup) -> tuple[Tensor, ...]:
@@ -220,7 +211,7 @@ class TieredModule(EngineCalls, nn.Module):
         waits for a gradient of every parameter, so all of them feed this tensor."""
         if active_ddp() is None or not self._shown:
             return self.anchor
-        return torch.cat([holder.shown.view(-1) for holder in self._holders])
+        return torch.cat([parameter.now.view(-1) for parameter in self._shown])
 
     def take_updates(self) -> None:
         """Set the optimizer's count of updates to the count in the commit that the tables are at."""
@@ -244,9 +235,9 @@ class TieredModule(EngineCalls, nn.Module):
                 f"tables {', '.join(self.table_names())} were built with optimizer=None and require "
                 "gradients now: build them with an optimizer, or freeze them by requires_grad_(False)"
             )
-        for number, holder in enumerate(self._holders):
-            if hasattr(holder.shown, APPLIED):
-                refuse_applied(holder.shown, self.table_names()[number])
+        for number, parameter in enumerate(self._shown):
+            if hasattr(parameter.now, APPLIED):
+                refuse_applied(parameter.now, self.table_names()[number])
         unscales = self.accumulation is not None and self.accumulation.unscales
         if self.refuse_scaled and not unscales and scaler_in_use():
             refuse_scaled(self.table_names(), self.collective)
@@ -254,8 +245,7 @@ class TieredModule(EngineCalls, nn.Module):
     def _check_forward(self) -> None:
         """Raise ConfigError if every rank would train its own copy of the rows."""
         if has_other_ranks() and not self.collective:
-            shown = zip(self._holders, self._shown, strict=True)
-            ours = all(holder._parameters.get(SHOWN) is parameter for holder, (_, parameter) in shown)
+            ours = all(parameter.is_registered for parameter in self._shown)
             refuse_replicas(self, self.table_names(), ours)
 
     def mean_squares(

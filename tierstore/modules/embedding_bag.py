@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.types import Device
 
+from tierstore import _core
 from tierstore.cache.engine import Table
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import as_init, normal
 from tierstore.modules.compiling import opaque
 from tierstore.modules.embedding import SingleTable, size_of
-from tierstore.modules.inputs import Bags, FeatureLookup, checked_ids, pooled_lookup
+from tierstore.modules.inputs import FeatureLookup, checked_ids
+from tierstore.modules.keyed_parts import KeyedFeature, KeyedFeatures, described
 from tierstore.modules.lookup import MODES
 from tierstore.modules.tables import (
     Opening,
@@ -77,6 +79,9 @@ class TieredEmbeddingBag(SingleTable):
         super().__init__(table, padding_idx, _weight, Opening(config, optimizer, seed, _shared))
         self.mode = mode
         self.include_last_offset = include_last_offset
+        feature = KeyedFeature(table.name, 0, self.table_numbers[0], num_embeddings, MODES[mode])
+        self._features = KeyedFeatures([feature], self._padding)
+        self._output = np.zeros(1, np.int64), np.full(1, embedding_dim, np.int64)
 
     @classmethod
     def from_pretrained(
@@ -111,25 +116,17 @@ class TieredEmbeddingBag(SingleTable):
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> FeatureLookup:
         ids = checked_ids(f"{self.name}: ids", input)
-        lengths = self._lengths(ids, offsets)
-        dim = self.embedding_dim
-        bags = Bags(
-            self.name,
-            self.table_numbers[0],
-            ids.view(-1),
-            padding=self._padding,
-            lengths=lengths,
-            mode=MODES[self.mode],
-            out_stride=dim,
-        )
-        return pooled_lookup(self.engine, [bags], (len(lengths), dim))
+        bags = self._bags(ids, offsets)
+        part = self._features.part(self.engine.group_of(self.table_numbers[0]), bags, ids, self._output)
+        part.spans = [(0, ids.numel())]
+        return FeatureLookup([part], (bags.num_bags, self.embedding_dim), [[0]], [bags.num_bags])
 
-    def _lengths(self, ids: Tensor, offsets: Tensor | None) -> NDArray[np.int64]:
-        """Return the number of ids per bag."""
+    def _bags(self, ids: Tensor, offsets: Tensor | None) -> _core.KeyedBags:
+        """Return the bags of ids."""
         if ids.dim() == 2:
             if offsets is not None:
                 raise InputError(f"{self.name}: with 2-D ids every row is a bag, so offsets must be None")
-            return np.full(ids.size(0), ids.size(1), np.int64)
+            return _core.KeyedBags.equal(ids.size(0), ids.size(1))
         if ids.dim() != 1:
             raise InputError(
                 f"{self.name}: ids must have one or two dimensions, got shape {tuple(ids.shape)}"
@@ -141,33 +138,27 @@ class TieredEmbeddingBag(SingleTable):
             raise InputError(
                 f"{self.name}: offsets must have one dimension, got shape {tuple(offsets.shape)}"
             )
-        starts = offsets.numpy().astype(np.int64)
-        if self.include_last_offset and not len(starts):
-            raise InputError(f"{self.name}: with include_last_offset there must be at least one offset")
-        if not len(starts) and ids.numel():
-            raise InputError(f"{self.name}: {ids.numel()} ids without a bag; offsets are empty")
-        bounds = starts if self.include_last_offset else np.append(starts, ids.numel())
-        return self._checked_lengths(bounds, ids.numel())
+        try:
+            return _core.KeyedBags.from_offsets(described(offsets), ids.numel(), self.include_last_offset)
+        except ValueError:
+            fault = self._fault(offsets.tolist(), ids.numel())
+            raise InputError(f"{self.name}: {fault}") from None
 
-    def _checked_lengths(self, bounds: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    def _fault(self, bounds: list[int], count: int) -> str:
+        """Return what is wrong with the offsets of ``count`` ids."""
+        if not bounds:
+            if self.include_last_offset:
+                return "with include_last_offset there must be at least one offset"
+            return f"{count} ids without a bag; offsets are empty"
         if bounds[0] != 0:
-            raise InputError(f"{self.name}: the first offset must be 0, got {bounds[0]}")
-        over = np.flatnonzero(bounds > count)
-        if len(over):
-            raise InputError(
-                f"{self.name}: offset {bounds[over[0]]} at position {over[0]} overruns the {count} ids"
-            )
-        lengths = np.diff(bounds)
-        back = np.flatnonzero(lengths < 0)
-        if len(back):
-            at = int(back[0])
-            raise InputError(
-                f"{self.name}: offsets must not decrease, but {bounds[at]} is followed by {bounds[at + 1]} "
-                f"at position {at + 1}"
-            )
-        if bounds[-1] != count:
-            raise InputError(f"{self.name}: the last offset is {bounds[-1]} but there are {count} ids")
-        return lengths
+            return f"the first offset must be 0, got {bounds[0]}"
+        for at, bound in enumerate(bounds):
+            if bound > count:
+                return f"offset {bound} at position {at} overruns the {count} ids"
+        for at, (bound, after) in enumerate(pairwise(bounds), start=1):
+            if after < bound:
+                return f"offsets must not decrease, but {bound} is followed by {after} at position {at}"
+        return f"the last offset is {bounds[-1]} but there are {count} ids"
 
     @opaque
     def forward(

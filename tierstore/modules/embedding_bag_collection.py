@@ -68,4 +68,4 @@ class EmbeddingBagCollection(Collection):
             features: a KeyedJaggedTensor, ours or torchrec's, with all features; other keys are ignored.
         """
         values = self.lookups.pooled(self, features)
-        return KeyedTensor(self.features.outputs, list(self.features.dims), values)
+        return KeyedTensor(list(self.features.outputs), list(self.features.dims), values)

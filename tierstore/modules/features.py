@@ -46,18 +46,12 @@ class Features:
         self.configs: list[Any] = [from_torchrec(table) for table in tables]
         _check_names(self.configs)
         self.all = _features(self.configs)
+        self.names = [feature.name for feature in self.all]
+        """The features' names in the input."""
+        self.outputs = [feature.output for feature in self.all]
+        """The features' names in the output: ``feature@table`` if several tables have the feature."""
         self.dims = [feature.config.embedding_dim for feature in self.all]
         self.bounds = [feature.config.num_embeddings for feature in self.all]
-
-    @property
-    def names(self) -> list[str]:
-        """The features' names in the input."""
-        return [feature.name for feature in self.all]
-
-    @property
-    def outputs(self) -> list[str]:
-        """The features' names in the output: ``feature@table`` if several tables have the feature."""
-        return [feature.output for feature in self.all]
 
     def tables(self) -> list[Table]:
         """Return the tables as an engine takes them."""
@@ -78,28 +72,38 @@ class Features:
 
         Raises InputError if a feature is missing or doubled, or if lengths do not fit.
         """
-        values = checked_ids("values of the KeyedJaggedTensor", keyed.values())
-        if values.dim() != 1:
-            raise InputError(f"values of the KeyedJaggedTensor must have one dimension, got {values.dim()}")
+        values = self.values_of(keyed)
         keyed.sync()
         lengths = keyed.lengths().to(torch.int64).numpy()
         if len(lengths) and lengths.min() < 0:
             keyed.validate()  # which says where
-        position, at, bags = keyed.index_per_key(), keyed.offset_per_key(), keyed.lengths_offset_per_key()
-        if len(position) < len(keyed.keys()):
-            keyed.validate()  # which says what is doubled
+        at, bags = keyed.offset_per_key(), keyed.lengths_offset_per_key()
         pieces = values.split(keyed.length_per_key())
-        found = []
-        for feature, table in zip(self.all, tables, strict=True):
-            key = position.get(feature.name)
-            if key is None:
+        return [
+            Bags(feature.title, table, pieces[key], at[key], lengths=lengths[bags[key] : bags[key + 1]])
+            for feature, table, key in zip(self.all, tables, self.keys_of(keyed), strict=True)
+        ]
+
+    @staticmethod
+    def values_of(keyed: KeyedJaggedTensor) -> Tensor:
+        """Return the ids of all keys, checked and in contiguous memory."""
+        values = checked_ids("values of the KeyedJaggedTensor", keyed.values())
+        if values.dim() != 1:
+            raise InputError(f"values of the KeyedJaggedTensor must have one dimension, got {values.dim()}")
+        return values
+
+    def keys_of(self, keyed: KeyedJaggedTensor) -> list[int]:
+        """Return the number of every feature's key. Raises InputError if a key is missing or doubled."""
+        number_of = keyed.index_per_key()
+        if len(number_of) < len(keyed.keys()):
+            keyed.validate()  # which says what is doubled
+        for feature in self.all:
+            if feature.name not in number_of:
                 raise InputError(
                     f"{feature.title} of table {feature.config.name!r} is missing; the "
                     f"KeyedJaggedTensor has {keyed.keys()}"
                 )
-            own = lengths[bags[key] : bags[key + 1]]
-            found.append(Bags(feature.title, table, pieces[key], at[key], lengths=own))
-        return found
+        return [number_of[feature.name] for feature in self.all]
 
 
 class PooledFeatures(Features):
@@ -118,20 +122,16 @@ class PooledFeatures(Features):
         pooling_of = {table.name: table.pooling for table in self.configs}
         self.poolings: list[PoolingType] = [pooling_of[feature.config.name] for feature in self.all]
         self.modes = [MODES[pooling.value.lower()] for pooling in self.poolings]
-        self._columns = [0, *accumulate(self.dims)]
+        ends = accumulate(self.dims)
+        self._side_by_side = [(end - dim, sum(self.dims)) for end, dim in zip(ends, self.dims, strict=True)]
 
-    def bag_counts(self, keyed: KeyedJaggedTensor, found: Sequence[Bags]) -> list[int]:
-        """Return the number of bags of every feature.
-
-        Raises InputError if the numbers differ and there are no inverse indices.
-        """
-        counts = [len(feature.lengths) for feature in found]
+    def check_counts(self, keyed: KeyedJaggedTensor, counts: Sequence[int]) -> None:
+        """Raise InputError if the features' numbers of bags differ and there are no inverse indices."""
         if len(set(counts)) > 1 and not self.expands(keyed):
             sizes = dict(zip(self.names, counts, strict=True))
             raise InputError(
                 f"features have different batch sizes: {sizes}; give inverse_indices, or equal sizes"
             )
-        return counts
 
     def places(self, counts: Sequence[int], expands: bool) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
         """Return the first float and the stride of every feature's vectors in the output, and its shape."""
@@ -139,8 +139,7 @@ class PooledFeatures(Features):
             # every feature's vectors in a block of its own, one after another
             starts = [0, *accumulate(n * dim for n, dim in zip(counts, self.dims, strict=True))]
             return list(zip(starts, self.dims, strict=False)), (starts[-1],)
-        columns = self._columns[-1]
-        return [(column, columns) for column in self._columns], (counts[0] if counts else 0, columns)
+        return self._side_by_side, (counts[0] if counts else 0, sum(self.dims))
 
     @staticmethod
     def expands(keyed: KeyedJaggedTensor) -> bool:

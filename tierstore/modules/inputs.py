@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -59,7 +59,7 @@ def checked_ids(name: str, ids: Tensor) -> Tensor:
     the CPU."""
     if not isinstance(ids, Tensor):
         raise InputError(f"{name} must be a torch.Tensor, not {type(ids).__name__}")
-    if ids.device.type != "cpu":
+    if not ids.is_cpu:
         raise InputError(f"{name} are on {ids.device}, but the tables on the CPU; move them with .cpu()")
     if not ids.numel():
         return torch.empty(ids.shape, dtype=torch.int64)
@@ -75,18 +75,16 @@ def pooled_lookup(engine: Engine, features: Sequence[Bags], out_shape: tuple[int
     for group, members in grouped:
         own = [features[number] for number in members]
         offsets, bag_start = _core.bag_offsets([feature.lengths for feature in own])
-        parts.append(
-            PooledPart(
-                group,
-                group.batch([_id_segment(engine, feature) for feature in own]),
-                _spans(own),
-                offsets=offsets,
-                bag_start=bag_start,
-                out_offset=np.array([feature.out_offset for feature in own], np.int64),
-                out_stride=np.array([feature.out_stride for feature in own], np.int64),
-                modes=np.array([feature.mode for feature in own], np.uint8),
-            )
+        bags = _core.Bags(
+            offsets=offsets,
+            bag_start=bag_start,
+            out_offset=np.array([feature.out_offset for feature in own], np.int64),
+            out_stride=np.array([feature.out_stride for feature in own], np.int64),
+            modes=np.array([feature.mode for feature in own], np.uint8),
         )
+        batch = group.batch([_id_segment(engine, feature) for feature in own])
+        spans = joined_spans((feature.begin, feature.begin + feature.ids.numel()) for feature in own)
+        parts.append(PooledPart(group, batch, spans, bags=bags))
     return FeatureLookup(
         parts, out_shape, [members for _, members in grouped], [len(feature.lengths) for feature in features]
     )
@@ -124,11 +122,10 @@ def _id_segment(engine: Engine, feature: Ids) -> IdSegment:
     )
 
 
-def _spans(features: Sequence[Ids]) -> list[tuple[int, int]]:
-    """Return the features' ranges of the module's ids, joined where possible: weights then need no copy."""
+def joined_spans(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges of the module's ids, joined where possible: weights then need no copy."""
     spans: list[tuple[int, int]] = []
-    for feature in features:
-        begin, end = feature.begin, feature.begin + feature.ids.numel()
+    for begin, end in ranges:
         if spans and spans[-1][1] == begin:
             spans[-1] = (spans[-1][0], end)
         else:

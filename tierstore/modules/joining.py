@@ -99,10 +99,11 @@ def _sequence(passes: Sequence[Pass], index: int, padding: int) -> tuple[Sequenc
 def _pieces(passes: Sequence[Pass], index: int) -> list[_Piece]:
     found = []
     parts: list[Any] = [one.lookup.parts[index] for one in passes]
-    for feature in range(len(parts[0].modes)):
+    for feature in range(len(parts[0].bags.modes)):
         for number, part in enumerate(parts):
-            bags = slice(int(part.bag_start[feature]), int(part.bag_start[feature + 1]))
-            positions = slice(int(part.offsets[bags.start]), int(part.offsets[bags.stop]))
+            starts, offsets = part.bags.bag_start, part.bags.offsets
+            bags = slice(int(starts[feature]), int(starts[feature + 1]))
+            positions = slice(int(offsets[bags.start]), int(offsets[bags.stop]))
             found.append(_Piece(number, part, feature, bags, positions))
     return found
 
@@ -110,18 +111,16 @@ def _pieces(passes: Sequence[Pass], index: int) -> list[_Piece]:
 def _pooled(passes: Sequence[Pass], index: int, bases: Sequence[int], padding: int) -> _Pooled:
     pieces = _pieces(passes, index)
     group = pieces[0].part.group
-    lengths = [np.diff(p.part.offsets[p.bags.start : p.bags.stop + 1]) for p in pieces]
+    lengths = [np.diff(p.part.bags.offsets[p.bags.start : p.bags.stop + 1]) for p in pieces]
     offsets, bag_start = _core.bag_offsets(lengths)
-    part = PooledPart(
-        group,
-        _batch(group, [(p.part, p.positions) for p in pieces], padding),
-        [],
+    bags = _core.Bags(
         offsets=offsets,
         bag_start=bag_start,
-        out_offset=np.array([p.part.out_offset[p.feature] + bases[p.number] for p in pieces], np.int64),
-        out_stride=np.array([p.part.out_stride[p.feature] for p in pieces], np.int64),
-        modes=np.array([p.part.modes[p.feature] for p in pieces], np.uint8),
+        out_offset=np.array([p.part.bags.out_offset[p.feature] + bases[p.number] for p in pieces], np.int64),
+        out_stride=np.array([p.part.bags.out_stride[p.feature] for p in pieces], np.int64),
+        modes=np.array([p.part.bags.modes[p.feature] for p in pieces], np.uint8),
     )
+    part = PooledPart(group, _batch(group, [(p.part, p.positions) for p in pieces], padding), [], bags=bags)
     return _Pooled(part, _weights(passes, index, pieces), _argmax(passes, index, pieces))
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tierstore.modules.base import TieredModule
 from tierstore.modules.features import Features, PooledFeatures
-from tierstore.modules.inputs import FeatureLookup, pooled_lookup, sequence_lookup
+from tierstore.modules.inputs import FeatureLookup, sequence_lookup
+from tierstore.modules.keyed_parts import KeyedParts, bags_of
 from tierstore.modules.tables import OpenTables
 from tierstore.sparse import as_keyed_jagged_tensor
 
@@ -20,15 +21,20 @@ class LocalPooling:
     def __init__(self, features: PooledFeatures, opened: OpenTables) -> None:
         self._features, self._engine = features, opened.engine
         self._tables = [opened.numbers[feature.table] for feature in features.all]
+        self._parts: KeyedParts | None = None
 
     def make(self, features: object) -> FeatureLookup:
         """Return the lookup of a KeyedJaggedTensor; see :meth:`TieredModule.make_lookup`."""
-        keyed, own = as_keyed_jagged_tensor(features), self._features
-        found = own.ids_of(keyed, self._tables)
-        places, shape = own.places(own.bag_counts(keyed, found), own.expands(keyed))
-        for bags, mode, place in zip(found, own.modes, places, strict=False):
-            bags.mode, (bags.out_offset, bags.out_stride) = mode, place
-        return pooled_lookup(self._engine, found, shape)
+        keyed, own, parts = as_keyed_jagged_tensor(features), self._features, self._parts
+        ids, bags = own.values_of(keyed), bags_of(keyed)
+        if parts is None or not parts.fit(keyed, self._engine):
+            parts = self._parts = KeyedParts(own, self._engine, self._tables, keyed)
+        bags_per_key = keyed.stride_per_key()
+        counts = [bags_per_key[key] for key in parts.key_of]
+        own.check_counts(keyed, counts)
+        places, shape = own.places(counts, own.expands(keyed))
+        id_begin = bags.id_begin if own.is_weighted else None
+        return FeatureLookup(parts.lookup(bags, ids, places, id_begin), shape, parts.members, counts)
 
     def pooled(self, module: TieredModule, features: object) -> Tensor:
         """Return the pooled rows of a batch, float32 (examples, sum of dims)."""

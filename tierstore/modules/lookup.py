@@ -100,31 +100,19 @@ class Part:
     @property
     def rounding(self) -> UpdateRounding | None:
         """How an update rounds the weights of the part's unique rows."""
-        return self.group.layout.rounding_of(self.batch.unique)
+        layout = self.group.layout
+        return None if layout.rounding is None else layout.rounding_of(self.batch.unique)
 
 
 @dataclass
 class PooledPart(Part):
-    """Bags grouped by feature; arrays as ``_core.Bags`` takes them."""
+    """Bags of positions, grouped by feature."""
 
-    offsets: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
-    bag_start: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
-    out_offset: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    out_stride: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    modes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
-
-    bags: _core.Bags = field(init=False)
-    """The arrays above, as the kernels take them."""
+    bags: _core.Bags = field(kw_only=True)
 
     @property
     def nbytes(self) -> int:
-        return self.offsets.nbytes
-
-    def __post_init__(self) -> None:
-        self.bags = _core.Bags(
-            offsets=self.offsets, bag_start=self.bag_start, out_offset=self.out_offset,
-            out_stride=self.out_stride, modes=self.modes,
-        )  # fmt: skip
+        return self.bags.offsets.nbytes
 
 
 @dataclass
@@ -179,7 +167,8 @@ class Gradients(Protocol):
 
 @dataclass
 class PooledGradients:
-    """``grad`` (float32, contiguous) is laid out as the output; the other fields have an entry per part."""
+    """``grad`` (float32) is laid out as the output, but its rows may be further apart, see
+    :func:`readable_gradient`; the other fields have an entry per part."""
 
     grad: Tensor
     weights: Sequence[Tensor | None]
@@ -187,8 +176,9 @@ class PooledGradients:
 
     def update(self, index: int, part: PooledPart, rows: DeviceRows, args: UpdateArgs) -> NDArray[np.int32]:
         weight, argmax = _address(self.weights[index]), _address(self.argmaxes[index])
+        bags = _bags_of_gradient(part, self.grad)
         with part.group.stats.stage("compute_seconds"):
-            return rows.update_pooled(args, part.bags, self.grad.data_ptr(), weight, argmax, part.rounding)
+            return rows.update_pooled(args, bags, self.grad.data_ptr(), weight, argmax, part.rounding)
 
     def multiply(self, factor: float) -> None:
         self.grad.mul_(factor)
@@ -223,8 +213,29 @@ def _lookup_args(part: Part, rows: Rows) -> LookupArgs:
     return LookupArgs(dim=part.group.layout.dim, slots=rows.slots, inverse=rows.inverse)
 
 
+def readable_gradient(grad: Tensor) -> Tensor:
+    """Return the gradient of an output as kernels read it: float32, with columns side by side.
+
+    Rows may lie further apart, as in the gradient of a concatenation, of which ``grad`` is a view: a copy
+    would take as long as the update."""
+    grad = grad.to(torch.float32)
+    return grad if grad.dim() == 2 and grad.stride(1) == 1 else grad.contiguous()
+
+
+def _bags_of_gradient(part: PooledPart, grad: Tensor) -> _core.Bags:
+    return part.bags if grad.is_contiguous() else part.bags.with_stride(grad.stride(0))
+
+
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def kept_weights(parts: Sequence[Part], weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Return the weights, one tensor per part or none at all, as kernels read them: detached, since autograd
+    passes the same tensors again as saved tensors."""
+    if not weights:
+        return [None] * len(parts)
+    return [weight.detach().to(torch.float32).contiguous() for weight in weights]
 
 
 def pooled_forward(
@@ -234,9 +245,10 @@ def pooled_forward(
     argmaxes: list[Tensor | None] = []
     for part, weight in zip(parts, weights, strict=True):
         argmax = None
-        if (part.modes == MODES["max"]).any():
+        if part.bags.takes_max:
             # one more, since an empty tensor has no address
-            argmax = torch.empty((len(part.offsets) - 1) * part.group.layout.dim + 1, dtype=torch.int32)
+            bags = len(part.bags.offsets) - 1
+            argmax = torch.empty(bags * part.group.layout.dim + 1, dtype=torch.int32)
         rows = part.rows
         assert rows is not None
         args = _lookup_args(part, rows)
@@ -247,48 +259,51 @@ def pooled_forward(
 
 
 class PooledFunction(torch.autograd.Function):
-    """``apply(anchor, module, lookup, *weights)`` → output of ``lookup.out_shape``. One weight tensor
-    or None per part. ``module`` None: rows are not updated, only the weights have gradients."""
+    """``apply(anchor, module, lookup, *weights)`` → output of ``lookup.out_shape``. One weight tensor per
+    part, or none at all. ``module`` None: rows are not updated, only the weights have gradients."""
 
     @staticmethod
     def forward(
-        ctx: PooledCtx, anchor: Tensor, module: Updates | None, lookup: Lookup, *weights: Tensor | None
+        ctx: PooledCtx, anchor: Tensor, module: Updates | None, lookup: Lookup, *weights: Tensor
     ) -> Tensor:
         out = lookup.new_output()
-        # autograd passes the same tensors again as saved tensors; the kernels read detached copies.
-        kept = [None if w is None else w.detach().to(torch.float32).contiguous() for w in weights]
+        kept = kept_weights(lookup.parts, weights)
         ctx.argmaxes = pooled_forward(lookup.parts, out, kept)  # type: ignore[arg-type]
         ctx.module, ctx.lookup, ctx.weights = module, lookup, kept
         # autograd then notices weights changed in place, and a second backward pass without retain_graph
-        ctx.save_for_backward(anchor, *(w for w in weights if w is not None))
+        ctx.save_for_backward(anchor, *weights)
         # the weights' gradients need the rows as they are now; other backward passes may change the rows
-        ctx.rows = [
-            part.rows.copied() if part.rows is not None and ctx.needs_input_grad[3 + index] else None
-            for index, part in enumerate(lookup.parts)
+        ctx.weighted = [
+            (
+                part.rows.copied() if part.rows is not None and ctx.needs_input_grad[3 + index] else None,
+                weight.dtype,
+            )
+            for index, (part, weight) in enumerate(zip(lookup.parts, weights, strict=False))
         ]
-        ctx.weight_types = [None if w is None else w.dtype for w in weights]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: PooledCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.saved_tensors
-        grad = grads[0].to(torch.float32).contiguous()
-        weight_grads = [PooledFunction._weight_grad(ctx, index, grad) for index in range(len(ctx.weights))]
-        if ctx.module is not None and _reaches_rows(ctx):
+        grad = readable_gradient(grads[0])
+        weight_grads = [PooledFunction._weight_grad(ctx, index, grad) for index in range(len(ctx.weighted))]
+        # without weights, autograd only comes here for the rows
+        if ctx.module is not None and (not weight_grads or _reaches_rows(ctx)):
             gradients = PooledGradients(grad, ctx.weights, ctx.argmaxes)
             _update_or_keep(ctx.module, ctx.lookup, gradients)
         return (None, None, None, *weight_grads)
 
     @staticmethod
     def _weight_grad(ctx: PooledCtx, index: int, grad: Tensor) -> Tensor | None:
-        part, rows, weight = ctx.lookup.parts[index], ctx.rows[index], ctx.weights[index]
+        part, weight, (rows, dtype) = ctx.lookup.parts[index], ctx.weights[index], ctx.weighted[index]
         if rows is None or weight is None:
             return None
         out = torch.empty_like(weight)
         with part.group.stats.stage("compute_seconds"):
-            rows.device_rows.weight_grads(_lookup_args(part, rows), part.bags, _address(grad), _address(out))  # type: ignore[attr-defined]
-        return out.to(ctx.weight_types[index])
+            bags = _bags_of_gradient(part, grad)  # type: ignore[arg-type]
+            rows.device_rows.weight_grads(_lookup_args(part, rows), bags, _address(grad), _address(out))
+        return out.to(dtype)
 
 
 class SequenceFunction(torch.autograd.Function):

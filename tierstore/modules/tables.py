@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -190,20 +191,14 @@ class HasWeight(nn.Module):
         """Return the version of the rows, as :class:`tierstore.cache.versions.Versions` names it."""
         raise NotImplementedError
 
-    def show_parameter(self, trained: bool) -> nn.Parameter:
-        """Add and return a parameter without rows, ``tiered_weight``.
+    def show_parameter(self, trained: bool) -> ShownParameter:
+        """Add a parameter without rows, ``tiered_weight``, and return where it is.
 
         It says whether the table is trained, and it shows what code does to all parameters of a model:
         freezing, wrapping, applying optimizers. No state dict has it."""
         parameter = nn.Parameter(torch.empty(0, self.table.embedding_dim), requires_grad=trained)
         self.register_parameter(SHOWN, parameter)
-        return parameter
-
-    @property
-    def shown(self) -> Tensor:
-        """The parameter that stands for the table now: wrappers may replace :meth:`show_parameter`'s."""
-        parameter = self._parameters.get(SHOWN)
-        return getattr(self, SHOWN) if parameter is None else parameter
+        return ShownParameter(self, parameter)
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
@@ -256,3 +251,28 @@ class HasWeight(nn.Module):
             self.load_weight(state_dict[key], key)
         except InputError as error:
             error_msgs.append(str(error))
+
+
+class ShownParameter:
+    """The parameter that stands for the table of ``holder``.
+
+    It keeps no reference to the holder: a module of one table is its own holder, and tables end with the last
+    reference of their user."""
+
+    __slots__ = ("_first", "_holder", "_parameters")
+
+    def __init__(self, holder: HasWeight, parameter: nn.Parameter) -> None:
+        self._first = parameter
+        self._holder = weakref.ref(holder)
+        self._parameters = holder._parameters
+
+    @property
+    def now(self) -> Tensor:
+        """The parameter as it is now: wrappers may replace the one that was registered."""
+        parameter = self._parameters.get(SHOWN)
+        return getattr(self._holder(), SHOWN, self._first) if parameter is None else parameter
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether no wrapper has replaced the parameter."""
+        return self._parameters.get(SHOWN) is self._first

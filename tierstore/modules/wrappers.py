@@ -103,6 +103,8 @@ class _Scalers:
         if references != self._references or any(found() is None for found in self._found):
             # Signals that come more often than this takes would keep it from its end.
             uninterrupted(lambda: self._find(references))
+        if not self._found:
+            return None
         scalers = (reference() for reference in self._found)
         return next((s for s in scalers if s is not None and s.is_enabled() and s._scale is not None), None)
 

@@ -12,6 +12,14 @@ from tierstore.errors import ConfigError
 from tierstore.optim.specs import NotGiven, OptimizerSpec
 
 
+def _is_plain(value: object) -> bool:
+    """Return whether a hyperparameter is of a type that has one value for ever, and is compared by it."""
+    kind = type(value)
+    if isinstance(value, tuple):
+        return kind is tuple and all(type(one) is float for one in value)
+    return kind is float or kind is str
+
+
 class AppliedOptimizer(torch.optim.Optimizer):
     """An optimizer that the backward passes apply: ``step()`` and ``zero_grad()`` do nothing."""
 
@@ -46,6 +54,8 @@ class FusedOptimizer(AppliedOptimizer):
 
     rows: RowStates | None = None
     """The rows that it updates; None in a copy, which has only hyperparameters and the update count."""
+    _known: tuple[list[object], dict[str, Any]] | None = None
+    """The hyperparameters of the last step, if they cannot change in place, and their checked values."""
 
     def __init__(self, spec: OptimizerSpec, parameters: Iterable[torch.Tensor] = ()) -> None:
         self.spec = spec
@@ -73,8 +83,14 @@ class FusedOptimizer(AppliedOptimizer):
                 "build them with optimizer=tierstore.optim.Adagrad(lr=...) or another of tierstore.optim, or "
                 "with optimizer=None to freeze them"
             )
-        group = self.param_groups[0]
-        return self.spec.step_args(step=step, **{name: group[name] for name in self.spec.hyperparameters()})
+        group, names = self.param_groups[0], self.spec.changeable
+        values = [group[name] for name in names]
+        if not all(map(_is_plain, values)):
+            return self.spec.step_args(step, **dict(zip(names, values, strict=True)))
+        known = self._known
+        if known is None or known[0] != values:
+            known = self._known = values, self.spec.checked(**dict(zip(names, values, strict=True)))
+        return OptimizerStep(**known[1], step=step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.param_groups:

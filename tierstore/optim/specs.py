@@ -92,10 +92,10 @@ class OptimizerSpec:
 
     def hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters that may change during training, which a parameter group holds."""
-        return {name: getattr(self, name) for name in self._changeable}
+        return {name: getattr(self, name) for name in self.changeable}
 
     @cached_property
-    def _changeable(self) -> list[str]:
+    def changeable(self) -> list[str]:
         """Names of the hyperparameters that may change."""
         return [item.name for item in fields(self) if item.name not in self.identity]  # type: ignore[arg-type]
 
@@ -115,14 +115,16 @@ class OptimizerSpec:
         Hyperparameters in ``changes`` replace this object's. Raises ``ConfigError`` for a value that is no
         finite number, and for an unknown weight decay mode.
         """
+        return OptimizerStep(**self.checked(**changes), step=step)
+
+    def checked(self, **changes: Any) -> dict[str, Any]:
+        """Return what :meth:`step_args` gives to the core beside the number of the update."""
         values = {**self.hyperparameters(), **changes}
         mode = self._decay_mode(values["weight_decay_mode"])
         lr, decay, eps = (self._number(name, values.get(name, 0.0)) for name in ("lr", "weight_decay", "eps"))
         beta1, beta2 = _betas(self.name, values["betas"]) if "betas" in values else (0.0, 0.0)
-        return OptimizerStep(
-            kind=self.kind, lr=lr, eps=eps, weight_decay=decay, weight_decay_mode=mode if decay else 0,
-            beta1=beta1, beta2=beta2, step=step,
-        )  # fmt: skip
+        decays = {"weight_decay": decay, "weight_decay_mode": mode if decay else 0}
+        return {"kind": self.kind, "lr": lr, "eps": eps, "beta1": beta1, "beta2": beta2, **decays}
 
     def _decay_mode(self, mode: Any) -> int:
         if not isinstance(mode, str) or mode not in _DECAY_MODES:

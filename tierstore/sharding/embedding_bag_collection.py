@@ -64,4 +64,4 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         Raises InputError on every rank if the input of one is wrong.
         """
         values = self.lookups.pooled(self, features)
-        return KeyedTensor(self.features.outputs, list(self.features.dims), values)
+        return KeyedTensor(list(self.features.outputs), list(self.features.dims), values)

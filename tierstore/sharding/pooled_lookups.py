@@ -33,7 +33,7 @@ class ExchangedPooling(ExchangedLookups):
     def checked(self, features: Any) -> list[Bags]:
         keyed, own = as_keyed_jagged_tensor(features), self._features
         found = checked_features(own, keyed)
-        own.bag_counts(keyed, found)
+        own.check_counts(keyed, [len(feature.lengths) for feature in found])
         own.weights_of(keyed)
         own.inverse_rows(keyed)
         return found

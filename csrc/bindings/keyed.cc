@@ -1,0 +1,252 @@
+// Bindings of batches of keys: KeyedBags has the bags of all keys, KeyedFeatures makes the features of one row
+// layout of them, in one call.
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "bindings/arrays.h"
+#include "bindings/host_rows.h"
+#include "bindings/registry.h"
+#include "cache/batch.h"
+
+namespace py = pybind11;
+
+namespace tierstore {
+namespace {
+
+// To get the interpreter's lock back from a busy thread takes longer than to read some lengths.
+constexpr std::int64_t kUnlockFrom = 1 << 16;
+
+// Address, count, and whether they are int32; else they are int64.
+using IntegerArgs = std::tuple<Address, std::int64_t, bool>;
+
+struct Integers {
+  explicit Integers(const IntegerArgs& args)
+      : address(std::get<0>(args)), count(std::get<1>(args)), is_int32(std::get<2>(args)) {}
+
+  const void* From(std::int64_t begin) const {
+    return reinterpret_cast<const void*>(address + static_cast<Address>(begin) * (is_int32 ? 4 : 8));
+  }
+
+  Address address;
+  std::int64_t count;
+  bool is_int32;
+};
+
+// Writes where each bag begins, and the end of the last one. False if a length is negative, or if the lengths
+// do not add up to `total`.
+template <typename T>
+bool SumLengths(const T* lengths, std::int64_t bags, std::int64_t total, std::int64_t* offsets) {
+  std::uint64_t at = 0;
+  bool fits = true;
+  for (std::int64_t bag = 0; bag < bags; ++bag) {
+    const auto length = static_cast<std::uint64_t>(static_cast<std::int64_t>(lengths[bag]));
+    offsets[bag] = static_cast<std::int64_t>(at);
+    fits &= length <= static_cast<std::uint64_t>(total);
+    at += length;
+  }
+  offsets[bags] = static_cast<std::int64_t>(at);
+  return fits && at == static_cast<std::uint64_t>(total);
+}
+
+bool SumLengths(const Integers& lengths, std::int64_t total, std::int64_t* offsets) {
+  const auto sum = [&] {
+    return lengths.is_int32
+               ? SumLengths(static_cast<const std::int32_t*>(lengths.From(0)), lengths.count, total, offsets)
+               : SumLengths(static_cast<const std::int64_t*>(lengths.From(0)), lengths.count, total, offsets);
+  };
+  if (lengths.count < kUnlockFrom) return sum();
+  const py::gil_scoped_release unlocked;
+  return sum();
+}
+
+// Bag b holds ids offsets[b] .. offsets[b + 1]; key k has bags bag_begin[k] .. bag_begin[k + 1].
+struct KeyedBags {
+  Array<std::int64_t> offsets, bag_begin;
+
+  std::int64_t num_bags() const { return offsets.size() - 1; }
+  std::int64_t num_keys() const { return bag_begin.size() - 1; }
+  std::int64_t num_ids() const { return offsets.data()[offsets.size() - 1]; }
+  std::int64_t IdBegin(std::int64_t key) const { return offsets.data()[bag_begin.data()[key]]; }
+};
+
+KeyedBags MakeKeyedBags(const IntegerArgs& length_args, const std::vector<std::int64_t>& bags_per_key,
+                        std::int64_t num_ids, const std::optional<IntegerArgs>& offset_args) {
+  const Integers lengths(length_args);
+  KeyedBags bags{Fresh<std::int64_t>(lengths.count + 1),
+                 Array<std::int64_t>(static_cast<py::ssize_t>(bags_per_key.size()) + 1)};
+  std::int64_t* const begin = bags.bag_begin.mutable_data();
+  begin[0] = 0;
+  for (std::size_t key = 0; key < bags_per_key.size(); ++key) {
+    Require(bags_per_key[key] >= 0 && bags_per_key[key] <= lengths.count - begin[key],
+            "the bags of the keys do not add up to the number of lengths");
+    begin[key + 1] = begin[key] + bags_per_key[key];
+  }
+  Require(begin[bags_per_key.size()] == lengths.count,
+          "the bags of the keys do not add up to the number of lengths");
+  if (offset_args) {
+    const Integers offsets(*offset_args);
+    Require(offsets.count > 0, "offsets need an entry more than there are bags");
+    const std::int64_t first = offsets.is_int32 ? *static_cast<const std::int32_t*>(offsets.From(0))
+                                                : *static_cast<const std::int64_t*>(offsets.From(0));
+    Require(first == 0, "offsets must begin with 0");
+  }
+  Require(SumLengths(lengths, num_ids, bags.offsets.mutable_data()),
+          "the lengths are negative, or do not add up to the number of ids");
+  return bags;
+}
+
+// The bags of one key, of `length` ids each.
+KeyedBags EqualBags(std::int64_t count, std::int64_t length) {
+  Require(count >= 0 && length >= 0, "there are no negative numbers of bags or ids");
+  KeyedBags bags{Fresh<std::int64_t>(count + 1), Array<std::int64_t>(2)};
+  std::int64_t* const offsets = bags.offsets.mutable_data();
+  for (std::int64_t bag = 0; bag <= count; ++bag) offsets[bag] = bag * length;
+  bags.bag_begin.mutable_data()[0] = 0;
+  bags.bag_begin.mutable_data()[1] = count;
+  return bags;
+}
+
+template <typename T>
+bool CopyOffsets(const T* offsets, std::int64_t count, std::int64_t num_ids, std::int64_t* to) {
+  bool fits = true;
+  std::int64_t last = 0;
+  for (std::int64_t bag = 0; bag < count; ++bag) {
+    to[bag] = static_cast<std::int64_t>(offsets[bag]);
+    fits &= to[bag] >= last && to[bag] <= num_ids;
+    last = to[bag];
+  }
+  return fits && (count == 0 || to[0] == 0);
+}
+
+// The bags of one key. `has_end`: whether the last offset is the end of the last bag.
+KeyedBags BagsFromOffsets(const IntegerArgs& args, std::int64_t num_ids, bool has_end) {
+  const Integers offsets(args);
+  KeyedBags bags{Fresh<std::int64_t>(offsets.count + (has_end ? 0 : 1)), Array<std::int64_t>(2)};
+  std::int64_t* const to = bags.offsets.mutable_data();
+  Require(offsets.is_int32 ? CopyOffsets(static_cast<const std::int32_t*>(offsets.From(0)), offsets.count,
+                                         num_ids, to)
+                           : CopyOffsets(static_cast<const std::int64_t*>(offsets.From(0)), offsets.count,
+                                         num_ids, to),
+          "the offsets do not begin with 0, decrease, or overrun the ids");
+  if (!has_end) to[offsets.count] = num_ids;
+  const std::int64_t count = bags.num_bags();
+  Require(count >= 0 && to[count] == num_ids && (count > 0 || num_ids == 0),
+          "the offsets do not end at the number of ids");
+  bags.bag_begin.mutable_data()[0] = 0;
+  bags.bag_begin.mutable_data()[1] = count;
+  return bags;
+}
+
+// Features of one row layout: feature f has the bags of key keys[f], and its ids are rows of tables[f].
+struct KeyedFeatures {
+  Array<std::int64_t> keys, tables, bounds;
+  Array<std::uint8_t> modes;
+  std::int64_t padding;  // the id that is left out of bags, or -1
+  bool in_order = true;  // feature f has key f
+
+  KeyedFeatures(const Array<std::int64_t>& keys, const Array<std::int64_t>& tables,
+                const Array<std::int64_t>& bounds, const Array<std::uint8_t>& modes, std::int64_t padding)
+      : keys(keys), tables(tables), bounds(bounds), modes(modes), padding(padding) {
+    Require(tables.size() == keys.size() && bounds.size() == keys.size() && modes.size() == keys.size(),
+            "keys, tables, bounds and modes differ in length");
+    for (py::ssize_t f = 0; f < keys.size(); ++f) in_order &= keys.data()[f] == f;
+  }
+
+  void Check(const KeyedBags& bags) const {
+    for (py::ssize_t f = 0; f < keys.size(); ++f)
+      Require(keys.data()[f] >= 0 && keys.data()[f] < bags.num_keys(), "there are not so many keys");
+  }
+
+  std::vector<IdSegment> Segments(const KeyedBags& bags, const Integers& ids) const {
+    std::vector<IdSegment> segments;
+    for (py::ssize_t f = 0; f < keys.size(); ++f) {
+      const std::int64_t begin = bags.IdBegin(keys.data()[f]), end = bags.IdBegin(keys.data()[f] + 1);
+      segments.push_back({ids.From(begin), end - begin, ids.is_int32,
+                          static_cast<std::uint32_t>(tables.data()[f]), bounds.data()[f], padding});
+    }
+    return segments;
+  }
+
+  // Where the bags of these features are among the ids of these features.
+  KeyedBags Own(const KeyedBags& bags) const {
+    if (in_order && bags.num_keys() == keys.size()) return bags;
+    Array<std::int64_t> begin(keys.size() + 1);
+    begin.mutable_data()[0] = 0;
+    for (py::ssize_t f = 0; f < keys.size(); ++f) {
+      const std::int64_t* const first = bags.bag_begin.data() + keys.data()[f];
+      begin.mutable_data()[f + 1] = begin.data()[f] + first[1] - first[0];
+    }
+    Array<std::int64_t> offsets = Fresh<std::int64_t>(begin.data()[keys.size()] + 1);
+    std::int64_t* to = offsets.mutable_data();
+    std::int64_t at = *to = 0;
+    for (py::ssize_t f = 0; f < keys.size(); ++f) {
+      const std::int64_t* const first = bags.offsets.data() + bags.bag_begin.data()[keys.data()[f]];
+      const std::int64_t* const last = bags.offsets.data() + bags.bag_begin.data()[keys.data()[f] + 1];
+      for (const std::int64_t* offset = first; offset < last; ++offset) *++to = at + offset[1] - *first;
+      at += *last - *first;
+    }
+    return {offsets, begin};
+  }
+};
+
+py::tuple MakeLookup(const KeyedFeatures& self, const KeyedBags& bags, const IntegerArgs& id_args,
+                     const Array<std::int64_t>& out_offset, const Array<std::int64_t>& out_stride) {
+  const Integers ids(id_args);
+  self.Check(bags);
+  Require(ids.count == bags.num_ids(), "the bags are of another number of ids");
+  const std::vector<IdSegment> segments = self.Segments(bags, ids);
+  auto batch = std::make_shared<Batch>();
+  BadId bad;
+  {
+    const py::gil_scoped_release unlocked;
+    bad = Deduplicate(segments, batch.get());
+  }
+  const KeyedBags own = self.Own(bags);
+  return py::make_tuple(std::move(batch),
+                        BagArgs{own.offsets, own.bag_begin, out_offset, out_stride, self.modes}.Checked(),
+                        bad.segment, bad.position, bad.id);
+}
+
+}  // namespace
+}  // namespace tierstore
+
+TIERSTORE_BINDINGS(keyed) {
+  using namespace tierstore;
+  py::class_<KeyedBags>(m, "KeyedBags",
+                        "The bags of several keys: the bags of the first key, then of the second, and so on. "
+                        "lengths and offsets (of which only the first is read): address, count, whether they "
+                        "are int32 (else int64). Raises ValueError if the parts do not fit one another.")
+      .def(py::init(&MakeKeyedBags), py::arg("lengths"), py::arg("bags_per_key"), py::arg("num_ids"),
+           py::arg("offsets") = py::none())
+      .def_static("equal", &EqualBags, py::arg("count"), py::arg("length"),
+                  "The bags of one key, all of the same length.")
+      .def_static("from_offsets", &BagsFromOffsets, py::arg("offsets"), py::arg("num_ids"),
+                  py::arg("has_end"),
+                  "The bags of one key; has_end: whether the last offset is the end of the last bag.")
+      .def_property_readonly("num_bags", &KeyedBags::num_bags)
+      .def_property_readonly(
+          "id_begin",
+          [](const KeyedBags& bags) {
+            std::vector<std::int64_t> begin;
+            for (std::int64_t key = 0; key <= bags.num_keys(); ++key) begin.push_back(bags.IdBegin(key));
+            return begin;
+          },
+          "Where the ids of every key begin, and the end of the last key's.");
+  py::class_<KeyedFeatures>(m, "KeyedFeatures",
+                            "Pooled features of one row layout: which key of a batch each feature has, the "
+                            "table of its ids and the table's rows (int64), and its mode as in Bags. Ids "
+                            "equal to padding are left out.")
+      .def(py::init([](const Array<std::int64_t>& keys, const Array<std::int64_t>& tables,
+                       const Array<std::int64_t>& bounds, const Array<std::uint8_t>& modes,
+                       std::int64_t padding) {
+             return KeyedFeatures(keys, tables, bounds, modes, padding);
+           }),
+           py::kw_only(), py::arg("keys").noconvert(), py::arg("tables").noconvert(),
+           py::arg("bounds").noconvert(), py::arg("modes").noconvert(), py::arg("padding") = -1)
+      .def("lookup", &MakeLookup, py::arg("bags"), py::arg("ids"), py::arg("out_offset").noconvert(),
+           py::arg("out_stride").noconvert(),
+           "Deduplicates the ids of all features. ids: as the lengths of KeyedBags; out_offset, out_stride: as "
+           "in Bags. Returns (Batch, Bags, bad feature or -1, its position, the id).");
+}

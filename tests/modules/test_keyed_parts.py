@@ -1,0 +1,95 @@
+"""What a collection keeps from batch to batch does not depend on the batches before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.modules.keyed_batches import ROWS, keyed_batch
+from tests.modules.module_oracles import scramble
+from tierstore import TierConfig, optim
+from tierstore.errors import InputError
+from tierstore.modules import EmbeddingBagCollection, EmbeddingBagConfig
+from tierstore.sparse import KeyedJaggedTensor
+
+KEYS = ["f0", "f1", "f2", "f3"]
+SPEC = optim.Adagrad(lr=0.1)
+TABLES = [
+    EmbeddingBagConfig(ROWS, 4, "t0", feature_names=["f3", "f1"]),
+    EmbeddingBagConfig(ROWS, 3, "t1", feature_names=["f0"]),
+    EmbeddingBagConfig(ROWS, 4, "t2", feature_names=["f1"]),
+]
+
+
+def collection(weighted: bool = False, config: TierConfig | None = None) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(TABLES, weighted, config=config or TierConfig(hbm="all"), optimizer=SPEC)
+
+
+def batches(weighted: bool) -> list[KeyedJaggedTensor]:
+    """Keys in several orders, some of which have no feature; sizes differ, and offsets or inverse indices
+    are there or not."""
+    orders = [KEYS, KEYS, ["f1", "f0", "f3"], ["f3", "other", "f1", "f0"], KEYS[::-1], KEYS]
+    kinds = [(4, False), (0, False), (3, True), (4, False), (2, True), (5, False)]
+    return [
+        keyed_batch(
+            number, keys, max(size, 1), weighted=weighted, deduplicated=deduplicated, offsets=size % 2 == 0
+        ).ours
+        for number, (keys, (size, deduplicated)) in enumerate(zip(orders, kinds, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_batches_with_other_keys(weighted: bool) -> None:
+    with collection(weighted) as module, collection(weighted) as fresh:
+        for keyed in batches(weighted) * 2:
+            found = module(keyed).values()
+            fresh.lookups._parts = None
+            expected = fresh(keyed).values()
+            assert torch.equal(found, expected)
+            scramble(found).backward()
+            scramble(expected).backward()
+        for config in TABLES:
+            ids = torch.arange(ROWS)
+            assert torch.equal(module.rows(ids, config.name), fresh.rows(ids, config.name))
+
+
+def test_keys_that_are_changed_in_place() -> None:
+    keys = ["f0", "f1", "f3"]
+    with collection() as module:
+        first = module(
+            KeyedJaggedTensor(keys, torch.tensor([1, 2, 3]), lengths=torch.ones(3, dtype=torch.int32))
+        )
+        keys[0], keys[1] = keys[1], keys[0]
+        swapped = module(
+            KeyedJaggedTensor(keys, torch.tensor([2, 1, 3]), lengths=torch.ones(3, dtype=torch.int32))
+        )
+        assert torch.equal(first.values(), swapped.values())
+        keys[0] = "f0"
+        again = KeyedJaggedTensor(keys, torch.tensor([2, 1, 3]), lengths=torch.ones(3, dtype=torch.int32))
+        with pytest.raises(InputError, match="keys must be unique"):
+            module(again)
+
+
+def test_going_to_a_commit_makes_other_tiers(tmp_path: Path) -> None:
+    config = TierConfig(hbm="1MiB", path=str(tmp_path / "store"))
+    with collection(config=config) as module:
+        keyed = batches(False)[0]
+        first = module.commit()
+        expected = module(keyed).values()
+        scramble(expected).backward()
+        assert not torch.equal(module(keyed).values(), expected)
+        module.engine.go_to(first)
+        assert torch.equal(module(keyed).values(), expected)
+
+
+def test_the_output_does_not_share_its_lists() -> None:
+    with collection() as module:
+        keyed = batches(False)[0]
+        found = module(keyed)
+        names = list(found.keys())
+        found.keys().clear()
+        found.length_per_key().clear()
+        assert module(keyed).keys() == names
+        assert module(keyed).length_per_key() == [4, 4, 3, 4]

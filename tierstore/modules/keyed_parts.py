@@ -1,0 +1,152 @@
+"""Pooled features as the core takes them: one call per row layout makes the lookup of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tierstore import _core
+from tierstore.cache.engine import Engine
+from tierstore.cache.group import TierGroup
+from tierstore.cache.layout import out_of_range
+from tierstore.errors import InputError
+from tierstore.modules.features import PooledFeatures
+from tierstore.modules.inputs import NO_PADDING, joined_spans
+from tierstore.modules.lookup import PooledPart
+from tierstore.sparse import KeyedJaggedTensor
+
+Places = Sequence[tuple[int, int]]
+"""The first float and the stride of every feature's vectors in the output."""
+Output = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""The same of some features, as arrays."""
+
+
+class KeyedFeature(NamedTuple):
+    """A feature whose bags are those of key number ``key``; ``bound``: the rows of its table."""
+
+    name: str
+    key: int
+    table: int
+    bound: int
+    mode: int
+
+
+class KeyedFeatures:
+    """Features that one tier group serves. Ids equal to ``padding`` are left out of bags."""
+
+    def __init__(self, features: Sequence[KeyedFeature], padding: int = NO_PADDING) -> None:
+        self._features = features
+        self._native = _core.KeyedFeatures(
+            keys=np.array([feature.key for feature in features], np.int64),
+            tables=np.array([feature.table for feature in features], np.int64),
+            bounds=np.array([feature.bound for feature in features], np.int64),
+            modes=np.array([feature.mode for feature in features], np.uint8),
+            padding=padding,
+        )
+
+    def part(self, group: TierGroup, bags: _core.KeyedBags, ids: Tensor, output: Output) -> PooledPart:
+        """Deduplicate the ids of the features; the caller adds the spans. Raises InputError for a wrong
+        id."""
+        group.check_open()
+        with group.stats.stage("announce_seconds"):
+            batch, own, bad, position, value = self._native.lookup(bags, described(ids), *output)
+        if bad >= 0:
+            raise out_of_range(self._features[bad].name, value, position, self._features[bad].bound)
+        return PooledPart(group, batch, [], bags=own)
+
+    def spans(self, id_begin: Sequence[int]) -> list[tuple[int, int]]:
+        """Return which ids of a batch are these features'. ``id_begin``: where the ids of each key begin."""
+        return joined_spans((id_begin[one.key], id_begin[one.key + 1]) for one in self._features)
+
+
+class _Part:
+    """The features number ``members`` of a collection, which ``group`` serves."""
+
+    def __init__(self, group: TierGroup, members: Sequence[int], features: KeyedFeatures) -> None:
+        self.group, self.members, self.features = group, members, features
+        self._known: tuple[Places, Output] | None = None
+
+    def output(self, places: Places) -> Output:
+        """Return the places of the part's features; they are kept for the next batch."""
+        known = self._known
+        if known is None or known[0] is not places:
+            own = np.array([places[number] for number in self.members], np.int64).reshape(-1, 2)
+            first, stride = np.ascontiguousarray(own.T)
+            known = self._known = places, (first, stride)
+        return known[1]
+
+
+class KeyedParts:
+    """The parts of a collection's lookups in batches with the keys of ``keyed``. ``tables``: the engine's
+    number of each feature's table.
+
+    Raises InputError if a feature's key is missing or doubled.
+    """
+
+    def __init__(
+        self, features: PooledFeatures, engine: Engine, tables: Sequence[int], keyed: KeyedJaggedTensor
+    ) -> None:
+        self._keys, self._groups = list(keyed.keys()), engine.groups
+        self.key_of = features.keys_of(keyed)
+        """The number of every feature's key."""
+        groups = [engine.group_of(table) for table in tables]
+        numbers = range(len(groups))
+        distinct = list({id(group): group for group in groups}.values())
+        self.members = [[number for number in numbers if groups[number] is group] for group in distinct]
+        """The numbers of every part's features."""
+        every = [
+            KeyedFeature(one.title, self.key_of[n], tables[n], features.bounds[n], features.modes[n])
+            for n, one in enumerate(features.all)
+        ]
+        self._parts = [
+            _Part(group, members, KeyedFeatures([every[number] for number in members]))
+            for group, members in zip(distinct, self.members, strict=True)
+        ]
+
+    def fit(self, keyed: KeyedJaggedTensor, engine: Engine) -> bool:
+        """Return whether these are the parts of this batch, too. Going to a commit makes other tier
+        groups."""
+        return keyed.keys() == self._keys and engine.groups is self._groups
+
+    def lookup(
+        self, bags: _core.KeyedBags, ids: Tensor, places: Places, id_begin: Sequence[int] | None
+    ) -> list[PooledPart]:
+        """Return the parts for a batch. ``id_begin``: where the ids of each key begin, if they have
+        weights."""
+        made = []
+        for part in self._parts:
+            made.append(part.features.part(part.group, bags, ids, part.output(places)))
+            if id_begin is not None:
+                made[-1].spans = part.features.spans(id_begin)
+        return made
+
+
+def bags_of(keyed: KeyedJaggedTensor) -> _core.KeyedBags:
+    """Return the bags of all keys. Raises InputError if lengths, offsets and values do not fit one
+    another."""
+    lengths, offsets = _as_integers(keyed.lengths()), keyed.offsets_or_none()
+    given = None if offsets is None else _as_integers(offsets)
+    first = None if given is None else described(given)
+    try:
+        bags_per_key, num_ids = keyed.stride_per_key(), keyed.values().numel()
+        return _core.KeyedBags(described(lengths), bags_per_key, num_ids, first)
+    except ValueError as error:
+        keyed.sync().validate()  # which say where
+        raise InputError(f"KeyedJaggedTensor: {error}") from None
+
+
+def described(tensor: Tensor) -> tuple[int, int, bool]:
+    """Return contiguous int32 or int64 numbers as the core takes them; ``tensor`` must outlive the call."""
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype is torch.int32
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    """Return integers of any dtype in contiguous memory, as int32 or int64."""
+    if tensor.dtype is not torch.int64 and tensor.dtype is not torch.int32:
+        tensor = tensor.to(torch.int64)
+    return tensor.contiguous()
