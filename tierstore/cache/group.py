@@ -27,7 +27,7 @@ from tierstore.cache.tiers.buffers import Buffer
 from tierstore.cache.tiers.memory import MemoryTier
 from tierstore.cache.tiers.protocol import NEVER, FoundRows, Keys, MovingRows, RowBytes, Slots, Tier
 from tierstore.cache.tiers.stack import TierStack
-from tierstore.cache.uninterrupted import soon, uninterrupted
+from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.config import format_bytes
 from tierstore.errors import ClosedError, TierFullError
 
@@ -100,8 +100,7 @@ class TierGroup:
         if self._resident is not None and not self.stats.has_plans_ahead:
             self.check_open()
             if (found := self._resident.find(batch)) is not None:
-                if self._resident.due:
-                    soon(self._resident.count)
+                self._resident.count_soon()
                 return ResidentRows(self, batch, found, self.fast.rows)
         return uninterrupted(lambda: self._lookup(batch))
 

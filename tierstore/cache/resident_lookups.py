@@ -18,6 +18,7 @@ from cache_policies.live import LiveCurves
 from tierstore import _core
 from tierstore.cache.stats import GroupStats
 from tierstore.cache.tiers.memory import MemoryTier
+from tierstore.cache.uninterrupted import soon
 
 
 class ResidentLookups:
@@ -41,6 +42,7 @@ class ResidentLookups:
         self._stats = stats
         self._curves = curves
         self._lock = lock
+        self._is_asked = False
 
     def find(self, batch: _core.Batch) -> _core.ResidentRows | None:
         """Return where the rows of ``batch`` are; None where a plan has to bring a missing row."""
@@ -68,13 +70,15 @@ class ResidentLookups:
         finally:
             self._native.show()
 
-    @property
-    def due(self) -> bool:
-        """Whether so many lookups wait to be counted that :meth:`count` should be called."""
-        return self._native.due
+    def count_soon(self) -> None:
+        """Let another thread count the lookups so far, once enough of them wait to be counted."""
+        if self._native.due and not self._is_asked:
+            self._is_asked = True
+            soon(self.count)
 
     def count(self) -> None:
         """Count the lookups so far."""
+        self._is_asked = False
         with self._lock:
             lookups, table_rows, accesses, seconds = self._native.take()
             for rows in lookups:
