@@ -11,7 +11,7 @@ from tierstore.cache.layout import IdSegment
 from tierstore.cache.tiers.sizes import bytes_for
 from tierstore.initializers import uniform
 from tierstore.modules.base import TieredModule
-from tierstore.modules.lookup import Lookup, PooledPart
+from tierstore.modules.parts import Lookup, PooledPart
 
 ROWS = 2000
 

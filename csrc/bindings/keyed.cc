@@ -1,5 +1,5 @@
-// Bindings of batches of keys: KeyedBags has the bags of all keys, KeyedFeatures makes the features of one row
-// layout of them, in one call.
+// Bindings of batches of keys: KeyedBags has the bags of all keys, KeyedFeatures makes the features of one
+// row layout of them, in one call.
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -125,10 +125,9 @@ KeyedBags BagsFromOffsets(const IntegerArgs& args, std::int64_t num_ids, bool ha
   const Integers offsets(args);
   KeyedBags bags{Fresh<std::int64_t>(offsets.count + (has_end ? 0 : 1)), Array<std::int64_t>(2)};
   std::int64_t* const to = bags.offsets.mutable_data();
-  Require(offsets.is_int32 ? CopyOffsets(static_cast<const std::int32_t*>(offsets.From(0)), offsets.count,
-                                         num_ids, to)
-                           : CopyOffsets(static_cast<const std::int64_t*>(offsets.From(0)), offsets.count,
-                                         num_ids, to),
+  Require(offsets.is_int32
+              ? CopyOffsets(static_cast<const std::int32_t*>(offsets.From(0)), offsets.count, num_ids, to)
+              : CopyOffsets(static_cast<const std::int64_t*>(offsets.From(0)), offsets.count, num_ids, to),
           "the offsets do not begin with 0, decrease, or overrun the ids");
   if (!has_end) to[offsets.count] = num_ids;
   const std::int64_t count = bags.num_bags();
@@ -240,13 +239,12 @@ TIERSTORE_BINDINGS(keyed) {
                             "equal to padding are left out.")
       .def(py::init([](const Array<std::int64_t>& keys, const Array<std::int64_t>& tables,
                        const Array<std::int64_t>& bounds, const Array<std::uint8_t>& modes,
-                       std::int64_t padding) {
-             return KeyedFeatures(keys, tables, bounds, modes, padding);
-           }),
+                       std::int64_t padding) { return KeyedFeatures(keys, tables, bounds, modes, padding); }),
            py::kw_only(), py::arg("keys").noconvert(), py::arg("tables").noconvert(),
            py::arg("bounds").noconvert(), py::arg("modes").noconvert(), py::arg("padding") = -1)
       .def("lookup", &MakeLookup, py::arg("bags"), py::arg("ids"), py::arg("out_offset").noconvert(),
            py::arg("out_stride").noconvert(),
-           "Deduplicates the ids of all features. ids: as the lengths of KeyedBags; out_offset, out_stride: as "
+           "Deduplicates the ids of all features. ids: as the lengths of KeyedBags; out_offset, out_stride: "
+           "as "
            "in Bags. Returns (Batch, Bags, bad feature or -1, its position, the id).");
 }

@@ -129,8 +129,7 @@ void BindLookupArguments(py::module_& m) {
              return BagArgs{offsets, bag_start, out_offset, out_stride, modes}.Checked();
            }),
            py::kw_only(), py::arg("offsets").noconvert(), py::arg("bag_start").noconvert(),
-           py::arg("out_offset").noconvert(), py::arg("out_stride").noconvert(),
-           py::arg("modes").noconvert())
+           py::arg("out_offset").noconvert(), py::arg("out_stride").noconvert(), py::arg("modes").noconvert())
       .def_readonly("offsets", &BagArgs::offsets)
       .def_readonly("bag_start", &BagArgs::bag_start)
       .def_readonly("out_offset", &BagArgs::out_offset)

@@ -103,6 +103,23 @@ def test_counters_begin_again_at_a_reset() -> None:
         assert stats["tiers"]["hbm"]["accesses"] == 5 * 2 * 40 * 3
 
 
+def test_counting_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is busy does not get the same work again at every lookup."""
+    asked: list[Callable[[], None]] = []
+    monkeypatch.setattr("tierstore.cache.resident_lookups.soon", asked.append)
+    with build(IN_MEMORY, ADAGRAD, DIMS) as module:
+        train(module, epochs(3)[:15])
+        assert not asked
+        train(module, epochs(3))
+        assert len(asked) == 1
+        asked[0]()
+        train(module, epochs(3)[:15])
+        assert len(asked) == 1
+        train(module, epochs(1)[:1])
+        assert len(asked) == 2
+        assert module.engine.stats()["lookups"] == 15 + 18 + 16
+
+
 def test_rows_are_not_found_before_they_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread brings rows in, and another looks the same rows up meanwhile."""
     ids = [torch.arange(60).view(20, 3), torch.arange(60).view(20, 3)]

@@ -20,13 +20,13 @@ from tierstore.modules.inputs import NO_PADDING, FeatureLookup
 from tierstore.modules.joining import Pass, joined
 from tierstore.modules.lookup import (
     Gradients,
-    Lookup,
     PooledGradients,
     SequenceGradients,
     trained_csr,
     update_args,
     update_rows,
 )
+from tierstore.modules.parts import Lookup
 from tierstore.optim.fused import AppliedOptimizer
 
 logger = logging.getLogger("tierstore")

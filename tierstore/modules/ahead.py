@@ -8,7 +8,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from tierstore import _core
-from tierstore.modules.lookup import Lookup
+from tierstore.modules.parts import Lookup
 
 Identity: TypeAlias = tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]
 Content: TypeAlias = "tuple[int, ...] | None"

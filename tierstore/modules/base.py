@@ -20,8 +20,6 @@ from tierstore.modules.ahead import Ahead, find_ahead
 from tierstore.modules.engine_calls import EngineCalls
 from tierstore.modules.lookup import (
     Keeps,
-    Lookup,
-    Part,
     PooledFunction,
     SequenceFunction,
     kept_weights,
@@ -29,6 +27,7 @@ from tierstore.modules.lookup import (
     sequence_forward,
 )
 from tierstore.modules.optimizer_states import OptimizerStates
+from tierstore.modules.parts import Lookup, Part
 from tierstore.modules.quantization import NotQuantized
 from tierstore.modules.row_arguments import checked_row_ids, float_matrix, state_matrix
 from tierstore.modules.tables import TORCH_DTYPES, HasWeight, ShownParameter

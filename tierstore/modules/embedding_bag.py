@@ -19,7 +19,7 @@ from tierstore.modules.compiling import opaque
 from tierstore.modules.embedding import SingleTable, size_of
 from tierstore.modules.inputs import FeatureLookup, checked_ids
 from tierstore.modules.keyed_parts import KeyedFeature, KeyedFeatures, described
-from tierstore.modules.lookup import MODES
+from tierstore.modules.parts import MODES
 from tierstore.modules.tables import (
     Opening,
     SharedEngine,

@@ -17,7 +17,7 @@ from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import of_kind
 from tierstore.modules.configs import TABLE_DTYPE_OF, BaseEmbeddingConfig, PoolingType, from_torchrec
 from tierstore.modules.inputs import Bags, checked_ids
-from tierstore.modules.lookup import MODES
+from tierstore.modules.parts import MODES
 from tierstore.sparse import KeyedJaggedTensor
 
 

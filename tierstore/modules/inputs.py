@@ -16,7 +16,7 @@ from tierstore.cache.engine import Engine
 from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import IdSegment
 from tierstore.errors import InputError
-from tierstore.modules.lookup import Lookup, PooledPart, SequencePart
+from tierstore.modules.parts import Lookup, PooledPart, SequencePart
 
 NO_PADDING = -1
 

@@ -21,15 +21,8 @@ from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import IdSegment
 from tierstore.keys import MAX_ID, split
 from tierstore.modules.inputs import FeatureLookup
-from tierstore.modules.lookup import (
-    Gradients,
-    Lookup,
-    Part,
-    PooledGradients,
-    PooledPart,
-    SequenceGradients,
-    SequencePart,
-)
+from tierstore.modules.lookup import Gradients, PooledGradients, SequenceGradients
+from tierstore.modules.parts import Lookup, Part, PooledPart, SequencePart
 
 
 @dataclass

@@ -17,7 +17,7 @@ from tierstore.cache.layout import out_of_range
 from tierstore.errors import InputError
 from tierstore.modules.features import PooledFeatures
 from tierstore.modules.inputs import NO_PADDING, joined_spans
-from tierstore.modules.lookup import PooledPart
+from tierstore.modules.parts import PooledPart
 from tierstore.sparse import KeyedJaggedTensor
 
 Places = Sequence[tuple[int, int]]

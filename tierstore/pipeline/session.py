@@ -28,7 +28,7 @@ from tierstore.cache.pinned_rows import PinnedRows
 from tierstore.cache.uninterrupted import uninterrupted, works_here
 from tierstore.errors import TierStoreError
 from tierstore.modules.ahead import Ahead, content_of
-from tierstore.modules.lookup import Lookup
+from tierstore.modules.parts import Lookup
 from tierstore.pipeline.exchanges import RankExchanges
 from tierstore.pipeline.learning import Call
 from tierstore.pipeline.planned import Planned

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tierstore.errors import ConfigError, GradientError, InputError
 from tierstore.modules.collection import Collection
-from tierstore.modules.lookup import Part
+from tierstore.modules.parts import Part
 from tierstore.modules.row_arguments import checked_row_ids, float_matrix, state_matrix
 from tierstore.modules.tables import TORCH_DTYPES, OpenTables
 from tierstore.sharding.commits import Commits, end

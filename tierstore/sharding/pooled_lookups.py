@@ -14,7 +14,7 @@ from tierstore.modules.base import TieredModule
 from tierstore.modules.configs import PoolingType
 from tierstore.modules.features import PooledFeatures
 from tierstore.modules.inputs import Bags, pooled_lookup
-from tierstore.modules.lookup import MODES
+from tierstore.modules.parts import MODES
 from tierstore.sharding.input_exchange import InputExchange
 from tierstore.sharding.lookups import ExchangedLookups, Layout, ShardedLookup, checked_features
 from tierstore.sharding.opening import OpenShards

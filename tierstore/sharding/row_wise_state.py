@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from tierstore.keys import make_keys
-from tierstore.modules.lookup import Part
+from tierstore.modules.parts import Part
 from tierstore.placement import ShardPlacement
 from tierstore.sharding.shards import RankShards, shard_name
 

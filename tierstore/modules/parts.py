@@ -1,0 +1,95 @@
+"""A module's input made ready for the tiers: what is looked up in each row layout, and how it is pooled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tierstore import _core
+from tierstore._core import UpdateRounding
+from tierstore.cache.group import TierGroup
+from tierstore.cache.pinned_rows import Rows, TierRows
+from tierstore.cache.row_access import read_rows
+
+MODES = {"sum": 0, "mean": 1, "max": 2}
+
+
+@dataclass
+class Part:
+    """The share of one lookup that one group (row layout) serves.
+
+    ``spans``: which positions of the module's ids are this part's, as (begin, end), in order.
+    """
+
+    group: TierGroup
+    batch: _core.Batch
+    spans: list[tuple[int, int]]
+    rows: Rows | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the part keeps once it is made, beside its deduplicated ids: the window counts those."""
+        return 0
+
+    def weights_of(self, weights: Tensor) -> Tensor:
+        """Return the per-sample weights, float32, of this part's positions."""
+        pieces = [weights[begin:end] for begin, end in self.spans]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    @property
+    def rounding(self) -> UpdateRounding | None:
+        """How an update rounds the weights of the part's unique rows."""
+        layout = self.group.layout
+        return None if layout.rounding is None else layout.rounding_of(self.batch.unique)
+
+
+@dataclass
+class PooledPart(Part):
+    """Bags of positions, grouped by feature."""
+
+    bags: _core.Bags = field(kw_only=True)
+
+    @property
+    def nbytes(self) -> int:
+        return self.bags.offsets.nbytes
+
+
+@dataclass
+class SequencePart(Part):
+    """One output row of ``group.layout.dim`` floats per position."""
+
+
+@dataclass
+class Lookup:
+    """A module's input made ready for the tiers: checked and deduplicated. No row is fetched yet."""
+
+    parts: Sequence[Part]
+    out_shape: tuple[int, ...] = ()
+
+    def new_output(self) -> Tensor:
+        """Return a float32 tensor for a pooled output, not initialised."""
+        return torch.empty(self.out_shape, dtype=torch.float32)
+
+    def acquire(self) -> None:
+        """Pin the rows of every part in the fast tier; wait for rows that were planned ahead."""
+        try:
+            for part in self.parts:
+                if not (isinstance(part.rows, TierRows) and part.rows.wait()):
+                    part.rows = part.group.lookup(part.batch)
+        except BaseException:
+            self.release()
+            raise
+
+    def read(self) -> None:
+        """Copy the rows of every part; change nothing. Rows that were pinned ahead are released."""
+        self.release()
+        for part in self.parts:
+            part.rows = read_rows(part.group, part.batch)
+
+    def release(self) -> None:
+        for part in self.parts:
+            if isinstance(part.rows, TierRows):
+                part.rows.release()
