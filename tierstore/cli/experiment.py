@@ -209,4 +209,11 @@ class Experiment:
 
     def _options(self) -> dict[str, Any]:
         ours = ("run", "command", "debug")
-        return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self.args).items() if k not in ours}
+        return {k: _plain(v) for k, v in vars(self.args).items() if k not in ours}
+
+
+def _plain(value: object) -> object:
+    """Return an argument as JSON has it: paths are strings."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, Path) else value
