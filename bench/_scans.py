@@ -69,7 +69,7 @@ class WholeStore:
 
         def change() -> None:
             random = np.random.default_rng(4)
-            while not stop.is_set():
+            while not (written[0] and stop.is_set()):  # a short scan ends before the first rows are written
                 some = np.unique(random.choice(self.ids, max(1, len(self.ids) // 10)))
                 self.overwrite(store, some)
                 written[0] += len(some)

@@ -16,7 +16,7 @@ def pytest_generate_tests(metafunc):
     """Run a test that asks for ``engine`` with each; what opens stores by ``opened`` on two devices, too."""
     given = any("engine" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
     names = [*engine_names(), COMPACT]
-    if "opened" in metafunc.fixturenames:
+    if {"opened", "engine"} <= set(metafunc.fixturenames):  # else it is a fixture of the test's own file
         cases = [*((name, 1) for name in names), ("native", 2)]
         ids = [*names, "native on two devices"]
         metafunc.parametrize(("engine", "devices"), cases, indirect=["engine"], ids=ids)
