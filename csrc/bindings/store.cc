@@ -150,16 +150,12 @@ void Write(Store& store, const Keys& keys, const Rows& rows) {
   });
 }
 
-// (keys, next cursor or None)
-py::tuple ListKeys(Store& store, std::uint32_t table, std::uint64_t cursor, std::size_t limit) {
+// (keys, whether there are more)
+py::tuple NextKeys(Store& store, KeyList& list, std::size_t limit) {
   std::vector<std::uint64_t> keys;
-  std::uint64_t next = 0;
-  RunShort([&] {
-    keys.clear();
-    next = store.Keys(table, cursor, limit, keys);
-  });
-  Keys out(static_cast<py::ssize_t>(keys.size()), keys.data());
-  return py::make_tuple(out, next == TableIndex::kEnd ? py::object(py::none()) : py::cast(next));
+  bool more = false;
+  RunShort([&] { more = store.NextKeys(list, limit, keys); });
+  return py::make_tuple(Keys(static_cast<py::ssize_t>(keys.size()), keys.data()), more);
 }
 
 ScanHolder BeginScan(Store& store, const std::vector<std::uint32_t>& tables) {
@@ -246,6 +242,8 @@ py::dict Stats(Store& store) {
   out["renewed_commits"] = counters.renewed_commits;
   out["snapshot_failures"] = counters.snapshot_failures;
   out["rebuilt_rows"] = counters.rebuilt_rows;
+  out["begun_snapshots"] = counters.begun_snapshots;
+  out["saved_snapshots"] = counters.saved_snapshots;
   out["merge_gap_bytes"] = counters.read.merge_gap_bytes;
   out["io"] = counters.io;
   out["direct"] = counters.direct;
@@ -259,6 +257,7 @@ TIERSTORE_BINDINGS(store) {
   m.def("kept_commits", &KeptCommits, py::arg("directory"), py::arg("env") = nullptr);
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<Scan, ScanHolder>(m, "NativeScan");
+  py::class_<KeyList>(m, "NativeKeys").def(py::init<std::uint32_t>(), py::arg("table"));
   py::class_<Store, StoreHolder>(m, "NativeStore")
       .def(py::init(&Open), py::arg("directory"), py::arg("config"), py::arg("tables"),
            py::arg("env") = nullptr, py::keep_alive<1, 5>())
@@ -272,7 +271,7 @@ TIERSTORE_BINDINGS(store) {
             RunShort([&] { store.Reserve(table, row_bytes, rows); });
           },
           py::arg("table"), py::arg("row_bytes"), py::arg("rows"))
-      .def("keys", &ListKeys, py::arg("table"), py::arg("cursor"), py::arg("limit"))
+      .def("next_keys", &NextKeys, py::arg("keys"), py::arg("limit"))
       .def("count", &Store::Count, py::arg("table"), Release())
       .def("scan", &BeginScan, py::arg("tables"), py::keep_alive<0, 1>())
       .def("next_rows", &NextRows, py::arg("scan"))

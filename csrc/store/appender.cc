@@ -75,6 +75,9 @@ SegmentPtr Appender::NewSegment(Lock& lock, RowClass& row_class, Stream stream) 
   segment->stream = stream;
   segment->row_class = &row_class;
   segment->capacity = row_class.slots_per_segment;
+  // An array that grew would be copied within a call, and would leave its former memory on the heap.
+  segment->footer.keys.reserve(segment->capacity);
+  if (relocated) segment->footer.epochs.reserve(segment->capacity);
   segment->crc_prefix = RecordCrcPrefix(context_.id, segment->number);
   segment->path = context_.PathOf(SegmentName(segment->number));
   segment->file = context_.env.Create(segment->path, context_.config.direct, bytes);

@@ -39,7 +39,6 @@ std::uint64_t Committer::Commit(Lock& lock, std::string meta, std::string tag) {
   ThrowIfCommitsFail();
   CommitLog& commits = state_.commits;
   FlushAll();
-  const bool saves_index = snapshots_.IsDue(Snapshots::kLagAtCommit);
   const CommitRecord record{commits.next_id, commits.next_history, Now(),
                             std::move(tag),  std::move(meta),      CaptureExtents()};
   std::vector<CommitRecord> kept = KeptWith(record);
@@ -50,11 +49,7 @@ std::uint64_t Committer::Commit(Lock& lock, std::string meta, std::string tag) {
   commits.current_id = record.id;
   commits.current_history = record.history;
   state_.rows.MarkCommitted();
-  Snapshot snapshot;
-  if (saves_index) {
-    snapshot = snapshots_.Capture();
-    control_.Hold();
-  }
+  snapshots_.CommitBegins();
   try {
     queue_.Drain(lock);
     Sync(lock, record.segments);
@@ -64,13 +59,12 @@ std::uint64_t Committer::Commit(Lock& lock, std::string meta, std::string tag) {
     if (failure_.empty()) state_.segments.Pin(record.segments, -1);
     std::tie(commits.current_id, commits.current_history) = before;
     state_.rows.MarkChanged();
-    control_.Release();
+    snapshots_.CommitEnds(false);
     throw;
   }
   commits.meta = record.meta;
   BeginInterval();
-  if (saves_index) snapshots_.Write(lock, snapshot);
-  control_.Release();
+  snapshots_.CommitEnds(true);
   return record.id;
 }
 

@@ -36,13 +36,8 @@ namespace tierstore {
 class Committer {
  public:
   Committer(const StoreContext& context, StoreState& state, Appender& appender, Snapshots& snapshots,
-            WriteQueue& queue, CompactorControl& control)
-      : context_(context),
-        state_(state),
-        appender_(appender),
-        snapshots_(snapshots),
-        queue_(queue),
-        control_(control) {}
+            WriteQueue& queue)
+      : context_(context), state_(state), appender_(appender), snapshots_(snapshots), queue_(queue) {}
 
   // Makes all rows durable and returns the commit's id; drops surplus untagged commits. Throws InputError
   // when the manifest would be too large, IoError, ClosedError, CallEnded, and what the queue has to report;
@@ -95,7 +90,6 @@ class Committer {
   Appender& appender_;
   Snapshots& snapshots_;
   WriteQueue& queue_;
-  CompactorControl& control_;
 
   std::condition_variable saved_;
   bool saving_ = false;  // the manifest is being replaced

@@ -153,8 +153,7 @@ void Compactor::Relocate(Lock& lock, const Batch& batch) {
   const std::vector<std::uint32_t> slots = FindNeeded(lock, batch);
   for (std::size_t at = 0; at < slots.size();) {
     mutex_.GiveWay(lock);
-    control_.WaitUntilReleased(lock);
-    if (control_.stopped()) return;  // a commit under way may still hold the index, and needs the mutex
+    if (control_.stopped()) return;
     // The row may have been overwritten while the mutex was free.
     if (!IsNeeded(batch, slots[at])) {
       ++at;
@@ -168,7 +167,7 @@ void Compactor::Relocate(Lock& lock, const Batch& batch) {
     const Span span = appender_.Reserve(lock, *victim.row_class, committed ? kOfCommit : kSinceCommit,
                                         static_cast<std::uint32_t>(end - at));
     // A commit that was made during the wait holds all of these rows.
-    if (control_.held() || (slots[at] < victim.CommittedSlots()) != committed) continue;
+    if ((slots[at] < victim.CommittedSlots()) != committed) continue;
     Copy(batch, &slots[at], span);
     at += span.count;
   }

@@ -46,28 +46,16 @@ class CompactorControl {
     return fruitless_scans_ > scans && !stop_;
   }
 
-  // Between Hold and Release the compactor moves no row, so that the index stays as a commit found it.
-  void Hold() { held_ = true; }
-  void Release() {
-    held_ = false;
-    released_.notify_all();
-  }
-
   // Ends every wait above and below.
   void Stop() {
     stop_ = true;
     work_.notify_all();
     progress_.notify_all();
-    released_.notify_all();
   }
   bool stopped() const { return stop_; }
 
   // The functions below are for the compactor.
   const CompactionDemand& demand() const { return demand_; }
-  bool held() const { return held_; }
-  void WaitUntilReleased(Lock& lock) {
-    released_.wait(lock, [this] { return stop_ || !held_; });
-  }
   // A scan looks at the state after all signals so far.
   void BeginScan() { signal_ = false; }
   void CountFruitlessScan() { ++fruitless_scans_; }
@@ -78,8 +66,8 @@ class CompactorControl {
   }
 
  private:
-  std::condition_variable work_, progress_, released_;
-  bool signal_ = false, held_ = false, stop_ = false;
+  std::condition_variable work_, progress_;
+  bool signal_ = false, stop_ = false;
   CompactionDemand demand_;
   std::uint64_t fruitless_scans_ = 0;  // times that the compactor found nothing to win
 };

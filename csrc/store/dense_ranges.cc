@@ -22,7 +22,16 @@ Word WordOf(std::size_t array_bytes, unsigned bits, std::size_t position) {
 
 constexpr std::uint64_t Mask(unsigned bits) { return (std::uint64_t{1} << bits) - 1; }
 
-unsigned BitsFor(Location most) { return static_cast<unsigned>(std::bit_width(most + 1)); }
+unsigned BitsFor(Location most) { return static_cast<unsigned>(std::bit_width(most + 2)); }
+
+// Of the locations that bits can tell, so many eighths are used when ranges get another bit ahead.
+constexpr Location kEighthsUsed = 7;
+constexpr std::size_t kRanksAtOnce = 64;  // that WidenAhead looks at
+
+unsigned BitsAhead(Location most) {
+  const unsigned bits = BitsFor(most);
+  return most / kEighthsUsed < (Mask(bits) + 1) / 8 ? bits : std::min(bits + 1, DenseRanges::kMostBits);
+}
 
 }  // namespace
 
@@ -33,13 +42,13 @@ Location DenseRanges::At(const std::byte* array, unsigned range_bits, unsigned b
   return (word >> shift & Mask(bits)) - 1;
 }
 
-// `stored`: the location plus one.
-void DenseRanges::Store(const Range& range, std::size_t position, Location stored) {
-  const auto [byte, shift] = WordOf(BytesOf(range.bits), range.bits, position);
+void DenseRanges::SetAt(std::byte* array, unsigned range_bits, unsigned bits, std::size_t position,
+                        Location location) {
+  const auto [byte, shift] = WordOf(ArrayBytes(range_bits, bits), bits, position);
   std::uint64_t word;
-  std::memcpy(&word, range.data + byte, sizeof word);
-  word = (word & ~(Mask(range.bits) << shift)) | stored << shift;
-  std::memcpy(range.data + byte, &word, sizeof word);
+  std::memcpy(&word, array + byte, sizeof word);
+  word = (word & ~(Mask(bits) << shift)) | (location + 1) << shift;
+  std::memcpy(array + byte, &word, sizeof word);
 }
 
 inline std::uint32_t DenseRanges::RankOf(std::uint64_t number) const {
@@ -68,7 +77,7 @@ void DenseRanges::Add(std::uint64_t number, Location most) {
   if (pools_.empty()) pools_.resize(kMostBits + 1);
   while (2 * (ranges_.size() + 1) > ranks_.size()) Rehash();
   if (ranges_.size() == ranges_.capacity()) ranges_.reserve(2 * ranges_.size() + 1);
-  const unsigned bits = std::max(kLeastBits, BitsFor(most_));
+  const unsigned bits = std::max(kLeastBits, BitsAhead(most_));
   const std::uint32_t place = TakePlace(bits);
   std::size_t at = HashKey(number) & (ranks_.size() - 1);
   while (ranks_[at] != 0) at = (at + 1) & (ranks_.size() - 1);
@@ -104,16 +113,37 @@ void DenseRanges::GivePlace(const Range& range) {
   }
 }
 
-void DenseRanges::Widen(Range& range, Location location) {
-  most_ = std::max(most_, location);
-  const unsigned bits = BitsFor(most_);
+void DenseRanges::Widen(Range& range, unsigned bits) {
   pools_[range.bits].free.reserve(pools_[range.bits].places);
   const std::uint32_t place = TakePlace(bits);
   const Range wide{pools_[bits].memory.data() + place * BytesOf(bits), range.number, bits, place};
-  for (std::size_t position = 0; position < ids_per_range(); ++position)
-    Store(wide, position, At(range.data, range_bits_, range.bits, position) + 1);
+  std::uint64_t word = 0;
+  unsigned filled = 0;  // bits of the word
+  std::byte* to = wide.data;
+  for (std::size_t position = 0; position < ids_per_range(); ++position) {
+    const std::uint64_t stored = At(range.data, range_bits_, range.bits, position) + 1;
+    word |= stored << filled;
+    filled += bits;
+    if (filled < 64) continue;
+    std::memcpy(to, &word, sizeof word);
+    to += sizeof word;
+    filled -= 64;
+    word = filled == 0 ? 0 : stored >> (bits - filled);
+  }
   GivePlace(range);
   range = wide;
+}
+
+void DenseRanges::WidenAhead() {
+  if (ahead_rank_ == ranges_.size() && BitsAhead(most_) == ahead_bits_) return;
+  if (const unsigned bits = BitsAhead(most_); bits != ahead_bits_) {
+    ahead_bits_ = bits;
+    ahead_rank_ = 0;
+  }
+  for (std::size_t i = 0; i < kRanksAtOnce && ahead_rank_ < ranges_.size(); ++i, ++ahead_rank_) {
+    if (ranges_[ahead_rank_].bits >= ahead_bits_) continue;
+    return Widen(ranges_[ahead_rank_], ahead_bits_);
+  }
 }
 
 void DenseRanges::Prefetch(std::uint64_t id) const {
@@ -134,23 +164,25 @@ bool DenseRanges::Put(std::uint64_t id, Location location, Location& previous) {
   const std::uint32_t rank = RankOf(NumberOf(id));
   if (rank == kNone) return false;
   Range& range = ranges_[rank];
-  if (location >= Mask(range.bits)) Widen(range, location);
+  most_ = std::max(most_, location);
+  if (location + 1 >= Mask(range.bits)) Widen(range, BitsFor(most_));
   const std::size_t position = PositionOf(id);
   previous = At(range.data, range_bits_, range.bits, position);
   count_ += previous == TableIndex::kAbsent;
-  Store(range, position, location + 1);
+  Store(range, position, location);
   return true;
 }
 
 bool DenseRanges::Set(std::uint64_t id, Location location) {
   const std::uint32_t rank = RankOf(NumberOf(id));
-  if (rank != kNone) Store(ranges_[rank], PositionOf(id), location + 1);
+  if (rank != kNone) Store(ranges_[rank], PositionOf(id), location);
   return rank != kNone;
 }
 
 void DenseRanges::Fit(Location most) {
+  most_ = std::max(most_, most);
   for (Range& range : ranges_) {
-    if (most >= Mask(range.bits)) Widen(range, most);
+    if (most + 1 >= Mask(range.bits)) Widen(range, BitsFor(most_));
   }
 }
 
@@ -159,7 +191,7 @@ std::size_t DenseRanges::Fill(std::uint64_t number, const Location* locations) {
   std::size_t filled = 0;
   for (std::size_t position = 0; position < ids_per_range(); ++position) {
     if (locations[position] == TableIndex::kAbsent) continue;
-    Store(range, position, locations[position] + 1);
+    Store(range, position, locations[position]);
     ++filled;
   }
   return filled;

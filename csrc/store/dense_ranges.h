@@ -2,8 +2,8 @@
 // each id. So no id is stored, and a lookup is exact and looks at one place.
 //
 // A range is an aligned power of two of ids. Locations take as many bits as the largest location of their
-// range needs; when a longer location comes, the range is copied. Ranges of equally long locations share one
-// mapping, in huge pages once it is large.
+// range needs; when a longer location comes, the range is copied. WidenAhead copies most ranges before that,
+// one at a time. Ranges of equally long locations share one mapping, in huge pages once it is large.
 //
 // Not thread-safe, but for Set and Fill. Memory is mapped, not allocated: bytes() is what the process holds.
 #pragma once
@@ -21,7 +21,7 @@ class DenseRanges {
  public:
   // Ids of a range: 2^range_bits. With fewer than 2^6, ranges would share words.
   static constexpr unsigned kRangeBits = 16, kLeastRangeBits = 6;
-  // Bits of a location, plus one, so that 0 says that an id is absent.
+  // Bits of a location, plus one, so that 0 says that an id is absent. All ones is no location either.
   static constexpr unsigned kMostBits = TableIndex::kLocationBits;
 
   explicit DenseRanges(unsigned range_bits) : range_bits_(range_bits) {}
@@ -42,6 +42,9 @@ class DenseRanges {
   // The same with the former location; the id then has the new one. Throws std::bad_alloc with nothing
   // changed.
   bool Put(std::uint64_t id, Location location, Location& previous);
+  // Copies one range that the locations to come will not fit. When they do come, a call that puts many rows
+  // would otherwise copy a range for each.
+  void WidenAhead();
 
   // The same from different threads for ids of different ranges, without a count of ids that were absent, for
   // locations that the range Fit.
@@ -73,8 +76,12 @@ class DenseRanges {
   static std::size_t ArrayBytes(unsigned range_bits, unsigned bits) {
     return std::size_t{bits} << (range_bits - 3);
   }
-  // The location at a position of an array, or kAbsent.
+  // The location at a position of an array, or kAbsent; and how it is set.
   static Location At(const std::byte* array, unsigned range_bits, unsigned bits, std::size_t position);
+  static void SetAt(std::byte* array, unsigned range_bits, unsigned bits, std::size_t position,
+                    Location location);
+  // What At gives where all bits are set, which no location is in arrays of so many bits.
+  static Location NoLocation(unsigned bits) { return (Location{1} << bits) - 2; }
 
   unsigned range_bits() const { return range_bits_; }
   std::size_t size() const { return count_; }
@@ -101,8 +108,10 @@ class DenseRanges {
   void Rehash();
   std::uint32_t TakePlace(unsigned bits);
   void GivePlace(const Range& range);
-  void Widen(Range& range, Location location);
-  void Store(const Range& range, std::size_t position, Location stored);
+  void Widen(Range& range, unsigned bits);
+  void Store(const Range& range, std::size_t position, Location location) {
+    SetAt(range.data, range_bits_, range.bits, position, location);
+  }
   std::size_t PositionOf(std::uint64_t id) const { return id & (ids_per_range() - 1); }
 
   unsigned range_bits_;
@@ -110,6 +119,8 @@ class DenseRanges {
   std::vector<std::uint32_t> ranks_;  // a hash table of positions in ranges_, plus one
   std::vector<Pool> pools_;           // by bits, once there is a range
   Location most_ = 0;                 // that was ever put
+  unsigned ahead_bits_ = 0;           // that ranges up to ahead_rank_ have at least
+  std::size_t ahead_rank_ = 0;
   std::size_t count_ = 0;
 };
 

@@ -278,8 +278,7 @@ std::uint64_t TableIndex::List(std::uint64_t cursor, std::size_t limit, std::vec
     ListFew(ids, locations);
     return kEnd;
   }
-  const std::uint64_t order = orders_ << 48;
-  for (cursor &= kMask48; cursor <= kMask48; cursor = (cursor | kWithinStripe) + 1) {
+  for (; cursor <= kMask48; cursor = (cursor | kWithinStripe) + 1) {
     const std::uint64_t first = SwapStripe(cursor), last = first | kWithinStripe;
     // All entries right of the first smaller one, seen from home, are not smaller.
     Position p = Home(first);
@@ -287,12 +286,16 @@ std::uint64_t TableIndex::List(std::uint64_t cursor, std::size_t limit, std::vec
     for (const Position end = Home(last); p <= end; ++p) {
       if (IsEmpty(p) || HashAt(p) < first) continue;
       if (HashAt(p) > last) break;
-      if (limit-- == 0) return order | SwapStripe(HashAt(p));
+      if (limit-- == 0) return SwapStripe(HashAt(p));
       ids.push_back(order_.IdOf(HashAt(p)));
       if (locations != nullptr) locations->push_back(LocationAt(p));
     }
   }
   return kEnd;
+}
+
+std::uint64_t TableIndex::ListPlace(const Permutation& order, std::uint64_t id) {
+  return SwapStripe(order.Of(id));
 }
 
 // In the same order, without the way through stripes of which most are empty.
@@ -315,6 +318,20 @@ std::size_t TableIndex::Dump(std::int64_t& cursor, Entry* out, std::size_t limit
     if (!IsEmpty(cursor)) out[n++] = {HashAt(cursor), LocationAt(cursor)};
   }
   return n;
+}
+
+// All entries with a smaller h lie to the left of where `bound` is or would have to be.
+std::size_t TableIndex::DumpBelow(std::uint64_t& bound, Entry* out, std::size_t limit) const {
+  Position cursor = bound == kNoBound ? DumpBegin() : Seek(bound) + (Holds(Seek(bound), bound) ? 0 : 1);
+  const std::size_t n = Dump(cursor, out, limit);
+  if (n > 0) bound = out[n - 1].hash;
+  return n;
+}
+
+bool TableIndex::First(std::int64_t& end, Entry& out) const {
+  while (end > 0 && IsEmpty(end - 1)) --end;
+  if (end > 0) out = {HashAt(end - 1), LocationAt(end - 1)};
+  return end > 0;
 }
 
 void TableIndex::Reserve(std::size_t entries, Location most) {

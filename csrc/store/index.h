@@ -65,21 +65,31 @@ class TableIndex {
   void GoOnGrowing(std::size_t positions) {
     if (IsGrowing()) MoveSome(positions);
   }
-  // Gives memory back, when less than a quarter of it is in use: all entries are copied. Not while the index
-  // IsGrowing.
-  void Shrink();
+  // Less than a quarter of the memory is in use, and there is much of it.
+  bool IsSparse() const;
+  // An empty index of the same order, with as much memory as these entries need.
+  TableIndex Smaller() const;
   // For ids that are about to be found or put, one by one.
   void Prefetch(std::uint64_t id) const;
 
+  // Bijection of 48 bits.
+  struct Permutation {
+    std::uint64_t flip, factors[2], inverses[2];
+
+    static Permutation Random();
+    std::uint64_t Of(std::uint64_t id) const;
+    std::uint64_t IdOf(std::uint64_t h) const;
+  };
+
   // Appends up to `limit` entries from `cursor` (0 at first) on; returns the next cursor, or kEnd. Entries
-  // that were there at the start and stay are listed once, whatever is put meanwhile. The list jumps about in
-  // h: a caller that puts the ids into another index, entry by entry, would otherwise fill it from one end,
-  // where each entry pushes aside all entries before it. A cursor that is not IsCurrent belongs to a former
-  // order.
+  // that were there at the start and stay are listed once, whatever is put meanwhile, while the index keeps
+  // its order. Then all ids with a smaller ListPlace than the cursor were listed, and no others. The list
+  // jumps about in h: a caller that puts the ids into another index, entry by entry, would otherwise fill it
+  // from one end, where each entry pushes aside all entries before it.
   static constexpr std::uint64_t kEnd = ~std::uint64_t{0};
   std::uint64_t List(std::uint64_t cursor, std::size_t limit, std::vector<std::uint64_t>& ids,
                      std::vector<Location>* locations) const;
-  bool IsCurrent(std::uint64_t cursor) const { return cursor == 0 || cursor >> 48 == orders_; }
+  static std::uint64_t ListPlace(const Permutation& order, std::uint64_t id);
 
   // All entries in descending order of h, for snapshots: Dump copies the next ones (0 at the end) and moves
   // the cursor, which begins as DumpBegin(); nothing may be put meanwhile. Restore fills an empty index:
@@ -93,6 +103,13 @@ class TableIndex {
     return static_cast<std::int64_t>(slack_ + std::max(capacity_, old_capacity_));
   }
   std::size_t Dump(std::int64_t& cursor, Entry* out, std::size_t limit) const;
+  // The same, while entries are put between calls and the index keeps its order: copies the next entries with
+  // hashes below `bound` (kNoBound at first), which becomes that of the last one.
+  static constexpr std::uint64_t kNoBound = std::uint64_t{1} << 48;
+  std::size_t DumpBelow(std::uint64_t& bound, Entry* out, std::size_t limit) const;
+  // The first entry of a Dump; false when there is none. `end` begins as DumpBegin(), and nothing may be put
+  // until it is not needed any more.
+  bool First(std::int64_t& end, Entry& out) const;
   void Reserve(std::size_t entries, Location most = 0);
   bool Append(const Entry* entries, std::size_t n);
   // The same from several threads, after Reserve for all entries with locations up to `most`: each thread
@@ -105,6 +122,8 @@ class TableIndex {
 
   bool HasOwnOrder() const { return orders_ > 0; }
   std::uint64_t orders() const { return orders_; }
+  const Permutation& order() const { return order_; }
+  std::uint64_t IdOf(const Entry& entry) const { return order_.IdOf(entry.hash); }
 
   // Up to this location Put of an id that is there changes no other entry.
   Location most_location() const { return most_location_; }
@@ -138,14 +157,6 @@ class TableIndex {
     explicit Format(const Layout& layout);
   };
 
-  // Bijection of 48 bits.
-  struct Permutation {
-    std::uint64_t flip, factors[2], inverses[2];
-
-    static Permutation Random();
-    std::uint64_t Of(std::uint64_t id) const;
-    std::uint64_t IdOf(std::uint64_t h) const;
-  };
   static const Permutation kCommon;
 
   static constexpr int kStripeShift = 30;  // List takes 2^18 stripes of h one after the other
@@ -200,6 +211,7 @@ class TableIndex {
   void WidenSlack();
   void GiveUpReach(std::size_t entries);
   void Widen(Location location, std::size_t entries);
+  TableIndex EmptyFor(std::size_t entries) const;
   void Rewrite(std::size_t entries);
 
   IndexMemory memory_;

@@ -13,7 +13,6 @@ constexpr std::size_t kSlack = 256;
 constexpr std::size_t kSmall = 1 << 14;  // below this, growth is coarser
 constexpr std::int64_t kBlock = 512;
 constexpr std::size_t kEntriesAtOnce = 4096;
-constexpr std::uint64_t kMostOrders = 0x7fff;  // so that no cursor is kEnd
 constexpr std::int64_t kAnyReach = std::int64_t{1} << 48;
 
 // 2^64 / capacity
@@ -172,20 +171,26 @@ void TableIndex::Widen(Location location, std::size_t entries) {
 
 // Copies all entries into a new array for this many entries, of the layout that suits.
 void TableIndex::Rewrite(std::size_t entries) {
-  TableIndex other;
-  other.crowded_ = crowded_;
-  other.wide_ = wide_;
-  other.order_ = order_;
-  other.orders_ = orders_;
-  other.Reserve(entries);
+  TableIndex other = EmptyFor(entries);
   std::vector<Entry> some(kEntriesAtOnce);
   Position cursor = DumpBegin();
   while (const std::size_t n = Dump(cursor, some.data(), some.size())) other.Append(some.data(), n);
   *this = std::move(other);
 }
 
-void TableIndex::Shrink() {
-  if (max_count_ > kSmall && count_ < max_count_ / 4) Rewrite(count_ + count_ / kLayouts[0][0].growth);
+bool TableIndex::IsSparse() const { return max_count_ > kSmall && count_ < max_count_ / 4; }
+
+TableIndex TableIndex::Smaller() const { return EmptyFor(count_ + count_ / kLayouts[0][0].growth); }
+
+// An index for this many entries, which has none, with the order of this one.
+TableIndex TableIndex::EmptyFor(std::size_t entries) const {
+  TableIndex other;
+  other.crowded_ = crowded_;
+  other.wide_ = wide_;
+  other.order_ = order_;
+  other.orders_ = orders_;
+  other.Reserve(entries);
+  return other;
 }
 
 // Sorts all entries anew. Where memory is short the next entry that crowds tries again.
@@ -193,7 +198,7 @@ void TableIndex::TakeOwnOrder() try {
   TableIndex other;
   other.wide_ = wide_;
   other.order_ = Permutation::Random();
-  other.orders_ = std::min<std::uint64_t>(orders_ + 1, kMostOrders);
+  other.orders_ = orders_ + 1;
   other.Reserve(count_ + count_ / kLayouts[0][0].growth);
   std::vector<Entry> some(kEntriesAtOnce);
   Position cursor = DumpBegin();

@@ -133,7 +133,8 @@ bool IndexRebuild::LoadInParallel(const SnapshotReader& reader, const SavedTable
   std::vector<std::uint32_t> live(saved.segments.size());
   std::vector<std::unique_ptr<Piece>> pieces;  // that no thread uses now
   bool good = true;
-  std::mutex mutex;  // guards the four above
+  std::size_t placed_entries = 0;
+  std::mutex mutex;  // guards the five above
   ParallelFor(0, groups, kGroupsPerPiece, [&](std::int64_t begin, std::int64_t end) {
     CheckCall();
     std::unique_ptr<Piece> piece;
@@ -146,15 +147,16 @@ bool IndexRebuild::LoadInParallel(const SnapshotReader& reader, const SavedTable
     }
     const auto first = static_cast<std::uint64_t>(begin);
     const auto& entries = piece->groups.entries;
-    const bool placed =
-        reader.Read(saved.number, first, static_cast<std::uint64_t>(end - begin), piece->groups) &&
-        saved.Translate(piece->groups.entries, piece->live) &&
-        index.hash().Place(entries.data(), entries.size(), piece->spilled);
+    bool placed = reader.Read(saved.number, first, static_cast<std::uint64_t>(end - begin), piece->groups);
+    const Ends hashes = placed ? Ends{entries.front().hash, entries.back().hash} : Ends{};
+    placed = placed && saved.Translate(piece->groups.entries, piece->live) &&
+             index.hash().Place(entries.data(), entries.size(), piece->spilled);
     if (placed && index.MayBeDense()) piece->Sample(index);
     const std::lock_guard lock(mutex);
     good = good && placed;
     if (!placed) return;
-    ends[first / kGroupsPerPiece] = {entries.front().hash, entries.back().hash};
+    ends[first / kGroupsPerPiece] = hashes;
+    placed_entries += entries.size();
     spilled.insert(spilled.end(), piece->spilled.begin(), piece->spilled.end());
     piece->spilled.clear();
     pieces.push_back(std::move(piece));
@@ -164,7 +166,7 @@ bool IndexRebuild::LoadInParallel(const SnapshotReader& reader, const SavedTable
   }
   for (std::size_t i = 1; i < ends.size() && good; ++i) good = ends[i].first < ends[i - 1].last;
   if (!good) return false;
-  index.hash().Settle(spilled, saved.table.entries);
+  index.hash().Settle(spilled, placed_entries);
   for (const auto& piece : pieces) {
     for (const std::uint64_t hash : piece->sampled) index.NoteSampled(hash);
   }
@@ -251,6 +253,7 @@ bool IndexRebuild::LoadRangesInOrder(const SnapshotReader& reader, const SavedTa
 
 bool IndexRebuild::SavedTable::Translate(std::vector<TableIndex::Entry>& entries,
                                          std::vector<std::uint32_t>& live) const {
+  std::erase_if(entries, [](const TableIndex::Entry& entry) { return entry.location == kChanged; });
   for (TableIndex::Entry& entry : entries) {
     const Location ordinal = entry.location >> row_class.slot_bits;
     const auto slot = static_cast<std::uint32_t>(entry.location & ((Location{1} << row_class.slot_bits) - 1));

@@ -1,6 +1,7 @@
 #include "store/index_snapshot.h"
 
 #include <algorithm>
+#include <cerrno>
 
 #include "common/crc32c.h"
 #include "io/aligned_buffer.h"
@@ -10,7 +11,8 @@ namespace tierstore {
 namespace {
 
 constexpr char kMagic[9] = "TSTINDEX";
-constexpr std::size_t kPreambleBytes = 8 + 4 + 4;  // magic, version, bytes of the header behind it
+constexpr std::uint32_t kVersion = 3, kOldestVersion = 2;  // the latter never has kChanged
+constexpr std::size_t kPreambleBytes = 8 + 4 + 4;          // magic, version, bytes of the header behind it
 constexpr std::uint32_t kMaxHeaderBytes = 256 << 20;
 constexpr std::size_t kHashBytes = 6, kLocationBytes = 5, kEntryBytes = kHashBytes + kLocationBytes;
 
@@ -33,10 +35,18 @@ Bytes EncodeHeader(const SnapshotHeader& header) {
     }
   }
   Encoder out;
-  out.Raw(kMagic, 8).Put(kFormatVersion).Put(static_cast<std::uint32_t>(body.bytes().size()));
+  out.Raw(kMagic, 8).Put(kVersion).Put(static_cast<std::uint32_t>(body.bytes().size()));
   out.Raw(body.bytes().data(), body.bytes().size());
   out.Put(Crc32c(out.bytes().data(), out.bytes().size()));
   return std::move(out.bytes());
+}
+
+// As many as EncodeHeader gives, which takes long where there are many ranges.
+std::uint64_t HeaderBytes(const SnapshotHeader& header) {
+  std::uint64_t bytes = kPreambleBytes + header.store.size() + 8 + 8 + 4 + 4 + sizeof(std::uint32_t);
+  for (const auto& row_class : header.classes) bytes += 12 + row_class.segments.size() * 8;
+  for (const auto& table : header.tables) bytes += 16 + table.ranges.size() * 12;
+  return bytes + (header.HasRanges() ? 4 + header.tables.size() * 4 : 0);
 }
 
 SnapshotHeader DecodeBody(Decoder& in) {
@@ -89,6 +99,12 @@ std::uint64_t RangeBytes(const SnapshotHeader& header, const SnapshotHeader::Ran
   return DenseRanges::ArrayBytes(header.range_bits, range.bits) + sizeof(std::uint32_t);
 }
 
+std::unique_ptr<File> CreateTemporary(Env& env, const std::string& directory, bool direct) {
+  const std::string path = directory + "/" + kSnapshotTemporaryName;
+  env.Remove(path);
+  return env.Open(path, OpenMode::kCreate, direct);
+}
+
 }  // namespace
 
 bool SnapshotHeader::HasRanges() const {
@@ -96,7 +112,7 @@ bool SnapshotHeader::HasRanges() const {
 }
 
 std::uint64_t SnapshotHeader::UsedBytes() const {
-  std::uint64_t bytes = EncodeHeader(*this).size();
+  std::uint64_t bytes = HeaderBytes(*this);
   for (const Table& table : tables) {
     bytes += EntryAreaBytes(table.entries);
     for (const Range& range : table.ranges) bytes += RangeBytes(*this, range);
@@ -108,42 +124,53 @@ std::uint64_t SnapshotHeader::FileBytes() const {
   return (UsedBytes() + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
 }
 
-std::uint64_t SaveSnapshot(Env& env, const std::string& directory, bool direct, const SnapshotHeader& header,
-                           const std::vector<const TableLocations*>& indexes) {
-  const std::string temporary = directory + "/" + kSnapshotTemporaryName;
-  env.Remove(temporary);
-  auto file = env.Open(temporary, OpenMode::kCreate, direct);
-  SequentialWriter out(*file);
-  const Bytes encoded = EncodeHeader(header);
-  out.Append(encoded.data(), encoded.size());
-  std::vector<TableIndex::Entry> entries(SnapshotReader::kEntriesPerGroup);
-  Bytes group(SnapshotReader::kEntriesPerGroup * kEntryBytes);
-  for (const TableLocations* index : indexes) {
-    std::int64_t cursor = index->hash().DumpBegin();
-    while (const std::size_t n = index->hash().Dump(cursor, entries.data(), entries.size())) {
-      for (std::size_t i = 0; i < n; ++i) {
-        std::memcpy(&group[i * kEntryBytes], &entries[i].hash, kHashBytes);
-        std::memcpy(&group[i * kEntryBytes + kHashBytes], &entries[i].location, kLocationBytes);
-      }
-      const std::uint32_t crc = Crc32c(group.data(), n * kEntryBytes);
-      out.Append(group.data(), n * kEntryBytes);
-      out.Append(&crc, sizeof crc);
-    }
-    const DenseRanges& ranges = index->ranges();
-    for (std::size_t rank = 0; rank < ranges.ranges(); ++rank) {
-      const auto [number, bits, data] = ranges.ArrayOf(rank);
-      const std::size_t size = DenseRanges::ArrayBytes(ranges.range_bits(), bits);
-      const std::uint32_t crc = Crc32c(data, size);
-      out.Append(data, size);
-      out.Append(&crc, sizeof crc);
-    }
+SnapshotWriter::SnapshotWriter(Env& env, const std::string& directory, bool direct,
+                               const SnapshotHeader& header)
+    : env_(env),
+      directory_(directory),
+      file_(CreateTemporary(env, directory, direct)),
+      out_(*file_),
+      group_(SnapshotReader::kEntriesPerGroup * kEntryBytes) {
+  const Bytes room(HeaderBytes(header));
+  Append(room.data(), room.size());
+}
+
+void SnapshotWriter::Append(const std::byte* data, std::size_t size) {
+  out_.Append(data, size);
+  bytes_ += size;
+}
+
+void SnapshotWriter::AddGroup(const TableIndex::Entry* entries, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) {
+    std::memcpy(&group_[i * kEntryBytes], &entries[i].hash, kHashBytes);
+    std::memcpy(&group_[i * kEntryBytes + kHashBytes], &entries[i].location, kLocationBytes);
   }
-  const std::uint64_t bytes = out.Finish();
-  file->Sync();
-  file.reset();
-  env.Rename(temporary, directory + "/" + kSnapshotName);
-  env.SyncDirectory(directory);
-  return bytes;
+  AddRange(group_.data(), n * kEntryBytes);
+}
+
+void SnapshotWriter::AddRange(const std::byte* array, std::size_t size) {
+  const std::uint32_t crc = Crc32c(array, size);
+  Append(array, size);
+  Append(reinterpret_cast<const std::byte*>(&crc), sizeof crc);
+}
+
+void SnapshotWriter::Finish() {
+  out_.Finish();
+  file_->Sync();
+}
+
+std::uint64_t SnapshotWriter::Install(const SnapshotHeader& header) {
+  const Bytes encoded = EncodeHeader(header);
+  AlignedBuffer blocks((encoded.size() + kBlockBytes - 1) / kBlockBytes * kBlockBytes);
+  if (file_->Read(0, blocks.data(), blocks.size()) != blocks.size())
+    throw IoError(EIO, file_->path(), "read back: the file is shorter than what was written");
+  std::memcpy(blocks.data(), encoded.data(), encoded.size());
+  file_->Write(0, blocks.data(), blocks.size());
+  file_->Sync();
+  file_.reset();
+  env_.Rename(directory_ + "/" + kSnapshotTemporaryName, directory_ + "/" + kSnapshotName);
+  env_.SyncDirectory(directory_);
+  return header.FileBytes();
 }
 
 std::unique_ptr<SnapshotReader> SnapshotReader::Open(Env& env, const std::string& directory, bool direct,
@@ -162,10 +189,11 @@ bool SnapshotReader::ReadHeader(const StoreId& store) {
   SequentialReader in(*file_);
   Bytes head(kPreambleBytes);
   if (!in.Read(head.data(), head.size())) return false;
-  std::uint32_t version, body_bytes;
-  std::memcpy(&version, &head[8], 4);
+  std::uint32_t body_bytes;
+  std::memcpy(&version_, &head[8], 4);
   std::memcpy(&body_bytes, &head[12], 4);
-  if (std::memcmp(head.data(), kMagic, 8) != 0 || version != kFormatVersion) return false;
+  if (std::memcmp(head.data(), kMagic, 8) != 0 || version_ < kOldestVersion || version_ > kVersion)
+    return false;
   if (body_bytes > kMaxHeaderBytes || body_bytes > file_->Size()) return false;
   head.resize(kPreambleBytes + body_bytes);
   std::uint32_t crc;
@@ -212,9 +240,10 @@ bool SnapshotReader::ReadRange(std::size_t table, std::size_t range, Groups& out
   if (Crc32c(array, size) != crc) return false;
   out.entries.clear();
   for (std::size_t position = 0; position >> header_.range_bits == 0; ++position) {
-    const Location location = DenseRanges::At(array, header_.range_bits, bits, position);
-    if (location != TableIndex::kAbsent)
-      out.entries.push_back({number << header_.range_bits | position, location});
+    Location location = DenseRanges::At(array, header_.range_bits, bits, position);
+    if (location == TableIndex::kAbsent) continue;
+    if (version_ == kVersion && location == DenseRanges::NoLocation(bits)) location = kChanged;
+    out.entries.push_back({number << header_.range_bits | position, location});
   }
   return true;
 }

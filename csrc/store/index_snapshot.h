@@ -1,5 +1,10 @@
-// The file INDEX: the index at one commit, so that opening reads only later rows. A store never needs it:
-// where the file is missing, damaged or of another history, footers and records have the same facts.
+// The file INDEX: the index as of a position in the log, so that opening reads only later rows. A store never
+// needs it: where the file is missing, damaged or of another history, footers and records have the same
+// facts.
+//
+// The index goes on changing while a snapshot is written. So a row that was written or copied since the
+// position may be in the snapshot as kChanged: its newest version is in a later slot. A snapshot therefore
+// serves a commit that was made after all of it had been written, and later commits.
 #pragma once
 
 #include <cstdint>
@@ -19,10 +24,13 @@ namespace tierstore {
 inline constexpr char kSnapshotName[] = "INDEX";
 inline constexpr char kSnapshotTemporaryName[] = "INDEX.tmp";
 
+// In place of a location: the row has a version behind the slots of the snapshot.
+inline constexpr Location kChanged = (Location{1} << TableIndex::kLocationBits) - 1;
+
 struct SnapshotHeader {
   struct Segment {
     std::uint32_t number;  // 0 for an ordinal that is free
-    std::uint32_t slots;   // of the commit
+    std::uint32_t slots;   // before the position in the log
   };
   struct RowClass {
     std::uint32_t row_bytes;
@@ -41,7 +49,7 @@ struct SnapshotHeader {
   };
 
   StoreId store{};
-  std::uint64_t commit = 0;
+  std::uint64_t commit = 0;  // the first that the snapshot serves
   std::uint64_t history = 0;
   std::vector<RowClass> classes;
   std::vector<Table> tables;
@@ -52,10 +60,34 @@ struct SnapshotHeader {
   std::uint64_t FileBytes() const;
 };
 
-// Writes a new snapshot in place of the old one, durably. `indexes`: one for each of header.tables. Returns
-// its size. Throws IoError; then the old snapshot or none is in place.
-std::uint64_t SaveSnapshot(Env& env, const std::string& directory, bool direct, const SnapshotHeader& header,
-                           const std::vector<const TableLocations*>& indexes);
+// Writes a snapshot front to back to INDEX.tmp. All functions throw IoError.
+class SnapshotWriter {
+ public:
+  // Begins a file. `header`: as Install will get it, but for the commit, the numbers of entries, and the bits
+  // of ranges.
+  SnapshotWriter(Env& env, const std::string& directory, bool direct, const SnapshotHeader& header);
+
+  // The next entries of a table: SnapshotReader::kEntriesPerGroup of them, but for its last ones.
+  void AddGroup(const TableIndex::Entry* entries, std::size_t n);
+  // The next range of a table, behind its entries.
+  void AddRange(const std::byte* array, std::size_t size);
+  std::uint64_t bytes() const { return bytes_; }
+  // Makes what was added durable.
+  void Finish();
+  // Puts the file in place of the old snapshot, durably. When this throws, either may be in place. Returns
+  // the file's size.
+  std::uint64_t Install(const SnapshotHeader& header);
+
+ private:
+  void Append(const std::byte* data, std::size_t size);
+
+  Env& env_;
+  const std::string directory_;
+  std::unique_ptr<File> file_;
+  SequentialWriter out_;
+  Bytes group_;
+  std::uint64_t bytes_ = 0;
+};
 
 class SnapshotReader {
  public:
@@ -74,8 +106,8 @@ class SnapshotReader {
     std::vector<TableIndex::Entry> entries;
     AlignedBuffer bytes;
   };
-  // Reads the entries of some groups of a table, in their order. False when they are damaged. From any
-  // thread; throws IoError.
+  // Reads the entries of some groups of a table, in their order; locations may be kChanged. False when they
+  // are damaged. From any thread; throws IoError.
   bool Read(std::size_t table, std::uint64_t first_group, std::uint64_t groups, Groups& out) const;
   // The same of a dense range: `entries` gets ids in place of hashes.
   bool ReadRange(std::size_t table, std::size_t range, Groups& out) const;
@@ -86,6 +118,7 @@ class SnapshotReader {
   const std::byte* ReadBytes(std::uint64_t begin, std::uint64_t size, AlignedBuffer& buffer) const;
 
   std::unique_ptr<File> file_;
+  std::uint32_t version_ = 0;
   SnapshotHeader header_;
   std::vector<std::uint64_t> offsets_;                     // of each table's groups
   std::vector<std::vector<std::uint64_t>> range_offsets_;  // of each table's ranges

@@ -196,6 +196,7 @@ void Recovery::ResumeAppending(RowClass& row_class) {
     if (segment->live == 0 || row_class.active[stream] != nullptr) continue;
     const std::uint64_t end = row_class.geometry.EndOffset(segment->slots);
     Footer footer = LoadKeys(*segment, context_.id, 0);
+    footer.keys.reserve(row_class.slots_per_segment);
     footer.keys.resize(segment->slots);
     if (segment->relocated) footer.epochs.resize(segment->slots);
     std::erase_if(footer.voids, [&](std::uint32_t slot) { return slot >= segment->slots; });

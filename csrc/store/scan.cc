@@ -302,15 +302,15 @@ void Scan::Settle(Cursor& cursor) {
 void Scan::FindDamaged(Cursor& cursor, std::uint32_t table) {
   std::vector<std::uint64_t> ids;
   std::vector<Location> locations;
-  for (std::uint64_t at = 0; at != TableIndex::kEnd;) {
+  TableLocations::Listing listing;
+  for (bool more = true; more;) {
     const Lock lock(mutex_);
     context_.CheckOpen();
     RowIndex::Table* const entry = state_.rows.FindTable(table);
     if (entry == nullptr || entry->row_class != cursor.of->row_class || cursor.part->left == 0) return;
-    if (!entry->index.IsCurrent(at)) at = 0;
     ids.clear();
     locations.clear();
-    at = entry->index.List(at, kRowsPerLookup, ids, &locations);
+    more = entry->index.List(listing, kRowsPerLookup, ids, &locations);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       const Segment& segment = *entry->row_class->SegmentOf(locations[i]);
       if (segment.number == cursor.part->number)

@@ -29,6 +29,7 @@ void RowClass::AddSegment(const SegmentPtr& segment) {
   segment->ordinal = static_cast<std::uint32_t>(free - segments.begin());
   *free = segment;
   ++used_ordinals;
+  ++changes;
 }
 
 void RowClass::AppendSegment(const SegmentPtr& segment) {
@@ -39,6 +40,7 @@ void RowClass::AppendSegment(const SegmentPtr& segment) {
     next_place += std::max(segment->capacity, segment->slots);
   }
   ++used_ordinals;
+  ++changes;
 }
 
 Footer LoadKeys(const Segment& segment, const StoreId& store, std::uint32_t first_slot) {

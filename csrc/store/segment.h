@@ -144,6 +144,7 @@ struct RowClass {
   std::vector<std::uint64_t> first_places;  // of each ordinal (PlaceOf)
   std::uint64_t next_place = 0;
   std::uint64_t max_ordinals = 0, used_ordinals = 0;
+  std::uint64_t changes = 0;  // of `segments`
   Counts counts;
 
   // New segments take at most this many bytes, but at least a frame.
@@ -168,6 +169,7 @@ struct RowClass {
   void RemoveSegment(const Segment& segment) {
     segments[segment.ordinal].reset();
     --used_ordinals;
+    ++changes;
   }
 
   Location LocationOf(const Segment& segment, std::uint32_t slot) const {

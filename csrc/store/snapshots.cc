@@ -1,11 +1,14 @@
 #include "store/snapshots.h"
 
 #include <algorithm>
+#include <exception>
+#include <new>
 
 #include "io/errors.h"
 
 namespace tierstore {
 
+// A snapshot fits the cap, it is large enough to matter, and its `lag` is reached.
 bool Snapshots::IsDue(const Lag& lag) const {
   std::uint64_t rows = 0, bytes = 0;
   for (const auto& table : state_.rows.tables()) {
@@ -13,68 +16,117 @@ bool Snapshots::IsDue(const Lag& lag) const {
     const TableLocations& index = table->index;
     if (index.hash().HasOwnOrder()) return false;
     rows += index.size();
-    bytes += index.hash().size() * 11 + index.ranges().bytes();
+    bytes += (index.size() - index.dense_rows()) * 11 + index.ranges().bytes();
   }
-  const std::uint64_t written = unsaved_bytes_ + queue_.enqueued_bytes() - marked_bytes_;
-  const std::uint64_t replayed = unsaved_rows_ + state_.rows.puts() - marked_puts_;
+  const Mark now = MarkNow();
+  const std::uint64_t written = unsaved_.bytes + now.bytes - at_last_.bytes;
+  const std::uint64_t replayed = unsaved_.rows + now.rows - at_last_.rows;
   const std::uint64_t most = std::max(context_.config.limits.replay_rows, rows / 4) / lag.part;
   const bool lags =
       static_cast<double>(written) >= lag.sizes * static_cast<double>(bytes) || replayed >= most;
   return rows >= context_.config.snapshot_min_rows && lags && state_.space.Fits(bytes);
 }
 
-Snapshot Snapshots::Capture() const {
-  const CommitLog& commits = state_.commits;
-  Snapshot snapshot{{context_.id, commits.current_id, commits.current_history, {}, {}}, {}};
-  for (const auto& [row_bytes, row_class] : state_.rows.classes()) {
-    auto& entry = snapshot.header.classes.emplace_back();
-    entry.row_bytes = row_bytes;
-    entry.slot_bits = row_class->slot_bits;
-    for (const SegmentPtr& segment : row_class->segments) {
-      // Also segments without newest versions: later rows in them must not bring old versions back.
-      entry.segments.push_back(segment == nullptr
-                                   ? SnapshotHeader::Segment{0, 0}
-                                   : SnapshotHeader::Segment{segment->number, segment->durable_slots});
-    }
-  }
-  const auto& tables = state_.rows.tables();
-  for (std::uint32_t number = 0; number < tables.size(); ++number) {
-    const auto& table = tables[number];
-    if (table == nullptr) continue;
-    const DenseRanges& dense = table->index.ranges();
-    std::vector<SnapshotHeader::Range> ranges;
-    for (std::size_t i = 0; i < dense.ranges(); ++i)
-      ranges.push_back({dense.ArrayOf(i).number, dense.ArrayOf(i).bits});
-    snapshot.header.range_bits = dense.range_bits();
-    snapshot.header.tables.push_back(
-        {number, table->row_class->geometry.row_bytes, table->index.hash().size(), std::move(ranges)});
-    snapshot.indexes.push_back(&table->index);
-  }
-  return snapshot;
+void Snapshots::CommitBegins() {
+  committing_ = true;
+  committed_ = walked_;
 }
 
-void Snapshots::Write(Lock& lock, const Snapshot& snapshot) {
-  const std::uint64_t marked_bytes = queue_.enqueued_bytes(), marked_puts = state_.rows.puts();
-  std::uint64_t bytes = 0;
+void Snapshots::CommitEnds(bool made) {
+  committing_ = false;
+  if (!made) return;
+  if (walk_ == nullptr) {
+    if (!stop_ && IsDue(kLagAtCommit)) BeginInThread();
+  } else if (walked_ && (committed_ || !state_.rows.changed())) {
+    Serve();
+  }
+}
+
+void Snapshots::BeginInThread() try {
+  Join();  // the thread before has ended its work
+  Begin();
+  thread_ = std::thread([this] {
+    Lock lock(mutex_);
+    WalkAndInstall(lock);
+  });
+} catch (const std::exception&) {  // no memory, or no thread
+  ++failures_;
+  End(false);
+}
+
+void Snapshots::Begin() {
+  ++begun_;
+  at_ = MarkNow();
+  walk_ = std::make_unique<SnapshotWalk>(context_, mutex_, state_);
+  state_.space.SetFileBytes(MetaFile::kSnapshotTemporary, walk_->bytes());
+}
+
+void Snapshots::WalkAndInstall(Lock& lock) {
+  bool installed = false, failed = false;
   try {
-    const Unlocked unlocked(lock);
-    bytes = SaveSnapshot(context_.env, context_.directory, context_.config.direct, snapshot.header,
-                         snapshot.indexes);
+    walk_->Run(lock);
+    walked_ = true;
+    state_.space.SetFileBytes(MetaFile::kSnapshotTemporary, walk_->bytes());
+    if (!committing_ && !state_.rows.changed()) Serve();
+    served_.wait(lock, [this] { return stop_ || commit_ != 0; });
+    if (commit_ != 0) {
+      std::uint64_t bytes = 0;
+      {
+        const Unlocked unlocked(lock);
+        bytes = walk_->Install(commit_, history_);
+      }
+      state_.space.Overwritten(MetaFile::kSnapshot, bytes);
+      installed = true;
+    }
+  } catch (const Interrupted&) {
   } catch (const std::exception&) {
+    failed = true;
+  }
+  if (!installed) {
+    const Unlocked unlocked(lock);
     try {
       context_.env.Remove(context_.PathOf(kSnapshotTemporaryName));
     } catch (const IoError&) {
       // The next opening removes it.
     }
   }
-  if (bytes == 0) {
-    ++failures_;
-    return;
-  }
-  state_.space.Overwritten(MetaFile::kSnapshot, bytes);
-  marked_bytes_ = marked_bytes;
-  marked_puts_ = marked_puts;
-  unsaved_rows_ = unsaved_bytes_ = 0;
+  if (failed) ++failures_;
+  End(installed);
+}
+
+// The current commit holds all that the walk found. Perhaps compaction has copied rows since, which no commit
+// names: then the snapshot waits for the next one.
+void Snapshots::Serve() {
+  const CommitRecord* const current = state_.commits.Current();
+  if (current == nullptr || !walk_->IsWithin(*current)) return;
+  commit_ = state_.commits.current_id;
+  history_ = state_.commits.current_history;
+  served_.notify_all();
+}
+
+void Snapshots::End(bool installed) {
+  state_.space.SetFileBytes(MetaFile::kSnapshotTemporary, 0);
+  walk_.reset();
+  walked_ = committed_ = false;
+  commit_ = history_ = 0;
+  if (!installed) return;
+  ++saved_;
+  at_last_ = at_;
+  unsaved_ = {};
+}
+
+void Snapshots::Stop() {
+  stop_ = true;
+  if (walk_ != nullptr) walk_->Stop();
+  served_.notify_all();
+}
+
+void Snapshots::SaveAtClose(Lock& lock) try {
+  if (!IsDue(kLagAtClose)) return;
+  Begin();
+  WalkAndInstall(lock);
+} catch (const std::bad_alloc&) {
+  ++failures_;
 }
 
 }  // namespace tierstore

@@ -2,12 +2,15 @@
 // may add.
 //
 // All files count: segments at the most that they will take (Segment::reserved_bytes), the manifest, the
-// saved index and DEVICE at their size. A writer leaves Reserve() bytes to compaction.
+// saved index and DEVICE at their size, and a saved index that is being written at the size that it will
+// have. A writer leaves Reserve() bytes to compaction.
 //
 // Guarded by the store's mutex (store/store_mutex.h).
 #pragma once
 
 #include <cstdint>
+#include <iterator>
+#include <numeric>
 #include <string>
 
 #include "store/commit_log.h"
@@ -17,7 +20,7 @@
 namespace tierstore {
 
 // The files beside the segments.
-enum class MetaFile { kManifest, kSnapshot, kReadCost };
+enum class MetaFile { kManifest, kSnapshot, kSnapshotTemporary, kReadCost };
 
 // The bytes of all segments and of their rows.
 struct Survey {
@@ -43,7 +46,9 @@ class Space {
     BytesOf(file) = bytes;
     written_bytes_ += bytes;
   }
-  std::uint64_t meta_bytes() const { return file_bytes_[0] + file_bytes_[1] + file_bytes_[2]; }
+  std::uint64_t meta_bytes() const {
+    return std::accumulate(std::begin(file_bytes_), std::end(file_bytes_), std::uint64_t{0});
+  }
   std::uint64_t meta_bytes_written() const { return written_bytes_; }
   // The bytes of the next segment of callers, at most.
   std::uint64_t NextSegmentBytes() const { return SegmentBytes(context_.config, cap_bytes_, UsedBytes()); }
@@ -73,7 +78,7 @@ class Space {
   const SegmentSet& segments_;
   const CommitLog& commits_;
   std::uint64_t cap_bytes_;
-  std::uint64_t file_bytes_[3] = {};
+  std::uint64_t file_bytes_[4] = {};
   std::uint64_t written_bytes_ = 0;
 };
 

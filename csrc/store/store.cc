@@ -22,8 +22,8 @@ Store::Store(Env& env, std::string directory, const StoreConfig& config,
       queue_(mutex_, config.write_buffer_bytes, env.Devices(), reads_,
              [this](const SegmentPtr& segment) { state_.segments.RetireIfDead(segment); }),
       appender_(context_, state_, queue_, control_),
-      snapshots_(context_, state_, queue_),
-      committer_(context_, state_, appender_, snapshots_, queue_, control_),
+      snapshots_(context_, mutex_, state_, queue_),
+      committer_(context_, state_, appender_, snapshots_, queue_),
       reader_(context_, mutex_, state_, control_, reads_),
       compactor_(mutex_, state_, appender_, committer_, queue_, control_) {
   Recovery(context_, state_, reader_, snapshots_, committer_).Run(mutex_, tables);
@@ -40,19 +40,20 @@ void Store::Close() {
   control_.Stop();
   committer_.Stop();
   queue_.Stop(lock);  // calls that wait for it throw
+  snapshots_.Stop();
   lock.unlock();
   const std::lock_guard call(call_);
   const std::lock_guard no_scan(scanning_);
   const auto no_reads = reader_.Exclude();
   compactor_.Join();
+  snapshots_.Join();
   lock.lock();
   try {
     if (!context_.config.read_only) state_.segments.RemoveDoomed(lock, queue_);
   } catch (...) {  // the next opening removes them
   }
   const bool as_committed = !state_.rows.changed() && !state_.segments.by_number().empty();
-  if (!context_.config.read_only && as_committed && snapshots_.IsDue(Snapshots::kLagAtClose))
-    snapshots_.Write(lock, snapshots_.Capture());
+  if (!context_.config.read_only && as_committed) snapshots_.SaveAtClose(lock);
   state_.segments.Clear();
   state_.rows.Clear();
   reader_.Close();
@@ -77,7 +78,7 @@ void Store::Write(std::span<const std::uint64_t> keys, const std::byte* rows, st
   if (stored != nullptr) *stored = 0;
   const auto call = BeginCall();
   context_.CheckWritable();
-  Lock lock(mutex_);
+  Lock lock = mutex_.LockForCall();
   queue_.ThrowPending();
   for (std::size_t i = 0; i < keys.size(); ++i) {
     if (i == 0 || KeyTable(keys[i]) != KeyTable(keys[i - 1]))
@@ -117,22 +118,17 @@ void Store::Reserve(std::uint32_t table, std::uint32_t row_bytes, std::uint64_t 
   state_.rows.TableFor(table, row_bytes).index.Reserve(rows);
 }
 
-std::uint64_t Store::Keys(std::uint32_t table, std::uint64_t cursor, std::size_t limit,
-                          std::vector<std::uint64_t>& keys) {
+bool Store::NextKeys(KeyList& list, std::size_t limit, std::vector<std::uint64_t>& keys) {
   const auto call = BeginCall();
   context_.CheckOpen();
   const Lock lock(mutex_);
   queue_.ThrowPending();
-  RowIndex::Table* const entry = state_.rows.FindTable(table);
-  if (entry == nullptr) return TableIndex::kEnd;
-  if (!entry->index.IsCurrent(cursor)) {
-    throw InputError("rows of table " + std::to_string(table) +
-                     " were written while its keys were listed, which changed their order; list them anew");
-  }
+  RowIndex::Table* const entry = state_.rows.FindTable(list.table);
+  if (entry == nullptr) return false;
   const std::size_t before = keys.size();
-  cursor = entry->index.List(cursor, limit, keys, nullptr);
-  for (std::size_t i = before; i < keys.size(); ++i) keys[i] = MakeKey(table, keys[i]);
-  return cursor;
+  const bool more = entry->index.List(list.ids, limit, keys, nullptr);
+  for (std::size_t i = before; i < keys.size(); ++i) keys[i] = MakeKey(list.table, keys[i]);
+  return more;
 }
 
 std::uint64_t Store::Count(std::uint32_t table) {
@@ -157,7 +153,7 @@ std::vector<ScanBatch> Store::Next(Scan& scan) {
 std::uint64_t Store::Commit(std::string meta, std::string tag) {
   const auto call = BeginCall();
   context_.CheckWritable();
-  Lock lock(mutex_);
+  Lock lock = mutex_.LockForCall();
   return committer_.Commit(lock, std::move(meta), std::move(tag));
 }
 
@@ -170,7 +166,7 @@ std::vector<CommitRecord> Store::Commits() {
 void Store::DropCommit(std::uint64_t id) {
   const auto call = BeginCall();
   context_.CheckWritable();
-  Lock lock(mutex_);
+  Lock lock = mutex_.LockForCall();
   committer_.Drop(lock, id);
 }
 
@@ -197,13 +193,15 @@ StoreCounters Store::Stats() {
   for (const auto& [number, segment] : segments) {
     counters.disk_bytes += segment->file_bytes;
     if (segment->retired) counters.kept_bytes += segment->file_bytes;
-    counters.buffer_bytes += segment->footer.keys.capacity() * 8 + segment->footer.epochs.capacity() * 4 +
+    counters.buffer_bytes += segment->footer.keys.size() * 8 + segment->footer.epochs.size() * 4 +
                              segment->kept_bits.capacity() * 8;
   }
   counters.buffer_bytes += queue_.memory_bytes();
   counters.segments = segments.size();
   counters.snapshot_failures = snapshots_.failures();
   counters.rebuilt_rows = snapshots_.rebuilt_rows();
+  counters.begun_snapshots = snapshots_.begun();
+  counters.saved_snapshots = snapshots_.saved();
   counters.written_rows = written_rows_;
   counters.written_bytes = queue_.written_bytes() + state_.space.meta_bytes_written();
   counters.relocated_rows = compactor_.relocated_rows();

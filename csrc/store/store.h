@@ -15,9 +15,9 @@
 //
 // All functions may be called from any thread. Calls exclude one another, except Read and Next, which run
 // beside other calls: of a row that is written meanwhile they return the old or the new version. Close makes
-// running calls throw ClosedError. Commits, Meta and Stats wait for no call. Three threads work in the
-// background: two write (two for each device), one compacts. Their errors are thrown by the next call that is
-// not Read, once.
+// running calls throw ClosedError. Commits, Meta and Stats wait for no call. Threads work in the background:
+// two write (two for each device), one compacts, and now and then one saves the index. Errors of the first
+// three are thrown by the next call that is not Read, once.
 //
 // Throws IoError, CorruptError, FullError, ClosedError and InputError (store/errors.h), and CallEnded where
 // the caller has set a limit (common/call_limit.h). A call that throws has no effect, except that Write may
@@ -54,11 +54,20 @@ struct StoreCounters {
   std::uint64_t dense_rows = 0;                           // that the index has in dense ranges
   std::uint64_t segments = 0, kept_bytes = 0;             // kept: only for the sake of commits
   std::uint64_t snapshot_failures = 0, rebuilt_rows = 0;  // rebuilt: read from footers or records when opened
+  std::uint64_t begun_snapshots = 0, saved_snapshots = 0;  // of the index, since the opening
   std::uint64_t written_rows = 0, written_bytes = 0, relocated_rows = 0;
   std::uint64_t renewed_commits = 0;  // times that the last commit was written anew, to name copies
   ReadCounters read;
   std::string io;       // how rows are read: "io_uring", "pread" or a test double's
   bool direct = false;  // IO goes past the page cache
+};
+
+// A list of a table's keys under way.
+struct KeyList {
+  explicit KeyList(std::uint32_t of) : table(of) {}
+
+  std::uint32_t table;
+  TableLocations::Listing ids;
 };
 
 class Store {
@@ -84,10 +93,9 @@ class Store {
              std::size_t* stored = nullptr);
   // Makes room in a table's index for this many rows, which are about to be written.
   void Reserve(std::uint32_t table, std::uint32_t row_bytes, std::uint64_t rows);
-  // Appends at most `limit` keys of a table from `cursor` (0 at first) on; returns the next cursor or
-  // TableIndex::kEnd. Throws InputError when writes meanwhile have changed the order of the keys.
-  std::uint64_t Keys(std::uint32_t table, std::uint64_t cursor, std::size_t limit,
-                     std::vector<std::uint64_t>& keys);
+  // Appends at most `limit` of the list's next keys, perhaps none; false at the end. Rows that were there at
+  // its start come once, whatever is written between two calls; rows that are new may come, once.
+  bool NextKeys(KeyList& list, std::size_t limit, std::vector<std::uint64_t>& keys);
   // The number of a table's rows.
   std::uint64_t Count(std::uint32_t table);
   // Begins a scan of these tables (store/scan.h), which must not outlive the store.

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <mutex>
 #include <thread>
 
@@ -28,20 +29,29 @@ class Unlocked {
   Lock& lock_;
 };
 
-// A mutex that prefers reads to work that takes it again and again.
+// A mutex that prefers reads to work that takes it again and again, and calls to work in the background.
 class StoreMutex : public std::mutex {
  public:
   // Takes the mutex for a read.
   Lock LockForRead() {
-    ++reads_waiting_;
-    Lock lock(*this);
-    --reads_waiting_;
-    return lock;
+    const Waiting waiting(reads_waiting_);
+    return Lock(*this);
+  }
+  // Takes the mutex for another call.
+  Lock LockForCall() {
+    const Waiting waiting(calls_waiting_);
+    return Lock(*this);
   }
   // Takes the mutex after the reads that wait for it. Without this the caller would have the mutex again
   // before the reads have woken up.
   void LockAfterReads(Lock& lock) {
     for (int i = 0; reads_waiting_ > 0 && i < kYields; ++i) std::this_thread::yield();
+    const Waiting waiting(calls_waiting_);
+    lock.lock();
+  }
+  // Takes the mutex after all reads and calls that wait for it.
+  void LockAfterAll(Lock& lock) {
+    for (int i = 0; reads_waiting_ + calls_waiting_ > 0 && i < kNaps; ++i) std::this_thread::sleep_for(kNap);
     lock.lock();
   }
   // Lets reads that wait for the mutex go first.
@@ -52,8 +62,19 @@ class StoreMutex : public std::mutex {
   }
 
  private:
-  static constexpr int kYields = 64;  // the mutex is taken after this many
-  std::atomic<int> reads_waiting_{0};
+  // Counts a thread that waits.
+  class Waiting {
+   public:
+    explicit Waiting(std::atomic<int>& count) : count_(count) { ++count_; }
+    ~Waiting() { --count_; }
+
+   private:
+    std::atomic<int>& count_;
+  };
+  // The mutex is taken after this many.
+  static constexpr int kYields = 64, kNaps = 64;
+  static constexpr std::chrono::microseconds kNap{20};
+  std::atomic<int> reads_waiting_{0}, calls_waiting_{0};
 };
 
 }  // namespace tierstore

@@ -26,14 +26,15 @@ void TableLocations::Find(const std::uint64_t* ids, std::size_t n, Location* loc
 
 Location TableLocations::Find(std::uint64_t id) const {
   Location location;
-  return ranges_.Find(id, location) ? location : hash_.Find(id);
+  if (ranges_.Find(id, location)) return location;
+  location = hash_.Find(id);
+  return location == TableIndex::kAbsent && IsShrinking() ? former_->Find(id) : location;
 }
 
 void TableLocations::Put(const std::uint64_t* ids, const Location* locations, std::size_t n,
                          Location* previous) {
   if (ranges_.ranges() == 0) {
     hash_.Put(ids, locations, n, previous);
-    puts_ += n;
     for (std::size_t i = 0; i < n && MayBeDense(); ++i) {
       if (previous[i] == TableIndex::kAbsent) NoteNew(ids[i]);
     }
@@ -43,20 +44,20 @@ void TableLocations::Put(const std::uint64_t* ids, const Location* locations, st
       previous[i] = PutOne(ids[i], locations[i]);
     }
   }
-  MakeRangeDense();
+  Tidy();
 }
 
 Location TableLocations::Put(std::uint64_t id, Location location) {
   const Location previous = PutOne(id, location);
-  MakeRangeDense();
+  Tidy();
   return previous;
 }
 
 Location TableLocations::PutOne(std::uint64_t id, Location location) {
-  ++puts_;
   Location previous;
   if (ranges_.Put(id, location, previous)) return previous;
   previous = hash_.Put(id, location);
+  if (previous == TableIndex::kAbsent && IsShrinking()) previous = former_->Erase(id);
   if (previous == TableIndex::kAbsent && MayBeDense()) NoteNew(id);
   return previous;
 }
@@ -75,11 +76,13 @@ std::size_t TableLocations::PartOf(std::uint64_t id) const {
 void TableLocations::Prefetch(std::uint64_t id) const {
   ranges_.Prefetch(id);
   if (hash_.size() > 0) hash_.Prefetch(id);
+  if (IsShrinking()) former_->Prefetch(id);
 }
 
 bool TableLocations::MayReplace(std::uint64_t id, Location location) const {
   if (ranges_.Has(id)) return true;
-  return hash_.size() >= kLeastParted && !hash_.HasOwnOrder() && location <= hash_.most_location();
+  return !IsShrinking() && hash_.size() >= kLeastParted && !hash_.HasOwnOrder() &&
+         location <= hash_.most_location();
 }
 
 void TableLocations::Replace(std::uint64_t id, Location location) {
@@ -100,22 +103,43 @@ void TableLocations::NoteSampled(std::uint64_t hash) {
   if (++samples_[number] == LeastSamples()) due_.push_back(number);
 }
 
-// One that is due, unless ids are being listed, or the hash index has yet to grow.
-void TableLocations::MakeRangeDense() {
-  if (due_.empty() || size() < form_.dense_from || puts_ < listed_until_) return;
-  const std::uint64_t number = due_.back();
-  try {
-    hash_.GoOnGrowing(kPositionsAtOnce);
-    if (hash_.IsGrowing()) return;
-    if (MakeDense(number)) {
-      samples_.erase(number);
-    } else {
-      samples_[number] = 0;  // ids that were chosen to be counted: it is due when as many came once more
-    }
-    due_.pop_back();
-    if (due_.empty() || ranges_.ranges() % 64 == 0) hash_.Shrink();
-  } catch (const std::bad_alloc&) {  // tried again by the next call
+// A step of what goes on in the background of calls. Where memory is short the next call tries again.
+void TableLocations::Tidy() try {
+  ranges_.WidenAhead();
+  if (IsShrinking()) {
+    GoOnShrinking();
+  } else if (!due_.empty() && !held_ && size() >= form_.dense_from) {
+    MakeRangeDense();
   }
+} catch (const std::bad_alloc&) {
+}
+
+// One that is due, unless the hash index has yet to grow.
+void TableLocations::MakeRangeDense() {
+  hash_.GoOnGrowing(kPositionsAtOnce);
+  if (hash_.IsGrowing()) return;
+  const std::uint64_t number = due_.back();
+  if (MakeDense(number)) {
+    samples_.erase(number);
+  } else {
+    samples_[number] = 0;  // ids that were chosen to be counted: it is due when as many came once more
+  }
+  due_.pop_back();
+  if (!hash_.IsSparse() || (!due_.empty() && ranges_.ranges() % 64 != 0)) return;
+  former_ = std::make_unique<TableIndex>(hash_.Smaller());
+  std::swap(*former_, hash_);
+  former_end_ = former_->DumpBegin();
+}
+
+// In descending order, so the smaller index is filled without pushing entries aside.
+void TableLocations::GoOnShrinking(std::size_t entries) {
+  TableIndex::Entry entry;
+  for (std::size_t i = 0; i < entries && former_->First(former_end_, entry); ++i) {
+    const std::uint64_t id = former_->IdOf(entry);
+    hash_.Put(id, entry.location);
+    former_->Erase(id);
+  }
+  if (former_->size() == 0) former_.reset();
 }
 
 bool TableLocations::MakeDense(std::uint64_t number) {
@@ -144,22 +168,50 @@ bool TableLocations::MakeDense(std::uint64_t number) {
   return true;
 }
 
-std::uint64_t TableLocations::List(std::uint64_t cursor, std::size_t limit, std::vector<std::uint64_t>& ids,
-                                   std::vector<Location>* locations) {
-  listed_until_ = puts_ + kPutsOfList;
-  std::uint64_t at = cursor & ((std::uint64_t{1} << kGenerationShift) - 1);
-  if ((cursor & kInRanges) == 0) {
-    const std::size_t before = ids.size();
-    const std::uint64_t next =
-        hash_.List(cursor == 0 ? 0 : at | hash_.orders() << kGenerationShift, limit, ids, locations);
-    if (next != TableIndex::kEnd) return CursorOf(next & ((std::uint64_t{1} << kGenerationShift) - 1));
-    limit -= ids.size() - before;
-    at = 0;
+// Ranges come first, and new ranges as soon as there are any: of these the list leaves out the ids that the
+// hash index has listed before they left it. When the hash index gets another order, the list of it begins
+// anew, without the ids that the list has by former orders.
+bool TableLocations::List(Listing& listing, std::size_t limit, std::vector<std::uint64_t>& ids,
+                          std::vector<Location>* locations) {
+  if (IsShrinking()) {
+    GoOnShrinking();
+    return true;
   }
-  at = ranges_.List(at, limit, ids, locations);
-  if (at != TableIndex::kEnd) return CursorOf(at) | kInRanges;
-  listed_until_ = 0;
-  return TableIndex::kEnd;
+  std::vector<Listing::Order>& orders = listing.orders_;
+  if (orders.empty() || orders.back().number != hash_.orders())
+    orders.push_back({hash_.order(), hash_.orders(), 0});
+  Listing::Order& order = orders.back();
+  while (limit > 0) {
+    const std::size_t first = ids.size();
+    const bool in_ranges = listing.range_at_ >> form_.range_bits < ranges_.ranges();
+    if (in_ranges) {
+      const std::uint64_t next = ranges_.List(listing.range_at_, limit, ids, locations);
+      listing.range_at_ = next == TableIndex::kEnd ? ranges_.ranges() << form_.range_bits : next;
+    } else if (order.at == TableIndex::kEnd) {
+      return false;
+    } else {
+      order.at = hash_.List(order.at, limit, ids, locations);
+    }
+    limit -= ids.size() - first;
+    DropListed(std::span(orders).first(orders.size() - (in_ranges ? 0 : 1)), first, ids, locations);
+  }
+  return true;
+}
+
+// Of the ids from `first` on.
+void TableLocations::DropListed(std::span<const Listing::Order> orders, std::size_t first,
+                                std::vector<std::uint64_t>& ids, std::vector<Location>* locations) {
+  if (std::all_of(orders.begin(), orders.end(), [](const auto& order) { return order.at == 0; })) return;
+  std::size_t kept = first;
+  for (std::size_t i = first; i < ids.size(); ++i) {
+    if (std::any_of(orders.begin(), orders.end(), [&](const auto& order) { return order.Has(ids[i]); }))
+      continue;
+    ids[kept] = ids[i];
+    if (locations != nullptr) (*locations)[kept] = (*locations)[i];
+    ++kept;
+  }
+  ids.resize(kept);
+  if (locations != nullptr) locations->resize(kept);
 }
 
 void TableLocations::Reserve(std::size_t rows) {

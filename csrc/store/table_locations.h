@@ -7,13 +7,16 @@
 //
 // IndexForm::dense_from says from how many rows of a table on its ranges become dense: from none
 // (`compact`), never (`hash`), or in between (`auto`). One range becomes dense per call of Put, so that no
-// call takes long.
+// call takes long. When ranges have left much of the hash index empty, it gives memory back: its entries move
+// to a smaller one, some with every call. Until then there are two.
 //
 // Not thread-safe.
 #pragma once
 
 #include <cstdint>
 #include <limits>
+#include <memory>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
@@ -37,22 +40,37 @@ class TableLocations {
 
   explicit TableLocations(const IndexForm& form) : form_(form), ranges_(form.range_bits) {}
 
-  // As of TableIndex. List is not const since ranges do not become dense while ids are listed: until the end
-  // of the list, or until kPutsOfList rows were put after the last call.
+  // As of TableIndex.
   void Find(const std::uint64_t* ids, std::size_t n, Location* locations) const;
   Location Find(std::uint64_t id) const;
   void Put(const std::uint64_t* ids, const Location* locations, std::size_t n, Location* previous);
   Location Put(std::uint64_t id, Location location);
-  std::uint64_t List(std::uint64_t cursor, std::size_t limit, std::vector<std::uint64_t>& ids,
-                     std::vector<Location>* locations);
-  bool IsCurrent(std::uint64_t cursor) const {
-    return cursor == 0 || (cursor >> kGenerationShift & kMostGenerations) == Generation();
-  }
   // A hint: so many rows are about to be put.
   void Reserve(std::size_t rows);
 
-  std::size_t size() const { return hash_.size() + ranges_.size(); }
-  std::size_t bytes() const { return hash_.bytes() + ranges_.bytes(); }
+  // A list of all ids, in steps. Ids that were there at its start come once, whatever is put between two
+  // steps. Ids that are put later may come, once.
+  class Listing {
+    friend class TableLocations;
+
+    // Of the hash index: ids before `at` in the order have been listed.
+    struct Order {
+      TableIndex::Permutation permutation;
+      std::uint64_t number, at;
+
+      bool Has(std::uint64_t id) const { return TableIndex::ListPlace(permutation, id) < at; }
+    };
+    std::vector<Order> orders_;  // the present one comes last
+    std::uint64_t range_at_ = 0;
+  };
+  // Appends at most `limit` of the list's next ids with their locations, perhaps none; false at the end.
+  bool List(Listing& listing, std::size_t limit, std::vector<std::uint64_t>& ids,
+            std::vector<Location>* locations);
+
+  std::size_t size() const { return hash_.size() + (IsShrinking() ? former_->size() : 0) + ranges_.size(); }
+  std::size_t bytes() const {
+    return hash_.bytes() + (IsShrinking() ? former_->bytes() : 0) + ranges_.bytes();
+  }
   std::size_t dense_rows() const { return ranges_.size(); }
 
   // For threads that change locations side by side, in different parts of the index (store/index_replay.h).
@@ -68,6 +86,14 @@ class TableLocations {
   // Sets the location of an id that is there, or that IsDense: its caller then counts it in ranges().
   void Replace(std::uint64_t id, Location location);
 
+  // Moves entries to the smaller hash index, so many, while IsShrinking. hash() then lacks entries. Throws
+  // std::bad_alloc.
+  bool IsShrinking() const { return former_ != nullptr; }
+  void GoOnShrinking(std::size_t entries = kEntriesAtOnce);
+
+  // No range becomes dense, and no shrinking begins, while this is set.
+  void HoldRanges(bool held) { held_ = held; }
+
   // The two kinds of ids, for snapshots. Who fills the hash index otherwise than by Put passes the hashes to
   // NoteSampled, of all entries for which IsSampled is true.
   TableIndex& hash() { return hash_; }
@@ -82,16 +108,15 @@ class TableLocations {
   struct Hasher {
     std::size_t operator()(std::uint64_t number) const { return HashKey(number); }
   };
-  static constexpr std::size_t kPutsOfList = 1 << 20;
-  static constexpr unsigned kGenerationShift = 48;
-  static constexpr std::uint64_t kMostGenerations = 0x7fff, kInRanges = std::uint64_t{1} << 63;
+  static constexpr std::size_t kEntriesAtOnce = 1 << 14;
 
   std::uint64_t SampleMask() const;
   std::uint32_t LeastSamples() const;
-  std::uint64_t Generation() const { return (hash_.orders() + ranges_.ranges()) & kMostGenerations; }
-  std::uint64_t CursorOf(std::uint64_t at) const { return at | Generation() << kGenerationShift; }
   void NoteNew(std::uint64_t id);
   Location PutOne(std::uint64_t id, Location location);
+  static void DropListed(std::span<const Listing::Order> orders, std::size_t first,
+                         std::vector<std::uint64_t>& ids, std::vector<Location>* locations);
+  void Tidy();
   void MakeRangeDense();
   bool MakeDense(std::uint64_t number);
 
@@ -100,7 +125,10 @@ class TableLocations {
   DenseRanges ranges_;
   std::unordered_map<std::uint64_t, std::uint32_t, Hasher> samples_;  // in the hash index, by range
   std::vector<std::uint64_t> due_;                                    // ranges with enough of them
-  std::size_t puts_ = 0, listed_until_ = 0;                           // the latter in puts
+  // The larger hash index while IsShrinking, and the end of its entries. It only loses entries.
+  std::unique_ptr<TableIndex> former_;
+  std::int64_t former_end_ = 0;
+  bool held_ = false;
 };
 
 }  // namespace tierstore

@@ -29,6 +29,8 @@ class SavedIndex {
   void Visit(std::uint32_t number, std::uint32_t row_bytes, std::uint32_t slot, std::uint64_t key);
   // Reports entries that differ from the intact segment `number`.
   void Compare(const VerifyContext& context, const NamedSegment& segment);
+  // When all segments are read: reports rows that the index leaves to later records, of which there are none.
+  void CompareChanged(const VerifyContext& context) const;
 
  private:
   struct Tally {
@@ -38,9 +40,15 @@ class SavedIndex {
     std::uint64_t unknown = 0;  // records that the index does not have
   };
 
+  // kChanged, as an index can hold it.
+  static constexpr Location kInLaterRecord = TableIndex::kMaxLocation;
+
   bool ReadTables(const SnapshotReader& reader, const VerifyContext& context);
+  void NoteChanged(std::uint32_t table, bool in_ranges, std::vector<TableIndex::Entry>& entries);
 
   std::map<std::uint32_t, Tally> segments_;  // by number
+  std::vector<std::uint64_t> changed_;       // keys of rows with later records; sorted
+  std::vector<std::uint8_t> seen_;           // of each, whether there is one
   std::map<std::uint32_t, std::unique_ptr<TableLocations>> tables_;
 };
 
@@ -77,6 +85,8 @@ std::unique_ptr<SavedIndex> SavedIndex::Load(const VerifyContext& context, const
       }
     }
     if (!index->ReadTables(*reader, context)) return nullptr;
+    std::sort(index->changed_.begin(), index->changed_.end());
+    index->seen_.resize(index->changed_.size());
     context.advance(size);
     const bool serves =
         std::any_of(manifest.commits.begin(), manifest.commits.end(), [&](const CommitRecord& commit) {
@@ -97,7 +107,7 @@ bool SavedIndex::ReadTables(const SnapshotReader& reader, const VerifyContext& c
   const SnapshotHeader& header = reader.header();
   const std::uint64_t size = reader.file_bytes();
   SnapshotReader::Groups groups;
-  const std::vector<TableIndex::Entry>& entries = groups.entries;
+  std::vector<TableIndex::Entry>& entries = groups.entries;
   for (std::size_t number = 0; number < header.tables.size(); ++number) {
     const auto& table = header.tables[number];
     const auto row_class =
@@ -113,10 +123,11 @@ bool SavedIndex::ReadTables(const SnapshotReader& reader, const VerifyContext& c
     const std::uint64_t parts = reader.GroupsOf(number);
     for (std::uint64_t part = 0; part < parts + table.ranges.size(); ++part) {
       const bool in_ranges = part >= parts;
-      bool intact = in_ranges ? reader.ReadRange(number, part - parts, groups)
-                              : reader.Read(number, part, 1, groups) &&
-                                    index->hash().Append(entries.data(), entries.size());
-      if (in_ranges && intact) {
+      bool intact =
+          in_ranges ? reader.ReadRange(number, part - parts, groups) : reader.Read(number, part, 1, groups);
+      if (intact) NoteChanged(table.table, in_ranges, entries);
+      if (intact && !in_ranges) intact = index->hash().Append(entries.data(), entries.size());
+      if (intact && in_ranges) {
         for (const auto& [id, location] : entries)
           intact = index->Put(id, location) == TableIndex::kAbsent && intact;
       }
@@ -126,6 +137,7 @@ bool SavedIndex::ReadTables(const SnapshotReader& reader, const VerifyContext& c
         return false;
       }
       for (const TableIndex::Entry& entry : entries) {
+        if (entry.location == kInLaterRecord) continue;
         const Location ordinal = entry.location >> row_class->slot_bits;
         const Location slot = entry.location & ((Location{1} << row_class->slot_bits) - 1);
         const bool exists = ordinal < row_class->segments.size() &&
@@ -142,11 +154,24 @@ bool SavedIndex::ReadTables(const SnapshotReader& reader, const VerifyContext& c
   return true;
 }
 
+void SavedIndex::NoteChanged(std::uint32_t table, bool in_ranges, std::vector<TableIndex::Entry>& entries) {
+  for (TableIndex::Entry& entry : entries) {
+    if (entry.location != kChanged) continue;
+    entry.location = kInLaterRecord;
+    changed_.push_back(MakeKey(table, in_ranges ? entry.hash : TableIndex::Unpermute(entry.hash)));
+  }
+}
+
 void SavedIndex::Visit(std::uint32_t number, std::uint32_t row_bytes, std::uint32_t slot, std::uint64_t key) {
   const auto segment = segments_.find(number);
-  if (segment == segments_.end()) return;
+  if (segment == segments_.end() || slot >= segment->second.covered) {
+    const auto changed = std::lower_bound(changed_.begin(), changed_.end(), key);
+    if (changed == changed_.end() || *changed != key) return;
+    std::atomic_ref<std::uint8_t>(seen_[static_cast<std::size_t>(changed - changed_.begin())]).store(1);
+    return;
+  }
   Tally& tally = segment->second;
-  if (slot >= tally.covered || tally.row_bytes != row_bytes) return;
+  if (tally.row_bytes != row_bytes) return;
   const auto table = tables_.find(KeyTable(key));
   const Location location = table == tables_.end() ? TableIndex::kAbsent : table->second->Find(KeyId(key));
   if (location == TableIndex::kAbsent) {
@@ -166,6 +191,13 @@ void SavedIndex::Compare(const VerifyContext& context, const NamedSegment& segme
          "the saved index contradicts " + SegmentName(segment.number) + ": " +
              std::to_string(tally.entries - tally.found) + " entries point to other rows there, and " +
              std::to_string(tally.unknown) + " rows are not in it");
+}
+
+void SavedIndex::CompareChanged(const VerifyContext& context) const {
+  const auto unseen = std::count(seen_.begin(), seen_.end(), 0);
+  if (unseen == 0 || context.report.findings_total > 0) return;
+  Report(context, kSnapshotName, 0, 0,
+         "the saved index leaves " + std::to_string(unseen) + " rows to later records, which are nowhere");
 }
 
 // Segments that kept commits name, by number.
@@ -287,7 +319,9 @@ VerifyReport VerifyStore(Env& env, const std::string& directory,
   report.commits = manifest->commits.size();
   context.advance(SizeOf(env, directory + "/" + kManifestName));
 
-  VerifySegments(context, named, SavedIndex::Load(context, *manifest).get());
+  const auto index = SavedIndex::Load(context, *manifest);
+  VerifySegments(context, named, index.get());
+  if (index != nullptr) index->CompareChanged(context);
   return report;
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from tierstore.keys import MAX_ID, make_keys
 from tierstore.store import DirectoryStore, RowStore, StoredTable, open_store
-from tierstore.store.native import NativeConfig, NativeLimits
+from tierstore.store.native import NativeConfig, NativeLimits, NativeStore
 
 CAP = 1 << 30
 TABLES = (
@@ -137,3 +138,13 @@ def run_child(code: str, *arguments: object, **options) -> Child:
     }
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return Child(command, stdout=subprocess.PIPE, text=True, env=environment, **options)
+
+
+def wait_for_saved_index(store: NativeStore, seconds: float = 60) -> None:
+    """Wait until no save of the index is under way: not while rows have changed since the last commit."""
+    end = time.perf_counter() + seconds
+    while (counters := store.counters())["begun_snapshots"] > (
+        counters["saved_snapshots"] + counters["snapshot_failures"]
+    ):
+        assert time.perf_counter() < end, counters
+        time.sleep(0.005)

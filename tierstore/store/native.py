@@ -232,9 +232,9 @@ class NativeStore:
         self.close()
 
     def _list_keys(self, table: int) -> Iterator[NDArray[np.uint64]]:
-        cursor: int | None = 0
-        while cursor is not None:
-            chunk, cursor = self._core.keys(table, cursor, _KEYS_PER_CHUNK)
+        keys, more = _core.NativeKeys(table), True
+        while more:
+            chunk, more = self._core.next_keys(keys, _KEYS_PER_CHUNK)
             if len(chunk):
                 yield chunk
 

@@ -2,6 +2,7 @@
 // prints bytes per row and times. Fails by abort.
 #include "store/index.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -27,6 +28,20 @@ Location DrawLocation(std::mt19937_64& random, Long which, bool second_half) {
   return random() % 8 == 0 ? most - random() % 2 : random() % (most + 1);
 }
 
+// In pieces that each begin with a search, as in one go.
+void CheckDumps(const TableIndex& index, std::size_t chunk) {
+  std::vector<TableIndex::Entry> whole(index.size()), pieces(index.size());
+  std::int64_t cursor = index.DumpBegin();
+  CHECK(index.Dump(cursor, whole.data(), whole.size()) == whole.size());
+  std::uint64_t bound = TableIndex::kNoBound;
+  std::size_t n = 0;
+  while (const std::size_t got = index.DumpBelow(bound, &pieces[n], std::min(chunk, pieces.size() - n)))
+    n += got;
+  CHECK(n == whole.size());
+  for (std::size_t i = 0; i < n; ++i)
+    CHECK(whole[i].hash == pieces[i].hash && whole[i].location == pieces[i].location);
+}
+
 void CheckEqual(const TableIndex& index, const std::unordered_map<std::uint64_t, Location>& model,
                 std::size_t chunk) {
   CHECK(index.size() == model.size());
@@ -40,6 +55,7 @@ void CheckEqual(const TableIndex& index, const std::unordered_map<std::uint64_t,
   std::vector<std::uint64_t> in_one_call;
   index.List(0, ~std::size_t{0}, in_one_call, nullptr);
   CHECK(in_one_call == ids);
+  CheckDumps(index, chunk);
 }
 
 TableIndex RestoreInOrder(const TableIndex& index) {

@@ -125,21 +125,23 @@ def test_compaction_and_longer_locations():
         assert holds(store, ids[100:], 6, 16)
 
 
-def test_keys_are_listed_once_while_rows_are_written():
-    """Ranges wait with becoming dense until the list ends."""
+@pytest.mark.parametrize("written", [1 << 18, 1 << 19])
+def test_keys_are_listed_once_while_rows_are_written(written):
+    """However many: ranges become dense before the list comes to them, or behind it."""
+    first = np.arange(0, 6_400_000, RANGE // 4)  # too few of each range to make it dense
+    random = np.random.default_rng(written)
     with open_small(_core.MemoryEnv()) as store:
-        put(store, range(0, 640_000, RANGE), 1, 16)  # one of each range
-        chunks = store.keys(0)
-        listed = [next(chunks)]
-        for first in range(1, DENSE + 5):
-            put(store, range(first, 64_000, RANGE), 1, 16)
-        listed += list(chunks)
+        put(store, first, 1, 16)
+        listed = []
+        for chunk in store.keys(0):
+            listed.append(chunk)
+            for _ in range(written >> 16):
+                put(store, random.integers(0, 6_400_000, 1 << 16), 2, 16)
         keys = np.concatenate(listed)
-        assert len(np.unique(keys)) == len(keys)
-        assert np.isin(make_keys(0, range(0, 640_000, RANGE)), keys).all()
-        for first in range(1000):
-            put(store, [first], 1, 16)
         assert store.counters()["dense_rows"] > 0
+        assert len(listed) > 5
+        assert len(np.unique(keys)) == len(keys)
+        assert np.isin(make_keys(0, first), keys).all()
 
 
 @pytest.mark.parametrize("at", [0.3, 0.6, 0.9])

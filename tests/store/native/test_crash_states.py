@@ -29,7 +29,7 @@ ROW_BYTES = {0: 16, 1: 272}
 IDS = {0: 900, 1: 160}
 BLOCK = {0: 128, 1: 14}
 """Rows of a block. Two blocks are a chunk here, three a segment: sizes like these end where those do."""
-LIMITS = NativeLimits(chunk_bytes=8192)
+LIMITS = NativeLimits(chunk_bytes=8192, replay_rows=1)
 SHORT, PLENTY = 360_000, 4 << 20
 State = dict[tuple[int, int], int]
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.store.native.test_limits import holds, open_on, put, rows_of, table_of
+from tests.store.store_model import wait_for_saved_index
 from tierstore import _core
 from tierstore.keys import make_keys
 from tierstore.store.native import NativeConfig, NativeLimits, NativeStore
@@ -184,9 +185,11 @@ def test_a_commit_saves_the_index_when_many_rows_would_be_replayed(count, is_sav
     with reopened() as store:
         put(store, range(4000), 1, 16)
         store.commit(b"")
+        wait_for_saved_index(store)
         before = env.contents("disk/INDEX")
         put(store, range(count), 2, 16)
         store.commit(b"")
+        wait_for_saved_index(store)
         assert (env.contents("disk/INDEX") != before) == is_saved
         env = env.after_crash(env.operations(), "lost")
     with reopened() as store:
@@ -195,6 +198,7 @@ def test_a_commit_saves_the_index_when_many_rows_would_be_replayed(count, is_sav
         before = env.contents("disk/INDEX")
         put(store, [0], 3, 16)
         store.commit(b"")  # what was replayed counts, too
+        wait_for_saved_index(store)
         assert (env.contents("disk/INDEX") != before) == (not is_saved)
 
 

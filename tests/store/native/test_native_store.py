@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.store.store_model import wait_for_saved_index
 from tierstore.errors import ConfigError, InputError, StoreCorruptError
 from tierstore.keys import make_keys
 from tierstore.store import StoredTable
@@ -189,6 +190,7 @@ def test_the_index_is_saved_and_taken_back(opened, tmp_path):
     put(store, 0, range(500), 1)
     put(store, 1, range(5000), 1)
     store.commit(b"")  # much has been written: with a snapshot
+    wait_for_saved_index(store)
     assert store.counters()["snapshot_failures"] == 0
     put(store, 1, range(100), 2)
     store.commit(b"")  # little has been written: without
@@ -224,6 +226,7 @@ def test_old_versions_do_not_come_back_with_a_snapshot(opened):
     assert 0 < relocated < 200  # in one segment, which is not full
     put(store, 1, range(420), 3)
     store.commit(b"")  # saves the index
+    wait_for_saved_index(store)
     put(store, 1, 1000 + np.flatnonzero(~moving), 4)
     store.compact()
     assert store.counters()["relocated_rows"] > relocated
