@@ -37,7 +37,7 @@ void Snapshots::CommitEnds(bool made) {
   if (!made) return;
   if (walk_ == nullptr) {
     if (!stop_ && IsDue(kLagAtCommit)) BeginInThread();
-  } else if (walked_ && (committed_ || !state_.rows.changed())) {
+  } else if (walked_ && commit_ == 0 && (committed_ || !state_.rows.changed())) {
     Serve();
   }
 }
@@ -70,10 +70,11 @@ void Snapshots::WalkAndInstall(Lock& lock) {
     if (!committing_ && !state_.rows.changed()) Serve();
     served_.wait(lock, [this] { return stop_ || commit_ != 0; });
     if (commit_ != 0) {
+      const std::uint64_t commit = commit_, history = history_;
       std::uint64_t bytes = 0;
       {
         const Unlocked unlocked(lock);
-        bytes = walk_->Install(commit_, history_);
+        bytes = walk_->Install(commit, history);
       }
       state_.space.Overwritten(MetaFile::kSnapshot, bytes);
       installed = true;
