@@ -1,6 +1,7 @@
 // Bindings of what lookups and rows outside tiers need: Batch, HeldRows, Sweep, Window. Arrays that are
 // returned are views that keep their owner alive; callers do not write to them.
 #include <numeric>
+#include <optional>
 
 #include "bindings/arrays.h"
 #include "bindings/registry.h"
@@ -122,7 +123,7 @@ void BindSweep(py::module_& m) {
 
 void BindWindow(py::module_& m) {
   py::class_<Window>(m, "Window")
-      .def(py::init<>())
+      .def(py::init<bool>(), py::arg("knows_uses") = true)
       .def_property_readonly_static("BYTES_PER_ROW", [](py::object) { return Window::kBytesPerRow; })
       .def(
           "announce",
@@ -137,12 +138,13 @@ void BindWindow(py::module_& m) {
           py::arg("seq"), py::arg("batch"))
       .def(
           "take",
-          [](Window& window, std::int64_t seq) {
+          [](Window& window, std::int64_t seq) -> std::optional<Array<std::int64_t>> {
             PageVector<std::int64_t> next_use;
             {
               py::gil_scoped_release unlocked;
               next_use = window.Take(seq);
             }
+            if (!window.knows_uses()) return std::nullopt;
             return Owned(std::move(next_use));
           },
           py::arg("seq"))

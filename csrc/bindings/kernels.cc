@@ -1,5 +1,6 @@
 // Bindings of what the kernels need beside rows (bindings/rows.cc): the transpose of a batch, threads and
 // instruction sets.
+#include <span>
 #include <string>
 
 #include "bindings/arrays.h"
@@ -13,22 +14,27 @@ namespace py = pybind11;
 namespace tierstore {
 namespace {
 
-py::tuple BindBuildCsr(const Array<std::int32_t>& inverse, std::int64_t num_unique) {
-  Require(num_unique >= 0 && num_unique <= INT32_MAX, "num_unique must fit int32");
-  Require(inverse.size() <= INT32_MAX, "more than 2^31 - 1 positions in one lookup");
+py::tuple Transposed(std::span<const std::int32_t> inverse, const PositionParts& parts,
+                     std::int64_t num_unique) {
   Array<std::int32_t> start = Fresh<std::int32_t>(num_unique + 1);
   std::int32_t* starts = start.mutable_data();
   {
     py::gil_scoped_release release;
-    CountPositions(inverse.data(), inverse.size(), num_unique, starts);
+    CountPositions(inverse, parts, num_unique, starts);
   }
   Array<std::int32_t> positions = Fresh<std::int32_t>(starts[num_unique]);
   std::int32_t* to = positions.mutable_data();
   {
     py::gil_scoped_release release;
-    PlacePositions(inverse.data(), inverse.size(), num_unique, starts, to);
+    PlacePositions(inverse, parts, num_unique, starts, to);
   }
   return py::make_tuple(start, positions);
+}
+
+py::tuple BindBuildCsr(const Array<std::int32_t>& inverse, std::int64_t num_unique) {
+  Require(num_unique >= 0 && num_unique <= INT32_MAX, "num_unique must fit int32");
+  Require(inverse.size() <= INT32_MAX, "more than 2^31 - 1 positions in one lookup");
+  return Transposed({inverse.data(), static_cast<std::size_t>(inverse.size())}, {}, num_unique);
 }
 
 py::tuple BindBagOffsets(const std::vector<Array<std::int64_t>>& lengths) {
@@ -66,6 +72,12 @@ TIERSTORE_BINDINGS(kernels) {
         "(start int32[num_unique + 1], positions int32[m]): the positions of every unique row, ascending; "
         "entries of "
         "inverse (int32[n]) below 0 are left out.");
+  m.def(
+      "transposed",
+      [](const Batch& batch) {
+        return Transposed(batch.inverse, batch.parts, static_cast<std::int64_t>(batch.unique.size()));
+      },
+      py::arg("batch"), "build_csr of a batch, by the threads of the pool.");
 
   m.def("bag_offsets", &BindBagOffsets, py::arg("lengths"),
         "From the lengths of each feature's bags (int64): where every bag begins, and the end of the last "

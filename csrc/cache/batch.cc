@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <stdexcept>
 #include <utility>
 
@@ -17,13 +18,12 @@ namespace tierstore {
 namespace {
 
 constexpr std::int64_t kBlock = 32;
-// Threads share the work of so many ids, and each has so many at least.
-constexpr std::int64_t kParallelFrom = 1 << 16;
+// A lookup of so many ids is deduplicated in parts of so many ids at least.
+constexpr std::int64_t kPartsFrom = 1 << 16;
 constexpr std::int64_t kLeastOfPart = 1 << 14;
-constexpr std::int64_t kPartsPerThread = 4;  // since ids of large tables take longer
 
-// Open addressing: an entry is (key, generation, index), so the table is cleared by counting up and its
-// memory is kept from batch to batch.
+// The keys of a part, numbered. Its memory is kept from part to part and from batch to batch, and is cleared
+// by counting a generation up.
 class ScratchTable {
  public:
   struct ById {
@@ -31,35 +31,41 @@ class ScratchTable {
     std::uint32_t index = 0;
   };
 
-  void Begin(std::int64_t keys) {
-    // At most 2/3 full, if no key repeats.
-    const std::size_t wanted = static_cast<std::size_t>(std::max<std::int64_t>(keys, 64)) * 3 / 2;
-    if (wanted > entries_.size() || wanted * 16 < entries_.size()) {
-      entries_ = PageVector<Entry>(wanted + wanted / 16);
-    }
-    if (++generation_ == 0) {
-      std::fill(entries_.begin(), entries_.end(), Entry{});
-      for (PageVector<ById>& table : by_id_) std::fill(table.begin(), table.end(), ById{});
-      generation_ = 1;
+  // Forgets all keys, before a part of a lookup: how many ids the part has, and the lookup.
+  void Begin(std::int64_t part_ids, std::int64_t lookup_ids) {
+    const auto ids = static_cast<std::size_t>(part_ids);
+    const std::size_t lookup = std::max(static_cast<std::size_t>(lookup_ids), kSmallIds);
+    if (lookup * 16 < by_id_.size()) by_id_ = {};
+    if (lookup * 16 < entries_.size()) entries_ = {};
+    most_by_id_ = std::max(kSmallIds, ids * kPlacesPerId);
+    used_by_id_ = 0;
+    if (++part_ == 0) {
+      for (PageVector<ById>* all : {&by_id_, &first_by_id_}) std::fill(all->begin(), all->end(), ById{});
+      part_ = 1;
     }
     keys_.clear();
+    hashed_ = 0;
+    Resize(ids / kIdsPerPlace);
   }
 
-  // An entry per id of a small table, where there is room for such; else null. A table has the same in all
-  // segments of a batch, since room only grows scarce.
-  ById* OfTable(std::uint32_t table, std::int64_t bound) {
-    if (bound > kSmallBound) return nullptr;
-    const auto size = static_cast<std::size_t>(bound);
-    if (table < by_id_.size() && by_id_[table].size() >= size) return by_id_[table].data();
-    if (table >= kSmallTables || small_ids_ + size > kSmallIds) return nullptr;
-    if (table >= by_id_.size()) by_id_.resize(table + 1);
-    small_ids_ += size - by_id_[table].size();
-    by_id_[table].resize(size);
-    return by_id_[table].data();
+  // Where a table with few ids has an entry for each, if there is room; else null. The entries stay where
+  // they are until the next call.
+  ById* OfTable(const IdSegment& segment) {
+    if (segment.table >= first_by_id_.size()) first_by_id_.resize(segment.table + 1);
+    ById& first = first_by_id_[segment.table];
+    if (first.generation != part_) {  // the first segment of the table
+      const auto bound = static_cast<std::size_t>(segment.bound);
+      const std::size_t most = std::max(kSmallBound, static_cast<std::size_t>(segment.count) * kPlacesPerId);
+      const bool fits = bound <= most && used_by_id_ + bound <= most_by_id_;
+      first = {part_, fits ? static_cast<std::uint32_t>(used_by_id_) : kHashed};
+      if (fits) used_by_id_ += bound;
+      if (used_by_id_ > by_id_.size()) by_id_.resize(used_by_id_);
+    }
+    return first.index == kHashed ? nullptr : by_id_.data() + first.index;
   }
   std::int32_t FindOrAdd(ById* entry, std::uint64_t key) {
-    if (entry->generation != generation_) {
-      *entry = {generation_, static_cast<std::uint32_t>(keys_.size())};
+    if (entry->generation != part_) {
+      *entry = {part_, static_cast<std::uint32_t>(keys_.size())};
       keys_.push_back(key);
     }
     return static_cast<std::int32_t>(entry->index);
@@ -67,12 +73,14 @@ class ScratchTable {
   void Prefetch(std::uint64_t hash) const { __builtin_prefetch(&entries_[Home(hash)], 1); }
 
   std::int32_t FindOrAdd(std::uint64_t key, std::uint64_t hash) {
-    for (std::size_t at = Home(hash);; at = NextPlace(at, entries_.size())) {
+    for (std::size_t at = Home(hash);; at = NextPlace(at, size_)) {
       Entry& entry = entries_[at];
       if (entry.generation != generation_) {
-        entry = {key, generation_, static_cast<std::uint32_t>(keys_.size())};
+        const auto index = static_cast<std::uint32_t>(keys_.size());
+        entry = {key, generation_, index};
         keys_.push_back(key);
-        return static_cast<std::int32_t>(entry.index);
+        if (++hashed_ * 3 > size_ * 2) Grow();
+        return static_cast<std::int32_t>(index);
       }
       if (entry.key == key) return static_cast<std::int32_t>(entry.index);
     }
@@ -80,23 +88,59 @@ class ScratchTable {
   const std::vector<std::uint64_t>& keys() const { return keys_; }
 
  private:
+  // Open addressing.
   struct Entry {
     std::uint64_t key = 0;
     std::uint32_t generation = 0;
     std::uint32_t index = 0;
   };
   std::size_t Home(std::uint64_t hash) const {
-    return HomePlace(static_cast<std::uint32_t>(hash >> 32), entries_.size());
+    return HomePlace(static_cast<std::uint32_t>(hash >> 32), size_);
   }
 
-  static constexpr std::int64_t kSmallBound = 1 << 13;
-  static constexpr std::uint32_t kSmallTables = 1 << 12;
-  static constexpr std::size_t kSmallIds = std::size_t{1} << 19;  // 4 MiB
+  // Makes `size` empty places, most of which should fit in a processor's cache.
+  void Resize(std::size_t size) {
+    size_ = std::max(size, kLeastPlaces);
+    if (size_ > entries_.size()) {
+      entries_ = PageVector<Entry>(size_ + size_ / 16, Entry{});
+      generation_ = 0;
+    }
+    if (++generation_ == 0) {
+      std::fill(entries_.begin(), entries_.end(), Entry{});
+      generation_ = 1;
+    }
+  }
+  void Grow() {
+    PageVector<Entry> known;
+    known.reserve(hashed_);
+    for (std::size_t at = 0; at < size_; ++at) {
+      if (entries_[at].generation == generation_) known.push_back(entries_[at]);
+    }
+    Resize(size_ * 2);
+    for (const Entry& entry : known) {
+      std::size_t at = Home(HashKey(entry.key));
+      while (entries_[at].generation == generation_) at = NextPlace(at, size_);
+      entries_[at] = {entry.key, generation_, entry.index};
+    }
+  }
 
-  std::vector<PageVector<ById>> by_id_;
-  std::size_t small_ids_ = 0;
+  // Tables with so many rows have an entry per id, and larger tables with so many rows per id of the lookup:
+  // they take no more memory than a hash table would.
+  static constexpr std::size_t kSmallBound = std::size_t{1} << 13;
+  static constexpr std::size_t kPlacesPerId = 2;
+  static constexpr std::size_t kSmallIds = std::size_t{1} << 19;  // 4 MiB
+  static constexpr std::uint32_t kHashed = ~std::uint32_t{0};
+  // As a rule most ids of a large lookup repeat.
+  static constexpr std::size_t kIdsPerPlace = 2;
+  static constexpr std::size_t kLeastPlaces = 96;
+
+  PageVector<ById> by_id_;
+  std::size_t used_by_id_ = 0, most_by_id_ = 0;
+  PageVector<ById> first_by_id_;  // of each table, where its entries begin; the generation is part_
+  std::uint32_t part_ = 0;
   std::vector<std::uint64_t> keys_;  // unique, in order of first occurrence
-  PageVector<Entry> entries_;
+  PageVector<Entry> entries_;        // of which the first size_ are in use
+  std::size_t size_ = 0, hashed_ = 0;
   std::uint32_t generation_ = 0;
 };
 
@@ -130,7 +174,7 @@ template <typename Id>
 BadId AddSegment(const IdSegment& segment, std::int64_t number, ScratchTable* table, std::int32_t* inverse) {
   const Id* ids = static_cast<const Id*>(segment.ids);
   const auto bound = static_cast<std::uint64_t>(segment.bound);
-  ScratchTable::ById* const by_id = table->OfTable(segment.table, segment.bound);
+  ScratchTable::ById* const by_id = table->OfTable(segment);
   if (by_id != nullptr) {
     for (std::int64_t i = 0; i < segment.count; ++i) {
       const auto id = static_cast<std::int64_t>(ids[i]);
@@ -170,10 +214,11 @@ std::int64_t CountOf(const std::vector<IdSegment>& segments) {
   return total;
 }
 
-// The segments of some tables, which one thread deduplicates.
+// The segments of some tables.
 struct Part {
   struct Range {
     std::size_t segment;
+    bool is_alone = false;            // whether no other segment has ids of its table
     std::int64_t begin = 0, end = 0;  // its first occurrences among the part's keys
   };
   std::int64_t count = 0;  // ids
@@ -182,9 +227,8 @@ struct Part {
   PageVector<std::uint64_t> keys = {};
 };
 
-// All segments of a table are in one part. Tables go to the part with the fewest ids so far, the largest
-// table first.
-std::vector<Part> Divide(const std::vector<IdSegment>& segments, std::size_t most) {
+// The segments of each table, the table with most ids first. Tables with few ids share a part.
+std::vector<Part> Divide(const std::vector<IdSegment>& segments) {
   std::map<std::uint32_t, Part> tables;
   for (std::size_t s = 0; s < segments.size(); ++s) {
     Part& table = tables[segments[s].table];
@@ -192,15 +236,18 @@ std::vector<Part> Divide(const std::vector<IdSegment>& segments, std::size_t mos
     table.ranges.push_back({s});
   }
   std::vector<Part> by_size;
-  for (auto& [number, table] : tables) by_size.push_back(std::move(table));
+  for (auto& [number, table] : tables) {
+    for (Part::Range& range : table.ranges) range.is_alone = table.ranges.size() == 1;
+    by_size.push_back(std::move(table));
+  }
   std::stable_sort(by_size.begin(), by_size.end(),
                    [](const Part& a, const Part& b) { return a.count > b.count; });
-  std::vector<Part> parts(std::min(most, by_size.size()));
-  for (const Part& table : by_size) {
-    Part& least = *std::min_element(parts.begin(), parts.end(),
-                                    [](const Part& a, const Part& b) { return a.count < b.count; });
-    least.count += table.count;
-    least.ranges.insert(least.ranges.end(), table.ranges.begin(), table.ranges.end());
+  std::vector<Part> parts;
+  for (Part& table : by_size) {
+    if (parts.empty() || parts.back().count >= kLeastOfPart) parts.emplace_back();
+    Part& part = parts.back();
+    part.count += table.count;
+    part.ranges.insert(part.ranges.end(), table.ranges.begin(), table.ranges.end());
   }
   for (Part& part : parts) {
     std::sort(part.ranges.begin(), part.ranges.end(),
@@ -209,10 +256,11 @@ std::vector<Part> Divide(const std::vector<IdSegment>& segments, std::size_t mos
   return parts;
 }
 
-class Parallel {
+// Deduplicates a large lookup part by part.
+class ByParts {
  public:
-  Parallel(const std::vector<IdSegment>& segments, Batch* batch, std::size_t parts)
-      : segments_(segments), batch_(*batch), parts_(Divide(segments, parts)), first_(segments.size()) {
+  ByParts(const std::vector<IdSegment>& segments, Batch* batch)
+      : segments_(segments), batch_(*batch), parts_(Divide(segments)), first_(segments.size()) {
     std::int64_t position = 0;
     for (const IdSegment& segment : segments) {
       position_.push_back(position);
@@ -229,6 +277,13 @@ class Parallel {
     if (bad.segment >= 0) return bad;
     NumberKeys();
     ForParts([this](Part* part) { Renumber(part); });
+    for (const Part& part : parts_) {
+      std::vector<PositionRange>& ranges = batch_.parts.emplace_back();
+      for (const Part::Range& range : part.ranges) {
+        const std::int64_t begin = position_[range.segment];
+        ranges.push_back({begin, begin + segments_[range.segment].count});
+      }
+    }
     return {};
   }
 
@@ -243,7 +298,7 @@ class Parallel {
   void Deduplicate(Part* part) {
     const Borrowed borrowed;
     ScratchTable& table = *borrowed;
-    table.Begin(part->count);
+    table.Begin(part->count, static_cast<std::int64_t>(batch_.inverse.size()));
     for (Part::Range& range : part->ranges) {
       range.begin = static_cast<std::int64_t>(table.keys().size());
       part->bad = Add(segments_[range.segment], static_cast<std::int64_t>(range.segment), &table,
@@ -265,25 +320,38 @@ class Parallel {
   }
 
   void Renumber(Part* part) {
-    const auto shift = [&](const Part::Range& range) {
-      return static_cast<std::int32_t>(first_[range.segment] - range.begin);
-    };
-    for (auto range = part->ranges.begin(); range != part->ranges.end(); ++range) {
-      std::copy(part->keys.begin() + range->begin, part->keys.begin() + range->end,
-                batch_.unique.begin() + first_[range->segment]);
-      std::int32_t* const inverse = batch_.inverse.data() + position_[range->segment];
-      for (std::int64_t i = 0; i < segments_[range->segment].count; ++i) {
-        if (inverse[i] < 0) continue;
-        if (inverse[i] >= range->begin) {
-          inverse[i] += shift(*range);
-          continue;
-        }
-        // An earlier segment of the table has had the key first.
-        const auto after = std::upper_bound(
-            part->ranges.begin(), range, inverse[i],
-            [](std::int32_t key, const Part::Range& earlier) { return key < earlier.begin; });
-        inverse[i] += shift(*std::prev(after));
+    for (std::size_t r = 0; r < part->ranges.size(); ++r) {
+      const Part::Range& range = part->ranges[r];
+      std::copy(part->keys.begin() + range.begin, part->keys.begin() + range.end,
+                batch_.unique.begin() + first_[range.segment]);
+      std::int32_t* const inverse = batch_.inverse.data() + position_[range.segment];
+      const std::int64_t count = segments_[range.segment].count;
+      if (range.is_alone) {
+        const std::int32_t shift = Shift(range);
+        for (std::int64_t i = 0; i < count; ++i) inverse[i] += inverse[i] < 0 ? 0 : shift;
+      } else {
+        RenumberShared({part->ranges.data(), r + 1}, inverse, count);
       }
+    }
+  }
+
+  std::int32_t Shift(const Part::Range& range) const {
+    return static_cast<std::int32_t>(first_[range.segment] - range.begin);
+  }
+
+  // The positions of the last of `ranges`, whose table may have had a key first in an earlier one.
+  void RenumberShared(std::span<const Part::Range> ranges, std::int32_t* inverse, std::int64_t count) const {
+    const Part::Range& own = ranges.back();
+    for (std::int64_t i = 0; i < count; ++i) {
+      if (inverse[i] < 0) continue;
+      if (inverse[i] >= own.begin) {
+        inverse[i] += Shift(own);
+        continue;
+      }
+      const auto after =
+          std::upper_bound(ranges.begin(), ranges.end() - 1, inverse[i],
+                           [](std::int32_t key, const Part::Range& earlier) { return key < earlier.begin; });
+      inverse[i] += Shift(*std::prev(after));
     }
   }
 
@@ -303,14 +371,10 @@ BadId Deduplicate(const std::vector<IdSegment>& segments, Batch* batch) {
   }
   batch->unique.clear();
   batch->inverse.resize(static_cast<std::size_t>(total));
-  const auto threads = static_cast<std::int64_t>(NumThreads());
-  if (threads > 1 && segments.size() > 1 && total >= kParallelFrom) {
-    const auto parts = static_cast<std::size_t>(std::min(kPartsPerThread * threads, total / kLeastOfPart));
-    return Parallel(segments, batch, parts).Run();
-  }
+  if (segments.size() > 1 && total >= kPartsFrom) return ByParts(segments, batch).Run();
   const Borrowed borrowed;
   ScratchTable& table = *borrowed;
-  table.Begin(total);
+  table.Begin(total, total);
   std::int32_t* inverse = batch->inverse.data();
   for (std::size_t s = 0; s < segments.size(); ++s) {
     const BadId bad = Add(segments[s], static_cast<std::int64_t>(s), &table, inverse);

@@ -19,9 +19,18 @@ struct IdSegment {
   std::int64_t padding = -1;
 };
 
+// Positions begin .. end - 1.
+struct PositionRange {
+  std::int64_t begin, end;
+};
+
+// Divides positions so that no two parts use the same key.
+using PositionParts = std::vector<std::vector<PositionRange>>;
+
 struct Batch {
   PageVector<std::uint64_t> unique;
   PageVector<std::int32_t> inverse;  // -1: skipped (padding)
+  PositionParts parts;               // of a large lookup; empty: one part
 };
 
 // The first id that is out of its table's range, or segment == -1.
@@ -31,9 +40,10 @@ struct BadId {
   std::int64_t id = 0;
 };
 
-// Fills `batch`, which must not be used if an id is bad. Threads of the pool share the work on large lookups,
-// table by table; what comes out is the same for any number of threads. Throws std::length_error past 2^31 -
-// 1 positions.
+// Fills `batch`, which must not be used if an id is bad. Segments of one table must have one bound. Large
+// lookups are deduplicated table by table, so that the keys of a table stay in the processor's cache, and
+// threads of the pool share the tables; what comes out is the same for any number of threads. Throws
+// std::length_error past 2^31 - 1 positions.
 BadId Deduplicate(const std::vector<IdSegment>& segments, Batch* batch);
 
 }  // namespace tierstore

@@ -2,16 +2,19 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
+
+#include "cache/batch.h"
 
 namespace tierstore {
 
 // start[u + 1] = number of positions of rows 0..u (start has num_unique + 1 entries), so start[num_unique] is
 // the number of positions that are not skipped (inverse < 0). Throws std::invalid_argument if an entry is >=
-// num_unique.
-void CountPositions(const std::int32_t* inverse, std::int64_t n, std::int64_t num_unique,
-                    std::int32_t* start);
+// num_unique. Threads take a part of the positions each (Batch::parts).
+void CountPositions(std::span<const std::int32_t> inverse, const PositionParts& parts,
+                    std::int64_t num_unique, std::int32_t* start);
 // Writes the positions of every row, ascending, to positions[start[u] .. start[u + 1]).
-void PlacePositions(const std::int32_t* inverse, std::int64_t n, std::int64_t num_unique, std::int32_t* start,
-                    std::int32_t* positions);
+void PlacePositions(std::span<const std::int32_t> inverse, const PositionParts& parts,
+                    std::int64_t num_unique, std::int32_t* start, std::int32_t* positions);
 
 }  // namespace tierstore

@@ -9,8 +9,7 @@
 
 namespace tierstore {
 namespace {
-using LaneNumber = std::uint16_t;
-constexpr std::size_t kMostLanes = std::size_t{std::numeric_limits<LaneNumber>::max()} + 1;
+constexpr std::size_t kMostLanes = std::size_t{std::numeric_limits<DividedKeys::PartNumber>::max()} + 1;
 }  // namespace
 
 LaneMap::LaneMap(const std::vector<std::int64_t>& slots, std::vector<LaneRange> lanes_of)
@@ -30,6 +29,7 @@ LaneMap::LaneMap(const std::vector<std::int64_t>& slots, std::vector<LaneRange> 
 std::size_t LaneMap::LaneOf(std::uint64_t key) const {
   const std::uint32_t table = KeyTable(key);
   const LaneRange range = table < lanes_of_.size() ? lanes_of_[table] : LaneRange{0, lanes()};
+  if (range.count == 1) return range.first;
   return range.first + static_cast<std::size_t>(((MixKey(key) >> 32) * range.count) >> 32);
 }
 
@@ -56,22 +56,8 @@ void LaneMap::ToTier(std::size_t lane, PageVector<std::int32_t>* slots) const {
   for (std::int32_t& slot : *slots) slot = SlotOf(lane, slot);
 }
 
-std::vector<PageVector<std::int32_t>> LaneMap::Divide(const std::uint64_t* keys, std::int64_t n) const {
-  PageVector<LaneNumber> lane_of(static_cast<std::size_t>(n));
-  std::vector<std::size_t> rows(lanes(), 0);
-  for (std::int64_t i = 0; i < n; ++i) {
-    const std::size_t lane = LaneOf(keys[i]);
-    lane_of[static_cast<std::size_t>(i)] = static_cast<LaneNumber>(lane);
-    ++rows[lane];
-  }
-  std::vector<PageVector<std::int32_t>> positions(lanes());
-  for (std::size_t lane = 0; lane < lanes(); ++lane) positions[lane].resize(rows[lane]);
-  std::fill(rows.begin(), rows.end(), 0);
-  for (std::int64_t i = 0; i < n; ++i) {
-    const std::size_t lane = lane_of[static_cast<std::size_t>(i)];
-    positions[lane][rows[lane]++] = static_cast<std::int32_t>(i);
-  }
-  return positions;
+DividedKeys LaneMap::Divide(const std::uint64_t* keys, std::int64_t n) const {
+  return {keys, n, lanes(), [this](std::uint64_t key) { return LaneOf(key); }};
 }
 
 std::vector<PageVector<std::int32_t>> LaneMap::DivideSlots(const std::int32_t* slots, std::int64_t n) const {

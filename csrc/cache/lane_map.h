@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cache/divided_keys.h"
 #include "common/page_allocator.h"
 
 namespace tierstore {
@@ -36,8 +37,8 @@ class LaneMap {
   // The slot of the tier; negative numbers stay.
   std::int32_t SlotOf(std::size_t lane, std::int32_t slot) const;
   void ToTier(std::size_t lane, PageVector<std::int32_t>* slots) const;
-  // The positions of keys, by the lane of their rows.
-  std::vector<PageVector<std::int32_t>> Divide(const std::uint64_t* keys, std::int64_t n) const;
+  // Keys by the lane of their rows.
+  DividedKeys Divide(const std::uint64_t* keys, std::int64_t n) const;
   // The slots of every lane, as the lane numbers them.
   std::vector<PageVector<std::int32_t>> DivideSlots(const std::int32_t* slots, std::int64_t n) const;
 

@@ -5,24 +5,20 @@
 #include "cache/tier_lane.h"
 
 namespace tierstore {
-namespace {
-// Slots are in no order: the data of this many slots is prefetched.
-constexpr std::size_t kAhead = 24;
-}  // namespace
 
-std::string TierLane::Fault(const Share& share, std::int32_t number, std::int64_t pinned_since) const {
+void Departures::Reserve(std::size_t rows) {
+  slots.reserve(rows);
+  keys.reserve(rows);
+  dirty.reserve(rows);
+  next_use.reserve(rows);
+}
+
+const char* TierLane::Fault(const Share& share, std::int32_t number, std::int64_t pinned_since) const {
   if (number < 0 || number >= share.config.capacity) return "does not exist";
   const auto slot = static_cast<std::int32_t>(number + share.begin);
   if (!Resident(slot)) return "holds no row or was returned twice";
   if (last_use_[slot] >= pinned_since) return "is pinned: a batch in flight uses its row";
-  return {};
-}
-
-void TierLane::Prefetch(std::int32_t slot) const {
-  __builtin_prefetch(&resident_[slot], 1);
-  __builtin_prefetch(&row_[slot]);
-  __builtin_prefetch(&last_use_[slot]);
-  __builtin_prefetch(&dirty_[slot]);
+  return nullptr;
 }
 
 void TierLane::TakeVictim(std::int32_t slot, Departures* victims) {
@@ -47,6 +43,7 @@ std::int64_t TierLane::Evict(std::int64_t pinned_since, LanePlan* plan) {
 
 std::int64_t TierLane::EvictFrom(const Share& share, std::int64_t needed, std::int64_t pinned_since,
                                  LanePlan* plan) {
+  Departures& victims = plan->victims;
   PageVector<std::int32_t> chosen(static_cast<std::size_t>(needed));
   const std::int64_t found = [&] {
     const Stopwatch watch(&policy_seconds_);
@@ -58,18 +55,19 @@ std::int64_t TierLane::EvictFrom(const Share& share, std::int64_t needed, std::i
                       std::to_string(needed) + " slots");
   }
   chosen.resize(static_cast<std::size_t>(found));
+  victims.Reserve(victims.slots.size() + chosen.size());
   const auto slot_of = [&](std::size_t i) { return static_cast<std::int32_t>(chosen[i] + share.begin); };
   for (std::size_t i = 0; i < chosen.size(); ++i) {
     if (i + kAhead < chosen.size()) Prefetch(slot_of(i + kAhead));
-    const std::string fault = Fault(share, chosen[i], pinned_since);
-    if (fault.empty()) {
-      TakeVictim(slot_of(i), &plan->victims);
+    const char* const fault = Fault(share, chosen[i], pinned_since);
+    if (fault == nullptr) {
+      TakeVictim(slot_of(i), &victims);
       continue;
     }
     // The policy has dropped the other victims too: Abort gives them back to the policy.
     for (std::size_t j = i; j < chosen.size(); ++j) {
       if (chosen[j] >= 0 && chosen[j] < share.config.capacity && resident_[slot_of(j)] == kRow)
-        TakeVictim(slot_of(j), &plan->victims);
+        TakeVictim(slot_of(j), &victims);
     }
     throw PolicyFault("evict() returned slot " + std::to_string(chosen[i]) + ", which " + fault);
   }

@@ -16,13 +16,12 @@ constexpr std::int64_t kBlock = 512;  // rows that are looked up at a time
 // The rows at `slots`, with the positions that use them.
 std::shared_ptr<ResidentRows> RowsAt(PageVector<std::int32_t>&& slots, std::shared_ptr<Batch> batch) {
   auto rows = std::make_shared<ResidentRows>();
-  const auto n = static_cast<std::int64_t>(batch->inverse.size());
   const auto unique = static_cast<std::int64_t>(batch->unique.size());
   rows->slots = std::move(slots);
   rows->csr_start.resize(static_cast<std::size_t>(unique + 1));
-  CountPositions(batch->inverse.data(), n, unique, rows->csr_start.data());
+  CountPositions(batch->inverse, batch->parts, unique, rows->csr_start.data());
   rows->csr_positions.resize(static_cast<std::size_t>(rows->csr_start.back()));
-  PlacePositions(batch->inverse.data(), n, unique, rows->csr_start.data(), rows->csr_positions.data());
+  PlacePositions(batch->inverse, batch->parts, unique, rows->csr_start.data(), rows->csr_positions.data());
   rows->batch = std::move(batch);
   return rows;
 }
@@ -68,7 +67,7 @@ bool ResidentLookups::AddSlots(const Batch& batch, const NewRows& rows, LanePlan
   const std::uint64_t* const keys = batch.unique.data();
   const std::unique_lock lock(showing_);
   if (hidden_ || planning_ || tier_.overflow_in_use() > 0) return false;
-  tier_.Begin(keys, nullptr, static_cast<std::int64_t>(batch.unique.size()), 0, false, plan);
+  tier_.Begin(keys, static_cast<std::int64_t>(batch.unique.size()), 0, false, plan);
   if (plan->needed + plan->refused > 0) {
     tier_.Abort(plan);
     return false;

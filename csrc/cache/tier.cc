@@ -2,30 +2,42 @@
 
 #include <algorithm>
 #include <exception>
+#include <span>
 #include <stdexcept>
+#include <utility>
 
 #include "common/thread_pool.h"
 
 namespace tierstore {
 namespace {
-// Calls work(lane) for every lane, in threads of the pool.
+constexpr std::int64_t kParallelRows = 1 << 12;
+
+// Calls work(lane) for every lane, in threads of the pool where the lanes have many rows together.
 template <typename Work>
-void ForLanes(std::size_t lanes, const Work& work) {
-  ParallelFor(0, static_cast<std::int64_t>(lanes), 1, [&](std::int64_t begin, std::int64_t end) {
+void ForLanes(std::size_t lanes, std::int64_t rows, const Work& work) {
+  const auto count = static_cast<std::int64_t>(lanes);
+  ParallelFor(0, count, rows < kParallelRows ? count : 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t lane = begin; lane < end; ++lane) work(static_cast<std::size_t>(lane));
   });
 }
 
 template <typename T>
-void Append(const PageVector<T>& from, std::size_t begin, PageVector<T>* to) {
-  to->insert(to->end(), from.begin() + static_cast<std::ptrdiff_t>(begin), from.end());
+void Append(const PageVector<T>& from, PageVector<T>* to) {
+  to->insert(to->end(), from.begin(), from.end());
 }
 
 template <typename T>
-PageVector<T> Gather(const T* values, const PageVector<std::int32_t>& positions) {
-  PageVector<T> out(positions.size());
-  for (std::size_t i = 0; i < positions.size(); ++i) out[i] = values[positions[i]];
-  return out;
+void Gather(const T* values, std::span<const std::int32_t> positions, PageVector<T>* out) {
+  out->reserve(positions.size());
+  for (const std::int32_t position : positions) out->push_back(values[position]);
+}
+
+// Where the rows of each lane begin in an array of all lanes', behind `first` others, and its new size.
+template <typename Count>
+std::vector<std::size_t> Begins(std::size_t lanes, std::size_t first, const Count& count) {
+  std::vector<std::size_t> begin = {first};
+  for (std::size_t lane = 0; lane < lanes; ++lane) begin.push_back(begin.back() + count(lane));
+  return begin;
 }
 
 std::vector<std::int64_t> OwnSlots(const std::vector<std::unique_ptr<TierLane>>& lanes) {
@@ -51,18 +63,17 @@ void Tier::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::i
                  bool absent, Plan* plan) {
   plan->parts_.resize(lanes_.size());
   if (lanes_.size() == 1) {
-    lanes_[0]->Begin(keys, next_use, n, now, absent, &plan->parts_[0].plan);
+    LanePlan& only = plan->parts_[0].plan;
+    if (next_use != nullptr) only.next_use.assign(next_use, next_use + n);
+    lanes_[0]->Begin(keys, n, now, absent, &only);
     return;
   }
-  std::vector<PageVector<std::int32_t>> positions = map_.Divide(keys, n);
-  ForLanes(lanes_.size(), [&](std::size_t lane) {
-    Plan::Part& part = plan->parts_[lane];
-    part.positions = std::move(positions[lane]);
-    part.keys = Gather(keys, part.positions);
-    PageVector<std::int64_t> uses;
-    if (next_use != nullptr) uses = Gather(next_use, part.positions);
-    lanes_[lane]->Begin(part.keys.data(), next_use != nullptr ? uses.data() : nullptr,
-                        static_cast<std::int64_t>(part.keys.size()), now, absent, &part.plan);
+  plan->rows_ = map_.Divide(keys, n);
+  ForLanes(lanes_.size(), n, [&](std::size_t lane) {
+    LanePlan& part = plan->parts_[lane].plan;
+    if (next_use != nullptr) Gather(next_use, plan->rows_.positions(lane), &part.next_use);
+    const std::span<const std::uint64_t> own = plan->rows_.keys(lane);
+    lanes_[lane]->Begin(own.data(), static_cast<std::int64_t>(own.size()), now, absent, &part);
   });
   plan->merged_.now = now;
   MergeBegin(n, plan);
@@ -75,8 +86,6 @@ void Tier::MergeBegin(std::int64_t n, Plan* plan) const {
   merged.table_rows.assign(tables, 0);
   merged.table_hits.assign(tables, 0);
   for (const Plan::Part& part : plan->parts_) {
-    for (const std::int32_t miss : part.plan.misses) merged.misses.push_back(part.positions[miss]);
-    for (const std::int32_t miss : part.plan.absent) merged.absent.push_back(part.positions[miss]);
     merged.needed += part.plan.needed;
     merged.refused += part.plan.refused;
     for (std::size_t table = 0; table < tables; ++table) {
@@ -84,13 +93,25 @@ void Tier::MergeBegin(std::int64_t n, Plan* plan) const {
       merged.table_hits[table] += part.plan.table_hits[table];
     }
   }
+  for (PageVector<std::int32_t> LanePlan::* rows : {&LanePlan::misses, &LanePlan::absent}) {
+    const auto of_lane = [&](std::size_t lane) -> auto& { return plan->parts_[lane].plan.*rows; };
+    const std::vector<std::size_t> begin =
+        Begins(lanes_.size(), 0, [&](std::size_t lane) { return of_lane(lane).size(); });
+    (merged.*rows).resize(begin.back());
+    ForLanes(lanes_.size(), n, [&](std::size_t lane) {
+      std::int32_t* to = (merged.*rows).data() + begin[lane];
+      const std::int32_t* const positions = plan->rows_.positions(lane).data();
+      for (const std::int32_t row : of_lane(lane)) *to++ = positions[row];
+    });
+  }
 }
 
 PageVector<std::int32_t> Plan::Unplaced() const {
   if (parts_.size() == 1) return parts_[0].plan.Unplaced();
   PageVector<std::int32_t> unplaced;
-  for (const Part& part : parts_) {
-    for (const std::int32_t row : part.plan.Unplaced()) unplaced.push_back(part.positions[row]);
+  for (std::size_t lane = 0; lane < parts_.size(); ++lane) {
+    for (const std::int32_t row : parts_[lane].plan.Unplaced())
+      unplaced.push_back(rows_.positions(lane)[static_cast<std::size_t>(row)]);
   }
   return unplaced;
 }
@@ -99,7 +120,7 @@ PageVector<std::int32_t> Plan::Unplaced() const {
 std::int64_t Tier::Evict(std::int64_t pinned_since, Plan* plan) {
   if (lanes_.size() == 1) return lanes_[0]->Evict(pinned_since, &plan->parts_[0].plan);
   std::vector<std::exception_ptr> errors(lanes_.size());
-  ForLanes(lanes_.size(), [&](std::size_t lane) {
+  ForLanes(lanes_.size(), plan->merged_.needed, [&](std::size_t lane) {
     try {
       lanes_[lane]->Evict(pinned_since, &plan->parts_[lane].plan);
     } catch (...) {
@@ -113,20 +134,29 @@ std::int64_t Tier::Evict(std::int64_t pinned_since, Plan* plan) {
   return plan->merged_.needed;
 }
 
+// Adds the victims that the lanes have found since the last call.
 void Tier::MergeVictims(Plan* plan) const {
-  LanePlan& merged = plan->merged_;
-  merged.needed = 0;
-  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
+  Departures& merged = plan->merged_.victims;
+  const std::vector<std::size_t> begin = Begins(lanes_.size(), merged.slots.size(), [&](std::size_t lane) {
+    return plan->parts_[lane].plan.victims.slots.size() - plan->parts_[lane].victims;
+  });
+  merged.slots.resize(begin.back());
+  merged.keys.resize(begin.back());
+  merged.dirty.resize(begin.back());
+  merged.next_use.resize(begin.back());
+  ForLanes(lanes_.size(), static_cast<std::int64_t>(begin.back() - begin[0]), [&](std::size_t lane) {
     Plan::Part& part = plan->parts_[lane];
     const Departures& victims = part.plan.victims;
-    for (std::size_t i = part.victims; i < victims.slots.size(); ++i)
-      merged.victims.slots.push_back(map_.SlotOf(lane, victims.slots[i]));
-    Append(victims.keys, part.victims, &merged.victims.keys);
-    Append(victims.dirty, part.victims, &merged.victims.dirty);
-    Append(victims.next_use, part.victims, &merged.victims.next_use);
-    part.victims = victims.slots.size();
-    merged.needed += part.plan.needed;
-  }
+    std::size_t at = begin[lane];
+    for (; part.victims < victims.slots.size(); ++part.victims, ++at) {
+      merged.slots[at] = map_.SlotOf(lane, victims.slots[part.victims]);
+      merged.keys[at] = victims.keys[part.victims];
+      merged.dirty[at] = victims.dirty[part.victims];
+      merged.next_use[at] = victims.next_use[part.victims];
+    }
+  });
+  plan->merged_.needed = 0;
+  for (const Plan::Part& part : plan->parts_) plan->merged_.needed += part.plan.needed;
 }
 
 std::int64_t Tier::Prepare(bool use_overflow, const Plan& plan) {
@@ -141,11 +171,11 @@ void Tier::Assign(const std::uint64_t* keys, bool use_overflow, Plan* plan) {
     return;
   }
   PageVector<std::int32_t>& slots = plan->merged_.slots;
-  ForLanes(lanes_.size(), [&](std::size_t lane) {
-    Plan::Part& part = plan->parts_[lane];
-    lanes_[lane]->Assign(part.keys.data(), use_overflow, &part.plan);
-    for (std::size_t i = 0; i < part.positions.size(); ++i)
-      slots[part.positions[i]] = map_.SlotOf(lane, part.plan.slots[i]);
+  ForLanes(lanes_.size(), static_cast<std::int64_t>(slots.size()), [&](std::size_t lane) {
+    LanePlan& part = plan->parts_[lane].plan;
+    lanes_[lane]->Assign(plan->rows_.keys(lane).data(), use_overflow, &part);
+    const std::span<const std::int32_t> positions = plan->rows_.positions(lane);
+    for (std::size_t i = 0; i < positions.size(); ++i) slots[positions[i]] = map_.SlotOf(lane, part.slots[i]);
   });
 }
 
@@ -157,8 +187,8 @@ Moves Tier::MovesOf(std::vector<Moves> lanes) const {
   for (std::size_t lane = 1; lane < lanes.size(); ++lane) {
     map_.ToTier(lane, &lanes[lane].from);
     map_.ToTier(lane, &lanes[lane].to);
-    Append(lanes[lane].from, 0, &moves.from);
-    Append(lanes[lane].to, 0, &moves.to);
+    Append(lanes[lane].from, &moves.from);
+    Append(lanes[lane].to, &moves.to);
   }
   return moves;
 }
@@ -188,10 +218,10 @@ Departures Tier::Drainable() const {
   for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
     Departures rows = lanes_[lane]->Drainable();
     map_.ToTier(lane, &rows.slots);
-    Append(rows.slots, 0, &all.slots);
-    Append(rows.keys, 0, &all.keys);
-    Append(rows.dirty, 0, &all.dirty);
-    Append(rows.next_use, 0, &all.next_use);
+    Append(rows.slots, &all.slots);
+    Append(rows.keys, &all.keys);
+    Append(rows.dirty, &all.dirty);
+    Append(rows.next_use, &all.next_use);
   }
   return all;
 }
@@ -209,13 +239,12 @@ void Tier::Find(const std::uint64_t* keys, std::int64_t n, std::int32_t* slots) 
     lanes_[0]->Find(keys, n, slots);
     return;
   }
-  const std::vector<PageVector<std::int32_t>> positions = map_.Divide(keys, n);
-  ForLanes(lanes_.size(), [&](std::size_t lane) {
-    const PageVector<std::int32_t>& at = positions[lane];
-    const PageVector<std::uint64_t> own = Gather(keys, at);
-    PageVector<std::int32_t> found(own.size());
-    lanes_[lane]->Find(own.data(), static_cast<std::int64_t>(own.size()), found.data());
-    for (std::size_t i = 0; i < at.size(); ++i) slots[at[i]] = map_.SlotOf(lane, found[i]);
+  const DividedKeys rows = map_.Divide(keys, n);
+  ForLanes(lanes_.size(), n, [&](std::size_t lane) {
+    const std::span<const std::int32_t> positions = rows.positions(lane);
+    PageVector<std::int32_t> found(positions.size());
+    lanes_[lane]->Find(rows.keys(lane).data(), rows.size(lane), found.data());
+    for (std::size_t i = 0; i < positions.size(); ++i) slots[positions[i]] = map_.SlotOf(lane, found[i]);
   });
 }
 
@@ -230,13 +259,12 @@ void Tier::Remove(const std::int32_t* slots, std::int64_t n) {
 PageVector<std::uint64_t> Tier::Announce(const std::uint64_t* keys, std::int64_t n, std::int64_t next_use,
                                          std::int64_t now) {
   if (lanes_.size() == 1) return lanes_[0]->Announce(keys, n, next_use, now);
-  const std::vector<PageVector<std::int32_t>> positions = map_.Divide(keys, n);
+  const DividedKeys rows = map_.Divide(keys, n);
   std::vector<PageVector<std::uint64_t>> absent(lanes_.size());
-  ForLanes(lanes_.size(), [&](std::size_t lane) {
-    const PageVector<std::uint64_t> own = Gather(keys, positions[lane]);
-    absent[lane] = lanes_[lane]->Announce(own.data(), static_cast<std::int64_t>(own.size()), next_use, now);
+  ForLanes(lanes_.size(), n, [&](std::size_t lane) {
+    absent[lane] = lanes_[lane]->Announce(rows.keys(lane).data(), rows.size(lane), next_use, now);
   });
-  for (std::size_t lane = 1; lane < lanes_.size(); ++lane) Append(absent[lane], 0, &absent[0]);
+  for (std::size_t lane = 1; lane < lanes_.size(); ++lane) Append(absent[lane], &absent[0]);
   return std::move(absent[0]);
 }
 

@@ -34,11 +34,10 @@ class Plan {
   // The rows of one lane.
   struct Part {
     LanePlan plan;
-    PageVector<std::int32_t> positions = {};  // of its keys among the plan's; empty where there is one lane
-    PageVector<std::uint64_t> keys = {};
     std::size_t victims = 0;  // that `merged_` has
   };
 
+  DividedKeys rows_;  // of each lane, where there are several
   std::vector<Part> parts_;
   LanePlan merged_;
 };

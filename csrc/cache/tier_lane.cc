@@ -55,6 +55,13 @@ std::vector<bool> TierLane::StayingTables() const {
   return stays;
 }
 
+void TierLane::Prefetch(std::int32_t slot) const {
+  __builtin_prefetch(&resident_[slot], 1);
+  __builtin_prefetch(&row_[slot], 1);
+  __builtin_prefetch(&last_use_[slot], 1);
+  __builtin_prefetch(&dirty_[slot], 1);
+}
+
 void TierLane::Uses::Reserve(std::size_t rows) {
   slots.reserve(rows);
   keys.reserve(rows);
@@ -96,14 +103,11 @@ void TierLane::FindBlock(const std::uint64_t* keys, std::int64_t from, std::int6
   }
 }
 
-void TierLane::Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n,
-                     std::int64_t now, bool absent, LanePlan* plan) {
+void TierLane::Begin(const std::uint64_t* keys, std::int64_t n, std::int64_t now, bool absent,
+                     LanePlan* plan) {
   plan->now = now;
   plan->slots.assign(static_cast<std::size_t>(n), -1);
-  if (next_use != nullptr)
-    plan->next_use.assign(next_use, next_use + n);
-  else
-    plan->next_use.assign(static_cast<std::size_t>(n), kNotKnown);
+  plan->next_use.resize(static_cast<std::size_t>(n), kNotKnown);
 
   std::vector<Uses> hits(shares_.size());
   const std::size_t tables = config_.share_of.size();
@@ -115,6 +119,10 @@ void TierLane::Begin(const std::uint64_t* keys, const std::int64_t* next_use, st
     const std::size_t table = KeyTable(keys[i]);
     if (table < tables) ++plan->table_rows[table];
     if (slot < 0) {
+      if (plan->absent.empty()) {
+        plan->misses.reserve(static_cast<std::size_t>(n));
+        plan->absent.reserve(static_cast<std::size_t>(n));
+      }
       plan->misses.push_back(static_cast<std::int32_t>(i));
       plan->absent.push_back(static_cast<std::int32_t>(i));
       continue;
@@ -251,6 +259,7 @@ void TierLane::Assign(const std::uint64_t* keys, bool use_overflow, LanePlan* pl
     Uses inserted;
     if (share.config.policy) inserted.Reserve(static_cast<std::size_t>(wanted.end - wanted.begin));
     for (std::int64_t i = wanted.begin; i < wanted.end; ++i) {
+      if (share.free.size() > kAhead) Prefetch(share.free[share.free.size() - 1 - kAhead]);
       const std::int32_t miss = plan->misses[static_cast<std::size_t>(i)];
       const std::int32_t in_overflow = plan->slots[miss];  // -1: absent
       std::int32_t slot = i < wanted.end - wanted.refused ? TakeSlot(&share) : -1;
@@ -309,13 +318,14 @@ PageVector<std::uint64_t> TierLane::Announce(const std::uint64_t* keys, std::int
       absent.push_back(keys[i]);
       continue;
     }
+    const std::size_t s = ShareOf(keys[i]);
+    if (slot < capacity_ && !shares_[s].config.policy) continue;  // it never leaves
     row_[slot].next_use = next_use;
     if (slot >= capacity_) {
       slot = overflow_home_[slot - capacity_];
       if (slot < 0) continue;
       row_[slot].next_use = next_use;
     }
-    const std::size_t s = ShareOf(keys[i]);
     if (shares_[s].config.policy && Resident(slot))
       announced[s].push_back(static_cast<std::int32_t>(slot - shares_[s].begin));
   }

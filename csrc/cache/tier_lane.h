@@ -18,7 +18,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "cache/policy.h"
@@ -54,6 +53,8 @@ struct Departures {
   PageVector<std::uint64_t> keys;
   PageVector<std::uint8_t> dirty;
   PageVector<std::int64_t> next_use;
+
+  void Reserve(std::size_t rows);
 };
 
 // Rows that are to be copied from slot to slot; no slot occurs twice.
@@ -92,15 +93,15 @@ class TierLane {
 
   explicit TierLane(const LaneConfig& config);
 
-  // Planning. `keys` has no repeats; `next_use` may be null; `absent` says that no key is here. Begin touches
-  // the hits. Evict looks for the victims that are still needed, among slots last used before `pinned_since`;
-  // lookups older than that must have been released here. Prepare takes the memory that Assign needs, so that
-  // Assign itself cannot fail, and returns how many slots must have room for a row by then. Assign gives
-  // every miss a slot (an overflow slot if it is refused or past capacity) and forgets the victims. Between
-  // Begin and Assign all rows are still found where they were. Evict throws PolicyFault, Prepare
-  // AddressSpaceError or OverflowFull; the caller must abort the plan then.
-  void Begin(const std::uint64_t* keys, const std::int64_t* next_use, std::int64_t n, std::int64_t now,
-             bool absent, LanePlan* plan);
+  // Planning. `keys` has no repeats; `absent` says that no key is here. The plan has the next use of each
+  // key, or no next use at all: none is known then. Begin touches the hits. Evict looks for the victims that
+  // are still needed, among slots last used before `pinned_since`; lookups older than that must have been
+  // released here. Prepare takes the memory that Assign needs, so that Assign itself cannot fail, and returns
+  // how many slots must have room for a row by then. Assign gives every miss a slot (an overflow slot if it
+  // is refused or past capacity) and forgets the victims. Between Begin and Assign all rows are still found
+  // where they were. Evict throws PolicyFault, Prepare AddressSpaceError or OverflowFull; the caller must
+  // abort the plan then.
+  void Begin(const std::uint64_t* keys, std::int64_t n, std::int64_t now, bool absent, LanePlan* plan);
   std::int64_t Evict(std::int64_t pinned_since, LanePlan* plan);
   std::int64_t Prepare(bool use_overflow, const LanePlan& plan);
   void Assign(const std::uint64_t* keys, bool use_overflow, LanePlan* plan);
@@ -148,6 +149,8 @@ class TierLane {
   void CommitSlots(std::int64_t slots);
   void FindBlock(const std::uint64_t* keys, std::int64_t from, std::int64_t n, std::int32_t* slots,
                  bool last_use) const;
+  // Prefetches what a slot's arrays have. Slots are in no order.
+  static constexpr std::size_t kAhead = 24;
   void Prefetch(std::int32_t slot) const;
   // A share and its free slots. Its slots are begin .. begin + capacity - 1.
   struct Share {
@@ -182,8 +185,8 @@ class TierLane {
   void GroupMisses(const std::uint64_t* keys, LanePlan* plan) const;
   void Admit(const std::uint64_t* keys, const Share& share, SharePlan* wanted, LanePlan* plan);
   std::int64_t EvictFrom(const Share& share, std::int64_t needed, std::int64_t pinned_since, LanePlan* plan);
-  // What is wrong with a slot that the policy wants to evict; empty if nothing.
-  std::string Fault(const Share& share, std::int32_t slot, std::int64_t pinned_since) const;
+  // What is wrong with a slot that the policy wants to evict; null if nothing.
+  const char* Fault(const Share& share, std::int32_t slot, std::int64_t pinned_since) const;
   void TakeVictim(std::int32_t slot, Departures* victims);
   std::int32_t TakeSlot(Share* share);
   std::int32_t TakeOverflowSlot();

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
 #include "cache/policy.h"
-#include "common/key.h"
 #include "common/thread_pool.h"
 
 namespace tierstore {
@@ -14,16 +14,38 @@ namespace {
 // So many accesses to memory are begun before the first of them is waited for.
 constexpr std::size_t kBlock = 32;
 constexpr std::size_t kLeastEntries = 64;  // of a shard
-// Threads share lookups of so many unique keys.
-constexpr std::size_t kParallelFrom = 1 << 14;
 }  // namespace
 
-std::size_t WindowShard::Home(std::uint64_t key) const {
-  return HomePlace(static_cast<std::uint32_t>(HashKey(key) >> 32), entries_.size());
+NewestLookup::NewestLookup(std::deque<PendingLookup>* before, std::uint32_t first, std::size_t keys)
+    : first_(first), first_seen_(keys, 0) {
+  for (PendingLookup& pending : *before) before_.push_back(&pending);
 }
 
-// Other bits than those of Home.
-std::size_t WindowShard::ShardOf(std::uint64_t key) { return HashKey(key) % kShards; }
+PageVector<std::uint64_t> NewestLookup::FirstSeen(const PageVector<std::uint64_t>& keys) const {
+  const auto n = static_cast<std::int64_t>(keys.size());
+  const std::int64_t blocks = n < kParallelKeys ? 1 : NumThreads();
+  const std::int64_t length = std::max<std::int64_t>(1, (n + blocks - 1) / blocks);
+  std::vector<std::size_t> begin(static_cast<std::size_t>(blocks));  // of each block, its first key of all
+  ParallelFor(0, n, length, [&](std::int64_t first, std::int64_t last) {
+    begin[static_cast<std::size_t>(first / length)] =
+        std::accumulate(first_seen_.begin() + first, first_seen_.begin() + last, std::size_t{0});
+  });
+  std::size_t count = 0;
+  for (std::size_t& block : begin) count += std::exchange(block, count);
+  PageVector<std::uint64_t> seen(count);
+  ParallelFor(0, n, length, [&](std::int64_t first, std::int64_t last) {
+    std::size_t at = begin[static_cast<std::size_t>(first / length)];
+    for (auto i = static_cast<std::size_t>(first); i < static_cast<std::size_t>(last); ++i) {
+      if (first_seen_[i] != 0) seen[at++] = keys[i];
+    }
+  });
+  return seen;
+}
+
+void NewestLookup::Count(const std::vector<std::int64_t>& superseded) {
+  for (std::size_t lookup = 0; lookup < before_.size(); ++lookup)
+    before_[lookup]->latest -= superseded[lookup];
+}
 
 PageVector<WindowShard::Entry> WindowShard::Live(std::uint32_t first, std::size_t lookups) const {
   PageVector<Entry> live;
@@ -61,50 +83,51 @@ void WindowShard::Rebuild(const PageVector<Entry>& live, std::size_t extra) {
   used_ = live.size();
 }
 
-void WindowShard::Add(const Added& added, const std::int32_t* positions, std::size_t keys,
-                      std::vector<std::int64_t>* superseded) {
-  const std::size_t count = added.before.size();
+WindowShard::Entry* WindowShard::Find(std::uint64_t key, std::size_t home, const NewestLookup& newest) {
+  Entry* dead = nullptr;
+  std::size_t at = home;
+  for (; entries_[at].index != kEmpty; at = Next(at)) {
+    Entry& entry = entries_[at];
+    if (entry.key == key) return &entry;
+    const bool is_live = entry.ordinal == newest.ordinal() || newest.IsBefore(entry.ordinal);
+    if (dead == nullptr && !is_live) dead = &entry;
+  }
+  if (dead == nullptr) {
+    ++used_;
+    return &entries_[at];
+  }
+  dead->index = kEmpty;
+  return dead;
+}
+
+void WindowShard::Add(NewKeys added, NewestLookup* newest, std::vector<std::int64_t>* superseded) {
+  const std::size_t keys = added.keys.size();
   // At most 3/4 full, dead entries included, so that probe runs stay short and always end.
-  if ((used_ + keys) * 4 > entries_.size() * 3) Rebuild(Live(added.first, count), keys);
-  const std::uint32_t first = added.first, ordinal = first + static_cast<std::uint32_t>(count);
-  Entry* const entries = entries_.data();
+  if ((used_ + keys) * 4 > entries_.size() * 3)
+    Rebuild(Live(newest->first(), newest->lookups_before()), keys);
   std::size_t homes[kBlock];
-  std::int32_t block[kBlock];
   for (std::size_t begin = 0; begin < keys; begin += kBlock) {
     const std::size_t n = std::min(kBlock, keys - begin);
     for (std::size_t i = 0; i < n; ++i) {
-      block[i] = positions == nullptr ? static_cast<std::int32_t>(begin + i) : positions[begin + i];
-      homes[i] = Home(added.keys[block[i]]);
-      __builtin_prefetch(&entries[homes[i]], 1);
+      homes[i] = Home(added.keys[begin + i]);
+      __builtin_prefetch(&entries_[homes[i]], 1);
     }
     for (std::size_t i = 0; i < n; ++i) {
-      const Entry& entry = entries[homes[i]];
-      const std::uint32_t lookup = entry.ordinal - first;
-      if (lookup < count && entry.index != kEmpty)
-        __builtin_prefetch(&added.before[lookup]->next[entry.index], 1);
+      const Entry& entry = entries_[homes[i]];
+      if (entry.index != kEmpty && newest->IsBefore(entry.ordinal))
+        __builtin_prefetch(newest->NextUse(entry.ordinal, entry.index), 1);
     }
     for (std::size_t i = 0; i < n; ++i) {
-      const std::uint64_t key = added.keys[block[i]];
-      Entry* dead = nullptr;
-      Entry* entry = &entries[homes[i]];
-      while (entry->index != kEmpty && entry->key != key) {
-        if (dead == nullptr && entry->ordinal - first > count) dead = entry;
-        entry = &entries[Next(static_cast<std::size_t>(entry - entries))];
-      }
-      const std::uint32_t lookup = entry->ordinal - first;
-      if (entry->index != kEmpty && lookup < count) {
-        added.before[lookup]->next[entry->index] = static_cast<std::int32_t>(ordinal - entry->ordinal);
-        ++(*superseded)[lookup];
+      const std::uint64_t key = added.keys[begin + i];
+      const std::int32_t position = added.PositionOf(begin + i);
+      Entry& entry = *Find(key, homes[i], *newest);
+      if (entry.index != kEmpty && newest->IsBefore(entry.ordinal)) {
+        newest->SetNextUse(entry.ordinal, entry.index);
+        ++(*superseded)[entry.ordinal - newest->first()];
       } else {
-        added.first_seen[block[i]] = 1;
-        if (entry->index == kEmpty) {
-          if (dead != nullptr)
-            entry = dead;
-          else
-            ++used_;
-        }
+        newest->SetFirst(position);
       }
-      *entry = {key, ordinal, static_cast<std::uint32_t>(block[i])};
+      entry = {key, newest->ordinal(), static_cast<std::uint32_t>(position)};
     }
   }
 }
@@ -114,45 +137,106 @@ void WindowShard::Clear() {
   used_ = 0;
 }
 
-void Window::AddShards(const WindowShard::Added& added, std::size_t keys) {
-  const std::size_t before = added.before.size();
-  std::vector<std::vector<std::int64_t>> superseded(shards_.size(), std::vector<std::int64_t>(before));
-  if (shards_.size() == 1) {
-    shards_[0].Add(added, nullptr, keys, &superseded[0]);
+void WindowTables::Choose(std::span<const std::uint64_t> keys) {
+  struct Used {
+    std::uint64_t rows = 0, ids = 0;
+  };
+  std::vector<Used> used;
+  for (const std::uint64_t key : keys) {
+    if (KeyTable(key) >= used.size()) used.resize(KeyTable(key) + 1);
+    Used& table = used[KeyTable(key)];
+    ++table.rows;
+    table.ids = std::max(table.ids, KeyId(key) + 1);
+  }
+  std::uint64_t entries = 0;
+  for (std::size_t table = 0; table < used.size(); ++table) {
+    const std::uint64_t ids = (used[table].ids + kIdsInLine - 1) / kIdsInLine * kIdsInLine;
+    if (ids == 0 || ids > used[table].rows * kIdsPerRow || entries + ids > kMostEntries) continue;
+    tables_.resize(table + 1);
+    tables_[table] = {entries, ids};
+    entries += ids;
+  }
+  if (entries > 0) entries_ = OwnArray<Entry>(entries, Entry{});
+}
+
+void WindowTables::Add(NewKeys added, NewestLookup* newest, std::vector<std::int64_t>* superseded) {
+  for (std::size_t i = 0; i < added.keys.size(); ++i) {
+    if (i + kBlock < added.keys.size()) __builtin_prefetch(EntryOf(added.keys[i + kBlock]), 1);
+    Entry& entry = *EntryOf(added.keys[i]);
+    const std::int32_t position = added.PositionOf(i);
+    if (entry.index != kEmpty && newest->IsBefore(entry.ordinal)) {
+      newest->SetNextUse(entry.ordinal, entry.index);
+      ++(*superseded)[entry.ordinal - newest->first()];
+    } else {
+      newest->SetFirst(position);
+    }
+    entry = {newest->ordinal(), static_cast<std::uint32_t>(position)};
+  }
+}
+
+PageVector<std::uint64_t> WindowTables::Keys(std::uint32_t first, std::size_t lookups) const {
+  PageVector<std::uint64_t> keys;
+  for (std::size_t table = 0; table < tables_.size(); ++table) {
+    for (std::uint64_t id = 0; id < tables_[table].ids; ++id) {
+      const Entry& entry = entries_[tables_[table].begin + id];
+      if (entry.index != kEmpty && entry.ordinal - first < lookups)
+        keys.push_back(MakeKey(static_cast<std::uint32_t>(table), id));
+    }
+  }
+  return keys;
+}
+
+void WindowTables::Clear() {
+  tables_.clear();
+  entries_ = {};
+}
+
+std::size_t Window::PartOf(std::uint64_t key) const {
+  const std::size_t shards = shards_.size();
+  if (tables_.Has(key)) return shards + KeyId(key) / WindowTables::kIdsInLine % shards;
+  return shards == 1 ? 0 : WindowShard::ShardOf(key);
+}
+
+void Window::Add(const PageVector<std::uint64_t>& keys, NewestLookup* newest) {
+  const std::size_t shards = shards_.size(), parts = tables_.empty() ? shards : 2 * shards;
+  std::vector<std::vector<std::int64_t>> superseded(parts,
+                                                    std::vector<std::int64_t>(newest->lookups_before()));
+  if (parts == 1) {
+    shards_[0].Add({keys, {}}, newest, &superseded[0]);
   } else {
-    std::vector<PageVector<std::int32_t>> positions(shards_.size());
-    for (PageVector<std::int32_t>& own : positions) own.reserve(keys / shards_.size() * 9 / 8);
-    for (std::size_t i = 0; i < keys; ++i)
-      positions[WindowShard::ShardOf(added.keys[i])].push_back(static_cast<std::int32_t>(i));
-    const auto shards = static_cast<std::int64_t>(shards_.size());
-    ParallelFor(0, shards, keys < kParallelFrom ? shards : 1, [&](std::int64_t begin, std::int64_t end) {
-      for (auto shard = static_cast<std::size_t>(begin); shard < static_cast<std::size_t>(end); ++shard)
-        shards_[shard].Add(added, positions[shard].data(), positions[shard].size(), &superseded[shard]);
+    const auto n = static_cast<std::int64_t>(keys.size());
+    const DividedKeys divided(keys.data(), n, parts, [this](std::uint64_t key) { return PartOf(key); });
+    const auto count = static_cast<std::int64_t>(parts);
+    ParallelFor(0, count, n < kParallelKeys ? count : 1, [&](std::int64_t begin, std::int64_t end) {
+      for (auto part = static_cast<std::size_t>(begin); part < static_cast<std::size_t>(end); ++part) {
+        const NewKeys own = {divided.keys(part), divided.positions(part)};
+        if (part < shards)
+          shards_[part].Add(own, newest, &superseded[part]);
+        else
+          tables_.Add(own, newest, &superseded[part]);
+      }
     });
   }
-  for (const std::vector<std::int64_t>& of_shard : superseded) {
-    for (std::size_t lookup = 0; lookup < before; ++lookup) added.before[lookup]->latest -= of_shard[lookup];
-  }
+  for (const std::vector<std::int64_t>& of_part : superseded) newest->Count(of_part);
 }
 
 PageVector<std::uint64_t> Window::Announce(std::int64_t seq, std::shared_ptr<const Batch> batch) {
   if (!pending_.empty() && pending_.back().seq >= seq)
     throw std::logic_error("window: sequence does not increase");
-  const PageVector<std::uint64_t>& keys = batch->unique;
-  PageVector<std::uint8_t> first_seen(keys.size(), 0);
-  WindowShard::Added added = {keys.data(), {}, first_ordinal_, first_seen.data()};
-  for (PendingLookup& pending : pending_) added.before.push_back(&pending);
-  pending_.push_back(
-      {seq, batch, PageVector<std::int32_t>(keys.size()), static_cast<std::int64_t>(keys.size())});
-
-  if (shards_.size() == 1 && keys.size() >= kParallelFrom && NumThreads() > 1)
-    shards_ = shards_[0].Divided(first_ordinal_, added.before.size());
-  AddShards(added, keys.size());
-  PageVector<std::uint64_t> seen;
-  seen.reserve(keys.size());
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    if (first_seen[i] != 0) seen.push_back(keys[i]);
+  if (!knows_uses_) {
+    pending_.push_back({seq, batch, {}, 0});
+    return {};
   }
+  const PageVector<std::uint64_t>& keys = batch->unique;
+  NewestLookup newest(&pending_, first_ordinal_, keys.size());
+  if (is_new_ && keys.size() >= static_cast<std::size_t>(kParallelKeys)) tables_.Choose(keys);
+  is_new_ = false;
+  pending_.push_back(
+      {seq, batch, PageVector<std::int32_t>(keys.size(), 0), static_cast<std::int64_t>(keys.size())});
+  if (shards_.size() == 1 && keys.size() >= static_cast<std::size_t>(kParallelKeys) && NumThreads() > 1)
+    shards_ = shards_[0].Divided(first_ordinal_, newest.lookups_before());
+  Add(keys, &newest);
+  PageVector<std::uint64_t> seen = newest.FirstSeen(keys);
   live_ += static_cast<std::int64_t>(seen.size());
   return seen;
 }
@@ -164,9 +248,12 @@ PageVector<std::int64_t> Window::Take(std::int64_t seq) {
   uses.reserve(pending_.size());
   for (const PendingLookup& pending : pending_) uses.push_back(pending.seq);
   uses[0] = kNotKnown;
-  PageVector<std::int64_t> next_use;
-  next_use.reserve(front.next.size());
-  for (const std::int32_t later : front.next) next_use.push_back(uses[static_cast<std::size_t>(later)]);
+  PageVector<std::int64_t> next_use(front.next.size());
+  ParallelFor(0, static_cast<std::int64_t>(next_use.size()), kParallelKeys,
+              [&](std::int64_t begin, std::int64_t end) {
+                for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i)
+                  next_use[i] = uses[static_cast<std::size_t>(front.next[i])];
+              });
   live_ -= front.latest;  // its entries are dead from now on: their ordinal is out of range
   pending_.pop_front();
   ++first_ordinal_;
@@ -174,7 +261,8 @@ PageVector<std::int64_t> Window::Take(std::int64_t seq) {
 }
 
 PageVector<std::uint64_t> Window::Clear() {
-  PageVector<std::uint64_t> keys;
+  PageVector<std::uint64_t> keys = tables_.Keys(first_ordinal_, pending_.size());
+  tables_.Clear();
   for (WindowShard& shard : shards_) {
     const PageVector<std::uint64_t> own = shard.Keys(first_ordinal_, pending_.size());
     keys.insert(keys.end(), own.begin(), own.end());
@@ -184,11 +272,12 @@ PageVector<std::uint64_t> Window::Clear() {
   first_ordinal_ += static_cast<std::uint32_t>(pending_.size());
   pending_.clear();
   live_ = 0;
+  is_new_ = true;
   return keys;
 }
 
 std::int64_t Window::memory_bytes() const {
-  std::int64_t bytes = 0;
+  std::int64_t bytes = tables_.memory_bytes();
   for (const WindowShard& shard : shards_) bytes += shard.memory_bytes();
   for (const PendingLookup& pending : pending_) {
     bytes += static_cast<std::int64_t>(pending.batch->unique.size() *

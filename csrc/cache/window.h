@@ -1,17 +1,20 @@
 // The window: lookups that are announced but not yet planned. It knows the next use of every row in it.
 //
 // A window of large lookups has shards: a hash of the key says which one knows a row, and threads take one
-// each.
+// each. Tables of which such a lookup uses many rows have an entry for each id instead.
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "cache/batch.h"
+#include "cache/divided_keys.h"
 #include "cache/probing.h"
 #include "cache/reserved_memory.h"
+#include "common/key.h"
 
 namespace tierstore {
 
@@ -23,22 +26,51 @@ struct PendingLookup {
   std::int64_t latest;            // keys of which this lookup is the latest occurrence
 };
 
+// The newest lookup, as the entries of its keys learn of it: the lookups before it, and which of its keys
+// occur in none of them. Lookups are numbered modulo 2^32.
+class NewestLookup {
+ public:
+  NewestLookup(std::deque<PendingLookup>* before, std::uint32_t first, std::size_t keys);
+
+  std::uint32_t first() const { return first_; }
+  std::uint32_t ordinal() const { return first_ + static_cast<std::uint32_t>(before_.size()); }
+  std::size_t lookups_before() const { return before_.size(); }
+  // Whether a number is that of a lookup before this one.
+  bool IsBefore(std::uint32_t ordinal) const { return ordinal - first_ < before_.size(); }
+  // Where a lookup before this one keeps the next use of its key `index`.
+  std::int32_t* NextUse(std::uint32_t ordinal, std::uint32_t index) const {
+    return &before_[ordinal - first_]->next[index];
+  }
+  void SetNextUse(std::uint32_t ordinal, std::uint32_t index) {
+    *NextUse(ordinal, index) = static_cast<std::int32_t>(this->ordinal() - ordinal);
+  }
+  void SetFirst(std::int32_t position) { first_seen_[static_cast<std::size_t>(position)] = 1; }
+  // Keys that occur in no lookup before.
+  PageVector<std::uint64_t> FirstSeen(const PageVector<std::uint64_t>& keys) const;
+  // `superseded`: by lookup before, the keys that it had latest.
+  void Count(const std::vector<std::int64_t>& superseded);
+
+ private:
+  std::vector<PendingLookup*> before_;
+  std::uint32_t first_;
+  PageVector<std::uint8_t> first_seen_;  // by position
+};
+
+// Some keys of the newest lookup, and their positions in it; without positions its first keys.
+struct NewKeys {
+  std::span<const std::uint64_t> keys;
+  std::span<const std::int32_t> positions;
+
+  std::int32_t PositionOf(std::size_t i) const {
+    return positions.empty() ? static_cast<std::int32_t>(i) : positions[i];
+  }
+};
+
 // The latest occurrences of some keys.
 class WindowShard {
  public:
-  // The newest lookup, the lookups before it, and which of its keys occur in none of them. Lookups are
-  // numbered modulo 2^32.
-  struct Added {
-    const std::uint64_t* keys;
-    std::vector<PendingLookup*> before;
-    std::uint32_t first;
-    std::uint8_t* first_seen;
-  };
-
-  // Adds `count` keys of the newest lookup: those at `positions`, or its first ones without positions. Counts
-  // in `superseded`, by lookup before it, the keys that it had latest.
-  void Add(const Added& added, const std::int32_t* positions, std::size_t count,
-           std::vector<std::int64_t>* superseded);
+  // Counts in `superseded`, by lookup before the newest, the keys that it had latest.
+  void Add(NewKeys added, NewestLookup* newest, std::vector<std::int64_t>* superseded);
 
   // The keys of `lookups` lookups from `first` on.
   PageVector<std::uint64_t> Keys(std::uint32_t first, std::size_t lookups) const;
@@ -48,7 +80,7 @@ class WindowShard {
   std::int64_t memory_bytes() const { return static_cast<std::int64_t>(entries_.size() * sizeof(Entry)); }
 
   static constexpr std::size_t kShards = 16;
-  static std::size_t ShardOf(std::uint64_t key);
+  static std::size_t ShardOf(std::uint64_t key) { return HashKey(key) % kShards; }  // not the bits of Home
 
  private:
   // The latest occurrence of a key: number of the lookup, index in its unique keys. The entry is dead once
@@ -61,8 +93,12 @@ class WindowShard {
   };
   static constexpr std::uint32_t kEmpty = ~std::uint32_t{0};
 
-  std::size_t Home(std::uint64_t key) const;
+  std::size_t Home(std::uint64_t key) const {
+    return HomePlace(static_cast<std::uint32_t>(HashKey(key) >> 32), entries_.size());
+  }
   std::size_t Next(std::size_t at) const { return NextPlace(at, entries_.size()); }
+  // The entry of a key, or where it belongs.
+  Entry* Find(std::uint64_t key, std::size_t home, const NewestLookup& newest);
   PageVector<Entry> Live(std::uint32_t first, std::size_t lookups) const;
   // Makes room for `live`, which become the entries, and `extra` more.
   void Rebuild(const PageVector<Entry>& live, std::size_t extra);
@@ -71,8 +107,54 @@ class WindowShard {
   std::size_t used_ = 0;  // entries that are not empty, dead ones included
 };
 
+// The latest occurrences of the keys of some tables, by id. Threads may add keys of different lines.
+class WindowTables {
+ public:
+  // Takes the tables of which a lookup has so many rows that entries by id take little more memory than
+  // entries by hash: the window has more rows of them than one lookup. No occurrence is known then.
+  void Choose(std::span<const std::uint64_t> keys);
+  bool empty() const { return tables_.empty(); }
+  bool Has(std::uint64_t key) const {
+    const std::uint32_t table = KeyTable(key);
+    return table < tables_.size() && KeyId(key) < tables_[table].ids;
+  }
+  // A line of the processor's cache has the entries of so many ids.
+  static constexpr std::uint64_t kIdsInLine = 8;
+
+  // As of WindowShard. The tables have all of these keys.
+  void Add(NewKeys added, NewestLookup* newest, std::vector<std::int64_t>* superseded);
+  PageVector<std::uint64_t> Keys(std::uint32_t first, std::size_t lookups) const;
+  // Takes no table any more.
+  void Clear();
+  std::int64_t memory_bytes() const { return static_cast<std::int64_t>(entries_.size() * sizeof(Entry)); }
+
+ private:
+  struct Entry {
+    std::uint32_t ordinal = 0;
+    std::uint32_t index = kEmpty;
+  };
+  static constexpr std::uint32_t kEmpty = ~std::uint32_t{0};
+  static constexpr std::uint64_t kIdsPerRow = 16;
+  static constexpr std::uint64_t kMostEntries = std::uint64_t{1} << 19;  // 4 MiB
+  // The entries of a table.
+  struct Table {
+    std::uint64_t begin = 0, ids = 0;
+  };
+  Entry* EntryOf(std::uint64_t key) const {
+    return entries_.data() + tables_[KeyTable(key)].begin + KeyId(key);
+  }
+
+  std::vector<Table> tables_;
+  OwnArray<Entry> entries_;
+};
+
 class Window {
  public:
+  // Without `knows_uses` the window has its lookups alone, where nobody asks when rows are used: it returns
+  // no keys and no next uses.
+  explicit Window(bool knows_uses) : knows_uses_(knows_uses) {}
+  bool knows_uses() const { return knows_uses_; }
+
   // Adds a lookup; sequence numbers must increase. Returns the keys that occur in no earlier lookup of the
   // window: if they are resident, their tier learns now that they are used at `seq`.
   PageVector<std::uint64_t> Announce(std::int64_t seq, std::shared_ptr<const Batch> batch);
@@ -92,11 +174,15 @@ class Window {
   std::int64_t memory_bytes() const;
 
  private:
-  void AddShards(const WindowShard::Added& added, std::size_t keys);
+  void Add(const PageVector<std::uint64_t>& keys, NewestLookup* newest);
+  std::size_t PartOf(std::uint64_t key) const;
 
+  bool knows_uses_;
   std::deque<PendingLookup> pending_;
   std::uint32_t first_ordinal_ = 0;  // of pending_.front()
   std::vector<WindowShard> shards_ = std::vector<WindowShard>(1);
+  WindowTables tables_;
+  bool is_new_ = true;  // whether no lookup was added since the window was made or cleared
   std::int64_t live_ = 0;
 };
 

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <limits>
 #include <new>
+#include <utility>
 #include <vector>
 
 namespace tierstore {
@@ -17,6 +18,8 @@ void* TakePages(std::size_t bytes);
 // Frees memory; `bytes` as in the allocation.
 void GivePages(void* at, std::size_t bytes);
 
+// Elements that a vector gets by a size alone have no defined value, unless their type has a constructor:
+// to clear what threads are about to fill in would take one of them as long as the work itself.
 template <typename T>
 struct PageAllocator {
   using value_type = T;
@@ -37,6 +40,13 @@ struct PageAllocator {
     } else {
       GivePages(at, n * sizeof(T));
     }
+  }
+  template <typename U, typename... Values>
+  void construct(U* at, Values&&... values) {
+    if constexpr (sizeof...(Values) == 0)
+      ::new (static_cast<void*>(at)) U;
+    else
+      ::new (static_cast<void*>(at)) U(std::forward<Values>(values)...);
   }
   template <typename U>
   bool operator==(const PageAllocator<U>&) const {

@@ -114,11 +114,11 @@ def test_large_lookups_are_the_same_for_any_number_of_threads(
         assert wrong == [-1, 0, 0]
         assert batch.unique.tolist() == unique
         assert batch.inverse.tolist() == inverse
-        start, positions = _core.build_csr(batch.inverse, len(unique))
         rows = np.array(inverse)
         used = np.flatnonzero(rows >= 0)
-        assert positions.tolist() == used[np.argsort(rows[used], kind="stable")].tolist()
-        assert np.diff(start).tolist() == np.bincount(rows[used], minlength=len(unique)).tolist()
+        for start, positions in (_core.build_csr(batch.inverse, len(unique)), _core.transposed(batch)):
+            assert positions.tolist() == used[np.argsort(rows[used], kind="stable")].tolist()
+            assert np.diff(start).tolist() == np.bincount(rows[used], minlength=len(unique)).tolist()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -133,3 +133,58 @@ def test_the_first_wrong_id_of_a_large_lookup_is_found(seed: int, threads: Calla
     for count in (1, 2, 16):
         threads(count)
         assert made(segments)[1] == first_wrong(segments)
+
+
+PARTS_FROM, LEAST_OF_PART = 1 << 16, 1 << 14
+
+
+@pytest.mark.parametrize("past", [-1, 0, 1])
+def test_lookups_around_the_sizes_of_parts(past: int, threads: Callable[[int], None]) -> None:
+    """A lookup has parts from 65,536 ids on, of 16,384 ids at least; some ids are padding."""
+    random = np.random.default_rng(past + 1)
+    sizes = [PARTS_FROM - LEAST_OF_PART - 9, 9, LEAST_OF_PART + past]
+    for distinct in (1, 7, 20_000, 1 << 40):
+        segments = [
+            (random.integers(0, distinct, size), table, 1 << 40, 3)
+            for table, size in zip((4, 2, 9), sizes, strict=True)
+        ]
+        unique, inverse = expected(segments)
+        threads(2)
+        batch, _ = made(segments)
+        assert batch.unique.tolist() == unique
+        assert batch.inverse.tolist() == inverse
+        start, positions = _core.transposed(batch)
+        again = _core.build_csr(np.array(inverse, np.int32), len(unique))
+        assert start.tolist() == again[0].tolist()
+        assert positions.tolist() == again[1].tolist()
+
+
+@pytest.mark.parametrize("past", [-1, 0, 1])
+@pytest.mark.parametrize("ids", [1000, 70_000])
+def test_tables_around_the_sizes_that_have_an_entry_per_id(ids: int, past: int) -> None:
+    """Two rows per id, and all such tables of a part together; the last id of each table is asked for."""
+    random = np.random.default_rng(ids)
+    bound = max(1 << 13, 2 * ids) + past
+    for tables in (1, 2, 70):
+        segments = [
+            (np.append(random.integers(0, bound, ids - 1), bound - 1), table, bound, -1)
+            for table in range(tables)
+            for _ in range(1 + (table == 1))
+        ][: (1 << 20) // ids]
+        unique, inverse = expected(segments)
+        for _ in range(2):
+            batch, _ = made(segments)
+            assert batch.unique.tolist() == unique
+            assert batch.inverse.tolist() == inverse
+
+
+@pytest.mark.parametrize("size", [64, 96, 97, 191, 192, 193, 1000, 100_000])
+def test_lookups_without_repeats(size: int) -> None:
+    """The table of the keys grows while they are added."""
+    ids = np.random.default_rng(size).choice(1 << 40, size, replace=False)
+    for repeats in (1, 2, 3):
+        segments = [(np.tile(ids, repeats), 5, 1 << 40, -1)]
+        unique, inverse = expected(segments)
+        batch, _ = made(segments)
+        assert batch.unique.tolist() == unique
+        assert batch.inverse.tolist() == inverse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore import _core
+from tierstore.keys import make_keys
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -25,7 +27,8 @@ class _Oracle:
 
     def take(self) -> tuple[int, list[int]]:
         seq, keys = self.pending.popleft()
-        return seq, [next((s for s, other in self.pending if key in other), _NEVER) for key in keys]
+        later = [(s, set(other)) for s, other in self.pending]
+        return seq, [next((s for s, other in later if key in other), _NEVER) for key in keys]
 
 
 @settings(deadline=None, max_examples=60)
@@ -65,29 +68,98 @@ def test_window_of_many_batches_is_rebuilt_again_and_again() -> None:
     assert bytes_[-1] == bytes_[50]
 
 
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = _core.num_threads()
+    yield _core.set_num_threads
+    _core.set_num_threads(before)
+
+
+@pytest.mark.parametrize("spread", [1, 1000])
 @pytest.mark.parametrize("large", [(1 << 14) - 1, 1 << 14, (1 << 14) + 1, 70_001])
-def test_threads_share_large_lookups(large: int) -> None:
-    """One window sees the lookups with one thread, the other one with changing numbers of threads."""
+def test_threads_share_large_lookups(large: int, spread: int, threads: Callable[[int], None]) -> None:
+    """One window sees the lookups with one thread, the other one with changing numbers of threads. Ids that
+    are close to each other have entries by id, and others have none."""
     one, shared, random = _core.Window(), _core.Window(), np.random.default_rng(large)
-    threads = _core.num_threads()
-    try:
-        for seq in range(40):
-            size = large if seq % 3 else 50
-            keys = random.choice(100_000, size, replace=False).astype(np.uint64)
-            _core.set_num_threads(1)
-            first = one.announce(seq, _core.batch_of_unique(keys))
-            _core.set_num_threads([1, 2, 5][seq // 5 % 3])
-            assert shared.announce(seq, _core.batch_of_unique(keys)).tolist() == first.tolist()
-            assert shared.distinct_rows == one.distinct_rows
-            if seq >= 7:
-                assert shared.take(seq - 7).tolist() == one.take(seq - 7).tolist()
-            if seq == 25:
-                assert shared.clear().tolist() == one.clear().tolist()
-                assert one.lookups == 0
-                break
-        assert shared.announce(99, _core.batch_of_unique(keys)).tolist() == keys.tolist()
-    finally:
-        _core.set_num_threads(threads)
+    for seq in range(40):
+        size = large if seq % 3 else 50
+        keys = random.choice(100_000, size, replace=False).astype(np.uint64) * np.uint64(spread)
+        threads(1)
+        first = one.announce(seq, _core.batch_of_unique(keys))
+        threads([1, 2, 5][seq // 5 % 3])
+        assert shared.announce(seq, _core.batch_of_unique(keys)).tolist() == first.tolist()
+        assert shared.distinct_rows == one.distinct_rows
+        if seq >= 7:
+            assert shared.take(seq - 7).tolist() == one.take(seq - 7).tolist()
+        if seq == 25:
+            assert shared.clear().tolist() == one.clear().tolist()
+            assert one.lookups == 0
+            break
+    assert shared.announce(99, _core.batch_of_unique(keys)).tolist() == keys.tolist()
+
+
+def _lookup(random: np.random.Generator, size: int) -> np.ndarray:
+    """Unique keys: of table 1 close to each other, of table 3 also beyond those of the first lookup, of table
+    2 far from each other."""
+    parts = [
+        make_keys(1, random.choice(30_000, size // 2, replace=False)),
+        make_keys(2, random.choice(4_000, size // 8, replace=False) * (1 << 30)),
+        make_keys(3, random.choice(9_000 + 40 * size, size // 4, replace=False)),
+    ]
+    return np.concatenate([parts[number] for number in random.permutation(3)])
+
+
+@pytest.mark.parametrize("first", [100, (1 << 14) + 1000])
+def test_large_lookups_equal_a_dictionary(first: int, threads: Callable[[int], None]) -> None:
+    """Tables have entries by id where the first lookup is large, and no entries by id again once the window
+    is cleared."""
+    window, oracle, random = _core.Window(), _Oracle(), np.random.default_rng(first)
+    for seq in range(24):
+        threads([2, 1, 3][seq % 3])
+        size = first if seq in (0, 14) else int(random.choice([40, 3000, 20_000]))
+        keys = _lookup(random, size)
+        batch = _core.batch_of_unique(keys)
+        assert window.announce(seq, batch).tolist() == oracle.announce(seq, keys.tolist())
+        assert window.distinct_rows == len({key for _, other in oracle.pending for key in other})
+        if len(oracle.pending) > int(random.integers(1, 7)):
+            taken, next_use = oracle.take()
+            assert window.take(taken).tolist() == next_use
+        if seq == 13:
+            announced = {key for _, other in oracle.pending for key in other}
+            assert window.clear().tolist() == sorted(announced)
+            oracle.pending.clear()
+    assert oracle.pending
+
+
+@pytest.mark.parametrize("rows", [1 << 14, 1 << 16])
+@pytest.mark.parametrize("past", [-8, 0, 8])
+def test_entries_by_id_are_no_larger_than_what_a_window_has_use_for(rows: int, past: int) -> None:
+    """Sixteen ids per row of a lookup at most, and 2^19 ids in all."""
+    window, limit = _core.Window(), min(16 * rows, 1 << 19)
+    ids = np.arange(rows, dtype=np.uint64)
+    ids[-1] = limit + past - 1
+    window.announce(0, _core.batch_of_unique(ids))
+    by_id = window.memory_bytes - rows * (8 + 4 + 4)
+    if past > 0:
+        assert by_id >= rows * 16
+    else:
+        assert by_id - 8 * (limit + past) <= 16 * 64 * 17  # shards without a key
+    assert window.announce(1, _core.batch_of_unique(ids)).tolist() == []
+    assert window.take(0).tolist() == [1] * rows
+    assert window.clear().tolist() == ids.tolist()
+    assert window.announce(2, _core.batch_of_unique(ids[:9])).tolist() == ids[:9].tolist()
+
+
+def test_a_window_that_knows_no_uses_has_its_lookups_alone() -> None:
+    window, batch = _core.Window(knows_uses=False), _core.batch_of_unique(np.arange(40, dtype=np.uint64))
+    assert window.announce(3, batch).tolist() == []
+    assert window.announce(5, batch).tolist() == []
+    assert (window.lookups, window.distinct_rows) == (2, 0)
+    with pytest.raises(RuntimeError, match="order"):
+        window.take(5)
+    assert window.take(3) is None
+    assert window.clear().tolist() == []
+    assert window.lookups == 0
 
 
 def test_window_wants_its_lookups_in_order() -> None:

@@ -57,7 +57,8 @@ class TierGroup:
         self.device = tiers[0].plan.device
         self.stack = TierStack(name, tiers)
         self.order = LookupOrder()
-        self.window = _core.Window()
+        # Where no row leaves the first tier, and none comes from below, nobody asks when rows are used.
+        self.window = _core.Window(knows_uses=self.fast.plan.evicts or bool(self.stack.lower))
         self.curves = LiveCurves(tables)
         self.residency_lock = lock
         self.stats = stats
@@ -203,7 +204,7 @@ class TierGroup:
                 self.stats.plans_now()
             self._drain_overflow()
             next_use = self.window.take(seq) if announced else None
-            pinned.csr = _core.build_csr(pinned.batch.inverse, len(pinned.batch.unique))
+            pinned.csr = _core.transposed(pinned.batch)
             self._planned = max(self._planned, seq)
             self.stack.begin_lookup(seq)
             return self.fast.native.begin(pinned.batch.unique, next_use, seq)

@@ -355,7 +355,9 @@ class MemoryTier(Tier):
             yield keys if table is None else keys[split(keys)[0] == table]
 
     def announce(self, keys: Keys, next_use: int, now: int) -> Keys:
-        return self.native.announce(keys, next_use, now) if self.uses_window else keys
+        # Rows that never leave need no lower tier; of other rows a policy without a window knows no use.
+        knows = self.uses_window or not self.plan.evicts
+        return self.native.announce(keys, next_use, now) if knows else keys
 
     def stats(self) -> TierStats:
         """Return the tier's sizes; for each table its rows here, its own slots (None: it shares), and whether

@@ -1,0 +1,76 @@
+// Keys divided into parts, which threads of the pool then take one each.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "common/page_allocator.h"
+#include "common/thread_pool.h"
+
+namespace tierstore {
+
+// Threads share the work on so many keys.
+inline constexpr std::int64_t kParallelKeys = 1 << 14;
+
+// The keys of each part, and their positions among all keys; they stay in the order of positions.
+class DividedKeys {
+ public:
+  using PartNumber = std::uint16_t;
+
+  DividedKeys() = default;
+  // part_of(key): less than `parts`, of which there are 2^16 at most. What comes out is the same for any
+  // number of threads.
+  template <typename PartOf>
+  DividedKeys(const std::uint64_t* keys, std::int64_t n, std::size_t parts, const PartOf& part_of)
+      : positions_(static_cast<std::size_t>(n)), keys_(static_cast<std::size_t>(n)), begin_(parts + 1) {
+    PageVector<PartNumber> part(static_cast<std::size_t>(n));
+    const std::int64_t blocks = n < kParallelKeys ? 1 : NumThreads();
+    const std::int64_t length = std::max<std::int64_t>(1, (n + blocks - 1) / blocks);
+    // Of each block and part, the number of keys, and then where the next one goes.
+    std::vector<std::vector<std::size_t>> next(static_cast<std::size_t>(blocks),
+                                               std::vector<std::size_t>(parts));
+    ParallelFor(0, n, length, [&](std::int64_t first, std::int64_t last) {
+      std::vector<std::size_t>& count = next[static_cast<std::size_t>(first / length)];
+      for (std::int64_t i = first; i < last; ++i) {
+        const auto number = static_cast<PartNumber>(part_of(keys[i]));
+        part[static_cast<std::size_t>(i)] = number;
+        ++count[number];
+      }
+    });
+    std::size_t at = 0;
+    for (std::size_t number = 0; number < parts; ++number) {
+      begin_[number] = at;
+      for (std::vector<std::size_t>& of_block : next) {
+        const std::size_t count = of_block[number];
+        of_block[number] = at;
+        at += count;
+      }
+    }
+    begin_[parts] = at;
+    ParallelFor(0, n, length, [&](std::int64_t first, std::int64_t last) {
+      std::vector<std::size_t>& to = next[static_cast<std::size_t>(first / length)];
+      for (std::int64_t i = first; i < last; ++i) {
+        const std::size_t place = to[part[static_cast<std::size_t>(i)]]++;
+        positions_[place] = static_cast<std::int32_t>(i);
+        keys_[place] = keys[i];
+      }
+    });
+  }
+
+  std::int64_t size(std::size_t part) const { return static_cast<std::int64_t>(keys(part).size()); }
+  std::span<const std::uint64_t> keys(std::size_t part) const {
+    return {keys_.data() + begin_[part], begin_[part + 1] - begin_[part]};
+  }
+  std::span<const std::int32_t> positions(std::size_t part) const {
+    return {positions_.data() + begin_[part], begin_[part + 1] - begin_[part]};
+  }
+
+ private:
+  PageVector<std::int32_t> positions_;
+  PageVector<std::uint64_t> keys_;
+  std::vector<std::size_t> begin_;  // of each part, and the end of the last one
+};
+
+}  // namespace tierstore
