@@ -9,6 +9,9 @@ ParallelCompile("TIERSTORE_BUILD_JOBS").install()
 
 SOURCES = sorted(str(path) for path in Path("csrc").rglob("*.cc") if "tests" not in path.parts)
 HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.h"))
+# What tierstore/cuda/source.py reads.
+KERNELS = ["cuda/args.h", "cuda/*.cu", "cuda/*.cuh", "cuda/nvrtc/*"]
+KERNELS += ["kernels/inline.h", "kernels/normal.h", "kernels/philox.h"]
 
 core = Pybind11Extension(
     "tierstore._core",
@@ -26,7 +29,8 @@ setup(
     ext_modules=[core],
     packages=[
         *find_packages(include=["tierstore*", "cache_policies*"]),
-        *("tierstore_bench", "tierstore_bench.research"),
+        *("tierstore_bench", "tierstore_bench.research", "tierstore.cuda.kernel_source"),
     ],
-    package_dir={"tierstore_bench": "bench"},
+    package_dir={"tierstore_bench": "bench", "tierstore.cuda.kernel_source": "csrc"},
+    package_data={"tierstore.cuda.kernel_source": KERNELS},
 )

@@ -29,6 +29,7 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "sparse": BASICS,
     "optim": BASICS | {"_core"},
     "store": BASICS | {"_core"},
+    "cuda": {"errors", "config", "_core"},
     "cache": BASICS | {"_core", "cache_policies", "optim", "rounds", "store"},
     "modules": BASICS | {"_core", "sparse", "optim", "store", "cache"},
     "pipeline": BASICS
@@ -53,7 +54,7 @@ ONLY_THIRD_PARTY = {
     "planner": {"numpy", "scipy", "torch"},
 }
 NEVER_IMPORTED = {
-    layer: {"torch"} for layer in ("store", "cache", "placement", "default_planner", "errors", "keys")
+    layer: {"torch"} for layer in ("store", "cache", "cuda", "placement", "default_planner", "errors", "keys")
 }
 
 MAX_PARAMETERS = 6
@@ -69,7 +70,7 @@ LIKE_TORCH = {
 }
 
 # Packages whose signatures say their types; at most so many ``Any`` are left in all.
-TYPED = ("cache", "modules", "store")
+TYPED = ("cache", "cuda", "modules", "store")
 MAX_ANY = 29
 
 # Packages that use what another keeps private: benchmarks for makers measure as those for users do.

@@ -16,6 +16,7 @@ PUBLIC_NAMES = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "GpuError",
     "GradientError",
     "InputError",
     "JaggedTensor",

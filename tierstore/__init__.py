@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tierstore.errors import (
         ClosedError,
         ConfigError,
+        GpuError,
         GradientError,
         InputError,
         PolicyFaultError,
@@ -61,6 +62,7 @@ _HOME = {
     "errors": [
         "ClosedError",
         "ConfigError",
+        "GpuError",
         "GradientError",
         "InputError",
         "PolicyFaultError",
@@ -118,6 +120,7 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
+    "GpuError",
     "GradientError",
     "InputError",
     "JaggedTensor",

@@ -56,6 +56,10 @@ class RankError(TierStoreError, RuntimeError):
     """Another rank of the job has died, or did not answer within the timeout."""
 
 
+class GpuError(TierStoreError, RuntimeError):
+    """A GPU, its driver or the compiler of its kernels is missing, too old or has failed."""
+
+
 class InfeasiblePlanError(TierStoreError, ValueError):
     """The tables do not fit the machines. ``binding`` is the resource that is short, ``missing_bytes`` how
     much of it is missing, ``report`` the dictionary of ``tierstore plan --json``."""

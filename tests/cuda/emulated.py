@@ -4,124 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import subprocess
 from collections.abc import Sequence
-from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
-from pathlib import Path
+from ctypes import c_int, c_int64, c_void_p
 
 import numpy as np
 
+from tests.cuda.compiled import shared_library
 from tests.kernels.kernel_oracle import Batch
+from tierstore.cuda.args import BagsArgs, GatherArgs, RowsArgs
 
-_ROOT = Path(__file__).parents[2]
-_SOURCE = _ROOT / "csrc" / "cuda" / "tests" / "emulated.cc"
-_FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
 DIMS = (1, 3, 4, 17, 20, 64, 100, 300)
 REDUCE_POSITIONS = 256
 
 
-def _struct(name: str, *fields: tuple[str, type]) -> type[ctypes.Structure]:
-    return type(name, (ctypes.Structure,), {"_fields_": list(fields)})
-
-
-def _pointers(*names: str) -> list[tuple[str, type]]:
-    return [(name, c_void_p) for name in names]
-
-
-RowsArgs = _struct("RowsArgs", *_pointers("base"), ("row_floats", c_int64))
-MoveRowsArgs = _struct(
-    "MoveRowsArgs",
-    *_pointers("source"),
-    ("from_floats", c_int64),
-    *_pointers("from_rows", "target"),
-    ("to_floats", c_int64),
-    *_pointers("to_rows"),
-    ("n", c_int64),
-    ("words", c_int64),
-)
-GatherArgs = _struct("GatherArgs", ("rows", RowsArgs), *_pointers("slots", "inverse"))
-BagsArgs = _struct(
-    "BagsArgs",
-    *_pointers("offsets"),
-    ("num_bags", c_int64),
-    *_pointers("bag_start"),
-    ("num_features", c_int64),
-    *_pointers("out_offset", "out_stride", "poolings"),
-)
-LookupPooledArgs = _struct(
-    "LookupPooledArgs", ("gather", GatherArgs), ("bags", BagsArgs), *_pointers("weights", "out", "argmax")
-)
-LookupRowsArgs = _struct(
-    "LookupRowsArgs", ("gather", GatherArgs), ("n", c_int64), *_pointers("out"), ("out_stride", c_int64)
-)
-WeightGradsArgs = _struct(
-    "WeightGradsArgs", ("gather", GatherArgs), ("bags", BagsArgs), *_pointers("grad", "out")
-)
-BagShare = _struct(
-    "BagShare", ("grad", c_int64), ("argmax", c_int64), ("scale", c_float), ("unused", c_int32)
-)
-BagSharesArgs = _struct(
-    "BagSharesArgs", ("bags", BagsArgs), ("dim", c_int64), *_pointers("inverse", "shares", "bag_of")
-)
-GradsArgs = _struct(
-    "GradsArgs",
-    *_pointers("grad"),
-    ("stride", c_int64),
-    *_pointers("shares", "bag_of", "weights", "argmax"),
-)
-_STEP = ("lr", "eps", "l2", "keep", "beta1", "beta2", "rest1", "rest2", "adam_lr", "adam_inv_sqrt_v")
-StepArgs = _struct("StepArgs", *[(name, c_float) for name in _STEP])
-UpdateArgs = _struct(
-    "UpdateArgs",
-    ("rows", RowsArgs),
-    *_pointers("slots"),
-    ("num_slots", c_int64),
-    *_pointers("csr_start", "csr_positions"),
-    ("grads", GradsArgs),
-    ("step", StepArgs),
-    ("check_finite", c_int32),
-    ("unused", c_int32),
-    *_pointers("rejected", "squares", "means", "hot", "hot_piece"),
-    ("num_hot", c_int64),
-    *_pointers("partials"),
-)
-InitRowsArgs = _struct(
-    "InitRowsArgs",
-    ("rows", RowsArgs),
-    *_pointers("slots", "keys"),
-    ("n", c_int64),
-    ("dim", c_int64),
-    ("state_floats", c_int64),
-    ("state_value", c_float),
-    ("unused", c_int32),
-    *_pointers("kinds", "first", "second", "seeds", "columns"),
-)
-STRUCTS = (
-    *(MoveRowsArgs, LookupPooledArgs, LookupRowsArgs, WeightGradsArgs),
-    *(BagSharesArgs, BagShare, UpdateArgs, InitRowsArgs),
-)
-
-
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Compile the emulated kernels, unless these sources were compiled before."""
-    sources = [
-        *sorted((_ROOT / "csrc" / "cuda").glob("**/*.*")),
-        *sorted((_ROOT / "csrc/kernels").glob("*.h")),
-    ]
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    target = _ROOT / "build" / "cuda" / f"emulated-{digest}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        made = target.with_suffix(f".{os.getpid()}")
-        compiler = os.environ.get("CXX", "g++").split()
-        command = [*compiler, *_FLAGS, "-I", _ROOT / "csrc", _SOURCE, "-o", made]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        made.rename(target)
-    loaded = ctypes.CDLL(str(target))
+    """Return the emulated kernels."""
+    loaded = ctypes.CDLL(str(shared_library("emulated")))
     loaded.launch.restype = ctypes.c_char_p
     loaded.size_of.restype = c_int64
     return loaded

@@ -14,38 +14,45 @@ from pathlib import Path
 
 import pytest
 
+from tierstore.cuda.cubins import Part
+from tierstore.cuda.source import HEADERS, MAIN
+
 _ROOT = Path(__file__).parents[2]
 _NVCC = shutil.which("nvcc")
 _ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
-_LAYOUTS = [(64, 4, 1), (128, 4, 3), (17, 1, 2)]  # dim, floats of a word, optimizer
-KERNELS = {
-    *("move_rows", "init_rows", "lookup_pooled", "lookup_rows", "weight_grads"),
-    *("bag_shares", "update_cold", "update_pieces", "update_hot"),
-}
+_LAYOUTS = [Part(64, 4), Part(64, 4, 1), Part(128, 4), Part(128, 4, 3), Part(17, 1), Part(17, 1, 2)]
+_PARTS = [Part(), *_LAYOUTS]
+
+
+def _kernels(part: Part) -> set[str]:
+    if part.dim is None:
+        return {"move_rows", "init_rows", "bag_shares"}
+    if part.optimizer is None:
+        return {"lookup_pooled", "lookup_rows", "weight_grads"}
+    return {"update_cold", "update_pieces", "update_hot"}
+
 
 pytestmark = pytest.mark.skipif(
     _NVCC is None and "CI" not in os.environ, reason="needs nvcc, of CUDA 12.8 or later"
 )
 
 
-def _compile(layout: tuple[int, int, int], output: Path, *options: str) -> str:
-    """Compile the kernels of a row layout; return what the compiler reports."""
+def _compile(part: Part, output: Path, *options: str) -> str:
+    """Compile a part of the kernels; return what the compiler reports."""
     assert _NVCC is not None, "continuous integration needs nvcc"
-    dim, vec, optimizer = layout
-    defines = [f"-DTIERSTORE_DIM={dim}", f"-DTIERSTORE_VEC={vec}", f"-DTIERSTORE_OPTIMIZER={optimizer}"]
     command = [
         *(_NVCC, "-std=c++20", "-O3", "--fmad=false", "-Werror=all-warnings", "-I", _ROOT / "csrc"),
-        *(*defines, *options, _ROOT / "csrc" / "cuda" / "kernels.cu", "-o", output),
+        *(*part.defines(), *options, _ROOT / "csrc" / "cuda" / "kernels.cu", "-o", output),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stderr + done.stdout
 
 
-@pytest.mark.parametrize("layout", _LAYOUTS, ids=str)
-def test_registers_and_spills(layout: tuple[int, int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", _PARTS, ids=str)
+def test_registers_and_spills(part: Part, tmp_path: Path) -> None:
     architectures = [f"-gencode=arch=compute_{a[3:]},code={a}" for a in _ARCHITECTURES]
-    report = _compile(layout, tmp_path / "kernels.fatbin", "--fatbin", "-Xptxas", "-v", *architectures)
+    report = _compile(part, tmp_path / "kernels.fatbin", "--fatbin", "-Xptxas", "-v", *architectures)
     found = re.findall(
         r"Compiling entry function '(\w+)' for '(sm_\d+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores"
         r", (\d+) bytes spill loads.*?Used (\d+) registers",
@@ -53,24 +60,32 @@ def test_registers_and_spills(layout: tuple[int, int, int], tmp_path: Path) -> N
         re.DOTALL,
     )
     assert {(name, architecture) for name, architecture, *_ in found} == {
-        (name, architecture) for name in KERNELS for architecture in _ARCHITECTURES
+        (name, architecture) for name in _kernels(part) for architecture in _ARCHITECTURES
     }
     for name, architecture, stack, stores, loads, registers in found:
         assert (stack, stores, loads) == ("0", "0", "0"), (name, architecture)
         assert int(registers) <= 80, (name, architecture)  # three blocks of 256 threads fit a multiprocessor
 
 
-@pytest.mark.parametrize("layout", _LAYOUTS, ids=str)
-def test_ptx_keeps_the_bits(layout: tuple[int, int, int], tmp_path: Path) -> None:
-    _compile(layout, tmp_path / "kernels.ptx", "--ptx", "-arch=sm_90")
+@pytest.mark.parametrize("part", _PARTS, ids=str)
+def test_ptx_keeps_the_bits(part: Part, tmp_path: Path) -> None:
+    _compile(part, tmp_path / "kernels.ptx", "--ptx", "-arch=sm_90")
     ptx = (tmp_path / "kernels.ptx").read_text()
-    assert set(re.findall(r"\.visible \.entry (\w+)\(", ptx)) == KERNELS
+    assert set(re.findall(r"\.visible \.entry (\w+)\(", ptx)) == _kernels(part)
     instructions = set(re.findall(r"^\s+(?:@%\w+ )?([a-z]\w*(?:\.\w+)*)", ptx, re.MULTILINE))
     float_arithmetic = {i for i in instructions if i.endswith((".f32", ".f64"))}
     assert not {i for i in float_arithmetic if i.startswith(("fma", "mad"))}
     assert not {i for i in float_arithmetic if ".approx" in i or ".ftz" in i}
     assert {"add.f32", "mul.f32"} <= float_arithmetic or {"add.rn.f32", "mul.rn.f32"} <= float_arithmetic
-    for kernel in ("lookup_pooled", "lookup_rows", "update_cold"):
+    for kernel in _kernels(part) & {"lookup_pooled", "lookup_rows", "update_cold"}:
         body = ptx.split(f".visible .entry {kernel}(")[1].split(".visible .entry")[0]
         wide = len(re.findall(r"ld(?:\.global)?\.v4\.f32", body))
-        assert (wide >= 4 if kernel != "lookup_rows" else wide >= 1) if layout[1] == 4 else wide == 0
+        assert (wide >= 4 if kernel != "lookup_rows" else wide >= 1) if part.vec == 4 else wide == 0
+
+
+def test_the_source_lists_its_headers(tmp_path: Path) -> None:
+    """What NVRTC is given is what nvcc reads."""
+    report = _compile(Part(), tmp_path / "kernels.d", "-M")
+    assert report == ""
+    read = {name for name in re.findall(r"csrc/(\S+)", (tmp_path / "kernels.d").read_text())}
+    assert read == {MAIN, *HEADERS}

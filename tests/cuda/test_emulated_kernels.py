@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cuda.emulated import (
-    DIMS,
+from tests.cuda.emulated import DIMS, Launch, hot_rows, library, vec_of
+from tests.kernels.kernel_batches import address, batches, make_rows, of, same_bits, steps
+from tests.kernels.kernel_oracle import Batch, Step
+from tierstore import _core as core
+from tierstore.cuda.args import (
     STRUCTS,
     BagShare,
     BagSharesArgs,
     GradsArgs,
     InitRowsArgs,
-    Launch,
     LookupPooledArgs,
     LookupRowsArgs,
     MoveRowsArgs,
@@ -24,13 +26,7 @@ from tests.cuda.emulated import (
     StepArgs,
     UpdateArgs,
     WeightGradsArgs,
-    hot_rows,
-    library,
-    vec_of,
 )
-from tests.kernels.kernel_batches import address, batches, make_rows, of, same_bits, steps
-from tests.kernels.kernel_oracle import Batch, Step
-from tierstore import _core as core
 
 PROPERTY = settings(max_examples=40, deadline=None)
 SEEDS = st.integers(0, 2**32)

@@ -1,0 +1,88 @@
+"""The arguments of the kernels: the structs of csrc/cuda/args.h, whose sizes a test compares."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+
+def _struct(name: str, *fields: tuple[str, type]) -> type[ctypes.Structure]:
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields)})
+
+
+def _pointers(*names: str) -> list[tuple[str, type]]:
+    return [(name, c_void_p) for name in names]
+
+
+RowsArgs = _struct("RowsArgs", *_pointers("base"), ("row_floats", c_int64))
+MoveRowsArgs = _struct(
+    "MoveRowsArgs",
+    *_pointers("source"),
+    ("from_floats", c_int64),
+    *_pointers("from_rows", "target"),
+    ("to_floats", c_int64),
+    *_pointers("to_rows"),
+    ("n", c_int64),
+    ("words", c_int64),
+)
+GatherArgs = _struct("GatherArgs", ("rows", RowsArgs), *_pointers("slots", "inverse"))
+BagsArgs = _struct(
+    "BagsArgs",
+    *_pointers("offsets"),
+    ("num_bags", c_int64),
+    *_pointers("bag_start"),
+    ("num_features", c_int64),
+    *_pointers("out_offset", "out_stride", "poolings"),
+)
+LookupPooledArgs = _struct(
+    "LookupPooledArgs", ("gather", GatherArgs), ("bags", BagsArgs), *_pointers("weights", "out", "argmax")
+)
+LookupRowsArgs = _struct(
+    "LookupRowsArgs", ("gather", GatherArgs), ("n", c_int64), *_pointers("out"), ("out_stride", c_int64)
+)
+WeightGradsArgs = _struct(
+    "WeightGradsArgs", ("gather", GatherArgs), ("bags", BagsArgs), *_pointers("grad", "out")
+)
+BagShare = _struct(
+    "BagShare", ("grad", c_int64), ("argmax", c_int64), ("scale", c_float), ("unused", c_int32)
+)
+BagSharesArgs = _struct(
+    "BagSharesArgs", ("bags", BagsArgs), ("dim", c_int64), *_pointers("inverse", "shares", "bag_of")
+)
+GradsArgs = _struct(
+    "GradsArgs",
+    *_pointers("grad"),
+    ("stride", c_int64),
+    *_pointers("shares", "bag_of", "weights", "argmax"),
+)
+STEP_FIELDS = ("lr", "eps", "l2", "keep", "beta1", "beta2", "rest1", "rest2", "adam_lr", "adam_inv_sqrt_v")
+StepArgs = _struct("StepArgs", *[(name, c_float) for name in STEP_FIELDS])
+UpdateArgs = _struct(
+    "UpdateArgs",
+    ("rows", RowsArgs),
+    *_pointers("slots"),
+    ("num_slots", c_int64),
+    *_pointers("csr_start", "csr_positions"),
+    ("grads", GradsArgs),
+    ("step", StepArgs),
+    ("check_finite", c_int32),
+    ("unused", c_int32),
+    *_pointers("rejected", "squares", "means", "hot", "hot_piece"),
+    ("num_hot", c_int64),
+    *_pointers("partials"),
+)
+InitRowsArgs = _struct(
+    "InitRowsArgs",
+    ("rows", RowsArgs),
+    *_pointers("slots", "keys"),
+    ("n", c_int64),
+    ("dim", c_int64),
+    ("state_floats", c_int64),
+    ("state_value", c_float),
+    ("unused", c_int32),
+    *_pointers("kinds", "first", "second", "seeds", "columns"),
+)
+STRUCTS = (
+    *(MoveRowsArgs, LookupPooledArgs, LookupRowsArgs, WeightGradsArgs),
+    *(BagSharesArgs, BagShare, UpdateArgs, InitRowsArgs),
+)
