@@ -89,3 +89,17 @@ def test_the_source_lists_its_headers(tmp_path: Path) -> None:
     assert report == ""
     read = {name for name in re.findall(r"csrc/(\S+)", (tmp_path / "kernels.d").read_text())}
     assert read == {MAIN, *HEADERS}
+
+
+def test_the_fake_driver_has_the_calls_of_the_real_one() -> None:
+    """It compiles with NVIDIA's header, too, so its functions and structs are those of the driver."""
+    assert _NVCC is not None
+    found = subprocess.run([_NVCC, "-v", "--dryrun", "x.cu"], capture_output=True, text=True, check=False)
+    include = re.search(r'INCLUDES="-I([^"]+?)"', found.stderr)
+    assert include
+    command = [
+        *(*os.environ.get("CXX", "g++").split(), "-std=c++20", "-fsyntax-only", "-DTIERSTORE_CUDA_H"),
+        *("-isystem", include[1].strip(), "-I", _ROOT / "csrc", _ROOT / "csrc/cuda/tests/fake_driver.cc"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

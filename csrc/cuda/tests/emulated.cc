@@ -1,43 +1,9 @@
 // The GPU kernels of several row layouts in the emulator, for tests/cuda.
-#include <map>
-#include <tuple>
-
-#include "cuda/init.cuh"
-#include "cuda/lookup.cuh"
-#include "cuda/rows.cuh"
-#include "cuda/update.cuh"
+#include "cuda/tests/emulated_kernels.h"
 
 namespace {
 using namespace tierstore::cuda;
-
-using Kernel = void (*)(const void*);
-template <typename Args, void (*kFunction)(const Args&)>
-void Call(const void* args) {
-  kFunction(*static_cast<const Args*>(args));
-}
-
-using Name = std::tuple<std::string, int, int, int>;  // kernel, dim, vec, optimizer; -1: any
-std::map<Name, Kernel> kernels;
-
-template <int kDim, int kVec, int kKind>
-void AddUpdates() {
-  using U = Update<kDim, kVec, kKind>;
-  kernels[{"update_cold", kDim, kVec, kKind}] = &Call<UpdateArgs, &U::Cold>;
-  kernels[{"update_pieces", kDim, kVec, kKind}] = &Call<UpdateArgs, &U::Pieces>;
-  kernels[{"update_hot", kDim, kVec, kKind}] = &Call<UpdateArgs, &U::Hot>;
-}
-
-template <int kDim, int kVec>
-void AddLayout() {
-  using L = Lookup<kDim, kVec>;
-  kernels[{"lookup_pooled", kDim, kVec, -1}] = &Call<LookupPooledArgs, &L::Pooled>;
-  kernels[{"lookup_rows", kDim, kVec, -1}] = &Call<LookupRowsArgs, &L::Rows>;
-  kernels[{"weight_grads", kDim, kVec, -1}] = &Call<WeightGradsArgs, &L::WeightGrads>;
-  AddUpdates<kDim, kVec, kSgd>();
-  AddUpdates<kDim, kVec, kRowWiseAdagrad>();
-  AddUpdates<kDim, kVec, kAdagrad>();
-  AddUpdates<kDim, kVec, kAdam>();
-}
+using emulator::AddLayout;
 
 // A kernel with faults, which the emulator must find.
 void Faulty(const void* args) {
@@ -53,10 +19,8 @@ void Faulty(const void* args) {
 }
 
 const bool added = [] {
-  kernels[{"move_rows", -1, -1, -1}] = &Call<MoveRowsArgs, &MoveRows>;
-  kernels[{"init_rows", -1, -1, -1}] = &Call<InitRowsArgs, &InitRows>;
-  kernels[{"bag_shares", -1, -1, -1}] = &Call<BagSharesArgs, &BagShares>;
-  kernels[{"faulty", -1, -1, -1}] = &Faulty;
+  emulator::AddKernelsOfAnyLayout();
+  emulator::kernels[{"faulty", -1, -1, -1}] = {&Faulty, sizeof(LookupRowsArgs)};
   AddLayout<1, 1>();
   AddLayout<3, 1>();
   AddLayout<4, 1>();
@@ -89,10 +53,10 @@ void add_array(const void* begin, std::int64_t bytes, int writable, const char* 
 // Returns what went wrong, or an empty text.
 const char* launch(const char* name, int dim, int vec, int optimizer, const void* args, int blocks,
                    int threads, unsigned seed) {
-  const auto kernel = kernels.find({name, dim, vec, optimizer});
-  if (kernel == kernels.end()) return "there is no such kernel";
+  const auto kernel = emulator::kernels.find({name, dim, vec, optimizer});
+  if (kernel == emulator::kernels.end()) return "there is no such kernel";
   error = emulator::Launch(static_cast<unsigned>(blocks), static_cast<unsigned>(threads), seed,
-                           [&] { kernel->second(args); });
+                           [&] { kernel->second.run(args); });
   return error.c_str();
 }
 
