@@ -96,7 +96,18 @@ void BindOptimizerStep(py::module_& m) {
       .def(py::init(&OptimizerStep::Make), py::kw_only(), py::arg("kind"), py::arg("lr"),
            py::arg("eps") = 0.0, py::arg("weight_decay") = 0.0, py::arg("weight_decay_mode") = 0,
            py::arg("beta1") = 0.0, py::arg("beta2") = 0.0, py::arg("step") = 1)
-      .def("state_floats", &OptimizerStep::StateFloats, py::arg("dim"));
+      .def("state_floats", &OptimizerStep::StateFloats, py::arg("dim"))
+      .def_property_readonly("kind", [](const OptimizerStep& step) { return static_cast<int>(step.kind); })
+      .def_readonly("lr", &OptimizerStep::lr)
+      .def_readonly("eps", &OptimizerStep::eps)
+      .def_readonly("l2", &OptimizerStep::l2)
+      .def_readonly("keep", &OptimizerStep::keep)
+      .def_readonly("beta1", &OptimizerStep::beta1)
+      .def_readonly("beta2", &OptimizerStep::beta2)
+      .def_readonly("rest1", &OptimizerStep::rest1)
+      .def_readonly("rest2", &OptimizerStep::rest2)
+      .def_readonly("adam_lr", &OptimizerStep::adam_lr)
+      .def_readonly("adam_inv_sqrt_v", &OptimizerStep::adam_inv_sqrt_v);
 }
 
 void BindInitialValues(py::module_& m) {
@@ -115,7 +126,15 @@ void BindInitialValues(py::module_& m) {
           }),
           py::kw_only(), py::arg("dim"), py::arg("state_floats"), py::arg("state_value"),
           py::arg("kinds").noconvert(), py::arg("first").noconvert(), py::arg("second").noconvert(),
-          py::arg("seeds").noconvert(), py::arg("columns").noconvert() = py::none());
+          py::arg("seeds").noconvert(), py::arg("columns").noconvert() = py::none())
+      .def_readonly("dim", &InitialValues::dim)
+      .def_readonly("state_floats", &InitialValues::state_floats)
+      .def_readonly("state_value", &InitialValues::state_value)
+      .def_readonly("kinds", &InitialValues::kinds)
+      .def_readonly("first", &InitialValues::first)
+      .def_readonly("second", &InitialValues::second)
+      .def_readonly("seeds", &InitialValues::seeds)
+      .def_readonly("columns", &InitialValues::columns);
 }
 
 void BindLookupArguments(py::module_& m) {
@@ -130,6 +149,9 @@ void BindLookupArguments(py::module_& m) {
            }),
            py::kw_only(), py::arg("offsets").noconvert(), py::arg("bag_start").noconvert(),
            py::arg("out_offset").noconvert(), py::arg("out_stride").noconvert(), py::arg("modes").noconvert())
+      .def(
+          "check", [](const BagArgs& bags) { bags.Get(); },
+          "Raise ValueError unless offsets and bag_start begin at 0, never fall, and agree in their ends.")
       .def_readonly("offsets", &BagArgs::offsets)
       .def_readonly("bag_start", &BagArgs::bag_start)
       .def_readonly("out_offset", &BagArgs::out_offset)

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import tierstore
+from tests.cuda.fake import ORDERS
+from tests.cuda.fake_device import FakeDevice, fake_device
 from tests.kernels.far_device import FarDevice
 from tierstore import TierConfig, TieredEmbeddingBag, optim
 from tierstore import _core as core
@@ -23,9 +25,25 @@ SLOTS, ROW, DIM = 64, 48, 8  # 8 weights, 1 float of state, padding
 DEVICES = {"host": HostDevice, "far": FarDevice}
 
 
-@pytest.fixture(params=sorted(DEVICES))
-def device(request: pytest.FixtureRequest) -> Device:
-    return DEVICES[request.param]()
+@pytest.fixture(params=[*sorted(DEVICES), *ORDERS])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """Each device; a GPU on the fake driver in every order."""
+    if request.param in DEVICES:
+        yield DEVICES[request.param]()
+    else:
+        with fake_device(request.param, seed=3) as gpu:
+            yield gpu
+
+
+def address(device: Device, array: np.ndarray) -> int:
+    """The address at which the device finds a tensor, which the array stands for."""
+    return device.share(array) if isinstance(device, FakeDevice) else array.ctypes.data
+
+
+def finish(device: Device) -> None:
+    """Wait for what kernels write to tensors."""
+    if isinstance(device, FakeDevice):
+        device.synchronize()
 
 
 def slots(*numbers: int) -> np.ndarray:
@@ -138,33 +156,38 @@ def batch() -> tuple[np.ndarray, np.ndarray, core.Bags]:
     return slots(11, 3, 8), inverse, bags
 
 
-def trained(rows: DeviceRows, *, finite: bool = True) -> list[np.ndarray]:
+def trained(device: Device, rows: DeviceRows, *, finite: bool = True) -> list[np.ndarray]:
     """All that the kernels give for one batch, and the rows afterwards."""
     at, inverse, bags = batch()
     args = core.LookupArgs(dim=DIM, slots=at, inverse=inverse)
     out, argmax = np.zeros((3, DIM), np.float32), np.zeros((3, DIM), np.int32)
     weights = np.linspace(-1, 1, len(inverse), dtype=np.float32)
-    rows.lookup_pooled(args, bags, out.ctypes.data, weights.ctypes.data, argmax.ctypes.data)
+    weights_at, argmax_at = address(device, weights), address(device, argmax)
+    rows.lookup_pooled(args, bags, address(device, out), weights_at, argmax_at)
     sequence, grads = np.zeros((len(inverse), DIM), np.float32), np.zeros(len(inverse), np.float32)
-    rows.lookup_rows(args, sequence.ctypes.data, DIM)
+    rows.lookup_rows(args, address(device, sequence), DIM)
     grad = some_rows(20, 1).view(np.float32).reshape(-1)[: len(inverse) * DIM].copy()
-    rows.weight_grads(args, bags, grad.ctypes.data, grads.ctypes.data)
+    rows.weight_grads(args, bags, address(device, grad), address(device, grads))
+    trained = grad.copy()
     if not finite:
-        grad[0] = np.inf
+        trained[0] = np.inf
+    grad_at = address(device, trained)
     start, positions = core.build_csr(inverse, len(at))
     update = core.UpdateArgs(
         dim=DIM, slots=at, csr_start=start, csr_positions=positions, step=step_of(1), check_finite=True
     )
     rejected = [
-        rows.update_pooled(update, bags, grad.ctypes.data, weights.ctypes.data, argmax.ctypes.data),
-        rows.update_rows(update, grad.ctypes.data, DIM),
+        rows.update_pooled(update, bags, grad_at, weights_at, argmax_at),
+        rows.update_rows(update, grad_at, DIM),
     ]
-    return [out, argmax[2:], sequence, grads, *rejected, read(rows, np.arange(16, dtype=np.int32))]
+    after = read(rows, np.arange(16, dtype=np.int32))
+    finish(device)
+    return [out, argmax[2:], sequence, grads, *rejected, after]
 
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_kernels_give_the_bits_of_the_host(device: Device, finite: bool) -> None:
-    got, expected = (trained(filled(d)[0], finite=finite) for d in (device, HOST))
+    got, expected = (trained(d, filled(d)[0], finite=finite) for d in (device, HOST))
     for mine, theirs in zip(got, expected, strict=True):
         np.testing.assert_array_equal(mine.view(np.uint8), theirs.view(np.uint8))
     assert bool(len(got[4])) == bool(len(got[5])) == (not finite)
@@ -177,7 +200,8 @@ def test_squares_leave_rows_alone(device: Device) -> None:
     update = core.UpdateArgs(
         dim=DIM, slots=at, csr_start=start, csr_positions=positions, step=step_of(1), squares=squares
     )
-    assert not len(rows.update_rows(update, grad.ctypes.data, DIM))
+    grad_at = address(device, grad)
+    assert not len(rows.update_rows(update, grad_at, DIM))
     assert squares.tolist() == [DIM * 4, DIM * 4, DIM * 9]
     once = core.UpdateArgs(
         dim=DIM,
@@ -188,7 +212,7 @@ def test_squares_leave_rows_alone(device: Device) -> None:
         squares=squares,
     )
     squares[:] = 0
-    assert not len(rows.update_rows(once, grad.ctypes.data, DIM))
+    assert not len(rows.update_rows(once, grad_at, DIM))
     assert squares.tolist() == [DIM * 4, DIM * 4, DIM * 9]
     np.testing.assert_array_equal(read(rows, np.arange(16, dtype=np.int32)), data)
 

@@ -1,6 +1,7 @@
 """Devices own rows, as tiers own slots: a device stores rows, moves them, and computes on them.
 
-Nothing above a device knows the address of a row. ``HostDevice`` is this machine's memory and processor.
+Nothing above a device knows the address of a row. ``HostDevice`` is this machine's memory and processor;
+``CudaDevice`` of tierstore/cuda/device.py is a GPU, which no configuration chooses yet.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ class DeviceRows(Protocol):
     repeat. Host arrays of rows are uint8 (n, row_bytes). An address points to a float32 tensor on the device;
     0 means none. Arguments that do not fit raise ValueError, and then nothing has changed. Calls come from
     several threads; no two of them use one slot at once, unless both only read the row.
+
+    A call may return before the device has done it. What later calls do with the same rows follows it, a call
+    that gives something to the host returns when the host has it, and arguments of the host are the caller's
+    again when a call returns.
     """
 
     @property

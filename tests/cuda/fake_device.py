@@ -1,0 +1,95 @@
+"""A ``CudaDevice`` on the fake driver."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+
+from tests.cuda.compiled import shared_library
+from tests.cuda.fake import fake_gpu
+from tierstore.cuda import rows
+from tierstore.cuda.cubins import CubinCache
+from tierstore.cuda.device import CudaDevice, Libraries
+from tierstore.cuda.memory import Block
+from tierstore.cuda.streams import Stream
+
+
+@functools.cache
+def _cache() -> CubinCache:
+    folder = tempfile.TemporaryDirectory()
+    cache = CubinCache(Path(folder.name))
+    cache.keeps = folder  # type: ignore[attr-defined]  # until the process ends
+    return cache
+
+
+class FakeDevice(CudaDevice):
+    """A ``CudaDevice`` on the fake driver, whose accesses to staging memory are checked, too."""
+
+    def __init__(self, **options: object) -> None:
+        libraries = Libraries(fake_gpu().path, [str(shared_library("fake_nvrtc"))], _cache())
+        super().__init__(libraries=libraries, **options)  # type: ignore[arg-type]
+        self._shared: list[np.ndarray] = []
+
+    def share(self, array: np.ndarray) -> int:
+        """Let kernels access the array until the device is closed; return its address."""
+        if array.nbytes:
+            with self.streams.context:
+                fake_gpu().register(array)
+            self._shared.append(array)
+        return array.ctypes.data
+
+    def stream(self, name: Stream) -> int:
+        return self.streams.handle(name)
+
+    def abandon(self) -> None:
+        """Leave a device in which something is wrong, whose operations would go on with wrong values."""
+        self.streams._closed = True
+        fake_gpu().forget()
+        fake_gpu().begin()
+
+    def unshare(self) -> None:
+        with self.streams.context:
+            for array in self._shared:
+                fake_gpu().unregister(array)
+        self._shared.clear()
+
+
+@contextmanager
+def checked_views() -> Iterator[None]:
+    """Tell the fake driver of every access of the host to staging memory."""
+    plain = Block.view
+
+    def view(self: Block, begin: int, size: int, *, write: bool) -> np.ndarray:
+        if size:
+            fake_gpu().touch(self.address + begin, size, write)
+        return plain(self, begin, size, write=write)
+
+    with mock.patch.object(Block, "view", view):
+        yield
+
+
+@contextmanager
+def fake_device(order: str = "eager", seed: int = 0, **options: object) -> Iterator[FakeDevice]:
+    """A device for one test, in which nothing may be wrong at the end and nothing is left."""
+    gpu = fake_gpu()
+    gpu.begin(order, seed, 1 + seed % len(Stream))
+    with checked_views(), mock.patch.object(rows, "STAGING_BYTES", 256):
+        device = FakeDevice(**options)
+        try:
+            yield device
+            device.synchronize()
+            device.unshare()
+        finally:
+            device.close()
+            alive, wrong = gpu.alive, gpu.wrong
+            if alive != (0, 0):
+                gpu.forget()
+    assert wrong == []
+    assert gpu.counts["whole_waits"] == 0
+    assert alive == (0, 0)

@@ -1,0 +1,175 @@
+"""Random operations on rows of a GPU, each also done by the host at once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.cuda.fake_device import FakeDevice
+from tests.kernels.kernel_oracle import Step
+from tierstore import _core as core
+from tierstore.cuda.compute import CudaRows
+from tierstore.cuda.rows import Departure
+
+SLOTS = 40
+
+
+class RandomWork:
+    """``rows`` on a fake GPU and ``host``, their twins. Slots are filled before they are used.
+
+    ``kind``: of the optimizer; ``dim``: 3, 8 or 20.
+    """
+
+    def __init__(self, device: FakeDevice, dim: int, kind: int, seed: int) -> None:
+        self.device, self.dim, self.kind = device, dim, kind
+        self.random = np.random.default_rng(seed)
+        floats = dim + Step(kind=kind).state_floats(dim)
+        self.row_bytes = -(-4 * floats // 16) * 16
+        self.rows: CudaRows = device.allocate(SLOTS, self.row_bytes)
+        self.host = core.HostRows(SLOTS, self.row_bytes)
+        self.committed = 0
+        self.filled: set[int] = set()
+        self.outputs: list[tuple[np.ndarray, np.ndarray]] = []
+        self.departures: list[tuple[Departure, np.ndarray]] = []
+
+    # -- one kind of operation each ------------------------------------------------------------
+
+    def grow(self) -> None:
+        self.committed = min(SLOTS, self.committed + int(self.random.integers(1, 20)))
+        self.rows.commit(self.committed)
+        self.host.commit(self.committed)
+
+    def fill(self) -> None:
+        slots, rows = self._slots(range(self.committed)), self._data(9)
+        source = self.random.integers(0, 9, len(slots)).astype(np.int32)
+        chosen = None if len(slots) <= 9 and self.random.random() < 0.5 else source
+        for where in (self.rows, self.host):
+            where.copy_in(slots, rows, chosen)
+        rows[:] = 0  # the caller's rows are the caller's again
+        self.filled |= set(slots.tolist())
+
+    def initialise(self) -> None:
+        slots = self._slots(range(self.committed))
+        values = core.InitialValues(
+            dim=self.dim, state_floats=1, state_value=0.5, kinds=np.array([2], np.uint8),
+            first=np.zeros(1, np.float32), second=np.ones(1, np.float32), seeds=np.array([7], np.uint64),
+        )  # fmt: skip
+        if self.row_bytes < 4 * (self.dim + 1):
+            return
+        keys = self.random.integers(0, 1 << 40, len(slots), dtype=np.uint64)
+        for where in (self.rows, self.host):
+            where.initialise(values, slots, keys)
+        self.filled |= set(slots.tolist())
+
+    def move(self) -> None:
+        both = self._slots(self.filled)
+        source, target = both[: len(both) // 2], both[len(both) // 2 :][: len(both) // 2]
+        for where in (self.rows, self.host):
+            where.move(source, target)
+
+    def leave(self) -> None:
+        """Copy rows out; their slots may be filled while the rows are on their way."""
+        slots = self._slots(self.filled)
+        out = np.zeros((len(slots), self.row_bytes), np.uint8)
+        self.host.copy_out(slots, out)
+        self.departures.append((self.rows.start_copy_out(slots), out))
+
+    def arrive(self) -> None:
+        if self.departures:
+            departure, expected = self.departures.pop(int(self.random.integers(len(self.departures))))
+            np.testing.assert_array_equal(departure.arrive(), expected)
+            departure.end()
+
+    def lookup(self) -> None:
+        args, bags, weights, size = self._batch()
+        out, argmax = np.zeros(size, np.float32), np.full((len(bags.offsets) - 1, self.dim), -9, np.int32)
+        positions, stride = len(args.inverse), self.dim + int(self.random.integers(3))
+        for shape in ((out, weights, argmax), np.zeros((positions, stride), np.float32)):
+            if isinstance(shape, tuple):
+                ours, theirs = [a.copy() for a in shape], [a.copy() for a in shape]
+                self.rows.lookup_pooled(args, bags, *(self.device.share(a) for a in ours))
+                self.host.lookup_pooled(args, bags, *(a.ctypes.data for a in theirs))
+                self.outputs += zip(ours, theirs, strict=True)
+            else:
+                mine = shape.copy()
+                self.rows.lookup_rows(args, self.device.share(mine), stride)
+                self.host.lookup_rows(args, shape.ctypes.data, stride)
+                self.outputs.append((mine, shape))
+
+    def differentiate(self) -> None:
+        args, bags, weights, size = self._batch()
+        grad = self.random.standard_normal(size).astype(np.float32)
+        mine, expected = np.zeros_like(weights), np.zeros_like(weights)
+        self.rows.weight_grads(args, bags, self.device.share(grad), self.device.share(mine))
+        self.host.weight_grads(args, bags, grad.ctypes.data, expected.ctypes.data)
+        self.outputs.append((mine, expected))
+
+    def update(self) -> None:
+        args, bags, weights, size = self._batch()
+        start, positions = core.build_csr(args.inverse, len(args.slots))
+        checks = self.random.random() < 0.2
+        step = core.OptimizerStep(kind=self.kind, lr=0.1, eps=1e-8, beta1=0.9, beta2=0.99, step=3)
+        given = core.UpdateArgs(
+            dim=self.dim, slots=args.slots, csr_start=start, csr_positions=positions, step=step,
+            check_finite=checks,
+        )  # fmt: skip
+        argmax = np.full((len(bags.offsets) - 1, self.dim), int(positions.max(initial=0)), np.int32)
+        if self.random.random() < 0.5:
+            grad = self._gradients(size, checks)
+            ours = self.rows.update_pooled(
+                given, bags, *(self.device.share(a) for a in (grad, weights, argmax))
+            )
+            theirs = self.host.update_pooled(given, bags, *(a.ctypes.data for a in (grad, weights, argmax)))
+        else:
+            grad = self._gradients(len(args.inverse) * self.dim, checks)
+            ours = self.rows.update_rows(given, self.device.share(grad), self.dim)
+            theirs = self.host.update_rows(given, grad.ctypes.data, self.dim)
+        assert ours.tolist() == theirs.tolist()
+
+    # -- all of them -----------------------------------------------------------------------------
+
+    def do(self, operations: int) -> None:
+        """Do random operations, and compare everything at the end."""
+        names = ("fill", "initialise", "move", "leave", "arrive", "lookup", "differentiate", "update", "grow")
+        weights = np.array([5, 1, 1, 3, 2, 3, 1, 4, 0.3])
+        self.grow()
+        self.fill()
+        for name in self.random.choice(names, operations, p=weights / weights.sum()):
+            getattr(self, str(name))()
+        while self.departures:
+            self.arrive()
+        everything = np.array(sorted(self.filled), np.int32)
+        mine, expected = (np.zeros((len(everything), self.row_bytes), np.uint8) for _ in range(2))
+        self.rows.copy_out(everything, mine)
+        self.host.copy_out(everything, expected)
+        np.testing.assert_array_equal(mine, expected)
+        self.device.synchronize()
+        for ours, theirs in self.outputs:
+            np.testing.assert_array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+
+    def _slots(self, of: object, most: int = 9) -> np.ndarray:
+        chosen = self.random.permutation(sorted(of))[: self.random.integers(1, most + 1)]  # type: ignore[call-overload]
+        return chosen.astype(np.int32)
+
+    def _data(self, n: int) -> np.ndarray:
+        rows = self.random.random((n, self.row_bytes // 4), np.float32)
+        return rows.view(np.uint8)
+
+    def _gradients(self, size: int, may_be_infinite: bool) -> np.ndarray:
+        grad = self.random.standard_normal(size).astype(np.float32)
+        if may_be_infinite:
+            grad[self.random.random(size) < 0.05] = np.inf
+        return grad
+
+    def _batch(self) -> tuple[core.LookupArgs, core.Bags, np.ndarray, int]:
+        slots = self._slots(self.filled)
+        lengths = self.random.integers(0, 6, 4)
+        n, unique = int(lengths.sum()), len(slots)
+        inverse = self.random.integers(-1, unique, n).astype(np.int32)
+        stride = self.dim + int(self.random.choice([0, 0, 1]))
+        bags = core.Bags(
+            offsets=np.concatenate([[0], np.cumsum(lengths)]), bag_start=np.array([0, 2, 3, 4]),
+            out_offset=np.array([0, 2, 3]) * stride, out_stride=np.full(3, stride),
+            modes=np.array([0, 1, 2], np.uint8),
+        )  # fmt: skip
+        args = core.LookupArgs(dim=self.dim, slots=slots, inverse=inverse)
+        return args, bags, self.random.standard_normal(n).astype(np.float32), 4 * stride

@@ -1,0 +1,262 @@
+"""What can be wrong with a GPU, its driver or a kernel is one named error each."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from tests.cuda.fake import fake_gpu
+from tests.cuda.fake_device import FakeDevice, checked_views, fake_device
+from tierstore import ClosedError, ConfigError, GpuError
+from tierstore import _core as core
+from tierstore.cache.tiers.memory import MemoryTier, TierPlan
+from tierstore.cuda.device import CudaDevice, Libraries
+from tierstore.cuda.driver import CallError
+from tierstore.cuda.streams import Operation, Streams
+
+ROW = 48
+
+
+def libraries(driver: str) -> Libraries:
+    return Libraries(driver, [])
+
+
+def test_no_driver_is_named() -> None:
+    with pytest.raises(GpuError, match=r"no NVIDIA driver is here: .*libcuda-nowhere.*Install"):
+        CudaDevice(libraries=libraries("libcuda-nowhere.so.1"))
+
+
+def test_a_library_that_is_no_driver_is_named() -> None:
+    with pytest.raises(GpuError, match=r"libc.so.6 lacks cuDriverGetVersion"):
+        CudaDevice(libraries=libraries("libc.so.6"))
+
+
+@pytest.mark.parametrize(
+    ("setup", "message"),
+    [
+        (
+            lambda gpu: gpu.set_driver(version=11080),
+            r"is for CUDA 11\.8, .* for CUDA 12\.0 or later.*newer driver",
+        ),
+        (
+            lambda gpu: gpu.set_driver(devices=0),
+            r"no GPU can be used: .*CUDA_ERROR_NO_DEVICE.*CUDA_VISIBLE_DEVICES",
+        ),
+        (
+            lambda gpu: gpu.fail("cuInit", 999),
+            "no GPU can be used: cuInit failed in the NVIDIA driver: error 999",
+        ),
+        (lambda gpu: gpu.fail("cuDeviceGetAttribute", 1), "cuDeviceGetAttribute .* CUDA_ERROR_INVALID_VALUE"),
+        (lambda gpu: gpu.fail("cuDevicePrimaryCtxRetain", 2), "cuDevicePrimaryCtxRetain .*OUT_OF_MEMORY"),
+    ],
+)
+def test_what_is_wrong_with_the_driver_is_named(setup: Callable, message: str) -> None:
+    gpu = fake_gpu()
+    gpu.begin()
+    setup(gpu)
+    with pytest.raises(GpuError, match=message):
+        FakeDevice()
+    gpu.begin()
+    assert gpu.alive == (0, 0)
+
+
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    fake_gpu().begin()
+    with pytest.raises(GpuError, match="there is no GPU number 1: the driver shows 1"):
+        FakeDevice(index=1)
+
+
+def test_errors_can_be_pickled() -> None:
+    error = pickle.loads(pickle.dumps(CallError("no", 2)))
+    assert (str(error), error.code) == ("no", 2)
+
+
+def test_a_gpu_without_a_compiler_for_it_is_named() -> None:
+    with fake_device() as device:
+        rows = device.allocate(4, ROW)
+        device.parts.kernels._cubins.architecture = 52
+        with pytest.raises(GpuError, match=r"does not compile for this GPU \(sm_52\)"):
+            rows.copy_in(np.zeros(1, np.int32), np.zeros((1, ROW), np.uint8))
+        del rows
+
+
+def test_an_image_that_the_driver_refuses_is_compiled_again() -> None:
+    with fake_device() as device:
+        rows = device.allocate(4, ROW)
+        rows.commit(4)
+        fake_gpu().fail("cuModuleLoadData", 209)
+        data = np.arange(ROW, dtype=np.uint8).reshape(1, ROW)
+        rows.copy_in(np.zeros(1, np.int32), data)
+        out = np.zeros_like(data)
+        rows.copy_out(np.zeros(1, np.int32), out)
+        np.testing.assert_array_equal(out, data)
+        fake_gpu().fail("cuModuleLoadData", 1)
+        with pytest.raises(GpuError, match=r"cuModuleLoadData .*INVALID_VALUE"):
+            rows.lookup_rows(
+                core.LookupArgs(dim=8, slots=np.zeros(1, np.int32), inverse=np.zeros(1, np.int32)), 16, 8
+            )
+        del rows
+
+
+def test_a_tier_that_the_gpu_has_no_room_for_is_refused_with_both_numbers() -> None:
+    with fake_device() as device:
+        fake_gpu().set_memory(1 << 20)
+        plan = TierPlan(100_000, False, device=device)
+        with pytest.raises(
+            ConfigError, match=r"hbm: .*4\.578 MiB of GPU memory are needed, and 1 MiB of 1 MiB"
+        ):
+            MemoryTier("hbm", plan, ROW, "lru", tables=1)
+        assert fake_gpu().alive[0] == 0
+
+
+def test_growth_that_the_gpu_has_no_room_for_changes_nothing() -> None:
+    with fake_device() as device:
+        rows, data = device.allocate(1 << 20, ROW), np.arange(4 * ROW, dtype=np.uint8).reshape(4, ROW)
+        rows.commit(4)
+        rows.copy_in(np.arange(4, dtype=np.int32), data)
+        before = fake_gpu().alive
+        fake_gpu().set_memory(before[0] + (1 << 20))
+        for fails in (None, "cuMemCreate"):  # the first is seen before it is asked for
+            if fails:
+                fake_gpu().set_memory(1 << 30)
+                fake_gpu().fail(fails, 2)
+            with pytest.raises(
+                core.AddressSpaceError, match=r"(47\.99\d|48) MiB of GPU memory are needed, and .* are free"
+            ):
+                rows.commit(1 << 20)
+            assert fake_gpu().alive == before
+        out = np.zeros_like(data)
+        rows.copy_out(np.arange(4, dtype=np.int32), out)
+        np.testing.assert_array_equal(out, data)
+        before = fake_gpu().alive
+        for fails in ("cuMemMap", "cuMemSetAccess"):
+            fake_gpu().fail(fails, 1)
+            with pytest.raises(GpuError, match=fails):
+                rows.commit(1 << 20)
+            assert fake_gpu().alive == before
+        rows.commit(1 << 20)
+        rows.copy_in(np.array([(1 << 20) - 1], np.int32), data[:1])
+        del rows
+
+
+def test_staging_that_the_gpu_has_no_room_for_is_named() -> None:
+    with fake_device() as device:
+        rows = device.allocate(4, ROW)
+        rows.commit(4)
+        fake_gpu().fail("cuMemAlloc", 2)
+        before = fake_gpu().alive
+        with pytest.raises(GpuError, match=r"64 KiB of GPU memory are needed, and .* free; lower hbm"):
+            rows.move(np.array([0], np.int32), np.array([1], np.int32))
+        assert fake_gpu().alive[0] == before[0]
+        del rows
+
+
+@pytest.mark.parametrize("order", ["eager", "lazy"])
+def test_a_kernel_that_fails_is_named_by_the_next_call(order: str) -> None:
+    gpu = fake_gpu()
+    gpu.begin(order)
+    with checked_views():
+        device = FakeDevice()
+        rows = device.allocate(8, ROW)
+        rows.commit(8)
+        slots, data = np.arange(2, dtype=np.int32), np.zeros((2, ROW), np.uint8)
+        rows.copy_in(slots, data)
+        rows.copy_out(slots, data)
+        gpu.fail_kernel("init_rows")
+        one = np.ones(1, np.float32)
+        values = core.InitialValues(
+            dim=8, state_floats=0, state_value=0, kinds=np.zeros(1, np.uint8), first=one, second=one,
+            seeds=np.zeros(1, np.uint64),
+        )  # fmt: skip
+        keys = np.arange(2, dtype=np.uint64)
+        if order == "lazy":
+            rows.initialise(values, slots, keys)  # fails later
+        with pytest.raises(GpuError, match=r"a kernel has failed .*LAUNCH_FAILED.*not ended: .*init_rows"):
+            rows.initialise(values, slots, keys) if order == "eager" else rows.copy_out(slots, data)
+        for _ in range(2):  # and so says each later call
+            with pytest.raises(GpuError, match="init_rows"):
+                rows.copy_in(slots, data)
+        with pytest.raises(GpuError, match="init_rows"):
+            device.synchronize()
+        del rows
+        device.close()
+        with pytest.raises(ClosedError, match="the GPU device is closed"):
+            device.synchronize()
+    gpu.begin()
+
+
+def test_a_launch_that_is_refused_leaves_the_device_usable() -> None:
+    with fake_device() as device:
+        rows = device.allocate(8, ROW)
+        rows.commit(8)
+        slots, data = np.arange(2, dtype=np.int32), np.ones((2, ROW), np.uint8)
+        fake_gpu().fail("cuLaunchKernel", 701)
+        with pytest.raises(GpuError, match="cuLaunchKernel of move_rows failed"):
+            rows.copy_in(slots, data)
+        rows.copy_in(slots, data)
+        out = np.zeros_like(data)
+        rows.copy_out(slots, out)
+        np.testing.assert_array_equal(out, data)
+        del rows
+
+
+def test_an_interrupt_while_an_operation_is_given_leaves_the_device_usable() -> None:
+    plain = Streams._record
+    interrupts = [KeyboardInterrupt]
+
+    def record(self: Streams, operation: Operation) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        plain(self, operation)
+
+    with fake_device("lazy") as device, mock.patch.object(Streams, "_record", record):
+        rows = device.allocate(8, ROW)
+        rows.commit(8)
+        slots, data, out = (
+            np.arange(2, dtype=np.int32),
+            np.ones((2, ROW), np.uint8),
+            np.zeros((2, ROW), np.uint8),
+        )
+        with pytest.raises(KeyboardInterrupt):
+            rows.copy_in(slots, data)
+        rows.copy_out(slots, out)
+        np.testing.assert_array_equal(out, data)
+        del rows
+
+
+def test_sixteen_bits_are_refused() -> None:
+    with fake_device() as device, pytest.raises(ConfigError, match="tables of bf16 cannot be on a GPU yet"):
+        device.allocate(4, ROW, "bf16")
+
+
+def test_a_closed_device_is_named() -> None:
+    with fake_device() as device:
+        pass
+    device.close()
+    with pytest.raises(ClosedError, match="closed"):
+        device.allocate(4, ROW)
+
+
+def test_a_forked_child_leaves_the_device_alone() -> None:
+    with fake_device() as device:
+        rows = device.allocate(4, ROW)
+        rows.commit(4)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                rows.copy_out(np.zeros(1, np.int32), np.zeros((1, ROW), np.uint8))
+            except ClosedError:
+                del rows
+                device.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        rows.copy_in(np.zeros(1, np.int32), np.zeros((1, ROW), np.uint8))
+        del rows

@@ -1,0 +1,162 @@
+"""A GPU as a device for rows (``Device`` of tierstore/cache/device.py)."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore.cuda.compute import CudaRows
+from tierstore.cuda.cubins import CubinCache, Cubins
+from tierstore.cuda.driver import LIBRARY, Driver
+from tierstore.cuda.kernels import Kernels
+from tierstore.cuda.memory import Arena, Block, Blocks
+from tierstore.cuda.nvrtc import open_nvrtc
+from tierstore.cuda.rows import Parts, Touched
+from tierstore.cuda.streams import Stream, Streams
+from tierstore.errors import ConfigError, GpuError
+
+_MULTIPROCESSORS, _UNIFIED_ADDRESSING, _MAJOR, _MINOR, _VIRTUAL_MEMORY = 16, 41, 75, 76, 102
+_STAGING_BLOCKS = 2
+
+
+@dataclass(frozen=True)
+class Libraries:
+    """The libraries of NVIDIA, and the folder of compiled kernels; None: those that are found."""
+
+    driver: str = LIBRARY
+    nvrtc: Sequence[str] | None = None
+    cache: CubinCache | None = None
+
+
+class _LoadedRows:
+    """Memory of rows that came from the host in one copy: a block of index arrays with nothing else in it."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+
+    @property
+    def base(self) -> int:
+        return self.block.device
+
+    @property
+    def mapped(self) -> int:
+        return self.block.size
+
+    def commit(self, size: int) -> None:
+        assert size <= self.block.size
+
+    ensure = commit
+
+    def discard(self, begin: int, marks: Sequence[int]) -> None:
+        """Keep the memory."""
+
+
+class CudaDevice:
+    """GPU number ``index``: rows in its memory, kernels that work on them there.
+
+    ``compute_stream``: returns the handle of the stream in which the calling thread computes, such as torch's
+    current one; None: a stream of the device's own. :meth:`close` the device after its last use. A forked
+    child cannot use it.
+
+    Raises ``GpuError`` where there is no driver, no such GPU, or one that cannot be used.
+    """
+
+    def __init__(
+        self,
+        index: int = 0,
+        compute_stream: Callable[[], int] | None = None,
+        libraries: Libraries | None = None,
+    ) -> None:
+        libraries = Libraries() if libraries is None else libraries
+        driver = Driver(libraries.driver)
+        self.index, self._number = index, driver.open_device(index)
+        for attribute, what in (
+            (_UNIFIED_ADDRESSING, "unified addressing"),
+            (_VIRTUAL_MEMORY, "virtual memory"),
+        ):
+            if not driver.number("cuDeviceGetAttribute", attribute, self._number):
+                raise GpuError(f"GPU {index} lacks {what}, which tierstore needs; use another GPU")
+        major, minor, multiprocessors = (
+            driver.number("cuDeviceGetAttribute", attribute, self._number)
+            for attribute in (_MAJOR, _MINOR, _MULTIPROCESSORS)
+        )
+        self.streams = Streams(driver, self._number, compute_stream)
+        cubins = Cubins(
+            10 * major + minor, lambda: open_nvrtc(driver.version // 1000, libraries.nvrtc), libraries.cache
+        )
+        self._gone: deque[tuple[Block, Touched]] = deque()
+        """Loaded rows that are gone. The garbage collector may end them within an operation."""
+        self._arenas: list[weakref.finalize] = []
+        """Give the memory of allocated rows back, when the rows are gone or the device is closed."""
+        self.parts = Parts(
+            self.streams,
+            Kernels(self.streams, cubins, multiprocessors),
+            indices=Blocks(self.streams, with_device=True),
+            arriving=Blocks(self.streams, with_device=False, most=_STAGING_BLOCKS),
+            leaving=Blocks(self.streams, with_device=False, most=_STAGING_BLOCKS),
+        )
+
+    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> CudaRows:
+        """Return room for rows. Raises ``tierstore._core.AddressSpaceError``."""
+        self._check(row_bytes, weights)
+        if slots < 1:
+            raise ValueError("rows need at least one slot")
+        arena = Arena(self.streams, self._number, slots * row_bytes)
+        rows = CudaRows(self.parts, arena, slots, row_bytes)
+        self._arenas = [end for end in self._arenas if end.alive]
+        self._arenas.append(weakref.finalize(rows, arena.close, rows.touched.newest))
+        self._arenas[-1].atexit = False
+        return rows
+
+    def load(self, rows: NDArray[np.uint8], weights: str = "fp32") -> CudaRows:
+        """Return a copy of the host array's rows for kernels to work on."""
+        self._check(rows.shape[1], weights)
+        self._give_back()
+        block = self.parts.indices.take(max(1, rows.nbytes))
+        loaded = CudaRows(self.parts, _LoadedRows(block), max(1, len(rows)), rows.shape[1])
+        weakref.finalize(loaded, self._gone.append, (block, loaded.touched)).atexit = False
+        loaded.commit(len(rows))
+        block.view(0, rows.nbytes, write=True)[:] = rows.reshape(-1)
+        with self.streams.operation(Stream.UP) as up:
+            block.mark = up.mark
+            up.copy(block.device, block.address, rows.nbytes)
+        loaded.touched.marks[:] = block.mark
+        return loaded
+
+    def _give_back(self) -> None:
+        """Let others use the blocks of loaded rows that are gone, after the last operations on them."""
+        while self._gone:
+            block, touched = self._gone.popleft()
+            with self.streams.operation(Stream.UP) as up:
+                for mark in touched.newest():
+                    up.wait_for(mark)
+                block.mark = up.mark
+            self.parts.indices.give(block)
+
+    def _check(self, row_bytes: int, weights: str) -> None:
+        if row_bytes <= 0 or row_bytes % 16:
+            raise ValueError("row_bytes must be a positive multiple of 16")
+        if weights != "fp32":
+            raise ConfigError(
+                f"tables of {weights} cannot be on a GPU yet, only those of float32; use device='cpu'"
+            )
+
+    def synchronize(self) -> None:
+        """Wait until all that was asked of the device so far is done."""
+        self.streams.synchronize_all()
+
+    def close(self) -> None:
+        """Wait for the device, and give its memory back; its rows cannot be used any more."""
+        if self.streams.is_usable:
+            self.streams.synchronize_all()
+            for end in self._arenas:
+                end()
+            self.parts.kernels.close()
+            for blocks in (self.parts.indices, self.parts.arriving, self.parts.leaving):
+                blocks.close()
+        self.streams.close()

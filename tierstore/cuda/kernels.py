@@ -1,0 +1,84 @@
+"""The kernels of a GPU: compiled and loaded when they are first launched."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import c_void_p
+
+from tierstore.cuda.cubins import Cubins, Part
+from tierstore.cuda.driver import REFUSED_IMAGES, CallError
+from tierstore.cuda.streams import Operation, Streams
+
+THREADS = 256  # of a block: what csrc/cuda/kernels.cu is compiled for
+_WARP = 32
+_BLOCKS_OF_MOVES = 16
+"""A move leaves the other multiprocessors to the kernels that compute."""
+_BLOCKS_PER_MULTIPROCESSOR = 8
+
+
+def lanes_of(dim: int, vec: int) -> int:
+    """Return how many threads share a row of ``dim`` columns in words of ``vec`` (csrc/cuda/device.cuh)."""
+    lanes = 16 // vec
+    while lanes < dim // vec and lanes < _WARP:
+        lanes *= 2
+    return lanes
+
+
+class Kernels:
+    """The kernels on one GPU with so many ``multiprocessors``."""
+
+    def __init__(self, streams: Streams, cubins: Cubins, multiprocessors: int) -> None:
+        self._streams, self._cubins = streams, cubins
+        self._most_blocks = multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
+        self._lock = threading.Lock()
+        self._modules: dict[Part, int] = {}
+        self._functions: dict[tuple[Part, str], int] = {}
+
+    def load(self, part: Part, name: str) -> int:
+        """Return the handle of a kernel, which is compiled now if it was never used on this machine.
+
+        Raises ``GpuError``.
+        """
+        with self._lock:
+            function = self._functions.get((part, name))
+            if function is None:
+                with self._streams.calls():
+                    module = self._module(part)
+                    function = self._streams.driver.handle("cuModuleGetFunction", module, name.encode())
+                self._functions[part, name] = function
+            return function
+
+    def _module(self, part: Part) -> int:
+        if part not in self._modules:
+            driver = self._streams.driver
+            try:
+                module = driver.handle("cuModuleLoadData", self._cubins.get(part))
+            except CallError as refused:
+                if refused.code not in REFUSED_IMAGES:
+                    raise
+                module = driver.handle("cuModuleLoadData", self._cubins.get(part, again=True))
+            self._modules[part] = module
+        return self._modules[part]
+
+    def launch(
+        self, operation: Operation, part: Part, name: str, args: ctypes.Structure, threads: int
+    ) -> None:
+        """Run a kernel on ``threads`` threads, or on fewer that take turns. :meth:`load` it before."""
+        if threads <= 0:
+            return
+        most = _BLOCKS_OF_MOVES if operation.stream else self._most_blocks
+        blocks = min(-(-threads // THREADS), most)
+        pointers = (c_void_p * 1)(ctypes.addressof(args))
+        operation.kernels.append(name)
+        driver, function = self._streams.driver, self._functions[part, name]
+        given = function, blocks, 1, 1, THREADS, 1, 1, 0, operation.handle, pointers, None
+        driver.call("cuLaunchKernel", *given, what=f" of {name}")
+
+    def close(self) -> None:
+        """Unload all kernels."""
+        with self._streams.calls():
+            for module in self._modules.values():
+                self._streams.driver.call("cuModuleUnload", module)
+        self._modules.clear()
+        self._functions.clear()

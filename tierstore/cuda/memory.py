@@ -1,0 +1,264 @@
+"""Memory of a GPU: arenas of rows that grow in place, and blocks of pinned memory that are used again."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from ctypes import byref
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore._core import AddressSpaceError
+from tierstore.config import format_bytes
+from tierstore.cuda.driver import (
+    OUT_OF_MEMORY,
+    AccessDescription,
+    AllocationProperties,
+    CallError,
+    MemoryLocation,
+)
+from tierstore.cuda.streams import NOTHING, Streams
+from tierstore.errors import GpuError
+
+_PINNED, _DEVICE, _READ_WRITE, _MINIMUM = 1, 1, 3, 0  # constants of cuda.h
+_PORTABLE, _MAPPED = 1, 2
+_ALIGNMENT = 256
+_SMALLEST_BLOCK = 64 << 10
+AnyArray = NDArray[np.generic]
+
+
+def _too_little(streams: Streams, size: int) -> str:
+    free, total = streams.driver.memory()
+    return (
+        f"{format_bytes(size)} of GPU memory are needed, and {format_bytes(free)} of {format_bytes(total)} "
+        "are free"
+    )
+
+
+@dataclass
+class _Piece:
+    begin: int
+    size: int
+    handle: int
+
+
+class Arena:
+    """Address space on a GPU whose first part has memory."""
+
+    def __init__(self, streams: Streams, device: int, size: int) -> None:
+        self._streams = streams
+        self._location = MemoryLocation(_DEVICE, device)
+        self._properties = AllocationProperties(type=_PINNED, location=self._location)
+        self._pieces: list[_Piece] = []
+        self._committed = 0
+        self._unwanted: tuple[int, Sequence[int]] | None = None
+        driver, granularity = streams.driver, ctypes.c_size_t()
+        with streams.calls():
+            driver.call(
+                "cuMemGetAllocationGranularity", byref(granularity), byref(self._properties), _MINIMUM
+            )
+            self._granularity = granularity.value
+            self._size = self._rounded(size)
+            self.base = driver.address("cuMemAddressReserve", self._size, 0, 0, 0)
+
+    def _rounded(self, size: int) -> int:
+        return size + -size % self._granularity
+
+    @property
+    def mapped(self) -> int:
+        """The bytes from ``base`` on that have memory."""
+        return self._pieces[-1].begin + self._pieces[-1].size if self._pieces else 0
+
+    def commit(self, size: int) -> None:
+        """Give the first ``size`` bytes memory, except what was discarded.
+
+        Raises ``AddressSpaceError`` and changes nothing if the GPU has not so much.
+        """
+        with self._streams.lock:
+            if size > self._committed:
+                self.ensure(size)
+                self._committed = size
+            self._discard_unwanted()
+
+    def ensure(self, end: int) -> None:
+        """Give the bytes before ``end`` memory, those that were discarded included. Raises as
+        :meth:`commit`."""
+        if self._unwanted is not None and end > self._unwanted[0]:
+            self._unwanted = None
+        if (more := self._rounded(end) - self.mapped) > 0:
+            with self._streams.lock, self._streams.calls():
+                self._map(more)
+
+    def _map(self, size: int) -> None:
+        driver, begin = self._streams.driver, self.mapped
+        if size > driver.memory()[0]:
+            raise AddressSpaceError(_too_little(self._streams, size))
+        try:
+            handle = driver.address("cuMemCreate", size, byref(self._properties), 0)
+        except CallError as refused:
+            if refused.code != OUT_OF_MEMORY:
+                raise
+            raise AddressSpaceError(_too_little(self._streams, size)) from None
+        with ExitStack() as undo:
+            undo.callback(driver.call, "cuMemRelease", handle)
+            driver.call("cuMemMap", self.base + begin, size, 0, handle, 0)
+            undo.callback(driver.call, "cuMemUnmap", self.base + begin, size)
+            access = AccessDescription(self._location, _READ_WRITE)
+            driver.call("cuMemSetAccess", self.base + begin, size, byref(access), 1)
+            undo.pop_all()
+        self._pieces.append(_Piece(begin, size, handle))
+
+    def discard(self, begin: int, marks: Sequence[int]) -> None:
+        """Give memory from ``begin`` on back, which the operations ``marks`` touch last: now if they are
+        done, else at a later call."""
+        with self._streams.lock:
+            self._unwanted = begin, marks
+            self._discard_unwanted()
+
+    def _discard_unwanted(self) -> None:
+        if self._unwanted is not None and all(map(self._streams.is_done, self._unwanted[1])):
+            with self._streams.calls():
+                self._unmap(self._unwanted[0])
+            self._unwanted = None
+
+    def _unmap(self, begin: int) -> None:
+        driver = self._streams.driver
+        while self._pieces and self._pieces[-1].begin >= begin:
+            piece = self._pieces.pop()
+            driver.call("cuMemUnmap", self.base + piece.begin, piece.size)
+            driver.call("cuMemRelease", piece.handle)
+
+    def close(self, marks: Callable[[], Sequence[int]]) -> None:
+        """Wait for the last operations, ``marks()``, and give everything back; after a failure nothing can
+        be."""
+        if not self._streams.is_usable:
+            return
+        with suppress(GpuError):
+            for mark in marks():
+                self._streams.synchronize(mark)
+            with self._streams.lock, self._streams.calls():
+                self._unmap(0)
+                self._streams.driver.call("cuMemAddressFree", self.base, self._size)
+
+
+class Block:
+    """Pinned memory, which the GPU reads and writes at the same address, and ``device``: as much memory on
+    the GPU, 0 if there is none. ``mark``: the last operation that touches the block."""
+
+    def __init__(self, streams: Streams, size: int, with_device: bool) -> None:
+        self.size, self.device, self.mark = size, 0, NOTHING
+        driver = streams.driver
+        with streams.calls():
+            self.address = driver.handle("cuMemHostAlloc", size, _PORTABLE | _MAPPED)
+            if with_device:
+                try:
+                    self.device = driver.address("cuMemAlloc_v2", size)
+                except CallError as refused:
+                    driver.call("cuMemFreeHost", self.address)
+                    if refused.code != OUT_OF_MEMORY:
+                        raise
+                    raise GpuError(f"{_too_little(streams, size)}; lower hbm") from None
+
+    def view(self, begin: int, size: int, *, write: bool) -> NDArray[np.uint8]:
+        """Return pinned bytes for the host to read, or with ``write`` to write, now."""
+        assert 0 <= begin <= begin + size <= self.size
+        memory = (ctypes.c_uint8 * size).from_address(self.address + begin)
+        return np.frombuffer(memoryview(memory).cast("B"), np.uint8) if size else np.empty(0, np.uint8)
+
+    def free(self, streams: Streams) -> None:
+        """Give the memory back, which no operation may use any more."""
+        streams.driver.call("cuMemFreeHost", self.address)
+        if self.device:
+            streams.driver.call("cuMemFree_v2", self.device)
+
+
+class Blocks:
+    """Blocks that are used again when the operations that touch them are done.
+
+    ``most``: so many are made, and then a caller waits for one; None: no caller ever waits.
+    """
+
+    def __init__(self, streams: Streams, *, with_device: bool, most: int | None = None) -> None:
+        self._streams, self._with_device, self._most = streams, with_device, most
+        self._lock = threading.RLock()  # the garbage collector may end rows, and their blocks, in any call
+        self._all: list[Block] = []
+        self._free: list[Block] = []
+        self._given: deque[Block] = deque()
+
+    def take(self, size: int) -> Block:
+        """Return a block of ``size`` bytes or more that no operation uses."""
+        size = max(_SMALLEST_BLOCK, 1 << (size - 1).bit_length())
+        with self._lock:
+            while self._given:
+                self._free.append(self._given.popleft())
+            block = next((block for block in self._free if block.size == size), None)  # the oldest
+            may_wait = self._most is not None and len(self._all) >= self._most
+            if block is not None and not may_wait and not self._streams.is_done(block.mark):
+                block = None
+            if block is not None:
+                self._free.remove(block)
+        if block is None:
+            block = Block(self._streams, size, self._with_device)
+            with self._lock:
+                self._all.append(block)
+        if self._most is not None:
+            self._streams.synchronize(block.mark)
+        return block
+
+    def give(self, block: Block) -> None:
+        """Let others take the block once its last operation is done. It takes no lock."""
+        self._given.append(block)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of pinned memory in all blocks."""
+        return sum(block.size for block in self._all)
+
+    def close(self) -> None:
+        """Give all memory back; no operation may use any any more."""
+        with self._streams.calls():
+            for block in self._all:
+                block.free(self._streams)
+        self._all.clear()
+        self._free.clear()
+        self._given.clear()
+
+
+class Indices:
+    """Arrays in a block, one after the other, for the kernels of one operation.
+
+    ``addresses``: where the GPU finds each array, None for one that is None. Behind the arrays is room of
+    ``scratch`` bytes each, not initialised, whose addresses follow.
+    """
+
+    def __init__(
+        self, blocks: Blocks, arrays: Sequence[AnyArray | None], scratch: Sequence[int] = ()
+    ) -> None:
+        sizes = [0 if array is None else array.nbytes for array in arrays]
+        begins = np.cumsum([0, *(size + -size % _ALIGNMENT for size in (*sizes, *scratch))]).tolist()
+        self._blocks = blocks
+        self.begins = begins
+        self.size: int = begins[len(arrays)]
+        """Bytes that have to be copied to the GPU."""
+        self.block = blocks.take(max(1, begins[-1]))
+        room = self.block.view(0, self.size, write=True)
+        for array, begin, size in zip(arrays, begins, sizes, strict=False):
+            if array is not None and size:
+                room[begin : begin + size] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        here = [array is not None for array in arrays] + [True] * len(scratch)
+        self.addresses = [
+            self.block.device + begin if is_here else None
+            for begin, is_here in zip(begins, here, strict=False)
+        ]
+
+    def __enter__(self) -> Indices:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let others use the block once the operation is done."""
+        self._blocks.give(self.block)

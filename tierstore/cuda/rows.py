@@ -1,0 +1,314 @@
+"""Rows in the memory of a GPU: how they come in, move and leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import Structure
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierstore._core import HostRows, InitialValues, RowCodec
+from tierstore.cuda.args import InitRowsArgs, MoveRowsArgs, RowsArgs
+from tierstore.cuda.cubins import Part
+from tierstore.cuda.kernels import Kernels
+from tierstore.cuda.memory import Block, Blocks, Indices
+from tierstore.cuda.streams import NOTHING, Marks, Operation, Stream, Streams
+
+Slots = NDArray[np.int32]
+RowBytes = NDArray[np.uint8]
+ANY_LAYOUT = Part()
+STAGING_BYTES = 4 << 20
+"""Bytes of rows on their way in one direction; two such blocks take turns."""
+
+
+class Memory(Protocol):
+    """Memory of rows; memory.Arena is the usual one."""
+
+    @property
+    def base(self) -> int: ...
+
+    @property
+    def mapped(self) -> int: ...
+
+    def commit(self, size: int) -> None: ...
+
+    def ensure(self, end: int) -> None: ...
+
+    def discard(self, begin: int, marks: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a device that its rows use."""
+
+    streams: Streams
+    kernels: Kernels
+    indices: Blocks
+    """Index arrays of operations; nobody waits for them."""
+    arriving: Blocks
+    """Rows on their way up."""
+    leaving: Blocks
+    """Rows on their way down."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+class Touched:
+    """The last operation that touched each slot of some rows."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self.marks: Marks = np.zeros(0, np.int64)
+
+    def grow(self, slots: int) -> None:
+        """Have at least so many slots."""
+        if (more := slots - len(self.marks)) > 0:
+            self.marks = np.concatenate([self.marks, np.full(more, NOTHING, np.int64)])
+
+    def newest(self, slots: Slots | slice = slice(None)) -> list[int]:
+        """Return the last operation on ``slots`` of each stream, as far as they are not known to be done."""
+        with self._streams.lock:
+            return self._streams.newest(self.marks[slots])
+
+
+class Departure:
+    """Rows that are being copied out. :meth:`arrive` waits for them; what follows on the GPU need not."""
+
+    def __init__(self, parts: Parts, block: Block, shape: tuple[int, int]) -> None:
+        self._parts, self._block, self._shape = parts, block, shape
+
+    def arrive(self) -> RowBytes:
+        """Wait for the rows and return them, in memory that :meth:`end` gives back."""
+        self._parts.streams.synchronize(self._block.mark)
+        n, row_bytes = self._shape
+        return self._block.view(0, n * row_bytes, write=False).reshape(n, row_bytes)
+
+    def end(self) -> None:
+        """Give the memory of the copies back."""
+        self._parts.leaving.give(self._block)
+
+
+class GpuRows:
+    """``DeviceRows`` of tierstore/cache/device.py without the kernels that compute.
+
+    Rows are written by operations in UP, read for the host by operations in DOWN, and used by operations in
+    COMPUTE. An operation waits for the last one that touched one of its rows, in whichever stream that is.
+    """
+
+    def __init__(self, parts: Parts, memory: Memory, slots: int, row_bytes: int) -> None:
+        self.row_bytes = row_bytes
+        self.parts, self._memory, self._slots = parts, memory, slots
+        self.touched = Touched(parts.streams)
+
+    @property
+    def _rows_args(self) -> Structure:
+        return RowsArgs(self._memory.base, self.row_bytes // 4)
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def commit(self, slots: int) -> None:
+        """Take the memory of the first ``slots`` slots."""
+        _require(slots <= self._slots, "there are not so many slots")
+        with self.parts.streams.lock:
+            self._memory.commit(slots * self.row_bytes)
+            self.touched.grow(slots)
+
+    def discard(self, first: int) -> None:
+        """Give back memory of the slots from ``first`` on."""
+        with self.parts.streams.lock:
+            self._memory.discard(first * self.row_bytes, self.touched.newest(slice(first, None)))
+
+    @contextmanager
+    def operation(self, stream: Stream, slots: Sequence[Slots], indices: Indices) -> Iterator[Operation]:
+        """Give ``stream`` an operation on the rows at ``slots``, which uses ``indices``."""
+        streams = self.parts.streams
+        with streams.operation(stream) as operation:
+            indices.block.mark = operation.mark
+            for some in slots:
+                self._ensure(some)
+                for mark in self.touched.newest(some):
+                    operation.wait_for(mark)
+                self.touched.marks[some] = operation.mark
+            yield operation
+
+    def _ensure(self, slots: Slots) -> None:
+        if len(slots):
+            _require(slots.min() >= 0 and slots.max() < len(self.touched.marks), "a slot has no memory")
+            if (end := (int(slots.max()) + 1) * self.row_bytes) > self._memory.mapped:
+                self._memory.ensure(end)
+
+    def indices(self, *arrays: NDArray[np.generic] | None, scratch: Sequence[int] = ()) -> Indices:
+        """Return the arrays in pinned memory, for one operation."""
+        return Indices(self.parts.indices, arrays, scratch)
+
+    @contextmanager
+    def _moving(
+        self, stream: Stream, slots: Sequence[Slots], *more: NDArray[np.generic] | None
+    ) -> Iterator[tuple[Operation, Indices]]:
+        """Give ``stream`` an operation that begins by copying ``slots`` and ``more`` to the GPU."""
+        with self.indices(*slots, *more) as indices, self.operation(stream, slots, indices) as operation:
+            operation.copy(indices.block.device, indices.block.address, indices.size)
+            yield operation, indices
+
+    # -- moves ------------------------------------------------------------------------------------
+
+    def move(self, source: Slots, target: Slots) -> None:
+        """Copy the row at ``source[i]`` to ``target[i]``; no slot is in both."""
+        _require(len(source) == len(target), "source and target differ in length")
+        if not len(source):
+            return
+        self.parts.kernels.load(ANY_LAYOUT, "move_rows")
+        with self._moving(Stream.UP, [source, target]) as (up, indices):
+            from_rows, to_rows = indices.addresses
+            base, floats = self._memory.base, self.row_bytes // 4
+            self._launch_move(up, (base, from_rows), (base, to_rows), len(source), floats)
+
+    def _launch_move(
+        self,
+        operation: Operation,
+        source: tuple[int, int | None],
+        target: tuple[int, int | None],
+        n: int,
+        floats: int,
+    ) -> None:
+        words = floats // 4
+        args = MoveRowsArgs(source[0], floats, source[1], target[0], floats, target[1], n, words)
+        self.parts.kernels.launch(operation, ANY_LAYOUT, "move_rows", args, n * words)
+
+    def initialise(self, values: InitialValues, slots: Slots | None, keys: NDArray[np.uint64]) -> None:
+        """Write the initial rows of ``keys`` to ``slots``; None: to the first slots."""
+        if slots is None:
+            slots = np.arange(len(keys), dtype=np.int32)
+        _require(len(slots) == len(keys), "slots and keys differ in length")
+        self._require_room(values.dim, values.state_floats)
+        if not len(keys):
+            return
+        _require(int(keys.max() >> np.uint64(48)) < len(values.kinds), "a key's table has no entry in kinds")
+        self.parts.kernels.load(ANY_LAYOUT, "init_rows")
+        tables = values.kinds, values.first, values.second, values.seeds, values.columns
+        with self._moving(Stream.UP, [slots], keys, *tables) as (up, indices):
+            at, keys_at, *tables_at = indices.addresses
+            args = InitRowsArgs(
+                *(self._rows_args, at, keys_at, len(keys), values.dim, values.state_floats),
+                *(values.state_value, 0, *tables_at),
+            )
+            words = (values.dim + 6) // 4 + (self.row_bytes // 4 - values.dim + 3) // 4
+            self.parts.kernels.launch(up, ANY_LAYOUT, "init_rows", args, len(keys) * words)
+
+    def _require_room(self, dim: int, state_floats: int = 0) -> None:
+        _require(
+            4 * (dim + state_floats) <= self.row_bytes,
+            "row_bytes is smaller than the weights and optimizer state of a row",
+        )
+
+    # -- rows of the host ---------------------------------------------------------------------------
+
+    def _steps(self, n: int) -> Iterator[slice]:
+        step = max(1, STAGING_BYTES // self.row_bytes)
+        return (slice(begin, min(begin + step, n)) for begin in range(0, n, step))
+
+    def copy_in(self, slots: Slots, rows: RowBytes, source: Slots | None = None) -> None:
+        """Copy ``rows[i]``, or ``rows[source[i]]``, to ``slots[i]``."""
+        _require(source is None or len(source) == len(slots), "source and slots differ in length")
+        self._require_shape(rows, 0 if source is not None else len(slots))
+        for part in self._steps(len(slots)):
+            some, of = (rows[part], None) if source is None else (rows, source[part])
+            at = _first(part.stop - part.start)
+            self._send(slots[part], partial(_copy_in, at, some, of))
+
+    def _require_shape(self, rows: RowBytes, n: int) -> None:
+        _require(
+            rows.ndim == 2 and rows.shape[1] == self.row_bytes and len(rows) >= n,
+            "the other rows must have the shape (n, row_bytes)",
+        )
+
+    def _send(self, slots: Slots, fill: Callable[[HostRows], None]) -> None:
+        """Write what ``fill`` writes to rows of the host, no more than fit a block, to ``slots``."""
+        self.parts.kernels.load(ANY_LAYOUT, "move_rows")
+        n, block = len(slots), self.parts.arriving.take(max(STAGING_BYTES, self.row_bytes))
+        try:
+            fill(HostRows.view(block.view(0, n * self.row_bytes, write=True).reshape(n, self.row_bytes)))
+            with self._moving(Stream.UP, [slots]) as (up, indices):
+                block.mark = up.mark
+                # The kernel reads each word of pinned memory once, so a copy to the GPU would gain nothing.
+                target = self._memory.base, indices.addresses[0]
+                self._launch_move(up, (block.address, None), target, n, self.row_bytes // 4)
+        finally:
+            self.parts.arriving.give(block)
+
+    def start_copy_out(self, slots: Slots) -> Departure:
+        """Begin to copy the rows at ``slots``, no more than fit a block; the slots may be written again."""
+        self.parts.kernels.load(ANY_LAYOUT, "move_rows")
+        block = self.parts.leaving.take(max(STAGING_BYTES, self.row_bytes))
+        departure = Departure(self.parts, block, (len(slots), self.row_bytes))
+        try:
+            with self._moving(Stream.DOWN, [slots]) as (down, indices):
+                block.mark = down.mark
+                source = self._memory.base, indices.addresses[0]
+                self._launch_move(down, source, (block.address, None), len(slots), self.row_bytes // 4)
+        except BaseException:
+            departure.end()
+            raise
+        return departure
+
+    def _departures(self, slots: Slots) -> Iterator[tuple[slice, RowBytes]]:
+        """Yield the rows at ``slots`` in parts: while the host has one, the next is on its way."""
+        waiting: list[tuple[slice, Departure]] = []
+        try:
+            for part in self._steps(len(slots)):
+                waiting.append((part, self.start_copy_out(slots[part])))
+                if len(waiting) == 2:
+                    yield waiting[0][0], waiting[0][1].arrive()
+                    waiting.pop(0)[1].end()
+            for part, departure in waiting:
+                yield part, departure.arrive()
+        finally:
+            for _, departure in waiting:
+                departure.end()
+
+    def copy_out(self, slots: Slots, out: RowBytes) -> None:
+        """Copy the row at ``slots[i]`` to ``out[i]``; wait for it."""
+        self._require_shape(out, len(slots))
+        for part, rows in self._departures(slots):
+            out[part] = rows
+
+    def encode(
+        self, codec: RowCodec, keys: NDArray[np.uint64], out: RowBytes, slots: Slots | None = None
+    ) -> int:
+        """Write the rows of ``keys`` to ``out``, encoded by the host."""
+        lost = -1
+        at = _first(len(keys)) if slots is None else slots
+        for part, rows in self._departures(at):
+            first = HostRows.view(rows).encode(codec, keys[part], out[part])
+            lost = part.start + first if lost < 0 <= first else lost
+        return lost
+
+    def decode(
+        self, codec: RowCodec, rows: RowBytes, slots: Slots | None = None, source: Slots | None = None
+    ) -> None:
+        """Write the rows that encoded rows stand for to ``slots``, decoded by the host."""
+        n = len(slots) if slots is not None else len(rows if source is None else source)
+        at = _first(n) if slots is None else slots
+        for part in self._steps(n):
+            some, of = (rows[part], None) if source is None else (rows, source[part])
+            self._send(at[part], partial(_decode, codec, some, of))
+
+
+def _first(n: int) -> Slots:
+    return np.arange(n, dtype=np.int32)
+
+
+def _copy_in(slots: Slots, rows: RowBytes, source: Slots | None, near: HostRows) -> None:
+    near.copy_in(slots, rows, source)
+
+
+def _decode(codec: RowCodec, rows: RowBytes, source: Slots | None, near: HostRows) -> None:
+    near.decode(codec, rows, source=source)
