@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 #include <limits>
 #include <new>
 #include <utility>
@@ -20,6 +21,8 @@ void GivePages(void* at, std::size_t bytes);
 
 // Elements that a vector gets by a size alone have no defined value, unless their type has a constructor:
 // to clear what threads are about to fill in would take one of them as long as the work itself.
+// A build with TIERSTORE_FILL_UNSET fills such elements with a pattern, so that tests find who relies on
+// them.
 template <typename T>
 struct PageAllocator {
   using value_type = T;
@@ -43,10 +46,14 @@ struct PageAllocator {
   }
   template <typename U, typename... Values>
   void construct(U* at, Values&&... values) {
-    if constexpr (sizeof...(Values) == 0)
+    if constexpr (sizeof...(Values) == 0) {
+#ifdef TIERSTORE_FILL_UNSET
+      std::memset(static_cast<void*>(at), 0xA5, sizeof(U));
+#endif
       ::new (static_cast<void*>(at)) U;
-    else
+    } else {
       ::new (static_cast<void*>(at)) U(std::forward<Values>(values)...);
+    }
   }
   template <typename U>
   bool operator==(const PageAllocator<U>&) const {
