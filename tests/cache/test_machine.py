@@ -146,5 +146,5 @@ def test_limits_of_control_groups(
 def test_this_machine_has_memory_and_disks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
     assert machine.host_memory() > 1 << 28
-    assert machine.file_system_bytes(tmp_path / "not" / "there") > 0
+    assert machine.file_system_bytes([str(tmp_path / "not" / "there")]) > 0
     assert tierstore.TierConfig().ssd == "auto"

@@ -53,7 +53,7 @@ I64 = np.int64
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"offsets": np.array([0, 2, 1], I64)}, "decrease"),
+        ({"offsets": np.array([0, 4, 3], I64)}, "decrease"),
         ({"offsets": np.array([0, 1, 4], I64)}, "offsets must end"),
         ({"offsets": np.array([1, 1, 3], I64)}, "start at 0"),
         ({"bag_start": np.array([0, 1], I64)}, "bag_start"),
