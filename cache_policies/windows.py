@@ -13,7 +13,7 @@ import numpy as np
 
 from cache_policies.prepared import PreparedTrace
 
-FIRST_ROWS = 1 << 18
+FIRST_ROWS = 1 << 16
 """Distinct rows of each batch, added up, with which the first plan is made, full or not. Training waits until
 these batches are announced; then windows grow, some batches per step."""
 _SPARE = 16  # one batch more is pulled per so many of the window, and two besides: windows vary a little

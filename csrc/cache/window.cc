@@ -47,40 +47,65 @@ void NewestLookup::Count(const std::vector<std::int64_t>& superseded) {
     before_[lookup]->latest -= superseded[lookup];
 }
 
-PageVector<WindowShard::Entry> WindowShard::Live(std::uint32_t first, std::size_t lookups) const {
-  PageVector<Entry> live;
-  for (const Entry& entry : entries_) {
-    if (entry.index != kEmpty && entry.ordinal - first < lookups) live.push_back(entry);
-  }
-  return live;
-}
-
 PageVector<std::uint64_t> WindowShard::Keys(std::uint32_t first, std::size_t lookups) const {
   PageVector<std::uint64_t> keys;
-  for (const Entry& entry : Live(first, lookups)) keys.push_back(entry.key);
+  for (const Entry& entry : entries_) {
+    if (entry.IsOf(first, lookups)) keys.push_back(entry.key);
+  }
   return keys;
 }
 
 std::vector<WindowShard> WindowShard::Divided(std::uint32_t first, std::size_t lookups) const {
-  std::array<PageVector<Entry>, kShards> divided;
-  for (const Entry& entry : Live(first, lookups)) divided[ShardOf(entry.key)].push_back(entry);
+  std::array<std::size_t, kShards> live = {};
+  for (const Entry& entry : entries_) {
+    if (entry.IsOf(first, lookups)) ++live[ShardOf(entry.key)];
+  }
   std::vector<WindowShard> shards(kShards);
-  for (std::size_t shard = 0; shard < kShards; ++shard) shards[shard].Rebuild(divided[shard], 0);
+  for (std::size_t shard = 0; shard < kShards; ++shard)
+    shards[shard].entries_ = OwnArray<Entry>(EntriesFor(live[shard]), Entry{});
+  for (const Entry& entry : entries_) {
+    if (entry.IsOf(first, lookups)) shards[ShardOf(entry.key)].Place(entry);
+  }
   return shards;
 }
 
-void WindowShard::Rebuild(const PageVector<Entry>& live, std::size_t extra) {
-  const std::size_t wanted = std::max(kLeastEntries, (live.size() + extra) * 5 / 3);
-  if (wanted <= entries_.size() && entries_.size() < 2 * wanted)  // as a rule: its pages are there
-    entries_.Fill(Entry{});
-  else
-    entries_ = OwnArray<Entry>(wanted + wanted / 16, Entry{});
-  for (const Entry& entry : live) {
-    std::size_t at = Home(entry.key);
-    while (entries_[at].index != kEmpty) at = Next(at);
-    entries_[at] = entry;
+std::size_t WindowShard::EntriesFor(std::size_t keys) { return std::max(kLeastEntries, keys * 5 / 3); }
+
+void WindowShard::Place(const Entry& entry) {
+  std::size_t at = Home(entry.key);
+  while (entries_[at].index != kEmpty) at = Next(at);
+  entries_[at] = entry;
+  ++used_;
+}
+
+void WindowShard::RemoveDead(std::uint32_t first, std::size_t lookups) {
+  if (entries_.size() == 0) return;
+  used_ = 0;
+  // Behind an empty place no probe run goes on, so every entry finds its new place at or before the old one.
+  std::size_t at = 0;
+  while (entries_[at].index != kEmpty) ++at;
+  for (std::size_t i = 0; i < entries_.size(); ++i, at = Next(at)) {
+    if (entries_[at].index == kEmpty) continue;
+    const Entry entry = std::exchange(entries_[at], Entry{});
+    if (entry.IsOf(first, lookups)) Place(entry);
   }
-  used_ = live.size();
+}
+
+void WindowShard::MakeRoom(std::size_t keys, std::uint32_t first, std::size_t lookups) {
+  const auto live = static_cast<std::size_t>(std::count_if(
+      entries_.begin(), entries_.end(), [&](const Entry& entry) { return entry.IsOf(first, lookups); }));
+  const std::size_t size = entries_.size(), wanted = EntriesFor(live + keys);
+  if (wanted <= size && size < 2 * wanted)
+    return RemoveDead(first, lookups);  // as a rule: its pages are there
+  // Next to no dead entries: the window still grows.
+  const std::size_t grown = used_ - live <= used_ / 8 ? 2 * size : 0;
+  const OwnArray<Entry> old =
+      std::exchange(entries_, OwnArray<Entry>(std::max(wanted + wanted / 16, grown), Entry{}));
+  used_ = 0;
+  for (const Entry& entry :
+       old) {  // places are in the order of hashes, so this writes one place after another
+    if (entry.IsOf(first, lookups)) Place(entry);
+  }
 }
 
 WindowShard::Entry* WindowShard::Find(std::uint64_t key, std::size_t home, const NewestLookup& newest) {
@@ -103,8 +128,7 @@ WindowShard::Entry* WindowShard::Find(std::uint64_t key, std::size_t home, const
 void WindowShard::Add(NewKeys added, NewestLookup* newest, std::vector<std::int64_t>* superseded) {
   const std::size_t keys = added.keys.size();
   // At most 3/4 full, dead entries included, so that probe runs stay short and always end.
-  if ((used_ + keys) * 4 > entries_.size() * 3)
-    Rebuild(Live(newest->first(), newest->lookups_before()), keys);
+  if ((used_ + keys) * 4 > entries_.size() * 3) MakeRoom(keys, newest->first(), newest->lookups_before());
   std::size_t homes[kBlock];
   for (std::size_t begin = 0; begin < keys; begin += kBlock) {
     const std::size_t n = std::min(kBlock, keys - begin);

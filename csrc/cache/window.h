@@ -90,6 +90,11 @@ class WindowShard {
     std::uint64_t key = 0;
     std::uint32_t ordinal = 0;
     std::uint32_t index = kEmpty;
+
+    // Whether the entry is of one of `lookups` lookups from `first` on.
+    bool IsOf(std::uint32_t first_lookup, std::size_t lookups) const {
+      return index != kEmpty && ordinal - first_lookup < lookups;
+    }
   };
   static constexpr std::uint32_t kEmpty = ~std::uint32_t{0};
 
@@ -99,9 +104,14 @@ class WindowShard {
   std::size_t Next(std::size_t at) const { return NextPlace(at, entries_.size()); }
   // The entry of a key, or where it belongs.
   Entry* Find(std::uint64_t key, std::size_t home, const NewestLookup& newest);
-  PageVector<Entry> Live(std::uint32_t first, std::size_t lookups) const;
-  // Makes room for `live`, which become the entries, and `extra` more.
-  void Rebuild(const PageVector<Entry>& live, std::size_t extra);
+  // How many entries so many keys take at first.
+  static std::size_t EntriesFor(std::size_t keys);
+  // Takes an entry whose key has none.
+  void Place(const Entry& entry);
+  // Makes room for `keys` more entries beside those of `lookups` lookups from `first` on.
+  void MakeRoom(std::size_t keys, std::uint32_t first, std::size_t lookups);
+  // Removes the entries of all other lookups, in place.
+  void RemoveDead(std::uint32_t first, std::size_t lookups);
 
   OwnArray<Entry> entries_;
   std::size_t used_ = 0;  // entries that are not empty, dead ones included
