@@ -51,7 +51,7 @@ KINDS = {
         *((0.0, 10.0, _IDS), (0.7, 10.0, _IDS), (1.2, 10.0, _IDS), (*_FEW_MISS, _IDS)),
         (0.0, 10.0, _IDS // 4),
     ],
-    "ssd": [(0.0, 10.0, _IDS), (0.7, 10.0, _IDS), (1.2, 10.0, _IDS)],
+    "ssd": [(0.0, 10.0, _IDS), (0.7, 10.0, _IDS), (1.2, 10.0, _IDS), (*_FEW_MISS, _IDS)],
 }
 """By place of the rows: popularities P(k-th row) ~ (k + q)^-s as (s, q), and ids of a table."""
 _ROUNDS = 3
@@ -87,7 +87,7 @@ class Sample:
     ``stored`` (rows from the store) are counts; ``moved``: bytes of missing rows, up and down; ``computed``:
     bytes that lookups and updates touch; ``others``: CPU seconds per second that other processes took;
     ``paced``: 1 where ``fetch`` is by the clock, else 0, by counters that leave out what a batch costs
-    whatever its rows.
+    whatever its rows; ``reads``: 1 where rows come from the store.
     """
 
     mode: str
@@ -101,6 +101,7 @@ class Sample:
     fetch: float
     compute: float
     paced: float
+    reads: float
     others: float = 0.0
     one: float = 1.0
 
@@ -187,7 +188,8 @@ def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps
     # During the last steps no more batches are announced or planned.
     typical = slice(_WARM, max(_WARM + 1, len(compute) - _WINDOW - _DEPTH))
     stages = (_middle(values[typical]) for values in (np.diff(fetch), compute))
-    return Sample(mode, **sums, fetch=next(stages), compute=next(stages), paced=paces, others=others)
+    kind = {"paced": paces, "reads": mode == "ssd"}
+    return Sample(mode, **sums, fetch=next(stages), compute=next(stages), **kind, others=others)
 
 
 def _middle(seconds: Sequence[float] | NDArray[np.float64]) -> float:
@@ -261,9 +263,9 @@ def fitted(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the planner's terms from samples of all :data:`KINDS`."""
     memory = [sample for sample in samples if sample.mode == "memory"]
     step, lookup, update, per_byte = _fit(memory, "compute", ("one", "ids", "unique", "computed"))
-    names = ("paced", "ids", "unique", "cached", "misses", "moved", "stored")
-    batch, per_id, plan, policy, link, link_byte, store = _fit(samples, "fetch", names)
-    fetched = {"plan": plan, "policy": policy, "link": link, "store": store, "batch": batch}
+    names = ("paced", "ids", "unique", "cached", "misses", "moved", "reads", "stored")
+    batch, per_id, plan, policy, link, link_byte, read, store = _fit(samples, "fetch", names)
+    fetched = {"plan": plan, "policy": policy, "link": link, "store": store, "batch": batch, "read": read}
     return {
         "index_rows_per_s": 1 / max(per_id, 1e-12),
         "hbm_bw": 1 / max(per_byte, 1e-13),

@@ -36,6 +36,6 @@ def test_runtime_figures_are_fields_of_a_topology():
 
 
 def test_disturbed_samples_do_not_count():
-    calm, loud = (Sample("memory", 1, 1, 0, 0, 0, 0, 1, s, s, 0, LOUD * s) for s in (0.5, 9.0))
+    calm, loud = (Sample("memory", 1, 1, 0, 0, 0, 0, 1, s, s, 0, 0, LOUD * s) for s in (0.5, 9.0))
     assert Sample.median([loud, calm, loud]).fetch == 0.5
     assert Sample.median([loud]).fetch == 9.0

@@ -174,12 +174,14 @@ def tables_of_module(module: Any) -> tuple[list[TableSpec], int]:
 def plan_of(solution: Solution, promised: Collection[str] = ()) -> ShardingPlan:
     """Return the solution as a plan without a report; tables are in their order.
 
-    Tables in ``promised``, and shards whose rows are all in device memory, have their slots to themselves.
+    Tables in ``promised`` have their slots to themselves, as have shards whose rows are all in device memory,
+    and shards that have no row on the SSD beside shards that have.
     """
     caches, result, topology = solution.caches, [], solution.topology
     slots = [caches.hbm_rows, caches.memory_rows - caches.hbm_rows]
     sizes = [caches.hbm_bytes(), caches.uvm_bytes(), caches.ssd_bytes, *slots]
-    whole = caches.hbm_rows >= caches.rows
+    held = caches.memory_rows if np.any(caches.ssd_bytes) else caches.hbm_rows
+    whole = held >= caches.rows
     each = iter(np.column_stack([*sizes, whole, caches.read_ahead_bytes()]).astype(np.int64).tolist())
     unique = caches.field("unique")
     misses = unique * caches.misses(caches.hbm_rows)

@@ -125,7 +125,8 @@ def predict(problem: Problem, placed: Sequence[Placed], caches: Allocation) -> P
     on_link, on_ssd = (unique * caches.misses(rows) for rows in (caches.hbm_rows, caches.memory_rows))
     link = on_link * caches.field("link_s") + caches.field("policy_s") * (caches.hbm_rows < caches.rows)
     ranks[:, 4] = np.bincount(rank, link, world)
-    stored = np.bincount(rank, on_ssd * topology.row_seconds["store"], world)
+    reads = np.bincount(rank, on_ssd, world)
+    stored = reads * topology.row_seconds["store"] + np.minimum(reads, 1) * topology.row_seconds["read"]
     ranks[:, 5] = problem.fetch_seconds(ranks, ranks[:, 4] + stored)
     ssd_s = np.bincount(host, on_ssd * caches.field("ssd_s"), hosts)
     return Prediction(

@@ -25,6 +25,7 @@ ROW_COSTS = {
     "link": "each row that is not in device memory",
     "store": "each row that comes from the store, on the CPU",
     "batch": "each batch that is prefetched, whatever its rows",
+    "read": "each batch of which rows come from the store, whatever the rows",
 }
 """Keys of ``Topology.row_seconds``, and what each is of."""
 
