@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import nnls
+from scipy.optimize import brentq, nnls
 
 import tierstore
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor, TierConfig
 from tierstore.cache.tiers.sizes import bytes_for
 from tierstore.optim import RowWiseAdagrad
+from tierstore.planner import Topology
 
 from ._neighbours import LOUD, Neighbours
 
@@ -87,7 +88,8 @@ class Sample:
     ``stored`` (rows from the store) are counts; ``moved``: bytes of missing rows, up and down; ``computed``:
     bytes that lookups and updates touch; ``others``: CPU seconds per second that other processes took;
     ``paced``: 1 where ``fetch`` is by the clock, else 0, by counters that leave out what a batch costs
-    whatever its rows; ``reads``: 1 where rows come from the store.
+    whatever its rows; ``reads``: 1 where rows come from the store; ``wall``: seconds by the clock; ``busy``:
+    CPU seconds of the training thread.
     """
 
     mode: str
@@ -102,6 +104,8 @@ class Sample:
     compute: float
     paced: float
     reads: float
+    wall: float
+    busy: float
     others: float = 0.0
     one: float = 1.0
 
@@ -110,7 +114,7 @@ class Sample:
         """Return the median of samples of one kind: of the undisturbed samples, if there are any."""
         every = list(same)
         calm = [sample for sample in every if sample.others < LOUD] or every
-        names = ("fetch", "compute", "others")
+        names = ("fetch", "compute", "wall", "busy", "others")
         values = {name: float(np.median([getattr(sample, name) for sample in calm])) for name in names}
         return replace(calm[0], **values)
 
@@ -118,10 +122,11 @@ class Sample:
 def runtime_figures(steps: int = 20) -> dict[str, Any]:
     """Return fields of a topology, and ``step_s``: what a collection computes per step beside its rows.
 
-    The fields are ``hbm_bw``, ``host_link_bw``, ``index_rows_per_s`` and ``row_seconds``, from ``steps``
-    batches of each kind, three times.
+    The fields are ``hbm_bw``, ``host_link_bw``, ``index_rows_per_s``, ``row_seconds`` and ``overlap_loss``,
+    from ``steps`` batches of each kind, three times.
     """
-    return fitted([found for mode in KINDS for dims in DIMS for found in _samples(mode, dims, steps)])
+    samples = [found for mode in KINDS for dims in DIMS for found in _samples(mode, dims, steps)]
+    return fitted(samples, [pair for dims in DIMS for pair in _balanced(dims, steps)])
 
 
 def _samples(mode: str, dims: tuple[int, ...], steps: int) -> list[Sample]:
@@ -138,16 +143,38 @@ def _samples(mode: str, dims: tuple[int, ...], steps: int) -> list[Sample]:
     return [Sample.median(same) for same in zip(*turns, strict=True)]
 
 
-def _calm(bags: Any, mode: str, popularity: Iterable[float], count: int, steps: int, seed: int) -> Sample:
+def _balanced(dims: tuple[int, ...], steps: int) -> list[tuple[Sample, Sample]]:
+    """Return pairs of samples of the same batches, which tell how stages overlap: in the second the training
+    thread computes about as long as the first took by the clock."""
+    bags, pairs = _collection("uvm", dims), []
+    try:
+        for seed in range(_ROUNDS):
+            for *popularity, ids in KINDS["uvm"][1:3]:
+                kind = (bags, "uvm", popularity, ids, steps, seed)
+                one, two = (_calm(*kind, dense_steps=each) for each in (1, 2))
+                more = (one.wall - one.busy) / max(two.busy - one.busy, 1e-5)
+                pairs.append((one, _calm(*kind, dense_steps=1 + max(0, round(more)))))
+    finally:
+        bags.close(commit=False)
+    return pairs
+
+
+def _calm(
+    bags: Any, mode: str, popularity: Iterable[float], count: int, steps: int, seed: int, dense_steps: int = 1
+) -> Sample:
     """Return the first sample that no other process disturbed; of three, the least disturbed."""
     found: list[Sample] = []
     while len(found) < _TRIES and (not found or found[-1].others >= LOUD):
-        found.append(_sample(bags, mode, popularity, count, steps, seed + _ROUNDS * len(found)))
+        again = seed + _ROUNDS * len(found)
+        found.append(_sample(bags, mode, popularity, count, steps, again, dense_steps))
     return min(found, key=lambda sample: sample.others)
 
 
-def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps: int, seed: int) -> Sample:
-    """Train the tables for some batches of ``count`` ids each and return the mean batch."""
+def _sample(
+    bags: Any, mode: str, popularity: Iterable[float], count: int, steps: int, seed: int, dense_steps: int
+) -> Sample:
+    """Train the tables for some batches of ``count`` ids each, and a perceptron ``dense_steps`` times with
+    each batch. Return the mean batch."""
     random, tables, groups = np.random.default_rng(seed), bags.embedding_bag_configs(), bags.engine.groups
     draws = Draws(_ROWS, *popularity, seed=99)
     drawn = [[draws(random, count) for _ in tables] for _ in range(steps + _WARM)]
@@ -159,17 +186,20 @@ def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps
     optimizer = torch.optim.SGD(dense.parameters(), lr=0.01)
     # Planning sets the pace unless all is in memory; there the counters say what planning takes.
     paces = mode != "memory"
-    fetch, compute, counts = [], [], []
+    fetch, compute, wall, busy, counts = [], [], [], [], []
     neighbours, begun = Neighbours(), time.thread_time()
     for batch in tierstore.prefetch(iter(batches), bags, depth=_DEPTH, window=_WINDOW):
         bags(batch).values().backward(output_grad)
         compute.append(time.thread_time() - begun)  # with the time for the prefetch's part of this thread
-        train_step(dense, optimizer, input)
+        for _ in range(dense_steps):
+            train_step(dense, optimizer, input)
+        busy.append(time.thread_time() - begun)
         tiers = [group.stats.tiers for group in groups]
         counts.append(
             [(t["hbm"].rows - t["hbm"].row_hits, t["ssd"].row_hits if "ssd" in t else 0) for t in tiers]
         )
-        fetch.append(time.perf_counter() - _waiting_seconds(bags) if paces else planning_seconds(bags))
+        wall.append(time.perf_counter())
+        fetch.append(wall[-1] - _waiting_seconds(bags) if paces else planning_seconds(bags))
         begun = time.thread_time()
     others = neighbours.share()
     sums = dict.fromkeys(("ids", "unique", "cached", "misses", "stored", "moved", "computed"), 0.0)
@@ -187,9 +217,9 @@ def _sample(bags: Any, mode: str, popularity: Iterable[float], count: int, steps
         sums["computed"] += 8 * count * len(own) * dim + 2 * unique * size
     # During the last steps no more batches are announced or planned.
     typical = slice(_WARM, max(_WARM + 1, len(compute) - _WINDOW - _DEPTH))
-    stages = (_middle(values[typical]) for values in (np.diff(fetch), compute))
-    kind = {"paced": paces, "reads": mode == "ssd"}
-    return Sample(mode, **sums, fetch=next(stages), compute=next(stages), **kind, others=others)
+    stages = {"fetch": np.diff(fetch), "compute": compute, "wall": np.diff(wall), "busy": busy}
+    means = {name: _middle(values[typical]) for name, values in stages.items()}
+    return Sample(mode, **sums, **means, paced=paces, reads=mode == "ssd", others=others)
 
 
 def _middle(seconds: Sequence[float] | NDArray[np.float64]) -> float:
@@ -259,8 +289,10 @@ def load_zeros(bags: Any, tables: Iterable[EmbeddingBagConfig]) -> None:
             bags.load_rows(ids, torch.zeros(len(ids), table.embedding_dim), None, table.name)
 
 
-def fitted(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the planner's terms from samples of all :data:`KINDS`."""
+def fitted(samples: Sequence[Sample], balanced: Sequence[tuple[Sample, Sample]]) -> dict[str, Any]:
+    """Return the planner's terms from samples of all :data:`KINDS` and pairs of :func:`_balanced`."""
+    loss = float(np.median([_overlap_loss(*pair) for pair in balanced]))
+    samples = [replace(s, fetch=_beside(s.fetch, s.busy, loss)) if s.paced else s for s in samples]
     memory = [sample for sample in samples if sample.mode == "memory"]
     step, lookup, update, per_byte = _fit(memory, "compute", ("one", "ids", "unique", "computed"))
     names = ("paced", "ids", "unique", "cached", "misses", "moved", "reads", "stored")
@@ -271,8 +303,29 @@ def fitted(samples: Sequence[Sample]) -> dict[str, Any]:
         "hbm_bw": 1 / max(per_byte, 1e-13),
         "host_link_bw": 1 / max(link_byte, 1e-13),
         "step_s": step,
+        "overlap_loss": loss,
         "row_seconds": {"lookup": lookup, "update": update, **fetched},
     }
+
+
+def _beside(step: float, stage: float, loss: float) -> float:
+    """Return the other stage of a step of two stages with this loss: half of the step at least."""
+    power = np.log(2) / np.log1p(loss)
+    return step * max(1 - min(stage / step, 1.0) ** power, 0.5**power) ** (1 / power)
+
+
+def _overlap_loss(one: Sample, balanced: Sample) -> float:
+    """Return the loss by which both samples have the same seconds of the fetching thread."""
+
+    def excess(loss: float) -> float:
+        fetch = _beside(one.wall, one.busy, loss)
+        topology = Topology(hbm_per_rank=1, device="cpu", overlap_loss=loss)
+        return topology.together(np.array([[fetch, balanced.busy]])) - balanced.wall
+
+    least, most = 1e-3, 1.0
+    if excess(least) >= 0 or excess(most) <= 0:
+        return least if excess(least) >= 0 else most
+    return float(brentq(excess, least, most))
 
 
 def _fit(samples: Sequence[Sample], stage: str, terms: Iterable[str]) -> list[float]:

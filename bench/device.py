@@ -190,6 +190,8 @@ def _text(key: str, value: Any) -> str:
     if key in ("row_seconds", "exchange_seconds"):
         scale, unit = (1e9, "ns") if key == "row_seconds" else (1e6, "us")
         return ", ".join(f"{name} {seconds * scale:,.0f} {unit}" for name, seconds in value.items())
+    if key == "overlap_loss":
+        return f"{value:.0%}"
     if isinstance(value, float):
         return f"{format_bytes(int(value))}/s" if key.endswith("_bw") else f"{value:,.0f}/s"
     if key == "ssd_read_curve":

@@ -24,8 +24,8 @@ from tierstore.rounds import FILE_BYTES, read_bytes, record_bytes, round_batches
 class Prediction:
     """What a plan costs: seconds per step, ``ranks`` (ranks, 6) by RANK_STAGES and ``ssd_s`` (hosts,).
 
-    Bytes in use are ``hbm`` (ranks,), ``host_memory`` and ``ssd`` (hosts,). The pipeline overlaps stages, so
-    a step takes as long as the longest of them.
+    Bytes in use are ``hbm`` (ranks,), ``host_memory`` and ``ssd`` (hosts,). ``step``: seconds; the pipeline
+    overlaps stages, so that is about as long as the longest of them takes.
     """
 
     ranks: Floats
@@ -33,11 +33,7 @@ class Prediction:
     hbm: NDArray
     host_memory: NDArray
     ssd: NDArray
-
-    @property
-    def step(self) -> float:
-        """Seconds per step."""
-        return max(float(self.ranks.max()), float(self.ssd_s.max()))
+    step: float
 
     def slowest(self) -> tuple[str, str]:
         """Return the (stage, place) that sets the step: ("ssd", "host 3")."""
@@ -128,13 +124,15 @@ def predict(problem: Problem, placed: Sequence[Placed], caches: Allocation) -> P
     reads = np.bincount(rank, on_ssd, world)
     stored = reads * topology.row_seconds["store"] + np.minimum(reads, 1) * topology.row_seconds["read"]
     ranks[:, 5] = problem.fetch_seconds(ranks, ranks[:, 4] + stored)
-    ssd_s = np.bincount(host, on_ssd * caches.field("ssd_s"), hosts)
+    ssd_s = np.bincount(host, on_ssd * caches.field("ssd_s"), hosts) - _saved_seconds(problem, caches, on_ssd)
+    alone = ranks[:, [0, 5]] if topology.one_fetcher else ranks  # fetch and compute have the other stages
     return Prediction(
         ranks,
-        ssd_s - _saved_seconds(problem, caches, on_ssd),
+        ssd_s,
         np.bincount(rank, caches.hbm_bytes(), world) + problem.fixed_hbm,
         np.bincount(host, caches.uvm_bytes(), hosts) + problem.fixed_host,
         np.bincount(host, caches.ssd_bytes, hosts),
+        topology.together(np.column_stack([alone, ssd_s.repeat(topology.ranks_per_host)])),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tierstore.config import is_integer, is_number, parse_bytes
 from tierstore.errors import ConfigError
@@ -79,6 +80,8 @@ class Topology:
     - ``index_rows_per_s``: ids that a rank deduplicates and looks up in its slot index.
     - ``row_seconds``: what a row costs beside its bytes, by :data:`ROW_COSTS`; zero where nothing is said.
     - ``exchange_seconds``: what exchanging takes beside bytes, by :data:`EXCHANGE_COSTS`.
+    - ``overlap_loss``: the share by which a step takes longer than either of two stages that take equally
+      long: 0 if they overlap wholly, 1 if they do not at all.
     - ``processors_per_rank``: of the host's CPU; with fewer than two, a rank's threads take turns (matters
       for device "cpu" only).
 
@@ -102,6 +105,7 @@ class Topology:
     ssd_read_curve: Sequence[tuple[int, float]] = ()
     row_seconds: Mapping[str, float] = field(default_factory=dict)
     exchange_seconds: Mapping[str, float] = field(default_factory=dict)
+    overlap_loss: float = 0.0
     processors_per_rank: float = 2.0
     device: str = "cuda"
     assumed: tuple[str, ...] = field(default=(), init=False)
@@ -126,6 +130,9 @@ class Topology:
         for name, known in _SECONDS.items():
             object.__setattr__(self, name, _checked_seconds(name, getattr(self, name), known))
         _must_be_positive("processors_per_rank", self.processors_per_rank)
+        loss = self.overlap_loss
+        is_share = is_number(loss) and 0 <= loss <= 1
+        must_be("topology: overlap_loss", loss, is_share, "a number from 0 to 1")
 
     def _fill_rate(self, name: str) -> bool:
         """Make a rate a number, and return whether it is the assumed one."""
@@ -157,6 +164,18 @@ class Topology:
         """Of the seconds that a rank's training thread computes, the share during which its fetching thread
         has no processor: with p processors two threads of t seconds each take max(t, 2 t / p)."""
         return min(1.0, max(0.0, 2 / self.processors_per_rank - 1)) if self.one_fetcher else 0.0
+
+    def together(self, stages: NDArray) -> float:
+        """Return the seconds of a step of the slowest rank, by its seconds of ``stages``: (ranks, stages).
+
+        Stages of equal means, but not of equal seconds in every batch, wait for one another, since few
+        batches are in flight. The norm goes from the longest stage (no loss) to the sum of all (a loss of 1).
+        """
+        longest = stages.max(axis=1, initial=1e-12)
+        if self.overlap_loss < 1e-3:
+            return float(longest.max())
+        power = math.log(2) / math.log1p(self.overlap_loss)
+        return float((longest * ((stages / longest[:, None]) ** power).sum(axis=1) ** (1 / power)).max())
 
     def others(self) -> tuple[float, float]:
         """Return (other ranks of a rank's host, ranks of other hosts) as shares of all ranks."""
