@@ -20,6 +20,7 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "keys": {"errors"},
     "row_format": {"errors"},
     "config": {"errors", "keys", "row_format", "cache_policies"},
+    "default_config": {"errors", "config"},
     "initializers": {"errors"},
     "placement": {"errors"},
     "default_planner": {"placement"},
@@ -31,7 +32,7 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "store": BASICS | {"_core"},
     "cuda": {"errors", "config", "_core"},
     "cache": BASICS | {"_core", "cache_policies", "optim", "rounds", "store"},
-    "modules": BASICS | {"_core", "sparse", "optim", "store", "cache"},
+    "modules": BASICS | {"_core", "default_config", "sparse", "optim", "store", "cache"},
     "pipeline": BASICS
     | {"_core", "cache_policies", "sparse", "optim", "rounds", "store", "cache", "modules"},
     "sharding": BASICS
@@ -91,7 +92,6 @@ OTHERS_PRIVATE = {
     "_is_owned",
     "_mmap",
     "_modules",
-    "_optimizer_kwargs",
     "_parameters",
     "_scale",
     "_timeout",

@@ -42,6 +42,7 @@ PUBLIC_NAMES = [
     "accumulate",
     "offload",
     "prefetch",
+    "set_default_config",
     "set_num_threads",
 ]
 

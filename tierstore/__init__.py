@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from tierstore.cache.engine import set_num_threads
     from tierstore.config import TableOverride, TierConfig
+    from tierstore.default_config import set_default_config
     from tierstore.errors import (
         ClosedError,
         ConfigError,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 _HOME = {
     "cache.engine": ["set_num_threads"],
     "config": ["TableOverride", "TierConfig"],
+    "default_config": ["set_default_config"],
     "errors": [
         "ClosedError",
         "ConfigError",
@@ -146,6 +148,7 @@ __all__ = [
     "accumulate",
     "offload",
     "prefetch",
+    "set_default_config",
     "set_num_threads",
 ]
 

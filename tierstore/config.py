@@ -28,6 +28,8 @@ _AUTO_SSD = 1 << 40
 _IO_NAMES = ("auto", "uring", "pread")
 INDEX_NAMES = ("auto", "hash", "compact")
 """Names that ``TierConfig(index=...)`` accepts."""
+FATAL, WARNING, IGNORE = BOUNDS_CHECKS = ("fatal", "warning", "ignore")
+"""Names that ``TierConfig(bounds_check=...)`` accepts."""
 MAX_PATHS = 16
 """Devices over which a store is spread at most."""
 
@@ -97,6 +99,14 @@ def _check_rounding(value: object) -> None:
         raise ConfigError(f"stochastic_rounding is {value!r}; it must be True or False")
 
 
+def check_bounds_check(value: object) -> None:
+    """Raise ``ConfigError`` unless ``value`` is one of :data:`BOUNDS_CHECKS`."""
+    if value not in BOUNDS_CHECKS:
+        raise ConfigError(
+            f"bounds_check is {value!r}; it must be one of {', '.join(map(repr, BOUNDS_CHECKS))}"
+        )
+
+
 @dataclass(frozen=True)
 class TableOverride:
     """Overrides of a module's arguments for one table; ``None`` keeps the module's argument."""
@@ -116,6 +126,8 @@ class TableOverride:
     """The weight of a table that shares, where ``hbm`` is divided among row layouts; None: its bytes."""
     uvm_share: int | None = None
     """The same of ``uvm``."""
+    bounds_check: str | None = None
+    """As in :class:`TierConfig`, for ids of this table."""
 
     def __post_init__(self) -> None:
         for name in ("hbm", "uvm", "hbm_share", "uvm_share"):
@@ -123,6 +135,8 @@ class TableOverride:
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, name))
         _check_rounding(self.stochastic_rounding)
+        if self.bounds_check is not None:
+            check_bounds_check(self.bounds_check)
 
 
 @dataclass(frozen=True)
@@ -167,6 +181,8 @@ class TierConfig:
       beyond the size of its file system.
     - ``io``: how the native store reads: ``"uring"`` (an error where the kernel refuses io_uring),
       ``"pread"`` (threads), or ``"auto"``, io_uring where the kernel allows it. ``stats()`` tells which.
+    - ``bounds_check``: what an id does that its table does not have: "fatal" raises InputError, "warning"
+      takes it for id 0 and warns once, "ignore" takes it for id 0.
     - ``index``: how the native store finds rows. ``"hash"`` takes up to 12 bytes per stored row.
       ``"compact"`` takes 3 to 4 bytes per row in ranges of which 3/8 of the ids are stored. ``"auto"``:
       compact for tables of 4,194,304 stored rows or more. Each opening may choose anew.
@@ -191,6 +207,7 @@ class TierConfig:
     overcommit: bool = False
     io: str = "auto"
     index: str = "auto"
+    bounds_check: str = FATAL
 
     def __post_init__(self) -> None:
         self._normalise_sizes()
@@ -202,6 +219,7 @@ class TierConfig:
         if self.index not in INDEX_NAMES:
             names = ", ".join(map(repr, INDEX_NAMES))
             raise ConfigError(f"index is {self.index!r}; it must be one of {names}")
+        check_bounds_check(self.bounds_check)
         self._check_policy()
         self._check_dtypes()
         self._normalise_count("depth", MAX_DEPTH)
@@ -274,6 +292,10 @@ class TierConfig:
         own = self.table(table).stochastic_rounding
         chosen = self.stochastic_rounding if own is None else own
         return dtype == WIDE.weights if chosen is None else chosen
+
+    def bounds_check_of(self, table: str) -> str:
+        """Return what ids of a table do that it does not have."""
+        return self.table(table).bounds_check or self.bounds_check
 
     def table(self, name: str) -> TableOverride:
         """Return the overrides of a table; all of them are ``None`` where the user gave none."""

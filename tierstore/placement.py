@@ -89,7 +89,7 @@ class ShardPlacement:
 @dataclass(frozen=True)
 class TablePlacement:
     """A table's cut. ``predicted_hit_rate``: share of a batch's unique rows found in HBM.
-    ``stochastic_rounding``: as in TableOverride."""
+    ``stochastic_rounding``, ``bounds_check``: as in TableOverride."""
 
     name: str
     sharding_type: ShardingType
@@ -99,6 +99,7 @@ class TablePlacement:
     num_embeddings: int = 0
     embedding_dim: int = 0
     stochastic_rounding: bool | None = None
+    bounds_check: str | None = None
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,7 @@ class ShardingPlan:
 
 
 _NO_PLAN = "not a sharding plan: "
+_BOUNDS_CHECKS = ("fatal", "warning", "ignore")
 _LARGEST = (1 << 63) - 1
 _REQUIRED: Any = object()
 
@@ -234,6 +236,9 @@ class _Object:
         if value is not None and not isinstance(value, bool):
             raise self._wrong(name, "true, false or null")
         return value
+
+    def one_of(self, name: str, known: Sequence[str]) -> str | None:
+        return None if self.values.get(name) is None else self.text(name, known=known)
 
     def text(self, name: str, default: str = _REQUIRED, known: Sequence[str] = ()) -> str:
         value = self._value(name, default)
@@ -276,6 +281,7 @@ def _table(table: _Object) -> TablePlacement:
         table.integer("num_embeddings", default=0),
         table.integer("embedding_dim", default=0),
         table.choice("stochastic_rounding"),
+        table.one_of("bounds_check", _BOUNDS_CHECKS),
     )
 
 

@@ -165,7 +165,6 @@ def frozen_in_part() -> nn.Module:
         (Tied, "emb shares its weight with head"),
         (lambda: nn.Sequential(nn.Embedding(3, 3, max_norm=1.0)), "0: max_norm is not supported"),
         (lambda: nn.Sequential(nn.Embedding(3, 3, dtype=torch.float64)), "0: .*weights of a table are"),
-        (lambda: nn.Sequential(nn.Embedding(3, 3, device="meta")), "0: .*device is meta"),
         (frozen_in_part, "bags has frozen and trained tables"),
     ],
 )

@@ -13,6 +13,7 @@ from torchrec.types import DataType
 
 from tests.planner.machines import table, topology
 from tierstore.errors import ConfigError
+from tierstore.placement import ShardingPlan
 from tierstore.planner import EmbeddingShardingPlanner, ParameterConstraints
 from tierstore.planner.constraints import constraints_of
 from tierstore.planner.tables import prepared
@@ -98,7 +99,7 @@ GIVEN = {
 }
 HONOURED = (
     *("sharding_types", "compute_kernels", "min_partition", "pooling_factors"),
-    *("is_weighted", "stochastic_rounding"),
+    *("is_weighted", "stochastic_rounding", "cache_params", "enforce_hbm", "bounds_check_mode"),
 )
 
 
@@ -114,6 +115,67 @@ def test_every_field_of_torchrecs_is_met_or_named(name):
     else:
         with pytest.raises(ConfigError, match=rf"constraints of 't': {name} of torchrec .*(use|give|leave)"):
             constraints_of(value, "t")
+
+
+def test_a_load_factor_is_a_floor_of_hbm():
+    rows = [table("t", rows=200_000), table("u", rows=200_000)]
+    small = topology(1, 1, hbm_per_rank="96MiB")
+
+    def in_hbm(**changes):
+        (shard,) = EmbeddingShardingPlanner(small, {"t": theirs(**changes)}).plan(rows).table("t").shards
+        return shard.hbm_rows / 200_000, shard.own
+
+    assert in_hbm()[0] < 0.85
+    share, own = in_hbm(cache_params=types.CacheParams(load_factor=0.85))
+    assert own
+    assert 0.85 <= share < 0.95
+    with pytest.raises(ConfigError, match=r"hbm_load_factor is .*; it must be a number from 0 to 1"):
+        ParameterConstraints(hbm_load_factor=1.5)
+
+
+def test_enforced_hbm_keeps_every_row_there():
+    rows = [table("t", rows=200_000), table("u", rows=200_000)]
+    small = topology(1, 1, hbm_per_rank="96MiB")
+    plan = EmbeddingShardingPlanner(small, {"t": theirs(enforce_hbm=True)}).plan(rows)
+    assert plan.table("t").shards[0].hbm_rows == 200_000
+    assert plan.table("u").shards[0].hbm_rows < 200_000
+    assert constraints_of(theirs(enforce_hbm=False), "t").tiers is None
+    with pytest.raises(ConfigError, match="give one of them"):
+        constraints_of(theirs(enforce_hbm=True, compute_kernels=["key_value"]), "t")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm": types.CacheAlgorithm.LRU},
+        {"reserved_memory": 1.0},
+        {"precision": DataType.FP16},
+        {"stats": object()},
+        {"multipass_prefetch_config": types.MultiPassPrefetchConfig()},
+    ],
+    ids=str,
+)
+def test_cache_parameters_that_tiers_cannot_meet(changes):
+    (name,) = changes
+    with pytest.raises(
+        ConfigError, match=rf"constraints of 't': {name} of torchrec's CacheParams cannot be met"
+    ):
+        constraints_of(theirs(cache_params=types.CacheParams(**changes)), "t")
+    assert constraints_of(theirs(cache_params=types.CacheParams(prefetch_pipeline=True)), "t")
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [("FATAL", "fatal"), ("WARNING", "warning"), ("IGNORE", "ignore"), ("V2_IGNORE", "ignore")],
+)
+def test_the_bounds_check_is_part_of_the_plan(mode, name):
+    demand = theirs(bounds_check_mode=BoundsCheckMode[mode])
+    rows = [table("t", rows=1000), table("u", rows=1000)]
+    plan = EmbeddingShardingPlanner(topology(), {"t": demand}).plan(rows)
+    assert [one.bounds_check for one in plan.tables] == [name, None]
+    assert ShardingPlan.from_dict(plan.to_dict()).tables == plan.tables
+    with pytest.raises(ConfigError, match="ids are always checked: use FATAL, WARNING or IGNORE"):
+        constraints_of(theirs(bounds_check_mode=BoundsCheckMode.NONE), "t")
 
 
 def test_what_a_later_torchrec_may_add_is_not_dropped():

@@ -111,6 +111,7 @@ OPTIONAL = {
     "hbm_rows",
     "uvm_rows",
     "stochastic_rounding",
+    "bounds_check",
     "own",
     "read_ahead_bytes",
 }

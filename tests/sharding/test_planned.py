@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import tierstore
 from tests.sharding import cases
 from tests.sharding.ranks import run
 from tests.sharding.test_parallel import Model, train_both
-from tierstore import TierConfig, optim
+from tierstore import EmbeddingBagConfig, TierConfig, optim
 from tierstore.cache.tiers.sizes import bytes_for
 from tierstore.default_planner import register_default_planner
 from tierstore.errors import InfeasiblePlanError
@@ -173,3 +174,22 @@ def counts_collectives() -> None:
 
 def test_a_step_has_as_many_collectives_as_the_planner_counts() -> None:
     run(2, counts_collectives)
+
+
+def not_all_in_memory() -> None:
+    tables = [EmbeddingBagConfig(20_000, 16, f"t{n}", feature_names=[f"f{n}"]) for n in range(4)]
+    tiers = TierConfig(hbm="2MiB", uvm="256KiB", ssd="256MiB")
+    module = tierstore.EmbeddingBagCollection(tables, config=tiers, optimizer=optim.SGD(lr=0.1))
+    with DistributedModelParallel(nn.Sequential(module), config=tiers, batch_size=8) as dmp:
+        engine = dmp.sharded["0"].engine
+        rows = sum(shard.rows for _, shard in dmp.plan.on_rank(dmp.env.rank))
+        held = sum(s.hbm_rows + s.uvm_rows for _, s in dmp.plan.on_rank(dmp.env.rank))
+        assert held < rows, "the budgets have room for some of the rows alone"
+        assert engine.config.ssd > 0
+        every = torch.arange(20_000)
+        for n in range(4):
+            dmp.sharded["0"].load_rows(every, torch.ones(20_000, 16), table=f"t{n}")
+
+
+def test_rows_that_memory_has_no_room_for_have_a_store() -> None:
+    run(1, not_all_in_memory)

@@ -45,6 +45,11 @@ class Engine:
     Lookups are thread-safe with respect to one another; ``close`` waits for a plan in progress.
     """
 
+    waits = False
+    """Whether the tables are not opened yet, as a :class:`LateEngine` may be."""
+    on_meta = False
+    """Whether the tables are on torch's meta device, and have no rows."""
+
     def __init__(
         self,
         tables: Sequence[Table],
@@ -143,6 +148,10 @@ class Engine:
         self._process.check()
         if self.closed:
             raise ClosedError("the tables are closed; build the module again to use them")
+
+    def need_rows(self) -> None:
+        """Open the tables, unless they are open."""
+        self.check_open()
 
     def table_index(self, name: str | None) -> int:
         """Return the index of a table by name; None is allowed where there is only one."""

@@ -17,6 +17,7 @@ from tierstore._core import OptimizerStep
 from tierstore.cache.engine import Engine
 from tierstore.errors import ConfigError, GradientError
 from tierstore.modules.ahead import Ahead, find_ahead
+from tierstore.modules.applied import APPLIED, applied_optimizer, refuse_applied
 from tierstore.modules.engine_calls import EngineCalls
 from tierstore.modules.lookup import (
     Keeps,
@@ -32,15 +33,14 @@ from tierstore.modules.quantization import NotQuantized
 from tierstore.modules.row_arguments import checked_row_ids, float_matrix, state_matrix
 from tierstore.modules.tables import TORCH_DTYPES, HasWeight, ShownParameter
 from tierstore.modules.wrappers import (
-    APPLIED,
     active_ddp,
     has_other_ranks,
-    refuse_applied,
     refuse_replicas,
     refuse_scaled,
     scaler_in_use,
 )
 from tierstore.optim.fused import FusedOptimizer
+from tierstore.optim.specs import NotGiven
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,15 +67,15 @@ class TieredModule(EngineCalls, nn.Module):
         self.table_numbers = list(tables)
         self._without_optimizer = optimizer is None
         self._requires_grad = True
-        self.fused_optimizer = FusedOptimizer(optimizer or optim.SGD())
-        """A ``torch.optim.Optimizer`` whose ``param_groups`` are read at every backward pass."""
-        self.fused_optimizer.rows = OptimizerStates(self)
+        self.use_optimizer(optimizer or optim.SGD())
         self.check_gradients = engine.config.check_gradients
         self.refuse_scaled = True
         """Whether backward passes raise ConfigError if this process uses a GradScaler; see ``accumulate``."""
         self.accumulation: Keeps | None = None
         """Keeps the gradients of backward passes inside ``tierstore.accumulate``."""
         self._shown: list[ShownParameter] = []
+        self.adopted: list[object] = []
+        """Optimizers of apply_optimizer_in_backward whose settings the tables have."""
         self._key = engine.tables[self.table_numbers[0]].name
         self.take_updates()
         self.anchor = torch.zeros(0, requires_grad=True)
@@ -83,6 +83,33 @@ class TieredModule(EngineCalls, nn.Module):
         self._ahead: deque[Ahead] = deque()
         self.observer: Callable[[TieredModule, tuple[object, ...], dict[str, object]], None] | None = None
         """Sees every forward call while a prefetcher learns where in a batch the ids are."""
+
+    def use_optimizer(self, spec: optim.OptimizerSpec) -> None:
+        """Let backward passes apply ``spec``, of the row layout that the tables have."""
+        self.fused_optimizer = FusedOptimizer(spec)
+        """A ``torch.optim.Optimizer`` whose ``param_groups`` are read at every backward pass."""
+        self.fused_optimizer.rows = OptimizerStates(self)
+
+    def applied_optimizer(self) -> optim.OptimizerSpec | None:
+        """Return the optimizer that apply_optimizer_in_backward gave all tables; None if it gave none.
+
+        Raises ConfigError for an optimizer that tables cannot have, and for different ones."""
+        return applied_optimizer([shown.now for shown in self._shown], self.table_names())
+
+    def chosen_optimizer(self) -> optim.OptimizerSpec | None:
+        """Return the optimizer that the tables were built with, or else the applied one; None for frozen
+        tables. Raises ConfigError for tables that have both."""
+        if self.frozen:
+            return None
+        if isinstance(self.fused_optimizer.spec, NotGiven):
+            return self.applied_optimizer() or self.fused_optimizer.spec
+        self._refuse_applied()
+        return self.fused_optimizer.spec
+
+    def _refuse_applied(self) -> None:
+        for number, shown in enumerate(self._shown):
+            if hasattr(shown.now, APPLIED):
+                refuse_applied(shown.now, self.table_names()[number], self.adopted)
 
     qconfig = NotQuantized()
 
@@ -234,9 +261,7 @@ class TieredModule(EngineCalls, nn.Module):
                 f"tables {', '.join(self.table_names())} were built with optimizer=None and require "
                 "gradients now: build them with an optimizer, or freeze them by requires_grad_(False)"
             )
-        for number, parameter in enumerate(self._shown):
-            if hasattr(parameter.now, APPLIED):
-                refuse_applied(parameter.now, self.table_names()[number])
+        self._refuse_applied()
         unscales = self.accumulation is not None and self.accumulation.unscales
         if self.refuse_scaled and not unscales and scaler_in_use():
             refuse_scaled(self.table_names(), self.collective)

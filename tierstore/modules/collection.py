@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tierstore.cache.engine import Table
+from tierstore.cache.late_engine import LateEngine
 from tierstore.errors import InputError
+from tierstore.modules.applied import applied_to
 from tierstore.modules.base import TieredModule
 from tierstore.modules.configs import BaseEmbeddingConfig
 from tierstore.modules.features import Features
 from tierstore.modules.inputs import FeatureLookup
 from tierstore.modules.tables import HasWeight, OpenTables
 from tierstore.optim import OptimizerSpec
+from tierstore.optim.specs import NotGiven
 from tierstore.sparse import as_keyed_jagged_tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class LookupStrategy(Protocol):
@@ -53,6 +60,10 @@ class TableView(HasWeight):
     def _engine_number(self) -> int:
         return self.collection.table_numbers[self._number]
 
+    @property
+    def on_meta(self) -> bool:
+        return self.collection.engine.on_meta
+
     def rows_version(self) -> str:
         return self.collection.engine.versions.of(self._engine_number)
 
@@ -80,11 +91,21 @@ class TableViews(nn.ModuleDict):
         self._modules[name] = module
 
 
+def check_bounds(features: Features, opened: OpenTables) -> None:
+    """Let ids that are out of range do what the configuration of ``opened`` says of each table."""
+    names = [opened.engine.tables[number].name for number in opened.numbers]
+    modes = map(opened.engine.config.bounds_check_of, names)
+    features.check_bounds(dict(zip([config.name for config in features.configs], modes, strict=True)))
+
+
 class Collection(TieredModule):
     """Tables by name and features, in the order of the configuration, and the strategy of their lookups."""
 
     views_name: ClassVar[str]
     """Name of the module that has the tables, in state dicts."""
+    opens_late: ClassVar[bool] = False
+    """Whether tables are opened by the first call that needs a row. Until then they take the optimizer of
+    ``apply_optimizer_in_backward``."""
 
     def __init__(
         self,
@@ -100,11 +121,38 @@ class Collection(TieredModule):
         self.add_module(self.views_name, TableViews(views))
         if not self.collective:
             self.show_parameters(list(views.values()))
+        if isinstance(self.engine, LateEngine):
+            self.engine.call_when_opened(self.adopt_applied, self.take_updates)
 
     @property
     def device(self) -> torch.device:
-        """The device of outputs."""
-        return torch.device("cpu")
+        """The device of outputs; the meta device for a collection without rows."""
+        return torch.device("meta" if self.engine.on_meta else "cpu")
+
+    def adopt_applied(self) -> None:
+        """Let tables that are not opened yet have the optimizer that was applied to their parameters."""
+        applied = self.applied_optimizer()
+        if applied is None or not isinstance(self.engine, LateEngine) or not self.engine.waits:
+            return
+        if isinstance(self.fused_optimizer.spec, NotGiven):
+            self.take_optimizer(applied)
+            self.adopted = [optimizer for shown in self._shown for optimizer in applied_to(shown.now)]
+
+    def take_optimizer(self, spec: OptimizerSpec) -> None:
+        """Give the tables this optimizer. Only before they are opened."""
+        assert isinstance(self.engine, LateEngine)
+        self.engine.set_optimizer(spec)
+        self.use_optimizer(spec)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Leave the meta device, as ``to_empty()`` asks by moving the parameters."""
+        self.adopt_applied()  # torch makes other parameters, without the optimizer that was applied
+        super()._apply(fn, recurse)
+        if isinstance(self.engine, LateEngine) and self.engine.on_meta:
+            self.engine.on_meta = any(parameter.is_meta for parameter in self.parameters())
+            for shown in self._shown:
+                shown.accept()
+        return self
 
     def config_number(self, name: str | None) -> int:
         """Return the number of a table in the configuration; ``None`` means the only table. Raises
@@ -125,4 +173,6 @@ class Collection(TieredModule):
         return keyed.values(), keyed.lengths()
 
     def make_lookup(self, features: object) -> FeatureLookup:
+        if self.engine.waits:
+            self.engine.need_rows()
         return self.lookups.make(features)

@@ -13,6 +13,7 @@ from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import as_init, normal
 from tierstore.modules.base import TieredModule
+from tierstore.modules.bounds import bounds_of
 from tierstore.modules.compiling import opaque
 from tierstore.modules.inputs import NO_PADDING, FeatureLookup, Ids, checked_ids, sequence_lookup
 from tierstore.modules.tables import (
@@ -52,6 +53,8 @@ class SingleTable(HasWeight, TieredModule):
         self.name = table.name
         self.padding_idx = None if padding_idx is None else padding_idx % rows
         self._padding_row: Tensor | None = None
+        mode = self.engine.config.bounds_check_of(table.name)
+        self._bounds = bounds_of(table.name, rows, mode)
         self.show_parameters([self])
         if is_fresh(self.engine):  # rows of a store that is opened again stay as they are
             if weight is not None:
@@ -71,6 +74,11 @@ class SingleTable(HasWeight, TieredModule):
     @property
     def _padding(self) -> int:
         return NO_PADDING if self.padding_idx is None else self.padding_idx
+
+    def ids_of(self, given: Tensor) -> Tensor:
+        """Return the ids that are looked up for those given, checked."""
+        ids = checked_ids(f"{self.name}: ids", given)
+        return ids if self._bounds is None else self._bounds.kept(ids)
 
     def _clear_padding_row(self) -> None:
         if self.padding_idx is not None:
@@ -127,7 +135,7 @@ class TieredEmbedding(SingleTable):
         dtype: of weights and outputs: torch.float32, torch.float16 or torch.bfloat16; that of ``_weight``, or
             float32, if None. Every tier holds this dtype, beside optimizer state in float32. Updates compute
             in float32 and round the weights; ``TierConfig.stochastic_rounding`` says how.
-        config: budgets and places of the tiers; ``TierConfig()`` if None.
+        config: budgets and places of the tiers; the default one if None.
         optimizer: one of tierstore.optim, without which the table can only be read; None freezes it.
         seed, init: initial rows are a function of these and ``name``; ``init`` is one of
             tierstore.initializers, normal(0, 1) if None. Tables of one model should differ in name or seed.
@@ -183,7 +191,7 @@ class TieredEmbedding(SingleTable):
         return (input,)
 
     def make_lookup(self, input: Tensor) -> FeatureLookup:
-        ids = checked_ids(f"{self.name}: ids", input).view(-1)
+        ids = self.ids_of(input).view(-1)
         return sequence_lookup(
             self.engine, [Ids(self.name, self.table_numbers[0], ids, padding=self._padding)]
         )

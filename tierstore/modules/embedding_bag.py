@@ -115,7 +115,7 @@ class TieredEmbeddingBag(SingleTable):
     def make_lookup(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> FeatureLookup:
-        ids = checked_ids(f"{self.name}: ids", input)
+        ids = self.ids_of(input)
         bags = self._bags(ids, offsets)
         part = self._features.part(self.engine.group_of(self.table_numbers[0]), bags, ids, self._output)
         part.spans = [(0, ids.numel())]

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.types import Device
 
 from tierstore.config import TierConfig
-from tierstore.modules.collection import Collection
+from tierstore.modules.collection import Collection, check_bounds
 from tierstore.modules.compiling import opaque
 from tierstore.modules.configs import EmbeddingConfig
 from tierstore.modules.features import Features
 from tierstore.modules.local_lookups import LocalRows
-from tierstore.modules.tables import Opening, SharedEngine, check_placement, open_tables
+from tierstore.modules.tables import Opening, SharedEngine, check_placement, is_meta, open_tables
 from tierstore.optim import NOT_GIVEN, OptimizerSpec
 from tierstore.sparse import JaggedTensor, as_keyed_jagged_tensor
 
@@ -26,7 +26,8 @@ class EmbeddingCollection(Collection):
 
     Args:
         tables: EmbeddingConfigs, ours or torchrec's; dims may differ.
-        device: None or the CPU.
+        device: None or the CPU; or "meta" for a description without rows, to be sharded, or to be given
+            rows by ``to_empty(device="cpu")``.
         need_indices: the ids are the ``weights()`` of the JaggedTensors.
         use_gather_select, use_gather_select_per_sharding: accepted, without effect.
         config, optimizer, seed: as for EmbeddingBagCollection.
@@ -48,9 +49,13 @@ class EmbeddingCollection(Collection):
         seed: int = 0,
         _shared: SharedEngine | None = None,
     ) -> None:
-        check_placement(device)
+        on_meta = is_meta(device)
+        if not on_meta:
+            check_placement(device)
         features = Features(tables)
-        opened = open_tables(features.tables(), Opening(config, optimizer, seed, _shared))
+        opening = Opening(config, optimizer, seed, _shared, on_meta, self.opens_late)
+        opened = open_tables(features.tables(), opening)
+        check_bounds(features, opened)
         super().__init__(opened, optimizer, features, LocalRows(features, opened))
         self._need_indices = need_indices
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -15,6 +15,7 @@ from torch import Tensor
 from tierstore.cache.engine import Table
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import of_kind
+from tierstore.modules.bounds import KeyBounds
 from tierstore.modules.configs import TABLE_DTYPE_OF, BaseEmbeddingConfig, PoolingType, from_torchrec
 from tierstore.modules.inputs import Bags, checked_ids
 from tierstore.modules.parts import MODES
@@ -52,6 +53,7 @@ class Features:
         """The features' names in the output: ``feature@table`` if several tables have the feature."""
         self.dims = [feature.config.embedding_dim for feature in self.all]
         self.bounds = [feature.config.num_embeddings for feature in self.all]
+        self._key_bounds: KeyBounds | None = None
 
     def tables(self) -> list[Table]:
         """Return the tables as an engine takes them."""
@@ -84,13 +86,16 @@ class Features:
             for feature, table, key in zip(self.all, tables, self.keys_of(keyed), strict=True)
         ]
 
-    @staticmethod
-    def values_of(keyed: KeyedJaggedTensor) -> Tensor:
+    def check_bounds(self, modes: Mapping[str, str]) -> None:
+        """Let ids that are out of range do what ``modes`` say, by table: of config.BOUNDS_CHECKS."""
+        self._key_bounds = KeyBounds(self.configs, modes) or None
+
+    def values_of(self, keyed: KeyedJaggedTensor) -> Tensor:
         """Return the ids of all keys, checked and in contiguous memory."""
         values = checked_ids("values of the KeyedJaggedTensor", keyed.values())
         if values.dim() != 1:
             raise InputError(f"values of the KeyedJaggedTensor must have one dimension, got {values.dim()}")
-        return values
+        return values if self._key_bounds is None else self._key_bounds.kept(keyed, values)
 
     def keys_of(self, keyed: KeyedJaggedTensor) -> list[int]:
         """Return the number of every feature's key. Raises InputError if a key is missing or doubled."""

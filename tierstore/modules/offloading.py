@@ -12,8 +12,10 @@ from torch import nn
 from tierstore.cache.engine import Engine, Table
 from tierstore.cache.machine import check_machine
 from tierstore.config import TierConfig, format_bytes
+from tierstore.default_config import default_config
 from tierstore.errors import ConfigError
 from tierstore.initializers import normal
+from tierstore.modules.applied import applied_optimizer
 from tierstore.modules.base import TieredModule
 from tierstore.modules.collection import Collection
 from tierstore.modules.configs import BaseEmbeddingConfig, from_torchrec
@@ -35,6 +37,7 @@ from tierstore.modules.tables import (
 )
 from tierstore.optim import NOT_GIVEN, SGD, OptimizerSpec
 from tierstore.optim.fused import FusedOptimizer
+from tierstore.optim.specs import NotGiven
 
 logger = logging.getLogger("tierstore")
 
@@ -96,14 +99,16 @@ def offload(
     """Replace every nn.Embedding, nn.EmbeddingBag and unsharded torchrec collection of ``model``, in place.
 
     Weights are kept, and forward and backward hooks; modules whose weights do not require gradients stay
-    frozen; subclasses are left alone.
+    frozen; subclasses are left alone. Weights on the meta device, as of a table that memory has no room for,
+    begin with initial values: normal(0, 1) for torch's modules, those of the configuration for collections.
+    Without ``optimizer``, tables have the one that ``apply_optimizer_in_backward`` gave their weights.
     From then on backward passes apply ``optimizer`` to the rows, so build the optimizer of the dense
     parameters from ``model.parameters()`` afterwards. If ``config.path`` holds a commit, its rows are used,
     not the model's.
 
     Raises ConfigError, having changed nothing, if there is nothing to replace, or something that cannot be:
-    weights that other modules share, or that are not float32, float16 or bfloat16 on the CPU; max_norm;
-    scale_grad_by_freq.
+    weights that other modules share, or that are not float32, float16 or bfloat16 on the CPU or the meta
+    device; weights with different applied optimizers; max_norm; scale_grad_by_freq.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is {model!r}; give an nn.Module that has embeddings")
@@ -111,8 +116,10 @@ def offload(
     found = _find(model)
     for path, module in found.items():
         _check(path, module, model)
+    if isinstance(optimizer, NotGiven):
+        optimizer = _applied(found) or optimizer
     tables = [table for path, module in found.items() for table in _tables(path, module)]
-    config = TierConfig() if config is None else config
+    config = default_config() if config is None else config
     check_machine(config)
     engine = Engine(tables, config, optimizer or SGD(), seed)
     try:
@@ -187,7 +194,8 @@ def _check(path: str, module: nn.Module, model: nn.Module) -> None:
             )
         try:
             check_unsupported(embedding.max_norm, embedding.scale_grad_by_freq)
-            check_placement(embedding.weight.device)
+            if not embedding.weight.is_meta:
+                check_placement(embedding.weight.device)
             table_dtype(embedding.weight.dtype)
         except ConfigError as error:
             raise ConfigError(f"{own}: {error}") from None
@@ -217,12 +225,25 @@ def _is_frozen(path: str, module: nn.Module) -> bool:
     return not any(trained.values())
 
 
+def _applied(found: Mapping[str, nn.Module]) -> OptimizerSpec | None:
+    """Return the optimizer that was applied to the weights of all modules that are not frozen, if one was."""
+    trained = {path: module for path, module in found.items() if not _is_frozen(path, module)}
+    tables = {
+        name: e.weight for path, module in trained.items() for name, e in _embeddings(path, module).items()
+    }
+    return applied_optimizer(list(tables.values()), list(tables))
+
+
 def _configs(module: nn.Module) -> list[BaseEmbeddingConfig]:
-    """Return our configurations of a torchrec collection's tables; initial values do not matter, since the
-    weights are loaded."""
+    """Return our configurations of a torchrec collection's tables; initial values do not matter where weights
+    are loaded."""
     kind = _collection_kind(module)
     assert kind is not None
-    return [from_torchrec(replace(config, init_fn=None)) for config in getattr(module, kind[0])()]
+    tables = getattr(module, kind[1])
+    return [
+        from_torchrec(config if tables[config.name].weight.is_meta else replace(config, init_fn=None))
+        for config in getattr(module, kind[0])()
+    ]
 
 
 def _tables(path: str, module: Any) -> list[Table]:
@@ -245,7 +266,9 @@ def _replacement(
 
 def _embedding(path: str, old: Any, optimizer: OptimizerSpec | None, shared: SharedEngine) -> TieredModule:
     size = (old.num_embeddings, old.embedding_dim)
-    options: dict[str, Any] = {"_weight": old.weight, "padding_idx": old.padding_idx, "name": path}
+    weight = None if old.weight.is_meta else old.weight
+    options: dict[str, Any] = {"_weight": weight, "padding_idx": old.padding_idx, "name": path}
+    options["dtype"] = old.weight.dtype
     options |= {"optimizer": optimizer, "_shared": shared}
     if isinstance(old, nn.Embedding):
         return TieredEmbedding(*size, **options)
@@ -262,6 +285,7 @@ def _collection(path: str, old: Any, optimizer: OptimizerSpec | None, shared: Sh
         )
     if is_fresh(shared.engine):
         for own, embedding in _embeddings(path, old).items():
-            view: Any = new.get_submodule(own.removeprefix(f"{path}."))
-            load_table(view, view.table, embedding.weight, own)
+            if not embedding.weight.is_meta:
+                view: Any = new.get_submodule(own.removeprefix(f"{path}."))
+                load_table(view, view.table, embedding.weight, own)
     return new

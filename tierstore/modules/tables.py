@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from tierstore.cache.engine import Engine, Table
+from tierstore.cache.late_engine import LateEngine
 from tierstore.cache.machine import check_machine
 from tierstore.config import TierConfig
+from tierstore.default_config import default_config
 from tierstore.errors import ConfigError, InputError
 from tierstore.modules.left_out import check_mark, is_large, is_mark, mark
 from tierstore.optim import SGD, OptimizerSpec
@@ -43,11 +45,15 @@ class Opening:
     optimizer: OptimizerSpec | None
     seed: int
     shared: SharedEngine | None
+    on_meta: bool = False
+    """Whether the tables have no rows before they are sharded or moved off the meta device."""
+    late: bool = False
+    """Whether the tables are opened by the first call that needs a row."""
 
 
 @dataclass(frozen=True)
 class OpenTables:
-    """The engine of a module's tables, and their ``numbers`` in it."""
+    """The engine of a module's tables, which may not have opened them yet, and their ``numbers`` in it."""
 
     engine: Engine
     numbers: Sequence[int]
@@ -61,9 +67,11 @@ def open_tables(tables: Sequence[Table], opening: Opening) -> OpenTables:
         numbers = [shared.engine.table_index(shared.prefix + table.name) for table in tables]
         return OpenTables(shared.engine, numbers)
     check_optimizer(opening.optimizer)
-    config = TierConfig() if opening.config is None else opening.config
+    config = default_config() if opening.config is None else opening.config
     check_machine(config)
-    engine = Engine(tables, config, opening.optimizer or SGD(), opening.seed)
+    given = (tables, config, opening.optimizer or SGD(), opening.seed)
+    waits = opening.late or opening.on_meta
+    engine = LateEngine(*given, opening.on_meta) if waits else Engine(*given)
     return OpenTables(engine, list(range(len(tables))))
 
 
@@ -74,6 +82,11 @@ def check_optimizer(optimizer: object) -> None:
             f"optimizer is {optimizer!r}; the backward pass applies it to the rows, so it must be one of "
             "tierstore.optim, such as tierstore.optim.RowWiseAdagrad(lr=0.01), or None to freeze the tables"
         )
+
+
+def is_meta(device: Device) -> bool:
+    """Return whether ``device`` is torch's meta device."""
+    return device is not None and torch.device(device).type == "meta"
 
 
 def check_placement(device: Device) -> None:
@@ -124,6 +137,10 @@ def id_ranges(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 def save_table(module: HasWeight, table: Table, destination: dict[str, Tensor], key: str) -> None:
     """Put the weights of a table into a state dict. ``module`` has ``rows`` and ``rows_version``."""
+    if module.on_meta:
+        shape = (table.num_embeddings, table.embedding_dim)
+        destination[key] = torch.empty(shape, dtype=module.dtype, device="meta")
+        return
     if is_large(table):
         destination[key] = mark(module.rows_version(), table, key)
         return
@@ -191,12 +208,19 @@ class HasWeight(nn.Module):
         """Return the version of the rows, as :class:`tierstore.cache.versions.Versions` names it."""
         raise NotImplementedError
 
+    @property
+    def on_meta(self) -> bool:
+        """Whether the table has no rows, since its module is on the meta device."""
+        return False
+
     def show_parameter(self, trained: bool) -> ShownParameter:
         """Add a parameter without rows, ``tiered_weight``, and return where it is.
 
         It says whether the table is trained, and it shows what code does to all parameters of a model:
         freezing, wrapping, applying optimizers. No state dict has it."""
-        parameter = nn.Parameter(torch.empty(0, self.table.embedding_dim), requires_grad=trained)
+        device = "meta" if self.on_meta else None
+        empty = torch.empty(0, self.table.embedding_dim, device=device)
+        parameter = nn.Parameter(empty, requires_grad=trained)
         self.register_parameter(SHOWN, parameter)
         return ShownParameter(self, parameter)
 
@@ -271,6 +295,12 @@ class ShownParameter:
         """The parameter as it is now: wrappers may replace the one that was registered."""
         parameter = self._parameters.get(SHOWN)
         return getattr(self._holder(), SHOWN, self._first) if parameter is None else parameter
+
+    def accept(self) -> None:
+        """Take the parameter as it is now for the one that was registered: it was moved, not wrapped."""
+        parameter = self._parameters[SHOWN]
+        assert parameter is not None
+        self._first = parameter
 
     @property
     def is_registered(self) -> bool:

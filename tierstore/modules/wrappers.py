@@ -11,9 +11,8 @@ from weakref import WeakSet
 from weakref import ref as weakref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tierstore import optim
 from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.errors import ConfigError
 
@@ -23,8 +22,6 @@ _USE_OURS = (
     "every rank would train rows of its own. Make it an EmbeddingBagCollection or EmbeddingCollection and "
     "wrap the model in tierstore.sharding.DistributedModelParallel: it shards tables, and replicates the rest"
 )
-APPLIED = "_in_backward_optimizers"
-"""Where ``apply_optimizer_in_backward`` leaves the optimizers of a parameter."""
 _warned: WeakSet[nn.Module] = WeakSet()
 """Modules that the user was warned of: every rank trains its own copy."""
 
@@ -62,30 +59,6 @@ def refuse_replicas(module: nn.Module, tables: Sequence[str], parameters_are_our
 def active_ddp() -> nn.parallel.DistributedDataParallel | None:
     """Return the DistributedDataParallel whose forward call is under way, or None."""
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
-
-
-def refuse_applied(parameter: Tensor, table: str) -> None:
-    """Raise ConfigError if torch's or torchrec's apply_optimizer_in_backward gave a table an optimizer."""
-    applied = getattr(parameter, APPLIED, None)
-    if applied:
-        kind, options = type(applied[-1]).__name__, dict(parameter._optimizer_kwargs[-1])  # type: ignore[attr-defined]
-        raise ConfigError(
-            f"apply_optimizer_in_backward gave table {table!r} a {kind}, but the layout of rows is fixed "
-            f"when tables are built: leave it out, and build them with {_given_as(kind, options)}"
-        )
-
-
-def _given_as(kind: str, options: dict[str, object]) -> str:
-    """Return the argument that gives our optimizer the same settings."""
-    spec = getattr(optim, kind, None)
-    if isinstance(spec, type) and issubclass(spec, optim.OptimizerSpec):
-        try:
-            spec(**options)
-        except (TypeError, ValueError):
-            return f"optimizer=tierstore.optim.{kind}(...), which does not have all of {options}"
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        return f"optimizer=tierstore.optim.{kind}({given})"
-    return f"optimizer=, one of tierstore.optim: {', '.join(s.__name__ for s in optim.OPTIMIZERS.values())}"
 
 
 class _Scalers:

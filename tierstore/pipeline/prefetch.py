@@ -84,6 +84,9 @@ def _tiered_modules(models: Sequence[nn.Module]) -> list[TieredModule]:
             "the model has no tiered module; build it with tierstore's modules, or call "
             "tierstore.offload(model, ...)"
         )
+    for module in found.values():
+        if module.engine.waits:
+            module.engine.need_rows()
     return list(found.values())
 
 
@@ -299,6 +302,8 @@ class PrefetchPipeline:
         inputs: Inputs | None = None,
     ) -> None:
         self.model = model
+        self.forward: Callable[[Any], tuple[torch.Tensor, Any]] = model
+        """Called with each batch; returns ``(loss, output)``."""
         self.optimizer = optimizer
         self.device = torch.device(device)
         self._options: dict[str, Any] = {"depth": depth, "window": window, "inputs": inputs}
@@ -310,20 +315,28 @@ class PrefetchPipeline:
         if self._batches is None or dataloader_iter is not self._source:
             self.close()
             self._source = dataloader_iter
-            self._batches = prefetch(
-                (self._to_device(b) for b in dataloader_iter), self.model, **self._options
-            )
+            self._batches = prefetch(self.batches_of(dataloader_iter), self.model, **self._options)
         try:
             batch = next(self._batches)
         except BaseException:
             self.close()
             raise
-        if not self.model.training:
-            with torch.no_grad():
-                return self.model(batch)[1]
+        return self.step(batch) if self.model.training else self.evaluate(batch)
+
+    def batches_of(self, dataloader_iter: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of the iterator on the device."""
+        return (self._to_device(batch) for batch in dataloader_iter)
+
+    def evaluate(self, batch: Any) -> Any:
+        """Do a forward pass without gradients and return the model's output."""
+        with torch.no_grad():
+            return self.forward(batch)[1]
+
+    def step(self, batch: Any) -> Any:
+        """Do a training step and return the model's output."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        loss, output = self.model(batch)
+        loss, output = self.forward(batch)
         loss.sum().backward()
         if self.optimizer is not None:
             self.optimizer.step()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tierstore.config import is_integer, parse_bytes
+from tierstore.config import BOUNDS_CHECKS, check_bounds_check, is_integer, is_number, parse_bytes
 from tierstore.placement import ShardingType
 from tierstore.planner.checks import must_be, require
 
@@ -28,13 +28,13 @@ class ParameterConstraints:
     - ``min_partition``: fewest columns of a shard.
     - ``device_group``: ranks that may hold the table.
     - ``min_hbm_bytes``, ``min_uvm_bytes``: of a tier that the whole table gets at least, as bytes or
-      a string ("1GiB").
+      a string ("1GiB"). ``hbm_load_factor``: the share of its rows that "hbm" holds at least, 0 to 1.
     - ``tiers``: tiers that may hold it: "hbm" alone keeps every row on devices, "hbm" and "uvm" every row in
       memory; "ssd" with them (the default) allows all three. ``compute_kernels``: the same in torchrec's
       words ("fused", "fused_uvm_caching", "key_value" ..); of several the one with most tiers.
     - ``pooling_factor``, ``optimizer``: instead of the table's. ``pooling_factors``: one for each feature.
     - ``is_weighted``: lookups have weights, even if the table's module does not say so.
-    - ``stochastic_rounding``: of the table's rows, as in TableOverride.
+    - ``stochastic_rounding``, ``bounds_check``: of the table, as in TableOverride.
 
     Raises ConfigError for values that are none of these.
     """
@@ -51,6 +51,8 @@ class ParameterConstraints:
     pooling_factors: Sequence[float] | None = None
     is_weighted: bool = False
     stochastic_rounding: bool | None = None
+    hbm_load_factor: float = 0.0
+    bounds_check: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("sharding_types", "device_group", "tiers", "compute_kernels", "pooling_factors"):
@@ -66,9 +68,13 @@ class ParameterConstraints:
         require(ranks, f"device_group {list(group or ())} must be ranks: integers from 0")
         for name in ("min_hbm_bytes", "min_uvm_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+        share = self.hbm_load_factor
+        must_be("hbm_load_factor", share, is_number(share) and 0 <= share <= 1, "a number from 0 to 1")
         must_be("is_weighted", self.is_weighted, isinstance(self.is_weighted, bool), "True or False")
         rounding = self.stochastic_rounding
         must_be("stochastic_rounding", rounding, rounding in (None, True, False), "True, False or None")
+        if self.bounds_check is not None:
+            check_bounds_check(self.bounds_check)
         self._set_tiers()
         self._set_pooling_factor()
 
@@ -109,7 +115,8 @@ class ParameterConstraints:
     @property
     def promises_memory(self) -> bool:
         """Whether the table must not share its slots of the memory tiers with others."""
-        return bool(self.min_hbm_bytes or self.min_uvm_bytes or self.stays_in_memory)
+        promised = self.min_hbm_bytes or self.min_uvm_bytes or self.hbm_load_factor
+        return bool(promised or self.stays_in_memory)
 
     @property
     def stays_in_memory(self) -> bool:
@@ -124,15 +131,19 @@ def _some_of(name: str, values: Sequence[Any], known: Sequence[str]) -> tuple[st
 
 
 _THEIRS = ("sharding_types", "compute_kernels", "min_partition", "pooling_factors")
+_OF_TIERS = ("is_weighted", "stochastic_rounding", "cache_params", "enforce_hbm", "bounds_check_mode")
+_OF_CACHE_INSTEAD = {
+    "algorithm": 'tiers of all tables have one policy, TierConfig(policy="lru") or another',
+    "reserved_memory": "budgets include what their slots need beside rows",
+    "precision": "hbm holds the table's own dtype; TierConfig(uvm_dtype=, ssd_dtype=) is for lower tiers",
+    "stats": "give the planner stats=, recorded miss-ratio curves",
+}
 _OF_NO_EFFECT = ("use_virtual_table",)  # every table is one: rows take space when they are touched
 _INSTEAD = {
     "num_poolings": "give pooling_factors, the ids per example",
     "batch_sizes": "give the planner the batch_size of all",
     "device_group": "use tierstore's ParameterConstraints(device_group=[...]), a list of ranks",
-    "cache_params": "use min_hbm_bytes of tierstore's ParameterConstraints, and TierConfig(policy=...)",
-    "enforce_hbm": 'use compute_kernels=["fused"], or tiers=["hbm"] of tierstore\'s ParameterConstraints',
     "output_dtype": "outputs are float32; give DataType.FP32, or leave it out",
-    "bounds_check_mode": "ids that are out of range raise InputError, as with FATAL; leave it out",
     "key_value_params": "use TierConfig(path=..., ssd=..., engine=...), which says where rows are stored",
     "feature_names": "those of the table's configuration are looked up; leave it out",
 }
@@ -146,9 +157,33 @@ def constraints_of(value: Any, table: str) -> ParameterConstraints:
     known = all(hasattr(value, name) for name in _THEIRS)
     require(known, f"constraints of {table!r} are a {type(value).__name__}; give ParameterConstraints")
     for name, given in vars(value).items():
-        met = not given or name in (*_THEIRS, *_OF_NO_EFFECT, "is_weighted", "stochastic_rounding")
+        met = not given or name in (*_THEIRS, *_OF_NO_EFFECT, *_OF_TIERS)
         met = met or (name == "output_dtype" and getattr(given, "name", "") == "FP32")
         why = _INSTEAD.get(name, "leave it out")
         require(met, f"constraints of {table!r}: {name} of torchrec cannot be met: {why}")
     theirs: dict[str, Any] = {n: getattr(value, n, None) for n in (*_THEIRS, "stochastic_rounding")}
+    theirs["hbm_load_factor"] = _load_factor(getattr(value, "cache_params", None), table)
+    theirs["bounds_check"] = bounds_check_of(
+        getattr(value, "bounds_check_mode", None), f"constraints of {table!r}"
+    )
+    theirs["tiers"] = ("hbm",) if getattr(value, "enforce_hbm", None) else None
     return ParameterConstraints(**theirs, is_weighted=bool(getattr(value, "is_weighted", False)))
+
+
+def bounds_check_of(mode: Any, whose: str) -> str | None:
+    """Return our name of fbgemm's BoundsCheckMode; None for none. Raises ConfigError for NONE."""
+    if mode is None:
+        return None
+    name = str(getattr(mode, "name", mode)).removeprefix("V2_").lower()
+    message = f"{whose}: bounds_check_mode is {mode!r}; ids are always checked: use FATAL, WARNING or IGNORE"
+    require(name in BOUNDS_CHECKS, message)
+    return name
+
+
+def _load_factor(cache: Any, table: str) -> float:
+    """Return the load factor of torchrec's CacheParams; raise ConfigError for parameters beside it."""
+    for name, given in () if cache is None else vars(cache).items():
+        met = given is None or name in ("load_factor", "prefetch_pipeline")
+        why = _OF_CACHE_INSTEAD.get(name, "leave it out")
+        require(met, f"constraints of {table!r}: {name} of torchrec's CacheParams cannot be met: {why}")
+    return getattr(cache, "load_factor", None) or 0.0

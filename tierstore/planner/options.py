@@ -175,7 +175,8 @@ def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: 
     floor = min(rows, pinned)
     outputs = _vectors(problem, table) / (1 if table.pooled else row_cuts)
     own_hbm, own_uvm = demand.min_hbm_bytes / slot, demand.min_uvm_bytes / slot_bytes(host)
-    hbm_floor = rows if demand.stays_in_hbm else max(floor, min(rows, own_hbm / pieces))
+    own_rows = max(own_hbm / pieces, demand.hbm_load_factor * rows)
+    hbm_floor = rows if demand.stays_in_hbm else max(floor, min(rows, own_rows))
     in_memory = demand.stays_in_memory or topology.ssd_per_host == 0
     moved = 2 * accesses * columns * FLOAT + 2 * unique * size
     read = topology.read_seconds(read_bytes(record)) / (work.rows_per_read or 1.0)

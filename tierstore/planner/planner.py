@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,22 +88,7 @@ class EmbeddingShardingPlanner:
         self, module: Any, sharders: Sequence[Any] | None = None, pg: Any = None
     ) -> ShardingPlan:
         """Plan on rank 0 of the process group and give every rank the same plan, or raise the same error."""
-        import torch.distributed as dist
-
-        if not dist.is_initialized():
-            return self.plan(module, sharders)
-        planned, ranks = self.topology.world_size, dist.get_world_size(pg)
-        require(planned == ranks, f"the topology has {planned} ranks and the process group {ranks}")
-        outcome: list[Any] = [None]
-        if dist.get_rank(pg) == 0:
-            try:
-                outcome = [self.plan(module, sharders)]
-            except Exception as error:  # every rank must leave the broadcast, and raise what rank 0 met
-                outcome = [error]
-        dist.broadcast_object_list(outcome, src=dist.get_global_rank(pg, 0) if pg else 0, group=pg)
-        if isinstance(outcome[0], Exception):
-            raise outcome[0]
-        return outcome[0]
+        return plan_together(lambda: self.plan(module, sharders), self.topology.world_size, pg)
 
     def problem(self, tables: Sequence[TableSpec]) -> Problem:
         """Return what this planner would have to solve for ``tables``."""
@@ -137,6 +122,27 @@ class EmbeddingShardingPlanner:
             report["missing_bytes"],
             report,
         )
+
+
+def plan_together(plan: Callable[[], ShardingPlan], world_size: int, pg: Any = None) -> ShardingPlan:
+    """Call ``plan`` on rank 0 of a process group of ``world_size`` ranks, and return its plan on every rank,
+    or raise the same error. Without torch.distributed, call it here."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return plan()
+    ranks = dist.get_world_size(pg)
+    require(world_size == ranks, f"the topology has {world_size} ranks and the process group {ranks}")
+    outcome: list[Any] = [None]
+    if dist.get_rank(pg) == 0:
+        try:
+            outcome = [plan()]
+        except Exception as error:  # every rank must leave the broadcast, and raise what rank 0 met
+            outcome = [error]
+    dist.broadcast_object_list(outcome, src=dist.get_global_rank(pg, 0) if pg else 0, group=pg)
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
@@ -192,8 +198,9 @@ def plan_of(solution: Solution, promised: Collection[str] = ()) -> ShardingPlan:
         if spec.name in promised:
             placed = tuple(replace(shard, own=1) for shard in placed)
         rest = spec.module, spec.num_embeddings, spec.embedding_dim
-        rounding = solution.problem.demands[item.table].stochastic_rounding
-        result.append(TablePlacement(spec.name, item.option.kind, placed, round(rate, 6), *rest, rounding))
+        demand = solution.problem.demands[item.table]
+        told = demand.stochastic_rounding, demand.bounds_check
+        result.append(TablePlacement(spec.name, item.option.kind, placed, round(rate, 6), *rest, *told))
     return ShardingPlan(tuple(result), topology.world_size, topology.ranks_per_host, topology.device)
 
 
@@ -215,12 +222,25 @@ def plan_job(module: Any, job: Job, group: Any) -> ShardingPlan:
 
     All ranks of the process group ``group`` call it. Raises InfeasiblePlanError if the tables do not fit.
     """
+    machines, work = machines_of(job, tables_of_module(module)[1]), workload_of(job)
+    planner = EmbeddingShardingPlanner(machines, workload=work, batch_size=job.batch_size)
+    return planner.collective_plan(module, pg=group)
+
+
+def machines_of(job: Job, dense_bytes: int, device: str = "cpu") -> Topology:
+    """Return the machines of a job: its budgets, and what its ranks need beside them.
+
+    ``dense_bytes``: of what is no table. On the CPU they are not in the budget of "hbm".
+    """
     ranks, staging = job.ranks_per_host, RANK_BUFFERS + max(_STAGING, job.read_ahead_bytes or 0)
     # The store's index, rows read ahead and a rank's buffers are no part of uvm (docs/design.md).
     beside = job.rows * INDEX_BYTES_PER_ROW // job.hosts + staging * ranks if job.ssd_bytes else 0
-    sizes = max(job.hbm_bytes, _LEAST_HBM), job.uvm_bytes * ranks + beside, job.ssd_bytes * ranks
-    machines = Topology(job.hosts, ranks, *sizes, device="cpu", processors_per_rank=job.processors_per_rank)
+    hbm = max(job.hbm_bytes, _LEAST_HBM) + (dense_bytes if device == "cpu" else 0)
+    sizes = hbm, job.uvm_bytes * ranks + beside, job.ssd_bytes * ranks
+    return Topology(job.hosts, ranks, *sizes, device=device, processors_per_rank=job.processors_per_rank)
+
+
+def workload_of(job: Job) -> Workload:
+    """Return what a step of a job does beside its tables."""
     ahead = {name: n for name in ("depth", "window") if (n := getattr(job, name)) is not None}
-    work = Workload(**ahead, read_ahead=job.read_ahead_bytes, tiers=job.tiers)
-    planner = EmbeddingShardingPlanner(machines, workload=work, batch_size=job.batch_size)
-    return planner.collective_plan(module, pg=group)
+    return Workload(**ahead, read_ahead=job.read_ahead_bytes, tiers=job.tiers)

@@ -75,6 +75,7 @@ def open_shards(
     features, config = features_of(configs), options.config
     plan = _only(plan, [table.name for table in configs])
     plan.check(configs, env.world_size, "cpu")
+    features.check_bounds(_bounds_checks(plan, config))
     routing = Routing(features.all, plan, env.rank)
     _check_max_pooling(features, routing, options.comms)
     with env.shared_errors():
@@ -107,6 +108,7 @@ def _given(
         "initial values": [_initial(table, config) for table in configs],
         "path or engine": "no path" if config.path is None else config.engine,
         "check_gradients": config.check_gradients,
+        "bounds_check": [config.bounds_check_of(table.name) for table in configs],
     }
 
 
@@ -126,6 +128,11 @@ def _initial(table: Any, config: TierConfig) -> Any:
 def _only(plan: ShardingPlan, names: Sequence[str]) -> ShardingPlan:
     """Return the part of a model's plan that is about one collection."""
     return replace(plan, tables=tuple(table for table in plan.tables if table.name in names))
+
+
+def _bounds_checks(plan: ShardingPlan, config: TierConfig) -> dict[str, str]:
+    """Return what ids that are out of range do, by table; the plan's word comes first."""
+    return {table.name: table.bounds_check or config.bounds_check_of(table.name) for table in plan.tables}
 
 
 def _check_max_pooling(features: Features, routing: Routing, comms: CommsConfig) -> None:

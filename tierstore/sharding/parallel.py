@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tierstore.cache.machine import check_machine
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError
-from tierstore.modules.base import TieredModule
 from tierstore.modules.collection import Collection
 from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.embedding_collection import EmbeddingCollection
 from tierstore.modules.hooks import carry_hooks
 from tierstore.modules.tables import without_rows
+from tierstore.optim import OptimizerSpec
 from tierstore.placement import ShardingPlan
+from tierstore.sharding.arguments import (
+    can_be_sharded,
+    check_arguments,
+    check_module,
+    check_untouched,
+    own_config,
+)
 from tierstore.sharding.collection import ShardedCollection
 from tierstore.sharding.commits import Commits, end
 from tierstore.sharding.comms import CommsConfig
@@ -30,7 +37,6 @@ from tierstore.sharding.opening import ShardingOptions
 from tierstore.sharding.optimizer import KeyedFusedOptimizer
 from tierstore.sharding.planning import plan_of
 from tierstore.sharding.rows_digest import RowsDigest
-from tierstore.sharding.table_sharding import configs_of
 
 logger = logging.getLogger("tierstore")
 
@@ -53,27 +59,37 @@ def shard(
 
     Raises ConfigError, on all ranks, for a plan that does not fit the module or the number of ranks.
     """
-    return _shard(module, plan, ShardingEnv.of(env), (config, comms), None, "")
+    env = ShardingEnv.of(env)
+    with env.shared_errors():
+        check_arguments(plan, config, comms)
+        check_module(module, config, may_wait=True)
+        settings = Settings(config, comms, module.chosen_optimizer())
+    return _shard(module, plan, env, settings, None, "")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one collection is sharded with; None: its own tiers, exact exchanges, tables that are frozen."""
+
+    config: TierConfig | None
+    comms: CommsConfig | None
+    optimizer: OptimizerSpec | None
 
 
 def _shard(
     module: Collection,
     plan: ShardingPlan,
     env: ShardingEnv,
-    given: tuple[TierConfig | None, CommsConfig | None],
+    given: Settings,
     commits: Commits | None,
     name: str,
 ) -> ShardedCollection:
     """Shard the collection called ``name``, which takes part in ``commits``; see :func:`shard`."""
-    config, comms = given
-    with env.shared_errors():
-        _check_arguments(plan, config, comms)
-        _check_module(module, config)
     options = ShardingOptions(
-        config=module.engine.config if config is None else config,
-        optimizer=None if module.frozen else module.fused_optimizer.spec,
+        config=module.engine.config if given.config is None else given.config,
+        optimizer=given.optimizer,
         seed=module.engine.seed,
-        comms=CommsConfig() if comms is None else comms,
+        comms=CommsConfig() if given.comms is None else given.comms,
         commits=commits,
         name=name,
     )
@@ -81,10 +97,8 @@ def _shard(
     try:
         if sharded.is_fresh:
             with env.shared_errors():
-                rows = _take_over(sharded, module)
-            with without_rows():  # whose digests are among ``rows``
-                state = module.fused_optimizer.state_dict()
-            env.check_same({**rows, "optimizer state": state})
+                found = _take_over(sharded, module)
+            env.check_same(found)
     except BaseException:
         sharded.close_here()
         raise
@@ -104,78 +118,22 @@ def _sharded(
     return ShardedEmbeddingCollection(module.configs, plan, env, module.need_indices(), options)
 
 
-def _check_untouched(module: nn.Module) -> None:
-    """Raise ConfigError for tables that no exchange would keep equal on all ranks."""
-    for name, child in module.named_modules():
-        if isinstance(child, ShardedCollection):
-            raise ConfigError(
-                f"{name or 'the model itself'} is sharded already; give DistributedModelParallel the "
-                "unsharded model, or the rest of it to DistributedDataParallel"
-            )
-        if isinstance(child, TieredModule) and not child.frozen and not _can_be_sharded(child):
-            raise ConfigError(
-                f"{name or 'the model itself'} is a {type(child).__name__}, which every rank would train for "
-                "itself; make it an EmbeddingCollection or EmbeddingBagCollection, or freeze it"
-            )
-
-
-def _check_module(module: Any, config: TierConfig | None) -> None:
-    if not _can_be_sharded(module):
-        raise ConfigError(
-            f"a {type(module).__module__}.{type(module).__name__} cannot be sharded; build an "
-            "EmbeddingBagCollection or an EmbeddingCollection of tierstore"
-        )
-    if module.frozen_tables() and not module.frozen:
-        raise ConfigError(
-            "some tables of the collection are frozen and some are not: a sharded collection is trained or "
-            "frozen as a whole, so put the frozen tables into a collection of their own"
-        )
-    module.engine.check_open()
-    if [table.name for table in module.engine.tables] != [table.name for table in configs_of(module)]:
-        raise ConfigError(
-            "the collection is part of an offloaded model, whose tables have one engine; shard the model "
-            "as it was before offload()"
-        )
-    path = module.engine.config.where
-    if config is None and path:
-        raise ConfigError(
-            f"the module's rows are in {path}; build it without a path on every rank and give "
-            "shard(..., config=TierConfig(path=...)), below which each rank gets a folder of its own"
-        )
-
-
-def _can_be_sharded(module: nn.Module) -> TypeGuard[Collection]:
-    return isinstance(module, EmbeddingBagCollection | EmbeddingCollection)
-
-
-def _check_arguments(plan: Any, config: Any, comms: Any, *, planned: bool = False) -> None:
-    """Raise ConfigError for arguments of a wrong type. ``planned``: there is no plan yet."""
-    for name, value, kind in (("config", config, TierConfig), ("comms", comms, CommsConfig)):
-        if value is not None and not isinstance(value, kind):
-            raise ConfigError(f"{name} is {value!r}; use a {kind.__name__}, or None")
-    if config is not None:
-        check_machine(config)
-    if not planned and not isinstance(plan, ShardingPlan):
-        given = f"{type(plan).__module__}.{type(plan).__name__}"
-        raise ConfigError(
-            f"plan is a {given}; use a tierstore.sharding.ShardingPlan, of construct_plan(), of tierstore's "
-            "planner or of ShardingPlan.load()"
-        )
-
-
 def _take_over(sharded: ShardedCollection, module: Collection) -> dict[str, Any]:
-    """Copy the rows of ``module`` to this rank's shards. Return digests of these rows, which must be equal on
-    all ranks, since each rank copies from its own module."""
-    found = {}
-    for table in module.table_names():
+    """Copy the rows of ``module`` to this rank's shards, if it has any. Return digests of these rows and the
+    optimizer's state, which must be equal on all ranks, since each rank copies from its own module."""
+    found: dict[str, Any] = {}
+    same = module.fused_optimizer.spec.identity == sharded.fused_optimizer.spec.identity
+    for table in [] if module.engine.waits else module.table_names():
         digest = RowsDigest()
         for ids in module.touched_ids(table):
             rows, state = module.rows(ids, table), module.optimizer_rows(ids, table)
             digest.add(ids, [rows, *state.values()])
-            sharded.load_own_rows(ids, rows, state, table)
+            sharded.load_own_rows(ids, rows, state if same else None, table)
         found[f"rows of table {table!r}"] = digest.value
-    with without_rows():  # which have been taken over
-        sharded.fused_optimizer.load_state_dict(module.fused_optimizer.state_dict())
+    with without_rows():  # whose digests are in ``found``
+        state = found["optimizer state"] = module.fused_optimizer.state_dict()
+        if state["name"] == sharded.fused_optimizer.spec.name:
+            sharded.fused_optimizer.load_state_dict(state)
     return found
 
 
@@ -193,13 +151,16 @@ class DistributedModelParallel(nn.Module):
             for the budgets of ``config`` and ``batch_size`` examples per rank and step
             (:func:`tierstore.sharding.planning.plan_of`).
         sharders: must be None, since each collection is sharded in one way.
-        config: tiers of one rank; the collections' own tiers if None.
+        config: tiers of one rank; the collections' own tiers if None. Collections with a path must be on the
+            meta device then, and have the same tiers.
         comms: how the ranks exchange rows; None: exactly.
         dense: "ddp" or "fsdp2", for all other parameters. With "fsdp2" they are DTensors, in state dicts too;
             make their optimizer afterwards.
         find_unused_parameters: as for DDP.
         batch_size: for the planner, where there is no ``plan``; 512 if None.
     """
+
+    optimizer_type: ClassVar[type[KeyedFusedOptimizer]] = KeyedFusedOptimizer
 
     def __init__(
         self,
@@ -217,7 +178,7 @@ class DistributedModelParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.env = ShardingEnv.of(env)
-        found = {name: child for name, child in module.named_modules() if _can_be_sharded(child)}
+        found = {name: child for name, child in module.named_modules() if can_be_sharded(child)}
         with self.env.shared_errors():
             if plan is not None and batch_size is not None:
                 raise ConfigError("batch_size is for the planner, and a plan is given: leave one of them out")
@@ -227,8 +188,11 @@ class DistributedModelParallel(nn.Module):
                 raise ConfigError(f"device is {device}; sharded tables live in the hosts' tiers: use None")
             if sharders:
                 raise ConfigError("sharders must be None: every collection has one way to be sharded")
-            _check_arguments(plan, config, comms, planned=plan is None)
-            _check_untouched(module)
+            check_arguments(plan, config, comms, planned=plan is None)
+            check_untouched(module)
+            for child in found.values():
+                child.adopt_applied()
+        config = own_config(list(found.values())) if config is None else config
         tables = {name: child.table_names() for name, child in found.items()}
         path = None if config is None else config.path
         given = {"collections": tables, "plan": plan, "batch_size": batch_size, "dense": dense}
@@ -238,7 +202,7 @@ class DistributedModelParallel(nn.Module):
         self._commits = None if path is None else Commits(path, self.env, list(found))
         try:
             module = self._shard_all(module, found, config, comms)
-            self._fused_optimizer = KeyedFusedOptimizer(self._sharded)
+            self._fused_optimizer = self.optimizer_type(self._sharded)
             self._wrapped = self._parallel(module, dense, find_unused_parameters)
         except BaseException:
             self._close_here()
@@ -266,7 +230,10 @@ class DistributedModelParallel(nn.Module):
                 else f"names of tables must differ over the whole model: {names}"
             )
         for name, child in found.items():
-            new = _shard(child, self.plan, self.env, (config, comms), self._commits, name)
+            with self.env.shared_errors():
+                check_module(child, config)
+                settings = self.settings_of(child, config, comms)
+            new = _shard(child, self.plan, self.env, settings, self._commits, name)
             self._sharded[name] = new
             if not name:
                 return new
@@ -275,6 +242,12 @@ class DistributedModelParallel(nn.Module):
                     if other is child:
                         setattr(parent, attribute, new)
         return module
+
+    def settings_of(
+        self, collection: Collection, config: TierConfig | None, comms: CommsConfig | None
+    ) -> Settings:
+        """Return what a collection is sharded with."""
+        return Settings(config, comms, collection.chosen_optimizer())
 
     def _parallel(self, module: nn.Module, dense: str, find_unused_parameters: bool) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):

@@ -50,15 +50,8 @@ def plan_of(
     collections = [child for child in module.modules() if isinstance(child, Collection)]
     if not collections:
         raise ConfigError("the module has no embedding collection to plan; give tierstore's")
-    budgets = [config] if config is not None else [child.engine.config for child in collections]
-    rows = sum(table.num_embeddings for child in collections for table in configs_of(child))
-    ahead = {
-        name: max(value)
-        for name in ("depth", "window")
-        if (value := [getattr(budget, name) for budget in budgets if getattr(budget, name) != "auto"])
-    }
-    ahead["read_ahead_bytes"] = _read_ahead(collections, config, env.world_size)
-    job = replace(job_of(env, budgets, rows), batch_size=batch_size, tiers=config, **ahead)
+    job = job_of(collections, config, env.world_size, _ranks_per_host(env))
+    job = replace(job, batch_size=batch_size)
     plan = plan_job(module, job, env.process_group)
     if env.rank == 0:
         logger.info(
@@ -67,9 +60,13 @@ def plan_of(
             len(plan.tables),
             env.world_size,
         )
-    if any(budget.keeps_all for budget in budgets):
+    if any(budget.keeps_all for budget in _budgets(collections, config)):
         return without_bytes(plan)
-    return within(plan, sum(int(budget.uvm) for budget in budgets))
+    return within(plan, job.uvm_bytes)
+
+
+def _budgets(collections: Sequence[Collection], config: TierConfig | None) -> list[TierConfig]:
+    return [config] if config is not None else [child.engine.config for child in collections]
 
 
 def _read_ahead(collections: Sequence[Collection], config: TierConfig | None, ranks: int) -> int:
@@ -87,19 +84,28 @@ def _read_ahead(collections: Sequence[Collection], config: TierConfig | None, ra
     return sum(read_ahead_bytes(child.engine.config, size // ranks) for child, size in each)
 
 
-def job_of(env: ShardingEnv, budgets: Sequence[TierConfig], rows: int) -> Job:
-    """Return the ranks of a job as a planner needs to know them. All ranks call it.
+def job_of(
+    collections: Sequence[Collection], config: TierConfig | None, world_size: int, ranks_per_host: int
+) -> Job:
+    """Return the ranks of a job as a planner needs to know them.
 
-    ``budgets``: of one rank. ``rows``: of all tables.
+    ``config``: the tiers of one rank for all collections together; None: each has its own.
     """
-    local = _ranks_per_host(env)
+    local, budgets = ranks_per_host, _budgets(collections, config)
+    rows = sum(table.num_embeddings for child in collections for table in configs_of(child))
     if any(budget.keeps_all for budget in budgets):
         hbm, uvm, ssd = psutil.virtual_memory().total // local, 0, 0
     else:
         hbm, uvm = (sum(int(getattr(budget, tier)) for budget in budgets) for tier in ("hbm", "uvm"))
         ssd = sum(budget.ssd_cap for budget in budgets)
     processors = (psutil.cpu_count() or 2) / local
-    return Job(env.world_size // local, local, processors, hbm, uvm, ssd, rows)
+    ahead = {
+        name: max(value)
+        for name in ("depth", "window")
+        if (value := [getattr(budget, name) for budget in budgets if getattr(budget, name) != "auto"])
+    }
+    ahead["read_ahead_bytes"] = _read_ahead(collections, config, world_size)
+    return Job(world_size // local, local, processors, hbm, uvm, ssd, rows, tiers=config, **ahead)
 
 
 def _ranks_per_host(env: ShardingEnv) -> int:
@@ -270,10 +276,12 @@ def _own_bytes(held: Held, tier: str, policy: Any) -> dict[str, int]:
 
 
 def _ssd_bytes(held: Held, config: TierConfig) -> int:
-    """Return the plan's bytes, and with a path to commit to also room for the rows that stay in memory."""
+    """Return the plan's bytes, and room for shards without any: those whose rows have not all a slot, since
+    :func:`within` took some, and with a path to commit to all."""
     total = sum(shard.ssd_bytes for _, shard in held.shards)
-    if config.path is not None:
-        here = [(table, shard) for table, shard in held.shards if not shard.ssd_bytes]
-        records = [shard.rows * record_bytes(held.row_bytes("ssd", t, shard)) for t, shard in here]
-        total += int(sum(records) * MOST_STORE_BYTES)
+    for table, shard in held.shards:
+        lacks = config.ssd_cap and 0 < shard.hbm_rows + shard.uvm_rows < shard.rows
+        if not shard.ssd_bytes and (lacks or config.path is not None):
+            record = record_bytes(held.row_bytes("ssd", table, shard))
+            total += int(shard.rows * record * MOST_STORE_BYTES)
     return total + STORE_SLACK if total else 0

@@ -1,0 +1,89 @@
+"""The optimizers that torch's or torchrec's ``apply_optimizer_in_backward`` gave the parameters of tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from tierstore import optim
+from tierstore.errors import ConfigError
+from tierstore.optim import OptimizerSpec
+
+APPLIED = "_in_backward_optimizers"
+"""Where ``apply_optimizer_in_backward`` leaves the optimizers of a parameter."""
+_OPTIONS = "_optimizer_kwargs"
+
+
+def applied_to(parameter: Tensor) -> list[object]:
+    """Return the optimizers that were applied to a parameter."""
+    return list(getattr(parameter, APPLIED, ()))
+
+
+def applied_optimizer(parameters: Sequence[Tensor], tables: Sequence[str]) -> OptimizerSpec | None:
+    """Return the optimizer that was applied to all of ``parameters``, those of ``tables``; None if to none.
+
+    Raises ConfigError for an optimizer that is none of ours, and where the tables have different ones.
+    """
+    found = {name: _applied(parameter, name) for name, parameter in zip(tables, parameters, strict=True)}
+    if not any(found.values()):
+        return None
+    first = next(iter(found.values()))
+    if any(spec != first for spec in found.values()):
+        raise ConfigError(
+            f"apply_optimizer_in_backward gave tables of one collection different optimizers: {found}; give "
+            "them the same one, or put them into collections of their own"
+        )
+    return first
+
+
+def _applied(parameter: Tensor, table: str) -> OptimizerSpec | None:
+    applied = applied_to(parameter)
+    if len(applied) > 1:
+        names = ", ".join(type(optimizer).__name__ for optimizer in applied)
+        raise ConfigError(
+            f"apply_optimizer_in_backward gave table {table!r} {len(applied)} optimizers: {names}; give it "
+            "one"
+        )
+    if not applied:
+        return None
+    return spec_of(f"table {table!r}", type(applied[0]).__name__, getattr(parameter, _OPTIONS)[0])
+
+
+def spec_of(whose: str, kind: str, options: Mapping[str, object]) -> OptimizerSpec:
+    """Return our optimizer called ``kind``, as torch's and torchrec's classes are, with ``options``.
+
+    Raises ConfigError, which says ``whose`` it is, where we have no such optimizer, or none with ``options``.
+    """
+    spec = getattr(optim, kind, None)
+    if not (isinstance(spec, type) and issubclass(spec, OptimizerSpec)):
+        known = ", ".join(other.__name__ for other in optim.OPTIMIZERS.values())
+        raise ConfigError(f"{whose}: there is no fused {kind}; use one of {known}")
+    try:
+        return spec(**options)
+    except (TypeError, ConfigError) as error:
+        raise ConfigError(f"{whose}: {kind} with {dict(options)} cannot be fused: {error}") from None
+
+
+def refuse_applied(parameter: Tensor, table: str, adopted: Sequence[object]) -> None:
+    """Raise ConfigError if a table that has its rows was given an optimizer, other than those ``adopted``."""
+    applied = applied_to(parameter)
+    if applied and not any(applied[-1] is one for one in adopted):
+        kind, options = type(applied[-1]).__name__, dict(getattr(parameter, _OPTIONS)[-1])
+        raise ConfigError(
+            f"apply_optimizer_in_backward gave table {table!r} a {kind}, but the layout of rows is fixed "
+            f"when tables are built: leave it out, and build them with {_given_as(kind, options)}"
+        )
+
+
+def _given_as(kind: str, options: dict[str, object]) -> str:
+    """Return the argument that gives our optimizer the same settings."""
+    spec = getattr(optim, kind, None)
+    if isinstance(spec, type) and issubclass(spec, OptimizerSpec):
+        try:
+            spec(**options)
+        except (TypeError, ValueError):
+            return f"optimizer=tierstore.optim.{kind}(...), which does not have all of {options}"
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        return f"optimizer=tierstore.optim.{kind}({given})"
+    return f"optimizer=, one of tierstore.optim: {', '.join(s.__name__ for s in optim.OPTIMIZERS.values())}"
