@@ -43,6 +43,10 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "trace": BASICS | {"sparse", "data", "cache_policies"},
     "models": BASICS | {"sparse", "optim", "modules", "data"},
 }
+# The mirror of torchrec, which imports torchrec itself, too: both are called "torchrec" here.
+PROJECT_IMPORTS["torchrec"] = BASICS | {
+    *("default_config", "placement", "planner", "optim", "sparse", "modules", "pipeline", "sharding")
+}
 EVERYTHING = {"tierstore", "_core", *PROJECT_IMPORTS}
 PROJECT_IMPORTS["tierstore"] = EVERYTHING  # the package's own __init__
 PROJECT_IMPORTS["cli"] = EVERYTHING | {"tierstore_bench"}
@@ -68,6 +72,11 @@ LIKE_TORCH = {
     "KeyedJaggedTensor",
     "DistributedModelParallel",
     "DCNv2",
+    "EmbeddingShardingPlanner",
+    "EvalPipelineSparseDist",
+    "PrefetchTrainPipelineSparseDist",
+    "Topology",
+    "TrainPipelineSparseDist",
 }
 
 # Packages whose signatures say their types; at most so many ``Any`` are left in all.

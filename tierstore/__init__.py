@@ -111,6 +111,7 @@ _SUBMODULES = [
     "modules",
     "optim",
     "sparse",
+    "torchrec",
 ]
 
 __all__ = [

@@ -60,6 +60,10 @@ class GpuError(TierStoreError, RuntimeError):
     """A GPU, its driver or the compiler of its kernels is missing, too old or has failed."""
 
 
+class MissingPackageError(TierStoreError, ImportError):
+    """A package that a part of tierstore needs, such as torchrec, cannot be imported."""
+
+
 class InfeasiblePlanError(TierStoreError, ValueError):
     """The tables do not fit the machines. ``binding`` is the resource that is short, ``missing_bytes`` how
     much of it is missing, ``report`` the dictionary of ``tierstore plan --json``."""

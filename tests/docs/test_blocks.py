@@ -20,7 +20,7 @@ from tierstore.cli.bench import find_benchmark
 from tierstore.cli.main import build_parser
 
 PAGES = [page for page in pages() if any(block.language != "text" for block in blocks_of(page))]
-COMMANDS = ("tierstore", "python", "make", "pip", "torchrun")
+COMMANDS = ("tierstore", "python", "make", "pip", "torchrun", "sed")
 
 
 def name_of(page: Path) -> str:
