@@ -29,6 +29,14 @@ OPTIMIZERS = (
     optim.RowWiseAdagrad(lr=0.1),
     optim.Adagrad(lr=0.1, initial_accumulator_value=0.1),
     optim.Adam(lr=0.05),
+    optim.SGD(lr=0.1, momentum=0.9),
+    optim.LarsSGD(lr=10.0, weight_decay=0.01),
+    optim.PartialRowWiseAdam(lr=0.05),
+    optim.LAMB(lr=0.05, weight_decay=0.01),
+    optim.PartialRowWiseLAMB(lr=0.05),
+    optim.Adagrad(
+        lr=0.1, initial_accumulator_value=0.1, weight_decay=0.1, weight_decay_mode="decoupled_global"
+    ),
 )
 DTYPES = (DataType.FP32, DataType.FP16, DataType.BF16)
 
@@ -42,11 +50,17 @@ class Case:
     rows: int
     pooling: tuple[PoolingType, ...]
     weighted: bool
-    optimizer: optim.OptimizerSpec
+    optimizers: tuple[optim.OptimizerSpec, ...]
+    """Of each table, or one of all."""
     dtypes: tuple[DataType, ...]
 
     def names(self) -> list[str]:
         return [f"t{i}" for i in range(len(self.dims))]
+
+    def optimizer(self) -> Any:
+        if len(self.optimizers) == 1:
+            return self.optimizers[0]
+        return dict(zip(self.names(), self.optimizers, strict=True))
 
     def build(self, config: TierConfig) -> torch.nn.ModuleDict:
         bags = [
@@ -74,10 +88,10 @@ class Case:
         return torch.nn.ModuleDict(
             {
                 "bags": tierstore.EmbeddingBagCollection(
-                    bags, self.weighted, config=configs[0], optimizer=self.optimizer, seed=self.seed
+                    bags, self.weighted, config=configs[0], optimizer=self.optimizer(), seed=self.seed
                 ),
                 "plain": tierstore.EmbeddingCollection(
-                    plain, config=configs[1], optimizer=self.optimizer, seed=self.seed
+                    plain, config=configs[1], optimizer=self.optimizer(), seed=self.seed
                 ),
             }
         )
@@ -153,14 +167,18 @@ def cases(draw: st.DrawFn) -> Case:
         rows=draw(st.sampled_from([1, 50, 997])),
         pooling=tuple(draw(st.lists(st.sampled_from(kinds), min_size=tables, max_size=tables))),
         weighted=weighted,
-        optimizer=draw(st.sampled_from(OPTIMIZERS)),
+        optimizers=tuple(
+            draw(st.sampled_from(OPTIMIZERS)) for _ in range(tables if draw(st.booleans()) else 1)
+        ),
         dtypes=tuple(draw(st.lists(st.sampled_from(DTYPES), min_size=tables, max_size=tables))),
     )
 
 
 def budget(case: Case, slots: int, policy: str) -> int:
     """Bytes for at least about ``slots`` float32 rows of every row layout."""
-    return sum(bytes_for(slots, case.optimizer.row_bytes(dim), policy) for dim in case.dims)
+    optimizers = case.optimizers * (len(case.dims) // len(case.optimizers))
+    pairs = zip(case.dims, optimizers, strict=True)
+    return sum(bytes_for(slots, optimizer.row_bytes(dim), policy) for dim, optimizer in pairs)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

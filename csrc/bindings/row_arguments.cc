@@ -91,23 +91,37 @@ namespace {
 void BindOptimizerStep(py::module_& m) {
   py::class_<OptimizerStep>(
       m, "OptimizerStep",
-      "Hyperparameters of one optimizer step (kind: 0 SGD, 1 RowWiseAdagrad, 2 Adagrad, "
-      "3 Adam; weight_decay_mode: 0 none, 1 L2, 2 decoupled; step counts from 1).")
+      "Hyperparameters of one optimizer step (kind: 0 SGD, 1 RowWiseAdagrad, 2 Adagrad, 3 Adam, 4 Momentum, "
+      "5 Nesterov, 6 Lars, 7 Lamb, 8 PartialRowWiseAdam, 9 PartialRowWiseLamb; weight_decay_mode: 0 none, "
+      "1 L2, 2 decoupled; step counts from 1). Of kinds 4 and 5, beta1 is the momentum and beta2 the "
+      "dampening; of kind 6, beta1 is the momentum.")
       .def(py::init(&OptimizerStep::Make), py::kw_only(), py::arg("kind"), py::arg("lr"),
            py::arg("eps") = 0.0, py::arg("weight_decay") = 0.0, py::arg("weight_decay_mode") = 0,
            py::arg("beta1") = 0.0, py::arg("beta2") = 0.0, py::arg("step") = 1)
       .def("state_floats", &OptimizerStep::StateFloats, py::arg("dim"))
+      .def(
+          "clipped", &OptimizerStep::Clipped, py::arg("norm"), py::arg("value"),
+          "The same step of gradients that are clipped, by values and then by the row's norm; infinity: not.")
+      .def("decaying_all", &OptimizerStep::DecayingAll, py::arg("keep_missed"),
+           "The same step, with weight decay of all rows: a row that was not part of the last n updates is "
+           "multiplied by keep_missed^n. Its state has one float more.")
       .def_property_readonly("kind", [](const OptimizerStep& step) { return static_cast<int>(step.kind); })
       .def_readonly("lr", &OptimizerStep::lr)
       .def_readonly("eps", &OptimizerStep::eps)
       .def_readonly("l2", &OptimizerStep::l2)
       .def_readonly("keep", &OptimizerStep::keep)
+      .def_readonly("decay", &OptimizerStep::decay)
       .def_readonly("beta1", &OptimizerStep::beta1)
       .def_readonly("beta2", &OptimizerStep::beta2)
       .def_readonly("rest1", &OptimizerStep::rest1)
       .def_readonly("rest2", &OptimizerStep::rest2)
       .def_readonly("adam_lr", &OptimizerStep::adam_lr)
-      .def_readonly("adam_inv_sqrt_v", &OptimizerStep::adam_inv_sqrt_v);
+      .def_readonly("adam_inv_sqrt_v", &OptimizerStep::adam_inv_sqrt_v)
+      .def_readonly("clip_value", &OptimizerStep::clip_value)
+      .def_readonly("clip_norm", &OptimizerStep::clip_norm)
+      .def_readonly("number", &OptimizerStep::number)
+      .def_readonly("decays_all", &OptimizerStep::decays_all)
+      .def_readonly("keep_missed", &OptimizerStep::keep_missed);
 }
 
 void BindInitialValues(py::module_& m) {
@@ -178,9 +192,9 @@ void BindUpdateArguments(py::module_& m) {
       m, "UpdateArgs",
       "One optimizer step for the rows at slots (int32, no repeats) that the positions csr_start, "
       "csr_positions (int32, of build_csr) use. check_finite: rows whose gradient is not finite are left "
-      "alone. For RowWiseAdagrad of rows cut by columns: with squares (float32 per slot) nothing is updated, "
-      "only the sums of the squared gradients are written there; means (float32 per slot) are the mean "
-      "squares over all columns.")
+      "alone. For RowWiseAdagrad and PartialRowWiseAdam of rows cut by columns: with squares (float32 per "
+      "slot) nothing is updated, only the sums of the squared gradients are written there; means (float32 "
+      "per slot) are the mean squares over all columns.")
       .def(py::init([](std::int64_t dim, const Array<std::int32_t>& slots,
                        const Array<std::int32_t>& csr_start, const Array<std::int32_t>& csr_positions,
                        const OptimizerStep& step, bool check_finite,

@@ -104,7 +104,11 @@ struct GradsArgs {
 
 // kernels/optimizer.h, OptimizerStep, whose kind is the kernel's.
 struct StepArgs {
-  float lr, eps, l2, keep, beta1, beta2, rest1, rest2, adam_lr, adam_inv_sqrt_v;
+  float lr, eps, l2, keep, decay, beta1, beta2, rest1, rest2, adam_lr, adam_inv_sqrt_v;
+  float clip_value, clip_norm;
+  int32_t decays_all;
+  int64_t number;
+  double keep_missed;
 };
 
 // kernels/update.h. A row with more than kReducePositions positions is hot: kernel update_pieces adds each of

@@ -109,7 +109,15 @@ struct Group {
     }
   }
 
-  // Calls body(float&...) for each column that this thread has.
+  // Sets what is behind the last column to zero again.
+  static TIERSTORE_DEVICE void ClearRest(Columns& columns) {
+    TIERSTORE_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      if (!Has(i)) columns.w[i] = W{};
+    }
+  }
+
+  // Calls body(float&...) for each column that this thread has, and for those behind the last column.
   template <typename Body, typename... Of>
   static TIERSTORE_DEVICE void ForEach(const Body& body, Of&... of) {
     TIERSTORE_UNROLL

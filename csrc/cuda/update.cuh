@@ -2,12 +2,11 @@
 #pragma once
 
 #include "cuda/lookup.cuh"
+#include "cuda/optimizer.cuh"
 
 namespace tierstore::cuda {
 
 constexpr int kReducePositions = 256;  // as kernels/update.h
-
-enum OptimizerKind : int { kSgd = 0, kRowWiseAdagrad = 1, kAdagrad = 2, kAdam = 3 };
 
 TIERSTORE_DEVICE void BagShares(const BagSharesArgs& a) {
   ForItems<1>(a.bags.num_bags, [&](int64_t bag, bool inside) {
@@ -95,59 +94,22 @@ struct Update {
     const bool wants_check = a.check_finite != 0 || a.squares != nullptr;
     bool bad = wants_check && G::Any(HasBadColumn(g));
     const float mean = inside && a.means != nullptr ? Load(a.means + u) : 0.0f;
+    bad = bad || (a.check_finite != 0 && mean != mean);
+    const OptimizerOf<kDim, kVec, kKind> step{a.step, row, inside && !bad};
     Columns weight = {};
     if (inside) weight = G::Read(row);
+    if (a.squares == nullptr) step.DecayMissed(weight);
+    ClipGradient<G>(a.step, g);
     if (a.step.l2 != 0.0f) G::ForEach([&](float& x, const float& w) { x += a.step.l2 * w; }, g, weight);
     if (a.squares != nullptr) {
       const float square = G::Dot(g, g);
       if (inside && G::lane() == 0) Store(a.squares + u, bad ? FloatOf(0x7fc00000u) : square);
       return;
     }
-    if (a.check_finite != 0) {
-      bad = bad || mean != mean;
-      if (inside && bad && G::lane() == 0) Store(a.rejected + u, static_cast<uint8_t>(1));
-    }
-    if constexpr (kKind == kRowWiseAdagrad) {
-      // No other thread reads the state, since the first one writes it.
-      const float own = inside && G::lane() == 0 ? Load(row + kDim) : 0.0f;
-      const float before = G::FromFirst(own);
-      const float square = G::Dot(g, g) / static_cast<float>(kDim);
-      if (!inside || bad) return;
-      const float state = before + (a.means != nullptr ? mean : square);
-      const float rate = a.step.lr / (Sqrt(state) + a.step.eps);
-      G::ForEach([&](float& w, const float& x) { w = a.step.keep * w - rate * x; }, weight, g);
-      if (G::lane() == 0) Store(row + kDim, state);
-    } else {
-      if (!inside || bad) return;
-      Step(a.step, row, g, &weight);
-    }
-    G::Write(row, weight);
-  }
-
-  static TIERSTORE_DEVICE void Step(const StepArgs& s, float* row, const Columns& g, Columns* weight) {
-    if constexpr (kKind == kSgd) {
-      G::ForEach([&](float& w, const float& x) { w = s.keep * w - s.lr * x; }, *weight, g);
-    } else if constexpr (kKind == kAdagrad) {
-      Columns sum = G::Read(row + kDim);
-      G::ForEach(
-          [&](float& w, float& sums, const float& x) {
-            sums += x * x;
-            w = s.keep * w - s.lr * x / (Sqrt(sums) + s.eps);
-          },
-          *weight, sum, g);
-      G::Write(row + kDim, sum);
-    } else {
-      Columns m = G::Read(row + kDim), v = G::Read(row + 2 * kDim);
-      G::ForEach(
-          [&](float& w, float& first, float& second, const float& x) {
-            first = s.beta1 * first + s.rest1 * x;
-            second = s.beta2 * second + s.rest2 * (x * x);
-            w = s.keep * w - s.adam_lr * first / (Sqrt(second) * s.adam_inv_sqrt_v + s.eps);
-          },
-          *weight, m, v, g);
-      G::Write(row + kDim, m);
-      G::Write(row + 2 * kDim, v);
-    }
+    if (a.check_finite != 0 && inside && bad && G::lane() == 0)
+      Store(a.rejected + u, static_cast<uint8_t>(1));
+    step.Apply(g, weight, a.means != nullptr, mean);
+    if (step.updates) G::Write(row, weight);
   }
 
   static TIERSTORE_DEVICE void Cold(const UpdateArgs& a) {

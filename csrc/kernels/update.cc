@@ -118,12 +118,13 @@ struct Common {
   std::int64_t Count(std::int64_t u) const { return touched.csr_start[u + 1] - touched.csr_start[u]; }
 
   // `room`: for the row's weights as float32.
-  template <int W, typename Weights>
+  template <int W, bool kUsual, typename Weights>
   TIERSTORE_INLINE void Apply(std::int64_t u, std::int64_t dim, float* g, float* room) const {
     std::uint8_t* row = touched.rows.At(touched.slots[u]);
     if (squares.out != nullptr) {
       squares.out[u] = std::numeric_limits<float>::quiet_NaN();
       if (!AllFinite(g, dim)) return;
+      ClipValues(step, dim, g);
       AddDecay(step, dim, g, Weights::template Widen<W>(row, dim, room));
       squares.out[u] = Dot<W>(g, g, dim);
       return;
@@ -135,7 +136,7 @@ struct Common {
     }
     float* const weights = Weights::template Widen<W>(row, dim, room);
     float* const state = reinterpret_cast<float*>(row + StateBegin(Weights::kType, dim));
-    ApplyStep<W>(step, dim, g, weights, state, mean);
+    ApplyStep<W, kUsual>(step, dim, g, weights, state, mean);
     if constexpr (Weights::kType != WeightType::kFloat32) Narrow<W, Weights>(u, dim, weights, row);
   }
 
@@ -162,11 +163,12 @@ struct ColdRowsKernel {
 
   template <int W>
   TIERSTORE_INLINE static void Run(const Args& args, std::int64_t begin, std::int64_t end) {
-    WithDim(args.common.touched.dim,
-            [&](auto dim) __attribute__((always_inline)) { Run<W>(args, dim, begin, end); });
+    const std::int64_t dim = args.common.touched.dim;
+    if (!args.common.step.IsUsual()) return Run<W, false>(args, dim, begin, end);
+    WithDim(dim, [&](auto same) __attribute__((always_inline)) { Run<W, true>(args, same, begin, end); });
   }
 
-  template <int W>
+  template <int W, bool kUsual>
   TIERSTORE_INLINE static void Run(const Args& args, std::int64_t dim, std::int64_t begin, std::int64_t end) {
     const Touched& t = args.common.touched;
     const std::int32_t* positions_end = t.csr_positions + t.csr_start[t.num_slots];
@@ -178,7 +180,7 @@ struct ColdRowsKernel {
       const std::int64_t count = args.common.Count(u);
       if (count == 0 || count > kReducePositions) continue;
       Reduce<W>(args.source, t.csr_positions + t.csr_start[u], count, positions_end, dim, g);
-      args.common.template Apply<W, Weights>(u, dim, g, g + dim);
+      args.common.template Apply<W, kUsual, Weights>(u, dim, g, g + dim);
     }
   }
 };
@@ -233,7 +235,10 @@ struct HotApplyKernel {
       for (const float* partial = g + dim; partial < stop; partial += dim) {
         for (std::int64_t c = 0; c < dim; ++c) g[c] += partial[c];
       }
-      args.common.template Apply<W, Weights>(args.rows[i].u, dim, g, Scratch(dim));
+      if (args.common.step.IsUsual())
+        args.common.template Apply<W, true, Weights>(args.rows[i].u, dim, g, Scratch(dim));
+      else
+        args.common.template Apply<W, false, Weights>(args.rows[i].u, dim, g, Scratch(dim));
     }
   }
 };

@@ -49,7 +49,8 @@ struct PooledGrads {
   const float* grad;
 };
 
-// RowWiseAdagrad of rows that are cut by columns needs the squares of all their columns; by unique row.
+// RowWiseAdagrad and PartialRowWiseAdam of rows that are cut by columns need the squares of all their
+// columns; by unique row. Gradients of such rows are not clipped by norm.
 struct RowSquares {
   // If set, no row is read or updated: only the sum of the squares of the gradient over these columns goes
   // here (NaN if the gradient is not finite).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.kernels.kernel_oracle import Batch, Step
+from tests.kernels.kernel_oracle import KINDS, Batch, Step
 from tierstore import _core as core
 
 DIMS = st.one_of(st.integers(1, 40), st.sampled_from([16, 32, 63, 64, 65, 100, 127, 128, 129, 150, 300]))
@@ -76,10 +76,12 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> None:
 
 steps = st.builds(
     Step,
-    kind=st.integers(0, 3),
+    kind=st.sampled_from(KINDS),
     lr=st.sampled_from([0.1, 0.003]),
     eps=st.sampled_from([1e-8, 1e-3]),
     weight_decay=st.sampled_from([0.0, 0.02]),
     weight_decay_mode=st.integers(0, 2),
-    step=st.integers(1, 2000),
+    step=st.one_of(st.just(1), st.integers(1, 2000)),
+    keep_missed=st.sampled_from([None, None, 0.9, 0.999]),
+    clip=st.sampled_from([None, None, (0.5, np.inf), (np.inf, 0.3), (1.0, 0.8), (100.0, 100.0)]),
 )

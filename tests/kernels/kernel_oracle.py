@@ -134,7 +134,7 @@ class Batch:
         start, positions = self.csr
         return core.UpdateArgs(
             dim=dim, slots=self.slots, csr_start=start, csr_positions=positions,
-            step=core.OptimizerStep(**vars(step)), check_finite=check_finite,
+            step=step.native(), check_finite=check_finite,
         )  # fmt: skip
 
     @property
@@ -232,6 +232,11 @@ def reduce_positions(shares: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return total
 
 
+ADAM, MOMENTUM, NESTEROV, LARS, LAMB, PARTIAL_ADAM, PARTIAL_LAMB = range(3, 10)
+KINDS = range(10)
+OWN_DECAY = (LARS, LAMB, PARTIAL_LAMB)
+
+
 @dataclass(frozen=True)
 class Step:
     """The arguments of core.OptimizerStep."""
@@ -244,17 +249,38 @@ class Step:
     beta1: float = 0.9
     beta2: float = 0.999
     step: int = 1
+    clip: tuple[float, float] | None = None
+    """Limits of the norm and of the values of gradients."""
+    keep_missed: float | None = None
+    """Factor of the weights for each update that a row was not part of."""
+
+    def native(self) -> core.OptimizerStep:
+        own = dict(vars(self))
+        clip, missed = own.pop("clip"), own.pop("keep_missed")
+        step = core.OptimizerStep(**own)
+        step = step if clip is None else step.clipped(*clip)
+        return step if missed is None else step.decaying_all(missed)
+
+    def clipped(self, g: np.ndarray) -> np.ndarray:
+        limit, most = map(F32, self.clip or (np.inf, np.inf))
+        g = np.where(g > most, most, np.where(g < -most, -most, g))
+        factor = limit / (norm(g) + F32(1e-6))
+        return g * factor if factor < 1 else g
 
     def state_floats(self, dim: int) -> int:
-        return (0, 1, dim, 2 * dim)[self.kind]
+        own = (0, 1, dim, 2 * dim, dim, dim, dim, 2 * dim, dim + 1, dim + 1)[self.kind]
+        return own + (self.keep_missed is not None)
 
 
 def apply_step(step: Step, row: np.ndarray, dim: int, g: np.ndarray) -> None:
     """One update of a float32 row in place, rounded as the kernel does."""
+    if step.keep_missed is not None:
+        decay_missed(step, row, dim)
+    g = step.clipped(g) if step.clip else g
     lr, eps = F32(step.lr), F32(step.eps)
     w, state = row[:dim], row[dim:]
     keep = F32(1.0 - step.lr * step.weight_decay) if step.weight_decay_mode == 2 else F32(1)
-    if step.weight_decay_mode == 1 and step.weight_decay:
+    if step.weight_decay_mode == 1 and step.weight_decay and step.kind not in OWN_DECAY:
         g = g + F32(step.weight_decay) * w
     if step.kind == 0:
         w[:] = keep * w - lr * g
@@ -265,13 +291,57 @@ def apply_step(step: Step, row: np.ndarray, dim: int, g: np.ndarray) -> None:
         s = state[:dim]
         s += g * g
         w[:] = keep * w - lr * g / (np.sqrt(s) + eps)
+    elif step.kind in (MOMENTUM, NESTEROV):
+        m, beta = state[:dim], F32(step.beta1)
+        m[:] = beta * m + (F32(1) if step.step == 1 else F32(1.0 - step.beta2)) * g
+        w[:] = keep * w - lr * (g + beta * m if step.kind == NESTEROV else m)
+    elif step.kind == LARS:
+        m, decay, weights = state[:dim], F32(step.weight_decay), norm(w)
+        rate = lr * norm_ratio(weights, norm(g) + decay * weights)
+        m[:] = F32(step.beta1) * m + rate * (g + decay * w)
+        w[:] = w - m
     else:
-        m, v = state[:dim], state[dim : 2 * dim]
-        m[:] = F32(step.beta1) * m + F32(1.0 - step.beta1) * g
+        apply_adam(step, w, state, keep, g)
+
+
+def decay_missed(step: Step, row: np.ndarray, dim: int) -> None:
+    at = dim + step.state_floats(dim) - 1
+    factor, keep, left = 1.0, step.keep_missed, step.step - int(row[at]) - 1
+    while left > 0:
+        if left % 2:
+            factor *= keep
+        keep, left = keep * keep, left // 2
+    row[:dim] *= F32(factor)
+    row[at] = F32(step.step)
+
+
+def norm(x: np.ndarray) -> np.float32:
+    return np.sqrt(tree_sum(x * x))
+
+
+def norm_ratio(above: np.float32, below: np.float32) -> np.float32:
+    return above / below if above > 0 and below > 0 else F32(1)
+
+
+def apply_adam(step: Step, w: np.ndarray, state: np.ndarray, keep: np.float32, g: np.ndarray) -> None:
+    """Adam, Lamb, and their partially row-wise forms."""
+    dim, is_lamb = len(w), step.kind in (LAMB, PARTIAL_LAMB)
+    m, v = state[:dim], state[dim:]
+    m[:] = F32(step.beta1) * m + F32(1.0 - step.beta1) * g
+    rate = F32((1.0 if is_lamb else step.lr) / (1.0 - step.beta1**step.step))
+    inv = F32(1.0 / np.sqrt(1.0 - step.beta2**step.step))
+    if step.kind in (ADAM, LAMB):
+        v = v[:dim]
         v[:] = F32(step.beta2) * v + F32(1.0 - step.beta2) * (g * g)
-        rate = F32(step.lr / (1.0 - step.beta1**step.step))
-        inv = F32(1.0 / np.sqrt(1.0 - step.beta2**step.step))
-        w[:] = keep * w - rate * m / (np.sqrt(v) * inv + eps)
+        change = rate * m / (np.sqrt(v) * inv + F32(step.eps))
+    else:
+        v[0] = F32(step.beta2) * v[0] + F32(1.0 - step.beta2) * (tree_sum(g * g) / F32(dim))
+        change = (rate / (np.sqrt(v[0]) * inv + F32(step.eps))) * m
+    if is_lamb:
+        change = change + F32(step.weight_decay) * w
+        w[:] = w - (F32(step.lr) * norm_ratio(norm(w), norm(change))) * change
+    else:
+        w[:] = keep * w - change
 
 
 def update(

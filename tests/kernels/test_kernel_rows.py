@@ -96,6 +96,9 @@ def test_arrays_of_another_dtype_are_not_converted() -> None:
 
 def test_optimizer_step_rejects_unknown_kinds() -> None:
     with pytest.raises(ValueError, match="kind"):
-        core.OptimizerStep(kind=9, lr=0.1)
+        core.OptimizerStep(kind=10, lr=0.1)
     with pytest.raises(ValueError, match="step"):
         core.OptimizerStep(kind=3, lr=0.1, step=0)
+    for limits in ((0.0, 1.0), (1.0, -1.0), (float("nan"), 1.0)):
+        with pytest.raises(ValueError, match="limits of gradients must be above 0"):
+            core.OptimizerStep(kind=0, lr=0.1).clipped(*limits)

@@ -32,6 +32,9 @@ OPTIMIZERS = [
     optim.RowWiseAdagrad(lr=0.1),
     optim.Adagrad(lr=0.1, initial_accumulator_value=0.5),
     optim.Adam(lr=0.1, weight_decay=0.01),
+    optim.SGD(lr=0.1, momentum=0.9, nesterov=True),
+    optim.PartialRowWiseAdam(lr=0.1, weight_decay=0.01),
+    optim.LAMB(lr=0.1),
 ]
 STEPS = 6
 

@@ -222,7 +222,8 @@ def test_offload_without_an_optimizer_is_refused_when_it_trains() -> None:
         (torch.optim.SGD, {"lr": 0.5}, r"build them with optimizer=tierstore.optim.SGD\(lr=0.5\)"),
         (torch.optim.Adagrad, {"lr": 0.5, "eps": 0.1}, r"tierstore.optim.Adagrad\(lr=0.5, eps=0.1\)"),
         (RowWiseAdagrad, {"lr": 0.5}, r"tierstore.optim.RowWiseAdagrad\(lr=0.5\)"),
-        (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}, r"SGD\(...\), which does not have all of"),
+        (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}, r"tierstore.optim.SGD\(lr=0.5, momentum=0.9\)"),
+        (torch.optim.Adam, {"lr": 0.5, "amsgrad": True}, r"Adam\(...\), which does not have all of"),
         (torch.optim.Adadelta, {"lr": 0.5}, r"one of tierstore.optim: SGD, "),
     ],
 )

@@ -25,6 +25,13 @@ def update_of_one(step: core.OptimizerStep) -> float:
     return float(row[0, 0])
 
 
+def advanced(optimizer: FusedOptimizer) -> core.OptimizerStep:
+    """The step of an optimizer with one group."""
+    ((step, tables),) = optimizer.advance()
+    assert tables is None
+    return step
+
+
 def test_schedulers_change_the_next_update() -> None:
     optimizer = FusedOptimizer(optim.SGD(lr=1.0))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -32,25 +39,41 @@ def test_schedulers_change_the_next_update() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
-            seen.append(update_of_one(optimizer.advance()))
+            seen.append(update_of_one(advanced(optimizer)))
             scheduler.step()
     assert seen == [-1.0, -0.5, -0.25]
     optimizer.param_groups[0]["lr"] = 3.0
-    assert update_of_one(optimizer.advance()) == -3.0
+    assert update_of_one(advanced(optimizer)) == -3.0
 
 
 def test_every_hyperparameter_is_read() -> None:
     optimizer = FusedOptimizer(optim.Adam(lr=1.0, eps=0.0))
     assert set(optimizer.param_groups[0]) >= {"lr", "betas", "eps", "weight_decay"}
-    assert update_of_one(optimizer.advance()) == pytest.approx(-1.0)
+    assert update_of_one(advanced(optimizer)) == pytest.approx(-1.0)
     optimizer.param_groups[0].update(eps=1.0, betas=(0.0, 0.0))
-    assert update_of_one(optimizer.advance()) == -0.5
+    assert update_of_one(advanced(optimizer)) == -0.5
+
+
+def test_torchs_schedules_of_momentum() -> None:
+    optimizer = FusedOptimizer(optim.SGD(lr=1.0, momentum=0.5))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=4)
+    momenta = []
+    for _ in range(3):
+        momenta.append(advanced(optimizer).beta1)
+        schedule.step()
+    assert momenta[0] == pytest.approx(0.95)
+    assert min(momenta) < 0.9
+    stateless = FusedOptimizer(optim.SGD(lr=1.0))
+    torch.optim.lr_scheduler.OneCycleLR(stateless, max_lr=1.0, total_steps=4)
+    with pytest.raises(ConfigError, match="the rows have no momentum_buffer"):
+        stateless.advance()
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"weight_decay_mode": "L2"}, "weight_decay_mode is 'L2'; it must be 'l2' or 'decoupled'"),
+        ({"weight_decay_mode": "L2"}, "weight_decay_mode is 'L2'; it must be one of 'l2'"),
+        ({"weight_decay_mode": "decoupled_global"}, "build the tables with it, since their rows lack"),
         ({"weight_decay_mode": None, "weight_decay": 0.0}, "weight_decay_mode is None"),
         ({"lr": None}, "lr is None; it must be a finite number"),
         ({"lr": "0.1"}, "lr is '0.1'"),
@@ -86,7 +109,7 @@ def test_state_goes_through_a_checkpoint() -> None:
     restored = FusedOptimizer(optim.Adam())
     restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert restored.num_updates == 4
-    assert update_of_one(restored.advance()) == update_of_one(optimizer.advance())
+    assert update_of_one(advanced(restored)) == update_of_one(advanced(optimizer))
     assert pickle.loads(pickle.dumps(optimizer)).num_updates == 5
 
 
@@ -99,5 +122,5 @@ def test_state_of_another_optimizer_is_refused() -> None:
 
 
 def test_one_group_only() -> None:
-    with pytest.raises(ConfigError, match="one parameter group"):
+    with pytest.raises(ConfigError, match="parameter groups of its tables"):
         FusedOptimizer(optim.SGD()).add_param_group({"params": [torch.zeros(1)]})

@@ -50,6 +50,17 @@ def test_torchrecs_own_constraints_are_taken():
         constraints_of(theirs(batch_sizes=[3]), "t")
 
 
+@pytest.mark.parametrize("optimizer", ["lars_sgd", "lamb", "partial_rowwise_lamb"])
+def test_tables_whose_updates_need_whole_rows_are_not_cut_by_columns(optimizer):
+    wide = table(rows=1000, dim=1024, optimizer=optimizer)
+    by_columns = {"t": ParameterConstraints(sharding_types=["column_wise"])}
+    with pytest.raises(ConfigError, match=f"no sharding type.*{optimizer} needs whole rows"):
+        EmbeddingShardingPlanner(topology(), by_columns).plan([wide])
+    either = {"t": ParameterConstraints(sharding_types=["column_wise", "row_wise"])}
+    plan = EmbeddingShardingPlanner(topology(), either).plan([wide])
+    assert plan.table("t").sharding_type == "row_wise"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

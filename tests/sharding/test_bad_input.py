@@ -108,6 +108,9 @@ def arguments() -> None:
         shard(whole, plan, config={"hbm": 1})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="comms is 'bf16'; use a CommsConfig"):
         shard(whole, plan, comms="bf16")  # type: ignore[arg-type]
+    by_columns = construct_plan(whole, {"a": column_wise([0, 1]), "b": table_wise(1)}, 2)
+    with pytest.raises(ConfigError, match="table 'a': lamb needs the norms of whole rows"):
+        shard(bags(optimizer=optim.LAMB()), by_columns)
     with pytest.raises(ConfigError, match="env is 5; use None, or ShardingEnv"):
         shard(whole, plan, 5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Linear cannot be sharded; build an EmbeddingBagCollection"):

@@ -27,6 +27,8 @@ from tierstore.sharding import (
 )
 
 ADAGRAD = optim.RowWiseAdagrad(lr=0.1)
+ADAM = optim.PartialRowWiseAdam(lr=0.05, eps=1e-3)
+GLOBAL = optim.RowWiseAdagrad(lr=0.1, weight_decay=0.1, weight_decay_mode="decoupled_global")
 DECAYED = optim.RowWiseAdagrad(lr=0.1, weight_decay=0.01, weight_decay_mode="l2")
 LIMIT = 2e-6
 
@@ -40,7 +42,12 @@ def any_cut_of_columns(world: int) -> None:
         "t2": column_wise([last, 0]),
         "t3": row_wise() if world > 1 else table_wise(0),  # in one tier group with a cut table
     }
-    for optimizer, tiers in ((ADAGRAD, cases.TIGHT), (DECAYED, cases.MEMORY)):
+    for optimizer, tiers in (
+        (ADAGRAD, cases.TIGHT),
+        (DECAYED, cases.MEMORY),
+        (ADAM, cases.TIGHT),
+        (GLOBAL, cases.MEMORY),
+    ):
         data = cases.batches(world, 3, empty=last)
         cases.check(env, cuts, cases.tables(), data, optimizer, tiers=tiers, tolerance=LIMIT)
     dedup = CommsConfig(dedup=True)

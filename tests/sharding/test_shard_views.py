@@ -169,7 +169,11 @@ def test_sharded_state_dicts_are_saved_and_cut_anew(tmp_path: Path) -> None:
     run(3, load, folder, "three ranks")
 
 
-@pytest.mark.parametrize("optimizer", [optim.RowWiseAdagrad(lr=0.1), optim.Adam()], ids=lambda o: o.name)
+@pytest.mark.parametrize(
+    "optimizer",
+    [optim.RowWiseAdagrad(lr=0.1), optim.Adam(), optim.PartialRowWiseAdam()],
+    ids=lambda o: o.name,
+)
 def test_optimizer_states_are_saved_and_cut_anew(optimizer: optim.OptimizerSpec, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     run(2, save_states, folder, optimizer)

@@ -30,7 +30,9 @@ from tierstore.cache.versions import Versions
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError, StoreFullError
 from tierstore.initializers import as_init
+from tierstore.optim.base import GLOBAL
 from tierstore.optim.specs import OptimizerSpec
+from tierstore.row_format import WIDE
 from tierstore.store.directory import DirectoryStore, open_store
 from tierstore.store.protocol import CommitInfo, StoredTable
 
@@ -40,7 +42,8 @@ META_VERSION = 1
 
 
 class Engine:
-    """Tables, tiers and store. ``optimizer``: of :mod:`tierstore.optim`; ``keep``, ``at``: of StoreOptions.
+    """Tables, tiers and store. ``optimizer``: of :mod:`tierstore.optim`, for tables without one of their own;
+    ``keep``, ``at``: of StoreOptions.
 
     Lookups are thread-safe with respect to one another; ``close`` waits for a plan in progress.
     """
@@ -119,13 +122,19 @@ class Engine:
     def _spec(self, index: int, table: Table, seed: int) -> StoredTable:
         override = self.config.table(table.origin or table.name)
         format, dim = self.config.formats(table.dtype)["ssd"], table.embedding_dim
+        optimizer = table.optimizer or self.optimizer
+        if optimizer.decays_all and format.state != WIDE.state:
+            raise ConfigError(
+                f"table {table.name!r}: state_dtype={format.state!r} cannot hold the numbers of updates, "
+                f"which weight_decay_mode={GLOBAL!r} needs; use state_dtype='fp32' or another mode"
+            )
         return StoredTable(
             name=table.name,
             index=index,
             num_embeddings=table.num_embeddings,
             embedding_dim=table.embedding_dim,
-            row_bytes=format.row_bytes(dim, self.optimizer.state_floats(dim)),
-            optimizer=self.optimizer.identity,
+            row_bytes=format.row_bytes(dim, optimizer.state_floats(dim)),
+            optimizer=optimizer.identity,
             seed=seed if override.seed is None else override.seed,
             init=as_init(override.init, table.init).to_dict(),
             weight_dtype=format.weights,
@@ -200,6 +209,13 @@ class Engine:
             weight[part] = values[rows.inverse, : layout.dim]
             state[part] = values[rows.inverse, layout.dim : layout.dim + layout.state_floats]
         return weight, state
+
+    def state_as_of(self, table: int, ids: NDArray[np.int64], update: int) -> NDArray[np.float32]:
+        """Return the optimizer state of ``ids`` (n,) as if update number ``update`` were their last. Tables
+        whose state has that number in its last float."""
+        _, state = self.read_rows(table, ids)
+        state[:, -1] = update
+        return state
 
     def write_rows(
         self,

@@ -76,8 +76,10 @@ class RowLayout:
         codec: Codec | None = None,
         weights: str = WIDE.weights,
         rounds: bool = False,
+        zeros: int = 0,
     ) -> RowLayout:
         """Return the layout of a tier group. ``rounds``: updates round at random, not to the nearest value.
+        ``state_value``: of the state of untouched rows, but for the last ``zeros`` floats, which are 0.
 
         ``inits``, ``seeds`` and ``columns`` have an entry per table, also for the tables of other groups.
         ``columns``: the first column of each table that is a range of a wider one's; None: all begin at 0.
@@ -86,7 +88,7 @@ class RowLayout:
         first, second = np.ascontiguousarray(parameters.T)
         initial = InitialValues(
             dim=dim,
-            state_floats=state_floats,
+            state_floats=state_floats - zeros,
             state_value=state_value,
             kinds=np.array([KINDS[init.kind] for init in inits], np.uint8),
             first=first,

@@ -59,7 +59,7 @@ class GroupOpening:
         self._tables = tables
         self._specs = specs
         self._config = config
-        self._optimizer = optimizer
+        self._optimizers = [table.optimizer or optimizer for table in tables]
         self._policy = policy
         self._members: dict[str, list[int]] = {}
         for spec in specs:
@@ -85,6 +85,9 @@ class GroupOpening:
         is_rounded = not self._config.formats(dtype)["ssd"].is_wide
         if is_rounded and rounds != (dtype == WIDE.weights):
             name += "_stochastic" if rounds else "_nearest"
+        identity = self._optimizers[index].identity
+        if any(other.identity != identity for other in self._optimizers):
+            name += "".join(f"_{value}" for value in identity.values())
         return name
 
     def _demand(self, name: str, tier: str) -> GroupDemand:
@@ -101,8 +104,13 @@ class GroupOpening:
 
     def _row_bytes(self, name: str, tier: str) -> int:
         """Return the bytes of a row of a layout in ``hbm``, ``uvm`` or the store (``ssd``)."""
-        dim = self._first(name).embedding_dim
-        return self._formats(name)[tier].row_bytes(dim, self._optimizer.state_floats(dim))
+        return self._formats(name)[tier].row_bytes(self._first(name).embedding_dim, self._state_floats(name))
+
+    def _optimizer(self, name: str) -> OptimizerSpec:
+        return self._optimizers[self._members[name][0]]
+
+    def _state_floats(self, name: str) -> int:
+        return self._optimizer(name).state_floats(self._first(name).embedding_dim)
 
     def _first(self, name: str) -> Table:
         return self._tables[self._members[name][0]]
@@ -120,7 +128,7 @@ class GroupOpening:
         seeds = self._seeds if self._rounds(name) else None
         if formats["ssd"] == formats["hbm"]:
             return None
-        return Codec(formats["ssd"], dim, self._optimizer.state_floats(dim), seeds)
+        return Codec(formats["ssd"], dim, self._state_floats(name), seeds)
 
     def _group(self, name: str, hbm: TierPlan, uvm: TierPlan | None, store: RowStore | None) -> TierGroup:
         codec = self._codec(name) if store is not None or uvm is not None else None
@@ -166,14 +174,15 @@ class GroupOpening:
         table = self._first(name)
         return RowLayout.of(
             table.embedding_dim,
-            self._optimizer.state_floats(table.embedding_dim),
-            self._optimizer.initial_state,
+            self._state_floats(name),
+            self._optimizer(name).initial_state,
             [from_dict(spec.init) for spec in self._specs],
             self._seeds,
             [table.column for table in self._tables],
             codec,
             table.dtype,
             self._rounds(name),
+            int(self._optimizer(name).decays_all),
         )
 
     def _read_ahead_bytes(self, name: str) -> int:

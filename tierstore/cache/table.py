@@ -7,6 +7,7 @@ from numbers import Integral
 
 from tierstore.errors import ConfigError
 from tierstore.initializers import Init
+from tierstore.optim.base import OptimizerSpec
 from tierstore.row_format import TABLE_DTYPES
 
 
@@ -15,7 +16,8 @@ class Table:
     """A table that an engine opens, or a shard of a table.
 
     A shard keeps the ids of its table, of which at most ``rows`` occur; it has the initial values of
-    ``origin`` (the table's name) from column ``column`` on. ``dtype``: of the weights.
+    ``origin`` (the table's name) from column ``column`` on. ``dtype``: of the weights. ``optimizer``: None:
+    the engine's.
     """
 
     name: str
@@ -26,6 +28,7 @@ class Table:
     column: int = 0
     rows: int | None = None
     dtype: str = "fp32"
+    optimizer: OptimizerSpec | None = None
 
     @property
     def max_rows(self) -> int:

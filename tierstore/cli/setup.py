@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import partial
 
 import torch
 
@@ -20,14 +21,21 @@ from tierstore.data import Dataset
 from tierstore.errors import ConfigError
 from tierstore.optim import OptimizerSpec
 
-DENSE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+_MOMENTUM_SGD = partial(torch.optim.SGD, momentum=0.9)
+DENSE_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
+    "momentum_sgd": _MOMENTUM_SGD,
+    "lars_sgd": _MOMENTUM_SGD,
     "adagrad": torch.optim.Adagrad,
     "rowwise_adagrad": torch.optim.Adagrad,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
+    "partial_rowwise_adam": torch.optim.Adam,
+    "lamb": torch.optim.Adam,
+    "partial_rowwise_lamb": torch.optim.Adam,
 }
-"""Optimizers of the dense parameters, by the name of the rows' optimizer."""
+"""Optimizers of the dense parameters, by the name of the rows' optimizer; where torch has none, the one that
+comes next to it."""
 
 LOWER_LAYERS, UPPER_LAYERS = [128], [128, 64, 1]
 """Sizes of the DLRM's perceptrons; the lower one ends with the embedding dimension."""
@@ -113,7 +121,7 @@ def open_trainer(
     )
     try:
         model = models.DLRM(embeddings, dataset.dense_dim, [*LOWER_LAYERS, args.dim], UPPER_LAYERS)
-        step = DENSE_OPTIMIZERS[optimizer.name](model.parameters(), lr=args.lr)  # type: ignore[call-arg]
+        step = DENSE_OPTIMIZERS[optimizer.name](model.parameters(), lr=args.lr)
         schedule = Schedule(args.batch_size, args.epochs, args.steps)
         yield Trainer(model, embeddings, step, schedule)
     finally:

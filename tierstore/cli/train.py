@@ -120,7 +120,8 @@ def _add_training(group: Any) -> None:
         "--optimizer",
         default="rowwise-adagrad",
         metavar="NAME",
-        help="sgd, adagrad, rowwise-adagrad (default), adam or adamw",
+        help="of the rows: sgd, momentum-sgd, lars-sgd, adagrad, rowwise-adagrad (default), adam, adamw, "
+        "partial-rowwise-adam, lamb or partial-rowwise-lamb",
     )
     group.add_argument("--lr", type=float, default=0.02, metavar="X", help="learning rate (default: 0.02)")
     group.add_argument("--seed", type=int, default=0, metavar="N")

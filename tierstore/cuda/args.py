@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 
 
 def _struct(name: str, *fields: tuple[str, type]) -> type[ctypes.Structure]:
@@ -55,8 +55,16 @@ GradsArgs = _struct(
     ("stride", c_int64),
     *_pointers("shares", "bag_of", "weights", "argmax"),
 )
-STEP_FIELDS = ("lr", "eps", "l2", "keep", "beta1", "beta2", "rest1", "rest2", "adam_lr", "adam_inv_sqrt_v")
-StepArgs = _struct("StepArgs", *[(name, c_float) for name in STEP_FIELDS])
+STEP_FIELDS = (
+    *("lr", "eps", "l2", "keep", "decay", "beta1", "beta2", "rest1", "rest2"),
+    *("adam_lr", "adam_inv_sqrt_v", "clip_value", "clip_norm"),
+)
+MISSED_FIELDS = ("decays_all", "number", "keep_missed")
+StepArgs = _struct(
+    "StepArgs",
+    *[(name, c_float) for name in STEP_FIELDS],
+    *zip(MISSED_FIELDS, (c_int32, c_int64, c_double), strict=True),
+)
 UpdateArgs = _struct(
     "UpdateArgs",
     ("rows", RowsArgs),

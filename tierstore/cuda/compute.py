@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tierstore._core import Bags, LookupArgs, OptimizerStep, UpdateArgs, UpdateRounding
 from tierstore.cuda import args as kernel_args
 from tierstore.cuda.args import (
+    MISSED_FIELDS,
     STEP_FIELDS,
     BagsArgs,
     BagShare,
@@ -259,4 +260,4 @@ class _UpdateArrays:
 
 
 def _step_args(step: OptimizerStep) -> Structure:
-    return StepArgs(*(getattr(step, name) for name in STEP_FIELDS))
+    return StepArgs(*(getattr(step, name) for name in (*STEP_FIELDS, *MISSED_FIELDS)))

@@ -14,6 +14,7 @@ HEADERS = (
     "cuda/device.cuh",
     "cuda/init.cuh",
     "cuda/lookup.cuh",
+    "cuda/optimizer.cuh",
     "cuda/rows.cuh",
     "cuda/update.cuh",
     "kernels/inline.h",

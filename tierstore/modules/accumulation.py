@@ -213,6 +213,6 @@ def _norm(module: TieredModule, passes: Sequence[Pass]) -> float:
         slots, csr = np.zeros(count, np.int32), trained_csr(part, frozen)
         args = update_args(part, slots, csr, step, squares=squares)
         rows = part.group.device.load(row, part.group.layout.weights)
-        gradients.update(index, part, rows, args)
+        gradients.update(index, part, rows, args, None)
         total += float(squares.sum(dtype=np.float64))
     return math.sqrt(total)

@@ -13,6 +13,7 @@ from tierstore.optim import OptimizerSpec
 APPLIED = "_in_backward_optimizers"
 """Where ``apply_optimizer_in_backward`` leaves the optimizers of a parameter."""
 _OPTIONS = "_optimizer_kwargs"
+_KNOWN = ", ".join(s.__name__ for s in optim.OPTIMIZERS.values() if s.__name__ in optim.__all__)
 
 
 def applied_to(parameter: Tensor) -> list[object]:
@@ -57,10 +58,9 @@ def spec_of(whose: str, kind: str, options: Mapping[str, object]) -> OptimizerSp
     """
     spec = getattr(optim, kind, None)
     if not (isinstance(spec, type) and issubclass(spec, OptimizerSpec)):
-        known = ", ".join(other.__name__ for other in optim.OPTIMIZERS.values())
-        raise ConfigError(f"{whose}: there is no fused {kind}; use one of {known}")
+        raise ConfigError(f"{whose}: there is no fused {kind}; use one of {_KNOWN}")
     try:
-        return spec(**options)
+        return spec(**options)  # type: ignore[arg-type]
     except (TypeError, ConfigError) as error:
         raise ConfigError(f"{whose}: {kind} with {dict(options)} cannot be fused: {error}") from None
 
@@ -81,9 +81,9 @@ def _given_as(kind: str, options: dict[str, object]) -> str:
     spec = getattr(optim, kind, None)
     if isinstance(spec, type) and issubclass(spec, OptimizerSpec):
         try:
-            spec(**options)
+            spec(**options)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             return f"optimizer=tierstore.optim.{kind}(...), which does not have all of {options}"
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         return f"optimizer=tierstore.optim.{kind}({given})"
-    return f"optimizer=, one of tierstore.optim: {', '.join(s.__name__ for s in optim.OPTIMIZERS.values())}"
+    return f"optimizer=, one of tierstore.optim: {_KNOWN}"

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from tierstore import optim
-from tierstore._core import OptimizerStep
 from tierstore.cache.engine import Engine
 from tierstore.errors import ConfigError, GradientError
 from tierstore.modules.ahead import Ahead, find_ahead
 from tierstore.modules.applied import APPLIED, applied_optimizer, refuse_applied
 from tierstore.modules.engine_calls import EngineCalls
+from tierstore.modules.gradient_hooks import GradientHook, GradientHooks
 from tierstore.modules.lookup import (
     Keeps,
     PooledFunction,
     SequenceFunction,
+    TableStep,
     kept_weights,
     pooled_forward,
     sequence_forward,
@@ -31,6 +32,7 @@ from tierstore.modules.optimizer_states import OptimizerStates
 from tierstore.modules.parts import Lookup, Part
 from tierstore.modules.quantization import NotQuantized
 from tierstore.modules.row_arguments import checked_row_ids, float_matrix, state_matrix
+from tierstore.modules.table_rules import TableRules
 from tierstore.modules.tables import TORCH_DTYPES, HasWeight, ShownParameter
 from tierstore.modules.wrappers import (
     active_ddp,
@@ -39,8 +41,10 @@ from tierstore.modules.wrappers import (
     refuse_scaled,
     scaler_in_use,
 )
+from tierstore.optim import OptimizerSpec
 from tierstore.optim.fused import FusedOptimizer
 from tierstore.optim.specs import NotGiven
+from tierstore.optim.tables import Optimizers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,7 +56,9 @@ class TieredModule(EngineCalls, nn.Module):
     """Base of the modules whose tables live in tiers.
 
     ``optimizer`` None freezes the tables: forward reads, backward stops here. Otherwise every backward pass
-    updates the rows of its lookup, once each. In ``eval()`` mode or under ``no_grad``, and after
+    updates the rows of its lookup, once each. A dict has the optimizer of each table by its name;
+    ``names``: of all tables, None: those of the engine; ``of_tables``: which of these names each of
+    ``tables`` has, None: in their order. In ``eval()`` mode or under ``no_grad``, and after
     ``requires_grad_(False)``, forward reads through the tiers and changes nothing.
     """
 
@@ -60,14 +66,18 @@ class TieredModule(EngineCalls, nn.Module):
         self,
         engine: Engine,
         tables: Sequence[int],
-        optimizer: optim.OptimizerSpec | None,
+        optimizer: Optimizers,
+        names: Sequence[str] | None = None,
+        of_tables: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         self.engine = engine
         self.table_numbers = list(tables)
-        self._without_optimizer = optimizer is None
+        names = [engine.tables[number].name for number in self.table_numbers] if names is None else names
+        self._names = (of_tables or names, names)
+        self._hooks = GradientHooks()
         self._requires_grad = True
-        self.use_optimizer(optimizer or optim.SGD())
+        self.use_optimizer(optimizer)
         self.check_gradients = engine.config.check_gradients
         self.refuse_scaled = True
         """Whether backward passes raise ConfigError if this process uses a GradScaler; see ``accumulate``."""
@@ -84,19 +94,20 @@ class TieredModule(EngineCalls, nn.Module):
         self.observer: Callable[[TieredModule, tuple[object, ...], dict[str, object]], None] | None = None
         """Sees every forward call while a prefetcher learns where in a batch the ids are."""
 
-    def use_optimizer(self, spec: optim.OptimizerSpec) -> None:
-        """Let backward passes apply ``spec``, of the row layout that the tables have."""
-        self.fused_optimizer = FusedOptimizer(spec)
+    def use_optimizer(self, optimizer: Optimizers) -> None:
+        """Let backward passes apply ``optimizer``, of the row layouts that the tables have."""
+        self.rules = TableRules(self.table_numbers, *self._names, optimizer, self._hooks)
+        self.fused_optimizer = FusedOptimizer(self.rules.groups)
         """A ``torch.optim.Optimizer`` whose ``param_groups`` are read at every backward pass."""
         self.fused_optimizer.rows = OptimizerStates(self)
 
-    def applied_optimizer(self) -> optim.OptimizerSpec | None:
+    def applied_optimizer(self) -> OptimizerSpec | None:
         """Return the optimizer that apply_optimizer_in_backward gave all tables; None if it gave none.
 
         Raises ConfigError for an optimizer that tables cannot have, and for different ones."""
         return applied_optimizer([shown.now for shown in self._shown], self.table_names())
 
-    def chosen_optimizer(self) -> optim.OptimizerSpec | None:
+    def chosen_optimizer(self) -> Optimizers:
         """Return the optimizer that the tables were built with, or else the applied one; None for frozen
         tables. Raises ConfigError for tables that have both."""
         if self.frozen:
@@ -104,7 +115,7 @@ class TieredModule(EngineCalls, nn.Module):
         if isinstance(self.fused_optimizer.spec, NotGiven):
             return self.applied_optimizer() or self.fused_optimizer.spec
         self._refuse_applied()
-        return self.fused_optimizer.spec
+        return self.rules.optimizer
 
     def _refuse_applied(self) -> None:
         for number, shown in enumerate(self._shown):
@@ -178,8 +189,8 @@ class TieredModule(EngineCalls, nn.Module):
 
     def show_parameters(self, holders: Sequence[HasWeight]) -> None:
         """Give every table a parameter; ``holders`` in the order of the tables."""
-        trained = not self._without_optimizer
-        self._shown = [holder.show_parameter(trained) for holder in holders]
+        pairs = zip(holders, self.rules.trained, strict=True)
+        self._shown = [holder.show_parameter(trained) for holder, trained in pairs]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Freeze all tables, or let them be trained again. Rows of frozen tables are only read."""
@@ -189,7 +200,7 @@ class TieredModule(EngineCalls, nn.Module):
     def frozen_tables(self) -> list[int]:
         """Return the tables that a backward pass would not change."""
         if not self._shown:
-            return [] if self._requires_grad and not self._without_optimizer else self.table_numbers
+            return [] if self._requires_grad and self.has_optimizer else self.table_numbers
         shown = zip(self.table_numbers, self._shown, strict=True)
         return [table for table, parameter in shown if not parameter.now.requires_grad]
 
@@ -197,13 +208,13 @@ class TieredModule(EngineCalls, nn.Module):
     def frozen(self) -> bool:
         """Whether a backward pass would change no table."""
         if not self._shown:
-            return self._without_optimizer or not self._requires_grad
+            return not (self.has_optimizer and self._requires_grad)
         return not any(parameter.now.requires_grad for parameter in self._shown)
 
     @property
     def has_optimizer(self) -> bool:
         """Whether the tables can be trained: not if they were built with ``optimizer=None``."""
-        return not self._without_optimizer
+        return any(self.rules.trained)
 
     @property
     def trains(self) -> bool:
@@ -243,12 +254,16 @@ class TieredModule(EngineCalls, nn.Module):
         """Set the optimizer's count of updates to the count in the commit that the tables are at."""
         self.fused_optimizer.num_updates = self.engine.updates.get(self._key, 0)
 
-    def count_update(self) -> OptimizerStep:
+    def count_update(self) -> list[TableStep]:
         self.check_update()
-        step = self.fused_optimizer.advance()
+        steps = self.fused_optimizer.advance()
         self.engine.updates[self._key] = self.fused_optimizer.num_updates
         self.engine.changed(self.table_numbers)
-        return step
+        return [(step, None if names is None else self.rules.numbers_of(names)) for step, names in steps]
+
+    def spec_of(self, table: int) -> OptimizerSpec:
+        """Return the optimizer of a table of the engine."""
+        return self.fused_optimizer.spec_of(self.rules.name_of(table))
 
     def set_updates(self, count: int) -> None:
         """Set the optimizer's count of updates, as committed with the rows from now on."""
@@ -256,15 +271,40 @@ class TieredModule(EngineCalls, nn.Module):
 
     def check_update(self) -> None:
         """Raise ConfigError if something between the loss and the rows would make their update wrong."""
-        if self._without_optimizer:
+        if not all(self.rules.trained) and (without := self.rules.without_optimizer(self.frozen_tables())):
             raise ConfigError(
-                f"tables {', '.join(self.table_names())} were built with optimizer=None and require "
-                "gradients now: build them with an optimizer, or freeze them by requires_grad_(False)"
+                f"tables {', '.join(without)} were built with optimizer=None and require gradients now: "
+                "build them with an optimizer, or freeze them by requires_grad_(False)"
             )
         self._refuse_applied()
         unscales = self.accumulation is not None and self.accumulation.unscales
         if self.refuse_scaled and not unscales and scaler_in_use():
             refuse_scaled(self.table_names(), self.collective)
+
+    def register_gradient_hook(self, hook: GradientHook, table: str | None = None) -> RemovableHandle:
+        """Call ``hook(ids, gradients)`` at every update of a table, before clipping and the optimizer.
+
+        ``ids``: int64 (n,), the rows of the batch, each once. ``gradients``: float32 (n, dim), the sums of
+        their gradients. What the hook returns replaces the gradients, unless it is None; it may also change
+        them in place. Hooks run in the order of their registration, before a row is updated; what one raises
+        becomes a GradientError that names the table. The handle removes the hook. Sharded tables call the
+        hook on each rank with the rows that it holds.
+        """
+        return self.rules.hooks.add(self._hooked_name(table), hook)
+
+    def _hooked_name(self, table: str | None) -> str:
+        """Return the name of a table that may have hooks."""
+        return self.rules.name_of(self.table_number(table))
+
+    def take_gradient_hooks(self, module: TieredModule) -> None:
+        """Take over the hooks of another module of the same tables; their handles still remove them."""
+        for table in [table for table, hooks in module.rules.hooks.of.items() if hooks]:
+            self._hooked_name(table)
+        self.rules.hooks = module.rules.hooks
+
+    def gradient_hooks(self) -> dict[int, tuple[str, list[GradientHook]]]:
+        """Return the names and hooks of trained tables that have hooks, by their numbers in the engine."""
+        return self.rules.hooks_without(self.frozen_tables()) if self.rules.hooks else {}
 
     def _check_forward(self) -> None:
         """Raise ConfigError if every rank would train its own copy of the rows."""
@@ -307,7 +347,7 @@ class TieredModule(EngineCalls, nn.Module):
         dim)."""
         index = self.table_number(table)
         weights, state = self.engine.read_rows(index, checked_row_ids(ids))
-        spec = self.fused_optimizer.spec
+        spec = self.spec_of(index)
         both = np.concatenate([weights, state], axis=1)
         parts = spec.split_state(both, self.engine.tables[index].embedding_dim)
         return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in parts.items()}
@@ -324,9 +364,11 @@ class TieredModule(EngineCalls, nn.Module):
         index, keys = self.table_number(table), checked_row_ids(ids)
         dim = self.engine.tables[index].embedding_dim
         values = float_matrix("weight", weight, (len(keys), dim))
-        state = (
-            None if optimizer is None else state_matrix(self.fused_optimizer.spec, optimizer, len(keys), dim)
-        )
+        spec, state = self.spec_of(index), None
+        if optimizer is not None:
+            state = state_matrix(spec, optimizer, len(keys), dim)
+        elif spec.decays_all:
+            state = self.engine.state_as_of(index, keys, self.fused_optimizer.num_updates)
         self.engine.write_rows(index, keys, values, state)
 
     def reset_parameters(self) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from tierstore.cache.engine import Table
 from tierstore.cache.late_engine import LateEngine
@@ -15,10 +16,11 @@ from tierstore.modules.applied import applied_to
 from tierstore.modules.base import TieredModule
 from tierstore.modules.configs import BaseEmbeddingConfig
 from tierstore.modules.features import Features
+from tierstore.modules.gradient_hooks import GradientHook
 from tierstore.modules.inputs import FeatureLookup
 from tierstore.modules.tables import HasWeight, OpenTables
-from tierstore.optim import OptimizerSpec
-from tierstore.optim.specs import NotGiven
+from tierstore.optim.specs import NotGiven, OptimizerSpec
+from tierstore.optim.tables import Optimizers
 from tierstore.sparse import as_keyed_jagged_tensor
 
 if TYPE_CHECKING:
@@ -79,6 +81,10 @@ class TableView(HasWeight):
         """Overwrite rows; see :meth:`TieredModule.load_rows`."""
         self.collection.load_rows(ids, weight, optimizer, self.name)
 
+    def register_gradient_hook(self, hook: GradientHook) -> RemovableHandle:
+        """Register a hook; see :meth:`TieredModule.register_gradient_hook`."""
+        return self.collection.register_gradient_hook(hook, self.name)
+
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
@@ -110,12 +116,14 @@ class Collection(TieredModule):
     def __init__(
         self,
         opened: OpenTables,
-        optimizer: OptimizerSpec | None,
+        optimizer: Optimizers,
         features: Features,
         lookups: LookupStrategy,
         view_type: type[TableView] = TableView,
     ) -> None:
-        super().__init__(opened.engine, opened.numbers, optimizer)
+        names, tables = [config.name for config in features.configs], opened.engine.tables
+        of_tables = [t.origin or t.name for t in tables] if self.collective else None
+        super().__init__(opened.engine, opened.numbers, optimizer, names, of_tables)
         self.features, self.configs, self.lookups = features, features.configs, lookups
         views = {c.name: view_type(self, c, number) for number, c in enumerate(self.configs)}
         self.add_module(self.views_name, TableViews(views))

@@ -27,7 +27,8 @@ from tierstore.modules.tables import (
     check_unsupported,
     table_dtype,
 )
-from tierstore.optim import NOT_GIVEN, OptimizerSpec
+from tierstore.optim import NOT_GIVEN
+from tierstore.optim.tables import Optimizers
 
 
 class TieredEmbeddingBag(SingleTable):
@@ -64,7 +65,7 @@ class TieredEmbeddingBag(SingleTable):
         dtype: torch.dtype | None = None,
         *,
         config: TierConfig | None = None,
-        optimizer: OptimizerSpec | None = NOT_GIVEN,
+        optimizer: Optimizers = NOT_GIVEN,
         seed: int = 0,
         init: object = None,
         name: str = "embedding",

@@ -13,7 +13,8 @@ from tierstore.modules.configs import EmbeddingBagConfig
 from tierstore.modules.features import PooledFeatures
 from tierstore.modules.local_lookups import LocalPooling
 from tierstore.modules.tables import Opening, SharedEngine, check_placement, is_meta, open_tables
-from tierstore.optim import NOT_GIVEN, OptimizerSpec
+from tierstore.optim import NOT_GIVEN
+from tierstore.optim.tables import Optimizers
 from tierstore.sparse import KeyedTensor
 
 
@@ -44,7 +45,7 @@ class EmbeddingBagCollection(Collection):
         device: Device = None,
         *,
         config: TierConfig | None = None,
-        optimizer: OptimizerSpec | None = NOT_GIVEN,
+        optimizer: Optimizers = NOT_GIVEN,
         seed: int = 0,
         _shared: SharedEngine | None = None,
     ) -> None:

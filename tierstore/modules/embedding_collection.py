@@ -14,7 +14,8 @@ from tierstore.modules.configs import EmbeddingConfig
 from tierstore.modules.features import Features
 from tierstore.modules.local_lookups import LocalRows
 from tierstore.modules.tables import Opening, SharedEngine, check_placement, is_meta, open_tables
-from tierstore.optim import NOT_GIVEN, OptimizerSpec
+from tierstore.optim import NOT_GIVEN
+from tierstore.optim.tables import Optimizers
 from tierstore.sparse import JaggedTensor, as_keyed_jagged_tensor
 
 
@@ -45,7 +46,7 @@ class EmbeddingCollection(Collection):
         use_gather_select_per_sharding: object = None,
         *,
         config: TierConfig | None = None,
-        optimizer: OptimizerSpec | None = NOT_GIVEN,
+        optimizer: Optimizers = NOT_GIVEN,
         seed: int = 0,
         _shared: SharedEngine | None = None,
     ) -> None:

@@ -5,7 +5,7 @@ The fused optimizer runs inside the backward pass; no gradient of a table is eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tierstore import _core
-from tierstore._core import LookupArgs, OptimizerStep, UpdateArgs
+from tierstore._core import LookupArgs, OptimizerStep, UpdateArgs, UpdateRounding
 from tierstore.cache.device import DeviceRows
 from tierstore.cache.pinned_rows import Rows, TierRows
 from tierstore.errors import GradientError
 from tierstore.keys import split
 from tierstore.modules.autograd_context import Context, PooledContext
+from tierstore.modules.gradient_hooks import GradientHook, hooked_gradients
 from tierstore.modules.parts import Lookup, Part, PooledPart
+from tierstore.modules.row_shares import Csr, TableStep, shares_of, step_of
 from tierstore.optim.fused import FusedOptimizer
 
-Csr: TypeAlias = tuple[NDArray[np.int32], NDArray[np.int32]]
-"""The positions of every unique row, as ``_core.build_csr`` gives them."""
 PooledCtx: TypeAlias = "PooledContext[Updates | None, Lookup]"
 SequenceCtx: TypeAlias = "Context[Updates, Lookup]"
 
@@ -50,8 +50,16 @@ class Updates(Protocol):
     accumulation: Keeps | None
     """Keeps gradients for a later update; None: each backward pass updates the rows."""
 
-    def count_update(self) -> OptimizerStep:
-        """Count one optimizer step and return the native core's arguments for it."""
+    def count_update(self) -> Sequence[TableStep]:
+        """Count one update and return its optimizer steps."""
+        ...
+
+    def check_update(self) -> None:
+        """Raise ConfigError if an update now would be wrong."""
+        ...
+
+    def gradient_hooks(self) -> Mapping[int, tuple[str, Sequence[GradientHook]]]:
+        """Return the names and hooks of tables that have hooks, by their numbers in the engine."""
         ...
 
     def frozen_tables(self) -> list[int]:
@@ -76,8 +84,11 @@ class Updates(Protocol):
 class Gradients(Protocol):
     """The gradients of a lookup's outputs, and what else the kernels need to compute the rows' gradients."""
 
-    def update(self, index: int, part: Any, rows: DeviceRows, args: UpdateArgs) -> NDArray[np.int32]:
-        """Update the rows of part number ``index``; return the unique rows (int32) that were left alone."""
+    def update(
+        self, index: int, part: Any, rows: DeviceRows, args: UpdateArgs, rounding: UpdateRounding | None
+    ) -> NDArray[np.int32]:
+        """Update the rows of part number ``index``; return those (int32, in ``args.slots``) that were left
+        alone. ``rounding``: of the rows."""
         ...
 
     def multiply(self, factor: float) -> None:
@@ -94,11 +105,18 @@ class PooledGradients:
     weights: Sequence[Tensor | None]
     argmaxes: Sequence[Tensor | None]
 
-    def update(self, index: int, part: PooledPart, rows: DeviceRows, args: UpdateArgs) -> NDArray[np.int32]:
+    def update(
+        self,
+        index: int,
+        part: PooledPart,
+        rows: DeviceRows,
+        args: UpdateArgs,
+        rounding: UpdateRounding | None,
+    ) -> NDArray[np.int32]:
         weight, argmax = _address(self.weights[index]), _address(self.argmaxes[index])
         bags = _bags_of_gradient(part, self.grad)
         with part.group.stats.stage("compute_seconds"):
-            return rows.update_pooled(args, bags, self.grad.data_ptr(), weight, argmax, part.rounding)
+            return rows.update_pooled(args, bags, self.grad.data_ptr(), weight, argmax, rounding)
 
     def multiply(self, factor: float) -> None:
         self.grad.mul_(factor)
@@ -110,10 +128,12 @@ class SequenceGradients:
 
     grads: Sequence[Tensor]
 
-    def update(self, index: int, part: Part, rows: DeviceRows, args: UpdateArgs) -> NDArray[np.int32]:
+    def update(
+        self, index: int, part: Part, rows: DeviceRows, args: UpdateArgs, rounding: UpdateRounding | None
+    ) -> NDArray[np.int32]:
         with part.group.stats.stage("compute_seconds"):
             grad = self.grads[index].data_ptr()
-            return rows.update_rows(args, grad, part.group.layout.dim, part.rounding)
+            return rows.update_rows(args, grad, part.group.layout.dim, rounding)
 
     def multiply(self, factor: float) -> None:
         for grad in self.grads:
@@ -255,25 +275,39 @@ def _update_or_keep(module: Updates, lookup: Lookup, gradients: Gradients) -> No
 
 def update_rows(module: Updates, parts: Sequence[Part], gradients: Gradients) -> None:
     """Make one optimizer step for the rows of every part, and release the rows."""
-    step = module.count_update()
+    hooks = module.gradient_hooks()
+    if hooks:
+        module.check_update()
+    hooked = hooked_gradients(parts, gradients, hooks) if hooks else [[] for _ in parts]
+    steps = module.count_update()
     pinned_rows = [_repin(part) for part in parts]
     for part, pinned in zip(parts, pinned_rows, strict=True):
         part.group.mark_updated(pinned)
-    frozen = module.frozen_tables()
+    skipped = [*module.frozen_tables(), *hooks]
 
     def squares_of(index: int) -> NDArray[np.float32]:
         part, pinned = parts[index], pinned_rows[index]
         squares = np.zeros(len(part.batch.unique), np.float32)
-        args = update_args(part, pinned.slots, pinned.csr, step, squares=squares)
-        gradients.update(index, part, pinned.device_rows, args)
+        for share in shares_of(part, pinned.slots, pinned.csr, steps):
+            own = squares[share.at]
+            args = update_args(part, share.slots, share.csr, share.step, squares=own)
+            gradients.update(index, part, pinned.device_rows, args, share.rounding)
+            squares[share.at] = own
         return squares
 
     wrong = []
     for index, means in enumerate(module.mean_squares(parts, squares_of)):
         part, pinned = parts[index], pinned_rows[index]
-        csr = trained_csr(part, frozen) if frozen else pinned.csr
-        args = update_args(part, pinned.slots, csr, step, module.check_gradients, means=means)
-        wrong.append((part, gradients.update(index, part, pinned.device_rows, args)))
+        csr = trained_csr(part, skipped) if skipped else pinned.csr
+        for share in shares_of(part, pinned.slots, csr, steps):
+            own = None if means is None else means[share.at]
+            args = update_args(part, share.slots, share.csr, share.step, module.check_gradients, means=own)
+            left = gradients.update(index, part, pinned.device_rows, args, share.rounding)
+            wrong.append((part, share.at, left))
+        for one in hooked[index]:
+            step, checks = step_of(one.table, steps), module.check_gradients
+            args = update_args(part, pinned.slots[one.at], one.csr, step, checks)
+            wrong.append((part, one.at, one.update(part, pinned.device_rows, args)))
         # A flush since the first mark has seen the rows as they were before.
         part.group.mark_updated(pinned)
         pinned.release()
@@ -324,16 +358,19 @@ def sequence_forward(parts: Sequence[Part]) -> tuple[Tensor, ...]:
     return tuple(outs)
 
 
-def _report_wrong(module: Updates, wrong: list[tuple[Part, NDArray[np.int32]]]) -> None:
+def _report_wrong(
+    module: Updates, wrong: list[tuple[Part, slice | NDArray[np.intp], NDArray[np.int32]]]
+) -> None:
+    """Report rows that were left alone: ``wrong`` has them among the unique rows of a share of a part."""
     found = []
-    for part, unique in wrong:
+    for part, at, unique in wrong:
         if len(unique):
-            tables, ids = split(part.batch.unique[unique])
+            tables, ids = split(part.batch.unique[at][unique])
             found += [f"{module.table_name(int(t))} id {i}" for t, i in zip(tables[:8], ids[:8], strict=True)]
     if not found:
         module.report_gradients(None)
         return
-    total = sum(len(unique) for _, unique in wrong)
+    total = sum(len(unique) for *_, unique in wrong)
     error = GradientError(
         f"the gradient of {total} row(s) is NaN or infinite; they were not updated, all others were: "
         f"{', '.join(found[:8])}{' ...' if total > 8 else ''}. Look at the loss and the learning rate."

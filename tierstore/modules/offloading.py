@@ -28,7 +28,6 @@ from tierstore.modules.features import table_of
 from tierstore.modules.hooks import carry_hooks
 from tierstore.modules.tables import (
     SharedEngine,
-    check_optimizer,
     check_placement,
     check_unsupported,
     is_fresh,
@@ -38,6 +37,7 @@ from tierstore.modules.tables import (
 from tierstore.optim import NOT_GIVEN, SGD, OptimizerSpec
 from tierstore.optim.fused import FusedOptimizer
 from tierstore.optim.specs import NotGiven
+from tierstore.optim.tables import Optimizers, by_table, check_optimizers
 
 logger = logging.getLogger("tierstore")
 
@@ -92,7 +92,7 @@ class Offloaded(EngineCalls, Mapping[str, TieredModule]):
 def offload(
     model: nn.Module,
     config: TierConfig | None = None,
-    optimizer: OptimizerSpec | None = NOT_GIVEN,
+    optimizer: Optimizers = NOT_GIVEN,
     *,
     seed: int = 0,
 ) -> Offloaded:
@@ -103,8 +103,9 @@ def offload(
     begin with initial values: normal(0, 1) for torch's modules, those of the configuration for collections.
     Without ``optimizer``, tables have the one that ``apply_optimizer_in_backward`` gave their weights.
     From then on backward passes apply ``optimizer`` to the rows, so build the optimizer of the dense
-    parameters from ``model.parameters()`` afterwards. If ``config.path`` holds a commit, its rows are used,
-    not the model's.
+    parameters from ``model.parameters()`` afterwards. ``optimizer`` may be a dict of optimizers by the paths
+    of tables (``"*"``: all others); tables of collections are ``<path>.<table>``. If ``config.path`` holds a
+    commit, its rows are used, not the model's.
 
     Raises ConfigError, having changed nothing, if there is nothing to replace, or something that cannot be:
     weights that other modules share, or that are not float32, float16 or bfloat16 on the CPU or the meta
@@ -112,19 +113,23 @@ def offload(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is {model!r}; give an nn.Module that has embeddings")
-    check_optimizer(optimizer)
+    check_optimizers(optimizer)
     found = _find(model)
     for path, module in found.items():
         _check(path, module, model)
     if isinstance(optimizer, NotGiven):
         optimizer = _applied(found) or optimizer
+    each = _optimizers(found, optimizer)
     tables = [table for path, module in found.items() for table in _tables(path, module)]
+    if isinstance(optimizer, Mapping):
+        tables = [replace(table, optimizer=each[table.name] or SGD()) for table in tables]
     config = default_config() if config is None else config
     check_machine(config)
-    engine = Engine(tables, config, optimizer or SGD(), seed)
+    one = optimizer if isinstance(optimizer, OptimizerSpec) else SGD()
+    engine = Engine(tables, config, one, seed)
     try:
         replaced = {
-            path: _replacement(path, module, engine, None if _is_frozen(path, module) else optimizer)
+            path: _replacement(path, module, engine, _own_optimizer(path, module, optimizer, each))
             for path, module in found.items()
         }
         engine.reset_stats()
@@ -139,6 +144,30 @@ def offload(
             if id(child) in new_of:
                 setattr(parent, name, new_of[id(child)])
     return Offloaded(engine, replaced)
+
+
+def _optimizers(found: Mapping[str, nn.Module], optimizer: Optimizers) -> dict[str, OptimizerSpec | None]:
+    """Return the optimizer of each table; None: it is frozen."""
+    trained: dict[str, bool] = {}
+    for path, module in found.items():
+        trained |= dict.fromkeys((t.name for t in _tables(path, module)), not _is_frozen(path, module))
+    if isinstance(optimizer, Mapping):
+        optimizer = {name: one for name, one in optimizer.items() if trained.get(name, True)}
+    each = by_table(optimizer, [name for name in trained if trained[name]])
+    return {name: each.get(name) for name in trained}
+
+
+def _own_optimizer(
+    path: str, module: nn.Module, optimizer: Optimizers, each: Mapping[str, OptimizerSpec | None]
+) -> Optimizers:
+    """Return the optimizer of one module: of its only table, or of each of its tables by name."""
+    if _is_frozen(path, module):
+        return None
+    if not isinstance(optimizer, Mapping):
+        return optimizer
+    if _collection_kind(module) is None:
+        return each[path]
+    return {config.name: each[f"{path}.{config.name}"] for config in _configs(module)}
 
 
 def _find(model: nn.Module) -> dict[str, nn.Module]:
@@ -254,9 +283,7 @@ def _tables(path: str, module: Any) -> list[Table]:
     return [replace(table_of(config), name=f"{path}.{config.name}") for config in _configs(module)]
 
 
-def _replacement(
-    path: str, module: nn.Module, engine: Engine, optimizer: OptimizerSpec | None
-) -> TieredModule:
+def _replacement(path: str, module: nn.Module, engine: Engine, optimizer: Optimizers) -> TieredModule:
     if _collection_kind(module) is None:
         new = _embedding(path, module, optimizer, SharedEngine(engine))
     else:
@@ -264,7 +291,7 @@ def _replacement(
     return new.train(module.training)
 
 
-def _embedding(path: str, old: Any, optimizer: OptimizerSpec | None, shared: SharedEngine) -> TieredModule:
+def _embedding(path: str, old: Any, optimizer: Optimizers, shared: SharedEngine) -> TieredModule:
     size = (old.num_embeddings, old.embedding_dim)
     weight = None if old.weight.is_meta else old.weight
     options: dict[str, Any] = {"_weight": weight, "padding_idx": old.padding_idx, "name": path}
@@ -275,7 +302,7 @@ def _embedding(path: str, old: Any, optimizer: OptimizerSpec | None, shared: Sha
     return TieredEmbeddingBag(*size, mode=old.mode, include_last_offset=old.include_last_offset, **options)
 
 
-def _collection(path: str, old: Any, optimizer: OptimizerSpec | None, shared: SharedEngine) -> TieredModule:
+def _collection(path: str, old: Any, optimizer: Optimizers, shared: SharedEngine) -> TieredModule:
     new: Collection
     if hasattr(old, "embedding_bag_configs"):
         new = EmbeddingBagCollection(_configs(old), old.is_weighted(), optimizer=optimizer, _shared=shared)

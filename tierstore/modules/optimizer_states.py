@@ -74,9 +74,9 @@ class OptimizerStates:
     def _shapes(self, view: HasWeight) -> dict[str, tuple[int, ...]]:
         module = self._module()
         assert module is not None
-        spec = module.fused_optimizer.spec
-        width = () if spec.state_per_row else (view.embedding_dim,)
-        return dict.fromkeys(spec.state_names, (view.num_embeddings, *width))
+        spec = module.fused_optimizer.spec_of(view.name)
+        rows, dim = view.num_embeddings, view.embedding_dim
+        return {name: spec.state_shape(name, rows, dim) for name in spec.state_names}
 
     def load(self, state: Mapping[str, Mapping[str, object]], num_updates: int) -> None:
         """Take the state of :meth:`save`; within ``without_rows()`` only the number of updates.
@@ -88,9 +88,8 @@ class OptimizerStates:
         module, parts = self._module(), {}
         if not rows_are_left_out() and module is not None and not module.frozen:
             views = self._views()
-            if set(state) != set(views) and (
-                state or (num_updates and module.fused_optimizer.spec.state_names)
-            ):
+            keeps_state = any(map(self._shapes, views.values()))
+            if set(state) != set(views) and (state or (num_updates and keeps_state)):
                 raise ConfigError(
                     f"this is the optimizer state of {sorted(state) or 'no rows'}, and the tables are "
                     f"{sorted(views)}; where commits keep the rows, load it within "

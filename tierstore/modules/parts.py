@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tierstore import _core
@@ -39,11 +41,10 @@ class Part:
         pieces = [weights[begin:end] for begin, end in self.spans]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    @property
-    def rounding(self) -> UpdateRounding | None:
-        """How an update rounds the weights of the part's unique rows."""
+    def rounding(self, at: slice | NDArray[np.intp]) -> UpdateRounding | None:
+        """Return how an update rounds the weights of these unique rows of the part."""
         layout = self.group.layout
-        return None if layout.rounding is None else layout.rounding_of(self.batch.unique)
+        return None if layout.rounding is None else layout.rounding_of(self.batch.unique[at])
 
 
 @dataclass

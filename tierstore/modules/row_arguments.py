@@ -42,6 +42,8 @@ def state_matrix(
     """
     if set(state) != set(spec.state_names):
         raise InputError(f"optimizer state has {sorted(state)}; {spec.name} has {sorted(spec.state_names)}")
-    shape = (count,) if spec.state_per_row else (count, dim)
-    columns = [float_matrix(name, state[name], shape).reshape(count, -1) for name in spec.state_names]
+    columns = [
+        float_matrix(name, state[name], spec.state_shape(name, count, dim)).reshape(count, -1)
+        for name in spec.state_names
+    ]
     return np.concatenate(columns, axis=1) if columns else np.empty((count, 0), np.float32)

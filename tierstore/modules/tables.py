@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from tierstore.default_config import default_config
 from tierstore.errors import ConfigError, InputError
 from tierstore.modules.left_out import check_mark, is_large, is_mark, mark
 from tierstore.optim import SGD, OptimizerSpec
+from tierstore.optim.tables import Optimizers, by_table
 
 _CHUNK = 1 << 16
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -42,7 +43,7 @@ class Opening:
     """Arguments that open a module's tables: in the engine of ``shared``, or in a new engine."""
 
     config: TierConfig | None
-    optimizer: OptimizerSpec | None
+    optimizer: Optimizers
     seed: int
     shared: SharedEngine | None
     on_meta: bool = False
@@ -60,28 +61,34 @@ class OpenTables:
 
 
 def open_tables(tables: Sequence[Table], opening: Opening) -> OpenTables:
-    """Open ``tables``. Raises ConfigError if ``optimizer`` is none of ours, and for budgets that are too
-    small."""
+    """Open ``tables``. Raises ConfigError if ``optimizer`` is none of ours, or not for these tables, and for
+    budgets that are too small."""
     shared = opening.shared
     if shared is not None:
         numbers = [shared.engine.table_index(shared.prefix + table.name) for table in tables]
         return OpenTables(shared.engine, numbers)
-    check_optimizer(opening.optimizer)
+    tables = with_optimizers(tables, opening.optimizer)
+    one = opening.optimizer if isinstance(opening.optimizer, OptimizerSpec) else SGD()
     config = default_config() if opening.config is None else opening.config
     check_machine(config)
-    given = (tables, config, opening.optimizer or SGD(), opening.seed)
+    given = (tables, config, one, opening.seed)
     waits = opening.late or opening.on_meta
     engine = LateEngine(*given, opening.on_meta) if waits else Engine(*given)
     return OpenTables(engine, list(range(len(tables))))
 
 
-def check_optimizer(optimizer: object) -> None:
-    """Raise ConfigError unless it is a specification of tierstore.optim or None."""
-    if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
-        raise ConfigError(
-            f"optimizer is {optimizer!r}; the backward pass applies it to the rows, so it must be one of "
-            "tierstore.optim, such as tierstore.optim.RowWiseAdagrad(lr=0.01), or None to freeze the tables"
-        )
+def with_optimizers(
+    tables: Sequence[Table], optimizer: Optimizers, names: Sequence[str] | None = None
+) -> list[Table]:
+    """Return ``tables`` with their optimizers, where these have names; frozen tables have the rows of SGD.
+
+    ``names``: of all tables that ``optimizer`` is for; None: these. Raises ConfigError for what ``by_table``
+    refuses.
+    """
+    each = by_table(optimizer, [table.name for table in tables] if names is None else names)
+    if not isinstance(optimizer, Mapping):
+        return list(tables)
+    return [replace(table, optimizer=each[table.origin or table.name] or SGD()) for table in tables]
 
 
 def is_meta(device: Device) -> bool:

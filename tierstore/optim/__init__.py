@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tierstore.optim.specs import (
+    LAMB,
     NOT_GIVEN,
     OPTIMIZERS,
     SGD,
     Adagrad,
     Adam,
     AdamW,
+    LarsSGD,
     OptimizerSpec,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
     RowWiseAdagrad,
     from_dict,
     make,
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from tierstore.optim.fused import FusedOptimizer
 
 __all__ = [
+    "LAMB",
     "NOT_GIVEN",
     "OPTIMIZERS",
     "SGD",
@@ -28,7 +33,10 @@ __all__ = [
     "Adam",
     "AdamW",
     "FusedOptimizer",
+    "LarsSGD",
     "OptimizerSpec",
+    "PartialRowWiseAdam",
+    "PartialRowWiseLAMB",
     "RowWiseAdagrad",
     "from_dict",
     "make",

@@ -5,171 +5,111 @@ The arithmetic is in ``csrc/kernels/optimizer.h``; it runs once per touched row 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, fields
-from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
-from tierstore._core import OptimizerStep
-from tierstore.config import is_integer
 from tierstore.errors import ConfigError
-from tierstore.row_format import WIDE
-
-_DECAY_MODES = {"l2": 1, "decoupled": 2}
-
-_KERNELS = "the backward pass applies the optimizer by kernels of its own; leave it out"
-_NO_MOMENTUM = "rows keep no momentum; leave it out, or use Adam, whose exp_avg is one"
-_NOT_SUPPORTED = {
-    **dict.fromkeys(("momentum", "dampening", "nesterov"), _NO_MOMENTUM),
-    **dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), _KERNELS),
-    "lr_decay": "use a schedule of torch.optim.lr_scheduler on the module's fused_optimizer",
-    "amsgrad": "rows keep no maximum of exp_avg_sq; leave it out",
-    "maximize": "negate the loss",
-    "decoupled_weight_decay": "use AdamW",
-}
-"""Arguments of torch's optimizers that are not supported here, and what to do instead."""
-
-Rows = TypeVar("Rows")
-"""A NumPy array or tensor, float32 (n, row_bytes / 4)."""
-
-
-class OptimizerSpec:
-    """Base of the optimizers, which are frozen dataclasses of their hyperparameters.
-
-    An optimizer of torch.optim's name has torch's hyperparameters and defaults. All but ``lr`` are given by
-    name, because torch has more hyperparameters; an unsupported one raises ``ConfigError``.
-
-    A row is ``embedding_dim`` float32 weights, the state's floats in the order of ``state_names``, and zeros
-    up to a multiple of 16 bytes.
-    """
-
-    name: ClassVar[str]
-    """Its name in stores and on the command line."""
-    kind: ClassVar[int]
-    """Its number in the native core."""
-    state_names: ClassVar[tuple[str, ...]] = ()
-    """Names of the state's parts, as torch.optim calls them, in their order in the row."""
-    state_per_row: ClassVar[bool] = False
-    """True when a part is one float per row, False when it is one per weight."""
-
-    def __new__(cls, *args: Any, **given: Any) -> OptimizerSpec:
-        known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
-        if len(args) > 1:
-            raise ConfigError(f"{cls.name}: give {', '.join(known[1:])} by name; only lr goes by its place")
-        for name in given:
-            if name not in known:
-                why = _NOT_SUPPORTED.get(name, f"it has {', '.join(known)}")
-                raise ConfigError(f"{cls.name} has no {name}: {why}")
-        return super().__new__(cls)
-
-    def state_floats(self, dim: int) -> int:
-        """Return the floats of state beside ``dim`` weights."""
-        return len(self.state_names) * (1 if self.state_per_row else dim)
-
-    def row_bytes(self, dim: int) -> int:
-        """Return a row's bytes, a multiple of 16. ``ConfigError`` unless ``dim`` is an integer above 0."""
-        if not is_integer(dim, 1):
-            raise ConfigError(f"embedding_dim is {dim!r}; it must be a positive integer")
-        return WIDE.row_bytes(dim, self.state_floats(dim))
-
-    @property
-    def initial_state(self) -> float:
-        """Return the value of each float of the state of a row that was never updated."""
-        return 0.0
-
-    def state_columns(self, dim: int) -> dict[str, slice]:
-        """Return which floats of a row belong to each named part of the state."""
-        width = 1 if self.state_per_row else dim
-        return {
-            name: slice(dim + i * width, dim + (i + 1) * width) for i, name in enumerate(self.state_names)
-        }
-
-    def split_state(self, rows: Rows, dim: int) -> dict[str, Rows]:
-        """Return views of the state's parts in ``rows`` by name: (n,) if one float per row, else (n, dim)."""
-        columns: Any = {n: c.start if self.state_per_row else c for n, c in self.state_columns(dim).items()}
-        return {name: rows[:, column] for name, column in columns.items()}  # type: ignore[index]
-
-    def hyperparameters(self) -> dict[str, Any]:
-        """Return the hyperparameters that may change during training, which a parameter group holds."""
-        return {name: getattr(self, name) for name in self.changeable}
-
-    @cached_property
-    def changeable(self) -> list[str]:
-        """Names of the hyperparameters that may change."""
-        return [item.name for item in fields(self) if item.name not in self.identity]  # type: ignore[arg-type]
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Return the settings that stored rows depend on; they must be the same when a store is opened
-        again."""
-        return {"name": self.name}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the specification in types that JSON has; :func:`from_dict` is the inverse."""
-        return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
-
-    def step_args(self, step: int = 1, **changes: Any) -> OptimizerStep:
-        """Return the native core's arguments for update number ``step`` (from 1).
-
-        Hyperparameters in ``changes`` replace this object's. Raises ``ConfigError`` for a value that is no
-        finite number, and for an unknown weight decay mode.
-        """
-        return OptimizerStep(**self.checked(**changes), step=step)
-
-    def checked(self, **changes: Any) -> dict[str, Any]:
-        """Return what :meth:`step_args` gives to the core beside the number of the update."""
-        values = {**self.hyperparameters(), **changes}
-        mode = self._decay_mode(values["weight_decay_mode"])
-        lr, decay, eps = (self._number(name, values.get(name, 0.0)) for name in ("lr", "weight_decay", "eps"))
-        beta1, beta2 = _betas(self.name, values["betas"]) if "betas" in values else (0.0, 0.0)
-        decays = {"weight_decay": decay, "weight_decay_mode": mode if decay else 0}
-        return {"kind": self.kind, "lr": lr, "eps": eps, "beta1": beta1, "beta2": beta2, **decays}
-
-    def _decay_mode(self, mode: Any) -> int:
-        if not isinstance(mode, str) or mode not in _DECAY_MODES:
-            known = " or ".join(map(repr, _DECAY_MODES))
-            raise ConfigError(f"{self.name}: weight_decay_mode is {mode!r}; it must be {known}")
-        return _DECAY_MODES[mode]
-
-    def _number(self, name: str, value: Any) -> float:
-        try:
-            number = math.nan if isinstance(value, str | bool) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise ConfigError(f"{self.name}: {name} is {value!r}; it must be a finite number")
-        return number
-
-    def __post_init__(self) -> None:
-        for item in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, item.name)
-            if item.name not in ("betas", "weight_decay_mode"):
-                object.__setattr__(self, item.name, self._not_negative(item.name, value))
-        self._decay_mode(getattr(self, "weight_decay_mode", "l2"))
-
-    def _not_negative(self, name: str, value: Any) -> float:
-        number = self._number(name, value)
-        if number < 0:
-            raise ConfigError(f"{self.name}: {name} is {value!r}; it must be a finite number of at least 0")
-        return number
+from tierstore.optim.base import OptimizerSpec as OptimizerSpec
+from tierstore.optim.base import checked_betas
 
 
 @dataclass(frozen=True)
 class SGD(OptimizerSpec):
-    """``w -= lr * g``; no state.
+    """``w -= lr * g``; no state. With ``momentum``, torch's: ``buf = momentum * buf + (1 - dampening) * g``,
+    at the first update ``buf = g``; ``w -= lr * buf``, or ``lr * (g + momentum * buf)`` with ``nesterov``.
 
-    ``weight_decay_mode`` "l2" adds ``weight_decay * w`` to the gradient, "decoupled" multiplies the weights
-    by ``1 - lr * weight_decay``. Either touches only the rows of a batch, when they are updated.
+    Only rows of a batch change: the buffer of another row waits, and does not move its row, unlike that of a
+    dense parameter. ``weight_decay_mode`` "l2" adds ``weight_decay * w`` to the gradient, "decoupled"
+    multiplies the weights by ``1 - lr * weight_decay``. Either touches only the rows of a batch, when they
+    are updated. "decoupled_global" is for all rows: the next update of a row multiplies the weights by
+    ``(1 - lr * weight_decay) ** n`` for the ``n`` updates of the module that the row was not part of, with
+    the ``lr`` of that update, and then decays as "decoupled". The row's state has the number of its last
+    update. Until then lookups see the row without that decay.
     """
 
     lr: float = 0.001
     _: KW_ONLY
+    momentum: float = 0.0
+    dampening: float = 0.0
     weight_decay: float = 0.0
+    nesterov: bool = False
     weight_decay_mode: str = "l2"
 
     name: ClassVar[str] = "sgd"
     kind: ClassVar[int] = 0
+
+    def __new__(cls, *args: Any, **given: Any) -> SGD:
+        kind = MomentumSGD if cls is SGD and given.get("momentum", 0) else cls
+        made = super().__new__(kind, *args, **given)
+        assert isinstance(made, SGD)
+        return made
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.checked()
+
+    def checked(self, **changes: Any) -> dict[str, Any]:
+        found = super().checked(**changes)
+        if changes.get("momentum", 0) and not self.own_state:
+            raise ConfigError(
+                f"sgd: momentum is {changes['momentum']!r}, and the rows have no momentum_buffer: build the "
+                "tables with SGD(momentum=...), whose momentum may change, or keep schedules off it"
+            )
+        values = {**self.hyperparameters(), **changes}
+        momentum, dampening = self._numbers(values, "momentum", "dampening")
+        if not isinstance(values["nesterov"], bool):
+            raise ConfigError(f"{self.name}: nesterov is {values['nesterov']!r}; it must be True or False")
+        if values["nesterov"] and (momentum <= 0 or dampening != 0):
+            raise ConfigError(f"{self.name}: nesterov needs a momentum above 0 and no dampening")
+        return found
+
+
+@dataclass(frozen=True)
+class MomentumSGD(SGD):
+    """What ``SGD(momentum=...)`` makes: SGD whose rows have a momentum buffer."""
+
+    momentum: float = 0.9
+
+    name: ClassVar[str] = "momentum_sgd"
+    kind: ClassVar[int] = 4
+    own_state: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.momentum:
+            raise ConfigError("momentum_sgd: momentum is 0; use SGD without it")
+
+    def checked(self, **changes: Any) -> dict[str, Any]:
+        found, values = super().checked(**changes), {**self.hyperparameters(), **changes}
+        momentum, dampening = self._numbers(values, "momentum", "dampening")
+        return {**found, "kind": 5 if values["nesterov"] else 4, "beta1": momentum, "beta2": dampening}
+
+
+@dataclass(frozen=True)
+class LarsSGD(OptimizerSpec):
+    """SGD whose steps are in proportion to the row's norm: fbgemm's LARS_SGD.
+
+    ``rate = lr * eta * |w| / (|g| + weight_decay * |w|)``,
+    ``buf = momentum * buf + rate * (g + weight_decay * w)``, ``w -= buf``. ``|x|`` is the norm of the row;
+    where ``|w|`` or the divisor is 0, the quotient is 1, so that rows of zeros learn (fbgemm: 0, or NaN).
+    """
+
+    lr: float = 0.01
+    _: KW_ONLY
+    momentum: float = 0.9
+    eta: float = 0.001
+    weight_decay: float = 0.0
+
+    name: ClassVar[str] = "lars_sgd"
+    kind: ClassVar[int] = 6
+    own_state: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    needs_whole_rows: ClassVar[bool] = True
+
+    def checked(self, **changes: Any) -> dict[str, Any]:
+        found, values = super().checked(**changes), {**self.hyperparameters(), **changes}
+        momentum, eta = self._numbers(values, "momentum", "eta")
+        return {**found, "lr": found["lr"] * eta, "beta1": momentum}
 
 
 @dataclass(frozen=True)
@@ -189,7 +129,7 @@ class _AdagradSpec(OptimizerSpec):
     initial_accumulator_value: float = 0.0
     weight_decay_mode: str = "l2"
 
-    state_names: ClassVar[tuple[str, ...]] = ("sum",)
+    own_state: ClassVar[tuple[str, ...]] = ("sum",)
 
     @property
     def initial_state(self) -> float:
@@ -197,7 +137,7 @@ class _AdagradSpec(OptimizerSpec):
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {"name": self.name, "initial_accumulator_value": self.initial_accumulator_value}
+        return {**super().identity, "initial_accumulator_value": self.initial_accumulator_value}
 
 
 @dataclass(frozen=True)
@@ -211,7 +151,8 @@ class RowWiseAdagrad(_AdagradSpec):
 
     name: ClassVar[str] = "rowwise_adagrad"
     kind: ClassVar[int] = 1
-    state_per_row: ClassVar[bool] = True
+    own_per_row: ClassVar[tuple[str, ...]] = ("sum",)
+    needs_mean_square: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -243,21 +184,11 @@ class Adam(OptimizerSpec):
 
     name: ClassVar[str] = "adam"
     kind: ClassVar[int] = 3
-    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    own_state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "betas", _betas(self.name, self.betas))
-
-
-def _betas(owner: str, value: Any) -> tuple[float, float]:
-    try:
-        beta1, beta2 = (float(beta) for beta in value)
-    except (TypeError, ValueError):
-        beta1 = beta2 = math.nan
-    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise ConfigError(f"{owner}: betas is {value!r}; it must be two numbers in [0, 1)")
-    return beta1, beta2
+        object.__setattr__(self, "betas", checked_betas(self.name, self.betas))
 
 
 @dataclass(frozen=True)
@@ -282,8 +213,63 @@ class AdamW(Adam):
         return {"name": Adam.name}
 
 
+@dataclass(frozen=True)
+class PartialRowWiseAdam(Adam):
+    """:class:`Adam` with one ``exp_avg_sq`` per row, of the mean of ``g^2``: fbgemm's PARTIAL_ROWWISE_ADAM.
+
+    Weight decay is decoupled, as there.
+    """
+
+    lr: float = 0.01
+    weight_decay_mode: str = "decoupled"
+
+    name: ClassVar[str] = "partial_rowwise_adam"
+    kind: ClassVar[int] = 8
+    own_per_row: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
+    needs_mean_square: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class LAMB(OptimizerSpec):
+    """Adam whose steps are in proportion to the row's norm: fbgemm's LAMB.
+
+    ``u`` is what :class:`Adam` takes off the weights, without ``lr``, plus ``weight_decay * w``;
+    ``w -= lr * |w| / |u| * u``. ``|x|`` is the norm of the row; where one is 0, the quotient is 1, so that
+    rows of zeros learn (fbgemm: 0, or NaN).
+    """
+
+    lr: float = 0.01
+    _: KW_ONLY
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    name: ClassVar[str] = "lamb"
+    kind: ClassVar[int] = 7
+    own_state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    needs_whole_rows: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "betas", checked_betas(self.name, self.betas))
+
+
+@dataclass(frozen=True)
+class PartialRowWiseLAMB(LAMB):
+    """:class:`LAMB` with one ``exp_avg_sq`` per row, of the mean of ``g^2``: fbgemm's
+    PARTIAL_ROWWISE_LAMB."""
+
+    name: ClassVar[str] = "partial_rowwise_lamb"
+    kind: ClassVar[int] = 9
+    own_per_row: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
+
+
 OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
-    spec.name: spec for spec in (SGD, RowWiseAdagrad, Adagrad, Adam, AdamW)
+    spec.name: spec
+    for spec in (
+        *(SGD, MomentumSGD, LarsSGD, RowWiseAdagrad, Adagrad),
+        *(Adam, AdamW, PartialRowWiseAdam, LAMB, PartialRowWiseLAMB),
+    )
 }
 """Every optimizer by its name."""
 

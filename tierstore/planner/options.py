@@ -20,7 +20,7 @@ from tierstore.planner.costs import (
     slot_bytes,
 )
 from tierstore.planner.curves import Floats, MissCurve
-from tierstore.planner.tables import TableSpec
+from tierstore.planner.tables import WHOLE_ROWS, TableSpec
 from tierstore.planner.topology import Topology
 from tierstore.rounds import read_bytes, record_bytes
 
@@ -123,12 +123,16 @@ def options_of(problem: Problem, number: int) -> list[ShardingOption]:
         f"table {table.name!r}: its constraints allow no sharding type on {topology.hosts} x "
         f"{topology.ranks_per_host} ranks (asked for {list(demand.sharding_types or ['any'])}, "
         f"{table.num_embeddings} rows, {table.embedding_dim} columns of which a shard has "
-        f"{demand.min_partition or MIN_COLUMNS})",
+        f"{demand.min_partition or MIN_COLUMNS}{_whole_rows(table)})",
     )
     options = [option_of(problem, number, shape) for shape in shapes]
     # A replica that no device can hold is no way out, not even of a model that does not fit.
     fitting = [one for one in options if one.cost.unique or one.cost.fixed_hbm <= topology.hbm_per_rank]
     return fitting or options
+
+
+def _whole_rows(table: TableSpec) -> str:
+    return f"; {table.optimizer} needs whole rows" if table.optimizer in WHOLE_ROWS else ""
 
 
 def option_of(problem: Problem, number: int, shape: Shape) -> ShardingOption:
@@ -145,6 +149,8 @@ def _shapes(table: TableSpec, demand: ParameterConstraints, topology: Topology) 
     group = set(world if demand.device_group is None else demand.device_group)
     hosts = sum(group.issuperset(world[first : first + per_host]) for first in world[::per_host])
     ranks, columns = len(group), table.embedding_dim // (demand.min_partition or MIN_COLUMNS)
+    if table.optimizer in WHOLE_ROWS:
+        columns = 1
     yield ShardingType.TABLE_WISE, 1, 1, "any"
     yield from ((ShardingType.COLUMN_WISE, 1, k, "any") for k in _powers(min(columns, ranks)))
     if ranks > 1:

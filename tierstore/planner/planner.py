@@ -164,8 +164,11 @@ def tables_of_module(module: Any) -> tuple[list[TableSpec], int]:
         weighted = bool(weighted() if callable(weighted) else weighted)
         # A collection of ours knows its optimizer and tiers; torchrec's do not.
         engine = getattr(part, "engine", None)
-        known = {} if engine is None else {"optimizer": engine.optimizer.name, "tiers": engine.config}
         for config in configs() if callable(configs) else configs:
+            known: dict[str, Any] = {}
+            if engine is not None:
+                optimizer = part.fused_optimizer.spec_of(config.name).planned_name
+                known = {"optimizer": optimizer, "tiers": engine.config}
             tables.append(replace(spec_of_config(config, path, weighted), **known))
         inside.append(path)
     require(tables, "the module has no embedding collection to plan")

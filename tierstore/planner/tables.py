@@ -18,11 +18,24 @@ from tierstore.row_format import TABLE_DTYPES, RowFormat
 # Floats of state as a function of the dimension; equal to tierstore.optim's, which a test checks.
 STATE_FLOATS = {
     "sgd": lambda dim: 0,
+    "momentum_sgd": lambda dim: dim,
+    "lars_sgd": lambda dim: dim,
     "rowwise_adagrad": lambda dim: 1,
     "adagrad": lambda dim: dim,
     "adam": lambda dim: 2 * dim,
     "adamw": lambda dim: 2 * dim,
+    "partial_rowwise_adam": lambda dim: dim + 1,
+    "lamb": lambda dim: 2 * dim,
+    "partial_rowwise_lamb": lambda dim: dim + 1,
 }
+STATE_FLOATS |= {
+    f"{name}:decoupled_global": (lambda dim, own=floats: own(dim) + 1)  # type: ignore[misc]
+    for name, floats in STATE_FLOATS.items()
+    if name not in ("adamw", "lars_sgd", "lamb", "partial_rowwise_lamb")
+}
+"""With weight decay of all rows, the number of a row's last update comes on top."""
+WHOLE_ROWS = {"lars_sgd", "lamb", "partial_rowwise_lamb"}
+"""Optimizers whose updates need all columns of a row, so that tables cannot be cut by columns."""
 MOST_ROWS = 1 << 48
 MOST_COLUMNS = 1 << 20
 MOST_IDS = 1 << 30  # of an example and feature

@@ -15,6 +15,7 @@ from tierstore.errors import ConfigError, GradientError, InputError
 from tierstore.modules.collection import Collection
 from tierstore.modules.parts import Part
 from tierstore.modules.row_arguments import checked_row_ids, float_matrix, state_matrix
+from tierstore.modules.row_shares import TableStep
 from tierstore.modules.tables import TORCH_DTYPES, OpenTables
 from tierstore.sharding.commits import Commits, end
 from tierstore.sharding.input_exchange import InputExchange
@@ -79,6 +80,27 @@ class ShardedCollection(Collection):
         if self._row_wise_state is None:
             return super().mean_squares(parts, squares_of)
         return self._row_wise_state.mean_squares(parts, squares_of)
+
+    def count_update(self) -> list[TableStep]:
+        for group in self.fused_optimizer.param_groups:
+            if (limit := group["clip_grad_norm"]) is None:
+                continue
+            tables = group.get("tables", self.table_names())
+            if cut := list(filter(self.shards.cuts_columns, tables)):
+                raise ConfigError(
+                    f"clip_grad_norm is {limit}, and the plan cuts tables {', '.join(cut)} by columns, so "
+                    "that no rank has the norm of a row; use another cut, or clip_grad_value"
+                )
+        return super().count_update()
+
+    def _hooked_name(self, table: str | None) -> str:
+        name = self._config(table).name
+        if self.shards.cuts_columns(name):
+            raise ConfigError(
+                f"table {name!r} is cut by columns, so that no rank has the gradient of a row for a gradient "
+                "hook; use another cut"
+            )
+        return str(name)
 
     def report_gradients(self, error: GradientError | None) -> None:
         """Raise on every rank if one rank has an error.
@@ -174,10 +196,11 @@ class ShardedCollection(Collection):
     def optimizer_rows(self, ids: Any, table: str | None = None) -> dict[str, Tensor]:
         """Return state as TieredModule.optimizer_rows does. All ranks call it with the same ids. If the table
         is cut by columns, state kept per row comes from the shard of the first columns."""
-        spec = self.fused_optimizer.spec
-        parts = self.shards.read(*self._asked(ids, table), spec.state_names)
+        config, keys = self._asked(ids, table)
+        spec = self.fused_optimizer.spec_of(config.name)
+        parts = self.shards.read(config, keys, spec.state_names)
         return {
-            name: part[:, 0] if spec.state_per_row else part
+            name: part[:, 0] if name in spec.per_row else part
             for name, part in zip(spec.state_names, parts, strict=True)
         }
 
@@ -195,7 +218,7 @@ class ShardedCollection(Collection):
         """Overwrite rows of ``ids`` that are on this rank; unlike :meth:`load_rows`, ranks may give different
         ids."""
         config, keys = self._config(table), checked_row_ids(ids)
-        dim, spec = config.embedding_dim, self.fused_optimizer.spec
+        dim, spec = config.embedding_dim, self.fused_optimizer.spec_of(config.name)
         values = float_matrix("weight", weight, (len(keys), dim))
         state = None if optimizer is None else state_matrix(spec, optimizer, len(keys), dim)
         self.shards.write(config, keys, values, state)

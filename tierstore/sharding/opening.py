@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,9 @@ from tierstore.errors import ConfigError
 from tierstore.initializers import as_init, constant, of_kind
 from tierstore.modules.configs import PoolingType, from_torchrec
 from tierstore.modules.features import Features, PooledFeatures
+from tierstore.modules.tables import with_optimizers
 from tierstore.optim import NOT_GIVEN, SGD, OptimizerSpec
+from tierstore.optim.tables import Optimizers, by_table
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.commits import Commits, Place
 from tierstore.sharding.comms import CommsConfig
@@ -38,7 +40,7 @@ class ShardingOptions:
     """
 
     config: TierConfig = field(default_factory=TierConfig)
-    optimizer: OptimizerSpec | None = NOT_GIVEN
+    optimizer: Optimizers = NOT_GIVEN
     seed: int = 0
     comms: CommsConfig = field(default_factory=CommsConfig)
     commits: Commits | None = None
@@ -78,6 +80,7 @@ def open_shards(
     features.check_bounds(_bounds_checks(plan, config))
     routing = Routing(features.all, plan, env.rank)
     _check_max_pooling(features, routing, options.comms)
+    _check_optimizers(plan, configs, options.optimizer)
     with env.shared_errors():
         check_machine(config)
     commits = options.commits
@@ -147,6 +150,26 @@ def _check_max_pooling(features: Features, routing: Routing, comms: CommsConfig)
             )
 
 
+def _check_optimizers(plan: ShardingPlan, configs: Sequence[Any], optimizer: Optimizers) -> None:
+    """Raise ConfigError for tables cut by columns whose updates need whole rows, and if only some tables are
+    frozen."""
+    each = by_table(optimizer, [config.name for config in configs])
+    if isinstance(optimizer, Mapping) and None in each.values():
+        raise ConfigError(
+            f"optimizer freezes tables {[name for name, one in each.items() if one is None]}, and a sharded "
+            "collection is trained or frozen as a whole: put them into a collection of their own"
+        )
+    for table in plan.tables:
+        spec = each[table.name]
+        cut = any(shard.columns < table.embedding_dim for shard in table.shards if shard.rows)
+        if cut and spec is not None and (spec.needs_whole_rows or spec.clip_grad_norm is not None):
+            needs = spec.name if spec.needs_whole_rows else "clip_grad_norm"
+            raise ConfigError(
+                f"table {table.name!r}: {needs} needs the norms of whole rows, and the plan cuts the "
+                "table by columns; use another cut"
+            )
+
+
 def _open(
     env: ShardingEnv,
     routing: Routing,
@@ -158,8 +181,8 @@ def _open(
     engine: Engine | None = None
     try:
         with env.shared_errors():
-            optimizer = options.optimizer or SGD()
-            tables, config = _of_rank(routing, configs, options.config, place, optimizer)
+            optimizer = options.optimizer if isinstance(options.optimizer, OptimizerSpec) else SGD()
+            tables, config = _of_rank(routing, configs, options, place)
             at = 0 if place is None else place.at
             engine = Engine(tables, config, optimizer, options.seed, keep=2, at=at)
             if place is not None:
@@ -175,12 +198,12 @@ def _open(
 def _of_rank(
     routing: Routing,
     configs: Sequence[Any],
-    config: TierConfig,
+    options: ShardingOptions,
     place: Place | None,
-    optimizer: OptimizerSpec,
 ) -> tuple[list[Table], TierConfig]:
     """Return this rank's tables and tiers. A rank without shards has one row that no rank asks for."""
-    tables = routing.local_tables(configs)
+    config, optimizer = options.config, options.optimizer
+    tables = with_optimizers(routing.local_tables(configs), optimizer, [c.name for c in configs])
     if not tables:
         nothing = TierConfig(hbm="all", check_gradients=config.check_gradients)
         return [Table(_NO_SHARD, 1, 1, constant(0.0))], nothing
@@ -188,5 +211,6 @@ def _of_rank(
     changes: dict[str, Any] = {"tables": {name: o for name, o in config.tables.items() if name in names}}
     changes["path"] = None if place is None else place.folders
     config = replace(config, **changes)
-    budgets = tiers_of_rank(routing.plan.tables, routing.rank, tables, config, optimizer)
+    one = optimizer if isinstance(optimizer, OptimizerSpec) else SGD()
+    budgets = tiers_of_rank(routing.plan.tables, routing.rank, tables, config, one)
     return tables, replace(config, **budgets)

@@ -22,8 +22,8 @@ from tierstore.sharding.shard_views import ShardedValues
 class KeyedFusedOptimizer(AppliedOptimizer):
     """A KeyedOptimizer, as torchrec calls it: ``params``, ``state`` and ``state_dict()`` go by weight names.
 
-    The backward passes apply it; ``step()`` and ``zero_grad()`` do nothing, and ``param_groups`` (one per
-    collection) are read at every backward pass. It can be combined with the optimizer of the dense
+    The backward passes apply it; ``step()`` and ``zero_grad()`` do nothing, and ``param_groups`` (those of
+    each collection) are read at every backward pass. It can be combined with the optimizer of the dense
     parameters, also by torchrec's CombinedOptimizer (``CombinedOptimizer([("", dmp.fused_optimizer),
     ...])``).
 
@@ -47,12 +47,15 @@ class KeyedFusedOptimizer(AppliedOptimizer):
                 shape = (table.num_embeddings, table.embedding_dim)
                 self.params[keys[-1]] = torch.empty(shape, device="meta")
                 self._tables[keys[-1]] = (collection, table)
-            self._keys.append(keys)
-            collection.fused_optimizer.param_groups[0]["params"] = [self.params[key] for key in keys]
+            key_of = dict(zip((table.name for table in collection.configs), keys, strict=True))
+            fused = collection.fused_optimizer
+            for group, shown in zip(fused.groups, fused.param_groups, strict=True):
+                self._keys.append([key_of[name] for name in group.tables])
+                shown["params"] = [self.params[key] for key in self._keys[-1]]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return [collection.fused_optimizer.param_groups[0] for collection in self._collections.values()]
+        return [g for c in self._collections.values() for g in c.fused_optimizer.param_groups]
 
     @property
     def _opt_called(self) -> bool:
@@ -118,16 +121,17 @@ class KeyedFusedOptimizer(AppliedOptimizer):
 
     def _check(self, key: str, state: dict[str, Tensor]) -> None:
         collection, table = self._tables[key]
-        spec = collection.fused_optimizer.spec
-        shape = (table.num_embeddings,) if spec.state_per_row else (table.num_embeddings, table.embedding_dim)
+        spec = collection.fused_optimizer.spec_of(table.name)
+        rows, dim = table.num_embeddings, table.embedding_dim
+        shapes = {name: spec.state_shape(name, rows, dim) for name in spec.state_names}
         if is_mark(state.get(LEFT_OUT)):
             view = getattr(collection, collection.views_name)[table.name]
             check_mark(state.pop(LEFT_OUT), view.rows_version(), f"the optimizer state of {key}")
             return
         found = {name: tuple(value.size()) for name, value in state.items() if name != "step"}
         left_out = rows_are_left_out() and not found
-        if "step" not in state or not (left_out or found == dict.fromkeys(spec.state_names, shape)):
-            raise ConfigError(f"{key}: {spec.name} has {spec.state_names} of shape {shape}, not {found}")
+        if "step" not in state or not (left_out or found == shapes):
+            raise ConfigError(f"{key}: the state of {spec.name} must be {shapes}, not {found}")
 
     def _load(self, key: str, state: dict[str, Tensor]) -> None:
         """Load the state of one table; only its number of updates if the table was left out."""
@@ -146,19 +150,18 @@ class KeyedFusedOptimizer(AppliedOptimizer):
 
     def _state_of(self, key: str) -> dict[str, Tensor]:
         collection, table = self._tables[key]
-        spec = collection.fused_optimizer.spec
-        width = 1 if spec.state_per_row else table.embedding_dim
+        spec = collection.fused_optimizer.spec_of(table.name)
+        rows, dim = table.num_embeddings, table.embedding_dim
         state = {f"{table.name}.step": torch.tensor(float(collection.fused_optimizer.num_updates))}
         if rows_are_left_out():
             return state
         parts = {name: ShardedValues(collection.shards, table.name, name) for name in spec.state_names}
         if all(part.are_sharded and part.are_small for part in parts.values()):
             return state | {f"{table.name}.{name}": part.view() for name, part in parts.items()}
-        if 4 * table.num_embeddings * width > STATE_DICT_LIMIT:
+        if 4 * rows * max((spec.width(name, dim) for name in parts), default=0) > STATE_DICT_LIMIT:
             view = getattr(collection, collection.views_name)[table.name]
             return state | {f"{table.name}.{LEFT_OUT}": mark(view.rows_version(), view.table, key)}
-        shape = (table.num_embeddings,) if spec.state_per_row else (table.num_embeddings, width)
-        found = {name: torch.empty(shape) for name in spec.state_names}
+        found = {name: torch.empty(spec.state_shape(name, rows, dim)) for name in spec.state_names}
         for begin, end in id_ranges(0, table.num_embeddings) if found else ():
             for name, values in collection.optimizer_rows(torch.arange(begin, end), table.name).items():
                 found[name][begin:end] = values

@@ -18,7 +18,7 @@ from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.embedding_collection import EmbeddingCollection
 from tierstore.modules.hooks import carry_hooks
 from tierstore.modules.tables import without_rows
-from tierstore.optim import OptimizerSpec
+from tierstore.optim.tables import Optimizers
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.arguments import (
     can_be_sharded,
@@ -73,7 +73,7 @@ class Settings:
 
     config: TierConfig | None
     comms: CommsConfig | None
-    optimizer: OptimizerSpec | None
+    optimizer: Optimizers
 
 
 def _shard(
@@ -95,6 +95,7 @@ def _shard(
     )
     sharded = _sharded(module, plan, env, options)
     try:
+        sharded.take_gradient_hooks(module)
         if sharded.is_fresh:
             with env.shared_errors():
                 found = _take_over(sharded, module)

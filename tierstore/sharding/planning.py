@@ -19,7 +19,7 @@ from tierstore.config import TableOverride, TierConfig
 from tierstore.default_planner import plan_job
 from tierstore.errors import ConfigError
 from tierstore.modules.collection import Collection
-from tierstore.modules.features import table_of
+from tierstore.optim import OptimizerSpec
 from tierstore.placement import (
     MOST_STORE_BYTES,
     STORE_SLACK,
@@ -74,7 +74,7 @@ def _read_ahead(collections: Sequence[Collection], config: TierConfig | None, ra
     sizes = [
         sum(
             t.num_embeddings * RowBytes(child.engine.config, child.engine.optimizer).whole(t)
-            for t in map(table_of, configs_of(child))
+            for t in map(child.engine.tables.__getitem__, child.table_numbers)
         )
         for child in collections
     ]
@@ -148,20 +148,23 @@ def within(plan: ShardingPlan, uvm: int) -> ShardingPlan:
     return replace(plan, tables=tuple(tables))
 
 
-Layout = tuple[int, str, bool]
-"""What rows that share tiers have in common: columns, dtype, and whether they are rounded at random."""
+Layout = tuple[int, str, bool, int, str]
+"""What rows that share tiers have in common: columns, dtype, whether they are rounded at random, and the
+optimizer: its floats of state, and its identity."""
 
 
 class RowBytes:
-    """The bytes of rows in each tier under a configuration. ``spec``: of the optimizer."""
+    """The bytes of rows in each tier under a configuration. ``spec``: the optimizer of tables without one of
+    their own."""
 
-    def __init__(self, config: TierConfig, spec: Any) -> None:
+    def __init__(self, config: TierConfig, spec: OptimizerSpec) -> None:
         self._config, self._spec = config, spec
 
     def layout(self, table: Table, columns: int) -> Layout:
         """Return the row layout of ``columns`` columns of a table."""
         rounds = self._config.rounds_stochastically(table.origin or table.name, table.dtype)
-        return columns, table.dtype, rounds
+        spec = table.optimizer or self._spec
+        return columns, table.dtype, rounds, spec.state_floats(columns), str(spec.identity)
 
     def whole(self, table: Table) -> int:
         """Return the bytes of a row of all columns of a table in ``hbm``."""
@@ -169,8 +172,8 @@ class RowBytes:
 
     def __call__(self, tier: str, layout: Layout) -> int:
         """Return the bytes of a row of ``layout`` in ``tier``."""
-        columns, dtype, _ = layout
-        return self._config.formats(dtype)[tier].row_bytes(columns, self._spec.state_floats(columns))
+        columns, dtype, _, floats, _ = layout
+        return self._config.formats(dtype)[tier].row_bytes(columns, floats)
 
 
 class Held:
@@ -192,13 +195,17 @@ class Held:
 
 
 def tiers_of_rank(
-    placements: Iterable[TablePlacement], rank: int, tables: Sequence[Table], config: TierConfig, spec: Any
+    placements: Iterable[TablePlacement],
+    rank: int,
+    tables: Sequence[Table],
+    config: TierConfig,
+    spec: OptimizerSpec,
 ) -> dict[str, Any]:
     """Return fields of the TierConfig of one rank: the budgets of its shards, if the plan states any, and how
     their rows are rounded.
 
     A plan's bytes include buffers, which the budgets of tiers do not; so a shard that states rows brings what
-    its slots take. ``spec``: of the optimizer.
+    its slots take. ``spec``: the optimizer of tables without one of their own.
     """
     rounding = {t.name: t.stochastic_rounding for t in placements if t.stochastic_rounding is not None}
     here = {table.origin or table.name for table in tables}

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from tierstore.cache.tiers.codec import decoded
 from tierstore.errors import StoreMismatchError
 from tierstore.keys import rows_by_table
+from tierstore.optim import OptimizerSpec
 from tierstore.placement import ShardingPlan, ShardingType, ShardPlacement
 from tierstore.row_format import WIDE
-from tierstore.sharding.shards import LocalShard, RankShards, shard_name
+from tierstore.sharding.shards import RankShards, shard_name
 from tierstore.store.directory import open_store
 from tierstore.store.identity import read_identity
 from tierstore.store.protocol import StoredTable
@@ -76,7 +77,7 @@ def _read_rank(shards: RankShards, folder: Path, plan: ShardingPlan, rank: int, 
             for index, ids, of_table in rows_by_table(keys, rows):
                 name, spec, shard = parts[index]
                 width = spec.embedding_dim
-                floats = shards.fused_optimizer.spec.state_floats(width)
+                floats = shards.fused_optimizer.spec_of(name).state_floats(width)
                 values = decoded(spec.format, width, floats, of_table).view(np.float32)
                 state = values[:, width : width + floats]
                 _put(shards, name, ids, values[:, :width], state, shard.column_start)
@@ -84,7 +85,7 @@ def _read_rank(shards: RankShards, folder: Path, plan: ShardingPlan, rank: int, 
 
 def _check_spec(shards: RankShards, table: str, spec: StoredTable) -> None:
     """Raise StoreMismatchError unless ``spec`` has this optimizer and these initial rows."""
-    optimizer = shards.fused_optimizer.spec
+    optimizer = shards.fused_optimizer.spec_of(table)
     if dict(spec.optimizer) != optimizer.identity:
         raise StoreMismatchError(
             f"table {table!r} was committed with optimizer {dict(spec.optimizer)}, not {optimizer.identity}"
@@ -112,7 +113,7 @@ def _put(
     column: int,
 ) -> None:
     """Write into this rank's shards the columns of ``weight`` and ``state``, which begin at ``column``."""
-    per_row = shards.fused_optimizer.spec.state_per_row
+    spec = shards.fused_optimizer.spec_of(table)
     for shard in shards.of(table):
         begin = max(column, shard.columns.start)
         end = min(column + weight.shape[1], shard.columns.stop)
@@ -120,23 +121,26 @@ def _put(
         if begin >= end or not len(at):
             continue
         to, source = _shift(begin, end, shard.columns.start), _shift(begin, end, column)
-        new_weight, new_state = weight[at, source], state[at]
-        if not per_row:
-            new_state = new_state.reshape(len(at), -1, weight.shape[1])[:, :, source].reshape(len(at), -1)
+        new_weight, new_state = weight[at, source], spec.cut_state(state[at], weight.shape[1], source)
         if (begin, end) != (shard.columns.start, shard.columns.stop):
-            new_weight, new_state = _beside(shards, shard, ids[at], to, (new_weight, new_state))
+            old = shards.engine.read_rows(shard.local, ids[at])
+            new_weight, new_state = _beside(spec, old, to, (new_weight, new_state))
         shards.engine.write_rows(shard.local, ids[at], new_weight, new_state)
 
 
-def _beside(shards: RankShards, shard: LocalShard, ids: NDArray[np.int64], to: slice, new: Rows) -> Rows:
-    """Return the shard's rows with the weights and states ``new`` in the columns ``to``."""
-    weight, state = (np.array(part) for part in shards.engine.read_rows(shard.local, ids))
+def _beside(spec: OptimizerSpec, old: Rows, to: slice, new: Rows) -> Rows:
+    """Return the rows ``old`` with the weights and states ``new`` in the columns ``to``."""
+    weight, state = (np.array(part) for part in old)
     weight[:, to] = new[0]
-    if not shards.fused_optimizer.spec.state_per_row:
-        of_columns = state.reshape(len(ids), -1, weight.shape[1])
-        of_columns[:, :, to] = new[1].reshape(len(ids), -1, new[0].shape[1])
-    elif to.start == 0:
-        state[:] = new[1]
+    width, cut = weight.shape[1], new[0].shape[1]
+    given = spec.state_columns(cut)
+    for name, place in spec.state_columns(width).items():
+        part = new[1][:, given[name].start - cut : given[name].stop - cut]
+        begin = place.start - width
+        if name not in spec.per_row:
+            state[:, begin + to.start : begin + to.stop] = part
+        elif to.start == 0:
+            state[:, begin : begin + 1] = part
     return weight, state
 
 

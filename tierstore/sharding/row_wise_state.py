@@ -1,9 +1,9 @@
-"""Row-wise Adagrad of tables that are cut by columns: its accumulator of a row needs the whole row's
-gradient.
+"""Row-wise Adagrad, and partially row-wise Adam, of tables that are cut by columns: their state of a row
+needs the whole row's gradient.
 
 Each shard sums the squares of its own columns' gradients. Shards of the same rows exchange these sums and add
-them up in the order of the columns, so that every shard keeps the accumulator of an uncut row (up to
-rounding, since the sum over columns has another order).
+them up in the order of the columns, so that every shard keeps the state of an uncut row (up to rounding,
+since the sum over columns has another order).
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class RowWiseStateExchange:
     def __init__(self, shards: RankShards) -> None:
         self._env, plan = shards.env, shards.plan
         self._tables = [
-            table for table in plan.tables if any(s.columns < table.embedding_dim for s in table.shards)
+            table
+            for table in plan.tables
+            if any(s.columns < table.embedding_dim for s in table.shards)
+            and shards.fused_optimizer.spec_of(table.name).needs_mean_square
         ]
         self._local = {
             (number, position): shards.engine.table_index(shard_name(table.name, table.embedding_dim, shard))
@@ -71,8 +74,6 @@ class RowWiseStateExchange:
     @classmethod
     def of(cls, shards: RankShards) -> RowWiseStateExchange | None:
         """Return the exchange of a collection; None if no row's state depends on columns of other shards."""
-        if not shards.fused_optimizer.spec.state_per_row:
-            return None
         found = cls(shards)
         return found if found._tables else None
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tierstore.errors import InputError
 from tierstore.modules.left_out import STATE_DICT_LIMIT
 from tierstore.modules.tables import TORCH_DTYPES, ThreadFlag, id_ranges
+from tierstore.optim import OptimizerSpec
 from tierstore.placement import ShardingType, ShardPlacement, TablePlacement
 from tierstore.sharding.shards import LocalShard, RankShards
 
@@ -144,8 +145,12 @@ class ShardedValues:
         return TORCH_DTYPES[self.shards.dtype_of(self.table)]
 
     @property
+    def _spec(self) -> OptimizerSpec:
+        return self.shards.fused_optimizer.spec_of(self.table)
+
+    @property
     def _per_row(self) -> bool:
-        return self.state is not None and self.shards.fused_optimizer.spec.state_per_row
+        return self.state in self._spec.per_row
 
     def _shown(self) -> Sequence[ShardPlacement]:
         """Return the shards that a view has."""
@@ -167,7 +172,7 @@ class ShardedValues:
     def _columns(self, local: LocalShard) -> Any:
         """Return which floats of the state of this rank's shard they are."""
         width = local.columns.stop - local.columns.start
-        columns = self.shards.fused_optimizer.spec.state_columns(width)[self.state or ""]
+        columns = self._spec.state_columns(width)[self.state or ""]
         start = columns.start - width
         return start if self._per_row else slice(start, columns.stop - width)
 

@@ -59,6 +59,11 @@ class RankShards:
         """Return the dtype of a table's weights."""
         return next(table_of(config).dtype for config in self.configs if config.name == table)
 
+    def cuts_columns(self, table: str) -> bool:
+        """Return whether a shard of the table has only some of its columns."""
+        placement = self.plan.table(table)
+        return any(shard.columns < placement.embedding_dim for shard in placement.shards if shard.rows)
+
     def of(self, table: str) -> Iterator[LocalShard]:
         """Yield the shards of a table."""
         placement = self.plan.table(table)
@@ -78,22 +83,25 @@ class RankShards:
     def read(self, config: Any, ids: NDArray[np.int64], states: Sequence[str] | None) -> list[Tensor]:
         """Return rows of a whole table, (ids, columns) float32 each, by one exchange. All ranks call it.
 
-        ``config``: of the table. ``states``: names of parts of the optimizer's state; None for the weights.
+        ``config``: of the table. ``states``: names of parts of the optimizer's state, of which parts that are
+        one float per row have it in their first column; None for the weights.
         """
-        spec = self.fused_optimizer.spec
-        per_row = states is not None and spec.state_per_row
-        width = 1 if per_row else config.embedding_dim
-        found = torch.zeros(1 if states is None else len(states), len(ids), width)
+        spec = self.fused_optimizer.spec_of(config.name)
+        dim, names = config.embedding_dim, [""] if states is None else states
+        widths = [dim if states is None else spec.width(name, dim) for name in names]
+        found = torch.zeros(len(names), len(ids), max(widths, default=0))
         for shard in self.of(config.name):
-            if (shard.replica and self.env.rank) or (per_row and shard.columns.start):
+            if shard.replica and self.env.rank:
                 continue
             at = np.flatnonzero(shard.holds(ids))
             weight, state = self.engine.read_rows(shard.local, ids[at])
-            columns = slice(0, 1) if per_row else shard.columns
-            floats, places = np.hstack([weight, state]), spec.state_columns(weight.shape[1])
-            wanted = [slice(weight.shape[1])] if states is None else [places[name] for name in states]
-            for into, place in zip(found, wanted, strict=True):
-                into[at, columns] = torch.from_numpy(floats[:, place])
+            floats = np.hstack([weight, state])
+            places = {"": slice(weight.shape[1]), **spec.state_columns(weight.shape[1])}
+            for name, into in zip(names, found, strict=True):
+                if name not in spec.per_row:
+                    into[at, shard.columns] = torch.from_numpy(floats[:, places[name]])
+                elif not shard.columns.start:
+                    into[at, 0] = torch.from_numpy(floats[:, places[name].start])
         return list(self.env.sum_bits(found))
 
     def write(
@@ -107,16 +115,16 @@ class RankShards:
 
         ``weight`` (ids, dim) and ``state`` (ids, floats of state) are of whole rows; None keeps the state.
         """
-        dim, per_row = config.embedding_dim, self.fused_optimizer.spec.state_per_row
+        spec = self.fused_optimizer.spec_of(config.name)
         for shard in self.of(config.name):
             at = np.flatnonzero(shard.holds(ids))
             if not len(at):
                 continue
             part = None
             if state is not None:
-                part = state[at]
-                if not per_row:
-                    part = part.reshape(len(at), -1, dim)[:, :, shard.columns].reshape(len(at), -1)
+                part = spec.cut_state(state[at], config.embedding_dim, shard.columns)
+            elif spec.decays_all:
+                part = self.engine.state_as_of(shard.local, ids[at], self.fused_optimizer.num_updates)
             self.engine.write_rows(shard.local, ids[at], weight[at, shard.columns], part)
 
     def touched_ids(self, table: str) -> Iterator[NDArray[np.int64]]:

@@ -41,6 +41,12 @@ void AddLayout() {
   AddUpdates<kDim, kVec, kRowWiseAdagrad>();
   AddUpdates<kDim, kVec, kAdagrad>();
   AddUpdates<kDim, kVec, kAdam>();
+  AddUpdates<kDim, kVec, kMomentum>();
+  AddUpdates<kDim, kVec, kNesterov>();
+  AddUpdates<kDim, kVec, kLars>();
+  AddUpdates<kDim, kVec, kLamb>();
+  AddUpdates<kDim, kVec, kPartialRowWiseAdam>();
+  AddUpdates<kDim, kVec, kPartialRowWiseLamb>();
 }
 
 inline void AddKernelsOfAnyLayout() {

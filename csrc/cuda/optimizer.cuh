@@ -1,0 +1,198 @@
+// One optimizer step for one row, as csrc/kernels/optimizer.h says, by the threads of a group.
+#pragma once
+
+#include "cuda/device.cuh"
+
+namespace tierstore::cuda {
+
+enum OptimizerKind : int {
+  kSgd = 0,
+  kRowWiseAdagrad = 1,
+  kAdagrad = 2,
+  kAdam = 3,
+  kMomentum = 4,
+  kNesterov = 5,
+  kLars = 6,
+  kLamb = 7,
+  kPartialRowWiseAdam = 8,
+  kPartialRowWiseLamb = 9,
+};
+
+// kernels/optimizer.h.
+TIERSTORE_DEVICE float KeepMissed(double keep, int64_t number, float last) {
+  if (!(last >= 0.0f && last < static_cast<float>(number))) return 1.0f;
+  double factor = 1.0;
+  for (int64_t left = number - static_cast<int64_t>(last) - 1; left > 0; left /= 2) {
+    if (left % 2 != 0) factor *= keep;
+    keep *= keep;
+  }
+  return static_cast<float>(factor);
+}
+
+// Clips the gradient of a group's row. All threads of the warp must call it.
+template <typename G>
+TIERSTORE_DEVICE void ClipGradient(const StepArgs& s, typename G::Columns& g) {
+  if (IsFinite(s.clip_value)) {
+    const float most = s.clip_value;
+    G::ForEach([=](float& x) { x = x > most ? most : (x < -most ? -most : x); }, g);
+  }
+  if (IsFinite(s.clip_norm)) {
+    const float factor = s.clip_norm / (Sqrt(G::Dot(g, g)) + 1e-6f);
+    if (factor < 1.0f) G::ForEach([=](float& x) { x *= factor; }, g);
+  }
+}
+
+// The step of a group's row, which is at `row`. Where `updates` is false, nothing is read or written, but all
+// threads of the warp must make the calls all the same, since sums over columns need them.
+template <int kDim, int kVec, int kKind>
+struct OptimizerOf {
+  using G = Group<kDim, kVec>;
+  using Columns = typename G::Columns;
+
+  const StepArgs& s;
+  float* row;
+  bool updates;
+
+  // Decays the weights for the updates that the row was not part of.
+  TIERSTORE_DEVICE void DecayMissed(Columns& weight) const {
+    if (s.decays_all == 0) return;
+    const float factor = KeepMissed(s.keep_missed, s.number, RowState(kLast));
+    SetRowState(kLast, static_cast<float>(s.number));
+    G::ForEach([=](float& w) { w *= factor; }, weight);
+  }
+
+  // `mean`: the mean square of the whole row's gradient, where `cut`, since the columns here are only some.
+  // Changes g and weight, which it does not write.
+  TIERSTORE_DEVICE void Apply(Columns& g, Columns& weight, bool cut, float mean) const {
+    if constexpr (kKind == kSgd) {
+      Descend(s.keep, s.lr, g, weight);
+    } else if constexpr (kKind == kRowWiseAdagrad) {
+      const float sum = RowState(kDim) + (cut ? mean : MeanSquare(g));
+      Descend(s.keep, s.lr / (Sqrt(sum) + s.eps), g, weight);
+      SetRowState(kDim, sum);
+    } else if constexpr (kKind == kAdagrad) {
+      Adagrad(g, weight);
+    } else if constexpr (kKind == kMomentum || kKind == kNesterov) {
+      Momentum(g, weight);
+    } else if constexpr (kKind == kLars) {
+      Lars(g, weight);
+    } else if constexpr (kKind == kAdam || kKind == kLamb) {
+      Adam(g, weight);
+    } else {
+      PartialRowWise(g, weight, cut ? mean : MeanSquare(g));
+    }
+  }
+
+ private:
+  // The place of the number of the row's last update, behind the rest of its state.
+  static constexpr bool kOnePerRow = kKind == kPartialRowWiseAdam || kKind == kPartialRowWiseLamb;
+  static constexpr int kLast = kKind == kSgd                      ? kDim
+                               : kKind == kRowWiseAdagrad         ? kDim + 1
+                               : kOnePerRow                       ? 2 * kDim + 1
+                               : kKind == kAdam || kKind == kLamb ? 3 * kDim
+                                                                  : 2 * kDim;
+
+  static TIERSTORE_DEVICE void Descend(float keep, float rate, const Columns& g, Columns& weight) {
+    G::ForEach([=](float& w, const float& x) { w = keep * w - rate * x; }, weight, g);
+  }
+  static TIERSTORE_DEVICE float MeanSquare(const Columns& g) {
+    return G::Dot(g, g) / static_cast<float>(kDim);
+  }
+  static TIERSTORE_DEVICE float Norm(const Columns& x) { return Sqrt(G::Dot(x, x)); }
+  static TIERSTORE_DEVICE float NormRatio(float above, float below) {
+    return above > 0.0f && below > 0.0f ? above / below : 1.0f;
+  }
+
+  // The last part of Lamb; g is the change of the weights without lr.
+  TIERSTORE_DEVICE void DescendByNorms(Columns& g, Columns& weight) const {
+    G::ClearRest(g);  // where eps is 0, it is 0 / 0
+    Descend(1.0f, s.lr * NormRatio(Norm(weight), Norm(g)), g, weight);
+  }
+
+  // A float of the row's state. No other thread reads it, since the first one writes it.
+  TIERSTORE_DEVICE float RowState(int at) const {
+    return G::FromFirst(updates && G::lane() == 0 ? Load(row + at) : 0.0f);
+  }
+  TIERSTORE_DEVICE void SetRowState(int at, float value) const {
+    if (updates && G::lane() == 0) Store(row + at, value);
+  }
+  TIERSTORE_DEVICE Columns ReadState(int at) const { return updates ? G::Read(row + at) : Columns{}; }
+  TIERSTORE_DEVICE void WriteState(int at, const Columns& state) const {
+    if (updates) G::Write(row + at, state);
+  }
+
+  TIERSTORE_DEVICE void Adagrad(const Columns& g, Columns& weight) const {
+    Columns sum = ReadState(kDim);
+    G::ForEach(
+        [&](float& w, float& sums, const float& x) {
+          sums += x * x;
+          w = s.keep * w - s.lr * x / (Sqrt(sums) + s.eps);
+        },
+        weight, sum, g);
+    WriteState(kDim, sum);
+  }
+
+  TIERSTORE_DEVICE void Momentum(const Columns& g, Columns& weight) const {
+    Columns m = ReadState(kDim);
+    G::ForEach(
+        [&](float& w, float& first, const float& x) {
+          first = s.beta1 * first + s.rest1 * x;
+          w = s.keep * w - s.lr * (kKind == kNesterov ? x + s.beta1 * first : first);
+        },
+        weight, m, g);
+    WriteState(kDim, m);
+  }
+
+  TIERSTORE_DEVICE void Lars(const Columns& g, Columns& weight) const {
+    const float weights = Norm(weight);
+    const float rate = s.lr * NormRatio(weights, Norm(g) + s.decay * weights);
+    Columns m = ReadState(kDim);
+    G::ForEach(
+        [&](float& w, float& first, const float& x) {
+          first = s.beta1 * first + rate * (x + s.decay * w);
+          w = w - first;
+        },
+        weight, m, g);
+    WriteState(kDim, m);
+  }
+
+  TIERSTORE_DEVICE void Adam(Columns& g, Columns& weight) const {
+    Columns m = ReadState(kDim), v = ReadState(2 * kDim);
+    G::ForEach(
+        [&](float& w, float& first, float& second, float& x) {
+          first = s.beta1 * first + s.rest1 * x;
+          second = s.beta2 * second + s.rest2 * (x * x);
+          const float change = s.adam_lr * first / (Sqrt(second) * s.adam_inv_sqrt_v + s.eps);
+          if constexpr (kKind == kLamb) {
+            x = change + s.decay * w;
+          } else {
+            w = s.keep * w - change;
+          }
+        },
+        weight, m, v, g);
+    WriteState(kDim, m);
+    WriteState(2 * kDim, v);
+    if constexpr (kKind == kLamb) DescendByNorms(g, weight);
+  }
+
+  TIERSTORE_DEVICE void PartialRowWise(Columns& g, Columns& weight, float mean_square) const {
+    const float v = s.beta2 * RowState(2 * kDim) + s.rest2 * mean_square;
+    SetRowState(2 * kDim, v);
+    const float rate = s.adam_lr / (Sqrt(v) * s.adam_inv_sqrt_v + s.eps);
+    Columns m = ReadState(kDim);
+    G::ForEach(
+        [&](float& w, float& first, float& x) {
+          first = s.beta1 * first + s.rest1 * x;
+          if constexpr (kKind == kPartialRowWiseLamb) {
+            x = rate * first + s.decay * w;
+          } else {
+            w = s.keep * w - rate * first;
+          }
+        },
+        weight, m, g);
+    WriteState(kDim, m);
+    if constexpr (kKind == kPartialRowWiseLamb) DescendByNorms(g, weight);
+  }
+};
+
+}  // namespace tierstore::cuda
