@@ -32,7 +32,7 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "store": BASICS | {"_core"},
     "cuda": {"errors", "config", "_core"},
     "cache": BASICS | {"_core", "cache_policies", "optim", "rounds", "store"},
-    "modules": BASICS | {"_core", "default_config", "sparse", "optim", "store", "cache"},
+    "modules": BASICS | {"_core", "default_config", "sparse", "optim", "store", "cache", "cuda"},
     "pipeline": BASICS
     | {"_core", "cache_policies", "sparse", "optim", "rounds", "store", "cache", "modules"},
     "sharding": BASICS

@@ -23,9 +23,11 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[f"{_letter}IB"] = 1 << (10 * _power)
     _UNITS[f"{_letter}B"] = 10 ** (3 * _power)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 MAX_DEPTH = 64
 _AUTO_SSD = 1 << 40
 _IO_NAMES = ("auto", "uring", "pread")
+_UVM_KINDS = ("pinned", "managed")
 INDEX_NAMES = ("auto", "hash", "compact")
 """Names that ``TierConfig(index=...)`` accepts."""
 FATAL, WARNING, IGNORE = BOUNDS_CHECKS = ("fatal", "warning", "ignore")
@@ -145,9 +147,14 @@ class TierConfig:
 
     Sizes are bytes or strings (:func:`parse_bytes`) and become ``int``. Budgets include metadata.
 
+    - ``device``: where ``hbm`` is, and kernels work: "cpu", "cuda" (torch's current GPU) or "cuda:1". None:
+      the device that a module is built with, else the CPU. On a GPU the rows of ``hbm`` are in its memory;
+      their metadata, which the budget counts, too, is in the host's.
     - ``hbm``: the cache that kernels work on. ``"all"`` keeps every touched row in memory with no tier below:
       ``uvm`` and ``ssd`` are then 0, and no other size is accepted for them.
     - ``uvm``: host memory below it, 0 for none.
+    - ``uvm_kind``: how a GPU reaches ``uvm``: "pinned", host memory that is locked and registered with the
+      driver, or "managed", CUDA's managed memory, which is kept on the host.
     - ``ssd``: hard cap of the store's files, 0 for no store: memory must hold all touched rows. ``"auto"``:
       what the file system has, up to 1 TiB.
     - ``path``: folder of the store, in one that exists; ``None`` means a temporary one, deleted on close.
@@ -208,8 +215,11 @@ class TierConfig:
     io: str = "auto"
     index: str = "auto"
     bounds_check: str = FATAL
+    device: Any = None
+    uvm_kind: str = "pinned"
 
     def __post_init__(self) -> None:
+        self._check_device()
         self._normalise_sizes()
         self._check_path()
         if self.engine not in ENGINE_NAMES:
@@ -220,6 +230,10 @@ class TierConfig:
             names = ", ".join(map(repr, INDEX_NAMES))
             raise ConfigError(f"index is {self.index!r}; it must be one of {names}")
         check_bounds_check(self.bounds_check)
+        if self.uvm_kind not in _UVM_KINDS:
+            raise ConfigError(
+                f"uvm_kind is {self.uvm_kind!r}; it must be one of {', '.join(map(repr, _UVM_KINDS))}"
+            )
         self._check_policy()
         self._check_dtypes()
         self._normalise_count("depth", MAX_DEPTH)
@@ -234,6 +248,11 @@ class TierConfig:
     def keeps_all(self) -> bool:
         """Tell whether ``hbm`` is ``"all"``: one memory tier that grows with the rows touched."""
         return self.hbm == "all"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Tell whether ``hbm`` is in the memory of a GPU."""
+        return self.device not in (None, "cpu")
 
     @property
     def ssd_cap(self) -> int:
@@ -327,6 +346,15 @@ class TierConfig:
             raise ConfigError(
                 'hbm is 0, but kernels need a cache to work on; give it bytes, such as hbm="64MiB"'
             )
+
+    def _check_device(self) -> None:
+        if self.device is None:
+            return
+        if _DEVICE.fullmatch(name := str(self.device)) is None:
+            raise ConfigError(
+                f'device is {self.device!r}; it must be "cpu", "cuda" or a GPU such as "cuda:1"'
+            )
+        object.__setattr__(self, "device", name)  # a torch.device becomes its name
 
     def _check_path(self) -> None:
         if self.path is None:

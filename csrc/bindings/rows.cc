@@ -39,6 +39,14 @@ void Move(const HostRows& self, const Array<std::int32_t>& from, const Array<std
   MoveRows(self.Of(0), from.data(), to.data(), from.size());
 }
 
+void BindCopyRows(const HostRows& self, const Array<std::int32_t>& slots, const HostRows& rows,
+                  const Array<std::int32_t>& source) {
+  Require(slots.size() == source.size(), "source and slots differ in length");
+  Require(self.row_bytes() == rows.row_bytes(), "the other rows are not as long");
+  const py::gil_scoped_release release;
+  CopyRows(self.Of(0), slots.data(), rows.Of(0), source.data(), slots.size());
+}
+
 void Initialise(const HostRows& self, const InitialValues& values,
                 const std::optional<Array<std::int32_t>>& slots, const Array<std::uint64_t>& keys) {
   const Rows rows = self.Of(values.dim, values.state_floats);
@@ -165,6 +173,9 @@ void BindMoves(py::class_<HostRows>& type) {
            "Give the memory of the slots from first on back, until they are written again.")
       .def("move", &Move, py::arg("source").noconvert(), py::arg("target").noconvert(),
            "Copy the rows at source to target (int32[n] slots, none twice).")
+      .def("copy_rows", &BindCopyRows, py::arg("slots").noconvert(), py::arg("rows"),
+           py::arg("source").noconvert(),
+           "Copy the row at source[i] of other rows to slots[i], for all i (int32[n]).")
       .def("initialise", &Initialise, py::arg("values"), py::arg("slots").noconvert(),
            py::arg("keys").noconvert(),
            "Write the initial records of keys (uint64[n]) at slots (int32[n], or None: 0..n-1).")

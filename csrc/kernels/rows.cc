@@ -41,6 +41,21 @@ void CopyIn(Rows rows, const std::int32_t* slots, const std::int32_t* source, st
               });
 }
 
+void CopyRows(Rows to, const std::int32_t* slots, Rows from, const std::int32_t* source, std::int64_t n) {
+  const std::int64_t bytes = to.row_bytes;
+  const std::int64_t ahead = PrefetchAhead(bytes);
+  ParallelFor(0, n, std::max<std::int64_t>(1, kPieceBytes / bytes),
+              [&](std::int64_t begin, std::int64_t end) {
+                for (std::int64_t i = begin; i < end; ++i) {
+                  if (i + ahead < n) {
+                    Prefetch<true>(to.At(slots[i + ahead]), bytes);
+                    Prefetch<false>(from.At(source[i + ahead]), bytes);
+                  }
+                  std::memcpy(to.At(slots[i]), from.At(source[i]), bytes);
+                }
+              });
+}
+
 void MoveRows(Rows rows, const std::int32_t* from, const std::int32_t* to, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) std::memcpy(rows.At(to[i]), rows.At(from[i]), rows.row_bytes);
 }

@@ -35,5 +35,7 @@ void CopyIn(Rows rows, const std::int32_t* slots, const std::int32_t* source, st
             const std::uint8_t* from);
 // rows[to[i]] = rows[from[i]]; no slot occurs twice.
 void MoveRows(Rows rows, const std::int32_t* from, const std::int32_t* to, std::int64_t n);
+// to[slots[i]] = from[source[i]]; the two have rows of the same size, no row in both; slots must not repeat.
+void CopyRows(Rows to, const std::int32_t* slots, Rows from, const std::int32_t* source, std::int64_t n);
 
 }  // namespace tierstore

@@ -14,6 +14,9 @@ ORDERS = {"eager": 0, "lazy": 1, "random": 2, "starve": 3}
 """When operations run: at once, when the host waits for them, now or later, at once but for one stream."""
 
 
+_COUNTS = ("launches", "copies", "host_accesses", "whole_waits", "prefers_host", "accessed_by")
+
+
 class FakeGpu:
     """The library. Its state is the process's, so one device may be open at a time."""
 
@@ -38,6 +41,10 @@ class FakeGpu:
 
     def set_memory(self, size: int) -> None:
         self._library.fake_set_memory(size)
+
+    def set_shares_managed(self, shares: bool) -> None:
+        """Say whether the host may use managed memory while kernels run."""
+        self._library.fake_set_shares_managed(shares)
 
     def set_pageable(self) -> None:
         """Let kernels access all of the process's memory, without checks outside of the driver's."""
@@ -83,9 +90,9 @@ class FakeGpu:
 
     @property
     def counts(self) -> dict[str, int]:
-        counts = (c_int64 * 4)()
+        counts = (c_int64 * len(_COUNTS))()
         self._library.fake_counts(counts)
-        return dict(zip(("launches", "copies", "host_accesses", "whole_waits"), counts, strict=True))
+        return dict(zip(_COUNTS, counts, strict=True))
 
     @property
     def alive(self) -> tuple[int, int]:

@@ -7,17 +7,20 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
 
 from tests.cuda.compiled import shared_library
 from tests.cuda.fake import fake_gpu
+from tierstore._core import HostRows
 from tierstore.cuda import rows
 from tierstore.cuda.cubins import CubinCache
 from tierstore.cuda.device import CudaDevice, Libraries
 from tierstore.cuda.memory import Block
 from tierstore.cuda.streams import Stream
+from tierstore.cuda.uvm import UvmRows
 
 
 @functools.cache
@@ -31,9 +34,9 @@ def _cache() -> CubinCache:
 class FakeDevice(CudaDevice):
     """A ``CudaDevice`` on the fake driver, whose accesses to staging memory are checked, too."""
 
-    def __init__(self, **options: object) -> None:
+    def __init__(self, *options: Any, **more: Any) -> None:
         libraries = Libraries(fake_gpu().path, [str(shared_library("fake_nvrtc"))], _cache())
-        super().__init__(libraries=libraries, **options)  # type: ignore[arg-type]
+        super().__init__(*options, libraries=libraries, **more)
         self._shared: list[np.ndarray] = []
 
     def share(self, array: np.ndarray) -> int:
@@ -62,7 +65,7 @@ class FakeDevice(CudaDevice):
 
 @contextmanager
 def checked_views() -> Iterator[None]:
-    """Tell the fake driver of every access of the host to staging memory."""
+    """Tell the fake driver of every access of the host to staging memory, and to rows of ``uvm``."""
     plain = Block.view
 
     def view(self: Block, begin: int, size: int, *, write: bool) -> np.ndarray:
@@ -70,7 +73,15 @@ def checked_views() -> Iterator[None]:
             fake_gpu().touch(self.address + begin, size, write)
         return plain(self, begin, size, write=write)
 
-    with mock.patch.object(Block, "view", view):
+    def on_host(self: UvmRows, slots: np.ndarray, *, write: bool) -> HostRows:
+        rows = plain_rows(self, slots, write=write)
+        for slot in slots.tolist():
+            for at in range(slot * self.row_bytes, (slot + 1) * self.row_bytes, 16):
+                fake_gpu().touch(self._memory.base + at, 16, write)  # a row may lie in two pieces
+        return rows
+
+    plain_rows = UvmRows.on_host
+    with mock.patch.object(Block, "view", view), mock.patch.object(UvmRows, "on_host", on_host):
         yield
 
 

@@ -54,6 +54,11 @@ class FarRows:
             raise ValueError("the other rows must have the shape (n, row_bytes)")
         out[: len(slots)] = self._read(slots)
 
+    def copy_rows(self, slots: Array, rows: FarRows, source: Array) -> None:
+        if rows.row_bytes != self.row_bytes or len(source) != len(slots):
+            raise ValueError("source and slots differ in length, or the rows do")
+        self._write("copy_rows", slots, rows._read(source))
+
     def copy_in(self, slots: Array, rows: Array, source: Array | None = None) -> None:
         if rows.shape[1] != self.row_bytes or (source is None and len(rows) < len(slots)):
             raise ValueError("the other rows must have the shape (n, row_bytes)")
@@ -130,6 +135,22 @@ class FarDevice:
     """``log``: what was done to rows, in order."""
 
     log: list[str] = field(default_factory=list, compare=False)
+    name = "cpu"  # where it finds tensors
+
+    def memory(self) -> tuple[int, int]:
+        return 1 << 30, 1 << 30
+
+    def takes(self, rows: object) -> bool:
+        return isinstance(rows, FarRows)
+
+    def uvm(self, kind: str) -> FarDevice:
+        return self
+
+    def staging(self, slots: int, row_bytes: int) -> FarRows:
+        return self.allocate(slots, row_bytes)
+
+    def close(self) -> None:
+        """Do nothing."""
 
     def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> FarRows:
         return FarRows(slots, row_bytes, self.log, weights)

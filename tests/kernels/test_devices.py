@@ -111,6 +111,47 @@ def test_rows_move(device: Device) -> None:
     np.testing.assert_array_equal(read(rows, slots(40, 9, 2)), data[[3, 1, 2]])
 
 
+def test_rows_are_copied_from_other_rows(device: Device) -> None:
+    (rows, data), (others, more) = filled(device), filled(device, 9)
+    assert device.takes(others)
+    rows.copy_rows(slots(12, 3, 0), others, slots(2, 8, 0))
+    np.testing.assert_array_equal(read(rows, slots(12, 3, 0, 4)), [*more[[2, 8, 0]], data[4]])
+    np.testing.assert_array_equal(read(others, slots(2, 8, 0)), more[[2, 8, 0]])
+    rows.copy_rows(slots(), others, slots())
+    with pytest.raises(ValueError, match="differ"):
+        rows.copy_rows(slots(1, 2), others, slots(1))
+    longer = device.allocate(4, 2 * ROW)
+    longer.commit(4)
+    with pytest.raises(ValueError, match=r"not as long|rows do"):
+        rows.copy_rows(slots(1), longer, slots(1))
+    np.testing.assert_array_equal(read(rows, slots(1)), data[[1]])
+
+
+def test_a_device_has_a_name_and_memory(device: Device) -> None:
+    assert torch.device(device.name).type in ("cpu", "cuda")
+    free, most = device.memory()
+    assert 0 < free <= most
+
+
+@pytest.mark.parametrize("kind", ["pinned", "managed"])
+def test_rows_of_uvm_come_and_go(device: Device, kind: str) -> None:
+    """To where lookups take them, and back, with what the host reads and writes beside."""
+    (rows, data), place = filled(device), device.uvm(kind)
+    uvm, staging = place.allocate(SLOTS, ROW), place.staging(SLOTS, ROW)
+    uvm.commit(16)
+    assert place.takes(rows)
+    uvm.copy_rows(slots(4, 15, 0), rows, slots(1, 2, 3))
+    np.testing.assert_array_equal(read(uvm, slots(0, 4, 15)), data[[3, 1, 2]])
+    uvm.copy_in(slots(4), data, slots(9))
+    if staging is not None:
+        staging.commit(2)
+        staging.copy_rows(slots(0, 1), uvm, slots(4, 15))
+        uvm.copy_in(slots(4), data, slots(0))
+        rows.copy_rows(slots(12, 13), staging, slots(0, 1))
+        np.testing.assert_array_equal(read(rows, slots(12, 13)), data[[9, 2]])
+    place.close()
+
+
 def test_initial_rows_are_those_of_the_host(device: Device) -> None:
     rows, _ = filled(device)
     keys, expected = np.array([5, 1 << 40, 7], np.uint64), np.zeros((3, ROW), np.uint8)

@@ -113,6 +113,8 @@ def wrong_plans(configs: list[EmbeddingBagConfig], plan: ShardingPlan) -> None:
         DistributedModelParallel(Model(configs), plan=construct_plan(configs, cuts, 2))
     with pytest.raises(ConfigError, match="device is cuda"):
         DistributedModelParallel(Model(configs), device="cuda", plan=plan)
+    with pytest.raises(ConfigError, match="device is 'cuda', but sharded tables are on the CPUs"):
+        DistributedModelParallel(Model(configs), plan=plan, config=tierstore.TierConfig(device="cuda"))
     small = tierstore.TierConfig(hbm=64 if torch.distributed.get_rank() == 0 else "1MiB", engine="memory")
     with pytest.raises(ConfigError, match="rank 0: the hbm budget of 64 bytes is below the minimum"):
         DistributedModelParallel(Model(configs), plan=plan, config=small)

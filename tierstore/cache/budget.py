@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tierstore.cache.tiers.memory import OwnShare, TierPlan
+from tierstore.cache.device import HOST, Device
+from tierstore.cache.machine import check_lockable
+from tierstore.cache.tiers.shares import OwnShare, TierPlan
 from tierstore.cache.tiers.sizes import (
     MAX_SLOTS,
     MIN_SLOTS,
     AnyAdmission,
     AnyPolicy,
     bytes_for,
-    memory_limit,
     slots_for,
 )
 from tierstore.config import TierConfig, format_bytes
@@ -218,21 +219,54 @@ def _fill(budget: int, minimum: list[int], maximum: list[int], weight: list[int]
             return share
 
 
-def fast_tiers(config: TierConfig, demands: Sequence[GroupDemand], policy: AnyPolicy) -> list[TierPlan]:
-    """Return the ``hbm`` tiers. With ``hbm="all"`` each may grow to all its rows, or to what the machine's
-    memory holds."""
+def fast_tiers(
+    config: TierConfig, demands: Sequence[GroupDemand], policy: AnyPolicy, device: Device = HOST
+) -> list[TierPlan]:
+    """Return the ``hbm`` tiers, whose rows are on ``device``. With ``hbm="all"`` each may grow to all its
+    rows, or to what the device's memory holds.
+
+    Raises ``ConfigError`` if a GPU has no room for the rows now.
+    """
     if config.keeps_all:
-        memory = memory_limit()
+        memory = device.memory()[1]
         maximum = [min(MAX_SLOTS, max(MIN_SLOTS, memory // d.row_bytes)) for d in demands]
-        return [TierPlan(min(d.rows, slots), True) for d, slots in zip(demands, maximum, strict=True)]
-    assert isinstance(config.hbm, int)
-    return divide(config.hbm, demands, policy, "hbm", config.admission)
+        plans = [TierPlan(min(d.rows, slots), True) for d, slots in zip(demands, maximum, strict=True)]
+    else:
+        assert isinstance(config.hbm, int)
+        plans = divide(config.hbm, demands, policy, "hbm", config.admission)
+        rows = sum(d.row_bytes * plan.capacity for d, plan in zip(demands, plans, strict=True))
+        if config.on_gpu and not config.overcommit:
+            _check_gpu(device, config.hbm, rows)
+    return [replace(plan, device=device) for plan in plans]
+
+
+def _check_gpu(device: Device, budget: int, rows: int) -> None:
+    free, total = device.memory()
+    if rows > free:
+        raise ConfigError(
+            f"hbm is {format_bytes(budget)}, and its rows take {format_bytes(rows)} of {device.name}, of "
+            f"which {format_bytes(free)} of {format_bytes(total)} are free; lower hbm, or end what else "
+            "uses the GPU (nvidia-smi shows it)"
+        )
 
 
 def host_tiers(
-    config: TierConfig, demands: Sequence[GroupDemand], policy: AnyPolicy, fast: Sequence[TierPlan]
+    config: TierConfig,
+    demands: Sequence[GroupDemand],
+    policy: AnyPolicy,
+    fast: Sequence[TierPlan],
+    device: Device = HOST,
 ) -> list[TierPlan | None]:
-    """Return the ``uvm`` tiers; None where there is none. Tables that stay in ``hbm`` need no ``uvm``."""
+    """Return the ``uvm`` tiers; None where there is none. Tables that stay in ``hbm`` need no ``uvm``.
+    ``device``: of ``hbm``.
+
+    Raises ``ConfigError`` if a GPU is to use more memory of the host than there is.
+    """
+    if config.uvm_kind == "managed" and not config.on_gpu:
+        raise ConfigError(
+            "uvm_kind is 'managed', but the tables are on the CPU, which has no such memory; leave it out, "
+            "or give device='cuda'"
+        )
     if not config.uvm:
         return [None] * len(demands)
     rest = [
@@ -240,4 +274,9 @@ def host_tiers(
         for demand, plan in zip(demands, fast, strict=True)
     ]
     plans = divide(int(config.uvm), rest, policy, "uvm")
-    return [plan if plan.capacity else None for plan in plans]
+    if config.on_gpu and not config.overcommit:
+        check_lockable(
+            int(config.uvm), sum(d.row_bytes * p.capacity for d, p in zip(rest, plans, strict=True))
+        )
+    place = device.uvm(config.uvm_kind)
+    return [replace(plan, device=place) if plan.capacity else None for plan in plans]

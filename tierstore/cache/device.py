@@ -1,18 +1,23 @@
 """Devices own rows, as tiers own slots: a device stores rows, moves them, and computes on them.
 
 Nothing above a device knows the address of a row. ``HostDevice`` is this machine's memory and processor;
-``CudaDevice`` of tierstore/cuda/device.py is a GPU, which no configuration chooses yet.
+``CudaDevice`` of tierstore/cuda/device.py is a GPU. ``TierConfig.device`` names the one that an engine opens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tierstore._core import Bags, HostRows, InitialValues, LookupArgs, RowCodec, UpdateArgs, UpdateRounding
+from tierstore.cache.tiers.sizes import memory_limit
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Slots = NDArray[np.int32]
 
@@ -59,6 +64,11 @@ class DeviceRows(Protocol):
 
     def copy_in(self, slots: Slots, rows: NDArray[np.uint8], source: Slots | None = None) -> None:
         """Copy ``rows[i]``, or ``rows[source[i]]``, to ``slots[i]`` for all i."""
+        ...
+
+    def copy_rows(self, slots: Slots, rows: Self, source: Slots) -> None:
+        """Copy the row at ``source[i]`` of other rows, which are as long, to ``slots[i]`` for all i.
+        :meth:`Device.takes` says of which rows."""
         ...
 
     def encode(
@@ -126,6 +136,15 @@ class DeviceRows(Protocol):
 class Device(Protocol):
     """A place for rows of any layout."""
 
+    @property
+    def name(self) -> str:
+        """Return torch's name of the device, such as "cpu" or "cuda:1": where tensors must be."""
+        ...
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes that rows could take now, and that they could take if nothing else did."""
+        ...
+
     def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> DeviceRows:
         """Return room for ``slots`` rows with ``weights`` of this dtype, none of which has memory yet.
 
@@ -137,10 +156,36 @@ class Device(Protocol):
         """Return the host array's rows for kernels to work on, row i at slot i; the memory may be shared."""
         ...
 
+    def takes(self, rows: DeviceRows) -> bool:
+        """Return whether ``copy_rows`` of the device's rows takes these."""
+        ...
+
+    def uvm(self, kind: str) -> Device:
+        """Return the device for rows of ``uvm``: of the host's memory, as ``TierConfig.uvm_kind`` says."""
+        ...
+
+    def staging(self, slots: int, row_bytes: int) -> DeviceRows | None:
+        """Return room for rows on their way to ``hbm``, which takes them from there; None where they pass
+        through arrays of the host."""
+        ...
+
+    def close(self) -> None:
+        """Give the device's own memory back; its rows cannot be used any more. Calling it again does
+        nothing."""
+        ...
+
 
 @dataclass(frozen=True)
 class HostDevice:
     """Rows in this machine's memory: in huge pages, taken as slots are committed; a forked child has none."""
+
+    @property
+    def name(self) -> str:
+        return "cpu"
+
+    def memory(self) -> tuple[int, int]:
+        limit = memory_limit()
+        return limit, limit
 
     def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> DeviceRows:
         return HostRows(slots, row_bytes, weights)
@@ -148,5 +193,29 @@ class HostDevice:
     def load(self, rows: NDArray[np.uint8], weights: str = "fp32") -> DeviceRows:
         return HostRows.view(rows, weights)
 
+    def takes(self, rows: DeviceRows) -> bool:
+        return isinstance(rows, HostRows)
+
+    def uvm(self, kind: str) -> Device:
+        return self
+
+    def staging(self, slots: int, row_bytes: int) -> DeviceRows | None:
+        return None
+
+    def close(self) -> None:
+        """Do nothing: every array of rows gives its own memory back."""
+
 
 HOST = HostDevice()
+OPENERS: dict[str, Callable[[int | None], Device]] = {"cpu": lambda index: HOST}
+"""Opens a device, by the kind in its name. It gets the number in the name, None if there is none. Add a kind
+of device by an entry."""
+
+
+def open_device(name: str | None) -> Device:
+    """Return the device that ``TierConfig.device`` names; its user closes it.
+
+    Raises ``GpuError`` where a GPU, its driver or the compiler of its kernels is missing or cannot be used.
+    """
+    kind, _, number = (name or HOST.name).partition(":")
+    return OPENERS[kind](int(number) if number else None)

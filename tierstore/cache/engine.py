@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from cache_policies.table_curve import TableCurve, planner_document
 from tierstore import _core
 from tierstore.cache.at_exit import end_at_exit
+from tierstore.cache.device import open_device
 from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import IdSegment
 from tierstore.cache.loss import warns_of_loss
@@ -89,13 +90,26 @@ class Engine:
         self._open(at)
         end_at_exit(self)
 
+    @property
+    def device_name(self) -> str:
+        """The device of the rows in ``hbm``, as torch names it."""
+        return self.device.name
+
     # -- construction --------------------------------------------------------------------
 
     def _open(self, at: int | str) -> None:
-        """Open the store, and empty tiers above it."""
-        config = self.config
-        opening = GroupOpening(self.tables, self.specs, config, self.optimizer, self.policy)
+        """Open the device and the store, and empty tiers."""
+        self.device = open_device(self.config.device)
         self.store: DirectoryStore | None = None
+        with ExitStack() as undo:
+            undo.callback(self.device.close)
+            self._open_tiers(at, undo)
+            undo.pop_all()
+        self._group_of = {table: group for group in self.groups for table in group.tables}
+
+    def _open_tiers(self, at: int | str, undo: ExitStack) -> None:
+        config = self.config
+        opening = GroupOpening(self.tables, self.specs, config, self.optimizer, self.policy, self.device)
         if config.ssd:
             self.store = open_store(
                 config.path,
@@ -107,17 +121,12 @@ class Engine:
                 at=at,
                 index=config.index,
             )
-        try:
-            self.groups = opening.groups(self.store)
-            self._load_meta()
-            self._position = at or max((commit.id for commit in self.commits()), default=0)
-            """The commit that the store was opened at or made last."""
-            self.warn_of_loss = warns_of_loss(self, config.where, self.groups)
-        except BaseException:
-            if self.store is not None:
-                self.store.close()
-            raise
-        self._group_of = {table: group for group in self.groups for table in group.tables}
+            undo.callback(self.store.close)
+        self.groups = opening.groups(self.store)
+        self._load_meta()
+        self._position = at or max((commit.id for commit in self.commits()), default=0)
+        """The commit that the store was opened at or made last."""
+        self.warn_of_loss = warns_of_loss(self, config.where, self.groups)
 
     def _spec(self, index: int, table: Table, seed: int) -> StoredTable:
         override = self.config.table(table.origin or table.name)
@@ -359,6 +368,7 @@ class Engine:
     def _release(self) -> None:
         self.warn_of_loss.detach()
         with ExitStack() as closing:  # closes the store also if a tier raises
+            closing.callback(self.device.close)
             if self.store is not None:
                 closing.callback(self.store.close)
             for group in reversed(self.groups):

@@ -25,7 +25,7 @@ from tierstore.cache.resident_lookups import ResidentLookups
 from tierstore.cache.stats import GroupStats
 from tierstore.cache.tiers.buffers import Buffer
 from tierstore.cache.tiers.memory import MemoryTier
-from tierstore.cache.tiers.protocol import NEVER, FoundRows, Keys, MovingRows, RowBytes, Slots, Tier
+from tierstore.cache.tiers.protocol import NEVER, FoundRows, Keys, RowBytes, Slots, Tier
 from tierstore.cache.tiers.stack import TierStack
 from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.config import format_bytes
@@ -72,8 +72,8 @@ class TierGroup:
         """Chooses the bytes of reading ahead, if they are automatic."""
         self._planned = -1
         self._rows_leave = bool(self.stack.lower) or self.fast.plan.evicts
-        self._below = self.stack.lower[0].codec if self.stack.lower else None
-        self._victims = Buffer(layout.row_bytes if self._below is None else self._below.row_bytes)
+        below = self.stack.lower[0].codec if self.stack.lower else None
+        self._victims = Buffer(layout.row_bytes if below is None else below.row_bytes)
         self._policy_seconds = 0.0  # seconds counted so far
         self._closed = False
         self._process = OwnProcess()
@@ -262,16 +262,14 @@ class TierGroup:
 
     def _hand_down(self, departures: _core.Departures, seq: int) -> None:
         """Give rows that leave the first tier to the tier under it."""
-        slots, keys, dirty, next_use = departures
         # A row that was stored and then stays does no harm; in an exclusive tier the row would exist twice.
-        lower = self.stack.lower
-        step = len(slots) if lower and lower[0].exclusive else _PIECE
+        slots, keys, dirty, next_use = departures
+        below = self.stack.lower[0] if self.stack.lower else None
+        step = len(slots) if below is not None and below.exclusive else _PIECE
         for begin in range(0, len(slots), max(1, step)):
             part = slice(begin, begin + step)
-            rows = self._victims.take(len(slots[part]))
-            self.fast.copy_out_as(self._below, slots[part], keys[part], rows)
-            moving = MovingRows(keys[part], rows, dirty[part], next_use[part], self._below)
-            self.stack.demote(1, seq, moving)
+            some = slots[part], keys[part], dirty[part], next_use[part]
+            self.stack.demote(1, seq, self.fast.departing(some, below, self._victims))
 
     def _count_overflow(self, rows: int) -> None:
         self.stats.counters.overflow_rows += rows
@@ -305,9 +303,11 @@ class TierGroup:
         for found in every:
             for positions, rows, source in found.pieces:
                 self.fast.copy_in(slots[positions], rows, source, found.codec)
+            if found.lifted is not None:
+                self.fast.rows.copy_rows(slots[found.here], found.lifted.rows, found.lifted.slots)
             if found.dirty is not None:
                 self.fast.native.set_dirty(slots[found.here], found.dirty)
-            if found.pieces:
+            if found.pieces or found.lifted is not None:
                 slots, keys = slots[~found.here], keys[~found.here]
         if len(keys):
             self.layout.initialise(self.fast.rows, slots, keys)
@@ -333,7 +333,7 @@ class TierGroup:
         copies, left = self.layout.view(rows), np.arange(len(keys), dtype=np.int32)
         with self.residency_lock:
             self.check_open()
-            for found in self.stack.find(keys, self.stack.tiers):
+            for found in self.stack.find(keys):
                 for positions, data, source in found.pieces:
                     if found.codec is None:
                         copies.copy_in(left[positions], data, source)

@@ -16,7 +16,7 @@ from tierstore.optim.specs import OptimizerSpec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_OPENED = ("store", "groups", "versions", "warn_of_loss", "_group_of", "_position")
+_OPENED = ("device", "store", "groups", "versions", "warn_of_loss", "_group_of", "_position")
 """Attributes that opening gives an engine."""
 
 
@@ -42,6 +42,13 @@ class LateEngine(Engine):
         self._before: WeakMethod[Callable[[], None]] | None = None
         self._after: WeakMethod[Callable[[], None]] | None = None
         super().__init__(tables, config, optimizer, seed)
+
+    @property
+    def device_name(self) -> str:
+        """The device of the rows; before they are there, where they will be."""
+        if self.on_meta:
+            return "meta"
+        return str(self.config.device or "cpu") if self.waits else super().device_name
 
     def call_when_opened(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Call two methods of the module, of which no reference is kept, before and after the opening."""

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from tierstore.config import TierConfig, format_bytes
 from tierstore.errors import ConfigError
 
@@ -23,14 +25,7 @@ def check_machine(config: TierConfig) -> None:
         check_parent(Path(path), "path")
     if config.overcommit:
         return
-    ahead = 0 if config.read_ahead == "auto" else int(config.read_ahead)
-    memory = 0 if config.keeps_all else int(config.hbm) + int(config.uvm) + ahead
-    if memory > (there := host_memory()):
-        what = "hbm, uvm and read_ahead" if ahead else "hbm and uvm"
-        raise ConfigError(
-            f"{what} are {format_bytes(memory)}, and this process can have {format_bytes(there)} of "
-            "memory; lower them, or set overcommit=True"
-        )
+    _check_memory(config)
     if config.ssd not in ("auto", 0) and config.engine != "memory":
         disk = file_system_bytes(config.paths)
         if disk and int(config.ssd) > disk:
@@ -39,6 +34,35 @@ def check_machine(config: TierConfig) -> None:
                 f"{config.where or tempfile.gettempdir()} has {format_bytes(disk)}; lower it, leave it out "
                 "to take what the disk has, or set overcommit=True"
             )
+
+
+def _check_memory(config: TierConfig) -> None:
+    if config.keeps_all:
+        return
+    ahead = 0 if config.read_ahead == "auto" else int(config.read_ahead)
+    budgets = {"hbm": 0 if config.on_gpu else int(config.hbm), "uvm": int(config.uvm), "read_ahead": ahead}
+    memory = sum(budgets.values())
+    if memory > (there := host_memory()):
+        *names, last = [
+            name for name, size in budgets.items() if size or (name == "uvm" and not config.on_gpu)
+        ]
+        what = f"{', '.join(names)} and {last} are" if names else f"{last} is"
+        raise ConfigError(
+            f"{what} {format_bytes(memory)}, and this process can have {format_bytes(there)} of memory; "
+            f"lower {'them' if names else 'it'}, or set overcommit=True"
+        )
+
+
+def check_lockable(budget: int, rows: int) -> None:
+    """Raise ``ConfigError`` if ``rows`` bytes of ``uvm`` are more memory than a GPU can be given now. It
+    cannot be swapped out, so what others use counts."""
+    free, most = psutil.virtual_memory().available, host_memory()
+    if rows > (there := min(free, most)):
+        raise ConfigError(
+            f"uvm is {format_bytes(budget)}, and its rows take {format_bytes(rows)} of memory that is locked "
+            f"for the GPU, of which {format_bytes(there)} of {format_bytes(most)} are there; lower uvm, "
+            "or end what else uses memory"
+        )
 
 
 def check_parent(folder: Path, what: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from cache_policies.policy import Policy
 from tierstore.cache.budget import GroupDemand, TableDemand, fast_tiers, host_tiers
+from tierstore.cache.device import Device
 from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import RowLayout
 from tierstore.cache.machine import host_memory
@@ -45,7 +46,8 @@ def read_ahead_bytes(config: TierConfig, table_bytes: int) -> int:
 class GroupOpening:
     """The tier groups of ``tables``, with their budgets divided among them; nothing is allocated yet.
 
-    Raises ``ConfigError`` for budgets that are too small.
+    ``device``: has the rows of ``hbm``. Raises ``ConfigError`` for budgets that are too small, or too large
+    for the device.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class GroupOpening:
         config: TierConfig,
         optimizer: OptimizerSpec,
         policy: Policy,
+        device: Device,
     ) -> None:
         self._tables = tables
         self._specs = specs
@@ -69,8 +72,8 @@ class GroupOpening:
             for spec, table in zip(specs, tables, strict=True)
         ]
         demands = {tier: [self._demand(name, tier) for name in self._members] for tier in ("hbm", "uvm")}
-        self._hbm = fast_tiers(config, demands["hbm"], policy)
-        self._uvm = host_tiers(config, demands["uvm"], policy, self._hbm)
+        self._hbm = fast_tiers(config, demands["hbm"], policy, device)
+        self._uvm = host_tiers(config, demands["uvm"], policy, self._hbm, device)
 
     def groups(self, store: RowStore | None) -> list[TierGroup]:
         """Return the groups, with empty tiers above ``store``."""

@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +17,13 @@ from tierstore.cuda.driver import LIBRARY, Driver
 from tierstore.cuda.kernels import Kernels
 from tierstore.cuda.memory import Arena, Block, Blocks
 from tierstore.cuda.nvrtc import open_nvrtc
-from tierstore.cuda.rows import Parts, Touched
+from tierstore.cuda.rows import ANY_LAYOUT, GpuRows, Parts, Touched
 from tierstore.cuda.streams import Stream, Streams
+from tierstore.cuda.uvm import ManagedArena, PinnedArena, UvmRows
 from tierstore.errors import ConfigError, GpuError
 
 _MULTIPROCESSORS, _UNIFIED_ADDRESSING, _MAJOR, _MINOR, _VIRTUAL_MEMORY = 16, 41, 75, 76, 102
+_CONCURRENT_MANAGED_ACCESS = 89
 _STAGING_BLOCKS = 2
 
 
@@ -56,6 +59,9 @@ class _LoadedRows:
         """Keep the memory."""
 
 
+AnyRows = TypeVar("AnyRows", bound=GpuRows)
+
+
 class CudaDevice:
     """GPU number ``index``: rows in its memory, kernels that work on them there.
 
@@ -73,19 +79,18 @@ class CudaDevice:
         libraries: Libraries | None = None,
     ) -> None:
         libraries = Libraries() if libraries is None else libraries
-        driver = Driver(libraries.driver)
-        self.index, self._number = index, driver.open_device(index)
+        self._driver = driver = Driver(libraries.driver)
+        self.number = driver.open_device(index)
+        """The driver's number of the GPU."""
+        self.name = f"cuda:{index}"
         for attribute, what in (
             (_UNIFIED_ADDRESSING, "unified addressing"),
             (_VIRTUAL_MEMORY, "virtual memory"),
         ):
-            if not driver.number("cuDeviceGetAttribute", attribute, self._number):
+            if not self.attribute(attribute):
                 raise GpuError(f"GPU {index} lacks {what}, which tierstore needs; use another GPU")
-        major, minor, multiprocessors = (
-            driver.number("cuDeviceGetAttribute", attribute, self._number)
-            for attribute in (_MAJOR, _MINOR, _MULTIPROCESSORS)
-        )
-        self.streams = Streams(driver, self._number, compute_stream)
+        major, minor, multiprocessors = map(self.attribute, (_MAJOR, _MINOR, _MULTIPROCESSORS))
+        self.streams = Streams(driver, self.number, compute_stream)
         cubins = Cubins(
             10 * major + minor, lambda: open_nvrtc(driver.version // 1000, libraries.nvrtc), libraries.cache
         )
@@ -101,21 +106,54 @@ class CudaDevice:
             leaving=Blocks(self.streams, with_device=False, most=_STAGING_BLOCKS),
         )
 
+    def attribute(self, which: int) -> int:
+        """Return an attribute of the GPU (CUdevice_attribute)."""
+        return self._driver.number("cuDeviceGetAttribute", which, self.number)
+
+    def prepare(self) -> None:
+        """Load the kernels that every row needs, which shows whether kernels can be compiled for this GPU.
+
+        Raises ``GpuError``.
+        """
+        self.parts.kernels.load(ANY_LAYOUT, "move_rows")
+
+    def memory(self) -> tuple[int, int]:
+        """Return the free bytes of the GPU's memory, and all of its bytes."""
+        with self.streams.calls():
+            return self.streams.driver.memory()
+
     def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> CudaRows:
         """Return room for rows. Raises ``tierstore._core.AddressSpaceError``."""
-        self._check(row_bytes, weights)
-        if slots < 1:
-            raise ValueError("rows need at least one slot")
-        arena = Arena(self.streams, self._number, slots * row_bytes)
-        rows = CudaRows(self.parts, arena, slots, row_bytes)
+        self.check(slots, row_bytes, weights)
+        arena = Arena(self.streams, self.number, slots * row_bytes)
+        return self.closing(CudaRows(self.parts, arena, slots, row_bytes), arena.close)
+
+    def closing(self, rows: AnyRows, close: Callable[[Callable[[], Sequence[int]]], None]) -> AnyRows:
+        """Return ``rows``, whose memory ``close`` gives back: when they are gone or the device is closed."""
         self._arenas = [end for end in self._arenas if end.alive]
-        self._arenas.append(weakref.finalize(rows, arena.close, rows.touched.newest))
+        self._arenas.append(weakref.finalize(rows, close, rows.touched.newest))
         self._arenas[-1].atexit = False
         return rows
 
+    def takes(self, rows: object) -> bool:
+        """Return whether these rows are the device's, or of the host's memory beside it."""
+        return isinstance(rows, GpuRows) and rows.parts is self.parts
+
+    def staging(self, slots: int, row_bytes: int) -> CudaRows:
+        """Return room for rows on their way."""
+        return self.allocate(slots, row_bytes)
+
+    def uvm(self, kind: str) -> UvmDevice:
+        """Return the device for rows in the host's memory that this GPU's kernels work on, too; ``kind``:
+        "pinned" or "managed".
+
+        Raises ``GpuError`` where the GPU cannot share managed memory with the host.
+        """
+        return UvmDevice(self, kind)
+
     def load(self, rows: NDArray[np.uint8], weights: str = "fp32") -> CudaRows:
         """Return a copy of the host array's rows for kernels to work on."""
-        self._check(rows.shape[1], weights)
+        self.check(1, rows.shape[1], weights)
         self._give_back()
         block = self.parts.indices.take(max(1, rows.nbytes))
         loaded = CudaRows(self.parts, _LoadedRows(block), max(1, len(rows)), rows.shape[1])
@@ -125,7 +163,7 @@ class CudaDevice:
         with self.streams.operation(Stream.UP) as up:
             block.mark = up.mark
             up.copy(block.device, block.address, rows.nbytes)
-        loaded.touched.marks[:] = block.mark
+        loaded.touched.touch(np.arange(len(rows), dtype=np.int32), block.mark)
         return loaded
 
     def _give_back(self) -> None:
@@ -138,7 +176,10 @@ class CudaDevice:
                 block.mark = up.mark
             self.parts.indices.give(block)
 
-    def _check(self, row_bytes: int, weights: str) -> None:
+    def check(self, slots: int, row_bytes: int, weights: str) -> None:
+        """Raise ValueError for arrays of rows that cannot be, ConfigError for dtypes that cannot be here."""
+        if slots < 1:
+            raise ValueError("rows need at least one slot")
         if row_bytes <= 0 or row_bytes % 16:
             raise ValueError("row_bytes must be a positive multiple of 16")
         if weights != "fp32":
@@ -160,3 +201,50 @@ class CudaDevice:
             for blocks in (self.parts.indices, self.parts.arriving, self.parts.leaving):
                 blocks.close()
         self.streams.close()
+
+
+class UvmDevice:
+    """The host's memory beside a GPU: rows that its kernels read and write in place, as the host does."""
+
+    def __init__(self, gpu: CudaDevice, kind: str) -> None:
+        self._gpu, self._kind, self.name = gpu, kind, gpu.name
+        if kind == "managed" and not gpu.attribute(_CONCURRENT_MANAGED_ACCESS):
+            raise GpuError(
+                f"{gpu.name} cannot share managed memory with the host while it computes; use "
+                "uvm_kind='pinned'"
+            )
+
+    def memory(self) -> tuple[int, int]:
+        """Return what the GPU says: how much the host has is not known here."""
+        return self._gpu.memory()
+
+    def allocate(self, slots: int, row_bytes: int, weights: str = "fp32") -> UvmRows:
+        """Return room for rows. Raises ``tierstore._core.AddressSpaceError``."""
+        gpu = self._gpu
+        gpu.check(slots, row_bytes, weights)
+        size = slots * row_bytes
+        arena: PinnedArena | ManagedArena
+        if self._kind == "managed":
+            arena = ManagedArena(gpu.streams, gpu.number, size)
+        else:
+            arena = PinnedArena(gpu.streams, size)
+        return gpu.closing(UvmRows(gpu.parts, arena, slots, row_bytes), arena.close)
+
+    def load(self, rows: NDArray[np.uint8], weights: str = "fp32") -> CudaRows:
+        """Return a copy of the host array's rows on the GPU."""
+        return self._gpu.load(rows, weights)
+
+    def takes(self, rows: object) -> bool:
+        """Return whether these rows are the GPU's, or of the host's memory beside it."""
+        return self._gpu.takes(rows)
+
+    def staging(self, slots: int, row_bytes: int) -> CudaRows:
+        """Return room for rows on their way up, on the GPU."""
+        return self._gpu.staging(slots, row_bytes)
+
+    def uvm(self, kind: str) -> UvmDevice:
+        """Return the device itself."""
+        return self
+
+    def close(self) -> None:
+        """Do nothing: the memory is given back with the GPU's."""

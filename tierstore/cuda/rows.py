@@ -12,12 +12,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore._core import HostRows, InitialValues, RowCodec
+from tierstore._core import HostRows, InitialValues, RowCodec, SlotMarks
 from tierstore.cuda.args import InitRowsArgs, MoveRowsArgs, RowsArgs
 from tierstore.cuda.cubins import Part
 from tierstore.cuda.kernels import Kernels
 from tierstore.cuda.memory import Block, Blocks, Indices
-from tierstore.cuda.streams import NOTHING, Marks, Operation, Stream, Streams
+from tierstore.cuda.streams import NOTHING, Operation, Stream, Streams
 
 Slots = NDArray[np.int32]
 RowBytes = NDArray[np.uint8]
@@ -62,21 +62,30 @@ def _require(condition: bool, message: str) -> None:
 
 
 class Touched:
-    """The last operation that touched each slot of some rows."""
+    """The last operation that touched each slot of some rows, at most ``slots`` of them."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, slots: int) -> None:
         self._streams = streams
-        self.marks: Marks = np.zeros(0, np.int64)
+        self._marks = SlotMarks(slots)
 
     def grow(self, slots: int) -> None:
         """Have at least so many slots."""
-        if (more := slots - len(self.marks)) > 0:
-            self.marks = np.concatenate([self.marks, np.full(more, NOTHING, np.int64)])
+        self._marks.grow(slots)
 
-    def newest(self, slots: Slots | slice = slice(None)) -> list[int]:
-        """Return the last operation on ``slots`` of each stream, as far as they are not known to be done."""
+    def touch(self, slots: Slots, mark: int) -> list[int]:
+        """Let ``mark`` be the last operation on ``slots``, and return the ones that were, of each stream, as
+        far as they are not known to be done. Raises ValueError for a slot that has no memory."""
         with self._streams.lock:
-            return self._streams.newest(self.marks[slots])
+            return self._streams.unknown(self._marks.touch(slots, mark))
+
+    def last(self, slots: Slots) -> list[int]:
+        """Return the last operations on ``slots``, as :meth:`touch` does."""
+        return self.touch(slots, NOTHING)
+
+    def newest(self, first: int = 0) -> list[int]:
+        """Return the last operations on slots from ``first`` on."""
+        with self._streams.lock:
+            return self._streams.unknown(self._marks.newest(first))
 
 
 class Departure:
@@ -103,10 +112,14 @@ class GpuRows:
     COMPUTE. An operation waits for the last one that touched one of its rows, in whichever stream that is.
     """
 
+    arrival = Stream.UP
+    """The stream in which rows of other arrays come here."""
+
     def __init__(self, parts: Parts, memory: Memory, slots: int, row_bytes: int) -> None:
         self.row_bytes = row_bytes
         self.parts, self._memory, self._slots = parts, memory, slots
-        self.touched = Touched(parts.streams)
+        self._has_discarded = False
+        self.touched = Touched(parts.streams, slots)
 
     @property
     def _rows_args(self) -> Structure:
@@ -124,7 +137,8 @@ class GpuRows:
     def discard(self, first: int) -> None:
         """Give back memory of the slots from ``first`` on."""
         with self.parts.streams.lock:
-            self._memory.discard(first * self.row_bytes, self.touched.newest(slice(first, None)))
+            self._has_discarded = True
+            self._memory.discard(first * self.row_bytes, self.touched.newest(first))
 
     @contextmanager
     def operation(self, stream: Stream, slots: Sequence[Slots], indices: Indices) -> Iterator[Operation]:
@@ -133,17 +147,19 @@ class GpuRows:
         with streams.operation(stream) as operation:
             indices.block.mark = operation.mark
             for some in slots:
-                self._ensure(some)
-                for mark in self.touched.newest(some):
-                    operation.wait_for(mark)
-                self.touched.marks[some] = operation.mark
+                self._touch(operation, some)
             yield operation
 
+    def _touch(self, operation: Operation, slots: Slots) -> None:
+        """Let the operation follow the last ones on ``slots``."""
+        before = self.touched.touch(slots, operation.mark)
+        self._ensure(slots)
+        for mark in before:
+            operation.wait_for(mark)
+
     def _ensure(self, slots: Slots) -> None:
-        if len(slots):
-            _require(slots.min() >= 0 and slots.max() < len(self.touched.marks), "a slot has no memory")
-            if (end := (int(slots.max()) + 1) * self.row_bytes) > self._memory.mapped:
-                self._memory.ensure(end)
+        if self._has_discarded and len(slots):
+            self._memory.ensure((int(slots.max()) + 1) * self.row_bytes)
 
     def indices(self, *arrays: NDArray[np.generic] | None, scratch: Sequence[int] = ()) -> Indices:
         """Return the arrays in pinned memory, for one operation."""
@@ -170,6 +186,23 @@ class GpuRows:
             from_rows, to_rows = indices.addresses
             base, floats = self._memory.base, self.row_bytes // 4
             self._launch_move(up, (base, from_rows), (base, to_rows), len(source), floats)
+
+    def copy_rows(self, slots: Slots, rows: GpuRows, source: Slots) -> None:
+        """Copy the row at ``source[i]`` of other rows of the device to ``slots[i]``."""
+        _require(len(source) == len(slots), "source and slots differ in length")
+        _require(rows.row_bytes == self.row_bytes, "the other rows are not as long")
+        if not len(slots):
+            return
+        self.parts.kernels.load(ANY_LAYOUT, "move_rows")
+        with (
+            self.indices(slots, source) as indices,
+            self.operation(self.arrival, [slots], indices) as arrival,
+        ):
+            rows._touch(arrival, source)
+            arrival.copy(indices.block.device, indices.block.address, indices.size)
+            to_rows, from_rows = indices.addresses
+            came_from, target = (rows._memory.base, from_rows), (self._memory.base, to_rows)
+            self._launch_move(arrival, came_from, target, len(slots), self.row_bytes // 4)
 
     def _launch_move(
         self,

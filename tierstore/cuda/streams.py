@@ -15,13 +15,9 @@ from ctypes import byref, c_int
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tierstore.cuda.driver import CallError, Driver
 from tierstore.errors import ClosedError, GpuError
 
-Marks = NDArray[np.int64]
 NOTHING = 0
 """The mark before the first operation, for which nobody waits."""
 _STREAM_BITS = 2
@@ -100,14 +96,20 @@ class Streams:
         self._events: list[int] = []
         self._failed: GpuError | None = None
         self._closed = False
-        with self.context:
-            # Copies must not wait behind the dense kernels of a model.
-            highest = self._highest_priority()
-            own = [s for s in Stream if s is not Stream.COMPUTE or compute is None]
-            self._handles = {
-                s: driver.handle("cuStreamCreateWithPriority", _NON_BLOCKING, highest if s else 0)
-                for s in own
-            }
+        self._handles: dict[Stream, int] = {}
+        try:
+            with self.context:
+                self._create([s for s in Stream if s is not Stream.COMPUTE or compute is None])
+        except BaseException:
+            self.context.release()
+            raise
+
+    def _create(self, own: Sequence[Stream]) -> None:
+        # Copies must not wait behind the dense kernels of a model.
+        highest = self._highest_priority()
+        for stream in own:
+            priority = highest if stream else 0
+            self._handles[stream] = self.driver.handle("cuStreamCreateWithPriority", _NON_BLOCKING, priority)
 
     def _highest_priority(self) -> int:
         least, highest = c_int(), c_int()
@@ -182,6 +184,10 @@ class Streams:
         """Return the handle of a stream of the device's own."""
         return self._handles[stream]
 
+    def handles(self) -> list[int]:
+        """Return the handles of all streams of the device's own."""
+        return list(self._handles.values())
+
     def order(self, stream: Stream, handle: int, mark: int) -> None:
         """Let what ``stream`` is given from now on begin after the operation ``mark``."""
         if (other := mark & _STREAM_MASK) != stream:
@@ -219,13 +225,9 @@ class Streams:
 
     # -- what is done ----------------------------------------------------------------------------
 
-    def newest(self, marks: Marks) -> list[int]:
-        """Return the newest mark of each stream, without those that are known to be done."""
-        first = [next(iter(t.pending)) for t in self._timelines if t.pending]
-        pending = marks[marks >= min(first) << _STREAM_BITS] if first else marks[:0]
-        streams = pending & _STREAM_MASK
-        newest = [int(pending.max(initial=NOTHING, where=streams == stream)) for stream in Stream]
-        return [mark for mark in newest if mark != NOTHING]
+    def unknown(self, marks: Sequence[int]) -> list[int]:
+        """Return the marks that are not known to be done."""
+        return [m for m in marks if m >> _STREAM_BITS > self._timelines[m & _STREAM_MASK].done]
 
     def is_done(self, mark: int) -> bool:
         """Return whether the operation is done; the host may use its memory then."""

@@ -15,10 +15,11 @@ Content: TypeAlias = "tuple[int, ...] | None"
 
 
 def content_of(tensors: Sequence[Tensor]) -> Content:
-    """Return a hash of each of ``tensors``, a lookup's inputs; None where they cannot be compared."""
-    if any(tensor.device.type != "cpu" for tensor in tensors):
+    """Return a hash of each of ``tensors``, a lookup's inputs; None where they cannot be compared. Those on a
+    GPU are copied to the host."""
+    if any(tensor.device.type not in ("cpu", "cuda") for tensor in tensors):
         return None
-    kept = [tensor.detach().contiguous() for tensor in tensors]
+    kept = [tensor.detach().cpu().contiguous() for tensor in tensors]
     return tuple(_core.content_hash(tensor.data_ptr(), tensor.nbytes) for tensor in kept)
 
 

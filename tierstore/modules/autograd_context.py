@@ -33,7 +33,7 @@ class PooledContext(Context[Module, Lookup], Protocol[Module, Lookup]):
 
     argmaxes: Sequence[Tensor | None]
     weights: Sequence[Tensor | None]
-    weighted: Sequence[tuple[Rows | None, torch.dtype]]
+    weighted: Sequence[tuple[Rows | None, tuple[torch.device, torch.dtype]]]
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]: ...

@@ -190,7 +190,8 @@ class TieredModule(EngineCalls, nn.Module):
     def show_parameters(self, holders: Sequence[HasWeight]) -> None:
         """Give every table a parameter; ``holders`` in the order of the tables."""
         pairs = zip(holders, self.rules.trained, strict=True)
-        self._shown = [holder.show_parameter(trained) for holder, trained in pairs]
+        device = self.engine.device_name
+        self._shown = [holder.show_parameter(trained, device) for holder, trained in pairs]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Freeze all tables, or let them be trained again. Rows of frozen tables are only read."""
@@ -325,6 +326,17 @@ class TieredModule(EngineCalls, nn.Module):
         """Raise ``error``, if there is one; see ``Updates``."""
         if error is not None:
             raise error
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Refuse to move to another device: the rows stay where the tables were opened."""
+        own = torch.device(self.engine.device_name)
+        if not self.engine.on_meta and (moved := fn(torch.empty(0, device=own)).device) != own:
+            raise ConfigError(
+                f"the rows of tables {', '.join(self.table_names())} are on {own}, where they were opened, "
+                f"and cannot be moved to {moved}. Build the module with device={str(moved)!r} (move a model "
+                "before offload()), or move its dense layers alone. Layers before this one may have moved"
+            )
+        return super()._apply(fn, recurse)
 
     # -- rows ----------------------------------------------------------------------------
 

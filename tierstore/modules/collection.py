@@ -18,7 +18,7 @@ from tierstore.modules.configs import BaseEmbeddingConfig
 from tierstore.modules.features import Features
 from tierstore.modules.gradient_hooks import GradientHook
 from tierstore.modules.inputs import FeatureLookup
-from tierstore.modules.tables import HasWeight, OpenTables
+from tierstore.modules.tables import HasWeight, OpenTables, placed
 from tierstore.optim.specs import NotGiven, OptimizerSpec
 from tierstore.optim.tables import Optimizers
 from tierstore.sparse import as_keyed_jagged_tensor
@@ -135,7 +135,7 @@ class Collection(TieredModule):
     @property
     def device(self) -> torch.device:
         """The device of outputs; the meta device for a collection without rows."""
-        return torch.device("meta" if self.engine.on_meta else "cpu")
+        return torch.device(self.engine.device_name)
 
     def adopt_applied(self) -> None:
         """Let tables that are not opened yet have the optimizer that was applied to their parameters."""
@@ -157,7 +157,10 @@ class Collection(TieredModule):
         self.adopt_applied()  # torch makes other parameters, without the optimizer that was applied
         super()._apply(fn, recurse)
         if isinstance(self.engine, LateEngine) and self.engine.on_meta:
-            self.engine.on_meta = any(parameter.is_meta for parameter in self.parameters())
+            moved = next(self.parameters()).device
+            self.engine.on_meta = moved.type == "meta"
+            if not self.engine.on_meta:
+                self.engine.config = placed(self.engine.config, moved)
             for shown in self._shown:
                 shown.accept()
         return self

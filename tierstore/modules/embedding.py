@@ -20,7 +20,6 @@ from tierstore.modules.tables import (
     HasWeight,
     Opening,
     SharedEngine,
-    check_placement,
     check_unsupported,
     is_fresh,
     load_table,
@@ -78,7 +77,7 @@ class SingleTable(HasWeight, TieredModule):
 
     def ids_of(self, given: Tensor) -> Tensor:
         """Return the ids that are looked up for those given, checked."""
-        ids = checked_ids(f"{self.name}: ids", given)
+        ids = checked_ids(f"{self.name}: ids", given, self.engine.device_name)
         return ids if self._bounds is None else self._bounds.kept(ids)
 
     def _clear_padding_row(self) -> None:
@@ -95,7 +94,7 @@ class SingleTable(HasWeight, TieredModule):
         """Keep the row that padding ids yield, since these ids are not looked up; None stands for zeros."""
         if self.padding_idx is not None:
             row = self.rows(torch.tensor([self.padding_idx]))[0]
-            self._padding_row = row if row.any() else None
+            self._padding_row = row.to(self.engine.device_name) if row.any() else None
 
     def load_rows(
         self,
@@ -132,7 +131,7 @@ class TieredEmbedding(SingleTable):
         norm_type, sparse: accepted, without effect: gradients are never materialised.
         _weight: initial rows (num_embeddings, embedding_dim); ignored when a committed store is opened again.
         _freeze: make no updates, as with ``optimizer=None``.
-        device: None or the CPU.
+        device: where ``hbm`` is, and outputs are: the CPU or a GPU; None: as ``config`` says.
         dtype: of weights and outputs: torch.float32, torch.float16 or torch.bfloat16; that of ``_weight``, or
             float32, if None. Every tier holds this dtype, beside optimizer state in float32. Updates compute
             in float32 and round the weights; ``TierConfig.stochastic_rounding`` says how.
@@ -164,10 +163,9 @@ class TieredEmbedding(SingleTable):
         _shared: SharedEngine | None = None,
     ) -> None:
         check_unsupported(max_norm, scale_grad_by_freq)
-        check_placement(device)
         rule, kind = as_init(init, normal(0.0, 1.0)), table_dtype(dtype, _weight)
         table = Table(name, num_embeddings, embedding_dim, rule, dtype=kind)
-        opening = Opening(config, None if _freeze else optimizer, seed, _shared)
+        opening = Opening(config, None if _freeze else optimizer, seed, _shared, device)
         super().__init__(table, padding_idx, _weight, opening)
 
     @classmethod
@@ -206,4 +204,5 @@ class TieredEmbedding(SingleTable):
         rows = rows.view(*input.shape, self.embedding_dim).to(self.dtype)
         if self._padding_row is None:
             return rows
-        return torch.where(torch.eq(input, self._padding).unsqueeze(-1), self._padding_row, rows)
+        is_padding = torch.eq(input, self._padding).to(rows.device).unsqueeze(-1)
+        return torch.where(is_padding, self._padding_row, rows)

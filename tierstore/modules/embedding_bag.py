@@ -23,7 +23,6 @@ from tierstore.modules.parts import MODES
 from tierstore.modules.tables import (
     Opening,
     SharedEngine,
-    check_placement,
     check_unsupported,
     table_dtype,
 )
@@ -44,7 +43,7 @@ class TieredEmbeddingBag(SingleTable):
         _weight: initial rows (num_embeddings, embedding_dim).
         include_last_offset: ``offsets`` also has the end of the last bag.
         padding_idx: ids that are left out of their bags.
-        device: None or the CPU.
+        device: where ``hbm`` is, and outputs are: the CPU or a GPU; None: as ``config`` says.
         dtype: of weights and outputs, as for TieredEmbedding.
         config, optimizer, seed, init, name: as for TieredEmbedding.
     """
@@ -72,12 +71,11 @@ class TieredEmbeddingBag(SingleTable):
         _shared: SharedEngine | None = None,
     ) -> None:
         check_unsupported(max_norm, scale_grad_by_freq)
-        check_placement(device)
         if mode not in MODES:
             raise ConfigError(f"mode is {mode!r}; it must be one of {', '.join(map(repr, MODES))}")
         rule, kind = as_init(init, normal(0.0, 1.0)), table_dtype(dtype, _weight)
         table = Table(name, num_embeddings, embedding_dim, rule, dtype=kind)
-        super().__init__(table, padding_idx, _weight, Opening(config, optimizer, seed, _shared))
+        super().__init__(table, padding_idx, _weight, Opening(config, optimizer, seed, _shared, device))
         self.mode = mode
         self.include_last_offset = include_last_offset
         feature = KeyedFeature(table.name, 0, self.table_numbers[0], num_embeddings, MODES[mode])
@@ -134,7 +132,7 @@ class TieredEmbeddingBag(SingleTable):
             )
         if offsets is None:
             raise InputError(f"{self.name}: 1-D ids need offsets, where each bag starts")
-        offsets = checked_ids(f"{self.name}: offsets", offsets)
+        offsets = checked_ids(f"{self.name}: offsets", offsets, self.engine.device_name)
         if offsets.dim() != 1:
             raise InputError(
                 f"{self.name}: offsets must have one dimension, got shape {tuple(offsets.shape)}"

@@ -12,7 +12,7 @@ from tierstore.modules.compiling import opaque
 from tierstore.modules.configs import EmbeddingBagConfig
 from tierstore.modules.features import PooledFeatures
 from tierstore.modules.local_lookups import LocalPooling
-from tierstore.modules.tables import Opening, SharedEngine, check_placement, is_meta, open_tables
+from tierstore.modules.tables import Opening, SharedEngine, open_tables
 from tierstore.optim import NOT_GIVEN
 from tierstore.optim.tables import Optimizers
 from tierstore.sparse import KeyedTensor
@@ -27,8 +27,8 @@ class EmbeddingBagCollection(Collection):
     Args:
         tables: EmbeddingBagConfigs, ours or torchrec's; dims and poolings may differ.
         is_weighted: rows are multiplied by the weights of the KeyedJaggedTensor, which may require gradients.
-        device: None or the CPU; or "meta" for a description without rows, to be sharded, or to be given
-            rows by ``to_empty(device="cpu")``.
+        device: where ``hbm`` is, and outputs are: the CPU or a GPU; None: as ``config`` says. "meta": a
+            description without rows, to be sharded, or to be given rows by ``to_empty(device=)``.
         config: budgets and places of the tiers; the default one if None.
         optimizer: one of tierstore.optim, without which tables can only be read; None freezes them.
         seed: initial rows are a function of this and the table's name.
@@ -49,11 +49,8 @@ class EmbeddingBagCollection(Collection):
         seed: int = 0,
         _shared: SharedEngine | None = None,
     ) -> None:
-        on_meta = is_meta(device)
-        if not on_meta:
-            check_placement(device)
         features = PooledFeatures(tables, is_weighted)
-        opening = Opening(config, optimizer, seed, _shared, on_meta, self.opens_late)
+        opening = Opening(config, optimizer, seed, _shared, device, self.opens_late)
         opened = open_tables(features.tables(), opening)
         check_bounds(features, opened)
         super().__init__(opened, optimizer, features, LocalPooling(features, opened))

@@ -13,7 +13,7 @@ from tierstore.modules.compiling import opaque
 from tierstore.modules.configs import EmbeddingConfig
 from tierstore.modules.features import Features
 from tierstore.modules.local_lookups import LocalRows
-from tierstore.modules.tables import Opening, SharedEngine, check_placement, is_meta, open_tables
+from tierstore.modules.tables import Opening, SharedEngine, open_tables
 from tierstore.optim import NOT_GIVEN
 from tierstore.optim.tables import Optimizers
 from tierstore.sparse import JaggedTensor, as_keyed_jagged_tensor
@@ -27,8 +27,8 @@ class EmbeddingCollection(Collection):
 
     Args:
         tables: EmbeddingConfigs, ours or torchrec's; dims may differ.
-        device: None or the CPU; or "meta" for a description without rows, to be sharded, or to be given
-            rows by ``to_empty(device="cpu")``.
+        device: where ``hbm`` is, and outputs are: the CPU or a GPU; None: as ``config`` says. "meta": a
+            description without rows, to be sharded, or to be given rows by ``to_empty(device=)``.
         need_indices: the ids are the ``weights()`` of the JaggedTensors.
         use_gather_select, use_gather_select_per_sharding: accepted, without effect.
         config, optimizer, seed: as for EmbeddingBagCollection.
@@ -50,11 +50,8 @@ class EmbeddingCollection(Collection):
         seed: int = 0,
         _shared: SharedEngine | None = None,
     ) -> None:
-        on_meta = is_meta(device)
-        if not on_meta:
-            check_placement(device)
         features = Features(tables)
-        opening = Opening(config, optimizer, seed, _shared, on_meta, self.opens_late)
+        opening = Opening(config, optimizer, seed, _shared, device, self.opens_late)
         opened = open_tables(features.tables(), opening)
         check_bounds(features, opened)
         super().__init__(opened, optimizer, features, LocalRows(features, opened))
@@ -95,5 +92,6 @@ def jagged_rows(
     found = {}
     for feature, values in zip(features.all, rows, strict=True):
         part = keyed[feature.name]
-        found[feature.output] = JaggedTensor(values, part.values() if need_indices else None, part.lengths())
+        ids = part.values().to(values.device) if need_indices else None
+        found[feature.output] = JaggedTensor(values, ids, part.lengths().to(values.device))
     return found

@@ -184,7 +184,9 @@ class PooledFeatures(Features):
         """Return blocks of deduplicated vectors as (examples, sum of dims)."""
         blocks = flat.split([n * dim for n, dim in zip(counts, self.dims, strict=True)])
         parts = zip(blocks, counts, self.dims, rows, strict=True)
-        return torch.cat([block.view(n, dim).index_select(0, at) for block, n, dim, at in parts], dim=1)
+        return torch.cat(
+            [block.view(n, dim).index_select(0, at.to(flat.device)) for block, n, dim, at in parts], dim=1
+        )
 
 
 def table_of(config: BaseEmbeddingConfig) -> Table:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -17,6 +19,9 @@ from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import IdSegment
 from tierstore.errors import InputError
 from tierstore.modules.parts import Lookup, PooledPart, SequencePart
+from tierstore.sparse import KeyedJaggedTensor
+
+logger = logging.getLogger("tierstore")
 
 NO_PADDING = -1
 
@@ -54,18 +59,43 @@ class FeatureLookup(Lookup):
 Feature = TypeVar("Feature", bound=Ids)
 
 
-def checked_ids(name: str, ids: Tensor) -> Tensor:
-    """Return ``ids`` in contiguous memory. Raises InputError unless they are int64 or int32 (or empty) and on
-    the CPU."""
+def checked_ids(name: str, ids: Tensor, device: str = "cpu") -> Tensor:
+    """Return ``ids`` in contiguous memory of the host. Raises InputError unless they are int64 or int32 (or
+    empty), and on the CPU, or on a GPU if the tables are on a GPU. ``device``: of the tables."""
     if not isinstance(ids, Tensor):
         raise InputError(f"{name} must be a torch.Tensor, not {type(ids).__name__}")
     if not ids.is_cpu:
-        raise InputError(f"{name} are on {ids.device}, but the tables on the CPU; move them with .cpu()")
+        _check_gpu(name, ids, device)
+        ids = ids.cpu()
     if not ids.numel():
         return torch.empty(ids.shape, dtype=torch.int64)
     if ids.dtype not in (torch.int64, torch.int32):
         raise InputError(f"{name} must be int64 or int32, got {ids.dtype}")
     return ids.contiguous()
+
+
+def keyed_on_host(keyed: KeyedJaggedTensor, device: str) -> KeyedJaggedTensor:
+    """Return ``keyed`` in memory of the host. ``device``: of the tables; raises as :func:`checked_ids`."""
+    if (values := keyed.values()).is_cpu:
+        return keyed
+    _check_gpu("values of the KeyedJaggedTensor", values, device)
+    return keyed.to("cpu")
+
+
+def _check_gpu(name: str, ids: Tensor, device: str) -> None:
+    if device == "cpu" or ids.device.type != "cuda":
+        where = "the CPU" if device == "cpu" else device
+        raise InputError(f"{name} are on {ids.device}, but the tables on {where}; move them with .cpu()")
+    _say_that_ids_are_copied(name)
+
+
+@functools.cache
+def _say_that_ids_are_copied(name: str) -> None:
+    logger.warning(
+        "%s are on a GPU. The host plans lookups, so it waits for a copy of them in every batch. Leave ids "
+        "on the CPU, where the loader has made them. (said once)",
+        name,
+    )
 
 
 def pooled_lookup(engine: Engine, features: Sequence[Bags], out_shape: tuple[int, ...]) -> FeatureLookup:

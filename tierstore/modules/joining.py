@@ -123,7 +123,8 @@ def _weights(passes: Sequence[Pass], index: int, pieces: Sequence[_Piece]) -> Te
     if all(weights is None for weights in found):
         return None
     sizes = [len(one.lookup.parts[index].batch.inverse) for one in passes]
-    whole = [torch.ones(n) if w is None else w for w, n in zip(found, sizes, strict=True)]
+    device = passes[0].lookup.parts[index].device
+    whole = [torch.ones(n, device=device) if w is None else w for w, n in zip(found, sizes, strict=True)]
     return torch.cat([whole[p.number][p.positions] for p in pieces])
 
 
@@ -137,7 +138,7 @@ def _argmax(passes: Sequence[Pass], index: int, pieces: Sequence[_Piece]) -> Ten
         shifted.append(torch.where(found < 0, found, found + (begin - p.positions.start)))
         begin += p.positions.stop - p.positions.start
     # one more, since an empty tensor has no address
-    return torch.cat([*shifted, torch.zeros(1, dtype=torch.int32)])
+    return torch.cat([*shifted, shifted[0].new_zeros(1)])
 
 
 def _batch(group: TierGroup, pieces: Sequence[tuple[Part, slice]], padding: int) -> _core.Batch:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from tierstore.modules.base import TieredModule
 from tierstore.modules.features import Features, PooledFeatures
-from tierstore.modules.inputs import FeatureLookup, sequence_lookup
+from tierstore.modules.inputs import FeatureLookup, keyed_on_host, sequence_lookup
 from tierstore.modules.keyed_parts import KeyedParts, bags_of
 from tierstore.modules.tables import OpenTables
-from tierstore.sparse import as_keyed_jagged_tensor
+from tierstore.sparse import KeyedJaggedTensor, as_keyed_jagged_tensor
 
 
 class LocalPooling:
@@ -25,7 +25,7 @@ class LocalPooling:
 
     def make(self, features: object) -> FeatureLookup:
         """Return the lookup of a KeyedJaggedTensor; see :meth:`TieredModule.make_lookup`."""
-        keyed, own, parts = as_keyed_jagged_tensor(features), self._features, self._parts
+        keyed, own, parts = self._on_host(features), self._features, self._parts
         ids, bags = own.values_of(keyed), bags_of(keyed)
         if parts is None or not parts.fit(keyed, self._engine):
             parts = self._parts = KeyedParts(own, self._engine, self._tables, keyed)
@@ -35,6 +35,9 @@ class LocalPooling:
         places, shape = own.places(counts, own.expands(keyed))
         id_begin = bags.id_begin if own.is_weighted else None
         return FeatureLookup(parts.lookup(bags, ids, places, id_begin), shape, parts.members, counts)
+
+    def _on_host(self, features: object) -> KeyedJaggedTensor:
+        return keyed_on_host(as_keyed_jagged_tensor(features), self._engine.device_name)
 
     def pooled(self, module: TieredModule, features: object) -> Tensor:
         """Return the pooled rows of a batch, float32 (examples, sum of dims)."""
@@ -57,7 +60,7 @@ class LocalRows:
 
     def make(self, features: object) -> FeatureLookup:
         """Return the lookup of a KeyedJaggedTensor; see :meth:`TieredModule.make_lookup`."""
-        keyed = as_keyed_jagged_tensor(features)
+        keyed = keyed_on_host(as_keyed_jagged_tensor(features), self._engine.device_name)
         return sequence_lookup(self._engine, self._features.ids_of(keyed, self._tables))
 
     def rows(self, module: TieredModule, features: object) -> Sequence[Tensor]:

@@ -171,11 +171,14 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def kept_weights(parts: Sequence[Part], weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Return the weights, one tensor per part or none at all, as kernels read them: detached, since autograd
-    passes the same tensors again as saved tensors."""
+    """Return the weights, one tensor per part or none at all, as kernels read them: on the parts' device, and
+    detached, since autograd passes the same tensors again as saved tensors."""
     if not weights:
         return [None] * len(parts)
-    return [weight.detach().to(torch.float32).contiguous() for weight in weights]
+    return [
+        weight.detach().to(part.device, torch.float32).contiguous()
+        for part, weight in zip(parts, weights, strict=True)
+    ]
 
 
 def pooled_forward(
@@ -188,7 +191,7 @@ def pooled_forward(
         if part.bags.takes_max:
             # one more, since an empty tensor has no address
             bags = len(part.bags.offsets) - 1
-            argmax = torch.empty(bags * part.group.layout.dim + 1, dtype=torch.int32)
+            argmax = torch.empty(bags * part.group.layout.dim + 1, dtype=torch.int32, device=part.device)
         rows = part.rows
         assert rows is not None
         args = _lookup_args(part, rows)
@@ -216,7 +219,7 @@ class PooledFunction(torch.autograd.Function):
         ctx.weighted = [
             (
                 part.rows.copied() if part.rows is not None and ctx.needs_input_grad[3 + index] else None,
-                weight.dtype,
+                (weight.device, weight.dtype),
             )
             for index, (part, weight) in enumerate(zip(lookup.parts, weights, strict=False))
         ]
@@ -236,14 +239,14 @@ class PooledFunction(torch.autograd.Function):
 
     @staticmethod
     def _weight_grad(ctx: PooledCtx, index: int, grad: Tensor) -> Tensor | None:
-        part, weight, (rows, dtype) = ctx.lookup.parts[index], ctx.weights[index], ctx.weighted[index]
+        part, weight, (rows, kind) = ctx.lookup.parts[index], ctx.weights[index], ctx.weighted[index]
         if rows is None or weight is None:
             return None
         out = torch.empty_like(weight)
         with part.group.stats.stage("compute_seconds"):
             bags = _bags_of_gradient(part, grad)  # type: ignore[arg-type]
             rows.device_rows.weight_grads(_lookup_args(part, rows), bags, _address(grad), _address(out))
-        return out.to(dtype)
+        return out.to(*kind)
 
 
 class SequenceFunction(torch.autograd.Function):
@@ -351,7 +354,7 @@ def sequence_forward(parts: Sequence[Part]) -> tuple[Tensor, ...]:
     for part in parts:
         assert part.rows is not None
         dim = part.group.layout.dim
-        out = torch.empty((len(part.rows.inverse), dim), dtype=torch.float32)
+        out = torch.empty((len(part.rows.inverse), dim), dtype=torch.float32, device=part.device)
         with part.group.stats.stage("compute_seconds"):
             part.rows.device_rows.lookup_rows(_lookup_args(part, part.rows), out.data_ptr(), dim)
         outs.append(out)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from tierstore.cache.engine import Engine, Table
@@ -28,10 +29,11 @@ from tierstore.modules.features import table_of
 from tierstore.modules.hooks import carry_hooks
 from tierstore.modules.tables import (
     SharedEngine,
-    check_placement,
+    check_device,
     check_unsupported,
     is_fresh,
     load_table,
+    placed,
     table_dtype,
 )
 from tierstore.optim import NOT_GIVEN, SGD, OptimizerSpec
@@ -108,8 +110,9 @@ def offload(
     commit, its rows are used, not the model's.
 
     Raises ConfigError, having changed nothing, if there is nothing to replace, or something that cannot be:
-    weights that other modules share, or that are not float32, float16 or bfloat16 on the CPU or the meta
-    device; weights with different applied optimizers; max_norm; scale_grad_by_freq.
+    weights that other modules share, or that are not float32, float16 or bfloat16; embeddings on several
+    devices; weights with different applied optimizers; max_norm; scale_grad_by_freq. Tables are on the device
+    that weights with values were on, or on the CPU, unless ``config`` names one.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is {model!r}; give an nn.Module that has embeddings")
@@ -125,6 +128,8 @@ def offload(
         tables = [replace(table, optimizer=each[table.name] or SGD()) for table in tables]
     config = default_config() if config is None else config
     check_machine(config)
+    device = _device_of(found)
+    config = placed(config, device if config.device is None else None)
     one = optimizer if isinstance(optimizer, OptimizerSpec) else SGD()
     engine = Engine(tables, config, one, seed)
     try:
@@ -224,12 +229,24 @@ def _check(path: str, module: nn.Module, model: nn.Module) -> None:
         try:
             check_unsupported(embedding.max_norm, embedding.scale_grad_by_freq)
             if not embedding.weight.is_meta:
-                check_placement(embedding.weight.device)
+                check_device(embedding.weight.device)
             table_dtype(embedding.weight.dtype)
         except ConfigError as error:
             raise ConfigError(f"{own}: {error}") from None
         _check_not_shared(own, embedding, model)
     _is_frozen(path, module)
+
+
+def _device_of(found: Mapping[str, nn.Module]) -> torch.device:
+    """Return the device of all weights that have values, where the tables will be; the CPU if none has. Raises
+    ConfigError if there are several."""
+    weights = [e.weight for path, module in found.items() for e in _embeddings(path, module).values()]
+    if len(different := {weight.device for weight in weights if not weight.is_meta}) > 1:
+        raise ConfigError(
+            f"the embeddings are on {', '.join(sorted(map(str, different)))}; move the model to one device "
+            "before it is offloaded"
+        )
+    return different.pop() if different else torch.device("cpu")
 
 
 def _check_not_shared(path: str, embedding: nn.Module, model: nn.Module) -> None:

@@ -32,6 +32,11 @@ class Part:
     rows: Rows | None = None
 
     @property
+    def device(self) -> str:
+        """torch's name of the device that has the rows, where kernels find and leave tensors."""
+        return self.group.device.name
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the part keeps once it is made, beside its deduplicated ids: the window counts those."""
         return 0
@@ -71,8 +76,9 @@ class Lookup:
     out_shape: tuple[int, ...] = ()
 
     def new_output(self) -> Tensor:
-        """Return a float32 tensor for a pooled output, not initialised."""
-        return torch.empty(self.out_shape, dtype=torch.float32)
+        """Return a float32 tensor for a pooled output, not initialised, on the device of the tables."""
+        device = self.parts[0].device if self.parts else "cpu"
+        return torch.empty(self.out_shape, dtype=torch.float32, device=device)
 
     def acquire(self) -> None:
         """Pin the rows of every part in the fast tier; wait for rows that were planned ahead."""

@@ -46,8 +46,8 @@ class Opening:
     optimizer: Optimizers
     seed: int
     shared: SharedEngine | None
-    on_meta: bool = False
-    """Whether the tables have no rows before they are sharded or moved off the meta device."""
+    device: Device = None
+    """Where the rows of ``hbm`` are; the meta device: nowhere before they are sharded or moved."""
     late: bool = False
     """Whether the tables are opened by the first call that needs a row."""
 
@@ -69,11 +69,13 @@ def open_tables(tables: Sequence[Table], opening: Opening) -> OpenTables:
         return OpenTables(shared.engine, numbers)
     tables = with_optimizers(tables, opening.optimizer)
     one = opening.optimizer if isinstance(opening.optimizer, OptimizerSpec) else SGD()
+    on_meta = is_meta(opening.device)
     config = default_config() if opening.config is None else opening.config
+    config = placed(config, None if on_meta else opening.device)
     check_machine(config)
     given = (tables, config, one, opening.seed)
-    waits = opening.late or opening.on_meta
-    engine = LateEngine(*given, opening.on_meta) if waits else Engine(*given)
+    waits = opening.late or on_meta
+    engine = LateEngine(*given, on_meta) if waits else Engine(*given)
     return OpenTables(engine, list(range(len(tables))))
 
 
@@ -96,12 +98,29 @@ def is_meta(device: Device) -> bool:
     return device is not None and torch.device(device).type == "meta"
 
 
-def check_placement(device: Device) -> None:
-    """Raise ConfigError unless ``device`` is the CPU (or None)."""
-    if device is not None and torch.device(device).type != "cpu":
+def check_device(device: torch.device) -> None:
+    """Raise ConfigError for a device that has no tiers."""
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {device}; tiers are on the CPU or a GPU, so use 'cpu', 'cuda' or None")
+
+
+def placed(config: TierConfig, device: Device) -> TierConfig:
+    """Return ``config`` with ``device``, where a module's tables are to be, if it names no device itself.
+
+    Raises ConfigError for a device that has no tiers, and for one that is not the configuration's.
+    """
+    if device is None or not isinstance(config, TierConfig):
+        return config
+    asked = torch.device(device)
+    check_device(asked)
+    if config.device is None:
+        return replace(config, device=asked)
+    own = torch.device(config.device)
+    if own.type != asked.type or (None not in (own.index, asked.index) and own.index != asked.index):
         raise ConfigError(
-            f"device is {device}; tables live in the tiers of this host, use device='cpu' or None"
+            f"device is {asked}, but the configuration has device={config.device!r}; leave one of them out"
         )
+    return config
 
 
 def table_dtype(dtype: torch.dtype | None, weight: Tensor | None = None) -> str:
@@ -220,12 +239,11 @@ class HasWeight(nn.Module):
         """Whether the table has no rows, since its module is on the meta device."""
         return False
 
-    def show_parameter(self, trained: bool) -> ShownParameter:
-        """Add a parameter without rows, ``tiered_weight``, and return where it is.
+    def show_parameter(self, trained: bool, device: str) -> ShownParameter:
+        """Add a parameter without rows, ``tiered_weight``, on the tables' device, and return where it is.
 
         It says whether the table is trained, and it shows what code does to all parameters of a model:
         freezing, wrapping, applying optimizers. No state dict has it."""
-        device = "meta" if self.on_meta else None
         empty = torch.empty(0, self.table.embedding_dim, device=device)
         parameter = nn.Parameter(empty, requires_grad=trained)
         self.register_parameter(SHOWN, parameter)

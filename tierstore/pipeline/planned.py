@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from tierstore.cache.uninterrupted import Gate
 from tierstore.errors import RankError
 from tierstore.modules.ahead import Ahead, Content
 from tierstore.modules.base import TieredModule
+from tierstore.modules.gpu import what_was_given
 from tierstore.pipeline.learning import leaves
 
 
@@ -34,6 +36,15 @@ class Planned:
     limit: int | None = None  # batches that may be announced before its plan; None: not known yet
     behind: int | None = None  # batches that were known behind it when it was planned
     fills: bool = False  # whether the window was full when it was announced, and then when it was planned
+    written: Callable[[], None] = field(
+        default_factory=what_was_given
+    )  # waits for a GPU that makes the batch
+
+    def wait_written(self, inputs: Sequence[Tensor]) -> None:
+        """Wait until a GPU has written ``inputs``, which the thread that pulled the batch may only have asked
+        for."""
+        if any(tensor.is_cuda for tensor in inputs):
+            self.written()
 
     @property
     def rows(self) -> int:

@@ -9,12 +9,13 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from cache_policies.windows import FIRST_ROWS
 from tierstore.config import MAX_DEPTH, is_integer
 from tierstore.errors import ConfigError, RankError
 from tierstore.modules.base import TieredModule
-from tierstore.pipeline.learning import Call, Recorder
+from tierstore.pipeline.learning import Call, Recorder, is_keyed_jagged
 from tierstore.pipeline.planned import Planned
 from tierstore.pipeline.position import Prefetched
 from tierstore.pipeline.session import Session
@@ -287,8 +288,9 @@ class PrefetchPipeline:
     """TorchRec-shaped training loop: ``progress(iterator)`` does one step and returns the model's output.
 
     ``model(batch)`` returns ``(loss, output)``; ``optimizer`` updates the dense parameters (rows are
-    updated in the backward pass). Batches are moved to ``device`` with their own ``to``. ``StopIteration``
-    ends the epoch.
+    updated in the backward pass). Batches are moved to ``device`` with their own ``to``; to a GPU when they
+    are used, without their keyed jagged tensors, since the host plans lookups. ``StopIteration`` ends the
+    epoch.
     """
 
     def __init__(
@@ -315,9 +317,12 @@ class PrefetchPipeline:
         if self._batches is None or dataloader_iter is not self._source:
             self.close()
             self._source = dataloader_iter
-            self._batches = prefetch(self.batches_of(dataloader_iter), self.model, **self._options)
+            batches = dataloader_iter if self._is_gpu else self.batches_of(dataloader_iter)
+            self._batches = prefetch(batches, self.model, **self._options)
         try:
             batch = next(self._batches)
+            if self._is_gpu:
+                batch = pytree.tree_map(self._to_device, batch, is_leaf=is_keyed_jagged)
         except BaseException:
             self.close()
             raise
@@ -342,8 +347,14 @@ class PrefetchPipeline:
             self.optimizer.step()
         return output
 
+    @property
+    def _is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
     def _to_device(self, batch: Any) -> Any:
-        return batch.to(self.device) if hasattr(batch, "to") else batch
+        if not hasattr(batch, "to") or (self._is_gpu and is_keyed_jagged(batch)):
+            return batch
+        return batch.to(self.device, non_blocking=True) if self._is_gpu else batch.to(self.device)
 
     def close(self) -> None:
         """End the prefetch; the next :meth:`progress` starts anew."""

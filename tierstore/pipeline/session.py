@@ -325,6 +325,7 @@ class Session:
         try:
             args, kwargs = call.arguments(planned.batch)
             inputs = module.lookup_inputs(*args, **kwargs)
+            planned.wait_written(inputs)
             if exchange is None:
                 content = content_of(inputs)  # before the ids are read, so that later changes are noticed
                 lookup = module.make_lookup(*args, **kwargs)

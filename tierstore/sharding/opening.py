@@ -82,6 +82,11 @@ def open_shards(
     _check_max_pooling(features, routing, options.comms)
     _check_optimizers(plan, configs, options.optimizer)
     with env.shared_errors():
+        if config.on_gpu:
+            raise ConfigError(
+                f"device is {config.device!r}, but sharded tables are on the CPUs of their ranks; leave it "
+                "out"
+            )
         check_machine(config)
     commits = options.commits
     if commits is None and config.path is not None:

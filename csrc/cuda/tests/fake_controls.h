@@ -11,8 +11,10 @@ namespace fake_controls = tierstore::cuda::fake;
 void fake_forget() {
   for (const auto& [address, bytes] : gpu.device_memory) std::free(fake_controls::PointerTo(address));
   for (const auto& [address, bytes] : gpu.host_memory) std::free(fake_controls::PointerTo(address));
+  for (const auto& [address, bytes] : gpu.managed_memory) std::free(fake_controls::PointerTo(address));
   for (const auto& [address, bytes] : gpu.reserved) munmap(fake_controls::PointerTo(address), bytes);
-  gpu.device_memory.clear(), gpu.host_memory.clear(), gpu.reserved.clear(), gpu.mapped.clear();
+  gpu.device_memory.clear(), gpu.host_memory.clear(), gpu.managed_memory.clear(), gpu.registered = 0;
+  gpu.reserved.clear(), gpu.mapped.clear();
   gpu.handles.clear(), gpu.mapped_handles.clear();
   gpu.memory = {}, gpu.streams = {}, gpu.arrays_version = ~std::uint64_t{0};
   gpu.used = gpu.events = gpu.modules = 0, gpu.context.users = 0;
@@ -26,12 +28,15 @@ void fake_begin(int order, unsigned seed, int starved) {
   gpu.wrong.clear(), gpu.faults.clear(), gpu.failing_kernel.clear();
   gpu.counts = {}, gpu.failed = CUDA_SUCCESS;
   gpu.version = 13000, gpu.devices = 1, gpu.architecture = 90, gpu.total = std::size_t{1} << 30;
+  gpu.shares_managed = 1;
   tierstore::cuda::emulator::machine.is_pageable = false;
 }
 void fake_set_driver(int version, int devices, int architecture) {
   gpu.version = version, gpu.devices = devices, gpu.architecture = architecture;
 }
 void fake_set_memory(std::size_t total) { gpu.total = total; }
+// Whether the host may use managed memory while kernels run.
+void fake_set_shares_managed(int shares) { gpu.shares_managed = shares; }
 void fake_set_pageable() { tierstore::cuda::emulator::machine.is_pageable = true; }
 void fake_set_capturing(CUstream stream, int capturing) {
   reinterpret_cast<fake_controls::Stream*>(stream)->capturing = capturing != 0;
@@ -46,7 +51,8 @@ void fake_fail_kernel(const char* kernel) { gpu.failing_kernel = kernel; }
 // Runs all that a stream was given; the host does not wait for it, so nothing is ordered by it.
 void fake_run(CUstream stream) {
   const std::lock_guard<std::recursive_mutex> lock(gpu.mutex);
-  gpu.streams.Drain(reinterpret_cast<fake_controls::Stream*>(stream));
+  auto* const given = reinterpret_cast<fake_controls::Stream*>(stream);
+  gpu.streams.Drain(given == nullptr ? gpu.streams.Default() : given);
 }
 // The host reads or writes memory that streams access, too.
 void fake_touch(const void* address, std::size_t bytes, int write) {
@@ -66,16 +72,19 @@ const char* fake_wrong() {
 }
 // How often this thread has waited for the GPU.
 std::int64_t fake_waits() { return fake_controls::host_waits; }
-// Launches, copies, accesses of the host that were told, waits for the whole device.
+// Launches, copies, accesses of the host that were told, waits for the whole device, advices of managed
+// memory.
 void fake_counts(std::int64_t* counts) {
   const auto& c = gpu.counts;
   counts[0] = c.launches, counts[1] = c.copies, counts[2] = c.host_accesses, counts[3] = c.whole_waits;
+  counts[4] = c.prefers_host, counts[5] = c.accessed_by;
 }
 // What is allocated: bytes of device memory; all other objects.
 void fake_alive(std::int64_t* alive) {
   alive[0] = static_cast<std::int64_t>(gpu.used);
-  alive[1] = static_cast<std::int64_t>(gpu.host_memory.size() + gpu.reserved.size() + gpu.mapped.size() +
-                                       gpu.handles.size() + gpu.streams.size() + gpu.events + gpu.modules) +
+  alive[1] = static_cast<std::int64_t>(gpu.host_memory.size() + gpu.managed_memory.size() + gpu.registered +
+                                       gpu.reserved.size() + gpu.mapped.size() + gpu.handles.size() +
+                                       gpu.streams.size() + gpu.events + gpu.modules) +
              gpu.context.users;
 }
 }

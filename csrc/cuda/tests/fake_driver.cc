@@ -23,6 +23,10 @@ static_assert(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR == 75 &&
 static_assert(CU_MEM_ALLOCATION_TYPE_PINNED == 1 && CU_MEM_LOCATION_TYPE_DEVICE == 1 &&
               CU_MEM_ACCESS_FLAGS_PROT_READWRITE == 3 && CU_MEM_ALLOC_GRANULARITY_MINIMUM == 0);
 static_assert(CU_MEMHOSTALLOC_PORTABLE == 1 && CU_MEMHOSTALLOC_DEVICEMAP == 2);
+static_assert(CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS == 89 && CU_MEM_ATTACH_GLOBAL == 1 &&
+              CU_MEM_ADVISE_SET_PREFERRED_LOCATION == 3 && CU_MEM_ADVISE_SET_ACCESSED_BY == 5 &&
+              static_cast<int>(CU_DEVICE_CPU) == -1);
+static_assert(CU_MEMHOSTREGISTER_PORTABLE == 1 && CU_MEMHOSTREGISTER_DEVICEMAP == 2);
 static_assert(CU_STREAM_NON_BLOCKING == 1 && CU_EVENT_DISABLE_TIMING == 2);
 static_assert(CUDA_ERROR_OUT_OF_MEMORY == 2 && CUDA_ERROR_NOT_READY == 600);
 static_assert(CUDA_ERROR_INVALID_IMAGE == 200 && CUDA_ERROR_NO_BINARY_FOR_GPU == 209 &&
@@ -44,8 +48,10 @@ const bool added = [] {
   return true;
 }();
 
-// Stream 0 is not used: work there would wait for other streams.
-fake::Stream* Of(CUstream stream) { return reinterpret_cast<fake::Stream*>(stream); }
+// Stream 0 waits for streams that were made without CU_STREAM_NON_BLOCKING alone, and there are none.
+fake::Stream* Of(CUstream stream) {
+  return stream == nullptr ? gpu.streams.Default() : reinterpret_cast<fake::Stream*>(stream);
+}
 
 bool Take(std::size_t bytes) {
   if (bytes > gpu.total - gpu.used) return false;
@@ -133,6 +139,7 @@ CUresult CUDAAPI cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, 
                                      {CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING, 1},
                                      {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, gpu.architecture / 10},
                                      {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, gpu.architecture % 10},
+                                     {CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS, gpu.shares_managed},
                                      {CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, 1}};
   FAKE_REQUIRE(values.count(attribute) != 0);
   *value = values.at(attribute);
@@ -183,7 +190,7 @@ CUresult CUDAAPI cuMemAlloc(CUdeviceptr* address, std::size_t bytes) {
 }
 CUresult CUDAAPI cuMemFree(CUdeviceptr address) {
   FAKE_ENTER("cuMemFree");
-  return Free(&gpu.device_memory, address);
+  return Free(gpu.managed_memory.count(address) != 0 ? &gpu.managed_memory : &gpu.device_memory, address);
 }
 CUresult CUDAAPI cuMemHostAlloc(void** address, std::size_t bytes, unsigned) {
   FAKE_ENTER("cuMemHostAlloc");
@@ -197,15 +204,35 @@ CUresult CUDAAPI cuMemFreeHost(void* address) {
   FAKE_ENTER("cuMemFreeHost");
   return Free(&gpu.host_memory, fake::AddressOf(address));
 }
+CUresult CUDAAPI cuMemAllocManaged(CUdeviceptr* address, std::size_t bytes, unsigned flags) {
+  FAKE_ENTER("cuMemAllocManaged");
+  FAKE_REQUIRE(bytes > 0 && flags == CU_MEM_ATTACH_GLOBAL);
+  *address = fake::AddressOf(Fresh(bytes));
+  gpu.managed_memory[*address] = bytes;
+  gpu.memory.Add(*address, bytes, "managed memory");
+  return CUDA_SUCCESS;
+}
+#undef cuMemAdvise  // the call that drivers of every CUDA have
+CUresult CUDAAPI cuMemAdvise(CUdeviceptr address, std::size_t bytes, CUmem_advise advice, CUdevice device) {
+  FAKE_ENTER("cuMemAdvise");
+  FAKE_REQUIRE(gpu.managed_memory.count(address) != 0 && gpu.managed_memory[address] == bytes);
+  const bool prefers = advice == CU_MEM_ADVISE_SET_PREFERRED_LOCATION;
+  FAKE_REQUIRE(prefers ? device == CU_DEVICE_CPU : device >= 0 && device < gpu.devices);
+  ++(prefers ? gpu.counts.prefers_host : gpu.counts.accessed_by);
+  return CUDA_SUCCESS;
+}
 CUresult CUDAAPI cuMemHostRegister(void* address, std::size_t bytes, unsigned) {
   FAKE_ENTER("cuMemHostRegister");
   FAKE_REQUIRE(bytes > 0);
+  gpu.registered += bytes;
   gpu.memory.Add(fake::AddressOf(address), bytes, "registered memory");
   return CUDA_SUCCESS;
 }
 CUresult CUDAAPI cuMemHostUnregister(void* address) {
   FAKE_ENTER("cuMemHostUnregister");
   FAKE_REQUIRE(gpu.memory.regions().count(fake::AddressOf(address)) != 0);
+  const auto& region = gpu.memory.regions().at(fake::AddressOf(address));
+  gpu.registered -= region.end - region.begin;
   fake::RemoveRegion(fake::AddressOf(address));
   return CUDA_SUCCESS;
 }
@@ -240,7 +267,7 @@ CUresult CUDAAPI cuMemAddressFree(CUdeviceptr address, std::size_t bytes) {
 CUresult CUDAAPI cuMemCreate(CUmemGenericAllocationHandle* handle, std::size_t bytes,
                              const CUmemAllocationProp* prop, unsigned long long) {
   FAKE_ENTER("cuMemCreate");
-  FAKE_REQUIRE(bytes > 0 && bytes % fake::Gpu::kGranularity == 0 && prop->location.id == 0);
+  FAKE_REQUIRE(bytes > 0 && bytes % fake::Gpu::kGranularity == 0 && prop->location.id < gpu.devices);
   if (!Take(bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
   *handle = gpu.next_handle++;
   gpu.handles[*handle] = bytes;
@@ -288,8 +315,9 @@ CUresult CUDAAPI cuMemUnmap(CUdeviceptr address, std::size_t bytes) {
   return CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI cuStreamCreateWithPriority(CUstream* stream, unsigned, int) {
+CUresult CUDAAPI cuStreamCreateWithPriority(CUstream* stream, unsigned flags, int) {
   FAKE_ENTER("cuStreamCreateWithPriority");
+  FAKE_REQUIRE(flags == CU_STREAM_NON_BLOCKING);
   fake::Stream* const made = gpu.streams.Create();
   if (made == nullptr) return CUDA_ERROR_OUT_OF_MEMORY;
   *stream = reinterpret_cast<CUstream>(made);

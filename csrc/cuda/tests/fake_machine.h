@@ -39,18 +39,20 @@ struct Fault {
 };
 
 struct Counts {
-  std::int64_t launches = 0, copies = 0, host_accesses = 0, whole_waits = 0;
+  std::int64_t launches = 0, copies = 0, host_accesses = 0, whole_waits = 0, prefers_host = 0,
+               accessed_by = 0;
 };
 
 struct Gpu {
   static constexpr std::size_t kGranularity = 4096;
   std::recursive_mutex mutex;
-  int version = 13000, devices = 1, architecture = 90;
+  int version = 13000, devices = 1, architecture = 90, shares_managed = 1;
   std::size_t total = std::size_t{1} << 30, used = 0;
   CUctx_st context;
   Streams streams;
   Memory memory;
-  std::map<std::uintptr_t, std::size_t> device_memory, host_memory, reserved, mapped;
+  std::map<std::uintptr_t, std::size_t> device_memory, host_memory, managed_memory, reserved, mapped;
+  std::size_t registered = 0;
   std::map<CUmemGenericAllocationHandle, std::size_t> handles;
   std::map<std::uintptr_t, CUmemGenericAllocationHandle> mapped_handles;
   CUmemGenericAllocationHandle next_handle = 1;

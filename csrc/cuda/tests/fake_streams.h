@@ -67,7 +67,12 @@ class Streams {
     ends_[stream->number][stream->number] = stream->clock[stream->number];
     streams_.erase(stream->number);
   }
-  std::size_t size() const { return streams_.size(); }
+  // Stream 0 of the driver, which is there without being made.
+  Stream* Default() {
+    if (default_ == nullptr) default_ = Create();
+    return default_;
+  }
+  std::size_t size() const { return streams_.size() - (default_ != nullptr); }
 
   void Launch(Stream* stream, std::string what, std::function<void(const Actor&)> run) {
     Join(&stream->clock, host_);
@@ -141,6 +146,7 @@ class Streams {
   }
 
   std::map<std::size_t, std::unique_ptr<Stream>> streams_;
+  Stream* default_ = nullptr;
   std::array<Clock, kMostActors> ends_{};
   Clock host_{};
   Order order_ = Order::kEager;

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from cache_policies import lanes
-from cache_policies.policy import Policy
 from tierstore import _core
-from tierstore.cache.device import HOST, Device
+from tierstore.cache.device import DeviceRows
 from tierstore.cache.tiers.buffers import Buffer
 from tierstore.cache.tiers.codec import Codec
 from tierstore.cache.tiers.protocol import (
@@ -20,120 +17,18 @@ from tierstore.cache.tiers.protocol import (
     Keys,
     MovingRows,
     RowBytes,
+    RowsAt,
     Slots,
     Tier,
     TierStats,
 )
-from tierstore.cache.tiers.sizes import (
-    AnyAdmission,
-    AnyPolicy,
-    as_admission,
-    as_policy,
-    lanes_of,
-    overflow_rows,
-    policy_bytes,
-)
+from tierstore.cache.tiers.shares import Lanes, TierPlan
+from tierstore.cache.tiers.sizes import AnyAdmission, AnyPolicy, as_policy, overflow_rows
 from tierstore.errors import ConfigError, PolicyFaultError, TierFullError
 from tierstore.keys import split
 
 _PIECE = 1 << 13
 _WINDOW_COVER = 5  # distinct rows in the window per slot (docs/reference/policies.md)
-
-
-@dataclass(frozen=True)
-class OwnShare:
-    """Slots that ``tables`` (indices) have to themselves; ``holds_all``: they hold every row of these
-    tables, so nothing is ever evicted."""
-
-    tables: tuple[int, ...]
-    slots: int
-    holds_all: bool
-
-
-@dataclass(frozen=True)
-class TierPlan:
-    """Slots of one memory tier that its tables share, except the slots in ``own``; ``holds_all``: every row
-    of the tables that share fits, so nothing is ever evicted there."""
-
-    slots: int
-    holds_all: bool
-    own: tuple[OwnShare, ...] = ()
-    device: Device = HOST
-    """The device that has the rows."""
-    weights: str = "fp32"
-    """The dtype of weights that kernels work on, in rows of no other form."""
-    codec: Codec | None = None
-    """The form of the rows; None is that of the first tier."""
-    leaving: Codec | None = None
-    """The form of rows that leave, where it is not ``codec``."""
-    has_lanes: bool = True
-    """Whether many slots are divided into lanes. Where rows cannot leave, a lane would be full before all
-    lanes are."""
-
-    @property
-    def capacity(self) -> int:
-        """Return the number of all slots."""
-        return self.slots + sum(share.slots for share in self.own)
-
-    @property
-    def evicts(self) -> bool:
-        """Return whether any row may have to leave."""
-        return not (self.holds_all and all(share.holds_all for share in self.own))
-
-    def share_of(self, table: int) -> OwnShare | None:
-        """Return the slots that ``table`` has to itself, if any."""
-        return next((share for share in self.own if table in share.tables), None)
-
-
-class _Share:
-    """A policy and a filter for some slots, compiled; they own arrays that the native tier points to."""
-
-    def __init__(self, slots: int, policy: Policy | None, admission: AnyAdmission) -> None:
-        self.slots = slots
-        self.policy = None if policy is None else policy.compile(slots)
-        filter_ = None if policy is None else as_admission(admission)
-        self.filter = None if filter_ is None else filter_.compile(slots)
-        self.bytes = policy_bytes(policy, slots) + policy_bytes(filter_, slots)
-
-    def config(self) -> _core.ShareConfig:
-        return _core.ShareConfig(
-            slots=self.slots,
-            policy_state=0 if self.policy is None else self.policy.state_address,
-            policy_hooks=None if self.policy is None else self.policy.hooks,
-            filter_state=0 if self.filter is None else self.filter.state_address,
-            filter_admit=0 if self.filter is None else self.filter.hooks["admit"],
-        )
-
-
-class _Lanes:
-    """The lanes of a tier, each a list of shares. A share of many slots has lanes of its own; all other
-    shares are in one lane."""
-
-    def __init__(self, plan: TierPlan, policy: Policy, admission: AnyAdmission, tables: int) -> None:
-        self.lanes: list[list[_Share]] = []
-        self.share_of = [0] * tables  # of the tables in the lane of several shares
-        shared = [table for table in range(tables) if plan.share_of(table) is None]
-        parts = [(o.tables, o.slots, o.holds_all) for o in plan.own]
-        if plan.slots or not parts:  # else every table of the group has slots of its own
-            parts.insert(0, (tuple(shared), plan.slots, plan.holds_all))
-        few: list[_Share] = []
-        ranges: list[tuple[int, int] | None] = [None] * tables
-        for members, slots, holds_all in parts:
-            chosen = None if holds_all else policy
-            sizes = lanes_of(slots, chosen) if plan.has_lanes else [slots]
-            if len(self.lanes) + len(sizes) > lanes.MOST_LANES_IN_TIER:
-                sizes = [slots]
-            own = [_Share(n, chosen, admission) for n in sizes]
-            for table in members:
-                self.share_of[table] = len(few) if len(own) == 1 else 0
-                ranges[table] = None if len(own) == 1 else (len(self.lanes), len(own))
-            if len(own) == 1:
-                few += own
-            else:
-                self.lanes += [[share] for share in own]
-        if few:
-            self.lanes.append(few)
-        self.lanes_of = [span or (len(self.lanes) - 1, 1) for span in ranges]
 
 
 class MemoryTier(Tier):
@@ -170,10 +65,11 @@ class MemoryTier(Tier):
         self.uses_window = plan.evicts and policy.uses_window
         self.policy_name = policy.name if plan.evicts else "none"
         # The compiled policies own the arrays that the native tier points to: keep them as long as the tier.
-        layout = _Lanes(plan, policy, admission or "always", tables)
+        layout = Lanes(plan, policy, admission or "always", tables)
         self._shares = [share for lane in layout.lanes for share in lane]
         self._policy_bytes = sum(share.bytes for share in self._shares)
         self._found = Buffer(row_bytes)
+        self._staging: DeviceRows | None = None
         self._leaving = Buffer(row_bytes if self.leaving is None else self.leaving.row_bytes)
         overflow = 0 if admission is None else overflow_rows(row_bytes)
         overflow += -overflow % len(layout.lanes)  # every lane has as many
@@ -237,6 +133,16 @@ class MemoryTier(Tier):
             assert codec is not None
             codec.encode(self.rows, keys, out, slots)
 
+    def departing(self, departures: _core.Departures, to: Tier | None, room: Buffer) -> MovingRows:
+        """Return rows that leave for the tier ``to``: where they are, if it takes them from there, or else
+        copies in its form, valid until ``room`` is used again."""
+        slots, keys, dirty, next_use = departures
+        if to is not None and to.takes(self.rows):
+            return MovingRows(keys, room.take(0), dirty, next_use, at=RowsAt(self.rows, slots))
+        rows, form = room.take(len(slots)), None if to is None else to.codec
+        self.copy_out_as(form, slots, keys, rows)
+        return MovingRows(keys, rows, dirty, next_use, form)
+
     def evict(self, pinned_since: int, plan: _core.Plan) -> int:
         """Look for the plan's victims among rows last used before lookup ``pinned_since``.
 
@@ -292,16 +198,46 @@ class MemoryTier(Tier):
     # -- as a tier -------------------------------------------------------------------------
 
     def find(self, keys: Keys) -> FoundRows:
+        return self._find(keys, self._copies)
+
+    def lift(self, keys: Keys) -> FoundRows:
+        if self._staging is None and self.codec is None:
+            self._staging = self.plan.device.staging(self.capacity, self.row_bytes)
+        return self._find(keys, self._copies if self._staging is None else self._lifted)
+
+    def _find(self, keys: Keys, copies: Callable[[Slots], RowBytes | RowsAt]) -> FoundRows:
         slots = self.slots_of(keys)
         here = slots >= 0
         positions = np.flatnonzero(here)
         if not len(positions):
             return FoundRows(here, [])
         slots = slots[positions]
+        rows, dirty = copies(slots), self.native.dirty_of(slots)
+        if isinstance(rows, RowsAt):
+            return FoundRows(here, [], dirty, slots, lifted=rows)
+        return FoundRows(here, [(positions, rows, None)], dirty, slots, codec=self.codec)
+
+    def _copies(self, slots: Slots) -> RowBytes:
         rows = self._found.take(len(slots))
         self.copy_out(slots, rows)
-        dirty = self.native.dirty_of(slots)
-        return FoundRows(here, [(positions, rows, None)], dirty, slots, codec=self.codec)
+        return rows
+
+    def _lifted(self, slots: Slots) -> RowsAt:
+        """Copy rows to where the first tier takes them from; their slots may be written again at once."""
+        assert self._staging is not None
+        at = np.arange(len(slots), dtype=np.int32)
+        try:
+            self._staging.commit(len(slots))
+        except _core.AddressSpaceError as refused:
+            raise TierFullError(
+                f"{self.name}: no room for {len(slots)} rows on their way up: {refused}; lower hbm, or use "
+                "smaller batches"
+            ) from None
+        self._staging.copy_rows(at, self.rows, slots)
+        return RowsAt(self._staging, at)
+
+    def takes(self, rows: DeviceRows) -> bool:
+        return self.codec is None and self.plan.device.takes(rows)
 
     def holds(self, keys: Keys) -> Flags:
         return self.slots_of(keys) >= 0
@@ -334,7 +270,10 @@ class MemoryTier(Tier):
         native.assign(rows.keys, False, plan)
         stay = plan.slots >= 0
         slots, rows = (plan.slots, rows) if stay.all() else (plan.slots[stay], rows.part(stay))
-        self.copy_in(slots, rows.rows, codec=rows.codec)
+        if rows.at is None:
+            self.copy_in(slots, rows.rows, codec=rows.codec)
+        else:
+            self.rows.copy_rows(slots, rows.at.rows, rows.at.slots)
         native.set_dirty(slots, rows.dirty)
 
     def flush(self, write: Callable[[Keys, RowBytes], None]) -> None:

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore import _core
+from tierstore.cache.device import DeviceRows
 from tierstore.cache.tiers.codec import Codec, converted
 
 Slots = NDArray[np.int32]
@@ -38,13 +40,27 @@ NEVER = int(np.iinfo(np.int64).max)
 """The next use of a row that no announced lookup uses."""
 
 
+class RowsAt(NamedTuple):
+    """Float32 rows of a device at ``slots``, where they stay while they are on their way."""
+
+    rows: DeviceRows
+    slots: Slots
+
+    def copied(self) -> RowBytes:
+        """Return the rows in memory of the host."""
+        out = _core.rows_array(len(self.slots), self.rows.row_bytes)
+        self.rows.copy_out(self.slots, out)
+        return out
+
+
 @dataclass(frozen=True)
 class FoundRows:
     """Copies of the rows that a tier has of n asked keys, valid until its next :meth:`Tier.find`.
 
     ``here``: (n,), which of the keys it has. ``dirty``: uint8, a flag per row found (None: all are clean).
     ``slots``: the rows' slots, if the tier needs them in ``take``. ``read_ahead``: how many rows were read
-    ahead. ``codec``: the rows' form.
+    ahead. ``codec``: the rows' form. ``lifted``: the rows found, in the place of pieces, on the device of the
+    first tier.
     """
 
     here: Flags
@@ -53,37 +69,45 @@ class FoundRows:
     slots: Slots | None = None
     read_ahead: int = 0
     codec: Codec | None = None
+    lifted: RowsAt | None = None
 
 
 @dataclass(frozen=True)
 class MovingRows:
     """Rows that leave a tier: keys (n,), rows (n, row_bytes), dirty flags uint8 (n,), the numbers of the
-    lookups that use them next, int64 (n,), and the rows' form."""
+    lookups that use them next, int64 (n,), and the rows' form. ``at``: where the rows still are, in the place
+    of ``rows``; only a tier that :meth:`Tier.takes` them gets such."""
 
     keys: Keys
     rows: RowBytes
     dirty: NDArray[np.uint8]
     next_use: NDArray[np.int64]
     codec: Codec | None = None
+    at: RowsAt | None = None
 
     def part(self, which: Flags | Slots) -> MovingRows:
         """Return the rows that a NumPy index selects."""
-        return MovingRows(
-            self.keys[which], self.rows[which], self.dirty[which], self.next_use[which], self.codec
-        )
+        at = None if self.at is None else RowsAt(self.at.rows, self.at.slots[which])
+        rows = self.rows[which] if at is None else self.rows
+        return MovingRows(self.keys[which], rows, self.dirty[which], self.next_use[which], self.codec, at)
+
+    def copied(self) -> MovingRows:
+        """Return the rows in memory of the host."""
+        return self if self.at is None else replace(self, rows=self.at.copied(), at=None)
 
     def converted(self, codec: Codec | None) -> MovingRows:
         """Return the rows in the form ``codec``."""
         if codec is self.codec:
             return self
-        return replace(self, rows=converted(self.keys, self.rows, self.codec, codec), codec=codec)
+        rows = converted(self.keys, self.copied().rows, self.codec, codec)
+        return replace(self, rows=rows, codec=codec, at=None)
 
     @staticmethod
     def joined(parts: Sequence[MovingRows]) -> MovingRows:
         """Return the rows of all ``parts``, which have one form, in order."""
         return MovingRows(
             np.concatenate([part.keys for part in parts]),
-            np.concatenate([part.rows for part in parts]),
+            np.concatenate([part.copied().rows for part in parts]),
             np.concatenate([part.dirty for part in parts]),
             np.concatenate([part.next_use for part in parts]),
             parts[0].codec,
@@ -160,6 +184,16 @@ class Tier(Protocol):
     def holds(self, keys: Keys) -> Flags:
         """Return which of ``keys`` are here. Nothing changes."""
         ...
+
+    def lift(self, keys: Keys) -> FoundRows:
+        """Return what :meth:`find` does, for rows that move to the first tier: perhaps ``lifted``, where they
+        need not pass through memory of the host."""
+        return self.find(keys)
+
+    def takes(self, rows: DeviceRows) -> bool:
+        """Return whether :meth:`put` takes some of ``rows`` where they are (``MovingRows.at``). It raises
+        nothing."""
+        return False
 
     def take(self, found: FoundRows) -> None:
         """Let go of rows that were just found: they move up. Must not fail."""

@@ -38,10 +38,10 @@ class TierStack:
             raise ValueError(f"{name}: an exclusive tier is below a lasting one: {[t.name for t in tiers]}")
         self.lasting: list[LastingTier] = lasting  # type: ignore[assignment]  # what is not exclusive lasts
 
-    def find(self, keys: Keys, tiers: Sequence[Tier]) -> Iterator[FoundRows]:
+    def find(self, keys: Keys) -> Iterator[FoundRows]:
         """Yield, tier by tier, the rows of ``keys`` that it has and no tier before it has. A tier is asked
         when its turn comes."""
-        for tier in tiers:
+        for tier in self.tiers:
             found = tier.find(keys)
             yield found
             keys = keys[~found.here]
@@ -70,7 +70,10 @@ class TierStack:
     def collect(self, missing: Keys) -> list[FoundRows]:
         """Return the rows of ``missing`` that each tier under the first has; the rows leave exclusive
         tiers."""
-        every = list(self.find(missing, self.lower))
+        every = []
+        for tier in self.lower:
+            every.append(tier.lift(missing))
+            missing = missing[~every[-1].here]
         for tier, found in zip(self.lower, every, strict=True):
             tier.take(found)  # take comes last, since nothing can fail any more
         return every
@@ -78,10 +81,11 @@ class TierStack:
     def restore(self, every: Sequence[FoundRows], missing: Keys, seq: int) -> None:
         """Put collected rows back; exclusive tiers have room, since the rows were just taken out of them."""
         for level, found in enumerate(every, start=1):
-            for positions, rows, _ in found.pieces if self.tiers[level].exclusive else ():
+            if self.tiers[level].exclusive and found.here.any():
                 assert found.dirty is not None
+                rows = found.pieces[0][1] if found.lifted is None else found.lifted.copied()
                 never = np.full(len(rows), NEVER)
-                moving = MovingRows(missing[positions], rows, found.dirty, never, found.codec)
+                moving = MovingRows(missing[found.here], rows, found.dirty, never, found.codec)
                 self.demote(level, seq, moving)
             missing = missing[~found.here]
 
@@ -95,7 +99,10 @@ class TierStack:
                 raise self._full()
             return  # rows that were never updated have their initial values
         tier = self.tiers[level]
-        parts = tuple(part.converted(tier.codec) for part in parts)
+        parts = tuple(
+            (part if part.at is None or tier.takes(part.at.rows) else part.copied()).converted(tier.codec)
+            for part in parts
+        )
         # Of two calls the second could fail, and rows of the first be in two exclusive tiers.
         if tier.exclusive and len(parts) > 1:
             parts = (MovingRows.joined(parts),)

@@ -1,0 +1,205 @@
+"""torch for CUDA on the fake driver: tensors that say they are on a GPU, and refuse others that are not.
+
+Their memory is the process's, and torch computes on it at once. A kernel of ours whose result torch reads has
+run by then, since torch's operations follow it in the current stream; so this shows which tensors meet which,
+and not what orders torch's own work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.cuda.fake import fake_gpu
+from tests.cuda.fake_device import FakeDevice, checked_views
+from tierstore.cuda import rows
+from tierstore.cuda.streams import Stream
+from tierstore.modules import gpu as opening
+
+_kept: list[torch.Tensor] = []
+"""Tensors whose addresses kernels may still use."""
+
+
+def finish() -> None:
+    """Run what the current stream was given."""
+    fake_gpu().run(0)
+    _kept.clear()
+
+
+_MIXES = {"aten::copy_", "aten::_index_put_impl_", "aten::index", "aten::index_put", "aten::index_put_"}
+"""Operations of torch that take tensors of several devices."""
+
+
+class GpuTensor(torch.Tensor):
+    """A tensor on a GPU that is not there; ``inner`` has its numbers."""
+
+    inner: torch.Tensor
+    number: int
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, number: int) -> GpuTensor:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            requires_grad=False,
+        )
+        made.inner, made.number = inner, number
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", self.number)
+
+    is_cuda = True  # type: ignore[assignment]
+    is_cpu = False  # type: ignore[assignment]
+
+    def data_ptr(self) -> int:
+        _kept.append(self.inner)
+        return self.inner.data_ptr()
+
+    def cpu(self, *_: Any) -> torch.Tensor:
+        return moved(self, torch.device("cpu"), None)
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        return FakeCuda._to(torch.Tensor.to, self, *args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        numbers = {t.number for t in given if isinstance(t, cls)}
+        # Autograd makes empty gradients of unused outputs where it believes the tensors to be: on the CPU.
+        strangers = [t for t in given if not isinstance(t, cls) and t.dim() and t.numel()]
+        if len(numbers) > 1 or (strangers and func._schema.name not in _MIXES):
+            raise RuntimeError(f"Expected all tensors to be on the same device: {func} gets others as well")
+        finish()
+        out = func(*tree_map_only(cls, _inner, args), **tree_map_only(cls, _inner, kwargs))
+        wrapped = tree_map_only(torch.Tensor, lambda t: cls(t, min(numbers)), out)
+        if func._schema.name == "aten::copy_" and not isinstance(args[0], cls):
+            return args[0]
+        return return_and_correct_aliasing(func, args, kwargs, wrapped)
+
+
+def _inner(tensor: GpuTensor) -> torch.Tensor:
+    return tensor.inner
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        ctx.back = tensor.device, tensor.dtype
+        finish()
+        inner = tensor.inner if isinstance(tensor, GpuTensor) else tensor
+        copy = inner.detach().to(dtype, copy=True)
+        return GpuTensor(copy, device.index or 0) if device.type == "cuda" else copy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return moved(grads[0], *ctx.back), None, None
+
+
+def moved(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
+    """``tensor.to(device, dtype)``"""
+    dtype = dtype or tensor.dtype
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", 0)
+    return tensor if (tensor.device, tensor.dtype) == (device, dtype) else _Moved.apply(tensor, device, dtype)
+
+
+def _is_gpu(device: object) -> bool:
+    return isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
+
+
+class FakeCuda(TorchFunctionMode):
+    """Lets ``device="cuda"`` and ``to("cuda")`` give tensors of the fake GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu):
+            return self._to(func, *args, **kwargs)
+        device = kwargs.get("device")
+        if not _is_gpu(device):
+            return func(*args, **kwargs)
+        kwargs["device"] = "cpu"
+        made = func(*args, **kwargs)
+        if isinstance(made, GpuTensor) or not isinstance(made, torch.Tensor):
+            return made
+        return moved(made, torch.device(device), None)
+
+    @staticmethod
+    def _to(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if func is torch.Tensor.cpu:
+            return moved(tensor, torch.device("cpu"), None)
+        if func is torch.Tensor.cuda:
+            args = ("cuda", *args)
+        every = [*args, kwargs.get("device"), kwargs.get("dtype")]
+        devices = [torch.device(a) for a in every if isinstance(a, str | torch.device)]
+        devices += [a.device for a in every if isinstance(a, torch.Tensor)]
+        dtypes = [a for a in every if isinstance(a, torch.dtype)]
+        if not isinstance(tensor, GpuTensor) and not any(map(_is_gpu, devices)):
+            return func(tensor, *args, **kwargs)
+        return moved(tensor, devices[0] if devices else tensor.device, dtypes[0] if dtypes else None)
+
+
+class CurrentStream:
+    """torch's current stream, which is the driver's stream 0 unless the user chooses another."""
+
+    cuda_stream = 0
+
+
+@contextmanager
+def fake_torch(order: str = "eager", seed: int = 0, devices: int = 1) -> Iterator[list[FakeDevice]]:
+    """torch for CUDA with so many GPUs, for tests of modules; yields the devices that are opened.
+
+    Nothing may be wrong at the end, and nothing left.
+    """
+    gpu = fake_gpu()
+    gpu.begin(order, seed, 1 + seed % len(Stream))
+    gpu.set_driver(devices=devices)
+    gpu.set_pageable()  # tensors are the process's memory
+    opened: list[FakeDevice] = []
+
+    def opens(*options: Any) -> FakeDevice:
+        opened.append(FakeDevice(*options))
+        return opened[-1]
+
+    with (
+        checked_views(),
+        mock.patch.object(rows, "STAGING_BYTES", 256),
+        mock.patch.object(opening, "CudaDevice", opens),
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(torch.cuda, "current_stream", return_value=CurrentStream()),
+        FakeCuda(),
+    ):
+        torch.__future__.set_overwrite_module_params_on_conversion(True)  # a parameter becomes a GpuTensor
+        try:
+            yield opened
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(False)
+            for device in opened:
+                device.close()
+            finish()
+            alive, wrong = gpu.alive, gpu.wrong
+            if gpu.failed:
+                alive = 0, 0  # nothing can be given back any more
+            if alive != (0, 0) or gpu.failed:
+                gpu.forget()
+    assert wrong == []
+    assert devices > 1 or gpu.counts["whole_waits"] == 0  # of all devices together, here
+    assert alive == (0, 0)

@@ -1,0 +1,387 @@
+"""Modules whose ``hbm`` is on a fake GPU: tensors are where they must be, with the bits of the host."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tierstore
+from tests.cuda.fake import ORDERS, fake_gpu
+from tests.cuda.fake_torch import GpuTensor, fake_torch
+from tests.cuda.test_training_on_fake_gpu import counters
+from tierstore import ConfigError, InputError, TierConfig, checkpoint, optim
+from tierstore.modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    PoolingType,
+    TieredEmbedding,
+    TieredEmbeddingBag,
+    offload,
+)
+from tierstore.modules.inputs import _say_that_ids_are_copied
+from tierstore.sparse import KeyedJaggedTensor
+
+ROWS, DIM = 200, 8
+CONFIG = TierConfig(hbm="10KiB", uvm="6KiB", ssd="1GiB", engine="memory")
+ADAM = optim.Adam(lr=0.05)
+
+
+@pytest.fixture(autouse=True)
+def said_once() -> None:
+    _say_that_ids_are_copied.cache_clear()
+
+
+def ints(*shape: int, seed: int = 0, below: int = ROWS) -> Tensor:
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def keyed(seed: int, weighted: bool = False, shared: bool = False) -> KeyedJaggedTensor:
+    """Bags of 0 to 4 ids of keys a and b, four examples; ``shared``: examples share bags."""
+    random = torch.Generator().manual_seed(seed)
+    more: dict[str, Any] = {}
+    bags = 8
+    if shared:
+        more = {
+            "stride_per_key_per_rank": [[3], [2]],
+            "inverse_indices": (["a", "b"], torch.tensor([[0, 1, 2, 1], [1, 1, 0, 0]])),
+        }
+        bags = 5
+    lengths = torch.randint(0, 5, (bags,), generator=random)
+    n = int(lengths.sum())
+    values = torch.randint(0, ROWS, (n,), generator=random)
+    weights = torch.rand(n, generator=random) if weighted else None
+    return KeyedJaggedTensor.from_lengths_sync(["a", "b"], values, lengths=lengths, weights=weights, **more)
+
+
+def dense(found: Any) -> Tensor:
+    """The tensors of an output, side by side."""
+    if isinstance(found, Tensor):
+        return found.reshape(-1)
+    if isinstance(found, dict):
+        return torch.cat([part.values().reshape(-1) for part in found.values()])
+    return found.values().reshape(-1)
+
+
+def collection(weighted: bool = False, device: str | None = None) -> EmbeddingBagCollection:
+    """Two row layouts, all poolings."""
+    poolings = (PoolingType.SUM, PoolingType.MEAN, PoolingType.SUM if weighted else PoolingType.MAX)
+    tables = [
+        EmbeddingBagConfig(ROWS, dim, f"t{i}", feature_names=names, pooling=pooling)
+        for i, (dim, names, pooling) in enumerate(
+            zip((8, 3, 8), (["a"], ["b"], ["a", "b"]), poolings, strict=True)
+        )
+    ]
+    return EmbeddingBagCollection(tables, weighted, device, config=CONFIG, optimizer=ADAM)
+
+
+MODULES: dict[str, tuple[Callable[[str | None], Any], Callable[[int], tuple[Any, ...]]]] = {
+    "rows": (
+        lambda device: TieredEmbedding(ROWS, DIM, device=device, config=CONFIG, optimizer=ADAM),
+        lambda step: (ints(4, 5, seed=step),),
+    ),
+    "rows with padding": (
+        lambda device: TieredEmbedding(
+            ROWS, DIM, 3, device=device, config=CONFIG, optimizer=ADAM, _weight=torch.rand(ROWS, DIM)
+        ),
+        lambda step: (ints(4, 5, seed=step, below=9),),
+    ),
+    "max": (
+        lambda device: TieredEmbeddingBag(
+            ROWS, DIM, mode="max", device=device, config=CONFIG, optimizer=ADAM
+        ),
+        lambda step: (ints(20, seed=step).int(), torch.tensor([0, 5, 5, 11])),
+    ),
+    "collection": (lambda device: collection(device=device), lambda step: (keyed(step),)),
+    "weighted": (lambda device: collection(True, device), lambda step: (keyed(step, weighted=True),)),
+    "shared bags": (lambda device: collection(device=device), lambda step: (keyed(step, shared=True),)),
+    "sequences": (
+        lambda device: EmbeddingCollection(
+            [EmbeddingConfig(ROWS, dim, f"t{dim}", feature_names=["a", "b"]) for dim in (8, 3)], device,
+            need_indices=True, config=CONFIG, optimizer=ADAM,
+        ),
+        lambda step: (keyed(step),),
+    ),
+}  # fmt: skip
+
+
+def trained(name: str, device: str | None, ids_on: str | None = None, prefetch: bool = False) -> list[Any]:
+    """Outputs, rows and counters of a training that uses everything a module has."""
+    make, inputs = MODULES[name]
+    torch.manual_seed(7)
+    module = make(device)
+    found: list[Any] = []
+    with module:
+        batches = [inputs(step) for step in range(10)]
+        if ids_on is not None:
+            batches = [tuple(part.to(ids_on) for part in batch) for batch in batches]
+        for batch in tierstore.prefetch(batches, module, depth=2, window=3) if prefetch else batches:
+            out = dense(module(*batch))
+            assert out.device == torch.device(device or "cpu")
+            ((out - 0.3) ** 2).sum().backward()
+            found.append(out.detach().cpu())
+        with tierstore.accumulate(module) as rows:
+            for batch in batches[:3]:
+                dense(module(*batch)).square().sum().backward()
+            found.append(nn.utils.clip_grad_norm_(rows.parameters(), 1.0))
+        found.append(counters(module.stats()))
+        module.eval()
+        found.append(dense(module(*batches[1])).cpu())
+        with torch.no_grad():
+            found.append(dense(module.train()(*batches[2])).cpu())
+        state = module.state_dict()
+        found += [value for key, value in sorted(state.items())]
+        table = None if len(module.table_names()) == 1 else module.table_names()[0]
+        found.append(module.optimizer_rows(torch.arange(ROWS), table)["exp_avg_sq"])
+        module.load_state_dict(state)
+        found.append(module.rows(torch.arange(ROWS), table))
+    return found
+
+
+def same(ours: Any, theirs: Any) -> None:
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        if isinstance(mine, Tensor):
+            assert not isinstance(mine, GpuTensor)
+            assert torch.equal(mine, other)
+        else:
+            assert mine == other
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_has_the_bits_of_the_host(name: str, order: str) -> None:
+    expected = trained(name, None)
+    with fake_torch(order, seed=5):
+        found = trained(name, "cuda:0")
+        assert fake_gpu().counts["launches"] > 50
+    same(found, expected)
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("name", ["rows with padding", "max", "collection", "sequences"])
+def test_ids_may_be_on_the_gpu(name: str, prefetch: bool, caplog: pytest.LogCaptureFixture) -> None:
+    expected = trained(name, None, prefetch=prefetch)
+    with fake_torch("random", seed=5), caplog.at_level(logging.WARNING, "tierstore"):
+        found = trained(name, "cuda:0", ids_on="cuda:0", prefetch=prefetch)
+    same(found, expected)
+    said = [record.message for record in caplog.records if "are on a GPU" in record.message]
+    assert 1 <= len(said) <= 2  # of ids, and of offsets
+    assert "Leave ids on the CPU" in said[0]
+
+
+@pytest.mark.parametrize("ids_on", ["cpu", "cuda:0"])
+def test_wrong_ids_are_named_before_anything_changes(ids_on: str) -> None:
+    with fake_torch(), collection(device="cuda") as module:
+        module(keyed(1)).values().sum().backward()
+        before = module.state_dict()
+        wrong = keyed(2)
+        wrong.values()[4] = ROWS
+        with pytest.raises(InputError, match=rf"feature '[ab]': id {ROWS} at position \d+ is out of range"):
+            module(wrong.to(ids_on))
+        same(list(module.state_dict().values()), list(before.values()))
+    message = "ids are on cuda:0, but the tables on the CPU; move them with"
+    with (
+        fake_torch(),
+        TieredEmbeddingBag(9, 8, optimizer=ADAM) as bag,
+        pytest.raises(InputError, match=message),
+    ):
+        bag(torch.tensor([[1]]).to("cuda"))
+
+
+# -- models ------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Plain layers of torch, to be offloaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.items = nn.Embedding(ROWS, DIM, padding_idx=0)
+        self.bags = nn.EmbeddingBag(ROWS, DIM, mode="sum")
+        self.top = nn.Linear(2 * DIM, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(torch.cat([self.items(ids).sum(1), self.bags(ids)], 1)).sum()
+
+
+def model_trained(device: str | None) -> list[Any]:
+    model = Model().to(device or "cpu")
+    offloaded = offload(model, CONFIG, ADAM)
+    assert offloaded.engine.device.name == (device or "cpu")
+    assert {str(parameter.device) for parameter in model.parameters()} == {device or "cpu"}
+    dense_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    with offloaded:
+        for step in range(8):
+            dense_optimizer.zero_grad()
+            loss = model(ints(6, 4, seed=step))
+            loss.backward()
+            dense_optimizer.step()
+            losses.append(loss.detach().cpu())
+        return [*losses, *(value.detach().cpu() for _, value in sorted(model.state_dict().items()))]
+
+
+def test_a_model_is_offloaded_where_it_is() -> None:
+    expected = model_trained(None)
+    with fake_torch("random", seed=1):
+        same(model_trained("cuda:0"), expected)
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    with fake_torch(devices=2):
+        model = Model()
+        model.items.to("cuda:1")
+        with pytest.raises(
+            ConfigError, match="the embeddings are on cpu, cuda:1; move the model to one device"
+        ):
+            offload(model, CONFIG, ADAM)
+        with offload(Model(), TierConfig(hbm="all", device="cuda:1"), ADAM) as offloaded:
+            assert offloaded.engine.device.name == "cuda:1"
+
+
+@pytest.mark.parametrize(
+    ("opened", "moved"), [("cuda:0", "cpu"), ("cuda:0", "cuda:1"), (None, "cuda:0"), ("cuda:1", "cuda")]
+)
+def test_a_model_that_is_moved_is_refused(opened: str | None, moved: str) -> None:
+    with fake_torch(devices=2):
+        model = nn.Sequential(TieredEmbedding(ROWS, DIM, device=opened, config=CONFIG, optimizer=ADAM))
+        message = rf"the rows of tables embedding are on {opened or 'cpu'}, .* cannot be moved to {moved}"
+        with pytest.raises(ConfigError, match=message):
+            model.cpu() if moved == "cpu" else model.to(moved)
+        model.to(opened or "cpu").double().float()
+        model(torch.tensor([3])).sum().backward()
+        model[0].close()
+
+
+def test_two_modules_train_on_two_gpus() -> None:
+    expected = [trained("max", None), trained("collection", None)]
+    with fake_torch("random", devices=2) as opened:
+        found = [trained("max", "cuda:0"), trained("collection", "cuda:1")]
+        assert [device.name for device in opened] == ["cuda:0", "cuda:1"]
+    for ours, theirs in zip(found, expected, strict=True):
+        same(ours, theirs)
+    with fake_torch("random", devices=2):
+        modules = [
+            TieredEmbeddingBag(ROWS, DIM, mode="sum", device=f"cuda:{i}", config=CONFIG, optimizer=ADAM)
+            for i in range(2)
+        ]
+        for step in range(5):
+            outs = [module(ints(4, 5, seed=step)) for module in modules]
+            sum(out.cpu().square().sum() for out in outs).backward()
+        rows = [module.rows(torch.arange(ROWS)) for module in modules]
+        assert torch.equal(*rows)
+        for module in modules:
+            module.close()
+
+
+# -- around a training ---------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_restored_on_either_device(tmp_path: Path) -> None:
+    def made(folder: str, device: str | None) -> TieredEmbeddingBag:
+        config = TierConfig(hbm="10KiB", uvm="6KiB", path=tmp_path / folder)
+        return TieredEmbeddingBag(ROWS, DIM, mode="sum", device=device, config=config, optimizer=ADAM)
+
+    def step(bag: TieredEmbeddingBag, number: int) -> None:
+        bag(ints(4, 5, seed=number)).square().sum().backward()
+
+    with fake_torch("random", seed=4), made("a", "cuda") as bag:
+        for number in range(6):
+            step(bag, number)
+            if number == 3:
+                checkpoint.save(tmp_path / "saved", bag, step=3)
+        expected = bag.rows(torch.arange(ROWS))
+        checkpoint.restore(tmp_path / "saved", bag)
+        for number in range(4, 6):
+            step(bag, number)
+        assert torch.equal(bag.rows(torch.arange(ROWS)), expected)
+        saved = io.BytesIO()
+        torch.save(bag.state_dict(), saved)
+        bag.close(commit=False)
+    with made("a", None) as bag:
+        for number in range(4, 6):
+            step(bag, number)
+        assert torch.equal(bag.rows(torch.arange(ROWS)), expected)
+    saved.seek(0)
+    with TieredEmbeddingBag(ROWS, DIM, optimizer=ADAM) as other:
+        other.load_state_dict(torch.load(saved))
+        assert torch.equal(other.rows(torch.arange(ROWS)), expected)
+
+
+def test_a_forked_child_leaves_the_tables_alone() -> None:
+    """As a DataLoader's worker does, which is made after the tables were opened."""
+    with fake_torch(), TieredEmbeddingBag(ROWS, DIM, device="cuda", config=CONFIG, optimizer=ADAM) as bag:
+        bag(ints(4, 5)).sum().backward()
+        expected = bag.rows(torch.arange(ROWS))
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                bag.rows(torch.arange(3))
+            except tierstore.ClosedError:
+                bag.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert torch.equal(bag.rows(torch.arange(ROWS)), expected)
+        loader = torch.utils.data.DataLoader(list(ints(12, 5)), batch_size=4, num_workers=1)
+        for ids in loader:
+            bag(ids).sum().backward()
+
+
+def test_a_graph_that_is_dropped_gives_its_rows_back() -> None:
+    with (
+        fake_torch("lazy"),
+        TieredEmbeddingBag(ROWS, DIM, device="cuda", config=CONFIG, optimizer=ADAM) as bag,
+    ):
+        for step in range(30):
+            bag(ints(8, 5, seed=step))
+        before = bag.rows(torch.arange(ROWS))
+        bag(ints(8, 5)).sum().backward()
+        assert not torch.equal(bag.rows(torch.arange(ROWS)), before)
+
+
+def test_the_pipeline_moves_dense_leaves_alone() -> None:
+    class Both(nn.Module):
+        def __init__(self, device: str | None) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.bags = collection(device=device)
+            self.top = nn.Linear(3, 1).to(device or "cpu")
+
+        def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+            features, numbers = batch
+            if self.bags.device.type == "cuda":
+                assert isinstance(numbers, GpuTensor)
+            assert features.values().is_cpu
+            out = self.top(numbers).sum() + self.bags(features).values().square().sum()
+            return out, out
+
+    def losses(device: str | None) -> list[Tensor]:
+        model = Both(device)
+        batches = iter([(keyed(step), torch.full((4, 3), float(step))) for step in range(8)])
+        pipeline = tierstore.PrefetchPipeline(
+            model, torch.optim.SGD(model.top.parameters(), 0.1), device or "cpu", depth=2, window=3
+        )
+        found = [pipeline.progress(batches).detach().cpu() for _ in range(8)]
+        with pytest.raises(StopIteration):
+            pipeline.progress(batches)
+        assert model.bags.stats()["stall_seconds"] >= 0
+        model.bags.close()
+        return found
+
+    expected = losses(None)
+    with fake_torch("random", seed=3):
+        same(losses("cuda:0"), expected)

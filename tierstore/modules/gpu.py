@@ -1,0 +1,45 @@
+"""GPUs of torch as devices for rows: opened by their number, and computing in torch's current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tierstore.cuda.device import CudaDevice
+from tierstore.errors import GpuError
+
+
+def _current_stream(index: int) -> int:
+    handle: int = torch.cuda.current_stream(index).cuda_stream
+    return handle
+
+
+def what_was_given() -> Callable[[], None]:
+    """Return what waits until the calling thread's current stream has done all that it was given so far."""
+    if not torch.cuda.is_initialized():
+        return lambda: None
+    wait: Callable[[], None] = torch.cuda.current_stream().record_event().synchronize
+    return wait
+
+
+def open_cuda(index: int | None) -> CudaDevice:
+    """Return GPU number ``index``, None: torch's current one, with kernels that compile for it.
+
+    Raises ``GpuError``.
+    """
+    chosen = index
+    if chosen is None:
+        chosen = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    device = CudaDevice(chosen, lambda: _current_stream(chosen))
+    try:
+        if not torch.cuda.is_available():
+            raise GpuError(
+                f"there is a GPU, but this torch ({torch.__version__}) cannot use it, so lookups could not "
+                "return tensors on it. Install torch for CUDA (https://pytorch.org/get-started/locally)"
+            )
+        device.prepare()
+    except BaseException:
+        device.close()
+        raise
+    return device
