@@ -188,8 +188,8 @@ def test_moved_parameters_keep_the_applied_optimizer_that_was_adopted(kind: str)
     [
         ([(torch.optim.Adadelta, {}, [0, 1])], "table 't0': there is no fused Adadelta; use one of SGD"),
         (
-            [(torch.optim.SGD, {"momentum": 0.9}, [0, 1])],
-            r"SGD with \{'lr': 0.1, 'momentum': 0.9\} cannot be fused",
+            [(torch.optim.SGD, {"lr": 0.1, "maximize": True}, [0, 1])],
+            r"SGD with \{'lr': 0.1, 'maximize': True\} cannot be fused",
         ),
         ([(torch.optim.SGD, {"lr": 0.1}, [0])], "gave tables of one collection different optimizers"),
         (

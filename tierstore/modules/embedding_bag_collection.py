@@ -12,7 +12,7 @@ from tierstore.modules.compiling import opaque
 from tierstore.modules.configs import EmbeddingBagConfig
 from tierstore.modules.features import PooledFeatures
 from tierstore.modules.local_lookups import LocalPooling
-from tierstore.modules.tables import Opening, SharedEngine, open_tables
+from tierstore.modules.tables import Opening, SharedEngine, is_meta, open_tables
 from tierstore.optim import NOT_GIVEN
 from tierstore.optim.tables import Optimizers
 from tierstore.sparse import KeyedTensor
@@ -50,7 +50,9 @@ class EmbeddingBagCollection(Collection):
         _shared: SharedEngine | None = None,
     ) -> None:
         features = PooledFeatures(tables, is_weighted)
-        opening = Opening(config, optimizer, seed, _shared, device, self.opens_late)
+        on_meta = is_meta(device)
+        place = None if on_meta else device
+        opening = Opening(config, optimizer, seed, _shared, place, on_meta, self.opens_late)
         opened = open_tables(features.tables(), opening)
         check_bounds(features, opened)
         super().__init__(opened, optimizer, features, LocalPooling(features, opened))

@@ -13,7 +13,7 @@ from tierstore.modules.compiling import opaque
 from tierstore.modules.configs import EmbeddingConfig
 from tierstore.modules.features import Features
 from tierstore.modules.local_lookups import LocalRows
-from tierstore.modules.tables import Opening, SharedEngine, open_tables
+from tierstore.modules.tables import Opening, SharedEngine, is_meta, open_tables
 from tierstore.optim import NOT_GIVEN
 from tierstore.optim.tables import Optimizers
 from tierstore.sparse import JaggedTensor, as_keyed_jagged_tensor
@@ -51,7 +51,9 @@ class EmbeddingCollection(Collection):
         _shared: SharedEngine | None = None,
     ) -> None:
         features = Features(tables)
-        opening = Opening(config, optimizer, seed, _shared, device, self.opens_late)
+        on_meta = is_meta(device)
+        place = None if on_meta else device
+        opening = Opening(config, optimizer, seed, _shared, place, on_meta, self.opens_late)
         opened = open_tables(features.tables(), opening)
         check_bounds(features, opened)
         super().__init__(opened, optimizer, features, LocalRows(features, opened))

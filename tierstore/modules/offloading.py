@@ -129,7 +129,7 @@ def offload(
     config = default_config() if config is None else config
     check_machine(config)
     device = _device_of(found)
-    config = placed(config, device if config.device is None else None)
+    config = placed(config, device if config.device is None and device.type != "cpu" else None)
     one = optimizer if isinstance(optimizer, OptimizerSpec) else SGD()
     engine = Engine(tables, config, one, seed)
     try:
@@ -238,8 +238,9 @@ def _check(path: str, module: nn.Module, model: nn.Module) -> None:
 
 
 def _device_of(found: Mapping[str, nn.Module]) -> torch.device:
-    """Return the device of all weights that have values, where the tables will be; the CPU if none has. Raises
-    ConfigError if there are several."""
+    """Return the device of all weights that have values, where the tables will be; the CPU if none has.
+
+    Raises ConfigError if there are several."""
     weights = [e.weight for path, module in found.items() for e in _embeddings(path, module).values()]
     if len(different := {weight.device for weight in weights if not weight.is_meta}) > 1:
         raise ConfigError(

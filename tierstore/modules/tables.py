@@ -47,7 +47,9 @@ class Opening:
     seed: int
     shared: SharedEngine | None
     device: Device = None
-    """Where the rows of ``hbm`` are; the meta device: nowhere before they are sharded or moved."""
+    """Where the rows of ``hbm`` are; None: as ``config`` says."""
+    on_meta: bool = False
+    """Whether the tables have no rows before they are sharded or moved off the meta device."""
     late: bool = False
     """Whether the tables are opened by the first call that needs a row."""
 
@@ -69,13 +71,12 @@ def open_tables(tables: Sequence[Table], opening: Opening) -> OpenTables:
         return OpenTables(shared.engine, numbers)
     tables = with_optimizers(tables, opening.optimizer)
     one = opening.optimizer if isinstance(opening.optimizer, OptimizerSpec) else SGD()
-    on_meta = is_meta(opening.device)
     config = default_config() if opening.config is None else opening.config
-    config = placed(config, None if on_meta else opening.device)
+    config = placed(config, opening.device)
     check_machine(config)
     given = (tables, config, one, opening.seed)
-    waits = opening.late or on_meta
-    engine = LateEngine(*given, on_meta) if waits else Engine(*given)
+    waits = opening.late or opening.on_meta
+    engine = LateEngine(*given, opening.on_meta) if waits else Engine(*given)
     return OpenTables(engine, list(range(len(tables))))
 
 
