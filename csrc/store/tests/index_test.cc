@@ -232,7 +232,11 @@ void Measure(std::size_t n) {
       "%zu rows: %.2f bytes/row now, %.2f at worst; put %.0f ns, find %.0f ns; slowest 256 puts %.3f ms\n", n,
       static_cast<double>(index.bytes()) / static_cast<double>(index.size()), worst, insert * 1e9, find * 1e9,
       slowest * 1e3);
+#ifdef TIERSTORE_SMALL_INDEX  // whose entries have 10 bytes where others have 9
+  CHECK(worst <= 13.3);
+#else
   CHECK(worst <= 12.0);
+#endif
   CHECK(found > 0);
 }
 
