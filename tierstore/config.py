@@ -11,6 +11,7 @@ from numbers import Integral
 from typing import Any, TypeGuard
 
 from tierstore.errors import ConfigError
+from tierstore.folders import paths_of
 from tierstore.row_format import STATE_BYTES, WEIGHT_BYTES, WIDE, RowFormat
 
 ENGINE_NAMES = ["native", "rocksdb", "lmdb", "memory"]
@@ -32,8 +33,6 @@ INDEX_NAMES = ("auto", "hash", "compact")
 """Names that ``TierConfig(index=...)`` accepts."""
 FATAL, WARNING, IGNORE = BOUNDS_CHECKS = ("fatal", "warning", "ignore")
 """Names that ``TierConfig(bounds_check=...)`` accepts."""
-MAX_PATHS = 16
-"""Devices over which a store is spread at most."""
 
 
 def is_integer(value: Any, minimum: int = 0, maximum: float = math.inf) -> TypeGuard[int]:
@@ -44,25 +43,6 @@ def is_integer(value: Any, minimum: int = 0, maximum: float = math.inf) -> TypeG
 def is_number(value: Any) -> TypeGuard[float]:
     """Tell whether ``value`` is an ``int`` or ``float``; a ``bool`` is no number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def paths_of(path: Any) -> tuple[str, ...]:
-    """Return the paths of ``path``: one, a list, or none for ``None``. Raises ``ConfigError`` for anything
-    else."""
-    if path is None:
-        return ()
-    several = isinstance(path, Sequence) and not isinstance(path, str | bytes)
-    if several and not 1 <= len(path) <= MAX_PATHS:
-        raise ConfigError(f"path is a list of {len(path)} paths; give 1 to {MAX_PATHS}, one for each device")
-    paths = path if several else [path]
-    for one in paths:
-        if not isinstance(one, str | os.PathLike):
-            raise ConfigError(f"path is {path!r}; it must be a folder's path, a list of them, or None")
-        if "\0" in os.fsdecode(one):
-            raise ConfigError(f"path is {path!r}, which has a zero character; no file can have that name")
-        if not os.fspath(one):
-            raise ConfigError("path is empty; leave it out (None) for a temporary folder")
-    return tuple(os.fspath(one) for one in paths)
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:

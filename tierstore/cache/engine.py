@@ -20,7 +20,7 @@ from tierstore.cache.device import open_device
 from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import IdSegment
 from tierstore.cache.loss import warns_of_loss
-from tierstore.cache.opening import GroupOpening
+from tierstore.cache.opening import GroupOpening, stored_table
 from tierstore.cache.process import OwnProcess
 from tierstore.cache.report import report, table_curve, warn_of_uncommitted
 from tierstore.cache.row_access import overwrite_rows, read_rows, reset_rows, rows_in_piece, touched_ids
@@ -30,10 +30,7 @@ from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.cache.versions import Versions
 from tierstore.config import TierConfig
 from tierstore.errors import ClosedError, ConfigError, InputError, StoreFullError
-from tierstore.initializers import as_init
-from tierstore.optim.base import GLOBAL
 from tierstore.optim.specs import OptimizerSpec
-from tierstore.row_format import WIDE
 from tierstore.store.directory import DirectoryStore, open_store
 from tierstore.store.protocol import CommitInfo, StoredTable
 
@@ -75,7 +72,7 @@ class Engine:
         self.optimizer = optimizer
         self.tables = list(tables)
         self.seed = seed
-        self.specs = [self._spec(index, table, seed) for index, table in enumerate(tables)]
+        self.specs = self._stored_tables()
         self.updates: dict[str, int] = {}
         """Fused optimizer steps so far of each module that uses the engine; committed with the rows."""
         self.checkpoints = ""
@@ -128,27 +125,9 @@ class Engine:
         """The commit that the store was opened at or made last."""
         self.warn_of_loss = warns_of_loss(self, config.where, self.groups)
 
-    def _spec(self, index: int, table: Table, seed: int) -> StoredTable:
-        override = self.config.table(table.origin or table.name)
-        format, dim = self.config.formats(table.dtype)["ssd"], table.embedding_dim
-        optimizer = table.optimizer or self.optimizer
-        if optimizer.decays_all and format.state != WIDE.state:
-            raise ConfigError(
-                f"table {table.name!r}: state_dtype={format.state!r} cannot hold the numbers of updates, "
-                f"which weight_decay_mode={GLOBAL!r} needs; use state_dtype='fp32' or another mode"
-            )
-        return StoredTable(
-            name=table.name,
-            index=index,
-            num_embeddings=table.num_embeddings,
-            embedding_dim=table.embedding_dim,
-            row_bytes=format.row_bytes(dim, optimizer.state_floats(dim)),
-            optimizer=optimizer.identity,
-            seed=seed if override.seed is None else override.seed,
-            init=as_init(override.init, table.init).to_dict(),
-            weight_dtype=format.weights,
-            state_dtype=format.state,
-        )
+    def _stored_tables(self) -> list[StoredTable]:
+        pairs = enumerate(self.tables)
+        return [stored_table(index, table, self.config, self.optimizer, self.seed) for index, table in pairs]
 
     def _load_meta(self) -> None:
         meta = self.store.meta() if self.store is not None else b""

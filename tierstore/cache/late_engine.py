@@ -58,7 +58,7 @@ class LateEngine(Engine):
         """Set the optimizer that the tables are opened with. Only before they are opened."""
         assert self.waits, "rows have their layout"
         self.optimizer = optimizer
-        self.specs = [self._spec(index, table, self.seed) for index, table in enumerate(self.tables)]
+        self.specs = self._stored_tables()
 
     def need_rows(self) -> None:
         """Open the tables, unless they are open. Raises ConfigError on the meta device."""

@@ -22,7 +22,9 @@ from tierstore.cache.tiers.read_ahead import bytes_per_row
 from tierstore.cache.tiers.registry import TierRequest, make_tiers
 from tierstore.cache.tiers.sizes import bytes_for, memory_limit
 from tierstore.config import TierConfig
-from tierstore.initializers import from_dict, table_seed
+from tierstore.errors import ConfigError
+from tierstore.initializers import as_init, from_dict, table_seed
+from tierstore.optim.base import GLOBAL
 from tierstore.optim.specs import OptimizerSpec
 from tierstore.rounds import record_bytes
 from tierstore.row_format import WIDE, RowFormat
@@ -41,6 +43,33 @@ def read_ahead_bytes(config: TierConfig, table_bytes: int) -> int:
     memory = min(memory_limit(), host_memory())
     limit = min(memory // _READ_AHEAD_OF_MEMORY, _READ_AHEAD_AT_MOST)
     return min(table_bytes // _READ_AHEAD_SHARE, limit)
+
+
+def stored_table(
+    index: int, table: Table, config: TierConfig, optimizer: OptimizerSpec, seed: int
+) -> StoredTable:
+    """Return the description of a table that its store keeps. ``optimizer``, ``seed``: for tables without
+    their own. Raises ``ConfigError`` for a format that cannot hold the optimizer's state."""
+    override = config.table(table.origin or table.name)
+    format, dim = config.formats(table.dtype)["ssd"], table.embedding_dim
+    optimizer = table.optimizer or optimizer
+    if optimizer.decays_all and format.state != WIDE.state:
+        raise ConfigError(
+            f"table {table.name!r}: state_dtype={format.state!r} cannot hold the numbers of updates, "
+            f"which weight_decay_mode={GLOBAL!r} needs; use state_dtype='fp32' or another mode"
+        )
+    return StoredTable(
+        name=table.name,
+        index=index,
+        num_embeddings=table.num_embeddings,
+        embedding_dim=table.embedding_dim,
+        row_bytes=format.row_bytes(dim, optimizer.state_floats(dim)),
+        optimizer=optimizer.identity,
+        seed=seed if override.seed is None else override.seed,
+        init=as_init(override.init, table.init).to_dict(),
+        weight_dtype=format.weights,
+        state_dtype=format.state,
+    )
 
 
 class GroupOpening:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -17,7 +17,6 @@ from tierstore.cache.engine import Engine
 from tierstore.errors import ConfigError, GradientError
 from tierstore.modules.ahead import Ahead, find_ahead
 from tierstore.modules.applied import APPLIED, applied_optimizer, refuse_applied
-from tierstore.modules.engine_calls import EngineCalls
 from tierstore.modules.gradient_hooks import GradientHook, GradientHooks
 from tierstore.modules.lookup import (
     Keeps,
@@ -31,9 +30,9 @@ from tierstore.modules.lookup import (
 from tierstore.modules.optimizer_states import OptimizerStates
 from tierstore.modules.parts import Lookup, Part
 from tierstore.modules.quantization import NotQuantized
-from tierstore.modules.row_arguments import checked_row_ids, float_matrix, state_matrix
+from tierstore.modules.row_calls import RowCalls
 from tierstore.modules.table_rules import TableRules
-from tierstore.modules.tables import TORCH_DTYPES, HasWeight, ShownParameter
+from tierstore.modules.tables import HasWeight, ShownParameter
 from tierstore.modules.wrappers import (
     active_ddp,
     has_other_ranks,
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tierstore")
 
 
-class TieredModule(EngineCalls, nn.Module):
+class TieredModule(RowCalls, nn.Module):
     """Base of the modules whose tables live in tiers.
 
     ``optimizer`` None freezes the tables: forward reads, backward stops here. Otherwise every backward pass
@@ -262,10 +261,6 @@ class TieredModule(EngineCalls, nn.Module):
         self.engine.changed(self.table_numbers)
         return [(step, None if names is None else self.rules.numbers_of(names)) for step, names in steps]
 
-    def spec_of(self, table: int) -> OptimizerSpec:
-        """Return the optimizer of a table of the engine."""
-        return self.fused_optimizer.spec_of(self.rules.name_of(table))
-
     def set_updates(self, count: int) -> None:
         """Set the optimizer's count of updates, as committed with the rows from now on."""
         self.fused_optimizer.num_updates = self.engine.updates[self._key] = count
@@ -337,65 +332,6 @@ class TieredModule(EngineCalls, nn.Module):
                 "before offload()), or move its dense layers alone. Layers before this one may have moved"
             )
         return super()._apply(fn, recurse)
-
-    # -- rows ----------------------------------------------------------------------------
-
-    def table_number(self, name: str | None) -> int:
-        if name is None and len(self.table_numbers) == 1:
-            return self.table_numbers[0]
-        return self.engine.table_index(name)
-
-    def rows(self, ids: object, table: str | None = None) -> Tensor:
-        """Return a copy of the weights of ``ids`` (n,), (n, dim) of the table's dtype; initial values of
-        untouched ids."""
-        index = self.table_number(table)
-        weights, _ = self.engine.read_rows(index, checked_row_ids(ids))
-        return torch.from_numpy(np.ascontiguousarray(weights)).to(
-            TORCH_DTYPES[self.engine.tables[index].dtype]
-        )
-
-    def optimizer_rows(self, ids: object, table: str | None = None) -> dict[str, Tensor]:
-        """Return a copy of the optimizer state of ``ids`` by name: float32, (n,) for state per row, else (n,
-        dim)."""
-        index = self.table_number(table)
-        weights, state = self.engine.read_rows(index, checked_row_ids(ids))
-        spec = self.spec_of(index)
-        both = np.concatenate([weights, state], axis=1)
-        parts = spec.split_state(both, self.engine.tables[index].embedding_dim)
-        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in parts.items()}
-
-    def load_rows(
-        self,
-        ids: object,
-        weight: Tensor,
-        optimizer: dict[str, Tensor] | None = None,
-        table: str | None = None,
-    ) -> None:
-        """Overwrite rows: ``weight`` (n, dim); ``optimizer`` as :meth:`optimizer_rows` gives it, None
-        keeps the state."""
-        index, keys = self.table_number(table), checked_row_ids(ids)
-        dim = self.engine.tables[index].embedding_dim
-        values = float_matrix("weight", weight, (len(keys), dim))
-        spec, state = self.spec_of(index), None
-        if optimizer is not None:
-            state = state_matrix(spec, optimizer, len(keys), dim)
-        elif spec.decays_all:
-            state = self.engine.state_as_of(index, keys, self.fused_optimizer.num_updates)
-        self.engine.write_rows(index, keys, values, state)
-
-    def reset_parameters(self) -> None:
-        """Give all rows the initial values of the seed again, and forget the optimizer's state. A sharded
-        collection resets the rows of this rank, so all ranks call it."""
-        for table in self.table_numbers:
-            self.engine.reset_rows(table)
-        self.set_updates(0)
-
-    def touched_ids(self, table: str | None = None) -> Iterator[Tensor]:
-        """Yield the ids that some tier holds a row of, int64 (n,) chunks, each id once.
-
-        Rows of other ids have initial values."""
-        for ids in self.engine.touched_ids(self.table_number(table)):
-            yield torch.from_numpy(ids)
 
     # -- state ---------------------------------------------------------------------------
 

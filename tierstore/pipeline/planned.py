@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,3 +70,20 @@ class Planned:
         lookups = [ahead.lookup for _, ahead in self.aheads if ahead.lookup is not None]
         own = sum(t.nbytes for t in tensors) + sum(part.nbytes for each in lookups for part in each.parts)
         return own + sum(12 * len(p.batch.unique) + 4 * len(p.batch.inverse) for _, p in self.lookups)
+
+
+class RecentBatches:
+    """The last planned batches, whose rows forward passes may still use."""
+
+    def __init__(self) -> None:
+        self._first: deque[dict[int, int]] = deque()
+
+    def add(self, planned: Planned, depth: int) -> None:
+        """Add the batch that is planned now, and forget those more than ``depth`` batches before it."""
+        self._first.append(planned.first)
+        while len(self._first) > depth + 1:
+            self._first.popleft()
+
+    def pinned_since(self, group: TierGroup) -> int:
+        """Return the first lookup number that ``group`` has in these batches."""
+        return min(first[id(group)] for first in self._first if id(group) in first)

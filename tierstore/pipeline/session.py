@@ -31,7 +31,7 @@ from tierstore.modules.ahead import Ahead, content_of
 from tierstore.modules.parts import Lookup
 from tierstore.pipeline.exchanges import RankExchanges
 from tierstore.pipeline.learning import Call
-from tierstore.pipeline.planned import Planned
+from tierstore.pipeline.planned import Planned, RecentBatches
 from tierstore.pipeline.windows import Window
 
 logger = logging.getLogger("tierstore")
@@ -67,7 +67,7 @@ class Session:
         self._announced: deque[Planned] = deque()  # the training thread's: sizes are being exchanged
         self._to_prepare: deque[Planned] = deque()
         self._to_plan: deque[Planned] = deque()
-        self._recent: deque[dict[int, int]] = deque()  # first numbers of the last planned batches
+        self._recent = RecentBatches()
         self._lookups = 0  # batches that have a place in the order of the worker's plans
         self._demanded = -1  # a thread cannot go on before the lookup at this place is planned
         self._exhausted = False
@@ -358,9 +358,7 @@ class Session:
                 self._break()
 
     def _plan(self, planned: Planned) -> None:
-        self._recent.append(planned.first)
-        while len(self._recent) > self.depth + 1:
-            self._recent.popleft()
+        self._recent.add(planned, self.depth)
         place = planned.last - len(planned.lookups)
         for group, pinned in planned.lookups:
             place += 1
@@ -369,7 +367,7 @@ class Session:
                 return self._stopping or self._demanded >= place
 
             try:
-                pinned_since = self._pinned_since(group)
+                pinned_since = self._recent.pinned_since(group)
                 with group.stats.stage("wait_seconds"):
                     group.order.wait_released(pinned_since, stop=stop)
                 if not self._stopping and not self._broken:
@@ -379,10 +377,6 @@ class Session:
                     pinned.fail(error)
                 self._break()
             pinned.cancel()
-
-    def _pinned_since(self, group: TierGroup) -> int:
-        """Return the first number of this group in the last ``depth`` batches before this one."""
-        return min(first[id(group)] for first in self._recent if id(group) in first)
 
     def _break(self) -> None:
         """Look later batches up on demand, since a plan that they rely on has failed."""

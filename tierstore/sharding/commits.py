@@ -20,7 +20,6 @@ from urllib.parse import quote
 
 from tierstore.cache.engine import Engine
 from tierstore.cache.report import warn_of_uncommitted
-from tierstore.config import paths_of
 from tierstore.errors import (
     ConfigError,
     StoreCorruptError,
@@ -28,6 +27,7 @@ from tierstore.errors import (
     StoreMismatchError,
     TierStoreError,
 )
+from tierstore.folders import paths_of
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.peers import Peers, in_flight

@@ -17,8 +17,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TypeAlias
 
-from tierstore.config import paths_of
 from tierstore.errors import ConfigError, StoreCorruptError, StoreMismatchError
+from tierstore.folders import paths_of
 from tierstore.store.files import json_with_checksum, parse_json, read_regular, walk_files, write_atomically
 from tierstore.store.identity import DEVICE_FILE, FILE_NAME, StoredDevice, StoreIdentity
 from tierstore.store.lock import LOCK, FolderLock, lock_for_writing, share_lock

@@ -2,6 +2,7 @@
 // checks that accesses to the same memory are ordered (happens_before.h), that nothing accesses memory that
 // is not allocated, and that nobody waits for the whole device. It has the calls that tierstore makes, no
 // others.
+#include "cuda/tests/driver_numbers.h"
 #include "cuda/tests/fake_controls.h"
 #include "cuda/tests/fake_machine.h"
 
@@ -13,27 +14,6 @@ using fake::gpu;
   if (const CUresult code = fake::Enter(name, ##__VA_ARGS__); code != CUDA_SUCCESS) return code
 #define FAKE_REQUIRE(condition) \
   if (!(condition)) return CUDA_ERROR_INVALID_VALUE
-
-// What tierstore/cuda says in numbers; a test compiles this file with NVIDIA's header, too.
-static_assert(sizeof(CUmemAllocationProp) == 32 && sizeof(CUmemAccessDesc) == 12);
-static_assert(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT == 16 && CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING == 41);
-static_assert(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR == 75 &&
-              CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR == 76 &&
-              CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED == 102);
-static_assert(CU_MEM_ALLOCATION_TYPE_PINNED == 1 && CU_MEM_LOCATION_TYPE_DEVICE == 1 &&
-              CU_MEM_ACCESS_FLAGS_PROT_READWRITE == 3 && CU_MEM_ALLOC_GRANULARITY_MINIMUM == 0);
-static_assert(CU_MEMHOSTALLOC_PORTABLE == 1 && CU_MEMHOSTALLOC_DEVICEMAP == 2);
-static_assert(CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS == 89 && CU_MEM_ATTACH_GLOBAL == 1 &&
-              CU_MEM_ADVISE_SET_PREFERRED_LOCATION == 3 && CU_MEM_ADVISE_SET_ACCESSED_BY == 5 &&
-              static_cast<int>(CU_DEVICE_CPU) == -1);
-static_assert(CU_MEMHOSTREGISTER_PORTABLE == 1 && CU_MEMHOSTREGISTER_DEVICEMAP == 2);
-static_assert(CU_STREAM_NON_BLOCKING == 1 && CU_EVENT_DISABLE_TIMING == 2);
-static_assert(CUDA_ERROR_OUT_OF_MEMORY == 2 && CUDA_ERROR_NOT_READY == 600);
-static_assert(CUDA_ERROR_INVALID_IMAGE == 200 && CUDA_ERROR_NO_BINARY_FOR_GPU == 209 &&
-              CUDA_ERROR_INVALID_PTX == 218 && CUDA_ERROR_UNSUPPORTED_PTX_VERSION == 222);
-static_assert(CUDA_ERROR_ILLEGAL_ADDRESS == 700 && CUDA_ERROR_LAUNCH_TIMEOUT == 702 &&
-              CUDA_ERROR_ASSERT == 710 && CUDA_ERROR_HARDWARE_STACK_ERROR == 714 &&
-              CUDA_ERROR_LAUNCH_FAILED == 719);
 
 namespace {
 

@@ -390,8 +390,7 @@ int main(int argc, char** argv) {
     }
     StayWithinACap(seed);
     for (std::uint64_t i = 0; i < 20; ++i) CloseBesideASnapshot(seed * 100 + i);
-    RunOutOfMemory("sync", seed);
-    RunOutOfMemory("rename", seed);
+    for (const char* step : {"sync", "rename"}) RunOutOfMemory(step, seed);
     for (std::uint64_t i = 0; i < 10; ++i) {
       CloseMeanwhile(PosixEnv(), fresh("close"), i % 2 == 0 ? ReadEngine::kAuto : ReadEngine::kPread,
                      seed * 100 + i);
