@@ -12,7 +12,7 @@ one another. So no other program should run meanwhile.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,8 @@ from tierstore import EmbeddingBagConfig, KeyedJaggedTensor, TierConfig
 from tierstore.cache.tiers.sizes import bytes_for
 from tierstore.optim import RowWiseAdagrad
 from tierstore.planner import Topology
+from tierstore.planner.costs import HELD_BYTES_PER_ROW, WRITE_AMPLIFICATION
+from tierstore.rounds import record_bytes
 
 from ._neighbours import LOUD, Neighbours
 
@@ -37,7 +39,7 @@ _ROWS = 375_000  # of a table
 _IDS, _BAG = 1 << 13, 8  # ids of a table
 _HELD = dict(zip(DIMS, (4, 8), strict=True))
 """The memory tiers hold a fourth of one collection's rows, an eighth of the other's, if rows are to miss."""
-_DEPTH, _WINDOW = 2, 8
+_DEPTH, _WINDOW, _READ_AHEAD = 2, 8, 16 << 20
 _TRIES = 3
 _LOADED = 1 << 16  # rows at a time
 _WARM = 10
@@ -89,7 +91,8 @@ class Sample:
     bytes that lookups and updates touch; ``others``: CPU seconds per second that other processes took;
     ``paced``: 1 where ``fetch`` is by the clock, else 0, by counters that leave out what a batch costs
     whatever its rows; ``reads``: 1 where rows come from the store; ``wall``: seconds by the clock; ``busy``:
-    CPU seconds of the training thread.
+    CPU seconds of the training thread; ``groups``: by row size, rows from the store, bytes of a row, and all
+    rows of the tables.
     """
 
     mode: str
@@ -107,6 +110,7 @@ class Sample:
     wall: float
     busy: float
     others: float = 0.0
+    groups: tuple[tuple[float, int, int], ...] = ()
     one: float = 1.0
 
     @staticmethod
@@ -119,14 +123,16 @@ class Sample:
         return replace(calm[0], **values)
 
 
-def runtime_figures(steps: int = 20) -> dict[str, Any]:
+def runtime_figures(drives: Mapping[str, Any], steps: int = 20) -> dict[str, Any]:
     """Return fields of a topology, and ``step_s``: what a collection computes per step beside its rows.
 
-    The fields are ``hbm_bw``, ``host_link_bw``, ``index_rows_per_s``, ``row_seconds`` and ``overlap_loss``,
-    from ``steps`` batches of each kind, three times.
+    The fields are ``hbm_bw``, ``host_link_bw``, ``index_rows_per_s``, ``row_seconds``, ``overlap_loss`` and
+    ``ssd_overlap_loss``, from ``steps`` batches of each kind, three times. ``drives``: the fields that say
+    what the drives do.
     """
     samples = [found for mode in KINDS for dims in DIMS for found in _samples(mode, dims, steps)]
-    return fitted(samples, [pair for dims in DIMS for pair in _balanced(dims, steps)])
+    machine = Topology.from_dict({"hbm_per_rank": 1, "host_memory_per_host": 1, "device": "cpu", **drives})
+    return fitted(samples, [pair for dims in DIMS for pair in _balanced(dims, steps)], machine)
 
 
 def _samples(mode: str, dims: tuple[int, ...], steps: int) -> list[Sample]:
@@ -202,6 +208,7 @@ def _sample(
         fetch.append(wall[-1] - _waiting_seconds(bags) if paces else planning_seconds(bags))
         begun = time.thread_time()
     others = neighbours.share()
+    stores = []
     sums = dict.fromkeys(("ids", "unique", "cached", "misses", "stored", "moved", "computed"), 0.0)
     for group, last, warm in zip(groups, counts[-1], counts[_WARM], strict=True):
         size, dim = group.layout.row_bytes, group.layout.dim
@@ -213,13 +220,16 @@ def _sample(
         sums["cached"] += unique * paces
         sums["misses"] += missed
         sums["stored"] += stored
+        stores.append((float(stored), size, _ROWS * len(own)))
         sums["moved"] += 2 * missed * size
         sums["computed"] += 8 * count * len(own) * dim + 2 * unique * size
     # During the last steps no more batches are announced or planned.
     typical = slice(_WARM, max(_WARM + 1, len(compute) - _WINDOW - _DEPTH))
     stages = {"fetch": np.diff(fetch), "compute": compute, "wall": np.diff(wall), "busy": busy}
     means = {name: _middle(values[typical]) for name, values in stages.items()}
-    return Sample(mode, **sums, **means, paced=paces, reads=mode == "ssd", others=others)
+    return Sample(
+        mode, **sums, **means, paced=paces, reads=mode == "ssd", others=others, groups=tuple(stores)
+    )
 
 
 def _middle(seconds: Sequence[float] | NDArray[np.float64]) -> float:
@@ -275,7 +285,8 @@ def _collection(mode: str, dims: tuple[int, ...]) -> Any:
 
     some, every = size(rows // _HELD[dims]), size(rows + rows // 8)
     tiers: dict[str, Any] = {"memory": {"hbm": every, "ssd": 0}, "uvm": {"hbm": some, "uvm": every, "ssd": 0}}
-    config = TierConfig(**tiers.get(mode, {"hbm": some, "ssd": "10GiB"}))
+    below = {"hbm": some, "ssd": "10GiB", "read_ahead": _READ_AHEAD}
+    config = TierConfig(**tiers.get(mode, below))
     bags = tierstore.EmbeddingBagCollection(tables, config=config, optimizer=optimizer)
     load_zeros(bags, tables)
     return bags
@@ -289,21 +300,27 @@ def load_zeros(bags: Any, tables: Iterable[EmbeddingBagConfig]) -> None:
             bags.load_rows(ids, torch.zeros(len(ids), table.embedding_dim), None, table.name)
 
 
-def fitted(samples: Sequence[Sample], balanced: Sequence[tuple[Sample, Sample]]) -> dict[str, Any]:
-    """Return the planner's terms from samples of all :data:`KINDS` and pairs of :func:`_balanced`."""
+def fitted(
+    samples: Sequence[Sample], balanced: Sequence[tuple[Sample, Sample]], machine: Topology
+) -> dict[str, Any]:
+    """Return the planner's terms from samples of all :data:`KINDS` and pairs of :func:`_balanced`.
+    ``machine``: says what the drives do."""
     loss = float(np.median([_overlap_loss(*pair) for pair in balanced]))
+    machine = replace(machine, overlap_loss=loss)
     samples = [replace(s, fetch=_beside(s.fetch, s.busy, loss)) if s.paced else s for s in samples]
     memory = [sample for sample in samples if sample.mode == "memory"]
     step, lookup, update, per_byte = _fit(memory, "compute", ("one", "ids", "unique", "computed"))
     names = ("paced", "ids", "unique", "cached", "misses", "moved", "reads", "stored")
     batch, per_id, plan, policy, link, link_byte, read, store = _fit(samples, "fetch", names)
     fetched = {"plan": plan, "policy": policy, "link": link, "store": store, "batch": batch, "read": read}
+    ssd_loss = float(np.median([_ssd_loss(sample, machine) for sample in samples if sample.reads]))
     return {
         "index_rows_per_s": 1 / max(per_id, 1e-12),
         "hbm_bw": 1 / max(per_byte, 1e-13),
         "host_link_bw": 1 / max(link_byte, 1e-13),
         "step_s": step,
         "overlap_loss": loss,
+        "ssd_overlap_loss": ssd_loss,
         "row_seconds": {"lookup": lookup, "update": update, **fetched},
     }
 
@@ -318,10 +335,35 @@ def _overlap_loss(one: Sample, balanced: Sample) -> float:
     """Return the loss by which both samples have the same seconds of the fetching thread."""
 
     def excess(loss: float) -> float:
-        fetch = _beside(one.wall, one.busy, loss)
         topology = Topology(hbm_per_rank=1, device="cpu", overlap_loss=loss)
-        return topology.together(np.array([[fetch, balanced.busy]])) - balanced.wall
+        stages = np.array([[_beside(one.wall, one.busy, loss), balanced.busy]])
+        return topology.step_seconds(stages, np.zeros(1)) - balanced.wall
 
+    return _root(excess)
+
+
+def _ssd_loss(sample: Sample, machine: Topology) -> float:
+    """Return the loss by which a step takes what the sample did, with the predicted seconds of the drives."""
+    own, drives = np.array([[sample.fetch, sample.busy]]), np.array([_drive_seconds(sample, machine)])
+
+    def excess(loss: float) -> float:
+        return replace(machine, ssd_overlap_loss=loss).step_seconds(own, drives) - sample.wall
+
+    return _root(excess)
+
+
+def _drive_seconds(sample: Sample, machine: Topology) -> float:
+    """Return the seconds of the drives that the planner predicts for a batch."""
+    every, seconds = sum(size * rows for _, size, rows in sample.groups), 0.0
+    for stored, size, rows in sample.groups:
+        record, room = record_bytes(size), size * rows / every * _READ_AHEAD / (size + HELD_BYTES_PER_ROW)
+        seconds += machine.ahead_seconds(stored, record, rows, _WINDOW, room)
+        seconds += stored * WRITE_AMPLIFICATION * record / machine.ssd_write_bw
+    return seconds
+
+
+def _root(excess: Callable[[float], float]) -> float:
+    """Return the loss of which the excess is zero, or the nearest that a loss can be."""
     least, most = 1e-3, 1.0
     if excess(least) >= 0 or excess(most) <= 0:
         return least if excess(least) >= 0 else most

@@ -85,20 +85,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         if args.no_runtime or result["device"] != "cpu":
             result["index_rows_per_s"] = index_rate(args.seconds)
         else:
-            result |= runtime_costs(result["measured"])
+            result |= runtime_costs(result)
     return result
 
 
-def runtime_costs(notes: dict[str, Any]) -> dict[str, Any]:
+def runtime_costs(measured: dict[str, Any]) -> dict[str, Any]:
     """Return what the CPU engine itself takes per row and byte, one thread computing.
 
-    They replace the rates of plain copies. ``notes`` gets what a step takes beside its rows.
+    They replace the rates of plain copies. ``measured``: all other fields; its notes get what a step takes
+    beside its rows.
     """
     from ._runtime_costs import one_thread, runtime_figures
 
     one_thread()
-    figures = runtime_figures()
-    notes["step_s"] = figures.pop("step_s")
+    figures = runtime_figures({name: value for name, value in measured.items() if name.startswith("ssd_")})
+    measured["measured"]["step_s"] = figures.pop("step_s")
     return figures
 
 
@@ -190,7 +191,7 @@ def _text(key: str, value: Any) -> str:
     if key in ("row_seconds", "exchange_seconds"):
         scale, unit = (1e9, "ns") if key == "row_seconds" else (1e6, "us")
         return ", ".join(f"{name} {seconds * scale:,.0f} {unit}" for name, seconds in value.items())
-    if key == "overlap_loss":
+    if key.endswith("overlap_loss"):
         return f"{value:.0%}"
     if isinstance(value, float):
         return f"{format_bytes(int(value))}/s" if key.endswith("_bw") else f"{value:,.0f}/s"

@@ -17,7 +17,7 @@ from tierstore.planner.options import Placed, option_of
 from tierstore.planner.search import Search
 from tierstore.planner.tables import TableSpec
 from tierstore.planner.topology import Topology
-from tierstore.rounds import FILE_BYTES, read_bytes, record_bytes, round_batches
+from tierstore.rounds import read_bytes, record_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ def predict(problem: Problem, placed: Sequence[Placed], caches: Allocation) -> P
         np.bincount(rank, caches.hbm_bytes(), world) + problem.fixed_hbm,
         np.bincount(host, caches.uvm_bytes(), hosts) + problem.fixed_host,
         np.bincount(host, caches.ssd_bytes, hosts),
-        topology.together(np.column_stack([alone, ssd_s.repeat(topology.ranks_per_host)])),
+        topology.step_seconds(alone, ssd_s.repeat(topology.ranks_per_host)),
     )
 
 
@@ -153,9 +153,8 @@ def _saved_seconds(problem: Problem, caches: Allocation, misses: Floats) -> Floa
         if lacking:
             part = float(table_bytes[tier].sum() / table_bytes[here].sum())  # as the runtime divides it
             room = part * problem.held_share * float(ahead[here].sum()) / (size + HELD_BYTES_PER_ROW)
-            batches = round_batches(problem.window, room, lacking)
-            files = FILE_BYTES * record * float(caches.rows[tier & caches.stored].sum())
+            rows = float(caches.rows[tier & caches.stored].sum())
+            merged = topology.ahead_seconds(lacking, record, rows, problem.window, room)
             alone = lacking * topology.read_seconds(read_bytes(record))
-            merged = topology.round_seconds(lacking * batches, record, files) / batches
             saved[topology.host_of(r)] += max(0.0, alone - merged)
     return saved

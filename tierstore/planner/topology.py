@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tierstore.config import is_integer, is_number, parse_bytes
 from tierstore.errors import ConfigError
 from tierstore.planner.checks import fields_of, must_be, require
-from tierstore.rounds import MERGED_READ_BYTES, merged_reads, read_bytes
+from tierstore.rounds import FILE_BYTES, MERGED_READ_BYTES, merged_reads, read_bytes, round_batches
 
 _SIZES = ("hbm_per_rank", "host_memory_per_host", "ssd_per_host")
 _MOST_RANKS = 1 << 16
@@ -81,7 +81,8 @@ class Topology:
     - ``row_seconds``: what a row costs beside its bytes, by :data:`ROW_COSTS`; zero where nothing is said.
     - ``exchange_seconds``: what exchanging takes beside bytes, by :data:`EXCHANGE_COSTS`.
     - ``overlap_loss``: the share by which a step takes longer than either of two stages that take equally
-      long: 0 if they overlap wholly, 1 if they do not at all.
+      long: 0 if they overlap wholly, 1 if they do not at all. ``ssd_overlap_loss``: the same of the drives'
+      stage and all others.
     - ``processors_per_rank``: of the host's CPU; with fewer than two, a rank's threads take turns (matters
       for device "cpu" only).
 
@@ -106,6 +107,7 @@ class Topology:
     row_seconds: Mapping[str, float] = field(default_factory=dict)
     exchange_seconds: Mapping[str, float] = field(default_factory=dict)
     overlap_loss: float = 0.0
+    ssd_overlap_loss: float = 0.0
     processors_per_rank: float = 2.0
     device: str = "cuda"
     assumed: tuple[str, ...] = field(default=(), init=False)
@@ -130,9 +132,10 @@ class Topology:
         for name, known in _SECONDS.items():
             object.__setattr__(self, name, _checked_seconds(name, getattr(self, name), known))
         _must_be_positive("processors_per_rank", self.processors_per_rank)
-        loss = self.overlap_loss
-        is_share = is_number(loss) and 0 <= loss <= 1
-        must_be("topology: overlap_loss", loss, is_share, "a number from 0 to 1")
+        for name in ("overlap_loss", "ssd_overlap_loss"):
+            loss = getattr(self, name)
+            is_share = is_number(loss) and 0 <= loss <= 1
+            must_be(f"topology: {name}", loss, is_share, "a number from 0 to 1")
 
     def _fill_rate(self, name: str) -> bool:
         """Make a rate a number, and return whether it is the assumed one."""
@@ -165,17 +168,15 @@ class Topology:
         has no processor: with p processors two threads of t seconds each take max(t, 2 t / p)."""
         return min(1.0, max(0.0, 2 / self.processors_per_rank - 1)) if self.one_fetcher else 0.0
 
-    def together(self, stages: NDArray) -> float:
-        """Return the seconds of a step of the slowest rank, by its seconds of ``stages``: (ranks, stages).
+    def step_seconds(self, stages: NDArray, ssd: NDArray) -> float:
+        """Return the seconds of a step of the slowest rank by its seconds of ``stages``, (ranks, stages), and
+        those of its host's drives, ``ssd``, (ranks,).
 
         Stages of equal means, but not of equal seconds in every batch, wait for one another, since few
-        batches are in flight. The norm goes from the longest stage (no loss) to the sum of all (a loss of 1).
+        batches are in flight.
         """
-        longest = stages.max(axis=1, initial=1e-12)
-        if self.overlap_loss < 1e-3:
-            return float(longest.max())
-        power = math.log(2) / math.log1p(self.overlap_loss)
-        return float((longest * ((stages / longest[:, None]) ** power).sum(axis=1) ** (1 / power)).max())
+        own = _together(stages, self.overlap_loss)
+        return float(_together(np.column_stack([own, ssd]), self.ssd_overlap_loss).max())
 
     def others(self) -> tuple[float, float]:
         """Return (other ranks of a rank's host, ranks of other hosts) as shares of all ranks."""
@@ -192,6 +193,12 @@ class Topology:
         if size > sizes[-1]:
             return max(1 / rates[-1], size / self.ssd_bw)
         return float(np.interp(size, sizes, [1 / rate for rate in rates]))
+
+    def ahead_seconds(self, lacking: float, record: int, rows: float, window: int, room: float) -> float:
+        """Return the seconds of the drives for the reads of a batch that lacks ``lacking`` of ``rows`` stored
+        records of ``record`` bytes. ``window``: batches known ahead; ``room``: rows that may be held."""
+        batches = round_batches(window, room, lacking)
+        return self.round_seconds(lacking * batches, record, FILE_BYTES * record * rows) / batches
 
     def round_seconds(self, rows: float, record: int, stored: float) -> float:
         """Return the seconds of the drives for one round of reading ahead.
@@ -216,6 +223,16 @@ class Topology:
         wrong = [key for key, value in given.items() if value != value]
         require(not wrong, f"topology: {', '.join(wrong)} is not a number; leave out what is not known")
         return cls(**{key: value for key, value in given.items() if key not in notes})
+
+
+def _together(stages: NDArray, loss: float) -> NDArray:
+    """Return the seconds of ``stages``, (n, stages), of which two that take equally long take 1 + ``loss``
+    times as long as one: from the longest (no loss) to the sum of all (a loss of 1)."""
+    longest = stages.max(axis=1, initial=1e-12)
+    if loss < 1e-3:
+        return longest
+    power = math.log(2) / math.log1p(loss)
+    return longest * ((stages / longest[:, None]) ** power).sum(axis=1) ** (1 / power)
 
 
 def _must_be_positive(name: str, value: Any) -> None:
