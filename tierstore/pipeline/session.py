@@ -31,6 +31,7 @@ from tierstore.modules.ahead import Ahead, content_of
 from tierstore.modules.parts import Lookup
 from tierstore.pipeline.exchanges import RankExchanges
 from tierstore.pipeline.learning import Call
+from tierstore.pipeline.openmp import share_processors
 from tierstore.pipeline.planned import Planned, RecentBatches
 from tierstore.pipeline.windows import Window
 
@@ -270,6 +271,7 @@ class Session:
 
     def _work(self) -> None:
         try:
+            share_processors()
             while self._do_next():
                 pass
         except BaseException as error:  # next() tells the training thread
