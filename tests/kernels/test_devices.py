@@ -15,11 +15,12 @@ from tests.cuda.fake_device import FakeDevice, fake_device
 from tests.kernels.far_device import FarDevice
 from tierstore import TierConfig, TieredEmbeddingBag, optim
 from tierstore import _core as core
-from tierstore.cache.device import HOST, Device, DeviceRows, HostDevice
+from tierstore.cache.device import HOST, OPENERS, Device, DeviceRows, HostDevice, open_device
 from tierstore.cache.tiers import registry
 from tierstore.cache.tiers.memory import MemoryTier, TierPlan
 from tierstore.cache.tiers.protocol import Tier
 from tierstore.cache.tiers.registry import TierRequest
+from tierstore.errors import ConfigError
 
 SLOTS, ROW, DIM = 64, 48, 8  # 8 weights, 1 float of state, padding
 DEVICES = {"host": HostDevice, "far": FarDevice}
@@ -356,3 +357,9 @@ def test_training_is_the_same_on_every_device(
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     on_far = request.node.callspec.params["log"] != "none"
     assert ({"initialise", "copy_in", "update", "discard"} <= set(log)) == on_far
+
+
+def test_a_kind_of_device_that_nothing_opens(monkeypatch):
+    monkeypatch.delitem(OPENERS, "cuda", raising=False)
+    with pytest.raises(ConfigError, match=r"'cuda:1'.* opens cpu alone; import tierstore\.modules"):
+        open_device("cuda:1")

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tierstore._core import Bags, HostRows, InitialValues, LookupArgs, RowCodec, UpdateArgs, UpdateRounding
 from tierstore.cache.tiers.sizes import memory_limit
+from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -215,7 +216,13 @@ of device by an entry."""
 def open_device(name: str | None) -> Device:
     """Return the device that ``TierConfig.device`` names; its user closes it.
 
-    Raises ``GpuError`` where a GPU, its driver or the compiler of its kernels is missing or cannot be used.
+    Raises ``GpuError`` where a GPU, its driver or the compiler of its kernels is missing or cannot be used;
+    ``ConfigError`` for a kind that nothing opens.
     """
     kind, _, number = (name or HOST.name).partition(":")
+    if kind not in OPENERS:
+        raise ConfigError(
+            f"device is {name!r}, but what is imported opens {', '.join(OPENERS)} alone; import "
+            "tierstore.modules, which opens GPUs"
+        )
     return OPENERS[kind](int(number) if number else None)
