@@ -135,7 +135,10 @@ PEERS := fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0
 ifneq ($(filter 2.11.%,$(TORCH)),)
 PEERS := fbgemm-gpu-cpu==1.6.0 torchrec==1.6.1 iopath portalocker
 endif
+# Frameworks that tests train with, without the servers, hubs and the second copy of Lightning that they ask for.
+FRAMEWORKS := lightning==2.6.6 accelerate==1.15.0
 $(TESTABLE): $(INSTALLED)
-	$(PIP) install --quiet "torch==$(TORCH)" "tierstore[test,lint,docs]" tensordict pyre-extensions torchmetrics==1.0.3 tqdm
-	$(PIP) install --quiet --no-deps $(PEERS)
+	$(PIP) install --quiet "torch==$(TORCH)" "tierstore[test,lint,docs]" tensordict pyre-extensions torchmetrics==1.0.3 tqdm \
+	  lightning-utilities fsspec
+	$(PIP) install --quiet --no-deps $(PEERS) $(FRAMEWORKS)
 	@rm -f $(VENV)/testable-* && touch $@

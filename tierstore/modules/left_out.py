@@ -34,6 +34,11 @@ def mark(version: str, table: Table, key: str) -> Tensor:
     """Return what a state dict has under ``key`` for rows of this version, with a warning."""
     size = format_bytes(4 * table.num_embeddings * table.embedding_dim)
     logger.warning("%s (%s if dense) is in this state dict without its rows: commit() keeps them", key, size)
+    return bare_mark(version)
+
+
+def bare_mark(version: str) -> Tensor:
+    """Return what stands for rows of this version in a state dict."""
     return torch.frombuffer(bytearray(_PREFIX + version.encode("ascii")), dtype=torch.uint8)
 
 

@@ -107,10 +107,11 @@ def _take(folder: Path, path: Path, flags: int, kind: int) -> FolderLock:
             holder = os.pread(descriptor.fileno(), 20, 0).decode("ascii", "replace").strip()
             lock.close()
             if holder == str(os.getpid()):
-                who = "another object of this process"
+                who = "another object of this process; call its close() first"
             else:
                 who = f"process {holder}" if holder.isdigit() else "another process"
-            message = f"{folder} is in use by {who}; close it there, or give another path"
+                who += "; close it there"
+            message = f"{folder} is in use by {who}, or give another path"
             raise StoreLockedError(message) from None
         except BaseException:
             lock.close()

@@ -1,0 +1,1 @@
+"""Tiered tables in training frameworks. Each module imports one framework."""
