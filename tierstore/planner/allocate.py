@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.placement import MOST_STORE_BYTES, STORE_SLACK
-from tierstore.planner.costs import DISK_SLACK, MOST_STORED_ROWS, Problem
+from tierstore.placement import STORE_SLACK
+from tierstore.planner.costs import MOST_STORED_ROWS, Problem
 from tierstore.planner.curves import Floats, lower_hull
 from tierstore.planner.options import Placed, ShardCost
 
@@ -143,9 +143,10 @@ def allocate(problem: Problem, placed: Sequence[Placed], for_ssd: bool = False) 
         _fill_host(problem, result, np.flatnonzero((host == h) & ~replicas), h)
     # A store gets all of its host's SSD that it has a use for, but for what ranks add to their parts.
     left = topology.ssd_per_host - topology.ranks_per_host * STORE_SLACK
-    need = np.bincount(host, result.ssd_need(), topology.hosts)
-    given = np.clip(left / np.maximum(need, 1.0), 1.0, MOST_STORE_BYTES / DISK_SLACK)[host]
-    result.ssd_bytes = _whole_bytes(result.ssd_need() * given)
+    own = result.ssd_need()
+    need = np.bincount(host, own, topology.hosts)
+    most = np.maximum(own, result.field("ssd_most") * result.stored)
+    result.ssd_bytes = _whole_bytes(np.clip(own * (left / np.maximum(need, 1.0))[host], own, most))
     return result
 
 

@@ -226,7 +226,8 @@ def plan_job(module: Any, job: Job, group: Any) -> ShardingPlan:
     All ranks of the process group ``group`` call it. Raises InfeasiblePlanError if the tables do not fit.
     """
     machines, work = machines_of(job, tables_of_module(module)[1]), workload_of(job)
-    planner = EmbeddingShardingPlanner(machines, workload=work, batch_size=job.batch_size)
+    touched = {name: ParameterConstraints(touched_rows=rows) for name, rows in job.touched_rows.items()}
+    planner = EmbeddingShardingPlanner(machines, touched, workload=work, batch_size=job.batch_size)
     return planner.collective_plan(module, pg=group)
 
 
