@@ -3,7 +3,8 @@
 The planner predicts a step as its longest stage. The simulation knows nothing of that: each batch goes
 through its stages on every rank; stages wait for one another, for the batch before and for shared drives;
 all-to-alls start when the last rank is ready; ids are drawn, deduplicated and looked up in what each shard
-holds; service times vary. The rates of the machines and what single operations cost are the planner's.
+holds, its most popular rows; service times vary. The rates of the machines and what single operations cost
+are the planner's.
 """
 
 from __future__ import annotations

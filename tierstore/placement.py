@@ -42,9 +42,10 @@ and compaction needs as many again."""
 class Job:
     """The ranks of a running job, as a planner needs to know them. Sizes are bytes of one rank.
 
-    ``rows``: of all tables. ``depth``, ``window``: batches that are fetched and known ahead, ``batch_size``:
-    examples per rank and step, ``read_ahead_bytes``: of rows read ahead; None is the planner's default.
-    ``tiers``: the TierConfig of all collections; None: each has its own.
+    ``rows``: of all tables, as far as training will use them: ``touched_rows`` of the tables that it names.
+    ``depth``, ``window``: batches that are fetched and known ahead, ``batch_size``: examples per rank and
+    step, ``read_ahead_bytes``: of rows read ahead; None is the planner's default. ``tiers``: the TierConfig
+    of all collections; None: each has its own.
     """
 
     hosts: int
@@ -59,6 +60,7 @@ class Job:
     batch_size: int | None = None
     read_ahead_bytes: int | None = None
     tiers: Any = None
+    touched_rows: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace, _: JsonFile | None) -> Results:
     ratios = [against_optimum(seed) for seed in range(args.cases)]
     known = [ratio for ratio in ratios if ratio is not None]
     bounded = solved(8, large_tables(args.bound_tables, 1))
-    ratio = bounded.prediction.step / relaxed(bounded.problem)
+    ratio = bounded.as_divided().step / relaxed(bounded.problem)
     large = solved(args.hosts, large_tables(args.tables))
     figures = {
         **{"optimum.cases": len(known), "optimum.infeasible": len(ratios) - len(known)},
@@ -79,7 +79,7 @@ def against_optimum(seed: int, search_seconds: float = 5.0, time_limit: float = 
     solution = planner.solve(tables)
     if solution.caches.missing:
         return None
-    return solution.prediction.step / optimum(solution.problem, time_limit)
+    return solution.as_divided().step / optimum(solution.problem, time_limit)
 
 
 def large_topology(hosts: int) -> Topology:

@@ -144,10 +144,7 @@ def plans_of(case: Case, rates: Mapping[str, Any], search_seconds: float, dense:
 
 def _described(solution: Solution) -> dict[str, Any]:
     caches, found = solution.caches, solution.prediction
-    misses, reads = (
-        float((caches.field("unique") * caches.misses(rows)).sum())
-        for rows in (caches.hbm_rows, caches.memory_rows)
-    )
+    misses, reads = (float((caches.field("unique") * share).sum()) for share in solution.missed)
     stages = {"compute": found.ranks[:, 0], "fetch": found.ranks[:, 5], "ssd": found.ssd_s}
     return {
         **{"plan": plan_of(solution).to_dict(), "predicted": found.step, "misses": misses, "reads": reads},

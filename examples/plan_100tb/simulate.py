@@ -33,7 +33,7 @@ def main() -> None:
     planner = EmbeddingShardingPlanner(topology, workload=Workload(args.batch_size, depth=args.depth))
     solution = planner.solve(specs_of_yaml(read_yaml(HERE / "tables.yaml")))
     assert not solution.caches.missing, solution.caches.missing
-    predicted = solution.prediction.step
+    predicted = solution.as_divided().step
     print(f"planned in {solution.seconds:.2f} s; set by {' of '.join(solution.prediction.slowest())}")
     for depth in sorted({0, 1, args.depth}):
         simulated = Simulation(solution, depth, args.jitter).run(args.batches)

@@ -102,7 +102,7 @@ def test_tables_that_share_a_memory_miss_together_as_lru_does() -> None:
     random = np.random.default_rng(3)
     skewed = (20_000 * random.random((400, 250)) ** 3).astype(np.int64)
     group = Group(UNIFORM, skewed)
-    sizes, misses = read_ahead_size._joint_curve(group.curves, [(0, 20_000), (1, 20_000)])
+    sizes, misses = read_ahead_size.joint_curve(group.curves, [(0, 20_000), (1, 20_000)])
     trace = prepare(
         [
             np.concatenate([make_keys(0, one), make_keys(1, other)])
@@ -196,7 +196,7 @@ def test_choices_are_those_of_the_rule_on_the_batches_alone(
         live = module.engine.groups[0].size
     monkeypatch.setattr(ReadAheadSize, "lookup_done", done)
     assert live is not None
-    again = ReadAheadSize(live._tables, live._slots, live._bytes)
+    again = ReadAheadSize(live._tables, live.slots, live._bytes)
     group: Any = Group()
     group.curves = LiveCurves([0, 1])
     for ids, (lacked, lookups, distinct, known, now) in zip(BATCHES, seen, strict=True):

@@ -150,6 +150,8 @@ def test_dense_parameters_on_a_gpu_are_reserved() -> None:
             {"sharding_types": ["column_wise"]},
             lambda p: p.table("t").sharding_type is ShardingType.COLUMN_WISE,
         ),
+        ({"pooling_factors": [60.0]}, lambda p: hbm_of(p, "t") < hbm_of(p, "u")),  # ids take memory
+        ({"is_weighted": True}, lambda p: hbm_of(p, "t") < hbm_of(p, "u")),
         ({"cache_params": CacheParams(load_factor=0.9)}, lambda p: hbm_of(p, "t") >= 0.9 * ROWS),
         ({"enforce_hbm": True}, lambda p: hbm_of(p, "t") == ROWS),
         ({"compute_kernels": [EmbeddingComputeKernel.FUSED.value]}, lambda p: hbm_of(p, "t") == ROWS),
@@ -171,6 +173,16 @@ def test_every_constraint_changes_the_plan(
     )
     assert holds(bound)
     assert bound != free
+
+
+def test_columns_of_a_shard_are_at_least_the_smallest_partition() -> None:
+    def columns(**more: Any) -> list[int]:
+        demand = ParameterConstraints(sharding_types=["column_wise"], **more)
+        return [shard.columns for shard in plan(constraints={"t": demand}).table("t").shards]
+
+    assert columns() == columns(min_partition=32) == [32, 32]
+    with pytest.raises(ConfigError, match="64 columns of which a shard has 33"):
+        columns(min_partition=33)
 
 
 def test_unknown_tables_in_constraints() -> None:

@@ -24,4 +24,4 @@ def test_a_larger_plan_is_near_its_lp_bound():
     planner = EmbeddingShardingPlanner(machines, batch_size=1024, search_seconds=1)
     solution = planner.solve(tables)
     bound = relaxed(solution.problem)
-    assert 0.998 <= solution.prediction.step / bound <= 1.15
+    assert 0.998 <= solution.as_divided().step / bound <= 1.15

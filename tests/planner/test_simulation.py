@@ -22,9 +22,9 @@ def test_with_batches_enough_in_flight_the_longest_stage_sets_the_step(seed):
     solution = planner.solve(random_tables(8, seed, 5, 7.5))
     assert not solution.caches.missing
     simulated = Simulation(solution, 4, 0.02).run(40)
-    assert simulated == pytest.approx(solution.prediction.step, rel=0.1)
+    assert simulated == pytest.approx(solution.as_divided().step, rel=0.1)
     serial = Simulation(solution, 0, 0.0).run(10)
-    assert serial > solution.prediction.step
+    assert serial > solution.as_divided().step
 
 
 def test_the_example_is_100_terabytes_and_fits():
@@ -35,4 +35,4 @@ def test_the_example_is_100_terabytes_and_fits():
     solution = planner.solve(tables)
     assert not solution.caches.missing
     simulated = Simulation(solution, 4, 0.05).run(30)
-    assert simulated == pytest.approx(solution.prediction.step, rel=0.15)
+    assert simulated == pytest.approx(solution.as_divided().step, rel=0.15)

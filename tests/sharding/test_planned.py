@@ -89,7 +89,9 @@ def larger_batches_take_more_memory() -> None:
         with pytest.raises(InfeasiblePlanError, match="lower batch_size"):
             DistributedModelParallel(model, config=budgets, batch_size=size)
     plan = ShardingPlan((), 2, 2, "cpu", {})
-    with pytest.raises(tierstore.ConfigError, match="leave one of them out"):
+    with pytest.raises(
+        tierstore.ConfigError, match="batch_size is for the planner, and a plan is given: leave one out"
+    ):
         DistributedModelParallel(Model(configs()), plan=plan, batch_size=8)
 
 

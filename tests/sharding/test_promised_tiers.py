@@ -25,6 +25,7 @@ DIM = 16
         (ParameterConstraints(tiers=["hbm"]), True),
         (ParameterConstraints(tiers=["hbm", "uvm"]), False),
         (ParameterConstraints(min_hbm_bytes="60KiB"), False),
+        (ParameterConstraints(hbm_load_factor=0.5), False),
     ],
 )
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
@@ -60,6 +61,7 @@ def test_a_rank_keeps_what_constraints_promise(
             assert tiers["hbm"]["resident_rows"] == tiers["hbm"]["row_misses"] == 2000
         else:
             assert tiers["hbm"]["resident_rows"] >= min(promised.hbm_rows, 2000)
+            assert promised.hbm_rows >= demand.hbm_load_factor * 2000
         if demand.stays_in_memory and not resident:
             assert tiers["hbm"]["resident_rows"] + tiers["uvm"]["resident_rows"] == 2000
         if demand.stays_in_memory:

@@ -191,7 +191,7 @@ def _divide_shared(
     """Return the slots that the tables of each group share, and whether they hold all rows."""
     minimum = [_min_bytes(d, policy, admission) for d in demands]
     maximum = [_max_bytes(d, policy, admission) for d in demands]
-    shares = _fill(budget, minimum, maximum, [d.weight for d in demands])
+    shares = fill(budget, minimum, maximum, [d.weight for d in demands])
     divided = []
     for demand, bytes_, enough in zip(demands, shares, maximum, strict=True):
         if bytes_ >= enough:
@@ -202,7 +202,7 @@ def _divide_shared(
     return divided
 
 
-def _fill(budget: int, minimum: list[int], maximum: list[int], weight: list[int]) -> list[int]:
+def fill(budget: int, minimum: list[int], maximum: list[int], weight: list[int]) -> list[int]:
     """Return shares in proportion to ``weight`` within [minimum, maximum]; what a capped group cannot use
     goes to the groups that are not capped."""
     share = list(minimum)

@@ -16,6 +16,7 @@ import numpy as np
 
 from cache_policies.live import LiveCurves
 from tierstore import _core
+from tierstore.cache.division import UseDivision
 from tierstore.cache.layout import IdSegment, RowLayout, out_of_range
 from tierstore.cache.lookup_order import LookupOrder
 from tierstore.cache.pinned_rows import PinnedRows, ResidentRows, TierRows
@@ -70,6 +71,7 @@ class TierGroup:
             stats.count_rest = self._resident.count
         self.size: ReadAheadSize | None = None
         """Chooses the bytes of reading ahead, if they are automatic."""
+        self.division: UseDivision | None = None
         self._planned = -1
         self._rows_leave = bool(self.stack.lower) or self.fast.plan.evicts
         below = self.stack.lower[0].codec if self.stack.lower else None
@@ -158,6 +160,8 @@ class TierGroup:
     def _plan(
         self, pinned: PinnedRows, pinned_since: int, announced: bool, stop: Callable[[], bool] | None
     ) -> None:
+        if self.division is not None:
+            self.division.before_plan(self, pinned.seq, announced, stop)
         fast, keys, stage = self.fast.native, pinned.batch.unique, self.stats.stage
         plan, placed = self._begin(pinned, announced), False
         try:
@@ -178,6 +182,8 @@ class TierGroup:
                         self._count(plan, pinned, found)
                         if announced and self.size and self.size.lookup_done(self, int(found[-1].here.sum())):
                             self.stack.set_read_ahead(self.size.now)
+                        if self.division is not None:
+                            self.division.lookup_done(self)
                     pinned.slots, pinned.device_rows = plan.slots, self.fast.rows
                 except BaseException:
                     self._take_back(plan, missing, found)
@@ -202,7 +208,7 @@ class TierGroup:
                 pinned.before = self.stats.plans_ahead()
             elif not self.window.lookups:
                 self.stats.plans_now()
-            self._drain_overflow()
+            self.drain_overflow()
             next_use = self.window.take(seq) if announced else None
             pinned.csr = _core.transposed(pinned.batch)
             self._planned = max(self._planned, seq)
@@ -216,7 +222,7 @@ class TierGroup:
         while True:
             with self.residency_lock, self.stats.stage("plan_seconds"):
                 oldest = self.order.oldest_in_use(seq)  # first, so that draining sees all releases
-                self._drain_overflow()
+                self.drain_overflow()
                 needed = self.fast.evict(min(since, oldest), plan)
             if not needed or since >= seq:
                 break
@@ -278,24 +284,21 @@ class TierGroup:
             logger.warning(
                 "%s: the rows in use at once exceed the %s tier (%d rows) by %d; they use overflow slots "
                 "of %s outside the budget. Raise %s, or use smaller batches. (said once)",
-                self.name,
-                self.fast.name,
-                self.fast.capacity,
-                rows,
-                format_bytes(rows * self.layout.row_bytes),
-                self.fast.name,
+                *(self.name, self.fast.name, self.fast.capacity, rows),
+                *(format_bytes(rows * self.layout.row_bytes), self.fast.name),
             )
 
-    def _drain_overflow(self) -> None:
-        """Hand down rows in overflow slots that no lookup uses any more."""
+    def drain_overflow(self) -> bool:
+        """Hand down rows in overflow slots that no lookup uses any more; return whether that is all."""
         native, returned = self.fast.native, self.order.take_returned()
         if not native.overflow_in_use:
-            return
+            return True
         for slots in returned:
             self.fast.release(slots)
         drained = native.drainable()
         self._hand_down(drained, self._planned)
         self.fast.drained(drained[0])
+        return not native.overflow_in_use
 
     def _fill(self, slots: Slots, keys: Keys, every: list[FoundRows]) -> None:
         """Put rows at ``slots`` of the first tier: found ones, and initial values for keys that no tier
@@ -366,7 +369,7 @@ class TierGroup:
     def _flush(self) -> None:
         with self.order.planner(), self.residency_lock:
             self.check_open()
-            self._drain_overflow()
+            self.drain_overflow()
             self.stack.flush()
 
     def uncommitted_rows(self) -> int:

@@ -91,6 +91,12 @@ class LookupOrder:
         with self._lock:
             return self._oldest(default)
 
+    def is_alone(self, seq: int) -> bool:
+        """Return whether one lookup is in use, which has number ``seq``: the one that is being planned."""
+        with self._lock:
+            self._settle()
+            return self._in_use == {seq: 1}
+
     def wait_released(
         self, before: int, *, is_planner: bool = False, stop: Callable[[], bool] | None = None
     ) -> bool:

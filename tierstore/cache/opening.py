@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from cache_policies.policy import Policy
 from tierstore.cache.budget import GroupDemand, TableDemand, fast_tiers, host_tiers
 from tierstore.cache.device import Device
+from tierstore.cache.division import UseDivision
 from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import RowLayout
 from tierstore.cache.machine import host_memory
@@ -107,7 +108,10 @@ class GroupOpening:
     def groups(self, store: RowStore | None) -> list[TierGroup]:
         """Return the groups, with empty tiers above ``store``."""
         plans = zip(self._members, self._hbm, self._uvm, strict=True)
-        return [self._group(name, hbm, uvm, store) for name, hbm, uvm in plans]
+        groups = [self._group(name, hbm, uvm, store) for name, hbm, uvm in plans]
+        rows = {spec.index: table.max_rows for spec, table in zip(self._specs, self._tables, strict=True)}
+        UseDivision.of(groups, self._config, rows)
+        return groups
 
     def _layout_name(self, index: int) -> str:
         """Return the name of a table's row layout, which tables of equal rows share."""

@@ -62,7 +62,7 @@ class ReadAheadSize:
     memory tiers."""
 
     def __init__(self, tables: Sequence[tuple[int, int]], slots: int, sizes: Bytes) -> None:
-        self._tables, self._slots, self._bytes = tables, slots, sizes
+        self._tables, self.slots, self._bytes = tables, slots, sizes
         self.now = sizes.most
         """Bytes that reading ahead may take now."""
         self.known: KnownAhead | None = None
@@ -105,16 +105,16 @@ class ReadAheadSize:
             many=lookups,
             own=known.own,
         )
-        rows, misses = _joint_curve(group.curves, self._tables)
+        rows, misses = joint_curve(group.curves, self._tables)
 
         def lacked(more: float) -> float:
-            now, then = np.interp([self._slots, self._slots + more / sizes.slot], rows, misses)
+            now, then = np.interp([self.slots, self.slots + more / sizes.slot], rows, misses)
             return lacking * float(then / now) if now > 0 else lacking
 
         return ahead.best(known.length, lacked, (sizes.record, FILE_BYTES * sizes.record * every), self.now)
 
 
-def _joint_curve(curves: LiveCurves, tables: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
+def joint_curve(curves: LiveCurves, tables: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
     """Return sizes, in rows, and the misses per batch of tables that share a memory of that size.
 
     They keep their rows for about as many batches each. A table that keeps c rows asks for m(c) other rows

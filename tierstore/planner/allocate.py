@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.placement import MOST_STORE_BYTES, STORE_SLACK
-from tierstore.planner.costs import DISK_SLACK, MOST_STORED_ROWS, Problem
+from tierstore.placement import STORE_SLACK
+from tierstore.planner.costs import MOST_STORED_ROWS, Problem
 from tierstore.planner.curves import Floats, lower_hull
 from tierstore.planner.options import Placed, ShardCost
 
@@ -64,13 +64,15 @@ class Allocation:
 
     Shards are in the order of the placements and their ranks. ``missing``: bytes by which the memories are
     too small, by resource and place: {("hbm", rank): n, ("host_memory", host): n, ("ssd", host): n}.
-    ``ssd_bytes``: int64 (shards,), of the SSD, at least what a shard needs.
+    ``ssd_bytes``: int64 (shards,), of the SSD, at least what a shard needs. ``promised``: bool (shards,), to
+    which shards constraints promise memory.
     """
 
     costs: list[ShardCost]
     rank: NDArray[np.int64]
     hbm_rows: Floats
     memory_rows: Floats
+    promised: NDArray[np.bool_]
     missing: dict[tuple[str, int], int] = field(default_factory=dict)
     ssd_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -91,6 +93,13 @@ class Allocation:
     def stored(self) -> NDArray[np.bool_]:
         """Which shards need the SSD."""
         return self.memory_rows < self.rows
+
+    @property
+    def own(self) -> NDArray[np.bool_]:
+        """Which shards have their slots to themselves: those in ``promised``, those whose rows are all in
+        device memory, and those without rows on the SSD beside shards that have."""
+        held = self.memory_rows if self.stored.any() else self.hbm_rows
+        return self.promised | (held >= self.rows)
 
     def hbm_bytes(self) -> NDArray[np.int64]:
         """Return the bytes of each shard on its device, buffers included: int64 (shards,)."""
@@ -128,7 +137,10 @@ def allocate(problem: Problem, placed: Sequence[Placed], for_ssd: bool = False) 
     topology = problem.topology
     costs = [item.option.cost for item in placed for _ in item.ranks]
     rank = np.array([r for item in placed for r in item.ranks], dtype=np.int64)
-    result = Allocation(costs, rank, np.zeros(len(costs)), np.zeros(len(costs)))
+    promised = [problem.demands[item.table].promises_memory for item in placed for _ in item.ranks]
+    result = Allocation(
+        costs, rank, np.zeros(len(costs)), np.zeros(len(costs)), np.array(promised, dtype=bool)
+    )
     replicas = result.slot == 0
     result.hbm_rows[replicas] = result.memory_rows[replicas] = result.rows[replicas]
     fixed = np.bincount(rank, result.field("fixed_hbm"), topology.world_size) + problem.fixed_hbm
@@ -143,9 +155,10 @@ def allocate(problem: Problem, placed: Sequence[Placed], for_ssd: bool = False) 
         _fill_host(problem, result, np.flatnonzero((host == h) & ~replicas), h)
     # A store gets all of its host's SSD that it has a use for, but for what ranks add to their parts.
     left = topology.ssd_per_host - topology.ranks_per_host * STORE_SLACK
-    need = np.bincount(host, result.ssd_need(), topology.hosts)
-    given = np.clip(left / np.maximum(need, 1.0), 1.0, MOST_STORE_BYTES / DISK_SLACK)[host]
-    result.ssd_bytes = _whole_bytes(result.ssd_need() * given)
+    own = result.ssd_need()
+    need = np.bincount(host, own, topology.hosts)
+    most = np.maximum(own, result.field("ssd_most") * result.stored)
+    result.ssd_bytes = _whole_bytes(np.clip(own * (left / np.maximum(need, 1.0))[host], own, most))
     return result
 
 

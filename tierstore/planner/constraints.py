@@ -33,6 +33,7 @@ class ParameterConstraints:
       memory; "ssd" with them (the default) allows all three. ``compute_kernels``: the same in torchrec's
       words ("fused", "fused_uvm_caching", "key_value" ..); of several the one with most tiers.
     - ``pooling_factor``, ``optimizer``: instead of the table's. ``pooling_factors``: one for each feature.
+    - ``touched_rows``: rows that training will ever use; None: the table's own, or all.
     - ``is_weighted``: lookups have weights, even if the table's module does not say so.
     - ``stochastic_rounding``, ``bounds_check``: of the table, as in TableOverride.
 
@@ -53,6 +54,7 @@ class ParameterConstraints:
     stochastic_rounding: bool | None = None
     hbm_load_factor: float = 0.0
     bounds_check: str | None = None
+    touched_rows: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("sharding_types", "device_group", "tiers", "compute_kernels", "pooling_factors"):
@@ -71,6 +73,8 @@ class ParameterConstraints:
         share = self.hbm_load_factor
         must_be("hbm_load_factor", share, is_number(share) and 0 <= share <= 1, "a number from 0 to 1")
         must_be("is_weighted", self.is_weighted, isinstance(self.is_weighted, bool), "True or False")
+        touched = self.touched_rows
+        must_be("touched_rows", touched, touched is None or is_integer(touched, 1), "a positive integer")
         rounding = self.stochastic_rounding
         must_be("stochastic_rounding", rounding, rounding in (None, True, False), "True, False or None")
         if self.bounds_check is not None:

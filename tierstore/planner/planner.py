@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,8 +78,7 @@ class EmbeddingShardingPlanner:
             raise self._infeasible(solution, start)
         crowded = solution.caches.crowded()
         require(not crowded, f"{crowded}; let constraints cut the tables by rows over more ranks")
-        promised = [name for name, demand in self.constraints.items() if demand.promises_memory]
-        plan = plan_of(solution, promised)
+        plan = plan_of(solution)
         helps, again = what_would_help(solution, advice_seconds)
         report = report_of(solution, plan) | {"what_would_help": helps, "helps_by_planning_again": again}
         return replace(plan, report={**report, "plan_seconds": time.perf_counter() - start})
@@ -180,26 +179,18 @@ def tables_of_module(module: Any) -> tuple[list[TableSpec], int]:
     return tables, dense
 
 
-def plan_of(solution: Solution, promised: Collection[str] = ()) -> ShardingPlan:
-    """Return the solution as a plan without a report; tables are in their order.
-
-    Tables in ``promised`` have their slots to themselves, as have shards whose rows are all in device memory,
-    and shards that have no row on the SSD beside shards that have.
-    """
+def plan_of(solution: Solution) -> ShardingPlan:
+    """Return the solution as a plan without a report; tables are in their order."""
     caches, result, topology = solution.caches, [], solution.topology
     slots = [caches.hbm_rows, caches.memory_rows - caches.hbm_rows]
     sizes = [caches.hbm_bytes(), caches.uvm_bytes(), caches.ssd_bytes, *slots]
-    held = caches.memory_rows if np.any(caches.ssd_bytes) else caches.hbm_rows
-    whole = held >= caches.rows
-    each = iter(np.column_stack([*sizes, whole, caches.read_ahead_bytes()]).astype(np.int64).tolist())
+    each = iter(np.column_stack([*sizes, caches.own, caches.read_ahead_bytes()]).astype(np.int64).tolist())
     unique = caches.field("unique")
-    misses = unique * caches.misses(caches.hbm_rows)
+    misses = unique * solution.missed[0]
     for item, shards in zip(solution.placed, solution.shards(), strict=True):
         spec = solution.tables[item.table]
         rate = 1 - float(misses[shards].sum() / (unique[shards].sum() or 1.0))  # replicas miss nothing
         placed = tuple(_shard(spec, item, j, next(each)) for j in range(len(item.ranks)))
-        if spec.name in promised:
-            placed = tuple(replace(shard, own=1) for shard in placed)
         rest = spec.module, spec.num_embeddings, spec.embedding_dim
         demand = solution.problem.demands[item.table]
         told = demand.stochastic_rounding, demand.bounds_check
@@ -226,7 +217,8 @@ def plan_job(module: Any, job: Job, group: Any) -> ShardingPlan:
     All ranks of the process group ``group`` call it. Raises InfeasiblePlanError if the tables do not fit.
     """
     machines, work = machines_of(job, tables_of_module(module)[1]), workload_of(job)
-    planner = EmbeddingShardingPlanner(machines, workload=work, batch_size=job.batch_size)
+    touched = {name: ParameterConstraints(touched_rows=rows) for name, rows in job.touched_rows.items()}
+    planner = EmbeddingShardingPlanner(machines, touched, workload=work, batch_size=job.batch_size)
     return planner.collective_plan(module, pg=group)
 
 

@@ -119,8 +119,8 @@ def _reason(solution: Solution, item: Placed, shards: slice) -> dict[str, Any]:
         replica = format_bytes(cost.fixed_hbm)
         return {"tiers": ["hbm"], "why": f"a replica of {replica} per rank needs no exchange of ids and rows"}
     hbm, memory = caches.hbm_rows[shards], caches.memory_rows[shards]
+    on_link, on_ssd = (share[shards] for share in solution.missed)
     stored, hosts = memory < cost.rows, caches.rank[shards] // solution.topology.ranks_per_host
-    on_link, on_ssd = (np.interp(rows, cost.curve.rows, cost.curve.misses) for rows in (hbm, memory))
     # Each shard is on a rank of its own; drives are those of the host, for all of its shards.
     link, ssd = cost.unique * cost.link_s, cost.unique * cost.ssd_s
     more_hbm = format_bytes(int(((cost.rows - hbm) * cost.slot_bytes).sum()))

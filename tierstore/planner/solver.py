@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +16,12 @@ from tierstore.planner.costs import HELD_BYTES_PER_ROW, RANK_STAGES, Problem, Wo
 from tierstore.planner.curves import Floats
 from tierstore.planner.options import Placed, option_of
 from tierstore.planner.search import Search
+from tierstore.planner.sharing import shared_misses
 from tierstore.planner.tables import TableSpec
 from tierstore.planner.topology import Topology
 from tierstore.rounds import read_bytes, record_bytes
+
+Misses = tuple[Floats, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +49,15 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """Everything that was decided, for reports and tests. It fits if ``caches.missing`` is empty."""
+    """Everything that was decided, for reports and tests. It fits if ``caches.missing`` is empty.
+
+    ``missed``: what shards miss of device memory, and of device and host memory, per unique row.
+    """
 
     problem: Problem
     placed: Sequence[Placed]
     caches: Allocation
+    missed: Misses
     prediction: Prediction
     seconds: float = 0.0
 
@@ -64,6 +72,11 @@ class Solution:
     @property
     def tables(self) -> Sequence[TableSpec]:
         return self.problem.tables
+
+    def as_divided(self) -> Prediction:
+        """Return the prediction if each shard held its most popular rows, as many as the plan gives it."""
+        rows = self.caches.hbm_rows, self.caches.memory_rows
+        return predict(self.problem, self.placed, self.caches, tuple(map(self.caches.misses, rows)))
 
     def shards(self) -> Iterator[slice]:
         """Yield where the shards of each of ``placed`` are among those of ``caches``."""
@@ -98,7 +111,22 @@ def divided(problem: Problem, placed: Sequence[Placed]) -> Solution:
 
 def _divided(problem: Problem, placed: Sequence[Placed], for_ssd: bool) -> Solution:
     caches = allocate(problem, placed, for_ssd)
-    return Solution(problem, placed, caches, predict(problem, placed, caches))
+    missed = shared_misses(caches, _groups(problem, placed, caches))
+    return Solution(problem, placed, caches, missed, predict(problem, placed, caches, missed))
+
+
+def _groups(problem: Problem, placed: Sequence[Placed], caches: Allocation) -> NDArray[np.int64]:
+    """Return numbers that shards have in common that share slots: those of one row layout and collection on
+    one rank that have none of their own."""
+    numbers: dict[Any, int] = {}
+    found: list[int] = []
+    for item in placed:
+        table, cuts = problem.tables[item.table], item.option.column_cuts
+        layout = table.module, table.embedding_dim // cuts, table.dtype, table.optimizer
+        for rank in item.ranks:
+            key = len(found) if caches.own[len(found)] else (*layout, rank)
+            found.append(numbers.setdefault(key, len(numbers)))
+    return np.array(found, dtype=np.int64)
 
 
 def moved(solution: Solution, topology: Topology) -> Solution:
@@ -108,7 +136,7 @@ def moved(solution: Solution, topology: Topology) -> Solution:
     return divided(problem, placed)
 
 
-def predict(problem: Problem, placed: Sequence[Placed], caches: Allocation) -> Prediction:
+def predict(problem: Problem, placed: Sequence[Placed], caches: Allocation, missed: Misses) -> Prediction:
     """Sum up the shards of ``placed`` with the rows that ``caches`` gives them."""
     topology = problem.topology
     world, hosts = topology.world_size, topology.hosts
@@ -118,7 +146,7 @@ def predict(problem: Problem, placed: Sequence[Placed], caches: Allocation) -> P
         ranks[:, :4] += item.option.everywhere
         ranks[item.ranks, :4] += item.option.cost.load
     unique, rank, host = caches.field("unique"), caches.rank, caches.rank // topology.ranks_per_host
-    on_link, on_ssd = (unique * caches.misses(rows) for rows in (caches.hbm_rows, caches.memory_rows))
+    on_link, on_ssd = (unique * share for share in missed)
     link = on_link * caches.field("link_s") + caches.field("policy_s") * (caches.hbm_rows < caches.rows)
     ranks[:, 4] = np.bincount(rank, link, world)
     reads = np.bincount(rank, on_ssd, world)

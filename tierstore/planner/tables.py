@@ -208,5 +208,6 @@ def _prepared(
             pooling_factor=spec.pooling_factor if factor is None else factor,
             weighted=spec.weighted or demand.is_weighted,
             optimizer=spec.optimizer if optimizer is None else optimizer_name(optimizer),
+            touched_rows=demand.touched_rows or spec.touched_rows,
         )
     return spec if stats is None else with_stats(spec, stats)

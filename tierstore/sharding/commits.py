@@ -107,7 +107,8 @@ class Commits:
         self.number: int = record.get("number", 0)
         """Number of the last commit of all ranks; 0 before the first."""
         self.extra: dict[str, Any] = record.get("extra", {})
-        self._saved = {name: _saved(entry) for name, entry in record.get("collections", {}).items()}
+        self.saved = {name: _saved(entry) for name, entry in record.get("collections", {}).items()}
+        """The collections of the last commit by name."""
         self._shards: dict[str, RankShards] = {}
         self._folders: dict[str, str] = {}
         self._former_folders: dict[str, str] = {}
@@ -174,7 +175,7 @@ class Commits:
 
     def place(self, name: str, plan: ShardingPlan, engine: str) -> Place:
         """Return where this rank's store is: in a new folder if the last commit has another plan."""
-        saved = self._saved.get(name)
+        saved = self.saved.get(name)
         if saved is not None and (_geometry(saved.plan), saved.engine) == (_geometry(plan), engine):
             self._folders[name] = saved.folder
             at = saved.ranks[self._env.rank]
@@ -194,7 +195,7 @@ class Commits:
     def join(self, name: str, shards: RankShards) -> None:
         """Add a collection, and restore its rows if the last commit has them."""
         self._shards[name] = shards
-        saved = self._saved.get(name)
+        saved = self.saved.get(name)
         if saved is None:
             return
         self._restored.add(name)

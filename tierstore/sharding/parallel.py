@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -37,6 +38,7 @@ from tierstore.sharding.opening import ShardingOptions
 from tierstore.sharding.optimizer import KeyedFusedOptimizer
 from tierstore.sharding.planning import plan_of
 from tierstore.sharding.rows_digest import RowsDigest
+from tierstore.sharding.touched_rows import check_touched, planned, twice_held
 
 logger = logging.getLogger("tierstore")
 
@@ -159,6 +161,8 @@ class DistributedModelParallel(nn.Module):
             make their optimizer afterwards.
         find_unused_parameters: as for DDP.
         batch_size: for the planner, where there is no ``plan``; 512 if None.
+        touched_rows: for the planner, the rows that training will ever use, by table; all of the tables that
+            it does not name. If these do not fit, twice the rows that the last commit has.
     """
 
     optimizer_type: ClassVar[type[KeyedFusedOptimizer]] = KeyedFusedOptimizer
@@ -176,13 +180,16 @@ class DistributedModelParallel(nn.Module):
         dense: str = "ddp",
         find_unused_parameters: bool = False,
         batch_size: int | None = None,
+        touched_rows: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         self.env = ShardingEnv.of(env)
         found = {name: child for name, child in module.named_modules() if can_be_sharded(child)}
         with self.env.shared_errors():
-            if plan is not None and batch_size is not None:
-                raise ConfigError("batch_size is for the planner, and a plan is given: leave one of them out")
+            for name, value in (("batch_size", batch_size), ("touched_rows", touched_rows)):
+                if plan is not None and value is not None:
+                    raise ConfigError(f"{name} is for the planner, and a plan is given: leave one out")
+            check_touched(touched_rows, found)
             if dense not in ("ddp", "fsdp2"):
                 raise ConfigError(f'dense is {dense!r}; use "ddp" or "fsdp2"')
             if device is not None and torch.device(device).type != "cpu":
@@ -197,8 +204,13 @@ class DistributedModelParallel(nn.Module):
         tables = {name: child.table_names() for name, child in found.items()}
         path = None if config is None else config.path
         given = {"collections": tables, "plan": plan, "batch_size": batch_size, "dense": dense}
-        self.env.check_same({**given, "path": path is not None})
-        self.plan = plan_of(module, self.env, config, batch_size) if plan is None else plan
+        touched = sorted((touched_rows or {}).items())
+        self.env.check_same({**given, "touched_rows": touched, "path": path is not None})
+        self.plan = plan or planned(
+            partial(plan_of, module, self.env, config, batch_size),
+            touched_rows,
+            partial(twice_held, found, self.env, path),
+        )
         self._sharded: dict[str, ShardedCollection] = {}
         self._commits = None if path is None else Commits(path, self.env, list(found))
         try:

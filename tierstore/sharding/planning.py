@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,19 +38,23 @@ _ROUNDING = 1024  # bytes per table, so that a layout that is to hold all rows d
 
 
 def plan_of(
-    module: nn.Module, env: ShardingEnv, config: TierConfig | None, batch_size: int | None = None
+    module: nn.Module,
+    env: ShardingEnv,
+    config: TierConfig | None,
+    batch_size: int | None = None,
+    touched_rows: Mapping[str, int] | None = None,
 ) -> ShardingPlan:
     """Return the planner's plan for the collections of ``module`` on the ranks of ``env``; all ranks call it.
 
     The budgets, and how far ahead batches are fetched, come from ``config``, the same for each rank, or from
     all collections' own configurations together. ``batch_size``: examples per rank and step, the planner's
-    default if None. Rates of the machines are assumed: measure them and call the planner yourself for a
-    better plan.
+    default if None. ``touched_rows``: rows that training will ever use, by table; else all. Rates of the
+    machines are assumed: measure them and call the planner yourself for a better plan.
     """
     collections = [child for child in module.modules() if isinstance(child, Collection)]
     if not collections:
         raise ConfigError("the module has no embedding collection to plan; give tierstore's")
-    job = job_of(collections, config, env.world_size, _ranks_per_host(env))
+    job = job_of(collections, config, env.world_size, _ranks_per_host(env), touched_rows or {})
     job = replace(job, batch_size=batch_size)
     plan = plan_job(module, job, env.process_group)
     if env.rank == 0:
@@ -69,11 +73,14 @@ def _budgets(collections: Sequence[Collection], config: TierConfig | None) -> li
     return [config] if config is not None else [child.engine.config for child in collections]
 
 
-def _read_ahead(collections: Sequence[Collection], config: TierConfig | None, ranks: int) -> int:
+def _read_ahead(
+    collections: Sequence[Collection], config: TierConfig | None, ranks: int, touched_rows: Mapping[str, int]
+) -> int:
     """Return the bytes that a rank has for rows read ahead; ``config``: of all collections together."""
     sizes = [
         sum(
-            t.num_embeddings * RowBytes(child.engine.config, child.engine.optimizer).whole(t)
+            touched_rows.get(t.name, t.num_embeddings)
+            * RowBytes(child.engine.config, child.engine.optimizer).whole(t)
             for t in map(child.engine.tables.__getitem__, child.table_numbers)
         )
         for child in collections
@@ -85,14 +92,20 @@ def _read_ahead(collections: Sequence[Collection], config: TierConfig | None, ra
 
 
 def job_of(
-    collections: Sequence[Collection], config: TierConfig | None, world_size: int, ranks_per_host: int
+    collections: Sequence[Collection],
+    config: TierConfig | None,
+    world_size: int,
+    ranks_per_host: int,
+    touched_rows: Mapping[str, int],
 ) -> Job:
     """Return the ranks of a job as a planner needs to know them.
 
-    ``config``: the tiers of one rank for all collections together; None: each has its own.
+    ``config``: the tiers of one rank for all collections together; None: each has its own. ``touched_rows``:
+    rows that training will ever use, by table; else all.
     """
     local, budgets = ranks_per_host, _budgets(collections, config)
-    rows = sum(table.num_embeddings for child in collections for table in configs_of(child))
+    tables = [table for child in collections for table in configs_of(child)]
+    rows = sum(touched_rows.get(table.name, table.num_embeddings) for table in tables)
     if any(budget.keeps_all for budget in budgets):
         hbm, uvm, ssd = psutil.virtual_memory().total // local, 0, 0
     else:
@@ -104,8 +117,11 @@ def job_of(
         for name in ("depth", "window")
         if (value := [getattr(budget, name) for budget in budgets if getattr(budget, name) != "auto"])
     }
-    ahead["read_ahead_bytes"] = _read_ahead(collections, config, world_size)
-    return Job(world_size // local, local, processors, hbm, uvm, ssd, rows, tiers=config, **ahead)
+    ahead["read_ahead_bytes"] = _read_ahead(collections, config, world_size, touched_rows)
+    sizes = hbm, uvm, ssd, rows
+    return Job(
+        world_size // local, local, processors, *sizes, tiers=config, touched_rows=touched_rows, **ahead
+    )
 
 
 def _ranks_per_host(env: ShardingEnv) -> int:
@@ -284,11 +300,14 @@ def _own_bytes(held: Held, tier: str, policy: Any) -> dict[str, int]:
 
 def _ssd_bytes(held: Held, config: TierConfig) -> int:
     """Return the plan's bytes, and room for shards without any: those whose rows have not all a slot, since
-    :func:`within` took some, and with a path to commit to all."""
-    total = sum(shard.ssd_bytes for _, shard in held.shards)
+    :func:`within` took some or the plan counts fewer, and with a path to commit to all. With that room it is
+    no more than the configuration's ``ssd``."""
+    planned = total = sum(shard.ssd_bytes for _, shard in held.shards)
     for table, shard in held.shards:
         lacks = config.ssd_cap and 0 < shard.hbm_rows + shard.uvm_rows < shard.rows
         if not shard.ssd_bytes and (lacks or config.path is not None):
             record = record_bytes(held.row_bytes("ssd", table, shard))
             total += int(shard.rows * record * MOST_STORE_BYTES)
+    if config.ssd_cap:
+        total = max(planned, min(total, config.ssd_cap))
     return total + STORE_SLACK if total else 0

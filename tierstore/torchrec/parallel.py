@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,9 +19,12 @@ from tierstore.errors import ConfigError
 from tierstore.modules.collection import Collection
 from tierstore.optim.specs import NotGiven
 from tierstore.placement import ShardingPlan
+from tierstore.planner import ParameterConstraints
 from tierstore.sharding import CommsConfig
+from tierstore.sharding.arguments import own_config
 from tierstore.sharding.optimizer import KeyedFusedOptimizer
 from tierstore.sharding.parallel import Settings
+from tierstore.sharding.touched_rows import TouchedRows, check_touched, planned, twice_held
 from tierstore.torchrec.optimizers import KeyedTablesOptimizer
 from tierstore.torchrec.planning import EmbeddingShardingPlanner, settle_optimizers
 from tierstore.torchrec.sharders import EmbeddingCollectionSharder, TieredSharder, sharder_of, sharders_of
@@ -30,9 +34,10 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
     """:class:`tierstore.sharding.DistributedModelParallel` with torchrec's arguments.
 
     Without ``plan`` it asks EmbeddingShardingPlanner. Tiers are the default configuration if there is one,
-    and the collections' own otherwise; ``config`` is tierstore's own argument. ``init_parameters`` gives
-    dense parameters on the meta device values by ``reset_parameters()``; tables have their initial values in
-    any case. ``data_parallel_wrapper`` and ``model_tracker_configs`` must be left out (ConfigError).
+    and the collections' own otherwise; ``config`` and ``touched_rows`` are tierstore's own arguments.
+    ``init_parameters`` gives dense parameters on the meta device values by ``reset_parameters()``; tables
+    have their initial values in any case. ``data_parallel_wrapper`` and ``model_tracker_configs`` must be
+    left out (ConfigError).
     """
 
     optimizer_type: ClassVar[type[KeyedFusedOptimizer]] = KeyedTablesOptimizer
@@ -50,23 +55,27 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         model_tracker_configs: object = None,
         *,
         config: TierConfig | None = None,
+        touched_rows: Mapping[str, int] | None = None,
     ) -> None:
         _check(data_parallel_wrapper, model_tracker_configs)
         env, allowed = sharding.ShardingEnv.of(env), sharders_of(sharders)
-        collections = [child for child in module.modules() if isinstance(child, Collection)]
+        found = {name: child for name, child in module.named_modules() if isinstance(child, Collection)}
+        collections = list(found.values())
         with env.shared_errors():
+            check_touched(touched_rows, found)
             settle_optimizers(collections, allowed)
         if init_parameters:
             fill_meta_parameters(module, torch.device("cpu") if device is None else torch.device(device))
+        own = given_default() if config is None else config
         if plan is None and collections:
-            planner = EmbeddingShardingPlanner(config=config)
-            plan = planner.collective_plan(module, allowed, env.process_group)
+            path = getattr(own or own_config(collections), "path", None)
+            held = partial(twice_held, found, env, path)
+            plan = planned(lambda t: _plan_of(module, env, allowed, config, t), touched_rows, held)
         elif isinstance(plan, ShardingPlan):
             plan = _with_demands(plan, collections, allowed)
         # nn.Module's constructor keeps these, which it does not know
         self.sharders, self._waits = allowed, not init_data_parallel
-        config = given_default() if config is None else config
-        super().__init__(module, env, device, plan, config=config)
+        super().__init__(module, env, device, plan, config=own)
         self.device = torch.device("cpu") if device is None else torch.device(device)
 
     @property
@@ -96,6 +105,18 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         if self._waits:
             self._waits = False
             self._wrapped = self._parallel(self._wrapped, "ddp", False)
+
+
+def _plan_of(
+    module: nn.Module,
+    env: sharding.ShardingEnv,
+    sharders: Sequence[TieredSharder],
+    config: TierConfig | None,
+    touched_rows: TouchedRows,
+) -> ShardingPlan:
+    demands = {name: ParameterConstraints(touched_rows=rows) for name, rows in touched_rows.items()}
+    planner = EmbeddingShardingPlanner(constraints=demands, config=config)
+    return planner.collective_plan(module, sharders, env.process_group)
 
 
 def _with_demands(

@@ -125,9 +125,14 @@ class EmbeddingShardingPlanner(ShardingPlanner):
     def _job(self, topology: Topology, collections: Sequence[Collection]) -> Job:
         """Return the job that the topology, the budgets and what is reserved describe."""
         config = given_default() if self.config is None else self.config
-        job = job_of(collections, config, topology.world_size, topology.local_world_size)
+        touched = {
+            name: demand.touched_rows for name, demand in self.constraints.items() if demand.touched_rows
+        }
+        job = job_of(collections, config, topology.world_size, topology.local_world_size, touched)
         names = {"hbm_bytes": "hbm_cap", "uvm_bytes": "ddr_cap", "ssd_bytes": "ssd_cap"}
-        caps = {field: cap for field, name in names.items() if (cap := topology.caps[name]) is not None}
+        caps: dict[str, Any] = {
+            field: cap for field, name in names.items() if (cap := topology.caps[name]) is not None
+        }
         job = replace(job, **caps)
         if self.reservation is None:
             return job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -56,38 +57,62 @@ class MemoryTier(Tier):
         admission: AnyAdmission | None = None,
     ) -> None:
         self.name = name
-        self.plan = plan
         self.codec, self.leaving = plan.codec, plan.leaving or plan.codec
-        self.capacity = capacity = plan.capacity
         self.row_bytes = row_bytes
         self.tables = tables
-        policy = as_policy(policy)
-        self.uses_window = plan.evicts and policy.uses_window
-        self.policy_name = policy.name if plan.evicts else "none"
-        # The compiled policies own the arrays that the native tier points to: keep them as long as the tier.
-        layout = Lanes(plan, policy, admission or "always", tables)
-        self._shares = [share for lane in layout.lanes for share in lane]
-        self._policy_bytes = sum(share.bytes for share in self._shares)
+        self._policy, self._admission = as_policy(policy), admission
+        self.uses_window = plan.evicts and self._policy.uses_window
+        self.policy_name = self._policy.name if plan.evicts else "none"
         self._found = Buffer(row_bytes)
-        self._staging: DeviceRows | None = None
         self._leaving = Buffer(row_bytes if self.leaving is None else self.leaving.row_bytes)
-        overflow = 0 if admission is None else overflow_rows(row_bytes)
+        self._seconds_before = 0.0
+        self._open(plan)
+
+    def _open(self, plan: TierPlan) -> None:
+        """Make empty slots. Nothing changes if the system refuses."""
+        layout = Lanes(plan, self._policy, self._admission or "always", self.tables)
+        overflow = 0 if self._admission is None else overflow_rows(self.row_bytes)
         overflow += -overflow % len(layout.lanes)  # every lane has as many
         try:
-            self.native = _core.Tier(
+            native = _core.Tier(
                 lanes=[[share.config() for share in lane] for lane in layout.lanes],
                 grows=plan.holds_all and not plan.own,
                 overflow_slots=overflow,
                 share_of=layout.share_of,
                 lanes_of=layout.lanes_of,
             )
-            self.rows = plan.device.allocate(capacity + overflow, row_bytes, plan.weights)
-            self.rows.commit(self.native.committed)
+            rows = plan.device.allocate(plan.capacity + overflow, self.row_bytes, plan.weights)
+            rows.commit(native.committed)
         except _core.AddressSpaceError as refused:
             raise ConfigError(
-                f"{name}: no room for {capacity} rows of {row_bytes} bytes, and {overflow} overflow slots: "
-                f"{refused}. Raise the process's limit (ulimit -v), or lower {name}"
+                f"{self.name}: no room for {plan.capacity} rows of {self.row_bytes} bytes, and {overflow} "
+                f"overflow slots: {refused}. Raise the process's limit (ulimit -v), or lower {self.name}"
             ) from None
+        self.plan, self.capacity, self.native, self.rows = plan, plan.capacity, native, rows
+        # The compiled policies own the arrays that the native tier points to: keep them as long as the tier.
+        self._shares = [share for lane in layout.lanes for share in lane]
+        self._policy_bytes = sum(share.bytes for share in self._shares)
+        self._staging: DeviceRows | None = None
+
+    def empty(self, to: Tier, room: Buffer, demote: Callable[[MovingRows], None]) -> None:
+        """Hand all rows down to the tier ``to``, in pieces. No lookup may use a row.
+
+        Where ``demote`` raises, its rows and the rest stay.
+        """
+        for slots in self._resident():
+            keys, dirty = self.native.keys_of(slots), self.native.dirty_of(slots)
+            demote(self.departing((slots, keys, dirty, np.full(len(slots), NEVER)), to, room))
+            self.native.remove(slots)
+
+    def resize(self, slots: int) -> None:
+        """Let the tables share ``slots`` slots, with a new policy. The tier is empty.
+
+        Raises ``ConfigError`` when the system refuses; then the slots are as before.
+        """
+        self.rows.discard(0)  # first, so that the memory of both never exists at once
+        seconds = self.policy_seconds
+        self._open(replace(self.plan, slots=slots))
+        self._seconds_before = seconds
 
     def __len__(self) -> int:
         return len(self.native)
@@ -98,8 +123,7 @@ class MemoryTier(Tier):
 
     @property
     def policy_seconds(self) -> float:
-        seconds: float = self.native.policy_seconds
-        return seconds
+        return self._seconds_before + float(self.native.policy_seconds)
 
     # -- slots ---------------------------------------------------------------------------
 
