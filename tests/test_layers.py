@@ -48,7 +48,6 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
 PROJECT_IMPORTS["torchrec"] = BASICS | {
     *("default_config", "placement", "planner", "optim", "sparse", "modules", "pipeline", "sharding")
 }
-# Each file for a framework imports that framework.
 PROJECT_IMPORTS["integrations"] = BASICS | {"checkpoint", "modules", "optim", "store", "cache"}
 EVERYTHING = {"tierstore", "_core", *PROJECT_IMPORTS}
 PROJECT_IMPORTS["tierstore"] = EVERYTHING  # the package's own __init__

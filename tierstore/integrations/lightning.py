@@ -88,8 +88,8 @@ class RowsIO(CheckpointIO):
             if later and self._callback.stage != "fit":
                 raise ConfigError(
                     f"to {self._callback.stage} {path}, the tables would go back to its rows, and the rows "
-                    f"of {', '.join(later)} would be lost: use the newest checkpoint, or a copy of the folder "
-                    "of the tables, or remove these files"
+                    f"of {', '.join(later)} would be lost: use the newest checkpoint, or a copy of the "
+                    "folder of the tables, or remove these files"
                 )
             self._rows.go_to(saved, path)
             self._callback.restored_random = unpack(saved["random"], saved["tensors"])
