@@ -14,6 +14,7 @@ from tests.bags import SGD, Bags, budget, build, everything, random_batches
 from tierstore import TierConfig
 from tierstore.cache.group import TierGroup
 from tierstore.cache.tiers.read_ahead import ReadAhead
+from tierstore.pipeline.planned import RecentBatches
 from tierstore.pipeline.prefetch import prefetch
 from tierstore.pipeline.session import Session
 
@@ -93,10 +94,16 @@ def test_a_step_of_the_worker_fails(
         assert failed == 1
 
 
-@pytest.mark.parametrize("step", ["_prepare", "_prepare_call", "_pinned_since", "_can_plan", "_announce"])
-def test_the_worker_itself_fails(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+STEPS = [
+    *((Session, step) for step in ("_prepare", "_prepare_call", "_can_plan", "_announce")),
+    *((RecentBatches, step) for step in ("add", "pinned_since")),
+]
+
+
+@pytest.mark.parametrize(("owner", "step"), STEPS, ids=[step for _, step in STEPS])
+def test_the_worker_itself_fails(owner: type, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with bags() as module:
-        monkeypatch.setattr(Session, step, failing(getattr(Session, step), 4, ZeroDivisionError))
+        monkeypatch.setattr(owner, step, failing(getattr(owner, step), 4, ZeroDivisionError))
         with pytest.raises(ZeroDivisionError):  # noqa: PT012  (in any step of the loop)
             for ids in prefetch(BATCHES, module, depth=2, window=4, inputs={"": lambda batch: (batch,)}):
                 module(ids).sum().backward()
