@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -286,6 +288,20 @@ def test_every_layout_has_its_least(limit: int, fits: bool) -> None:
     if found is not None:
         assert sum(found) <= limit
         assert min(found) >= 10
+
+
+def test_a_closed_engine_leaves_nothing_to_the_garbage_collector() -> None:
+    gc.disable()
+    try:
+        module = build(CONFIG)
+        groups = module.engine.groups
+        assert all(group.division is not None for group in groups)
+        tiers = [weakref.ref(tier) for group in groups for tier in group.stack.tiers]
+        module.engine.close()
+        del module, groups
+        assert [tier() for tier in tiers] == [None] * len(tiers)
+    finally:
+        gc.enable()
 
 
 def test_bytes_that_no_curve_speaks_of_go_by_distinct_rows() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,7 +124,8 @@ class UseDivision:
 
     def __init__(self, groups: Sequence[DividedGroup], config: TierConfig, rows: Mapping[int, int]) -> None:
         self._policy, self._admission, self._rows = as_policy(config.policy), config.admission, rows
-        self._groups = {group.name: group for group in groups}
+        # Groups hold their division. They must not wait for the garbage collector once they are closed.
+        self._groups = weakref.WeakValueDictionary({group.name: group for group in groups})
         self._lock = threading.Lock()
         self._lookups: Counter[str] = Counter()
         self._uses: dict[int, dict[str, Use]] = {}
