@@ -17,7 +17,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -312,22 +312,40 @@ def serve(folder: Path) -> tuple[int, int, int] | None:
         child = os.fork()
         if not child:
             return seed, life, steps
-        print(_wait(child), flush=True)
+        print(_wait(child, folder, life), flush=True)
     return None
 
 
-def _wait(child: int) -> str:
-    deadline = time.monotonic() + HANG_SECONDS
+def _wait(child: int, folder: Path, life: int) -> str:
+    """Return the exit code of a life, or ``hang`` if its journal has not grown for so many seconds. A busy
+    machine may make a whole life take longer than that."""
+    journal, size, deadline = journal_of(folder, life), 0, time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return str(os.waitstatus_to_exitcode(status))
+        if journal.exists() and journal.stat().st_size > size:
+            size, deadline = journal.stat().st_size, time.monotonic() + HANG_SECONDS
         time.sleep(0.01)
+    with (folder / f"life-{life}.log").open("a") as log:
+        log.writelines(_threads(child))
     os.killpg(child, signal.SIGUSR1)  # the tracebacks of the life and its children go to its log
     time.sleep(1)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return "hang"
+
+
+def _threads(process: int) -> Iterator[str]:
+    """Yield what each thread of a process does: its state, its time on a processor and off one, where it
+    sleeps."""
+    for task in sorted(Path(f"/proc/{process}/task").iterdir()):
+        state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+        times, sleeps = (task / "schedstat").read_text().split(), (task / "wchan").read_text()
+        yield (
+            f"thread {task.name}: {state}, {int(times[0]) / 1e9:.1f} s on a processor, "
+            f"{int(times[1]) / 1e9:.1f} s waiting for one, {sleeps}\n"
+        )
 
 
 if __name__ == "__main__":
