@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils import _pytree as pytree
 
 from tierstore.sparse.jagged import JaggedTensor
@@ -81,3 +82,5 @@ for _class, _flatten, _unflatten, _names in (
         serialized_type_name=f"tierstore.sparse.{_class.__name__}",
         flatten_with_keys_fn=_named(_flatten, _names),
     )
+    # FX flattens by this where a traced module takes such a tensor apart (concrete_args).
+    register_pytree_flatten_spec(_class, lambda node, spec, flatten=_flatten: flatten(node)[0])
