@@ -153,14 +153,14 @@ def the_meta_device(lib: Any) -> Any:
 @behaviour
 def the_meta_device_of_a_context(lib: Any) -> Any:
     with torch.device("meta"):
-        inside = [bags(lib, T1), rows(lib, T1)]
-    return [module.device.type for module in (*inside, bags(lib, T1), rows(lib, T1))]
+        inside = bags(lib, T1)
+    return [module.device.type for module in (inside, bags(lib, T1))]
 
 
-def raised(call: Callable[[], Any], *kinds: type[Exception]) -> bool:
+def raised(call: Callable[[], Any], kind: type[Exception] = Exception) -> bool:
     try:
         call()
-    except kinds or Exception:  # type: ignore[misc]
+    except kind:
         return True
     return False
 

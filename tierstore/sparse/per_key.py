@@ -103,8 +103,10 @@ class FiguresPerKey(JaggedBase, Keys):
         return self._stride_per_key_per_rank is not None
 
     def length_per_key(self) -> list[int]:
-        """Return the number of values of each key; the first call reads the lengths. On the meta device, where
-        lengths have no data, every key has as many, and the first the rest."""
+        """Return the number of values of each key; the first call reads the lengths.
+
+        On the meta device, where lengths have no data, every key has as many, and the first the rest, too.
+        """
         if self._length_per_key is None:
             self._length_per_key = self._summed_lengths()
         return self._length_per_key
