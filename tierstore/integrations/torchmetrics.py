@@ -5,6 +5,8 @@ They add up over batches, and over the ranks of a job. What torchmetrics has is 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -40,7 +42,7 @@ def retrieval_metrics(k: int = 10) -> MetricCollection:
     Update it with ``preds``, scores float (n,), ``target``, 1 for relevant items and 0 for others (n,), and
     ``indexes``, integers (n,): the query of each item. Both keep all items until ``reset()``.
     """
-    chosen = {"top_k": k, "empty_target_action": "skip"}
+    chosen: dict[str, Any] = {"top_k": k, "empty_target_action": "skip"}
     return MetricCollection(
         {f"recall@{k}": RetrievalRecall(**chosen), f"ndcg@{k}": RetrievalNormalizedDCG(**chosen)}
     )
