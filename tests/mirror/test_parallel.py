@@ -118,6 +118,34 @@ def optimizers() -> None:
     same(trained(opened, rank, sharders=[sharder(fused)]), expected)
 
 
+def optimizers_by_table() -> None:
+    rank = torch.distributed.get_rank()
+    each = {"t0": SPEC, "t1": optim.SGD(lr=0.1), "*": optim.Adam(lr=0.05, eps=1e-8)}
+    expected = trained(Model(each), rank)
+    assert not torch.equal(expected["sparse.embedding_bags.t1.weight"], trained(Model(SPEC), rank)[
+        "sparse.embedding_bags.t1.weight"
+    ])  # fmt: skip
+    applied = Model()
+    kinds = [
+        (torch.optim.Adagrad, {"lr": 0.2}), (torch.optim.SGD, {"lr": 0.1}),
+        *[(torch.optim.Adam, {"lr": 0.05})] * 2,
+    ]  # fmt: skip
+    for parameter, (kind, options) in zip(applied.sparse.parameters(), kinds, strict=True):
+        _apply_optimizer_in_backward(kind, [parameter], options)
+    same(trained(applied, rank), expected)
+    sharder = theirs("distributed.embeddingbag", "EmbeddingBagCollectionSharder")
+    fused = {"optimizer": {**each, "*": EmbOptimType.ADAM}, "learning_rate": 0.05}
+    same(trained(Model(), rank, sharders=[sharder(fused)]), expected)
+    with pytest.raises(ConfigError, match=r"optimizer names tables \['nowhere'\]; there are"):
+        trained(Model(), rank, sharders=[sharder({"optimizer": {"nowhere": SPEC}})])
+    with pytest.raises(ConfigError, match=r"has no entry for tables \['t1', 't2', 't3'\]"):
+        trained(Model(), rank, sharders=[sharder({"optimizer": {"t0": SPEC}})])
+
+
+def test_optimizers_by_table() -> None:
+    run(2, optimizers_by_table)
+
+
 def test_every_way_to_choose_the_optimizer() -> None:
     run(2, optimizers)
 

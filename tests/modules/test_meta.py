@@ -174,6 +174,22 @@ def test_tables_that_wait_take_the_applied_optimizer(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_tables_that_wait_take_an_applied_optimizer_each(kind: str) -> None:
+    each = {"t0": optim.SGD(lr=0.5), "t1": optim.Adam(lr=0.1)}
+    config = TierConfig(hbm="8KiB", ssd="64MiB")
+    with KINDS[kind](optimizer=each, config=config) as plain:
+        expected = train(plain)
+    for module in (LATE[kind](config=config), KINDS[kind](device="meta", config=config)):
+        first, second = module.parameters()
+        _apply_optimizer_in_backward(torch.optim.SGD, [first], {"lr": 0.5})
+        _apply_optimizer_in_backward(torch.optim.Adam, [second], {"lr": 0.1})
+        module.to_empty(device="cpu")
+        with module:
+            assert same(train(module), expected)
+            assert [group["tables"] for group in module.fused_optimizer.param_groups] == [["t0"], ["t1"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_moved_parameters_keep_the_applied_optimizer_that_was_adopted(kind: str) -> None:
     with LATE[kind]() as module:
         _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.5})
@@ -191,11 +207,7 @@ def test_moved_parameters_keep_the_applied_optimizer_that_was_adopted(kind: str)
             [(torch.optim.SGD, {"lr": 0.1, "maximize": True}, [0, 1])],
             r"SGD with \{'lr': 0.1, 'maximize': True\} cannot be fused",
         ),
-        ([(torch.optim.SGD, {"lr": 0.1}, [0])], "gave tables of one collection different optimizers"),
-        (
-            [(torch.optim.SGD, {"lr": 0.1}, [0]), (torch.optim.SGD, {"lr": 0.2}, [1])],
-            "gave tables of one collection different optimizers",
-        ),
+        ([(torch.optim.SGD, {"lr": 0.1}, [0])], r"tables \['t0'\] an optimizer and tables \['t1'\] none"),
         ([(torch.optim.SGD, {}, [0, 1]), (torch.optim.Adam, {}, [1])], "'t1' 2 optimizers: SGD, Adam"),
     ],
 )
@@ -285,5 +297,17 @@ def test_offload_takes_the_optimizer_that_was_applied(
         assert replaced["frozen"].frozen
     one = nn.ModuleDict({"a": nn.Embedding(50, 4), "b": nn.EmbeddingBag(50, 4)})
     _apply_optimizer_in_backward(optimizer, one["a"].parameters(), options)
-    with pytest.raises(ConfigError, match="different optimizers"):
+    with pytest.raises(ConfigError, match=r"tables \['a'\] an optimizer and tables \['b'\] none"):
         tierstore.offload(one)
+    _apply_optimizer_in_backward(torch.optim.Adam, one["b"].parameters(), {"lr": 0.3})
+    with tierstore.offload(one) as replaced:
+        assert [each.spec for each in replaced.optimizers] == [spec, optim.Adam(lr=0.3)]
+    tables = [torchrec.EmbeddingBagConfig(50, 4, name=name, feature_names=[name]) for name in ("t", "u")]
+    bags = nn.ModuleDict({"bags": torchrec.EmbeddingBagCollection(tables=tables)})
+    for name, lr in (("t", 0.1), ("u", 0.2)):
+        _apply_optimizer_in_backward(
+            torch.optim.SGD, bags["bags"].embedding_bags[name].parameters(), {"lr": lr}
+        )
+    with tierstore.offload(bags) as replaced:
+        rates = [group["lr"] for fused in replaced.optimizers for group in fused.param_groups]
+        assert rates == [0.1, 0.2]

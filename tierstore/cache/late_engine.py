@@ -54,10 +54,10 @@ class LateEngine(Engine):
         """Call two methods of the module, of which no reference is kept, before and after the opening."""
         self._before, self._after = WeakMethod(before), WeakMethod(after)
 
-    def set_optimizer(self, optimizer: OptimizerSpec) -> None:
-        """Set the optimizer that the tables are opened with. Only before they are opened."""
+    def set_optimizer(self, optimizer: OptimizerSpec, tables: Sequence[Table]) -> None:
+        """Set what the tables are opened with: ``optimizer``, or their own. Only before they are opened."""
         assert self.waits, "rows have their layout"
-        self.optimizer = optimizer
+        self.optimizer, self.tables = optimizer, list(tables)
         self.specs = self._stored_tables()
 
     def need_rows(self) -> None:

@@ -89,10 +89,10 @@ class CheckpointedRows:
 
     def marks(self) -> dict[str, Tensor]:
         """Return what stands for the present rows in the model's state dict: loading it elsewhere is an
-        error, unless the tables have these rows."""
+        error, unless the tables have these rows. A module with several names has several entries."""
         return {
             f"{path}.weight" if path else "weight": bare_mark(part.rows_version())
-            for path, part in self._model.named_modules()
+            for path, part in self._model.named_modules(remove_duplicate=False)
             if isinstance(part, HasWeight)
         }
 

@@ -21,21 +21,25 @@ def applied_to(parameter: Tensor) -> list[object]:
     return list(getattr(parameter, APPLIED, ()))
 
 
-def applied_optimizer(parameters: Sequence[Tensor], tables: Sequence[str]) -> OptimizerSpec | None:
-    """Return the optimizer that was applied to all of ``parameters``, those of ``tables``; None if to none.
+def applied_optimizer(
+    parameters: Sequence[Tensor], tables: Sequence[str]
+) -> OptimizerSpec | dict[str, OptimizerSpec] | None:
+    """Return the optimizer that was applied to all of ``parameters``, those of ``tables``; one by the name of
+    each table where they differ; None if none was.
 
-    Raises ConfigError for an optimizer that is none of ours, and where the tables have different ones.
+    Raises ConfigError for an optimizer that is none of ours, and where only some tables have one.
     """
-    found = {name: _applied(parameter, name) for name, parameter in zip(tables, parameters, strict=True)}
-    if not any(found.values()):
+    pairs = zip(parameters, tables, strict=True)
+    found = {name: spec for parameter, name in pairs if (spec := _applied(parameter, name)) is not None}
+    if not found:
         return None
-    first = next(iter(found.values()))
-    if any(spec != first for spec in found.values()):
+    if missing := [name for name in tables if name not in found]:
         raise ConfigError(
-            f"apply_optimizer_in_backward gave tables of one collection different optimizers: {found}; give "
-            "them the same one, or put them into collections of their own"
+            f"apply_optimizer_in_backward gave tables {list(found)} an optimizer and tables {missing} none; "
+            "give them one, or freeze them in a collection of their own"
         )
-    return first
+    first = next(iter(found.values()))
+    return first if all(spec == first for spec in found.values()) else found
 
 
 def _applied(parameter: Tensor, table: str) -> OptimizerSpec | None:

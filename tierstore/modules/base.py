@@ -100,10 +100,9 @@ class TieredModule(RowCalls, nn.Module):
         """A ``torch.optim.Optimizer`` whose ``param_groups`` are read at every backward pass."""
         self.fused_optimizer.rows = OptimizerStates(self)
 
-    def applied_optimizer(self) -> OptimizerSpec | None:
-        """Return the optimizer that apply_optimizer_in_backward gave all tables; None if it gave none.
-
-        Raises ConfigError for an optimizer that tables cannot have, and for different ones."""
+    def applied_optimizer(self) -> OptimizerSpec | dict[str, OptimizerSpec] | None:
+        """Return the optimizer that apply_optimizer_in_backward gave all tables, or one by table where they
+        differ; None if it gave none. Raises ConfigError for an optimizer that tables cannot have."""
         return applied_optimizer([shown.now for shown in self._shown], self.table_names())
 
     def chosen_optimizer(self) -> Optimizers:

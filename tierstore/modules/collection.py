@@ -18,8 +18,8 @@ from tierstore.modules.configs import BaseEmbeddingConfig
 from tierstore.modules.features import Features
 from tierstore.modules.gradient_hooks import GradientHook
 from tierstore.modules.inputs import FeatureLookup
-from tierstore.modules.tables import HasWeight, OpenTables, placed
-from tierstore.optim.specs import NotGiven, OptimizerSpec
+from tierstore.modules.tables import HasWeight, OpenTables, placed, with_optimizers
+from tierstore.optim.specs import SGD, NotGiven, OptimizerSpec
 from tierstore.optim.tables import Optimizers
 from tierstore.sparse import as_keyed_jagged_tensor
 
@@ -146,11 +146,12 @@ class Collection(TieredModule):
             self.take_optimizer(applied)
             self.adopted = [optimizer for shown in self._shown for optimizer in applied_to(shown.now)]
 
-    def take_optimizer(self, spec: OptimizerSpec) -> None:
-        """Give the tables this optimizer. Only before they are opened."""
+    def take_optimizer(self, optimizer: Optimizers) -> None:
+        """Give the tables this optimizer, or one each. Only before they are opened."""
         assert isinstance(self.engine, LateEngine)
-        self.engine.set_optimizer(spec)
-        self.use_optimizer(spec)
+        one = optimizer if isinstance(optimizer, OptimizerSpec) else SGD()
+        self.engine.set_optimizer(one, with_optimizers(self.engine.tables, optimizer))
+        self.use_optimizer(optimizer)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Leave the meta device, as ``to_empty()`` asks by moving the parameters."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tierstore.modules.base import TieredModule
@@ -42,6 +43,8 @@ class LocalPooling:
     def pooled(self, module: TieredModule, features: object) -> Tensor:
         """Return the pooled rows of a batch, float32 (examples, sum of dims)."""
         keyed, own = as_keyed_jagged_tensor(features), self._features
+        if self._engine.on_meta and keyed.values().is_meta:
+            return _described(own, keyed)
         weights, expand = own.weights_of(keyed), own.inverse_rows(keyed)
         lookup = module.find_lookup(keyed)
         values = module.pooled_rows(lookup, weights)
@@ -49,6 +52,15 @@ class LocalPooling:
             return values
         assert isinstance(lookup, FeatureLookup)
         return own.expanded(values, lookup.counts, expand)
+
+
+def _described(features: PooledFeatures, keyed: KeyedJaggedTensor) -> Tensor:
+    """Return the pooled rows of a batch on the meta device: a shape without rows."""
+    bags = keyed.stride_per_key()
+    counts = [bags[key] for key in features.keys_of(keyed)]
+    features.check_counts(keyed, counts)
+    examples = keyed.stride() if features.expands(keyed) else counts[0]
+    return torch.empty(examples, sum(features.dims), device="meta")
 
 
 class LocalRows:
@@ -65,7 +77,12 @@ class LocalRows:
 
     def rows(self, module: TieredModule, features: object) -> Sequence[Tensor]:
         """Return for every feature the rows of its ids, float32 (ids, dim)."""
-        lookup = module.find_lookup(as_keyed_jagged_tensor(features))
+        keyed = as_keyed_jagged_tensor(features)
+        if self._engine.on_meta and keyed.values().is_meta:
+            counts, own = keyed.length_per_key(), self._features
+            pairs = zip(own.keys_of(keyed), own.dims, strict=True)
+            return [torch.empty(counts[key], dim, device="meta") for key, dim in pairs]
+        lookup = module.find_lookup(keyed)
         assert isinstance(lookup, FeatureLookup)
         return rows_by_feature(lookup, module.rows_one_by_one(lookup))
 

@@ -111,8 +111,8 @@ def offload(
 
     Raises ConfigError, having changed nothing, if there is nothing to replace, or something that cannot be:
     weights that other modules share, or that are not float32, float16 or bfloat16; embeddings on several
-    devices; weights with different applied optimizers; max_norm; scale_grad_by_freq. Tables are on the device
-    that weights with values were on, or on the CPU, unless ``config`` names one.
+    devices; weights of which only some have an applied optimizer; max_norm; scale_grad_by_freq. Tables are on
+    the device that weights with values were on, or on the CPU, unless ``config`` names one.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is {model!r}; give an nn.Module that has embeddings")
@@ -272,13 +272,12 @@ def _is_frozen(path: str, module: nn.Module) -> bool:
     return not any(trained.values())
 
 
-def _applied(found: Mapping[str, nn.Module]) -> OptimizerSpec | None:
-    """Return the optimizer that was applied to the weights of all modules that are not frozen, if one was."""
+def _applied(found: Mapping[str, nn.Module]) -> Optimizers:
+    """Return what was applied to the weights of all modules that are not frozen, if anything was."""
     trained = {path: module for path, module in found.items() if not _is_frozen(path, module)}
-    tables = {
-        name: e.weight for path, module in trained.items() for name, e in _embeddings(path, module).items()
-    }
-    return applied_optimizer(list(tables.values()), list(tables))
+    weights = [e.weight for path, module in trained.items() for e in _embeddings(path, module).values()]
+    names = [table.name for path, module in trained.items() for table in _tables(path, module)]
+    return applied_optimizer(weights, names)
 
 
 def _configs(module: nn.Module) -> list[BaseEmbeddingConfig]:

@@ -95,8 +95,8 @@ def with_optimizers(
 
 
 def is_meta(device: Device) -> bool:
-    """Return whether ``device`` is torch's meta device."""
-    return device is not None and torch.device(device).type == "meta"
+    """Return whether ``device`` is torch's meta device, or None where that is torch's default device."""
+    return (torch.get_default_device() if device is None else torch.device(device)).type == "meta"
 
 
 def check_device(device: torch.device) -> None:

@@ -7,16 +7,18 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.fx import wrap
 
 from tierstore.errors import InputError
 from tierstore.sparse import checks
 from tierstore.sparse.text import bags_text, summary_text
+from tierstore.sparse.traceable import Traceable
 
 INT32_MAX = 2**31 - 1
 Device = torch.device | str | int
 
 
-class JaggedBase:
+class JaggedBase(metaclass=Traceable):
     """Base of JaggedTensor and KeyedJaggedTensor: values, weights, lengths and offsets."""
 
     _values: Tensor
@@ -158,17 +160,7 @@ class JaggedTensor(JaggedBase):
 
         With ``device``, make uninitialised tensors of the shapes of ``jt`` there, as targets of ``copy_``.
         """
-        weights = jt.weights_or_none()
-        if device is None:
-            return JaggedTensor(
-                values=jt.values().new_empty(0),
-                weights=None if weights is None else weights.new_empty(0),
-                lengths=jt.lengths().new_empty(0),
-            )
-        parts = (jt.values(), weights, jt.lengths_or_none(), jt.offsets_or_none())
-        return JaggedTensor(
-            *(None if part is None else torch.empty_like(part, device=device) for part in parts)  # type: ignore[arg-type]
-        )
+        return _empty_like(jt, device)
 
     @staticmethod
     def from_dense(values: list[Tensor], weights: list[Tensor] | None = None) -> JaggedTensor:
@@ -257,6 +249,22 @@ class JaggedTensor(JaggedBase):
 
     def __repr__(self) -> str:
         return f"JaggedTensor(bags={len(self)}, {summary_text(self._values, self._weights)})"
+
+
+# A node of a graph that FX traces, since proxies do not tell whether there are weights.
+@wrap
+def _empty_like(jt: JaggedTensor, device: Device | None) -> JaggedTensor:
+    weights = jt.weights_or_none()
+    if device is None:
+        return JaggedTensor(
+            values=jt.values().new_empty(0),
+            weights=None if weights is None else weights.new_empty(0),
+            lengths=jt.lengths().new_empty(0),
+        )
+    parts = (jt.values(), weights, jt.lengths_or_none(), jt.offsets_or_none())
+    return JaggedTensor(
+        *(None if part is None else torch.empty_like(part, device=device) for part in parts)  # type: ignore[arg-type]
+    )
 
 
 def lengths_to_offsets(lengths: Tensor, total: int) -> Tensor:

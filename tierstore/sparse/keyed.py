@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.fx import wrap
 
 from tierstore.errors import InputError
 from tierstore.sparse.jagged import Device
@@ -112,20 +113,14 @@ class KeyedTensor(Keys):
 
         A key that several keyed tensors have is taken from the last. The result is differentiable.
         """
-        holder = {key: keyed for keyed in keyed_tensors for key in keyed._keys}
-        missing = sorted({key for group in groups for key in group if key not in holder})
-        if missing:
-            raise KeyError(f"regroup: no keyed tensor has {missing}; there are {sorted(holder)}")
-        return [_side_by_side(keyed_tensors, [holder[key][key] for key in group]) for group in groups]
+        return _regrouped(keyed_tensors, groups)
 
     @staticmethod
     def regroup_as_dict(
         keyed_tensors: list[KeyedTensor], groups: list[list[str]], keys: list[str]
     ) -> dict[str, Tensor]:
         """Regroup as ``regroup`` does, with a name for each group."""
-        if len(groups) != len(keys):
-            raise InputError(f"regroup_as_dict: {len(groups)} groups need as many keys, got {len(keys)}")
-        return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
+        return _named(keyed_tensors, groups, keys)
 
     def size_in_bytes(self) -> int:
         """Return the bytes of the values."""
@@ -158,6 +153,23 @@ class KeyedTensor(Keys):
         dim = "" if self._key_dim == 1 else f", key_dim={self._key_dim}"
         lengths = dict(zip(self._keys, self._length_per_key, strict=True))
         return f"KeyedTensor({lengths}{dim}, {summary_text(self._values)})"
+
+
+# Functions of lists of tensors are nodes of a graph that FX traces, since proxies have no keys to read.
+@wrap
+def _regrouped(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
+    holder = {key: keyed for keyed in keyed_tensors for key in keyed._keys}
+    missing = sorted({key for group in groups for key in group if key not in holder})
+    if missing:
+        raise KeyError(f"regroup: no keyed tensor has {missing}; there are {sorted(holder)}")
+    return [_side_by_side(keyed_tensors, [holder[key][key] for key in group]) for group in groups]
+
+
+@wrap
+def _named(keyed_tensors: list[KeyedTensor], groups: list[list[str]], keys: list[str]) -> dict[str, Tensor]:
+    if len(groups) != len(keys):
+        raise InputError(f"regroup_as_dict: {len(groups)} groups need as many keys, got {len(keys)}")
+    return dict(zip(keys, _regrouped(keyed_tensors, groups), strict=True))
 
 
 def _side_by_side(keyed_tensors: Sequence[KeyedTensor], parts: list[Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.fx import wrap
 
 from tierstore.errors import InputError
 from tierstore.sparse import checks, rearrange
@@ -132,9 +133,7 @@ class KeyedJaggedTensor(FiguresPerKey):
     @staticmethod
     def from_jt_dict(jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
         """Join one JaggedTensor per key; batch sizes that differ become strides that differ."""
-        if not jt_dict:
-            return KeyedJaggedTensor.empty()
-        return KeyedJaggedTensor(**rearrange.join_dict(jt_dict)).sync()
+        return _of_dict(jt_dict)
 
     @staticmethod
     def empty(
@@ -159,22 +158,12 @@ class KeyedJaggedTensor(FiguresPerKey):
 
         With ``device``, make uninitialised tensors of the shapes of ``kjt`` there, as targets of ``copy_``.
         """
-        weights = kjt.weights_or_none()
-        if device is None:
-            return KeyedJaggedTensor(
-                [],
-                kjt.values().new_empty(0),
-                None if weights is None else weights.new_empty(0),
-                lengths=kjt.lengths().new_empty(0),
-                stride=kjt.stride(),
-            )
-        return kjt._mapped(lambda part: torch.empty_like(part, device=device))
+        return _empty_like(kjt, device)
 
     @staticmethod
     def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         """Join the keys of all; either all or none have weights, strides per key, or inverse indices."""
-        parts = rearrange.concat(kjt_list)
-        return type(kjt_list[0])(**parts)
+        return _concatenated(kjt_list)
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
         """Cut into the first ``segments[0]`` keys, the next ``segments[1]``, and so on. Views, no copies."""
@@ -321,6 +310,34 @@ class KeyedJaggedTensor(FiguresPerKey):
         else:
             size = f"stride={self._stride}"
         return f"KeyedJaggedTensor(keys={self._keys}, {size}, {summary_text(self._values, self._weights)})"
+
+
+# Functions of several tensors are nodes of a graph that FX traces, since proxies have no keys to read.
+@wrap
+def _of_dict(jt_dict: dict[str, JaggedTensor]) -> KeyedJaggedTensor:
+    if not jt_dict:
+        return KeyedJaggedTensor.empty()
+    return KeyedJaggedTensor(**rearrange.join_dict(jt_dict)).sync()
+
+
+@wrap
+def _concatenated(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    parts = rearrange.concat(kjt_list)
+    return type(kjt_list[0])(**parts)
+
+
+@wrap
+def _empty_like(kjt: KeyedJaggedTensor, device: Device | None) -> KeyedJaggedTensor:
+    weights = kjt.weights_or_none()
+    if device is None:
+        return KeyedJaggedTensor(
+            [],
+            kjt.values().new_empty(0),
+            None if weights is None else weights.new_empty(0),
+            lengths=kjt.lengths().new_empty(0),
+            stride=kjt.stride(),
+        )
+    return kjt._mapped(lambda part: torch.empty_like(part, device=device))
 
 
 def _strides_tensor(strides: Tensor | list[list[int]] | None) -> Tensor | None:

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from tierstore.errors import InputError
 from tierstore.sparse.jagged import JaggedBase, JaggedTensor
+from tierstore.sparse.traceable import Traceable
 
 InverseIndices = tuple[list[str], Tensor]
 
 
-class Keys:
+class Keys(metaclass=Traceable):
     """Names in an order."""
 
     _keys: list[str]
@@ -102,12 +103,17 @@ class FiguresPerKey(JaggedBase, Keys):
         return self._stride_per_key_per_rank is not None
 
     def length_per_key(self) -> list[int]:
-        """Return the number of values of each key; the first call reads the lengths."""
+        """Return the number of values of each key; the first call reads the lengths.
+
+        On the meta device, where lengths have no data, every key has as many, and the first the rest, too.
+        """
         if self._length_per_key is None:
             self._length_per_key = self._summed_lengths()
         return self._length_per_key
 
     def _summed_lengths(self) -> list[int]:
+        if self._values.is_meta and self._keys:
+            return self._made_up_lengths()
         lengths = self._lengths
         if lengths is None:  # sync() needs it once
             assert self._offsets is not None
@@ -117,6 +123,11 @@ class FiguresPerKey(JaggedBase, Keys):
         if self.variable_stride_per_key():
             return torch.stack([part.sum() for part in lengths.split(self.stride_per_key())]).tolist()
         return lengths.view(len(self._keys), -1).sum(dim=1).tolist()
+
+    def _made_up_lengths(self) -> list[int]:
+        """Share the values evenly among the keys, as torchrec does where lengths have no data."""
+        each, rest = divmod(self._values.size(0), len(self._keys))
+        return [each + rest, *[each] * (len(self._keys) - 1)]
 
     def length_per_key_or_none(self) -> list[int] | None:
         """Return the lengths per key if they were given or already computed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils import _pytree as pytree
 
 from tierstore.sparse.jagged import JaggedTensor
@@ -69,6 +70,10 @@ def _named(flatten: Any, names: tuple[str, ...]) -> Any:
     return flatten_with_keys
 
 
+def _by_spec(flatten: Any) -> Any:
+    return lambda node, spec: flatten(node)[0]
+
+
 for _class, _flatten, _unflatten, _names in (
     (JaggedTensor, _flatten_jagged, _unflatten_jagged, JAGGED_LEAVES),
     (KeyedJaggedTensor, _flatten_keyed_jagged, _unflatten_keyed_jagged, KEYED_JAGGED_LEAVES),
@@ -81,3 +86,5 @@ for _class, _flatten, _unflatten, _names in (
         serialized_type_name=f"tierstore.sparse.{_class.__name__}",
         flatten_with_keys_fn=_named(_flatten, _names),
     )
+    # FX flattens by this where a traced module takes such a tensor apart (concrete_args).
+    register_pytree_flatten_spec(_class, _by_spec(_flatten))

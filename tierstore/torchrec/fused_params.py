@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from tierstore import optim
 from tierstore.errors import ConfigError
 from tierstore.optim import OptimizerSpec
+from tierstore.optim.tables import REST, Optimizers
 from tierstore.planner.constraints import bounds_check_of
 
 _OPTIMIZERS: dict[str, type[OptimizerSpec]] = {
@@ -29,9 +30,13 @@ _EPS = 1e-8
 
 @dataclass(frozen=True)
 class FusedParams:
-    """What ``fused_params`` say. ``demands``: fields of ParameterConstraints, for every table."""
+    """What ``fused_params`` say. ``demands``: fields of ParameterConstraints, for every table.
 
-    optimizer: OptimizerSpec | None = None
+    ``optimizer`` may be a dict of fbgemm's optimizers, or of tierstore's, by the names of tables; "*" is for
+    all other tables.
+    """
+
+    optimizer: Optimizers = None
     demands: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -49,8 +54,33 @@ class FusedParams:
             demands |= _DEMANDS[name](value)
         return cls(_optimizer(hyper), demands)
 
+    def tables_named(self) -> list[str]:
+        """Return the tables that have an optimizer of their own."""
+        each = self.optimizer if isinstance(self.optimizer, Mapping) else {}
+        return [name for name in each if name != REST]
 
-def _optimizer(given: Mapping[str, Any]) -> OptimizerSpec | None:
+    def optimizer_of(self, tables: Sequence[str]) -> Optimizers:
+        """Return the optimizer of a collection's ``tables``, by table where these have their own."""
+        if not isinstance(self.optimizer, Mapping):
+            return self.optimizer
+        return {name: spec for name, spec in self.optimizer.items() if name in tables or name == REST}
+
+
+def _optimizer(given: Mapping[str, Any]) -> Optimizers:
+    each = given.get("optimizer")
+    if isinstance(each, Mapping):  # torchrec has no such thing; its optimizers by table are applied ones
+        rest = {name: value for name, value in given.items() if name != "optimizer"}
+        return {name: _optimizer_of_table(one, rest) for name, one in each.items()}
+    return _one_optimizer(given)
+
+
+def _optimizer_of_table(given: Any, rest: Mapping[str, Any]) -> OptimizerSpec | None:
+    if given is None or isinstance(given, OptimizerSpec):
+        return given
+    return _one_optimizer({**rest, "optimizer": given})
+
+
+def _one_optimizer(given: Mapping[str, Any]) -> OptimizerSpec | None:
     if "optimizer" not in given:
         if given:
             raise ConfigError(

@@ -91,8 +91,9 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         sharder = sharder_of(collection, self.sharders)
         if sharder is None:
             return settings
-        if isinstance(settings.optimizer, NotGiven) and sharder.settings.optimizer is not None:
-            settings = replace(settings, optimizer=sharder.settings.optimizer)
+        chosen = sharder.settings.optimizer_of(collection.table_names())
+        if isinstance(settings.optimizer, NotGiven) and chosen is not None:
+            settings = replace(settings, optimizer=chosen)
         return replace(settings, comms=_comms(sharder))
 
     def _parallel(self, module: nn.Module, dense: str, find_unused_parameters: bool) -> nn.Module:

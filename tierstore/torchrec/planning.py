@@ -187,11 +187,15 @@ def collections_of(module: nn.Module) -> list[Collection]:
 
 def settle_optimizers(collections: Sequence[Collection], sharders: Sequence[TieredSharder]) -> None:
     """Give collections that are not opened the optimizer that was applied to them, or that of their sharder:
-    plans depend on the bytes of its state."""
+    plans depend on the bytes of its state. Raises ConfigError for optimizers of tables that are nowhere."""
+    names = {name for child in collections for name in child.table_names()}
+    for sharder in sharders:
+        if unknown := [name for name in sharder.settings.tables_named() if name not in names]:
+            raise ConfigError(f"fused_params: optimizer names tables {unknown}; there are {sorted(names)}")
     for child in collections:
         child.adopt_applied()
-        sharder = sharder_of(child, sharders)
-        spec = None if sharder is None else sharder.settings.optimizer
+        own = sharder_of(child, sharders)
+        spec = None if own is None else own.settings.optimizer_of(child.table_names())
         if spec is not None and child.engine.waits and isinstance(child.fused_optimizer.spec, NotGiven):
             child.take_optimizer(spec)
 
