@@ -1,4 +1,7 @@
-"""The cost of exchanges between ranks of one host over gloo: per byte, per collective, in the runtime."""
+"""The cost of exchanges between ranks of one host: per byte, per collective, in the runtime.
+
+Vectors of tables on CPUs go over gloo, and those of tables on GPUs over NCCL.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +29,29 @@ _CHUNK = 8  # steps whose mean is one measurement
 _WARM = 24
 
 
-def exchange_figures(ranks: int, seconds: float) -> dict[str, Any]:
+def exchange_figures(ranks: int, seconds: float, device: str = "cpu") -> dict[str, Any]:
     """Measure fields of a Topology: ``intra_host_bw`` and ``exchange_seconds``.
 
     The bandwidth is the bytes per second that each of ``ranks`` processes receives from the other processes
-    while all of them exchange.
+    while all of them exchange. ``device``: "cpu", or "cuda", where each rank has the GPU of its number.
     """
-    found: dict[str, Any] = on_ranks(ranks, _figures, seconds)
+    found: dict[str, Any] = on_ranks(ranks, figures_of_rank, seconds, device)
     return found
 
 
-def _figures(seconds: float) -> dict[str, Any]:
+def figures_of_rank(seconds: float, device: str) -> dict[str, Any]:
+    """Measure the fields of :func:`exchange_figures`. All ranks call it."""
     torch.set_num_threads(1)
     tierstore.set_num_threads(1)
-    (few, few_busy), (many, many_busy) = (_step(tables, seconds) for tables in _TABLES)
+    if device == "cuda":
+        device = f"cuda:{dist.get_rank()}"
+        torch.cuda.set_device(device)
+    (few, few_busy), (many, many_busy) = (_step(tables, seconds, device) for tables in _TABLES)
     pieces = [tables * dist.get_world_size() for tables in _TABLES]
     piece = max(0.0, many_busy - few_busy) / (pieces[1] - pieces[0])
     waits = max(0.0, few - few_busy + many - many_busy) / 2
     return {
-        "intra_host_bw": statistics.mean(_rate(size // 4, seconds / len(_SIZES)) for size in _SIZES),
+        "intra_host_bw": statistics.mean(_rate(size // 4, seconds / len(_SIZES), device) for size in _SIZES),
         "exchange_seconds": {
             "step": max(0.0, few_busy - pieces[0] * piece),
             "collective": waits / EXCHANGES,
@@ -53,19 +60,31 @@ def _figures(seconds: float) -> dict[str, Any]:
     }
 
 
-def _rate(floats: int, seconds: float) -> float:
+def _wait_for(device: str) -> None:
+    """Wait until a GPU has done what it was given, so that a clock of the host sees it."""
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def _rate(floats: int, seconds: float, device: str) -> float:
     """Measure all-to-alls of ``floats`` numbers to each other rank, as sharded collections make them.
 
     No rank sends anything to itself.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = [0 if other == rank else floats for other in range(world)]
-    sent, found = torch.zeros(sum(sizes)), torch.empty(sum(sizes))
-    times = _times(lambda: dist.all_to_all_single(found, sent, sizes, sizes), seconds)
+    sent, found = torch.zeros(sum(sizes), device=device), torch.empty(sum(sizes), device=device)
+    env = ShardingEnv.of(None)
+
+    def exchange() -> None:
+        env.all_to_all(found, sent, sizes, sizes).wait()
+        _wait_for(device)
+
+    times = _times(exchange, seconds)
     return found.nbytes * len(times) / sum(wall for wall, _ in times)
 
 
-def _step(tables: int, seconds: float) -> tuple[float, float]:
+def _step(tables: int, seconds: float, device: str) -> tuple[float, float]:
     """Measure the typical seconds by the clock, and of the rank's processors, of a small step.
 
     The step has ``tables`` small row-wise tables and one id of each per example, so that little but its fixed
@@ -74,7 +93,7 @@ def _step(tables: int, seconds: float) -> tuple[float, float]:
     env = ShardingEnv.of(None)
     configs = [EmbeddingBagConfig(1024, 8, f"t{i}", feature_names=[f"t{i}"]) for i in range(tables)]
     whole = tierstore.EmbeddingBagCollection(
-        configs, config=TierConfig(hbm="all"), optimizer=optim.SGD(lr=0.1)
+        configs, config=TierConfig(hbm="all", device=device), optimizer=optim.SGD(lr=0.1)
     )
     plan = construct_plan(whole, {config.name: row_wise() for config in configs}, env.world_size)
     bags = shard(whole, plan, env)
@@ -82,11 +101,12 @@ def _step(tables: int, seconds: float) -> tuple[float, float]:
     ids = torch.arange(tables * examples) * 1024 // (tables * examples)
     batch = KeyedJaggedTensor([c.name for c in configs], ids, lengths=torch.ones(len(ids), dtype=torch.int64))
     batches: Iterator[Any] = tierstore.prefetch(repeat(batch), bags, depth=2, window=8)
-    grad = torch.ones(examples, 8 * tables)
+    grad = torch.ones(examples, 8 * tables, device=device)
 
     def steps() -> None:
         for _ in range(_CHUNK):
             bags(next(batches)).values().backward(grad)
+        _wait_for(device)
 
     for _ in range(_WARM // _CHUNK):
         steps()

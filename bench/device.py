@@ -70,8 +70,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     # On a CPU the fast tier is an arena in the same memory, and the link is a copy within it.
     result |= {"hbm_bw": copy / args.ranks, "host_link_bw": copy / args.ranks}
     result |= cuda_figures(args.seconds)
-    if args.ranks > 1 and result["device"] == "cpu":
-        result |= exchange_figures(args.ranks, args.seconds)
+    if result["ranks_per_host"] > 1:
+        result |= exchange_figures(result["ranks_per_host"], args.seconds, result["device"])
     with temporary_folders(args.dir) as folders:
         free = {path.stat().st_dev: psutil.disk_usage(str(path)).free for path in folders}
         result["ssd_per_host"] = sum(free.values())

@@ -127,9 +127,10 @@ class TierConfig:
 
     Sizes are bytes or strings (:func:`parse_bytes`) and become ``int``. Budgets include metadata.
 
-    - ``device``: where ``hbm`` is, and kernels work: "cpu", "cuda" (torch's current GPU) or "cuda:1". None:
-      the device that a module is built with, else the CPU. On a GPU the rows of ``hbm`` are in its memory;
-      their metadata, which the budget counts, too, is in the host's.
+    - ``device``: where ``hbm`` is, and kernels work: "cpu", "cuda" (torch's current GPU; of sharded tables
+      the one with the rank's LOCAL_RANK) or "cuda:1". None: the device that a module is built with, else the
+      CPU. On a GPU the rows of ``hbm`` are in its memory; their metadata, which the budget counts, too, is in
+      the host's.
     - ``hbm``: the cache that kernels work on. ``"all"`` keeps every touched row in memory with no tier below:
       ``uvm`` and ``ssd`` are then 0, and no other size is accepted for them.
     - ``uvm``: host memory below it, 0 for none.

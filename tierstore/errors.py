@@ -11,6 +11,10 @@ class ConfigError(TierStoreError, ValueError):
     """A configuration that cannot work; the message says what would."""
 
 
+class DeviceFullError(ConfigError):
+    """A GPU, or the host beside it, has no room for the rows of a tier. All ranks raise RankError for it."""
+
+
 class InputError(TierStoreError, ValueError):
     """Ids, offsets, lengths or weights that do not fit the table; nothing was changed."""
 

@@ -45,7 +45,7 @@ class Job:
     ``rows``: of all tables, as far as training will use them: ``touched_rows`` of the tables that it names.
     ``depth``, ``window``: batches that are fetched and known ahead, ``batch_size``: examples per rank and
     step, ``read_ahead_bytes``: of rows read ahead; None is the planner's default. ``tiers``: the TierConfig
-    of all collections; None: each has its own.
+    of all collections; None: each has its own. ``device``: where "hbm" is, "cpu" or "cuda".
     """
 
     hosts: int
@@ -61,6 +61,7 @@ class Job:
     read_ahead_bytes: int | None = None
     tiers: Any = None
     touched_rows: Mapping[str, int] = field(default_factory=dict)
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)

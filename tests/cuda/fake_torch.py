@@ -85,6 +85,10 @@ class GpuTensor(torch.Tensor):
         numbers = {t.number for t in given if isinstance(t, cls)}
         # Autograd makes empty gradients of unused outputs where it believes the tensors to be: on the CPU.
         strangers = [t for t in given if not isinstance(t, cls) and t.dim() and t.numel()]
+        # So does DDP with the memory in which it sends gradients.
+        into = kwargs.get("out")
+        to_bucket = func._schema.name == "aten::mul" and into is not None and not isinstance(into, cls)
+        strangers = [t for t in strangers if not (to_bucket and t is into)]
         if len(numbers) > 1 or (strangers and func._schema.name not in _MIXES):
             raise RuntimeError(f"Expected all tensors to be on the same device: {func} gets others as well")
         finish()
@@ -92,6 +96,8 @@ class GpuTensor(torch.Tensor):
         wrapped = tree_map_only(torch.Tensor, lambda t: cls(t, min(numbers)), out)
         if func._schema.name == "aten::copy_" and not isinstance(args[0], cls):
             return args[0]
+        if to_bucket:
+            return into
         return return_and_correct_aliasing(func, args, kwargs, wrapped)
 
 
@@ -132,6 +138,8 @@ class FakeCuda(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu):
             return self._to(func, *args, **kwargs)
+        if func is torch.Tensor.pin_memory:
+            return args[0].clone()
         device = kwargs.get("device")
         if not _is_gpu(device):
             return func(*args, **kwargs)

@@ -21,7 +21,11 @@ _ROOT = Path(__file__).parents[2]
 _NVCC = shutil.which("nvcc")
 _ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 _LAYOUTS = [Part(64, 4), Part(64, 4, 1), Part(128, 4), Part(128, 4, 3), Part(17, 1), Part(17, 1, 2)]
-_PARTS = [Part(), *_LAYOUTS]
+_OF_NORMS = [Part(dim, 4, optimizer) for dim in (64, 128) for optimizer in (6, 7, 8, 9)]
+"""Updates by LARS, LAMB and the partially row-wise optimizers, which need sums over a row's columns."""
+_PARTS = [Part(), *_LAYOUTS, *_OF_NORMS, Part(17, 1, 7), Part(17, 1, 9)]
+_REGISTERS = 80  # three blocks of 256 threads fit a multiprocessor
+_REGISTERS_OF_WIDE = 96  # two blocks do
 
 
 def _kernels(part: Part) -> set[str]:
@@ -62,9 +66,10 @@ def test_registers_and_spills(part: Part, tmp_path: Path) -> None:
     assert {(name, architecture) for name, architecture, *_ in found} == {
         (name, architecture) for name in _kernels(part) for architecture in _ARCHITECTURES
     }
+    most = _REGISTERS_OF_WIDE if part in _OF_NORMS and part.dim == 128 else _REGISTERS
     for name, architecture, stack, stores, loads, registers in found:
         assert (stack, stores, loads) == ("0", "0", "0"), (name, architecture)
-        assert int(registers) <= 80, (name, architecture)  # three blocks of 256 threads fit a multiprocessor
+        assert int(registers) <= most, (name, architecture)
 
 
 @pytest.mark.parametrize("part", _PARTS, ids=str)

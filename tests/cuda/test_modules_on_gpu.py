@@ -132,7 +132,7 @@ def trained(name: str, device: str | None, ids_on: str | None = None, prefetch: 
         with tierstore.accumulate(module) as rows:
             for batch in batches[:3]:
                 dense(module(*batch)).square().sum().backward()
-            found.append(nn.utils.clip_grad_norm_(rows.parameters(), 1.0))
+            found.append(nn.utils.clip_grad_norm_(rows.parameters(), 1.0).cpu())
         found.append(counters(module.stats()))
         module.eval()
         found.append(dense(module(*batches[1])).cpu())

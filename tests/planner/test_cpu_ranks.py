@@ -100,7 +100,10 @@ def test_a_rank_alone_exchanges_nothing_and_what_is_not_measured_is_assumed():
     assert "exchange_seconds" in two.assumed
     assert two.exchange("collective") > 0
     assert "exchange_seconds" not in machine(1.0).assumed
-    assert Topology(1, 2, "1GiB", "1GiB").exchange("step") == 0
+    of_gpus = Topology(1, 2, "1GiB", "1GiB")
+    assert of_gpus.exchange("step") == 0
+    assert "exchange_seconds" in of_gpus.assumed
+    assert "exchange_seconds" not in replace(of_gpus, exchange_seconds={"step": 1e-3}).assumed
     assert Topology(1, 2, "1GiB", "1GiB", exchange_seconds={"step": 1e-3}).exchange("piece") == 0
     with pytest.raises(ConfigError, match="exchange_seconds must map some of"):
         Topology(1, 2, "1GiB", "1GiB", exchange_seconds={"steps": 1e-3})

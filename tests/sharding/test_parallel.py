@@ -111,10 +111,13 @@ def wrong_plans(configs: list[EmbeddingBagConfig], plan: ShardingPlan) -> None:
     cuts = CUTS | {"t1": table_wise(torch.distributed.get_rank())}
     with pytest.raises(ConfigError, match="rank 1 was given other plan than rank 0"):
         DistributedModelParallel(Model(configs), plan=construct_plan(configs, cuts, 2))
-    with pytest.raises(ConfigError, match="device is cuda"):
+    with pytest.raises(ConfigError, match="ranks 0 and 1 would both use cuda:0"):
         DistributedModelParallel(Model(configs), device="cuda", plan=plan)
-    with pytest.raises(ConfigError, match="device is 'cuda', but sharded tables are on the CPUs"):
-        DistributedModelParallel(Model(configs), plan=plan, config=tierstore.TierConfig(device="cuda"))
+    with pytest.raises(ConfigError, match="device is mps; tiers are on the CPU or a GPU"):
+        DistributedModelParallel(Model(configs), device="mps", plan=plan)
+    gpu = tierstore.TierConfig(device="cuda")
+    with pytest.raises(ConfigError, match="device is cpu, but the configuration has device='cuda'"):
+        DistributedModelParallel(Model(configs), plan=plan, device="cpu", config=gpu)
     small = tierstore.TierConfig(hbm=64 if torch.distributed.get_rank() == 0 else "1MiB", engine="memory")
     with pytest.raises(ConfigError, match="rank 0: the hbm budget of 64 bytes is below the minimum"):
         DistributedModelParallel(Model(configs), plan=plan, config=small)

@@ -24,7 +24,7 @@ from tierstore.cache.tiers.sizes import (
     slots_for,
 )
 from tierstore.config import TierConfig, format_bytes
-from tierstore.errors import ConfigError
+from tierstore.errors import ConfigError, DeviceFullError
 
 _HUGE = 1 << 62
 SMALL = 1 / 16
@@ -243,7 +243,7 @@ def fast_tiers(
 def _check_gpu(device: Device, budget: int, rows: int) -> None:
     free, total = device.memory()
     if rows > free:
-        raise ConfigError(
+        raise DeviceFullError(
             f"hbm is {format_bytes(budget)}, and its rows take {format_bytes(rows)} of {device.name}, of "
             f"which {format_bytes(free)} of {format_bytes(total)} are free; lower hbm, or end what else "
             "uses the GPU (nvidia-smi shows it)"

@@ -63,10 +63,12 @@ def accumulate(model: nn.Module | Sequence[nn.Module]) -> Iterator[Accumulation]
 
 @dataclass
 class _Kept:
-    """The kept gradients of one module. ``shown``: a tensor that gets the norm of the rows' gradients."""
+    """The kept gradients of one module. ``shown``: a tensor that gets the norm of the rows' gradients. It is
+    where the rows are: of a gradient on the CPU a GradScaler on a GPU may read a scale that is not there yet.
+    """
 
+    shown: Tensor
     passes: list[Pass] = field(default_factory=list)
-    shown: Tensor = field(default_factory=lambda: torch.zeros(1, requires_grad=True))
     norm: float | None = None
     version: int = 0
 
@@ -83,7 +85,7 @@ class Accumulation(AppliedOptimizer):
         # torch's own constructor would compute the parameters, which are computed on demand here
         self.defaults = {}
         self.unscales = False
-        self._kept = {module: _Kept() for module in modules}
+        self._kept = {module: _Kept(_shown_by(module)) for module in modules}
         if not modules:
             raise ConfigError("the model has no tiered module: it has no rows to accumulate gradients of")
         for module in modules:
@@ -119,7 +121,7 @@ class Accumulation(AppliedOptimizer):
         for module, kept in self._kept.items():
             if kept.passes and kept.norm is None:
                 kept.norm = _norm(module, kept.passes)
-                kept.shown.grad = torch.tensor([kept.norm])
+                kept.shown.grad = torch.full_like(kept.shown, kept.norm)
                 kept.norm, kept.version = kept.shown.grad.item(), kept.shown.grad._version
         return [kept.shown for kept in self._kept.values()]
 
@@ -164,6 +166,11 @@ class Accumulation(AppliedOptimizer):
         self.zero_grad()
         for module in self._kept:
             module.accumulation = None
+
+
+def _shown_by(module: TieredModule) -> Tensor:
+    device = torch.device(module.engine.device_name)
+    return torch.zeros(1, device="cpu" if device.type == "meta" else device).requires_grad_()
 
 
 def _copied(gradients: Gradients) -> Gradients:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from tierstore.cuda.device import CudaDevice
 from tierstore.errors import GpuError
@@ -21,6 +22,19 @@ def what_was_given() -> Callable[[], None]:
         return lambda: None
     wait: Callable[[], None] = torch.cuda.current_stream().record_event().synchronize
     return wait
+
+
+def gpu_memory() -> int:
+    """Return the bytes of torch's current GPU, which all ranks of a job are taken to have."""
+    return int(torch.cuda.mem_get_info()[1])
+
+
+def brought(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on ``device``, where what the current stream is given next finds it. The
+    host does not wait for the copy to a GPU, which needs locked memory."""
+    if device.type == "cpu" or not tensor.is_cpu:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def open_cuda(index: int | None) -> CudaDevice:

@@ -43,7 +43,7 @@ class Part:
 
     def weights_of(self, weights: Tensor) -> Tensor:
         """Return the per-sample weights, float32, of this part's positions."""
-        pieces = [weights[begin:end] for begin, end in self.spans]
+        pieces = [weights[begin:end] for begin, end in self.spans if begin < end] or [weights[:0]]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def rounding(self, at: slice | NDArray[np.intp]) -> UpdateRounding | None:

@@ -222,17 +222,19 @@ def plan_job(module: Any, job: Job, group: Any) -> ShardingPlan:
     return planner.collective_plan(module, pg=group)
 
 
-def machines_of(job: Job, dense_bytes: int, device: str = "cpu") -> Topology:
+def machines_of(job: Job, dense_bytes: int, device: str | None = None) -> Topology:
     """Return the machines of a job: its budgets, and what its ranks need beside them.
 
-    ``dense_bytes``: of what is no table. On the CPU they are not in the budget of "hbm".
+    ``device``: the job's if None. ``dense_bytes``: of what is no table. They are not in the budget of "hbm",
+    unless ``device`` is "cuda" and its memory is the budget.
     """
     ranks, staging = job.ranks_per_host, RANK_BUFFERS + max(_STAGING, job.read_ahead_bytes or 0)
     # The store's index, rows read ahead and a rank's buffers are no part of uvm (docs/design.md).
     beside = job.rows * INDEX_BYTES_PER_ROW // job.hosts + staging * ranks if job.ssd_bytes else 0
-    hbm = max(job.hbm_bytes, _LEAST_HBM) + (dense_bytes if device == "cpu" else 0)
+    hbm = max(job.hbm_bytes, _LEAST_HBM) + (0 if device == "cuda" else dense_bytes)
     sizes = hbm, job.uvm_bytes * ranks + beside, job.ssd_bytes * ranks
-    return Topology(job.hosts, ranks, *sizes, device=device, processors_per_rank=job.processors_per_rank)
+    processors = job.processors_per_rank
+    return Topology(job.hosts, ranks, *sizes, device=device or job.device, processors_per_rank=processors)
 
 
 def workload_of(job: Job) -> Workload:

@@ -54,7 +54,7 @@ _RATES = {
 ASSUMED_RATES: dict[str, dict[str, float]] = {
     device: {name: rates[i] for name, rates in _RATES.items()} for i, device in enumerate(("cuda", "cpu"))
 }
-# Of "cpu": measured with 2 ranks on 2 processors (docs/planner.md). Of "cuda" nothing is known.
+# Of "cpu": measured with 2 ranks on 2 processors (docs/planner.md). Of "cuda" nothing was measured: zero.
 ASSUMED_EXCHANGE_SECONDS: dict[str, dict[str, float]] = {
     "cuda": {},
     "cpu": {"step": 4e-3, "collective": 3e-4, "piece": 5e-5},
@@ -125,7 +125,7 @@ class Topology:
         assumed = [name for name in _RATES if self._fill_rate(name)]
         if not self.exchange_seconds:
             object.__setattr__(self, "exchange_seconds", ASSUMED_EXCHANGE_SECONDS[self.device])
-            if ranks > 1 and self.exchange_seconds:
+            if ranks > 1:
                 assumed.append("exchange_seconds")
         object.__setattr__(self, "assumed", tuple(assumed))
         object.__setattr__(self, "ssd_read_curve", _checked_curve(self.ssd_read_curve))

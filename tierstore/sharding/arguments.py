@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard
 
+import torch
 from torch import nn
 
 from tierstore.cache.machine import check_machine
@@ -14,6 +16,7 @@ from tierstore.modules.base import TieredModule
 from tierstore.modules.collection import Collection
 from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.embedding_collection import EmbeddingCollection
+from tierstore.modules.tables import placed
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.collection import ShardedCollection
 from tierstore.sharding.comms import CommsConfig
@@ -62,6 +65,19 @@ def check_module(module: Any, config: TierConfig | None, may_wait: bool = False)
             f"the module's rows are in {path}; build it without a path on every rank and give "
             "shard(..., config=TierConfig(path=...)), below which each rank gets a folder of its own"
         )
+
+
+def tiers_of(
+    module: Collection, config: TierConfig | None, device: torch.device | str | None = None
+) -> TierConfig:
+    """Return what a collection is sharded with: ``config``, or else its own tiers, on ``device``, or else
+    where the collection is."""
+    own = module.engine.config
+    if config is None:
+        return placed(own, device)
+    if config.device is None and device is None and own.on_gpu:
+        return replace(config, device=own.device)
+    return placed(config, device)
 
 
 def own_config(collections: Sequence[Collection]) -> TierConfig | None:

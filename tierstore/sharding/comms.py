@@ -14,6 +14,7 @@ from torch import Tensor
 from tierstore.cache.tiers.buffers import Buffer
 from tierstore.errors import ConfigError
 
+CPU = torch.device("cpu")
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,13 +50,19 @@ class CommsConfig:
 
 class WireMemory:
     """Buffers for exchanges, kept from step to step: new pages of many MiB would cost more than the work on
-    them. The next :meth:`take` of a name overwrites the buffer of this name."""
+    them. The next :meth:`take` of a name overwrites the buffer of this name.
 
-    def __init__(self) -> None:
+    On a GPU torch's allocator keeps memory, and knows which streams use it, so every buffer is a new tensor.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._on_gpu = None if device == CPU else torch.empty(0, device=device)
         self._held: dict[tuple[str, torch.dtype], Buffer] = {}
 
     def take(self, name: str, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a buffer of ``count`` elements, not initialised."""
+        if self._on_gpu is not None:
+            return self._on_gpu.new_empty(count, dtype=dtype)
         held = self._held.get((name, dtype))
         if held is None:
             self._held[name, dtype] = held = Buffer(dtype.itemsize)
@@ -64,16 +71,19 @@ class WireMemory:
 
 class OutputMemory:
     """Memory of outputs, used again once the tensor, its views and graphs that need it are gone: the pages of
-    new memory would be faulted in and cleared at every step."""
+    new memory would be faulted in and cleared at every step. On a GPU every output is a new tensor."""
 
     _KEPT = 2
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._device = device
         self._held: list[tuple[Buffer, weakref.ref[NDArray[np.float32]]]] = []
         """Memory, and an object that lives as long as the tensor's storage."""
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
         """Return a float32 tensor, not initialised."""
+        if self._device != CPU:
+            return torch.empty(shape, dtype=torch.float32, device=self._device)
         free = [at for at, (_, user) in enumerate(self._held) if user() is None]
         memory = self._held.pop(free[0])[0] if free else Buffer(np.dtype(np.float32).itemsize)
         used = memory.take(math.prod(shape)).view(np.float32).reshape(-1)

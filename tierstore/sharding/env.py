@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tierstore.errors import ConfigError, StoreFullError, TierStoreError
+from tierstore.errors import ConfigError, DeviceFullError, GpuError, RankError, StoreFullError, TierStoreError
+from tierstore.sharding.gpu_groups import GpuGroups
 from tierstore.sharding.peers import Peers
 
 
@@ -23,12 +24,17 @@ class Pending:
 
     def __init__(self, peers: Peers, work: Any, *kept: Tensor, exchange: int = 0) -> None:
         self._peers, self._work, self._kept, self._exchange = peers, work, kept, exchange
+        self._on_gpu = any(tensor.device.type != "cpu" for tensor in kept)
 
     def wait(self) -> None:
-        """Wait until it is done; a second call does nothing. Raises RankError if a rank is lost."""
-        work, self._work, self._kept = self._work, None, ()
-        if work is not None:
+        """Wait until it is done; a second call does nothing. For tensors on a GPU the current stream waits,
+        and the host goes on. Raises RankError if a rank is lost."""
+        work, self._work, kept, self._kept = self._work, None, self._kept, ()
+        if work is not None and self._on_gpu:
+            self._peers.follow(work)
+        elif work is not None:
             self._peers.wait(work, self._exchange)
+        del kept
 
 
 @dataclass
@@ -40,9 +46,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class ShardingEnv:
-    """Ranks and groups. ``inputs`` and ``outputs`` are gloo groups, since the rows are in host memory. They
-    are separate groups, so that an exchange of ids made ahead never mixes with exchanges of forward and
-    backward passes.
+    """Ranks and groups. ``inputs`` and ``outputs`` are gloo groups of tensors in host memory: ids, which the
+    host plans, agreements, and vectors of tables on the CPU. They are separate groups, so that an exchange of
+    ids made ahead never mixes with exchanges of forward and backward passes. Vectors of tables on GPUs have
+    an NCCL group (``gpus``).
 
     Make one with :meth:`from_process_group`; all ranks call it.
     """
@@ -53,6 +60,7 @@ class ShardingEnv:
     inputs: Any
     outputs: Any
     peers: Peers = field(compare=False)
+    gpus: GpuGroups = field(compare=False)
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     _known: ClassVar[dict[str, ShardingEnv]] = {}
 
@@ -74,14 +82,13 @@ class ShardingEnv:
         # Some ranks alone can make a group, but torch hangs if ranks are in different numbers of groups.
         some = len(ranks) < dist.get_world_size()
 
-        def new() -> Any:
-            return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
+        def new(backend: str) -> Any:
+            return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=some)
 
-        with Peers(dist.get_rank(group), group).reached():
-            inputs, outputs = new(), new()
-        return cls(
-            dist.get_rank(group), len(ranks), group, inputs, outputs, Peers(dist.get_rank(group), outputs)
-        )
+        rank, gpus = dist.get_rank(group), GpuGroups(new)
+        with Peers(rank, group).reached():
+            inputs, outputs = new("gloo"), new("gloo")
+        return cls(rank, len(ranks), group, inputs, outputs, Peers(rank, outputs, gpus.abort), gpus)
 
     @classmethod
     def of(cls, env: Any) -> ShardingEnv:
@@ -111,7 +118,8 @@ class ShardingEnv:
         self, out: Tensor, given: Tensor, arriving: Sequence[int], leaving: Sequence[int], group: Any = None
     ) -> Pending:
         """Begin to send ``leaving[r]`` elements of ``given`` to each rank r, and to fill ``out`` with
-        ``arriving[r]`` from it; all ranks do. ``group``: ``outputs`` if None."""
+        ``arriving[r]`` from it; all ranks do. ``group``: if None, ``outputs``, or that of ``gpus`` for
+        tensors on GPUs."""
         if self.world_size == 1:
             out.copy_(given)
             return Pending(self.peers, None)
@@ -119,9 +127,17 @@ class ShardingEnv:
         with self.peers.reached():
             exchange = self.peers.begin(exchange=True)
             work = dist.all_to_all_single(
-                out, given, list(arriving), list(leaving), group=group or self.outputs, async_op=True
+                out, given, list(arriving), list(leaving), group=group or self._group_of(out), async_op=True
             )
         return Pending(self.peers, work, out, given, exchange=exchange)
+
+    def _group_of(self, tensor: Tensor) -> Any:
+        return self.outputs if tensor.device.type == "cpu" else self.gpus.of("vectors")
+
+    def gpu_group(self, purpose: str) -> Any:
+        """Return the NCCL group for "vectors" or for "dense" gradients. All ranks call it."""
+        with self.peers.reached():
+            return self.gpus.of(purpose)
 
     def send_and_receive(self, given: dict[int, Tensor], sizes: dict[int, int]) -> dict[int, Tensor]:
         """Send ``given[r]`` (float32, 1-D) to each rank r and return ``sizes[r]`` floats from it. Ranks
@@ -244,14 +260,20 @@ class ShardingEnv:
                 raise ConfigError(f"rank {rank} was given other {what} than rank 0; give all ranks the same")
 
     def raise_shared(self, error: Exception | None, group: Any, kind: type[TierStoreError]) -> NoReturn:
-        """Raise ``kind`` on every rank, with the messages of all ranks that have an error."""
-        own = None if error is None else str(error) or type(error).__name__
-        found: list[str | None] = self.gather_objects(own, group)
+        """Raise ``kind`` on every rank, with the messages of all ranks that have an error.
+
+        Where all errors are of one kind of :data:`_SHARED`, that says what is raised.
+        """
+        own = None if error is None else (str(error) or type(error).__name__, _shared_kind(error))
+        found: list[Any] = self.gather_objects(own, group)
         ranks: dict[str, list[str]] = {}
-        for rank, text in enumerate(found):
-            if text is not None:
-                ranks.setdefault(text, []).append(str(rank))
-        if len(found) in map(len, ranks.values()):
+        for rank, of_rank in enumerate(found):
+            if of_rank is not None:
+                ranks.setdefault(of_rank[0], []).append(str(rank))
+        kinds = {of_rank[1] for of_rank in found if of_rank is not None}
+        shared = kinds.pop() if len(kinds) == 1 else None
+        kind = shared or kind
+        if len(found) in map(len, ranks.values()) and shared is not RankError:
             raise kind(next(iter(ranks))) from error
         texts = (f"rank {', '.join(failed)}: {text}" for text, failed in ranks.items())
         raise kind("; ".join(texts)) from error
@@ -268,6 +290,14 @@ class ShardingEnv:
         Exact: the bits are added as integers."""
         self._reduce(tensor.view(torch.int32), dist.ReduceOp.SUM, self.outputs)
         return tensor
+
+
+_SHARED = {GpuError: GpuError, DeviceFullError: RankError}
+"""What all ranks raise for an error that a rank has with its GPU."""
+
+
+def _shared_kind(error: Exception) -> type[TierStoreError] | None:
+    return next((shared for kind, shared in _SHARED.items() if isinstance(error, kind)), None)
 
 
 def _timeout_of(group: Any) -> timedelta | None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from tierstore.errors import RankError
 from tierstore.modules.base import TieredModule
 from tierstore.modules.features import Features
-from tierstore.modules.inputs import Bags, FeatureLookup, Ids, sequence_lookup
+from tierstore.modules.gpu import brought
+from tierstore.modules.inputs import Bags, FeatureLookup, Ids, keyed_on_host, sequence_lookup
 from tierstore.modules.local_lookups import rows_by_feature
 from tierstore.sharding.comms import OutputMemory, WireMemory
 from tierstore.sharding.input_exchange import ExchangeRules, InputExchange, OwnBatch, check_range
@@ -53,7 +54,7 @@ class NoRows(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, module: TieredModule) -> Tensor:
         ctx.module = module
         ctx.save_for_backward(anchor)  # a second backward pass then fails here as it does on other ranks
-        return torch.empty(0)
+        return torch.empty(0, device=module.engine.device_name)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -84,7 +85,9 @@ class ExchangedLookups:
         self.env, self.routing, self.comms = opened.env, opened.routing, opened.options.comms
         self.rows_only = rows_only
         self._engine, self._features = opened.engine, opened.features
-        self._wire, self._outputs = WireMemory(), OutputMemory()
+        self.device = torch.device(self._engine.device_name)
+        """Where vectors and their gradients are."""
+        self._wire, self._outputs = WireMemory(self.device), OutputMemory(self.device)
         id_type = torch.int32 if max(self._features.bounds) <= _INT32_ROWS else torch.int64
         self._rules = ExchangeRules(self.routing, id_type, rows_only, self.comms.dedup)
         self._own_tables = [self._engine.table_index(request.table) for request in self.routing.own]
@@ -97,7 +100,8 @@ class ExchangedLookups:
         error: Exception | None = None
         weights_learn = False
         try:
-            found = self.checked(features)
+            keyed = as_keyed_jagged_tensor(features)
+            found = self.checked(keyed_on_host(keyed, self._engine.device_name))
             check_range(found, self._features.bounds)
             weights_learn = self.weights_learn(features)
         except Exception as raised:  # every rank raises it, so that none waits for this one
@@ -189,7 +193,9 @@ class ExchangedLookups:
     def _rows_of_answers(self, exchange: InputExchange) -> list[Tensor | None]:
         """Return which of a feature's rows each answer has; None: all."""
         return [
-            torch.from_numpy(sent.positions - exchange.asked[answer.feature].begin) if answer.rows else None
+            brought(torch.from_numpy(sent.positions - exchange.asked[answer.feature].begin), self.device)
+            if answer.rows
+            else None
             for sent, answer in zip(exchange.sent_by_answer(), self.routing.answers, strict=True)
         ]
 
@@ -217,7 +223,7 @@ class ExchangedLookups:
         ]
         if module.trains and not lookup.parts:
             ordered.append(NoRows.apply(module.anchor, module))
-        return torch.cat(ordered) if ordered else torch.empty(0)
+        return torch.cat(ordered) if ordered else torch.empty(0, device=self.device)
 
 
 class ExchangedRows(ExchangedLookups):
@@ -238,10 +244,9 @@ class ExchangedRows(ExchangedLookups):
             lookup = module.find_lookup(features)
             assert isinstance(lookup, ShardedLookup)
             found, inverse = self.exchanged_rows(module, lookup), lookup.exchange.inverse
+            pairs = zip(found, inverse, strict=True)
             return (
-                [rows.index_select(0, at) for rows, at in zip(found, inverse, strict=True)]
-                if inverse
-                else found
+                [rows.index_select(0, brought(at, self.device)) for rows, at in pairs] if inverse else found
             )
 
 

@@ -20,6 +20,7 @@ from tierstore.placement import ShardingPlan
 from tierstore.sharding.commits import Commits, Place
 from tierstore.sharding.comms import CommsConfig
 from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.gpu_ranks import join_gpus, on_own_gpu
 from tierstore.sharding.planning import tiers_of_rank
 from tierstore.sharding.routing import Routing
 
@@ -70,24 +71,23 @@ def open_shards(
     """Open this rank's shards of ``tables``. All ranks call it.
 
     ``kind``: further settings that all ranks must give alike. ``plan``: may have tables of other collections.
-    Raises ConfigError on all ranks for arguments that differ, and for a plan that does not fit.
+    Raises ConfigError on all ranks for arguments that differ, and for a plan that does not fit. Raises
+    GpuError on all ranks if a rank cannot use its GPU, and RankError if that has no room.
     """
     configs = [from_torchrec(table) for table in tables]
     env.check_same(_given(kind, configs, plan, options))
     features, config = features_of(configs), options.config
     plan = _only(plan, [table.name for table in configs])
-    plan.check(configs, env.world_size, "cpu")
+    with env.shared_errors():
+        config = on_own_gpu(config)
+        check_machine(config)
+    join_gpus(env, config)
+    options = replace(options, config=config)
+    plan.check(configs, env.world_size, "cuda" if config.on_gpu else "cpu")
     features.check_bounds(_bounds_checks(plan, config))
     routing = Routing(features.all, plan, env.rank)
     _check_max_pooling(features, routing, options.comms)
     _check_optimizers(plan, configs, options.optimizer)
-    with env.shared_errors():
-        if config.on_gpu:
-            raise ConfigError(
-                f"device is {config.device!r}, but sharded tables are on the CPUs of their ranks; leave it "
-                "out"
-            )
-        check_machine(config)
     commits = options.commits
     if commits is None and config.path is not None:
         commits = Commits(config.path, env, [options.name])
@@ -210,7 +210,7 @@ def _of_rank(
     config, optimizer = options.config, options.optimizer
     tables = with_optimizers(routing.local_tables(configs), optimizer, [c.name for c in configs])
     if not tables:
-        nothing = TierConfig(hbm="all", check_gradients=config.check_gradients)
+        nothing = TierConfig(hbm="all", check_gradients=config.check_gradients, device=config.device)
         return [Table(_NO_SHARD, 1, 1, constant(0.0))], nothing
     names = {table.origin for table in tables}
     changes: dict[str, Any] = {"tables": {name: o for name, o in config.tables.items() if name in names}}

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tierstore.modules.gpu import brought
 from tierstore.sharding.comms import CommsConfig, OutputMemory, WireMemory
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.routing import Routing
@@ -238,30 +239,38 @@ def _exchange_replicas(plan: OutputPlan, replicas: Tensor) -> None:
     own = replicas[len(replicas) - sizes[env.rank] :].to(dtype)
     others = [0 if rank == env.rank else size for rank, size in enumerate(sizes)]
     given = [0 if rank == env.rank else len(own) for rank in range(env.world_size)]
-    arrived = torch.empty(sum(others), dtype=dtype)
+    arrived = own.new_empty(sum(others))
     env.all_to_all(arrived, own.repeat(env.world_size - 1), others, given).wait()
     replicas[: sum(others)].copy_(arrived)
 
 
 class WeightExchange(torch.autograd.Function):
-    """``apply(weights, env, arriving, leaving)``: per-sample weights follow the ids that they belong to.
+    """``apply(weights, env, device, arriving, leaving)``: per-sample weights follow the ids that they belong
+    to, and are on ``device`` then.
 
     ``leaving``, ``arriving``: how many go to and come from every rank. Gradients come back undivided.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, weights: Tensor, env: ShardingEnv, arriving: Sequence[int], leaving: Sequence[int]
+        ctx: Any,
+        weights: Tensor,
+        env: ShardingEnv,
+        device: torch.device,
+        arriving: Sequence[int],
+        leaving: Sequence[int],
     ) -> Tensor:
-        ctx.env, ctx.arriving, ctx.leaving, ctx.kind = env, list(arriving), list(leaving), weights.dtype
-        out = torch.empty(sum(arriving))
-        env.all_to_all(out, weights.to(torch.float32).contiguous(), ctx.arriving, ctx.leaving).wait()
+        ctx.env, ctx.arriving, ctx.leaving = env, list(arriving), list(leaving)
+        ctx.kind = weights.device, weights.dtype
+        out = torch.empty(sum(arriving), device=device)
+        given = brought(weights.detach().to(torch.float32).contiguous(), device)
+        env.all_to_all(out, given, ctx.arriving, ctx.leaving).wait()
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        out = torch.empty(sum(ctx.leaving))
         grad = grads[0].contiguous() * ctx.env.world_size  # undo the division of the outputs' gradients
+        out = grad.new_empty(sum(ctx.leaving))
         ctx.env.all_to_all(out, grad, ctx.leaving, ctx.arriving).wait()
-        return out.to(ctx.kind), None, None, None
+        return out.to(*ctx.kind), None, None, None, None

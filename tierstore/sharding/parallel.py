@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +19,7 @@ from tierstore.modules.collection import Collection
 from tierstore.modules.embedding_bag_collection import EmbeddingBagCollection
 from tierstore.modules.embedding_collection import EmbeddingCollection
 from tierstore.modules.hooks import carry_hooks
-from tierstore.modules.tables import without_rows
+from tierstore.modules.tables import check_device, without_rows
 from tierstore.optim.tables import Optimizers
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.arguments import (
@@ -27,6 +28,7 @@ from tierstore.sharding.arguments import (
     check_module,
     check_untouched,
     own_config,
+    tiers_of,
 )
 from tierstore.sharding.collection import ShardedCollection
 from tierstore.sharding.commits import Commits, end
@@ -65,15 +67,15 @@ def shard(
     with env.shared_errors():
         check_arguments(plan, config, comms)
         check_module(module, config, may_wait=True)
-        settings = Settings(config, comms, module.chosen_optimizer())
+        settings = Settings(tiers_of(module, config), comms, module.chosen_optimizer())
     return _shard(module, plan, env, settings, None, "")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What one collection is sharded with; None: its own tiers, exact exchanges, tables that are frozen."""
+    """What one collection is sharded with; None: exact exchanges, tables that are frozen."""
 
-    config: TierConfig | None
+    config: TierConfig
     comms: CommsConfig | None
     optimizer: Optimizers
 
@@ -88,7 +90,7 @@ def _shard(
 ) -> ShardedCollection:
     """Shard the collection called ``name``, which takes part in ``commits``; see :func:`shard`."""
     options = ShardingOptions(
-        config=module.engine.config if given.config is None else given.config,
+        config=given.config,
         optimizer=given.optimizer,
         seed=module.engine.seed,
         comms=CommsConfig() if given.comms is None else given.comms,
@@ -149,7 +151,9 @@ class DistributedModelParallel(nn.Module):
         module: with collections of tierstore, the same on all ranks.
         env: the ranks; the default process group if None. A process group or torchrec's ShardingEnv works,
         too.
-        device: None or the CPU.
+        device: of the tables' fast tier and kernels, where ``config`` names none: "cpu", "cuda" (each rank's
+        own GPU, the one with its LOCAL_RANK) or "cuda:1". None: where the collections are. The rest of the
+        model is moved by the user, before.
         plan: where the tables are; names of tables must differ over the whole model. If None, the planner's
             for the budgets of ``config`` and ``batch_size`` examples per rank and step
             (:func:`tierstore.sharding.planning.plan_of`).
@@ -192,22 +196,25 @@ class DistributedModelParallel(nn.Module):
             check_touched(touched_rows, found)
             if dense not in ("ddp", "fsdp2"):
                 raise ConfigError(f'dense is {dense!r}; use "ddp" or "fsdp2"')
-            if device is not None and torch.device(device).type != "cpu":
-                raise ConfigError(f"device is {device}; sharded tables live in the hosts' tiers: use None")
+            if device is not None:
+                check_device(torch.device(device))
             if sharders:
                 raise ConfigError("sharders must be None: every collection has one way to be sharded")
             check_arguments(plan, config, comms, planned=plan is None)
             check_untouched(module)
             for child in found.values():
                 child.adopt_applied()
-        config = own_config(list(found.values())) if config is None else config
+        self._device = device
+        with self.env.shared_errors():
+            config = own_config(list(found.values())) if config is None else config
+            tiers = [tiers_of(child, config, device) for child in found.values()]
         tables = {name: child.table_names() for name, child in found.items()}
         path = None if config is None else config.path
         given = {"collections": tables, "plan": plan, "batch_size": batch_size, "dense": dense}
         touched = sorted((touched_rows or {}).items())
         self.env.check_same({**given, "touched_rows": touched, "path": path is not None})
         self.plan = plan or planned(
-            partial(plan_of, module, self.env, config, batch_size),
+            partial(plan_of, module, self.env, config, batch_size, on_gpu=any(one.on_gpu for one in tiers)),
             touched_rows,
             partial(twice_held, found, self.env, path),
         )
@@ -260,13 +267,16 @@ class DistributedModelParallel(nn.Module):
         self, collection: Collection, config: TierConfig | None, comms: CommsConfig | None
     ) -> Settings:
         """Return what a collection is sharded with."""
-        return Settings(config, comms, collection.chosen_optimizer())
+        return Settings(tiers_of(collection, config, self._device), comms, collection.chosen_optimizer())
 
     def _parallel(self, module: nn.Module, dense: str, find_unused_parameters: bool) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module
         group = self.env.process_group
+        on_gpu = any(parameter.device.type == "cuda" for parameter in module.parameters())
         if dense == "fsdp2":
+            if on_gpu:
+                raise ConfigError('dense is "fsdp2", and the model has parameters on a GPU; use "ddp" there')
             # this takes a third of the time of importing this module
             from torch.distributed.device_mesh import DeviceMesh
             from torch.distributed.fsdp import fully_shard
@@ -274,6 +284,8 @@ class DistributedModelParallel(nn.Module):
             mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ranks",))
             fully_shard(module, mesh=mesh)
             return module
+        if on_gpu and self.env.world_size > 1 and "nccl" not in str(dist.get_backend_config(group)):
+            group = self.env.gpu_group("dense")
         return DistributedDataParallel(
             module, process_group=group, find_unused_parameters=find_unused_parameters
         )

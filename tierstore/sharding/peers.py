@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -47,12 +47,13 @@ class Progress:
 
 class Peers:
     """A rank's view of the other ranks. ``group``: of all ranks, which publish messages in its store.
+    ``abandon``: called when this rank has lost the other ranks.
 
     Collectives are exchanges, by which a step moves ids, rows and gradients, or agreements, as of a commit.
     """
 
-    def __init__(self, rank: int, group: Any) -> None:
-        self._rank, self._group = rank, group
+    def __init__(self, rank: int, group: Any, abandon: Callable[[], None] = lambda: None) -> None:
+        self._rank, self._group, self._abandon = rank, group, abandon
         self.progress = Progress()
         self.handled: BaseException | None = None
         """The exception that all ranks were handling at the same point, so that it stops none of them."""
@@ -82,11 +83,11 @@ class Peers:
         try:
             yield
         except RankError as error:
-            self.lost = str(error)
+            self._lose(str(error))
             raise
         except RuntimeError as error:
             gone = f"another rank of the job has died or does not answer ({error})"
-            self.lost = f"{self._stop_reason() or gone}. {_GO_ON}"
+            self._lose(f"{self._stop_reason() or gone}. {_GO_ON}")
             raise RankError(self.lost) from error
         except BaseException as error:
             self.stop(error)
@@ -105,6 +106,18 @@ class Peers:
                     self._check_progress(exchange)
             if reported:
                 self._publish(Progress())
+
+    def follow(self, work: Any) -> None:
+        """Let the current stream of the GPU wait for a collective there. The host does not wait: how long a
+        rank may take is then for NCCL to say. Raises RankError if a rank is known to have stopped."""
+        with self.reached():
+            if reason := self._stop_reason():
+                raise RankError(f"{reason}. {_GO_ON}")
+            work.wait()
+
+    def _lose(self, why: str) -> None:
+        self.lost = why
+        self._abandon()
 
     def _check_progress(self, exchange: int) -> None:
         """Tell the other ranks where this rank waits. Raises RankError if two ranks wait for one another."""
@@ -143,7 +156,7 @@ class Peers:
         why = f"{type(error).__name__}: {error}".rstrip(": ")
         what = f"rank {self._rank} has stopped after {why}"[:1000]
         if not self.lost:
-            self.lost = f"{what}. {_GO_ON}"
+            self._lose(f"{what}. {_GO_ON}")
         with suppress(Exception):  # the host of the store may be gone; the other ranks notice that themselves
             self._group.get_group_store().compare_set(_STOPPED, "", what)
 

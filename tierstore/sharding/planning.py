@@ -19,6 +19,7 @@ from tierstore.config import TableOverride, TierConfig
 from tierstore.default_planner import plan_job
 from tierstore.errors import ConfigError
 from tierstore.modules.collection import Collection
+from tierstore.modules.gpu import gpu_memory
 from tierstore.optim import OptimizerSpec
 from tierstore.placement import (
     MOST_STORE_BYTES,
@@ -43,19 +44,25 @@ def plan_of(
     config: TierConfig | None,
     batch_size: int | None = None,
     touched_rows: Mapping[str, int] | None = None,
+    on_gpu: bool = False,
 ) -> ShardingPlan:
     """Return the planner's plan for the collections of ``module`` on the ranks of ``env``; all ranks call it.
 
     The budgets, and how far ahead batches are fetched, come from ``config``, the same for each rank, or from
     all collections' own configurations together. ``batch_size``: examples per rank and step, the planner's
-    default if None. ``touched_rows``: rows that training will ever use, by table; else all. Rates of the
-    machines are assumed: measure them and call the planner yourself for a better plan.
+    default if None. ``touched_rows``: rows that training will ever use, by table; else all. ``on_gpu``: the
+    fast tier is a GPU's. Rates of the machines are assumed: measure them and call the planner yourself for a
+    better plan.
     """
     collections = [child for child in module.modules() if isinstance(child, Collection)]
     if not collections:
         raise ConfigError("the module has no embedding collection to plan; give tierstore's")
     job = job_of(collections, config, env.world_size, _ranks_per_host(env), touched_rows or {})
     job = replace(job, batch_size=batch_size)
+    if on_gpu:
+        job = replace(job, device="cuda")
+        if any(budget.keeps_all for budget in _budgets(collections, config)):
+            job = replace(job, hbm_bytes=gpu_memory())
     plan = plan_job(module, job, env.process_group)
     if env.rank == 0:
         logger.info(

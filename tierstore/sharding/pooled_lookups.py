@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
 from tierstore.modules.base import TieredModule
 from tierstore.modules.configs import PoolingType
 from tierstore.modules.features import PooledFeatures
+from tierstore.modules.gpu import brought
 from tierstore.modules.inputs import Bags, pooled_lookup
 from tierstore.modules.parts import MODES
 from tierstore.sharding.input_exchange import InputExchange
@@ -20,6 +22,21 @@ from tierstore.sharding.lookups import ExchangedLookups, Layout, ShardedLookup, 
 from tierstore.sharding.opening import OpenShards
 from tierstore.sharding.output_exchange import WeightExchange
 from tierstore.sparse import as_keyed_jagged_tensor
+
+
+class _WithWeights(torch.autograd.Function):
+    """``apply(pooled, weights)`` → ``pooled``. The backward pass reaches the weights also on a rank without
+    shards, which must join the exchange of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, pooled: Tensor, weights: Tensor) -> Tensor:
+        ctx.count = len(weights)
+        return pooled.view_as(pooled)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].new_zeros(ctx.count)
 
 
 class ExchangedPooling(ExchangedLookups):
@@ -101,25 +118,35 @@ class ExchangedPooling(ExchangedLookups):
     def _divisor(self, feature: int, exchange: InputExchange) -> Tensor | None:
         if not self._divides(feature):
             return None
-        return torch.from_numpy(exchange.lengths[feature]).clamp(min=1).unsqueeze(1)
+        return self._bag_lengths(exchange.lengths[feature])
+
+    def _bag_lengths(self, lengths: NDArray[np.int64]) -> Tensor:
+        """Return the divisors of means, (bags, 1)."""
+        return brought(torch.from_numpy(lengths).clamp(min=1).unsqueeze(1), self.device)
 
     def local_output(self, module: TieredModule, lookup: ShardedLookup, weights: Tensor | None) -> Tensor:
         """Return the vectors that this rank pools for all ranks, (floats,). ``weights``: of its own batch."""
         if weights is None:
             return module.pooled_rows(lookup, None)
         arrived = self._exchanged_weights(weights, lookup.exchange)
-        # a rank without shards must join the exchange of the weights' gradients too
-        return torch.cat([module.pooled_rows(lookup, arrived), arrived[:0]])
+        return _WithWeights.apply(module.pooled_rows(lookup, arrived), arrived)  # type: ignore[no-any-return]
 
     def _exchanged_weights(self, weights: Tensor, exchange: InputExchange) -> Tensor:
         """Return the weights of the ids that arrived, in their order."""
         positions, counted = exchange.positions()
-        picked = weights.index_select(0, torch.from_numpy(positions))
+        picked = weights.index_select(0, brought(torch.from_numpy(positions), weights.device))
         if exchange.weights_learn and not picked.requires_grad:  # another rank's do
             picked.requires_grad_()
         if not counted.all():  # replicas on other ranks compute the same gradients once more
-            picked = torch.where(torch.from_numpy(counted), picked, picked.detach())
-        return WeightExchange.apply(picked, self.env, *exchange.weight_sizes())  # type: ignore[no-any-return]
+            here = brought(torch.from_numpy(counted), weights.device)
+            picked = torch.where(here, picked, picked.detach())
+        sizes = exchange.weight_sizes()
+        return WeightExchange.apply(picked, self.env, self.device, *sizes)  # type: ignore[no-any-return]
+
+    def _weights(self, own: Tensor) -> Tensor:
+        """Return weights of this rank's batch as torch multiplies rows by them."""
+        own = own.to(torch.float32)
+        return own.to(self.device) if own.requires_grad else brought(own, self.device)
 
     def _pooled_here(
         self,
@@ -132,14 +159,16 @@ class ExchangedPooling(ExchangedLookups):
         blocks = []
         for number, rows in enumerate(found):
             begin, lengths = exchange.begins[number], exchange.lengths[number]
-            at = exchange.inverse[number]
+            at = brought(exchange.inverse[number], self.device)
             pooling = self._features.poolings[number]
-            own = None if weights is None else weights[begin : begin + len(at)].to(torch.float32)
+            own = None if weights is None else self._weights(weights[begin : begin + len(at)])
             mean = pooling is PoolingType.MEAN and own is not None
-            offsets = torch.from_numpy(np.cumsum(lengths) - lengths).to(at.dtype)
+            begins = torch.from_numpy(np.cumsum(lengths) - lengths).to(at.dtype)
+            offsets = brought(begins, self.device)
             mode = "sum" if mean else pooling.value.lower()
             block = embedding_bag(at, rows, offsets, mode=mode, per_sample_weights=own)
             if mean:  # torch has weights with sums only
-                block = block / torch.from_numpy(lengths).clamp(min=1).unsqueeze(1)
-            blocks.append(block if inverse is None else block.index_select(0, inverse[number]))
+                block = block / self._bag_lengths(lengths)
+            expand = None if inverse is None else brought(inverse[number], self.device)
+            blocks.append(block if expand is None else block.index_select(0, expand))
         return torch.cat(blocks, dim=1)

@@ -25,7 +25,7 @@ from tierstore.cache.tiers.protocol import (
 )
 from tierstore.cache.tiers.shares import Lanes, TierPlan
 from tierstore.cache.tiers.sizes import AnyAdmission, AnyPolicy, as_policy, overflow_rows
-from tierstore.errors import ConfigError, PolicyFaultError, TierFullError
+from tierstore.errors import ConfigError, DeviceFullError, PolicyFaultError, TierFullError
 from tierstore.keys import split
 
 _PIECE = 1 << 13
@@ -84,7 +84,7 @@ class MemoryTier(Tier):
             rows = plan.device.allocate(plan.capacity + overflow, self.row_bytes, plan.weights)
             rows.commit(native.committed)
         except _core.AddressSpaceError as refused:
-            raise ConfigError(
+            raise (ConfigError if plan.device.name == "cpu" else DeviceFullError)(
                 f"{self.name}: no room for {plan.capacity} rows of {self.row_bytes} bytes, and {overflow} "
                 f"overflow slots: {refused}. Raise the process's limit (ulimit -v), or lower {self.name}"
             ) from None
