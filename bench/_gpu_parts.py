@@ -28,12 +28,14 @@ _PLANNING = "--run-in 40 --rounds 3 --steps 8"
 
 @dataclass(frozen=True)
 class Part:
-    """A part: what it does, the seconds that it may take, how many checks of bits it makes."""
+    """A part: what it does, the seconds that it may take, how many checks of bits it makes, whether it needs
+    the part "batches"."""
 
     summary: str
     seconds: int
     run: Callable[[Setting], Figures]
     checks: int = 0
+    trains: bool = False
 
 
 def _of_sizes(run: Callable[..., Figures]) -> Callable[[Setting], Figures]:
@@ -68,15 +70,21 @@ PARTS = {
     "kernels": Part("gather, pooled lookup and update against a copy", 25, _of_sizes(kernels)),
     "link": Part("rows between hbm and uvm against the link", 25, _of_sizes(link)),
     "batches": Part("batches for the trainings", 45, make_batches),
-    "hbm": Part("training with all rows in hbm", 35, train_in_hbm),
-    "uvm": Part("training at 37 times its hbm, with uvm", 40, partial(train, "uvm")),
-    "planning": Part("plans on the host by threads", 40, planning),
-    "uvm_ssd": Part("training at 37 times its hbm, with uvm and a store", 40, partial(train, "uvm_ssd")),
-    "live": Part("moves beside what computes; hits against the simulator's", 45, live),
-    "embedding_bag": Part("nn.EmbeddingBag on the GPU", 25, partial(train, "embedding_bag")),
-    "fbgemm": Part("fbgemm's TBE on the GPU", 25, partial(train, "fbgemm")),
-    "fbgemm_uvm": Part("fbgemm's TBE with a cache of managed memory", 30, partial(train, "fbgemm_uvm")),
-    "embedding_bag_host": Part("nn.EmbeddingBag on the host", 35, partial(train, "embedding_bag_host")),
+    "hbm": Part("training with all rows in hbm", 35, train_in_hbm, trains=True),
+    "uvm": Part("training at 37 times its hbm, with uvm", 40, partial(train, "uvm"), trains=True),
+    "planning": Part("plans on the host by threads", 40, planning, trains=True),
+    "uvm_ssd": Part(
+        "training at 37 times its hbm, with uvm and a store", 40, partial(train, "uvm_ssd"), trains=True
+    ),
+    "live": Part("moves beside what computes; hits against the simulator's", 45, live, trains=True),
+    "embedding_bag": Part("nn.EmbeddingBag on the GPU", 25, partial(train, "embedding_bag"), trains=True),
+    "fbgemm": Part("fbgemm's TBE on the GPU", 25, partial(train, "fbgemm"), trains=True),
+    "fbgemm_uvm": Part(
+        "fbgemm's TBE with a cache of managed memory", 30, partial(train, "fbgemm_uvm"), trains=True
+    ),
+    "embedding_bag_host": Part(
+        "nn.EmbeddingBag on the host", 35, partial(train, "embedding_bag_host"), trains=True
+    ),
 }
 
 

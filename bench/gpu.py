@@ -78,7 +78,7 @@ class _Run:
             self._sizes = replace(self._sizes, max_rows=opened["max_rows"])
             self._result["tables"] = {key: opened[key] for key in ("max_rows", "table_rows", "scale")}
         self._ended(OPENING, opened)
-        trains = [name for name in chosen if list(PARTS).index(name) > list(PARTS).index("batches")]
+        trains = any(PARTS[name].trains for name in chosen)
         for name in PARTS:
             if name != OPENING and (name in chosen or (name == "batches" and trains)):
                 self._ended(name, self._part(name))

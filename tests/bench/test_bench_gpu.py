@@ -63,6 +63,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ran:
 
     def run(programs: dict[str, str], seconds: int = 30, more: tuple[str, ...] = ()) -> dict[str, Any]:
         short = {name: Part(name, seconds, lambda _: iter(())) for name in programs}
+        monkeypatch.setattr(gpu, "_LEAST", 1.0)
         plain = gpu.subprocess.Popen
 
         def start(command: list[str], **options: Any) -> Any:
@@ -89,8 +90,8 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(ran: Ran) -> None:
         "batches": "print('hello'); print('{\"a\": 1.5}')",
         "hbm": "import json, sys; print(json.dumps({'given': json.loads(sys.argv[1])['max_rows']}))",
     }
-    parts = ran(programs, seconds=6)["parts"]
-    assert (parts["bits"]["a"], parts["bits"]["failed"]) == (1, "not done after 6 s")
+    parts = ran(programs, seconds=3)["parts"]
+    assert (parts["bits"]["a"], parts["bits"]["failed"]) == (1, "not done after 3 s")
     assert (parts["kernels"]["a"], parts["kernels"]["failed"]) == (2, "out of memory")
     assert parts["link"]["failed"] == "exit code -11"
     assert parts["batches"]["a"] == 1.5
@@ -100,7 +101,7 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(ran: Ran) -> None:
 
 def test_all_parts_end_in_time(ran: Ran) -> None:
     begin = time.monotonic()
-    parts = ran({"open": OPENED, "bits": SLEEPS, "kernels": OPENED}, 60, ("--minutes", "0.12"))["parts"]
+    parts = ran({"open": OPENED, "bits": SLEEPS, "kernels": OPENED}, 60, ("--minutes", "0.05"))["parts"]
     assert time.monotonic() - begin < 30
     assert parts["bits"]["failed"].startswith("not done after")
     assert parts["kernels"]["failed"] == "not begun: no time was left"
@@ -108,17 +109,17 @@ def test_all_parts_end_in_time(ran: Ran) -> None:
 
 def test_what_a_part_starts_ends_with_it(ran: Ran, tmp_path: Path) -> None:
     alive = tmp_path / "alive"
-    child = f"import time; time.sleep(9); open({str(alive)!r}, 'w')"
+    child = f"import time; time.sleep(3); open({str(alive)!r}, 'w')"
     starts = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}])"
     begin = time.monotonic()
     ran({"open": OPENED, "bits": starts})
-    time.sleep(max(0.0, begin + 10 - time.monotonic()))
+    time.sleep(max(0.0, begin + 4 - time.monotonic()))
     assert not alive.exists()
 
 
 def test_a_gpu_that_does_not_open_in_time_is_said(ran: Ran) -> None:
-    result = ran({"open": SLEEPS, "bits": OPENED}, seconds=6)
-    assert result["not_run"] == {"parts": ["bits"], "checks": 0, "why": "not done after 6 s"}
+    result = ran({"open": SLEEPS, "bits": OPENED}, seconds=3)
+    assert result["not_run"] == {"parts": ["bits"], "checks": 0, "why": "not done after 3 s"}
 
 
 def test_targets_are_ratios_of_one_run() -> None:
