@@ -105,4 +105,4 @@ def main(name: str, setting: Setting) -> int:
 if __name__ == "__main__":
     from ._gpu_sizes import Sizes
 
-    os._exit(main(sys.argv[1], Setting(Sizes(**json.loads(sys.argv[2])), Path(sys.argv[3]))))
+    sys.exit(main(sys.argv[1], Setting(Sizes(**json.loads(sys.argv[2])), Path(sys.argv[3]))))
