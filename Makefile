@@ -6,6 +6,8 @@
 # make sanitize    the native store's own tests and fuzzing under ASan, UBSan and TSan
 # make crash-test  100,000 crash states of the store, 20,000 random steps on each engine, 1,000 trainings killed,
 #                  200,000 steps of processes under attack (CI: 2,400, 600, 32, 5,000)
+# make gpu-build, gpu-check, gpu-bench    on a machine with a GPU and without a network, with the packages of PYTHON:
+#                  docs/how-to/gpu.md
 # make clean    remove everything that these made
 #
 # Everything is installed in .venv, in place: an edit of a Python file needs no reinstall, one under csrc/ makes the
@@ -23,6 +25,7 @@ CSRC := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '
 INSTALLED := $(VENV)/installed-torch-$(TORCH)
 TESTABLE := $(VENV)/testable-torch-$(TORCH)
 
+.PHONY: gpu-build gpu-check gpu-bench
 .PHONY: demo test lint format docs wheel clean sanitize crash-test crash-states crash-steps crash-kills crash-attack
 .DELETE_ON_ERROR:
 
@@ -105,6 +108,21 @@ crash-kills: $(TESTABLE)
 
 crash-attack: $(TESTABLE)
 	TIERSTORE_ATTACK_STEPS=200000 $(PATIENT) tests/attack
+
+# For a machine that is lent by the minute: nothing is downloaded, the packages are those that PYTHON has, and each
+# target ends within ten minutes, whatever hangs.
+GPU_OUT ?= gpu-out
+gpu-build:
+	$(PYTHON) -m tests.cuda.check_gpu --needs
+	TIERSTORE_BUILD_JOBS=$$(nproc) timeout -k 10 570 $(PYTHON) -m pip install --quiet --no-index --no-deps \
+	  --no-build-isolation --editable .
+
+gpu-check:
+	timeout -k 10 580 $(PYTHON) -m tests.cuda.check_gpu --minutes 9 --out $(GPU_OUT)
+
+gpu-bench:
+	mkdir -p $(GPU_OUT)
+	timeout -k 10 580 $(PYTHON) -m tierstore.cli bench gpu --json $(GPU_OUT)/bench.json
 
 clean:
 	rm -rf $(VENV) build dist demo-out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

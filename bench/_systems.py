@@ -65,11 +65,13 @@ def tier_bytes(size: str, tables: Sequence[EmbeddingBagConfig]) -> int | str:
 
 
 class FbgemmBags(nn.Module):
-    """fbgemm-gpu's table-batched embeddings on the CPU, KeyedJaggedTensor -> KeyedTensor, updated in
-    backward.
+    """fbgemm-gpu's table-batched embeddings, KeyedJaggedTensor -> KeyedTensor, updated in backward.
+
+    ``location``: the ``EmbeddingLocation`` of the rows, HOST for tables on the CPU; ``more``: what else the
+    tables get.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, location: str = "HOST", device: str = "cpu", **more: Any) -> None:
         super().__init__()
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
@@ -79,16 +81,18 @@ class FbgemmBags(nn.Module):
         )
 
         self._tables = setting.tables
+        compute = ComputeDevice.CPU if location == "HOST" else ComputeDevice.CUDA
         self.bags = SplitTableBatchedEmbeddingBagsCodegen(
             [
-                (t.num_embeddings, t.embedding_dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
+                (t.num_embeddings, t.embedding_dim, EmbeddingLocation[location], compute)
                 for t in setting.tables
             ],
             optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
             learning_rate=setting.lr,
             eps=EPS,
             pooling_mode=PoolingMode.SUM,
-            device=torch.device("cpu"),
+            device=torch.device(device),
+            **more,
         )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:

@@ -53,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import tierstore
     from tierstore.data import load
 
     try:
@@ -65,6 +64,17 @@ def run(args: argparse.Namespace) -> int:
     out = JsonFile(args.json) if args.json else None
     dataset = load(args.data, rows=args.rows, tables=args.tables)
     batches = (batch.sparse for batch in dataset.train(args.batch_size, epochs=_EPOCHS))
+    result = measured(args, dataset, batches, threads)
+    _print(result)
+    if out:
+        out.write(result)
+    return 0
+
+
+def measured(args: argparse.Namespace, dataset: Any, batches: Any, threads: list[int]) -> dict[str, Any]:
+    """Return the figures of planning ``batches``, an iterator of KeyedJaggedTensors of ``dataset``."""
+    import tierstore
+
     turns: dict[int, list[dict[str, float]]] = {count: [] for count in threads}
     with ExitStack() as stack:
         planners = {count: stack.enter_context(_Planner(args, dataset)) for count in threads}
@@ -76,12 +86,7 @@ def run(args: argparse.Namespace) -> int:
                 turns[count].append(planner.plan(given))
         print(file=sys.stderr)
         stats = next(iter(planners.values())).stats()
-    turns = {count: taken[-args.rounds :] for count, taken in turns.items()}
-    result = _result(args, turns, stats)
-    _print(result)
-    if out:
-        out.write(result)
-    return 0
+    return _result(args, {count: taken[-args.rounds :] for count, taken in turns.items()}, stats)
 
 
 class _Planner:

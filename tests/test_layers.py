@@ -105,6 +105,7 @@ OTHERS_PRIVATE = {
     "_modules",
     "_parameters",
     "_scale",
+    "_sleep",
     "_timeout",
     "_version",
     "_will_engine_execute_node",

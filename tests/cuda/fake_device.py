@@ -34,9 +34,9 @@ def _cache() -> CubinCache:
 class FakeDevice(CudaDevice):
     """A ``CudaDevice`` on the fake driver, whose accesses to staging memory are checked, too."""
 
-    def __init__(self, *options: Any, **more: Any) -> None:
-        libraries = Libraries(fake_gpu().path, [str(shared_library("fake_nvrtc"))], _cache())
-        super().__init__(*options, libraries=libraries, **more)
+    def __init__(self, *options: Any, libraries: Libraries | None = None, **more: Any) -> None:
+        usual = Libraries(fake_gpu().path, [str(shared_library("fake_nvrtc"))], _cache())
+        super().__init__(*options, libraries=libraries or usual, **more)
         self._shared: list[np.ndarray] = []
 
     def share(self, array: np.ndarray) -> int:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
 import numpy as np
+import pytest
 
 from tests.cuda.fake_device import FakeDevice
 from tests.kernels.kernel_oracle import Step
+from tierstore import GpuError
 from tierstore import _core as core
 from tierstore.cuda.compute import CudaRows
 from tierstore.cuda.rows import Departure
@@ -173,3 +178,35 @@ class RandomWork:
         )  # fmt: skip
         args = core.LookupArgs(dim=self.dim, slots=slots, inverse=inverse)
         return args, bags, self.random.standard_normal(n).astype(np.float32), 4 * stride
+
+
+def kernels_are_kept(
+    opened: Callable[[Sequence[str] | None], FakeDevice], compiler: Sequence[str] | None, folder: Path
+) -> None:
+    """Work with a cold cache of kernels in ``folder``, with a warm one, and with one that is damaged.
+
+    ``opened``: makes a device that keeps its kernels there, with paths of NVRTC; ``compiler``: such paths of
+    one that works.
+    """
+    nowhere = ["/nowhere/libnvrtc.so"]
+
+    def works(nvrtc: Sequence[str] | None) -> None:
+        device = opened(nvrtc)
+        work = RandomWork(device, 8, 1, seed=5)
+        work.do(60)
+        del work
+        device.close()
+
+    without = opened(nowhere)
+    with pytest.raises(GpuError, match="NVRTC"):
+        without.prepare()
+    without.close()
+    works(compiler)
+    kept = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert len(kept) >= 3  # any layout, lookups, updates
+    works(nowhere)  # nothing is compiled
+    for path in folder.iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    works(compiler)
+    assert {path.name for path in folder.iterdir()} == kept.keys()
+    works(nowhere)

@@ -4,20 +4,24 @@ and no other."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 
+from tests.cuda.compiled import shared_library
 from tests.cuda.fake import ORDERS, fake_gpu
 from tests.cuda.fake_device import FakeDevice, checked_views, fake_device
-from tests.cuda.random_work import RandomWork
+from tests.cuda.random_work import RandomWork, kernels_are_kept
 from tierstore import GpuError
 from tierstore import _core as core
 from tierstore.cuda import rows as rows_module
 from tierstore.cuda.compute import CudaRows
+from tierstore.cuda.cubins import CubinCache
+from tierstore.cuda.device import Libraries
 from tierstore.cuda.memory import Blocks
 from tierstore.cuda.rows import Departure
 from tierstore.cuda.streams import Stream, Streams
@@ -314,3 +318,13 @@ def test_rows_that_are_gone_give_their_memory_back() -> None:
         assert device.parts.indices.nbytes == made  # in the block of the rows that are gone
         del again
         np.testing.assert_array_equal(out, some(64)[:, :32].copy().view(np.float32).reshape(64, 8))
+
+
+def test_kernels_are_compiled_once_and_kept(tmp_path: Path) -> None:
+    def opened(nvrtc: Sequence[str] | None) -> FakeDevice:
+        return FakeDevice(libraries=Libraries(fake_gpu().path, nvrtc, CubinCache(tmp_path)))
+
+    fake_gpu().begin("random", 3)
+    kernels_are_kept(opened, [str(shared_library("fake_nvrtc"))], tmp_path)
+    assert fake_gpu().wrong == []
+    fake_gpu().forget()

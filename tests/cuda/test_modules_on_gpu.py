@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +14,7 @@ import tierstore
 from tests.cuda.fake import ORDERS, fake_gpu
 from tests.cuda.fake_torch import GpuTensor, fake_torch
 from tests.cuda.test_training_on_fake_gpu import counters
-from tierstore import ConfigError, InputError, TierConfig, checkpoint, optim
+from tierstore import ConfigError, InputError, TierConfig, optim
 from tierstore.modules import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -288,59 +285,6 @@ def test_two_modules_train_on_two_gpus() -> None:
 # -- around a training ---------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_restored_on_either_device(tmp_path: Path) -> None:
-    def made(folder: str, device: str | None) -> TieredEmbeddingBag:
-        config = TierConfig(hbm="10KiB", uvm="6KiB", path=tmp_path / folder)
-        return TieredEmbeddingBag(ROWS, DIM, mode="sum", device=device, config=config, optimizer=ADAM)
-
-    def step(bag: TieredEmbeddingBag, number: int) -> None:
-        bag(ints(4, 5, seed=number)).square().sum().backward()
-
-    with fake_torch("random", seed=4), made("a", "cuda") as bag:
-        for number in range(6):
-            step(bag, number)
-            if number == 3:
-                checkpoint.save(tmp_path / "saved", bag, step=3)
-        expected = bag.rows(torch.arange(ROWS))
-        checkpoint.restore(tmp_path / "saved", bag)
-        for number in range(4, 6):
-            step(bag, number)
-        assert torch.equal(bag.rows(torch.arange(ROWS)), expected)
-        saved = io.BytesIO()
-        torch.save(bag.state_dict(), saved)
-        bag.close(commit=False)
-    with made("a", None) as bag:
-        for number in range(4, 6):
-            step(bag, number)
-        assert torch.equal(bag.rows(torch.arange(ROWS)), expected)
-    saved.seek(0)
-    with TieredEmbeddingBag(ROWS, DIM, optimizer=ADAM) as other:
-        other.load_state_dict(torch.load(saved))
-        assert torch.equal(other.rows(torch.arange(ROWS)), expected)
-
-
-def test_a_forked_child_leaves_the_tables_alone() -> None:
-    """As a DataLoader's worker does, which is made after the tables were opened."""
-    with fake_torch(), TieredEmbeddingBag(ROWS, DIM, device="cuda", config=CONFIG, optimizer=ADAM) as bag:
-        bag(ints(4, 5)).sum().backward()
-        expected = bag.rows(torch.arange(ROWS))
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                bag.rows(torch.arange(3))
-            except tierstore.ClosedError:
-                bag.close()
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
-        assert torch.equal(bag.rows(torch.arange(ROWS)), expected)
-        loader = torch.utils.data.DataLoader(list(ints(12, 5)), batch_size=4, num_workers=1)
-        for ids in loader:
-            bag(ids).sum().backward()
-
-
 def test_a_graph_that_is_dropped_gives_its_rows_back() -> None:
     with (
         fake_torch("lazy"),
@@ -351,37 +295,3 @@ def test_a_graph_that_is_dropped_gives_its_rows_back() -> None:
         before = bag.rows(torch.arange(ROWS))
         bag(ints(8, 5)).sum().backward()
         assert not torch.equal(bag.rows(torch.arange(ROWS)), before)
-
-
-def test_the_pipeline_moves_dense_leaves_alone() -> None:
-    class Both(nn.Module):
-        def __init__(self, device: str | None) -> None:
-            super().__init__()
-            torch.manual_seed(1)
-            self.bags = collection(device=device)
-            self.top = nn.Linear(3, 1).to(device or "cpu")
-
-        def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-            features, numbers = batch
-            if self.bags.device.type == "cuda":
-                assert isinstance(numbers, GpuTensor)
-            assert features.values().is_cpu
-            out = self.top(numbers).sum() + self.bags(features).values().square().sum()
-            return out, out
-
-    def losses(device: str | None) -> list[Tensor]:
-        model = Both(device)
-        batches = iter([(keyed(step), torch.full((4, 3), float(step))) for step in range(8)])
-        pipeline = tierstore.PrefetchPipeline(
-            model, torch.optim.SGD(model.top.parameters(), 0.1), device or "cpu", depth=2, window=3
-        )
-        found = [pipeline.progress(batches).detach().cpu() for _ in range(8)]
-        with pytest.raises(StopIteration):
-            pipeline.progress(batches)
-        assert model.bags.stats()["stall_seconds"] >= 0
-        model.bags.close()
-        return found
-
-    expected = losses(None)
-    with fake_torch("random", seed=3):
-        same(losses("cuda:0"), expected)

@@ -1,34 +1,39 @@
 """What only a GPU can show: the code that NVRTC generates, its memory model, the driver. ``pytest -m cuda``.
 
-The same work runs on the fake driver in the other files. None of this has ever run on a GPU.
+The same work runs on the fake driver in the other files; test_training_on_gpu.py has whole trainings. None of
+this has ever run on a GPU.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.cuda.random_work import RandomWork
-from tests.cuda.test_modules_on_gpu import MODULES, model_trained, same, trained
+from tests.cuda.random_work import RandomWork, kernels_are_kept
 from tests.cuda.test_uvm_on_gpu import KINDS, Hierarchy
-from tierstore.cuda.device import CudaDevice
+from tests.kernels.kernel_oracle import KINDS as KINDS_OF_OPTIMIZERS
+from tierstore.cuda.cubins import CubinCache
+from tierstore.cuda.device import CudaDevice, Libraries
 from tierstore.cuda.driver import Driver
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(60)]
-DIMS = [1, 3, 4, 8, 20, 64, 100, 128, 256]
-OPTIMIZERS = range(4)
+# Words of one float and of four; every number of threads that share a row.
+LAYOUTS = [
+    *((dim, kind) for dim in (1, 3, 4, 8, 20, 64, 100, 128, 256) for kind in (0, 1, 3)),
+    *((dim, kind) for dim in (3, 64) for kind in KINDS_OF_OPTIMIZERS if kind not in (0, 1, 3)),
+]
 
 
 class SharingDevice(CudaDevice):
     """A GPU whose tests' arrays are copied to its memory and back."""
 
-    def __init__(self, *options: Any) -> None:
-        super().__init__(*options)
+    def __init__(self, libraries: Libraries | None = None) -> None:
+        super().__init__(0, lambda: torch.cuda.current_stream().cuda_stream, libraries)
         self._shared: list[tuple[np.ndarray, torch.Tensor]] = []
 
     def share(self, array: np.ndarray) -> int:
@@ -46,13 +51,12 @@ class SharingDevice(CudaDevice):
 
 @pytest.fixture
 def device() -> Iterator[SharingDevice]:
-    made = SharingDevice(0, lambda: torch.cuda.current_stream().cuda_stream)
+    made = SharingDevice()
     yield made
     made.close()
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("dim", "kind"), LAYOUTS)
 def test_kernels_have_the_bits_of_the_host(device: SharingDevice, dim: int, kind: int) -> None:
     work = RandomWork(device, dim, kind, seed=dim)  # type: ignore[arg-type]
     work.do(60)
@@ -62,15 +66,26 @@ def test_kernels_have_the_bits_of_the_host(device: SharingDevice, dim: int, kind
 @pytest.mark.parametrize("seed", range(8))
 def test_streams_wait_for_one_another_whatever_is_late(device: SharingDevice, seed: int) -> None:
     """Random streams are held up for up to a millisecond before random operations."""
-    late = random.Random(seed)
-    streams = [torch.cuda.ExternalStream(handle) for handle in device.streams.handles()]
+    late = Late(device, seed)
     work = RandomWork(device, 64, 1, seed=seed)  # type: ignore[arg-type]
     for _ in range(12):
-        for stream in late.sample(streams, 2):
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(late.randrange(1, 2_000_000))
+        late.hold_up()
         work.do(8)
     del work
+
+
+class Late:
+    """Holds up random streams of a device, torch's current one among them."""
+
+    def __init__(self, device: SharingDevice, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._streams = [torch.cuda.ExternalStream(handle) for handle in device.streams.handles()]
+        self._streams.append(torch.cuda.current_stream())
+
+    def hold_up(self) -> None:
+        for stream in self._random.sample(self._streams, 2):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(self._random.randrange(1, 2_000_000))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,22 +95,21 @@ def test_rows_move_between_hbm_and_uvm(device: SharingDevice, kind: str) -> None
     del work
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_module_trains_with_the_bits_of_the_host(name: str) -> None:
-    same(trained(name, "cuda:0"), trained(name, None))
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_move_between_hbm_and_uvm_whatever_is_late(device: SharingDevice, kind: str, seed: int) -> None:
+    late, work = Late(device, seed), Hierarchy(device, kind, seed)  # type: ignore[arg-type]
+    for _ in range(10):
+        late.hold_up()
+        work.do(10)
+    del work
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-@pytest.mark.parametrize("name", ["rows with padding", "max", "collection", "sequences"])
-def test_ids_may_be_on_the_gpu(name: str, prefetch: bool) -> None:
-    found = trained(name, "cuda:0", ids_on="cuda:0", prefetch=prefetch)
-    same(found, trained(name, None, prefetch=prefetch))
+def test_kernels_are_compiled_once_and_kept(tmp_path: Path) -> None:
+    def opened(nvrtc: Sequence[str] | None) -> SharingDevice:
+        return SharingDevice(Libraries(nvrtc=nvrtc, cache=CubinCache(tmp_path)))
 
-
-def test_a_model_trains() -> None:
-    """Its dense layers are not the host's, bit for bit."""
-    for ours, theirs in zip(model_trained("cuda:0"), model_trained(None), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    kernels_are_kept(opened, None, tmp_path)
 
 
 def test_the_driver_has_every_call() -> None:

@@ -66,13 +66,22 @@ def register_engine(name: str, factory: EngineFactory | str) -> None:
 
 
 def get_engine(name: str) -> EngineFactory:
-    """Return the factory of an engine; ``ConfigError`` lists the known names when ``name`` is unknown."""
+    """Return the factory of an engine.
+
+    Raises ``ConfigError`` where ``name`` is unknown, with the known ones, or where its package is missing.
+    """
     factory = _FACTORIES.get(name)
     if factory is None:
         raise ConfigError(f"unknown engine {name!r}; known engines: {', '.join(_FACTORIES)}")
     if isinstance(factory, str):
         module, _, attribute = factory.partition(":")
-        factory = getattr(importlib.import_module(module), attribute)
+        try:
+            factory = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as missing:
+            raise ConfigError(
+                f"engine {name!r} needs the package {missing.name}, which is not installed: pip install "
+                f"{missing.name}, or use engine='native'"
+            ) from missing
         _FACTORIES[name] = factory
     return factory
 

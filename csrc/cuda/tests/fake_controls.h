@@ -39,7 +39,9 @@ void fake_set_memory(std::size_t total) { gpu.total = total; }
 void fake_set_shares_managed(int shares) { gpu.shares_managed = shares; }
 void fake_set_pageable() { tierstore::cuda::emulator::machine.is_pageable = true; }
 void fake_set_capturing(CUstream stream, int capturing) {
-  reinterpret_cast<fake_controls::Stream*>(stream)->capturing = capturing != 0;
+  auto* const chosen =
+      stream == nullptr ? gpu.streams.Default() : reinterpret_cast<fake_controls::Stream*>(stream);
+  chosen->capturing = capturing != 0;
 }
 // The call of this function after `after` others returns this error.
 void fake_fail(const char* function, int after, int code) {

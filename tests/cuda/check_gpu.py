@@ -1,0 +1,134 @@
+"""Runs the checks that want a GPU, each function in a process of its own: ``python -m tests.cuda.check_gpu``.
+
+A check that hangs, crashes or breaks the GPU's context takes no other down. The outcome of each is written
+when it ends. ``--needs`` says only what this machine lacks to build and run them; that needs no package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONAL = {"rocksdict", "lmdb"}
+"""Dependencies of engines that nothing else needs."""
+FOR_CHECKS = ["setuptools>=77", "pybind11>=3.0", "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100"]
+SECONDS = 120
+"""Of one function, with all of its parameters."""
+
+
+def requirements() -> list[str]:
+    """Return what the package needs, as ``name>=version``."""
+    text = (ROOT / "pyproject.toml").read_text()
+    block = re.search(r"^dependencies = \[(.*?)^\]", text, re.DOTALL | re.MULTILINE)
+    assert block is not None
+    return [*re.findall(r'"([^"]+)"', block[1]), *FOR_CHECKS]
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3]]
+
+
+def lacks(version_of: Callable[[str], str] = metadata.version) -> list[str]:
+    """Return what must be brought here, in words; nothing where the package can be built and checked."""
+    found = []
+    for requirement in requirements():
+        name, least = requirement.split(">=")
+        if name in OPTIONAL:
+            continue
+        try:
+            version = version_of(name)
+        except metadata.PackageNotFoundError:
+            found.append(f"the Python package {requirement} is missing")
+            continue
+        if _numbers(version) < _numbers(least):
+            found.append(f"the Python package {name} is {version}; {requirement} is needed")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        found.append(f"the headers of {sys.executable} are missing")
+    if shutil.which(os.environ.get("CXX", "g++").split()[0]) is None:
+        found.append("there is no C++ compiler")
+    return found
+
+
+def checks() -> list[str]:
+    """Return the test functions that want a GPU, as pytest names them."""
+    found = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text()
+        if re.search(r"^pytestmark = .*pytest\.mark\.cuda", text, re.MULTILINE):
+            file = path.relative_to(ROOT)
+            found += [f"{file}::{name}" for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)]
+    return found
+
+
+def run(names: Sequence[str], out: Path, minutes: float, command: Sequence[str]) -> dict[str, str]:
+    """Run each check by ``command``; write its output and all outcomes so far to ``out``."""
+    out.mkdir(parents=True, exist_ok=True)
+    outcomes: dict[str, str] = {}
+    end = time.monotonic() + 60 * minutes
+    for name in names:
+        begin = time.monotonic()
+        left = min(float(SECONDS), end - begin)
+        function = name.partition("::")[2]
+        outcomes[name] = (
+            "not begun: no time was left"
+            if left <= 0
+            else _outcome([*command, name], left, out / f"{function}.txt")
+        )
+        (out / "checks.json").write_text(json.dumps(outcomes, indent=2) + "\n")
+        print(f"{time.monotonic() - begin:6.1f} s  {function}: {outcomes[name]}", flush=True)
+    return outcomes
+
+
+def _outcome(command: Sequence[str], seconds: float, said: Path) -> str:
+    with said.open("w") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                return f"not done after {seconds:.0f} s, and hangs in the driver"
+            return f"not done after {seconds:.0f} s"
+    lines = [line for line in said.read_text(errors="replace").splitlines() if line.strip()]
+    last = lines[-1].strip("= ") if lines else "no output"
+    return last if code == 0 else f"FAILED ({code}): {last}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--needs", action="store_true", help="say what this machine lacks, and end")
+    parser.add_argument("--out", type=Path, default=Path("gpu-out"), metavar="DIR", help="(default: gpu-out)")
+    parser.add_argument("--minutes", type=float, default=9.0, metavar="N", help="for all checks (default: 9)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="checks whose names have this text")
+    given = parser.parse_args(arguments)
+    missing = lacks()
+    for line in missing:
+        print(line)
+    if given.needs or missing:
+        return 1 if missing else 0
+    names = [name for name in checks() if given.only in name]
+    pytest = [sys.executable, "-m", "pytest", "-m", "cuda", "-v", "--timeout-method=thread"]
+    outcomes = run(names, given.out, given.minutes, pytest)
+    failed = [name for name, outcome in outcomes.items() if " passed" not in outcome or "FAILED" in outcome]
+    print(f"{len(outcomes) - len(failed)} of {len(outcomes)} functions passed; outputs are in {given.out}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

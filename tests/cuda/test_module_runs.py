@@ -1,0 +1,67 @@
+"""The runs of module_runs.py on the fake GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cuda.fake import ORDERS, fake_gpu
+from tests.cuda.fake_torch import fake_torch
+from tests.cuda.module_runs import (
+    OPTIMIZERS,
+    RUNS,
+    a_captured_graph_is_refused,
+    growth_beyond_the_gpu_keeps_the_rows,
+    optimizer_run,
+    pipeline_losses,
+)
+from tests.cuda.test_modules_on_gpu import same
+
+
+@pytest.mark.parametrize("dim", [3, 8])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_has_the_bits_of_the_host(name: str, dim: int) -> None:
+    with fake_torch("random", seed=dim):
+        found = optimizer_run(name, dim, "cuda:0")
+    same(found, optimizer_run(name, dim, None))
+
+
+@pytest.mark.parametrize("order", ["lazy", "random"])
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run(run: str, order: str, tmp_path: Path) -> None:
+    devices = 2 if "two" in run else 1  # the end of one device waits for the other's work, too
+    with fake_torch(order, seed=4, devices=devices):
+        RUNS[run](tmp_path, "cuda:0")
+
+
+def test_growth_beyond_the_gpu_is_named_and_keeps_the_rows() -> None:
+    def fill(_: Any) -> None:
+        fake_gpu().set_memory(fake_gpu().alive[0] + (1 << 20))
+
+    with fake_torch():
+        growth_beyond_the_gpu_keeps_the_rows("cuda:0", fill)
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    fake_gpu().set_capturing(0, True)
+    try:
+        yield
+    finally:
+        fake_gpu().set_capturing(0, False)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_lookup_in_a_captured_graph_is_refused(order: str) -> None:
+    with fake_torch(order, seed=2):
+        a_captured_graph_is_refused("cuda:0", capturing)
+
+
+def test_the_pipeline_moves_dense_leaves_alone() -> None:
+    with fake_torch("random", seed=3):
+        found = pipeline_losses("cuda:0")
+    same(found, pipeline_losses(None))
