@@ -62,11 +62,13 @@ class Progress:
 class Display:
     """Shows :class:`Progress`; a context manager, which leaves the terminal in order however its body ends.
 
-    ``due()`` is cheap: ask it every batch, and collect a ``Progress`` only when it says so.
+    ``due()`` is cheap: ask it every batch, and collect a ``Progress`` only when it says so. ``quiet``: it
+    shows nothing.
     """
 
-    def __init__(self, title: str, stream: TextIO | None = None) -> None:
+    def __init__(self, title: str, stream: TextIO | None = None, quiet: bool = False) -> None:
         self._title = title
+        self._quiet = quiet
         self._stream = stream if stream is not None else sys.stderr
         self._live: Any = None
         self._interval = LIVE_INTERVAL if self._stream.isatty() else LOG_INTERVAL
@@ -74,7 +76,7 @@ class Display:
         self._last: str | None = None
 
     def __enter__(self) -> Display:
-        if self._stream.isatty():
+        if self._stream.isatty() and not self._quiet:
             from rich.console import Console
             from rich.live import Live
 
@@ -91,12 +93,12 @@ class Display:
             self._live = None
 
     def due(self) -> bool:
-        return time.perf_counter() - self._shown_at >= self._interval
+        return not self._quiet and time.perf_counter() - self._shown_at >= self._interval
 
     def show(self, progress: Progress) -> None:
         line = f"{self._title}: {progress.text()}"
         self._shown_at = time.perf_counter()
-        if line == self._last:
+        if line == self._last or self._quiet:
             return
         self._last = line
         if self._live is None:
