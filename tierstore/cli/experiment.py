@@ -41,13 +41,9 @@ class Experiment:
     ``ranks`` train together by ``plan``, and rank 0 prints.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, ranks: Ranks = ALONE, plan: PlanFile | None = None
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, ranks: Ranks = ALONE, plan: PlanFile | None = None) -> None:
         self.args, self.ranks, self.plan = args, ranks, plan
-        with ranks.on_rank_0() as here:
-            if here:
-                checkpoint.check(args, ranks)
+        ranks.on_rank_0(lambda: checkpoint.check(args, ranks))
         with ranks.together():
             self._prepare()
         self.curves: dict[str, Any] | None = None
@@ -99,9 +95,7 @@ class Experiment:
         """Return the report, or None when a signal ended the training."""
         finish_imports()
         args, rss = self.args, PeakRss()
-        with self.ranks.on_rank_0() as here:
-            if here:
-                checkpoint.make_folder(args)
+        self.ranks.on_rank_0(lambda: checkpoint.make_folder(args))
         with self._open(self.config) as tiered:
             saver = self._begin(tiered, rss)
             with self._recording(tiered):

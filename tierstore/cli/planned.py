@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tierstore.cli.ranks import ALONE, COMMAND, Ranks, join, number_of_ranks
+from tierstore.cli.ranks import ALONE, Ranks, join, number_of_ranks
 from tierstore.errors import ConfigError
 from tierstore.placement import ShardingPlan
 from tierstore.result_file import option_errors
@@ -52,12 +52,14 @@ class PlanFile:
                 replace(plan, device=""),
                 plan.device,
                 int(report.get("batch_size_per_rank", 0)),
-                report.get("predicted_step_s"),
+                None if (step := report.get("predicted_step_s")) is None else float(step),
                 _exchange_bytes(report),
                 _rows(plan, report),
             )
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"--plan {path}: its predictions cannot be read ({error}); plan again") from error
+            raise ConfigError(
+                f"--plan {path}: its predictions cannot be read ({error}); plan again"
+            ) from error
 
 
 def _exchange_bytes(report: Mapping[str, Any]) -> int | None:
@@ -273,5 +275,5 @@ def check_tables(file: PlanFile, tables: Sequence[Any], path: Path) -> None:
         file.plan.check(tables, file.plan.world_size)
     except ConfigError as error:
         raise ConfigError(
-            f"--plan {path}: {error}; {COMMAND} needs a plan for the tables of --data and --dim"
+            f"--plan {path}: {error}; give a plan for the tables of --data and --dim"
         ) from error

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -70,10 +70,24 @@ class Ranks:
             yield
 
     @contextmanager
-    def on_rank_0(self) -> Iterator[bool]:
-        """Yield whether this is rank 0, whose errors in the block are raised on every rank."""
-        with self.together():
-            yield self.rank == 0
+    def in_step(self) -> Iterator[None]:
+        """Raise RankError where an exchange of the dense part fails, since another rank is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.env is None or "gloo" not in str(error):
+                raise
+            with self.env.peers.reached():
+                raise
+
+    def on_rank_0(self, work: Callable[[], None]) -> None:
+        """Call ``work`` on rank 0, and raise its error on every rank."""
+        from tierstore.checkpoint.ranks import on_rank_0
+
+        if self.env is None:
+            work()
+        else:
+            on_rank_0(self.env, work)
 
     def total(self, *values: float) -> Sequence[float]:
         """Return each value summed over the ranks."""
@@ -113,7 +127,9 @@ def join(ranks: int) -> Ranks:
     if there == 1 and "RANK" not in os.environ:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return Ranks(0, 1, ShardingEnv.from_process_group())
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] and "lo" in os.listdir("/sys/class/net"):
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"] and "lo" in os.listdir(
+        "/sys/class/net"
+    ):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no rank is on another machine
     store, rank, size = next(dist.rendezvous("env://"))
     _stores.append(dist.PrefixStore("tierstore-cli", store))

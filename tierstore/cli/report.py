@@ -36,7 +36,6 @@ class RunResult:
     peak_rss_bytes: int
     """The most resident bytes from then to the end of the evaluation."""
 
-
     @classmethod
     def of(
         cls,

@@ -111,7 +111,8 @@ class Trainer:
         started = time.perf_counter() - self._seconds
         with closing(ahead):  # a loop that was left early still has batches in flight
             for batch in ahead:
-                self._step(batch)
+                with self.ranks.in_step():
+                    self._step(batch)
                 self._seconds = time.perf_counter() - started
                 if not after_step() or self.stopping:
                     return False

@@ -69,6 +69,15 @@ class Place:
     number: int
     """Number of the commit of all ranks; 0 if this store takes part in none."""
 
+    def check_there(self) -> None:
+        """Raise StoreMismatchError if the store of the commit of all ranks is gone; opening would make a new
+        one."""
+        if self.at and not Path(self.folders[0], identity.FILE_NAME).exists():
+            raise StoreMismatchError(
+                f"{self.folders[0]} is missing, and the last commit of all ranks has rows there; restore a "
+                "copy of the folder, or give another path to start anew"
+            )
+
     def check(self, engine: Engine) -> None:
         """Raise StoreMismatchError unless the store is at the commit of all ranks: some engines keep one
         commit only."""
