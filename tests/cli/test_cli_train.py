@@ -38,7 +38,7 @@ JSON_KEYS = [
         "table_bytes",
     ),
     *("touched_bytes", "touched_share", "ssd_bytes"),
-    *("rows_compared", "difference", "batches", "examples", "seconds", "config", "machine"),
+    *("rows_compared", "difference", "batches", "examples", "seconds", "plan", "config", "machine"),
 ]
 train = small_training(hbm="1/8", steps=24)
 pytestmark = pytest.mark.usefixtures("small_data")

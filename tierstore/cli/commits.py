@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tierstore.cli import sharded
 from tierstore.cli.storage import add_command, describe_commit, parse_commit, print_json, read_meta, time_of
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "list the kept commits of a store",
         "Lists the commits that a store keeps: the last ones, and each with a tag. A commit can be "
         "opened (open_store(DIR, at=…)) or exported (tierstore export --at). Changes nothing without "
-        "--drop, so the directory may be read-only, and a native store may be in use.",
+        "--drop, so the directory may be read-only, and a native store may be in use. Of the folder of a "
+        "sharded training it prints the last commit of all ranks.",
         ["tierstore commits runs/42/store", "tierstore commits runs/42/store --drop best"],
     )
     parser.add_argument(
@@ -36,6 +38,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    if sharded.is_sharded(args.directory):
+        return sharded.commits(args)
     if args.drop is not None:
         _drop(args.directory, args.drop)
     commits, note = list_commits(args.directory)
@@ -80,11 +84,12 @@ def print_commits(console: Any, commits: list[CommitInfo]) -> None:
     grid.add_column("made at", no_wrap=True)
     grid.add_column("meta")  # a narrow terminal folds this column
     for commit in commits:
-        grid.add_row(str(commit.id), commit.tag, time_of(commit)[:19], _short(read_meta(commit.meta)))
+        grid.add_row(str(commit.id), commit.tag, time_of(commit)[:19], short(read_meta(commit.meta)))
     console.print(grid)
 
 
-def _short(meta: Any) -> str:
+def short(meta: Any) -> str:
+    """Return the meta of a commit on one line, cut where it is long."""
     if isinstance(meta, dict):
         text = ", ".join(f"{name}: {value}" for name, value in meta.items())
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from tierstore.cli import sharded
 from tierstore.cli.storage import EXIT_DAMAGED, add_command, print_json, progress_of
 from tierstore.config import format_bytes
 
@@ -24,7 +25,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "damaged: file, offset, whose rows, which commits, and what to do. Changes nothing, so the "
         "directory may be read-only; a store that is in use is refused. Engines other than native are "
         "checked as far as they can be: rocksdb by the checksums of its blocks, memory by the checksums "
-        "of its files, lmdb, which has none, by reading all rows.",
+        "of its files, lmdb, which has none, by reading all rows. Of the folder of a sharded training the "
+        "stores of all ranks are checked, and that each has the commit of all ranks.",
         ["tierstore verify runs/42/store", "tierstore verify runs/42/store --json | jq .damage"],
     )
 
@@ -32,16 +34,19 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     from tierstore.store import verify
 
+    if sharded.is_sharded(args.directory):
+        return sharded.verify(args)
     with progress_of("verifying", "bytes") as progress:
         report = verify(args.directory, progress)
     if args.json:
         print_json(report.to_dict())
     else:
-        _print(report)
+        print_report(report)
     return 0 if report.ok else EXIT_DAMAGED
 
 
-def _print(report: VerifyReport) -> None:
+def print_report(report: VerifyReport) -> None:
+    """Print what a store's verification found, and what to do."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
