@@ -97,6 +97,7 @@ class TestOptions:
             *(
                 "max_rows",
                 "optimizer",
+                "plan",
                 "policy",
                 "read_ahead",
                 "record",
@@ -112,7 +113,7 @@ class TestOptions:
                 "steps",
                 "store",
             ),
-            *("tables", "tensorboard", "threads", "uvm", "uvm_dtype", "window"),
+            *("tables", "tensorboard", "tensorboard_every", "threads", "uvm", "uvm_dtype", "window"),
         ]
 
 

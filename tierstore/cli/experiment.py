@@ -105,7 +105,7 @@ class Experiment:
             second = comparison = None
             if args.compare:
                 rss = PeakRss()
-                with self._open(replace(self.config, hbm="all", uvm=0, ssd=0, path=None)) as memory:
+                with self._open(_in_memory(self.config), in_memory=True) as memory:
                     second = self._train(memory, "in memory", interrupt, Scalars(None), rss)
                     if second is None:
                         return None
@@ -141,9 +141,9 @@ class Experiment:
             trainer.recorder = recorder
             yield
 
-    def _open(self, config: TierConfig) -> Any:
+    def _open(self, config: TierConfig, in_memory: bool = False) -> Any:
         plan = None if self.plan is None else self.plan.plan
-        if plan is not None and config.keeps_all:
+        if plan is not None and in_memory:
             from tierstore.sharding.planning import without_bytes
 
             plan = without_bytes(plan)
@@ -259,6 +259,10 @@ class Experiment:
     def _options(self) -> dict[str, Any]:
         ours = ("run", "command", "debug")
         return {k: _plain(v) for k, v in vars(self.args).items() if k not in ours}
+
+
+def _in_memory(config: TierConfig) -> TierConfig:
+    return replace(config, hbm="all", uvm=0, ssd=0, path=None)
 
 
 def _plain(value: object) -> object:
