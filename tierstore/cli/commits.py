@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.cli import sharded
-from tierstore.cli.storage import add_command, describe_commit, parse_commit, print_json, read_meta, time_of
+from tierstore.cli.storage import (
+    add_command,
+    describe_commit,
+    list_commits,
+    parse_commit,
+    print_json,
+    read_meta,
+    short,
+    time_of,
+)
 
 if TYPE_CHECKING:
     from tierstore.store import CommitInfo
 
-_META_WIDTH = 60
 _KEEP_ALL = 1 << 30
 
 
@@ -58,22 +66,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def list_commits(directory: Path) -> tuple[list[CommitInfo], str]:
-    """Return the kept commits, and a remark when the store is in use (which a native store allows)."""
-    from tierstore import _core
-    from tierstore.errors import StoreLockedError
-    from tierstore.store import CommitInfo, open_store, read_identity
-
-    try:
-        with open_store(directory, read_only=True) as store:
-            return store.commits(), ""
-    except StoreLockedError as error:
-        if read_identity(directory).engine != "native":
-            raise
-        kept = _core.kept_commits(str(directory / "native"))
-        return [CommitInfo(*fields) for fields in kept], str(error).split(";")[0]
-
-
 def print_commits(console: Any, commits: list[CommitInfo]) -> None:
     from rich import box
     from rich.table import Table
@@ -86,15 +78,6 @@ def print_commits(console: Any, commits: list[CommitInfo]) -> None:
     for commit in commits:
         grid.add_row(str(commit.id), commit.tag, time_of(commit)[:19], short(read_meta(commit.meta)))
     console.print(grid)
-
-
-def short(meta: Any) -> str:
-    """Return the meta of a commit on one line, cut where it is long."""
-    if isinstance(meta, dict):
-        text = ", ".join(f"{name}: {value}" for name, value in meta.items())
-    else:
-        text = "" if meta is None else str(meta)
-    return text if len(text) <= _META_WIDTH else text[: _META_WIDTH - 1] + "…"
 
 
 def _drop(directory: Path, commit: int | str) -> None:

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from tierstore.cli import sharded
-from tierstore.cli.storage import add_command, print_json, run_while_waiting
+from tierstore.cli.storage import add_command, bytes_below, print_json, run_while_waiting
 from tierstore.config import format_bytes
 from tierstore.errors import ConfigError
 
@@ -33,34 +33,43 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tierstore.cli.inspect import file_bytes
-    from tierstore.store import open_store, read_identity
-
-    if sharded.is_sharded(args.directory):
-        return sharded.compact(args)
-    identity = read_identity(args.directory)
-    if above := [one for one in args.directory.absolute().parents[:3] if sharded.is_sharded(one)]:
-        raise ConfigError(
-            f"{args.directory} is a rank's part of sharded tables, whose commit names this store's by "
-            f"number; compact the stores of all ranks by tierstore compact {above[0]}"
-        )
-    before = file_bytes(args.directory, identity)
-    with open_store(args.directory, keep=_KEEP_ALL) as store:
-        commits = run_while_waiting("compacting", lambda: _compact(store), store.close)
-    kept = f"; {commits - 1} older commits keep what they need" if commits > 1 else ""
-    print_compacted(args, (before, file_bytes(args.directory, identity)), commits, kept)
-    return 0
-
-
-def print_compacted(args: argparse.Namespace, sizes: tuple[int, int], commits: int, more: str) -> None:
-    """Print the bytes of the files before and after; ``more``: to be said behind them."""
-    before, after = sizes
+    sharded_folder = sharded.is_sharded(args.directory)
+    before = _file_bytes(args, sharded_folder)
+    if sharded_folder:
+        commits = sharded.compact(args.directory)
+        more = f" in the stores of {commits} ranks"
+    else:
+        commits = _compact_store(args)
+        more = f"; {commits - 1} older commits keep what they need" if commits > 1 else ""
+    after = _file_bytes(args, sharded_folder)
     if args.json:
         print_json(
             {"path": str(args.directory), "bytes_before": before, "bytes_after": after, "commits": commits}
         )
     else:
         print(f"{args.directory}: {format_bytes(before)} before, {format_bytes(after)} now{more}")
+    return 0
+
+
+def _file_bytes(args: argparse.Namespace, sharded_folder: bool) -> int:
+    from tierstore.cli.inspect import file_bytes
+    from tierstore.store import read_identity
+
+    if sharded_folder:
+        return bytes_below([args.directory])
+    return file_bytes(args.directory, read_identity(args.directory))
+
+
+def _compact_store(args: argparse.Namespace) -> int:
+    from tierstore.store import open_store
+
+    if above := [one for one in args.directory.absolute().parents[:3] if sharded.is_sharded(one)]:
+        raise ConfigError(
+            f"{args.directory} is a rank's part of sharded tables, whose commit names this store's by "
+            f"number; compact the stores of all ranks by tierstore compact {above[0]}"
+        )
+    with open_store(args.directory, keep=_KEEP_ALL) as store:
+        return run_while_waiting("compacting", lambda: _compact(store), store.close)
 
 
 def _compact(store: DirectoryStore) -> int:

@@ -39,21 +39,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tierstore.store import open_store
-
-    if sharded.is_sharded(args.directory):
-        return sharded.export(args)
-    with open_store(args.directory, read_only=True, at=args.at) as store:
-        with progress_of("exporting", "rows") as progress:
-            rows = store.export(args.target, progress)
-        tables = len(store.tables)
-    print_exported(args, rows, tables)
-    return 0
-
-
-def print_exported(args: argparse.Namespace, rows: int, tables: int) -> None:
-    """Print how much there is in the export."""
+    rows, tables = sharded.export(args) if sharded.is_sharded(args.directory) else _export(args)
     if args.json:
         print_json({"target": str(args.target), "rows": rows, "tables": tables})
     else:
         print(f"{args.target}: {rows:,} rows of {tables} tables")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> tuple[int, int]:
+    from tierstore.store import open_store
+
+    with open_store(args.directory, read_only=True, at=args.at) as store:
+        with progress_of("exporting", "rows") as progress:
+            rows = store.export(args.target, progress)
+        return rows, len(store.tables)

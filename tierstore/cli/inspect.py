@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.cli import sharded
 from tierstore.cli.commits import print_commits
-from tierstore.cli.storage import add_command, describe_commit, parse_commit, print_json, read_meta
+from tierstore.cli.storage import (
+    add_command,
+    bytes_below,
+    describe_commit,
+    parse_commit,
+    print_json,
+    read_meta,
+)
 from tierstore.config import format_bytes
 from tierstore.errors import StoreIOError, StoreLockedError
 
@@ -66,17 +72,6 @@ def run(args: argparse.Namespace) -> int:
 def file_bytes(directory: Path, identity: StoreIdentity) -> int:
     """Return the bytes that all files below the store's folders occupy, each file once."""
     return bytes_below([directory, *(Path(device.path) for device in identity.devices[1:])])
-
-
-def bytes_below(folders: Iterable[Path]) -> int:
-    """Return the bytes that all files below some folders occupy, each file once."""
-    sizes = {}
-    for folder in folders:
-        for path in folder.rglob("*"):
-            with suppress(FileNotFoundError):  # the store may be in use, and its files come and go
-                status = path.lstat()
-                sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
-    return sum(sizes.values())
 
 
 def _describe(

@@ -42,7 +42,8 @@ def drawn(report: Mapping[str, Any], form: str) -> bytes:
     from matplotlib import pyplot
 
     figure = pyplot.figure(figsize=(12, 8.5), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=[1.1, 1])
+    parts: Any = figure.subfigures(2, 1, height_ratios=[1.1, 1])
+    upper, lower = parts
     for axes, tier in zip(upper.subplots(1, len(_TIERS)), _TIERS, strict=True):
         _draw_tier(axes, report, tier)
     bars = axes.get_legend_handles_labels()
@@ -85,11 +86,11 @@ def _draw_tier(axes: Any, report: Mapping[str, Any], tier: str) -> None:
     from matplotlib import colormaps
 
     stacks, ranks = stacks_of(report, tier), np.arange(len(report["ranks"]))
-    unit, name = _unit(sum(stacks.values()).max(initial=0.0))
-    colors, bottom = colormaps["tab10"].colors, np.zeros(len(ranks))
+    unit, name = _unit(float(np.sum(list(stacks.values()), axis=0).max()))
+    colors, bottom = colormaps["tab10"], np.zeros(len(ranks))
     for number, (table, sizes) in enumerate(stacks.items()):
         beside = table == "beside tables"
-        color = _BESIDE if beside else _OTHERS if number >= _NAMED_TABLES else colors[number]
+        color = _BESIDE if beside else _OTHERS if number >= _NAMED_TABLES else colors(number)
         look = {"hatch": "//", "edgecolor": "gray", "linewidth": 0} if beside else {}
         axes.bar(ranks, sizes / unit, 0.85, bottom / unit, label=table, color=color, **look)
         bottom += sizes

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.cli.storage import (
-    EXIT_DAMAGED,
+    bytes_below,
     describe_commit,
+    list_commits,
     print_json,
     progress_of,
     run_while_waiting,
+    short,
     time_of,
 )
 from tierstore.config import format_bytes
@@ -22,6 +24,7 @@ from tierstore.errors import ConfigError, StoreIOError, StoreLockedError
 if TYPE_CHECKING:
     from tierstore.sharding import StoredTables
     from tierstore.sharding.record import Saved
+    from tierstore.store import VerifyReport
 
 _RECORD = "COMMIT.json"
 
@@ -40,13 +43,6 @@ def refuse_other_commits(args: argparse.Namespace, option: str, value: object) -
         )
 
 
-def folder_bytes(folder: Path) -> int:
-    """Return the bytes that all files below ``folder`` occupy, each file once."""
-    from tierstore.cli.inspect import bytes_below
-
-    return bytes_below([folder])
-
-
 def inspect(args: argparse.Namespace) -> int:
     """Print what the ranks' stores hold, as whole tables."""
     from tierstore.sharding import open_tables
@@ -62,7 +58,7 @@ def inspect(args: argparse.Namespace) -> int:
         "ranks": len(next(iter(collections.values())).ranks),
         "commit": record["number"],
         "extra": record["extra"],
-        "file_bytes": folder_bytes(args.directory),
+        "file_bytes": bytes_below([args.directory]),
         "not_opened": None,
         "collections": {name: saved.folder for name, saved in collections.items()},
         "tables": [table for saved in collections.values() for table in _placements(saved)],
@@ -133,7 +129,6 @@ def _print(found: Mapping[str, Any]) -> None:
 
 def commits(args: argparse.Namespace) -> int:
     """Print the commit of all ranks, and which commit of each rank's store belongs to it."""
-    from tierstore.cli.commits import list_commits, short
     from tierstore.sharding.stored import rank_folders, read_commit
 
     refuse_other_commits(args, "--drop", args.drop)
@@ -167,59 +162,35 @@ def commits(args: argparse.Namespace) -> int:
     return 0
 
 
-def verify(args: argparse.Namespace) -> int:
-    """Check every byte of each rank's store, and that it has the commit of all ranks."""
-    from rich.console import Console
-
-    from tierstore.cli.verify import print_report
+def verify(folder: Path) -> tuple[list[VerifyReport], list[str]]:
+    """Check every byte of each rank's store; return the reports, and which stores lack the commit of all
+    ranks."""
     from tierstore.sharding.stored import rank_folders, read_commit
     from tierstore.store import verify as verify_store
 
-    _, collections = read_commit(args.directory)
     reports, lost = [], []
-    for saved in collections.values():
-        for rank, folder in enumerate(rank_folders(args.directory, saved)):
-            if folder is None:
+    for saved in read_commit(folder)[1].values():
+        for rank, own in enumerate(rank_folders(folder, saved)):
+            if own is None:
                 continue
             with progress_of(f"verifying rank {rank}", "bytes") as progress:
-                report = verify_store(folder, progress)
-            reports.append(report)
-            if saved.ranks[rank] not in report.whole_commits:
-                lost.append(f"{folder}: commit {saved.ranks[rank]}, which belongs to the commit of all ranks")
-    sound = not lost and all(report.ok for report in reports)
-    if args.json:
-        print_json({"ok": sound, "lost": lost, "ranks": [report.to_dict() for report in reports]})
-        return 0 if sound else EXIT_DAMAGED
-    for report in reports:
-        print_report(report)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    for text in lost:
-        console.print(f"LOST: {text}", style="red")
-    if not lost:
-        console.print(f"the commit of all ranks is whole in {len(reports)} stores", style="green")
-    return 0 if sound else EXIT_DAMAGED
+                reports.append(verify_store(own, progress))
+            if saved.ranks[rank] not in reports[-1].whole_commits:
+                lost.append(f"{own}: commit {saved.ranks[rank]}, which belongs to the commit of all ranks")
+    return reports, lost
 
 
-def export(args: argparse.Namespace) -> int:
-    """Write a portable copy of the whole tables."""
-    from tierstore.cli.export import print_exported
+def export(args: argparse.Namespace) -> tuple[int, int]:
+    """Write a portable copy of the whole tables; return the number of rows and of tables."""
     from tierstore.sharding import open_tables
 
     refuse_other_commits(args, "--at", args.at)
-    with open_tables(args.directory) as store:
-        with progress_of("exporting", "rows") as progress:
-            rows = store.export(args.target, progress)
-        tables = len(store.tables)
-    print_exported(args, rows, tables)
-    return 0
+    with open_tables(args.directory) as store, progress_of("exporting", "rows") as progress:
+        return store.export(args.target, progress), len(store.tables)
 
 
-def compact(args: argparse.Namespace) -> int:
-    """Compact each rank's store."""
-    from tierstore.cli.compact import print_compacted
+def compact(folder: Path) -> int:
+    """Compact each rank's store; return the number of stores."""
     from tierstore.sharding.compaction import compact_ranks
 
-    before = folder_bytes(args.directory)
-    stores = run_while_waiting("compacting", lambda: compact_ranks(args.directory), lambda: None)
-    print_compacted(args, (before, folder_bytes(args.directory)), stores, f" in the stores of {stores} ranks")
-    return 0
+    return run_while_waiting("compacting", lambda: compact_ranks(folder), lambda: None)

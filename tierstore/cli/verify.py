@@ -35,18 +35,36 @@ def run(args: argparse.Namespace) -> int:
     from tierstore.store import verify
 
     if sharded.is_sharded(args.directory):
-        return sharded.verify(args)
+        return _verify_ranks(args)
     with progress_of("verifying", "bytes") as progress:
         report = verify(args.directory, progress)
     if args.json:
         print_json(report.to_dict())
     else:
-        print_report(report)
+        _print(report)
     return 0 if report.ok else EXIT_DAMAGED
 
 
-def print_report(report: VerifyReport) -> None:
-    """Print what a store's verification found, and what to do."""
+def _verify_ranks(args: argparse.Namespace) -> int:
+    """Check the folder of a sharded training."""
+    from rich.console import Console
+
+    reports, lost = sharded.verify(args.directory)
+    sound = not lost and all(report.ok for report in reports)
+    if args.json:
+        print_json({"ok": sound, "lost": lost, "ranks": [report.to_dict() for report in reports]})
+        return 0 if sound else EXIT_DAMAGED
+    for report in reports:
+        _print(report)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for text in lost:
+        console.print(f"LOST: {text}", style="red")
+    if not lost:
+        console.print(f"the commit of all ranks is whole in {len(reports)} stores", style="green")
+    return 0 if sound else EXIT_DAMAGED
+
+
+def _print(report: VerifyReport) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
