@@ -64,7 +64,7 @@ def test_the_binding_stage_is_marked() -> None:
 
 def test_tables_and_tiers_are_named() -> None:
     found = texts(report_of())
-    assert {"users", "c11", "2 others", "beside tables", "rank 0", "host 1", "hbm, 100% full"} <= set(found)
+    assert {"users", "c11", "3 others", "beside tables", "rank 0", "host 1", "hbm, 100% full"} <= set(found)
     assert "c1" not in found
     assert "nothing is here" not in found
     assert "nothing is here" in texts(report_of(ssd="0", rows=1000))
@@ -78,6 +78,6 @@ def test_of_many_ranks_the_slowest_are_drawn() -> None:
 
 
 def test_what_does_not_fit_is_drawn_without_a_mark() -> None:
-    report = report_of(ssd="1GB")
+    report = report_of(ssd="1GB", rows=2_000_000_000)
     assert not report["feasible"]
     assert not [text for text in texts(report) if "sets the step" in text]

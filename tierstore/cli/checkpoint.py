@@ -76,9 +76,9 @@ def _is_store(folder: Path) -> bool:
 def _check_options(args: argparse.Namespace, folder: Path, extra: Any, ranks: Ranks) -> None:
     if not isinstance(extra, dict) or "options" not in extra:
         raise ConfigError(f"--resume: {folder} holds no checkpoint of tierstore train; give another folder")
-    was, now = extra.get("ranks", 0), ranks.size if ranks.sharded else 0
-    if was != now:
-        had = f"on {was} ranks (--plan)" if was else "in one process, without --plan"
+    then = extra.get("ranks", 0)
+    if then != (ranks.size if ranks.sharded else 0):
+        had = f"on {then} ranks (--plan)" if then else "in one process, without --plan"
         raise ConfigError(f"--resume: the run in {folder} was trained {had}; go on with it in this way")
     now = _options(args)
     different = [

@@ -133,7 +133,8 @@ def commits(args: argparse.Namespace) -> int:
 
     refuse_other_commits(args, "--drop", args.drop)
     record, collections = read_commit(args.directory)
-    lines, made_at = [], ""
+    lines: list[dict[str, Any]] = []
+    made_at = ""
     for name, saved in collections.items():
         for rank, folder in enumerate(rank_folders(args.directory, saved)):
             kept = [] if folder is None else list_commits(folder)[0]
