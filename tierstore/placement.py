@@ -161,8 +161,8 @@ class ShardingPlan:
             for name in planned
             if names.count(name) > 1
         ]
-        for name in wanted.keys() & planned.keys():
-            if wanted[name] != planned[name]:
+        for name in wanted:
+            if name in planned and wanted[name] != planned[name]:
                 problems.append(
                     f"table {name!r} is {wanted[name]} in the model and {planned[name]} in the plan"
                 )

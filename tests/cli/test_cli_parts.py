@@ -7,7 +7,9 @@ import io
 import json
 import math
 import os
+import re
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +97,7 @@ class TestOptions:
             *(
                 "max_rows",
                 "optimizer",
+                "plan",
                 "policy",
                 "read_ahead",
                 "record",
@@ -110,7 +113,7 @@ class TestOptions:
                 "steps",
                 "store",
             ),
-            *("tables", "tensorboard", "threads", "uvm", "uvm_dtype", "window"),
+            *("tables", "tensorboard", "tensorboard_every", "threads", "uvm", "uvm_dtype", "window"),
         ]
 
 
@@ -150,6 +153,40 @@ class TestDisplay:
             " 43% batch 126/296 · 32,256 examples/s · loss 0.4432 · AUC 0.6905"
             " · hits hbm 93.1% ssd 41.0% · stall 2%"
         )
+
+    def test_a_narrow_line_keeps_hits_and_stall(self) -> None:
+        texts = [
+            self.line.text(),
+            " 43% 126/296 · 32.3k/s · loss 0.4432 · AUC 0.6905 · hits hbm 93.1% ssd 41.0% · stall 2%",
+            " 43% 126/296 · 32.3k/s · loss 0.4432 · hits hbm 93.1% ssd 41.0% · stall 2%",
+            " 43% 126/296 · 32.3k/s · hits hbm 93.1% ssd 41.0% · stall 2%",
+            " 43% 126/296 · hits hbm 93.1% ssd 41.0% · stall 2%",
+            "126 · hits hbm 93.1% ssd 41.0% · stall 2%",
+        ]
+        for longer, text in pairwise([texts[0] * 2, *texts]):
+            assert self.line.text(len(longer) - 1) == text
+            assert self.line.text(len(text)) == text
+        assert self.line.text(5) == texts[-1]
+
+    @pytest.mark.parametrize("title", ["tiered", "in memory"])
+    def test_a_terminal_of_80_columns_shows_hits_and_stall(
+        self, title: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Terminal(io.StringIO):
+            def isatty(self) -> bool:
+                return True
+
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setenv("TERM", "xterm")
+        hits = {"hbm": 0.931, "uvm": 0.81, "ssd": 0.41}
+        long = Progress(1_234_567, 2_950_000, 1 << 40, 1e6, 1.2e5, 0.44321, 0.69049, hits)
+        stream = Terminal()
+        with Display(title, stream) as display:
+            display.show(long)
+        lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+        (line,) = {line.strip() for line in re.split(r"[\r\n]", lines) if title in line}
+        assert line.endswith("hits hbm 93.1% uvm 81.0% ssd 41.0% · stall 12%")
+        assert len(line) <= 80
 
     def test_before_the_first_batch_nothing_divides_by_zero(self) -> None:
         text = Progress(0, None, 0, 0.0, 0.0, 0.0, 0.5).text()

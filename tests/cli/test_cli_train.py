@@ -38,7 +38,7 @@ JSON_KEYS = [
         "table_bytes",
     ),
     *("touched_bytes", "touched_share", "ssd_bytes"),
-    *("rows_compared", "difference", "batches", "examples", "seconds", "config", "machine"),
+    *("rows_compared", "difference", "batches", "examples", "seconds", "plan", "config", "machine"),
 ]
 train = small_training(hbm="1/8", steps=24)
 pytestmark = pytest.mark.usefixtures("small_data")
@@ -222,7 +222,7 @@ def test_a_full_disk_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_tensorboard_gets_scalars(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    assert train("--tensorboard", tmp_path / "runs") == 0
+    assert train("--tensorboard", tmp_path / "runs", "--tensorboard-every", "7") == 0
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "runs"))
@@ -230,3 +230,5 @@ def test_tensorboard_gets_scalars(tmp_path: Path) -> None:
     assert {"train/loss", "train/auc", "hit_rate/hbm", "speed/examples_per_s"} <= set(
         events.Tags()["scalars"]
     )
+    steps = [event.step for event in events.Scalars("train/loss")]
+    assert steps == [7, 14, 21, 24], "after every seventh batch, and at the end"

@@ -55,3 +55,15 @@ def test_bad_values():
     with pytest.raises(ValueError, match="one shape"):
         binary_auc(np.array([0, 1]), np.array([0.0]))
     assert math.isnan(AUC().value())
+
+
+def test_the_auc_of_parts_is_that_of_the_whole():
+    generator = np.random.default_rng(5)
+    labels, scores = generator.integers(0, 2, 3000), generator.integers(0, 500, 3000) / 500
+    parts = [AUC().update(labels[k::3], scores[k::3]) for k in range(3)]
+    assert parts[0].joined(part.state_dict() for part in parts[1:]) == binary_auc(labels, scores)
+    assert parts[0].value() == binary_auc(labels[::3], scores[::3]), "joining changes none of them"
+    few = [AUC(exact=64).update(labels[k::3], scores[k::3]) for k in range(3)]
+    assert few[0].joined(part.state_dict() for part in few[1:]) == pytest.approx(
+        binary_auc(labels, scores), abs=0.02
+    )

@@ -9,6 +9,7 @@ from typing import Any
 
 from tierstore import checkpoint
 from tierstore.cache.machine import check_parent
+from tierstore.cli.ranks import ALONE, Ranks
 from tierstore.cli.trainer import Trainer
 from tierstore.errors import ConfigError
 from tierstore.result_file import option_errors
@@ -19,7 +20,7 @@ MUST_MATCH = (
 )
 """Options that a resumed run must repeat, since otherwise it would not be the same training."""
 
-_STORE_FILES = ("TIERSTORE.json", "TIERSTORE-DEVICE.json")
+_STORE_FILES = ("TIERSTORE.json", "TIERSTORE-DEVICE.json", "COMMIT.json")
 _ROWS = "rows"
 
 
@@ -45,7 +46,7 @@ def make_folder(args: argparse.Namespace) -> None:
             args.checkpoint.mkdir(exist_ok=True)
 
 
-def check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace, ranks: Ranks = ALONE) -> None:
     """Raise ``ConfigError`` if the run would mix with another run, or cannot resume the run that it names."""
     folder, stores = folder_of(args), store_of(args)
     if folder is None or stores is None:
@@ -56,7 +57,7 @@ def check(args: argparse.Namespace) -> None:
     extra = checkpoint.read_extra(folder)
     if args.resume:
         if extra is not None:
-            _check_options(args, folder, extra)
+            _check_options(args, folder, extra, ranks)
         return
     for path, there, what in (
         (folder, extra is not None, "checkpoint"),
@@ -72,9 +73,13 @@ def _is_store(folder: Path) -> bool:
     return any((folder / name).exists() for name in _STORE_FILES)
 
 
-def _check_options(args: argparse.Namespace, folder: Path, extra: Any) -> None:
+def _check_options(args: argparse.Namespace, folder: Path, extra: Any, ranks: Ranks) -> None:
     if not isinstance(extra, dict) or "options" not in extra:
         raise ConfigError(f"--resume: {folder} holds no checkpoint of tierstore train; give another folder")
+    then = extra.get("ranks", 0)
+    if then != (ranks.size if ranks.sharded else 0):
+        had = f"on {then} ranks (--plan)" if then else "in one process, without --plan"
+        raise ConfigError(f"--resume: the run in {folder} was trained {had}; go on with it in this way")
     now = _options(args)
     different = [
         f"--{key.replace('_', '-')} {was}" for key, was in extra["options"].items() if now.get(key) != was
@@ -131,5 +136,7 @@ class Saver:
         if self.saved == trainer.batches:
             return
         extra = {"options": self._options, "trainer": trainer, "peak_rss_bytes": self.peak_rss_bytes()}
+        if trainer.ranks.sharded:
+            extra["ranks"] = trainer.ranks.size
         checkpoint.save(self._folder, trainer.model, trainer.optimizer, step=trainer.batches, extra=extra)
         self.saved = trainer.batches

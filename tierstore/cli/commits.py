@@ -6,12 +6,21 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tierstore.cli.storage import add_command, describe_commit, parse_commit, print_json, read_meta, time_of
+from tierstore.cli import sharded
+from tierstore.cli.storage import (
+    add_command,
+    describe_commit,
+    list_commits,
+    parse_commit,
+    print_json,
+    read_meta,
+    short,
+    time_of,
+)
 
 if TYPE_CHECKING:
     from tierstore.store import CommitInfo
 
-_META_WIDTH = 60
 _KEEP_ALL = 1 << 30
 
 
@@ -22,7 +31,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "list the kept commits of a store",
         "Lists the commits that a store keeps: the last ones, and each with a tag. A commit can be "
         "opened (open_store(DIR, at=…)) or exported (tierstore export --at). Changes nothing without "
-        "--drop, so the directory may be read-only, and a native store may be in use.",
+        "--drop, so the directory may be read-only, and a native store may be in use. Of the folder of a "
+        "sharded training it prints the last commit of all ranks.",
         ["tierstore commits runs/42/store", "tierstore commits runs/42/store --drop best"],
     )
     parser.add_argument(
@@ -36,6 +46,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    if sharded.is_sharded(args.directory):
+        return sharded.commits(args)
     if args.drop is not None:
         _drop(args.directory, args.drop)
     commits, note = list_commits(args.directory)
@@ -54,22 +66,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def list_commits(directory: Path) -> tuple[list[CommitInfo], str]:
-    """Return the kept commits, and a remark when the store is in use (which a native store allows)."""
-    from tierstore import _core
-    from tierstore.errors import StoreLockedError
-    from tierstore.store import CommitInfo, open_store, read_identity
-
-    try:
-        with open_store(directory, read_only=True) as store:
-            return store.commits(), ""
-    except StoreLockedError as error:
-        if read_identity(directory).engine != "native":
-            raise
-        kept = _core.kept_commits(str(directory / "native"))
-        return [CommitInfo(*fields) for fields in kept], str(error).split(";")[0]
-
-
 def print_commits(console: Any, commits: list[CommitInfo]) -> None:
     from rich import box
     from rich.table import Table
@@ -80,16 +76,8 @@ def print_commits(console: Any, commits: list[CommitInfo]) -> None:
     grid.add_column("made at", no_wrap=True)
     grid.add_column("meta")  # a narrow terminal folds this column
     for commit in commits:
-        grid.add_row(str(commit.id), commit.tag, time_of(commit)[:19], _short(read_meta(commit.meta)))
+        grid.add_row(str(commit.id), commit.tag, time_of(commit)[:19], short(read_meta(commit.meta)))
     console.print(grid)
-
-
-def _short(meta: Any) -> str:
-    if isinstance(meta, dict):
-        text = ", ".join(f"{name}: {value}" for name, value in meta.items())
-    else:
-        text = "" if meta is None else str(meta)
-    return text if len(text) <= _META_WIDTH else text[: _META_WIDTH - 1] + "…"
 
 
 def _drop(directory: Path, commit: int | str) -> None:

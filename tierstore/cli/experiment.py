@@ -20,9 +20,11 @@ from tierstore.cli.checkpoint import Saver
 from tierstore.cli.compare import compare, touched_ids
 from tierstore.cli.interrupt import GracefulInterrupt
 from tierstore.cli.memory import PeakRss
+from tierstore.cli.planned import PlanFile, Predicted, Samples, check_tables
 from tierstore.cli.progress import Display
-from tierstore.cli.report import Report, RunResult, Scalars
-from tierstore.cli.setup import finish_imports, load_dataset, open_trainer, tier_config
+from tierstore.cli.ranks import ALONE, Ranks
+from tierstore.cli.report import RankFigures, Report, RunResult, Scalars
+from tierstore.cli.setup import finish_imports, load_dataset, open_trainer, table_configs, tier_config
 from tierstore.cli.trainer import Trainer
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, TierStoreError
@@ -30,36 +32,49 @@ from tierstore.result_file import JsonFile, machine, option_errors
 from tierstore.trace import TraceRecorder
 
 EXIT_DIFFERENT = 1
+EXIT_INTERRUPTED = 130
 
 
 class Experiment:
-    """Trains as the options say, after it has checked all options; :meth:`run` returns the exit code."""
+    """Trains as the options say, after it has checked all options; :meth:`run` returns the exit code.
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        checkpoint.check(args)
-        self.json = JsonFile(args.json) if args.json else None
-        self.curves_file = JsonFile(args.save_curves, "--save-curves") if args.save_curves else None
+    ``ranks`` train together by ``plan``, and rank 0 prints.
+    """
+
+    def __init__(self, args: argparse.Namespace, ranks: Ranks = ALONE, plan: PlanFile | None = None) -> None:
+        self.args, self.ranks, self.plan = args, ranks, plan
+        ranks.on_rank_0(lambda: checkpoint.check(args, ranks))
+        with ranks.together():
+            self._prepare()
         self.curves: dict[str, Any] | None = None
+        self.predicted: Predicted | None = None
+        self.folder = checkpoint.folder_of(args)
+        self.started = False
+        self.saved: int | None = None
+        """Batches of the last known checkpoint."""
+
+    def _prepare(self) -> None:
+        """Check and open what the options name."""
+        args, prints = self.args, self.ranks.prints
+        self.json = JsonFile(args.json) if args.json and prints else None
+        self.curves_file = JsonFile(args.save_curves, "--save-curves") if args.save_curves else None
         if not 0 < args.record_rate <= 1:
             raise ConfigError(f"--record-rate must be above 0 and at most 1, not {args.record_rate:g}")
         torch.set_num_threads(args.threads)
         tierstore.set_num_threads(args.threads)
         self.optimizer = optim.make(args.optimizer.replace("-", "_"), lr=args.lr)
         self.dataset = load_dataset(args)
+        if self.plan is not None:
+            check_tables(self.plan, table_configs(self.dataset, args.dim), args.plan)
         self.row_bytes = self.optimizer.row_bytes(args.dim)
         self.table_bytes = sum(table.num_embeddings for table in self.dataset.tables) * self.row_bytes
         """Bytes of all rows, weights and optimizer state, touched or not."""
-        self.config = tier_config(args, self.table_bytes)
-        self.scalars = Scalars(args.tensorboard)
-        self.folder = checkpoint.folder_of(args)
-        self.started = False
-        self.saved: int | None = None
-        """Batches of the last known checkpoint."""
+        self.config = tier_config(args, self.table_bytes // self.ranks.size)
+        self.scalars = Scalars(args.tensorboard if prints else None, args.tensorboard_every)
 
     def run(self) -> int:
         """Return 0, or 1 if a comparison found a difference, or 128 + the signal that stopped the run."""
-        interrupt = GracefulInterrupt()
+        interrupt = GracefulInterrupt(says=not self.ranks.sharded)
         try:
             report = self._runs(interrupt)
         except (KeyboardInterrupt, TierStoreError):
@@ -70,15 +85,17 @@ class Experiment:
             self.scalars.close()
         if report is None:
             self._print_resume_hint()
-            return 128 + interrupt.signal if interrupt.signal else 1
-        self._print_report(report)
+            other = EXIT_INTERRUPTED if self.ranks.sharded else 1
+            return 128 + interrupt.signal if interrupt.signal else other
+        if self.ranks.prints:
+            self._print_report(report)
         return EXIT_DIFFERENT if report.comparison and not report.comparison.bit_identical else 0
 
     def _runs(self, interrupt: GracefulInterrupt) -> Report | None:
         """Return the report, or None when a signal ended the training."""
         finish_imports()
         args, rss = self.args, PeakRss()
-        checkpoint.make_folder(args)
+        self.ranks.on_rank_0(lambda: checkpoint.make_folder(args))
         with self._open(self.config) as tiered:
             saver = self._begin(tiered, rss)
             with self._recording(tiered):
@@ -88,20 +105,22 @@ class Experiment:
             second = comparison = None
             if args.compare:
                 rss = PeakRss()
-                with self._open(replace(self.config, hbm="all", uvm=0, ssd=0, path=None)) as memory:
+                with self._open(_in_memory(self.config), in_memory=True) as memory:
                     second = self._train(memory, "in memory", interrupt, Scalars(None), rss)
                     if second is None:
                         return None
                     if self.config.lower_format.is_wide:
-                        print("comparing every row touched ...", file=sys.stderr, flush=True)
+                        self._say("comparing every row touched ...")
                         ids = touched_ids(tiered.schedule.draw(self.dataset))
                         comparison = compare(tiered, memory, ids)
-        sizes = (self.table_bytes, self.row_bytes, self._budget(), self._read_ahead())
-        return Report(self._options(), machine(), *sizes, first, second, comparison)
+            budget = sum(self.ranks.gather(self._budget(tiered)))
+        sizes = (self.table_bytes, self.row_bytes, budget, self._read_ahead())
+        return Report(self._options(), machine(), *sizes, first, second, comparison, self.predicted)
 
     def _begin(self, trainer: Trainer, rss: PeakRss) -> Saver | None:
         """Bring the trainer to where the run goes on; return None if the run is not saved."""
-        if self.folder is None or trainer.embeddings.engine.store is None:
+        lasting = trainer.embeddings.engine.store is not None or self.ranks.sharded
+        if self.folder is None or not lasting:
             return None
         saver = Saver(trainer, self.args, self.folder, rss.peak_bytes)
         if (not self.args.resume or not saver.resume()) and self.args.checkpoint is not None:
@@ -122,8 +141,13 @@ class Experiment:
             trainer.recorder = recorder
             yield
 
-    def _open(self, config: TierConfig) -> Any:
-        return open_trainer(self.args, self.dataset, self.optimizer, config)
+    def _open(self, config: TierConfig, in_memory: bool = False) -> Any:
+        plan = None if self.plan is None else self.plan.plan
+        if plan is not None and in_memory:
+            from tierstore.sharding.planning import without_bytes
+
+            plan = without_bytes(plan)
+        return open_trainer(self.args, self.dataset, self.optimizer, config, self.ranks, plan)
 
     def _train(
         self,
@@ -136,45 +160,64 @@ class Experiment:
     ) -> RunResult | None:
         """Train, save and evaluate; return None when a signal ended the training, whose progress is saved."""
         self.started = True
-        with Display(title) as display, interrupt:
-
-            def show() -> None:
-                progress = trainer.progress()
-                display.show(progress)
-                scalars.write(progress)
+        sharded = self.ranks.sharded
+        trainer.interrupted = lambda: interrupt.signal is not None
+        samples = Samples(trainer, self.plan is not None and title == "tiered")
+        with Display(title, quiet=not self.ranks.prints) as display, interrupt:
 
             def after_step() -> bool:
                 if display.due():
-                    show()
+                    display.show(trainer.progress())
+                if scalars.due(trainer.batches):
+                    scalars.write(trainer.progress())
+                samples.after_step()
                 if saver is not None:
                     saver.after_step()
                     self.saved = saver.saved
-                return interrupt.signal is None
+                return sharded or interrupt.signal is None  # ranks agree on it in their step
 
             finished = trainer.train(self.dataset, after_step)
-            show()
+            display.show(trainer.progress())
+            scalars.write(trainer.progress())
             if saver is not None:
                 saver.save()
                 self.saved = saver.saved
-        if not finished or interrupt.signal is not None:
+        if not finished or trainer.stopping or (not sharded and interrupt.signal is not None):
             return None
-        progress, stats = trainer.progress(), trainer.embeddings.stats()
-        hit_rate = {name: tier["hit_rate"] for name, tier in stats["tiers"].items()}
-        ssd_bytes = stats["store"]["disk_bytes"] if stats["store"] else 0
-        slots = {"hbm": sum(group["slots"] for group in stats["groups"].values())}
+        if self.plan is not None and samples.taken:
+            between = self.ranks.gather(samples.between())
+            self.predicted = Predicted.measured(self.plan, self.args.batch_size, between)
+        return self._result(trainer, rss, saver)
+
+    def _result(self, trainer: Trainer, rss: PeakRss, saver: Saver | None) -> RunResult:
+        """Evaluate, and return the figures of all ranks together."""
+        stats, progress = trainer.embeddings.stats(), trainer.progress()
         if self.args.save_curves and self.curves is None:
             self.curves = trainer.embeddings.table_curves()
         auc, base_rate = trainer.evaluate(self.dataset)
-        peak = rss.peak_bytes() if saver is None else saver.peak_rss_bytes()
-        group = next(iter(stats["groups"].values()))
-        known = group["depth"], group["window"]
-        return RunResult(progress, auc, base_rate, hit_rate, slots, ssd_bytes, *known, rss.before_bytes, peak)
+        own = RankFigures(
+            stats["tiers"],
+            stats["store"]["disk_bytes"] if stats["store"] else 0,
+            sum(group["slots"] for group in stats["groups"].values()),
+            stats["stall_seconds"],
+            rss.before_bytes,
+            rss.peak_bytes() if saver is None else saver.peak_rss_bytes(),
+        )
+        known = next(iter(stats["groups"].values()))
+        everyone = self.ranks.gather(own)
+        return RunResult.of(everyone, progress, (auc, base_rate), (known["depth"], known["window"]))
+
+    def _say(self, text: str) -> None:
+        if self.ranks.prints:
+            print(text, file=sys.stderr, flush=True)
 
     def _print_report(self, report: Report) -> None:
         from rich.console import Console
 
         console = Console(highlight=False, markup=False, soft_wrap=True)
         console.print(report.table())
+        if report.predicted is not None:
+            report.predicted.print(console)
         for line in report.sentences():
             console.print(line)
         if self.saved is not None:
@@ -197,19 +240,29 @@ class Experiment:
             text = f"{self.folder} holds what was saved before this run, and nothing of it"
         else:
             text = "nothing is kept, since the store was a temporary one; name a folder by --checkpoint DIR"
-        print(text, file=sys.stderr)
+        self._say(text)
 
-    def _budget(self) -> int:
-        """Return the bytes of the memory tiers, or of all tables where tiers may take what they need."""
-        return self.table_bytes if self.config.keeps_all else int(self.config.hbm) + int(self.config.uvm)
+    def _budget(self, trainer: Trainer) -> int:
+        """Return the bytes of this rank's memory tiers; of all tables where tiers may take what they need."""
+        config = trainer.embeddings.engine.config
+        if config.keeps_all:
+            return self.table_bytes // self.ranks.size
+        return int(config.hbm) + int(config.uvm)
 
     def _read_ahead(self) -> int:
         """Return the most bytes that rows read ahead may take beside the budget."""
-        return read_ahead_bytes(self.config, self.table_bytes) if self.config.ssd_cap else 0
+        if not self.config.ssd_cap:
+            return 0
+        size = self.ranks.size
+        return size * read_ahead_bytes(self.config, self.table_bytes // size)
 
     def _options(self) -> dict[str, Any]:
         ours = ("run", "command", "debug")
         return {k: _plain(v) for k, v in vars(self.args).items() if k not in ours}
+
+
+def _in_memory(config: TierConfig) -> TierConfig:
+    return replace(config, hbm="all", uvm=0, ssd=0, path=None)
 
 
 def _plain(value: object) -> object:

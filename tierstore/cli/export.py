@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from tierstore.cli import sharded
 from tierstore.cli.storage import add_command, parse_commit, print_json, progress_of
 
 
@@ -18,7 +19,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "TARGET, as safetensors files and EXPORT.json with their checksums; docs/reference/formats.md "
         "describes them. Memory does not grow with the store, and TARGET appears only when it is complete. "
         "The store is not changed, so its directory may be read-only; one that is in use is refused (a "
-        "process that has it open can call export() itself).",
+        "process that has it open can call export() itself). The folder of a sharded training is exported "
+        "as whole tables, in the same format.",
         [
             "tierstore export runs/42/store /backup/run42",
             "tierstore export runs/42/store /backup/run42-best --at best",
@@ -37,14 +39,18 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tierstore.store import open_store
-
-    with open_store(args.directory, read_only=True, at=args.at) as store:
-        with progress_of("exporting", "rows") as progress:
-            rows = store.export(args.target, progress)
-        tables = len(store.tables)
+    rows, tables = sharded.export(args) if sharded.is_sharded(args.directory) else _export(args)
     if args.json:
         print_json({"target": str(args.target), "rows": rows, "tables": tables})
     else:
         print(f"{args.target}: {rows:,} rows of {tables} tables")
     return 0
+
+
+def _export(args: argparse.Namespace) -> tuple[int, int]:
+    from tierstore.store import open_store
+
+    with open_store(args.directory, read_only=True, at=args.at) as store:
+        with progress_of("exporting", "rows") as progress:
+            rows = store.export(args.target, progress)
+        return rows, len(store.tables)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tierstore.cli import sharded
 from tierstore.cli.commits import print_commits
-from tierstore.cli.storage import add_command, describe_commit, parse_commit, print_json, read_meta
+from tierstore.cli.storage import (
+    add_command,
+    bytes_below,
+    describe_commit,
+    parse_commit,
+    print_json,
+    read_meta,
+)
 from tierstore.config import format_bytes
 from tierstore.errors import StoreIOError, StoreLockedError
 
@@ -24,7 +31,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "inspect",
         "print what a store directory holds",
         "Prints what a store directory holds: engine, tables, rows, bytes, commits. Changes nothing, "
-        "so the directory may be read-only. Of a store that is in use it prints the tables only.",
+        "so the directory may be read-only. Of a store that is in use it prints the tables only. Of the "
+        "folder of a sharded training it prints whole tables, and how they are cut.",
         ["tierstore inspect runs/42/store", "tierstore inspect runs/42/store --at best --count --json"],
     )
     parser.add_argument(
@@ -43,6 +51,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     from tierstore.store import open_store, read_identity
 
+    if sharded.is_sharded(args.directory):
+        return sharded.inspect(args)
     identity = read_identity(args.directory)
     stats, meta, commits, rows, obstacle = None, b"", [], {}, ""
     try:
@@ -61,13 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 def file_bytes(directory: Path, identity: StoreIdentity) -> int:
     """Return the bytes that all files below the store's folders occupy, each file once."""
-    sizes = {}
-    for folder in (directory, *(Path(device.path) for device in identity.devices[1:])):
-        for path in folder.rglob("*"):
-            with suppress(FileNotFoundError):  # the store may be in use, and its files come and go
-                status = path.lstat()
-                sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
-    return sum(sizes.values())
+    return bytes_below([directory, *(Path(device.path) for device in identity.devices[1:])])
 
 
 def _describe(

@@ -12,10 +12,12 @@ from typing import Any
 class GracefulInterrupt:
     """While active, it only notes the first SIGINT or SIGTERM, so that the run is saved between batches.
 
-    The next signal acts as always. Outside the main thread it has no effect.
+    The next signal acts as always. Outside the main thread it has no effect. ``says``: whether it prints
+    what will happen; ranks of a job do not, since what they do depends on all of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, says: bool = True) -> None:
+        self._says = says
         self.signal: int | None = None
         """The signal that came, if any."""
         self._previous: dict[int, Any] = {}
@@ -39,4 +41,5 @@ class GracefulInterrupt:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
         self._restore()
-        print("\nstopping after this batch; once more to stop at once", file=sys.stderr, flush=True)
+        if self._says:
+            print("\nstopping after this batch; once more to stop at once", file=sys.stderr, flush=True)

@@ -7,13 +7,16 @@ error that tierstore names, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from importlib import import_module
 
 import tierstore
 from tierstore.cli.arguments import check_arguments
+from tierstore.cli.ranks import complain, own_rank
 from tierstore.errors import TierStoreError
 
 COMMANDS = ("train", "inspect", "plan", "trace", "bench", "verify", "commits", "export", "imports", "compact")
@@ -44,14 +47,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    args = build_parser().parse_args(argv)
+    args = _parsed(argv)
     try:
         check_arguments(args)
         code = int(args.run(args))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        complain("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone (`| head`). Python would complain again when it flushes at exit.
@@ -60,8 +63,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TierStoreError, ValueError, OSError) as error:
         if args.debug:
             raise
-        print(f"error: {error_text(error)}", file=sys.stderr)
+        complain(f"error: {error_text(error)}")
         return EXIT_USAGE
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; of several ranks, rank 0 prints what is wrong with it."""
+    if own_rank() == 0:
+        return build_parser().parse_args(argv)
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            return build_parser().parse_args(argv)
+    except SystemExit as end:
+        if end.code:
+            complain(said.getvalue().strip())
+        raise
 
 
 def error_text(error: Exception) -> str:

@@ -54,7 +54,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan and its report there")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw fills and stage times (png, pdf, svg)"
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw the tables in each tier, and the stages (png, pdf, svg)",
     )
     return parser
 
@@ -62,12 +65,12 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tierstore.cli import plan_view
+    from tierstore.cli import plan_plot, plan_view
 
     console = Console(highlight=False)
     json_file = JsonFile(args.json) if args.json else None
     plot_file = ResultFile(args.plot, "--plot") if args.plot else None
-    plot_format = plan_view.plot_format(args.plot) if args.plot else ""
+    plot_format = plan_plot.plot_format(args.plot) if args.plot else ""
     planner, tables = _planner(args), specs_of(args.tables)
     try:
         plan = planner.plan(tables, advice_seconds=args.search_seconds)
@@ -78,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         json_file.write(report)
     plan_view.print_report(console, report)
     if plot_file:
-        plot_file.replace(plan_view.drawn(report, plot_format))
+        plot_file.replace(plan_plot.drawn(report, plot_format))
         console.print(f"drawn: {args.plot}", soft_wrap=True)
     if failure:
         console.print(f"[bold red]infeasible[/]: {failure}", soft_wrap=True)

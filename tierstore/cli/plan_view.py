@@ -1,20 +1,16 @@
-"""A plan's report as tables on the terminal, and as a figure."""
+"""A plan's report as tables on the terminal."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.config import format_bytes
-from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _MOST_ROWS, _MOST_WHYS = 40, 15
-_PLOTS = ("png", "pdf", "svg")
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
@@ -84,20 +80,20 @@ def _print_tables(console: Console, tables: list[dict[str, Any]]) -> None:
 
 def _print_places(console: Console, places: list[dict[str, Any]], kind: str, fills: Sequence[str]) -> None:
     """Print ranks or hosts, slowest first, equal ones in one line."""
-    stages = _stages(places)
+    names = _stages(places)
     equal: dict[tuple[str, ...], list[int]] = {}
     for place in sorted(places, key=lambda place: -max(place["stage_seconds"].values())):
         sizes = [f"{format_bytes(place[f'{name}_bytes'])} ({place[f'{name}_fill']:.0%})" for name in fills]
-        cells = (*sizes, *(_ms(place["stage_seconds"][stage]) for stage in stages))
+        cells = (*sizes, *(_ms(place["stage_seconds"][stage]) for stage in names))
         equal.setdefault(cells, []).append(place[kind])
     title = f"{len(places)} {kind}{'s' * (len(places) > 1)}, slowest first"
-    titles = [name.replace("_", " ") for name in (kind, *fills, *stages)]
+    titles = [name.replace("_", " ") for name in (kind, *fills, *names)]
     rows = [(_ranks_text(numbers), *cells) for cells, numbers in equal.items()]
     _print_view(console, title, titles, (kind,), rows)
 
 
 def _stages(places: list[dict[str, Any]]) -> list[str]:
-    """Stages that take time anywhere."""
+    """Return the stages that take time anywhere."""
     return [name for name in places[0]["stage_seconds"] if any(p["stage_seconds"][name] for p in places)]
 
 
@@ -116,54 +112,3 @@ def _ranks_text(ranks: list[int]) -> str:
 def _ms(seconds: float) -> str:
     """Milliseconds, or microseconds where that is shorter: columns are narrow."""
     return f"{seconds * 1e6:.2g} us" if 0 < seconds < 1e-4 else f"{seconds * 1e3:.3g} ms"
-
-
-def plot_format(path: Path) -> str:
-    """Return the format of a figure's path; raise ConfigError before there is anything to draw."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install tierstore[plot]") from None
-    matplotlib.use("Agg")
-    form = path.suffix[1:].lower()
-    if form not in _PLOTS:
-        ends = ", ".join(f".{known}" for known in _PLOTS)
-        raise ConfigError(f"--plot {path}: give a path that ends in one of {ends}")
-    return form
-
-
-def drawn(report: dict[str, Any], form: str) -> bytes:
-    """Fill of every memory and time of every stage, as a figure in the format ``form``."""
-    from matplotlib import pyplot
-
-    ranks, hosts = report["ranks"], report["hosts"]
-    figure, (device, host, times) = pyplot.subplots(3, 1, figsize=(10, 9), layout="constrained")
-    _fills(device, "rank", ranks, {"hbm": "tab:blue"})
-    _fills(host, "host", hosts, {"host_memory": "tab:orange", "ssd": "tab:green"})
-    spots = [rank["rank"] for rank in ranks]
-    for stage in _stages(ranks):
-        times.plot(spots, [1e3 * rank["stage_seconds"][stage] for rank in ranks], ".-", label=stage)
-    per_host = len(ranks) // len(hosts)
-    for k, stage in enumerate(_stages(hosts)):
-        first = [host["host"] * per_host - 0.4 for host in hosts]
-        line = {"color": f"C{k + 6}", "lw": 3, "label": f"{stage} of host"}
-        seconds = [1e3 * host["stage_seconds"][stage] for host in hosts]
-        times.hlines(seconds, first, [x + per_host - 0.2 for x in first], **line)
-    times.axhline(1e3 * report["predicted_step_s"], color="black", linewidth=0.8, linestyle=":", label="step")
-    times.set(xlabel="rank", ylabel="ms per step", title="Predicted stages", ylim=(0, None))
-    for axes in (device, host, times):
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    file = io.BytesIO()
-    figure.savefig(file, format=form)
-    pyplot.close(figure)
-    return file.getvalue()
-
-
-def _fills(axes: Any, kind: str, places: list[dict[str, Any]], memories: dict[str, str]) -> None:
-    width = 0.8 / len(memories)
-    for k, (name, color) in enumerate(memories.items()):
-        at = [place[kind] + (k - (len(memories) - 1) / 2) * width for place in places]
-        axes.bar(at, [100 * place[f"{name}_fill"] for place in places], width, label=name, color=color)
-    axes.axhline(100, color="black", linewidth=0.8, linestyle=":")
-    axes.set(xlabel=kind, ylabel="fill, %", title=f"{' and '.join(memories)} in use".replace("_", " "))

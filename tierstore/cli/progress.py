@@ -43,30 +43,56 @@ class Progress:
         """Return the share of the batches done; None when the number of batches is not known."""
         return self.batches / self.batches_total if self.batches_total else None
 
-    def text(self) -> str:
-        """Write one line: ``42% batch 1,234/2,950 · 210,000 examples/s · loss 0.4321 · AUC 0.7012 ...``."""
+    def text(self, width: int | None = None) -> str:
+        """Write one line: ``42% batch 1,234/2,950 · 210,000 examples/s · loss 0.4321 · AUC 0.7012 ...``.
+
+        Where it has more than ``width`` columns it becomes shorter: by units, then without AUC and loss, then
+        without the number of all batches. Hits and stall always stay.
+        """
+        parts = self._parts()
+        if width is None or len(_line(parts)) <= width:
+            return _line(parts)
+        parts = self._parts(short=True)
+        for dropped in ("AUC", "loss", "rate"):
+            if len(_line(parts)) <= width:
+                return _line(parts)
+            del parts[dropped]
+        return _line({**parts, "batch": f"{self.batches:,}"} if len(_line(parts)) > width else parts)
+
+    def _parts(self, short: bool = False) -> dict[str, str]:
         done = "" if self.done is None else f"{self.done:4.0%} "
         total = "" if self.batches_total is None else f"/{self.batches_total:,}"
-        parts = [
-            f"{done}batch {self.batches:,}{total}",
-            f"{self.examples_per_s:,.0f} examples/s",
-            f"loss {self.loss:.4f}",
-            f"AUC {self.auc:.4f}",
-        ]
+        speed, batch = f"{self.examples_per_s:,.0f} examples/s", "batch "
+        if short:
+            batch = ""
+            speed = f"{self.examples_per_s / 1e3:,.3g}k/s" if self.examples_per_s >= 1e3 else speed
+        parts = dict(
+            batch=f"{done}{batch}{self.batches:,}{total}",
+            rate=speed,
+            loss=f"loss {self.loss:.4f}",
+            AUC=f"AUC {self.auc:.4f}",
+        )
         if self.hit_rate:
-            parts.append("hits " + " ".join(f"{tier} {rate:.1%}" for tier, rate in self.hit_rate.items()))
-        parts.append(f"stall {self.stall:.0%}")
-        return " · ".join(parts)
+            rates = (f"{tier} {rate:.1%}" for tier, rate in self.hit_rate.items())
+            parts["hits"] = "hits " + " ".join(rates)
+        parts["stall"] = f"stall {self.stall:.0%}"
+        return parts
+
+
+def _line(parts: Mapping[str, str]) -> str:
+    return " · ".join(parts.values())
 
 
 class Display:
     """Shows :class:`Progress`; a context manager, which leaves the terminal in order however its body ends.
 
-    ``due()`` is cheap: ask it every batch, and collect a ``Progress`` only when it says so.
+    ``due()`` is cheap: ask it every batch, and collect a ``Progress`` only when it says so. ``quiet``: it
+    shows nothing.
     """
 
-    def __init__(self, title: str, stream: TextIO | None = None) -> None:
+    def __init__(self, title: str, stream: TextIO | None = None, quiet: bool = False) -> None:
         self._title = title
+        self._quiet = quiet
         self._stream = stream if stream is not None else sys.stderr
         self._live: Any = None
         self._interval = LIVE_INTERVAL if self._stream.isatty() else LOG_INTERVAL
@@ -74,7 +100,7 @@ class Display:
         self._last: str | None = None
 
     def __enter__(self) -> Display:
-        if self._stream.isatty():
+        if self._stream.isatty() and not self._quiet:
             from rich.console import Console
             from rich.live import Live
 
@@ -91,12 +117,13 @@ class Display:
             self._live = None
 
     def due(self) -> bool:
-        return time.perf_counter() - self._shown_at >= self._interval
+        return not self._quiet and time.perf_counter() - self._shown_at >= self._interval
 
     def show(self, progress: Progress) -> None:
-        line = f"{self._title}: {progress.text()}"
+        width = None if self._live is None else self._live.console.width - len(self._title) - 2
+        line = f"{self._title}: {progress.text(width)}"
         self._shown_at = time.perf_counter()
-        if line == self._last:
+        if line == self._last or self._quiet:
             return
         self._last = line
         if self._live is None:

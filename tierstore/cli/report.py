@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tierstore.cli.compare import Comparison
+from tierstore.cli.planned import Predicted
 from tierstore.cli.progress import Progress
 from tierstore.config import format_bytes
 from tierstore.errors import ConfigError
@@ -34,6 +36,53 @@ class RunResult:
     peak_rss_bytes: int
     """The most resident bytes from then to the end of the evaluation."""
 
+    @classmethod
+    def of(
+        cls,
+        ranks: Sequence[RankFigures],
+        progress: Progress,
+        held_out: tuple[float, float],
+        ahead: tuple[int | None, int | None],
+    ) -> RunResult:
+        """Add up the figures of all ranks. ``held_out``: AUC and base rate; ``ahead``: depth and window."""
+        stall = sum(rank.stall_seconds for rank in ranks) / len(ranks)
+        hits = _hit_rates([rank.tiers for rank in ranks])
+        per_access = {name: rate for name, tier in hits.items() if (rate := tier["per_access"]) is not None}
+        return cls(
+            replace(progress, stall_seconds=stall, hit_rate=per_access),
+            *held_out,
+            hits,
+            {"hbm": sum(rank.slots for rank in ranks)},
+            sum(rank.ssd_bytes for rank in ranks),
+            *ahead,
+            sum(rank.rss_before_bytes for rank in ranks),
+            sum(rank.peak_rss_bytes for rank in ranks),
+        )
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """Figures of one rank's run. ``tiers``: of ``stats()``; ``slots``: rows that hbm has room for."""
+
+    tiers: Mapping[str, Any]
+    ssd_bytes: int
+    slots: int
+    stall_seconds: float
+    rss_before_bytes: int
+    peak_rss_bytes: int
+
+
+def _hit_rates(ranks: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+    """Return the hit rates of the tiers, over the rows and accesses of all ranks."""
+
+    def rate(name: str, hits: str, of: str) -> float | None:
+        total = sum(tiers[name][of] for tiers in ranks if name in tiers)
+        return sum(tiers[name][hits] for tiers in ranks if name in tiers) / total if total else None
+
+    kinds = {"per_access": ("access_hits", "accesses"), "per_unique": ("row_hits", "rows")}
+    names = dict.fromkeys(name for tiers in ranks for name in tiers)
+    return {name: {kind: rate(name, *of) for kind, of in kinds.items()} for name in names}
+
 
 @dataclass(frozen=True)
 class Report:
@@ -49,6 +98,8 @@ class Report:
     tiered: RunResult
     in_memory: RunResult | None = None
     comparison: Comparison | None = None
+    predicted: Predicted | None = None
+    """Of a run by a plan."""
 
     def to_json(self) -> dict[str, Any]:
         tiered, memory, comparison = self.tiered, self.in_memory, self.comparison
@@ -80,6 +131,7 @@ class Report:
             "batches": tiered.progress.batches,
             "examples": tiered.progress.examples,
             "seconds": tiered.progress.seconds,
+            "plan": self.predicted.to_json() if self.predicted else None,
             "config": self.config,
             "machine": self.machine,
         }
@@ -170,9 +222,10 @@ def _number(value: float) -> float | None:
 
 
 class Scalars:
-    """TensorBoard scalars of the progress; without a folder it does nothing."""
+    """TensorBoard scalars of the progress after every ``every`` batches; without a folder it does nothing."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, every: int = 1) -> None:
+        self._every, self._last = every, -1
         self._writer: Any = None
         if folder is None:
             return
@@ -183,9 +236,15 @@ class Scalars:
         with option_errors("--tensorboard", folder):
             self._writer = SummaryWriter(log_dir=str(folder))
 
+    def due(self, batches: int) -> bool:
+        """Return whether there is a point after so many batches."""
+        return self._writer is not None and batches % self._every == 0
+
     def write(self, progress: Progress) -> None:
-        if self._writer is None:
+        """Write a point, one at most of a number of batches."""
+        if self._writer is None or progress.batches == self._last:
             return
+        self._last = progress.batches
         values = {
             "train/loss": progress.loss,
             "train/auc": progress.auc,

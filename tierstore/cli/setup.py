@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,11 +16,13 @@ import cache_policies
 import tierstore
 from tierstore import data, models
 from tierstore.cli.checkpoint import store_of
+from tierstore.cli.ranks import ALONE, Ranks
 from tierstore.cli.trainer import Schedule, Trainer
 from tierstore.config import TierConfig
 from tierstore.data import Dataset
 from tierstore.errors import ConfigError
 from tierstore.optim import OptimizerSpec
+from tierstore.placement import ShardingPlan
 
 _MOMENTUM_SGD = partial(torch.optim.SGD, momentum=0.9)
 DENSE_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -98,31 +101,50 @@ def tier_config(args: argparse.Namespace, all_bytes: int) -> TierConfig:
     )
 
 
-@contextmanager
-def open_trainer(
-    args: argparse.Namespace, dataset: Dataset, optimizer: OptimizerSpec, config: TierConfig
-) -> Iterator[Trainer]:
-    """Open a model of the seed's initial weights with its tiers, and close the tiers however the body ends.
-
-    Closing commits nothing; :class:`tierstore.cli.checkpoint.Saver` makes the commits.
-    """
-    tables = [
+def table_configs(dataset: Dataset, dim: int) -> list[tierstore.EmbeddingBagConfig]:
+    """Return the tables of a data set, one feature each."""
+    return [
         tierstore.EmbeddingBagConfig(
             name=table.name,
-            embedding_dim=args.dim,
+            embedding_dim=dim,
             num_embeddings=table.num_embeddings,
             feature_names=[table.name],
         )
         for table in dataset.tables
     ]
+
+
+@contextmanager
+def open_trainer(
+    args: argparse.Namespace,
+    dataset: Dataset,
+    optimizer: OptimizerSpec,
+    config: TierConfig,
+    ranks: Ranks = ALONE,
+    plan: ShardingPlan | None = None,
+) -> Iterator[Trainer]:
+    """Open a model of the seed's initial weights with its tiers, and close the tiers however the body ends.
+
+    On ``ranks`` the tables are sharded by ``plan``. Closing commits nothing;
+    :class:`tierstore.cli.checkpoint.Saver` makes the commits.
+    """
     torch.manual_seed(args.seed)
-    embeddings = tierstore.EmbeddingBagCollection(
-        tables=tables, config=config, optimizer=optimizer, seed=args.seed
+    embeddings: Any = tierstore.EmbeddingBagCollection(
+        tables=table_configs(dataset, args.dim),
+        device=None if plan is None else "meta",
+        config=config,
+        optimizer=optimizer,
+        seed=args.seed,
     )
-    try:
-        model = models.DLRM(embeddings, dataset.dense_dim, [*LOWER_LAYERS, args.dim], UPPER_LAYERS)
+    with ExitStack() as undo:
+        undo.callback(lambda: embeddings.close(commit=False))
+        model: Any = models.DLRM(embeddings, dataset.dense_dim, [*LOWER_LAYERS, args.dim], UPPER_LAYERS)
+        if plan is not None:
+            from tierstore.sharding import DistributedModelParallel
+
+            model = DistributedModelParallel(model, ranks.env, plan=plan, config=config)
+            undo.callback(lambda: model.close(commit=False))
+            (embeddings,) = model.sharded.values()
         step = DENSE_OPTIMIZERS[optimizer.name](model.parameters(), lr=args.lr)
-        schedule = Schedule(args.batch_size, args.epochs, args.steps)
+        schedule = Schedule(args.batch_size, args.epochs, args.steps, ranks)
         yield Trainer(model, embeddings, step, schedule)
-    finally:
-        embeddings.close(commit=False)

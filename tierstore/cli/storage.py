@@ -8,8 +8,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +24,7 @@ Progress = Callable[[int, int], None]
 Result = TypeVar("Result")
 
 EXIT_DAMAGED = 1
+_META_WIDTH = 60
 LOG_INTERVAL = 5.0
 """Seconds between lines where there is no terminal."""
 EXIT_CODES = "exit codes: 0 done, 1 damage found (verify), 2 wrong usage or an error, 130 interrupted"
@@ -82,6 +83,42 @@ def time_of(commit: CommitInfo) -> str:
         return ""
     moment = datetime.fromtimestamp(commit.unix_nanoseconds / 1e9).astimezone()
     return moment.isoformat(" ", "seconds")
+
+
+def list_commits(directory: Path) -> tuple[list[CommitInfo], str]:
+    """Return the kept commits, and a remark when the store is in use (which a native store allows)."""
+    from tierstore import _core
+    from tierstore.errors import StoreLockedError
+    from tierstore.store import CommitInfo, open_store, read_identity
+
+    try:
+        with open_store(directory, read_only=True) as store:
+            return store.commits(), ""
+    except StoreLockedError as error:
+        if read_identity(directory).engine != "native":
+            raise
+        kept = _core.kept_commits(str(directory / "native"))
+        return [CommitInfo(*fields) for fields in kept], str(error).split(";")[0]
+
+
+def short(meta: Any) -> str:
+    """Return the meta of a commit on one line, cut where it is long."""
+    if isinstance(meta, dict):
+        text = ", ".join(f"{name}: {value}" for name, value in meta.items())
+    else:
+        text = "" if meta is None else str(meta)
+    return text if len(text) <= _META_WIDTH else text[: _META_WIDTH - 1] + "…"
+
+
+def bytes_below(folders: Iterable[Path]) -> int:
+    """Return the bytes that all files below some folders occupy, each file once."""
+    sizes = {}
+    for folder in folders:
+        for path in folder.rglob("*"):
+            with suppress(FileNotFoundError):  # the store may be in use, and its files come and go
+                status = path.lstat()
+                sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sum(sizes.values())
 
 
 @contextmanager

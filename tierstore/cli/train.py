@@ -41,6 +41,13 @@ def _add_data(group: Any) -> None:
 
 
 def _add_tiers(group: Any) -> None:
+    group.add_argument(
+        "--plan",
+        type=Path,
+        metavar="JSON",
+        help="train sharded by a plan of tierstore plan, on the ranks that torchrun starts; the plan has the "
+        "budgets of every rank",
+    )
     group.add_argument("--hbm", default="64MiB", metavar="SIZE", help="fast memory (default: 64MiB)")
     group.add_argument("--uvm", default="0", metavar="SIZE", help="host memory under hbm (default: 0)")
     group.add_argument(
@@ -112,7 +119,12 @@ def _add_tiers(group: Any) -> None:
 def _add_training(group: Any) -> None:
     group.add_argument("--epochs", type=_positive, default=1, metavar="N")
     group.add_argument("--steps", type=_positive, metavar="N", help="stop after N batches")
-    group.add_argument("--batch-size", type=_positive, default=1024, metavar="N", help="(default: 1024)")
+    group.add_argument(
+        "--batch-size",
+        type=_positive,
+        metavar="N",
+        help="examples per step, with --plan of each rank (default: 1024, or the plan's)",
+    )
     group.add_argument(
         "--dim", type=_positive, default=32, metavar="D", help="embedding dimension (default: 32)"
     )
@@ -165,6 +177,13 @@ def _add_output(group: Any) -> None:
         help="share of the rows that --record keeps, by a hash (default: 1)",
     )
     group.add_argument("--tensorboard", type=Path, metavar="DIR", help="write scalars for TensorBoard there")
+    group.add_argument(
+        "--tensorboard-every",
+        type=_positive,
+        default=100,
+        metavar="N",
+        help="write them after every N batches, and at the end (default: 100)",
+    )
 
 
 def _positive(text: str) -> int:
@@ -183,6 +202,13 @@ def _count_or_auto(text: str) -> int | str:
 
 def run(args: argparse.Namespace) -> int:
     from tierstore.cli.experiment import Experiment
+    from tierstore.cli.planned import planned_ranks
+    from tierstore.cli.ranks import leave
 
-    args.threads = args.threads or max(1, len(os.sched_getaffinity(0)) - 1)
-    return Experiment(args).run()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if args.plan else 1
+    args.threads = args.threads or max(1, len(os.sched_getaffinity(0)) // local - 1)
+    ranks, plan = planned_ranks(args)
+    args.batch_size = args.batch_size or (plan and plan.batch_size) or 1024
+    code = Experiment(args, ranks, plan).run()
+    leave(ranks)
+    return code

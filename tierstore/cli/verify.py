@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from tierstore.cli import sharded
 from tierstore.cli.storage import EXIT_DAMAGED, add_command, print_json, progress_of
 from tierstore.config import format_bytes
 
@@ -24,7 +25,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "damaged: file, offset, whose rows, which commits, and what to do. Changes nothing, so the "
         "directory may be read-only; a store that is in use is refused. Engines other than native are "
         "checked as far as they can be: rocksdb by the checksums of its blocks, memory by the checksums "
-        "of its files, lmdb, which has none, by reading all rows.",
+        "of its files, lmdb, which has none, by reading all rows. Of the folder of a sharded training the "
+        "stores of all ranks are checked, and that each has the commit of all ranks.",
         ["tierstore verify runs/42/store", "tierstore verify runs/42/store --json | jq .damage"],
     )
 
@@ -32,6 +34,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     from tierstore.store import verify
 
+    if sharded.is_sharded(args.directory):
+        return _verify_ranks(args)
     with progress_of("verifying", "bytes") as progress:
         report = verify(args.directory, progress)
     if args.json:
@@ -39,6 +43,25 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(report)
     return 0 if report.ok else EXIT_DAMAGED
+
+
+def _verify_ranks(args: argparse.Namespace) -> int:
+    """Check the folder of a sharded training."""
+    from rich.console import Console
+
+    reports, lost = sharded.verify(args.directory)
+    sound = not lost and all(report.ok for report in reports)
+    if args.json:
+        print_json({"ok": sound, "lost": lost, "ranks": [report.to_dict() for report in reports]})
+        return 0 if sound else EXIT_DAMAGED
+    for report in reports:
+        _print(report)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    for text in lost:
+        console.print(f"LOST: {text}", style="red")
+    if not lost:
+        console.print(f"the commit of all ranks is whole in {len(reports)} stores", style="green")
+    return 0 if sound else EXIT_DAMAGED
 
 
 def _print(report: VerifyReport) -> None:

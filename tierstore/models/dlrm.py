@@ -68,7 +68,8 @@ class DLRM(nn.Module):
         """Return logits (B, 1) of dense_features float32 (B, dense_in_features) and a KeyedJaggedTensor."""
         dense = self.dense_arch(dense_features)
         pooled = self.embedding_bag_collection(sparse_features).values()
-        embeddings = pooled.reshape(dense.shape[0], -1, dense.shape[1])
+        size, dim = dense.shape  # a batch may be empty
+        embeddings = pooled.reshape(size, pooled.shape[1] // dim, dim)
         return self.over_arch(self.inter_arch(dense, embeddings))
 
 

@@ -3,7 +3,7 @@ half."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -57,6 +57,19 @@ class AUC:
         below = np.cumsum(negatives) - negatives
         return float((positives * (below + negatives / 2)).sum() / pairs)
 
+    def joined(self, others: Iterable[Mapping[str, np.ndarray]]) -> float:
+        """Return the AUC of these examples and those of other AUCs, by their state dicts."""
+        self._merge()
+        both = AUC(self._exact)
+        both._scores, both._counts = self._scores, self._counts
+        for state in others:
+            other = AUC(self._exact)
+            other.load_state_dict(state)
+            other._merge()
+            scores = np.concatenate([both._scores, other._scores])
+            both._take(scores, np.concatenate([both._counts, other._counts], axis=1))
+        return both.value()
+
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the state so far; another AUC that loads it goes on to the same bits."""
         waiting = self._pending or [(np.empty(0), np.empty(0, bool))]
@@ -76,6 +89,10 @@ class AUC:
         new = np.concatenate([positive for _, positive in self._pending])
         weights = np.concatenate([self._counts, [~new, new]], axis=1)
         self._pending, self._waiting = [], 0
+        self._take(scores, weights)
+
+    def _take(self, scores: np.ndarray, weights: np.ndarray) -> None:
+        """Take scores (n,) that have ``weights`` (2, n) negatives and positives."""
         self._scores, group = np.unique(scores, return_inverse=True)
         self._counts = np.stack([np.bincount(group, weight, len(self._scores)) for weight in weights])
         while len(self._scores) > self._exact:

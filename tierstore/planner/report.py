@@ -35,7 +35,7 @@ def report_of(solution: Solution, plan: ShardingPlan) -> dict[str, Any]:
     ahead = np.bincount(solution.caches.rank, solution.caches.read_ahead_bytes(), topology.world_size)
     values = plan.to_dict()
     for entry, item, shards in zip(values["tables"], solution.placed, solution.shards(), strict=True):
-        entry |= _reason(solution, item, shards)
+        entry |= _reason(solution, item, shards) | {"predicted": _predicted(solution, shards)}
     return {
         "feasible": not solution.caches.missing,
         "binding": binding,
@@ -51,6 +51,7 @@ def report_of(solution: Solution, plan: ShardingPlan) -> dict[str, Any]:
                 **{"rank": r, "host": topology.host_of(r)},
                 **_fill("hbm", found.hbm[r], topology.hbm_per_rank),
                 "read_ahead_bytes": int(ahead[r]),
+                "exchange_bytes": _exchange_bytes(solution, r),
                 "stage_seconds": dict(zip(RANK_STAGES, found.ranks[r].tolist(), strict=True)),
             }
             for r in range(topology.world_size)
@@ -67,6 +68,22 @@ def report_of(solution: Solution, plan: ShardingPlan) -> dict[str, Any]:
         "what_would_help": [],
         "helps_by_planning_again": False,
     }
+
+
+def _predicted(solution: Solution, shards: slice) -> list[dict[str, float]]:
+    """Return by shard the distinct rows of a step, and how many of them device memory, and device and host
+    memory together, miss. Of replicas no rows are counted, since they miss nothing."""
+    unique = solution.caches.field("unique")[shards]
+    missed = [unique * share[shards] for share in solution.missed]
+    names = "unique_rows", "hbm_misses", "memory_misses"
+    return [dict(zip(names, values, strict=True)) for values in np.column_stack([unique, *missed]).tolist()]
+
+
+def _exchange_bytes(solution: Solution, rank: int) -> int:
+    """Return the bytes that a rank receives from others in a step."""
+    seconds = dict(zip(RANK_STAGES, solution.prediction.ranks[rank].tolist(), strict=True))
+    speeds = {"intra_host": solution.topology.intra_host_bw, "inter_host": solution.topology.inter_host_bw}
+    return int(sum(seconds[stage] * speed for stage, speed in speeds.items()))
 
 
 def _fill(name: str, used: float, size: int) -> dict[str, float]:

@@ -10,6 +10,7 @@ from tierstore.sharding.opening import ShardingOptions
 from tierstore.sharding.optimizer import KeyedFusedOptimizer
 from tierstore.sharding.parallel import DistributedModelParallel, shard
 from tierstore.sharding.shard_views import sharded_state_dict
+from tierstore.sharding.stored import StoredTables, open_tables
 from tierstore.sharding.table_sharding import (
     TableSharding,
     column_wise,
@@ -34,12 +35,14 @@ __all__ = [
     "ShardingOptions",
     "ShardingPlan",
     "ShardingType",
+    "StoredTables",
     "TablePlacement",
     "TableSharding",
     "column_wise",
     "construct_plan",
     "data_parallel",
     "grid_shard",
+    "open_tables",
     "row_wise",
     "shard",
     "sharded_state_dict",

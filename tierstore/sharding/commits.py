@@ -22,7 +22,6 @@ from tierstore.cache.engine import Engine
 from tierstore.cache.report import warn_of_uncommitted
 from tierstore.errors import (
     ConfigError,
-    StoreCorruptError,
     StoreFullError,
     StoreMismatchError,
     TierStoreError,
@@ -31,33 +30,15 @@ from tierstore.folders import paths_of
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.peers import Peers, in_flight
+from tierstore.sharding.record import FORMAT, TAG, read_record, saved_of, write_record
 from tierstore.sharding.restore import restore
 from tierstore.sharding.shards import RankShards
 from tierstore.store import identity
 from tierstore.store.devices import StorePath
 from tierstore.store.directory import lock_folder
-from tierstore.store.files import read_regular, store_error, write_atomically
 from tierstore.store.lock import FolderLock
 
 logger = logging.getLogger("tierstore")
-
-FILE_NAME = "COMMIT.json"
-FORMAT = 1
-_MAX_BYTES = 1 << 30
-_TAG = "commit of all ranks "
-_DAMAGE = (ValueError, RecursionError, AttributeError, KeyError, TypeError)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A collection in the last commit."""
-
-    folder: str
-    engine: str
-    plan: ShardingPlan
-    ranks: list[int]
-    """Number of the commit in the store of every rank; 0: it has no shards."""
-    updates: int
 
 
 @dataclass(frozen=True)
@@ -68,6 +49,15 @@ class Place:
     at: int
     number: int
     """Number of the commit of all ranks; 0 if this store takes part in none."""
+
+    def check_there(self) -> None:
+        """Raise StoreMismatchError if the store of the commit of all ranks is gone; opening would make a new
+        one."""
+        if self.at and not Path(self.folders[0], identity.FILE_NAME).exists():
+            raise StoreMismatchError(
+                f"{self.folders[0]} is missing, and the last commit of all ranks has rows there; restore a "
+                "copy of the folder, or give another path to start anew"
+            )
 
     def check(self, engine: Engine) -> None:
         """Raise StoreMismatchError unless the store is at the commit of all ranks: some engines keep one
@@ -107,7 +97,7 @@ class Commits:
         self.number: int = record.get("number", 0)
         """Number of the last commit of all ranks; 0 before the first."""
         self.extra: dict[str, Any] = record.get("extra", {})
-        self.saved = {name: _saved(entry) for name, entry in record.get("collections", {}).items()}
+        self.saved = {name: saved_of(entry) for name, entry in record.get("collections", {}).items()}
         """The collections of the last commit by name."""
         self._shards: dict[str, RankShards] = {}
         self._folders: dict[str, str] = {}
@@ -135,23 +125,11 @@ class Commits:
         return found
 
     def _read_file(self) -> dict[str, Any]:
-        file = self.path / FILE_NAME
         if (self.path / identity.FILE_NAME).exists():
             raise StoreMismatchError(
                 f"{self.path} has the rows of unsharded tables; give the sharded ones another path"
             )
-        try:
-            record: dict[str, Any] = json.loads(read_regular(file, _MAX_BYTES))
-            _check(record)
-        except FileNotFoundError:
-            return {}
-        except StoreCorruptError:
-            raise
-        except OSError as error:
-            raise store_error(error, f"reading {file}") from error
-        except _DAMAGE as error:
-            raise StoreCorruptError(f"{file} is damaged: {type(error).__name__}: {error}") from error
-        return record
+        return read_record(self.path)
 
     def _check_names(self, saved: Collection[str], names: Collection[str]) -> None:
         """Raise StoreMismatchError for saved collections that the next commit would not have."""
@@ -250,10 +228,10 @@ class Commits:
             if engine.store is None:
                 own[name] = engine.uncommitted = 0
                 continue
-            own[name] = engine.commit({"commit": number}, tag or f"{_TAG}{number}")
+            own[name] = engine.commit({"commit": number}, tag or f"{TAG}{number}")
             kept = {own[name], named[self._env.rank].get(name, 0) if named else 0}
             for commit in engine.commits():
-                if commit.tag.startswith(_TAG) and commit.id not in kept:
+                if commit.tag.startswith(TAG) and commit.id not in kept:
                     engine.drop_commit(commit.id)
         return own
 
@@ -306,7 +284,7 @@ class Commits:
         }
         record = {"format": FORMAT, "number": number, "extra": extra, "collections": collections}
         self.path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path / FILE_NAME, [json.dumps(record, allow_nan=False).encode()])
+        write_record(self.path, record)
 
 
 def _checked(extra: Any) -> dict[str, Any]:
@@ -340,35 +318,6 @@ def end(peers: Peers, commits: Commits | None, commit: bool, close_here: Callabl
     finally:
         if not stays_open:
             close_here()
-
-
-def _check(record: Any) -> None:
-    """Raise one of _DAMAGE unless :meth:`Commits._write` could have written the record."""
-    if record.get("format") != FORMAT:
-        raise ValueError(f"format {record.get('format')!r} is not {FORMAT}")
-    if not _is_count(record["number"]) or not isinstance(record["extra"], dict):
-        raise TypeError("number or extra is of another type")
-    for name, entry in record["collections"].items():
-        saved = _saved(entry)
-        numbers = [*saved.ranks, saved.updates]
-        if len(saved.ranks) != saved.plan.world_size or not all(map(_is_count, numbers)):
-            raise ValueError(f"the commits of collection {name!r} are not one of every rank")
-        if not isinstance(saved.engine, str) or not _is_inside(saved.folder):
-            raise ValueError(f"the folder or the engine of collection {name!r} is none")
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_inside(folder: Any) -> bool:
-    parts = PurePath(folder).parts
-    return bool(parts) and not PurePath(folder).is_absolute() and ".." not in parts
-
-
-def _saved(entry: dict[str, Any]) -> Saved:
-    plan = ShardingPlan.from_dict(entry["plan"])
-    return Saved(entry["folder"], entry["engine"], plan, entry["ranks"], entry["updates"])
 
 
 def _geometry(plan: ShardingPlan) -> Any:

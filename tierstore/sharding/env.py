@@ -284,6 +284,12 @@ class ShardingEnv:
         self._reduce(smallest, dist.ReduceOp.MIN, self.inputs)
         return int(smallest.item())
 
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Return each of ``values`` summed over the ranks, in float64. All ranks call it."""
+        sums = torch.tensor(values, dtype=torch.float64)
+        self._reduce(sums, dist.ReduceOp.SUM, self.outputs)
+        return [float(value) for value in sums]
+
     def sum_bits(self, tensor: Tensor) -> Tensor:
         """Add up a float32 tensor of which every element is non-zero bits on at most one rank; in place.
 

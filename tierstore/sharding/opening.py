@@ -188,6 +188,8 @@ def _open(
         with env.shared_errors():
             optimizer = options.optimizer if isinstance(options.optimizer, OptimizerSpec) else SGD()
             tables, config = _of_rank(routing, configs, options, place)
+            if place is not None:
+                place.check_there()
             at = 0 if place is None else place.at
             engine = Engine(tables, config, optimizer, options.seed, keep=2, at=at)
             if place is not None:

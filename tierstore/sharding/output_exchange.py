@@ -53,7 +53,9 @@ class Target:
     divisor: Tensor | None = None
 
     def of(self, output: Tensor) -> Tensor:
-        return output.as_strided((self.count, self.width), (self.stride, 1), self.offset)
+        # autograd's gradient may be a contiguous view that begins in the middle of another tensor
+        at = output.storage_offset() + self.offset
+        return output.as_strided((self.count, self.width), (self.stride, 1), at)
 
 
 @dataclass(frozen=True)

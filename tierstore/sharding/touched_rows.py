@@ -10,8 +10,9 @@ from tierstore.config import is_integer
 from tierstore.errors import ConfigError, InfeasiblePlanError
 from tierstore.modules.collection import Collection
 from tierstore.placement import ShardingPlan, ShardingType
-from tierstore.sharding.commits import Commits, Saved
+from tierstore.sharding.commits import Commits
 from tierstore.sharding.env import ShardingEnv
+from tierstore.sharding.record import Saved
 from tierstore.sharding.shards import shard_name
 from tierstore.sharding.table_sharding import configs_of
 from tierstore.store.devices import StorePath

@@ -34,7 +34,7 @@ from tierstore.store.files import (
 )
 from tierstore.store.identity import format_of, parse_tables
 from tierstore.store.parallel import ahead
-from tierstore.store.protocol import CommitInfo, RowStore, StoredTable
+from tierstore.store.protocol import CommitInfo, RowBatch, StoredTable, StoreStats
 from tierstore.store.shards import Shard, TableWriter, WriteSizes
 
 log = logging.getLogger(__name__)
@@ -52,11 +52,16 @@ Progress = Callable[[int, int], None]
 """Called with rows done, and rows in all (which engines that estimate it may miss)."""
 
 
-class StoreOfTables(RowStore, Protocol):
-    """A store with a list of its tables."""
+class StoreOfTables(Protocol):
+    """A store with a list of its tables, whose rows can be read one after another."""
+
+    engine: str
 
     @property
     def tables(self) -> Sequence[StoredTable]: ...
+    def stats(self) -> StoreStats: ...
+    def count(self, table: int) -> int: ...
+    def scan(self, tables: Sequence[int] | None = None) -> Iterator[RowBatch]: ...
 
 
 def export_rows(
