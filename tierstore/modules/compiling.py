@@ -1,4 +1,4 @@
-"""torch.compile and torch.fx around tiered modules: their lookups are calls that neither looks into."""
+"""torch.compile and torch.fx around tiered modules: what a forward call is while a graph is made."""
 
 from __future__ import annotations
 
@@ -21,10 +21,33 @@ def opaque(forward: Forward) -> Forward:
     def called(*args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling():
             return hidden(*args, **kwargs)
-        given = args[1] if len(args) > 1 else next(iter(kwargs.values()), None)
-        if isinstance(given, Proxy):
-            path = given.tracer.path_of_module(args[0])  # type: ignore[attr-defined]
-            return given.tracer.create_proxy("call_module", path, args[1:], kwargs)
-        return forward(*args, **kwargs)
+        return _untraced(forward, args, kwargs)
 
     return called  # type: ignore[return-value]
+
+
+def compiled_as(traced: Callable[..., Any]) -> Callable[[Forward], Forward]:
+    """Let torch.compile and torch.export trace ``traced`` in place of ``forward``, which has the same
+    arguments. What ``traced`` returns ``NotImplemented`` for has a graph break, as :func:`opaque` makes."""
+
+    def decorated(forward: Forward) -> Forward:
+        hidden = torch._disable_dynamo(forward)
+
+        @functools.wraps(forward)
+        def called(*args: object, **kwargs: object) -> object:
+            if torch.compiler.is_compiling():
+                found = traced(*args, **kwargs)
+                return hidden(*args, **kwargs) if found is NotImplemented else found
+            return _untraced(forward, args, kwargs)
+
+        return called  # type: ignore[return-value]
+
+    return decorated
+
+
+def _untraced(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    given = args[1] if len(args) > 1 else next(iter(kwargs.values()), None)
+    if isinstance(given, Proxy):
+        path = given.tracer.path_of_module(args[0])  # type: ignore[attr-defined]
+        return given.tracer.create_proxy("call_module", path, args[1:], kwargs)
+    return forward(*args, **kwargs)
