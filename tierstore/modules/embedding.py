@@ -203,7 +203,7 @@ class TieredEmbedding(SingleTable):
         )
 
     def _traced(self, input: Tensor) -> Tensor:
-        (rows,), _ = traced_rows(self, input, (None, None, None), [input.numel()], [self.embedding_dim])
+        (rows,), _ = traced_rows(self, (input, None, None, None), [input.numel()], [self.embedding_dim])
         return self._shaped(rows, input)
 
     @compiled_as(_traced)

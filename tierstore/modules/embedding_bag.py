@@ -173,7 +173,7 @@ class TieredEmbeddingBag(SingleTable):
             per_sample_weights = self._checked_weights(per_sample_weights, input)
         bags = input.size(0) if offsets is None else offsets.numel() - int(self.include_last_offset)
         shape = (bags, self.embedding_dim)
-        return traced_pooling(self, input, None, offsets, per_sample_weights, None, shape).to(self.dtype)
+        return traced_pooling(self, (input, None, offsets, None), per_sample_weights, shape).to(self.dtype)
 
     @compiled_as(_traced)
     def forward(

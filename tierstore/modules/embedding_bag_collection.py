@@ -13,7 +13,7 @@ from tierstore.modules.configs import EmbeddingBagConfig
 from tierstore.modules.features import PooledFeatures
 from tierstore.modules.local_lookups import LocalPooling
 from tierstore.modules.tables import Opening, SharedEngine, is_meta, open_tables
-from tierstore.modules.traced import bags_of_keys, traced_pooling
+from tierstore.modules.traced import bags_of_keys, jagged_of, traced_pooling
 from tierstore.optim import NOT_GIVEN
 from tierstore.optim.tables import Optimizers
 from tierstore.sparse import KeyedTensor, as_keyed_jagged_tensor
@@ -71,10 +71,8 @@ class EmbeddingBagCollection(Collection):
         bags = bags_of_keys(keyed)
         if bags is None:
             return NotImplemented
-        values = traced_pooling(
-            self, keyed.values(), keyed.lengths_or_none(), keyed.offsets_or_none(), own.weights_of(keyed),
-            keyed.keys(), (bags, sum(own.dims)),
-        )  # fmt: skip
+        shape = (bags, sum(own.dims))
+        values = traced_pooling(self, jagged_of(keyed), own.weights_of(keyed), shape)
         return KeyedTensor(list(own.outputs), list(own.dims), values)
 
     @compiled_as(_traced)

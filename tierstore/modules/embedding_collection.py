@@ -14,7 +14,7 @@ from tierstore.modules.configs import EmbeddingConfig
 from tierstore.modules.features import Features
 from tierstore.modules.local_lookups import LocalRows
 from tierstore.modules.tables import Opening, SharedEngine, is_meta, open_tables
-from tierstore.modules.traced import bags_of_keys, traced_rows
+from tierstore.modules.traced import bags_of_keys, jagged_of, traced_rows
 from tierstore.optim import NOT_GIVEN
 from tierstore.optim.tables import Optimizers
 from tierstore.sparse import JaggedTensor, as_keyed_jagged_tensor
@@ -83,8 +83,7 @@ class EmbeddingCollection(Collection):
             return NotImplemented
         keys, known = own.keys_of(keyed), keyed.length_per_key_or_none()
         counts = None if known is None else [known[key] for key in keys]
-        jagged = keyed.lengths_or_none(), keyed.offsets_or_none(), keyed.keys()
-        rows, ids = traced_rows(self, keyed.values(), jagged, counts, own.dims, self._need_indices)
+        rows, ids = traced_rows(self, jagged_of(keyed), counts, own.dims, self._need_indices)
         lengths = keyed.lengths().view(-1, bags)
         return {
             feature.output: JaggedTensor(

@@ -58,11 +58,10 @@ class _Memory(np.ndarray):
 _kept: WeakValueDictionary[int, _Memory] = WeakValueDictionary()
 
 
-def kept_tensor(context: TracedContext | None, expected: bool) -> Tensor:
-    """Return a tensor, int64 (1,), with which ``context`` lives and ends; (0,) if no backward operator is
-    ``expected``."""
+def kept_tensor(context: TracedContext | None) -> Tensor:
+    """Return a tensor, int64 (1,), with which ``context`` lives and ends."""
     if context is None:
-        return torch.zeros(int(expected), dtype=torch.int64)
+        return torch.zeros(1, dtype=torch.int64)
     number = next(_numbers)
     memory = np.array([number], np.int64).view(_Memory)
     memory.context = context
@@ -80,8 +79,8 @@ def context_of(kept: Tensor) -> TracedContext | None:
     memory = _kept.get(number)
     if memory is None:
         raise GradientError(
-            "the rows of a compiled lookup were released before its backward pass, since the tensors that the "
-            "graph saved were copied, as torch.autograd.graph.save_on_cpu() does. Leave such hooks out, or do "
-            "not compile the model"
+            "the rows of a compiled lookup were released before its backward pass, since tensors that its "
+            "graph saved were copied, as torch.autograd.graph.save_on_cpu() does. Leave such hooks out, or "
+            "do not compile the model"
         )
     return memory.context

@@ -232,9 +232,7 @@ class PooledFunction(torch.autograd.Function):
         return (None, None, None, *pooled_backward(ctx, grads[0], lambda: _reaches_rows(ctx)))
 
 
-def pooled_backward(
-    ctx: PooledCtx, grad: Tensor, reaches_rows: Callable[[], bool]
-) -> list[Tensor | None]:
+def pooled_backward(ctx: PooledCtx, grad: Tensor, reaches_rows: Callable[[], bool]) -> list[Tensor | None]:
     """Update the rows by the gradient of the output; return the gradients of the weights.
 
     ``reaches_rows``: whether the backward pass is for the rows, too."""

@@ -1,15 +1,16 @@
 """Lookups as operators of torch: graphs of torch.compile and torch.export have each lookup as one node.
 
-An operator gets the name of its module, and a tensor without elements that autograd trains. What its backward
-operator needs lives as long as the memory of the output ``kept``: when no graph has that tensor any more, the
-rows are released. All operators have effects, so compilers neither join, drop, repeat nor reorder them, and
+``pooled`` and ``rows`` read. ``trained_pooled`` and ``trained_rows`` are differentiable.
+They also get a tensor without elements that autograd trains in place of the rows; None: only weights have
+gradients. They return a tensor ``kept``, too: the context of the backward operator lives and ends with its
+memory. Operators that train have ordered effects, so compilers neither join, drop, repeat nor reorder them:
 updates have the order of a backward pass that is not compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,102 +28,121 @@ from tierstore.modules.lookup import (
     sequence_backward,
 )
 
-_SCHEMAS = {
-    "pooled": "(Tensor? anchor, str tables, Tensor ids, Tensor? lengths, Tensor? offsets, Tensor? weights, "
-    "str[]? keys, SymInt bags, int dim, Device device, bool trains, bool weighs) -> (Tensor, Tensor)",
-    "pooled_backward": "(Tensor kept, Tensor grad, Tensor? weights) -> Tensor",
-    "rows": "(Tensor? anchor, str tables, Tensor ids, Tensor? lengths, Tensor? offsets, str[]? keys, "
-    "SymInt[]? counts, int[] dims, Device device, bool trains, bool with_ids) "
-    "-> (Tensor[], Tensor[], Tensor)",
-    "rows_backward": "(Tensor kept, Tensor[] grads) -> Tensor",
-}
+_INPUT = "str module, Tensor ids, Tensor? lengths, Tensor? offsets, str[]? keys"
+_POOLED = f"{_INPUT}, Tensor? weights, SymInt bags, int dim, Device device"
+_ROWS = f"{_INPUT}, SymInt[]? counts, int[] dims, bool with_ids, Device device"
 
 
-def _lookup(
-    module: Looked, ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, keys: Sequence[str] | None, trains: bool
-) -> FeatureLookup:
-    arguments = module.forward_arguments(ids, lengths, offsets, keys)
+class Pooling(NamedTuple):
+    """Arguments of a pooled lookup. ``module``: its handle; ``bags`` and ``dim``: the output's shape;
+    ``device``: where the output is."""
+
+    module: str
+    ids: Tensor
+    lengths: Tensor | None
+    offsets: Tensor | None
+    keys: Sequence[str] | None
+    weights: Tensor | None
+    bags: int
+    dim: int
+    device: torch.device
+
+
+class Rows(NamedTuple):
+    """Arguments of a lookup of rows one by one. ``counts``: ids of each feature, None where they are not
+    known; ``dims``: of each feature's rows; ``with_ids``: whether its ids are returned, too."""
+
+    module: str
+    ids: Tensor
+    lengths: Tensor | None
+    offsets: Tensor | None
+    keys: Sequence[str] | None
+    counts: Sequence[int] | None
+    dims: Sequence[int]
+    with_ids: bool
+    device: torch.device
+
+
+def _lookup(module: Looked, asked: Pooling | Rows, updates: bool) -> FeatureLookup:
+    """Return the lookup of a call, with its rows: pinned for an update, or copied."""
+    arguments = module.forward_arguments(asked.ids, asked.lengths, asked.offsets, asked.keys)
     if module.observer is None:
-        return module.find_lookup(*arguments)
-    with torch.set_grad_enabled(trains):  # which it is not inside of a graph, but prefetchers look at it
-        return module.find_lookup(*arguments)
+        lookup = module.find_lookup(*arguments)
+    else:
+        with torch.set_grad_enabled(updates):  # prefetchers look at it; graphs of autograd run without it
+            lookup = module.find_lookup(*arguments)
+    module.pin(lookup, updates)
+    return lookup
 
 
-def _check_shape(tables: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
-    if expected != found:
+def _check_shape(asked: Pooling | Rows, expected: Sequence[int], found: Sequence[int]) -> None:
+    if tuple(expected) != tuple(found):
         raise ConfigError(
-            f"a graph expects an output of shape {expected} from {tables!r}, which gives {found}: the graph "
-            "was made for other tables; compile or export the model again"
+            f"a graph expects sizes {tuple(expected)} of a lookup in {asked.module!r}, which has "
+            f"{tuple(found)}: the graph was made for other tables; compile or export the model again"
         )
 
 
-def _pooled(
-    anchor: Tensor | None,
-    tables: str,
-    ids: Tensor,
-    lengths: Tensor | None,
-    offsets: Tensor | None,
-    weights: Tensor | None,
-    keys: Sequence[str] | None,
-    bags: int,
-    dim: int,
-    device: torch.device,
-    trains: bool,
-    weighs: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return pooled rows, float32 (bags, dim), and the memory of the context of the backward operator."""
-    module = MODULES.find(tables)
-    lookup = _lookup(module, ids, lengths, offsets, keys, trains)
-    _check_shape(tables, (bags, dim), lookup.out_shape)
-    updates = trains and not module.frozen
-    module.pin(lookup, updates)
+def _pool(asked: Pooling, updates: bool, weighs: bool) -> tuple[Tensor, TracedContext]:
+    module = MODULES.find(asked.module)
+    updates = updates and not module.frozen
+    lookup = _lookup(module, asked, updates)
+    _check_shape(asked, (asked.bags, asked.dim), lookup.out_shape)
+    weights = asked.weights
     per_part = [] if weights is None else [part.weights_of(weights) for part in lookup.parts]
     context = TracedContext(module, (updates, False, False, *[weighs] * len(per_part)))
-    out = PooledFunction.forward(context, ids, module if updates else None, lookup, *per_part)
-    return out, kept_tensor(context if updates or weighs else None, trains or weighs)
+    own = module if updates else None
+    return PooledFunction.forward(context, asked.ids, own, lookup, *per_part), context
+
+
+def _pooled(*arguments: Any) -> Tensor:
+    """Return pooled rows, float32 (bags, dim)."""
+    return _pool(Pooling(*arguments), updates=False, weighs=False)[0]
+
+
+def _trained_pooled(anchor: Tensor | None, weighs: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return pooled rows, and ``kept``. ``weighs``: whether the weights get gradients."""
+    out, context = _pool(Pooling(*arguments), anchor is not None, weighs)
+    return out, kept_tensor(context if weighs or context.module is not None else None)
 
 
 def _pooled_backward(kept: Tensor, grad: Tensor, weights: Tensor | None) -> Tensor:
     """Update the rows; return the gradient of the weights, or nothing (0,) if they have none."""
-    found = torch.zeros_like(weights, memory_format=torch.contiguous_format) if weights is not None else grad.new_empty(0)
+    found = grad.new_empty(0) if weights is None else weights.new_zeros(weights.shape)
     context = context_of(kept)
     if context is not None:
         grads = pooled_backward(context, grad, context.reaches_rows)
         for part, own in zip(context.lookup.parts, grads, strict=False):
-            if own is not None and weights is not None:
+            if own is not None:
                 part.put_weights(own, found)
     return found
 
 
-def _rows(
-    anchor: Tensor | None,
-    tables: str,
-    ids: Tensor,
-    lengths: Tensor | None,
-    offsets: Tensor | None,
-    keys: Sequence[str] | None,
-    counts: Sequence[int] | None,
-    dims: Sequence[int],
-    device: torch.device,
-    trains: bool,
-    with_ids: bool,
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """Return the rows of each feature, float32 (ids, dim), its ids if asked for, and the memory of the
-    context of the backward operator."""
-    module = MODULES.find(tables)
-    lookup = _lookup(module, ids, lengths, offsets, keys, trains)
-    if counts is not None:
-        _check_shape(tables, tuple(counts), tuple(lookup.counts))
-    updates = trains and not module.frozen
-    module.pin(lookup, updates)
+def _look_up(asked: Rows, updates: bool) -> tuple[list[Tensor], list[Tensor], TracedContext]:
+    module = MODULES.find(asked.module)
+    updates = updates and not module.frozen
+    lookup = _lookup(module, asked, updates)
+    if asked.counts is not None:
+        _check_shape(asked, asked.counts, lookup.counts)
     context = TracedContext(module, (updates, False, False))
-    outputs = SequenceFunction.forward(context, ids, module, lookup)
+    outputs = SequenceFunction.forward(context, asked.ids, module, lookup)
     rows = rows_by_feature(lookup, outputs)
     if len(rows) > len(outputs):  # outputs of an operator share no memory
         rows = [one.clone() for one in rows]
-    _check_shape(tables, tuple(dims), tuple(one.size(1) for one in rows))
-    own_ids = module.ids_by_feature(ids, lengths, offsets, keys) if with_ids else []
-    return rows, own_ids, kept_tensor(context if updates else None, trains)
+    _check_shape(asked, asked.dims, [one.size(1) for one in rows])
+    given = asked.ids, asked.lengths, asked.offsets, asked.keys
+    return rows, module.ids_by_feature(*given) if asked.with_ids else [], context
+
+
+def _rows(*arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the rows of each feature, float32 (ids, dim), and its ids if asked for."""
+    return _look_up(Rows(*arguments), updates=False)[:2]
+
+
+def _trained_rows(anchor: Tensor, *arguments: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Return the rows of each feature, its ids if asked for, and ``kept``."""
+    rows, ids, context = _look_up(Rows(*arguments), updates=True)
+    return rows, ids, kept_tensor(context if context.needs_input_grad[0] else None)
 
 
 def _rows_backward(kept: Tensor, grads: Sequence[Tensor]) -> Tensor:
@@ -130,57 +150,66 @@ def _rows_backward(kept: Tensor, grads: Sequence[Tensor]) -> Tensor:
     differentiate an operator with an output alone."""
     context = context_of(kept)
     if context is not None:
-        lookup = context.lookup
         joined = [
             grads[members[0]] if len(members) == 1 else torch.cat([grads[one] for one in members])
-            for members in lookup.features
+            for members in context.lookup.features
         ]
         sequence_backward(context, joined)
     return kept.new_empty(0)
 
 
-def _empty_kept(ids: Tensor, size: int) -> Tensor:
-    return ids.new_empty((size,), dtype=torch.int64, device="cpu")
+# -- what a compiler runs in place of these: shapes, dtypes and devices ---------------------
 
 
-def _fake_pooled(
-    anchor: Any, tables: Any, ids: Tensor, lengths: Any, offsets: Any, weights: Any, keys: Any,
-    bags: int, dim: int, device: torch.device, trains: bool, weighs: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out = ids.new_empty((bags, dim), dtype=torch.float32, device=device)
-    return out, _empty_kept(ids, int(trains or weighs))
+def _fake_pooled(*arguments: Any) -> Tensor:
+    asked = Pooling(*arguments)
+    return asked.ids.new_empty((asked.bags, asked.dim), dtype=torch.float32, device=asked.device)
+
+
+def _fake_kept(ids: Tensor) -> Tensor:
+    return ids.new_empty((1,), dtype=torch.int64, device="cpu")
+
+
+def _fake_trained_pooled(anchor: Any, weighs: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return _fake_pooled(*arguments), _fake_kept(Pooling(*arguments).ids)
 
 
 def _fake_pooled_backward(kept: Tensor, grad: Tensor, weights: Tensor | None) -> Tensor:
-    return grad.new_empty((0,)) if weights is None else weights.new_empty(weights.shape)
+    return grad.new_empty(0) if weights is None else weights.new_empty(weights.shape)
 
 
-def _fake_rows(
-    anchor: Any, tables: Any, ids: Tensor, lengths: Any, offsets: Any, keys: Any,
-    counts: Sequence[int] | None, dims: Sequence[int], device: torch.device, trains: bool, with_ids: bool,
-) -> tuple[list[Tensor], list[Tensor], Tensor]:  # fmt: skip
+def _fake_rows(*arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
+    asked = Rows(*arguments)
+    counts = asked.counts
     if counts is None:
-        shape = torch.library.get_ctx()
-        counts = [shape.new_dynamic_size() for _ in dims]
-    sizes = zip(counts, dims, strict=True)
-    rows = [ids.new_empty(size, dtype=torch.float32, device=device) for size in sizes]
-    own_ids = [ids.new_empty((count,)) for count in counts] if with_ids else []
-    return rows, own_ids, _empty_kept(ids, int(trains))
+        shapes = torch.library.get_ctx()
+        counts = [shapes.new_dynamic_size() for _ in asked.dims]
+    sizes = zip(counts, asked.dims, strict=True)
+    rows = [asked.ids.new_empty(size, dtype=torch.float32, device=asked.device) for size in sizes]
+    return rows, [asked.ids.new_empty((count,)) for count in counts] if asked.with_ids else []
+
+
+def _fake_trained_rows(anchor: Any, *arguments: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    return *_fake_rows(*arguments), _fake_kept(Rows(*arguments).ids)
 
 
 def _fake_rows_backward(kept: Tensor, grads: Sequence[Tensor]) -> Tensor:
     return kept.new_empty(0)
 
 
+# -- autograd -----------------------------------------------------------------------------
+
+
 def _keep_pooled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    weights, weighs = inputs[5], inputs[11]
-    ctx.save_for_backward(output[1], *([weights] if weighs else []))
+    _, weighs, *arguments = inputs
+    ctx.save_for_backward(output[1], *([Pooling(*arguments).weights] if weighs else []))
 
 
 def _pooled_grads(ctx: Any, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
     kept, *weights = ctx.saved_tensors
     found = torch.ops.tierstore.pooled_backward(kept, grad, *(weights or [None]))
-    return (*[None] * 5, found if weights else None, *[None] * 6)
+    by_name = dict.fromkeys(Pooling._fields) | {"weights": found if weights else None}
+    return (None, None, *by_name.values())
 
 
 def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -190,7 +219,7 @@ def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> No
 def _rows_grads(ctx: Any, grads: list[Tensor], *_: object) -> tuple[None, ...]:
     (kept,) = ctx.saved_tensors
     torch.ops.tierstore.rows_backward(kept, grads)
-    return (None,) * 11
+    return (None, *[None] * len(Rows._fields))
 
 
 def _refuse_second_order(ctx: Any, *grads: object) -> None:
@@ -200,20 +229,32 @@ def _refuse_second_order(ctx: Any, *grads: object) -> None:
 _LIBRARY = torch.library.Library("tierstore", "FRAGMENT")
 
 
-def _register() -> None:
-    functions = {
-        "pooled": (_pooled, _fake_pooled, _pooled_grads, _keep_pooled),
-        "rows": (_rows, _fake_rows, _rows_grads, _keep_rows),
-        "pooled_backward": (_pooled_backward, _fake_pooled_backward, _refuse_second_order, None),
-        "rows_backward": (_rows_backward, _fake_rows_backward, _refuse_second_order, None),
-    }
-    for name, (run, fake, backward, keep) in functions.items():
-        qualified = f"tierstore::{name}"
-        _LIBRARY.define(name + _SCHEMAS[name])
-        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(qualified, fake, lib=_LIBRARY)
-        torch.library.register_autograd(qualified, backward, setup_context=keep, lib=_LIBRARY)
-        _LIBRARY._register_effectful_op(qualified, EffectType.ORDERED)
+def _register(schema: str, run: Any, fake: Any, grads: Any = None, keep: Any = None) -> None:
+    """Register an operator. ``grads``, ``keep``: autograd's formula, for operators with effects."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tierstore::{name}", fake, lib=_LIBRARY)
+    if grads is not None:
+        torch.library.register_autograd(f"tierstore::{name}", grads, setup_context=keep, lib=_LIBRARY)
+        _LIBRARY._register_effectful_op(f"tierstore::{name}", EffectType.ORDERED)
 
 
-_register()
+_register(f"pooled({_POOLED}) -> Tensor", _pooled, _fake_pooled)
+_register(f"rows({_ROWS}) -> (Tensor[], Tensor[])", _rows, _fake_rows)
+_register(
+    f"trained_pooled(Tensor? anchor, bool weighs, {_POOLED}) -> (Tensor, Tensor)",
+    *(_trained_pooled, _fake_trained_pooled, _pooled_grads, _keep_pooled),
+)
+_register(
+    f"trained_rows(Tensor anchor, {_ROWS}) -> (Tensor[], Tensor[], Tensor)",
+    *(_trained_rows, _fake_trained_rows, _rows_grads, _keep_rows),
+)
+_register(
+    "pooled_backward(Tensor kept, Tensor grad, Tensor? weights) -> Tensor",
+    *(_pooled_backward, _fake_pooled_backward, _refuse_second_order),
+)
+_register(
+    "rows_backward(Tensor kept, Tensor[] grads) -> Tensor",
+    *(_rows_backward, _fake_rows_backward, _refuse_second_order),
+)

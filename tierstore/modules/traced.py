@@ -11,50 +11,48 @@ from tierstore.modules import lookup_ops  # noqa: F401  # which registers the op
 from tierstore.modules.base import TieredModule
 from tierstore.sparse import KeyedJaggedTensor
 
+Jagged = tuple[Tensor, Tensor | None, Tensor | None, Sequence[str] | None]
+"""Ids, lengths or offsets of their bags, and keys: what a lookup needs of forward's arguments."""
 
-def _anchor(module: TieredModule) -> Tensor | None:
-    """Return what autograd trains; None for a forward call that is followed by no update. Tables that are
-    frozen now may be trained by the same graph later."""
-    if module.training and torch.is_grad_enabled() and module.has_optimizer:
-        return module.gradient_anchor()
-    return None
+
+def _trains(module: TieredModule) -> bool:
+    """Return whether an update may follow. Tables that are frozen now may be trained by the same graph
+    later."""
+    return module.training and torch.is_grad_enabled() and module.has_optimizer
 
 
 def traced_pooling(
-    module: TieredModule,
-    ids: Tensor,
-    lengths: Tensor | None,
-    offsets: Tensor | None,
-    weights: Tensor | None,
-    keys: Sequence[str] | None,
-    shape: tuple[int, int],
+    module: TieredModule, jagged: Jagged, weights: Tensor | None, shape: tuple[int, int]
 ) -> Tensor:
-    """Return the pooled rows of forward's tensors, float32, as a node of a graph."""
-    anchor = _anchor(module)
+    """Return the pooled rows of forward's tensors, float32 of ``shape``, as a node of a graph."""
+    arguments = (module.handle, *jagged, weights, *shape, torch.device(module.engine.device_name))
+    trains = _trains(module)
     weighs = weights is not None and weights.requires_grad and torch.is_grad_enabled()
-    out, _ = torch.ops.tierstore.pooled(
-        anchor, module.handle, ids, lengths, offsets, weights, keys, *shape,
-        torch.device(module.engine.device_name), anchor is not None, weighs,
-    )  # fmt: skip
-    return out
+    if not (trains or weighs):
+        return torch.ops.tierstore.pooled(*arguments)
+    anchor = module.gradient_anchor() if trains else None
+    return torch.ops.tierstore.trained_pooled(anchor, weighs, *arguments)[0]
 
 
 def traced_rows(
     module: TieredModule,
-    ids: Tensor,
-    jagged: tuple[Tensor | None, Tensor | None, Sequence[str] | None],
+    jagged: Jagged,
     counts: Sequence[int] | None,
     dims: Sequence[int],
     with_ids: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the rows of each feature, float32, and its ids if asked for, as a node of a graph. ``jagged``:
-    lengths, offsets and keys of ``ids``. ``counts``: ids of each feature, if they are known."""
-    anchor = _anchor(module)
-    rows, own_ids, _ = torch.ops.tierstore.rows(
-        anchor, module.handle, ids, *jagged, counts, dims,
-        torch.device(module.engine.device_name), anchor is not None, with_ids,
-    )  # fmt: skip
-    return rows, own_ids
+    """Return the rows of each feature, float32, and its ids if asked for, as a node of a graph. ``counts``:
+    ids of each feature, if they are known."""
+    place = torch.device(module.engine.device_name)
+    arguments = (module.handle, *jagged, counts, dims, with_ids, place)
+    if not _trains(module):
+        return torch.ops.tierstore.rows(*arguments)
+    rows, ids, _ = torch.ops.tierstore.trained_rows(module.gradient_anchor(), *arguments)
+    return rows, ids
+
+
+def jagged_of(keyed: KeyedJaggedTensor) -> Jagged:
+    return keyed.values(), keyed.lengths_or_none(), keyed.offsets_or_none(), keyed.keys()
 
 
 def bags_of_keys(keyed: KeyedJaggedTensor) -> int | None:
