@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.modules.keyed_batches import ROWS, keyed_batch
 from tests.modules.module_oracles import small_tiers
@@ -106,6 +105,21 @@ def test_one_table_looked_up_twice_is_updated_twice_in_order(backend: str) -> No
         lambda: embedding(padding_idx=7), call, [ids_of(n, 5) % 50 for n in range(4)], backend
     )
     assert module.fused_optimizer.num_updates == 12
+
+
+def test_inductor_keeps_the_order_of_updates() -> None:
+    """It would compute the gradient of the first lookup first here: rows would differ by 0.1."""
+
+    def call(module: Any, ids: Tensor) -> Tensor:
+        first, second, other = module(ids), module(ids), module(ids + 1)
+        return (first.sin() * 3).sum() + (other * second.cos()).sum()
+
+    module, plain = embedding(), embedding()
+    compiled = torch.compile(lambda ids: call(module, ids), fullgraph=True)
+    for ids in [ids_of(n, 5) % 50 for n in range(3)]:
+        compiled(ids).backward()
+        call(plain, ids).backward()
+    torch.testing.assert_close(rows_of(module), rows_of(plain))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -221,8 +235,10 @@ def test_batch_sizes_that_change_compile_twice() -> None:
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("how", ["eval", "no_grad", "inference_mode"])
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [("eval", "inductor"), ("eval", "eager"), ("no_grad", "aot_eager"), ("inference_mode", "aot_eager")],
+)
 def test_reading_changes_nothing(how: str, backend: str) -> None:
     modules = [embedding(), bag(), collection(EmbeddingBagCollection), collection(EmbeddingCollection)]
     keyed = keyed_batch(0, ["a", "b", "c"]).ours
@@ -340,7 +356,7 @@ def test_a_second_derivative_is_refused() -> None:
     weights = torch.rand(3, 2, requires_grad=True)
     compiled = torch.compile(lambda w: module(ids_of(0, 3, 2), per_sample_weights=w).sum(), backend="eager")
     (first,) = torch.autograd.grad(compiled(weights), [weights], create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivative"):
+    with pytest.raises(RuntimeError, match="twice"):
         first.sum().backward()
 
 
@@ -359,12 +375,3 @@ def test_a_wrong_id_is_an_error_of_the_user() -> None:
     compiled = torch.compile(embedding(), backend="aot_eager", fullgraph=True)
     with pytest.raises(ValueError, match=f"id {ROWS}"):
         compiled(torch.tensor([ROWS]))
-
-
-def test_lookups_that_a_checkpoint_makes_again_update_once() -> None:
-    def call(module: Any, ids: Tensor) -> Tensor:
-        found = checkpoint(lambda given: module(given).sin(), ids, use_reentrant=False)
-        return (found * 3).sum()
-
-    module = same_training(embedding, call, [ids_of(n, 5) for n in range(3)], "aot_eager")
-    assert module.fused_optimizer.num_updates == 3

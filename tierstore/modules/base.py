@@ -90,6 +90,8 @@ class TieredModule(RowCalls, nn.Module):
         self.take_updates()
         self.anchor = torch.zeros(0, requires_grad=True)
         """This is no parameter: it only makes autograd call the backward functions."""
+        self.order = torch.zeros(1)
+        """What updates in a graph change in turn, so that compilers keep their order."""
         self.handle = MODULES.add(self, names)
         """The name by which graphs find this module."""
         self._ahead: deque[Ahead] = deque()

@@ -1,10 +1,10 @@
 """Lookups as operators of torch: graphs of torch.compile and torch.export have each lookup as one node.
 
-``pooled`` and ``rows`` read. ``trained_pooled`` and ``trained_rows`` are differentiable.
-They also get a tensor without elements that autograd trains in place of the rows; None: only weights have
-gradients. They return a tensor ``kept``, too: the context of the backward operator lives and ends with its
-memory. Operators that train have ordered effects, so compilers neither join, drop, repeat nor reorder them:
-updates have the order of a backward pass that is not compiled.
+``pooled`` and ``rows`` read. ``trained_pooled`` and ``trained_rows`` are differentiable. They also get a
+tensor without elements that autograd trains in place of the rows (None: only weights have gradients). They
+return a tensor ``kept``, too: the context of the backward operator lives and ends with its memory. They have
+ordered effects, so compilers neither join nor drop nor repeat them. Backward operators say that they change
+``order``, a tensor of the module, so compilers keep them in the order of an uncompiled backward pass.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._library.effects import EffectType
+from torch.autograd.function import once_differentiable
 
 from tierstore.errors import ConfigError
 from tierstore.modules.handles import MODULES, Looked
@@ -100,13 +101,15 @@ def _pooled(*arguments: Any) -> Tensor:
     return _pool(Pooling(*arguments), updates=False, weighs=False)[0]
 
 
-def _trained_pooled(anchor: Tensor | None, weighs: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _trained_pooled(
+    anchor: Tensor | None, order: Tensor, weighs: bool, *arguments: Any
+) -> tuple[Tensor, Tensor]:
     """Return pooled rows, and ``kept``. ``weighs``: whether the weights get gradients."""
     out, context = _pool(Pooling(*arguments), anchor is not None, weighs)
     return out, kept_tensor(context if weighs or context.module is not None else None)
 
 
-def _pooled_backward(kept: Tensor, grad: Tensor, weights: Tensor | None) -> Tensor:
+def _pooled_backward(order: Tensor, kept: Tensor, grad: Tensor, weights: Tensor | None) -> Tensor:
     """Update the rows; return the gradient of the weights, or nothing (0,) if they have none."""
     found = grad.new_empty(0) if weights is None else weights.new_zeros(weights.shape)
     context = context_of(kept)
@@ -139,15 +142,16 @@ def _rows(*arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
     return _look_up(Rows(*arguments), updates=False)[:2]
 
 
-def _trained_rows(anchor: Tensor, *arguments: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def _trained_rows(
+    anchor: Tensor, order: Tensor, *arguments: Any
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Return the rows of each feature, its ids if asked for, and ``kept``."""
     rows, ids, context = _look_up(Rows(*arguments), updates=True)
     return rows, ids, kept_tensor(context if context.needs_input_grad[0] else None)
 
 
-def _rows_backward(kept: Tensor, grads: Sequence[Tensor]) -> Tensor:
-    """Update the rows by the gradients of each feature's rows. Return nothing (0,): autograd can refuse to
-    differentiate an operator with an output alone."""
+def _rows_backward(order: Tensor, kept: Tensor, grads: Sequence[Tensor]) -> None:
+    """Update the rows by the gradients of each feature's rows."""
     context = context_of(kept)
     if context is not None:
         joined = [
@@ -155,7 +159,6 @@ def _rows_backward(kept: Tensor, grads: Sequence[Tensor]) -> Tensor:
             for members in context.lookup.features
         ]
         sequence_backward(context, joined)
-    return kept.new_empty(0)
 
 
 # -- what a compiler runs in place of these: shapes, dtypes and devices ---------------------
@@ -170,11 +173,11 @@ def _fake_kept(ids: Tensor) -> Tensor:
     return ids.new_empty((1,), dtype=torch.int64, device="cpu")
 
 
-def _fake_trained_pooled(anchor: Any, weighs: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _fake_trained_pooled(anchor: Any, order: Any, weighs: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
     return _fake_pooled(*arguments), _fake_kept(Pooling(*arguments).ids)
 
 
-def _fake_pooled_backward(kept: Tensor, grad: Tensor, weights: Tensor | None) -> Tensor:
+def _fake_pooled_backward(order: Any, kept: Tensor, grad: Tensor, weights: Tensor | None) -> Tensor:
     return grad.new_empty(0) if weights is None else weights.new_empty(weights.shape)
 
 
@@ -189,41 +192,39 @@ def _fake_rows(*arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
     return rows, [asked.ids.new_empty((count,)) for count in counts] if asked.with_ids else []
 
 
-def _fake_trained_rows(anchor: Any, *arguments: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def _fake_trained_rows(anchor: Any, order: Any, *arguments: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
     return *_fake_rows(*arguments), _fake_kept(Rows(*arguments).ids)
 
 
-def _fake_rows_backward(kept: Tensor, grads: Sequence[Tensor]) -> Tensor:
-    return kept.new_empty(0)
+def _fake_rows_backward(order: Any, kept: Any, grads: Any) -> None:
+    return None
 
 
 # -- autograd -----------------------------------------------------------------------------
 
 
 def _keep_pooled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, weighs, *arguments = inputs
+    _, ctx.order, weighs, *arguments = inputs
     ctx.save_for_backward(output[1], *([Pooling(*arguments).weights] if weighs else []))
 
 
+@once_differentiable
 def _pooled_grads(ctx: Any, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
     kept, *weights = ctx.saved_tensors
-    found = torch.ops.tierstore.pooled_backward(kept, grad, *(weights or [None]))
+    found = torch.ops.tierstore.pooled_backward(ctx.order, kept, grad, *(weights or [None]))
     by_name = dict.fromkeys(Pooling._fields) | {"weights": found if weights else None}
-    return (None, None, *by_name.values())
+    return (None, None, None, *by_name.values())
 
 
 def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    ctx.order = inputs[1]
     ctx.save_for_backward(output[2])
 
 
 def _rows_grads(ctx: Any, grads: list[Tensor], *_: object) -> tuple[None, ...]:
     (kept,) = ctx.saved_tensors
-    torch.ops.tierstore.rows_backward(kept, grads)
-    return (None, *[None] * len(Rows._fields))
-
-
-def _refuse_second_order(ctx: Any, *grads: object) -> None:
-    raise RuntimeError("lookups of tiered tables are differentiable once: there is no second derivative")
+    torch.ops.tierstore.rows_backward(ctx.order, kept, grads)
+    return (None, None, *[None] * len(Rows._fields))
 
 
 _LIBRARY = torch.library.Library("tierstore", "FRAGMENT")
@@ -243,18 +244,18 @@ def _register(schema: str, run: Any, fake: Any, grads: Any = None, keep: Any = N
 _register(f"pooled({_POOLED}) -> Tensor", _pooled, _fake_pooled)
 _register(f"rows({_ROWS}) -> (Tensor[], Tensor[])", _rows, _fake_rows)
 _register(
-    f"trained_pooled(Tensor? anchor, bool weighs, {_POOLED}) -> (Tensor, Tensor)",
+    f"trained_pooled(Tensor? anchor, Tensor order, bool weighs, {_POOLED}) -> (Tensor, Tensor)",
     *(_trained_pooled, _fake_trained_pooled, _pooled_grads, _keep_pooled),
 )
 _register(
-    f"trained_rows(Tensor anchor, {_ROWS}) -> (Tensor[], Tensor[], Tensor)",
+    f"trained_rows(Tensor anchor, Tensor order, {_ROWS}) -> (Tensor[], Tensor[], Tensor)",
     *(_trained_rows, _fake_trained_rows, _rows_grads, _keep_rows),
 )
 _register(
-    "pooled_backward(Tensor kept, Tensor grad, Tensor? weights) -> Tensor",
-    *(_pooled_backward, _fake_pooled_backward, _refuse_second_order),
+    "pooled_backward(Tensor(a!) order, Tensor kept, Tensor grad, Tensor? weights) -> Tensor",
+    *(_pooled_backward, _fake_pooled_backward),
 )
 _register(
-    "rows_backward(Tensor kept, Tensor[] grads) -> Tensor",
-    *(_rows_backward, _fake_rows_backward, _refuse_second_order),
+    "rows_backward(Tensor(a!) order, Tensor kept, Tensor[] grads) -> ()",
+    *(_rows_backward, _fake_rows_backward),
 )
