@@ -351,10 +351,22 @@ def test_rows_are_released_with_the_graph(backend: str) -> None:
     assert module.fused_optimizer.num_updates == 3
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_several_forward_calls_before_one_backward(backend: str) -> None:
+    module, plain = embedding(), embedding()
+    compiled = torch.compile(lambda ids: (module(ids) * 3).sum(), backend=backend, fullgraph=True)
+    for n in range(3):
+        (compiled(ids_of(n, 5)) + compiled(ids_of(n + 1, 5))).backward()
+        ((plain(ids_of(n, 5)) * 3).sum() + (plain(ids_of(n + 1, 5)) * 3).sum()).backward()
+    assert_same(rows_of(module), rows_of(plain))
+
+
 def test_a_second_derivative_is_refused() -> None:
     module = bag()
     weights = torch.rand(3, 2, requires_grad=True)
-    compiled = torch.compile(lambda w: module(ids_of(0, 3, 2), per_sample_weights=w).sum(), backend="eager")
+    compiled = torch.compile(
+        lambda w: module(ids_of(0, 3, 2), per_sample_weights=w).square().sum(), backend="eager"
+    )
     (first,) = torch.autograd.grad(compiled(weights), [weights], create_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
         first.sum().backward()

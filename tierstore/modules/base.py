@@ -90,8 +90,6 @@ class TieredModule(RowCalls, nn.Module):
         self.take_updates()
         self.anchor = torch.zeros(0, requires_grad=True)
         """This is no parameter: it only makes autograd call the backward functions."""
-        self.order = torch.zeros(1)
-        """What updates in a graph change in turn, so that compilers keep their order."""
         self.handle = MODULES.add(self, names)
         """The name by which graphs find this module."""
         self._ahead: deque[Ahead] = deque()
@@ -147,6 +145,18 @@ class TieredModule(RowCalls, nn.Module):
 
         Raises ``InputError`` that names the feature and what is wrong with it.
         """
+
+    @abstractmethod
+    def forward_arguments(
+        self, ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, keys: Sequence[str] | None
+    ) -> tuple[object, ...]:
+        """Return forward's arguments (per-sample weights excepted) of those of a graph's operator."""
+
+    def ids_by_feature(
+        self, ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, keys: Sequence[str] | None
+    ) -> list[Tensor]:
+        """Return copies of each feature's ids; arguments as for :meth:`forward_arguments`."""
+        return [ids.clone()]
 
     def lookup_arguments(self, args: tuple[object, ...], kwargs: dict[str, object]) -> set[int | str]:
         """Return the places (positions or names) of forward's arguments that :meth:`make_lookup` needs; other

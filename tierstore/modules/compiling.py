@@ -12,7 +12,7 @@ from torch.fx import Proxy
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
-def compiled_as(traced: Callable[..., Any]) -> Callable[[Forward], Forward]:
+def compiled_as(traced: Callable[..., object]) -> Callable[[Forward], Forward]:
     """Let torch.compile and torch.export trace ``traced`` in place of ``forward``, which has the same
     arguments. Where ``traced`` returns ``NotImplemented``, a compiled model has one graph break.
 

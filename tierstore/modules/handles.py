@@ -4,37 +4,41 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 from torch import Tensor
 
 from tierstore.errors import ClosedError
-from tierstore.modules.inputs import FeatureLookup
 from tierstore.modules.lookup import Updates
+from tierstore.modules.parts import Lookup
 
 
 class Looked(Updates, Protocol):
     """The part of a module that the operators use."""
 
-    observer: Any
-    frozen: bool
+    observer: object
 
-    def find_lookup(self, *args: object) -> FeatureLookup:
+    @property
+    def frozen(self) -> bool: ...
+
+    def find_lookup(self, *args: object, **kwargs: object) -> Lookup:
         """Return the lookup of forward's arguments, made ahead or now."""
         ...
 
-    def pin(self, lookup: FeatureLookup, updates: bool) -> None:
+    def pin(self, lookup: Lookup, updates: bool) -> None:
         """Get the rows of ``lookup``: pinned for an update, or copied."""
         ...
 
     def forward_arguments(
         self, ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, keys: Sequence[str] | None
-    ) -> tuple[Any, ...]:
+    ) -> tuple[object, ...]:
         """Return forward's arguments (per-sample weights excepted) of an operator's."""
         ...
 
-    def ids_by_feature(self, *arguments: Any) -> list[Tensor]:
+    def ids_by_feature(
+        self, ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, keys: Sequence[str] | None
+    ) -> list[Tensor]:
         """Return copies of each feature's ids; arguments as for ``forward_arguments``."""
         ...
 

@@ -44,7 +44,7 @@ class TracedContext:
         anchors = self._owner.anchors()
         for function, _ in node.next_functions:
             variable = getattr(function, "variable", None)
-            if variable is not None and any(variable is anchor for anchor in anchors):
+            if function is not None and any(variable is anchor for anchor in anchors):
                 return torch._C._will_engine_execute_node(function)
         return True
 

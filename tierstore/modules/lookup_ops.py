@@ -2,15 +2,16 @@
 
 ``pooled`` and ``rows`` read. ``trained_pooled`` and ``trained_rows`` are differentiable. They also get a
 tensor without elements that autograd trains in place of the rows (None: only weights have gradients). They
-return a tensor ``kept``, too: the context of the backward operator lives and ends with its memory. They have
-ordered effects, so compilers neither join nor drop nor repeat them. Backward operators say that they change
-``order``, a tensor of the module, so compilers keep them in the order of an uncompiled backward pass.
+return a tensor ``kept``, too: the context of the backward operator lives and ends with its memory. Operators
+that train have ordered effects, so compilers neither join nor drop nor repeat them. Since Inductor does not
+keep the order of effects, every backward operator takes what the one before it has returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch._library.effects import EffectType
 from torch.autograd.function import once_differentiable
 
 from tierstore.errors import ConfigError
+from tierstore.modules.autograd_context import Context
 from tierstore.modules.handles import MODULES, Looked
 from tierstore.modules.inputs import FeatureLookup
 from tierstore.modules.kept_contexts import TracedContext, context_of, kept_tensor
@@ -29,6 +31,7 @@ from tierstore.modules.lookup import (
     sequence_backward,
 )
 
+Ctx: TypeAlias = "Context[object, object]"
 _INPUT = "str module, Tensor ids, Tensor? lengths, Tensor? offsets, str[]? keys"
 _POOLED = f"{_INPUT}, Tensor? weights, SymInt bags, int dim, Device device"
 _ROWS = f"{_INPUT}, SymInt[]? counts, int[] dims, bool with_ids, Device device"
@@ -64,11 +67,19 @@ class Rows(NamedTuple):
     device: torch.device
 
 
+def _pooling(arguments: Sequence[object]) -> Pooling:
+    return Pooling(*arguments)  # type: ignore[arg-type]
+
+
+def _rows_asked(arguments: Sequence[object]) -> Rows:
+    return Rows(*arguments)  # type: ignore[arg-type]
+
+
 def _lookup(module: Looked, asked: Pooling | Rows, updates: bool) -> FeatureLookup:
     """Return the lookup of a call, with its rows: pinned for an update, or copied."""
     arguments = module.forward_arguments(asked.ids, asked.lengths, asked.offsets, asked.keys)
     if module.observer is None:
-        lookup = module.find_lookup(*arguments)
+        lookup: Any = module.find_lookup(*arguments)
     else:
         with torch.set_grad_enabled(updates):  # prefetchers look at it; graphs of autograd run without it
             lookup = module.find_lookup(*arguments)
@@ -91,34 +102,35 @@ def _pool(asked: Pooling, updates: bool, weighs: bool) -> tuple[Tensor, TracedCo
     _check_shape(asked, (asked.bags, asked.dim), lookup.out_shape)
     weights = asked.weights
     per_part = [] if weights is None else [part.weights_of(weights) for part in lookup.parts]
-    context = TracedContext(module, (updates, False, False, *[weighs] * len(per_part)))
+    context: Any = TracedContext(module, (updates, False, False, *[weighs] * len(per_part)))
     own = module if updates else None
     return PooledFunction.forward(context, asked.ids, own, lookup, *per_part), context
 
 
-def _pooled(*arguments: Any) -> Tensor:
+def _pooled(*arguments: object) -> Tensor:
     """Return pooled rows, float32 (bags, dim)."""
-    return _pool(Pooling(*arguments), updates=False, weighs=False)[0]
+    return _pool(_pooling(arguments), updates=False, weighs=False)[0]
 
 
-def _trained_pooled(
-    anchor: Tensor | None, order: Tensor, weighs: bool, *arguments: Any
-) -> tuple[Tensor, Tensor]:
+def _trained_pooled(anchor: Tensor | None, weighs: bool, *arguments: object) -> tuple[Tensor, Tensor]:
     """Return pooled rows, and ``kept``. ``weighs``: whether the weights get gradients."""
-    out, context = _pool(Pooling(*arguments), anchor is not None, weighs)
+    out, context = _pool(_pooling(arguments), anchor is not None, weighs)
     return out, kept_tensor(context if weighs or context.module is not None else None)
 
 
-def _pooled_backward(order: Tensor, kept: Tensor, grad: Tensor, weights: Tensor | None) -> Tensor:
-    """Update the rows; return the gradient of the weights, or nothing (0,) if they have none."""
+def _pooled_backward(
+    after: Tensor | None, kept: Tensor, grad: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Update the rows; return the gradient of the weights, (0,) if they have none, and what the next backward
+    operator takes as ``after``."""
     found = grad.new_empty(0) if weights is None else weights.new_zeros(weights.shape)
-    context = context_of(kept)
+    context: Any = context_of(kept)
     if context is not None:
         grads = pooled_backward(context, grad, context.reaches_rows)
         for part, own in zip(context.lookup.parts, grads, strict=False):
             if own is not None:
                 part.put_weights(own, found)
-    return found
+    return found, kept.new_zeros(1)
 
 
 def _look_up(asked: Rows, updates: bool) -> tuple[list[Tensor], list[Tensor], TracedContext]:
@@ -127,7 +139,7 @@ def _look_up(asked: Rows, updates: bool) -> tuple[list[Tensor], list[Tensor], Tr
     lookup = _lookup(module, asked, updates)
     if asked.counts is not None:
         _check_shape(asked, asked.counts, lookup.counts)
-    context = TracedContext(module, (updates, False, False))
+    context: Any = TracedContext(module, (updates, False, False))
     outputs = SequenceFunction.forward(context, asked.ids, module, lookup)
     rows = rows_by_feature(lookup, outputs)
     if len(rows) > len(outputs):  # outputs of an operator share no memory
@@ -137,35 +149,34 @@ def _look_up(asked: Rows, updates: bool) -> tuple[list[Tensor], list[Tensor], Tr
     return rows, module.ids_by_feature(*given) if asked.with_ids else [], context
 
 
-def _rows(*arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
+def _rows(*arguments: object) -> tuple[list[Tensor], list[Tensor]]:
     """Return the rows of each feature, float32 (ids, dim), and its ids if asked for."""
-    return _look_up(Rows(*arguments), updates=False)[:2]
+    return _look_up(_rows_asked(arguments), updates=False)[:2]
 
 
-def _trained_rows(
-    anchor: Tensor, order: Tensor, *arguments: Any
-) -> tuple[list[Tensor], list[Tensor], Tensor]:
+def _trained_rows(anchor: Tensor, *arguments: object) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """Return the rows of each feature, its ids if asked for, and ``kept``."""
-    rows, ids, context = _look_up(Rows(*arguments), updates=True)
+    rows, ids, context = _look_up(_rows_asked(arguments), updates=True)
     return rows, ids, kept_tensor(context if context.needs_input_grad[0] else None)
 
 
-def _rows_backward(order: Tensor, kept: Tensor, grads: Sequence[Tensor]) -> None:
-    """Update the rows by the gradients of each feature's rows."""
-    context = context_of(kept)
+def _rows_backward(after: Tensor | None, kept: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    """Update the rows by the gradients of each feature's rows; return the next operator's ``after``."""
+    context: Any = context_of(kept)
     if context is not None:
         joined = [
             grads[members[0]] if len(members) == 1 else torch.cat([grads[one] for one in members])
             for members in context.lookup.features
         ]
         sequence_backward(context, joined)
+    return kept.new_zeros(1)
 
 
 # -- what a compiler runs in place of these: shapes, dtypes and devices ---------------------
 
 
-def _fake_pooled(*arguments: Any) -> Tensor:
-    asked = Pooling(*arguments)
+def _fake_pooled(*arguments: object) -> Tensor:
+    asked = _pooling(arguments)
     return asked.ids.new_empty((asked.bags, asked.dim), dtype=torch.float32, device=asked.device)
 
 
@@ -173,17 +184,20 @@ def _fake_kept(ids: Tensor) -> Tensor:
     return ids.new_empty((1,), dtype=torch.int64, device="cpu")
 
 
-def _fake_trained_pooled(anchor: Any, order: Any, weighs: bool, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return _fake_pooled(*arguments), _fake_kept(Pooling(*arguments).ids)
+def _fake_trained_pooled(anchor: object, weighs: bool, *arguments: object) -> tuple[Tensor, Tensor]:
+    return _fake_pooled(*arguments), _fake_kept(_pooling(arguments).ids)
 
 
-def _fake_pooled_backward(order: Any, kept: Tensor, grad: Tensor, weights: Tensor | None) -> Tensor:
-    return grad.new_empty(0) if weights is None else weights.new_empty(weights.shape)
+def _fake_pooled_backward(
+    after: object, kept: Tensor, grad: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    found = grad.new_empty(0) if weights is None else weights.new_empty(weights.shape)
+    return found, kept.new_empty(1)
 
 
-def _fake_rows(*arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
-    asked = Rows(*arguments)
-    counts = asked.counts
+def _fake_rows(*arguments: object) -> tuple[list[Tensor], list[Tensor]]:
+    asked = _rows_asked(arguments)
+    counts: Any = asked.counts
     if counts is None:
         shapes = torch.library.get_ctx()
         counts = [shapes.new_dynamic_size() for _ in asked.dims]
@@ -192,70 +206,96 @@ def _fake_rows(*arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
     return rows, [asked.ids.new_empty((count,)) for count in counts] if asked.with_ids else []
 
 
-def _fake_trained_rows(anchor: Any, order: Any, *arguments: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    return *_fake_rows(*arguments), _fake_kept(Rows(*arguments).ids)
+def _fake_trained_rows(anchor: object, *arguments: object) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    return *_fake_rows(*arguments), _fake_kept(_rows_asked(arguments).ids)
 
 
-def _fake_rows_backward(order: Any, kept: Any, grads: Any) -> None:
-    return None
+def _fake_rows_backward(after: object, kept: Tensor, grads: object) -> Tensor:
+    return kept.new_empty(1)
 
 
 # -- autograd -----------------------------------------------------------------------------
 
 
-def _keep_pooled(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, ctx.order, weighs, *arguments = inputs
-    ctx.save_for_backward(output[1], *([Pooling(*arguments).weights] if weighs else []))
+class _Backward(threading.local):
+    """What the last backward operator of this thread's backward pass, or of one that is traced, returned."""
+
+    done: Tensor | None = None
+
+    def then(self, done: Tensor) -> None:
+        """Keep ``done`` until the next operator, or the end of the pass."""
+        if self.done is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self.done = done
+
+    def _end(self) -> None:
+        self.done = None
+
+
+_backward = _Backward()
+
+
+def _keep_pooled(ctx: Ctx, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, weighs, *arguments = inputs
+    ctx.save_for_backward(output[1], *([_pooling(arguments).weights] if weighs else []))
 
 
 @once_differentiable
-def _pooled_grads(ctx: Any, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
+def _pooled_grads(ctx: Ctx, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
     kept, *weights = ctx.saved_tensors
-    found = torch.ops.tierstore.pooled_backward(ctx.order, kept, grad, *(weights or [None]))
-    by_name = dict.fromkeys(Pooling._fields) | {"weights": found if weights else None}
-    return (None, None, None, *by_name.values())
+    given = (_backward.done, kept, grad, *(weights or [None]))
+    found, done = torch.ops.tierstore.pooled_backward(*given)
+    _backward.then(done)
+    by_name = dict.fromkeys(Pooling.__annotations__) | {"weights": found if weights else None}
+    return (None, None, *by_name.values())
 
 
-def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    ctx.order = inputs[1]
+def _keep_rows(ctx: Ctx, inputs: object, output: tuple[object, object, Tensor]) -> None:
     ctx.save_for_backward(output[2])
 
 
-def _rows_grads(ctx: Any, grads: list[Tensor], *_: object) -> tuple[None, ...]:
+def _rows_grads(ctx: Ctx, grads: list[Tensor], *_: object) -> tuple[None, ...]:
     (kept,) = ctx.saved_tensors
-    torch.ops.tierstore.rows_backward(ctx.order, kept, grads)
-    return (None, None, *[None] * len(Rows._fields))
+    _backward.then(torch.ops.tierstore.rows_backward(_backward.done, kept, grads))
+    return (None, *[None] * len(Rows.__annotations__))
 
 
 _LIBRARY = torch.library.Library("tierstore", "FRAGMENT")
 
 
-def _register(schema: str, run: Any, fake: Any, grads: Any = None, keep: Any = None) -> None:
-    """Register an operator. ``grads``, ``keep``: autograd's formula, for operators with effects."""
+def _register(schema: str, run: Callable[..., object], fake: Callable[..., object], trains: bool) -> str:
+    """Register an operator, with effects if it ``trains``; return its name."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tierstore::{name}", fake, lib=_LIBRARY)
-    if grads is not None:
-        torch.library.register_autograd(f"tierstore::{name}", grads, setup_context=keep, lib=_LIBRARY)
-        _LIBRARY._register_effectful_op(f"tierstore::{name}", EffectType.ORDERED)
+    qualified = f"tierstore::{name}"
+    torch.library.register_fake(qualified, fake, lib=_LIBRARY)
+    if trains:
+        _LIBRARY._register_effectful_op(qualified, EffectType.ORDERED)
+    return qualified
 
 
-_register(f"pooled({_POOLED}) -> Tensor", _pooled, _fake_pooled)
-_register(f"rows({_ROWS}) -> (Tensor[], Tensor[])", _rows, _fake_rows)
+_register(f"pooled({_POOLED}) -> Tensor", _pooled, _fake_pooled, trains=False)
+_register(f"rows({_ROWS}) -> (Tensor[], Tensor[])", _rows, _fake_rows, trains=False)
 _register(
-    f"trained_pooled(Tensor? anchor, Tensor order, bool weighs, {_POOLED}) -> (Tensor, Tensor)",
-    *(_trained_pooled, _fake_trained_pooled, _pooled_grads, _keep_pooled),
-)
-_register(
-    f"trained_rows(Tensor anchor, Tensor order, {_ROWS}) -> (Tensor[], Tensor[], Tensor)",
-    *(_trained_rows, _fake_trained_rows, _rows_grads, _keep_rows),
-)
-_register(
-    "pooled_backward(Tensor(a!) order, Tensor kept, Tensor grad, Tensor? weights) -> Tensor",
+    "pooled_backward(Tensor? after, Tensor kept, Tensor grad, Tensor? weights) -> (Tensor, Tensor)",
     *(_pooled_backward, _fake_pooled_backward),
+    trains=True,
 )
 _register(
-    "rows_backward(Tensor(a!) order, Tensor kept, Tensor[] grads) -> ()",
+    "rows_backward(Tensor? after, Tensor kept, Tensor[] grads) -> Tensor",
     *(_rows_backward, _fake_rows_backward),
+    trains=True,
 )
+_differentiable = _register(
+    f"trained_pooled(Tensor? anchor, bool weighs, {_POOLED}) -> (Tensor, Tensor)",
+    *(_trained_pooled, _fake_trained_pooled),
+    trains=True,
+)
+torch.library.register_autograd(_differentiable, _pooled_grads, setup_context=_keep_pooled, lib=_LIBRARY)
+_differentiable = _register(
+    f"trained_rows(Tensor anchor, {_ROWS}) -> (Tensor[], Tensor[], Tensor)",
+    *(_trained_rows, _fake_trained_rows),
+    trains=True,
+)
+torch.library.register_autograd(_differentiable, _rows_grads, setup_context=_keep_rows, lib=_LIBRARY)

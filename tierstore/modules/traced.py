@@ -31,7 +31,7 @@ def traced_pooling(
     if not (trains or weighs):
         return torch.ops.tierstore.pooled(*arguments)
     anchor = module.gradient_anchor() if trains else None
-    return torch.ops.tierstore.trained_pooled(anchor, module.order, weighs, *arguments)[0]
+    return torch.ops.tierstore.trained_pooled(anchor, weighs, *arguments)[0]
 
 
 def traced_rows(
@@ -47,7 +47,7 @@ def traced_rows(
     arguments = (module.handle, *jagged, counts, dims, with_ids, place)
     if not _trains(module):
         return torch.ops.tierstore.rows(*arguments)
-    rows, ids, _ = torch.ops.tierstore.trained_rows(module.gradient_anchor(), module.order, *arguments)
+    rows, ids, _ = torch.ops.tierstore.trained_rows(module.gradient_anchor(), *arguments)
     return rows, ids
 
 
