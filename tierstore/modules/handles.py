@@ -17,7 +17,8 @@ from tierstore.modules.parts import Lookup
 class Looked(Updates, Protocol):
     """The part of a module that the operators use."""
 
-    observer: object
+    @property
+    def observer(self) -> object: ...
 
     @property
     def frozen(self) -> bool: ...

@@ -237,13 +237,14 @@ _backward = _Backward()
 
 def _keep_pooled(ctx: Ctx, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
     _, weighs, *arguments = inputs
-    ctx.save_for_backward(output[1], *([_pooling(arguments).weights] if weighs else []))
+    weights = _pooling(arguments).weights if weighs else None
+    ctx.save_for_backward(output[1], *([] if weights is None else [weights]))
 
 
 @once_differentiable
 def _pooled_grads(ctx: Ctx, grad: Tensor, _: object) -> tuple[Tensor | None, ...]:
     kept, *weights = ctx.saved_tensors
-    given = (_backward.done, kept, grad, *(weights or [None]))
+    given = _backward.done, kept, grad, weights[0] if weights else None
     found, done = torch.ops.tierstore.pooled_backward(*given)
     _backward.then(done)
     by_name = dict.fromkeys(Pooling.__annotations__) | {"weights": found if weights else None}
