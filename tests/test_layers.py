@@ -95,7 +95,6 @@ _get_active_ddp_module _get_backend _getframe _init_from_local_shards_and_global
 _mmap _modules _parameters _register_effectful_op _scale _timeout _version _will_engine_execute_node
 """
 OTHERS_PRIVATE = set(_OTHERS.split())
-)
 
 # Folders of csrc: what each may include of the others.
 CORE_INCLUDES = {
