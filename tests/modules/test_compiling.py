@@ -1,9 +1,10 @@
-"""Models that are compiled: lookups stay outside of the graphs, and train the same rows."""
+"""Models that are compiled: lookups are operators of the graphs, and train the same rows."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -111,7 +112,7 @@ def forgotten() -> Any:
 )
 def test_compiled_models_train_the_same_rows(name: str, backend: str, prefetched: bool) -> None:
     model, plain = MODELS[name](), MODELS[name]()
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
     given = batches(5)
     found = train(compiled, prefetch(given, model, depth=1, window=2) if prefetched else given)
     expected = train(plain, given)
@@ -122,11 +123,29 @@ def test_compiled_models_train_the_same_rows(name: str, backend: str, prefetched
             assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize(("name", "graphs"), [("embedding", 2), ("bag", 2), ("bags", 1), ("rows", 1)])
-def test_a_lookup_breaks_the_graph_once(name: str, graphs: int) -> None:
-    """The collections' models have no operation before it, so there is one graph, behind it."""
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_one_graph(name: str) -> None:
     told = torch._dynamo.explain(MODELS[name]())(batches(1)[0])
-    assert told.graph_count == graphs, told
+    assert told.graph_count == 1, told
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "aot_eager") for name in MODELS), ("bags", "inductor")]
+)
+def test_compiled_models_find_lookups_made_ahead(name: str, backend: str) -> None:
+    model = MODELS[name]()
+    threads: list[str] = []
+    make_lookup = model.table.make_lookup
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return make_lookup(*args)
+
+    model.table.make_lookup = noted
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    train(compiled, prefetch(batches(6), model, depth=1, window=2))
+    assert len(threads) == 6
+    assert threads.count(threading.main_thread().name) == 1  # for the batch that it learned from
 
 
 def test_the_compiler_is_not_imported_to_train() -> None:

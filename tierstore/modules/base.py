@@ -18,6 +18,7 @@ from tierstore.errors import ConfigError, GradientError
 from tierstore.modules.ahead import Ahead, find_ahead
 from tierstore.modules.applied import APPLIED, applied_optimizer, refuse_applied
 from tierstore.modules.gradient_hooks import GradientHook, GradientHooks
+from tierstore.modules.handles import MODULES
 from tierstore.modules.lookup import (
     Keeps,
     PooledFunction,
@@ -89,6 +90,8 @@ class TieredModule(RowCalls, nn.Module):
         self.take_updates()
         self.anchor = torch.zeros(0, requires_grad=True)
         """This is no parameter: it only makes autograd call the backward functions."""
+        self.handle = MODULES.add(self, names)
+        """The name by which graphs find this module."""
         self._ahead: deque[Ahead] = deque()
         self.observer: Callable[[TieredModule, tuple[object, ...], dict[str, object]], None] | None = None
         """Sees every forward call while a prefetcher learns where in a batch the ids are."""
@@ -141,6 +144,18 @@ class TieredModule(RowCalls, nn.Module):
 
         Raises ``InputError`` that names the feature and what is wrong with it.
         """
+
+    @abstractmethod
+    def forward_arguments(
+        self, ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, keys: Sequence[str] | None
+    ) -> tuple[object, ...]:
+        """Return forward's arguments (per-sample weights excepted) of those of a graph's operator."""
+
+    def ids_by_feature(
+        self, ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, keys: Sequence[str] | None
+    ) -> list[Tensor]:
+        """Return copies of each feature's ids; arguments as for :meth:`forward_arguments`."""
+        return [ids.clone()]
 
     def lookup_arguments(self, args: tuple[object, ...], kwargs: dict[str, object]) -> set[int | str]:
         """Return the places (positions or names) of forward's arguments that :meth:`make_lookup` needs; other
@@ -223,11 +238,10 @@ class TieredModule(RowCalls, nn.Module):
     def pooled_rows(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
         parts: Any = lookup.parts
         per_part = [] if weights is None else [part.weights_of(weights) for part in parts]
-        if self.trains:
-            self._check_forward()
-            lookup.acquire()
-            return PooledFunction.apply(self._gradient_anchor(), self, lookup, *per_part)
-        lookup.read()
+        updates = self.trains
+        self.pin(lookup, updates)
+        if updates:
+            return PooledFunction.apply(self.gradient_anchor(), self, lookup, *per_part)
         if weights is not None and weights.requires_grad and torch.is_grad_enabled():
             return PooledFunction.apply(self.anchor, None, lookup, *per_part)
         out = lookup.new_output()
@@ -235,19 +249,30 @@ class TieredModule(RowCalls, nn.Module):
         return out
 
     def rows_one_by_one(self, lookup: Lookup) -> tuple[Tensor, ...]:
-        if self.trains:
-            self._check_forward()
-            lookup.acquire()
-            return SequenceFunction.apply(self._gradient_anchor(), self, lookup)
-        lookup.read()
+        updates = self.trains
+        self.pin(lookup, updates)
+        if updates:
+            return SequenceFunction.apply(self.gradient_anchor(), self, lookup)
         return sequence_forward(lookup.parts)
 
-    def _gradient_anchor(self) -> Tensor:
+    def pin(self, lookup: Lookup, updates: bool) -> None:
+        """Get the rows of ``lookup``: pinned for an update, or copied."""
+        if updates:
+            self._check_forward()
+            lookup.acquire()
+        else:
+            lookup.read()
+
+    def gradient_anchor(self) -> Tensor:
         """Return a tensor without elements, for autograd to train. DistributedDataParallel (of one rank here)
         waits for a gradient of every parameter, so all of them feed this tensor."""
         if active_ddp() is None or not self._shown:
             return self.anchor
         return torch.cat([parameter.now.view(-1) for parameter in self._shown])
+
+    def anchors(self) -> list[Tensor]:
+        """Return the tensors that autograd trains in place of the rows."""
+        return [self.anchor, *(shown.now for shown in self._shown)]
 
     def take_updates(self) -> None:
         """Set the optimizer's count of updates to the count in the commit that the tables are at."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from tierstore.modules.inputs import FeatureLookup
 from tierstore.modules.tables import HasWeight, OpenTables, placed, with_optimizers
 from tierstore.optim.specs import SGD, NotGiven, OptimizerSpec
 from tierstore.optim.tables import Optimizers
-from tierstore.sparse import as_keyed_jagged_tensor
+from tierstore.sparse import KeyedJaggedTensor, as_keyed_jagged_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -179,6 +179,11 @@ class Collection(TieredModule):
 
     def feature_names(self) -> list[str]:
         return self.features.names
+
+    def forward_arguments(
+        self, ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, keys: Sequence[str] | None
+    ) -> tuple[KeyedJaggedTensor]:
+        return (KeyedJaggedTensor(list(keys or []), ids, lengths=lengths, offsets=offsets),)
 
     def lookup_inputs(self, features: object) -> tuple[Tensor, ...]:
         keyed = as_keyed_jagged_tensor(features)

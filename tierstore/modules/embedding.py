@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import as_init, normal
 from tierstore.modules.base import TieredModule
 from tierstore.modules.bounds import bounds_of
-from tierstore.modules.compiling import opaque
+from tierstore.modules.compiling import compiled_as
 from tierstore.modules.inputs import NO_PADDING, FeatureLookup, Ids, checked_ids, sequence_lookup
 from tierstore.modules.tables import (
     HasWeight,
@@ -26,6 +27,7 @@ from tierstore.modules.tables import (
     open_tables,
     table_dtype,
 )
+from tierstore.modules.traced import traced_rows
 from tierstore.optim import NOT_GIVEN
 from tierstore.optim.tables import Optimizers
 
@@ -189,18 +191,30 @@ class TieredEmbedding(SingleTable):
     def lookup_inputs(self, input: Tensor) -> tuple[Tensor, ...]:
         return (input,)
 
+    def forward_arguments(
+        self, ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, keys: Sequence[str] | None
+    ) -> tuple[Tensor, ...]:
+        return (ids,)
+
     def make_lookup(self, input: Tensor) -> FeatureLookup:
         ids = self.ids_of(input).view(-1)
         return sequence_lookup(
             self.engine, [Ids(self.name, self.table_numbers[0], ids, padding=self._padding)]
         )
 
-    @opaque
+    def _traced(self, input: Tensor) -> Tensor:
+        (rows,), _ = traced_rows(self, (input, None, None, None), [input.numel()], [self.embedding_dim])
+        return self._shaped(rows, input)
+
+    @compiled_as(_traced)
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of ``input``, int64 or int32 of any shape (*), as (*, embedding_dim) of the table's
         dtype."""
         lookup = self.find_lookup(input)
         (rows,) = self.rows_one_by_one(lookup)
+        return self._shaped(rows, input)
+
+    def _shaped(self, rows: Tensor, input: Tensor) -> Tensor:
         rows = rows.view(*input.shape, self.embedding_dim).to(self.dtype)
         if self._padding_row is None:
             return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from tierstore.cache.engine import Table
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import as_init, normal
-from tierstore.modules.compiling import opaque
+from tierstore.modules.compiling import compiled_as
 from tierstore.modules.embedding import SingleTable, size_of
 from tierstore.modules.inputs import FeatureLookup, checked_ids
 from tierstore.modules.keyed_parts import KeyedFeature, KeyedFeatures, described
@@ -26,6 +27,7 @@ from tierstore.modules.tables import (
     check_unsupported,
     table_dtype,
 )
+from tierstore.modules.traced import traced_pooling
 from tierstore.optim import NOT_GIVEN
 from tierstore.optim.tables import Optimizers
 
@@ -111,6 +113,11 @@ class TieredEmbeddingBag(SingleTable):
     def lookup_arguments(self, args: tuple[object, ...], kwargs: dict[str, object]) -> set[int | str]:
         return {*range(min(len(args), 2)), *kwargs} - {"per_sample_weights"}
 
+    def forward_arguments(
+        self, ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, keys: Sequence[str] | None
+    ) -> tuple[Tensor | None, ...]:
+        return ids, offsets
+
     def make_lookup(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> FeatureLookup:
@@ -159,7 +166,16 @@ class TieredEmbeddingBag(SingleTable):
                 return f"offsets must not decrease, but {bound} is followed by {after} at position {at}"
         return f"the last offset is {bounds[-1]} but there are {count} ids"
 
-    @opaque
+    def _traced(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        if per_sample_weights is not None:
+            per_sample_weights = self._checked_weights(per_sample_weights, input)
+        bags = input.size(0) if offsets is None else offsets.numel() - int(self.include_last_offset)
+        shape = (bags, self.embedding_dim)
+        return traced_pooling(self, (input, None, offsets, None), per_sample_weights, shape).to(self.dtype)
+
+    @compiled_as(_traced)
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:

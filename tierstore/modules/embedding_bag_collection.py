@@ -8,14 +8,15 @@ from torch.types import Device
 
 from tierstore.config import TierConfig
 from tierstore.modules.collection import Collection, check_bounds
-from tierstore.modules.compiling import opaque
+from tierstore.modules.compiling import compiled_as
 from tierstore.modules.configs import EmbeddingBagConfig
 from tierstore.modules.features import PooledFeatures
 from tierstore.modules.local_lookups import LocalPooling
 from tierstore.modules.tables import Opening, SharedEngine, is_meta, open_tables
+from tierstore.modules.traced import bags_of_keys, jagged_of, traced_pooling
 from tierstore.optim import NOT_GIVEN
 from tierstore.optim.tables import Optimizers
-from tierstore.sparse import KeyedTensor
+from tierstore.sparse import KeyedTensor, as_keyed_jagged_tensor
 
 
 class EmbeddingBagCollection(Collection):
@@ -65,7 +66,16 @@ class EmbeddingBagCollection(Collection):
         """Return whether rows are multiplied by the weights of the input."""
         return self.features.is_weighted
 
-    @opaque
+    def _traced(self, features: object) -> KeyedTensor:
+        keyed, own = as_keyed_jagged_tensor(features), self.features
+        bags = bags_of_keys(keyed)
+        if bags is None:
+            return NotImplemented
+        shape = (bags, sum(own.dims))
+        values = traced_pooling(self, jagged_of(keyed), own.weights_of(keyed), shape)
+        return KeyedTensor(list(own.outputs), list(own.dims), values)
+
+    @compiled_as(_traced)
     def forward(self, features: object) -> KeyedTensor:
         """Return the pooled rows, (B, sum of dims) float32; empty bags give zeros.
 

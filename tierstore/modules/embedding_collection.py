@@ -9,11 +9,12 @@ from torch.types import Device
 
 from tierstore.config import TierConfig
 from tierstore.modules.collection import Collection, check_bounds
-from tierstore.modules.compiling import opaque
+from tierstore.modules.compiling import compiled_as
 from tierstore.modules.configs import EmbeddingConfig
 from tierstore.modules.features import Features
 from tierstore.modules.local_lookups import LocalRows
 from tierstore.modules.tables import Opening, SharedEngine, is_meta, open_tables
+from tierstore.modules.traced import bags_of_keys, jagged_of, traced_rows
 from tierstore.optim import NOT_GIVEN
 from tierstore.optim.tables import Optimizers
 from tierstore.sparse import JaggedTensor, as_keyed_jagged_tensor
@@ -75,7 +76,31 @@ class EmbeddingCollection(Collection):
         """Return for every table the names of its features in the output."""
         return self.features.outputs_by_table()
 
-    @opaque
+    def _traced(self, features: object) -> dict[str, JaggedTensor]:
+        keyed, own = as_keyed_jagged_tensor(features), self.features
+        bags = bags_of_keys(keyed)
+        if bags is None:
+            return NotImplemented
+        keys, known = own.keys_of(keyed), keyed.length_per_key_or_none()
+        counts = None if known is None else [known[key] for key in keys]
+        rows, ids = traced_rows(self, jagged_of(keyed), counts, own.dims, self._need_indices)
+        lengths = keyed.lengths().view(-1, bags)
+        return {
+            feature.output: JaggedTensor(
+                values,
+                ids[number].to(values.device) if self._need_indices else None,
+                lengths[key].to(values.device),
+            )
+            for number, (feature, key, values) in enumerate(zip(own.all, keys, rows, strict=True))
+        }
+
+    def ids_by_feature(
+        self, ids: Tensor, lengths: Tensor | None, offsets: Tensor | None, keys: Sequence[str] | None
+    ) -> list[Tensor]:
+        (keyed,) = self.forward_arguments(ids, lengths, offsets, keys)
+        return [keyed[feature.name].values().clone() for feature in self.features.all]
+
+    @compiled_as(_traced)
     def forward(self, features: object) -> dict[str, JaggedTensor]:
         """Return for every feature its rows, (ids, dim) float32, with the lengths of its bags.
 

@@ -229,24 +229,30 @@ class PooledFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: PooledCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.saved_tensors
-        grad = readable_gradient(grads[0])
-        weight_grads = [PooledFunction._weight_grad(ctx, index, grad) for index in range(len(ctx.weighted))]
-        # without weights, autograd only comes here for the rows
-        if ctx.module is not None and (not weight_grads or _reaches_rows(ctx)):
-            gradients = PooledGradients(grad, ctx.weights, ctx.argmaxes)
-            _update_or_keep(ctx.module, ctx.lookup, gradients)
-        return (None, None, None, *weight_grads)
+        return (None, None, None, *pooled_backward(ctx, grads[0], lambda: _reaches_rows(ctx)))
 
-    @staticmethod
-    def _weight_grad(ctx: PooledCtx, index: int, grad: Tensor) -> Tensor | None:
-        part, weight, (rows, kind) = ctx.lookup.parts[index], ctx.weights[index], ctx.weighted[index]
-        if rows is None or weight is None:
-            return None
-        out = torch.empty_like(weight)
-        with part.group.stats.stage("compute_seconds"):
-            bags = _bags_of_gradient(part, grad)  # type: ignore[arg-type]
-            rows.device_rows.weight_grads(_lookup_args(part, rows), bags, _address(grad), _address(out))
-        return out.to(*kind)
+
+def pooled_backward(ctx: PooledCtx, grad: Tensor, reaches_rows: Callable[[], bool]) -> list[Tensor | None]:
+    """Update the rows by the gradient of the output; return the gradients of the weights.
+
+    ``reaches_rows``: whether the backward pass is for the rows, too."""
+    grad = readable_gradient(grad)
+    weight_grads = [_weight_grad(ctx, index, grad) for index in range(len(ctx.weighted))]
+    # without weights, autograd only comes here for the rows
+    if ctx.module is not None and (not weight_grads or reaches_rows()):
+        _update_or_keep(ctx.module, ctx.lookup, PooledGradients(grad, ctx.weights, ctx.argmaxes))
+    return weight_grads
+
+
+def _weight_grad(ctx: PooledCtx, index: int, grad: Tensor) -> Tensor | None:
+    part, weight, (rows, kind) = ctx.lookup.parts[index], ctx.weights[index], ctx.weighted[index]
+    if rows is None or weight is None:
+        return None
+    out = torch.empty_like(weight)
+    with part.group.stats.stage("compute_seconds"):
+        bags = _bags_of_gradient(part, grad)  # type: ignore[arg-type]
+        rows.device_rows.weight_grads(_lookup_args(part, rows), bags, _address(grad), _address(out))
+    return out.to(*kind)
 
 
 class SequenceFunction(torch.autograd.Function):
@@ -262,9 +268,14 @@ class SequenceFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: SequenceCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.saved_tensors
-        kept = [grad.to(torch.float32).contiguous() for grad in grads]
-        _update_or_keep(ctx.module, ctx.lookup, SequenceGradients(kept))
+        sequence_backward(ctx, grads)
         return (None, None, None)
+
+
+def sequence_backward(ctx: SequenceCtx, grads: Sequence[Tensor]) -> None:
+    """Update the rows by the gradients of the outputs, one per part."""
+    kept = [grad.to(torch.float32).contiguous() for grad in grads]
+    _update_or_keep(ctx.module, ctx.lookup, SequenceGradients(kept))
 
 
 def _update_or_keep(module: Updates, lookup: Lookup, gradients: Gradients) -> None:

@@ -46,6 +46,13 @@ class Part:
         pieces = [weights[begin:end] for begin, end in self.spans if begin < end] or [weights[:0]]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
+    def put_weights(self, own: Tensor, out: Tensor) -> None:
+        """Copy values of this part's positions to their places among the module's, ``out``."""
+        done = 0
+        for begin, end in self.spans:
+            out[begin:end] = own[done : done + end - begin]
+            done += end - begin
+
     def rounding(self, at: slice | NDArray[np.intp]) -> UpdateRounding | None:
         """Return how an update rounds the weights of these unique rows of the part."""
         layout = self.group.layout
