@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ def from_dataset(dataset: Dataset, batch_size: int) -> Trace:
         batches,
         None if dataset.num_train is None else -(-dataset.num_train // batch_size),
         tuple(table.num_embeddings for table in dataset.tables),
+        training=lambda: dataset.train(batch_size),
     )
 
 
@@ -129,11 +131,10 @@ def _endless(name: str) -> bool:
 
 def _first(trace: Trace, limit: int) -> Trace:
     known = limit if trace.num_batches is None else min(limit, trace.num_batches)
-    return Trace(
-        trace.name,
-        trace.tables,
-        lambda: islice(trace.batches(), limit),
-        known,
-        trace.num_embeddings,
-        trace.rate,
+    training = trace.training
+    return replace(
+        trace,
+        batches=lambda: islice(trace.batches(), limit),
+        num_batches=known,
+        training=None if training is None else lambda: islice(training(), limit),
     )
