@@ -51,7 +51,6 @@ class Trace:
             parts = [_keys(self.name, table, ids) for table, ids in segments if table in chosen]
             yield np.concatenate(parts) if parts else np.empty(0, np.uint64)
 
-
     def id_batches(self) -> Iterator[list[np.ndarray]]:
         """Yield the ids of each batch by table (int64, as ``key_batches`` has them), empty where a table has
         none."""
