@@ -135,7 +135,7 @@ def test_sizes_beyond_the_footprint_leave_compulsory_misses(tmp_path):
         (["--admission", "never"], "unknown admission filter"),
         (["--plot", "x.bmp"], "must end in"),
         (["--row-bytes", "0"], "must be positive"),
-        (["--depth", "-1"], "must not be negative"),
+        (["--depth", "-1"], "--depth is a number of batches of at least 0"),
     ],
 )
 def test_bad_options(options, message):
