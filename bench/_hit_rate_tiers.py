@@ -94,6 +94,21 @@ class TierOptions:
             TierConfig(policy=policy, **fields)
         return options
 
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row of the tables, on average."""
+        dims = self.dims if self.plan is None else [table.embedding_dim for table in self.plan.tables]
+        return round(sum(map(self.optimizer.row_bytes, dims)) / len(dims))
+
+    def budgets(self) -> list[tuple[str, int]]:
+        """Return name and bytes of the memory that a training would have: none of a plan, whose ranks have
+        their own, and none if it keeps all rows."""
+        config = TierConfig(**self.tiers)
+        if self.plan is not None or config.keeps_all:
+            return []
+        hbm, uvm = int(config.hbm), int(config.uvm)
+        return [("hbm now", hbm), *([("hbm and uvm now", hbm + uvm)] if uvm else [])]
+
     def online(self) -> list[Any]:
         """Return the policies that a training can have."""
         every = [cache_policies.get(name) for name in self.policies]

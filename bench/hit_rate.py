@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "miss ratios of eviction policies by cache size, on a trace"
 DEFAULT_POLICIES = "lookahead,lru,lfu,s3_fifo,w_tinylfu"
+ROW_BYTES = 272
 DEFAULT_SIZES = "1%,2%,5%,10%,20%,50%"
 
 
@@ -28,7 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_simulation(parser.add_argument_group("what to simulate"))
     _add_tiers(parser.add_argument_group("the tiers of a training (docs/how-to/cache_size.md)"))
     cost = parser.add_argument_group("cost")
-    cost.add_argument("--row-bytes", type=int, default=272, metavar="N", help="bytes per row (default: 272)")
+    cost.add_argument(
+        "--row-bytes",
+        type=int,
+        metavar="N",
+        help=f"bytes per row (default: {ROW_BYTES}; with --hbm: the tables')",
+    )
     cost.add_argument("--iops", type=float, metavar="X", help="random reads/s (default: measured here)")
     cost.add_argument("--io-dir", metavar="DIR", help="folder on the device to measure (default: temporary)")
     cost.add_argument(
@@ -107,7 +113,7 @@ def answer_all(args: argparse.Namespace) -> int:
     if args.plot:
         check(args.plot)
     if with_curves:
-        check_curve_options(args)
+        check_curve_options(args, ROW_BYTES if tiers is None else tiers.row_bytes)
     source = open_source(args)
     document: dict[str, Any] = {"source": source.name}
     if tiers is not None:
@@ -137,14 +143,16 @@ def answer_tiers(source: Trace, options: TierOptions) -> dict[str, Any]:
     return {"trainings": [tier_report.to_json(training, ranks) for training, ranks in pairs]}
 
 
-def check_curve_options(args: argparse.Namespace) -> None:
-    """Raise ConfigError or PolicyError for options of the curves that are wrong."""
+def check_curve_options(args: argparse.Namespace, row_bytes: int) -> None:
+    """Raise ConfigError or PolicyError for options of the curves that are wrong. ``row_bytes``: of rows, if
+    the options do not say."""
     from cache_policies import get_admission
 
     from ._hit_rate_answer import parse_depth, parse_sample, parse_sizes, parse_window
 
     chosen_policies(args.policies or DEFAULT_POLICIES)
     parse_sizes(args.sizes or DEFAULT_SIZES)
+    args.row_bytes = row_bytes if args.row_bytes is None else args.row_bytes
     if args.row_bytes < 1 or args.examples_per_s <= 0 or args.iops == 0:
         raise ConfigError("--row-bytes, --examples-per-s and --iops must be positive")
     if args.threads < 1:
@@ -192,7 +200,10 @@ def answer_curves(
 
         curves_file.write(planner_input(source, tables))
     if args.plot:
-        plot.draw(answer, args.plot, None if advice is None else advice.size_rows)
+        marks = [] if tiers is None else [plot.Mark(*budget) for budget in tiers.budgets()]
+        if advice:
+            marks.append(plot.Mark(f"recommended ({advice.policy})", advice.size_bytes))
+        plot.draw(answer, args.plot, marks)
     return report.to_json(answer, advice, tables)
 
 

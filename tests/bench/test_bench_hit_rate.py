@@ -15,8 +15,10 @@ from rich.table import Table
 
 from bench import hit_rate
 from bench._hit_rate_answer import measure_iops
+from bench._hit_rate_plot import byte_ticks
 from bench._hit_rate_report import fit
 from cache_policies import PolicyError, simulate
+from tierstore.config import format_bytes
 from tierstore.errors import ConfigError, TierStoreError
 from tierstore.trace import open_trace
 
@@ -91,6 +93,51 @@ def test_plots(tmp_path, suffix):
     if suffix == ".html":
         assert b"<svg" in content
         assert b"lookahead" in content or b"<path" in content
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (1 << 20, 1 << 22, [1 << 20, 1 << 21, 1 << 22]),
+        (1000, 9000, [1024, 2048, 4096, 8192]),
+        (1 << 10, 1 << 30, [1 << power for power in range(10, 31, 3)]),
+        (1 << 20, (1 << 27) + 1, [1 << power for power in range(20, 28)]),
+        (1100, 2047, [1100, 2047]),
+        (1500, 1500, [1500]),
+    ],
+)
+def test_ticks_in_bytes(low, high, ticks):
+    assert byte_ticks(low, high) == ticks
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="draws nothing without it")
+def test_a_plot_marks_the_budget_and_the_recommendation(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    shown: list[str] = []
+    draw = Axes.annotate
+    monkeypatch.setattr(
+        Axes, "annotate", lambda axes, text, *a, **k: shown.append(text) or draw(axes, text, *a, **k)
+    )
+    ticks = Axes.set_xticks
+    monkeypatch.setattr(
+        Axes, "set_xticks", lambda axes, at, labels: shown.append(labels) or ticks(axes, at, labels)
+    )
+    tiers = ["--hbm", "64KiB", "--uvm", "64KiB", "--dim", "8", "--policy", "lookahead"]
+    out = tmp_path / "r.json"
+    plot = ["--recommend", "--sizes", "5%,50%", "--plot", tmp_path / "p.svg", "--json", out]
+    assert run(*SOURCE, "--iops", "1e5", *tiers, *plot) == 0
+    advice = json.loads(out.read_text())["recommendation"]
+    assert json.loads(out.read_text())["row_bytes"] == 48  # of the tables: 8 columns and a float of state
+    labels, *marks = [one for one in shown if isinstance(one, list)] + [
+        one for one in shown if isinstance(one, str)
+    ]
+    assert all(label.endswith("KiB") for label in labels)
+    assert set(marks) >= {
+        "hbm now: 64 KiB",
+        "hbm and uvm now: 128 KiB",
+        f"recommended (lookahead): {format_bytes(advice['size_bytes'])}",
+    }
 
 
 def test_samples_say_so(capsys):
