@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_simulation(group: argparse._ArgumentGroup) -> None:
+def _add_simulation(group: Any) -> None:
     group.add_argument(
         "--policies",
         "--policy",
@@ -76,7 +76,7 @@ def _add_simulation(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_tiers(group: argparse._ArgumentGroup) -> None:
+def _add_tiers(group: Any) -> None:
     group.add_argument("--hbm", metavar="SIZE", help="fast memory, such as 64MiB, or all: simulate the tiers")
     group.add_argument("--uvm", metavar="SIZE", help="host memory under hbm (default: 0)")
     group.add_argument("--ssd", metavar="SIZE", help="0 for no store under them (default: auto)")
