@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from tierstore import optim
 from tierstore.cache.keys_only import KeysEngine
 from tierstore.cache.tiers.sizes import as_policy
 from tierstore.config import TierConfig
+from tierstore.data.dataset import Batch
 from tierstore.errors import ConfigError
 from tierstore.modules.features import PooledFeatures
 from tierstore.modules.local_lookups import LocalPooling
@@ -172,9 +172,8 @@ def _sizes_of(plan: ShardingPlan, source: Trace) -> list[tuple[int, int]]:
 def simulate_tiers(source: Trace, tables: Training, step: Callable[[int], object]) -> list[Stats]:
     """Return, for every rank, what ``stats()`` of a training on the batches of ``source`` returns.
 
-    With a plan of n ranks, rank r gets batches r, r + n, r + 2n and so on; batches that are left over at the
-    end are left out. ``step`` is called with the number of batches so far. Raises ``ConfigError`` for budgets
-    that are too small, and for a plan of other tables.
+    With a plan the ranks share the examples of each batch. ``step`` is called with the number of batches so
+    far. Raises ``ConfigError`` for budgets that are too small, and for a plan of other tables.
     """
     if source.rate < 1:
         raise ConfigError(
@@ -213,9 +212,8 @@ def _simulate_ranks(
             modules.append(module)
 
         def work(rank: int) -> None:
-            batches = _of_rank(_batches(source), rank, plan.world_size)
-            every = plan.world_size
-            told = (lambda done: step(done * every)) if rank == 0 else (lambda done: None)
+            batches = (part_of(batch, rank, plan.world_size) for batch in _batches(source))
+            told = step if rank == 0 else (lambda done: None)
             stats[rank] = _train(modules[rank], batches, told)
 
         run_ranks(plan.world_size, work, ranks)
@@ -240,9 +238,21 @@ def _batches(source: Trace) -> Iterator[Any]:
         yield KeyedJaggedTensor(list(source.tables), torch.from_numpy(np.concatenate(ids)), lengths=lengths)
 
 
-def _of_rank(batches: Iterator[Any], rank: int, world_size: int) -> Iterator[Any]:
-    while len(step := list(islice(batches, world_size))) == world_size:
-        yield step[rank]
+def part_of(batch: Any, rank: int, world_size: int) -> Any:
+    """Return a rank's share of a batch: consecutive examples, or of ids alone consecutive ids."""
+    if isinstance(batch, KeyedJaggedTensor):
+        parts = [batch[key].values().tensor_split(world_size)[rank] for key in batch.keys()]  # noqa: SIM118
+        lengths = torch.tensor([len(part) for part in parts])
+        return KeyedJaggedTensor(batch.keys(), torch.cat(parts), lengths=lengths)
+    at = torch.arange(len(batch)).tensor_split(world_size)[rank]
+    ids, counts = [], []
+    for key in batch.sparse.keys():  # noqa: SIM118
+        lengths, offsets = batch.sparse[key].lengths(), batch.sparse[key].offsets()
+        first, end = (int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0)
+        ids.append(batch.sparse[key].values()[offsets[first] : offsets[end]])
+        counts.append(lengths[first:end])
+    sparse = KeyedJaggedTensor(batch.sparse.keys(), torch.cat(ids), lengths=torch.cat(counts), stride=len(at))
+    return Batch(batch.dense[at], sparse, batch.labels[at])
 
 
 def table_rows(source: Trace) -> list[int]:

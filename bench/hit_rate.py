@@ -114,6 +114,8 @@ def answer_all(args: argparse.Namespace) -> int:
         check(args.plot)
     if with_curves:
         check_curve_options(args, ROW_BYTES if tiers is None else tiers.row_bytes)
+    if tiers is not None and tiers.plan is not None:
+        args.batch_size *= tiers.plan.world_size
     source = open_source(args)
     document: dict[str, Any] = {"source": source.name}
     if tiers is not None:

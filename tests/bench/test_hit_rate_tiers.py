@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import tierstore
 from bench import hit_rate
-from bench._hit_rate_tiers import Stats, Training, simulate_tiers, table_rows
+from bench._hit_rate_tiers import Stats, Training, part_of, simulate_tiers, table_rows
 from cache_policies import PolicyError
 from tests.sharding.ranks import run as run_ranks
 from tierstore import EmbeddingBagConfig, TableOverride, TierConfig, optim
@@ -215,7 +215,7 @@ def rank_trains(plan_file: Path, fields: dict[str, Any], folder: Path) -> None:
     module = ShardedEmbeddingBagCollection(tables, plan, env, options=options)
     trace = source(tables=len(tables))
     assert trace.training is not None
-    batches = [b for n, b in enumerate(trace.training()) if n % env.world_size == env.rank]
+    batches = [part_of(batch, env.rank, env.world_size) for batch in trace.training()]
     for batch in tierstore.prefetch(batches, module):
         module(batch.sparse).values().sum().backward()
     Path(folder, f"{env.rank}.json").write_text(json.dumps(counted(module.stats())))
@@ -274,7 +274,7 @@ def test_a_rank_that_fails_ends_all_ranks():
     tables = configs((8, 8))
     plan = construct_plan(tables, {t.name: table_wise(n) for n, t in enumerate(tables)}, 2)
     ids = np.zeros(400, np.int64)
-    ids[150] = ROWS
+    ids[350] = ROWS
     trace = open_trace_of({"t0": ids, "t1": ids}, 50)
     with pytest.raises(InputError, match="id 4000 at position 0 is out of range") as raised:
         simulate_tiers(trace, Training(tables, RANK_CONFIG, optim.SGD(lr=0.1), plan), lambda batches: None)
@@ -329,7 +329,7 @@ def test_ranks_of_a_plan_by_the_command(tmp_path, capsys):
     own = ["--plan", tmp_path / "plan.json", "--hbm", "64KiB", "--json", tmp_path / "s.json"]
     assert run("synthetic:zipf:1.05", *SMALL, "--batches", 21, *own) == 0
     (training,) = json.loads((tmp_path / "s.json").read_text())["trainings"]
-    assert [rank["lookups"] for rank in training["ranks"]] == [20, 10]  # row layouts of a rank × 10 steps
+    assert [rank["lookups"] for rank in training["ranks"]] == [42, 21]  # row layouts of a rank × 21 steps
     assert "2 ranks with the plan's bytes" in capsys.readouterr().out
 
 
