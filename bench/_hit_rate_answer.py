@@ -89,7 +89,7 @@ def simulate_one(
         [policy],
         sizes,
         rate=rate,
-        depth=args.depth,
+        depth=parse_depth(args.depth),
         window=parse_window(args.window),
         on_demand=1,  # as in training, where a prefetch learns from the first batch
         admission=args.admission if policy != "belady" else "always",
@@ -135,6 +135,15 @@ def parse_sizes(text: str) -> list[Size]:
             raise ConfigError(f"--sizes: {part!r} is no size; write 1% of the rows used, 500 rows, or 64MiB")
         sizes.append(size)
     return sizes
+
+
+def parse_depth(text: str | None) -> int:
+    """Return the depth of simulated curves, which is a number; 0 if it is not given, or automatic."""
+    if text in (None, "auto"):
+        return 0
+    if not text.isdecimal():
+        raise ConfigError(f"--depth is a number of batches of at least 0, or auto with --hbm, not {text!r}")
+    return int(text)
 
 
 def parse_window(text: str) -> int | str:

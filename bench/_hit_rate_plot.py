@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tierstore.config import format_bytes
 from tierstore.errors import ConfigError
@@ -16,6 +21,7 @@ _FORMATS = (".png", ".svg", ".pdf", ".html")
 # Okabe and Ito's colours, which colour-blind readers can tell apart, and a marker each for print in grey.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vPX<>*"
+_TICKS = 8
 
 
 def check(path: Path) -> None:
@@ -28,47 +34,91 @@ def check(path: Path) -> None:
         raise ConfigError("--plot needs the package matplotlib (pip install tierstore[plot])") from error
 
 
-def draw(answer: Answer, path: Path, marked_rows: int | None) -> None:
-    """Draw capacity misses per unique row by size, with Belady's bound shaded; mark ``marked_rows``."""
+@dataclass(frozen=True)
+class Mark:
+    """A size in bytes that the picture points out."""
+
+    text: str
+    bytes: int
+
+
+def draw(answer: Answer, path: Path, marks: Sequence[Mark]) -> None:
+    """Draw capacity misses per unique row by bytes of memory, with Belady's bound shaded, and ``marks``."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import NullLocator, PercentFormatter
 
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
     try:
         _curves(axes, answer)
-        if marked_rows is not None:
-            axes.axvline(marked_rows, color="0.3", linestyle="--", linewidth=1)
-            size = format_bytes(marked_rows * answer.row_bytes)
-            axes.annotate(
-                f"{size} of rows", (marked_rows, 1), (3, -3), xycoords=("data", "axes fraction"),
-                textcoords="offset points", rotation=90, va="top", fontsize=8, color="0.3",
-            )  # fmt: skip
-        axes.set(xscale="log", xlabel="cache size (rows)", ylabel="capacity misses per unique row of a batch")
+        for number, mark in enumerate(sorted(marks, key=lambda mark: mark.bytes)):
+            _draw_mark(axes, mark, number)
+        axes.set_xscale("log", base=2)
+        sizes = [*answer.size_bytes.values(), *_belady_bytes(answer), *(mark.bytes for mark in marks)]
+        axes.set_xlim(min(sizes) / 1.15, max(sizes) * 1.15)
+        ticks = byte_ticks(min(sizes), max(sizes))
+        axes.set_xticks(ticks, [format_bytes(tick) for tick in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set(xlabel="memory of the cache", ylabel="distinct rows of a batch that are read back")
         axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=8)
         axes.set_title(answer.source, fontsize=10)
-        footprint = answer.trace.footprint
-        top = axes.secondary_xaxis("top", (lambda x: 100 * x / footprint, lambda x: x * footprint / 100))
-        top.set_xlabel("of the rows used", fontsize=8)
-        top.xaxis.set_major_formatter("{x:g}%")
+        _rows_on_top(axes, answer)
         _save(figure, path)
     finally:
         pyplot.close(figure)
 
 
+def byte_ticks(low: int, high: int) -> list[int]:
+    """Return powers of two from ``low`` to ``high``, at most ``_TICKS``; both ends where there is none."""
+    first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
+    step = max(1, math.ceil((last - first + 1) / _TICKS))
+    ticks = [1 << power for power in range(first, last + 1, step)]
+    return ticks if len(ticks) > 1 else sorted({low, high})
+
+
+def _draw_mark(axes: Any, mark: Mark, number: int) -> None:
+    """Draw a line with its text, at another height than the line before it."""
+    axes.axvline(mark.bytes, color="0.3", linestyle=("--", ":", "-.")[number % 3], linewidth=1.2)
+    axes.annotate(
+        f"{mark.text}: {format_bytes(mark.bytes)}", (mark.bytes, 0.97 - 0.45 * (number % 2)), (-3, 0),
+        xycoords=("data", "axes fraction"), textcoords="offset points", rotation=90, va="top", ha="right",
+        fontsize=8, color="0.2",
+    )  # fmt: skip
+
+
+def _rows_on_top(axes: Any, answer: Answer) -> None:
+    """Draw a second axis of the share of the rows used, which are a little less than the bytes."""
+    each = float(np.median([size / rows for (_, rows), size in answer.size_bytes.items()]))
+    used = answer.trace.footprint * each / 100
+    top = axes.secondary_xaxis("top", (lambda size: size / used, lambda share: share * used))
+    top.set_xlabel("share of the rows used", fontsize=8)
+    top.xaxis.set_major_formatter("{x:g}%")
+
+
+def _belady_bytes(answer: Answer) -> list[int]:
+    """Return the bytes at which the bound is drawn: those of the smallest policy with as many rows."""
+    return [
+        min(size for (_, rows), size in answer.size_bytes.items() if rows == bound)
+        for bound in sorted(answer.belady)
+    ]
+
+
 def _curves(axes: Any, answer: Answer) -> None:
-    sizes = sorted(answer.belady)
-    bound = [answer.belady[size].capacity_miss_ratio for size in sizes]
+    bound = [answer.belady[size].capacity_miss_ratio for size in sorted(answer.belady)]
+    pairs = sorted(zip(_belady_bytes(answer), bound, strict=True))
+    sizes, bound = [size for size, _ in pairs], [ratio for _, ratio in pairs]
     axes.fill_between(sizes, bound, color="0.88", label="out of reach (Belady)", linewidth=0)
     axes.plot(sizes, bound, color="0.6", linewidth=1)
     names = list(dict.fromkeys(point.policy for point in answer.points))
     for i, name in enumerate(names):
         points = sorted((p for p in answer.points if p.policy == name), key=lambda p: p.size_rows)
         axes.plot(
-            [p.size_rows for p in points],
+            [answer.size_bytes[name, p.size_rows] for p in points],
             [p.capacity_miss_ratio for p in points],
             color=_COLOURS[i % len(_COLOURS)],
             marker=_MARKERS[i % len(_MARKERS)],

@@ -14,38 +14,27 @@ from tierstore.trace.options import add_source, open_source
 
 if TYPE_CHECKING:
     from cache_policies import Policy, PreparedTrace
+    from tierstore.trace import Trace
+
+    from ._hit_rate_tiers import TierOptions
 
 SUMMARY = "miss ratios of eviction policies by cache size, on a trace"
 DEFAULT_POLICIES = "lookahead,lru,lfu,s3_fifo,w_tinylfu"
+ROW_BYTES = 272
 DEFAULT_SIZES = "1%,2%,5%,10%,20%,50%"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
-    what = parser.add_argument_group("what to simulate")
-    what.add_argument(
-        "--policies", default=DEFAULT_POLICIES, metavar="A,B", help=f"or all ({DEFAULT_POLICIES})"
-    )
-    what.add_argument(
-        "--sizes",
-        default=DEFAULT_SIZES,
-        metavar="S,S",
-        help=f"such as 1% of the rows used, 500 (rows), 64MiB ({DEFAULT_SIZES})".replace("%", "%%"),
-    )
-    what.add_argument("--window", default="auto", metavar="N", help="batches known ahead (default: auto)")
-    what.add_argument("--depth", type=int, default=0, metavar="N", help="batches in flight (default: 0)")
-    what.add_argument("--admission", default="always", metavar="NAME", help="always, counter(n) or bloom(n)")
-    what.add_argument(
-        "--sample",
-        default="auto",
-        metavar="R",
-        help="share of the rows, or exact (default: exact if quick enough)",
-    )
-    what.add_argument(
-        "--threads", type=int, default=2, metavar="N", help="simulations at a time (default: 2)"
-    )
+    _add_simulation(parser.add_argument_group("what to simulate"))
+    _add_tiers(parser.add_argument_group("the tiers of a training (docs/how-to/cache_size.md)"))
     cost = parser.add_argument_group("cost")
-    cost.add_argument("--row-bytes", type=int, default=272, metavar="N", help="bytes per row (default: 272)")
+    cost.add_argument(
+        "--row-bytes",
+        type=int,
+        metavar="N",
+        help=f"bytes per row (default: {ROW_BYTES}; with --hbm: the tables')",
+    )
     cost.add_argument("--iops", type=float, metavar="X", help="random reads/s (default: measured here)")
     cost.add_argument("--io-dir", metavar="DIR", help="folder on the device to measure (default: temporary)")
     cost.add_argument(
@@ -61,6 +50,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_simulation(group: Any) -> None:
+    group.add_argument(
+        "--policies",
+        "--policy",
+        metavar="A,B",
+        help=f"names, or module:Class of your own, or all ({DEFAULT_POLICIES}; with --hbm: lookahead)",
+    )
+    group.add_argument(
+        "--sizes",
+        metavar="S,S",
+        help=f"such as 1% of the rows used, 500 (rows), 64MiB ({DEFAULT_SIZES})".replace("%", "%%"),
+    )
+    group.add_argument("--window", default="auto", metavar="N", help="batches known ahead (default: auto)")
+    group.add_argument("--depth", metavar="N", help="batches in flight (default: 0; with --hbm: auto)")
+    group.add_argument("--admission", default="always", metavar="NAME", help="always, counter(n) or bloom(n)")
+    group.add_argument(
+        "--sample",
+        default="auto",
+        metavar="R",
+        help="share of the rows, or exact (default: exact if quick enough)",
+    )
+    group.add_argument(
+        "--threads", type=int, default=2, metavar="N", help="simulations at a time (default: 2)"
+    )
+
+
+def _add_tiers(group: Any) -> None:
+    group.add_argument("--hbm", metavar="SIZE", help="fast memory, such as 64MiB, or all: simulate the tiers")
+    group.add_argument("--uvm", metavar="SIZE", help="host memory under hbm (default: 0)")
+    group.add_argument("--ssd", metavar="SIZE", help="0 for no store under them (default: auto)")
+    group.add_argument(
+        "--plan", type=Path, metavar="JSON", help="a sharding plan: simulate every rank, with its bytes"
+    )
+    group.add_argument("--dim", metavar="D,D", help="embedding dimension, or one of each table (default: 32)")
+    group.add_argument("--optimizer", metavar="NAME", help="of the rows (default: rowwise-adagrad)")
+    group.add_argument("--read-ahead", metavar="SIZE", help="memory for rows read ahead (default: auto)")
+    for tier in ("ssd", "uvm"):
+        group.add_argument(f"--{tier}-dtype", metavar="NAME", help=f"of weights in {tier} (default: fp32)")
+    group.add_argument("--state-dtype", metavar="NAME", help="of optimizer state there (default: fp32)")
+
+
 def run(args: argparse.Namespace) -> int:
     from cache_policies import PolicyError
 
@@ -71,26 +101,84 @@ def run(args: argparse.Namespace) -> int:
 
 
 def answer_all(args: argparse.Namespace) -> int:
-    from cache_policies import get_admission, prepare
+    from ._hit_rate_plot import check
+    from ._hit_rate_tiers import TierOptions
 
-    from . import _hit_rate_plot as plot
-    from . import _hit_rate_report as report
-    from ._hit_rate_answer import parse_sample, parse_sizes, parse_window, simulate_all
-
-    policies = chosen_policies(args.policies)
-    sizes = parse_sizes(args.sizes)
+    tiers = TierOptions.of(args)
+    with_curves = tiers is None or any(
+        (args.sizes, args.plot, args.recommend, args.per_table, args.save_curves)
+    )
     json_file = JsonFile(args.json) if args.json else None
     curves_file = JsonFile(args.save_curves, "--save-curves") if args.save_curves else None
     if args.plot:
-        plot.check(args.plot)
+        check(args.plot)
+    if with_curves:
+        check_curve_options(args, ROW_BYTES if tiers is None else tiers.row_bytes)
+    if tiers is not None and tiers.plan is not None:
+        args.batch_size *= tiers.plan.world_size
+    source = open_source(args)
+    document: dict[str, Any] = {"source": source.name}
+    if tiers is not None:
+        document |= answer_tiers(source, tiers)
+    if with_curves:
+        document |= answer_curves(args, source, curves_file, tiers)
+    if json_file:
+        json_file.write(document)
+    return 0
+
+
+def answer_tiers(source: Trace, options: TierOptions) -> dict[str, Any]:
+    """Simulate the tiers of a training with each policy, print hits and misses, and return them."""
+    from . import _hit_rate_report as report
+    from . import _hit_rate_tier_report as tier_report
+    from ._hit_rate_tiers import simulate_tiers
+
+    with report.progress() as bars:
+        trainings = options.trainings(source)
+        found = [
+            simulate_tiers(source, training, bars(f"simulating {training.policy}", source.num_batches))
+            for training in trainings
+        ]
+    for training, ranks in zip(trainings, found, strict=True):
+        tier_report.show(source, training, ranks)
+    pairs = zip(trainings, found, strict=True)
+    return {"trainings": [tier_report.to_json(training, ranks) for training, ranks in pairs]}
+
+
+def check_curve_options(args: argparse.Namespace, row_bytes: int) -> None:
+    """Raise ConfigError or PolicyError for options of the curves that are wrong. ``row_bytes``: of rows, if
+    the options do not say."""
+    from cache_policies import get_admission
+
+    from ._hit_rate_answer import parse_depth, parse_sample, parse_sizes, parse_window
+
+    chosen_policies(args.policies or DEFAULT_POLICIES)
+    parse_sizes(args.sizes or DEFAULT_SIZES)
+    args.row_bytes = row_bytes if args.row_bytes is None else args.row_bytes
     if args.row_bytes < 1 or args.examples_per_s <= 0 or args.iops == 0:
         raise ConfigError("--row-bytes, --examples-per-s and --iops must be positive")
-    if args.depth < 0 or args.threads < 1:
-        raise ConfigError("--depth must not be negative, and --threads at least 1")
+    if args.threads < 1:
+        raise ConfigError("--threads must be at least 1")
+    parse_depth(args.depth)
     parse_window(args.window)
     parse_sample(args.sample)
     get_admission(args.admission)
-    source = open_source(args)
+
+
+def answer_curves(
+    args: argparse.Namespace, source: Trace, curves_file: JsonFile | None, tiers: TierOptions | None
+) -> dict[str, Any]:
+    """Simulate policies by cache size, print and draw their misses, and return them."""
+    from cache_policies import prepare
+
+    from . import _hit_rate_plot as plot
+    from . import _hit_rate_report as report
+    from ._hit_rate_answer import parse_sizes, simulate_all
+
+    policies, sizes = (
+        chosen_policies(args.policies or DEFAULT_POLICIES),
+        parse_sizes(args.sizes or DEFAULT_SIZES),
+    )
     with report.progress() as bars:
         step = bars("reading", source.num_batches)
         prepared = prepare(counted(source.key_batches(), step))
@@ -109,22 +197,23 @@ def answer_all(args: argparse.Namespace) -> int:
         report.show_tables(tables, sizes, prepared)
     if advice:
         print(advice.text)
-    if json_file:
-        json_file.write(report.to_json(answer, advice, tables))
     if curves_file and tables:
         from tierstore.trace import planner_input
 
         curves_file.write(planner_input(source, tables))
     if args.plot:
-        plot.draw(answer, args.plot, None if advice is None else advice.size_rows)
-    return 0
+        marks = [] if tiers is None else [plot.Mark(*budget) for budget in tiers.budgets()]
+        if advice:
+            marks.append(plot.Mark(f"recommended ({advice.policy})", advice.size_bytes))
+        plot.draw(answer, args.plot, marks)
+    return report.to_json(answer, advice, tables)
 
 
 def chosen_policies(text: str) -> list[Policy]:
     """Return online policies by name; Belady's optimum is simulated in any case."""
     import cache_policies
 
-    names = cache_policies.names() if text == "all" else [name.strip() for name in text.split(",")]
+    names = cache_policies.names() if text == "all" else text.replace(" ", "").split(",")
     policies = [policy for policy in map(cache_policies.get, dict.fromkeys(names)) if not policy.offline]
     if not policies:
         raise ConfigError(

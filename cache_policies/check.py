@@ -12,21 +12,25 @@ from typing import Any
 import numpy as np
 
 from cache_policies import registry
+from cache_policies.checked import CheckedHooks
 from cache_policies.errors import PolicyError
 from cache_policies.policy import UNKNOWN, Policy
 
+_CAPACITIES = (1, 2, 7, 100)
 #: Plans from now until a use; None if the use is not known.
 Deltas = Sequence[int | None]
 
 
 class PlanDriver:
-    """A cache of ``capacity`` slots around one compiled policy; every broken promise raises
-    ``PolicyError``.
+    """A cache of ``capacity`` slots around one policy, compiled unless ``hooks`` are given; every broken
+    promise raises ``PolicyError``.
     """
 
-    def __init__(self, policy: str | Policy | type[Policy], capacity: int) -> None:
+    def __init__(
+        self, policy: str | Policy | type[Policy], capacity: int, hooks: CheckedHooks | None = None
+    ) -> None:
         self.policy = registry.get(policy)
-        self.hooks = self.policy.compile(capacity)
+        self.hooks: Any = self.policy.compile(capacity) if hooks is None else hooks.begin(capacity)
         self.last_use = np.full(capacity, -1, np.int64)
         self.row_in: dict[int, int] = {}  # slot → key
         self.free = list(range(capacity))
@@ -46,14 +50,22 @@ class PlanDriver:
         """Return the keys that the policy does not refuse a slot."""
         admitted = np.ones(len(keys), np.uint8)
         self.hooks.admit(np.array(keys, np.uint64), self.now, admitted)
+        self._require(bool((admitted <= 1).all()), "admit set admitted to a number that is neither 0 nor 1")
         return [key for key, taken in zip(keys, admitted, strict=True) if taken]
 
     def evict(self, n: int, pinned_since: int) -> list[int]:
         victims = self.hooks.evict(n, self.last_use, pinned_since).tolist()
         evictable = [slot for slot in self.row_in if self.last_use[slot] < pinned_since]
-        self._require(len(set(victims)) == len(victims), "evict returned a slot twice")
-        self._require(set(victims) <= set(self.row_in), "evict returned an empty slot")
-        self._require(set(victims) <= set(evictable), "evict returned a pinned slot")
+        twice = [slot for slot in victims if victims.count(slot) > 1]
+        self._require(not twice, f"evict returned a slot twice: {twice[:1]}")
+        beyond = [slot for slot in victims if not 0 <= slot < self.last_use.size]
+        self._require(
+            not beyond, f"evict returned slot {beyond[:1]}, but slots are 0 to {self.last_use.size - 1}"
+        )
+        empty = [slot for slot in victims if slot not in self.row_in]
+        self._require(not empty, f"evict returned an empty slot: {empty[:1]}")
+        pinned = [slot for slot in victims if self.last_use[slot] >= pinned_since]
+        self._require(not pinned, f"evict returned a pinned slot: {pinned[:1]}")
         self._require(
             len(victims) == min(n, len(evictable)),
             f"evict returned {len(victims)} of {n} slots, but {len(evictable)} were not pinned",
@@ -121,10 +133,21 @@ class PlanDriver:
 def check(policy: str | Policy | type[Policy], plans: int = 300, seed: int = 0) -> None:
     """Run ``plans`` random plans at several capacities; ``PolicyError`` says what a policy does wrong, if
     anything.
+
+    The plans run twice: on hooks whose every index is checked, so that no hook writes out of bounds, and then
+    on the hooks that training runs.
     """
+    chosen = registry.get(policy)
+    chosen.check_complete()
+    hooks = CheckedHooks(chosen)
+    for checked in (hooks, None):
+        _run_plans(chosen, plans, seed, checked)
+
+
+def _run_plans(policy: Policy, plans: int, seed: int, hooks: CheckedHooks | None) -> None:
     rng = np.random.default_rng(seed)
-    for capacity in (1, 2, 7, 100):
-        driver = PlanDriver(policy, capacity)
+    for capacity in _CAPACITIES:
+        driver = PlanDriver(policy, capacity, hooks)
         for _ in range(plans):
             size = int(rng.integers(1, capacity + 1))
             keys = (rng.random(size) ** 2 * 3 * capacity).astype(int).tolist()

@@ -23,6 +23,7 @@ UNKNOWN = np.iinfo(np.int64).max
 # Slots of the arrays that are measured: arrays of tens of MiB, once freed, would raise the size from which
 # glibc's malloc maps blocks on their own, for the whole process.
 _MEASURED = 1 << 17
+_REQUIRED = ("state", "insert", "remove", "evict")
 _MAX_CAPACITY = 2**31 - 2**18  # slots and list sentinels are int32
 
 
@@ -92,6 +93,19 @@ class Policy(Hooked):
     def hook_names(cls) -> list[str]:
         optional = [] if cls.admit is Policy.admit else ["admit"]
         return ["touch", "insert", "announce", "remove", "evict", *optional]
+
+    @classmethod
+    def check_complete(cls) -> None:
+        """Raise PolicyError unless the class has a name, and everything that a policy must define."""
+        if not cls.name:
+            raise PolicyError(f"{cls.__name__}.name is empty; name the policy")
+        missing = [name for name in _REQUIRED if getattr(cls, name) is getattr(Policy, name)]
+        if cls.uses_window and cls.announce is Policy.announce:
+            missing.append("announce")
+        if missing:
+            raise PolicyError(
+                f"policy {cls.name!r} defines no {', no '.join(missing)}; docs/how-to/policy.md has the hooks"
+            )
 
     @staticmethod
     def touch(s: Any, slots: Any, keys: Any, next_use: Any, now: Any) -> None:

@@ -144,7 +144,8 @@ class TierConfig:
       rows. Give all of them whenever the store is opened; one more folder adds a device. ``ssd`` caps them
       together.
     - ``engine``: the row store, one of :data:`ENGINE_NAMES`.
-    - ``policy``: which rows leave a memory tier: a name of ``cache_policies`` or a policy object.
+    - ``policy``: which rows leave a memory tier: a name of ``cache_policies``, "module:Class" or a policy
+      object.
     - ``admission``: which missed rows get a slot in ``hbm`` at all: "always", "counter(n)", "bloom(n)" or an
       admission filter of ``cache_policies``. Other rows use transient overflow slots and are written through.
     - ``depth``: batches that are fetched ahead, 0 to 64, or "auto".
@@ -381,9 +382,10 @@ class TierConfig:
             return
         import cache_policies  # here, since it brings numba along
 
-        known = cache_policies.names()
-        if self.policy not in known:
-            raise ConfigError(f"unknown policy {self.policy!r}; known policies: {', '.join(known)}")
+        try:
+            cache_policies.get(self.policy)
+        except cache_policies.PolicyError as error:
+            raise ConfigError(str(error)) from error
 
     def _normalise_count(self, name: str, maximum: int | None) -> None:
         value = getattr(self, name)

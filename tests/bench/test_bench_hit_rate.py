@@ -15,8 +15,10 @@ from rich.table import Table
 
 from bench import hit_rate
 from bench._hit_rate_answer import measure_iops
+from bench._hit_rate_plot import byte_ticks
 from bench._hit_rate_report import fit
 from cache_policies import PolicyError, simulate
+from tierstore.config import format_bytes
 from tierstore.errors import ConfigError, TierStoreError
 from tierstore.trace import open_trace
 
@@ -93,6 +95,39 @@ def test_plots(tmp_path, suffix):
         assert b"lookahead" in content or b"<path" in content
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (1 << 20, 1 << 22, [1 << 20, 1 << 21, 1 << 22]),
+        (1000, 9000, [1024, 2048, 4096, 8192]),
+        (1 << 10, 1 << 30, [1 << power for power in range(10, 31, 3)]),
+        (1 << 20, (1 << 27) + 1, [1 << power for power in range(20, 28)]),
+        (1100, 2047, [1100, 2047]),
+        (1500, 1500, [1500]),
+    ],
+)
+def test_ticks_in_bytes(low, high, ticks):
+    assert byte_ticks(low, high) == ticks
+
+
+if importlib.util.find_spec("matplotlib"):
+
+    def test_a_plot_marks_the_budget_and_the_recommendation(tmp_path):
+        import matplotlib
+
+        tiers = ["--hbm", "64KiB", "--uvm", "64KiB", "--dim", "8", "--policy", "lookahead"]
+        files = ["--plot", tmp_path / "p.svg", "--json", tmp_path / "r.json"]
+        with matplotlib.rc_context({"svg.fonttype": "none"}):
+            assert run(*SOURCE, "--iops", "1e5", *tiers, "--recommend", "--sizes", "5%,50%", *files) == 0
+        document = json.loads((tmp_path / "r.json").read_text())
+        advice = format_bytes(document["recommendation"]["size_bytes"])
+        assert document["row_bytes"] == 48  # of the tables: 8 columns and a float of state
+        picture = (tmp_path / "p.svg").read_text()
+        for text in ("hbm now: 64 KiB", "hbm and uvm now: 128 KiB", f"recommended (lookahead): {advice}"):
+            assert f">{text}<" in picture
+        assert ">64 KiB<" in picture  # a tick
+
+
 def test_samples_say_so(capsys):
     assert run(*SOURCE, *FAST, "--sample", "0.5", "--sizes", "10%") == 0
     found = re.search(r"estimated from (\d+\.\d+)% of the rows", capsys.readouterr().out)
@@ -135,7 +170,7 @@ def test_sizes_beyond_the_footprint_leave_compulsory_misses(tmp_path):
         (["--admission", "never"], "unknown admission filter"),
         (["--plot", "x.bmp"], "must end in"),
         (["--row-bytes", "0"], "must be positive"),
-        (["--depth", "-1"], "must not be negative"),
+        (["--depth", "-1"], "--depth is a number of batches of at least 0"),
     ],
 )
 def test_bad_options(options, message):

@@ -23,7 +23,7 @@ def check_checkpoint(names: Names) -> None:
 def check_policy(names: Names) -> None:
     """Find the policy of the page short and better than LRU, and all hooks named."""
     page = ROOT / "docs/how-to/policy.md"
-    slru, trace = names["Slru"], names["trace"]
+    slru, trace = "slru:Slru", names["trace"]
     first = next(block.text for block in blocks_of(page) if block.language == "python")
     assert len([line for line in first.splitlines() if line.strip()]) <= 65
     misses = {policy: simulate(trace, policy, 10_000).misses for policy in (slru, "lru", "belady")}

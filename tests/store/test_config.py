@@ -103,7 +103,7 @@ def test_everything_in_memory_has_no_tier_below():
         ({"read_ahead": True}, "read_ahead is True; write bytes"),
         ({"read_ahead": 1.5}, "read_ahead is 1.5; write bytes"),
         ({"policy": 3}, "compile"),
-        ({"policy": "clairvoyant"}, "known policies: lookahead, lru, lfu"),
+        ({"policy": "clairvoyant"}, "known: lookahead, lru, lfu"),
         ({"tables": {"t": 1}}, "TableOverride"),
         ({"tables": [1]}, "map table names"),
     ],

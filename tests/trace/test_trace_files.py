@@ -79,9 +79,9 @@ def test_columns_are_tables(tmp_path):
     np.save(tmp_path / "a.npy", columns)
     np.savez(tmp_path / "a.npz", a=columns[:, 0], b=columns[:, 1].astype(np.int8))
     (tmp_path / "a.csv").write_text("a,b\n1,2\n3,4\n1,6\n")
-    for name in ("a.npy", "a.npz", "a.csv"):
-        assert keys_of(tmp_path / name, 2) == expected
-    assert open_trace(tmp_path / "a.csv").tables == ("a", "b")
+    for name, options in (("a.npy", {}), ("a.npz", {}), ("a.csv", {"columns": ["all"]})):
+        assert keys_of(tmp_path / name, 2, **options) == expected
+    assert open_trace(tmp_path / "a.csv", columns=["a", "b"]).tables == ("a", "b")
     assert keys_of(tmp_path / "a.csv", 5, columns=["b"]) == [[2, 4, 6]]
 
 
@@ -103,7 +103,7 @@ def test_pages_of_a_mapped_file_are_given_back_while_it_is_read(tmp_path):
 
 def test_words_in_csv_are_numbered_by_first_occurrence(tmp_path):
     (tmp_path / "a.csv").write_text('who,what\nann,"x,y"\nbob,\nann,z\n')
-    assert keys_of(tmp_path / "a.csv", 3) == [[0, 1, 0, *make_keys(1, [0, 1, 2])]]
+    assert keys_of(tmp_path / "a.csv", 3, columns=["who", "what"]) == [[0, 1, 0, *make_keys(1, [0, 1, 2])]]
 
 
 def write_meta(path, compress=False):
@@ -149,7 +149,7 @@ if importlib.util.find_spec("pyarrow"):
         expected = [[1, 2, *b[:2], *c[:2]], [3, b[2], c[2]]]
         assert keys_of(tmp_path / "a.parquet", 2, columns=["a", "b", "c"]) == expected
         with pytest.raises(InputError, match="column d is double"):
-            keys_of(tmp_path / "a.parquet")
+            keys_of(tmp_path / "a.parquet", columns=["all"])
 
 else:
 
@@ -236,5 +236,5 @@ def test_columns_must_exist(tmp_path):
     with pytest.raises(ConfigError, match="no column 'c'"):
         open_trace(tmp_path / "a.csv", columns=["c"])
     np.save(tmp_path / "a.npy", IDS)
-    with pytest.raises(ConfigError, match=r"in .csv and .parquet"):
+    with pytest.raises(ConfigError, match=r"in .csv, .parquet, .jsonl, .ndjson files"):
         open_trace(tmp_path / "a.npy", columns=["c"])

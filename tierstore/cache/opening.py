@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cache_policies.policy import Policy
 from tierstore.cache.budget import GroupDemand, TableDemand, fast_tiers, host_tiers
@@ -20,7 +20,7 @@ from tierstore.cache.table import Table
 from tierstore.cache.tiers.codec import Codec
 from tierstore.cache.tiers.memory import MemoryTier, TierPlan
 from tierstore.cache.tiers.read_ahead import bytes_per_row
-from tierstore.cache.tiers.registry import TierRequest, make_tiers
+from tierstore.cache.tiers.registry import TIERS, TierFactory, TierRequest, make_tiers
 from tierstore.cache.tiers.sizes import bytes_for, memory_limit
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError
@@ -105,10 +105,10 @@ class GroupOpening:
         self._hbm = fast_tiers(config, demands["hbm"], policy, device)
         self._uvm = host_tiers(config, demands["uvm"], policy, self._hbm, device)
 
-    def groups(self, store: RowStore | None) -> list[TierGroup]:
-        """Return the groups, with empty tiers above ``store``."""
+    def groups(self, store: RowStore | None, factories: Sequence[TierFactory] = TIERS) -> list[TierGroup]:
+        """Return the groups, with empty tiers above ``store``; ``factories`` make the tiers."""
         plans = zip(self._members, self._hbm, self._uvm, strict=True)
-        groups = [self._group(name, hbm, uvm, store) for name, hbm, uvm in plans]
+        groups = [self._group(name, {"hbm": hbm, "uvm": uvm}, store, factories) for name, hbm, uvm in plans]
         rows = {spec.index: table.max_rows for spec, table in zip(self._specs, self._tables, strict=True)}
         UseDivision.of(groups, self._config, rows)
         return groups
@@ -166,8 +166,16 @@ class GroupOpening:
             return None
         return Codec(formats["ssd"], dim, self._state_floats(name), seeds)
 
-    def _group(self, name: str, hbm: TierPlan, uvm: TierPlan | None, store: RowStore | None) -> TierGroup:
-        codec = self._codec(name) if store is not None or uvm is not None else None
+    def _group(
+        self,
+        name: str,
+        slots: Mapping[str, TierPlan | None],
+        store: RowStore | None,
+        factories: Sequence[TierFactory],
+    ) -> TierGroup:
+        hbm = slots["hbm"]
+        assert hbm is not None
+        codec = self._codec(name) if store is not None or slots["uvm"] is not None else None
         layout, stats, lock = self._layout(name, codec), GroupStats(len(self._tables)), threading.RLock()
         request = TierRequest(
             config=self._config,
@@ -176,13 +184,13 @@ class GroupOpening:
             codecs=self._codecs(codec),
             tables=len(self._tables),
             weights=layout.weights,
-            slots={"hbm": hbm, "uvm": uvm},
+            slots=slots,
             store=store,
             read_ahead_bytes=0 if store is None or not hbm.evicts else self._read_ahead_bytes(name),
             lock=lock,
             stats=stats,
         )
-        group = TierGroup(name, layout, self._members[name], make_tiers(request), stats, lock)
+        group = TierGroup(name, layout, self._members[name], make_tiers(request, factories), stats, lock)
         if self._config.read_ahead == "auto" and request.read_ahead_bytes:
             group.size = self._size(name, group, request.read_ahead_bytes)
         return group

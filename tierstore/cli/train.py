@@ -68,7 +68,10 @@ def _add_tiers(group: Any) -> None:
         "--engine", default="native", metavar="NAME", help="row store: native, rocksdb, lmdb, memory"
     )
     group.add_argument(
-        "--policy", default="lookahead", metavar="NAME", help="eviction policy (default: lookahead)"
+        "--policy",
+        default="lookahead",
+        metavar="NAME",
+        help="eviction policy, or module:Class of your own (default: lookahead)",
     )
     group.add_argument(
         "--admission",

@@ -187,7 +187,7 @@ def _open(
     try:
         with env.shared_errors():
             optimizer = options.optimizer if isinstance(options.optimizer, OptimizerSpec) else SGD()
-            tables, config = _of_rank(routing, configs, options, place)
+            tables, config = tables_of_rank(routing, configs, options, place)
             if place is not None:
                 place.check_there()
             at = 0 if place is None else place.at
@@ -202,11 +202,11 @@ def _open(
     return engine
 
 
-def _of_rank(
+def tables_of_rank(
     routing: Routing,
     configs: Sequence[Any],
     options: ShardingOptions,
-    place: Place | None,
+    place: Place | None = None,
 ) -> tuple[list[Table], TierConfig]:
     """Return this rank's tables and tiers. A rank without shards has one row that no rank asks for."""
     config, optimizer = options.config, options.optimizer

@@ -6,15 +6,20 @@ import gzip
 import zipfile
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tierstore.errors import ConfigError, InputError
+from tierstore.trace.columns import chosen
+from tierstore.trace.json_lines import open_json_lines
+from tierstore.trace.multi_hot import is_multi_hot, open_multi_hot
 from tierstore.trace.trace import TableIds, Trace, in_batches
 
 # libCacheSim's oracleGeneral: time, id, size, and the position of the next request of the id.
+_SAMPLE = 1000  # rows that show what is in the columns
 ORACLE_GENERAL = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
 
 
@@ -28,7 +33,10 @@ def open_npy(path: Path, batch_size: int) -> Trace:
 
 
 def open_npz(path: Path, batch_size: int) -> Trace:
-    """Open arrays of integers (n,) of one length, one per table; their names are the tables'."""
+    """Open arrays of integers (n,) of one length, one per table; their names are the tables'. Several arrays
+    (n, k) have k ids per example, as MLPerf's multi-hot data."""
+    if is_multi_hot(path):
+        return open_multi_hot(path, batch_size)
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
@@ -53,6 +61,15 @@ def open_oracle_general(path: Path, batch_size: int) -> Trace:
     return _trace(path, ("objects",), [requests["id"]], batch_size)
 
 
+def open_jsonl(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trace:
+    """Open a log of one JSON object per line; each of ``columns`` is a table."""
+    try:
+        with _text(path) as lines:
+            return open_json_lines(path, lines, batch_size, columns)
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+        raise InputError(f"{path} is no text: {error}") from error
+
+
 def open_text(path: Path, batch_size: int) -> Trace:
     """Open a text of one decimal id per line; plain or .gz."""
     with _text(path) as lines:
@@ -61,7 +78,7 @@ def open_text(path: Path, batch_size: int) -> Trace:
 
 
 def open_csv(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trace:
-    """Open a file of a header and one example per line; each column (or each of ``columns``) is a table.
+    """Open a file of a header and one example per line; each of ``columns`` is a table.
 
     A column of integers has ids. The values of another column, the empty value too, are numbered by first
     use.
@@ -73,18 +90,36 @@ def open_csv(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trac
         header = next(reader, None)
         if not header:
             raise InputError(f"{path} is empty; it needs a header and rows")
-        chosen = _choose(path, header, columns)
-        values: list[list[str]] = [[] for _ in chosen]
-        positions = [header.index(name) for name in chosen]
-        for row in reader:
-            if len(row) != len(header):
-                raise InputError(
-                    f"{path}, line {reader.line_num}: {len(row)} values, but the header has {len(header)}"
-                )
+        _check_header(path, header)
+        rows = _rows(path, reader, len(header))
+        first = list(islice(rows, _SAMPLE))
+        if not first:
+            raise InputError(f"{path} is empty: there is no line under the header")
+        names = chosen(path, columns, {name: [row[i] for row in first] for i, name in enumerate(header)})
+        values: list[list[str]] = [[] for _ in names]
+        positions = [header.index(name) for name in names]
+        for row in chain(first, rows):
             for column, position in zip(values, positions, strict=True):
                 column.append(row[position])
-    arrays = {name: _ids(path, name, column) for name, column in zip(chosen, values, strict=True)}
+    arrays = {name: _ids(path, name, column) for name, column in zip(names, values, strict=True)}
     return _from_columns(path, arrays, batch_size)
+
+
+def _check_header(path: Path, header: list[str]) -> None:
+    if len(set(header)) < len(header):
+        raise InputError(f"{path}: the header names a column twice: {', '.join(header)}")
+    if all(name.strip().lstrip("-").replace(".", "", 1).isdigit() for name in header):
+        raise InputError(
+            f"{path} has no header: its first line is {','.join(header)[:60]}; put a line with the names of "
+            "the columns in front"
+        )
+
+
+def _rows(path: Path, reader: Any, width: int) -> Iterator[list[str]]:
+    for row in reader:
+        if len(row) != width:
+            raise InputError(f"{path}, line {reader.line_num}: {len(row)} values, but the header has {width}")
+        yield row
 
 
 def open_parquet(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trace:
@@ -99,7 +134,7 @@ def open_parquet(path: Path, batch_size: int, columns: Sequence[str] | None) -> 
         file = parquet.ParquetFile(path)
     except pyarrow.ArrowException as error:
         raise InputError(f"{path} is no complete parquet file: {error}") from error
-    names = _choose(path, file.schema_arrow.names, columns)
+    names = chosen(path, columns, _parquet_samples(file))
     known: list[dict[Any, int]] = [{} for _ in names]
 
     def batches() -> Iterator[list[TableIds]]:
@@ -186,12 +221,13 @@ def _parse_numbers(path: Path, lines: Any) -> np.ndarray:
     return ids
 
 
-def _choose(path: Path, header: Sequence[str], columns: Sequence[str] | None) -> list[str]:
-    chosen = list(columns or header)
-    missing = [name for name in chosen if name not in header]
-    if missing:
-        raise ConfigError(f"{path} has no column {missing[0]!r}; there are {', '.join(header)}")
-    return chosen
+def _parquet_samples(file: Any) -> dict[str, list[object]]:
+    """Return the first values of every column; of a column without values its type."""
+    first = next(file.iter_batches(_SAMPLE), None)
+    return {
+        field.name: [field.type] if first is None else first.column(i).to_pylist()
+        for i, field in enumerate(file.schema_arrow)
+    }
 
 
 def _ids(path: Path, name: str, values: list[str]) -> np.ndarray:

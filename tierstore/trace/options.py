@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
+
+from tierstore.trace.columns import ColumnsNeeded
 
 if TYPE_CHECKING:
     from tierstore.trace.trace import Trace
@@ -14,7 +17,11 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="a trace file, or a dataset as synthetic:zipf:0.95")
     parser.add_argument("--batch-size", type=int, default=4096, metavar="N", help="examples per batch (4096)")
     parser.add_argument("--batches", type=int, metavar="N", help="read at most N batches")
-    parser.add_argument("--columns", metavar="A,B", help="columns to read of CSV and parquet files")
+    parser.add_argument(
+        "--columns",
+        metavar="A,B",
+        help="columns of CSV, JSON lines and parquet files that are tables, or all",
+    )
     data = parser.add_argument_group("options of datasets (docs/reference/datasets.md)")
     data.add_argument("--data-path", metavar="PATH", help="file or folder of recorded data")
     data.add_argument("--seed", type=int, default=0, metavar="N", help="seed of generated data (default: 0)")
@@ -34,12 +41,29 @@ def open_source(args: argparse.Namespace) -> Trace:
         for name in ("tables", "rows", "max_rows", "hotness", "drift")
         if getattr(args, name) is not None
     }
-    return open_trace(
-        args.source,
-        batch_size=args.batch_size,
-        batches=args.batches,
-        columns=args.columns.split(",") if args.columns else None,
-        path=args.data_path,
-        seed=args.seed,
-        **options,
-    )
+
+    def opened(columns: str | None) -> Trace:
+        return open_trace(
+            args.source,
+            batch_size=args.batch_size,
+            batches=args.batches,
+            columns=None if columns is None else [name.strip() for name in columns.split(",")],
+            path=args.data_path,
+            seed=args.seed,
+            **options,
+        )
+
+    try:
+        return opened(args.columns)
+    except ColumnsNeeded as needed:
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise
+        return opened(asked(needed))
+
+
+def asked(needed: ColumnsNeeded) -> str:
+    """Ask on the terminal which columns are tables; an empty answer takes the suggested ones."""
+    suggested = ",".join(needed.suggested)
+    print(needed.listed, file=sys.stderr)
+    print(f"Which of them are ids of tables? [{suggested}] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip() or suggested

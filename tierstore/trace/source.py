@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,19 @@ from tierstore.trace.trace import TableIds, Trace, check_batch_size
 
 #: The suffixes by which ``open_trace`` tells files apart.
 SUFFIXES = {
-    ".npz": "recorded by tierstore, or arrays of one length, one per table",
+    ".npz": "recorded by tierstore, or arrays of one length, one per table; (n, k) for multi-hot ids",
     ".npy": "ids (n,) or (n, tables)",
     ".parquet": "columns",
     ".csv, .csv.gz": "columns under a header",
+    ".jsonl, .ndjson, .jsonl.gz, .ndjson.gz": "an object per line",
     ".txt, .txt.gz": "an id per line",
     ".oracleGeneral, .oracleGeneral.bin": "libCacheSim's binary",
     ".pt, .pt.gz": "Meta's dlrm_datasets",
     ".tsv, .tsv.gz": "Criteo's logs",
 }
+
+
+_WITH_COLUMNS = (".csv", ".parquet", ".jsonl", ".ndjson")
 
 
 def open_trace(
@@ -40,9 +45,9 @@ def open_trace(
     """Open the trace in a file, whose name tells its kind, or of the training part of a dataset.
 
     ``batch_size`` is the number of examples (lines, requests) per batch; a recorded trace keeps its own
-    batches. ``batches`` is the most batches to read. ``columns`` are the tables to read of CSV and parquet.
-    ``path``, ``seed`` and other options go to ``tierstore.data.load``. ConfigError and InputError say what is
-    wrong.
+    batches. ``batches`` is the most batches to read. ``columns`` are the tables to read of CSV, JSON
+    lines and parquet, ["all"] for every column; files with several columns need it. ``path``, ``seed`` and
+    other options go to ``tierstore.data.load``. ConfigError and InputError say what is wrong.
     """
     check_batch_size(batch_size)
     if batches is not None and batches < 1:
@@ -82,13 +87,14 @@ def from_dataset(dataset: Dataset, batch_size: int) -> Trace:
         batches,
         None if dataset.num_train is None else -(-dataset.num_train // batch_size),
         tuple(table.num_embeddings for table in dataset.tables),
+        training=lambda: dataset.train(batch_size),
     )
 
 
 def _open_file(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trace:
     name = path.name.lower().removesuffix(".gz")
-    if columns is not None and not name.endswith((".csv", ".parquet")):
-        raise ConfigError(f"{path}: columns can be chosen in .csv and .parquet files only")
+    if columns is not None and not name.endswith(_WITH_COLUMNS):
+        raise ConfigError(f"{path}: columns can be chosen in {', '.join(_WITH_COLUMNS)} files only")
     if path.stat().st_size == 0:
         raise InputError(f"{path} is empty")
     if name.endswith(".npz"):
@@ -99,6 +105,8 @@ def _open_file(path: Path, batch_size: int, columns: Sequence[str] | None) -> Tr
         return files.open_parquet(path, batch_size, columns)
     if name.endswith(".csv"):
         return files.open_csv(path, batch_size, columns)
+    if name.endswith((".jsonl", ".ndjson")):
+        return files.open_jsonl(path, batch_size, columns)
     if name.endswith(".txt"):
         return files.open_text(path, batch_size)
     if name.removesuffix(".bin").endswith((".oraclegeneral", "oraclegeneral")):
@@ -129,11 +137,10 @@ def _endless(name: str) -> bool:
 
 def _first(trace: Trace, limit: int) -> Trace:
     known = limit if trace.num_batches is None else min(limit, trace.num_batches)
-    return Trace(
-        trace.name,
-        trace.tables,
-        lambda: islice(trace.batches(), limit),
-        known,
-        trace.num_embeddings,
-        trace.rate,
+    training = trace.training
+    return replace(
+        trace,
+        batches=lambda: islice(trace.batches(), limit),
+        num_batches=known,
+        training=None if training is None else lambda: islice(training(), limit),
     )

@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit
 
 from cache_policies.hashing import mix
+from tierstore.data.dataset import Batch
 from tierstore.errors import InputError
 from tierstore.keys import ID_BITS, MAX_ID, MAX_TABLE
 
@@ -25,7 +26,7 @@ class Trace:
 
     ``tables`` are names; ``num_embeddings`` rows per table where known (0 if not). ``num_batches`` is None
     where it is not known before reading. ``rate`` is the share of rows that was recorded (sampled by a hash
-    of the key).
+    of the key). ``training``: the examples themselves, as a training gets them, where there are any.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Trace:
     num_batches: int | None = None
     num_embeddings: tuple[int, ...] = ()
     rate: float = 1.0
+    training: Callable[[], Iterator[Batch]] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.tables) <= MAX_TABLE + 1:
@@ -48,6 +50,16 @@ class Trace:
         for segments in self.batches():
             parts = [_keys(self.name, table, ids) for table, ids in segments if table in chosen]
             yield np.concatenate(parts) if parts else np.empty(0, np.uint64)
+
+    def id_batches(self) -> Iterator[list[np.ndarray]]:
+        """Yield the ids of each batch by table (int64, as ``key_batches`` has them), empty where a table has
+        none."""
+        for segments in self.batches():
+            found = [np.empty(0, np.int64) for _ in self.tables]
+            for table, ids in segments:
+                keys = _keys(self.name, table, ids) & np.uint64(MAX_ID)
+                found[table] = np.concatenate([found[table], keys.astype(np.int64)])
+            yield found
 
 
 def _keys(name: str, table: int, ids: np.ndarray) -> np.ndarray:

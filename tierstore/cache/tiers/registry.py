@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -66,24 +66,25 @@ def _memory(name: str, request: TierRequest) -> Tier | None:
     return MemoryTier(name, plan, size, request.policy, request.tables, admission)
 
 
-def _store(request: TierRequest) -> Tier | None:
+def store_tier(request: TierRequest, reads: type[ReadAhead] = ReadAhead) -> Tier | None:
+    """Return the tier of ``request.store``; ``reads``: what reads ahead of it."""
     if request.store is None:
         return None
     ahead, size = None, request.row_bytes_of("ssd")
     if request.read_ahead_bytes:
         above = partial(resident, [tier for tier in request.above if tier.exclusive])
-        ahead = ReadAhead(request.store, size, request.read_ahead_bytes, request.lock, above)
+        ahead = reads(request.store, size, request.read_ahead_bytes, request.lock, above)
     return StoreTier("ssd", request.store, size, request.stats, ahead, request.codecs.get("ssd"))
 
 
-TIERS: list[TierFactory] = [partial(_memory, "hbm"), partial(_memory, "uvm"), _store]
+TIERS: list[TierFactory] = [partial(_memory, "hbm"), partial(_memory, "uvm"), store_tier]
 """The first factory must make a :class:`MemoryTier`. Add a tier by a factory in this list: exclusive tiers
 before the store, lasting tiers behind it."""
 
 
-def make_tiers(request: TierRequest) -> list[Tier]:
+def make_tiers(request: TierRequest, factories: Sequence[TierFactory] = TIERS) -> list[Tier]:
     """Return the tiers of one row layout, the fastest first."""
-    for make in TIERS:
+    for make in factories:
         tier = make(request)
         if tier is not None:
             request.above.append(tier)
