@@ -18,7 +18,7 @@ from tierstore import optim
 from tierstore.cache.keys_only import KeysEngine
 from tierstore.cache.tiers.sizes import as_policy
 from tierstore.config import TierConfig
-from tierstore.data.dataset import Batch
+from tierstore.data.parts import part_of
 from tierstore.errors import ConfigError
 from tierstore.modules.features import PooledFeatures
 from tierstore.modules.local_lookups import LocalPooling
@@ -212,7 +212,7 @@ def _simulate_ranks(
             modules.append(module)
 
         def work(rank: int) -> None:
-            batches = (part_of(batch, rank, plan.world_size) for batch in _batches(source))
+            batches = (share_of(batch, rank, plan.world_size) for batch in _batches(source))
             told = step if rank == 0 else (lambda done: None)
             stats[rank] = _train(modules[rank], batches, told)
 
@@ -238,21 +238,13 @@ def _batches(source: Trace) -> Iterator[Any]:
         yield KeyedJaggedTensor(list(source.tables), torch.from_numpy(np.concatenate(ids)), lengths=lengths)
 
 
-def part_of(batch: Any, rank: int, world_size: int) -> Any:
-    """Return a rank's share of a batch: consecutive examples, or of ids alone consecutive ids."""
-    if isinstance(batch, KeyedJaggedTensor):
-        parts = [batch[key].values().tensor_split(world_size)[rank] for key in batch.keys()]  # noqa: SIM118
-        lengths = torch.tensor([len(part) for part in parts])
-        return KeyedJaggedTensor(batch.keys(), torch.cat(parts), lengths=lengths)
-    at = torch.arange(len(batch)).tensor_split(world_size)[rank]
-    ids, counts = [], []
-    for key in batch.sparse.keys():  # noqa: SIM118
-        lengths, offsets = batch.sparse[key].lengths(), batch.sparse[key].offsets()
-        first, end = (int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0)
-        ids.append(batch.sparse[key].values()[offsets[first] : offsets[end]])
-        counts.append(lengths[first:end])
-    sparse = KeyedJaggedTensor(batch.sparse.keys(), torch.cat(ids), lengths=torch.cat(counts), stride=len(at))
-    return Batch(batch.dense[at], sparse, batch.labels[at])
+def share_of(batch: Any, rank: int, world_size: int) -> Any:
+    """Return a rank's share of a batch: neighbouring examples, or of ids alone neighbouring ids."""
+    if not isinstance(batch, KeyedJaggedTensor):
+        return part_of(batch, rank, world_size)
+    parts = [batch[key].values().tensor_split(world_size)[rank] for key in batch.keys()]  # noqa: SIM118
+    lengths = torch.tensor([len(part) for part in parts])
+    return KeyedJaggedTensor(batch.keys(), torch.cat(parts), lengths=lengths)
 
 
 def table_rows(source: Trace) -> list[int]:

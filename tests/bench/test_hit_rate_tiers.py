@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import tierstore
 from bench import hit_rate
-from bench._hit_rate_tiers import Stats, Training, part_of, simulate_tiers, table_rows
+from bench._hit_rate_tiers import Stats, Training, share_of, simulate_tiers, table_rows
 from cache_policies import PolicyError
 from tests.sharding.ranks import run as run_ranks
 from tierstore import EmbeddingBagConfig, TableOverride, TierConfig, optim
@@ -215,7 +215,7 @@ def rank_trains(plan_file: Path, fields: dict[str, Any], folder: Path) -> None:
     module = ShardedEmbeddingBagCollection(tables, plan, env, options=options)
     trace = source(tables=len(tables))
     assert trace.training is not None
-    batches = [part_of(batch, env.rank, env.world_size) for batch in trace.training()]
+    batches = [share_of(batch, env.rank, env.world_size) for batch in trace.training()]
     for batch in tierstore.prefetch(batches, module):
         module(batch.sparse).values().sum().backward()
     Path(folder, f"{env.rank}.json").write_text(json.dumps(counted(module.stats())))
