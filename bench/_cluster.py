@@ -10,9 +10,8 @@ are the planner's.
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,20 +21,12 @@ from tierstore.planner.solver import Solution
 _DRAWN = 2  # different batches, which are used in turns
 
 
-@dataclass
-class Server:
-    """Serves jobs one at a time, in order of arrival."""
-
-    queue: deque[tuple[float, Callable[[], None]]] = field(default_factory=deque)
-    busy: bool = False
-
-
 class Simulation:
     """Steps of a planned cluster. ``jitter``: relative standard deviation of every service time."""
 
-    def __init__(self, solution: Solution, depth: int, jitter: float, seed: int = 0) -> None:
+    def __init__(self, solution: Solution, depth: int, jitter: float) -> None:
         self.depth, self.jitter = depth, jitter
-        self.random = np.random.default_rng(seed)
+        self.random = np.random.default_rng(0)
         self.topology = topology = solution.topology
         self.world, self.per_host = topology.world_size, topology.ranks_per_host
         self.now, self.events, self.count = 0.0, [], 0
@@ -43,12 +34,9 @@ class Simulation:
         self.rank_of = caches.rank
         self.batches_drawn = [self._draw(solution) for _ in range(_DRAWN)]
         self.link_s, self.ssd_s = caches.field("link_s"), caches.field("ssd_s")
-        compute, self.index, self.intra, self.inter, *_ = solution.prediction.ranks.T
-        self.kernels = compute
+        self.kernels, self.index, self.intra, self.inter, *_ = solution.prediction.ranks.T
         self.moves = topology.host_link_bw / topology.hbm_bw
-        names = ("index", "network", "link", "device")
-        self.servers = {(name, r): Server() for name in names for r in range(self.world)}
-        self.servers |= {("ssd", h): Server() for h in range(topology.hosts)}
+        self.free: dict[tuple[str, int], float] = defaultdict(float)  # when each server has done its jobs
         self.finished: list[float] = []
 
     def _draw(self, solution: Solution) -> tuple[np.ndarray, np.ndarray]:
@@ -126,23 +114,11 @@ class Simulation:
     # Servers and time
 
     def _serve(self, name: tuple[str, int], seconds: float, then: Callable[[], None]) -> None:
-        server = self.servers[name]
+        """Let a server do a job, after those that came before, and then call ``then``."""
         factor = max(0.1, 1 + self.jitter * self.random.standard_normal())
-        server.queue.append((seconds * factor, then))
-        if not server.busy:
-            self._next(server)
-
-    def _next(self, server: Server) -> None:
-        server.busy = bool(server.queue)
-        if server.queue:
-            seconds, then = server.queue.popleft()
-
-            def done() -> None:
-                self._next(server)
-                then()
-
-            self.count += 1
-            heapq.heappush(self.events, (self.now + seconds, self.count, done))
+        self.free[name] = max(self.now, self.free[name]) + seconds * factor
+        self.count += 1
+        heapq.heappush(self.events, (self.free[name], self.count, then))
 
 
 def popular_ids(random: np.random.Generator, rows: int, popularity: Popularity, count: int) -> np.ndarray:
