@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, _: JsonFile | None) -> Results:
         **{"optimum.cases": len(known), "optimum.infeasible": len(ratios) - len(known)},
         **{"optimum.median": float(np.median(known)), "optimum.worst": max(known)},
         **{"bound.tables": args.bound_tables, "bound.ratio": ratio},
-        **{"large.tables": args.tables, "large.ranks": large.topology.world_size},
+        **{"large.tables": args.tables, "large.ranks": large.problem.topology.world_size},
         **{"large.plan_s": large.seconds, "large.predicted_step_s": large.prediction.step},
     }
     return figures, {}

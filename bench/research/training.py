@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,6 +114,10 @@ class Data:
         names = [config.name for config in self.case.configs]
         return features(names, ids, lengths)
 
+    def batches(self, rank: int) -> Iterator[KeyedJaggedTensor]:
+        """Return endless batches of one rank, all behind the recorded part."""
+        return (self.part(step, rank) for step in count(_RECORDED))
+
     def stats(self) -> dict[str, dict[str, Any]]:
         """Return what ``tierstore plan --stats`` takes, of the recorded part of the data."""
         from cache_policies import prepare
@@ -171,31 +175,23 @@ def dense_seconds(case: Case) -> float:
     return float(np.median(times))
 
 
-class Batches:
-    """Endless batches of one rank that training sees; :meth:`draw` makes some before they are needed."""
-
-    def __init__(self, case: Case, rank: int) -> None:
-        data = Data(case)
-        self._made = (data.part(step, rank) for step in count(_RECORDED))
-        self._drawn = deque[Any]()
-
-    def draw(self, number: int) -> None:
-        """Make so many batches: drawing them is no part of a step."""
-        self._drawn.extend(next(self._made) for _ in range(number))
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            if not self._drawn:
-                self.draw(1)
-            yield self._drawn.popleft()
-
-
 class Job:
     """A model in training, and counters that only grow, which a step's figures are made of."""
 
-    def __init__(self, model: Any, drawn: Batches, counters: Callable[[], dict[str, float]]) -> None:
-        self.model, self.counters, self._drawn = model, counters, drawn
-        self.batches = tierstore.prefetch(iter(drawn), model, depth=DEPTH, window=WINDOW)
+    def __init__(
+        self, model: Any, made: Iterator[KeyedJaggedTensor], counters: Callable[[], dict[str, float]]
+    ) -> None:
+        self.model, self.counters = model, counters
+        self._made, self._drawn = made, deque[KeyedJaggedTensor]()
+        self.batches = tierstore.prefetch(self._given(), model, depth=DEPTH, window=WINDOW)
+
+    def _draw(self, number: int) -> None:
+        """Make so many batches before they are needed: drawing them is no part of a step."""
+        self._drawn.extend(islice(self._made, number))
+
+    def _given(self) -> Iterator[KeyedJaggedTensor]:
+        while True:
+            yield self._drawn.popleft() if self._drawn else next(self._made)
 
     def train(
         self, warm: int, turns: int, steps: int, reduced: Callable[[str, float], float]
@@ -209,10 +205,10 @@ class Job:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
         neighbours = Neighbours(lambda value: reduced("cpu", value))
         found: list[dict[str, float]] = []
-        self._drawn.draw(warm + WINDOW + DEPTH + 2)
+        self._draw(warm + WINDOW + DEPTH + 2)
         self._steps(optimizer, warm)
         while sum(turn["others"] < LOUD for turn in found) < turns and len(found) < 2 * turns:
-            self._drawn.draw(WINDOW + steps)
+            self._draw(WINDOW + steps)
             self._steps(optimizer, WINDOW)  # what was fetched while batches were drawn is used up
             neighbours.share()
             before = self._counted()

@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.planner.allocate import Allocation, allocate
-from tierstore.planner.costs import HELD_BYTES_PER_ROW, RANK_STAGES, Problem, Workload, rows_by_size
+from tierstore.planner.costs import HELD_BYTES_PER_ROW, RANK_STAGES, Problem, rows_by_size
 from tierstore.planner.curves import Floats
 from tierstore.planner.options import Placed, option_of
 from tierstore.planner.search import Search
 from tierstore.planner.sharing import shared_misses
-from tierstore.planner.tables import TableSpec
 from tierstore.planner.topology import Topology
 from tierstore.rounds import read_bytes, record_bytes
 
@@ -60,18 +59,6 @@ class Solution:
     missed: Misses
     prediction: Prediction
     seconds: float = 0.0
-
-    @property
-    def topology(self) -> Topology:
-        return self.problem.topology
-
-    @property
-    def work(self) -> Workload:
-        return self.problem.work
-
-    @property
-    def tables(self) -> Sequence[TableSpec]:
-        return self.problem.tables
 
     def as_divided(self) -> Prediction:
         """Return the prediction if each shard held its most popular rows, as many as the plan gives it."""
