@@ -24,7 +24,6 @@ from . import Results, main
 from .their_plan import their_plan, with_our_tiers
 
 _BATCH_SIZE, _DEPTH, _BATCHES = 1024, 4, 40
-_SEARCH_SECONDS = 2.0
 MACHINES = {"2 ranks": (1, 2), "4 ranks": (1, 4), "8 ranks": (1, 8), "2 hosts x 4": (2, 4)}
 SIZES = ("mixed", "one giant")
 _HBM = {"ample": 1.5, "tight": 0.4}  # of the tables' bytes
@@ -63,7 +62,7 @@ def compared(tables: Sequence[TableSpec], machines: Topology) -> dict[str, Any]:
     ``theirs`` and ``ratio`` are 0 where torchrec has no plan; ``why`` says why.
     """
     work = Workload(_BATCH_SIZE, depth=_DEPTH)
-    ours = EmbeddingShardingPlanner(machines, workload=work, search_seconds=_SEARCH_SECONDS).solve(tables)
+    ours = EmbeddingShardingPlanner(machines, workload=work, search_seconds=2.0).solve(tables)
     if ours.caches.missing:
         raise ConfigError(f"{len(tables)} tables do not fit: {ours.caches.missing}")
     start = time.perf_counter()

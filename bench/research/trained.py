@@ -45,6 +45,8 @@ from . import Results, main, training
 from .their_plan import their_plan, with_our_tiers
 from .training import Budget, Case, Data, Job, Model, dense_seconds
 
+ByCase, Records = Mapping[str, Mapping[str, Any]], Sequence[Mapping[str, Any]]
+"""What is known of each plan of each case, and what was measured."""
 OURS, THEIR_CUTS = "ours", "torchrec's cuts"
 _SUMMED = ("cpu", "misses", "reads")
 _FOUR = [(300_000, 32, 1.0), (120_000, 32, 0.8), (240_000, 64, 1.05), (100_000, 64, 0.7)]
@@ -197,9 +199,7 @@ def _over_ranks(value: float, summed: bool) -> float:
     return float(total)
 
 
-def compared(
-    plans: Mapping[str, Mapping[str, Any]], records: Sequence[Mapping[str, Any]]
-) -> dict[str, dict[str, dict[str, Any]]]:
+def compared(plans: ByCase, records: Records) -> dict[str, dict[str, dict[str, Any]]]:
     """By case and way: medians per step of the rounds that had calm turns (of all where none had), and our
     seconds over theirs."""
     result: dict[str, dict[str, dict[str, Any]]] = {}
@@ -216,11 +216,7 @@ def compared(
     return result
 
 
-def summary(
-    cases: Mapping[str, Mapping[str, Any]],
-    plans: Mapping[str, Mapping[str, Any]],
-    records: Sequence[Mapping[str, Any]],
-) -> dict[str, float]:
+def summary(cases: ByCase, plans: ByCase, records: Records) -> dict[str, float]:
     """Return how well our plans' steps, and the rows that they miss and read, are predicted."""
     pairs = [(plans[name][OURS], ways[OURS]) for name, ways in cases.items()]
     predicted, measured = [one["predicted"] for one, _ in pairs], [two["step"] for _, two in pairs]
@@ -242,7 +238,7 @@ def summary(
     }
 
 
-def _print(cases: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]]) -> None:
+def _print(cases: ByCase, plans: ByCase) -> None:
     """Print a line for every plan; misses and reads are predicted/measured."""
     form = "{:<20} {:<16} {:>24} {:>10} {:>18} {:>18} {:>8} {:>13}"
     titles = "case", "plan", "ms (of processes)", "predicted", "misses", "reads", "cpu", "ours over it"

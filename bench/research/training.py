@@ -16,15 +16,10 @@ from numpy.typing import NDArray
 from torch.nn.parallel import DistributedDataParallel
 
 import tierstore
+from cache_policies import prepare
+from cache_policies.simulator import simulate
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor
-from tierstore.planner import TableSpec, Topology
-from tierstore.planner.costs import (
-    INDEX_BYTES_PER_ROW,
-    POLICY_FIXED_BYTES,
-    POLICY_FIXED_SLOTS,
-    RANK_BUFFERS,
-    slot_bytes,
-)
+from tierstore.planner import TableSpec, Topology, costs
 from tierstore.planner.tables import spec_of_config
 
 from .._neighbours import LOUD, Neighbours
@@ -80,16 +75,16 @@ class Case:
         specs, (hbm, uvm, ssd) = self.specs(), self.budget
         sizes = [spec.row_bytes() for spec in specs]
         rows, examples = sum(spec.rows for spec in specs), self.batch_size * self.ranks
-        total = sum(int(spec.rows * slot_bytes(size)) for spec, size in zip(specs, sizes, strict=True))
+        total = sum(int(spec.rows * costs.slot_bytes(size)) for spec, size in zip(specs, sizes, strict=True))
         fixed = int(sum(examples * (20 * spec.pooling_factor + 12 * spec.embedding_dim) for spec in specs))
-        beside = fixed + min(len(set(sizes)) * POLICY_FIXED_SLOTS, rows) * POLICY_FIXED_BYTES
-        stored = rows * INDEX_BYTES_PER_ROW + (RANK_BUFFERS + READ_AHEAD) * self.ranks
-        memories = {
+        beside = fixed + min(len(set(sizes)) * costs.POLICY_FIXED_SLOTS, rows) * costs.POLICY_FIXED_BYTES
+        stored = rows * costs.INDEX_BYTES_PER_ROW + (costs.RANK_BUFFERS + READ_AHEAD) * self.ranks
+        machine = {
+            **{"device": "cpu", "hosts": 1, "ranks_per_host": self.ranks},
             "hbm_per_rank": int(hbm * total / self.ranks) + fixed,
             "host_memory_per_host": int(uvm * total) + beside * self.ranks + stored * ssd,
             "ssd_per_host": 20 * total * ssd,
         }
-        machine = {"device": "cpu", "hosts": 1, "ranks_per_host": self.ranks, **memories}
         return Topology.from_dict({**rates, **machine})
 
 
@@ -120,9 +115,6 @@ class Data:
 
     def stats(self) -> dict[str, dict[str, Any]]:
         """Return what ``tierstore plan --stats`` takes, of the recorded part of the data."""
-        from cache_policies import prepare
-        from cache_policies.simulator import simulate
-
         result = {}
         record = [self.ids(step) for step in range(_RECORDED)]
         for i, config in enumerate(self.case.configs):
@@ -178,18 +170,16 @@ def dense_seconds(case: Case) -> float:
 class Job:
     """A model in training, and counters that only grow, which a step's figures are made of."""
 
-    def __init__(
-        self, model: Any, made: Iterator[KeyedJaggedTensor], counters: Callable[[], dict[str, float]]
-    ) -> None:
+    def __init__(self, model: Any, made: Iterator[Any], counters: Callable[[], dict[str, float]]) -> None:
         self.model, self.counters = model, counters
-        self._made, self._drawn = made, deque[KeyedJaggedTensor]()
+        self._made, self._drawn = made, deque[Any]()
         self.batches = tierstore.prefetch(self._given(), model, depth=DEPTH, window=WINDOW)
 
     def _draw(self, number: int) -> None:
         """Make so many batches before they are needed: drawing them is no part of a step."""
         self._drawn.extend(islice(self._made, number))
 
-    def _given(self) -> Iterator[KeyedJaggedTensor]:
+    def _given(self) -> Iterator[Any]:
         while True:
             yield self._drawn.popleft() if self._drawn else next(self._made)
 

@@ -11,14 +11,7 @@ from numpy.typing import NDArray
 from tierstore.placement import MOST_STORE_BYTES, ShardingType
 from tierstore.planner.checks import require
 from tierstore.planner.constraints import ParameterConstraints
-from tierstore.planner.costs import (
-    DISK_SLACK,
-    FLOAT,
-    WRITE_AMPLIFICATION,
-    Problem,
-    index_bytes,
-    slot_bytes,
-)
+from tierstore.planner.costs import DISK_SLACK, FLOAT, WRITE_AMPLIFICATION, Problem, index_bytes, slot_bytes
 from tierstore.planner.curves import Floats, MissCurve
 from tierstore.planner.tables import WHOLE_ROWS, TableSpec
 from tierstore.planner.topology import Topology

@@ -112,9 +112,8 @@ class EmbeddingShardingPlanner:
             tables = [spec_of_config(item) for item in module]
         else:
             raise ConfigError(f"cannot plan a {type(module).__name__}: give a module or table configurations")
-        return replace(
-            self.problem(tables), work=replace(self.work, dense_bytes=self.work.dense_bytes or dense)
-        )
+        problem = self.problem(tables)
+        return replace(problem, work=replace(self.work, dense_bytes=self.work.dense_bytes or dense))
 
     def _infeasible(self, solution: Solution, start: float) -> InfeasiblePlanError:
         report = report_of(solution, plan_of(solution))

@@ -126,18 +126,16 @@ def _reason(solution: Solution, item: Placed, shards: slice) -> dict[str, Any]:
     more_hbm = format_bytes(int(((cost.rows - hbm) * cost.slot_bytes).sum()))
     size = int(((cost.rows - memory) * cost.slot_bytes - stored * cost.index_bytes).sum())
     more_memory = f"{format_bytes(size)} {'more' if size > 0 else 'as well'}"
+    all_in_hbm = -link * on_link.max() - cost.policy_s * (hbm < cost.rows).any()
+    all_in_memory = -ssd * np.bincount(hosts, on_ssd).max()
+    without_hbm = link * (cost.curve.at(cost.hbm_floor) - on_link.min())
+    without_host_memory = ssd * np.bincount(hosts, on_link - on_ssd).max()
     # Names of seconds, how they come about, and the tier whose time they are.
     changes = {
-        "all_in_hbm_link_s": (
-            f"all in hbm: {more_hbm} more",
-            -link * on_link.max() - cost.policy_s * (hbm < cost.rows).any(),
-        ),
-        "all_in_memory_ssd_s": (f"all in memory: {more_memory}", -ssd * np.bincount(hosts, on_ssd).max()),
-        "one_tier_lower_link_s": ("without its hbm", link * (cost.curve.at(cost.hbm_floor) - on_link.min())),
-        "without_host_memory_ssd_s": (
-            "without its host memory",
-            ssd * np.bincount(hosts, on_link - on_ssd).max(),
-        ),
+        "all_in_hbm_link_s": (f"all in hbm: {more_hbm} more", all_in_hbm),
+        "all_in_memory_ssd_s": (f"all in memory: {more_memory}", all_in_memory),
+        "one_tier_lower_link_s": ("without its hbm", without_hbm),
+        "without_host_memory_ssd_s": ("without its host memory", without_host_memory),
     }
     why = [
         f"{what}: {s * 1e3:+.3g} ms of {name.split('_')[-2]} time ({abs(s) / step:.1%} of the step)"

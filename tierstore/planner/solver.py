@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.planner.allocate import Allocation, allocate
-from tierstore.planner.costs import HELD_BYTES_PER_ROW, RANK_STAGES, Problem, rows_by_size
+from tierstore.planner.costs import HELD_BYTES_PER_ROW, RANK_STAGES, Problem
 from tierstore.planner.curves import Floats
 from tierstore.planner.options import Placed, option_of
 from tierstore.planner.search import Search
@@ -77,9 +77,8 @@ def solve(problem: Problem, seconds: float) -> Solution:
     start, topology = time.perf_counter(), problem.topology
     solution = divided(problem, Search(problem, seconds).run())
     lacking = {name for name, _ in solution.caches.missing}
-    memory = topology.hosts * topology.host_memory_per_host + topology.world_size * topology.hbm_per_rank
-    needed = sum(size * count for size, count in rows_by_size(problem.tables).items())
-    if lacking and "hbm" not in lacking and topology.ssd_per_host and needed <= memory:
+    memory = topology.hbm_per_rank + topology.host_memory_per_host / topology.ranks_per_host
+    if lacking and "hbm" not in lacking and topology.ssd_per_host and problem.bytes_per_rank <= memory:
         # A store takes memory of its own, so what does not fit with one may do so without.
         memory_only = replace(problem, topology=replace(topology, ssd_per_host=0))
         without = divided(memory_only, Search(memory_only, seconds / 6).run())
