@@ -92,8 +92,6 @@ class Simulation:
         if self.started < self.batches:
             self._start_batch()
 
-    # Servers and time
-
     def _together(self, name: str, seconds: np.ndarray, then: Callable[[], None]) -> None:
         """Let each rank's server of a name do a job, and call ``then`` when the slowest has done its job."""
         done = Barrier(self.world, then)

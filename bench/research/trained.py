@@ -151,7 +151,7 @@ def _train(case: Case, plan: dict[str, Any], *turns: int) -> Any:
     """Return, per step, seconds of the slowest rank, CPU seconds and rows of all."""
     one_thread()
     with job_of(case, plan) as job:
-        return job.train(*turns, lambda name, value: _over_ranks(value, name in _SUMMED))
+        return job.train(*turns, _over_ranks)
 
 
 @contextmanager
@@ -192,10 +192,10 @@ def job_of(case: Case, described: Mapping[str, Any]) -> Iterator[Job]:
         close()
 
 
-def _over_ranks(value: float, summed: bool) -> float:
+def _over_ranks(name: str, value: float) -> float:
     total = torch.tensor(value, dtype=torch.float64)
     if dist.is_initialized():
-        dist.all_reduce(total, dist.ReduceOp.SUM if summed else dist.ReduceOp.MAX)
+        dist.all_reduce(total, dist.ReduceOp.SUM if name in _SUMMED else dist.ReduceOp.MAX)
     return float(total)
 
 

@@ -30,7 +30,6 @@ READ_AHEAD = 8 << 20  # bytes that a rank has for rows read ahead
 _RECORDED = 160
 """Batches that miss curves are made of, the second half; training sees others."""
 
-
 Budget = tuple[float, float, bool]
 """Shares of the tables' bytes in (hbm, uvm) of all ranks together, and whether there is an SSD below."""
 
