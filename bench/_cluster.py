@@ -10,9 +10,9 @@ are the planner's.
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -22,53 +22,41 @@ from tierstore.planner.solver import Solution
 _DRAWN = 2  # different batches, which are used in turns
 
 
-@dataclass
-class Server:
-    """Serves jobs one at a time, in order of arrival."""
-
-    queue: deque[tuple[float, Callable[[], None]]] = field(default_factory=deque)
-    busy: bool = False
-
-
 class Simulation:
     """Steps of a planned cluster. ``jitter``: relative standard deviation of every service time."""
 
-    def __init__(self, solution: Solution, depth: int, jitter: float, seed: int = 0) -> None:
+    def __init__(self, solution: Solution, depth: int, jitter: float) -> None:
         self.depth, self.jitter = depth, jitter
-        self.random = np.random.default_rng(seed)
-        self.topology = topology = solution.topology
-        self.world, self.per_host = topology.world_size, topology.ranks_per_host
+        self.random = np.random.default_rng(0)
+        self.topology = topology = solution.problem.topology
+        self.world = topology.world_size
         self.now, self.events, self.count = 0.0, [], 0
         caches = solution.caches
         self.rank_of = caches.rank
         self.batches_drawn = [self._draw(solution) for _ in range(_DRAWN)]
         self.link_s, self.ssd_s = caches.field("link_s"), caches.field("ssd_s")
-        compute, self.index, self.intra, self.inter, *_ = solution.prediction.ranks.T
-        self.kernels = compute
+        self.kernels, self.index, self.intra, self.inter, *_ = solution.prediction.ranks.T
         self.moves = topology.host_link_bw / topology.hbm_bw
-        names = ("index", "network", "link", "device")
-        self.servers = {(name, r): Server() for name in names for r in range(self.world)}
-        self.servers |= {("ssd", h): Server() for h in range(topology.hosts)}
+        self.free: dict[tuple[str, int], float] = defaultdict(float)  # when each server has done its jobs
         self.finished: list[float] = []
 
     def _draw(self, solution: Solution) -> tuple[np.ndarray, np.ndarray]:
         """Count the rows of one global batch and shard that are not in device memory, and not in memory."""
-        caches, size = solution.caches, solution.work.batch_size * self.world
+        caches, problem = solution.caches, solution.problem
         missing: list[tuple[int, int]] = []
-        for item in solution.placed:
-            table, shards = solution.tables[item.table], range(len(missing), len(missing) + len(item.ranks))
+        for item, shards in zip(solution.placed, solution.shards(), strict=True):
+            table, rows = problem.tables[item.table], item.option.row_cuts
             if not item.option.cost.unique:  # replicas have all rows
                 missing += [(0, 0)] * len(item.ranks)
                 continue
-            ids = popular_ids(self.random, table.rows, table.popularity, int(table.accesses(size)))
-            rows = item.option.row_cuts
+            lookups = int(table.accesses(problem.global_batch))
+            ids = popular_ids(self.random, table.rows, table.popularity, lookups)
             # Popularity is spread evenly over row cuts; each shard holds its most popular rows.
             parts = (ids % rows).astype(np.int16)
             order, ends = np.argsort(parts, kind="stable"), np.cumsum(np.bincount(parts, minlength=rows))
             places = np.split(ids[order] // rows, ends[:-1])
-            for j, shard in enumerate(shards):
+            for j, held in enumerate(zip(caches.hbm_rows[shards], caches.memory_rows[shards], strict=True)):
                 here = places[j % rows]
-                held = caches.hbm_rows[shard], caches.memory_rows[shard]
                 missing.append(tuple(len(here) - int(np.searchsorted(here, n)) for n in held))
         both = np.array(missing, dtype=np.float64)
         return both[:, 0], both[:, 1]
@@ -91,58 +79,31 @@ class Simulation:
         link_misses, ssd_misses = self.batches_drawn[self.started % _DRAWN]
         link = np.bincount(self.rank_of, link_misses * self.link_s, self.world)
         ssd = np.bincount(self.rank_of, ssd_misses * self.ssd_s, self.world)
-        gathered = Barrier(self.world, lambda: self._exchange(link))
+        compute = partial(self._together, "device", self.kernels + link * self.moves, self._finish_batch)
+        exchange = partial(self._together, "network", np.maximum(self.intra, self.inter), compute)
+        gathered = Barrier(self.world, exchange)
         for r in range(self.world):
-            self._fetch(r, float(link[r]), float(ssd[r]), gathered)
-
-    def _fetch(self, r: int, link: float, ssd: float, gathered: Barrier) -> None:
-        host = r // self.per_host
-
-        def to_link() -> None:
-            self._serve(("link", r), link, gathered.arrive)
-
-        def to_ssd() -> None:
-            self._serve(("ssd", host), ssd, to_link)
-
-        self._serve(("index", r), float(self.index[r]), to_ssd)
-
-    def _exchange(self, link: np.ndarray) -> None:
-        """Let all ranks take part; all are done when the slowest is."""
-        done = Barrier(self.world, lambda: self._compute(link))
-        for r in range(self.world):
-            seconds = max(float(self.intra[r]), float(self.inter[r]))
-            self._serve(("network", r), seconds, done.arrive)
-
-    def _compute(self, link: np.ndarray) -> None:
-        done = Barrier(self.world, self._finish_batch)
-        for r in range(self.world):
-            self._serve(("device", r), float(self.kernels[r] + link[r] * self.moves), done.arrive)
+            to_link = partial(self._serve, ("link", r), float(link[r]), gathered.arrive)
+            to_ssd = partial(self._serve, ("ssd", self.topology.host_of(r)), float(ssd[r]), to_link)
+            self._serve(("index", r), float(self.index[r]), to_ssd)
 
     def _finish_batch(self) -> None:
         self.finished.append(self.now)
         if self.started < self.batches:
             self._start_batch()
 
-    # Servers and time
+    def _together(self, name: str, seconds: np.ndarray, then: Callable[[], None]) -> None:
+        """Let each rank's server of a name do a job, and call ``then`` when the slowest has done its job."""
+        done = Barrier(self.world, then)
+        for r in range(self.world):
+            self._serve((name, r), float(seconds[r]), done.arrive)
 
     def _serve(self, name: tuple[str, int], seconds: float, then: Callable[[], None]) -> None:
-        server = self.servers[name]
+        """Let a server do a job, after those that came before, and then call ``then``."""
         factor = max(0.1, 1 + self.jitter * self.random.standard_normal())
-        server.queue.append((seconds * factor, then))
-        if not server.busy:
-            self._next(server)
-
-    def _next(self, server: Server) -> None:
-        server.busy = bool(server.queue)
-        if server.queue:
-            seconds, then = server.queue.popleft()
-
-            def done() -> None:
-                self._next(server)
-                then()
-
-            self.count += 1
-            heapq.heappush(self.events, (self.now + seconds, self.count, done))
+        self.free[name] = max(self.now, self.free[name]) + seconds * factor
+        self.count += 1
+        heapq.heappush(self.events, (self.free[name], self.count, then))
 
 
 def popular_ids(random: np.random.Generator, rows: int, popularity: Popularity, count: int) -> np.ndarray:

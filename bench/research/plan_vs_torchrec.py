@@ -17,14 +17,13 @@ import numpy as np
 
 from tierstore.errors import ConfigError
 from tierstore.planner import EmbeddingShardingPlanner, Popularity, TableSpec, Topology, Workload
-from tierstore.planner.tables import prepared
 from tierstore.result_file import JsonFile
 
 from .._cluster import Simulation
 from . import Results, main
 from .their_plan import their_plan, with_our_tiers
 
-_DEPTH, _BATCHES = 4, 40
+_BATCH_SIZE, _DEPTH, _BATCHES = 1024, 4, 40
 MACHINES = {"2 ranks": (1, 2), "4 ranks": (1, 4), "8 ranks": (1, 8), "2 hosts x 4": (2, 4)}
 SIZES = ("mixed", "one giant")
 _HBM = {"ample": 1.5, "tight": 0.4}  # of the tables' bytes
@@ -33,8 +32,6 @@ _HBM = {"ample": 1.5, "tight": 0.4}  # of the tables' bytes
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tables", type=int, nargs="+", default=[4, 12, 40], help="numbers of tables")
     parser.add_argument("--machines", nargs="+", default=[*MACHINES], choices=[*MACHINES])
-    parser.add_argument("--batch-size", type=int, default=1024, help="examples per rank (default: 1024)")
-    parser.add_argument("--search-seconds", type=float, default=2.0, help="of our planner (default: 2)")
 
 
 def run(args: argparse.Namespace, _: JsonFile | None) -> Results:
@@ -43,7 +40,7 @@ def run(args: argparse.Namespace, _: JsonFile | None) -> Results:
     for count, machine, sizes, hbm in itertools.product(args.tables, args.machines, SIZES, _HBM):
         tables = model(count, sizes)
         machines = machines_for(tables, *MACHINES[machine], _HBM[hbm])
-        pair = compared(tables, machines, args.batch_size, args.search_seconds)
+        pair = compared(tables, machines)
         pairs.append({"tables": count, "machine": machine, "sizes": sizes, "hbm": hbm, **pair})
         theirs = f"{pair['theirs'] * 1e3:>7.3f} ms {pair['ratio']:>6.3f}"
         steps = f"{pair['ours'] * 1e3:>7.3f} ms {pair['why'] or theirs:>17}"
@@ -59,20 +56,17 @@ def run(args: argparse.Namespace, _: JsonFile | None) -> Results:
     return figures, {"compared": pairs}
 
 
-def compared(
-    tables: Sequence[TableSpec], machines: Topology, batch_size: int, search_seconds: float
-) -> dict[str, Any]:
+def compared(tables: Sequence[TableSpec], machines: Topology) -> dict[str, Any]:
     """Return simulated seconds per step of both planners' plans, ours over theirs, and seconds of planning.
 
     ``theirs`` and ``ratio`` are 0 where torchrec has no plan; ``why`` says why.
     """
-    tables = prepared(tables, {}, {}, machines.world_size)
-    work = Workload(batch_size, depth=_DEPTH)
-    ours = EmbeddingShardingPlanner(machines, workload=work, search_seconds=search_seconds).solve(tables)
+    work = Workload(_BATCH_SIZE, depth=_DEPTH)
+    ours = EmbeddingShardingPlanner(machines, workload=work, search_seconds=2.0).solve(tables)
     if ours.caches.missing:
         raise ConfigError(f"{len(tables)} tables do not fit: {ours.caches.missing}")
     start = time.perf_counter()
-    plans = their_plan(tables, machines, batch_size)
+    plans = their_plan(tables, machines, _BATCH_SIZE)
     seconds = {"ours_plan_s": ours.seconds, "theirs_plan_s": time.perf_counter() - start}
     theirs = None if plans is None else with_our_tiers(plans, ours)
     why = "finds none" if plans is None else "does not fit" if theirs is None else ""
@@ -81,9 +75,9 @@ def compared(
     return {"ours": own, "theirs": other, "ratio": own / other if other else 0.0, "why": why, **seconds}
 
 
-def model(count: int, sizes: str, seed: int = 0) -> list[TableSpec]:
+def model(count: int, sizes: str) -> list[TableSpec]:
     """Tables with rows from thousands to tens of millions, or one that is nearly everything."""
-    random = np.random.default_rng([count, SIZES.index(sizes), seed])
+    random = np.random.default_rng([count, SIZES.index(sizes), 0])
     rows = 10 ** random.uniform(3, 7.5, count)
     if sizes == "one giant":
         rows = np.minimum(rows, 1e6)

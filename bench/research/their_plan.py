@@ -18,7 +18,7 @@ from tierstore.planner.topology import ASSUMED_RATES
 def with_our_tiers(theirs: Mapping[str, Any], ours: Solution) -> Solution | None:
     """torchrec's cuts and ranks with our division of the memories, which can only help them; None if they do
     not fit. ``ours``: a solution for the same tables and machine."""
-    placed = [placed_as(ours.problem, i, theirs[table.name]) for i, table in enumerate(ours.tables)]
+    placed = [placed_as(ours.problem, i, theirs[table.name]) for i, table in enumerate(ours.problem.tables)]
     found = divided(ours.problem, placed)
     return None if found.caches.missing else found
 
@@ -39,12 +39,6 @@ def their_plan(tables: Sequence[TableSpec], machines: Topology, batch_size: int)
     fast = machines.hbm_bw
     if machines.device == "cpu":  # an arena in host memory; what was fitted may count its bytes by the row
         fast = min(fast, ASSUMED_RATES["cpu"]["hbm_bw"])
-    rates = {  # in bytes per millisecond
-        "hbm_mem_bw": fast / 1e3,
-        "hbm_to_ddr_mem_bw": machines.host_link_bw / 1e3,
-        "intra_host_bw": machines.intra_host_bw / 1e3,
-        "inter_host_bw": machines.inter_host_bw / 1e3,
-    }
     logging.disable(logging.WARNING)
     planner = TheirPlanner(
         topology=TheirTopology(
@@ -53,7 +47,10 @@ def their_plan(tables: Sequence[TableSpec], machines: Topology, batch_size: int)
             compute_device="cuda",
             hbm_cap=machines.hbm_per_rank,
             ddr_cap=machines.host_memory_per_host // machines.ranks_per_host,
-            **rates,
+            hbm_mem_bw=fast / 1e3,  # these are bytes per millisecond
+            hbm_to_ddr_mem_bw=machines.host_link_bw / 1e3,
+            intra_host_bw=machines.intra_host_bw / 1e3,
+            inter_host_bw=machines.inter_host_bw / 1e3,
         ),
         batch_size=batch_size,
         constraints={t.name: TheirConstraints(pooling_factors=[t.pooling_factor]) for t in tables},

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,20 +23,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from scipy.stats import kendalltau
 
 import tierstore
 from tierstore import TierConfig, optim
-from tierstore.cache.engine import Table as StoredTable
+from tierstore.cache.engine import Table
 from tierstore.errors import ConfigError
 from tierstore.initializers import constant
 from tierstore.placement import ShardingPlan
 from tierstore.planner import EmbeddingShardingPlanner, Workload
 from tierstore.planner.planner import plan_of
 from tierstore.planner.solver import Solution
-from tierstore.planner.tables import prepared
 from tierstore.result_file import JsonFile, option_errors
 from tierstore.sharding import DistributedModelParallel
 from tierstore.sharding.planning import tiers_of_rank
@@ -47,8 +43,10 @@ from .._rounds import chosen, due, read_records
 from .._runtime_costs import load_zeros, one_thread, planning_seconds
 from . import Results, main, training
 from .their_plan import their_plan, with_our_tiers
-from .training import Batches, Budget, Case, Data, Job, Model, dense_seconds
+from .training import Budget, Case, Data, Job, Model, dense_seconds
 
+ByCase, Records = Mapping[str, Mapping[str, Any]], Sequence[Mapping[str, Any]]
+"""What is known of each plan of each case, and what was measured."""
 OURS, THEIR_CUTS = "ours", "torchrec's cuts"
 _SUMMED = ("cpu", "misses", "reads")
 _FOUR = [(300_000, 32, 1.0), (120_000, 32, 0.8), (240_000, 64, 1.05), (100_000, 64, 0.7)]
@@ -90,7 +88,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=4, help="turns of a plan and round (default: 4)")
     parser.add_argument("--steps", type=int, default=24, help="steps of a turn (default: 24)")
     parser.add_argument("--topology", type=Path, help="of tierstore bench device with the cases' --ranks")
-    parser.add_argument("--seconds", type=float, default=3600, help="begin nothing later; go on another time")
     parser.add_argument("--search-seconds", type=float, default=2.0, help="of our planner (default: 2)")
 
 
@@ -105,11 +102,9 @@ def run(args: argparse.Namespace, target: JsonFile | None) -> Results:
         if name not in plans:
             dense = on_ranks(CASES[name].ranks, dense_seconds, CASES[name])
             plans[name] = plans_of(CASES[name], made["rates"], args.search_seconds, dense)
-    turns, until = (args.warm, args.turns, args.steps), time.perf_counter() + args.seconds
+    turns = args.warm, args.turns, args.steps
     keys = [{"case": name, "by": by} for name in names for by in plans[name]]
     for key in (keys[i] for _ in range(args.rounds) for i in due(keys, records)):
-        if time.perf_counter() > until:
-            break
         case, plan = CASES[key["case"]], plans[key["case"]][key["by"]]["plan"]
         records.append({**key, **on_ranks(case.ranks, _train, case, plan, *turns)})
         if target is not None:
@@ -127,17 +122,17 @@ def plans_of(case: Case, rates: Mapping[str, Any], search_seconds: float, dense:
         dense += rates.get("measured", {}).get("step_s", 0.0)
     ahead = {"depth": training.DEPTH, "window": training.WINDOW, "read_ahead": training.READ_AHEAD}
     work = Workload(case.batch_size, dense_seconds=dense, **ahead)
-    planner = EmbeddingShardingPlanner(machine, workload=work, search_seconds=search_seconds)
-    ours = planner.solve(prepared(case.specs(), {}, Data(case).stats(), case.ranks))
+    options = {"workload": work, "stats": Data(case).stats(), "search_seconds": search_seconds}
+    ours = EmbeddingShardingPlanner(machine, **options).solve(case.specs())
     if ours.caches.missing:
         raise ConfigError(f"the tables do not fit: {ours.caches.missing}")
     result = {OURS: _described(ours)}
     if case.ranks == 1:
         return result
-    theirs, notes = their_plan(ours.tables, machine, case.batch_size), []
+    theirs, notes = their_plan(ours.problem.tables, machine, case.batch_size), []
     if theirs is None:
         larger, notes = replace(machine, host_memory_per_host=1 << 40), ["torchrec has no plan"]
-        theirs = their_plan(ours.tables, larger, case.batch_size)
+        theirs = their_plan(ours.problem.tables, larger, case.batch_size)
     cuts = None if theirs is None else with_our_tiers(theirs, ours)
     return result if cuts is None else {**result, THEIR_CUTS: {**_described(cuts), "notes": notes}}
 
@@ -156,7 +151,7 @@ def _train(case: Case, plan: dict[str, Any], *turns: int) -> Any:
     """Return, per step, seconds of the slowest rank, CPU seconds and rows of all."""
     one_thread()
     with job_of(case, plan) as job:
-        return job.train(*turns, lambda name, value: _over_ranks(value, name in _SUMMED))
+        return job.train(*turns, _over_ranks)
 
 
 @contextmanager
@@ -165,12 +160,10 @@ def job_of(case: Case, described: Mapping[str, Any]) -> Iterator[Job]:
     torch.manual_seed(0)
     plan = ShardingPlan.from_dict(described)
     stored = any(shard.ssd_bytes for table in plan.tables for shard in table.shards)
-    config, optimizer = (
-        TierConfig(ssd="10GiB" if stored else 0),
-        optim.specs.make(case.optimizer, lr=training.LR),
-    )
+    config = TierConfig(ssd="10GiB" if stored else 0)
+    optimizer = optim.specs.make(case.optimizer, lr=training.LR)
     if case.ranks == 1:
-        tables = [StoredTable(c.name, c.num_embeddings, c.embedding_dim, constant(0.0)) for c in case.configs]
+        tables = [Table(c.name, c.num_embeddings, c.embedding_dim, constant(0.0)) for c in case.configs]
         config = replace(config, **tiers_of_rank(plan.tables, 0, tables, config, optimizer))
         bags: Any = tierstore.EmbeddingBagCollection(case.configs, config=config, optimizer=optimizer)
         model: Any = Model(bags, case.width)
@@ -191,7 +184,7 @@ def job_of(case: Case, described: Mapping[str, Any]) -> Iterator[Job]:
         }
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    job = Job(model, Batches(case, rank), counters)
+    job = Job(model, Data(case).batches(rank), counters)
     try:
         yield job
     finally:
@@ -199,16 +192,14 @@ def job_of(case: Case, described: Mapping[str, Any]) -> Iterator[Job]:
         close()
 
 
-def _over_ranks(value: float, summed: bool) -> float:
+def _over_ranks(name: str, value: float) -> float:
     total = torch.tensor(value, dtype=torch.float64)
     if dist.is_initialized():
-        dist.all_reduce(total, dist.ReduceOp.SUM if summed else dist.ReduceOp.MAX)
+        dist.all_reduce(total, dist.ReduceOp.SUM if name in _SUMMED else dist.ReduceOp.MAX)
     return float(total)
 
 
-def compared(
-    plans: Mapping[str, Mapping[str, Any]], records: Sequence[Mapping[str, Any]]
-) -> dict[str, dict[str, dict[str, Any]]]:
+def compared(plans: ByCase, records: Records) -> dict[str, dict[str, dict[str, Any]]]:
     """By case and way: medians per step of the rounds that had calm turns (of all where none had), and our
     seconds over theirs."""
     result: dict[str, dict[str, dict[str, Any]]] = {}
@@ -225,11 +216,7 @@ def compared(
     return result
 
 
-def summary(
-    cases: Mapping[str, Mapping[str, Any]],
-    plans: Mapping[str, Mapping[str, Any]],
-    records: Sequence[Mapping[str, Any]],
-) -> dict[str, float]:
+def summary(cases: ByCase, plans: ByCase, records: Records) -> dict[str, float]:
     """Return how well our plans' steps, and the rows that they miss and read, are predicted."""
     pairs = [(plans[name][OURS], ways[OURS]) for name, ways in cases.items()]
     predicted, measured = [one["predicted"] for one, _ in pairs], [two["step"] for _, two in pairs]
@@ -251,23 +238,19 @@ def summary(
     }
 
 
-def _print(cases: Mapping[str, Mapping[str, Any]], plans: Mapping[str, Mapping[str, Any]]) -> None:
-    view = Table(box=None, caption="misses, reads: predicted/measured", caption_justify="left")
-    for title in ("case", "plan", "step, ms (of processes)", "predicted", "misses", "reads", "cpu"):
-        view.add_column(title, justify="left" if title in ("case", "plan") else "right")
-    view.add_column("ours over it", justify="right")
+def _print(cases: ByCase, plans: ByCase) -> None:
+    """Print a line for every plan; misses and reads are predicted/measured."""
+    form = "{:<20} {:<16} {:>24} {:>10} {:>18} {:>18} {:>8} {:>13}"
+    titles = "case", "plan", "ms (of processes)", "predicted", "misses", "reads", "cpu", "ours over it"
+    print(form.format(*titles))
     for name, ways in cases.items():
         for by, found in ways.items():
             plan, steps = plans[name][by], [1e3 * seconds for seconds in found["steps"]]
-            view.add_row(
-                *(name, by, f"{1e3 * found['step']:.1f} ({min(steps):.1f} to {max(steps):.1f})"),
-                f"{1e3 * plan['predicted']:.1f}",
-                *(f"{plan[n]:,.0f}/{found[n]:,.0f}" for n in ("misses", "reads")),
-                *(f"{1e3 * found['cpu']:.1f}", f"{found['ratio']:.2f}"),
-            )
-            for note in plan.get("notes", ()):
-                view.add_row("", note)
-    Console(width=140).print(view)
+            step = f"{1e3 * found['step']:.1f} ({min(steps):.1f} to {max(steps):.1f})"
+            rows = [f"{plan[n]:,.0f}/{found[n]:,.0f}" for n in ("misses", "reads")]
+            predicted, cpu = f"{1e3 * plan['predicted']:.1f}", f"{1e3 * found['cpu']:.1f}"
+            line = form.format(name, by, step, predicted, *rows, cpu, f"{found['ratio']:.2f}")
+            print(line, *plan.get("notes", ()))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +16,10 @@ from numpy.typing import NDArray
 from torch.nn.parallel import DistributedDataParallel
 
 import tierstore
+from cache_policies import prepare
+from cache_policies.simulator import simulate
 from tierstore import EmbeddingBagConfig, KeyedJaggedTensor
-from tierstore.planner import TableSpec, Topology
-from tierstore.planner.costs import (
-    INDEX_BYTES_PER_ROW,
-    POLICY_FIXED_BYTES,
-    POLICY_FIXED_SLOTS,
-    RANK_BUFFERS,
-    slot_bytes,
-)
+from tierstore.planner import TableSpec, Topology, costs
 from tierstore.planner.tables import spec_of_config
 
 from .._neighbours import LOUD, Neighbours
@@ -34,7 +29,6 @@ DEPTH, WINDOW, LR = 2, 8, 0.01
 READ_AHEAD = 8 << 20  # bytes that a rank has for rows read ahead
 _RECORDED = 160
 """Batches that miss curves are made of, the second half; training sees others."""
-
 
 Budget = tuple[float, float, bool]
 """Shares of the tables' bytes in (hbm, uvm) of all ranks together, and whether there is an SSD below."""
@@ -80,16 +74,16 @@ class Case:
         specs, (hbm, uvm, ssd) = self.specs(), self.budget
         sizes = [spec.row_bytes() for spec in specs]
         rows, examples = sum(spec.rows for spec in specs), self.batch_size * self.ranks
-        total = sum(int(spec.rows * slot_bytes(size)) for spec, size in zip(specs, sizes, strict=True))
+        total = sum(int(spec.rows * costs.slot_bytes(size)) for spec, size in zip(specs, sizes, strict=True))
         fixed = int(sum(examples * (20 * spec.pooling_factor + 12 * spec.embedding_dim) for spec in specs))
-        beside = fixed + min(len(set(sizes)) * POLICY_FIXED_SLOTS, rows) * POLICY_FIXED_BYTES
-        stored = rows * INDEX_BYTES_PER_ROW + (RANK_BUFFERS + READ_AHEAD) * self.ranks
-        memories = {
+        beside = fixed + min(len(set(sizes)) * costs.POLICY_FIXED_SLOTS, rows) * costs.POLICY_FIXED_BYTES
+        stored = rows * costs.INDEX_BYTES_PER_ROW + (costs.RANK_BUFFERS + READ_AHEAD) * self.ranks
+        machine = {
+            **{"device": "cpu", "hosts": 1, "ranks_per_host": self.ranks},
             "hbm_per_rank": int(hbm * total / self.ranks) + fixed,
             "host_memory_per_host": int(uvm * total) + beside * self.ranks + stored * ssd,
             "ssd_per_host": 20 * total * ssd,
         }
-        machine = {"device": "cpu", "hosts": 1, "ranks_per_host": self.ranks, **memories}
         return Topology.from_dict({**rates, **machine})
 
 
@@ -114,11 +108,12 @@ class Data:
         names = [config.name for config in self.case.configs]
         return features(names, ids, lengths)
 
+    def batches(self, rank: int) -> Iterator[KeyedJaggedTensor]:
+        """Return endless batches of one rank, all behind the recorded part."""
+        return (self.part(step, rank) for step in count(_RECORDED))
+
     def stats(self) -> dict[str, dict[str, Any]]:
         """Return what ``tierstore plan --stats`` takes, of the recorded part of the data."""
-        from cache_policies import prepare
-        from cache_policies.simulator import simulate
-
         result = {}
         record = [self.ids(step) for step in range(_RECORDED)]
         for i, config in enumerate(self.case.configs):
@@ -171,31 +166,21 @@ def dense_seconds(case: Case) -> float:
     return float(np.median(times))
 
 
-class Batches:
-    """Endless batches of one rank that training sees; :meth:`draw` makes some before they are needed."""
-
-    def __init__(self, case: Case, rank: int) -> None:
-        data = Data(case)
-        self._made = (data.part(step, rank) for step in count(_RECORDED))
-        self._drawn = deque[Any]()
-
-    def draw(self, number: int) -> None:
-        """Make so many batches: drawing them is no part of a step."""
-        self._drawn.extend(next(self._made) for _ in range(number))
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            if not self._drawn:
-                self.draw(1)
-            yield self._drawn.popleft()
-
-
 class Job:
     """A model in training, and counters that only grow, which a step's figures are made of."""
 
-    def __init__(self, model: Any, drawn: Batches, counters: Callable[[], dict[str, float]]) -> None:
-        self.model, self.counters, self._drawn = model, counters, drawn
-        self.batches = tierstore.prefetch(iter(drawn), model, depth=DEPTH, window=WINDOW)
+    def __init__(self, model: Any, made: Iterator[Any], counters: Callable[[], dict[str, float]]) -> None:
+        self.model, self.counters = model, counters
+        self._made, self._drawn = made, deque[Any]()
+        self.batches = tierstore.prefetch(self._given(), model, depth=DEPTH, window=WINDOW)
+
+    def _draw(self, number: int) -> None:
+        """Make so many batches before they are needed: drawing them is no part of a step."""
+        self._drawn.extend(islice(self._made, number))
+
+    def _given(self) -> Iterator[Any]:
+        while True:
+            yield self._drawn.popleft() if self._drawn else next(self._made)
 
     def train(
         self, warm: int, turns: int, steps: int, reduced: Callable[[str, float], float]
@@ -209,10 +194,10 @@ class Job:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
         neighbours = Neighbours(lambda value: reduced("cpu", value))
         found: list[dict[str, float]] = []
-        self._drawn.draw(warm + WINDOW + DEPTH + 2)
+        self._draw(warm + WINDOW + DEPTH + 2)
         self._steps(optimizer, warm)
         while sum(turn["others"] < LOUD for turn in found) < turns and len(found) < 2 * turns:
-            self._drawn.draw(WINDOW + steps)
+            self._draw(WINDOW + steps)
             self._steps(optimizer, WINDOW)  # what was fetched while batches were drawn is used up
             neighbours.share()
             before = self._counted()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from tierstore.planner.tables import row_bytes
+from tierstore.planner import TableSpec
 
 DIM, TOTAL = 256, 100e12
 ROWS = (
@@ -24,7 +24,7 @@ HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27,
 
 def tables() -> list[dict]:
     """Mappings for ``tierstore plan --tables``."""
-    size = row_bytes(DIM, "rowwise_adagrad")
+    size = TableSpec("row", 1, DIM, optimizer="rowwise_adagrad").row_bytes()
     small = sum(rows for rows in ROWS if rows < 40_000_000) * size
     scaled = int((TOTAL - small) / size / ROWS.count(40_000_000))
     return [

@@ -62,7 +62,7 @@ def worst(
 ) -> float:
     """The largest error of a table."""
     rows = solution.caches.field("unique") * rows_of(solution)[kind]
-    names = [solution.tables[item.table].name for item in solution.placed]
+    names = [solution.problem.tables[item.table].name for item in solution.placed]
     pairs = [(n, live[name][kind]) for name, n in zip(names, rows.tolist(), strict=True)]
     assert all(abs(a - b) < FEW for a, b in pairs if min(a, b) < FEW)
     return max((abs(a / b - 1) for a, b in pairs if b >= FEW), default=0.0)

@@ -138,9 +138,8 @@ def allocate(problem: Problem, placed: Sequence[Placed], for_ssd: bool = False) 
     costs = [item.option.cost for item in placed for _ in item.ranks]
     rank = np.array([r for item in placed for r in item.ranks], dtype=np.int64)
     promised = [problem.demands[item.table].promises_memory for item in placed for _ in item.ranks]
-    result = Allocation(
-        costs, rank, np.zeros(len(costs)), np.zeros(len(costs)), np.array(promised, dtype=bool)
-    )
+    hbm_rows, memory_rows = np.zeros((2, len(costs)))
+    result = Allocation(costs, rank, hbm_rows, memory_rows, np.array(promised, dtype=bool))
     replicas = result.slot == 0
     result.hbm_rows[replicas] = result.memory_rows[replicas] = result.rows[replicas]
     fixed = np.bincount(rank, result.field("fixed_hbm"), topology.world_size) + problem.fixed_hbm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from tierstore.errors import ConfigError
@@ -29,19 +29,16 @@ def plain_number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def fields_of(
-    values: Any, where: str, known: Collection[str], needed: Collection[str] = (), text: Collection[str] = ()
-) -> dict[str, Any]:
+def fields_of(values: Any, where: str, known: Collection[str], needed: Iterable[str] = ()) -> dict[str, Any]:
     """Return the fields of a mapping: an empty one is as good as none, and numbers may be strings.
 
-    ``text``: fields that are never numbers. Raises ConfigError, with ``where``, for what is no mapping, for
-    fields that are not ``known`` and for ``needed`` ones that are missing.
+    Raises ConfigError, with ``where``, for what is no mapping, for fields that are not ``known`` and for
+    ``needed`` ones that are missing.
     """
     require(isinstance(values, Mapping), f"{where}: expected a mapping of {sorted(known)}, got {values!r}")
     unknown = sorted(set(values) - set(known), key=str)
     require(not unknown, f"{where}: unknown fields {unknown}; known: {sorted(known)}")
-    filled = {key: value for key, value in values.items() if value is not None}
-    given = {key: value if key in text else plain_number(value) for key, value in filled.items()}
+    given = {key: plain_number(value) for key, value in values.items() if value is not None}
     missing = [key for key in needed if key not in given]
     require(not missing, f"{where}: {', '.join(missing)} missing")
     return given

@@ -137,9 +137,8 @@ class Cluster:
         """Return by how much the total grows with one shard on each rank: float64 (ranks,)."""
         at, before, after = self.host_of, self._spilled(self.ranks), self.ranks + part.rank
         by_host = self._by_host(before)
-        grows = badness(*self._of_ranks(after), unit, power) - badness(
-            *self._of_ranks(self.ranks), unit, power
-        )
+        grows = badness(*self._of_ranks(after), unit, power)
+        grows -= badness(*self._of_ranks(self.ranks), unit, power)
         # One row per rank: its host, if the shard were on that rank.
         spilled = by_host[at] + self._spilled(after) - before
         grows += badness(*self._of_hosts(self.hosts[at] + part.host, spilled), unit, power)

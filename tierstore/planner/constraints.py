@@ -136,13 +136,13 @@ def _some_of(name: str, values: Sequence[Any], known: Sequence[str]) -> tuple[st
 
 _THEIRS = ("sharding_types", "compute_kernels", "min_partition", "pooling_factors")
 _OF_TIERS = ("is_weighted", "stochastic_rounding", "cache_params", "enforce_hbm", "bounds_check_mode")
+_OF_NO_EFFECT = ("use_virtual_table",)  # every table is one: rows take space when they are touched
 _OF_CACHE_INSTEAD = {
     "algorithm": 'tiers of all tables have one policy, TierConfig(policy="lru") or another',
     "reserved_memory": "budgets include what their slots need beside rows",
     "precision": "hbm holds the table's own dtype; TierConfig(uvm_dtype=, ssd_dtype=) is for lower tiers",
     "stats": "give the planner stats=, recorded miss-ratio curves",
 }
-_OF_NO_EFFECT = ("use_virtual_table",)  # every table is one: rows take space when they are touched
 _INSTEAD = {
     "num_poolings": "give pooling_factors, the ids per example",
     "batch_sizes": "give the planner the batch_size of all",
@@ -158,18 +158,16 @@ def constraints_of(value: Any, table: str) -> ParameterConstraints:
     """``value``, or what an object with the fields of torchrec's ParameterConstraints demands."""
     if isinstance(value, ParameterConstraints):
         return value
-    known = all(hasattr(value, name) for name in _THEIRS)
-    require(known, f"constraints of {table!r} are a {type(value).__name__}; give ParameterConstraints")
+    whose, known = f"constraints of {table!r}", all(hasattr(value, name) for name in _THEIRS)
+    require(known, f"{whose} are a {type(value).__name__}; give ParameterConstraints")
     for name, given in vars(value).items():
         met = not given or name in (*_THEIRS, *_OF_NO_EFFECT, *_OF_TIERS)
         met = met or (name == "output_dtype" and getattr(given, "name", "") == "FP32")
         why = _INSTEAD.get(name, "leave it out")
-        require(met, f"constraints of {table!r}: {name} of torchrec cannot be met: {why}")
+        require(met, f"{whose}: {name} of torchrec cannot be met: {why}")
     theirs: dict[str, Any] = {n: getattr(value, n, None) for n in (*_THEIRS, "stochastic_rounding")}
-    theirs["hbm_load_factor"] = _load_factor(getattr(value, "cache_params", None), table)
-    theirs["bounds_check"] = bounds_check_of(
-        getattr(value, "bounds_check_mode", None), f"constraints of {table!r}"
-    )
+    theirs["hbm_load_factor"] = _load_factor(getattr(value, "cache_params", None), whose)
+    theirs["bounds_check"] = bounds_check_of(getattr(value, "bounds_check_mode", None), whose)
     theirs["tiers"] = ("hbm",) if getattr(value, "enforce_hbm", None) else None
     return ParameterConstraints(**theirs, is_weighted=bool(getattr(value, "is_weighted", False)))
 
@@ -184,10 +182,10 @@ def bounds_check_of(mode: Any, whose: str) -> str | None:
     return name
 
 
-def _load_factor(cache: Any, table: str) -> float:
+def _load_factor(cache: Any, whose: str) -> float:
     """Return the load factor of torchrec's CacheParams; raise ConfigError for parameters beside it."""
     for name, given in () if cache is None else vars(cache).items():
         met = given is None or name in ("load_factor", "prefetch_pipeline")
         why = _OF_CACHE_INSTEAD.get(name, "leave it out")
-        require(met, f"constraints of {table!r}: {name} of torchrec's CacheParams cannot be met: {why}")
+        require(met, f"{whose}: {name} of torchrec's CacheParams cannot be met: {why}")
     return getattr(cache, "load_factor", None) or 0.0

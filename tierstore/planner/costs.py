@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -123,10 +124,11 @@ class Problem:
     @cached_property
     def read_ahead_share(self) -> float:
         """Host memory for rows that are read ahead, per byte of tables that have rows on the SSD."""
-        return self._ahead.read_ahead / self._bytes_per_rank
+        return self._ahead.read_ahead / self.bytes_per_rank
 
     @property
-    def _bytes_per_rank(self) -> float:
+    def bytes_per_rank(self) -> float:
+        """Bytes of the rows of all tables, as ``hbm`` has them, per rank."""
         return sum(table.rows * table.row_bytes() for table in self.tables) / self.topology.world_size
 
     @cached_property
@@ -140,7 +142,7 @@ class Problem:
         demands = [[t.demand(n * self.global_batch)[0] for n in (1, MANY)] for t in tables]
         unique, many = np.array(demands).T / topology.world_size
         memory = topology.host_memory_per_host / topology.ranks_per_host
-        most = min(self._bytes_per_rank / READ_AHEAD_SHARE, memory / READ_AHEAD_OF_MEMORY, READ_AHEAD_AT_MOST)
+        most = min(self.bytes_per_rank / READ_AHEAD_SHARE, memory / READ_AHEAD_OF_MEMORY, READ_AHEAD_AT_MOST)
         ahead = Ahead(
             batch_bytes=float((each @ [BYTES_PER_ID, BYTES_PER_BAG]).sum()),
             unique=unique,
@@ -188,18 +190,12 @@ class Problem:
 
     def _policy_bytes(self, memory: int) -> int:
         """Return what the policies of a rank's tier take beside slots, if row sizes have equal parts."""
-        rows = rows_by_size(self.tables)
+        rows: Counter[int] = Counter()
+        for table in self.tables:
+            rows[table.row_bytes()] += table.rows
         room = {size: int(memory / len(rows) / (size + TIER_BYTES_PER_SLOT)) for size in rows}
         slots = (min(POLICY_FIXED_SLOTS, count, room[size]) for size, count in rows.items())
         return sum(slots) * POLICY_FIXED_BYTES
-
-
-def rows_by_size(tables: Sequence[TableSpec]) -> dict[int, int]:
-    """Return the rows of all tables by bytes of a row in ``hbm``, not cut by columns."""
-    rows: dict[int, int] = {}
-    for table in tables:
-        rows[table.row_bytes()] = rows.get(table.row_bytes(), 0) + table.rows
-    return rows
 
 
 def index_bytes(rows: int) -> int:

@@ -15,10 +15,6 @@ from tierstore.planner.checks import require
 
 Floats = NDArray[np.float64]
 
-# What one batch of Meta's published tables looks like on average (docs/planner.md): used for tables of which
-# nothing is known.
-PRESET_S, PRESET_Q = 1.1, 100.0
-
 _CELLS = 400
 _POINTS = 36
 
@@ -37,10 +33,6 @@ class MissCurve:
     def at(self, rows: float) -> float:
         """Miss ratio of a memory of ``rows`` rows."""
         return float(np.interp(rows, self.rows, self.misses))
-
-    def scaled(self, factor: float) -> MissCurve:
-        """Return the curve of a part of the table that has ``factor`` of its rows and of its accesses."""
-        return MissCurve(self.rows * factor, self.misses)
 
     @classmethod
     def through(cls, rows: Sequence[float], misses: Sequence[float], table_rows: int) -> MissCurve:
@@ -63,10 +55,13 @@ class MissCurve:
 
 @dataclass(frozen=True)
 class Popularity:
-    """P(k-th most popular of N rows) ~ (k + q)^-s."""
+    """P(k-th most popular of N rows) ~ (k + q)^-s.
 
-    s: float = PRESET_S
-    q: float = PRESET_Q
+    Unless said otherwise, as one batch of Meta's published tables is on average (docs/planner.md).
+    """
+
+    s: float = 1.1
+    q: float = 100.0
 
     def __post_init__(self) -> None:
         known = 0 <= self.s <= 10 and 0 <= self.q < math.inf

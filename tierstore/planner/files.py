@@ -33,10 +33,9 @@ def _spec_of_mapping(item: Any, position: int) -> TableSpec:
     must_be(f"tables: entry {position}", item, isinstance(item, Mapping), "a mapping")
     name = item.get("name", f"#{position}")
     where, known = f"table {name!r}", (*_NEEDED, *_FIELDS, *_OTHER_FIELDS)
-    item = fields_of(item, where, known, _NEEDED, text=("name",))
-    require(
-        name and isinstance(name, str), f"tables: entry {position} has the name {name!r}; write it in quotes"
-    )
+    item = {**fields_of(item, where, known, _NEEDED), "name": name}  # which may look like a number
+    message = f"tables: entry {position} has the name {name!r}; write it in quotes"
+    require(name and isinstance(name, str), message)
     values = {key: item[key] for key in (*_NEEDED, *_FIELDS) if key in item}
     values["dtype"] = dtype_of(name, item.get("data_type", "FP32"))
     weighted = values["weighted"] = item.get("weighted", item.get("is_weighted", False))

@@ -11,14 +11,7 @@ from numpy.typing import NDArray
 from tierstore.placement import MOST_STORE_BYTES, ShardingType
 from tierstore.planner.checks import require
 from tierstore.planner.constraints import ParameterConstraints
-from tierstore.planner.costs import (
-    DISK_SLACK,
-    FLOAT,
-    WRITE_AMPLIFICATION,
-    Problem,
-    index_bytes,
-    slot_bytes,
-)
+from tierstore.planner.costs import DISK_SLACK, FLOAT, WRITE_AMPLIFICATION, Problem, index_bytes, slot_bytes
 from tierstore.planner.curves import Floats, MissCurve
 from tierstore.planner.tables import WHOLE_ROWS, TableSpec
 from tierstore.planner.topology import Topology
@@ -120,21 +113,18 @@ def options_of(problem: Problem, number: int) -> list[ShardingOption]:
     if demand.device_group is not None or in_tiers:
         kinds -= {ShardingType.DATA_PARALLEL}
     shapes = [one for one in _shapes(table, demand, topology) if one[0] in kinds and one[1] <= table.rows]
+    whole_rows = f"; {table.optimizer} needs whole rows" if table.optimizer in WHOLE_ROWS else ""
     require(
         shapes,
         f"table {table.name!r}: its constraints allow no sharding type on {topology.hosts} x "
         f"{topology.ranks_per_host} ranks (asked for {list(demand.sharding_types or ['any'])}, "
         f"{table.num_embeddings} rows, {table.embedding_dim} columns of which a shard has "
-        f"{demand.min_partition or MIN_COLUMNS}{_whole_rows(table)})",
+        f"{demand.min_partition or MIN_COLUMNS}{whole_rows})",
     )
     options = [option_of(problem, number, shape) for shape in shapes]
     # A replica that no device can hold is no way out, not even of a model that does not fit.
     fitting = [one for one in options if one.cost.unique or one.cost.fixed_hbm <= topology.hbm_per_rank]
     return fitting or options
-
-
-def _whole_rows(table: TableSpec) -> str:
-    return f"; {table.optimizer} needs whole rows" if table.optimizer in WHOLE_ROWS else ""
 
 
 def option_of(problem: Problem, number: int, shape: Shape) -> ShardingOption:
@@ -178,7 +168,7 @@ def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: 
     record, slot, pieces = record_bytes(stored), slot_bytes(size), row_cuts * column_cuts
     unique, curve = table.demand(problem.global_batch)
     unique, accesses = unique / row_cuts, table.accesses(problem.global_batch) / row_cuts
-    curve = curve.scaled(rows / float(curve.rows[-1]))
+    curve = MissCurve(curve.rows * (rows / float(curve.rows[-1])), curve.misses)
     pinned, ahead = (work.depth + 1) * unique, int(rows * size * problem.read_ahead_share)
     floor = min(rows, pinned)
     outputs = _vectors(problem, table) / (1 if table.pooled else row_cuts)
@@ -261,8 +251,9 @@ def _exchange(problem: Problem, table: TableSpec, rows: int, columns: int) -> tu
 
 def _received(topology: Topology, size: float) -> Floats:
     """Return the load of ``size`` bytes from all ranks; the CPU's training thread waits for them."""
-    near, far = topology.others()
-    intra, inter = size * near / topology.intra_host_bw, size * far / topology.inter_host_bw
+    world, near = topology.world_size, topology.ranks_per_host
+    intra = size * ((near - 1) / world) / topology.intra_host_bw
+    inter = size * ((world - near) / world) / topology.inter_host_bw
     return np.array([intra + inter if topology.one_fetcher else 0.0, 0.0, intra, inter])
 
 

@@ -53,10 +53,11 @@ class EmbeddingShardingPlanner:
         work = workload or Workload()
         self.work = work if batch_size is None else replace(work, batch_size=batch_size)
         self.topology = topology
-        self.constraints = {
-            name: constraints_of(value, name) for name, value in _mapping("constraints", constraints).items()
-        }
-        self.stats = dict(_mapping("stats", stats))
+        for name, given in (("constraints", constraints), ("stats", stats)):
+            mapping = given is None or isinstance(given, Mapping)
+            require(mapping, f"{name} is {type(given).__name__}; it must be a mapping of table names")
+        self.constraints = {name: constraints_of(value, name) for name, value in (constraints or {}).items()}
+        self.stats = dict(stats or {})
         finite = 0 <= search_seconds < math.inf
         require(finite, f"search_seconds is {search_seconds!r}; it must be seconds")
         self.search_seconds = search_seconds
@@ -90,9 +91,13 @@ class EmbeddingShardingPlanner:
         return plan_together(lambda: self.plan(module, sharders), self.topology.world_size, pg)
 
     def problem(self, tables: Sequence[TableSpec]) -> Problem:
-        """Return what this planner would have to solve for ``tables``."""
-        demands = [self.constraints.get(table.name, ParameterConstraints()) for table in tables]
-        tables = [replace(table, tiers=self.work.tiers or table.tiers) for table in tables]
+        """Return what this planner would have to solve for ``tables``.
+
+        Raises ConfigError for doubled tables, and for constraints and stats of unknown ones.
+        """
+        known = prepared(tables, self.constraints, self.stats, self.topology.world_size)
+        demands = [self.constraints.get(table.name, ParameterConstraints()) for table in known]
+        tables = [replace(table, tiers=self.work.tiers or table.tiers) for table in known]
         return Problem(self.topology, self.work, tables, demands)
 
     def solve(self, tables: Sequence[TableSpec]) -> Solution:
@@ -107,7 +112,7 @@ class EmbeddingShardingPlanner:
             tables = [spec_of_config(item) for item in module]
         else:
             raise ConfigError(f"cannot plan a {type(module).__name__}: give a module or table configurations")
-        problem = self.problem(prepared(tables, self.constraints, self.stats, self.topology.world_size))
+        problem = self.problem(tables)
         return replace(problem, work=replace(self.work, dense_bytes=self.work.dense_bytes or dense))
 
     def _infeasible(self, solution: Solution, start: float) -> InfeasiblePlanError:
@@ -144,12 +149,6 @@ def plan_together(plan: Callable[[], ShardingPlan], world_size: int, pg: Any = N
     return outcome[0]
 
 
-def _mapping(name: str, value: Any) -> Mapping[str, Any]:
-    mapping = value is None or isinstance(value, Mapping)
-    require(mapping, f"{name} is {type(value).__name__}; it must be a mapping of table names")
-    return value or {}
-
-
 def tables_of_module(module: Any) -> tuple[list[TableSpec], int]:
     """Return the tables of all embedding collections in a module, ours or torchrec's, and the other parts'
     device bytes."""
@@ -181,14 +180,14 @@ def tables_of_module(module: Any) -> tuple[list[TableSpec], int]:
 
 def plan_of(solution: Solution) -> ShardingPlan:
     """Return the solution as a plan without a report; tables are in their order."""
-    caches, result, topology = solution.caches, [], solution.topology
+    caches, result, topology = solution.caches, [], solution.problem.topology
     slots = [caches.hbm_rows, caches.memory_rows - caches.hbm_rows]
     sizes = [caches.hbm_bytes(), caches.uvm_bytes(), caches.ssd_bytes, *slots]
     each = iter(np.column_stack([*sizes, caches.own, caches.read_ahead_bytes()]).astype(np.int64).tolist())
     unique = caches.field("unique")
     misses = unique * solution.missed[0]
     for item, shards in zip(solution.placed, solution.shards(), strict=True):
-        spec = solution.tables[item.table]
+        spec = solution.problem.tables[item.table]
         rate = 1 - float(misses[shards].sum() / (unique[shards].sum() or 1.0))  # replicas miss nothing
         placed = tuple(_shard(spec, item, j, next(each)) for j in range(len(item.ranks)))
         rest = spec.module, spec.num_embeddings, spec.embedding_dim

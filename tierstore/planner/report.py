@@ -30,7 +30,7 @@ def report_of(solution: Solution, plan: ShardingPlan) -> dict[str, Any]:
 
     The planner fills in ``plan_seconds`` and what would help.
     """
-    found, topology = solution.prediction, solution.topology
+    found, topology = solution.prediction, solution.problem.topology
     binding, place = found.slowest()
     ahead = np.bincount(solution.caches.rank, solution.caches.read_ahead_bytes(), topology.world_size)
     values = plan.to_dict()
@@ -43,7 +43,7 @@ def report_of(solution: Solution, plan: ShardingPlan) -> dict[str, Any]:
         "missing_bytes": 0,
         "plan_seconds": 0.0,
         "predicted_step_s": found.step,
-        "batch_size_per_rank": solution.work.batch_size,
+        "batch_size_per_rank": solution.problem.work.batch_size,
         "assumed_rates": list(topology.assumed),
         **values,
         "ranks": [
@@ -95,7 +95,7 @@ def shortage(solution: Solution, lack: Mapping[str, int]) -> dict[str, Any]:
 
     ``lack``: bytes per rank or host that would be enough, by resource.
     """
-    topology, totals, shares, places = solution.topology, {}, {}, {}
+    topology, totals, shares, places = solution.problem.topology, {}, {}, {}
     for name, size in lack.items():
         kind, count = ("rank", topology.world_size) if name == "hbm" else ("host", topology.hosts)
         short = sorted(
@@ -137,24 +137,22 @@ def _reason(solution: Solution, item: Placed, shards: slice) -> dict[str, Any]:
         return {"tiers": ["hbm"], "why": f"a replica of {replica} per rank needs no exchange of ids and rows"}
     hbm, memory = caches.hbm_rows[shards], caches.memory_rows[shards]
     on_link, on_ssd = (share[shards] for share in solution.missed)
-    stored, hosts = memory < cost.rows, caches.rank[shards] // solution.topology.ranks_per_host
+    stored, hosts = memory < cost.rows, caches.rank[shards] // solution.problem.topology.ranks_per_host
     # Each shard is on a rank of its own; drives are those of the host, for all of its shards.
     link, ssd = cost.unique * cost.link_s, cost.unique * cost.ssd_s
     more_hbm = format_bytes(int(((cost.rows - hbm) * cost.slot_bytes).sum()))
     size = int(((cost.rows - memory) * cost.slot_bytes - stored * cost.index_bytes).sum())
     more_memory = f"{format_bytes(size)} {'more' if size > 0 else 'as well'}"
+    all_in_hbm = -link * on_link.max() - cost.policy_s * (hbm < cost.rows).any()
+    all_in_memory = -ssd * np.bincount(hosts, on_ssd).max()
+    without_hbm = link * (cost.curve.at(cost.hbm_floor) - on_link.min())
+    without_host_memory = ssd * np.bincount(hosts, on_link - on_ssd).max()
     # Names of seconds, how they come about, and the tier whose time they are.
     changes = {
-        "all_in_hbm_link_s": (
-            f"all in hbm: {more_hbm} more",
-            -link * on_link.max() - cost.policy_s * (hbm < cost.rows).any(),
-        ),
-        "all_in_memory_ssd_s": (f"all in memory: {more_memory}", -ssd * np.bincount(hosts, on_ssd).max()),
-        "one_tier_lower_link_s": ("without its hbm", link * (cost.curve.at(cost.hbm_floor) - on_link.min())),
-        "without_host_memory_ssd_s": (
-            "without its host memory",
-            ssd * np.bincount(hosts, on_link - on_ssd).max(),
-        ),
+        "all_in_hbm_link_s": (f"all in hbm: {more_hbm} more", all_in_hbm),
+        "all_in_memory_ssd_s": (f"all in memory: {more_memory}", all_in_memory),
+        "one_tier_lower_link_s": ("without its hbm", without_hbm),
+        "without_host_memory_ssd_s": ("without its host memory", without_host_memory),
     }
     why = [
         f"{what}: {s * 1e3:+.3g} ms of {name.split('_')[-2]} time ({abs(s) / step:.1%} of the step)"

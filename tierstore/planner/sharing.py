@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tierstore.planner.allocate import Allocation
+from tierstore.planner.allocate import Allocation, corners
 from tierstore.planner.curves import Floats, MissCurve
 
 _HALVINGS = 60
@@ -71,8 +71,8 @@ def _rates(caches: Allocation, held: Floats) -> tuple[NDArray[np.int64], Floats,
     """Return (shard, rows, uses per batch of each row) for rows of equal rates that are not ``held``."""
     parts = []
     for i, (cost, begin) in enumerate(zip(caches.costs, held.tolist(), strict=True)):
-        beyond = cost.curve.rows > begin
-        x = np.append(begin, cost.curve.rows[beyond])
-        y = np.append(cost.curve.at(begin), cost.curve.misses[beyond]) * cost.unique
-        parts.append((np.full(len(x) - 1, i), np.diff(x), -np.diff(y) / np.maximum(np.diff(x), 1e-12)))
+        rows, misses = corners(cost, begin)
+        count = np.diff(rows)
+        rate = -np.diff(misses * cost.unique) / np.maximum(count, 1e-12)
+        parts.append((np.full(len(count), i), count, rate))
     return tuple(np.concatenate(one) for one in zip(*parts, strict=True))  # type: ignore[return-value]

@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.planner.allocate import Allocation, allocate
-from tierstore.planner.costs import HELD_BYTES_PER_ROW, RANK_STAGES, Problem, Workload, rows_by_size
+from tierstore.planner.costs import HELD_BYTES_PER_ROW, RANK_STAGES, Problem
 from tierstore.planner.curves import Floats
 from tierstore.planner.options import Placed, option_of
 from tierstore.planner.search import Search
 from tierstore.planner.sharing import shared_misses
-from tierstore.planner.tables import TableSpec
 from tierstore.planner.topology import Topology
 from tierstore.rounds import read_bytes, record_bytes
 
@@ -61,18 +60,6 @@ class Solution:
     prediction: Prediction
     seconds: float = 0.0
 
-    @property
-    def topology(self) -> Topology:
-        return self.problem.topology
-
-    @property
-    def work(self) -> Workload:
-        return self.problem.work
-
-    @property
-    def tables(self) -> Sequence[TableSpec]:
-        return self.problem.tables
-
     def as_divided(self) -> Prediction:
         """Return the prediction if each shard held its most popular rows, as many as the plan gives it."""
         rows = self.caches.hbm_rows, self.caches.memory_rows
@@ -90,9 +77,8 @@ def solve(problem: Problem, seconds: float) -> Solution:
     start, topology = time.perf_counter(), problem.topology
     solution = divided(problem, Search(problem, seconds).run())
     lacking = {name for name, _ in solution.caches.missing}
-    memory = topology.hosts * topology.host_memory_per_host + topology.world_size * topology.hbm_per_rank
-    needed = sum(size * count for size, count in rows_by_size(problem.tables).items())
-    if lacking and "hbm" not in lacking and topology.ssd_per_host and needed <= memory:
+    memory = topology.hbm_per_rank + topology.host_memory_per_host / topology.ranks_per_host
+    if lacking and "hbm" not in lacking and topology.ssd_per_host and problem.bytes_per_rank <= memory:
         # A store takes memory of its own, so what does not fit with one may do so without.
         memory_only = replace(problem, topology=replace(topology, ssd_per_host=0))
         without = divided(memory_only, Search(memory_only, seconds / 6).run())

@@ -178,11 +178,6 @@ class Topology:
         own = _together(stages, self.overlap_loss)
         return float(_together(np.column_stack([own, ssd]), self.ssd_overlap_loss).max())
 
-    def others(self) -> tuple[float, float]:
-        """Return (other ranks of a rank's host, ranks of other hosts) as shares of all ranks."""
-        world = self.world_size
-        return (self.ranks_per_host - 1) / world, (world - self.ranks_per_host) / world
-
     def host_of(self, rank: int) -> int:
         return rank // self.ranks_per_host
 

@@ -60,7 +60,7 @@ def missing_bytes(solution: Solution, seconds: float) -> dict[str, int]:
 
 def _with(solution: Solution, more: Mapping[str, int]) -> Solution:
     """Return the same options and ranks on machines with so many bytes more."""
-    old = solution.topology
+    old = solution.problem.topology
     sizes = {FIELDS[name]: getattr(old, FIELDS[name]) + size for name, size in more.items()}
     return moved(solution, replace(old, **sizes))
 
@@ -71,7 +71,7 @@ def what_would_help(solution: Solution, seconds: float) -> tuple[list[dict[str, 
     Planning again lets tables follow with other options and ranks. Without as many seconds as that takes, the
     options and ranks stay.
     """
-    changes, step = improvements(solution.topology), solution.prediction.step
+    changes, step = improvements(solution.problem.topology), solution.prediction.step
     each = seconds / len(changes)
     again = solution.seconds <= _SLOWER * each
     result = []
