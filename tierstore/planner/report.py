@@ -82,7 +82,8 @@ def _predicted(solution: Solution, shards: slice) -> list[dict[str, float]]:
 def _exchange_bytes(solution: Solution, rank: int) -> int:
     """Return the bytes that a rank receives from others in a step."""
     seconds = dict(zip(RANK_STAGES, solution.prediction.ranks[rank].tolist(), strict=True))
-    speeds = {"intra_host": solution.topology.intra_host_bw, "inter_host": solution.topology.inter_host_bw}
+    topology = solution.problem.topology
+    speeds = {"intra_host": topology.intra_host_bw, "inter_host": topology.inter_host_bw}
     return int(sum(seconds[stage] * speed for stage, speed in speeds.items()))
 
 
