@@ -20,7 +20,7 @@ from tierstore.cache.table import Table
 from tierstore.cache.tiers.codec import Codec
 from tierstore.cache.tiers.memory import MemoryTier, TierPlan
 from tierstore.cache.tiers.read_ahead import bytes_per_row
-from tierstore.cache.tiers.registry import TIERS, TierFactory, TierRequest, make_tiers
+from tierstore.cache.tiers.registry import TierFactory, TierRequest, make_tiers
 from tierstore.cache.tiers.sizes import bytes_for, memory_limit
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError
@@ -105,8 +105,10 @@ class GroupOpening:
         self._hbm = fast_tiers(config, demands["hbm"], policy, device)
         self._uvm = host_tiers(config, demands["uvm"], policy, self._hbm, device)
 
-    def groups(self, store: RowStore | None, factories: Sequence[TierFactory] = TIERS) -> list[TierGroup]:
-        """Return the groups, with empty tiers above ``store``; ``factories`` make the tiers."""
+    def groups(
+        self, store: RowStore | None, factories: Sequence[TierFactory] | None = None
+    ) -> list[TierGroup]:
+        """Return the groups, with empty tiers above ``store``; ``factories`` as for :func:`make_tiers`."""
         plans = zip(self._members, self._hbm, self._uvm, strict=True)
         groups = [self._group(name, {"hbm": hbm, "uvm": uvm}, store, factories) for name, hbm, uvm in plans]
         rows = {spec.index: table.max_rows for spec, table in zip(self._specs, self._tables, strict=True)}
@@ -171,7 +173,7 @@ class GroupOpening:
         name: str,
         slots: Mapping[str, TierPlan | None],
         store: RowStore | None,
-        factories: Sequence[TierFactory],
+        factories: Sequence[TierFactory] | None,
     ) -> TierGroup:
         hbm = slots["hbm"]
         assert hbm is not None

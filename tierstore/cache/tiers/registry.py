@@ -82,9 +82,9 @@ TIERS: list[TierFactory] = [partial(_memory, "hbm"), partial(_memory, "uvm"), st
 before the store, lasting tiers behind it."""
 
 
-def make_tiers(request: TierRequest, factories: Sequence[TierFactory] = TIERS) -> list[Tier]:
-    """Return the tiers of one row layout, the fastest first."""
-    for make in factories:
+def make_tiers(request: TierRequest, factories: Sequence[TierFactory] | None = None) -> list[Tier]:
+    """Return the tiers of one row layout, the fastest first; ``factories`` make them, :data:`TIERS` if None."""
+    for make in TIERS if factories is None else factories:
         tier = make(request)
         if tier is not None:
             request.above.append(tier)
