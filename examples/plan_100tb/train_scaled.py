@@ -84,7 +84,7 @@ def predicted(solution: Solution) -> dict[str, float]:
     """Return the rows that each table misses in hbm per step, on all ranks together."""
     misses = solution.caches.field("unique") * solution.missed[0]
     placed = zip(solution.placed, solution.shards(), strict=True)
-    return {solution.tables[item.table].name: float(misses[shards].sum()) for item, shards in placed}
+    return {solution.problem.tables[item.table].name: float(misses[shards].sum()) for item, shards in placed}
 
 
 def counted(model: DistributedModelParallel, names: list[str]) -> torch.Tensor:
@@ -110,7 +110,7 @@ def main() -> None:
     shared = [solved(args, ranks) if rank == 0 else None]
     dist.broadcast_object_list(shared)
     solution = shared[0]
-    plan, tables = plan_of(solution), list(solution.tables)
+    plan, tables = plan_of(solution), list(solution.problem.tables)
     names = [table.name for table in tables]
     if rank == 0:
         size = sum(table.num_embeddings * table.row_bytes() for table in tables)
@@ -151,7 +151,7 @@ def report(solution: Solution, expected: dict[str, float], measured: dict[str, f
     print("rows that a step misses in hbm:")
     print(f"{'table':8} {'rows':>10} {'cut':20} {'predicted':>10} {'measured':>9}")
     for item in solution.placed:
-        spec = solution.tables[item.table]
+        spec = solution.problem.tables[item.table]
         pair = expected[spec.name], measured[spec.name]
         if max(pair) >= 1:
             cut = f"{item.option.kind} ({len(item.ranks)})"

@@ -83,7 +83,7 @@ before the store, lasting tiers behind it."""
 
 
 def make_tiers(request: TierRequest, factories: Sequence[TierFactory] | None = None) -> list[Tier]:
-    """Return the tiers of one row layout, the fastest first; ``factories`` make them, :data:`TIERS` if None."""
+    """Return the tiers of one row layout, the fastest first. ``factories``: :data:`TIERS` if None."""
     for make in TIERS if factories is None else factories:
         tier = make(request)
         if tier is not None:
