@@ -176,7 +176,8 @@ class SimulatedRank(SimulatedTables):
 
 
 def run_ranks(count: int, work: Callable[[int], None], ranks: Ranks) -> None:
-    """Call ``work(rank)`` in a thread per rank. Raises the first error of a rank that is its own."""
+    """Call ``work(rank)`` in a thread per rank. Raises the first error of a rank that is its own. Every thread
+    has ended then, also where a signal interrupts the call: threads would abort the end of the process."""
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
@@ -192,7 +193,13 @@ def run_ranks(count: int, work: Callable[[int], None], ranks: Ranks) -> None:
     ]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:
+        ranks.fail(error)
+        for thread in threads:
+            thread.join()
+        raise
     if errors:
         raise next((error for error in errors if not isinstance(error, RankError)), errors[0])

@@ -190,7 +190,8 @@ class KeysEngine(Engine):
         opening = GroupOpening(self.tables, self.specs, config, self.optimizer, self.policy, self.device)
         rows = sum(table.max_rows for table in self.tables)
         store = KeyStore(self.specs, rows) if config.ssd else None
-        self.groups = opening.groups(store, [*TIERS[:-1], _keys_tier])
+        factories = [_keys_tier if make is store_tier else make for make in TIERS]
+        self.groups = opening.groups(store, factories)
         self._load_meta()
         self._position = 0
         self.warn_of_loss = warns_of_loss(self, "", self.groups)
