@@ -176,8 +176,10 @@ class SimulatedRank(SimulatedTables):
 
 
 def run_ranks(count: int, work: Callable[[int], None], ranks: Ranks) -> None:
-    """Call ``work(rank)`` in a thread per rank. Raises the first error of a rank that is its own. Every thread
-    has ended then, also where a signal interrupts the call: threads would abort the end of the process."""
+    """Call ``work(rank)`` in a thread per rank. Raises the first error of a rank that is its own.
+
+    All threads have ended then, also where a signal interrupts the call: a thread that is left would abort
+    the end of the process."""
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
