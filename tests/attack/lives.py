@@ -40,6 +40,7 @@ from tierstore.cli.setup import finish_imports
 from tierstore.errors import TierStoreError
 
 HANG_SECONDS = 60
+NAP_SECONDS = 0.01
 LINGER_SECONDS = 300
 UNCAUGHT = 1
 POLICIES = ["lookahead", "lru", "lfu"]
@@ -151,7 +152,7 @@ class Life:
         self.workers = False
         if not self.few and self.rng.random() < 0.1:
             data = Turns(self.seed, self.turn, turns)
-            batches = DataLoader(data, batch_size=None, num_workers=2, timeout=HANG_SECONDS)
+            batches = DataLoader(data, batch_size=None, num_workers=2)
             self.workers = True
         inputs = {"items": lambda batch: batch.items, "pairs": lambda batch: batch.pairs}
         return tierstore.prefetch(batches, self.model, inputs=self.rng.choice([None, inputs]))
@@ -318,15 +319,17 @@ def serve(folder: Path) -> tuple[int, int, int] | None:
 
 def _wait(child: int, folder: Path, life: int) -> str:
     """Return the exit code of a life, or ``hang`` if its journal has not grown for so many seconds. A busy
-    machine may make a whole life take longer than that."""
-    journal, size, deadline = journal_of(folder, life), 0, time.monotonic() + HANG_SECONDS
-    while time.monotonic() < deadline:
+    machine may make a whole life take longer than that. Naps are counted, not the time, so that an attack may
+    be stopped and go on (SIGSTOP, SIGCONT, or a laptop that sleeps)."""
+    journal, size, naps = journal_of(folder, life), 0, 0
+    while naps * NAP_SECONDS < HANG_SECONDS:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return str(os.waitstatus_to_exitcode(status))
         if journal.exists() and journal.stat().st_size > size:
-            size, deadline = journal.stat().st_size, time.monotonic() + HANG_SECONDS
-        time.sleep(0.01)
+            size, naps = journal.stat().st_size, 0
+        time.sleep(NAP_SECONDS)
+        naps += 1
     with (folder / f"life-{life}.log").open("a") as log:
         log.writelines(_threads(child))
     os.killpg(child, signal.SIGUSR1)  # the tracebacks of the life and its children go to its log
