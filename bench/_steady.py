@@ -6,7 +6,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
+from statistics import mean
 from typing import Any
 
 import torch
@@ -18,6 +20,9 @@ from ._systems import System
 from ._threads import ThreadSeconds
 
 _ROWS_AT_ONCE = 1 << 16
+_STEADY = {"misses": "misses", "read_requests": "requests", "written_bytes": "bytes written"}
+"""Counters that tell whether training is steady, and what they are called."""
+_AVERAGED = 2
 _OF_STORE = ("read_requests", "read_bytes", "written_rows", "written_bytes")
 
 
@@ -102,18 +107,30 @@ def touch_all(system: System) -> None:
 
 
 def warm_up(trainee: Trainee, steps: int, most: int, tolerance: float) -> bool:
-    """Train until a step's misses and requests change by at most ``tolerance`` (a share) from one turn of
-    ``steps`` to the next. Return whether it came to that within ``most`` steps."""
-    last = {"misses": 0.0, "read_requests": 0.0}
+    """Train turns of ``steps`` until what a step misses, requests and writes is steady, on average of two
+    turns: it has changed by at most ``tolerance`` (a share) from the two turns before. Return whether it came
+    to that within ``most`` steps.
+
+    What is written says when the store has begun to compact, and then what its compaction takes: reads and
+    writes are different from then on.
+    """
+    turns: list[Turn] = []
     for done in range(steps, most + 1, steps):
-        turn = trainee.train(steps)
-        now = {name: turn.counted[name] / steps for name in last}
-        shown = ", ".join(f"{value:,.0f} {name.replace('_', ' ')}" for name, value in now.items())
+        turns.append(trainee.train(steps))
+        shown = ", ".join(f"{turns[-1].counted[name] / steps:,.0f} {said}" for name, said in _STEADY.items())
         say(f"{trainee.name}: {done} steps of warm-up, {shown} per step")
-        if all(abs(now[name] - last[name]) <= tolerance * max(now[name], 1) for name in now):
+        if len(turns) >= 2 * _AVERAGED and all(
+            abs(now - before) <= tolerance * max(now, steps)
+            for before, now in map(partial(_pair, turns), _STEADY)
+        ):
             return True
-        last = now
     return False
+
+
+def _pair(turns: Sequence[Turn], name: str) -> tuple[float, float]:
+    """Return averages of a counter over the turns before the last ones, and over the last ones."""
+    counts = [turn.counted[name] for turn in turns[-2 * _AVERAGED :]]
+    return mean(counts[:_AVERAGED]), mean(counts[_AVERAGED:])
 
 
 def take_turns(trainees: Sequence[Trainee], rounds: int, run_in: int, steps: int) -> None:

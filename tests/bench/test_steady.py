@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from bench import record, steady
+from bench._steady import Turn, warm_up
 from bench._threads import ThreadSeconds
 from docs.generate import measurements
 from tierstore.errors import ConfigError
@@ -132,3 +133,32 @@ def test_seconds_of_threads():
     thread.join()
     assert user > 0.02
     assert system >= 0
+
+
+class Scripted:
+    """Training whose turns count what they are told, one entry of ``written`` per turn."""
+
+    name, steps = "scripted", 0
+
+    def __init__(self, written: list[float]) -> None:
+        self.written, self.done = written, 0
+
+    def train(self, steps: int) -> Turn:
+        counted = {
+            "misses": 100.0 * steps,
+            "read_requests": 10.0 * steps,
+            "written_bytes": steps * self.written[self.done],
+        }
+        self.done += 1
+        return Turn(steps, steps, 1.0, {}, counted)
+
+
+def test_warm_up_goes_on_until_compaction_writes_what_it_will_write():
+    trainee = Scripted([50.0, 50.0, 50.0, 70.0, 90.0, 90.0, 90.0, 90.0, 90.0])
+    assert warm_up(trainee, 10, 90, 0.02)
+    assert trainee.done == 8  # the first four turns whose halves are alike
+
+
+def test_warm_up_says_that_requests_still_change():
+    trainee = Scripted([50.0 * 2**turn for turn in range(9)])
+    assert not warm_up(trainee, 10, 90, 0.02)
