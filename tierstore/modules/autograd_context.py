@@ -1,9 +1,10 @@
-"""The types of ``ctx``: what autograd functions keep of a forward call for its backward pass."""
+"""How autograd functions are called, and the types of ``ctx``: what they keep of a forward call for its
+backward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,17 @@ from tierstore.cache.pinned_rows import Rows
 
 Module = TypeVar("Module")
 Lookup = TypeVar("Lookup")
+
+
+class LookupFunction(torch.autograd.Function):
+    """An autograd function that is called as often as lookups are."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Call the function without what torch prepares for transforms of functions, where there are none."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)
 
 
 class Context(Protocol[Module, Lookup]):
