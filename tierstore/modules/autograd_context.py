@@ -4,7 +4,7 @@ backward pass."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,11 +20,11 @@ class LookupFunction(torch.autograd.Function):
     """An autograd function that is called as often as lookups are."""
 
     @classmethod
-    def apply(cls, *args: Any) -> Any:
+    def apply(cls, *args):  # type: ignore[no-untyped-def]
         """Call the function without what torch prepares for transforms of functions, where there are none."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
 class Context(Protocol[Module, Lookup]):

@@ -80,7 +80,7 @@ def received(
         lengths, values, weights = _in_order(recat, sent.long(), lengths, values, weights)
     elif stride_per_rank is None:
         raise InputError(f"{_INIT}: stride_per_rank is None; give the batch size of every rank")
-    elif recat is not None and sum(stride_per_rank):
+    elif recat is not None and any(stride_per_rank):
         # with batch sizes that differ, recat has every bag; else it has every key of every rank
         stride = stride_per_rank[0] if len(set(stride_per_rank)) == 1 else 1
         bags = torch.full((lengths.numel() // stride,), stride, device=lengths.device)
