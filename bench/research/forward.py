@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", type=int, default=4, help="(default: 4)")
     parser.add_argument("--rounds", type=int, default=30, help="the best one counts (default: 30)")
     parser.add_argument("--eval", action="store_true", help="measure forward passes of frozen modules")
-    parser.add_argument("--compiled", action="store_true", help="measure compiled modules")
+    parser.add_argument("--compiled", metavar="BACKEND", help="measure modules compiled by it (inductor)")
 
 
 def run(args: argparse.Namespace, target: JsonFile | None) -> Results:
@@ -60,8 +60,8 @@ def run(args: argparse.Namespace, target: JsonFile | None) -> Results:
     for name, case in _cases(args):
         module, calls, tensors_of = case
         module.train(not args.eval)
-        if args.compiled:
-            module = torch.compile(module, fullgraph=True)
+        if args.compiled and not isinstance(module, _Empty):
+            module = torch.compile(module, fullgraph=True, backend=args.compiled)
         one = _Pass(module, calls, tensors_of, backward=not args.eval)
         one.measure(2)  # fills the tables, and compiles
         whole = one.measure(args.rounds)
