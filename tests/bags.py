@@ -33,7 +33,7 @@ class Bags(TieredModule):
             members = [i for i in range(len(ids)) if self.engine.group_of(i) is group]
             segments = [
                 IdSegment(
-                    f"f{i}", i, ids[i].data_ptr(), ids[i].numel(), False, self.engine.tables[i].num_embeddings
+                    f"f{i}", ids[i].data_ptr(), ids[i].numel(), False, i, self.engine.tables[i].num_embeddings
                 )
                 for i in members
             ]

@@ -216,7 +216,7 @@ def test_a_value_that_cannot_be_written_leaves_the_tier_as_it_was() -> None:
     with build(IN_MEMORY, ADAGRAD, DIMS) as module:
         group = module.engine.groups[0]
         ids = np.arange(50, dtype=np.int64)
-        foreign = IdSegment("foreign", 7, ids.ctypes.data, 50, False, 2000)
+        foreign = IdSegment("foreign", ids.ctypes.data, 50, False, 7, 2000)
         with pytest.raises(ValueError, match="no entry in kinds"):
             group.lookup(group.batch([foreign]))
         assert len(group.fast.native) == 0

@@ -10,6 +10,7 @@ import torch
 import torchrec
 from torch.fx._pytree import tree_flatten_spec
 from torch.utils import _pytree as pytree
+from torchrec.distributed.dist_data import _get_recat
 from torchrec.sparse.jagged_tensor import ComputeJTDictToKJT, ComputeKJTToJTDict, jt_is_equal, kjt_is_equal
 from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 
@@ -267,6 +268,63 @@ def gradients_flow_through(lib: Any) -> Any:
     kjt = lib.KeyedJaggedTensor(KEYS, VALUES, weights, offsets=OFFSETS)
     (kjt["b"].weights().sum() + kjt.permute([1, 0]).weights().square().sum()).backward()
     return [values.grad, weights.grad]
+
+
+@behaviour
+def what_ranks_send(lib: Any) -> Any:
+    bare = lib.KeyedJaggedTensor(KEYS, VALUES, offsets=OFFSETS)
+    return [
+        [kjt.dist_labels(), kjt.dist_tensors(), *(kjt.dist_splits(cut) for cut in ([1, 1], [0, 2], [2], [1]))]
+        for kjt in (keyed(lib), different(lib), bare, different(lib).permute([1, 0]))
+    ]
+
+
+def sent(lib: Any, strides: list[list[int]], variable: bool, weighted: bool) -> tuple[list[Any], Any]:
+    """What ranks send of three keys of ``strides[rank]`` bags, and what each would make of them."""
+    random = torch.Generator().manual_seed(len(strides))
+    keys, parts = ["a", "b", "c"], []
+    for own in strides:
+        lengths = torch.randint(0, 4, (sum(own),), generator=random, dtype=torch.int32)
+        values = torch.randint(0, 99, (int(lengths.sum()),), generator=random)
+        weights = torch.rand(len(values), generator=random) if weighted else None
+        more = {"stride_per_key_per_rank": [[one] for one in own]} if variable else {}
+        parts.append(lib.KeyedJaggedTensor(keys, values, weights, lengths=lengths, **more))
+    return [torch.cat(one) for one in zip(*(part.dist_tensors() for part in parts), strict=True)], keys
+
+
+@behaviour
+def what_ranks_get_with_equal_batches(lib: Any) -> Any:
+    found = []
+    for ranks, stagger in ((2, 1), (4, 2), (1, 1)):
+        tensors, keys = sent(lib, [[3, 3, 3]] * ranks, False, ranks == 2)
+        recat = _get_recat(3, ranks, stagger)
+        found += [
+            lib.KeyedJaggedTensor.dist_init(keys, tensors, False, ranks, order, [3] * ranks, stagger)
+            for order in (recat, None)
+        ]
+    nothing = [torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)]
+    return [*found, lib.KeyedJaggedTensor.dist_init(KEYS, nothing, False, 2, _get_recat(2, 2), [0, 0])]
+
+
+@behaviour
+def what_ranks_get_with_batches_that_differ_by_rank(lib: Any) -> Any:
+    tensors, keys = sent(lib, [[1] * 3, [4] * 3, [0] * 3, [2] * 3], False, True)
+    made = [_get_recat(3, 4, stagger, batch_size_per_rank=[1, 4, 0, 2]) for stagger in (1, 2)]
+    return [lib.KeyedJaggedTensor.dist_init(keys, tensors, False, 4, order, [1, 4, 0, 2]) for order in made]
+
+
+@behaviour
+def what_ranks_get_with_batches_that_differ_by_key(lib: Any) -> Any:
+    found = []
+    for weighted in (False, True):
+        tensors, keys = sent(lib, [[1, 2, 0], [4, 0, 3], [2, 2, 2], [0, 1, 5]], True, weighted)
+        for stagger in (1, 2):
+            recat = _get_recat(3, 4, stagger)
+            kjt = lib.KeyedJaggedTensor.dist_init(keys, tensors, True, 4, recat, None, stagger)
+            found += [kjt, kjt.stride_per_key_per_rank(), kjt.length_per_key(), kjt.offset_per_key()]
+    nothing = [torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64), torch.empty(0).long()]
+    empty = lib.KeyedJaggedTensor.dist_init([], nothing, True, 2, None, None)
+    return [*found, empty.keys(), empty.values(), empty.lengths()]
 
 
 def raised(call: Callable[[], Any]) -> bool:

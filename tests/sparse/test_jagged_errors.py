@@ -171,6 +171,31 @@ def test_rearranging_checks_its_arguments() -> None:
         KeyedJaggedTensor.from_jt_dict({"x": weighted["a"], "y": plain["a"]})
 
 
+def test_exchanges_check_their_arguments() -> None:
+    plain = KeyedJaggedTensor.from_lengths_sync(AB, ints(0, 1), ints(1, 1))
+    for splits in ([3], [-1, 2]):
+        with pytest.raises(InputError, match=r"dist_splits: splits .* do not fit 2 keys"):
+            plain.dist_splits(splits)
+    init, sent = KeyedJaggedTensor.dist_init, plain.dist_tensors()
+    order = ints(0, 1)
+    with pytest.raises(InputError, match="1 tensors; give those of dist_labels, 2 or 3"):
+        init(AB, sent[:1], False, 1, order, [1])
+    with pytest.raises(InputError, match="2 tensors; give those of dist_labels, 3 or 4"):
+        init(AB, sent, True, 1, order, None)
+    with pytest.raises(InputError, match="stride_per_rank is None"):
+        init(AB, sent, False, 1, order, None)
+    with pytest.raises(InputError, match="3 strides; there must be one for each of 2 keys of 1 ranks"):
+        init(AB, [*sent, ints(1, 1, 1)], True, 1, order, None)
+    for strides in ([[2, 1]], [[1, 2]]):
+        with pytest.raises(InputError, match="2 lengths do not fit the batch sizes"):
+            init(AB, [*sent, ints(*strides[0])], True, 1, order, None)
+    with pytest.raises(InputError, match="do not fit the batch sizes"):
+        init(["a"], [ints(1, 1, 0), ints(0, 1)], False, 1, ints(0), [2])
+    for wrong in (ints(0, 2), ints(-1, 0)):
+        with pytest.raises(InputError, match="recat names segments that are not among the 2 given"):
+            init(AB, sent, False, 1, wrong, [1])
+
+
 def test_other_objects_are_not_taken_for_a_batch() -> None:
     with pytest.raises(InputError, match="got Tensor, which has no keys"):
         as_keyed_jagged_tensor(torch.zeros(3))

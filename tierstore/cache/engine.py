@@ -166,10 +166,10 @@ class Engine:
     def _batch_of(self, table: int, ids: NDArray[np.int64]) -> _core.Batch:
         segment = IdSegment(
             self.tables[table].name,
-            table,
             ids.ctypes.data,
             len(ids),
             False,
+            table,
             self.tables[table].num_embeddings,
         )
         return self._group_of[table].batch([segment])

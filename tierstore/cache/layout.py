@@ -23,10 +23,10 @@ class IdSegment(NamedTuple):
     """Ids of one feature: ``address`` of ``length`` contiguous int64 (int32 if ``is_int32``) numbers."""
 
     name: str
-    table: int
     address: int
     length: int
     is_int32: bool
+    table: int
     bound: int
     padding: int = -1
 

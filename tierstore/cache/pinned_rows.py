@@ -87,11 +87,15 @@ class ResidentRows(TierRows):
     """Rows of a tier that no row ever leaves. They need no pin, so a dropped lookup leaves nothing behind."""
 
     def __init__(self, group: Owner, batch: _core.Batch, found: _core.ResidentRows, rows: DeviceRows) -> None:
-        super().__init__(group, batch)
+        self.group, self.batch = group, batch
         self.slots = found.slots
-        self.csr = (found.csr_start, found.csr_positions)
         self.device_rows = rows
+        self._found = found
         self._held = True
+
+    @property
+    def csr(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:  # type: ignore[override]
+        return self._found.csr_start, self._found.csr_positions
 
     @property
     def held(self) -> bool:

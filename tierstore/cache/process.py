@@ -19,7 +19,7 @@ class OwnProcess:
 
     def check(self) -> None:
         """Raise ``ClosedError`` in a forked child."""
-        if not self.is_here:
+        if os.getpid() != self._pid:
             raise ClosedError(
                 f"the tables belong to process {self._pid}, of which this one is a forked child (a worker of "
                 "a DataLoader, perhaps); use tables in the process that opened them only"

@@ -45,11 +45,15 @@ class ResidentLookups:
         self._is_asked = False
 
     def find(self, batch: _core.Batch) -> _core.ResidentRows | None:
-        """Return where the rows of ``batch`` are; None where a plan has to bring a missing row."""
+        """Return where the rows of ``batch`` are; None where a plan has to bring a missing row. Another
+        thread counts the lookups so far, once enough of them wait to be counted."""
         found = self._native.find(batch)
         if found is None and self._initial is not None:
             assert isinstance(self._rows, _core.HostRows)
             found = self._native.add(batch, self._rows, self._initial, self._lock)
+        if found is not None and self._native.due and not self._is_asked:
+            self._is_asked = True
+            soon(self.count)
         return found
 
     @contextmanager
@@ -69,12 +73,6 @@ class ResidentLookups:
             yield
         finally:
             self._native.show()
-
-    def count_soon(self) -> None:
-        """Let another thread count the lookups so far, once enough of them wait to be counted."""
-        if self._native.due and not self._is_asked:
-            self._is_asked = True
-            soon(self.count)
 
     def count(self) -> None:
         """Count the lookups so far."""

@@ -1,4 +1,5 @@
-"""The types of ``ctx``: what autograd functions keep of a forward call for its backward pass."""
+"""How autograd functions are called, and the types of ``ctx``: what they keep of a forward call for its
+backward pass."""
 
 from __future__ import annotations
 
@@ -13,6 +14,17 @@ from tierstore.cache.pinned_rows import Rows
 
 Module = TypeVar("Module")
 Lookup = TypeVar("Lookup")
+
+
+class LookupFunction(torch.autograd.Function):
+    """An autograd function that is called as often as lookups are."""
+
+    @classmethod
+    def apply(cls, *args):  # type: ignore[no-untyped-def]
+        """Call the function without what torch prepares for transforms of functions, where there are none."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
 class Context(Protocol[Module, Lookup]):

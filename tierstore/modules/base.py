@@ -223,7 +223,10 @@ class TieredModule(RowCalls, nn.Module):
         """Whether a backward pass would change no table."""
         if not self._shown:
             return not (self.has_optimizer and self._requires_grad)
-        return not any(parameter.now.requires_grad for parameter in self._shown)
+        for parameter in self._shown:  # noqa: SIM110  # all() takes longer
+            if parameter.now.requires_grad:
+                return False
+        return True
 
     @property
     def has_optimizer(self) -> bool:
@@ -328,7 +331,7 @@ class TieredModule(RowCalls, nn.Module):
 
     def _check_forward(self) -> None:
         """Raise ConfigError if every rank would train its own copy of the rows."""
-        if has_other_ranks() and not self.collective:
+        if not self.collective and has_other_ranks():
             ours = all(parameter.is_registered for parameter in self._shown)
             refuse_replicas(self, self.table_names(), ours)
 

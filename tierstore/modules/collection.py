@@ -18,7 +18,8 @@ from tierstore.modules.configs import BaseEmbeddingConfig
 from tierstore.modules.features import Features
 from tierstore.modules.gradient_hooks import GradientHook
 from tierstore.modules.inputs import FeatureLookup
-from tierstore.modules.tables import HasWeight, OpenTables, placed, with_optimizers
+from tierstore.modules.table_weight import TableWeight
+from tierstore.modules.tables import SHOWN, HasWeight, OpenTables, placed, with_optimizers
 from tierstore.optim.specs import SGD, NotGiven, OptimizerSpec
 from tierstore.optim.tables import Optimizers
 from tierstore.sparse import KeyedJaggedTensor, as_keyed_jagged_tensor
@@ -65,6 +66,22 @@ class TableView(HasWeight):
     @property
     def on_meta(self) -> bool:
         return self.collection.engine.on_meta
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the collection's outputs."""
+        return self.collection.device
+
+    @property
+    def weight(self) -> TableWeight:
+        """What stands for the table's weights: it reads and writes rows as a tensor would."""
+        return TableWeight(self)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether backward passes update the table."""
+        shown = self._parameters.get(SHOWN)
+        return not self.collection.frozen if shown is None else shown.requires_grad
 
     def rows_version(self) -> str:
         return self.collection.engine.versions.of(self._engine_number)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch.compiler import is_compiling
 from torch.fx import Proxy
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])
@@ -24,7 +25,7 @@ def compiled_as(traced: Callable[..., object]) -> Callable[[Forward], Forward]:
 
         @functools.wraps(forward)
         def called(*args: object, **kwargs: object) -> object:
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 found = traced(*args, **kwargs)
                 return hidden(*args, **kwargs) if found is NotImplemented else found
             given = args[1] if len(args) > 1 else next(iter(kwargs.values()), None)

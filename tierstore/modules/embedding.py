@@ -10,14 +10,17 @@ from torch import Tensor
 from torch.types import Device
 
 from tierstore.cache.engine import Table
+from tierstore.cache.layout import IdSegment
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, InputError
 from tierstore.initializers import as_init, normal
 from tierstore.modules.base import TieredModule
 from tierstore.modules.bounds import bounds_of
 from tierstore.modules.compiling import compiled_as
-from tierstore.modules.inputs import NO_PADDING, FeatureLookup, Ids, checked_ids, sequence_lookup
+from tierstore.modules.inputs import NO_PADDING, FeatureLookup, checked_ids
+from tierstore.modules.parts import SequencePart
 from tierstore.modules.tables import (
+    TORCH_DTYPES,
     HasWeight,
     Opening,
     SharedEngine,
@@ -53,7 +56,10 @@ class SingleTable(HasWeight, TieredModule):
         self.num_embeddings = rows
         self.embedding_dim = dim
         self.name = table.name
+        self._ids_name = f"{table.name}: ids"
+        self._output_dtype = TORCH_DTYPES[table.dtype]
         self.padding_idx = None if padding_idx is None else padding_idx % rows
+        self._padding = NO_PADDING if self.padding_idx is None else self.padding_idx
         self._padding_row: Tensor | None = None
         mode = self.engine.config.bounds_check_of(table.name)
         self._bounds = bounds_of(table.name, rows, mode)
@@ -73,13 +79,9 @@ class SingleTable(HasWeight, TieredModule):
     def rows_version(self) -> str:
         return self.engine.versions.of(self.table_numbers[0])
 
-    @property
-    def _padding(self) -> int:
-        return NO_PADDING if self.padding_idx is None else self.padding_idx
-
     def ids_of(self, given: Tensor) -> Tensor:
         """Return the ids that are looked up for those given, checked."""
-        ids = checked_ids(f"{self.name}: ids", given, self.engine.device_name)
+        ids = checked_ids(self._ids_name, given, self.engine.device_name)
         return ids if self._bounds is None else self._bounds.kept(ids)
 
     def _clear_padding_row(self) -> None:
@@ -197,10 +199,11 @@ class TieredEmbedding(SingleTable):
         return (ids,)
 
     def make_lookup(self, input: Tensor) -> FeatureLookup:
-        ids = self.ids_of(input).view(-1)
-        return sequence_lookup(
-            self.engine, [Ids(self.name, self.table_numbers[0], ids, padding=self._padding)]
-        )
+        ids, table = self.ids_of(input), self.table_numbers[0]
+        given = ids.data_ptr(), ids.numel(), ids.dtype is torch.int32
+        segment = IdSegment(self.name, *given, table, self.num_embeddings, self._padding)
+        group = self.engine.group_of(table)
+        return FeatureLookup([SequencePart(group, group.batch([segment]), [])], (), [[0]], [ids.numel()])
 
     def _traced(self, input: Tensor) -> Tensor:
         (rows,), _ = traced_rows(self, (input, None, None, None), [input.numel()], [self.embedding_dim])
@@ -215,7 +218,10 @@ class TieredEmbedding(SingleTable):
         return self._shaped(rows, input)
 
     def _shaped(self, rows: Tensor, input: Tensor) -> Tensor:
-        rows = rows.view(*input.shape, self.embedding_dim).to(self.dtype)
+        if input.dim() != 1:
+            rows = rows.view(*input.shape, self.embedding_dim)
+        if self._output_dtype is not torch.float32:
+            rows = rows.to(self._output_dtype)
         if self._padding_row is None:
             return rows
         is_padding = torch.eq(input, self._padding).to(rows.device).unsqueeze(-1)

@@ -80,6 +80,7 @@ class TieredEmbeddingBag(SingleTable):
         super().__init__(table, padding_idx, _weight, Opening(config, optimizer, seed, _shared, device))
         self.mode = mode
         self.include_last_offset = include_last_offset
+        self._offsets_name = f"{table.name}: offsets"
         feature = KeyedFeature(table.name, 0, self.table_numbers[0], num_embeddings, MODES[mode])
         self._features = KeyedFeatures([feature], self._padding)
         self._output = np.zeros(1, np.int64), np.full(1, embedding_dim, np.int64)
@@ -139,7 +140,7 @@ class TieredEmbeddingBag(SingleTable):
             )
         if offsets is None:
             raise InputError(f"{self.name}: 1-D ids need offsets, where each bag starts")
-        offsets = checked_ids(f"{self.name}: offsets", offsets, self.engine.device_name)
+        offsets = checked_ids(self._offsets_name, offsets, self.engine.device_name)
         if offsets.dim() != 1:
             raise InputError(
                 f"{self.name}: offsets must have one dimension, got shape {tuple(offsets.shape)}"
@@ -189,7 +190,8 @@ class TieredEmbeddingBag(SingleTable):
         """
         if per_sample_weights is not None:
             per_sample_weights = self._checked_weights(per_sample_weights, input)
-        return self.pooled_rows(self.find_lookup(input, offsets), per_sample_weights).to(self.dtype)
+        pooled = self.pooled_rows(self.find_lookup(input, offsets), per_sample_weights)
+        return pooled if self._output_dtype is torch.float32 else pooled.to(self._output_dtype)
 
     def _checked_weights(self, weights: Tensor, input: Tensor) -> Tensor:
         if self.mode != "sum":

@@ -12,6 +12,7 @@ from tierstore.modules.collection import Collection, check_bounds
 from tierstore.modules.compiling import compiled_as
 from tierstore.modules.configs import EmbeddingConfig
 from tierstore.modules.features import Features
+from tierstore.modules.jagged_rows import JaggedRows
 from tierstore.modules.local_lookups import LocalRows
 from tierstore.modules.tables import Opening, SharedEngine, is_meta, open_tables
 from tierstore.modules.traced import bags_of_keys, jagged_of, traced_rows
@@ -107,18 +108,6 @@ class EmbeddingCollection(Collection):
         Args:
             features: a KeyedJaggedTensor, ours or torchrec's, with all features; other keys are ignored.
         """
-        rows = self.lookups.rows(self, features)
-        return jagged_rows(self.features, features, rows, self._need_indices)
-
-
-def jagged_rows(
-    features: Features, batch: object, rows: Sequence[Tensor], need_indices: bool
-) -> dict[str, JaggedTensor]:
-    """Return the rows (ids, dim) of every feature of ``batch`` with the lengths of its bags, by output."""
-    keyed = as_keyed_jagged_tensor(batch)
-    found = {}
-    for feature, values in zip(features.all, rows, strict=True):
-        part = keyed[feature.name]
-        ids = part.values().to(values.device) if need_indices else None
-        found[feature.output] = JaggedTensor(values, ids, part.lengths().to(values.device))
-    return found
+        keyed = as_keyed_jagged_tensor(features)
+        rows = self.lookups.rows(self, keyed)
+        return JaggedRows(self.features, keyed, rows, self.engine.device_name, self._need_indices).by_output()

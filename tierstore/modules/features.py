@@ -53,6 +53,8 @@ class Features:
         """The features' names in the output: ``feature@table`` if several tables have the feature."""
         self.dims = [feature.config.embedding_dim for feature in self.all]
         self.bounds = [feature.config.num_embeddings for feature in self.all]
+        self.modes = [0] * len(self.all)
+        """How bags are pooled; where rows are returned one by one nothing asks."""
         self._key_bounds: KeyBounds | None = None
 
     def tables(self) -> list[Table]:

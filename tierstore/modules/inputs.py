@@ -143,10 +143,10 @@ def _by_group(engine: Engine, features: Sequence[Ids]) -> list[tuple[TierGroup, 
 def _id_segment(engine: Engine, feature: Ids) -> IdSegment:
     return IdSegment(
         feature.name,
-        feature.table,
         feature.ids.data_ptr(),
         feature.ids.numel(),
         feature.ids.dtype == torch.int32,
+        feature.table,
         engine.tables[feature.table].num_embeddings,
         feature.padding,
     )

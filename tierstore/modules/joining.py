@@ -153,7 +153,7 @@ def _batch(group: TierGroup, pieces: Sequence[tuple[Part, slice]], padding: int)
         ids.append(found)
     return group.batch(
         [
-            IdSegment("", table, found.ctypes.data, len(found), False, MAX_ID + 1, padding)
+            IdSegment("", found.ctypes.data, len(found), False, table, MAX_ID + 1, padding)
             for table, found in zip(tables, ids, strict=True)
         ]
     )

@@ -1,7 +1,8 @@
-"""Pooled features as the core takes them: one call per row layout makes the lookup of a batch."""
+"""Features as the core takes them: one call per row layout makes the lookup of a batch."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,9 +16,9 @@ from tierstore.cache.engine import Engine
 from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import out_of_range
 from tierstore.errors import InputError
-from tierstore.modules.features import PooledFeatures
+from tierstore.modules.features import Features
 from tierstore.modules.inputs import NO_PADDING, joined_spans
-from tierstore.modules.parts import PooledPart
+from tierstore.modules.parts import PooledPart, SequencePart
 from tierstore.sparse import KeyedJaggedTensor
 
 Places = Sequence[tuple[int, int]]
@@ -41,6 +42,7 @@ class KeyedFeatures:
 
     def __init__(self, features: Sequence[KeyedFeature], padding: int = NO_PADDING) -> None:
         self._features = features
+        self._nowhere = np.zeros(len(features), np.int64), np.zeros(len(features), np.int64)
         self._native = _core.KeyedFeatures(
             keys=np.array([feature.key for feature in features], np.int64),
             tables=np.array([feature.table for feature in features], np.int64),
@@ -52,12 +54,23 @@ class KeyedFeatures:
     def part(self, group: TierGroup, bags: _core.KeyedBags, ids: Tensor, output: Output) -> PooledPart:
         """Deduplicate the ids of the features; the caller adds the spans. Raises InputError for a wrong
         id."""
+        batch, own = self._lookup(group, bags, ids, output)
+        return PooledPart(group, batch, [], bags=own)
+
+    def rows(self, group: TierGroup, bags: _core.KeyedBags, ids: Tensor) -> SequencePart:
+        """Deduplicate the ids of features whose rows are returned one by one, as :meth:`part` does."""
+        return SequencePart(group, self._lookup(group, bags, ids, self._nowhere)[0], [])
+
+    def _lookup(
+        self, group: TierGroup, bags: _core.KeyedBags, ids: Tensor, output: Output
+    ) -> tuple[_core.Batch, _core.Bags]:
         group.check_open()
-        with group.stats.stage("announce_seconds"):
-            batch, own, bad, position, value = self._native.lookup(bags, described(ids), *output)
+        begin = time.perf_counter()
+        batch, own, bad, position, value = self._native.lookup(bags, described(ids), *output)
+        group.stats.counters.announce_seconds += time.perf_counter() - begin
         if bad >= 0:
             raise out_of_range(self._features[bad].name, value, position, self._features[bad].bound)
-        return PooledPart(group, batch, [], bags=own)
+        return batch, own
 
     def spans(self, id_begin: Sequence[int]) -> list[tuple[int, int]]:
         """Return which ids of a batch are these features'. ``id_begin``: where the ids of each key begin."""
@@ -89,7 +102,7 @@ class KeyedParts:
     """
 
     def __init__(
-        self, features: PooledFeatures, engine: Engine, tables: Sequence[int], keyed: KeyedJaggedTensor
+        self, features: Features, engine: Engine, tables: Sequence[int], keyed: KeyedJaggedTensor
     ) -> None:
         self._keys, self._groups = list(keyed.keys()), engine.groups
         self.key_of = features.keys_of(keyed)
@@ -125,16 +138,20 @@ class KeyedParts:
                 made[-1].spans = part.features.spans(id_begin)
         return made
 
+    def rows(self, bags: _core.KeyedBags, ids: Tensor) -> list[SequencePart]:
+        """Return the parts for a batch whose rows are returned one by one."""
+        return [part.features.rows(part.group, bags, ids) for part in self._parts]
+
 
 def bags_of(keyed: KeyedJaggedTensor) -> _core.KeyedBags:
     """Return the bags of all keys. Raises InputError if lengths, offsets and values do not fit one
     another."""
-    lengths, offsets = _as_integers(keyed.lengths()), keyed.offsets_or_none()
-    given = None if offsets is None else _as_integers(offsets)
-    first = None if given is None else described(given)
+    lengths, offsets, first = _as_integers(keyed.lengths()), keyed.offsets_or_none(), None
+    if offsets is not None:
+        offsets = _as_integers(offsets)
+        first = described(offsets)
     try:
-        bags_per_key, num_ids = keyed.stride_per_key(), keyed.values().numel()
-        return _core.KeyedBags(described(lengths), bags_per_key, num_ids, first)
+        return _core.KeyedBags(described(lengths), keyed.stride_per_key(), keyed.values().numel(), first)
     except ValueError as error:
         keyed.sync().validate()  # which say where
         raise InputError(f"KeyedJaggedTensor: {error}") from None

@@ -5,6 +5,7 @@ The fused optimizer runs inside the backward pass; no gradient of a table is eve
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -21,7 +22,7 @@ from tierstore.cache.device import DeviceRows
 from tierstore.cache.pinned_rows import Rows, TierRows
 from tierstore.errors import GradientError
 from tierstore.keys import split
-from tierstore.modules.autograd_context import Context, PooledContext
+from tierstore.modules.autograd_context import Context, LookupFunction, PooledContext
 from tierstore.modules.gradient_hooks import GradientHook, hooked_gradients
 from tierstore.modules.parts import Lookup, Part, PooledPart
 from tierstore.modules.row_shares import Csr, TableStep, shares_of, step_of
@@ -187,21 +188,21 @@ def pooled_forward(
     """Fill ``out`` (float32, contiguous); return the argmax (int32, bags x dim) of parts with max pooling."""
     argmaxes: list[Tensor | None] = []
     for part, weight in zip(parts, weights, strict=True):
-        argmax = None
+        rows, argmax = part.rows, None
         if part.bags.takes_max:
             # one more, since an empty tensor has no address
             bags = len(part.bags.offsets) - 1
             argmax = torch.empty(bags * part.group.layout.dim + 1, dtype=torch.int32, device=part.device)
-        rows = part.rows
         assert rows is not None
-        args = _lookup_args(part, rows)
-        with part.group.stats.stage("compute_seconds"):
-            rows.device_rows.lookup_pooled(args, part.bags, _address(out), _address(weight), _address(argmax))
+        args, addresses = _lookup_args(part, rows), (out.data_ptr(), _address(weight), _address(argmax))
+        begin = time.perf_counter()
+        rows.device_rows.lookup_pooled(args, part.bags, *addresses)
+        part.group.stats.counters.compute_seconds += time.perf_counter() - begin
         argmaxes.append(argmax)
     return argmaxes
 
 
-class PooledFunction(torch.autograd.Function):
+class PooledFunction(LookupFunction):
     """``apply(anchor, module, lookup, *weights)`` → output of ``lookup.out_shape``. One weight tensor per
     part, or none at all. ``module`` None: rows are not updated, only the weights have gradients."""
 
@@ -210,19 +211,13 @@ class PooledFunction(torch.autograd.Function):
         ctx: PooledCtx, anchor: Tensor, module: Updates | None, lookup: Lookup, *weights: Tensor
     ) -> Tensor:
         out = lookup.new_output()
-        kept = kept_weights(lookup.parts, weights)
+        kept = kept_weights(lookup.parts, weights) if weights else [None] * len(lookup.parts)
         ctx.argmaxes = pooled_forward(lookup.parts, out, kept)  # type: ignore[arg-type]
         ctx.module, ctx.lookup, ctx.weights = module, lookup, kept
         # autograd then notices weights changed in place, and a second backward pass without retain_graph
         ctx.save_for_backward(anchor, *weights)
         # the weights' gradients need the rows as they are now; other backward passes may change the rows
-        ctx.weighted = [
-            (
-                part.rows.copied() if part.rows is not None and ctx.needs_input_grad[3 + index] else None,
-                (weight.device, weight.dtype),
-            )
-            for index, (part, weight) in enumerate(zip(lookup.parts, weights, strict=False))
-        ]
+        ctx.weighted = [_weighted(ctx, *one) for one in enumerate(weights)] if weights else []
         return out
 
     @staticmethod
@@ -230,6 +225,14 @@ class PooledFunction(torch.autograd.Function):
     def backward(ctx: PooledCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.saved_tensors
         return (None, None, None, *pooled_backward(ctx, grads[0], lambda: _reaches_rows(ctx)))
+
+
+def _weighted(
+    ctx: PooledCtx, index: int, weight: Tensor
+) -> tuple[Rows | None, tuple[torch.device, torch.dtype]]:
+    rows = ctx.lookup.parts[index].rows
+    kept = rows.copied() if rows is not None and ctx.needs_input_grad[3 + index] else None
+    return kept, (weight.device, weight.dtype)
 
 
 def pooled_backward(ctx: PooledCtx, grad: Tensor, reaches_rows: Callable[[], bool]) -> list[Tensor | None]:
@@ -255,7 +258,7 @@ def _weight_grad(ctx: PooledCtx, index: int, grad: Tensor) -> Tensor | None:
     return out.to(*kind)
 
 
-class SequenceFunction(torch.autograd.Function):
+class SequenceFunction(LookupFunction):
     """``apply(anchor, module, lookup)`` → one (positions, dim) tensor per part."""
 
     @staticmethod
@@ -365,9 +368,11 @@ def sequence_forward(parts: Sequence[Part]) -> tuple[Tensor, ...]:
     for part in parts:
         assert part.rows is not None
         dim = part.group.layout.dim
-        out = torch.empty((len(part.rows.inverse), dim), dtype=torch.float32, device=part.device)
-        with part.group.stats.stage("compute_seconds"):
-            part.rows.device_rows.lookup_rows(_lookup_args(part, part.rows), out.data_ptr(), dim)
+        args = _lookup_args(part, part.rows)
+        out = torch.empty((len(args.inverse), dim), dtype=torch.float32, device=part.device)
+        begin = time.perf_counter()
+        part.rows.device_rows.lookup_rows(args, out.data_ptr(), dim)
+        part.group.stats.counters.compute_seconds += time.perf_counter() - begin
         outs.append(out)
     return tuple(outs)
 

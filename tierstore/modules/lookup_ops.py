@@ -22,8 +22,8 @@ from tierstore.errors import ConfigError
 from tierstore.modules.autograd_context import Context
 from tierstore.modules.handles import MODULES, Looked
 from tierstore.modules.inputs import FeatureLookup
+from tierstore.modules.jagged_rows import rows_by_feature
 from tierstore.modules.kept_contexts import TracedContext, context_of, kept_tensor
-from tierstore.modules.local_lookups import rows_by_feature
 from tierstore.modules.lookup import (
     PooledFunction,
     SequenceFunction,

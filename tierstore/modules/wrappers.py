@@ -18,6 +18,8 @@ from tierstore.errors import ConfigError
 
 logger = logging.getLogger("tierstore")
 
+_IS_AVAILABLE = torch.distributed.is_available()
+
 _USE_OURS = (
     "every rank would train rows of its own. Make it an EmbeddingBagCollection or EmbeddingCollection and "
     "wrap the model in tierstore.sharding.DistributedModelParallel: it shards tables, and replicates the rest"
@@ -29,7 +31,7 @@ _warned: WeakSet[nn.Module] = WeakSet()
 def has_other_ranks() -> bool:
     """Return whether this process is one of several."""
     distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return _IS_AVAILABLE and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def refuse_replicas(module: nn.Module, tables: Sequence[str], parameters_are_ours: bool) -> None:

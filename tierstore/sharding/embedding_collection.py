@@ -7,14 +7,14 @@ from typing import Any
 
 from tierstore.modules.compiling import opaque
 from tierstore.modules.configs import EmbeddingConfig
-from tierstore.modules.embedding_collection import jagged_rows
 from tierstore.modules.features import Features
+from tierstore.modules.jagged_rows import JaggedRows
 from tierstore.placement import ShardingPlan
 from tierstore.sharding.collection import ShardedCollection
 from tierstore.sharding.env import ShardingEnv
 from tierstore.sharding.lookups import ExchangedRows
 from tierstore.sharding.opening import ShardingOptions, open_shards
-from tierstore.sparse import JaggedTensor
+from tierstore.sparse import JaggedTensor, as_keyed_jagged_tensor
 
 
 class ShardedEmbeddingCollection(ShardedCollection):
@@ -67,5 +67,6 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
         Both are of this rank's part of the batch. Raises InputError on all ranks if one has a wrong input.
         """
-        rows = self.lookups.rows(self, features)
-        return jagged_rows(self.features, features, rows, self._need_indices)
+        keyed, rows = as_keyed_jagged_tensor(features), self.lookups.rows(self, features)
+        device = self.engine.device_name
+        return JaggedRows(self.features, keyed, lambda: rows, device, self._need_indices).by_output()

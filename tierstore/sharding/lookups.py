@@ -18,7 +18,7 @@ from tierstore.modules.base import TieredModule
 from tierstore.modules.features import Features
 from tierstore.modules.gpu import brought
 from tierstore.modules.inputs import Bags, FeatureLookup, Ids, keyed_on_host, sequence_lookup
-from tierstore.modules.local_lookups import rows_by_feature
+from tierstore.modules.jagged_rows import rows_by_feature
 from tierstore.sharding.comms import OutputMemory, WireMemory
 from tierstore.sharding.input_exchange import ExchangeRules, InputExchange, OwnBatch, check_range
 from tierstore.sharding.opening import OpenShards

@@ -3,7 +3,7 @@
 from tierstore.sparse import pytree
 from tierstore.sparse.collate import collate_jagged, collate_keyed_jagged
 from tierstore.sparse.convert import as_keyed_jagged_tensor
-from tierstore.sparse.jagged import JaggedTensor
+from tierstore.sparse.jagged import JaggedTensor, jagged_by_name
 from tierstore.sparse.keyed import KeyedTensor
 from tierstore.sparse.keyed_jagged import KeyedJaggedTensor
 
@@ -14,5 +14,6 @@ __all__ = [
     "as_keyed_jagged_tensor",
     "collate_jagged",
     "collate_keyed_jagged",
+    "jagged_by_name",
     "pytree",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class JaggedBase(metaclass=Traceable):
     _values: Tensor
     _weights: Tensor | None
     _lengths: Tensor | None
-    _offsets: Tensor | None
+    _offsets: Tensor | None = None
 
     def values(self) -> Tensor:
         """Return the values of all bags, one after another: shape (N,) or (N, ...)."""
@@ -103,6 +104,16 @@ class JaggedBase(metaclass=Traceable):
         return int(lengths.max()) if lengths.numel() else 0
 
 
+class JaggedSource(Protocol):
+    """Has the parts of JaggedTensors, each of which asks for its own by its number, once it is asked."""
+
+    def values(self, number: int) -> Tensor: ...
+
+    def lengths(self, number: int) -> Tensor: ...
+
+    def weights(self, number: int) -> Tensor | None: ...
+
+
 class JaggedTensor(JaggedBase):
     """A batch of bags of values, optionally weighted, with torchrec's constructor and methods.
 
@@ -114,6 +125,8 @@ class JaggedTensor(JaggedBase):
 
     Construction checks shapes, dtypes and devices; ``validate()`` also reads the data. Both raise InputError.
     """
+
+    _source: tuple[JaggedSource, int]
 
     def __init__(
         self,
@@ -137,6 +150,19 @@ class JaggedTensor(JaggedBase):
         jagged = cls.__new__(cls)
         jagged._values, jagged._weights, jagged._lengths, jagged._offsets = values, weights, lengths, offsets
         return jagged
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        """Ask the source for a part that this object does not have yet."""
+        source, number = self.__dict__.get("_source", (None, 0))
+        if source is None or name not in _FROM_SOURCE:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        part: Tensor | None = getattr(source, name[1:])(number)
+        self.__dict__[name] = part
+        return part
+
+    def __getstate__(self) -> dict[str, Tensor | None]:
+        """Return the parts, for copies and pickles."""
+        return {name: getattr(self, name) for name in (*_FROM_SOURCE, "_offsets")}
 
     @staticmethod
     def empty(
@@ -249,6 +275,18 @@ class JaggedTensor(JaggedBase):
 
     def __repr__(self) -> str:
         return f"JaggedTensor(bags={len(self)}, {summary_text(self._values, self._weights)})"
+
+
+_FROM_SOURCE = ("_values", "_weights", "_lengths")
+
+
+def jagged_by_name(names: Sequence[str], source: JaggedSource) -> dict[str, JaggedTensor]:
+    """Return a JaggedTensor for each name, which gets its parts from ``source`` when they are asked for."""
+    found, new = {}, object.__new__
+    for number, name in enumerate(names):
+        found[name] = jagged = new(JaggedTensor)
+        jagged._source = source, number
+    return found
 
 
 # A node of a graph that FX traces, since proxies do not tell whether there are weights.

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.fx import wrap
 
 from tierstore.errors import InputError
-from tierstore.sparse import checks, rearrange
+from tierstore.sparse import checks, exchange, rearrange
 from tierstore.sparse.jagged import Device, JaggedTensor
-from tierstore.sparse.per_key import FiguresPerKey, InverseIndices
+from tierstore.sparse.per_key import InverseIndices
 from tierstore.sparse.text import key_text, summary_text
 
 
-class KeyedJaggedTensor(FiguresPerKey):
+class KeyedJaggedTensor(exchange.SentByKey):
     """A batch of bags per key, with torchrec's constructor and methods.
 
     Values, weights, lengths and offsets run over all bags of the first key, then all bags of the second, ...
@@ -164,6 +164,25 @@ class KeyedJaggedTensor(FiguresPerKey):
     def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         """Join the keys of all; either all or none have weights, strides per key, or inverse indices."""
         return _concatenated(kjt_list)
+
+    @staticmethod
+    def dist_init(
+        keys: list[str],
+        tensors: list[Tensor],
+        variable_stride_per_key: bool,
+        num_workers: int,
+        recat: Tensor | None,
+        stride_per_rank: list[int] | None,
+        stagger: int = 1,
+    ) -> KeyedJaggedTensor:
+        """Join the ``tensors`` of :meth:`dist_tensors` that all ranks have sent of ``keys``, rank by rank.
+
+        ``recat``: the order of the segments (integers) that makes it key by key; a segment is a key of a
+        rank, or a bag where ranks differ in ``stride_per_rank``, the bags per key of each rank. ``stagger``:
+        in how many groups the order takes ranks in turn. Raises InputError.
+        """
+        arguments = (variable_stride_per_key, num_workers, recat, stride_per_rank, stagger)
+        return KeyedJaggedTensor(**exchange.received(keys, tensors, *arguments)).sync()
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
         """Cut into the first ``segments[0]`` keys, the next ``segments[1]``, and so on. Views, no copies."""
