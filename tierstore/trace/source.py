@@ -66,7 +66,7 @@ def open_trace(
             + ", ".join(SUFFIXES)
         )
     if batches is not None:
-        trace = _first(trace, batches)
+        trace = first_batches(trace, batches)
     if trace.num_batches is None and _endless(name):
         raise ConfigError(f"{name} is endless; give the number of batches (--batches)")
     return trace
@@ -135,7 +135,8 @@ def _endless(name: str) -> bool:
     return name.startswith("synthetic:")
 
 
-def _first(trace: Trace, limit: int) -> Trace:
+def first_batches(trace: Trace, limit: int) -> Trace:
+    """Return the trace of at most ``limit`` batches."""
     known = limit if trace.num_batches is None else min(limit, trace.num_batches)
     training = trace.training
     return replace(
