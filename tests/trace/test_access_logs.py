@@ -136,6 +136,23 @@ def test_a_log_does_not_write_to_the_terminal(tmp_path, capsys):
     assert "\x1b[2J" not in error
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"a\n1\n\xff\n", "is no text: 'utf-8' codec"),
+        ("a.csv.gz", gzip.compress(b"a\n1\n")[:-9], "is no text: "),
+        ("a.csv.gz", b"x", "is no text: Not a gzipped file"),
+        ("a.csv", b'a\n"' + b"1" * 200_000 + b'"\n', "is no text: field larger than field limit"),
+        ("a.txt", b"1\n\xff\n", "a line is no id"),
+    ],
+)
+def test_what_is_no_text_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message) as raised:
+        open_trace(tmp_path / name, columns=None if name == "a.txt" else ["all"])
+    assert str(raised.value).startswith(str(tmp_path / name))
+
+
 def test_arrays_that_all_look_like_ids_are_taken(tmp_path):
     np.savez(tmp_path / "a.npz", user=np.arange(3), film=np.arange(3))
     assert open_trace(tmp_path / "a.npz").tables == ("user", "film")

@@ -392,4 +392,7 @@ def set_num_threads(count: int) -> None:
     """Set the threads that the native kernels may use, at least 1; results do not depend on it."""
     if count < 1:
         raise ConfigError(f"the number of threads is {count}; it must be at least 1")
-    _core.set_num_threads(count)
+    try:
+        _core.set_num_threads(count)
+    except ValueError as error:
+        raise ConfigError(f"the number of threads is {count}: {error}") from error

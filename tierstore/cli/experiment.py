@@ -64,8 +64,8 @@ class Experiment:
             ResultFile(args.record, "--record")
         if not 0 < args.record_rate <= 1:
             raise ConfigError(f"--record-rate must be above 0 and at most 1, not {args.record_rate:g}")
+        tierstore.set_num_threads(args.threads)  # refuses more threads than torch survives
         torch.set_num_threads(args.threads)
-        tierstore.set_num_threads(args.threads)
         self.optimizer = optim.make(args.optimizer.replace("-", "_"), lr=args.lr)
         self.dataset = load_dataset(args)
         if self.plan is not None:

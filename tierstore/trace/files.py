@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
@@ -65,11 +68,8 @@ def open_oracle_general(path: Path, batch_size: int) -> Trace:
 
 def open_jsonl(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trace:
     """Open a log of one JSON object per line; each of ``columns`` is a table."""
-    try:
-        with _text(path) as lines:
-            return open_json_lines(path, lines, batch_size, columns)
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise InputError(f"{path} is no text: {error}") from error
+    with _text(path) as lines:
+        return open_json_lines(path, lines, batch_size, columns)
 
 
 def open_text(path: Path, batch_size: int) -> Trace:
@@ -85,8 +85,6 @@ def open_csv(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trac
     A column of integers has ids. The values of another column, the empty value too, are numbered by first
     use.
     """
-    import csv
-
     with _text(path) as lines:
         reader = csv.reader(lines)
         header = next(reader, None)
@@ -201,8 +199,14 @@ def _trace(path: Path, tables: tuple[str, ...], columns: list[np.ndarray], batch
     return Trace(str(path), tables, in_batches(columns, batch_size), -(-len(columns[0]) // batch_size))
 
 
-def _text(path: Path) -> Any:
-    return gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="")
+@contextmanager
+def _text(path: Path) -> Iterator[Any]:
+    """Open a text, plain or .gz. Raises InputError if the block finds that it is none."""
+    try:
+        with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as lines:
+            yield lines
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error, csv.Error) as error:
+        raise InputError(f"{path} is no text: {error}") from error
 
 
 def _binary(path: Path) -> Any:
