@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from tierstore.errors import ConfigError
 
 if TYPE_CHECKING:
+    from cache_policies import PreparedTrace
     from tierstore.planner import TableSpec
+    from tierstore.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -65,29 +67,19 @@ def check_data(args: argparse.Namespace) -> None:
 
 def planned_data(args: argparse.Namespace, ranks: int) -> PlannedData:
     """Read the batches that ``ranks`` ranks train on; return the tables, and what the batches use of them."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from cache_policies import prepare
     from tierstore import optim
     from tierstore.cli.setup import load_dataset, table_configs
     from tierstore.planner import TableSpec
-    from tierstore.planner.tables import optimizer_name
     from tierstore.trace import from_dataset, planner_input, table_curves
     from tierstore.trace.source import first_batches
 
     optimizer = optim.make(args.optimizer.replace("-", "_"), lr=1.0)
-    tables = None if args.tables is None else int(args.tables)
-    dataset = load_dataset(argparse.Namespace(**{**vars(args), "tables": tables}))
+    number = None if args.tables is None else int(args.tables)
+    dataset = load_dataset(argparse.Namespace(**{**vars(args), "tables": number}))
     examples = args.batch_size * ranks
     trace = from_dataset(dataset, examples)
-    if args.steps is not None:
-        trace = first_batches(trace, args.steps)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        reading = progress.add_task("reading the batches", total=trace.num_batches)
-        prepared = prepare(progress.track(trace.key_batches(), task_id=reading, total=trace.num_batches))
-    if not prepared.accesses:
-        raise ConfigError(f"--data {args.data} has no examples to train on; look at its files")
+    trace = trace if args.steps is None else first_batches(trace, args.steps)
+    prepared = _read(trace)
     curves = table_curves(trace, prepared)
     specs = [
         TableSpec(
@@ -96,16 +88,29 @@ def planned_data(args: argparse.Namespace, ranks: int) -> PlannedData:
             config.embedding_dim,
             tuple(config.feature_names),
             pooling_factor=max(curve.accesses, 1e-9) / examples,
-            optimizer=optimizer_name(optimizer.name),
+            optimizer=optimizer.name,
             touched_rows=max(1, curve.footprint),
         )
         for config, curve in zip(table_configs(dataset, args.dim), curves, strict=True)
     ]
-    rows = sum(spec.num_embeddings for spec in specs)
-    return PlannedData(
-        specs,
-        planner_input(trace, curves)["tables"],
-        f"{dataset.name}: {prepared.batches:,} batches of {examples:,} examples on {ranks} "
-        f"rank{'s' * (ranks > 1)} use "
-        f"{prepared.footprint:,} of {rows:,} rows",
+    rows, plural = sum(spec.num_embeddings for spec in specs), "s" * (ranks > 1)
+    summary = (
+        f"{dataset.name}: {prepared.batches:,} batches of {examples:,} examples on {ranks} rank{plural} use "
+        f"{prepared.footprint:,} of {rows:,} rows"
     )
+    return PlannedData(specs, planner_input(trace, curves)["tables"], summary)
+
+
+def _read(trace: Trace) -> PreparedTrace:
+    """Read all batches, with a bar on a terminal. Raises ConfigError if they use no row."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from cache_policies import prepare
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        reading = progress.add_task("reading the batches", total=trace.num_batches)
+        prepared = prepare(progress.track(trace.key_batches(), task_id=reading, total=trace.num_batches))
+    if not prepared.accesses:
+        raise ConfigError(f"--data {trace.name} has no examples to train on; look at its files")
+    return prepared

@@ -15,7 +15,6 @@ from cache_policies.table_curve import planner_document
 from tierstore.cli.ranks import Ranks
 from tierstore.placement import ShardingPlan, ShardingType
 from tierstore.result_file import option_errors
-from tierstore.sharding.shards import shard_name
 from tierstore.sparse import KeyedJaggedTensor
 from tierstore.trace import TraceRecorder
 
@@ -64,6 +63,8 @@ def planners_curves(engine: Any, plan: ShardingPlan | None, ranks: Ranks) -> dic
     if plan is None:
         found: dict[str, Any] = engine.table_curves()
         return found
+    from tierstore.sharding.shards import shard_name
+
     known, own = {curve.name: curve for curve in engine.curves()}, {}
     for table in plan.tables:
         if table.sharding_type is ShardingType.DATA_PARALLEL and ranks.rank:
