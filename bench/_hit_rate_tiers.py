@@ -16,8 +16,8 @@ import cache_policies
 import tierstore
 from tierstore import optim
 from tierstore.cache.keys_only import KeysEngine
+from tierstore.cache.shares import budget
 from tierstore.cache.tiers.sizes import as_policy
-from tierstore.cli.setup import budget
 from tierstore.config import TierConfig
 from tierstore.data.parts import part_of
 from tierstore.errors import ConfigError
