@@ -16,6 +16,7 @@ import cache_policies
 import tierstore
 from tierstore import optim
 from tierstore.cache.keys_only import KeysEngine
+from tierstore.cache.shares import budget
 from tierstore.cache.tiers.sizes import as_policy
 from tierstore.config import TierConfig
 from tierstore.data.parts import part_of
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 Stats = dict[str, Any]
 _TIERS = ("hbm", "uvm", "ssd", "read_ahead", "ssd_dtype", "uvm_dtype", "state_dtype")
+_SHARES = ("hbm", "uvm", "read_ahead")
+"""Options that take a share of the tables' bytes, too."""
+_MANY_BYTES = 1 << 60
 _POLICY, _DIM, _OPTIMIZER = "lookahead", "32", "rowwise-adagrad"
 """What ``tierstore train`` has where nothing else is said."""
 
@@ -58,6 +62,14 @@ class Training:
         """The name of the eviction policy."""
         return as_policy(self.config.policy).name
 
+    def budgets(self) -> list[tuple[str, int]]:
+        """Return name and bytes of the memory tiers: none of a plan, whose ranks have their own, and none if
+        all rows are kept."""
+        if self.plan is not None or self.config.keeps_all:
+            return []
+        hbm, uvm = int(self.config.hbm), int(self.config.uvm)
+        return [("hbm now", hbm), *([("hbm and uvm now", hbm + uvm)] if uvm else [])]
+
 
 @dataclass(frozen=True)
 class TierOptions:
@@ -65,7 +77,7 @@ class TierOptions:
 
     policies: list[str]
     tiers: dict[str, Any]
-    """Fields of the TierConfig."""
+    """Fields of the TierConfig; sizes may be shares of the tables' bytes."""
     dims: list[int]
     optimizer: OptimizerSpec
     plan: ShardingPlan | None
@@ -91,23 +103,23 @@ class TierOptions:
         dims = [_dimension(text) for text in (args.dim or _DIM).split(",")]
         options = cls(cache_policies.names() if names == ["all"] else names, fields, dims, optimizer, plan)
         for policy in options.online():
-            TierConfig(policy=policy, **fields)
+            options.config(policy, _MANY_BYTES)
         return options
+
+    def config(self, policy: Any, table_bytes: int) -> TierConfig:
+        """Return the tiers with an eviction policy, for tables of ``table_bytes``, on ranks a rank's part."""
+        sizes = {
+            name: budget(size, table_bytes, f"--{name.replace('_', '-')}")
+            for name, size in self.tiers.items()
+            if name in _SHARES
+        }
+        return TierConfig(policy=policy, **(self.tiers | sizes))
 
     @property
     def row_bytes(self) -> int:
         """The bytes of a row of the tables, on average."""
         dims = self.dims if self.plan is None else [table.embedding_dim for table in self.plan.tables]
         return round(sum(map(self.optimizer.row_bytes, dims)) / len(dims))
-
-    def budgets(self) -> list[tuple[str, int]]:
-        """Return name and bytes of the memory that a training would have: none of a plan, whose ranks have
-        their own, and none if it keeps all rows."""
-        config = TierConfig(**self.tiers)
-        if self.plan is not None or config.keeps_all:
-            return []
-        hbm, uvm = int(config.hbm), int(config.uvm)
-        return [("hbm now", hbm), *([("hbm and uvm now", hbm + uvm)] if uvm else [])]
 
     def online(self) -> list[Any]:
         """Return the policies that a training can have."""
@@ -131,8 +143,10 @@ class TierOptions:
             tierstore.EmbeddingBagConfig(rows, dim, name, feature_names=[name])
             for name, (rows, dim) in zip(source.tables, sizes, strict=True)
         ]
+        table_bytes = sum(rows * self.optimizer.row_bytes(dim) for rows, dim in sizes)
+        of_rank = table_bytes // (1 if self.plan is None else self.plan.world_size)
         return [
-            Training(configs, TierConfig(policy=policy, **self.tiers), self.optimizer, self.plan)
+            Training(configs, self.config(policy, of_rank), self.optimizer, self.plan)
             for policy in self.online()
         ]
 

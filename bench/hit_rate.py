@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cache_policies import Policy, PreparedTrace
     from tierstore.trace import Trace
 
-    from ._hit_rate_tiers import TierOptions
+    from ._hit_rate_tiers import Training
 
 SUMMARY = "miss ratios of eviction policies by cache size, on a trace"
 DEFAULT_POLICIES = "lookahead,lru,lfu,s3_fifo,w_tinylfu"
@@ -77,15 +77,21 @@ def _add_simulation(group: Any) -> None:
 
 
 def _add_tiers(group: Any) -> None:
-    group.add_argument("--hbm", metavar="SIZE", help="fast memory, such as 64MiB, or all: simulate the tiers")
-    group.add_argument("--uvm", metavar="SIZE", help="host memory under hbm (default: 0)")
+    group.add_argument(
+        "--hbm",
+        metavar="SIZE",
+        help="fast memory: 64MiB, a share of the tables' bytes (1/37, 2.7%%), or all; simulate the tiers",
+    )
+    group.add_argument("--uvm", metavar="SIZE", help="host memory under hbm, or such a share (default: 0)")
     group.add_argument("--ssd", metavar="SIZE", help="0 for no store under them (default: auto)")
     group.add_argument(
         "--plan", type=Path, metavar="JSON", help="a sharding plan: simulate every rank, with its bytes"
     )
     group.add_argument("--dim", metavar="D,D", help="embedding dimension, or one of each table (default: 32)")
     group.add_argument("--optimizer", metavar="NAME", help="of the rows (default: rowwise-adagrad)")
-    group.add_argument("--read-ahead", metavar="SIZE", help="memory for rows read ahead (default: auto)")
+    group.add_argument(
+        "--read-ahead", metavar="SIZE", help="memory for rows read ahead, or such a share (default: auto)"
+    )
     for tier in ("ssd", "uvm"):
         group.add_argument(f"--{tier}-dtype", metavar="NAME", help=f"of weights in {tier} (default: fp32)")
     group.add_argument("--state-dtype", metavar="NAME", help="of optimizer state there (default: fp32)")
@@ -118,23 +124,23 @@ def answer_all(args: argparse.Namespace) -> int:
         args.batch_size *= tiers.plan.world_size
     source = open_source(args)
     document: dict[str, Any] = {"source": source.name}
-    if tiers is not None:
-        document |= answer_tiers(source, tiers)
+    trainings = [] if tiers is None else tiers.trainings(source)
+    if trainings:
+        document |= answer_tiers(source, trainings)
     if with_curves:
-        document |= answer_curves(args, source, curves_file, tiers)
+        document |= answer_curves(args, source, curves_file, trainings)
     if json_file:
         json_file.write(document)
     return 0
 
 
-def answer_tiers(source: Trace, options: TierOptions) -> dict[str, Any]:
-    """Simulate the tiers of a training with each policy, print hits and misses, and return them."""
+def answer_tiers(source: Trace, trainings: list[Training]) -> dict[str, Any]:
+    """Simulate the tiers of each training, print hits and misses, and return them."""
     from . import _hit_rate_report as report
     from . import _hit_rate_tier_report as tier_report
     from ._hit_rate_tiers import simulate_tiers
 
     with report.progress() as bars:
-        trainings = options.trainings(source)
         found = [
             simulate_tiers(source, training, bars(f"simulating {training.policy}", source.num_batches))
             for training in trainings
@@ -166,7 +172,7 @@ def check_curve_options(args: argparse.Namespace, row_bytes: int) -> None:
 
 
 def answer_curves(
-    args: argparse.Namespace, source: Trace, curves_file: JsonFile | None, tiers: TierOptions | None
+    args: argparse.Namespace, source: Trace, curves_file: JsonFile | None, trainings: list[Training]
 ) -> dict[str, Any]:
     """Simulate policies by cache size, print and draw their misses, and return them."""
     from cache_policies import prepare
@@ -202,7 +208,7 @@ def answer_curves(
 
         curves_file.write(planner_input(source, tables))
     if args.plot:
-        marks = [] if tiers is None else [plot.Mark(*budget) for budget in tiers.budgets()]
+        marks = [plot.Mark(*budget) for budget in (trainings[0].budgets() if trainings else [])]
         if advice:
             marks.append(plot.Mark(f"recommended ({advice.policy})", advice.size_bytes))
         plot.draw(answer, args.plot, marks)

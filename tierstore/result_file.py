@@ -50,6 +50,20 @@ class ResultFile:
             finally:
                 temporary.unlink(missing_ok=True)
 
+    @contextmanager
+    def written(self) -> Iterator[Path]:
+        """Yield a path to write to; what is there replaces the file, unless the block raises."""
+        if self._path.exists() and not self._path.is_file():
+            raise ConfigError(f"{self._option} {self._path} is no regular file; give another path")
+        target = self._path.resolve()
+        temporary = self._temporary(target)
+        try:
+            with option_errors(self._option, self._path):
+                yield temporary
+                os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
     @staticmethod
     def _temporary(target: Path) -> Path:
         return target.with_name(f".{target.name}.tmp")

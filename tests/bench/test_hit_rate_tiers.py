@@ -292,9 +292,12 @@ def run(*arguments: object) -> int:
     return hit_rate.run(parser.parse_args([str(argument) for argument in arguments]))
 
 
-def test_the_command_says_what_the_training_says(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "sizes", [("64KiB", "64KiB"), ("1/9", "12.5%")], ids=["bytes", "shares of the tables' bytes"]
+)
+def test_the_command_says_what_the_training_says(tmp_path, capsys, monkeypatch, sizes):
     monkeypatch.setattr("tierstore.data.synthetic.TEST_EXAMPLES", 64)
-    tiers = ["--hbm", "64KiB", "--uvm", "64KiB", "--dim", "8"]
+    tiers = ["--hbm", sizes[0], "--uvm", sizes[1], "--dim", "8"]
     data = ["--data", "synthetic:zipf:1.05", "--threads", "1", "--steps", "100"]
     assert main(["train", *data, *SMALL, *tiers, "--json", str(tmp_path / "t.json")]) == 0
     capsys.readouterr()
@@ -307,7 +310,8 @@ def test_the_command_says_what_the_training_says(tmp_path, capsys, monkeypatch):
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert f"{rank['tables']['t1']['hbm']['row_hits']:,}" in text
-    assert "hbm 64 KiB, uvm 64 KiB, policy lookahead" in text
+    shown = "hbm 64 KiB, uvm 64 KiB" if sizes[0] == "64KiB" else "hbm 62.5 KiB, uvm 70.31 KiB"
+    assert f"{shown}, policy lookahead" in text
 
 
 def test_several_policies_and_curves_beside(tmp_path, capsys):
@@ -343,6 +347,9 @@ def test_rows_of_tables_that_a_trace_does_not_tell(tmp_path):
     [
         (["--uvm", "1MiB"], "--uvm is about the tiers of a training; give --hbm"),
         (["--dim", "8"], "--dim is about the tiers"),
+        (["--hbm", "1/0"], "--hbm 1/0: cannot divide by 0"),
+        (["--hbm", "5/4"], "--hbm 5/4: a fraction of the tables' bytes must be above 0 and at most 1"),
+        (["--hbm", "1/37", "--uvm", "120%"], "--uvm 120%: a fraction"),
         (["--hbm", "nan"], "hbm is 'nan'; write bytes"),
         (["--hbm", "0"], "hbm is 0"),
         (["--hbm", "64KiB", "--uvm", "many"], "uvm is 'many'; write bytes"),

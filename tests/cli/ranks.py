@@ -22,11 +22,15 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def make_plan(
-    folder: Path, cuts: Sequence[str] = ("row_wise", "table_wise", "column_wise"), ranks: int = 2
+    folder: Path,
+    cuts: Sequence[str] = ("row_wise", "table_wise", "column_wise"),
+    ranks: int = 2,
+    hbm: str = "400KiB",
+    host: str = "1GiB",
 ) -> Path:
     """What ``tierstore plan`` makes of the data set's tables, each cut in one of these ways."""
     tables = [{"name": name, "num_embeddings": 4000, "embedding_dim": 8} for name in TABLES]
-    sizes = {"hbm_per_rank": "400KiB", "host_memory_per_host": "1GiB", "ssd_per_host": "4GiB"}
+    sizes = {"hbm_per_rank": hbm, "host_memory_per_host": host, "ssd_per_host": "4GiB"}
     demands = {
         name: {"sharding_types": [cut], "min_partition": 4, "tiers": ["hbm", "uvm", "ssd"]}
         for name, cut in zip(TABLES, cuts, strict=True)

@@ -128,3 +128,52 @@ def test_checking_leaves_files_as_they_are(tmp_path: Path) -> None:
     assert (tmp_path / "old.json").read_text() == "{}"
     with pytest.raises(ConfigError, match="File name too long"):
         ResultFile(tmp_path / ("x" * 253), "--json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seed", str(1 << 63)], f"--seed is {1 << 63}; it must fit 64 bits"),
+        (["--store", "file"], "--store file is a file; give a folder"),
+        (["--store", "file/rows"], "--store file/rows: file is a file; give another path"),
+        (["--checkpoint", "file"], "--checkpoint file is a file; give a folder"),
+        (["--threads", "100000"], "the number of threads is 100000: number of threads must be between 1 and"),
+        (["--record", "/dev/full"], "/dev/full is no regular file; give another path"),
+        (["--record", "."], "--record . is a folder"),
+    ],
+)
+def test_arguments_that_no_training_survives(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    data = ["--data", "synthetic:zipf:1", "--rows", "100", "--tables", "1", "--dim", "4", "--steps", "1"]
+    assert main(["train", *data, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert os.listdir() == ["file"]
+
+
+def test_seconds_that_are_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--tables", "t.yaml", "--topology", "t.yaml", "--search-seconds", "soon"])
+    assert "argument --search-seconds: soon is no number of seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["inspect", ".", "--at"], ["commits", ".", "--drop"], ["export", ".", "x", "--at"]],
+    ids=" ".join,
+)
+def test_commits_that_cannot_be(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, ""])
+    assert "a commit is a number or a tag, not ''" in capsys.readouterr().err
+    assert main([*command, str(1 << 63)]) == 2
+    assert "it must fit 64 bits" in capsys.readouterr().err

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from tierstore import data
+from tierstore.cache.shares import budget
 from tierstore.cli import checkpoint
 from tierstore.cli.compare import same_bits, touched_ids
 from tierstore.cli.interrupt import GracefulInterrupt
 from tierstore.cli.memory import PeakRss
 from tierstore.cli.progress import Display, Progress
-from tierstore.cli.setup import budget
 from tierstore.cli.train import add_parser
 from tierstore.cli.trainer import Schedule
 from tierstore.errors import ConfigError

@@ -56,6 +56,51 @@ def test_a_plan_of_the_command_trains_to_the_bits_of_memory_and_is_compared(
         assert 0 < line["misses"] <= line["rows"]
 
 
+def test_the_record_of_ranks_simulates_what_they_hit(tmp_path: Path) -> None:
+    """Also: their curves are those of a training in one process, and the planner reads them."""
+    files = ["--record", tmp_path / "trace.npz", "--save-curves", tmp_path / "curves.json"]
+    plan = ranks.make_plan(tmp_path, hbm="160KiB")
+    figures = ranks.trained(tmp_path, "--plan", plan, "--steps", "60", *files)
+    command = ["bench", "hit-rate", tmp_path / "trace.npz", "--plan", plan, "--json", tmp_path / "s.json"]
+    assert main([*map(str, command)]) == 0
+    (training,) = json.loads((tmp_path / "s.json").read_text())["trainings"]
+    found = [rank["tiers"] for rank in training["ranks"]]
+    for tier, rates in figures["hit_rate"].items():
+        counted = [sum(of[tier][kind] for of in found) for kind in ("row_hits", "rows")]
+        assert rates["per_unique"] == counted[0] / counted[1]
+        counted = [sum(of[tier][kind] for of in found) for kind in ("access_hits", "accesses")]
+        assert rates["per_access"] == counted[0] / counted[1]
+    assert figures["hit_rate"].keys() == found[0].keys() == {"hbm", "uvm"}
+    assert 0.01 < figures["hit_rate"]["uvm"]["per_unique"] < 0.99
+
+    alone = ["--batch-size", "128", "--steps", "60", "--save-curves", tmp_path / "alone.json"]
+    assert main(["train", *ranks.DATA, *map(str, alone)]) == 0
+    curves, expected = (
+        json.loads((tmp_path / name).read_text())["tables"] for name in ("curves.json", "alone.json")
+    )
+    assert list(curves) == list(expected) == ranks.TABLES
+    for name, curve in curves.items():
+        assert curve["accesses"] == expected[name]["accesses"] == 128
+        assert curve["num_embeddings"] == 4000
+        for figure in ("unique_rows", "footprint"):
+            assert curve[figure] == pytest.approx(expected[name][figure])
+        sizes = expected[name]["sizes_rows"]
+        assert curve["sizes_rows"] == sizes
+        for size, *ratios in zip(
+            sizes, curve["capacity_miss_ratio"], expected[name]["capacity_miss_ratio"], strict=True
+        ):
+            assert ratios[0] == pytest.approx(ratios[1], abs=0.03), f"{name}: {size} rows"
+    again = ["--stats", tmp_path / "curves.json", "--search-seconds", "0.1", "--batch-size", "64"]
+    inputs = [f"--{name}={plan.parent / name}.yaml" for name in ("tables", "topology")]
+    assert main(["plan", *inputs, *map(str, again)]) == 0
+
+
+def test_a_record_that_cannot_be_written_is_one_error(plan: Path, tmp_path: Path) -> None:
+    done = ranks.train("--plan", plan, "--steps", "4", "--record", tmp_path)
+    (line,) = ranks.own_lines(done.stderr)
+    assert line == f"error: rank 0: --record {tmp_path} is a folder; give the path of a file"
+
+
 class TestOutput:
     def test_rank_0_alone_prints(self, plan: Path) -> None:
         done = ranks.train("--plan", plan, "--steps", "4")
@@ -131,14 +176,6 @@ class TestWithoutTorchrun:
     def test_a_plan_needs_its_ranks(self, plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
         error = self.refused(capsys, "--plan", plan)
         assert "the plan is for 2 ranks and there is 1; start as many by torchrun --standalone" in error
-
-    def test_options_of_one_process(
-        self, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        error = self.refused(capsys, "--plan", plan, "--record", tmp_path / "trace.npz")
-        assert "--record is for a training in one process" in error
-        error = self.refused(capsys, "--plan", plan, "--save-curves", tmp_path / "curves.json")
-        assert "--save-curves is for a training in one process" in error
 
     def test_a_saved_run_of_ranks_is_no_run_of_one_process(
         self, saved: Path, capsys: pytest.CaptureFixture[str]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 
 import pytest
 import yaml
 
 from tierstore.cli.main import main
+from tierstore.data import load
 from tierstore.planner.files import specs_of_yaml
+from tierstore.trace import describe, open_trace
 
 TABLES = [
     {"name": "users", "num_embeddings": 200_000_000, "embedding_dim": 64, "pooling_factor": 2.0},
@@ -56,6 +59,81 @@ def test_the_json_has_the_promised_keys(files, capsys):
     text = capsys.readouterr().out
     assert "what would help most" in text
     assert "assumed, not measured" in text
+
+
+DATA = ["--data", "synthetic:zipf:1.05", "--rows", "5000", "--tables", "3", "--dim", "8", "--steps", "20"]
+SMALL = {"ranks_per_host": 1, "device": "cpu", "hbm_per_rank": "200KiB"}
+
+
+def data_plan(tmp_path, *arguments: str) -> int:
+    topology = {**SMALL, "host_memory_per_host": "1GiB", "ssd_per_host": "4GiB"}
+    (tmp_path / "topology.yaml").write_text(yaml.safe_dump(topology))
+    command = ["plan", *DATA, "--topology", f"{tmp_path}/topology.yaml", "--search-seconds", "0.1"]
+    return main([*command, "--batch-size", "64", "--json", f"{tmp_path}/plan.json", *arguments])
+
+
+def test_the_tables_of_a_data_set_are_planned_for_what_its_batches_use(tmp_path, capsys):
+    assert data_plan(tmp_path) == 0
+    report = json.loads((tmp_path / "plan.json").read_text())
+    trace = open_trace("synthetic:zipf:1.05", batch_size=64, batches=20, tables=3, rows=5000)
+    used = describe(trace)
+    text = capsys.readouterr().out
+    assert f"20 batches of 64 examples on 1 rank use {used.footprint:,} of 15,000 rows" in text
+    assert report["batch_size_per_rank"] == 64
+    for table in report["tables"]:
+        assert (table["num_embeddings"], table["embedding_dim"]) == (5000, 8)
+        (predicted,) = table["predicted"]
+        distinct = used.per_table[table["name"]]["unique_ratio"] * 64
+        assert predicted["unique_rows"] == pytest.approx(distinct)
+    more = ["--plan", f"{tmp_path}/plan.json", "--json", f"{tmp_path}/out.json"]
+    assert main(["train", *DATA, *more]) == 0
+    figures = json.loads((tmp_path / "out.json").read_text())
+    assert figures["examples"] == 20 * 64
+    for line in figures["plan"]["tables"]:
+        assert line["rows"] == pytest.approx(line["predicted_rows"], rel=0.1)
+
+
+class Ended:
+    """A data set of 1,000 examples."""
+
+    num_train = 1000
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._endless = load("synthetic:zipf:1.05", rows=300, tables=2)
+
+    def __getattr__(self, name):
+        return getattr(self._endless, name)
+
+    def train(self, batch_size):
+        return islice(self._endless.train(batch_size), 1000 // batch_size)
+
+
+def test_a_data_set_that_ends_is_read_to_its_end(files, capsys, monkeypatch):
+    monkeypatch.setattr("tierstore.data.load", Ended)
+    command = ["plan", "--data", "ended", "--topology", f"{files}/topology.yaml", "--search-seconds", "0.1"]
+    assert main([*command, "--batch-size", "25"]) == 0
+    assert "20 batches of 50 examples on 2 ranks use " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--topology", "t.yaml"], "give the tables: --tables YAML, or --data NAME"),
+        (["--tables", "t.yaml", "--steps", "5"], "--steps is about a data set; give --data NAME, too"),
+        ([*DATA, "--tables", "t.yaml"], "with --data it is the number of tables of generated data"),
+        ([*DATA, "--batch-size", "0"], "--batch-size is 0; it must be at least 1"),
+        ([*DATA, "--steps", "0"], "--steps is 0; it must be at least 1"),
+        (DATA[:-2], "never ends; say after how many batches to stop, by --steps"),
+        (["--data", "cats"], "unknown data 'cats'; known are flights"),
+        ([*DATA, "--optimizer", "newton"], "newton"),
+        ([*DATA, "--tables", "0"], "tables"),
+    ],
+)
+def test_data_that_cannot_be_planned(files, arguments, message, capsys):
+    assert main(["plan", "--topology", f"{files}/topology.yaml", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("error: ")
 
 
 def test_recorded_curves_and_constraints_are_used(files):

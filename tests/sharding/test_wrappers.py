@@ -145,13 +145,11 @@ def freezes_and_refuses() -> None:
     dmp(features).backward()
     assert all(map(torch.equal, weights(), before))
     dmp.requires_grad_(True)
-    with pytest.raises(ConfigError, match="are sharded and updated by every backward"):
-        tierstore.accumulate(dmp).__enter__()
     dmp(features).backward()
     after = weights()
     assert not all(map(torch.equal, after, before))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    with pytest.raises(ConfigError, match="use bfloat16, which needs no scaler"):
+    with pytest.raises(ConfigError, match=r"with tierstore.accumulate\(model\) as rows"):
         scaler.scale(dmp(features)).backward()
     assert all(map(torch.equal, weights(), after))
     dmp.close()

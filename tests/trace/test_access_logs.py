@@ -73,6 +73,95 @@ def test_chosen_columns(tmp_path):
     assert ids_of(tmp_path / "one.csv") == [[[5, 6]]]
 
 
+def as_csv(path: Path) -> None:
+    path.write_text(LOG)
+
+
+def as_lines(path: Path) -> None:
+    header, *rows = (line.split(",") for line in LOG.splitlines())
+    values = [[json.loads(value) for value in row] for row in rows]
+    write_lines(path, [dict(zip(header, row, strict=True)) for row in values])
+
+
+def arrays_of_log() -> dict[str, np.ndarray]:
+    header, *rows = (line.split(",") for line in LOG.splitlines())
+    columns = zip(*([json.loads(value) for value in row] for row in rows), strict=True)
+    return {name: np.array(column) for name, column in zip(header, columns, strict=True)}
+
+
+def as_arrays(path: Path) -> None:
+    np.savez(path, **arrays_of_log())
+
+
+def as_multi_hot(path: Path) -> None:
+    arrays = arrays_of_log()
+    np.savez_compressed(path, **{**arrays, "item_id": np.stack([arrays["item_id"]] * 2, axis=1)})
+
+
+def as_parquet(path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(arrays_of_log()), path)
+
+
+KINDS = {
+    "log.csv": as_csv,
+    "log.jsonl": as_lines,
+    "log.parquet": as_parquet,
+    "log.npz": as_arrays,
+    "multi_hot.npz": as_multi_hot,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("command", [["trace", "describe"], ["bench", "hit-rate"]], ids=" ".join)
+def test_every_kind_of_log_lists_its_columns_and_takes_none(tmp_path, monkeypatch, capsys, kind, command):
+    KINDS[kind](tmp_path / kind)
+    assert main([*command, str(tmp_path / kind)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tmp_path / kind} has columns:\n  user_id     7, 8 ...\n")
+    assert "--columns user_id,item_id; --columns all takes every column" in error
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdin", Terminal("\n"))
+    monkeypatch.setattr("sys.stderr", screen)
+    assert opened(tmp_path / kind).tables == ("user_id", "item_id")
+    assert screen.getvalue().endswith("Which of them are ids of tables? [user_id,item_id] ")
+    assert "event_time  1700000000, 1700000004, 1700000009 ..." in screen.getvalue()
+
+
+def test_a_log_does_not_write_to_the_terminal(tmp_path, capsys):
+    (tmp_path / "log.csv").write_text("user,\x1b[31mfilm\n\x1b[2J1,2\n")
+    assert main(["trace", "describe", str(tmp_path / "log.csv")]) == 2
+    error = capsys.readouterr().err
+    assert "?[31mfilm" in error
+    assert "\x1b[2J" not in error
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"a\n1\n\xff\n", "is no text: 'utf-8' codec"),
+        ("a.csv.gz", gzip.compress(b"a\n1\n")[:-9], "is no text: "),
+        ("a.csv.gz", b"x", "is no text: Not a gzipped file"),
+        ("a.csv", b'a\n"' + b"1" * 200_000 + b'"\n', "is no text: field larger than field limit"),
+        ("a.txt", b"1\n\xff\n", "a line is no id"),
+    ],
+)
+def test_what_is_no_text_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message) as raised:
+        open_trace(tmp_path / name, columns=None if name == "a.txt" else ["all"])
+    assert str(raised.value).startswith(str(tmp_path / name))
+
+
+def test_arrays_that_all_look_like_ids_are_taken(tmp_path):
+    np.savez(tmp_path / "a.npz", user=np.arange(3), film=np.arange(3))
+    assert open_trace(tmp_path / "a.npz").tables == ("user", "film")
+    assert open_trace(tmp_path / "a.npz", columns=["film"]).tables == ("film",)
+    np.savez(tmp_path / "b.npz", user=np.arange(3), film=np.array([0, 1, -1]))
+    with pytest.raises(ColumnsNeeded, match="--columns user;"):
+        open_trace(tmp_path / "b.npz")
+
+
 @pytest.mark.parametrize(("answer", "tables"), [("\n", ("user_id", "item_id")), ("label\n", ("label",))])
 def test_a_terminal_is_asked(tmp_path, monkeypatch, answer, tables):
     screen = Terminal()
@@ -122,6 +211,11 @@ def test_headers(tmp_path, text, message):
         ("amount", ["1"], False),
         ("x", ["0.5"], False),
         ("x", [-3], False),
+        ("x", [1e-05], False),
+        ("x", [1e22], False),
+        ("x", [float("nan")], False),
+        ("infinity", ["inf"], False),
+        ("x", ["1e"], True),
     ],
 )
 def test_what_looks_like_ids(name, values, expected):
@@ -200,6 +294,7 @@ def test_multi_hot_arrays(tmp_path, save):
     [
         ({"a": np.ones((3, 2), np.int64), "b": np.ones((4, 2), np.int64)}, "equally many examples"),
         ({"a": np.ones((3, 2)), "b": np.ones((3, 2))}, "a is float64; ids must be integers"),
+        ({"a": np.full((3, 2), "x"), "b": np.ones((3, 2), np.int64)}, "a is <U1; ids must be integers"),
         ({"a": np.ones((3, 2), np.uint64), "b": np.ones((3, 2), np.int64)}, "a is uint64"),
         ({"a": np.ones((3, 2), np.int64).T.copy().T, "b": np.ones((3, 2), np.int64)}, "in C order"),
         (
@@ -212,7 +307,7 @@ def test_multi_hot_arrays(tmp_path, save):
 def test_multi_hot_arrays_that_are_wrong(tmp_path, arrays, message):
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(InputError, match=message):
-        open_trace(tmp_path / "a.npz")
+        open_trace(tmp_path / "a.npz", columns=["all"])
 
 
 def test_damaged_multi_hot_arrays(tmp_path):

@@ -236,5 +236,5 @@ def test_columns_must_exist(tmp_path):
     with pytest.raises(ConfigError, match="no column 'c'"):
         open_trace(tmp_path / "a.csv", columns=["c"])
     np.save(tmp_path / "a.npy", IDS)
-    with pytest.raises(ConfigError, match=r"in .csv, .parquet, .jsonl, .ndjson files"):
+    with pytest.raises(ConfigError, match=r"in .csv, .parquet, .jsonl, .ndjson, .npz files"):
         open_trace(tmp_path / "a.npy", columns=["c"])

@@ -370,9 +370,7 @@ class Engine:
         row), ``memory`` (bytes), ``tables`` (estimated footprint and misses by cache size, since the engine
         was opened; rows, hits and misses of each table in every tier), ``store``, and the counters of
         ``cache.stats.GroupCounters``; ``groups`` has the same per row layout."""
-        self._process.check()
-        self._count_rest()
-        result = report(self.groups, self._table_curves())
+        result = report(self.groups, self.curves())
         if self.store is not None and not self.closed:
             result["store"] = vars(uninterrupted(self.store.stats))
         return result
@@ -380,15 +378,13 @@ class Engine:
     def table_curves(self) -> dict[str, Any]:
         """Return miss-ratio curves of the tables as estimated since the engine was opened, as plain JSON:
         ``tierstore plan --stats`` reads it (docs/reference/policies.md)."""
-        self._process.check()
-        self._count_rest()
-        return planner_document("live", self._table_curves())
+        return planner_document("live", self.curves())
 
-    def _count_rest(self) -> None:
+    def curves(self) -> list[TableCurve]:
+        """Return the curves of :meth:`table_curves`, of all tables."""
+        self._process.check()
         for group in self.groups:
             uninterrupted(group.stats.count_rest)
-
-    def _table_curves(self) -> list[TableCurve]:
         return [table_curve(spec, self._group_of[spec.index].curves) for spec in self.specs]
 
 
@@ -396,4 +392,7 @@ def set_num_threads(count: int) -> None:
     """Set the threads that the native kernels may use, at least 1; results do not depend on it."""
     if count < 1:
         raise ConfigError(f"the number of threads is {count}; it must be at least 1")
-    _core.set_num_threads(count)
+    try:
+        _core.set_num_threads(count)
+    except ValueError as error:
+        raise ConfigError(f"the number of threads is {count}: {error}") from error

@@ -14,6 +14,7 @@ RESULTS = ("json", "plot", "save_curves")
 """Options that name a file for results."""
 
 _MAY_BE_NEGATIVE = ("seed",)
+_LARGEST = 2**63 - 1
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -35,3 +36,5 @@ def _check_number(option: str, value: Any, may_be_negative: bool) -> None:
         return
     if not math.isfinite(value) or (value < 0 and not may_be_negative):
         raise ConfigError(f"{option} is {value}; it must be a finite number of at least 0")
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise ConfigError(f"{option} is {value}; it must fit 64 bits")

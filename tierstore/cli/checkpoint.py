@@ -54,6 +54,12 @@ def check(args: argparse.Namespace, ranks: Ranks = ALONE) -> None:
             if given:
                 raise ConfigError(f"{option} needs --checkpoint DIR, the folder of the run's checkpoints")
         return
+    given = [("--store", store) for store in args.store or ()]
+    for option, path in [*given, *([("--checkpoint", folder)] if args.checkpoint else [])]:
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{option} {path} is a file; give a folder")
+        if wrong := next((one for one in path.parents if one.exists() and not one.is_dir()), None):
+            raise ConfigError(f"{option} {path}: {wrong} is a file; give another path")
     extra = checkpoint.read_extra(folder)
     if args.resume:
         if extra is not None:

@@ -23,13 +23,13 @@ from tierstore.cli.memory import PeakRss
 from tierstore.cli.planned import PlanFile, Predicted, Samples, check_tables
 from tierstore.cli.progress import Display
 from tierstore.cli.ranks import ALONE, Ranks
+from tierstore.cli.recording import planners_curves, recording
 from tierstore.cli.report import RankFigures, Report, RunResult, Scalars
 from tierstore.cli.setup import finish_imports, load_dataset, open_trainer, table_configs, tier_config
 from tierstore.cli.trainer import Trainer
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError, TierStoreError
-from tierstore.result_file import JsonFile, machine, option_errors
-from tierstore.trace import TraceRecorder
+from tierstore.result_file import JsonFile, ResultFile, machine
 
 EXIT_DIFFERENT = 1
 EXIT_INTERRUPTED = 130
@@ -57,11 +57,15 @@ class Experiment:
         """Check and open what the options name."""
         args, prints = self.args, self.ranks.prints
         self.json = JsonFile(args.json) if args.json and prints else None
-        self.curves_file = JsonFile(args.save_curves, "--save-curves") if args.save_curves else None
+        self.curves_file = (
+            JsonFile(args.save_curves, "--save-curves") if args.save_curves and prints else None
+        )
+        if args.record and prints:
+            ResultFile(args.record, "--record")
         if not 0 < args.record_rate <= 1:
             raise ConfigError(f"--record-rate must be above 0 and at most 1, not {args.record_rate:g}")
+        tierstore.set_num_threads(args.threads)  # refuses more threads than torch survives
         torch.set_num_threads(args.threads)
-        tierstore.set_num_threads(args.threads)
         self.optimizer = optim.make(args.optimizer.replace("-", "_"), lr=args.lr)
         self.dataset = load_dataset(args)
         if self.plan is not None:
@@ -130,15 +134,13 @@ class Experiment:
 
     @contextmanager
     def _recording(self, trainer: Trainer) -> Iterator[None]:
-        """Write the trace that ``--record`` asks for; a training that ends early leaves a readable file."""
+        """Write the trace that ``--record`` asks for."""
         if self.args.record is None:
             yield
             return
         tables = {table.name: table.num_embeddings for table in self.dataset.tables}
-        with option_errors("--record", self.args.record):
-            recorder = TraceRecorder(self.args.record, tables, self.args.record_rate)
-        with recorder:
-            trainer.recorder = recorder
+        with recording(self.args.record, tables, self.args.record_rate, self.ranks) as found:
+            trainer.recording = found
             yield
 
     def _open(self, config: TierConfig, in_memory: bool = False) -> Any:
@@ -193,7 +195,8 @@ class Experiment:
         """Evaluate, and return the figures of all ranks together."""
         stats, progress = trainer.embeddings.stats(), trainer.progress()
         if self.args.save_curves and self.curves is None:
-            self.curves = trainer.embeddings.table_curves()
+            plan = None if self.plan is None else self.plan.plan
+            self.curves = planners_curves(trainer.embeddings.engine, plan, self.ranks)
         auc, base_rate = trainer.evaluate(self.dataset)
         own = RankFigures(
             stats["tiers"],

@@ -18,6 +18,7 @@ import tierstore
 from tierstore.cli.arguments import check_arguments
 from tierstore.cli.ranks import complain, own_rank
 from tierstore.errors import TierStoreError
+from tierstore.trace.columns import ColumnsNeeded
 
 COMMANDS = ("train", "inspect", "plan", "trace", "bench", "verify", "commits", "export", "imports", "compact")
 """Modules of this package, each with ``add_parser(subparsers)`` and ``run(args) -> int``. Slow imports are
@@ -82,8 +83,10 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def error_text(error: Exception) -> str:
-    """Return an error's message on one line; for an error that is not tierstore's own it adds how to learn
-    more."""
+    """Return an error's message on one line, but a log's columns on a line each; for an error that is not
+    tierstore's own it adds how to learn more."""
+    if isinstance(error, ColumnsNeeded):
+        return str(error)
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, TierStoreError):
         return text

@@ -7,12 +7,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tierstore.cli.plan_data import add_data, check_data, planned_data
 from tierstore.config import parse_bytes
 from tierstore.errors import ConfigError, InfeasiblePlanError
 from tierstore.result_file import JsonFile, ResultFile, option_errors
 
 if TYPE_CHECKING:
-    from tierstore.planner import EmbeddingShardingPlanner
+    from tierstore.planner import EmbeddingShardingPlanner, Topology
 
 EXIT_INFEASIBLE = 1
 
@@ -24,7 +25,11 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Plans how each table is cut, which ranks hold it, and its bytes in each tier. "
         "Exit code 1 when the tables do not fit. docs/planner.md explains files, model and report.",
     )
-    parser.add_argument("--tables", type=Path, required=True, metavar="YAML", help="list of tables")
+    parser.add_argument(
+        "--tables",
+        metavar="YAML",
+        help="list of tables; with --data the number of tables of generated data",
+    )
     parser.add_argument(
         "--topology", type=Path, required=True, metavar="YAML", help="the machines; JSON works too"
     )
@@ -52,6 +57,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="most time for the search (default: 5); what would help, or what is missing, "
         "may take as much again",
     )
+    add_data(parser.add_argument_group("tables of a data set"))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan and its report there")
     parser.add_argument(
         "--plot",
@@ -66,12 +72,17 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tierstore.cli import plan_plot, plan_view
+    from tierstore.planner import Topology
 
     console = Console(highlight=False)
     json_file = JsonFile(args.json) if args.json else None
     plot_file = ResultFile(args.plot, "--plot") if args.plot else None
     plot_format = plan_plot.plot_format(args.plot) if args.plot else ""
-    planner, tables = _planner(args), specs_of(args.tables)
+    check_data(args)
+    topology = Topology.from_dict(read_yaml(args.topology, "--topology"))
+    found = planned_data(args, topology.world_size) if args.data else None
+    planner = _planner(args, topology, None if found is None else found.stats)
+    tables = specs_of(Path(args.tables)) if found is None else found.tables
     try:
         plan = planner.plan(tables, advice_seconds=args.search_seconds)
         report, failure = dict(plan.report), None
@@ -79,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
         report, failure = error.report, str(error)
     if json_file:
         json_file.write(report)
+    if found is not None:
+        console.print(found.summary, soft_wrap=True)
     plan_view.print_report(console, report)
     if plot_file:
         plot_file.replace(plan_plot.drawn(report, plot_format))
@@ -89,8 +102,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _planner(args: argparse.Namespace) -> EmbeddingShardingPlanner:
-    from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
+def _planner(
+    args: argparse.Namespace, topology: Topology, stats: dict[str, Any] | None
+) -> EmbeddingShardingPlanner:
+    """Return the planner of the options. ``stats``: curves of the tables, if ``--stats`` names none."""
+    from tierstore.planner import EmbeddingShardingPlanner, Workload
     from tierstore.planner.files import constraints_of_yaml, stats_of_json
 
     work = Workload(
@@ -101,10 +117,10 @@ def _planner(args: argparse.Namespace) -> EmbeddingShardingPlanner:
         rows_per_read=args.rows_per_read,
     )
     return EmbeddingShardingPlanner(
-        Topology.from_dict(read_yaml(args.topology, "--topology")),
+        topology,
         constraints_of_yaml(read_yaml(args.constraints, "--constraints")) if args.constraints else None,
         workload=work,
-        stats=stats_of_json(read_json(args.stats, "--stats")) if args.stats else None,
+        stats=stats_of_json(read_json(args.stats, "--stats")) if args.stats else stats,
         search_seconds=args.search_seconds,
     )
 
@@ -117,7 +133,10 @@ def specs_of(path: Path) -> list[Any]:
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
     return value

@@ -79,8 +79,8 @@ def _rows(plan: ShardingPlan, report: Mapping[str, Any]) -> dict[tuple[str, int]
 
 
 def planned_ranks(args: argparse.Namespace) -> tuple[Ranks, PlanFile | None]:
-    """Return the ranks that train, and their plan. Raises ConfigError for ranks without a plan, for a plan
-    of another number of ranks, and for options that only one process can carry out."""
+    """Return the ranks that train, and their plan. Raises ConfigError for ranks without a plan, and for a
+    plan of another number of ranks."""
     if args.plan is None:
         if number_of_ranks() > 1:
             raise ConfigError(
@@ -88,12 +88,6 @@ def planned_ranks(args: argparse.Namespace) -> tuple[Ranks, PlanFile | None]:
                 "JSON (tierstore plan makes it), or train in one process without torchrun"
             )
         return ALONE, None
-    for option in ("record", "save_curves"):
-        if getattr(args, option) is not None:
-            raise ConfigError(
-                f"--{option.replace('_', '-')} is for a training in one process, which uses the same rows; "
-                "leave --plan out for it"
-            )
     file = PlanFile.load(args.plan)
     return join(file.plan.world_size), file
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 import cache_policies
 import tierstore
 from tierstore import data, models
+from tierstore.cache.shares import budget
 from tierstore.cli.checkpoint import store_of
 from tierstore.cli.ranks import ALONE, Ranks
 from tierstore.cli.trainer import Schedule, Trainer
@@ -43,8 +42,6 @@ comes next to it."""
 LOWER_LAYERS, UPPER_LAYERS = [128], [128, 64, 1]
 """Sizes of the DLRM's perceptrons; the lower one ends with the embedding dimension."""
 
-_FRACTION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:/\s*(\d+)|(%))\s*")
-
 
 def finish_imports() -> None:
     """Load code that would be loaded later, so that memory measured afterwards is the tiers' alone.
@@ -65,20 +62,6 @@ def load_dataset(args: argparse.Namespace) -> Dataset:
     if dataset.num_train is None and args.steps is None and args.data.startswith("synthetic"):
         raise ConfigError(f"--data {args.data} never ends; say after how many batches to stop, by --steps")
     return dataset
-
-
-def budget(text: str, of: int, option: str) -> int | str:
-    """Return a fraction or percentage of ``of`` in bytes, other text as it is; ``option`` is for errors."""
-    match = _FRACTION.fullmatch(text)
-    if match is None:
-        return text
-    number, divisor, percent = match.groups()
-    if divisor is not None and int(divisor) == 0:
-        raise ConfigError(f"{option} {text}: cannot divide by 0")
-    share = Fraction(number) / (100 if percent else int(divisor))
-    if not 0 < share <= 1:
-        raise ConfigError(f"{option} {text}: a fraction of the tables' bytes must be above 0 and at most 1")
-    return int(share * of)
 
 
 def tier_config(args: argparse.Namespace, all_bytes: int) -> TierConfig:

@@ -48,7 +48,9 @@ def add_command(
 
 def parse_commit(text: str) -> int | str:
     """Return the commit that an argument names: its number, or its tag."""
-    return int(text) if text.isdigit() else text
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a commit is a number or a tag, not ''")
+    return int(text) if text.isdecimal() else text
 
 
 def print_json(content: Any) -> None:

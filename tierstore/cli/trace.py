@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from tierstore.errors import ConfigError
+from tierstore.result_file import JsonFile, ResultFile
 from tierstore.trace.options import add_source, open_source
 
 
@@ -41,11 +42,12 @@ def run(args: argparse.Namespace) -> int:
 def _describe(args: argparse.Namespace) -> int:
     from tierstore.trace import describe
 
+    json_file = JsonFile(args.json) if args.json else None
     trace = open_source(args)
     with _progress("reading", trace.num_batches) as advance:
         description = describe(trace, advance)
-    if args.json:
-        args.json.write_text(json.dumps(description.to_json(), indent=1) + "\n")
+    if json_file:
+        json_file.write(description.to_json())
     _print(description)
     return 0
 
@@ -53,12 +55,14 @@ def _describe(args: argparse.Namespace) -> int:
 def _record(args: argparse.Namespace) -> int:
     from tierstore.trace import TraceRecorder
 
+    if not 0 < args.rate <= 1:
+        raise ConfigError(f"--rate must be above 0 and at most 1, not {args.rate:g}")
+    out = ResultFile(args.out, "--out")
     trace = open_source(args)
-    known = trace.num_embeddings or (0,) * len(trace.tables)
+    known = dict(zip(trace.tables, trace.num_embeddings or (0,) * len(trace.tables), strict=True))
     with (
-        TraceRecorder(
-            args.out, dict(zip(trace.tables, known, strict=True)), args.rate, compress=True
-        ) as recorder,
+        out.written() as path,  # not to SOURCE, which may be the same file
+        TraceRecorder(path, known, args.rate, compress=True) as recorder,
         _progress("recording", trace.num_batches) as advance,
     ):
         for segments in trace.batches():

@@ -19,12 +19,12 @@ import tierstore
 from tierstore.cache.stats import counters_of, go_on_counting
 from tierstore.cli.progress import Progress
 from tierstore.cli.ranks import ALONE, Ranks
+from tierstore.cli.recording import Recording
 from tierstore.data import Batch, Dataset
 from tierstore.data.own_pages import OwnPagesWhileKept
 from tierstore.data.parts import PartOfBatch
 from tierstore.errors import InputError
 from tierstore.models import AUC
-from tierstore.trace import TraceRecorder
 
 RECENT_BATCHES = 100
 """Batches over which the reported training loss is averaged."""
@@ -87,8 +87,8 @@ class Trainer:
         """Tells whether this rank is to stop after the present batch."""
         self.stopping = False
         """Whether any rank is to stop, as all ranks know it."""
-        self.recorder: TraceRecorder | None = None
-        """The recorder of every batch trained on."""
+        self.recording: Recording | None = None
+        """Records every batch trained on."""
         self.batches = 0
         """Batches trained on, including those before the run was resumed."""
         self.batches_total: int | None = None
@@ -127,8 +127,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
-        if self.recorder is not None:
-            self.recorder.record_features(batch.sparse)
+        if self.recording is not None:
+            self.recording.record(batch.sparse)
         self._auc.update(batch.labels, logits)  # on predictions made before the batch was trained on
         # Computed at fixed batches, not when shown: computing merges scores, and the clock must not matter.
         if math.isnan(self._auc_so_far) or self.batches % 32 == 31:

@@ -49,7 +49,10 @@ def accumulate(model: nn.Module | Sequence[nn.Module]) -> Iterator[Accumulation]
 
     An exception in the block drops the kept ids and gradients (``kept_bytes``); it changes no row.
 
-    Raises ConfigError for a model without tiered modules, with sharded modules, or that accumulates already.
+    Sharded collections are updated as by one batch of all passes on the same ranks. All ranks make as many
+    passes, and call ``step()`` and ``parameters()`` together; norms are those of the rows of all ranks.
+
+    Raises ConfigError for a model without tiered modules, or that accumulates already.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     modules = {id(m): m for one in models for m in one.modules() if isinstance(m, TieredModule)}
@@ -89,11 +92,6 @@ class Accumulation(AppliedOptimizer):
         if not modules:
             raise ConfigError("the model has no tiered module: it has no rows to accumulate gradients of")
         for module in modules:
-            if module.collective:
-                raise ConfigError(
-                    f"tables {', '.join(module.table_names())} are sharded and updated by every backward: "
-                    "use larger batches, and bfloat16 in place of a GradScaler"
-                )
             if module.accumulation is not None:
                 raise ConfigError(
                     f"gradients of tables {', '.join(module.table_names())} are accumulated already; leave "
@@ -210,16 +208,17 @@ def _factor(kept: _Kept) -> float:
 
 
 def _norm(module: TieredModule, passes: Sequence[Pass]) -> float:
-    """Return the norm of the gradients of all rows together; the rows themselves are not read."""
+    """Return the norm of the gradients of all rows together, on all ranks; the rows themselves are not
+    read."""
     lookup, gradients = joined(passes, _padding(module))
     total, step = 0.0, optim.SGD(lr=1.0).step_args()
-    frozen = module.frozen_tables()
+    left_out = [*module.frozen_tables(), *module.tables_counted_elsewhere()]
     for index, part in enumerate(lookup.parts):
         count = len(part.batch.unique)
         squares, row = np.zeros(count, np.float32), np.zeros((1, part.group.layout.row_bytes), np.uint8)
-        slots, csr = np.zeros(count, np.int32), trained_csr(part, frozen)
+        slots, csr = np.zeros(count, np.int32), trained_csr(part, left_out)
         args = update_args(part, slots, csr, step, squares=squares)
         rows = part.group.device.load(row, part.group.layout.weights)
         gradients.update(index, part, rows, args, None)
         total += float(squares.sum(dtype=np.float64))
-    return math.sqrt(total)
+    return math.sqrt(module.total_over_ranks(total))

@@ -302,7 +302,7 @@ class TieredModule(RowCalls, nn.Module):
         self._refuse_applied()
         unscales = self.accumulation is not None and self.accumulation.unscales
         if self.refuse_scaled and not unscales and scaler_in_use():
-            refuse_scaled(self.table_names(), self.collective)
+            refuse_scaled(self.table_names())
 
     def register_gradient_hook(self, hook: GradientHook, table: str | None = None) -> RemovableHandle:
         """Call ``hook(ids, gradients)`` at every update of a table, before clipping and the optimizer.
@@ -340,6 +340,14 @@ class TieredModule(RowCalls, nn.Module):
     ) -> Sequence[np.ndarray | None]:
         """Return None for every part, whose rows have all columns of their tables; see ``Updates``."""
         return [None] * len(parts)
+
+    def tables_counted_elsewhere(self) -> list[int]:
+        """Return the tables whose gradients another rank counts in a norm over all ranks."""
+        return []
+
+    def total_over_ranks(self, value: float) -> float:
+        """Return the sum of ``value`` over the ranks that share the tables."""
+        return value
 
     def table_name(self, table: int) -> str:
         return self.engine.tables[table].name

@@ -104,15 +104,10 @@ def scaler_in_use() -> bool:
     return _scalers.used() is not None
 
 
-def refuse_scaled(tables: Sequence[str], sharded: bool) -> NoReturn:
-    """Raise ConfigError that says what to use in place of a GradScaler."""
-    instead = (
-        "use bfloat16, which needs no scaler"
-        if sharded
-        else "use `with tierstore.accumulate(model) as rows:` around backward(), scaler.step(rows) and "
-        "scaler.update()"
-    )
+def refuse_scaled(tables: Sequence[str]) -> NoReturn:
+    """Raise ConfigError that says how rows wait for a GradScaler."""
     raise ConfigError(
         f"a GradScaler is in use, and tables {', '.join(tables)} would be updated with scaled gradients: "
-        f"{instead}. If the scaler is for other losses, set refuse_scaled = False of the tables' module"
+        "use `with tierstore.accumulate(model) as rows:` around backward(), scaler.step(rows) and "
+        "scaler.update(). If the scaler is for other losses, set refuse_scaled = False of the tables' module"
     )

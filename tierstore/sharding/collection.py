@@ -102,13 +102,28 @@ class ShardedCollection(Collection):
             )
         return str(name)
 
+    def tables_counted_elsewhere(self) -> list[int]:
+        """Return the tables that every rank has, on all ranks but the first."""
+        if not self.env.rank:
+            return []
+        shards = [shard for config in self.configs for shard in self.shards.of(config.name)]
+        return [shard.local for shard in shards if shard.replica]
+
+    def total_over_ranks(self, value: float) -> float:
+        """Return the sum of ``value`` over the ranks. All ranks call it."""
+        return self.env.total([value])[0]
+
     def report_gradients(self, error: GradientError | None) -> None:
         """Raise on every rank if one rank has an error.
 
         All ranks raise when the backward pass is over, after other callbacks of autograd. A rank that raised
-        in the middle would not exchange its dense gradients, which would break DDP.
+        in the middle would not exchange its dense gradients, which would break DDP. An update of accumulated
+        passes comes after them, and raises at once.
         """
         if not self.check_gradients:
+            return
+        if self.accumulation is not None:
+            self.env.share_error(error, GradientError)
             return
         later = torch.autograd.Variable._execution_engine.queue_callback
         later(lambda: later(lambda: self.env.share_error(error, GradientError)))

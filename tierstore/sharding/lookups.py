@@ -19,6 +19,7 @@ from tierstore.modules.features import Features
 from tierstore.modules.gpu import brought
 from tierstore.modules.inputs import Bags, FeatureLookup, Ids, keyed_on_host, sequence_lookup
 from tierstore.modules.jagged_rows import rows_by_feature
+from tierstore.modules.lookup import sequence_backward
 from tierstore.sharding.comms import OutputMemory, WireMemory
 from tierstore.sharding.input_exchange import ExchangeRules, InputExchange, OwnBatch, check_range
 from tierstore.sharding.opening import OpenShards
@@ -47,21 +48,20 @@ class ShardedLookup(FeatureLookup):
 
 
 class NoRows(torch.autograd.Function):
-    """The lookup of a rank without shards: ``apply(anchor, module)`` → no floats. Its backward pass joins the
-    exchange of the gradients and counts the update that the other ranks make."""
+    """The lookup of a rank without shards: ``apply(anchor, module, lookup)`` → no floats. Its backward pass
+    joins the exchange of the gradients and takes part in the update that the other ranks make."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, module: TieredModule) -> Tensor:
-        ctx.module = module
+    def forward(ctx: Any, anchor: Tensor, module: TieredModule, lookup: ShardedLookup) -> Tensor:
+        ctx.module, ctx.lookup = module, lookup
         ctx.save_for_backward(anchor)  # a second backward pass then fails here as it does on other ranks
         return torch.empty(0, device=module.engine.device_name)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         assert ctx.saved_tensors
-        ctx.module.count_update()
-        ctx.module.report_gradients(None)
-        return None, None
+        sequence_backward(ctx, ())
+        return None, None, None
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class ExchangedLookups:
             if request.replica == kind
         ]
         if module.trains and not lookup.parts:
-            ordered.append(NoRows.apply(module.anchor, module))
+            ordered.append(NoRows.apply(module.anchor, module, lookup))
         return torch.cat(ordered) if ordered else torch.empty(0, device=self.device)
 
 

@@ -11,13 +11,14 @@ from tierstore.errors import ConfigError
 ALL = "all"
 """Stands for every column."""
 _SHOWN = 3  # values of a column that a message shows
-_SAMPLE = 1000
+_WIDEST = 24  # characters of one of them
+SAMPLE = 1000
 """Rows that tell what is in a column."""
 _NO_IDS = re.compile(
     r"(^|_)(time|timestamp|ts|date|day|hour|label|target|click(ed)?|rating|price|amount|cost|score|weight|value)"
     r"($|_)|(_at|time)$"
 )
-_NO_ID = re.compile(r"-?\d*\.\d+|-\d+")
+_NO_ID = re.compile(r"-?\d*\.\d+(e[+-]?\d+)?|-?\d+e[+-]?\d+|-\d+|-?(nan|inf)")
 Samples = Mapping[str, Sequence[object]]
 """The first values of every column."""
 
@@ -56,20 +57,31 @@ def chosen(path: Path, columns: Sequence[str] | None, samples: Samples) -> list[
     return list(columns)
 
 
+def chosen_arrays(path: Path, columns: Sequence[str] | None, samples: Samples) -> list[str]:
+    """Return the arrays that are tables, as :func:`chosen` does. A file of arrays may have tables alone, so
+    all are taken where each looks like ids."""
+    if columns is None and all(looks_like_ids(name, values) for name, values in samples.items()):
+        return list(samples)
+    return chosen(path, columns, samples)
+
+
 def listed(samples: Samples) -> str:
     """Return a line for every column: its name, and its first values."""
-    width = max(map(len, samples))
+    width = max(len(_shown(name)) for name in samples)
     lines = []
     for name, values in samples.items():
         first = list(dict.fromkeys(map(str, values)))[:_SHOWN]
-        shown = ", ".join(text if len(text) <= 24 else f"{text[:21]}..." for text in first)
-        lines.append(f"  {name:<{width}}  {shown} ...")
+        lines.append(f"  {_shown(name):<{width}}  {', '.join(map(_shown, first))} ...")
     return "\n".join(lines)
+
+
+def _shown(text: str) -> str:
+    """Return a short text for a terminal, which must not obey what is in a log."""
+    plain = "".join(char if char.isprintable() else "?" for char in text)
+    return plain if len(plain) <= _WIDEST else f"{plain[: _WIDEST - 3]}..."
 
 
 def looks_like_ids(name: str, values: Sequence[object]) -> bool:
     """Return whether a column may have ids: no numbers with a fraction, and no name of something else."""
-    texts = [str(value) for value in values[:_SAMPLE]]
-    return _NO_IDS.search(name.lower()) is None and not any(
-        re.fullmatch(r"-?\d*\.\d+|-\d+", t) for t in texts
-    )
+    texts = [str(value) for value in values[:SAMPLE]]
+    return _NO_IDS.search(name.lower()) is None and not any(map(_NO_ID.fullmatch, texts))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
@@ -13,13 +16,12 @@ from typing import Any
 import numpy as np
 
 from tierstore.errors import ConfigError, InputError
-from tierstore.trace.columns import chosen
+from tierstore.trace.columns import SAMPLE, chosen, chosen_arrays
 from tierstore.trace.json_lines import open_json_lines
 from tierstore.trace.multi_hot import is_multi_hot, open_multi_hot
 from tierstore.trace.trace import TableIds, Trace, in_batches
 
 # libCacheSim's oracleGeneral: time, id, size, and the position of the next request of the id.
-_SAMPLE = 1000  # rows that show what is in the columns
 ORACLE_GENERAL = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
 
 
@@ -32,11 +34,11 @@ def open_npy(path: Path, batch_size: int) -> Trace:
     return _from_columns(path, {path.stem: array} if array.ndim == 1 else _columns(path, array), batch_size)
 
 
-def open_npz(path: Path, batch_size: int) -> Trace:
+def open_npz(path: Path, batch_size: int, columns: Sequence[str] | None = None) -> Trace:
     """Open arrays of integers (n,) of one length, one per table; their names are the tables'. Several arrays
-    (n, k) have k ids per example, as MLPerf's multi-hot data."""
+    (n, k) have k ids per example, as MLPerf's multi-hot data. ``columns``: the arrays that are tables."""
     if is_multi_hot(path):
-        return open_multi_hot(path, batch_size)
+        return open_multi_hot(path, batch_size, columns)
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
@@ -44,6 +46,9 @@ def open_npz(path: Path, batch_size: int) -> Trace:
         raise InputError(f"{path} is no complete .npz file: {error}") from error
     if len(arrays) == 1 and next(iter(arrays.values())).ndim == 2:
         arrays = _columns(path, next(iter(arrays.values())))
+    elif arrays:
+        samples = {name: array.reshape(-1)[:SAMPLE].tolist() for name, array in arrays.items()}
+        arrays = {name: arrays[name] for name in chosen_arrays(path, columns, samples)}
     return _from_columns(path, arrays, batch_size)
 
 
@@ -63,11 +68,8 @@ def open_oracle_general(path: Path, batch_size: int) -> Trace:
 
 def open_jsonl(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trace:
     """Open a log of one JSON object per line; each of ``columns`` is a table."""
-    try:
-        with _text(path) as lines:
-            return open_json_lines(path, lines, batch_size, columns)
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise InputError(f"{path} is no text: {error}") from error
+    with _text(path) as lines:
+        return open_json_lines(path, lines, batch_size, columns)
 
 
 def open_text(path: Path, batch_size: int) -> Trace:
@@ -83,8 +85,6 @@ def open_csv(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trac
     A column of integers has ids. The values of another column, the empty value too, are numbered by first
     use.
     """
-    import csv
-
     with _text(path) as lines:
         reader = csv.reader(lines)
         header = next(reader, None)
@@ -92,7 +92,7 @@ def open_csv(path: Path, batch_size: int, columns: Sequence[str] | None) -> Trac
             raise InputError(f"{path} is empty; it needs a header and rows")
         _check_header(path, header)
         rows = _rows(path, reader, len(header))
-        first = list(islice(rows, _SAMPLE))
+        first = list(islice(rows, SAMPLE))
         if not first:
             raise InputError(f"{path} is empty: there is no line under the header")
         names = chosen(path, columns, {name: [row[i] for row in first] for i, name in enumerate(header)})
@@ -199,8 +199,14 @@ def _trace(path: Path, tables: tuple[str, ...], columns: list[np.ndarray], batch
     return Trace(str(path), tables, in_batches(columns, batch_size), -(-len(columns[0]) // batch_size))
 
 
-def _text(path: Path) -> Any:
-    return gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="")
+@contextmanager
+def _text(path: Path) -> Iterator[Any]:
+    """Open a text, plain or .gz. Raises InputError if the block finds that it is none."""
+    try:
+        with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as lines:
+            yield lines
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error, csv.Error) as error:
+        raise InputError(f"{path} is no text: {error}") from error
 
 
 def _binary(path: Path) -> Any:
@@ -223,7 +229,7 @@ def _parse_numbers(path: Path, lines: Any) -> np.ndarray:
 
 def _parquet_samples(file: Any) -> dict[str, list[object]]:
     """Return the first values of every column; of a column without values its type."""
-    first = next(file.iter_batches(_SAMPLE), None)
+    first = next(file.iter_batches(SAMPLE), None)
     return {
         field.name: [field.type] if first is None else first.column(i).to_pylist()
         for i, field in enumerate(file.schema_arrow)

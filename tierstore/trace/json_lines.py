@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from tierstore.errors import InputError
-from tierstore.trace.columns import chosen
+from tierstore.trace.columns import SAMPLE, chosen
 from tierstore.trace.trace import TableIds, Trace
-
-_SAMPLE = 1000
 
 
 def open_json_lines(
@@ -26,7 +24,7 @@ def open_json_lines(
     Raises ConfigError if ``columns`` does not say which fields are tables, and InputError for other content.
     """
     objects = _objects(path, lines)
-    first = [example for _, example in zip(range(_SAMPLE), objects, strict=False)]
+    first = [example for _, example in zip(range(SAMPLE), objects, strict=False)]
     samples: dict[str, list[object]] = {}
     for _, example in first:
         for name, value in example.items():

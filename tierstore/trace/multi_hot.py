@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import IO
 import numpy as np
 
 from tierstore.errors import InputError
+from tierstore.trace.columns import SAMPLE, chosen_arrays
 from tierstore.trace.trace import TableIds, Trace
 
 _SUFFIX = ".npy"
@@ -38,13 +40,16 @@ def is_multi_hot(path: Path) -> bool:
     return len(shapes) > 1 and any(len(shape) == 2 for shape in shapes)
 
 
-def open_multi_hot(path: Path, batch_size: int) -> Trace:
+def open_multi_hot(path: Path, batch_size: int, columns: Sequence[str] | None = None) -> Trace:
     """Open the arrays, which are read batch by batch: a day of MLPerf's data is larger than memory.
 
-    An array (examples,) has one id per example. Raises InputError for arrays that do not fit together.
+    An array (examples,) has one id per example. ``columns``: the arrays that are tables. Raises InputError
+    for arrays that do not fit together, and ConfigError where ``columns`` must say what the tables are.
     """
     with zipfile.ZipFile(path) as archive:
-        members = [_member(path, archive, name) for name in archive.namelist()]
+        samples = {name.removesuffix(_SUFFIX): _sample(path, archive, name) for name in archive.namelist()}
+        names = chosen_arrays(path, columns, samples)
+        members = [_member(path, archive, name + _SUFFIX) for name in names]
     examples = {member.table: member.examples for member in members}
     if len(set(examples.values())) > 1:
         raise InputError(f"{path}: the arrays must have equally many examples; they have {examples}")
@@ -64,6 +69,19 @@ def open_multi_hot(path: Path, batch_size: int) -> Trace:
                 yield [(t, _read(path, stream, member, size)) for t, (member, stream) in enumerate(pairs)]
 
     return Trace(str(path), tuple(member.table for member in members), batches, -(-count // batch_size))
+
+
+def _sample(path: Path, archive: zipfile.ZipFile, name: str) -> list[object]:
+    """Return the first values of an array; its dtype where they are no numbers."""
+    dtype = _header(path, archive, name)[2]
+    if dtype.kind not in "iufb":
+        return [dtype]
+    with archive.open(name) as stream:
+        shape, _, _ = _read_header(stream)
+        count = min(SAMPLE, int(np.prod(shape)))
+        data = _bytes(path, name.removesuffix(_SUFFIX), stream, count * dtype.itemsize)
+        found: list[object] = np.frombuffer(data, dtype).tolist()
+        return found
 
 
 def _member(path: Path, archive: zipfile.ZipFile, name: str) -> _Member:
@@ -91,11 +109,15 @@ def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _read(path: Path, stream: IO[bytes], member: _Member, examples: int) -> np.ndarray:
-    size = examples * member.hotness * member.dtype.itemsize
+    data = _bytes(path, member.table, stream, examples * member.hotness * member.dtype.itemsize)
+    return np.frombuffer(data, member.dtype).astype(np.int64)
+
+
+def _bytes(path: Path, table: str, stream: IO[bytes], size: int) -> bytes:
     try:
         data = stream.read(size)
-    except (zipfile.BadZipFile, EOFError) as error:
-        raise InputError(f"{path}: array {member.table} is damaged: {error}") from error
+    except (zipfile.BadZipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{path}: array {table} is damaged: {error}") from error
     if len(data) < size:
-        raise InputError(f"{path}: array {member.table} ends early; is the file truncated?")
-    return np.frombuffer(data, member.dtype).astype(np.int64)
+        raise InputError(f"{path}: array {table} ends early; is the file truncated?")
+    return data

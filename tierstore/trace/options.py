@@ -20,7 +20,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--columns",
         metavar="A,B",
-        help="columns of CSV, JSON lines and parquet files that are tables, or all",
+        help="columns of CSV, JSON lines, parquet and .npz files that are tables, or all",
     )
     data = parser.add_argument_group("options of datasets (docs/reference/datasets.md)")
     data.add_argument("--data-path", metavar="PATH", help="file or folder of recorded data")

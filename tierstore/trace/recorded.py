@@ -58,6 +58,8 @@ class TraceRecorder:
         self._held = 0
         self._queue: Queue[tuple[list[np.ndarray], list[np.ndarray]] | None] = Queue(maxsize=4)
         self._error: BaseException | None = None
+        if Path(path).exists() and not Path(path).is_file():
+            raise InputError(f"trace: {path} is no regular file; give another path")
         method = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
         self._file = zipfile.ZipFile(path, "w", method, compresslevel=1)
         header = {"version": VERSION, "tables": dict(tables), "rate": rate}
@@ -77,6 +79,8 @@ class TraceRecorder:
         for name, part in zip(self.tables, parts, strict=True):
             if part.dtype.kind not in "iu":
                 raise InputError(f"trace: ids of table {name!r} must be integers, not {part.dtype}")
+            if part.dtype.kind == "i" and part.size and part.min() < 0:
+                raise InputError(f"trace: id {part.min()} of table {name!r}; ids must not be negative")
         counts = np.array([part.size for part in parts], np.uint32)
         self._keep(np.concatenate(parts, dtype=np.int64, casting="unsafe"), counts)
 
@@ -104,7 +108,10 @@ class TraceRecorder:
         self._queue.put(None)
         self._thread.join()
         self._thread = None
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            self._error = self._error or error
         if self._error is not None:
             raise self._error
 

@@ -29,7 +29,7 @@ SUFFIXES = {
 }
 
 
-_WITH_COLUMNS = (".csv", ".parquet", ".jsonl", ".ndjson")
+_WITH_COLUMNS = (".csv", ".parquet", ".jsonl", ".ndjson", ".npz")
 
 
 def open_trace(
@@ -46,7 +46,8 @@ def open_trace(
 
     ``batch_size`` is the number of examples (lines, requests) per batch; a recorded trace keeps its own
     batches. ``batches`` is the most batches to read. ``columns`` are the tables to read of CSV, JSON
-    lines and parquet, ["all"] for every column; files with several columns need it. ``path``, ``seed`` and
+    lines, parquet and .npz, ["all"] for every column; files with several columns need it, of arrays those
+    with one that does not look like ids. ``path``, ``seed`` and
     other options go to ``tierstore.data.load``. ConfigError and InputError say what is wrong.
     """
     check_batch_size(batch_size)
@@ -66,7 +67,7 @@ def open_trace(
             + ", ".join(SUFFIXES)
         )
     if batches is not None:
-        trace = _first(trace, batches)
+        trace = first_batches(trace, batches)
     if trace.num_batches is None and _endless(name):
         raise ConfigError(f"{name} is endless; give the number of batches (--batches)")
     return trace
@@ -98,7 +99,11 @@ def _open_file(path: Path, batch_size: int, columns: Sequence[str] | None) -> Tr
     if path.stat().st_size == 0:
         raise InputError(f"{path} is empty")
     if name.endswith(".npz"):
-        return recorded.open_recorded(path) if _is_recorded(path) else files.open_npz(path, batch_size)
+        if not _is_recorded(path):
+            return files.open_npz(path, batch_size, columns)
+        if columns is not None:
+            raise ConfigError(f"{path} was recorded by tierstore, which knows its tables; leave columns out")
+        return recorded.open_recorded(path)
     if name.endswith(".npy"):
         return files.open_npy(path, batch_size)
     if name.endswith(".parquet"):
@@ -135,7 +140,8 @@ def _endless(name: str) -> bool:
     return name.startswith("synthetic:")
 
 
-def _first(trace: Trace, limit: int) -> Trace:
+def first_batches(trace: Trace, limit: int) -> Trace:
+    """Return the trace of at most ``limit`` batches."""
     known = limit if trace.num_batches is None else min(limit, trace.num_batches)
     training = trace.training
     return replace(
