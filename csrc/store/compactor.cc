@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "common/key.h"
 #include "io/aligned_buffer.h"
@@ -121,29 +122,44 @@ void Compactor::ReadVictim(Lock& lock, Segment& victim, std::uint32_t first, std
                      ", within its rows");
 }
 
-bool Compactor::IsNewest(const Batch& batch, std::uint32_t slot) const {
+// Looks up to kSlotsPerBatch slots up together, since most of the time of one goes by waiting for memory.
+void Compactor::FindNewest(const Batch& batch, std::span<const std::uint32_t> slots, bool* newest) const {
   const Segment& victim = batch.victim();
-  if (victim.retired) return false;
   const RowClass& row_class = *victim.row_class;
-  const std::uint64_t key = LoadRecordHeader(batch.RecordOf(slot)).key;
-  const RowIndex::Table* table = state_.rows.FindTable(KeyTable(key));
-  return table != nullptr && table->row_class == &row_class &&
-         table->index.Find(key) == row_class.LocationOf(victim, slot);
+  std::uint64_t keys[kSlotsPerBatch] = {};
+  Location locations[kSlotsPerBatch];
+  for (std::size_t i = 0; i < slots.size(); ++i) keys[i] = LoadRecordHeader(batch.RecordOf(slots[i])).key;
+  state_.rows.Find(keys, slots.size(), locations, row_class);
+  for (std::size_t i = 0; i < slots.size(); ++i)
+    newest[i] = !victim.retired && locations[i] == row_class.LocationOf(victim, slots[i]);
+}
+
+bool Compactor::IsKept(const Batch& batch, std::uint32_t slot) const {
+  return batch.chosen.with_kept && batch.victim().IsKept(slot);
 }
 
 bool Compactor::IsNeeded(const Batch& batch, std::uint32_t slot) const {
-  return IsNewest(batch, slot) || (batch.chosen.with_kept && batch.victim().IsKept(slot));
+  bool newest;
+  FindNewest(batch, {&slot, 1}, &newest);
+  return newest || IsKept(batch, slot);
 }
 
 // Slots of the batch that are needed, and intact.
 std::vector<std::uint32_t> Compactor::FindNeeded(Lock& lock, const Batch& batch) {
   const Segment& victim = batch.victim();
+  std::uint32_t some[kSlotsPerBatch];
+  bool newest[kSlotsPerBatch];
   std::vector<std::uint32_t> slots;
-  for (std::uint32_t slot = batch.first; slot < batch.last; ++slot) {
-    if (slot % kSlotsPerBatch == 0) mutex_.GiveWay(lock);
-    if (IsNeeded(batch, slot) &&
-        RecordIsIntact(batch.RecordOf(slot), slot, victim.row_class->geometry, victim.crc_prefix))
-      slots.push_back(slot);
+  for (std::uint32_t first = batch.first; first < batch.last; first += kSlotsPerBatch) {
+    mutex_.GiveWay(lock);
+    const std::uint32_t n = std::min(kSlotsPerBatch, batch.last - first);
+    std::iota(some, some + n, first);
+    FindNewest(batch, {some, n}, newest);
+    for (std::uint32_t i = 0; i < n; ++i) {
+      if ((newest[i] || IsKept(batch, some[i])) &&
+          RecordIsIntact(batch.RecordOf(some[i]), some[i], victim.row_class->geometry, victim.crc_prefix))
+        slots.push_back(some[i]);
+    }
   }
   return slots;
 }
@@ -182,17 +198,18 @@ void Compactor::Copy(const Batch& batch, const std::uint32_t* slots, const Span&
   Location newest_locations[kSlotsPerBatch];
   std::uint32_t epochs[kSlotsPerBatch], kept[kSlotsPerBatch];
   std::byte* records[kSlotsPerBatch];
+  bool is_newest[kSlotsPerBatch];
   std::uint32_t n = 0, newest = 0, others = 0;
   span.LocateRecords(records);
+  FindNewest(batch, {slots, span.count}, is_newest);
   for (std::uint32_t i = 0; i < span.count; ++i) {
-    const bool is_newest = IsNewest(batch, slots[i]);
-    if (!is_newest && !IsNeeded(batch, slots[i])) continue;
+    if (!is_newest[i] && !IsKept(batch, slots[i])) continue;
     const std::byte* const record = batch.RecordOf(slots[i]);
     const RecordHeader header = LoadRecordHeader(record);
     keys[n] = header.key;
     epochs[n] = header.epoch;
     std::memcpy(records[n], record, geometry.record_bytes);
-    if (is_newest) {
+    if (is_newest[i]) {
       newest_keys[newest] = header.key;
       newest_locations[newest++] = row_class.LocationOf(*span.segment, span.first + n);
     } else {

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -53,7 +54,8 @@ class Compactor {
   void RenewCommit(Lock& lock);
   void CompactSegment(Lock& lock, const Victim& victim);
   void ReadVictim(Lock& lock, Segment& victim, std::uint32_t first, std::uint32_t last, std::byte* data);
-  bool IsNewest(const Batch& batch, std::uint32_t slot) const;
+  void FindNewest(const Batch& batch, std::span<const std::uint32_t> slots, bool* newest) const;
+  bool IsKept(const Batch& batch, std::uint32_t slot) const;
   bool IsNeeded(const Batch& batch, std::uint32_t slot) const;
   std::vector<std::uint32_t> FindNeeded(Lock& lock, const Batch& batch);
   void Relocate(Lock& lock, const Batch& batch);
