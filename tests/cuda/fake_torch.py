@@ -7,6 +7,7 @@ and not what orders torch's own work.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,14 +24,30 @@ from tierstore.cuda import rows
 from tierstore.cuda.streams import Stream
 from tierstore.modules import gpu as opening
 
-_kept: list[torch.Tensor] = []
-"""Tensors whose addresses kernels may still use."""
+_kept: dict[int, torch.UntypedStorage] = {}
+"""Memory whose addresses kernels may still use, by its number in torch."""
+_keeping = threading.RLock()
 
 
 def finish() -> None:
-    """Run what the current stream was given."""
-    fake_gpu().run(0)
-    _kept.clear()
+    """Run what the current stream was given, then free memory that nobody held when this was called.
+
+    As with torch's allocator, memory comes back when what the stream was given before it was freed is done.
+    Memory that is still held may belong to a kernel that its thread has not launched yet.
+    """
+    with _keeping:
+        left = [number for number in _kept if torch._C._storage_Use_Count(number) == 1]
+        fake_gpu().run(0)
+        for number in left:
+            storage = _kept.pop(number)
+            if storage.resizable():  # torch's own
+                storage.fill_(0xEE)  # type: ignore[no-untyped-call]
+
+
+def _keep(tensor: torch.Tensor) -> None:
+    with _keeping:
+        storage = tensor.untyped_storage()
+        _kept[storage._cdata] = storage
 
 
 _MIXES = {"aten::copy_", "aten::_index_put_impl_", "aten::index", "aten::index_put", "aten::index_put_"}
@@ -66,7 +83,7 @@ class GpuTensor(torch.Tensor):
     is_cpu = False  # type: ignore[assignment]
 
     def data_ptr(self) -> int:
-        _kept.append(self.inner)
+        _keep(self.inner)
         return self.inner.data_ptr()
 
     def cpu(self, *_: Any) -> torch.Tensor:
@@ -168,6 +185,23 @@ class CurrentStream:
     """torch's current stream, which is the driver's stream 0 unless the user chooses another."""
 
     cuda_stream = 0
+
+
+@contextmanager
+def copies_by_another_thread() -> Iterator[None]:
+    """Let another thread copy from the GPU whenever one has asked for an address, and has not launched a
+    kernel with it yet: the worst time for the worker of a prefetch to copy ids."""
+    plain = GpuTensor.data_ptr
+
+    def data_ptr(tensor: GpuTensor) -> int:
+        address = plain(tensor)
+        worker = threading.Thread(target=finish)
+        worker.start()
+        worker.join()
+        return address
+
+    with mock.patch.object(GpuTensor, "data_ptr", data_ptr):
+        yield
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 import tierstore
 from tests.cuda.fake import ORDERS, fake_gpu
-from tests.cuda.fake_torch import GpuTensor, fake_torch
+from tests.cuda.fake_torch import GpuTensor, copies_by_another_thread, fake_torch, finish
 from tests.cuda.test_training_on_fake_gpu import counters
 from tierstore import ConfigError, InputError, TierConfig, optim
 from tierstore.modules import (
@@ -164,11 +166,39 @@ def test_a_module_has_the_bits_of_the_host(name: str, order: str) -> None:
     same(found, expected)
 
 
+@pytest.mark.parametrize("order", ["lazy", "random"])
+@pytest.mark.parametrize("name", MODULES)
+def test_another_thread_may_copy_before_a_kernel_is_launched(name: str, order: str) -> None:
+    """Kernels use no memory that was freed before they were launched, which torch may give to others."""
+    expected = trained(name, None)
+    with fake_torch(order, seed=5), copies_by_another_thread():
+        found = trained(name, "cuda:0")
+    same(found, expected)
+
+
+def test_memory_is_freed_when_the_kernels_launched_before_are_done() -> None:
+    freed: list[str] = []
+    with fake_torch("lazy"):
+        tensor = torch.ones(8, device="cuda")
+        weakref.finalize(tensor.inner.untyped_storage(), freed.append, "tensor")
+        tensor.data_ptr()
+        worker = threading.Thread(target=finish)
+        worker.start()
+        worker.join()  # before a kernel is launched with the address
+        del tensor
+        assert freed == []  # the kernel may not have run
+        finish()
+        assert freed == ["tensor"]
+
+
+@pytest.mark.parametrize("order", ["lazy", "random"])
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("name", ["rows with padding", "max", "collection", "sequences"])
-def test_ids_may_be_on_the_gpu(name: str, prefetch: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_ids_may_be_on_the_gpu(
+    name: str, prefetch: bool, order: str, caplog: pytest.LogCaptureFixture
+) -> None:
     expected = trained(name, None, prefetch=prefetch)
-    with fake_torch("random", seed=5), caplog.at_level(logging.WARNING, "tierstore"):
+    with fake_torch(order, seed=5), caplog.at_level(logging.WARNING, "tierstore"):
         found = trained(name, "cuda:0", ids_on="cuda:0", prefetch=prefetch)
     same(found, expected)
     said = [record.message for record in caplog.records if "are on a GPU" in record.message]
