@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from tierstore.cache.tiers.read_ahead import ReadAhead
 from tierstore.pipeline.planned import RecentBatches
 from tierstore.pipeline.prefetch import prefetch
 from tierstore.pipeline.session import Session
+from tierstore.pipeline.windows import Window
 
 BATCHES = random_batches(3, 12, 1, 6, 3)
 FAILURES = [ZeroDivisionError, AssertionError, MemoryError, OSError, KeyboardInterrupt, SystemExit]
@@ -96,14 +98,33 @@ def test_a_step_of_the_worker_fails(
 
 STEPS = [
     *((Session, step) for step in ("_prepare", "_prepare_call", "_can_plan", "_announce")),
+    (Window, "add"),
     *((RecentBatches, step) for step in ("add", "pinned_since")),
 ]
 
 
-@pytest.mark.parametrize(("owner", "step"), STEPS, ids=[step for _, step in STEPS])
-def test_the_worker_itself_fails(owner: type, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def late(do_next: Callable[[Session], bool]) -> Callable[[Session], bool]:
+    """The training thread reaches the batch that failed before the session knows."""
+
+    def wrapped(session: Session) -> bool:
+        try:
+            return do_next(session)
+        except BaseException:
+            time.sleep(0.2)
+            raise
+
+    return wrapped
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize(("owner", "step"), STEPS, ids=[f"{owner.__name__}.{step}" for owner, step in STEPS])
+def test_the_worker_itself_fails(
+    owner: type, step: str, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with bags() as module:
         monkeypatch.setattr(owner, step, failing(getattr(owner, step), 4, ZeroDivisionError))
+        if is_late:
+            monkeypatch.setattr(Session, "_do_next", late(Session._do_next))
         with pytest.raises(ZeroDivisionError):  # noqa: PT012  (in any step of the loop)
             for ids in prefetch(BATCHES, module, depth=2, window=4, inputs={"": lambda batch: (batch,)}):
                 module(ids).sum().backward()

@@ -294,6 +294,10 @@ class Session:
                 self._is_full = self._window.is_full()
             else:
                 self._prepare(planned)
+        except BaseException:
+            for _, pinned in planned.lookups:  # the forward call may be there before it is told why
+                pinned.cancel()
+            raise
         finally:
             planned.prepared.open()
             if plan or self._broken:
