@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from statistics import mean
 from typing import Any
@@ -119,18 +118,17 @@ def warm_up(trainee: Trainee, steps: int, most: int, tolerance: float) -> bool:
         turns.append(trainee.train(steps))
         shown = ", ".join(f"{turns[-1].counted[name] / steps:,.0f} {said}" for name, said in _STEADY.items())
         say(f"{trainee.name}: {done} steps of warm-up, {shown} per step")
-        if len(turns) >= 2 * _AVERAGED and all(
-            abs(now - before) <= tolerance * max(now, steps)
-            for before, now in map(partial(_pair, turns), _STEADY)
-        ):
+        last = turns[-2 * _AVERAGED :]
+        if len(last) == 2 * _AVERAGED and all(_is_steady(last, name, tolerance) for name in _STEADY):
             return True
     return False
 
 
-def _pair(turns: Sequence[Turn], name: str) -> tuple[float, float]:
-    """Return averages of a counter over the turns before the last ones, and over the last ones."""
-    counts = [turn.counted[name] for turn in turns[-2 * _AVERAGED :]]
-    return mean(counts[:_AVERAGED]), mean(counts[_AVERAGED:])
+def _is_steady(turns: Sequence[Turn], name: str, tolerance: float) -> bool:
+    """Return whether a counter's average of the first half of the turns is about that of the second half."""
+    counts = [turn.counted[name] / turn.steps for turn in turns]
+    before, now = mean(counts[:_AVERAGED]), mean(counts[_AVERAGED:])
+    return abs(now - before) <= tolerance * max(now, 1)
 
 
 def take_turns(trainees: Sequence[Trainee], rounds: int, run_in: int, steps: int) -> None:

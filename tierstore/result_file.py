@@ -38,22 +38,17 @@ class ResultFile:
 
     def replace(self, content: bytes) -> None:
         """Make ``content`` the whole file, or leave the file as it was."""
-        with option_errors(self._option, self._path):
-            if self._path.exists() and not self._path.is_file():
+        if self._is_special():
+            with option_errors(self._option, self._path):
                 self._path.write_bytes(content)
-                return
-            target = self._path.resolve()
-            temporary = self._temporary(target)
-            try:
-                temporary.write_bytes(content)
-                os.replace(temporary, target)
-            finally:
-                temporary.unlink(missing_ok=True)
+            return
+        with self.written() as path:
+            path.write_bytes(content)
 
     @contextmanager
     def written(self) -> Iterator[Path]:
         """Yield a path to write to; what is there replaces the file, unless the block raises."""
-        if self._path.exists() and not self._path.is_file():
+        if self._is_special():
             raise ConfigError(f"{self._option} {self._path} is no regular file; give another path")
         target = self._path.resolve()
         temporary = self._temporary(target)
@@ -63,6 +58,9 @@ class ResultFile:
                 os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _is_special(self) -> bool:
+        return self._path.exists() and not self._path.is_file()
 
     @staticmethod
     def _temporary(target: Path) -> Path:

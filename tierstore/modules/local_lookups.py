@@ -21,7 +21,7 @@ class _Local:
 
     def __init__(self, features: Features, opened: OpenTables) -> None:
         self._engine = opened.engine
-        self._every = features
+        self._features = features
         self._tables = [opened.numbers[feature.table] for feature in features.all]
         self._parts: KeyedParts | None = None
 
@@ -29,7 +29,7 @@ class _Local:
         """Return the parts of the batch's lookup; those of the last batch, if they are the same."""
         parts = self._parts
         if parts is None or not parts.fit(keyed, self._engine):
-            parts = self._parts = KeyedParts(self._every, self._engine, self._tables, keyed)
+            parts = self._parts = KeyedParts(self._features, self._engine, self._tables, keyed)
         return parts
 
     def _on_host(self, features: object) -> KeyedJaggedTensor:
@@ -40,9 +40,7 @@ class _Local:
 class LocalPooling(_Local):
     """Pools bags of the rows of one engine."""
 
-    def __init__(self, features: PooledFeatures, opened: OpenTables) -> None:
-        super().__init__(features, opened)
-        self._features = features
+    _features: PooledFeatures
 
     def make(self, features: object) -> FeatureLookup:
         """Return the lookup of a KeyedJaggedTensor; see :meth:`TieredModule.make_lookup`."""
@@ -89,7 +87,7 @@ class LocalRows(_Local):
     def make(self, features: object) -> FeatureLookup:
         """Return the lookup of a KeyedJaggedTensor; see :meth:`TieredModule.make_lookup`."""
         keyed = self._on_host(features)
-        ids, bags = self._every.values_of(keyed), bags_of(keyed)
+        ids, bags = self._features.values_of(keyed), bags_of(keyed)
         parts, begin = self._parts_of(keyed), bags.id_begin
         counts = [begin[key + 1] - begin[key] for key in parts.key_of]
         return FeatureLookup(parts.rows(bags, ids), (), parts.members, counts)
@@ -98,7 +96,7 @@ class LocalRows(_Local):
         """Look the rows of a batch up. Return what returns for every feature the rows of its ids, float32
         (ids, dim)."""
         if self._engine.on_meta and keyed.values().is_meta:
-            counts, own = keyed.length_per_key(), self._every
+            counts, own = keyed.length_per_key(), self._features
             pairs = zip(own.keys_of(keyed), own.dims, strict=True)
             described = [torch.empty(counts[key], dim, device="meta") for key, dim in pairs]
             return lambda: described

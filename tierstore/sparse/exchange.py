@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from tierstore.errors import InputError
 from tierstore.sparse.per_key import FiguresPerKey
-from tierstore.sparse.rearrange import Parts
+from tierstore.sparse.rearrange import Parts, segment_bounds
 
 _INIT = "KeyedJaggedTensor.dist_init"
 
@@ -42,20 +41,17 @@ class SentByKey(FiguresPerKey):
         ``key_splits``: how many keys each rank gets, in their order. Raises InputError if there are not so
         many keys.
         """
-        if min(key_splits, default=0) < 0 or sum(key_splits) > len(self._keys):
-            raise InputError(f"dist_splits: splits {key_splits} do not fit {len(self._keys)} keys")
-        bags = _sums(self.stride_per_key(), key_splits)
-        values = _sums(self.length_per_key(), key_splits)
+        bounds = segment_bounds(self, key_splits, "dist_splits: splits")
+        bags, values = (
+            [sum(of_keys[begin:end]) for begin, end in bounds]
+            for of_keys in (self.stride_per_key(), self.length_per_key())
+        )
         splits = [bags, values]
         if self.variable_stride_per_key():
             splits.append(list(key_splits))
         if self._weights is not None:
             splits.append(values)
         return splits
-
-
-def _sums(numbers: Sequence[int], splits: Sequence[int]) -> list[int]:
-    return [sum(numbers[begin:end]) for begin, end in pairwise(accumulate(splits, initial=0))]
 
 
 def received(

@@ -75,11 +75,14 @@ def concat(kjts: Sequence[FiguresPerKey]) -> Parts:
     )
 
 
-def segment_bounds(kjt: FiguresPerKey, segments: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and the last key (exclusive) of each segment, a number of keys."""
+def segment_bounds(
+    kjt: FiguresPerKey, segments: Sequence[int], given: str = "split: segments"
+) -> list[tuple[int, int]]:
+    """Return the first and the last key (exclusive) of each segment, a number of keys. ``given``: what an
+    InputError calls the segments."""
     count = len(kjt.keys())
     if min(segments, default=0) < 0 or sum(segments) > count:
-        raise InputError(f"split: segments {list(segments)} do not fit {count} keys")
+        raise InputError(f"{given} {list(segments)} do not fit {count} keys")
     return list(pairwise(accumulate(segments, initial=0)))
 
 
