@@ -47,6 +47,13 @@ class Planned:
         if any(tensor.is_cuda for tensor in inputs):
             self.written()
 
+    def give_up(self) -> None:
+        """Let the forward call of this batch look up on demand, whatever it waits for."""
+        for _, pinned in self.lookups:
+            pinned.cancel()
+        self.prepared.open()
+        self.settled.open()
+
     @property
     def rows(self) -> int:
         """Distinct rows of the batch on this rank."""

@@ -295,8 +295,7 @@ class Session:
             else:
                 self._prepare(planned)
         except BaseException:
-            for _, pinned in planned.lookups:  # the forward call may be there before it is told why
-                pinned.cancel()
+            planned.give_up()  # the forward call may be there before it is told why
             raise
         finally:
             planned.prepared.open()
@@ -396,9 +395,6 @@ class Session:
             self._to_plan.clear()
             self._to_prepare.clear()
         for planned in waiting:
-            planned.prepared.open()
-            planned.settled.open()
-            for _, pinned in planned.lookups:
-                pinned.cancel()
+            planned.give_up()
         for group in self.groups:
             group.forget_window()

@@ -303,3 +303,25 @@ def test_damage_is_found_by_a_second_reading():
             assert "checksum" in str(error)  # noqa: PT017
         env.heal()
         assert compacted_bytes(store) < 0.8 * before
+
+
+@pytest.mark.parametrize("dead", [0, 1, 255, 256, 257])
+@pytest.mark.parametrize("live", [1, 255, 256, 257, 511, 512, 513])
+def test_compaction_of_as_many_rows_as_are_found_together(live, dead):
+    """It looks 256 rows of a segment up at once, and copies at most so many; dead ones lie before them."""
+    env, row_bytes = _core.MemoryEnv(), 16
+    segment = 2 * in_chunk(row_bytes, SMALL.chunk_bytes)  # rows
+    with open_on(env, row_bytes, segment_bytes=4096 + 2 * SMALL.chunk_bytes) as store:
+        put(store, range(2 * segment), 1, row_bytes)
+        gone = [*range(dead), *range(dead + live, segment)]
+        put(store, gone, 2, row_bytes)
+        store.commit(b"")
+        store.compact()
+        store.commit(b"")
+        assert store.counters()["relocated_rows"] == live
+        assert holds(store, range(dead, dead + live), 1, row_bytes)
+        assert holds(store, gone, 2, row_bytes)
+        assert holds(store, range(segment, 2 * segment), 1, row_bytes)
+    with open_on(env, row_bytes) as store:
+        assert holds(store, range(dead, dead + live), 1, row_bytes)
+        assert holds(store, gone, 2, row_bytes)
