@@ -34,7 +34,7 @@ class ResultFile:
             if path.is_file() or not path.exists():  # what access() says is not all that can be wrong
                 temporary = self._temporary(path.resolve())
                 temporary.touch()
-                temporary.unlink()
+                temporary.unlink(missing_ok=True)
 
     def replace(self, content: bytes) -> None:
         """Make ``content`` the whole file, or leave the file as it was."""
@@ -64,7 +64,8 @@ class ResultFile:
 
     @staticmethod
     def _temporary(target: Path) -> Path:
-        return target.with_name(f".{target.name}.tmp")
+        # Ranks of one training check the same path at the same time, and two commands may write to it.
+        return target.with_name(f".{target.name}.{os.getpid()}.tmp")
 
 
 class JsonFile(ResultFile):

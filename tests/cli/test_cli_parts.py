@@ -9,6 +9,8 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -247,6 +249,20 @@ class TestJsonFile:
     def test_a_folder_is_refused_before_training(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="is a folder"):
             JsonFile(tmp_path)
+
+    def test_ranks_check_one_path_at_a_time(self, tmp_path: Path) -> None:
+        file = tmp_path / "out.json"
+        check = f"""
+from pathlib import Path
+from tierstore.result_file import JsonFile
+for _ in range(3000):
+    JsonFile(Path({str(file)!r})).write({{"auc": 0.5}})
+"""
+        ranks = [subprocess.Popen([sys.executable, "-c", check], stderr=subprocess.PIPE) for _ in range(3)]
+        errors = [rank.communicate()[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0, 0], errors
+        assert json.loads(file.read_text()) == {"auc": 0.5}
+        assert os.listdir(tmp_path) == ["out.json"]
 
 
 def test_a_store_is_not_overwritten(tmp_path: Path) -> None:
