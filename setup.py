@@ -1,17 +1,45 @@
 """Builds the native core. Everything else about the package is in pyproject.toml."""
 
+import hashlib
+import os
+import sys
+import sysconfig
 from pathlib import Path
 
+import pybind11
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import find_packages, setup
+from setuptools.command.build_ext import build_ext
 
-ParallelCompile("TIERSTORE_BUILD_JOBS").install()
-
-SOURCES = sorted(str(path) for path in Path("csrc").rglob("*.cc") if "tests" not in path.parts)
+# By the seconds of a compiler for a file: the longest are begun first, so that no core is idle at the end.
+LONGEST_FIRST = ["csrc/kernels/update_", "csrc/kernels/", "csrc/bindings/"]
+SOURCES = sorted(
+    (str(path) for path in Path("csrc").rglob("*.cc") if "tests" not in path.parts),
+    key=lambda name: ([not name.startswith(first) for first in LONGEST_FIRST], name),
+)
 HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.h"))
 # What tierstore/cuda/source.py reads.
 KERNELS = ["cuda/args.h", "cuda/*.cu", "cuda/*.cuh", "cuda/nvrtc/*"]
 KERNELS += ["kernels/inline.h", "kernels/normal.h", "kernels/philox.h"]
+
+
+class BuildCore(build_ext):
+    """Keeps objects in build/, so that a wheel and an editable install compile a file once."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        flags = [os.environ.get(name) for name in ("CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS")]
+        built_with = repr((pybind11.__version__, sys.version, sysconfig.get_path("include"), flags))
+        self.build_temp = f"build/objects-{hashlib.sha256(built_with.encode()).hexdigest()[:12]}"
+
+
+def is_older(compiled: str, source: str) -> bool:
+    """Return whether an object is older than its source, a header or the flags in this file."""
+    made = os.stat(compiled).st_mtime
+    return any(os.stat(name).st_mtime >= made for name in (source, *HEADERS, __file__))
+
+
+ParallelCompile("TIERSTORE_BUILD_JOBS", needs_recompile=is_older).install()
 
 core = Pybind11Extension(
     "tierstore._core",
@@ -27,6 +55,7 @@ core = Pybind11Extension(
 
 setup(
     ext_modules=[core],
+    cmdclass={"build_ext": BuildCore},
     packages=[
         *find_packages(include=["tierstore*", "cache_policies*"]),
         *("tierstore_bench", "tierstore_bench.research", "tierstore.cuda.kernel_source"),
