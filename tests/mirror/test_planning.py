@@ -103,9 +103,9 @@ def test_rates_reach_the_planner() -> None:
     "changes",
     [
         {"pod_size": 2},
-        {"custom_topology_data": object()},
+        {"custom_topology_data": ...},
         {"uneven_sharding_perf_multiplier": 2.0},
-        {"generalized_comms_bandwidths": object()},
+        {"generalized_comms_bandwidths": ...},
         {"compute_device": "mtia"},
         {"local_world_size": 3, "world_size": 4},
     ],

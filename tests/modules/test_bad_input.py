@@ -57,7 +57,7 @@ BAG_CALLS: list[tuple[tuple[Any, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), BAG_CALLS, ids=str)
+@pytest.mark.parametrize(("call", "message"), BAG_CALLS)
 def test_bags(call: tuple[Any, ...], message: str) -> None:
     with bag(mode="sum") as module:
         module(ints(3, 4), ints(0)).sum().backward()
@@ -141,7 +141,7 @@ KEYED: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "message"), KEYED, ids=str)
+@pytest.mark.parametrize(("make", "message"), KEYED)
 def test_collections(make: Callable[[], Any], message: str) -> None:
     for build in collections():
         with build() as module:

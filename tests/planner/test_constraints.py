@@ -161,7 +161,7 @@ def test_enforced_hbm_keeps_every_row_there():
         {"algorithm": types.CacheAlgorithm.LRU},
         {"reserved_memory": 1.0},
         {"precision": DataType.FP16},
-        {"stats": object()},
+        {"stats": ...},
         {"multipass_prefetch_config": types.MultiPassPrefetchConfig()},
     ],
     ids=str,
