@@ -46,6 +46,9 @@ _WARM = 10
 _CHUNK = 8
 """Batches whose mean is one measurement; the median of these is not moved by the moments in which a shared
 machine is slower."""
+_LEAST_S = 1e-6
+"""What a stage takes at least. On a machine with other work, the counters may say that a thread waited for as
+long as all its batches took, or longer."""
 _SHORT = 3  # as many steps again where they are the shortest
 _FEW_MISS = (2.0, 12_500.0)  # many distinct rows, nearly all among those that a fourth of the memory holds
 KINDS = {
@@ -226,7 +229,7 @@ def _sample(
     # During the last steps no more batches are announced or planned.
     typical = slice(_WARM, max(_WARM + 1, len(compute) - _WINDOW - _DEPTH))
     stages = {"fetch": np.diff(fetch), "compute": compute, "wall": np.diff(wall), "busy": busy}
-    means = {name: _middle(values[typical]) for name, values in stages.items()}
+    means = {name: max(_middle(values[typical]), _LEAST_S) for name, values in stages.items()}
     return Sample(
         mode, **sums, **means, paced=paces, reads=mode == "ssd", others=others, groups=tuple(stores)
     )
@@ -373,7 +376,7 @@ def _root(excess: Callable[[float], float]) -> float:
 def _fit(samples: Sequence[Sample], stage: str, terms: Iterable[str]) -> list[float]:
     """Return non-negative coefficients of a stage's seconds, by relative error."""
     a = np.array([[getattr(sample, name) for name in terms] for sample in samples], dtype=np.float64)
-    b = np.maximum([getattr(sample, stage) for sample in samples], 1e-6)
-    scale = a.max(axis=0)
+    b = np.array([getattr(sample, stage) for sample in samples])
+    scale = np.where(a.any(axis=0), a.max(axis=0), 1.0)  # a term of no sample costs nothing
     found, _ = nnls(a / scale / b[:, None], np.ones(len(b)))
     return [float(value) for value in found / scale]

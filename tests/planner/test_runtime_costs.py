@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -39,6 +40,19 @@ def test_runtime_figures_are_fields_of_a_topology():
     assert topology.one_fetcher
     assert 0 < topology.overlap_loss <= 1
     assert 0 < topology.ssd_overlap_loss <= 1
+
+
+def test_a_stage_that_only_waited_took_a_little_time(monkeypatch):
+    """The counters of waits may say more than the clock that is read beside them."""
+    monkeypatch.setattr(_runtime_costs, "_waiting_seconds", lambda bags: 2 * time.perf_counter())
+    samples = _runtime_costs._samples("uvm", (16, 96), steps=4)
+    assert [sample.fetch for sample in samples] == [1e-6] * len(samples)
+    assert 0 < _runtime_costs._beside(samples[0].fetch, samples[0].busy, 0.2) < 1e-6
+
+
+def test_a_term_of_no_sample_costs_nothing():
+    samples = [Sample("uvm", ids, 1, 1, 1, 0, 1, 1, 1e-3 * ids, 0, 1, 0, 1, 1) for ids in (1.0, 2.0)]
+    assert _runtime_costs._fit(samples, "fetch", ("ids", "stored")) == pytest.approx([1e-3, 0])
 
 
 def test_disturbed_samples_do_not_count():
