@@ -20,7 +20,7 @@ void Faulty(const void* args) {
 
 const bool added = [] {
   emulator::AddKernelsOfAnyLayout();
-  emulator::kernels[{"faulty", -1, -1, -1}] = {&Faulty, sizeof(LookupRowsArgs)};
+  emulator::kernels[{"faulty", -1, -1, -1, -1}] = {&Faulty, sizeof(LookupRowsArgs)};
   AddLayout<1, 1>();
   AddLayout<3, 1>();
   AddLayout<4, 1>();
@@ -34,6 +34,8 @@ const bool added = [] {
   AddLayout<100, 4>();
   AddLayout<300, 1>();
   AddLayout<300, 4>();
+  emulator::AddSomeOf16Bits();
+  emulator::AddLayoutOf16Bits<64, 4>();
   return true;
 }();
 
@@ -51,9 +53,9 @@ void add_array(const void* begin, std::int64_t bytes, int writable, const char* 
 }
 
 // Returns what went wrong, or an empty text.
-const char* launch(const char* name, int dim, int vec, int optimizer, const void* args, int blocks,
-                   int threads, unsigned seed) {
-  const auto kernel = emulator::kernels.find({name, dim, vec, optimizer});
+const char* launch(const char* name, int dim, int vec, int optimizer, int weights, const void* args,
+                   int blocks, int threads, unsigned seed) {
+  const auto kernel = emulator::kernels.find({name, dim, vec, optimizer, weights});
   if (kernel == emulator::kernels.end()) return "there is no such kernel";
   error = emulator::Launch(static_cast<unsigned>(blocks), static_cast<unsigned>(threads), seed,
                            [&] { kernel->second.run(args); });
