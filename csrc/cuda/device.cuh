@@ -101,12 +101,16 @@ struct Group {
     TIERSTORE_UNROLL
     for (int i = 0; i < kWords; ++i) {
       if (!Has(i)) continue;
-      TIERSTORE_UNROLL
-      for (int part = 0; part < kVec; part += kPart) {
-        const auto* const at = from + (i * kLanes + lane()) * kVec + part;
-        const Word<kPart> word = Load(reinterpret_cast<const Word<kPart>*>(at));
+      if constexpr (kPart == kVec) {
+        columns.w[i] = Load(reinterpret_cast<const W*>(from) + i * kLanes + lane());
+      } else {
+        const float* const at = from + (i * kLanes + lane()) * kVec;
         TIERSTORE_UNROLL
-        for (int j = 0; j < kPart; ++j) columns.w[i].v[part + j] = word.v[j];
+        for (int part = 0; part < kVec; part += kPart) {
+          const Word<kPart> word = Load(reinterpret_cast<const Word<kPart>*>(at + part));
+          TIERSTORE_UNROLL
+          for (int j = 0; j < kPart; ++j) columns.w[i].v[part + j] = word.v[j];
+        }
       }
     }
     return columns;
@@ -116,12 +120,17 @@ struct Group {
     TIERSTORE_UNROLL
     for (int i = 0; i < kWords; ++i) {
       if (!Has(i)) continue;
-      TIERSTORE_UNROLL
-      for (int part = 0; part < kVec; part += kPart) {
-        Word<kPart> word;
+      if constexpr (kPart == kVec) {
+        Store(reinterpret_cast<W*>(to) + i * kLanes + lane(), columns.w[i]);
+      } else {
+        float* const at = to + (i * kLanes + lane()) * kVec;
         TIERSTORE_UNROLL
-        for (int j = 0; j < kPart; ++j) word.v[j] = columns.w[i].v[part + j];
-        Store(reinterpret_cast<Word<kPart>*>(to + (i * kLanes + lane()) * kVec + part), word);
+        for (int part = 0; part < kVec; part += kPart) {
+          Word<kPart> word;
+          TIERSTORE_UNROLL
+          for (int j = 0; j < kPart; ++j) word.v[j] = columns.w[i].v[part + j];
+          Store(reinterpret_cast<Word<kPart>*>(at + part), word);
+        }
       }
     }
   }

@@ -33,8 +33,8 @@ TIERSTORE_DEVICE float FromShort(int type, uint16_t bits) {
 struct Dice {
   bool are_thrown;
   uint64_t id, seed;
-  uint32_t last;   // word of the counter
-  int64_t column;  // the row's first one in a wider table
+  uint32_t last;    // word of the counter
+  uint32_t column;  // the row's first one in a wider table
 
   // What is added to `bits` before the lowest `cut` of them are cut off.
   TIERSTORE_DEVICE uint32_t Rounding(uint32_t bits, int cut, uint32_t thrown) const {
@@ -44,16 +44,15 @@ struct Dice {
 
   // The 16 random bits of kColumns columns from `first` on.
   template <int kColumns>
-  TIERSTORE_DEVICE void Throw(int64_t first, uint32_t (&out)[kColumns]) const {
-    const int64_t begin = column + first;
-    for (int64_t eight = begin / 8; eight <= (begin + kColumns - 1) / 8; ++eight) {
+  TIERSTORE_DEVICE void Throw(uint32_t first, uint32_t (&out)[kColumns]) const {
+    const uint32_t begin = column + first;
+    for (uint32_t eight = begin / 8; eight <= (begin + kColumns - 1) / 8; ++eight) {
       uint32_t words[4][1];
-      Philox<1>(static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32), static_cast<uint32_t>(eight),
-                seed, words, last);
+      Philox<1>(static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32), eight, seed, words, last);
       TIERSTORE_UNROLL
       for (int j = 0; j < kColumns; ++j) {
-        const int64_t in_eight = begin + j - 8 * eight;
-        if (in_eight < 0 || in_eight >= 8) continue;
+        const uint32_t in_eight = begin + static_cast<uint32_t>(j) - 8 * eight;
+        if (in_eight >= 8) continue;
         const uint32_t low = in_eight % 2 != 0 ? words[1][0] : words[0][0];
         const uint32_t high = in_eight % 2 != 0 ? words[3][0] : words[2][0];
         const uint32_t word = in_eight % 4 >= 2 ? high : low;
@@ -97,7 +96,7 @@ TIERSTORE_DEVICE Dice DiceOf(const RoundingArgs& a, int64_t u, int64_t step) {
   if (a.keys == nullptr) return {};
   const uint64_t key = Load(a.keys + u), table = key >> 48;
   return {true, key & ((uint64_t{1} << 48) - 1), Load(a.seeds + table), static_cast<uint32_t>(step) * 2,
-          a.columns != nullptr ? Load(a.columns + table) : 0};
+          a.columns != nullptr ? static_cast<uint32_t>(Load(a.columns + table)) : 0};
 }
 
 // A row of kDim weights of one type, and the words of it that a thread of its group has.
@@ -134,7 +133,7 @@ struct TypedRow {
       for (int i = 0; i < G::kWords; ++i) {
         if (!G::Has(i)) continue;
         uint32_t thrown[kVec] = {};
-        if (dice.are_thrown) dice.Throw((i * G::kLanes + G::lane()) * kVec, thrown);
+        if (dice.are_thrown) dice.Throw(static_cast<uint32_t>((i * G::kLanes + G::lane()) * kVec), thrown);
         Shorts word;
         TIERSTORE_UNROLL
         for (int j = 0; j < kVec; ++j) word.v[j] = ToShort(kType, columns.w[i].v[j], dice, thrown[j]);
