@@ -340,6 +340,8 @@ def test_initial_values(dim: int, tables: list, cut: bool, seed: int) -> None:
         (4, "not aligned to 16"),
         (5, "which another thread"),
         (6, ""),
+        (7, "which another thread writes"),
+        (8, ""),
     ],
 )
 def test_the_emulator_finds_faults(number: int, error: str) -> None:

@@ -17,15 +17,9 @@ using fake::gpu;
 
 namespace {
 
-// Few layouts: each takes seconds to compile.
 const bool added = [] {
   emulator::AddKernelsOfAnyLayout();
-  emulator::AddLayout<3, 1>();
-  emulator::AddLayout<8, 1>();
-  emulator::AddLayout<8, 4>();
-  emulator::AddLayout<20, 1>();
-  emulator::AddLayout<20, 4>();
-  emulator::AddSomeOf16Bits();
+  emulator::AddSomeLayouts();
   return true;
 }();
 
