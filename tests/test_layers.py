@@ -31,7 +31,7 @@ PROJECT_IMPORTS: dict[str, set[str]] = {
     "sparse": BASICS,
     "optim": BASICS | {"_core"},
     "store": BASICS | {"_core"},
-    "cuda": {"errors", "config", "_core"},
+    "cuda": {"errors", "config", "row_format", "_core"},
     "cache": BASICS | {"_core", "cache_policies", "optim", "rounds", "store"},
     "modules": BASICS | {"_core", "default_config", "sparse", "optim", "store", "cache", "cuda"},
     "pipeline": BASICS

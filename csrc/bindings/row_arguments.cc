@@ -224,7 +224,10 @@ void BindUpdateArguments(py::module_& m) {
              return RoundingArgs{keys, seeds, columns}.Checked();
            }),
            py::kw_only(), py::arg("keys").noconvert(), py::arg("seeds").noconvert(),
-           py::arg("columns").noconvert() = py::none());
+           py::arg("columns").noconvert() = py::none())
+      .def_readonly("keys", &RoundingArgs::keys)
+      .def_readonly("seeds", &RoundingArgs::seeds)
+      .def_readonly("columns", &RoundingArgs::columns);
 }
 
 }  // namespace

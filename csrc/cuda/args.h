@@ -5,6 +5,7 @@
 #if defined(__CUDACC_RTC__)
 typedef signed char int8_t;
 typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
 typedef int int32_t;
 typedef unsigned int uint32_t;
 typedef long long int64_t;
@@ -17,7 +18,8 @@ namespace tierstore::cuda {
 
 constexpr int kWarp = 32;
 
-// Rows of row_floats floats (a multiple of 4) from `base`.
+// Rows of row_floats floats (a multiple of 4) from `base`, whose weights have the type that a kernel is
+// compiled for.
 struct RowsArgs {
   float* base;
   int64_t row_floats;
@@ -111,6 +113,13 @@ struct StepArgs {
   double keep_missed;
 };
 
+// kernels/update.h, UpdateRounding.
+struct RoundingArgs {
+  const uint64_t* keys;
+  const uint64_t* seeds;
+  const int64_t* columns;
+};
+
 // kernels/update.h. A row with more than kReducePositions positions is hot: kernel update_pieces adds each of
 // its pieces, update_hot the pieces, and update_cold leaves it out.
 struct UpdateArgs {
@@ -121,6 +130,7 @@ struct UpdateArgs {
   const int32_t* csr_positions;
   GradsArgs grads;
   StepArgs step;
+  RoundingArgs rounding;
   int32_t check_finite;
   int32_t unused;
   uint8_t* rejected;  // of each unique row: 1 if its gradient is not finite
@@ -141,7 +151,7 @@ struct InitRowsArgs {
   int64_t dim;
   int64_t state_floats;
   float state_value;
-  int32_t unused;
+  int32_t weights;  // kernels/rows.h, WeightType
   const uint8_t* kinds;
   const float* first;
   const float* second;

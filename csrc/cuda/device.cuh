@@ -94,18 +94,44 @@ struct Group {
   static TIERSTORE_DEVICE int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
   static TIERSTORE_DEVICE bool Has(int i) { return i * kLanes + lane() < kWordsOfRow; }
 
+  // An access to memory moves kPart floats of a word: fewer than a word's where these are not aligned.
+  template <int kPart = kVec>
   static TIERSTORE_DEVICE Columns Read(const float* from) {
     Columns columns = {};
     TIERSTORE_UNROLL
     for (int i = 0; i < kWords; ++i) {
-      if (Has(i)) columns.w[i] = Load(reinterpret_cast<const W*>(from) + i * kLanes + lane());
+      if (!Has(i)) continue;
+      if constexpr (kPart == kVec) {
+        columns.w[i] = Load(reinterpret_cast<const W*>(from) + i * kLanes + lane());
+      } else {
+        const float* const at = from + (i * kLanes + lane()) * kVec;
+        TIERSTORE_UNROLL
+        for (int part = 0; part < kVec; part += kPart) {
+          const Word<kPart> word = Load(reinterpret_cast<const Word<kPart>*>(at + part));
+          TIERSTORE_UNROLL
+          for (int j = 0; j < kPart; ++j) columns.w[i].v[part + j] = word.v[j];
+        }
+      }
     }
     return columns;
   }
+  template <int kPart = kVec>
   static TIERSTORE_DEVICE void Write(float* to, const Columns& columns) {
     TIERSTORE_UNROLL
     for (int i = 0; i < kWords; ++i) {
-      if (Has(i)) Store(reinterpret_cast<W*>(to) + i * kLanes + lane(), columns.w[i]);
+      if (!Has(i)) continue;
+      if constexpr (kPart == kVec) {
+        Store(reinterpret_cast<W*>(to) + i * kLanes + lane(), columns.w[i]);
+      } else {
+        float* const at = to + (i * kLanes + lane()) * kVec;
+        TIERSTORE_UNROLL
+        for (int part = 0; part < kVec; part += kPart) {
+          Word<kPart> word;
+          TIERSTORE_UNROLL
+          for (int j = 0; j < kPart; ++j) word.v[j] = columns.w[i].v[part + j];
+          Store(reinterpret_cast<Word<kPart>*>(at + part), word);
+        }
+      }
     }
   }
 

@@ -39,10 +39,12 @@ struct Array {
   std::string name;
 };
 
-// The threads that accessed some memory: none, one, or kMany.
+// The threads that accessed a word of 4 bytes: none, one, or kMany of each of its halves.
 struct Accesses {
   static constexpr std::int64_t kNone = -1, kMany = -2;
-  std::int64_t reader = kNone, writer = kNone;
+  std::array<std::int64_t, 2> reader{kNone, kNone}, writer{kNone, kNone};
+
+  bool is_written() const { return writer[0] != kNone || writer[1] != kNone; }
 };
 
 struct Fiber {
@@ -88,14 +90,18 @@ inline void Access(const void* address, std::size_t bytes, std::size_t alignment
   if (at % alignment != 0)
     return Fail(verb + where + ", which is not aligned to " + std::to_string(alignment));
   const std::int64_t me = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const std::size_t unit = bytes % 4 == 0 ? 4 : 1;
+  const std::size_t unit = bytes % 4 == 0 ? 4 : bytes;  // a byte by itself counts as the half that it begins
+  const std::size_t first = bytes == 2 ? at / 2 % 2 : 0, last = bytes % 4 == 0 ? 1 : first;
   for (std::size_t i = 0; i < bytes; i += unit) {
-    Accesses& seen = machine.accesses[at + i];
+    Accesses& seen = machine.accesses[bytes == 2 ? at - 2 * first : at + i];
     const auto other = [me](std::int64_t thread) { return thread != Accesses::kNone && thread != me; };
-    if (other(seen.writer) || (write && other(seen.reader)))
-      return Fail(verb + where + ", which another thread " + (other(seen.writer) ? "writes" : "reads"));
-    std::int64_t& mine = write ? seen.writer : seen.reader;
-    mine = mine == Accesses::kNone || mine == me ? me : Accesses::kMany;
+    for (std::size_t half = first; half <= last; ++half) {
+      if (other(seen.writer[half]) || (write && other(seen.reader[half])))
+        return Fail(verb + where + ", which another thread " +
+                    (other(seen.writer[half]) ? "writes" : "reads"));
+      std::int64_t& mine = write ? seen.writer[half] : seen.reader[half];
+      mine = mine == Accesses::kNone || mine == me ? me : Accesses::kMany;
+    }
   }
 }
 

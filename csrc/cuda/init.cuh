@@ -1,9 +1,8 @@
 // Initial values of rows; kernels/init.h says what they are.
 #pragma once
 
-#include "cuda/device.cuh"
+#include "cuda/weights.cuh"
 #include "kernels/normal.h"
-#include "kernels/philox.h"
 
 namespace tierstore::cuda {
 
@@ -27,17 +26,26 @@ TIERSTORE_DEVICE float InitialValue(uint32_t bits, uint8_t kind, float a, float 
   return static_cast<float>(static_cast<double>(a) + static_cast<double>(b) * number[0]);
 }
 
+// Writes column c of a row, to the nearest value, and what lies between the last one and the state.
+TIERSTORE_DEVICE void SetWeight(const InitRowsArgs& a, float* row, int64_t c, float value) {
+  if (a.weights == kFloat32) return Store(row + c, value);
+  uint16_t* const to = reinterpret_cast<uint16_t*>(row) + c;
+  Store(to, ToShort(a.weights, value, {}, 0));
+  if (c == a.dim - 1 && a.dim % 2 != 0) Store(to + 1, uint16_t{0});
+}
+
 // A thread has four columns of a row, which one counter gives, or four floats behind the weights.
 TIERSTORE_DEVICE void InitRows(const InitRowsArgs& a) {
-  const int64_t of_weights = (a.dim + 3 + 3) / 4, behind = (a.rows.row_floats - a.dim + 3) / 4;
+  const int64_t state = StateBegin(a.weights, a.dim);
+  const int64_t of_weights = (a.dim + 3 + 3) / 4, behind = (a.rows.row_floats - state + 3) / 4;
   ForItems<1>(a.n * (of_weights + behind), [&](int64_t item, bool inside) {
     if (!inside) return;
     const int64_t i = item / (of_weights + behind), part = item - i * (of_weights + behind);
     float* const row =
         a.rows.base + (a.slots != nullptr ? static_cast<int64_t>(Load(a.slots + i)) : i) * a.rows.row_floats;
     if (part >= of_weights) {
-      for (int64_t c = a.dim + 4 * (part - of_weights), k = 0; k < 4 && c < a.rows.row_floats; ++c, ++k)
-        Store(row + c, c < a.dim + a.state_floats ? a.state_value : 0.0f);
+      for (int64_t c = state + 4 * (part - of_weights), k = 0; k < 4 && c < a.rows.row_floats; ++c, ++k)
+        Store(row + c, c < state + a.state_floats ? a.state_value : 0.0f);
       return;
     }
     const uint64_t key = Load(a.keys + i), table = key >> 48, id = key & ((uint64_t{1} << 48) - 1);
@@ -52,7 +60,7 @@ TIERSTORE_DEVICE void InitRows(const InitRowsArgs& a) {
     for (int k = 0; k < 4; ++k) {
       const int64_t c = 4 * part + k - skip;
       if (c < 0 || c >= a.dim) continue;
-      Store(row + c, kind == kConstant ? first : InitialValue(words[k][0], kind, first, second));
+      SetWeight(a, row, c, kind == kConstant ? first : InitialValue(words[k][0], kind, first, second));
     }
   });
 }

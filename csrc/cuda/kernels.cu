@@ -1,6 +1,7 @@
 // The kernels by name, in three parts that are compiled apart: those of any row layout; lookups, if
 // TIERSTORE_DIM and TIERSTORE_VEC are defined (4 where dim is a multiple of 4, and all outputs and gradients
 // begin at 16 bytes; else 1); updates, if TIERSTORE_OPTIMIZER (kernels/optimizer.h, OptimizerKind) is, too.
+// With TIERSTORE_DIM comes TIERSTORE_WEIGHTS, the type of the weights (kernels/rows.h, WeightType).
 #include "cuda/init.cuh"
 #include "cuda/lookup.cuh"
 #include "cuda/rows.cuh"
@@ -18,14 +19,14 @@ TIERSTORE_KERNEL(init_rows, InitRowsArgs, InitRows)
 TIERSTORE_KERNEL(bag_shares, BagSharesArgs, BagShares)
 #elif !defined(TIERSTORE_OPTIMIZER)
 namespace tierstore::cuda {
-using LookupOfLayout = Lookup<TIERSTORE_DIM, TIERSTORE_VEC>;
+using LookupOfLayout = Lookup<TIERSTORE_DIM, TIERSTORE_VEC, TIERSTORE_WEIGHTS>;
 }
 TIERSTORE_KERNEL(lookup_pooled, LookupPooledArgs, LookupOfLayout::Pooled)
 TIERSTORE_KERNEL(lookup_rows, LookupRowsArgs, LookupOfLayout::Rows)
 TIERSTORE_KERNEL(weight_grads, WeightGradsArgs, LookupOfLayout::WeightGrads)
 #else
 namespace tierstore::cuda {
-using UpdateOfLayout = Update<TIERSTORE_DIM, TIERSTORE_VEC, TIERSTORE_OPTIMIZER>;
+using UpdateOfLayout = Update<TIERSTORE_DIM, TIERSTORE_VEC, TIERSTORE_OPTIMIZER, TIERSTORE_WEIGHTS>;
 }
 TIERSTORE_KERNEL(update_cold, UpdateArgs, UpdateOfLayout::Cold)
 TIERSTORE_KERNEL(update_pieces, UpdateArgs, UpdateOfLayout::Pieces)

@@ -1,7 +1,7 @@
 // Forward kernels and the gradients of per-sample weights; kernels/lookup.h says what they compute.
 #pragma once
 
-#include "cuda/device.cuh"
+#include "cuda/weights.cuh"
 
 namespace tierstore::cuda {
 
@@ -38,9 +38,10 @@ TIERSTORE_DEVICE int64_t CountUsed(const int32_t* inverse, int64_t first, int64_
   return used;
 }
 
-template <int kDim, int kVec>
+template <int kDim, int kVec, int kType>
 struct Lookup {
   using G = Group<kDim, kVec>;
+  using Row = TypedRow<kDim, kVec, kType>;
   using Columns = typename G::Columns;
   static constexpr int kAhead = 4;  // rows that are being read at once
 
@@ -54,7 +55,7 @@ struct Lookup {
       for (int k = 0; k < kAhead; ++k) {
         const float* row = p + k < last ? RowOf(a.gather, p + k) : nullptr;
         is_there[k] = row != nullptr;
-        if (is_there[k]) rows[k] = G::Read(row);
+        if (is_there[k]) rows[k] = Row::Weights(row);
       }
       TIERSTORE_UNROLL
       for (int k = 0; k < kAhead; ++k) {
@@ -85,7 +86,7 @@ struct Lookup {
     for (int64_t p = first; p < last; ++p) {
       const float* from = RowOf(a.gather, p);
       if (from == nullptr) continue;
-      const Columns row = G::Read(from);
+      const Columns row = Row::Weights(from);
       TIERSTORE_UNROLL
       for (int i = 0; i < G::kWords; ++i) {
         TIERSTORE_UNROLL
@@ -124,7 +125,7 @@ struct Lookup {
     ForItems<G::kLanes>(a.n, [&](int64_t position, bool inside) {
       if (!inside) return;
       const float* row = RowOf(a.gather, position);
-      G::Write(a.out + position * a.out_stride, row != nullptr ? G::Read(row) : Columns{});
+      G::Write(a.out + position * a.out_stride, row != nullptr ? Row::Weights(row) : Columns{});
     });
   }
 
@@ -155,7 +156,7 @@ struct Lookup {
       for (int64_t turn = 0; turn < turns; ++turn) {
         const int64_t p = first + turn;
         const float* from = p < last ? RowOf(a.gather, p) : nullptr;
-        const float dot = G::Dot(grad, from != nullptr ? G::Read(from) : Columns{});
+        const float dot = G::Dot(grad, from != nullptr ? Row::Weights(from) : Columns{});
         if (p < last && G::lane() == 0) Store(a.out + p, from != nullptr ? dot * scale : 0.0f);
       }
     });

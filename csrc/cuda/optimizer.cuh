@@ -1,7 +1,7 @@
 // One optimizer step for one row, as csrc/kernels/optimizer.h says, by the threads of a group.
 #pragma once
 
-#include "cuda/device.cuh"
+#include "cuda/weights.cuh"
 
 namespace tierstore::cuda {
 
@@ -44,9 +44,10 @@ TIERSTORE_DEVICE void ClipGradient(const StepArgs& s, typename G::Columns& g) {
 
 // The step of a group's row, which is at `row`. Where `updates` is false, nothing is read or written, but all
 // threads of the warp must make the calls all the same, since sums over columns need them.
-template <int kDim, int kVec, int kKind>
+template <int kDim, int kVec, int kKind, int kType>
 struct OptimizerOf {
   using G = Group<kDim, kVec>;
+  using Row = TypedRow<kDim, kVec, kType>;
   using Columns = typename G::Columns;
 
   const StepArgs& s;
@@ -67,9 +68,9 @@ struct OptimizerOf {
     if constexpr (kKind == kSgd) {
       Descend(s.keep, s.lr, g, weight);
     } else if constexpr (kKind == kRowWiseAdagrad) {
-      const float sum = RowState(kDim) + (cut ? mean : MeanSquare(g));
+      const float sum = RowState(0) + (cut ? mean : MeanSquare(g));
       Descend(s.keep, s.lr / (Sqrt(sum) + s.eps), g, weight);
-      SetRowState(kDim, sum);
+      SetRowState(0, sum);
     } else if constexpr (kKind == kAdagrad) {
       Adagrad(g, weight);
     } else if constexpr (kKind == kMomentum || kKind == kNesterov) {
@@ -86,11 +87,11 @@ struct OptimizerOf {
  private:
   // The place of the number of the row's last update, behind the rest of its state.
   static constexpr bool kOnePerRow = kKind == kPartialRowWiseAdam || kKind == kPartialRowWiseLamb;
-  static constexpr int kLast = kKind == kSgd                      ? kDim
-                               : kKind == kRowWiseAdagrad         ? kDim + 1
-                               : kOnePerRow                       ? 2 * kDim + 1
-                               : kKind == kAdam || kKind == kLamb ? 3 * kDim
-                                                                  : 2 * kDim;
+  static constexpr int kLast = kKind == kSgd                      ? 0
+                               : kKind == kRowWiseAdagrad         ? 1
+                               : kOnePerRow                       ? kDim + 1
+                               : kKind == kAdam || kKind == kLamb ? 2 * kDim
+                                                                  : kDim;
 
   static TIERSTORE_DEVICE void Descend(float keep, float rate, const Columns& g, Columns& weight) {
     G::ForEach([=](float& w, const float& x) { w = keep * w - rate * x; }, weight, g);
@@ -109,55 +110,55 @@ struct OptimizerOf {
     Descend(1.0f, s.lr * NormRatio(Norm(weight), Norm(g)), g, weight);
   }
 
-  // A float of the row's state. No other thread reads it, since the first one writes it.
+  // A float of the row's state, by its place there. No other thread reads it, since the first one writes it.
   TIERSTORE_DEVICE float RowState(int at) const {
-    return G::FromFirst(updates && G::lane() == 0 ? Load(row + at) : 0.0f);
+    return G::FromFirst(updates && G::lane() == 0 ? Load(row + Row::kState + at) : 0.0f);
   }
   TIERSTORE_DEVICE void SetRowState(int at, float value) const {
-    if (updates && G::lane() == 0) Store(row + at, value);
+    if (updates && G::lane() == 0) Store(row + Row::kState + at, value);
   }
-  TIERSTORE_DEVICE Columns ReadState(int at) const { return updates ? G::Read(row + at) : Columns{}; }
+  TIERSTORE_DEVICE Columns ReadState(int at) const { return updates ? Row::State(row, at) : Columns{}; }
   TIERSTORE_DEVICE void WriteState(int at, const Columns& state) const {
-    if (updates) G::Write(row + at, state);
+    if (updates) Row::SetState(row, at, state);
   }
 
   TIERSTORE_DEVICE void Adagrad(const Columns& g, Columns& weight) const {
-    Columns sum = ReadState(kDim);
+    Columns sum = ReadState(0);
     G::ForEach(
         [&](float& w, float& sums, const float& x) {
           sums += x * x;
           w = s.keep * w - s.lr * x / (Sqrt(sums) + s.eps);
         },
         weight, sum, g);
-    WriteState(kDim, sum);
+    WriteState(0, sum);
   }
 
   TIERSTORE_DEVICE void Momentum(const Columns& g, Columns& weight) const {
-    Columns m = ReadState(kDim);
+    Columns m = ReadState(0);
     G::ForEach(
         [&](float& w, float& first, const float& x) {
           first = s.beta1 * first + s.rest1 * x;
           w = s.keep * w - s.lr * (kKind == kNesterov ? x + s.beta1 * first : first);
         },
         weight, m, g);
-    WriteState(kDim, m);
+    WriteState(0, m);
   }
 
   TIERSTORE_DEVICE void Lars(const Columns& g, Columns& weight) const {
     const float weights = Norm(weight);
     const float rate = s.lr * NormRatio(weights, Norm(g) + s.decay * weights);
-    Columns m = ReadState(kDim);
+    Columns m = ReadState(0);
     G::ForEach(
         [&](float& w, float& first, const float& x) {
           first = s.beta1 * first + rate * (x + s.decay * w);
           w = w - first;
         },
         weight, m, g);
-    WriteState(kDim, m);
+    WriteState(0, m);
   }
 
   TIERSTORE_DEVICE void Adam(Columns& g, Columns& weight) const {
-    Columns m = ReadState(kDim), v = ReadState(2 * kDim);
+    Columns m = ReadState(0), v = ReadState(kDim);
     G::ForEach(
         [&](float& w, float& first, float& second, float& x) {
           first = s.beta1 * first + s.rest1 * x;
@@ -170,16 +171,16 @@ struct OptimizerOf {
           }
         },
         weight, m, v, g);
-    WriteState(kDim, m);
-    WriteState(2 * kDim, v);
+    WriteState(0, m);
+    WriteState(kDim, v);
     if constexpr (kKind == kLamb) DescendByNorms(g, weight);
   }
 
   TIERSTORE_DEVICE void PartialRowWise(Columns& g, Columns& weight, float mean_square) const {
-    const float v = s.beta2 * RowState(2 * kDim) + s.rest2 * mean_square;
-    SetRowState(2 * kDim, v);
+    const float v = s.beta2 * RowState(kDim) + s.rest2 * mean_square;
+    SetRowState(kDim, v);
     const float rate = s.adam_lr / (Sqrt(v) * s.adam_inv_sqrt_v + s.eps);
-    Columns m = ReadState(kDim);
+    Columns m = ReadState(0);
     G::ForEach(
         [&](float& w, float& first, float& x) {
           first = s.beta1 * first + s.rest1 * x;
@@ -190,7 +191,7 @@ struct OptimizerOf {
           }
         },
         weight, m, g);
-    WriteState(kDim, m);
+    WriteState(0, m);
     if constexpr (kKind == kPartialRowWiseLamb) DescendByNorms(g, weight);
   }
 };

@@ -22,9 +22,10 @@ TIERSTORE_DEVICE void BagShares(const BagSharesArgs& a) {
   });
 }
 
-template <int kDim, int kVec, int kKind>
+template <int kDim, int kVec, int kKind, int kType>
 struct Update {
   using G = Group<kDim, kVec>;
+  using Row = TypedRow<kDim, kVec, kType>;
   using Columns = typename G::Columns;
   static constexpr int kAhead = 4;  // gradients that are being read at once
 
@@ -95,9 +96,9 @@ struct Update {
     bool bad = wants_check && G::Any(HasBadColumn(g));
     const float mean = inside && a.means != nullptr ? Load(a.means + u) : 0.0f;
     bad = bad || (a.check_finite != 0 && mean != mean);
-    const OptimizerOf<kDim, kVec, kKind> step{a.step, row, inside && !bad};
+    const OptimizerOf<kDim, kVec, kKind, kType> step{a.step, row, inside && !bad};
     Columns weight = {};
-    if (inside) weight = G::Read(row);
+    if (inside) weight = Row::Weights(row);
     if (a.squares == nullptr) step.DecayMissed(weight);
     ClipGradient<G>(a.step, g);
     if (a.step.l2 != 0.0f) G::ForEach([&](float& x, const float& w) { x += a.step.l2 * w; }, g, weight);
@@ -109,7 +110,7 @@ struct Update {
     if (a.check_finite != 0 && inside && bad && G::lane() == 0)
       Store(a.rejected + u, static_cast<uint8_t>(1));
     step.Apply(g, weight, a.means != nullptr, mean);
-    if (step.updates) G::Write(row, weight);
+    if (step.updates) Row::SetWeights(row, weight, DiceOf(a.rounding, u, a.step.number));
   }
 
   static TIERSTORE_DEVICE void Cold(const UpdateArgs& a) {

@@ -11,9 +11,10 @@ import numpy as np
 
 from tests.cuda.compiled import shared_library
 from tests.kernels.kernel_oracle import Batch
-from tierstore.cuda.args import BagsArgs, GatherArgs, RowsArgs
+from tierstore.cuda.args import WEIGHTS, BagsArgs, GatherArgs, RowsArgs
 
 DIMS = (1, 3, 4, 17, 20, 64, 100, 300)
+DIMS_OF_16_BITS = (3, 8, 20)
 REDUCE_POSITIONS = 256
 
 
@@ -29,8 +30,10 @@ def library() -> ctypes.CDLL:
 class Launch:
     """Arrays that the kernels of one test may access, and how its kernels are launched."""
 
-    def __init__(self, seed: int, layout: tuple[int, int] = (-1, -1), optimizer: int = -1) -> None:
-        self._layout, self._optimizer = layout, optimizer
+    def __init__(
+        self, seed: int, layout: tuple[int, int] = (-1, -1), optimizer: int = -1, weights: str = "fp32"
+    ) -> None:
+        self._layout, self._optimizer, self._weights = layout, optimizer, WEIGHTS[weights]
         self._random = np.random.default_rng(seed)
         self._arrays: list[np.ndarray] = []
         library().forget_arrays()
@@ -46,7 +49,7 @@ class Launch:
         return array.ctypes.data
 
     def rows(self, rows: np.ndarray, *, writable: bool = False) -> ctypes.Structure:
-        return RowsArgs(self.array("rows", rows, writable=writable), rows.shape[1])
+        return RowsArgs(self.array("rows", rows, writable=writable), rows.nbytes // len(rows) // 4)
 
     def gather(self, rows: np.ndarray, batch: Batch) -> ctypes.Structure:
         return GatherArgs(
@@ -68,12 +71,13 @@ class Launch:
         """Return what went wrong, or an empty text."""
         layout = self._layout if of_layout else (-1, -1)
         optimizer = self._optimizer if kernel.startswith("update") else -1
+        weights = self._weights if of_layout else -1
         blocks, threads = self._random.choice([1, 2, 5]), self._random.choice([32, 64, 256])
         seed = int(self._random.integers(1 << 31))
         return (
             library()
             .launch(
-                *(kernel.encode(), *map(c_int, layout), c_int(optimizer)),
+                *(kernel.encode(), *map(c_int, layout), c_int(optimizer), c_int(weights)),
                 *(ctypes.byref(args), c_int(blocks), c_int(threads), ctypes.c_uint(seed)),
             )
             .decode()

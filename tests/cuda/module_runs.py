@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,24 @@ def bag(device: str | None, config: TierConfig = CONFIG, rows: int = ROWS, **mor
 
 def step(module: TieredEmbeddingBag, number: int) -> Tensor:
     out = module(ints(4, 5, seed=number))
-    out.square().sum().backward()
+    out.float().square().sum().backward()
     return out.detach().cpu()
 
 
-def optimizer_run(name: str, dim: int, device: str | None) -> list[Any]:
-    """Outputs, rows and their state; one row is used often enough to be added in pieces."""
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def optimizer_run(
+    name: str, dim: int, device: str | None, dtype: str | None = None, random: bool = False
+) -> list[Any]:
+    """Outputs, rows and their state; one row is used often enough to be added in pieces.
+
+    ``dtype``: of a table of 16 bits; ``random``: rounding of its updates.
+    """
     hot = torch.cat([torch.zeros(1300, dtype=torch.int64), ints(501), torch.full((257,), 9)]).view(-1, 3)
-    with bag(device, optimizer=OPTIMIZERS[name], dim=dim) as module:
+    more: dict[str, Any] = {} if dtype is None else {"dtype": DTYPES[dtype]}
+    config = replace(CONFIG, stochastic_rounding=random) if dtype else CONFIG
+    with bag(device, config, optimizer=OPTIMIZERS[name], dim=dim, **more) as module:
         found = [step(module, number) for number in range(6)]
         module(hot).sum().backward()
         found.append(module.rows(ALL))

@@ -14,6 +14,7 @@ from tierstore import GpuError
 from tierstore import _core as core
 from tierstore.cuda.compute import CudaRows
 from tierstore.cuda.rows import Departure
+from tierstore.row_format import RowFormat
 
 SLOTS = 40
 
@@ -21,16 +22,15 @@ SLOTS = 40
 class RandomWork:
     """``rows`` on a fake GPU and ``host``, their twins. Slots are filled before they are used.
 
-    ``kind``: of the optimizer; ``dim``: 3, 8 or 20.
+    ``kind``: of the optimizer; ``dim``: 3, 8 or 20; ``weights``: the dtype.
     """
 
-    def __init__(self, device: FakeDevice, dim: int, kind: int, seed: int) -> None:
-        self.device, self.dim, self.kind = device, dim, kind
+    def __init__(self, device: FakeDevice, dim: int, kind: int, seed: int, weights: str = "fp32") -> None:
+        self.device, self.dim, self.kind, self.weights = device, dim, kind, weights
         self.random = np.random.default_rng(seed)
-        floats = dim + Step(kind=kind).state_floats(dim)
-        self.row_bytes = -(-4 * floats // 16) * 16
-        self.rows: CudaRows = device.allocate(SLOTS, self.row_bytes)
-        self.host = core.HostRows(SLOTS, self.row_bytes)
+        self.row_bytes = RowFormat(weights).row_bytes(dim, Step(kind=kind).state_floats(dim))
+        self.rows: CudaRows = device.allocate(SLOTS, self.row_bytes, weights)
+        self.host = core.HostRows(SLOTS, self.row_bytes, weights)
         self.committed = 0
         self.filled: set[int] = set()
         self.outputs: list[tuple[np.ndarray, np.ndarray]] = []
@@ -58,7 +58,7 @@ class RandomWork:
             dim=self.dim, state_floats=1, state_value=0.5, kinds=np.array([2], np.uint8),
             first=np.zeros(1, np.float32), second=np.ones(1, np.float32), seeds=np.array([7], np.uint64),
         )  # fmt: skip
-        if self.row_bytes < 4 * (self.dim + 1):
+        if self.row_bytes < RowFormat(self.weights).row_bytes(self.dim, 1):
             return
         keys = self.random.integers(0, 1 << 40, len(slots), dtype=np.uint64)
         for where in (self.rows, self.host):
@@ -117,17 +117,22 @@ class RandomWork:
             dim=self.dim, slots=args.slots, csr_start=start, csr_positions=positions, step=step,
             check_finite=checks,
         )  # fmt: skip
+        rounding = None
+        if self.random.random() < 0.5:
+            keys = self.random.integers(0, 1 << 40, len(args.slots), dtype=np.uint64)
+            rounding = core.UpdateRounding(keys=keys, seeds=np.array([5], np.uint64), columns=np.array([3]))
         argmax = np.full((len(bags.offsets) - 1, self.dim), int(positions.max(initial=0)), np.int32)
         if self.random.random() < 0.5:
             grad = self._gradients(size, checks)
             ours = self.rows.update_pooled(
-                given, bags, *(self.device.share(a) for a in (grad, weights, argmax))
+                given, bags, *(self.device.share(a) for a in (grad, weights, argmax)), rounding
             )
-            theirs = self.host.update_pooled(given, bags, *(a.ctypes.data for a in (grad, weights, argmax)))
+            at = (a.ctypes.data for a in (grad, weights, argmax))
+            theirs = self.host.update_pooled(given, bags, *at, rounding)
         else:
             grad = self._gradients(len(args.inverse) * self.dim, checks)
-            ours = self.rows.update_rows(given, self.device.share(grad), self.dim)
-            theirs = self.host.update_rows(given, grad.ctypes.data, self.dim)
+            ours = self.rows.update_rows(given, self.device.share(grad), self.dim, rounding)
+            theirs = self.host.update_rows(given, grad.ctypes.data, self.dim, rounding)
         assert ours.tolist() == theirs.tolist()
 
     # -- all of them -----------------------------------------------------------------------------
@@ -156,8 +161,11 @@ class RandomWork:
         return chosen.astype(np.int32)
 
     def _data(self, n: int) -> np.ndarray:
-        rows = self.random.random((n, self.row_bytes // 4), np.float32)
-        return rows.view(np.uint8)
+        rows = self.random.random((n, self.row_bytes // 4), np.float32).view(np.uint8)
+        if self.weights != "fp32":
+            weights = self.random.integers(0, 0x3C00, (n, self.dim), np.uint16)  # positive numbers
+            rows[:, : 2 * self.dim] = weights.view(np.uint8)
+        return rows
 
     def _gradients(self, size: int, may_be_infinite: bool) -> np.ndarray:
         grad = self.random.standard_normal(size).astype(np.float32)

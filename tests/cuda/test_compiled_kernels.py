@@ -23,7 +23,12 @@ _ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 _LAYOUTS = [Part(64, 4), Part(64, 4, 1), Part(128, 4), Part(128, 4, 3), Part(17, 1), Part(17, 1, 2)]
 _OF_NORMS = [Part(dim, 4, optimizer) for dim in (64, 128) for optimizer in (6, 7, 8, 9)]
 """Updates by LARS, LAMB and the partially row-wise optimizers, which need sums over a row's columns."""
-_PARTS = [Part(), *_LAYOUTS, *_OF_NORMS, Part(17, 1, 7), Part(17, 1, 9)]
+_OF_16_BITS = [
+    Part(*layout, weights)
+    for weights in ("bf16", "fp16")
+    for layout in ((64, 4, None), (64, 4, 1), (128, 4, 3), (20, 4, 8), (17, 1, None), (17, 1, 7))
+]
+_PARTS = [Part(), *_LAYOUTS, *_OF_NORMS, Part(17, 1, 7), Part(17, 1, 9), *_OF_16_BITS]
 _REGISTERS = 80  # three blocks of 256 threads fit a multiprocessor
 _REGISTERS_OF_WIDE = 96  # two blocks do
 
@@ -66,7 +71,8 @@ def test_registers_and_spills(part: Part, tmp_path: Path) -> None:
     assert {(name, architecture) for name, architecture, *_ in found} == {
         (name, architecture) for name in _kernels(part) for architecture in _ARCHITECTURES
     }
-    most = _REGISTERS_OF_WIDE if part in _OF_NORMS and part.dim == 128 else _REGISTERS
+    rounds = part.weights != "fp32" and part.optimizer is not None
+    most = _REGISTERS_OF_WIDE if rounds or (part in _OF_NORMS and part.dim == 128) else _REGISTERS
     for name, architecture, stack, stores, loads, registers in found:
         assert (stack, stores, loads) == ("0", "0", "0"), (name, architecture)
         assert int(registers) <= most, (name, architecture)
@@ -84,8 +90,13 @@ def test_ptx_keeps_the_bits(part: Part, tmp_path: Path) -> None:
     assert {"add.f32", "mul.f32"} <= float_arithmetic or {"add.rn.f32", "mul.rn.f32"} <= float_arithmetic
     for kernel in _kernels(part) & {"lookup_pooled", "lookup_rows", "update_cold"}:
         body = ptx.split(f".visible .entry {kernel}(")[1].split(".visible .entry")[0]
-        wide = len(re.findall(r"ld(?:\.global)?\.v4\.f32", body))
+        of_update = kernel == "update_cold"
+        kind = "f32" if part.weights == "fp32" or of_update else "[bu]16"
+        wide = len(re.findall(rf"ld(?:\.global)?\.v4\.{kind}", body))
         assert (wide >= 4 if kernel != "lookup_rows" else wide >= 1) if part.vec == 4 else wide == 0
+        # The processor widens half precision, and nothing narrows it but our rounding.
+        converts = set(re.findall(r"cvt\.\S*f16\S*", body))
+        assert converts == ({"cvt.f32.f16"} if part.weights == "fp16" else set())
 
 
 def test_the_source_lists_its_headers(tmp_path: Path) -> None:

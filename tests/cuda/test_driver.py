@@ -229,9 +229,44 @@ def test_an_interrupt_while_an_operation_is_given_leaves_the_device_usable() -> 
         del rows
 
 
-def test_sixteen_bits_are_refused() -> None:
-    with fake_device() as device, pytest.raises(ConfigError, match="tables of bf16 cannot be on a GPU yet"):
-        device.allocate(4, ROW, "bf16")
+def test_weights_that_kernels_do_not_compute_on_are_refused() -> None:
+    with fake_device() as device:
+        for place in (device, device.uvm("pinned")):
+            for make in (
+                lambda at: at.allocate(4, ROW, "int8"),
+                lambda at: at.load(np.zeros((1, ROW), np.uint8), "half"),
+            ):
+                with pytest.raises(
+                    ValueError, match=r"kernels do not work on (int8|half) weights, only on fp32"
+                ):
+                    make(place)
+
+
+def test_arguments_of_rows_of_16_bits_that_do_not_fit() -> None:
+    """As on the host: rows that are too small, keys that do not go with the slots, other forms of rows."""
+    codec = core.RowCodec(weights="bf16", state="fp32", dim=8, state_floats=0)
+    slots, keys = np.zeros(1, np.int32), np.zeros(2, np.uint64)
+    start, positions = core.build_csr(slots, 1)
+    rounding = core.UpdateRounding(keys=keys, seeds=np.zeros(1, np.uint64))
+
+    def args(dim: int) -> core.UpdateArgs:
+        step = core.OptimizerStep(kind=1, lr=0.1)
+        return core.UpdateArgs(dim=dim, slots=slots, csr_start=start, csr_positions=positions, step=step)
+
+    for where in (None, "hbm", "uvm"):
+        with fake_device() as device:
+            place = device.uvm("pinned") if where == "uvm" else device
+            rows = place.allocate(2, 32, "bf16") if where else core.HostRows(2, 32, "bf16")
+            rows.commit(2)
+            with pytest.raises(ValueError, match="row_bytes is smaller"):
+                rows.update_rows(args(15), 0, 16)
+            with pytest.raises(ValueError, match="keys and slots differ"):
+                rows.update_rows(args(8), 0, 16, rounding)
+            with pytest.raises(ValueError, match="only rows with float32 weights"):
+                rows.encode(codec, keys, np.zeros((2, 16), np.uint8))
+            with pytest.raises(ValueError, match="only rows with float32 weights"):
+                rows.decode(codec, np.zeros((2, 16), np.uint8))
+            del rows
 
 
 def test_a_closed_device_is_named() -> None:

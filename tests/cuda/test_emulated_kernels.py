@@ -24,6 +24,7 @@ from tierstore.cuda.args import (
     LookupPooledArgs,
     LookupRowsArgs,
     MoveRowsArgs,
+    RoundingArgs,
     RowsArgs,
     StepArgs,
     UpdateArgs,
@@ -120,7 +121,7 @@ def _step_args(step: Step) -> ctypes.Structure:
     return StepArgs(**{name: getattr(made, name) for name in (*STEP_FIELDS, *MISSED_FIELDS)})
 
 
-def _update(
+def updated(
     launch: Launch,
     rows: np.ndarray,
     dim: int,
@@ -130,12 +131,14 @@ def _update(
     check_finite: bool = False,
     squares: np.ndarray | None = None,
     means: np.ndarray | None = None,
+    rounding: core.UpdateRounding | None = None,
 ) -> list[int]:
     """Update ``rows`` by the kernels; return the unique rows that were rejected."""
     start, positions = batch.csr
     hot, pieces = hot_rows(start)
     rejected = np.zeros(len(batch.slots), np.uint8)
     partials = np.full((int(pieces[-1]), dim), np.nan, np.float32)
+    dice = [rounding and getattr(rounding, name) for name in ("keys", "seeds", "columns")]
     args = UpdateArgs(
         launch.rows(rows, writable=True),
         launch.array("slots", batch.slots),
@@ -144,6 +147,7 @@ def _update(
         launch.array("csr_positions", positions),
         grads,
         _step_args(step),
+        RoundingArgs(*(launch.array(f"dice {i}", array) for i, array in enumerate(dice))),
         check_finite,
         0,
         launch.array("rejected", rejected, writable=True),
@@ -159,7 +163,7 @@ def _update(
     return np.flatnonzero(rejected).tolist()
 
 
-def _pooled_grads(
+def pooled_grads(
     launch: Launch, dim: int, batch: Batch, grad: np.ndarray, argmax: np.ndarray
 ) -> ctypes.Structure:
     shares = np.zeros((batch.num_bags, ctypes.sizeof(BagShare)), np.uint8)
@@ -202,8 +206,8 @@ def test_update_pooled(case: tuple, step: Step, check_finite: bool, seed: int) -
         address(batch.weights), argmax.ctypes.data,
     )  # fmt: skip
     launch = Launch(seed, (dim, vec_of(dim, batch.out_offset, batch.out_stride)), step.kind)
-    grads = _pooled_grads(launch, dim, batch, grad, argmax)
-    assert _update(launch, rows, dim, batch, grads, step, check_finite) == rejected.tolist()
+    grads = pooled_grads(launch, dim, batch, grad, argmax)
+    assert updated(launch, rows, dim, batch, grads, step, check_finite) == rejected.tolist()
     same_bits(rows, expected)
 
 
@@ -225,7 +229,7 @@ def test_sequence_lookup_and_update(case: tuple, step: Step, gap: int, seed: int
     expected, rows = before.copy(), before.copy()
     of(expected).update_rows(batch.update_args(dim, step), grad.ctypes.data, stride)
     grads = GradsArgs(launch.array("grad", grad), stride, None, None, None, None)
-    assert _update(launch, rows, dim, batch, grads, step) == []
+    assert updated(launch, rows, dim, batch, grads, step) == []
     same_bits(rows, expected)
 
 
@@ -247,7 +251,7 @@ def test_hot_rows_are_summed_in_fixed_pieces(dim: int, counts: tuple[int, ...], 
     of(expected).update_rows(batch.update_args(dim, step), grad.ctypes.data, dim)
     launch = Launch(7, (dim, vec_of(dim)), kind)
     grads = GradsArgs(launch.array("grad", grad), dim, None, None, None, None)
-    _update(launch, rows, dim, batch, grads, step)
+    updated(launch, rows, dim, batch, grads, step)
     same_bits(rows, expected)
 
 
@@ -275,14 +279,14 @@ def test_rows_that_are_cut_by_columns(case: tuple, decay: float, kind: int, seed
     squares = np.zeros(len(batch.slots), np.float32)
     expected_squares, rows = squares.copy(), before.copy()
     cpu(rows, squares=expected_squares)
-    _update(launch, rows, dim, batch, grads, step, True, squares=squares)
+    updated(launch, rows, dim, batch, grads, step, True, squares=squares)
     same_bits(squares, expected_squares)
     np.testing.assert_array_equal(rows, before)
 
     means = np.where(rng.random(len(squares)) < 0.2, np.nan, rng.random(len(squares))).astype(np.float32)
     expected = before.copy()
     rejected = cpu(expected, means=means)
-    assert _update(launch, rows, dim, batch, grads, step, True, means=means) == rejected
+    assert updated(launch, rows, dim, batch, grads, step, True, means=means) == rejected
     same_bits(rows, expected)
 
 
@@ -336,6 +340,8 @@ def test_initial_values(dim: int, tables: list, cut: bool, seed: int) -> None:
         (4, "not aligned to 16"),
         (5, "which another thread"),
         (6, ""),
+        (7, "which another thread writes"),
+        (8, ""),
     ],
 )
 def test_the_emulator_finds_faults(number: int, error: str) -> None:

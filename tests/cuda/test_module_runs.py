@@ -12,6 +12,7 @@ import pytest
 from tests.cuda.fake import ORDERS, fake_gpu
 from tests.cuda.fake_torch import fake_torch
 from tests.cuda.module_runs import (
+    DTYPES,
     OPTIMIZERS,
     RUNS,
     a_captured_graph_is_refused,
@@ -28,6 +29,17 @@ def test_every_optimizer_has_the_bits_of_the_host(name: str, dim: int) -> None:
     with fake_torch("random", seed=dim):
         found = optimizer_run(name, dim, "cuda:0")
     same(found, optimizer_run(name, dim, None))
+
+
+@pytest.mark.parametrize("random", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_rounds_as_the_host(name: str, dtype: str, random: bool) -> None:
+    for dim in (3, 8):
+        with fake_torch("random", seed=dim):
+            found = optimizer_run(name, dim, "cuda:0", dtype, random)
+        assert found[0].dtype is found[6].dtype is DTYPES[dtype]
+        same(found, optimizer_run(name, dim, None, dtype, random))
 
 
 @pytest.mark.parametrize("order", ["lazy", "random"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.cuda.fake_torch import GpuTensor, copies_by_another_thread, fake_torc
 from tests.cuda.test_training_on_fake_gpu import counters
 from tierstore import ConfigError, InputError, TierConfig, optim
 from tierstore.modules import (
+    DataType,
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     EmbeddingCollection,
@@ -71,16 +73,31 @@ def dense(found: Any) -> Tensor:
     return found.values().reshape(-1)
 
 
-def collection(weighted: bool = False, device: str | None = None) -> EmbeddingBagCollection:
-    """Two row layouts, all poolings."""
+KINDS = (DataType.BF16, DataType.FP16, DataType.FP32)
+
+
+def collection(
+    weighted: bool = False, device: str | None = None, kinds: Sequence[DataType] = (DataType.FP32,) * 3
+) -> EmbeddingBagCollection:
+    """Two row layouts or more, all poolings."""
     poolings = (PoolingType.SUM, PoolingType.MEAN, PoolingType.SUM if weighted else PoolingType.MAX)
     tables = [
-        EmbeddingBagConfig(ROWS, dim, f"t{i}", feature_names=names, pooling=pooling)
-        for i, (dim, names, pooling) in enumerate(
-            zip((8, 3, 8), (["a"], ["b"], ["a", "b"]), poolings, strict=True)
+        EmbeddingBagConfig(ROWS, dim, f"t{i}", kind, feature_names=names, pooling=pooling)
+        for i, (dim, names, pooling, kind) in enumerate(
+            zip((8, 3, 8), (["a"], ["b"], ["a", "b"]), poolings, kinds, strict=True)
         )
     ]
-    return EmbeddingBagCollection(tables, weighted, device, config=CONFIG, optimizer=ADAM)
+    config = replace(CONFIG, uvm="10KiB") if len({*kinds}) > 1 else CONFIG  # more row layouts
+    return EmbeddingBagCollection(tables, weighted, device, config=config, optimizer=ADAM)
+
+
+def half(
+    make: Callable[..., Any], dtype: torch.dtype, rounds: bool, **more: Any
+) -> Callable[[str | None], Any]:
+    """A module with one table of 16 bits."""
+    config = replace(CONFIG, stochastic_rounding=rounds)
+    more |= {"dtype": dtype, "config": config, "optimizer": ADAM}
+    return lambda device: make(ROWS, DIM, device=device, **more)
 
 
 MODULES: dict[str, tuple[Callable[[str | None], Any], Callable[[int], tuple[Any, ...]]]] = {
@@ -110,6 +127,28 @@ MODULES: dict[str, tuple[Callable[[str | None], Any], Callable[[int], tuple[Any,
         ),
         lambda step: (keyed(step),),
     ),
+    "rows of bf16": (half(TieredEmbedding, torch.bfloat16, True), lambda step: (ints(4, 5, seed=step),)),
+    "bags of fp16": (
+        half(TieredEmbeddingBag, torch.float16, False, mode="mean"), lambda step: (ints(4, 5, seed=step),)
+    ),
+    "max of bf16": (
+        half(TieredEmbeddingBag, torch.bfloat16, False, mode="max"),
+        lambda step: (ints(20, seed=step).int(), torch.tensor([0, 5, 5, 11])),
+    ),
+    "collection of dtypes": (lambda device: collection(False, device, KINDS), lambda step: (keyed(step),)),
+    "weighted of dtypes": (
+        lambda device: collection(True, device, KINDS), lambda step: (keyed(step, weighted=True),)
+    ),
+    "sequences of fp16": (
+        lambda device: EmbeddingCollection(
+            [
+                EmbeddingConfig(ROWS, dim, f"t{dim}", DataType.FP16, feature_names=["a", "b"])
+                for dim in (8, 3)
+            ],
+            device, need_indices=True, config=CONFIG, optimizer=ADAM,
+        ),
+        lambda step: (keyed(step),),
+    ),
 }  # fmt: skip
 
 
@@ -124,7 +163,7 @@ def trained(name: str, device: str | None, ids_on: str | None = None, prefetch: 
         if ids_on is not None:
             batches = [tuple(part.to(ids_on) for part in batch) for batch in batches]
         for batch in tierstore.prefetch(batches, module, depth=2, window=3) if prefetch else batches:
-            out = dense(module(*batch))
+            out = dense(module(*batch)).float()
             assert out.device == torch.device(device or "cpu")
             ((out - 0.3) ** 2).sum().backward()
             found.append(out.detach().cpu())

@@ -22,10 +22,16 @@ from tierstore.cuda.device import CudaDevice, Libraries
 from tierstore.cuda.driver import Driver
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(60)]
-# Words of one float and of four; every number of threads that share a row.
+# Words of one float and of four; every number of threads that share a row; weights of 16 bits.
 LAYOUTS = [
     *((dim, kind) for dim in (1, 3, 4, 8, 20, 64, 100, 128, 256) for kind in (0, 1, 3)),
     *((dim, kind) for dim in (3, 64) for kind in KINDS_OF_OPTIMIZERS if kind not in (0, 1, 3)),
+    *(
+        (dim, kind, weights)
+        for dim in (3, 20, 64, 128)
+        for kind in (0, 1, 3, 9)
+        for weights in ("bf16", "fp16")
+    ),
 ]
 
 
@@ -56,9 +62,10 @@ def device() -> Iterator[SharingDevice]:
     made.close()
 
 
-@pytest.mark.parametrize(("dim", "kind"), LAYOUTS)
-def test_kernels_have_the_bits_of_the_host(device: SharingDevice, dim: int, kind: int) -> None:
-    work = RandomWork(device, dim, kind, seed=dim)  # type: ignore[arg-type]
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_kernels_have_the_bits_of_the_host(device: SharingDevice, layout: tuple) -> None:
+    dim, kind, *weights = layout
+    work = RandomWork(device, dim, kind, dim, *weights)  # type: ignore[arg-type]
     work.do(60)
     del work
 

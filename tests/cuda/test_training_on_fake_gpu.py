@@ -51,9 +51,13 @@ CONFIGS = {
     "uvm and ssd": TierConfig(hbm="8KiB", uvm="6KiB", ssd="1GiB", engine="memory"),
     "lookahead": TierConfig(hbm="8KiB", ssd="1GiB", engine="memory", policy="lookahead"),
     "encoded": TierConfig(hbm="8KiB", ssd="1GiB", engine="memory", ssd_dtype="int8"),
+    "encoded uvm": TierConfig(
+        hbm="8KiB", uvm="6KiB", ssd="1GiB", engine="memory", ssd_dtype="fp16", uvm_dtype="fp16",
+        state_dtype="bf16",
+    ),
     "overflow": TierConfig(hbm="3KiB", uvm="4KiB", ssd="1GiB", engine="memory"),
     "hbm alone": TierConfig(hbm="64KiB"),
-}
+}  # fmt: skip
 ON_HOST: dict[tuple[str, bool], tuple[list[torch.Tensor], list[int]]] = {}
 
 

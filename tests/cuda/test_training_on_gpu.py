@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.cuda.module_runs import (
+    DTYPES,
     OPTIMIZERS,
     RUNS,
     a_captured_graph_is_refused,
@@ -42,6 +43,13 @@ def test_a_module_trains_with_the_bits_of_the_host(name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_has_the_bits_of_the_host(name: str, dim: int) -> None:
     same(optimizer_run(name, dim, GPU), optimizer_run(name, dim, None))
+
+
+@pytest.mark.parametrize("random", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_tables_of_16_bits_have_the_bits_of_the_host(name: str, dtype: str, random: bool) -> None:
+    same(optimizer_run(name, 64, GPU, dtype, random), optimizer_run(name, 64, None, dtype, random))
 
 
 @pytest.mark.parametrize("prefetch", [False, True])

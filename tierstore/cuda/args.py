@@ -55,6 +55,8 @@ GradsArgs = _struct(
     ("stride", c_int64),
     *_pointers("shares", "bag_of", "weights", "argmax"),
 )
+WEIGHTS = {"fp32": 0, "bf16": 1, "fp16": 2}
+"""Types of weights by dtype: csrc/cuda/weights.cuh, WeightType."""
 STEP_FIELDS = (
     *("lr", "eps", "l2", "keep", "decay", "beta1", "beta2", "rest1", "rest2"),
     *("adam_lr", "adam_inv_sqrt_v", "clip_value", "clip_norm"),
@@ -65,6 +67,7 @@ StepArgs = _struct(
     *[(name, c_float) for name in STEP_FIELDS],
     *zip(MISSED_FIELDS, (c_int32, c_int64, c_double), strict=True),
 )
+RoundingArgs = _struct("RoundingArgs", *_pointers("keys", "seeds", "columns"))
 UpdateArgs = _struct(
     "UpdateArgs",
     ("rows", RowsArgs),
@@ -73,6 +76,7 @@ UpdateArgs = _struct(
     *_pointers("csr_start", "csr_positions"),
     ("grads", GradsArgs),
     ("step", StepArgs),
+    ("rounding", RoundingArgs),
     ("check_finite", c_int32),
     ("unused", c_int32),
     *_pointers("rejected", "squares", "means", "hot", "hot_piece"),
@@ -87,7 +91,7 @@ InitRowsArgs = _struct(
     ("dim", c_int64),
     ("state_floats", c_int64),
     ("state_value", c_float),
-    ("unused", c_int32),
+    ("weights", c_int32),
     *_pointers("kinds", "first", "second", "seeds", "columns"),
 )
 STRUCTS = (

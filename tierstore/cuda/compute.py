@@ -30,10 +30,14 @@ from tierstore.cuda.kernels import lanes_of
 from tierstore.cuda.memory import Indices
 from tierstore.cuda.rows import ANY_LAYOUT, GpuRows, Slots
 from tierstore.cuda.streams import Operation, Stream
+from tierstore.row_format import WIDE
 
 REDUCE_POSITIONS = 256
 """Gradients of a row that one group of threads adds (csrc/cuda/update.cuh)."""
 _BAG_ARRAYS = 5
+_ROUNDING_ARRAYS = 3
+_BEFORE_BAGS = 8 + _ROUNDING_ARRAYS
+"""Arrays of an update before those of its bags."""
 _UPDATES = ("update_cold", "update_pieces", "update_hot")
 
 
@@ -82,7 +86,7 @@ class _Hot:
 
 
 class CudaRows(GpuRows):
-    """``DeviceRows`` of tierstore/cache/device.py in GPU memory, with float32 weights.
+    """``DeviceRows`` of tierstore/cache/device.py in GPU memory.
 
     Kernels that compute are given to the caller's stream (``CudaDevice``), and no call waits for them, except
     updates that return something: with ``check_finite`` or ``squares``. Addresses are of the GPU.
@@ -95,7 +99,7 @@ class CudaRows(GpuRows):
     ) -> None:
         self._check_lookup(args)
         self._check_bags(bags, len(args.inverse))
-        part = Part(args.dim, _vec(args.dim, out_addr, bags.out_offset, bags.out_stride))
+        part = self._part(args.dim, _vec(args.dim, out_addr, bags.out_offset, bags.out_stride))
         with self._looking_up(part, "lookup_pooled", args, bags) as (compute, gather, bag_args):
             given = LookupPooledArgs(gather, bag_args, weights_addr, out_addr, argmax_addr)
             self._launch(compute, part, "lookup_pooled", given, len(bags.offsets) - 1)
@@ -103,7 +107,7 @@ class CudaRows(GpuRows):
     def lookup_rows(self, args: LookupArgs, out_addr: int, out_stride: int) -> None:
         self._check_lookup(args)
         _require(out_stride >= args.dim, "out_stride must be at least dim")
-        part = Part(args.dim, _vec(args.dim, out_addr, out_stride))
+        part = self._part(args.dim, _vec(args.dim, out_addr, out_stride))
         with self._looking_up(part, "lookup_rows", args) as (compute, gather, _):
             given = LookupRowsArgs(gather, len(args.inverse), out_addr, out_stride)
             self._launch(compute, part, "lookup_rows", given, len(args.inverse))
@@ -111,10 +115,13 @@ class CudaRows(GpuRows):
     def weight_grads(self, args: LookupArgs, bags: Bags, grad_addr: int, out_addr: int) -> None:
         self._check_lookup(args)
         self._check_bags(bags, len(args.inverse))
-        part = Part(args.dim, _vec(args.dim, grad_addr, bags.out_offset, bags.out_stride))
+        part = self._part(args.dim, _vec(args.dim, grad_addr, bags.out_offset, bags.out_stride))
         with self._looking_up(part, "weight_grads", args, bags) as (compute, gather, bag_args):
             given = kernel_args.WeightGradsArgs(gather, bag_args, grad_addr, out_addr)
             self._launch(compute, part, "weight_grads", given, len(bags.offsets) - 1)
+
+    def _part(self, dim: int, vec: int, optimizer: int | None = None) -> Part:
+        return Part(dim, vec, optimizer, self.weights)
 
     @contextmanager
     def _looking_up(
@@ -167,19 +174,24 @@ class CudaRows(GpuRows):
     ) -> Slots:
         self._check_bags(bags, None)
         vec = _vec(args.dim, grad_addr, bags.out_offset, bags.out_stride)
-        return self._update(args, _Gradients(grad_addr, 0, bags, weights_addr, argmax_addr), vec)
+        return self._update(args, _Gradients(grad_addr, 0, bags, weights_addr, argmax_addr), vec, rounding)
 
     def update_rows(
         self, args: UpdateArgs, grad_addr: int, grad_stride: int, rounding: UpdateRounding | None = None
     ) -> Slots:
         _require(grad_stride >= args.dim, "grad_stride must be at least dim")
-        return self._update(args, _Gradients(grad_addr, grad_stride), _vec(args.dim, grad_addr, grad_stride))
+        vec = _vec(args.dim, grad_addr, grad_stride)
+        return self._update(args, _Gradients(grad_addr, grad_stride), vec, rounding)
 
-    def _update(self, args: UpdateArgs, gradients: _Gradients, vec: int) -> Slots:
+    def _update(
+        self, args: UpdateArgs, gradients: _Gradients, vec: int, rounding: UpdateRounding | None
+    ) -> Slots:
+        wrong = rounding is not None and len(rounding.keys) != len(args.slots)
+        _require(not wrong, "keys and slots differ in length")
         step, squares = args.step, args.squares
         self._require_room(args.dim, 0 if squares is not None else step.state_floats(args.dim))
-        part = Part(args.dim, vec, step.kind)
-        arrays = _UpdateArrays(self, args, gradients)
+        part = self._part(args.dim, vec, step.kind)
+        arrays = _UpdateArrays(self, args, gradients, rounding)
         for kernel in (*_UPDATES, *(["bag_shares"] if gradients.bags is not None else [])):
             self.parts.kernels.load(ANY_LAYOUT if kernel == "bag_shares" else part, kernel)
         with arrays.indices as indices:
@@ -205,13 +217,18 @@ class CudaRows(GpuRows):
 class _UpdateArrays:
     """The index arrays of one update, and room for what its kernels hand to one another."""
 
-    def __init__(self, rows: GpuRows, args: UpdateArgs, gradients: _Gradients) -> None:
+    def __init__(
+        self, rows: GpuRows, args: UpdateArgs, gradients: _Gradients, rounding: UpdateRounding | None
+    ) -> None:
         self.args, self._gradients, self.bags = args, gradients, gradients.bags
         self.hot = _Hot(args.csr_start)
         rejected = np.zeros(len(args.slots) if args.check_finite else 0, np.uint8)
         self._rejected_bytes = rejected.nbytes
         used: NDArray[np.int32] | None = None
         bag_arrays: Sequence[NDArray[np.generic] | None] = [None] * _BAG_ARRAYS
+        dice: Sequence[NDArray[np.generic] | None] = [None] * _ROUNDING_ARRAYS
+        if rounding is not None and rows.weights != WIDE.weights:
+            dice = [rounding.keys, rounding.seeds, rounding.columns]
         shares, bag_of = 0, 0
         if self.bags is not None:
             # Positions that count in a mean; the others have no row, or one that stays as it is.
@@ -221,24 +238,25 @@ class _UpdateArrays:
             shares, bag_of = ctypes.sizeof(BagShare) * (len(self.bags.offsets) - 1), used.nbytes
         self.indices = rows.indices(
             *(args.slots, args.csr_start, args.csr_positions, self.hot.rows, self.hot.first_piece),
-            *(args.means, rejected, args.squares, used, *bag_arrays),
+            *(args.means, rejected, args.squares, *dice, used, *bag_arrays),
             scratch=[shares, bag_of, 4 * args.dim * self.hot.pieces],
         )
 
     def shares_args(self, dim: int) -> Structure:
-        used, *of_bags, shares, bag_of, _ = self.indices.addresses[8:]
+        used, *of_bags, shares, bag_of, _ = self.indices.addresses[_BEFORE_BAGS:]
         assert self.bags is not None
         return BagSharesArgs(_bags_args(self.bags, of_bags), dim, used, shares, bag_of)
 
     def update_args(self, rows: Structure) -> Structure:
         args, g, at = self.args, self._gradients, self.indices.addresses
-        slots, csr_start, csr_positions, hot, hot_piece, means, rejected, squares = at[:8]
+        slots, csr_start, csr_positions, hot, hot_piece, means, rejected, squares, *dice = at[:_BEFORE_BAGS]
         shares, bag_of, partials = at[-3:]
         if self.bags is None:
             shares = bag_of = None
         grads = GradsArgs(g.grad, g.stride, shares, bag_of, g.weights, g.argmax)
         return kernel_args.UpdateArgs(
             *(rows, slots, len(args.slots), csr_start, csr_positions, grads, _step_args(args.step)),
+            kernel_args.RoundingArgs(*dice),
             *(int(args.check_finite), 0, rejected, squares, means),
             *(hot, hot_piece, self.hot.count, partials),
         )

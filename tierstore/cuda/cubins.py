@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierstore.cuda.args import WEIGHTS
 from tierstore.cuda.nvrtc import Nvrtc
 from tierstore.cuda.source import KernelSource, kernel_source
 
@@ -24,17 +25,19 @@ _MAGIC = b"TSCUBIN1"
 class Part:
     """A part of the kernels that is compiled by itself (csrc/cuda/kernels.cu).
 
-    No ``dim``: the kernels of any row layout. No ``optimizer``: lookups of rows of ``dim`` weights in words
-    of ``vec``. Else the updates of such rows.
+    No ``dim``: the kernels of any row layout. No ``optimizer``: lookups of rows of ``dim`` weights of the
+    dtype ``weights`` in words of ``vec``. Else the updates of such rows.
     """
 
     dim: int | None = None
     vec: int | None = None
     optimizer: int | None = None
+    weights: str = "fp32"
 
     def defines(self) -> list[str]:
         """Return the macros that choose the part, as options of the compiler."""
-        macros = {"DIM": self.dim, "VEC": self.vec, "OPTIMIZER": self.optimizer}
+        weights = None if self.dim is None else WEIGHTS[self.weights]
+        macros = {"DIM": self.dim, "VEC": self.vec, "OPTIMIZER": self.optimizer, "WEIGHTS": weights}
         return [f"-DTIERSTORE_{name}={value}" for name, value in macros.items() if value is not None]
 
 

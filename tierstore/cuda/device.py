@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tierstore.cuda.args import WEIGHTS
 from tierstore.cuda.compute import CudaRows
 from tierstore.cuda.cubins import CubinCache, Cubins
 from tierstore.cuda.driver import LIBRARY, Driver
@@ -20,7 +21,7 @@ from tierstore.cuda.nvrtc import open_nvrtc
 from tierstore.cuda.rows import ANY_LAYOUT, GpuRows, Parts, Touched
 from tierstore.cuda.streams import Stream, Streams
 from tierstore.cuda.uvm import ManagedArena, PinnedArena, UvmRows
-from tierstore.errors import ConfigError, GpuError
+from tierstore.errors import GpuError
 
 _MULTIPROCESSORS, _UNIFIED_ADDRESSING, _MAJOR, _MINOR, _VIRTUAL_MEMORY = 16, 41, 75, 76, 102
 _CONCURRENT_MANAGED_ACCESS = 89
@@ -126,7 +127,7 @@ class CudaDevice:
         """Return room for rows. Raises ``tierstore._core.AddressSpaceError``."""
         self.check(slots, row_bytes, weights)
         arena = Arena(self.streams, self.number, slots * row_bytes)
-        return self.closing(CudaRows(self.parts, arena, slots, row_bytes), arena.close)
+        return self.closing(CudaRows(self.parts, arena, slots, row_bytes, weights), arena.close)
 
     def closing(self, rows: AnyRows, close: Callable[[Callable[[], Sequence[int]]], None]) -> AnyRows:
         """Return ``rows``, whose memory ``close`` gives back: when they are gone or the device is closed."""
@@ -156,7 +157,7 @@ class CudaDevice:
         self.check(1, rows.shape[1], weights)
         self._give_back()
         block = self.parts.indices.take(max(1, rows.nbytes))
-        loaded = CudaRows(self.parts, _LoadedRows(block), max(1, len(rows)), rows.shape[1])
+        loaded = CudaRows(self.parts, _LoadedRows(block), max(1, len(rows)), rows.shape[1], weights)
         weakref.finalize(loaded, self._gone.append, (block, loaded.touched)).atexit = False
         loaded.commit(len(rows))
         block.view(0, rows.nbytes, write=True)[:] = rows.reshape(-1)
@@ -177,15 +178,13 @@ class CudaDevice:
             self.parts.indices.give(block)
 
     def check(self, slots: int, row_bytes: int, weights: str) -> None:
-        """Raise ValueError for arrays of rows that cannot be, ConfigError for dtypes that cannot be here."""
+        """Raise ValueError for arrays of rows that cannot be."""
         if slots < 1:
             raise ValueError("rows need at least one slot")
         if row_bytes <= 0 or row_bytes % 16:
             raise ValueError("row_bytes must be a positive multiple of 16")
-        if weights != "fp32":
-            raise ConfigError(
-                f"tables of {weights} cannot be on a GPU yet, only those of float32; use device='cpu'"
-            )
+        if weights not in WEIGHTS:
+            raise ValueError(f"kernels do not work on {weights} weights, only on {', '.join(WEIGHTS)}")
 
     def synchronize(self) -> None:
         """Wait until all that was asked of the device so far is done."""
@@ -228,7 +227,7 @@ class UvmDevice:
             arena = ManagedArena(gpu.streams, gpu.number, size)
         else:
             arena = PinnedArena(gpu.streams, size)
-        return gpu.closing(UvmRows(gpu.parts, arena, slots, row_bytes), arena.close)
+        return gpu.closing(UvmRows(gpu.parts, arena, slots, row_bytes, weights), arena.close)
 
     def load(self, rows: NDArray[np.uint8], weights: str = "fp32") -> CudaRows:
         """Return a copy of the host array's rows on the GPU."""

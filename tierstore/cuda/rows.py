@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore._core import HostRows, InitialValues, RowCodec, SlotMarks
-from tierstore.cuda.args import InitRowsArgs, MoveRowsArgs, RowsArgs
+from tierstore.cuda.args import WEIGHTS, InitRowsArgs, MoveRowsArgs, RowsArgs
 from tierstore.cuda.cubins import Part
 from tierstore.cuda.kernels import Kernels
 from tierstore.cuda.memory import Block, Blocks, Indices
 from tierstore.cuda.streams import NOTHING, Operation, Stream, Streams
+from tierstore.row_format import WIDE, RowFormat
 
 Slots = NDArray[np.int32]
 RowBytes = NDArray[np.uint8]
@@ -115,8 +116,11 @@ class GpuRows:
     arrival = Stream.UP
     """The stream in which rows of other arrays come here."""
 
-    def __init__(self, parts: Parts, memory: Memory, slots: int, row_bytes: int) -> None:
+    def __init__(
+        self, parts: Parts, memory: Memory, slots: int, row_bytes: int, weights: str = WIDE.weights
+    ) -> None:
         self.row_bytes = row_bytes
+        self.weights = weights
         self.parts, self._memory, self._slots = parts, memory, slots
         self._has_discarded = False
         self.touched = Touched(parts.streams, slots)
@@ -231,16 +235,20 @@ class GpuRows:
             at, keys_at, *tables_at = indices.addresses
             args = InitRowsArgs(
                 *(self._rows_args, at, keys_at, len(keys), values.dim, values.state_floats),
-                *(values.state_value, 0, *tables_at),
+                *(values.state_value, WEIGHTS[self.weights], *tables_at),
             )
-            words = (values.dim + 6) // 4 + (self.row_bytes // 4 - values.dim + 3) // 4
+            state = values.dim if self.weights == WIDE.weights else (values.dim + 1) // 2
+            words = (values.dim + 6) // 4 + (self.row_bytes // 4 - state + 3) // 4
             self.parts.kernels.launch(up, ANY_LAYOUT, "init_rows", args, len(keys) * words)
 
     def _require_room(self, dim: int, state_floats: int = 0) -> None:
         _require(
-            4 * (dim + state_floats) <= self.row_bytes,
+            RowFormat(self.weights).row_bytes(dim, state_floats) <= self.row_bytes,
             "row_bytes is smaller than the weights and optimizer state of a row",
         )
+
+    def _require_wide(self) -> None:
+        _require(self.weights == WIDE.weights, "only rows with float32 weights have other forms")
 
     # -- rows of the host ---------------------------------------------------------------------------
 
@@ -317,6 +325,7 @@ class GpuRows:
         self, codec: RowCodec, keys: NDArray[np.uint64], out: RowBytes, slots: Slots | None = None
     ) -> int:
         """Write the rows of ``keys`` to ``out``, encoded by the host."""
+        self._require_wide()
         lost = -1
         at = _first(len(keys)) if slots is None else slots
         for part, rows in self._departures(at):
@@ -328,6 +337,7 @@ class GpuRows:
         self, codec: RowCodec, rows: RowBytes, slots: Slots | None = None, source: Slots | None = None
     ) -> None:
         """Write the rows that encoded rows stand for to ``slots``, decoded by the host."""
+        self._require_wide()
         n = len(slots) if slots is not None else len(rows if source is None else source)
         at = _first(n) if slots is None else slots
         for part in self._steps(n):

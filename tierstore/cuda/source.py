@@ -17,6 +17,7 @@ HEADERS = (
     "cuda/optimizer.cuh",
     "cuda/rows.cuh",
     "cuda/update.cuh",
+    "cuda/weights.cuh",
     "kernels/inline.h",
     "kernels/normal.h",
     "kernels/philox.h",

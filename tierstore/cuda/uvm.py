@@ -20,6 +20,7 @@ from tierstore.cuda.driver import OUT_OF_MEMORY, CallError
 from tierstore.cuda.rows import Memory, Parts, RowBytes, Slots
 from tierstore.cuda.streams import Stream, Streams
 from tierstore.errors import GpuError
+from tierstore.row_format import WIDE
 
 PIECE = 1 << 30
 """Bytes that are registered by one call: the driver refuses, or holds up others, in larger ones."""
@@ -127,8 +128,10 @@ class UvmRows(CudaRows):
 
     arrival = Stream.DOWN
 
-    def __init__(self, parts: Parts, memory: Memory, slots: int, row_bytes: int) -> None:
-        super().__init__(parts, memory, slots, row_bytes)
+    def __init__(
+        self, parts: Parts, memory: Memory, slots: int, row_bytes: int, weights: str = WIDE.weights
+    ) -> None:
+        super().__init__(parts, memory, slots, row_bytes, weights)
         self._view: RowBytes = np.empty((0, row_bytes), np.uint8)
 
     def commit(self, slots: int) -> None:
@@ -149,7 +152,7 @@ class UvmRows(CudaRows):
         if len(self._view) != n:
             memory = (ctypes.c_uint8 * (n * self.row_bytes)).from_address(self._memory.base)
             self._view = np.frombuffer(memoryview(memory).cast("B"), np.uint8).reshape(n, self.row_bytes)
-        return HostRows.view(self._view)
+        return HostRows.view(self._view, self.weights)
 
     def copy_out(self, slots: Slots, out: RowBytes) -> None:
         self.on_host(slots, write=False).copy_out(slots, out)

@@ -15,7 +15,7 @@ struct Kernel {
   void (*run)(const void* args);
   std::size_t args_bytes;
 };
-using Name = std::tuple<std::string, int, int, int>;  // kernel, dim, vec, optimizer; -1: any
+using Name = std::tuple<std::string, int, int, int, int>;  // kernel, dim, vec, optimizer, weights; -1: any
 inline std::map<Name, Kernel> kernels;
 
 template <typename Args, void (*kFunction)(const Args&)>
@@ -23,36 +23,52 @@ Kernel Of() {
   return {[](const void* args) { kFunction(*static_cast<const Args*>(args)); }, sizeof(Args)};
 }
 
-template <int kDim, int kVec, int kKind>
+template <int kDim, int kVec, int kKind, int kType>
 void AddUpdates() {
-  using U = Update<kDim, kVec, kKind>;
-  kernels[{"update_cold", kDim, kVec, kKind}] = Of<UpdateArgs, &U::Cold>();
-  kernels[{"update_pieces", kDim, kVec, kKind}] = Of<UpdateArgs, &U::Pieces>();
-  kernels[{"update_hot", kDim, kVec, kKind}] = Of<UpdateArgs, &U::Hot>();
+  using U = Update<kDim, kVec, kKind, kType>;
+  kernels[{"update_cold", kDim, kVec, kKind, kType}] = Of<UpdateArgs, &U::Cold>();
+  kernels[{"update_pieces", kDim, kVec, kKind, kType}] = Of<UpdateArgs, &U::Pieces>();
+  kernels[{"update_hot", kDim, kVec, kKind, kType}] = Of<UpdateArgs, &U::Hot>();
 }
 
-template <int kDim, int kVec>
+template <int kDim, int kVec, int kType = kFloat32>
 void AddLayout() {
-  using L = Lookup<kDim, kVec>;
-  kernels[{"lookup_pooled", kDim, kVec, -1}] = Of<LookupPooledArgs, &L::Pooled>();
-  kernels[{"lookup_rows", kDim, kVec, -1}] = Of<LookupRowsArgs, &L::Rows>();
-  kernels[{"weight_grads", kDim, kVec, -1}] = Of<WeightGradsArgs, &L::WeightGrads>();
-  AddUpdates<kDim, kVec, kSgd>();
-  AddUpdates<kDim, kVec, kRowWiseAdagrad>();
-  AddUpdates<kDim, kVec, kAdagrad>();
-  AddUpdates<kDim, kVec, kAdam>();
-  AddUpdates<kDim, kVec, kMomentum>();
-  AddUpdates<kDim, kVec, kNesterov>();
-  AddUpdates<kDim, kVec, kLars>();
-  AddUpdates<kDim, kVec, kLamb>();
-  AddUpdates<kDim, kVec, kPartialRowWiseAdam>();
-  AddUpdates<kDim, kVec, kPartialRowWiseLamb>();
+  using L = Lookup<kDim, kVec, kType>;
+  kernels[{"lookup_pooled", kDim, kVec, -1, kType}] = Of<LookupPooledArgs, &L::Pooled>();
+  kernels[{"lookup_rows", kDim, kVec, -1, kType}] = Of<LookupRowsArgs, &L::Rows>();
+  kernels[{"weight_grads", kDim, kVec, -1, kType}] = Of<WeightGradsArgs, &L::WeightGrads>();
+  AddUpdates<kDim, kVec, kSgd, kType>();
+  AddUpdates<kDim, kVec, kRowWiseAdagrad, kType>();
+  AddUpdates<kDim, kVec, kAdagrad, kType>();
+  AddUpdates<kDim, kVec, kAdam, kType>();
+  AddUpdates<kDim, kVec, kMomentum, kType>();
+  AddUpdates<kDim, kVec, kNesterov, kType>();
+  AddUpdates<kDim, kVec, kLars, kType>();
+  AddUpdates<kDim, kVec, kLamb, kType>();
+  AddUpdates<kDim, kVec, kPartialRowWiseAdam, kType>();
+  AddUpdates<kDim, kVec, kPartialRowWiseLamb, kType>();
+}
+
+template <int kType>
+void AddSomeOfType() {
+  AddLayout<3, 1, kType>();
+  AddLayout<8, 1, kType>();
+  AddLayout<8, 4, kType>();
+  AddLayout<20, 1, kType>();
+  AddLayout<20, 4, kType>();
+}
+
+// Few layouts of every type of weights: each takes a second to compile.
+inline void AddSomeLayouts() {
+  AddSomeOfType<kFloat32>();
+  AddSomeOfType<kBfloat16>();
+  AddSomeOfType<kHalf>();
 }
 
 inline void AddKernelsOfAnyLayout() {
-  kernels[{"move_rows", -1, -1, -1}] = Of<MoveRowsArgs, &MoveRows>();
-  kernels[{"init_rows", -1, -1, -1}] = Of<InitRowsArgs, &InitRows>();
-  kernels[{"bag_shares", -1, -1, -1}] = Of<BagSharesArgs, &BagShares>();
+  kernels[{"move_rows", -1, -1, -1, -1}] = Of<MoveRowsArgs, &MoveRows>();
+  kernels[{"init_rows", -1, -1, -1, -1}] = Of<InitRowsArgs, &InitRows>();
+  kernels[{"bag_shares", -1, -1, -1, -1}] = Of<BagSharesArgs, &BagShares>();
 }
 
 }  // namespace tierstore::cuda::emulator

@@ -17,14 +17,9 @@ using fake::gpu;
 
 namespace {
 
-// Few layouts: each takes seconds to compile.
 const bool added = [] {
   emulator::AddKernelsOfAnyLayout();
-  emulator::AddLayout<3, 1>();
-  emulator::AddLayout<8, 1>();
-  emulator::AddLayout<8, 4>();
-  emulator::AddLayout<20, 1>();
-  emulator::AddLayout<20, 4>();
+  emulator::AddSomeLayouts();
   return true;
 }();
 
@@ -363,7 +358,8 @@ CUresult CUDAAPI cuModuleLoadData(CUmodule* module, const void* image) {
   if (options.rfind("fake cubin\n", 0) != 0) return CUDA_ERROR_INVALID_IMAGE;
   if (options.find("sm_" + std::to_string(gpu.architecture) + "\n") == std::string::npos)
     return CUDA_ERROR_NO_BINARY_FOR_GPU;
-  *module = new CUmod_st{Number(options, "_DIM"), Number(options, "_VEC"), Number(options, "_OPTIMIZER"), {}};
+  const auto number = [&](const char* name) { return Number(options, name); };
+  *module = new CUmod_st{number("_DIM"), number("_VEC"), number("_OPTIMIZER"), number("_WEIGHTS"), {}};
   ++gpu.modules;
   return CUDA_SUCCESS;
 }
@@ -375,7 +371,8 @@ CUresult CUDAAPI cuModuleUnload(CUmodule module) {
 }
 CUresult CUDAAPI cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
   FAKE_ENTER("cuModuleGetFunction");
-  const auto kernel = emulator::kernels.find({name, module->dim, module->vec, module->optimizer});
+  const auto kernel =
+      emulator::kernels.find({name, module->dim, module->vec, module->optimizer, module->weights});
   if (kernel == emulator::kernels.end() || !IsFunctionOf(*module, name)) return CUDA_ERROR_NOT_FOUND;
   *function = &(module->functions[name] = {name, kernel->second});
   return CUDA_SUCCESS;

@@ -24,7 +24,7 @@ struct CUfunc_st {
   tierstore::cuda::emulator::Kernel kernel;
 };
 struct CUmod_st {
-  int dim = -1, vec = -1, optimizer = -1;
+  int dim = -1, vec = -1, optimizer = -1, weights = -1;
   std::map<std::string, CUfunc_st> functions;
 };
 struct CUctx_st {
@@ -120,8 +120,7 @@ inline void RunKernel(const CUfunc_st& function, unsigned blocks, unsigned threa
   std::string first;
   for (const auto& [address, seen] : emulator::machine.accesses) {
     Region* const region = gpu.memory.Find(address, 1);
-    const std::string wrong =
-        gpu.memory.Touch(region, address, 1, by, seen.writer != emulator::Accesses::kNone);
+    const std::string wrong = gpu.memory.Touch(region, address, 1, by, seen.is_written());
     if (first.empty()) first = wrong;
   }
   Report(first);
