@@ -43,9 +43,11 @@ class ScratchTable {
       for (PageVector<ById>* all : {&by_id_, &first_by_id_}) std::fill(all->begin(), all->end(), ById{});
       part_ = 1;
     }
+    const std::size_t as_before = ids * hashed_ / std::max<std::size_t>(last_ids_, 1);
     keys_.clear();
     hashed_ = 0;
-    Resize(ids / kIdsPerPlace);
+    last_ids_ = ids;
+    Resize(std::max(ids / kIdsPerPlace, as_before + as_before / 2 + as_before / 16));
   }
 
   // Where a table with few ids has an entry for each, if there is room; else null. The entries stay where
@@ -130,7 +132,8 @@ class ScratchTable {
   static constexpr std::size_t kPlacesPerId = 2;
   static constexpr std::size_t kSmallIds = std::size_t{1} << 19;  // 4 MiB
   static constexpr std::uint32_t kHashed = ~std::uint32_t{0};
-  // As a rule most ids of a large lookup repeat.
+  // As a rule most ids of a large lookup repeat. Where they did not in the last part, there are as many places
+  // as the same share of keys takes, since growing takes longer than finding the keys.
   static constexpr std::size_t kIdsPerPlace = 2;
   static constexpr std::size_t kLeastPlaces = 96;
 
@@ -141,6 +144,7 @@ class ScratchTable {
   std::vector<std::uint64_t> keys_;  // unique, in order of first occurrence
   PageVector<Entry> entries_;        // of which the first size_ are in use
   std::size_t size_ = 0, hashed_ = 0;
+  std::size_t last_ids_ = 0;  // of the last part
   std::uint32_t generation_ = 0;
 };
 
