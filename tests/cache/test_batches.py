@@ -188,3 +188,16 @@ def test_lookups_without_repeats(size: int) -> None:
         batch, _ = made(segments)
         assert batch.unique.tolist() == unique
         assert batch.inverse.tolist() == inverse
+
+
+@pytest.mark.parametrize("share", [0.01, 0.4, 0.7, 1.0])
+def test_lookups_after_another_share_of_different_ids(share: float) -> None:
+    """The table of the keys begins with places for the share that the last lookup had."""
+    random = np.random.default_rng(0)
+    for size, own in ((5000, share), (80, 1.0), (90_000, 0.02), (40_000, share), (0, 1.0), (40_000, 1.0)):
+        ids = random.choice(1 << 40, size, replace=False) // 7
+        segments = [(ids[random.integers(0, max(1, int(size * own)), size)], 5, 1 << 40, -1)]
+        unique, inverse = expected(segments)
+        batch, _ = made(segments)
+        assert batch.unique.tolist() == unique
+        assert batch.inverse.tolist() == inverse

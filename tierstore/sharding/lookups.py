@@ -27,6 +27,7 @@ from tierstore.sharding.output_exchange import (
     OutputExchange,
     OutputPlan,
     Target,
+    joined,
     local_offsets,
     sizes_of,
     sources_of,
@@ -93,6 +94,8 @@ class ExchangedLookups:
         self._own_tables = [self._engine.table_index(request.table) for request in self.routing.own]
         self._widths = np.array([request.width for request in self.routing.own], np.int64).reshape(-1, 1)
         self._replica = np.array([request.replica for request in self.routing.own], bool)
+        self._last: tuple[object, OutputPlan] | None = None
+        """Sizes of the last batch, and its exchange of outputs, which batches of these sizes have, too."""
 
     def begin(self, features: Any) -> InputExchange:
         """Begin to send the ids of a batch to the ranks that hold their rows. All ranks call it."""
@@ -150,7 +153,14 @@ class ExchangedLookups:
 
         ``answered``: floats by own request and rank.
         """
-        return OutputExchange.apply(local, self._output_plan(exchange, answered, layout))  # type: ignore[no-any-return]
+        if self.rows_only or any(divisor is not None for divisor in layout.divisors):
+            plan = self._output_plan(exchange, answered, layout)
+        else:
+            sizes = exchange.bags.tobytes(), layout.places, layout.shape
+            if self._last is None or self._last[0] != sizes:
+                self._last = sizes, self._output_plan(exchange, answered, layout)
+            plan = self._last[1]
+        return OutputExchange.apply(local, plan)  # type: ignore[no-any-return]
 
     def _output_plan(
         self, exchange: InputExchange, answered: NDArray[np.int64], layout: Layout
@@ -171,7 +181,9 @@ class ExchangedLookups:
                 pieces = [sources[number] for number in numbers]
                 offset, count = first + answer.column, counts[feature]
                 targets.append(Target(offset, stride, count, answer.width, pieces, divisor))
-        return OutputPlan(self.env, self.comms, self._wire, self._outputs, sizes, targets, layout.shape)
+        return OutputPlan(
+            self.env, self.comms, self._wire, self._outputs, sizes, joined(targets), layout.shape
+        )
 
     # -- lookups of rows one by one ------------------------------------------------------
 

@@ -9,7 +9,7 @@ ids, width).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,8 @@ class Source:
 class Target:
     """The place of a range of a feature's columns in the output: vector i at ``offset + i * stride``.
 
-    ``divisor``: (count, 1), by which the sum of the sources is divided.
+    ``divisor``: (count, 1), by which the sum of the sources is divided. ``features``: how many features the
+    target has, each ``step`` floats after the one before it, and one after another in the sources.
     """
 
     offset: int
@@ -51,11 +52,56 @@ class Target:
     width: int
     sources: Sequence[Source]
     divisor: Tensor | None = None
+    features: int = 1
+    step: int = 0
 
     def of(self, output: Tensor) -> Tensor:
         # autograd's gradient may be a contiguous view that begins in the middle of another tensor
         at = output.storage_offset() + self.offset
-        return output.as_strided((self.count, self.width), (self.stride, 1), at)
+        if self.features == 1:
+            return output.as_strided((self.count, self.width), (self.stride, 1), at)
+        return output.as_strided((self.features, self.count, self.width), (self.step, self.stride, 1), at)
+
+    def found_in(self, buffer: Tensor, source: Source) -> Tensor:
+        """Return the vectors of a source, of the shape of the target."""
+        if source.rows is not None:
+            floats = len(source.rows) * self.width
+            return buffer[source.start : source.start + floats].view(-1, self.width)
+        shape, floats = (self.count, self.width), self.features * self.count * self.width
+        block = buffer[source.start : source.start + floats]
+        return block.view(shape if self.features == 1 else (self.features, *shape))
+
+
+def joined(targets: Sequence[Target]) -> list[Target]:
+    """Return targets of the same places, fewer of them: features of one size that lie at equal distances in
+    the output, and one after another in all of their sources, are one target."""
+    runs: list[list[Target]] = []
+    continued: dict[tuple[object, ...], list[Target]] = {}
+    """Runs by the target that would be their next."""
+    for target in targets:
+        if target.divisor is not None or any(source.rows is not None for source in target.sources):
+            runs.append([target])
+            continue
+        size, floats = (target.count, target.width, target.stride), target.count * target.width
+        run = continued.pop((*size, *_starts(target, 0)), None)
+        if run is None or not _goes_on(run, target):
+            run = []
+            runs.append(run)
+        run.append(target)
+        continued[(*size, *_starts(target, floats))] = run
+    return [
+        run[0] if len(run) == 1 else replace(run[0], features=len(run), step=run[1].offset - run[0].offset)
+        for run in runs
+    ]
+
+
+def _starts(target: Target, after: int) -> list[tuple[bool, bool, int]]:
+    return [(source.here, source.replica, source.start + after) for source in target.sources]
+
+
+def _goes_on(run: Sequence[Target], target: Target) -> bool:
+    step = target.offset - run[-1].offset
+    return step > 0 and (len(run) == 1 or step == run[1].offset - run[0].offset)
 
 
 @dataclass(frozen=True)
@@ -191,7 +237,7 @@ class OutputExchange(torch.autograd.Function):
 def _assemble(target: Target, output: Tensor, received: Tensor, local: Tensor) -> None:
     """Fill the target; partial sums are added in the order of the rows."""
     into = target.of(output)
-    blocks = [_block(target, source, local if source.here else received) for source in target.sources]
+    blocks = [target.found_in(local if source.here else received, source) for source in target.sources]
     if target.sources[0].rows is not None:
         for source, block in zip(target.sources, blocks, strict=True):
             assert source.rows is not None
@@ -204,11 +250,6 @@ def _assemble(target: Target, output: Tensor, received: Tensor, local: Tensor) -
             into.add_(block)
     if target.divisor is not None:
         into.div_(target.divisor)
-
-
-def _block(target: Target, source: Source, buffer: Tensor) -> Tensor:
-    count = target.count if source.rows is None else len(source.rows)
-    return buffer[source.start : source.start + count * target.width].view(count, target.width)
 
 
 def _spread(plan: OutputPlan, grad: Tensor, leaving: Tensor, local: Tensor, own: bool) -> None:
@@ -224,7 +265,7 @@ def _spread(plan: OutputPlan, grad: Tensor, leaving: Tensor, local: Tensor, own:
                 part = part.index_select(0, source.rows)
             if target.divisor is not None:
                 part = part / target.divisor
-            into = _block(target, source, local if own else leaving)
+            into = target.found_in(local if own else leaving, source)
             if own and dtype is not torch.float32:
                 into.copy_(part.div(plan.env.world_size).to(dtype))
             else:
