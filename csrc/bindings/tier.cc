@@ -225,7 +225,7 @@ py::tuple TakeCounted(ResidentLookups& lookups) {
   ResidentLookups::Counted counted = lookups.Take();
   return py::make_tuple(std::move(counted.lookups),
                         py::make_tuple(std::move(counted.table_rows), std::move(counted.table_hits)),
-                        py::make_tuple(counted.positions, counted.hits), counted.seconds);
+                        py::make_tuple(counted.positions, counted.hits), counted.read_rows, counted.seconds);
 }
 
 // Rows in host memory that begin with initial values.
@@ -282,6 +282,7 @@ void BindResidentLookups(py::module_& m) {
   py::class_<ResidentRows, std::shared_ptr<ResidentRows>>(m, "ResidentRows")
       .def_readonly("batch", &ResidentRows::batch)
       .def_property_readonly("slots", RowsView<&ResidentRows::slots>())
+      .def_readonly("missing", &ResidentRows::missing)
       .def_property_readonly("csr_start", RowsView<&ResidentRows::csr_start>())
       .def_property_readonly("csr_positions", RowsView<&ResidentRows::csr_positions>());
   py::class_<ResidentLookups>(m, "ResidentLookups", "Lookups in a tier that no row ever leaves.")
@@ -301,10 +302,14 @@ void BindResidentLookups(py::module_& m) {
            "The rows of a batch; the missing ones begin with initial values. None where a plan has to add "
            "them: during a plan, while another thread holds the tier's lock (a threading.RLock), or where "
            "memory is refused.")
+      .def("read", &ResidentLookups::Read, py::arg("batch"), py::arg("may_miss"), Unlocked(),
+           "The rows of a batch that is read outside of training, without positions; None as find(), but "
+           "rows may be missing if may_miss.")
       .def_property_readonly("due", &ResidentLookups::due, "Whether take() should be called.")
       .def("take", &TakeCounted,
            "Of the lookups since the last call: them, the unique rows of each table and how many were here, "
-           "the positions and how many of them use rows that were here, and the seconds that they took.");
+           "the positions and how many of them use rows that were here, the unique rows of read(), and the "
+           "seconds that find() and add() took.");
 }
 
 }  // namespace

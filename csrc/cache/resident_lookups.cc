@@ -34,7 +34,7 @@ void ResidentLookups::Set(bool* flag, bool value) {
 }
 
 // Stops at the first rows that are missing, since the plan for them will look up every row.
-bool ResidentLookups::FindSlots(const Batch& batch, PageVector<std::int32_t>* slots) const {
+bool ResidentLookups::FindSlots(const Batch& batch, PageVector<std::int32_t>* slots, bool may_miss) const {
   const auto n = static_cast<std::int64_t>(batch.unique.size());
   slots->resize(batch.unique.size());
   const std::shared_lock lock(showing_);
@@ -44,7 +44,9 @@ bool ResidentLookups::FindSlots(const Batch& batch, PageVector<std::int32_t>* sl
     std::int32_t* const found = slots->data() + begin;
     tier_.Find(batch.unique.data() + begin, count, found);
     // Rows at overflow slots leave.
-    const auto stays = [&](std::int32_t slot) { return slot >= 0 && slot < tier_.capacity(); };
+    const auto stays = [&](std::int32_t slot) {
+      return slot >= (may_miss ? -1 : 0) && slot < tier_.capacity();
+    };
     if (!std::all_of(found, found + count, stays)) return false;
   }
   return true;
@@ -60,6 +62,16 @@ std::shared_ptr<ResidentRows> ResidentLookups::Find(std::shared_ptr<Batch> batch
     rows = RowsAt(std::move(slots), std::move(batch));
   }
   Count(rows, {}, seconds);
+  return rows;
+}
+
+std::shared_ptr<ResidentRows> ResidentLookups::Read(std::shared_ptr<Batch> batch, bool may_miss) {
+  auto rows = std::make_shared<ResidentRows>();
+  if (!FindSlots(*batch, &rows->slots, may_miss)) return nullptr;
+  rows->missing = std::count(rows->slots.begin(), rows->slots.end(), -1);
+  rows->batch = std::move(batch);
+  const std::lock_guard lock(counting_);
+  counted_.read_rows += static_cast<std::int64_t>(rows->slots.size());
   return rows;
 }
 

@@ -22,6 +22,7 @@ namespace tierstore {
 struct ResidentRows {
   std::shared_ptr<Batch> batch;
   PageVector<std::int32_t> slots, csr_start, csr_positions;
+  std::int64_t missing = 0;  // slots that are -1, only after Read
 };
 
 // The memory of rows that are added, and the values with which they begin.
@@ -41,6 +42,7 @@ class ResidentLookups {
     std::vector<std::shared_ptr<ResidentRows>> lookups;
     std::vector<std::int64_t> table_rows, table_hits;  // unique rows of each table, and how many were here
     std::int64_t positions = 0, hits = 0;              // and how many of them use rows that were here
+    std::int64_t read_rows = 0;                        // unique rows of Read, which are in no other count
     double seconds = 0;                                // that Find and Add took
   };
 
@@ -60,13 +62,16 @@ class ResidentLookups {
   // Adds the missing rows and finds all of them. Null, and nothing has changed, during a plan and where the
   // memory for more rows is refused: a plan then tells the user why. Hold the tier's lock.
   std::shared_ptr<ResidentRows> Add(std::shared_ptr<Batch> batch, const NewRows& rows);
+  // The slots of rows that are read outside of training; null as Find, but rows may be missing if
+  // `may_miss`. No positions are returned.
+  std::shared_ptr<ResidentRows> Read(std::shared_ptr<Batch> batch, bool may_miss);
   // Whether so much waits to be counted that Take should be called.
   bool due() const;
   Counted Take();
 
  private:
   void Set(bool* flag, bool value);
-  bool FindSlots(const Batch& batch, PageVector<std::int32_t>* slots) const;
+  bool FindSlots(const Batch& batch, PageVector<std::int32_t>* slots, bool may_miss = false) const;
   bool AddSlots(const Batch& batch, const NewRows& rows, LanePlan* plan);
   void Count(std::shared_ptr<ResidentRows> rows, const PageVector<std::int32_t>& added, double seconds);
   Counted NothingCounted() const {

@@ -35,7 +35,7 @@ def epochs(count: int) -> list[list[torch.Tensor]]:
 def planned(module: Bags) -> Bags:
     """The same module, which makes a plan for every lookup."""
     for group in module.engine.groups:
-        group._resident = None
+        group.resident = None
     return module
 
 
@@ -184,8 +184,8 @@ def test_no_row_is_added_while_a_plan_counts_on_its_absence(monkeypatch: pytest.
             find_victims(*arguments)
 
         monkeypatch.setattr(group, "_find_victims", slowly)
-        resident, results = group._resident, []
-        group._resident._initial, initial = None, group._resident._initial  # so the first lookup makes a plan
+        resident, results = group.resident, []
+        group.resident._initial, initial = None, group.resident._initial  # so the first lookup makes a plan
         other = in_thread(lambda: results.append(module(IDS).detach()))
         assert begun.wait(20)
         resident._initial = initial

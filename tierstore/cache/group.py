@@ -65,11 +65,11 @@ class TierGroup:
         self.residency_lock = lock
         self.stats = stats
         stats.add_tiers(tier.name for tier in tiers)
-        self._resident: ResidentLookups | None = None
+        self.resident: ResidentLookups | None = None
         if not self.fast.plan.evicts:
             initial = None if self.stack.lower else layout.initial
-            self._resident = ResidentLookups(self.fast, initial, stats, self.curves, lock)
-            stats.count_rest = self._resident.count
+            self.resident = ResidentLookups(self.fast, initial, stats, self.curves, lock)
+            stats.count_rest = self.resident.count
         self.size: ReadAheadSize | None = None
         """Chooses the bytes of reading ahead, if they are automatic."""
         self.division: UseDivision | None = None
@@ -102,9 +102,9 @@ class TierGroup:
     def lookup(self, batch: _core.Batch) -> TierRows:
         """Bring the rows into the first tier now. A signal that raises meanwhile leaves all rows as before or
         after it."""
-        if self._resident is not None and not self.stats.has_plans_ahead:
+        if self.resident is not None and not self.stats.has_plans_ahead:
             self.check_open()
-            if (found := self._resident.find(batch)) is not None:
+            if (found := self.resident.find(batch)) is not None:
                 return ResidentRows(self, batch, found, self.fast.rows)
         return uninterrupted(lambda: self._lookup(batch))
 
@@ -149,7 +149,7 @@ class TierGroup:
         Rows used by lookups from ``pinned_since`` on stay. If room is short, the plan waits for further
         releases, and at last uses overflow slots. Raises the tiers' errors; then nothing has changed.
         """
-        with self.order.planner(), self._resident.planning() if self._resident else nullcontext():
+        with self.order.planner(), self.resident.planning() if self.resident else nullcontext():
             self.order.open(pinned.seq)
             try:
                 self._plan(pinned, pinned_since, announced, stop)
@@ -197,9 +197,9 @@ class TierGroup:
 
     def _adding(self, missing: Keys) -> AbstractContextManager[None]:
         """Return a context in which ``missing`` may be added to the first tier."""
-        if self._resident is None or not len(missing):
+        if self.resident is None or not len(missing):
             return nullcontext()
-        return self._resident.adding()
+        return self.resident.adding()
 
     def _begin(self, pinned: PinnedRows, announced: bool) -> _core.Plan:
         seq = pinned.seq

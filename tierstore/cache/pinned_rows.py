@@ -64,6 +64,16 @@ class ReadRows(Rows):
         self.slots = np.arange(len(data), dtype=np.int32)
 
 
+class StayingRows(Rows):
+    """Rows of a tier that no row ever leaves, for lookups that change nothing: no copy is needed."""
+
+    def __init__(
+        self, group: Owner, batch: _core.Batch, slots: NDArray[np.int32], rows: DeviceRows
+    ) -> None:
+        super().__init__(group, batch)
+        self.slots, self.device_rows = slots, rows
+
+
 class TierRows(Rows):
     """Rows in the fast tier, which stay at their slots while they are ``held``. ``csr``: the positions of
     every row."""

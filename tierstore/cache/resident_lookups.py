@@ -56,6 +56,11 @@ class ResidentLookups:
             soon(self.count)
         return found
 
+    def read(self, batch: _core.Batch) -> _core.ResidentRows | None:
+        """Return where the rows of ``batch``, which is read outside of training, are. Rows that are missing (slot
+        -1) have their initial values; None where a lower tier may have them, or rows are being added."""
+        return self._native.read(batch, self._initial is not None)
+
     @contextmanager
     def planning(self) -> Iterator[None]:
         """Let no lookup add rows: a plan counts on the rows that it has found missing."""
@@ -78,9 +83,10 @@ class ResidentLookups:
         """Count the lookups so far."""
         self._is_asked = False
         with self._lock:
-            lookups, table_rows, accesses, seconds = self._native.take()
+            lookups, table_rows, accesses, read_rows, seconds = self._native.take()
             for rows in lookups:
                 self._curves.observe(rows.batch.unique, np.diff(rows.csr_start))
             if lookups:
                 self._stats.count_resident(len(lookups), np.array(table_rows, np.int64), accesses)
                 self._stats.counters.plan_seconds += seconds
+            self._stats.counters.read_rows += read_rows

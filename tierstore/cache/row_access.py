@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tierstore import _core
 from tierstore.cache.group import TierGroup
-from tierstore.cache.pinned_rows import ReadRows
+from tierstore.cache.pinned_rows import ReadRows, Rows, StayingRows
 from tierstore.cache.tiers.protocol import Keys
 from tierstore.cache.uninterrupted import uninterrupted
 from tierstore.keys import make_keys, split
@@ -17,6 +17,28 @@ from tierstore.keys import make_keys, split
 _CHUNK = 1 << 16  # rows changed at a time
 _PIECE_BYTES = 4 << 20
 """Bytes of rows that are read at a time, so that memory does not grow with the number of ids."""
+
+
+def find_rows(group: TierGroup, batch: _core.Batch) -> Rows:
+    """Return the rows where they are, or a copy where a row might leave its place or is not in the first tier;
+    no tier changes, no row is created."""
+    group.check_open()
+    found = None if group.resident is None else group.resident.read(batch)
+    if found is None:
+        return read_rows(group, batch)
+    if found.missing:
+        return _with_initial_rows(group, batch, found.slots)
+    return StayingRows(group, batch, found.slots, group.fast.rows)
+
+
+def _with_initial_rows(group: TierGroup, batch: _core.Batch, slots: NDArray[np.int32]) -> ReadRows:
+    """Return a copy of the rows at ``slots``, and of the initial rows where these are -1."""
+    rows = _core.rows_array(len(slots), group.layout.row_bytes)
+    copies, missing = group.layout.view(rows), slots < 0
+    here, left = (np.flatnonzero(which).astype(np.int32) for which in (~missing, missing))
+    copies.copy_rows(here, group.fast.rows, slots[here])
+    group.layout.initialise(copies, left, batch.unique[left])
+    return ReadRows(group, batch, rows)
 
 
 def read_rows(group: TierGroup, batch: _core.Batch) -> ReadRows:

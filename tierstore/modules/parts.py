@@ -14,7 +14,7 @@ from tierstore import _core
 from tierstore._core import UpdateRounding
 from tierstore.cache.group import TierGroup
 from tierstore.cache.pinned_rows import Rows, TierRows
-from tierstore.cache.row_access import read_rows
+from tierstore.cache.row_access import find_rows
 
 MODES = {"sum": 0, "mean": 1, "max": 2}
 
@@ -98,10 +98,11 @@ class Lookup:
             raise
 
     def read(self) -> None:
-        """Copy the rows of every part; change nothing. Rows that were pinned ahead are released."""
+        """Find the rows of every part, or copy them where they may leave their places; change nothing. Rows that
+        were pinned ahead are released."""
         self.release()
         for part in self.parts:
-            part.rows = read_rows(part.group, part.batch)
+            part.rows = find_rows(part.group, part.batch)
 
     def release(self) -> None:
         for part in self.parts:
