@@ -274,3 +274,58 @@ def test_threads_that_look_up_and_add_rows_at_once() -> None:
             thread.join(60)
         assert not errors
         assert module.engine.stats()["lookups"] == 5 * 180
+
+
+def read(module: Bags, batches: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [module(batch).clone() for batch in batches]
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_reads_are_those_of_copies_and_change_nothing(config: TierConfig) -> None:
+    """Before any training, between steps of it, and of rows of which some are there."""
+    with build(config, ADAGRAD, DIMS) as module, planned(build(config, ADAGRAD, DIMS)) as oracle:
+        data = random_batches(5, 12, 2, 40, 3)
+        for step in range(0, 12, 3):
+            for ours, expected in zip(read(module, data), read(oracle, data), strict=True):
+                assert torch.equal(ours, expected)
+            assert len(module.engine.groups[0].fast) == len(oracle.engine.groups[0].fast)
+            train(module, data[step : step + 3])
+            train(oracle, data[step : step + 3])
+        stats, expected_stats = (without_seconds(one.engine.stats()) for one in (module, oracle))
+        assert stats["read_rows"] == expected_stats["read_rows"] > 0
+        assert stats["lookups"] == expected_stats["lookups"] == 12
+        assert module.engine.table_curves() == oracle.engine.table_curves()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_read_waits_for_no_other_thread(trained: bool) -> None:
+    """The main thread reads while another thread holds the lock of the group, and the worker waits for it."""
+    with build(IN_MEMORY, ADAGRAD, DIMS) as module:
+        if trained:
+            train(module, [IDS])
+        expected, held, done = read(module, [IDS])[0], threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with module.engine.groups[0].residency_lock:
+                held.set()
+                done.wait(20)
+
+        other = in_thread(hold)
+        assert held.wait(20)
+        begin = time.monotonic()
+        assert torch.equal(read(module, [IDS])[0], expected)
+        assert time.monotonic() - begin < 10
+        done.set()
+        other.join(20)
+
+
+def test_rows_that_were_read_are_no_part_of_a_later_update() -> None:
+    """A read keeps no copy: the next one has what training has made of the rows."""
+    with build(IN_MEMORY, ADAGRAD, DIMS) as module:
+        train(module, [IDS])
+        before = read(module, [IDS])[0]
+        train(module, [IDS])
+        after = read(module, [IDS])[0]
+        assert not torch.equal(before, after)
+        assert torch.equal(after, module(IDS).detach())

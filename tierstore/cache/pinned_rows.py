@@ -67,9 +67,7 @@ class ReadRows(Rows):
 class StayingRows(Rows):
     """Rows of a tier that no row ever leaves, for lookups that change nothing: no copy is needed."""
 
-    def __init__(
-        self, group: Owner, batch: _core.Batch, slots: NDArray[np.int32], rows: DeviceRows
-    ) -> None:
+    def __init__(self, group: Owner, batch: _core.Batch, slots: NDArray[np.int32], rows: DeviceRows) -> None:
         super().__init__(group, batch)
         self.slots, self.device_rows = slots, rows
 

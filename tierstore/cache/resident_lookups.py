@@ -57,8 +57,10 @@ class ResidentLookups:
         return found
 
     def read(self, batch: _core.Batch) -> _core.ResidentRows | None:
-        """Return where the rows of ``batch``, which is read outside of training, are. Rows that are missing (slot
-        -1) have their initial values; None where a lower tier may have them, or rows are being added."""
+        """Return where the rows of ``batch`` are, to read them outside of training.
+
+        A row that is missing (slot -1) has its initial value. None where a lower tier may have it, or rows
+        are being added."""
         return self._native.read(batch, self._initial is not None)
 
     @contextmanager

@@ -20,8 +20,10 @@ _PIECE_BYTES = 4 << 20
 
 
 def find_rows(group: TierGroup, batch: _core.Batch) -> Rows:
-    """Return the rows where they are, or a copy where a row might leave its place or is not in the first tier;
-    no tier changes, no row is created."""
+    """Return the rows where they are, or a copy if one might leave its place or is not in the first tier.
+
+    No tier changes, no row is created.
+    """
     group.check_open()
     found = None if group.resident is None else group.resident.read(batch)
     if found is None:

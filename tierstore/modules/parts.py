@@ -98,8 +98,9 @@ class Lookup:
             raise
 
     def read(self) -> None:
-        """Find the rows of every part, or copy them where they may leave their places; change nothing. Rows that
-        were pinned ahead are released."""
+        """Find the rows of every part, or copy rows that may leave their places; change nothing.
+
+        Rows that were pinned ahead are released."""
         self.release()
         for part in self.parts:
             part.rows = find_rows(part.group, part.batch)
