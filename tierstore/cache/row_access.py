@@ -38,7 +38,9 @@ def _with_initial_rows(group: TierGroup, batch: _core.Batch, slots: NDArray[np.i
     rows = _core.rows_array(len(slots), group.layout.row_bytes)
     copies, missing = group.layout.view(rows), slots < 0
     here, left = (np.flatnonzero(which).astype(np.int32) for which in (~missing, missing))
-    copies.copy_rows(here, group.fast.rows, slots[here])
+    kept = group.fast.rows
+    assert isinstance(kept, _core.HostRows)
+    copies.copy_rows(here, kept, slots[here])
     group.layout.initialise(copies, left, batch.unique[left])
     return ReadRows(group, batch, rows)
 

@@ -82,21 +82,22 @@ def joined(targets: Sequence[Target]) -> list[Target]:
         if target.divisor is not None or any(source.rows is not None for source in target.sources):
             runs.append([target])
             continue
-        size, floats = (target.count, target.width, target.stride), target.count * target.width
-        run = continued.pop((*size, *_starts(target, 0)), None)
+        run = continued.pop(_place(target, 0), None)
         if run is None or not _goes_on(run, target):
             run = []
             runs.append(run)
         run.append(target)
-        continued[(*size, *_starts(target, floats))] = run
+        continued[_place(target, target.count * target.width)] = run
     return [
         run[0] if len(run) == 1 else replace(run[0], features=len(run), step=run[1].offset - run[0].offset)
         for run in runs
     ]
 
 
-def _starts(target: Target, after: int) -> list[tuple[bool, bool, int]]:
-    return [(source.here, source.replica, source.start + after) for source in target.sources]
+def _place(target: Target, after: int) -> tuple[object, ...]:
+    """Return the size of a target, and the floats ``after`` the first ones of its sources."""
+    starts = [(source.here, source.replica, source.start + after) for source in target.sources]
+    return target.count, target.width, target.stride, tuple(starts)
 
 
 def _goes_on(run: Sequence[Target], target: Target) -> bool:
