@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from tierstore.cache.uninterrupted import Gate
 from tierstore.errors import RankError
 from tierstore.modules.ahead import Ahead, Content
 from tierstore.modules.base import TieredModule
-from tierstore.modules.gpu import current_streams
+from tierstore.modules.gpu import current_streams, on_streams
 from tierstore.pipeline.learning import leaves
 
 
@@ -40,8 +41,12 @@ class Planned:
 
     def __post_init__(self) -> None:
         self.streams = current_streams(self._tensors())
-        """Of the thread that pulled the batch, which may only have asked a GPU to make it. Who computes with
-        its tensors on these comes after that, and the allocator knows of it."""
+        """Of the thread that pulled the batch."""
+
+    def on_streams(self) -> AbstractContextManager[None]:
+        """Compute with the batch's tensors where they are: after the work on a GPU that makes them, which the
+        thread that pulled the batch may only have asked for."""
+        return on_streams(self.streams)
 
     def give_up(self) -> None:
         """Let the forward call of this batch look up on demand, whatever it waits for."""

@@ -28,7 +28,6 @@ from tierstore.cache.pinned_rows import PinnedRows
 from tierstore.cache.uninterrupted import uninterrupted, works_here
 from tierstore.errors import TierStoreError
 from tierstore.modules.ahead import Ahead, content_of
-from tierstore.modules.gpu import on_streams
 from tierstore.modules.parts import Lookup
 from tierstore.pipeline.exchanges import RankExchanges
 from tierstore.pipeline.learning import Call
@@ -329,7 +328,7 @@ class Session:
         if module.collective and exchange is None:
             return
         try:
-            with on_streams(planned.streams):  # arguments may be computed where the ids are
+            with planned.on_streams():  # arguments may be computed where the ids are
                 args, kwargs = call.arguments(planned.batch)
                 inputs = module.lookup_inputs(*args, **kwargs)
                 if exchange is None:
