@@ -68,6 +68,8 @@ FEATURES = {
     "shared bags": {"shared": True},
     "prefetch": {"prefetch": True},
     "accumulated": {"accumulated": True},
+    "ids on the GPU": {"ids_on_gpu": True},
+    "prefetch of ids on the GPU": {"ids_on_gpu": True, "prefetch": True},
 }
 HALF = (DataType.BF16, DataType.FP16, DataType.FP32, DataType.BF16)
 FEATURES_OF_HALF = {
@@ -122,6 +124,8 @@ def trained(cut: str, device: str | None, **more: Any) -> list[Any]:
     found: list[Any] = []
     data = cases.batches(2, 8, shared=more.get("shared", False))
     batches: Any = [batch.of([env.rank], weighted) for batch in data]
+    if more.get("ids_on_gpu"):
+        batches = [batch.to(on) for batch in batches]
     for batch in tierstore.prefetch(batches, parts, depth=2, window=3) if more.get("prefetch") else batches:
         if weighted:
             batch.weights().requires_grad_()
