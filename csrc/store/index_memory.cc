@@ -17,14 +17,12 @@ constexpr std::size_t RoundUp(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
 }
 
-// Makes a huge page of small ones at once. Systems before Linux 6.1 refuse, and do it when they find the time.
-void Collapse(std::byte* page) {
-#ifdef MADV_COLLAPSE
-  madvise(page, kHugePageBytes, MADV_COLLAPSE);
-#else
-  madvise(page, kHugePageBytes, 25);
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
 #endif
-}
+
+// Makes a huge page of small ones at once. Systems before Linux 6.1 refuse: they do it some time later.
+void Collapse(std::byte* page) { madvise(page, kHugePageBytes, MADV_COLLAPSE); }
 
 }  // namespace
 
