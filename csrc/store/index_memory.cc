@@ -17,13 +17,6 @@ constexpr std::size_t RoundUp(std::size_t bytes, std::size_t unit) {
   return (bytes + unit - 1) / unit * unit;
 }
 
-#ifndef MADV_COLLAPSE
-#define MADV_COLLAPSE 25
-#endif
-
-// Makes a huge page of small ones at once. Systems before Linux 6.1 refuse: they do it some time later.
-void Collapse(std::byte* page) { madvise(page, kHugePageBytes, MADV_COLLAPSE); }
-
 }  // namespace
 
 IndexMemory::~IndexMemory() {
@@ -48,11 +41,7 @@ void IndexMemory::Extend(std::size_t bytes) {
   if (bytes > reserved_bytes_) Reserve(RoundUp(4 * bytes, kHugePageBytes));
   if (mprotect(data_ + bytes_, bytes - bytes_, PROT_READ | PROT_WRITE) != 0) throw std::bad_alloc();
   madvise(data_, bytes, MADV_HUGEPAGE);
-  // A huge page of which only a part could be used was filled by small pages.
-  const std::size_t end = RoundUp(bytes_, kHugePageBytes);
-  const bool was_part = end > bytes_ && end <= bytes;
   bytes_ = bytes;
-  if (was_part) Collapse(data_ + end - kHugePageBytes);
 }
 
 void IndexMemory::Clear(std::size_t offset, std::size_t bytes) {
@@ -68,16 +57,7 @@ void IndexMemory::Clear(std::size_t offset, std::size_t bytes) {
 void IndexMemory::Reserve(std::size_t bytes) {
   std::byte* const to = MapAligned(bytes, PROT_NONE);
   KeepFromChildren(to, bytes);
-  if (data_ != nullptr && bytes_ < kHugePageBytes) {
-    // What is moved would stay a mapping of its own, which no huge page reaches beyond.
-    if (mprotect(to, bytes_, PROT_READ | PROT_WRITE) != 0) {
-      munmap(to, bytes);
-      throw std::bad_alloc();
-    }
-    madvise(to, bytes_, MADV_HUGEPAGE);
-    std::memcpy(to, data_, bytes_);
-    munmap(data_, reserved_bytes_);
-  } else if (data_ != nullptr) {
+  if (data_ != nullptr) {
     if (mremap(data_, bytes_, bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, to) == MAP_FAILED) {
       munmap(to, bytes);
       throw std::bad_alloc();
