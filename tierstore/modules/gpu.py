@@ -37,8 +37,8 @@ def on_streams(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
 
 
 def made_here(tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """Return what lets another current stream than this one use ``tensors`` of one GPU, which are made on
-    this one: it waits for this one, and the allocator is told that it uses them."""
+    """Return a function that lets a later current stream use ``tensors`` of one GPU, which the stream that is
+    current now makes: the later stream waits for this one, and torch's allocator is told of the use."""
     there = [tensor for tensor in tensors if tensor.is_cuda]
     if not there:
         return lambda: None

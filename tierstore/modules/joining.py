@@ -34,7 +34,7 @@ class Pass:
     gradients: Any
 
     def __post_init__(self) -> None:
-        # Autograd runs it on the stream of its forward call, and lets the caller's wait for leaves alone.
+        # Autograd computes on the stream of the forward call. The caller's stream waits for leaves alone.
         self.follow = made_here(self._tensors())
         """Let the current stream use the gradients."""
 

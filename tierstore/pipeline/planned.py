@@ -41,11 +41,11 @@ class Planned:
 
     def __post_init__(self) -> None:
         self.streams = current_streams(self._tensors())
-        """Of the thread that pulled the batch."""
+        """The current streams of the thread that pulled the batch."""
 
     def on_streams(self) -> AbstractContextManager[None]:
-        """Compute with the batch's tensors where they are: after the work on a GPU that makes them, which the
-        thread that pulled the batch may only have asked for."""
+        """Return a context in which torch computes on the streams of the thread that pulled the batch: a GPU may
+        still have to make the batch's tensors there."""
         return on_streams(self.streams)
 
     def give_up(self) -> None:
