@@ -44,8 +44,8 @@ class Planned:
         """The current streams of the thread that pulled the batch."""
 
     def on_streams(self) -> AbstractContextManager[None]:
-        """Return a context in which torch computes on the streams of the thread that pulled the batch: a GPU may
-        still have to make the batch's tensors there."""
+        """Return a context in which torch computes on the streams of the thread that pulled the batch: a GPU
+        may still have to make the batch's tensors there."""
         return on_streams(self.streams)
 
     def give_up(self) -> None:
