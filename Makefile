@@ -12,11 +12,12 @@
 #
 # Everything is installed in .venv, in place: an edit of a Python file needs no reinstall, one under csrc/ makes the
 # next call compile that file, and a header under csrc/ all of them. Objects lie in build/, and all builds share them.
-# PYTHON and TORCH choose the interpreter and the torch release, JOBS the number of test processes.
+# PYTHON and TORCH choose the interpreter and the torch release, JOBS the number of test processes (0: in pytest's own,
+# for a debugger).
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
-JOBS ?= $(shell nproc)
+JOBS ?= 2
 ARGS ?=
 PYTEST_ARGS ?=
 
@@ -37,8 +38,10 @@ demo: $(INSTALLED)
 	$(BIN)/tierstore train --data flights --hbm 1/37 --store demo-out/store --policy lookahead --depth auto \
 	  --epochs 1 --compare in-memory --json demo-out/result.json $(ARGS)
 
-# A file's tests run in one process, in their order; tests/conftest.py says which files begin first.
+# A file's tests run in one process, in their order. Hundreds of them start an interpreter, which need not compile our
+# modules each time, wherever the environment keeps it from writing what it compiled.
 test: $(TESTABLE)
+	$(BIN)/python -m compileall -q tierstore cache_policies bench
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(PACKAGES)
