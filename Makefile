@@ -1,5 +1,5 @@
 # make demo     train on real data with tables 37 times larger than their memory budget, and check every bit
-# make test     run the tests            (PYTEST_ARGS="tests/cli -x" picks some)
+# make test     run the tests, JOBS files at a time     (PYTEST_ARGS="tests/cli -x" picks some)
 # make lint     ruff, mypy, clang-format (what CI checks); make format mends what they can
 # make docs     build the documents as a site in build/site, warnings as errors
 # make wheel    build the wheel in an isolated environment, without torch
@@ -11,10 +11,13 @@
 # make clean    remove everything that these made
 #
 # Everything is installed in .venv, in place: an edit of a Python file needs no reinstall, one under csrc/ makes the
-# next call rebuild. PYTHON and TORCH choose the interpreter and the torch release.
+# next call compile that file, and a header under csrc/ all of them. Objects lie in build/, and all builds share them.
+# PYTHON and TORCH choose the interpreter and the torch release, JOBS the number of test processes (0: in pytest's own,
+# for a debugger).
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
+JOBS ?= 2
 ARGS ?=
 PYTEST_ARGS ?=
 
@@ -23,6 +26,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CSRC := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 INSTALLED := $(VENV)/installed-torch-$(TORCH)
+PACKAGES := $(VENV)/packages-torch-$(TORCH)
 TESTABLE := $(VENV)/testable-torch-$(TORCH)
 
 .PHONY: gpu-build gpu-check gpu-bench
@@ -34,10 +38,13 @@ demo: $(INSTALLED)
 	$(BIN)/tierstore train --data flights --hbm 1/37 --store demo-out/store --policy lookahead --depth auto \
 	  --epochs 1 --compare in-memory --json demo-out/result.json $(ARGS)
 
+# A file's tests run in one process, in their order. Hundreds of them start an interpreter, which need not compile our
+# modules each time, wherever the environment keeps it from writing what it compiled.
 test: $(TESTABLE)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m compileall -q tierstore cache_policies bench
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-lint: $(TESTABLE)
+lint: $(PACKAGES)
 	@failed=0; \
 	$(BIN)/ruff check . || failed=1; \
 	$(BIN)/ruff format --check . || failed=1; \
@@ -45,7 +52,7 @@ lint: $(TESTABLE)
 	$(BIN)/clang-format --dry-run -Werror $(CSRC) || failed=1; \
 	exit $$failed
 
-format: $(TESTABLE)
+format: $(PACKAGES)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CSRC)
@@ -145,7 +152,10 @@ $(VENV)/created:
 $(INSTALLED): $(VENV)/created pyproject.toml setup.py $(CSRC)
 	@echo "Installing torch $(TORCH) and tierstore in $(VENV): minutes the first time, mostly downloads and the compiler."
 	$(PIP) install --quiet "torch==$(TORCH)" -e ".[plot,data]"
-	@rm -f $(VENV)/installed-* && touch $@
+	@rm -f $(OTHERS) && touch $@
+
+# Stamps of other releases of torch, which an installation replaces.
+OTHERS = $(filter-out %-torch-$(TORCH),$(wildcard $(VENV)/*-torch-*))
 
 # torchrec and fbgemm are the peers that tests compare with. torchrec asks for the CUDA build of fbgemm, so the two are
 # installed without what they ask for, and what `import torchrec` needs is named here. Each release goes with one of torch.
@@ -155,8 +165,15 @@ PEERS := fbgemm-gpu-cpu==1.6.0 torchrec==1.6.1 iopath portalocker
 endif
 # Frameworks that tests train with, without the servers, hubs and the second copy of Lightning that they ask for.
 FRAMEWORKS := lightning==2.6.6 accelerate==1.15.0
-$(TESTABLE): $(INSTALLED)
-	$(PIP) install --quiet "torch==$(TORCH)" "tierstore[test,lint,docs]" tensordict pyre-extensions torchmetrics==1.0.3 tqdm \
-	  lightning-utilities fsspec
+# Everything that tests and linters use but tierstore, which a compiler can work on meanwhile.
+$(PACKAGES): $(VENV)/created pyproject.toml
+	@echo "Installing torch $(TORCH) and other packages in $(VENV): a minute or two, mostly downloads."
+	$(PIP) install --quiet "torch==$(TORCH)" $$($(BIN)/python .ci/requirements.py plot data test lint docs) tensordict \
+	  pyre-extensions torchmetrics==1.0.3 tqdm lightning-utilities fsspec
 	$(PIP) install --quiet --no-deps $(PEERS) $(FRAMEWORKS)
-	@rm -f $(VENV)/testable-* && touch $@
+	@rm -f $(OTHERS) && touch $@
+
+$(TESTABLE): $(PACKAGES) setup.py $(CSRC)
+	@echo "Installing tierstore in $(VENV): minutes if its core is not compiled yet."
+	$(PIP) install --quiet --no-deps --editable .
+	@touch $@

@@ -1,5 +1,6 @@
 """Builds the native core. Everything else about the package is in pyproject.toml."""
 
+import fcntl
 import hashlib
 import os
 import sys
@@ -31,6 +32,12 @@ class BuildCore(build_ext):
         flags = [os.environ.get(name) for name in ("CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS")]
         built_with = repr((pybind11.__version__, sys.version, sysconfig.get_path("include"), flags))
         self.build_temp = f"build/objects-{hashlib.sha256(built_with.encode()).hexdigest()[:12]}"
+
+    def run(self) -> None:
+        Path(self.build_temp).mkdir(parents=True, exist_ok=True)
+        with open(Path(self.build_temp, "lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two builds at a time
+            super().run()
 
 
 def is_older(compiled: str, source: str) -> bool:

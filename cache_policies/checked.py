@@ -6,6 +6,7 @@ memory. Here a hook, and every compiled function that it reaches by name, is com
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import namedtuple
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ class CheckedHooks:
     def begin(self, capacity: int) -> CheckedHooks:
         """Begin with the state of an empty cache of ``capacity`` slots; return the hooks."""
         arrays = self._policy.state(capacity)
-        self._state = namedtuple("State", tuple(arrays))(**arrays)  # type: ignore[misc]
+        self._state = _state_class(tuple(arrays))(**arrays)
         return self
 
     def touch(self, slots: np.ndarray, keys: np.ndarray, next_use: np.ndarray, now: int) -> None:
@@ -87,6 +88,12 @@ class CheckedHooks:
 
     def _fault(self, hook: str, why: str) -> PolicyError:
         return PolicyError(f"policy {self._policy.name!r}: hook {hook} {why}")
+
+
+@functools.cache
+def _state_class(names: tuple[str, ...]) -> Any:
+    """Return one class for all capacities: numba compiles a hook again for arguments of another class."""
+    return namedtuple("State", names)  # type: ignore[misc]
 
 
 def _start(array: np.ndarray) -> str:

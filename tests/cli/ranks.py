@@ -16,6 +16,7 @@ import yaml
 
 from tierstore.cli.main import main
 
+ROOT = Path(__file__).parents[2]
 TABLES = ["t0", "t1", "t2"]
 DATA = ["--data", "synthetic:zipf:1.05", "--rows", "4000", "--tables", "3", "--dim", "8"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -49,9 +50,9 @@ def make_plan(
     return folder / "plan.json"
 
 
-def command(*arguments: str | Path, ranks: int = 2) -> list[str]:
+def command(*arguments: str | Path, ranks: int = 2, module: str = "tierstore.cli") -> list[str]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launch, "-m", "tierstore.cli", "train", *DATA, "--threads", "1", *map(str, arguments)]
+    return [*launch, "-m", module, "train", *DATA, "--threads", "1", *map(str, arguments)]
 
 
 def train(*arguments: str | Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
@@ -80,7 +81,8 @@ def disturbed(folder: Path, *arguments: str | Path, kill: int | None = None) -> 
     """Train until there is a checkpoint; then kill this rank, or send torchrun Ctrl-C. Return own lines."""
     with open(folder / "stderr", "w+") as errors:
         run = subprocess.Popen(
-            command("--steps", "100000", *arguments),
+            command("--steps", "100000", *arguments, module="tests.cli.often_shown"),
+            cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=errors,
             env={**os.environ, **ENVIRONMENT},

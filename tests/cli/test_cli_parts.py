@@ -225,6 +225,16 @@ class TestInterrupt:
         finally:
             signal.signal(signal.SIGINT, inherited)
 
+    @pytest.mark.parametrize("says", [True, False], ids=["alone", "a rank"])
+    def test_sigterm_does_not_end_a_rank_that_has_an_error_to_tell(self, says: bool) -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            with pytest.raises(ZeroDivisionError), GracefulInterrupt(says):
+                raise ZeroDivisionError
+            assert signal.getsignal(signal.SIGTERM) == (before if says else signal.SIG_IGN)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
 
 class TestJsonFile:
     def test_replaces_whole(self, tmp_path: Path) -> None:

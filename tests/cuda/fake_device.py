@@ -56,11 +56,15 @@ class FakeDevice(CudaDevice):
         fake_gpu().forget()
         fake_gpu().begin()
 
-    def unshare(self) -> None:
-        with self.streams.context:
-            for array in self._shared:
-                fake_gpu().unregister(array)
-        self._shared.clear()
+    def close(self) -> None:
+        """Close the device; arrays that were shared have left it before their memory is used again."""
+        if self.streams.is_usable:
+            self.synchronize()
+            with self.streams.context:
+                for array in self._shared:
+                    fake_gpu().unregister(array)
+            self._shared.clear()
+        super().close()
 
 
 @contextmanager
@@ -95,7 +99,6 @@ def fake_device(order: str = "eager", seed: int = 0, **options: object) -> Itera
         try:
             yield device
             device.synchronize()
-            device.unshare()
         finally:
             device.close()
             alive, wrong = gpu.alive, gpu.wrong

@@ -8,9 +8,9 @@ and not what orders torch's own work.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -54,6 +54,28 @@ _MIXES = {"aten::copy_", "aten::_index_put_impl_", "aten::index", "aten::index_p
 """Operations of torch that take tensors of several devices."""
 
 
+class Watch(Protocol):
+    """Is told what touches the memory of tensors (tests/cuda/fake_streams.py)."""
+
+    def touch(self, tensor: GpuTensor, *, write: bool, waits: bool = False) -> None:
+        """The current stream of the tensor's GPU reads or writes it; the host waits for that if it
+        ``waits``."""
+        ...
+
+    def record(self, tensor: GpuTensor, stream: Any) -> None:
+        """The allocator is told that ``stream`` uses the tensor."""
+        ...
+
+
+watch: Watch | None = None
+
+
+def _touched(given: Iterable[torch.Tensor], *, write: bool = False, waits: bool = False) -> None:
+    for tensor in given:
+        if watch is not None and isinstance(tensor, GpuTensor):
+            watch.touch(tensor, write=write, waits=waits)
+
+
 class GpuTensor(torch.Tensor):
     """A tensor on a GPU that is not there; ``inner`` has its numbers."""
 
@@ -83,6 +105,7 @@ class GpuTensor(torch.Tensor):
     is_cpu = False  # type: ignore[assignment]
 
     def data_ptr(self) -> int:
+        _touched([self], write=True)
         _keep(self.inner)
         return self.inner.data_ptr()
 
@@ -91,6 +114,10 @@ class GpuTensor(torch.Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         return FakeCuda._to(torch.Tensor.to, self, *args, **kwargs)
+
+    def record_stream(self, stream: Any) -> None:
+        if watch is not None:
+            watch.record(self, stream)
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -111,6 +138,9 @@ class GpuTensor(torch.Tensor):
         finish()
         out = func(*tree_map_only(cls, _inner, args), **tree_map_only(cls, _inner, kwargs))
         wrapped = tree_map_only(torch.Tensor, lambda t: cls(t, min(numbers)), out)
+        if not func.is_view:
+            _touched(given)
+            _touched(tree_leaves(wrapped), write=True)
         if func._schema.name == "aten::copy_" and not isinstance(args[0], cls):
             return args[0]
         if to_bucket:
@@ -129,7 +159,12 @@ class _Moved(torch.autograd.Function):
         finish()
         inner = tensor.inner if isinstance(tensor, GpuTensor) else tensor
         copy = inner.detach().to(dtype, copy=True)
-        return GpuTensor(copy, device.index or 0) if device.type == "cuda" else copy
+        _touched([tensor], waits=device.type == "cpu")
+        if device.type == "cpu":
+            return copy
+        made = GpuTensor(copy, device.index or 0)
+        _touched([made], write=True)
+        return made
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

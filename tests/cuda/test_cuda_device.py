@@ -24,7 +24,7 @@ from tierstore.cuda.cubins import CubinCache
 from tierstore.cuda.device import Libraries
 from tierstore.cuda.memory import Blocks
 from tierstore.cuda.rows import Departure
-from tierstore.cuda.streams import Stream, Streams
+from tierstore.cuda.streams import Operation, Stream, Streams
 
 LAYOUTS = [(3, 1), (8, 0), (8, 3), (20, 2), (3, 9, "fp16"), (8, 1, "bf16"), (20, 3, "fp16"), (20, 0, "bf16")]
 ROW = 48
@@ -140,6 +140,28 @@ def test_memory_that_is_given_back_too_early_is_found(wait: str) -> None:
             assert bool(gpu.wrong) == leaves_out
             assert all("outside of every array" in line for line in gpu.wrong)
             device.abandon()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_of_loaded_rows_that_is_used_again_too_early_is_found(waits: bool) -> None:
+    gpu = fake_gpu()
+    gpu.begin("lazy")
+    with checked_views():
+        device = FakeDevice()
+        loaded = device.load(some(2000))  # more than a block of index arrays has
+        args = core.LookupArgs(dim=8, slots=first(64), inverse=first(64))
+        loaded.lookup_rows(args, device.share(np.zeros((64, 8), np.float32)), 8)
+        del loaded
+        with nullcontext() if waits else mock.patch.object(Operation, "wait_for"):
+            device._give_back()
+        gpu.run(device.stream(Stream.UP))
+        rows = device.load(some(2000))
+        for stream in Stream:
+            gpu.run(device.stream(stream))
+        assert bool(gpu.wrong) != waits
+        assert all("not ordered after" in line for line in gpu.wrong)
+        device.abandon()
+        del rows
 
 
 @pytest.mark.parametrize("order", ORDERS)

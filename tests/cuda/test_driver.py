@@ -190,6 +190,26 @@ def test_a_kernel_that_fails_is_named_by_the_next_call(order: str) -> None:
     gpu.begin()
 
 
+@pytest.mark.parametrize("call", ["cuStreamWaitEvent", "cuEventRecord"])
+def test_a_wait_that_is_refused_ends_the_use_of_the_device(call: str) -> None:
+    """What came later would not be in order."""
+    fake_gpu().begin("lazy")
+    with checked_views():
+        device = FakeDevice()
+        rows = device.allocate(8, ROW)
+        rows.commit(8)
+        slots, data = np.arange(2, dtype=np.int32), np.ones((2, ROW), np.uint8)
+        rows.copy_in(slots, data)
+        fake_gpu().fail(call, 1)
+        with pytest.raises(GpuError, match=rf"{call} failed .* Kernels that had not ended: move_rows"):
+            rows.copy_out(slots, data)
+        for _ in range(2):
+            with pytest.raises(GpuError, match=f"{call} failed"):
+                rows.copy_out(slots, data)
+        device.abandon()
+        del rows
+
+
 def test_a_launch_that_is_refused_leaves_the_device_usable() -> None:
     with fake_device() as device:
         rows = device.allocate(8, ROW)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cuda.emulated import DIMS, Launch, hot_rows, library, vec_of
-from tests.kernels.kernel_batches import address, batches, make_rows, of, same_bits, steps
+from tests.kernels.kernel_batches import address, batches, counted_batch, make_rows, of, same_bits, steps
 from tests.kernels.kernel_oracle import PARTIAL_ADAM, Batch, Step
 from tierstore import _core as core
 from tierstore.cuda.args import (
@@ -238,15 +238,10 @@ def test_sequence_lookup_and_update(case: tuple, step: Step, gap: int, seed: int
 @pytest.mark.parametrize("kind", [1, 3, 7, 9])
 def test_hot_rows_are_summed_in_fixed_pieces(dim: int, counts: tuple[int, ...], kind: int) -> None:
     rng, step = np.random.default_rng(dim), Step(kind=kind)
-    inverse = rng.permutation(np.repeat(np.arange(len(counts)), counts)).astype(np.int32)
-    batch = Batch(
-        slots=np.arange(len(counts), dtype=np.int32)[::-1].copy(), inverse=inverse, offsets=np.empty(0),
-        bag_start=np.empty(0), out_offset=np.empty(0), out_stride=np.empty(0), modes=np.empty(0),
-    )  # fmt: skip
-    batch.csr = core.build_csr(inverse, len(counts))
+    batch = counted_batch(rng, counts)
     before = make_rows(rng, len(counts), dim + step.state_floats(dim), special=False)
     before[:, dim:] = np.abs(before[:, dim:])
-    grad = rng.standard_normal((len(inverse), dim)).astype(np.float32)
+    grad = rng.standard_normal((len(batch.inverse), dim)).astype(np.float32)
     expected, rows = before.copy(), before.copy()
     of(expected).update_rows(batch.update_args(dim, step), grad.ctypes.data, dim)
     launch = Launch(7, (dim, vec_of(dim)), kind)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.cuda.emulated import DIMS_OF_16_BITS, Launch, vec_of
 from tests.cuda.test_emulated_kernels import PROPERTY, SEEDS, pooled_grads, updated
-from tests.kernels.kernel_batches import address, batches, same_bits, steps
-from tests.kernels.kernel_oracle import KINDS, Batch, Step
+from tests.kernels.kernel_batches import address, batches, counted_batch, rows_batch, same_bits, steps
+from tests.kernels.kernel_oracle import KINDS, Step
 from tests.kernels.test_short_weights import packed, some_rows, unpacked, widened
 from tierstore import _core as core
 from tierstore.cuda.args import (
@@ -115,17 +115,12 @@ def test_updates(
 @pytest.mark.parametrize("dim", [3, 20, 64])
 def test_every_optimizer_rounds_hot_and_cold_rows(dim: int, dtype: str, kind: int) -> None:
     """Rows of 1 to 1,300 positions, to the nearest value and at random."""
-    counts = (1, 1300, 2, 255, 0, 257)
+    counts = (1, 1300, 2, 255, 256, 0, 257)
     rng, step = np.random.default_rng(dim + kind), Step(kind=kind, step=3)
-    inverse = rng.permutation(np.repeat(np.arange(len(counts)), counts)).astype(np.int32)
-    batch = Batch(
-        slots=np.arange(len(counts), dtype=np.int32)[::-1].copy(), inverse=inverse, offsets=np.empty(0),
-        bag_start=np.empty(0), out_offset=np.empty(0), out_stride=np.empty(0), modes=np.empty(0),
-    )  # fmt: skip
-    batch.csr = core.build_csr(inverse, len(counts))
+    batch = counted_batch(rng, counts)
     state = step.state_floats(dim)
     before = some_rows(rng, len(counts), dim, state, dtype)
-    grad = rng.standard_normal((len(inverse), dim)).astype(np.float32)
+    grad = rng.standard_normal((len(batch.inverse), dim)).astype(np.float32)
     results = []
     for rounding in (None, roundings(rng, len(counts), cut=True)):
         expected, rows = before.copy(), before.copy()
@@ -143,10 +138,7 @@ def test_every_optimizer_rounds_hot_and_cold_rows(dim: int, dtype: str, kind: in
 def test_every_number_of_16_bits_is_read_as_it_is(dtype: str) -> None:
     bits = np.arange(1 << 16, dtype=np.uint16).reshape(-1, 64)
     at = np.arange(len(bits), dtype=np.int32)
-    batch = Batch(
-        slots=at, inverse=at, offsets=np.empty(0), bag_start=np.empty(0), out_offset=np.empty(0),
-        out_stride=np.empty(0), modes=np.empty(0),
-    )  # fmt: skip
+    batch = rows_batch(at, at)
     out = np.zeros(bits.shape, np.float32)
     launch = Launch(0, (64, 4), weights=dtype)
     gather = launch.gather(bits, batch)
@@ -163,11 +155,7 @@ def test_any_float_is_rounded_as_on_the_host(dtype: str, random: bool) -> None:
     near = (limits[:, None] + np.arange(-32, 32, dtype=np.int64)[None]).astype(np.uint32)
     bits = np.concatenate([near, near ^ np.uint32(1 << 31), rng.integers(0, 1 << 32, (250, dim), np.uint32)])
     grad, at = bits.view(np.float32), np.arange(len(bits), dtype=np.int32)
-    batch = Batch(
-        slots=at, inverse=at, offsets=np.empty(0), bag_start=np.empty(0), out_offset=np.empty(0),
-        out_stride=np.empty(0), modes=np.empty(0),
-    )  # fmt: skip
-    batch.csr = core.build_csr(at, len(at))
+    batch = rows_batch(at, at)
     rounding = roundings(rng, len(at), cut=False) if random else None
     expected = packed(np.zeros((len(at), dim), np.float32), dim, 0, dtype)
     rows = expected.copy()

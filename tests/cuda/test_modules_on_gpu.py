@@ -264,6 +264,25 @@ def test_wrong_ids_are_named_before_anything_changes(ids_on: str) -> None:
         bag(torch.tensor([[1]]).to("cuda"))
 
 
+@pytest.mark.parametrize("ids_on", ["cpu", "cuda:0"])
+def test_a_prefetch_names_wrong_ids_where_they_are_used(ids_on: str) -> None:
+    batches = [ints(4, 5, seed=step) for step in range(6)]
+    batches[3][2, 1] = -1
+    with (
+        fake_torch("random", seed=2),
+        TieredEmbeddingBag(ROWS, DIM, mode="sum", device="cuda", config=CONFIG, optimizer=ADAM) as bag,
+    ):
+        given = [batch.to(ids_on) for batch in batches]
+        for step, ids in enumerate(tierstore.prefetch(given, bag, depth=2, window=3)):
+            if step == 3:
+                before = bag.rows(torch.arange(ROWS))
+                with pytest.raises(InputError, match="id -1 at position 11 is out of range"):
+                    bag(ids)
+                assert torch.equal(bag.rows(torch.arange(ROWS)), before)
+            else:
+                bag(ids).sum().backward()
+
+
 # -- models ------------------------------------------------------------------------------------
 
 

@@ -273,6 +273,26 @@ def test_ranks_are_all_on_gpus_or_none_is() -> None:
     run(2, one_on_a_cpu)
 
 
+def moved(device: str | None) -> None:
+    other = f"cuda:{1 - dist.get_rank()}"
+    with on_gpus():
+        module = sharded(TierConfig(hbm="64KiB", device=device))
+        model = nn.Sequential(module, nn.Linear(DIM, 1))
+        for target in ("cpu", other) if device else (other,):
+            for one in (module, model):
+                message = rf"the rows of tables t are on {module.device}, .* cannot be moved to {target}"
+                with pytest.raises(ConfigError, match=message):
+                    one.cpu() if target == "cpu" else one.to(target)
+        module.to(module.device).double().float()
+        module(batch(0, dist.get_rank())).values().sum().backward()
+        module.close()
+
+
+@pytest.mark.parametrize("device", [None, "cuda"])
+def test_a_sharded_collection_that_is_moved_is_refused(device: str | None) -> None:
+    run(2, moved, device)
+
+
 def fsdp_on_gpus() -> None:
     with on_gpus():
         model = Model(f"cuda:{dist.get_rank()}")

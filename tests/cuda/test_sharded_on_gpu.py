@@ -18,6 +18,7 @@ from tests.cuda.test_training_on_fake_gpu import counters
 from tests.sharding import cases
 from tests.sharding.ranks import run
 from tierstore import EmbeddingConfig, PoolingType, optim
+from tierstore.modules.configs import DataType
 from tierstore.sharding import (
     CommsConfig,
     ShardingEnv,
@@ -66,19 +67,38 @@ FEATURES = {
     "rows": {"rows": True},
     "shared bags": {"shared": True},
     "prefetch": {"prefetch": True},
+    "accumulated": {"accumulated": True},
+    "ids on the GPU": {"ids_on_gpu": True},
+    "prefetch of ids on the GPU": {"ids_on_gpu": True, "prefetch": True},
+}
+HALF = (DataType.BF16, DataType.FP16, DataType.FP32, DataType.BF16)
+FEATURES_OF_HALF = {
+    "weighted": {"weighted": True},
+    "dedup": {"comms": CommsConfig(dedup=True)},
+    "16 bits": {"comms": CommsConfig(forward_precision="bf16", backward_precision="bf16")},
+    "prefetch": {"prefetch": True},
+    "accumulated": {"accumulated": True},
 }
 
 
 def collection(
-    cut: str, poolings: tuple[PoolingType, ...] = (), weighted: bool = False, rows: bool = False
+    cut: str,
+    poolings: tuple[PoolingType, ...] = (),
+    weighted: bool = False,
+    rows: bool = False,
+    kinds: tuple[DataType, ...] = (DataType.FP32,) * 4,
+    optimizer: optim.OptimizerSpec | None = None,
 ) -> tuple[list[Any], Any]:
-    pairs = zip(cases.tables(*poolings), DIMS[cut], strict=True)
-    configs: list[Any] = [replace(config, embedding_dim=dim) for config, dim in pairs]
-    options = {"config": cases.MEMORY, "optimizer": optim.RowWiseAdagrad(lr=0.1), "seed": 3}
+    """Tables of dtypes ``kinds``, and their collection in memory; ``rows``: rows one by one."""
+    chosen = zip(cases.tables(*poolings), DIMS[cut], kinds, strict=True)
+    configs: list[Any] = [replace(config, embedding_dim=dim, data_type=kind) for config, dim, kind in chosen]
+    options = {"config": cases.MEMORY, "optimizer": optimizer or optim.RowWiseAdagrad(lr=0.1), "seed": 3}
     if not rows:
         return configs, tierstore.EmbeddingBagCollection(configs, weighted, **options)
-    configs = [EmbeddingConfig(c.num_embeddings, c.embedding_dim, c.name, feature_names=c.feature_names)
-               for c in configs]  # fmt: skip
+    configs = [
+        EmbeddingConfig(c.num_embeddings, c.embedding_dim, c.name, c.data_type, feature_names=c.feature_names)
+        for c in configs
+    ]
     return configs, tierstore.EmbeddingCollection(configs, need_indices=True, **options)
 
 
@@ -90,12 +110,13 @@ def flat(found: Any) -> Tensor:
 
 def trained(cut: str, device: str | None, **more: Any) -> list[Any]:
     """Everything that a training of a sharded collection gives: outputs, gradients, rows, state, counters."""
-    options = {name: more[name] for name in ("poolings", "weighted", "rows") if name in more}
+    names = ("poolings", "weighted", "rows", "kinds", "optimizer")
+    options = {name: more[name] for name in names if name in more}
     weighted = more.get("weighted", False)
     configs, whole = collection(cut, **options)
     plan = construct_plan(whole, CUTS[cut], 2, ranks_per_host=2)
     env = ShardingEnv.from_process_group()
-    tiers = replace(cases.TIGHT, device=device)
+    tiers = replace(cases.TIGHT, device=device, stochastic_rounding=more.get("rounds"))
     parts = shard(whole, plan, env, config=tiers, comms=more.get("comms"))
     number = dist.get_rank()
     on = torch.device(f"cuda:{number}" if device else "cpu")
@@ -103,6 +124,8 @@ def trained(cut: str, device: str | None, **more: Any) -> list[Any]:
     found: list[Any] = []
     data = cases.batches(2, 8, shared=more.get("shared", False))
     batches: Any = [batch.of([env.rank], weighted) for batch in data]
+    if more.get("ids_on_gpu"):
+        batches = [batch.to(on) for batch in batches]
     for batch in tierstore.prefetch(batches, parts, depth=2, window=3) if more.get("prefetch") else batches:
         if weighted:
             batch.weights().requires_grad_()
@@ -110,6 +133,11 @@ def trained(cut: str, device: str | None, **more: Any) -> list[Any]:
         assert out.device == on
         ((out - 0.3) ** 2).sum().backward()
         found += [out.detach().cpu(), *([batch.weights().grad] if weighted else [])]
+    if more.get("accumulated"):
+        with tierstore.accumulate(parts) as kept:
+            for batch in batches[:3]:
+                flat(parts(batch)).square().sum().backward()
+            found.append(torch.nn.utils.clip_grad_norm_(kept.parameters(), 0.5).cpu())
     found.append(counters(parts.stats()))
     parts.eval()
     with torch.no_grad():
@@ -157,3 +185,25 @@ def test_every_cut_has_the_bits_of_ranks_on_cpus(cut: str, order: str) -> None:
 @pytest.mark.parametrize("cut", ["row_wise", "mixed"])
 def test_everything_that_is_exchanged_has_the_bits_of_cpus(cut: str, features: str) -> None:
     run(2, both, cut, "random", FEATURES[features])
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("cut", CUTS)
+def test_tables_of_16_bits_have_the_bits_of_cpus(cut: str, rows: bool) -> None:
+    run(2, both, cut, "random", {"kinds": HALF, "rounds": True, "rows": rows})
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_tables_of_16_bits_that_round_to_nearest_have_the_bits_of_cpus(rows: bool) -> None:
+    run(2, both, "mixed", "lazy", {"kinds": HALF, "rounds": False, "rows": rows})
+
+
+@pytest.mark.parametrize("spec", [optim.SGD(lr=0.1), optim.Adam(lr=0.05)], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("cut", ["column_wise", "mixed"])
+def test_optimizers_of_16_bits_have_the_bits_of_cpus(cut: str, spec: optim.OptimizerSpec) -> None:
+    run(2, both, cut, "random", {"kinds": HALF, "rounds": True, "optimizer": spec})
+
+
+@pytest.mark.parametrize("features", FEATURES_OF_HALF)
+def test_what_16_bits_exchange_has_the_bits_of_cpus(features: str) -> None:
+    run(2, both, "mixed", "random", {"kinds": HALF, "rounds": True} | FEATURES_OF_HALF[features])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import tierstore
 from tests.cuda.fake import ORDERS, fake_gpu
-from tests.cuda.fake_torch import fake_torch
+from tests.cuda.fake_torch import GpuTensor, fake_torch
 from tierstore import TierConfig, TieredEmbeddingBag, optim
 
 DIM = 8
@@ -49,6 +50,7 @@ def counters(stats: Any) -> list[int]:
 
 CONFIGS = {
     "uvm and ssd": TierConfig(hbm="8KiB", uvm="6KiB", ssd="1GiB", engine="memory"),
+    "managed uvm": TierConfig(hbm="8KiB", uvm="6KiB", ssd="1GiB", engine="memory", uvm_kind="managed"),
     "lookahead": TierConfig(hbm="8KiB", ssd="1GiB", engine="memory", policy="lookahead"),
     "encoded": TierConfig(hbm="8KiB", ssd="1GiB", engine="memory", ssd_dtype="int8"),
     "encoded uvm": TierConfig(
@@ -66,7 +68,7 @@ ON_HOST: dict[tuple[str, bool], tuple[list[torch.Tensor], list[int]]] = {}
 @pytest.mark.parametrize("config", CONFIGS)
 def test_training_is_that_of_the_host(config: str, prefetch: bool, order: str) -> None:
     if (config, prefetch) not in ON_HOST:
-        ON_HOST[config, prefetch] = trained(prefetch, CONFIGS[config])
+        ON_HOST[config, prefetch] = trained(prefetch, replace(CONFIGS[config], uvm_kind="pinned"))
     with fake_torch(order, seed=7):
         outputs, counts = trained(prefetch, replace(CONFIGS[config], device="cuda:0"))
         launches = fake_gpu().counts["launches"]
@@ -79,3 +81,23 @@ def test_training_is_that_of_the_host(config: str, prefetch: bool, order: str) -
     assert any(counts)
     for ours, theirs in zip(outputs, expected, strict=True):
         np.testing.assert_array_equal(ours.numpy().view(np.uint32), theirs.numpy().view(np.uint32))
+
+
+def test_a_training_thread_does_not_wait_for_the_gpu() -> None:
+    """Neither in our code nor by ``item()`` and its like."""
+    with (
+        fake_torch("lazy"),
+        TieredEmbeddingBag(
+            400, DIM, device="cuda", config=CONFIGS["uvm and ssd"], optimizer=optim.Adam(lr=0.1)
+        ) as table,
+    ):
+        batches = [torch.randint(400, (8, 3), generator=torch.Generator().manual_seed(n)) for n in range(16)]
+        for step, ids in enumerate(tierstore.prefetch(batches, table, depth=2, window=3)):
+            before = fake_gpu().waits
+            with (
+                mock.patch.object(GpuTensor, "cpu", side_effect=AssertionError),
+                mock.patch.object(GpuTensor, "tolist", side_effect=AssertionError),
+                mock.patch.object(GpuTensor, "item", side_effect=AssertionError),
+            ):
+                table(ids).square().sum().backward()
+            assert step < 8 or fake_gpu().waits == before  # at first, memory for index arrays is made

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -19,6 +21,22 @@ def make_rows(rng: np.random.Generator, num_slots: int, floats: int, special: bo
         rows[rng.random(rows.shape) < 0.02] = np.nan
     rows[:, floats:] = 0
     return rows
+
+
+def rows_batch(slots: np.ndarray, inverse: np.ndarray) -> Batch:
+    """Return a batch without bags, with its positions by unique row."""
+    batch = Batch(
+        slots=slots, inverse=inverse, offsets=np.empty(0), bag_start=np.empty(0), out_offset=np.empty(0),
+        out_stride=np.empty(0), modes=np.empty(0),
+    )  # fmt: skip
+    batch.csr = core.build_csr(inverse, len(slots))
+    return batch
+
+
+def counted_batch(rng: np.random.Generator, counts: Sequence[int]) -> Batch:
+    """Return a batch without bags whose unique row i has ``counts[i]`` positions, in random order."""
+    inverse = rng.permutation(np.repeat(np.arange(len(counts)), counts)).astype(np.int32)
+    return rows_batch(np.arange(len(counts), dtype=np.int32)[::-1].copy(), inverse)
 
 
 @st.composite

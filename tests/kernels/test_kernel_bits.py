@@ -9,9 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.kernel_batches import address, batches, make_rows, of, same_bits, steps
+from tests.kernels.kernel_batches import address, batches, counted_batch, make_rows, of, same_bits, steps
 from tests.kernels.kernel_oracle import (
-    Batch,
     Step,
     lookup_pooled,
     position_grads,
@@ -127,20 +126,16 @@ def test_sequence_lookup_and_update(case: tuple, step: Step) -> None:
 def test_hot_rows_are_summed_in_fixed_pieces(counts: tuple[int, ...]) -> None:
     rng = np.random.default_rng(5)
     dim, step = 20, Step(kind=1)
-    inverse = rng.permutation(np.repeat(np.arange(len(counts)), counts)).astype(np.int32)
-    batch = Batch(
-        slots=np.arange(len(counts), dtype=np.int32)[::-1].copy(), inverse=inverse, offsets=np.empty(0),
-        bag_start=np.empty(0), out_offset=np.empty(0), out_stride=np.empty(0), modes=np.empty(0),
-    )  # fmt: skip
+    batch = counted_batch(rng, counts)
     before = make_rows(rng, len(counts), dim + 1, special=False)
     before[:, dim] = 0
-    grad = rng.standard_normal((len(inverse), dim)).astype(np.float32)
+    grad = rng.standard_normal((len(batch.inverse), dim)).astype(np.float32)
     expected = before.copy()
     update(expected, dim, batch, grad, step, False)
     for isa in core.supported_isas():
         for threads in (1, 2, 4):
             use((isa, threads))
             rows = before.copy()
-            batch.csr = core.build_csr(inverse, len(counts))
+            batch.csr = core.build_csr(batch.inverse, len(counts))
             of(rows).update_rows(batch.update_args(dim, step), grad.ctypes.data, dim)
             same_bits(rows, expected)

@@ -47,21 +47,25 @@ def falls(values: list[float]) -> bool:
     return sum(values[-third:]) < sum(values[:third])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_golden_training(ranks: int, tmp_path: Path) -> None:
-    script = imports_changed("golden_training.py", tmp_path)
-    found = losses(torchrun(script, ranks, GOLDEN))
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return imports_changed("golden_training.py", tmp_path_factory.mktemp("golden"))
+
+
+def test_golden_training_has_the_bits_of_training_in_memory(golden: Path) -> None:
+    lines = torchrun(golden, 1, GOLDEN)
+    assert len(losses(lines)) == 40
+    assert falls(losses(lines))
+    assert lines == torchrun(golden, 1, IN_MEMORY)
+
+
+def test_golden_training_on_two_ranks(golden: Path) -> None:
+    found = losses(torchrun(golden, 2, GOLDEN))
     assert len(found) == 40
     assert falls(found)
-    if ranks == 2:
-        quantized = losses(torchrun(script, ranks, GOLDEN, "--quantized", "--steps", "4"))
-        assert quantized == pytest.approx(found[:4], rel=1e-2)
-        assert quantized != found[:4]
-
-
-def test_golden_training_has_the_bits_of_training_in_memory(tmp_path: Path) -> None:
-    script = imports_changed("golden_training.py", tmp_path)
-    assert torchrun(script, 1, GOLDEN) == torchrun(script, 1, IN_MEMORY)
+    quantized = losses(torchrun(golden, 2, GOLDEN, "--quantized", "--steps", "4"))
+    assert quantized == pytest.approx(found[:4], rel=1e-2)
+    assert quantized != found[:4]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

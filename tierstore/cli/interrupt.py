@@ -13,7 +13,8 @@ class GracefulInterrupt:
     """While active, it only notes the first SIGINT or SIGTERM, so that the run is saved between batches.
 
     The next signal acts as always. Outside the main thread it has no effect. ``says``: whether it prints
-    what will happen; ranks of a job do not, since what they do depends on all of them.
+    what will happen; ranks of a job do not, since what they do depends on all of them. A rank that an error
+    ends ignores SIGTERM from then on: torchrun sends it where a peer has died, and this rank has to say so.
     """
 
     def __init__(self, says: bool = True) -> None:
@@ -31,6 +32,8 @@ class GracefulInterrupt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Exception) and not self._says and self._previous:
+            self._previous[signal.SIGTERM] = signal.SIG_IGN
         self._restore()
 
     def _restore(self) -> None:

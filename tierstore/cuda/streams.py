@@ -195,7 +195,10 @@ class Streams:
 
     def _wait(self, handle: int, timeline: _Timeline, number: int) -> None:
         if number > timeline.done:
-            self.driver.call("cuStreamWaitEvent", handle, timeline.pending[number][0], 0)
+            try:
+                self.driver.call("cuStreamWaitEvent", handle, timeline.pending[number][0], 0)
+            except CallError as error:  # what comes later would not be in order
+                raise self._named(error) from None
 
     def _end(self, operation: Operation) -> None:
         try:

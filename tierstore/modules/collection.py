@@ -156,6 +156,8 @@ class Collection(TieredModule):
 
     def adopt_applied(self) -> None:
         """Let tables that are not opened yet have the optimizer that was applied to their parameters."""
+        if not self._shown:  # tables in shards have no parameters
+            return
         applied = self.applied_optimizer()
         if applied is None or not isinstance(self.engine, LateEngine) or not self.engine.waits:
             return

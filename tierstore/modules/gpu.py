@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -16,12 +17,41 @@ def _current_stream(index: int) -> int:
     return handle
 
 
-def what_was_given() -> Callable[[], None]:
-    """Return what waits until the calling thread's current stream has done all that it was given so far."""
+def current_streams(tensors: Iterable[Tensor]) -> list[torch.cuda.Stream]:
+    """Return the calling thread's current streams of the GPUs of ``tensors``, and of torch's current GPU as
+    the last; none where torch uses no GPU."""
     if not torch.cuda.is_initialized():
+        return []
+    current = torch.cuda.current_device()
+    others = {tensor.device.index for tensor in tensors if tensor.is_cuda} - {current}
+    return [torch.cuda.current_stream(gpu) for gpu in (*sorted(others), current)]
+
+
+@contextmanager
+def on_streams(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
+    """Let ``streams`` be the calling thread's current ones."""
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
+
+
+def made_here(tensors: Sequence[Tensor]) -> Callable[[], None]:
+    """Return a function that lets a later current stream use ``tensors`` of one GPU, which the stream that is
+    current now makes: the later stream waits for this one, and torch's allocator is told of the use."""
+    there = [tensor for tensor in tensors if tensor.is_cuda]
+    if not there:
         return lambda: None
-    wait: Callable[[], None] = torch.cuda.current_stream().record_event().synchronize
-    return wait
+    made = torch.cuda.current_stream(there[0].device)
+
+    def follow() -> None:
+        now = torch.cuda.current_stream(there[0].device)
+        if now != made:
+            now.wait_stream(made)
+            for tensor in there:
+                tensor.record_stream(now)
+
+    return follow
 
 
 def gpu_memory() -> int:

@@ -20,6 +20,7 @@ from tierstore import _core
 from tierstore.cache.group import TierGroup
 from tierstore.cache.layout import IdSegment
 from tierstore.keys import MAX_ID, split
+from tierstore.modules.gpu import made_here
 from tierstore.modules.inputs import FeatureLookup
 from tierstore.modules.lookup import Gradients, PooledGradients, SequenceGradients
 from tierstore.modules.parts import Lookup, Part, PooledPart, SequencePart
@@ -31,6 +32,11 @@ class Pass:
 
     lookup: FeatureLookup
     gradients: Any
+
+    def __post_init__(self) -> None:
+        # Autograd computes on the stream of the forward call. The caller's stream waits for leaves alone.
+        self.follow = made_here(self._tensors())
+        """Let the current stream use the gradients."""
 
     @property
     def nbytes(self) -> int:
@@ -46,6 +52,8 @@ class Pass:
 
 def joined(passes: Sequence[Pass], padding: int) -> tuple[Lookup, Gradients]:
     """Return one lookup of all passes, and its gradients. ``padding``: the id that lookups skip."""
+    for one in passes:
+        one.follow()
     indices = range(len(passes[0].lookup.parts))
     if isinstance(passes[0].gradients, SequenceGradients):
         found = [_sequence(passes, index, padding) for index in indices]

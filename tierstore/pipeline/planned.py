@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from tierstore.cache.uninterrupted import Gate
 from tierstore.errors import RankError
 from tierstore.modules.ahead import Ahead, Content
 from tierstore.modules.base import TieredModule
-from tierstore.modules.gpu import what_was_given
+from tierstore.modules.gpu import current_streams, on_streams
 from tierstore.pipeline.learning import leaves
 
 
@@ -37,15 +38,15 @@ class Planned:
     limit: int | None = None  # batches that may be announced before its plan; None: not known yet
     behind: int | None = None  # batches that were known behind it when it was planned
     fills: bool = False  # whether the window was full when it was announced, and then when it was planned
-    written: Callable[[], None] = field(
-        default_factory=what_was_given
-    )  # waits for a GPU that makes the batch
 
-    def wait_written(self, inputs: Sequence[Tensor]) -> None:
-        """Wait until a GPU has written ``inputs``, which the thread that pulled the batch may only have asked
-        for."""
-        if any(tensor.is_cuda for tensor in inputs):
-            self.written()
+    def __post_init__(self) -> None:
+        self.streams = current_streams(self._tensors())
+        """The current streams of the thread that pulled the batch."""
+
+    def on_streams(self) -> AbstractContextManager[None]:
+        """Return a context in which torch computes on the streams of the thread that pulled the batch: a GPU
+        may still have to make the batch's tensors there."""
+        return on_streams(self.streams)
 
     def give_up(self) -> None:
         """Let the forward call of this batch look up on demand, whatever it waits for."""
@@ -62,21 +63,18 @@ class Planned:
     @property
     def nbytes(self) -> int:
         """Bytes of the batch and its lookups while it waits for its turn."""
-        tensors: list[Tensor] = []
+        lookups = [ahead.lookup for _, ahead in self.aheads if ahead.lookup is not None]
+        own = sum(t.nbytes for t in self._tensors())
+        own += sum(part.nbytes for each in lookups for part in each.parts)
+        return own + sum(12 * len(p.batch.unique) + 4 * len(p.batch.inverse) for _, p in self.lookups)
+
+    def _tensors(self) -> Iterator[Tensor]:
         for _, leaf in leaves(self.batch):
             if isinstance(leaf, Tensor):
-                tensors.append(leaf)
-            else:
-                parts = (
-                    leaf.values(),
-                    leaf.weights_or_none(),
-                    leaf.lengths_or_none(),
-                    leaf.offsets_or_none(),
-                )
-                tensors += [part for part in parts if part is not None]
-        lookups = [ahead.lookup for _, ahead in self.aheads if ahead.lookup is not None]
-        own = sum(t.nbytes for t in tensors) + sum(part.nbytes for each in lookups for part in each.parts)
-        return own + sum(12 * len(p.batch.unique) + 4 * len(p.batch.inverse) for _, p in self.lookups)
+                yield leaf
+                continue
+            parts = leaf.values(), leaf.weights_or_none(), leaf.lengths_or_none(), leaf.offsets_or_none()
+            yield from (part for part in parts if part is not None)
 
 
 class RecentBatches:

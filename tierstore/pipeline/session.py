@@ -328,14 +328,14 @@ class Session:
         if module.collective and exchange is None:
             return
         try:
-            args, kwargs = call.arguments(planned.batch)
-            inputs = module.lookup_inputs(*args, **kwargs)
-            planned.wait_written(inputs)
-            if exchange is None:
-                content = content_of(inputs)  # before the ids are read, so that later changes are noticed
-                lookup = module.make_lookup(*args, **kwargs)
-            else:
-                content, lookup = planned.contents[number], module.finish_exchange(exchange)
+            with planned.on_streams():  # arguments may be computed where the ids are
+                args, kwargs = call.arguments(planned.batch)
+                inputs = module.lookup_inputs(*args, **kwargs)
+                if exchange is None:
+                    content = content_of(inputs)  # before the ids are read, so that changes are noticed
+                    lookup = module.make_lookup(*args, **kwargs)
+                else:
+                    content, lookup = planned.contents[number], module.finish_exchange(exchange)
         except (TierStoreError, LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             # The forward call raises the batch's error in the user's own thread.
             logger.debug("no prefetch for a batch: %s", error)

@@ -10,6 +10,7 @@
 #include <random>
 #include <unordered_map>
 
+#include "common/huge_pages.h"
 #include "common/thread_pool.h"
 #include "store/tests/check.h"
 
@@ -240,6 +241,25 @@ void Measure(std::size_t n) {
   CHECK(found > 0);
 }
 
+// Sizes around those of huge pages, in steps and at once: bytes stay where they were written, new ones are 0.
+void GrowMemory() {
+  constexpr std::size_t kPage = 4096, kHuge = tierstore::kHugePageBytes;
+  for (const std::size_t first : {kPage, kHuge - kPage, kHuge, kHuge + kPage}) {
+    tierstore::IndexMemory memory;
+    std::size_t known = 0;
+    for (const std::size_t bytes : {first, kHuge - kPage, kHuge, kHuge + kPage, 2 * kHuge - kPage, 2 * kHuge,
+                                    5 * kHuge - kPage, 5 * kHuge + kPage, 40 * kHuge}) {
+      memory.Extend(bytes);
+      CHECK(memory.bytes() == std::max(known, bytes));
+      for (std::size_t at = 0; at < memory.bytes(); at += kPage) {
+        CHECK(memory.data()[at] == (at < known ? std::byte(at / kPage % 251 + 1) : std::byte{0}));
+        memory.data()[at] = std::byte(at / kPage % 251 + 1);
+      }
+      known = memory.bytes();
+    }
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -247,6 +267,7 @@ int main(int argc, char** argv) {
     CHECK(TableIndex::Unpermute(TableIndex::Permute(id)) == id);
   }
   RefusePieces();
+  GrowMemory();
   for (const Long which : {Long::kNever, Long::kLater}) Scatter(which);
 #ifdef TIERSTORE_SMALL_INDEX
   CrowdAnywhere(Long::kLater);

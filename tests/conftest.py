@@ -1,17 +1,19 @@
-"""Checks marked ``cuda`` run where a GPU is; elsewhere they are counted."""
+"""Checks marked ``cuda`` run where a GPU is; elsewhere they are counted, in several processes, too."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tierstore.cuda.driver import Driver
-from tierstore.errors import GpuError
+import pytest
 
 _wanted = pytest.StashKey[tuple[int, str]]()
 
 
 def _missing() -> str:
     """Why no GPU can be used here; empty where one can."""
+    from tierstore.cuda.driver import Driver
+    from tierstore.errors import GpuError
+
     try:
         Driver().open_device(0)
     except GpuError as error:
@@ -26,6 +28,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=want)
         items[:] = [item for item in items if item not in want]
         config.stash[_wanted] = len(want), missing
+        getattr(config, "workeroutput", {})["wanted"] = len(want), missing
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Each process has collected all checks."""
+    if "wanted" in getattr(node, "workeroutput", {}):
+        node.config.stash[_wanted] = node.workeroutput["wanted"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
