@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
 MERGED_READ_BYTES = 64 << 10  # the largest read that brings several rows
 GAP_BYTES = 8 << 10  # cost as much as a request does, until a store has measured its device
@@ -56,20 +56,20 @@ class Ahead:
     """
 
     batch_bytes: float
-    unique: Floats
-    unique_of_many: Floats
-    rows: Floats
-    held_bytes: Floats
+    unique: FloatArray
+    unique_of_many: FloatArray
+    rows: FloatArray
+    held_bytes: FloatArray
     read_ahead: float
     many: float = MANY
     own: float = WINDOW_BYTES
 
-    def _distinct(self, batches: Floats) -> Floats:
+    def _distinct(self, batches: FloatArray) -> FloatArray:
         """Return the distinct rows of (n,) batches, by a power law through one and ``many``: (n, tables)."""
         growth = np.log(self.unique_of_many / self.unique) / math.log(self.many)
         return np.minimum(self.rows, self.unique * batches[:, None] ** growth)
 
-    def beyond(self, batches: Floats) -> Floats:
+    def beyond(self, batches: FloatArray) -> FloatArray:
         """Return the bytes that windows take of the memory for rows read ahead if nothing stops them."""
         taken = batches * self.batch_bytes + BYTES_PER_ROW * self._distinct(batches).sum(axis=1)
         return np.maximum(0.0, taken - self.own)

@@ -18,8 +18,8 @@ from scipy.sparse import coo_array
 from tierstore.errors import TierStoreError
 from tierstore.planner.allocate import corners
 from tierstore.planner.costs import Problem
-from tierstore.planner.curves import Floats
 from tierstore.planner.options import ShardCost, ShardingOption, options_of
+from tierstore.rounds import FloatArray
 
 Shares = Sequence[tuple[str, float]]
 """Ranks or hosts by name, and how many shards of a kind each of them has."""
@@ -147,7 +147,7 @@ class _Program:
                 self._add(hosts, "memory", v, sign * cost.index_bytes)
                 self._add(hosts, "ssd", v, sign * cost.ssd_bytes)
 
-    def _segments(self, chosen: int, rows: Floats, misses: Floats) -> list[tuple[int, float, float]]:
+    def _segments(self, chosen: int, rows: FloatArray, misses: FloatArray) -> list[tuple[int, float, float]]:
         """Return (variable, rows, misses) of the first corner, then of the way to each next one."""
         result = [(chosen, float(rows[0]), float(misses[0]))]
         for more, fewer in zip(np.diff(rows).tolist(), np.diff(misses).tolist(), strict=True):

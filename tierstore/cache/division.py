@@ -20,7 +20,6 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cache_policies.live import LiveCurves
 from tierstore.cache.budget import fill
@@ -33,6 +32,7 @@ from tierstore.cache.tiers.sizes import MIN_SLOTS, AnyAdmission, as_policy, byte
 from tierstore.cache.tiers.stack import TierStack
 from tierstore.config import TierConfig
 from tierstore.errors import ConfigError
+from tierstore.rounds import FloatArray
 
 logger = logging.getLogger("tierstore")
 
@@ -42,7 +42,6 @@ _WORTH = 2  # and so many times the rows to be fetched again, by the next choice
 _LOOKUPS = 3  # whose rows find room in a tier at least
 _STAYS = 1 / 16  # by which a tier would grow at most is too little to empty it
 _HALVINGS = 60
-Floats = NDArray[np.float64]
 
 
 class DividedGroup(Protocol):
@@ -69,8 +68,8 @@ class Use:
     """What the lookups of a layout say: misses per lookup by ``rows`` of memory, and the distinct rows of one
     lookup and of all."""
 
-    rows: Floats
-    misses: Floats
+    rows: FloatArray
+    misses: FloatArray
     unique: float
     footprint: int
 

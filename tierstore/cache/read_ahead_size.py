@@ -14,18 +14,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cache_policies.live import LiveCurves
 from tierstore import _core
 from tierstore.config import format_bytes
-from tierstore.rounds import FILE_BYTES, Ahead
+from tierstore.rounds import FILE_BYTES, Ahead, FloatArray
 
 logger = logging.getLogger("tierstore")
 
 _FIRST, _EVERY = 64, 1024  # lookups: sizes are chosen after the first, twice, four times … and every so many
 _POINTS = 40  # sizes per curve
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class ReadAheadSize:
         return ahead.best(known.length, lacked, (sizes.record, FILE_BYTES * sizes.record * every), self.now)
 
 
-def joint_curve(curves: LiveCurves, tables: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
+def joint_curve(curves: LiveCurves, tables: Sequence[tuple[int, int]]) -> tuple[FloatArray, FloatArray]:
     """Return sizes, in rows, and the misses per batch of tables that share a memory of that size.
 
     They keep their rows for about as many batches each. A table that keeps c rows asks for m(c) other rows
@@ -128,7 +126,7 @@ def joint_curve(curves: LiveCurves, tables: Sequence[tuple[int, int]]) -> tuple[
     return sizes, misses
 
 
-def _of_table(curves: LiveCurves, index: int, rows: int) -> tuple[Floats, Floats, Floats]:
+def _of_table(curves: LiveCurves, index: int, rows: int) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return numbers of batches, and the rows that a table alone keeps and misses then."""
     unique, _ = curves.per_batch(index)
     sizes = np.unique(np.append(0, np.geomspace(1, max(1, rows), _POINTS).round()))

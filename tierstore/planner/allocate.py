@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from tierstore.placement import STORE_SLACK
 from tierstore.planner.costs import MOST_STORED_ROWS, Problem
-from tierstore.planner.curves import Floats, lower_hull
+from tierstore.planner.curves import lower_hull
 from tierstore.planner.options import Placed, ShardCost
+from tierstore.rounds import FloatArray
 
 _WHOLE = 1e-6, 1e-14  # rows, and share of them: what rounding may leave of a shard that is held whole
 _MOST = 2.0**62  # bytes: what is more does not fit anywhere
@@ -26,9 +27,9 @@ class Steps:
     each of these saves, falling.
     """
 
-    bytes: Floats
-    seconds: Floats
-    rows: Floats
+    bytes: FloatArray
+    seconds: FloatArray
+    rows: FloatArray
 
     def __post_init__(self) -> None:
         self.sizes = np.diff(self.bytes)
@@ -51,7 +52,7 @@ def steps_of(cost: ShardCost, floor: float, index: float, per_miss: str, slot: s
     return Steps(size, seconds, rows)
 
 
-def corners(cost: ShardCost, floor: float) -> tuple[Floats, Floats]:
+def corners(cost: ShardCost, floor: float) -> tuple[FloatArray, FloatArray]:
     """Return the corners of the miss curve behind ``floor`` rows, and the point there."""
     beyond = cost.curve.rows > floor
     rows = np.concatenate([[floor], cost.curve.rows[beyond]])
@@ -70,8 +71,8 @@ class Allocation:
 
     costs: list[ShardCost]
     rank: NDArray[np.int64]
-    hbm_rows: Floats
-    memory_rows: Floats
+    hbm_rows: FloatArray
+    memory_rows: FloatArray
     promised: NDArray[np.bool_]
     missing: dict[tuple[str, int], int] = field(default_factory=dict)
     ssd_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -79,11 +80,11 @@ class Allocation:
     def __post_init__(self) -> None:
         self.rows, self.slot = self.field("rows"), self.field("slot_bytes")
 
-    def field(self, name: str) -> Floats:
+    def field(self, name: str) -> FloatArray:
         """Return one of the fields of ShardCost for every shard."""
         return np.array([getattr(cost, name) for cost in self.costs], dtype=np.float64)
 
-    def misses(self, rows: Floats) -> Floats:
+    def misses(self, rows: FloatArray) -> FloatArray:
         """Return the misses per unique row of each shard if it held ``rows`` (shards,)."""
         pairs = list(zip(self.costs, rows.tolist(), strict=True))
         known = {pair: pair[0].curve.at(pair[1]) for pair in dict.fromkeys(pairs)}  # equal shards ask once
@@ -178,12 +179,12 @@ def _fill_host(problem: Problem, result: Allocation, here: NDArray[np.int64], ho
 def _fill(
     result: Allocation,
     here: NDArray[np.int64],
-    floors: Floats,
+    floors: FloatArray,
     per_miss: str,
     room: float,
-    index: Floats | float = 0.0,
+    index: FloatArray | float = 0.0,
     slot_bytes: str = "slot_bytes",
-) -> tuple[Floats, float]:
+) -> tuple[FloatArray, float]:
     """Spend ``room`` bytes on shards, ``floors`` first; return the rows of each, and the bytes missing.
 
     ``index``, ``per_miss``, ``slot_bytes``: see :func:`steps_of`.
@@ -203,7 +204,7 @@ def _fill(
     return np.where(whole, rows, np.floor((held - index) / slot)), max(0.0, -room)
 
 
-def _bought(size: Floats, density: Floats, ends: NDArray[np.bool_], room: float) -> Floats:
+def _bought(size: FloatArray, density: FloatArray, ends: NDArray[np.bool_], room: float) -> FloatArray:
     """Return the bytes of each step that ``room`` bytes buy, densest first.
 
     Steps at the price that the room ends among are taken in equal parts, so that equal shards get equal rows.

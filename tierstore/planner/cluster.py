@@ -14,8 +14,8 @@ import numpy as np
 
 from tierstore.planner.allocate import Steps, steps_of
 from tierstore.planner.costs import MOST_STORED_ROWS, Problem
-from tierstore.planner.curves import Floats
 from tierstore.planner.options import Ranks, ShardCost, ShardingOption
+from tierstore.rounds import FloatArray
 
 GRID = 48
 _OVERFLOW = 1e12
@@ -33,8 +33,8 @@ class Part:
     """What one shard of an option needs of its rank and of its host: float64, in the columns above."""
 
     option: ShardingOption
-    rank: Floats
-    host: Floats
+    rank: FloatArray
+    host: FloatArray
 
 
 class PriceGrid:
@@ -75,7 +75,7 @@ def _steps(cost: ShardCost) -> tuple[Steps, Steps]:
     return fast, steps_of(cost, cost.memory_floor, cost.index_bytes, "ssd_s")
 
 
-def _prices(steps: Iterable[Steps]) -> Floats:
+def _prices(steps: Iterable[Steps]) -> FloatArray:
     values = np.concatenate([step.density for step in steps])
     values = values[values > 0]
     if not len(values):
@@ -104,7 +104,7 @@ class Cluster:
         hosts = np.flatnonzero(counts)
         self.hosts[hosts] += sign * counts[hosts, None] * part.host
 
-    def loads(self) -> tuple[Floats, Floats, Floats, Floats]:
+    def loads(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """Return (seconds, overflow) of ranks: (ranks, 6) and (ranks,); of hosts: (hosts, 1) and (hosts,).
 
         Overflow is a share of a memory's size, or of a store's places for rows of one size.
@@ -133,7 +133,7 @@ class Cluster:
             host[_FILES][0] / max(1, machine.ssd_per_host),
         )
 
-    def growth(self, part: Part, unit: float, power: float) -> Floats:
+    def growth(self, part: Part, unit: float, power: float) -> FloatArray:
         """Return by how much the total grows with one shard on each rank: float64 (ranks,)."""
         at, before, after = self.host_of, self._spilled(self.ranks), self.ranks + part.rank
         by_host = self._by_host(before)
@@ -144,16 +144,16 @@ class Cluster:
         grows += badness(*self._of_hosts(self.hosts[at] + part.host, spilled), unit, power)
         return grows - badness(*self._of_hosts(self.hosts, by_host), unit, power)[at]
 
-    def _by_host(self, values: Floats) -> Floats:
+    def _by_host(self, values: FloatArray) -> FloatArray:
         """Return sums over the ranks of each host."""
         return values.reshape(self.topology.hosts, self.topology.ranks_per_host, GRID).sum(axis=1)
 
-    def _spilled(self, ranks: Floats) -> Floats:
+    def _spilled(self, ranks: FloatArray) -> FloatArray:
         """Return what shards hold and their device has no room for, so that it is in host memory."""
         room = np.maximum(self.topology.hbm_per_rank - ranks[:, _FIXED], 0)
         return np.maximum(ranks[:, _HELD] - room[:, None], 0)
 
-    def _of_ranks(self, ranks: Floats) -> tuple[Floats, Floats]:
+    def _of_ranks(self, ranks: FloatArray) -> tuple[FloatArray, FloatArray]:
         size, seconds = self.topology.hbm_per_rank, ranks[:, _LOAD]
         room = size - ranks[:, _FIXED]
         link = _at(ranks[:, _BYTES], ranks[:, _LINK], room)
@@ -162,7 +162,7 @@ class Cluster:
         crowded = np.maximum(0, ranks[:, _STORED] / MOST_STORED_ROWS - 1).sum(axis=1)
         return np.column_stack([seconds, link, fetch]), over + crowded
 
-    def _of_hosts(self, hosts: Floats, spilled: Floats) -> tuple[Floats, Floats]:
+    def _of_hosts(self, hosts: FloatArray, spilled: FloatArray) -> tuple[FloatArray, FloatArray]:
         memory, ssd = self.topology.host_memory_per_host, self.topology.ssd_per_host
         # A shard that comes to be held whole gives its index back, which may make a sum fall.
         held, room = np.maximum.accumulate(spilled + hosts[:, _INDEX], axis=1), memory - hosts[:, 0]
@@ -171,7 +171,7 @@ class Cluster:
         return _at(held, hosts[:, _DRIVES], room)[:, None], over
 
 
-def badness(seconds: Floats, over: Floats, unit: float, power: float) -> Floats:
+def badness(seconds: FloatArray, over: FloatArray, unit: float, power: float) -> FloatArray:
     """Return a smooth maximum to be summed over ranks and hosts, float64 (n,).
 
     What does not fit outweighs time.
@@ -179,7 +179,7 @@ def badness(seconds: Floats, over: Floats, unit: float, power: float) -> Floats:
     return ((seconds / unit) ** power).sum(axis=1) + _OVERFLOW * over * (1 + over)
 
 
-def _at(bytes_: Floats, values: Floats, room: Floats) -> Floats:
+def _at(bytes_: FloatArray, values: FloatArray, room: FloatArray) -> FloatArray:
     """Return ``values`` (n, GRID) where ``bytes_`` (n, GRID, not falling) reach ``room`` (n,)."""
     n, last = np.arange(len(room)), bytes_.shape[1] - 1
     below = np.clip((bytes_ <= room[:, None]).sum(axis=1) - 1, 0, last)

@@ -13,10 +13,9 @@ import numpy as np
 from tierstore.config import TierConfig, is_integer
 from tierstore.planner.checks import must_be
 from tierstore.planner.constraints import ParameterConstraints
-from tierstore.planner.curves import Floats
 from tierstore.planner.tables import TableSpec
 from tierstore.planner.topology import Topology
-from tierstore.rounds import FILE_BYTES, MANY, WINDOW_ROWS, Ahead, record_bytes
+from tierstore.rounds import FILE_BYTES, MANY, WINDOW_ROWS, Ahead, FloatArray, record_bytes
 
 # Tests compare these with the runtime.
 TIER_BYTES_PER_SLOT = 30 + 8 * 2
@@ -103,7 +102,7 @@ class Problem:
         exchanges = self._collections * self.topology.exchange("step")
         return self.work.dense_seconds + exchanges + self.waiting_seconds
 
-    def fetch_seconds(self, seconds: Floats, link: Floats) -> Floats:
+    def fetch_seconds(self, seconds: FloatArray, link: FloatArray) -> FloatArray:
         """Return the seconds of each rank's fetching thread, by those of RANK_STAGES before it: (ranks,)."""
         if not self.topology.one_fetcher:
             return np.zeros(len(link))
@@ -159,7 +158,7 @@ class Problem:
         lacking = self._misses(unique, [table.row_bytes("uvm") for table in tables])
         return replace(ahead, read_ahead=ahead.best(work.window, lambda more: lacking(least + more), stored))
 
-    def _misses(self, unique: Floats, sizes: Sequence[int]) -> Callable[[float], float]:
+    def _misses(self, unique: FloatArray, sizes: Sequence[int]) -> Callable[[float], float]:
         """Return the function from bytes of a rank's memory to the rows that its batch lacks, if every byte
         goes where it saves most."""
         curves = [table.demand(self.global_batch)[1] for table in self.tables]

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import boxcox
 
 from tierstore.planner.checks import require
-
-Floats = NDArray[np.float64]
+from tierstore.rounds import FloatArray
 
 _CELLS = 400
 _POINTS = 36
@@ -27,8 +25,8 @@ class MissCurve:
     bytes along the hull only; between points the curve is linear, behind the last one constant.
     """
 
-    rows: Floats
-    misses: Floats
+    rows: FloatArray
+    misses: FloatArray
 
     def at(self, rows: float) -> float:
         """Miss ratio of a memory of ``rows`` rows."""
@@ -91,7 +89,7 @@ def _demand(s: float, q: float, rows: int, accesses: float) -> tuple[float, Miss
     return unique, MissCurve(*lower_hull(x[keep], y[keep]))
 
 
-def lower_hull(x: Floats, y: Floats) -> tuple[Floats, Floats]:
+def lower_hull(x: FloatArray, y: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return the corners of the lower convex hull of points; ``x`` does not fall."""
     keep: list[int] = []
     for c in range(len(x)):

@@ -12,10 +12,10 @@ from tierstore.placement import MOST_STORE_BYTES, ShardingType
 from tierstore.planner.checks import require
 from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.costs import DISK_SLACK, FLOAT, WRITE_AMPLIFICATION, Problem, index_bytes, slot_bytes
-from tierstore.planner.curves import Floats, MissCurve
+from tierstore.planner.curves import MissCurve
 from tierstore.planner.tables import WHOLE_ROWS, TableSpec
 from tierstore.planner.topology import Topology
-from tierstore.rounds import read_bytes, record_bytes
+from tierstore.rounds import FloatArray, read_bytes, record_bytes
 
 MIN_COLUMNS = 32
 """Fewest columns of a shard, unless ``min_partition`` says otherwise: torchrec's default is as small."""
@@ -43,7 +43,7 @@ class ShardCost:
 
     rows: int
     row_bytes: int
-    load: Floats
+    load: FloatArray
     curve: MissCurve
     hbm_floor: float
     memory_floor: float
@@ -76,7 +76,7 @@ class ShardingOption:
     column_cuts: int
     spread: str
     cost: ShardCost
-    everywhere: Floats
+    everywhere: FloatArray
 
     @property
     def shape(self) -> Shape:
@@ -159,7 +159,7 @@ def _powers(most: int) -> Sequence[int]:
     return sorted({1 << k for k in range(1, most.bit_length())} | {most}) if most > 1 else []
 
 
-def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: Floats) -> ShardCost:
+def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: FloatArray) -> ShardCost:
     """Return the cost of one of ``cuts`` (rows, columns) equal shards; ``exchange`` is part of its load."""
     table, demand = problem.tables[number], problem.demands[number]
     topology, work, (row_cuts, column_cuts) = problem.topology, problem.work, cuts
@@ -224,14 +224,14 @@ def _replica_cost(problem: Problem, table: TableSpec) -> ShardCost:
     )
 
 
-def _work_seconds(topology: Topology, accesses: float, unique: float, moved: float) -> Floats:
+def _work_seconds(topology: Topology, accesses: float, unique: float, moved: float) -> FloatArray:
     """Return the load of looking up and updating rows, of which ``moved`` bytes are touched."""
     each = topology.row_seconds
     compute = moved / topology.hbm_bw + accesses * each["lookup"] + unique * each["update"]
     return np.array([compute, accesses / topology.index_rows_per_s + unique * each["plan"], 0.0, 0.0])
 
 
-def _exchange(problem: Problem, table: TableSpec, rows: int, columns: int) -> tuple[Floats, Floats]:
+def _exchange(problem: Problem, table: TableSpec, rows: int, columns: int) -> tuple[FloatArray, FloatArray]:
     """Return the loads of (a shard on its rank, every rank) for bytes received, and for asking and answering.
 
     Ids and gradients come to the shard, outputs to everyone. Partial sums of row cuts come one per row cut to
@@ -249,7 +249,7 @@ def _exchange(problem: Problem, table: TableSpec, rows: int, columns: int) -> tu
     return shard, everywhere
 
 
-def _received(topology: Topology, size: float) -> Floats:
+def _received(topology: Topology, size: float) -> FloatArray:
     """Return the load of ``size`` bytes from all ranks; the CPU's training thread waits for them."""
     world, near = topology.world_size, topology.ranks_per_host
     intra = size * ((near - 1) / world) / topology.intra_host_bw

@@ -9,20 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierstore.planner.allocate import Allocation, corners
-from tierstore.planner.curves import Floats, MissCurve
+from tierstore.planner.curves import MissCurve
+from tierstore.rounds import FloatArray
 
 _HALVINGS = 60
 _LONGEST = 1e12  # batches that a row may stay in host memory
 
 
-def shared_misses(caches: Allocation, groups: NDArray[np.int64]) -> tuple[Floats, Floats]:
+def shared_misses(caches: Allocation, groups: NDArray[np.int64]) -> tuple[FloatArray, FloatArray]:
     """Return the misses of device memory, and of device and host memory together, per unique row of each
     shard: float64 (shards,). ``groups``: numbers from 0 on, equal for shards that share slots."""
     held = _held(caches, groups)
     return caches.misses(held), _missed_by_both(caches, groups, held)
 
 
-def _held(caches: Allocation, groups: NDArray[np.int64]) -> Floats:
+def _held(caches: Allocation, groups: NDArray[np.int64]) -> FloatArray:
     """Return the rows of each shard in device memory.
 
     Shards keep their rows for about as many batches each. One that keeps c rows asks for m(c) other rows per
@@ -41,13 +42,13 @@ def _held(caches: Allocation, groups: NDArray[np.int64]) -> Floats:
     return held
 
 
-def _times(curve: MissCurve, unique: float) -> Floats:
+def _times(curve: MissCurve, unique: float) -> FloatArray:
     """Return after how many batches a table alone reaches each size of its curve."""
     asked = np.maximum((curve.misses[1:] + curve.misses[:-1]) / 2 * unique, 1e-12)
     return np.append(0.0, np.cumsum(np.diff(curve.rows) / asked))
 
 
-def _missed_by_both(caches: Allocation, groups: NDArray[np.int64], held: Floats) -> Floats:
+def _missed_by_both(caches: Allocation, groups: NDArray[np.int64], held: FloatArray) -> FloatArray:
     """Return the misses per unique row of each shard where host memory holds other rows than ``held``.
 
     A row that comes to host memory has lost the count of its uses, so the row that came first leaves first.
@@ -67,7 +68,7 @@ def _missed_by_both(caches: Allocation, groups: NDArray[np.int64], held: Floats)
     return missed / np.maximum(caches.field("unique"), 1e-12)
 
 
-def _rates(caches: Allocation, held: Floats) -> tuple[NDArray[np.int64], Floats, Floats]:
+def _rates(caches: Allocation, held: FloatArray) -> tuple[NDArray[np.int64], FloatArray, FloatArray]:
     """Return (shard, rows, uses per batch of each row) for rows of equal rates that are not ``held``."""
     parts = []
     for i, (cost, begin) in enumerate(zip(caches.costs, held.tolist(), strict=True)):

@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 
 from tierstore.planner.allocate import Allocation, allocate
 from tierstore.planner.costs import HELD_BYTES_PER_ROW, RANK_STAGES, Problem
-from tierstore.planner.curves import Floats
 from tierstore.planner.options import Placed, option_of
 from tierstore.planner.search import Search
 from tierstore.planner.sharing import shared_misses
 from tierstore.planner.topology import Topology
-from tierstore.rounds import read_bytes, record_bytes
+from tierstore.rounds import FloatArray, read_bytes, record_bytes
 
-Misses = tuple[Floats, ...]
+Misses = tuple[FloatArray, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +30,8 @@ class Prediction:
     overlaps stages, so that is about as long as the longest of them takes.
     """
 
-    ranks: Floats
-    ssd_s: Floats
+    ranks: FloatArray
+    ssd_s: FloatArray
     hbm: NDArray
     host_memory: NDArray
     ssd: NDArray
@@ -150,7 +149,7 @@ def predict(problem: Problem, placed: Sequence[Placed], caches: Allocation, miss
     )
 
 
-def _saved_seconds(problem: Problem, caches: Allocation, misses: Floats) -> Floats:
+def _saved_seconds(problem: Problem, caches: Allocation, misses: FloatArray) -> FloatArray:
     """Return what merged reads save each host's drives per step, against one read per row: (hosts,).
 
     ``misses``: rows per step that each shard reads from the SSD.
