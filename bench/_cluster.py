@@ -79,8 +79,8 @@ class Simulation:
         link_misses, ssd_misses = self.batches_drawn[self.started % _DRAWN]
         link = np.bincount(self.rank_of, link_misses * self.link_s, self.world)
         ssd = np.bincount(self.rank_of, ssd_misses * self.ssd_s, self.world)
-        compute = partial(self._together, "device", self.kernels + link * self.moves, self._finish_batch)
-        exchange = partial(self._together, "network", np.maximum(self.intra, self.inter), compute)
+        compute = partial(self._on_all_ranks, "device", self.kernels + link * self.moves, self._finish_batch)
+        exchange = partial(self._on_all_ranks, "network", np.maximum(self.intra, self.inter), compute)
         gathered = Barrier(self.world, exchange)
         for r in range(self.world):
             to_link = partial(self._serve, ("link", r), float(link[r]), gathered.arrive)
@@ -92,7 +92,7 @@ class Simulation:
         if self.started < self.batches:
             self._start_batch()
 
-    def _together(self, name: str, seconds: np.ndarray, then: Callable[[], None]) -> None:
+    def _on_all_ranks(self, name: str, seconds: np.ndarray, then: Callable[[], None]) -> None:
         """Let each rank's server of a name do a job, and call ``then`` when the slowest has done its job."""
         done = Barrier(self.world, then)
         for r in range(self.world):

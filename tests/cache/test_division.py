@@ -263,7 +263,7 @@ def test_a_division_that_saves_little_is_not_made(resized: Resized) -> None:
 def part(misses: list[float], unique: float = 10.0, footprint: int = 100, **more: Any) -> Part:
     """A curve through 0, 100, 200 .. rows."""
     rows = np.arange(len(misses)) * 100.0
-    values = {"above": 0, "least": 10, "most": int(rows[-1]), "row_bytes": 1, **more}
+    values = {"above": 0, "min_slots": 10, "max_slots": int(rows[-1]), "row_bytes": 1, **more}
     return Part(Use(rows, np.array(misses), unique, footprint), **values)
 
 
@@ -314,8 +314,8 @@ def test_bytes_that_no_curve_speaks_of_go_by_distinct_rows() -> None:
 
 
 def test_rows_of_faster_tiers_need_no_slot() -> None:
-    above = part([100, 10, 5, 4, 4], above=300, least=0)
-    below = part([100, 90, 80, 70, 60], least=0)
+    above = part([100, 10, 5, 4, 4], above=300, min_slots=0)
+    below = part([100, 90, 80, 70, 60], min_slots=0)
     assert divided(200, [above, below], slots) == pytest.approx([0, 200], abs=2)
 
 
@@ -338,4 +338,6 @@ def test_divisions_use_at_most_the_limit(seed: int) -> None:
             if found is not None:
                 assert sum(found) <= limit
                 assert all(cost(10, one.row_bytes) <= n for one, n in zip(parts, found, strict=True))
-                assert all(n <= cost(one.most, one.row_bytes) for one, n in zip(parts, found, strict=True))
+                assert all(
+                    n <= cost(one.max_slots, one.row_bytes) for one, n in zip(parts, found, strict=True)
+                )

@@ -26,7 +26,7 @@ ASKED = {
     "begin_lookup": {1, 2, 3, 4},
     "end_lookup": {1, 2, 3, 4},
     "find": {2, 3, 4},
-    "lift": {1, 2, 3, 4},
+    "promote": {1, 2, 3, 4},
     "flush": {0, 1, 2},
     "holds": {3},
     "keys": {0, 1, 2, 3, 4},

@@ -58,11 +58,11 @@ class Hierarchy:
         self.staging.copy_rows(first(len(up)), self.uvm, up)
         self.uvm.copy_rows(up, self.hbm, down)  # to the slots that were just left
         self.hbm.copy_rows(down, self.staging, first(len(up)))
-        lifted, victims = np.zeros((len(up), ROW), np.uint8), np.zeros((len(up), ROW), np.uint8)
-        self.host_uvm.copy_out(up, lifted)
+        promoted, victims = np.zeros((len(up), ROW), np.uint8), np.zeros((len(up), ROW), np.uint8)
+        self.host_uvm.copy_out(up, promoted)
         self.host_hbm.copy_out(down, victims)
         self.host_uvm.copy_in(up, victims)
-        self.host_hbm.copy_in(down, lifted)
+        self.host_hbm.copy_in(down, promoted)
 
     def update(self) -> None:
         slots, _ = self.some_slots()
@@ -133,7 +133,7 @@ def reading_at_once() -> Iterator[None]:
 
 WAITS: dict[str, Callable] = {
     "victims before their last update": lambda: without_order(Stream.DOWN, Stream.COMPUTE),
-    "victims before the rows that they replace are lifted": lambda: without_order(Stream.DOWN, Stream.UP),
+    "victims before the rows that they replace are promoted": lambda: without_order(Stream.DOWN, Stream.UP),
     "fill before the victims have left": lambda: without_order(Stream.UP, Stream.DOWN),
     "update before its rows are filled": lambda: without_order(Stream.COMPUTE, Stream.UP),
     "rows of uvm used by the host too early": reading_at_once,

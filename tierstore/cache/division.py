@@ -79,24 +79,24 @@ class Use:
 
 @dataclass(frozen=True)
 class Part:
-    """A layout's part of a tier. ``above``: its slots in faster tiers. ``least``, ``most``: slots that it may
-    have. ``row_bytes``: in this tier."""
+    """A layout's part of a tier. ``above``: its slots in faster tiers. ``min_slots``, ``max_slots``: limits
+    of its slots in this tier. ``row_bytes``: bytes of a row in this tier."""
 
     use: Use
     above: int
-    least: int
-    most: int
+    min_slots: int
+    max_slots: int
     row_bytes: int
 
     def cheapest(self, price: float) -> int:
         """Return the slots with which misses, and bytes at ``price``, cost least."""
-        sizes = np.clip(self.use.rows - self.above, self.least, self.most)
+        sizes = np.clip(self.use.rows - self.above, self.min_slots, self.max_slots)
         missed = np.interp(sizes + self.above, self.use.rows, self.use.misses)
         return int(sizes[np.argmin(missed + price * self.row_bytes * sizes)])
 
 
 def divided(limit: int, parts: Sequence[Part], cost: Callable[[int, int], int]) -> list[int] | None:
-    """Return the bytes of each part, ``limit`` in all; None if there is no room for the least slots.
+    """Return the bytes of each part, ``limit`` in all; None if there is no room for ``min_slots`` of each.
 
     ``cost``: bytes of so many slots for rows of so many bytes.
     """
@@ -104,7 +104,7 @@ def divided(limit: int, parts: Sequence[Part], cost: Callable[[int, int], int]) 
     def bytes_at(price: float) -> list[int]:
         return [cost(part.cheapest(price), part.row_bytes) for part in parts]
 
-    if sum(cost(part.least, part.row_bytes) for part in parts) > limit:
+    if sum(cost(part.min_slots, part.row_bytes) for part in parts) > limit:
         return None
     low, high = -60.0, 20.0  # powers of two
     for _ in range(_HALVINGS):
@@ -113,8 +113,8 @@ def divided(limit: int, parts: Sequence[Part], cost: Callable[[int, int], int]) 
     dear, cheap = bytes_at(2.0**high), bytes_at(2.0**low)
     # At the price between them several sizes cost the same, as of rows that are used alike.
     shares = fill(limit, dear, cheap, [more - less for less, more in zip(dear, cheap, strict=True)])
-    most = [cost(part.most, part.row_bytes) for part in parts]
-    return fill(limit, shares, most, [part.use.footprint * part.row_bytes for part in parts])
+    limits = [cost(part.max_slots, part.row_bytes) for part in parts]
+    return fill(limit, shares, limits, [part.use.footprint * part.row_bytes for part in parts])
 
 
 class UseDivision:
@@ -145,13 +145,13 @@ class UseDivision:
     ) -> UseDivision | None:
         """Return what divides the tiers of ``groups``; None where nothing is to be divided: tables have bytes
         or shares of their own, rows cannot leave, or one layout has all slots that tables share."""
-        told = any(
+        decided = any(
             value is not None
             for one in config.tables.values()
             for value in (one.hbm, one.uvm, one.hbm_share, one.uvm_share)
         )
         sharing = [group for group in groups if tiers_of(group)]
-        if told or config.keeps_all or not config.ssd or config.on_gpu or len(sharing) < 2:
+        if decided or config.keeps_all or not config.ssd or config.on_gpu or len(sharing) < 2:
             return None
         return cls(sharing, config, rows)
 
@@ -197,7 +197,7 @@ class UseDivision:
         if found is None:
             return before
         for (name, part), size in zip(parts.items(), found, strict=True):
-            slots = min(part.most, self._slots_for(tier, size, part.row_bytes))
+            slots = min(part.max_slots, self._slots_for(tier, size, part.row_bytes))
             new[name] = now[name] if now[name] <= slots <= now[name] * (1 + _STAYS) else slots
         missed, missed_then = (
             sum(part.use.missed(part.above + slots[name]) for name, part in parts.items())

@@ -307,11 +307,11 @@ class TierGroup:
         for found in every:
             for positions, rows, source in found.pieces:
                 self.fast.copy_in(slots[positions], rows, source, found.codec)
-            if found.lifted is not None:
-                self.fast.rows.copy_rows(slots[found.here], found.lifted.rows, found.lifted.slots)
+            if found.promoted is not None:
+                self.fast.rows.copy_rows(slots[found.here], found.promoted.rows, found.promoted.slots)
             if found.dirty is not None:
                 self.fast.native.set_dirty(slots[found.here], found.dirty)
-            if found.pieces or found.lifted is not None:
+            if found.pieces or found.promoted is not None:
                 slots, keys = slots[~found.here], keys[~found.here]
         if len(keys):
             self.layout.initialise(self.fast.rows, slots, keys)

@@ -72,7 +72,7 @@ class LateEngine(Engine):
                     f"tables {names} are on the meta device, which has no rows: shard them with "
                     "DistributedModelParallel, or give them tiers by to_empty(device='cpu') of their module"
                 )
-            self._tell(self._before)
+            self._notify(self._before)
             self.waits = False
             try:
                 super()._open(0)
@@ -81,10 +81,10 @@ class LateEngine(Engine):
                 for name in _OPENED:
                     self.__dict__.pop(name, None)
                 raise
-            self._tell(self._after)
+            self._notify(self._after)
 
     @staticmethod
-    def _tell(method: WeakMethod[Callable[[], None]] | None) -> None:
+    def _notify(method: WeakMethod[Callable[[], None]] | None) -> None:
         bound = None if method is None else method()
         if bound is not None:
             bound()

@@ -28,10 +28,11 @@ _POINTS = 40  # sizes per curve
 
 @dataclass(frozen=True)
 class Bytes:
-    """``most``: that reading ahead may take. ``slot``: of a slot more of a memory tier. ``held``: of a row
-    that is read ahead, its index included. ``record``: of a row in the store."""
+    """Bytes that a choice depends on. ``max_bytes``: the most that reading ahead may take. ``slot``: of one
+    slot more of a memory tier. ``held``: of a row that is read ahead, its index included. ``record``: of a
+    row in the store."""
 
-    most: int
+    max_bytes: int
     slot: float
     held: float
     record: int
@@ -61,7 +62,7 @@ class ReadAheadSize:
 
     def __init__(self, tables: Sequence[tuple[int, int]], slots: int, sizes: Bytes) -> None:
         self._tables, self.slots, self._bytes = tables, slots, sizes
-        self.now = sizes.most
+        self.now = sizes.max_bytes
         """Bytes that reading ahead may take now."""
         self.known: KnownAhead | None = None
         self._lookups = 0
@@ -84,7 +85,7 @@ class ReadAheadSize:
             logger.info(
                 "%s: rows read ahead may take %s from now on (before: %s; at most %s): a batch lacks %.0f "
                 "rows, and beyond that size bytes would save the drives more in a memory tier",
-                group.name, *map(format_bytes, (self.now, before, self._bytes.most)), lacking,
+                group.name, *map(format_bytes, (self.now, before, self._bytes.max_bytes)), lacking,
             )  # fmt: skip
         return self.now != before
 
@@ -99,7 +100,7 @@ class ReadAheadSize:
             unique_of_many=np.array([max(unique, distinct)]),
             rows=np.array([max(every, unique)]),
             held_bytes=np.array([sizes.held]),
-            read_ahead=sizes.most,
+            read_ahead=sizes.max_bytes,
             many=lookups,
             own=known.own,
         )

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from tierstore.cli import sharded
-from tierstore.cli.storage import add_command, bytes_below, print_json, run_while_waiting
+from tierstore.cli.storage import add_command, folder_bytes, print_json, run_while_waiting
 from tierstore.config import format_bytes
 from tierstore.errors import ConfigError
 
@@ -56,7 +56,7 @@ def _file_bytes(args: argparse.Namespace, sharded_folder: bool) -> int:
     from tierstore.store import read_identity
 
     if sharded_folder:
-        return bytes_below([args.directory])
+        return folder_bytes([args.directory])
     return file_bytes(args.directory, read_identity(args.directory))
 
 

@@ -44,7 +44,7 @@ class Experiment:
     def __init__(self, args: argparse.Namespace, ranks: Ranks = ALONE, plan: PlanFile | None = None) -> None:
         self.args, self.ranks, self.plan = args, ranks, plan
         ranks.on_rank_0(lambda: checkpoint.check(args, ranks))
-        with ranks.together():
+        with ranks.shared_errors():
             self._prepare()
         self.curves: dict[str, Any] | None = None
         self.predicted: Predicted | None = None

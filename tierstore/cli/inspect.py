@@ -12,8 +12,8 @@ from tierstore.cli import sharded
 from tierstore.cli.commits import print_commits
 from tierstore.cli.storage import (
     add_command,
-    bytes_below,
     describe_commit,
+    folder_bytes,
     parse_commit,
     print_json,
     read_meta,
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 def file_bytes(directory: Path, identity: StoreIdentity) -> int:
     """Return the bytes that all files below the store's folders occupy, each file once."""
-    return bytes_below([directory, *(Path(device.path) for device in identity.devices[1:])])
+    return folder_bytes([directory, *(Path(device.path) for device in identity.devices[1:])])
 
 
 def _describe(

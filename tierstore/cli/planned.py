@@ -195,8 +195,10 @@ class Predicted:
                     continue
                 (rows, misses), before = end.tables[name], begin.tables.get(name, (0, 0))
                 rows, misses = rows - before[0], misses - before[1]
-                told = plan.rows.get((name, rank), (None, None))
-                lines.append(TableLine(name, rank, told[0], rows / batches, told[1], misses / batches))
+                predicted = plan.rows.get((name, rank), (None, None))
+                lines.append(
+                    TableLine(name, rank, predicted[0], rows / batches, predicted[1], misses / batches)
+                )
         seconds = max(end.seconds - begin.seconds for begin, end in between)
         sent = sum(end.bytes_sent - begin.bytes_sent for begin, end in between)
         return cls(plan, batch_size, batches, seconds / batches, sent / batches, tuple(lines))
@@ -222,8 +224,8 @@ class Predicted:
             grid.add_column(title, justify="left" if title == "per step" else "right")
         step, sent = self.plan.step_seconds, self.plan.exchange_bytes
         grid.add_row("time", _ms(step), _ms(self.step_seconds))
-        told = "" if sent is None else format_bytes(sent)
-        grid.add_row("bytes that ranks exchange", told, format_bytes(int(self.exchange_bytes)))
+        predicted = "" if sent is None else format_bytes(sent)
+        grid.add_row("bytes that ranks exchange", predicted, format_bytes(int(self.exchange_bytes)))
         console.print(grid)
         grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         grid.add_column("table", overflow="fold")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COMMAND = "torchrun --standalone --nproc-per-node N -m tierstore.cli train --plan plan.json"
 
-_SAID = "tierstore: printed by rank"
+_PRINTED = "tierstore: printed by rank"
 _PATIENCE_S = 3.0
 """Seconds that a rank gives rank 0 to print an error."""
 _EARLY_PATIENCE_S = 20.0
@@ -61,7 +61,7 @@ class Ranks:
         return self.env is not None
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def shared_errors(self) -> Iterator[None]:
         """Raise an error of the block on every rank, if it fails on any rank."""
         if self.env is None:
             yield
@@ -151,24 +151,24 @@ def complain(text: str) -> None:
     if own_rank() == 0:
         print(text, file=sys.stderr, flush=True)
         with suppress(Exception):
-            _stores[0].set(_SAID, "0")
+            _stores[0].set(_PRINTED, "0")
     elif not _stores:  # torchrun ends this rank once rank 0 has failed, too
         time.sleep(_EARLY_PATIENCE_S)
         print(f"rank {own_rank()}: {text}", file=sys.stderr, flush=True)
-    elif not _said_by_rank_0():
+    elif not _printed_by_rank_0():
         print(f"rank {own_rank()}: {text}", file=sys.stderr, flush=True)
 
 
-def _said_by_rank_0() -> bool:
+def _printed_by_rank_0() -> bool:
     """Wait for rank 0 to print; return whether it, or another rank in its place, did."""
     with suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which torchrun ends a rank whose peer has died
     end = time.monotonic() + _PATIENCE_S
     with suppress(Exception):  # rank 0 may have had the store
         while time.monotonic() < end:
-            if _stores[0].check([_SAID]):
+            if _stores[0].check([_PRINTED]):
                 return True
             time.sleep(0.05)
         own = str(own_rank())
-        return bool(_stores[0].compare_set(_SAID, "", own).decode() != own)
+        return bool(_stores[0].compare_set(_PRINTED, "", own).decode() != own)
     return False

@@ -43,7 +43,7 @@ def recording(path: Path, tables: Mapping[str, int], rate: float, ranks: Ranks) 
     """Record to ``path`` (``--record``) the rows of ``tables`` that training uses; a training that ends early
     leaves a readable file."""
     recorder: TraceRecorder | None = None
-    with ranks.together(), option_errors("--record", path):
+    with ranks.shared_errors(), option_errors("--record", path):
         if ranks.prints:
             recorder = TraceRecorder(path, tables, rate)
     try:

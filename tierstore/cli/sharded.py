@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierstore.cli.storage import (
-    bytes_below,
     describe_commit,
+    folder_bytes,
     list_commits,
     print_json,
     progress_of,
@@ -58,7 +58,7 @@ def inspect(args: argparse.Namespace) -> int:
         "ranks": len(next(iter(collections.values())).ranks),
         "commit": record["number"],
         "extra": record["extra"],
-        "file_bytes": bytes_below([args.directory]),
+        "file_bytes": folder_bytes([args.directory]),
         "not_opened": None,
         "collections": {name: saved.folder for name, saved in collections.items()},
         "tables": [table for saved in collections.values() for table in _placements(saved)],

@@ -112,8 +112,8 @@ def short(meta: Any) -> str:
     return text if len(text) <= _META_WIDTH else text[: _META_WIDTH - 1] + "…"
 
 
-def bytes_below(folders: Iterable[Path]) -> int:
-    """Return the bytes that all files below some folders occupy, each file once."""
+def folder_bytes(folders: Iterable[Path]) -> int:
+    """Return the bytes that all files in some folders, and in their folders, occupy: each file once."""
     sizes = {}
     for folder in folders:
         for path in folder.rglob("*"):
@@ -157,13 +157,13 @@ def _bar(doing: str, unit: str) -> Iterator[Progress]:
 
 
 def _lines(doing: str, unit: str) -> Progress:
-    said_at = time.monotonic()
+    printed_at = time.monotonic()
 
     def show(done: int, total: int) -> None:
-        nonlocal said_at
-        if time.monotonic() - said_at < LOG_INTERVAL:
+        nonlocal printed_at
+        if time.monotonic() - printed_at < LOG_INTERVAL:
             return
-        said_at = time.monotonic()
+        printed_at = time.monotonic()
         amount = format_bytes(done) if unit == "bytes" else f"{done:,} {unit}"
         print(f"{doing}: {done / max(total, 1):.0%}, {amount}", file=sys.stderr, flush=True)
 

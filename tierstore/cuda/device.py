@@ -103,8 +103,8 @@ class CudaDevice:
             self.streams,
             Kernels(self.streams, cubins, multiprocessors),
             indices=Blocks(self.streams, with_device=True),
-            arriving=Blocks(self.streams, with_device=False, most=_STAGING_BLOCKS),
-            leaving=Blocks(self.streams, with_device=False, most=_STAGING_BLOCKS),
+            arriving=Blocks(self.streams, with_device=False, max_blocks=_STAGING_BLOCKS),
+            leaving=Blocks(self.streams, with_device=False, max_blocks=_STAGING_BLOCKS),
         )
 
     def attribute(self, which: int) -> int:

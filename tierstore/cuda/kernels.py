@@ -30,7 +30,7 @@ class Kernels:
 
     def __init__(self, streams: Streams, cubins: Cubins, multiprocessors: int) -> None:
         self._streams, self._cubins = streams, cubins
-        self._most_blocks = multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
+        self._max_blocks = multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
         self._lock = threading.Lock()
         self._modules: dict[Part, int] = {}
         self._functions: dict[tuple[Part, str], int] = {}
@@ -67,7 +67,7 @@ class Kernels:
         """Run a kernel on ``threads`` threads, or on fewer that take turns. :meth:`load` it before."""
         if threads <= 0:
             return
-        most = _BLOCKS_OF_MOVES if operation.stream else self._most_blocks
+        most = _BLOCKS_OF_MOVES if operation.stream else self._max_blocks
         blocks = min(-(-threads // THREADS), most)
         pointers = (c_void_p * 1)(ctypes.addressof(args))
         operation.kernels.append(name)

@@ -180,11 +180,11 @@ class Block:
 class Blocks:
     """Blocks that are used again when the operations that touch them are done.
 
-    ``most``: so many are made, and then a caller waits for one; None: no caller ever waits.
+    ``max_blocks``: so many are made, and then a caller waits for one; None: no caller ever waits.
     """
 
-    def __init__(self, streams: Streams, *, with_device: bool, most: int | None = None) -> None:
-        self._streams, self._with_device, self._most = streams, with_device, most
+    def __init__(self, streams: Streams, *, with_device: bool, max_blocks: int | None = None) -> None:
+        self._streams, self._with_device, self._max_blocks = streams, with_device, max_blocks
         self._lock = threading.RLock()  # the garbage collector may end rows, and their blocks, in any call
         self._all: list[Block] = []
         self._free: list[Block] = []
@@ -197,7 +197,7 @@ class Blocks:
             while self._given:
                 self._free.append(self._given.popleft())
             block = next((block for block in self._free if block.size == size), None)  # the oldest
-            may_wait = self._most is not None and len(self._all) >= self._most
+            may_wait = self._max_blocks is not None and len(self._all) >= self._max_blocks
             if block is not None and not may_wait and not self._streams.is_done(block.mark):
                 block = None
             if block is not None:
@@ -206,7 +206,7 @@ class Blocks:
             block = Block(self._streams, size, self._with_device)
             with self._lock:
                 self._all.append(block)
-        if self._most is not None:
+        if self._max_blocks is not None:
             self._streams.synchronize(block.mark)
         return block
 

@@ -57,13 +57,13 @@ class RankExchanges:
                 logger.debug("no prefetch for a batch: %s", error)
                 del planned.exchanges[number]
 
-    def least(self, value: int) -> int:
+    def min_over_ranks(self, value: int) -> int:
         """Return the smallest ``value`` of any rank."""
         if not self._calls:
             return value
         module: Any = self._calls[0][1].module
         return int(module.min_over_ranks(value))
 
-    def any(self, condition: bool) -> bool:
+    def any_rank(self, condition: bool) -> bool:
         """Return whether ``condition`` holds on any rank."""
-        return not self.least(int(not condition))
+        return not self.min_over_ranks(int(not condition))

@@ -48,7 +48,7 @@ class Planned:
         may still have to make the batch's tensors there."""
         return on_streams(self.streams)
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Let the forward call of this batch look up on demand, whatever it waits for."""
         for _, pinned in self.lookups:
             pinned.cancel()

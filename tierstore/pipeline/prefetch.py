@@ -255,11 +255,13 @@ def _fill(
             have = _FULL if session.pulled_ahead > window else _TOO_FEW
         else:
             full = session.pulled_ahead > MAX_WINDOW or planned.fills
-            have = session.ranks.least(_FULL if full else _ENOUGH if rows >= FIRST_ROWS else _TOO_FEW)
+            have = session.ranks.min_over_ranks(
+                _FULL if full else _ENOUGH if rows >= FIRST_ROWS else _TOO_FEW
+            )
         if have != _TOO_FEW:
             break
     chosen = max(0, session.pulled_ahead - 1) if window is None else window
-    deep = session.ranks.least(_auto_depth(session, first)) if depth is None else depth
+    deep = session.ranks.min_over_ranks(_auto_depth(session, first)) if depth is None else depth
     session.start(deep, chosen, is_full=have == _FULL)
     logger.debug("prefetch: depth %d, window %d", deep, chosen)
     while more and session.wants_more:
@@ -271,7 +273,7 @@ def _fill(
 def _agreed(session: Session, number: int | None) -> int | None:
     """Return the smallest number of any rank, or None (automatic) if a rank has None: ranks that pull
     different numbers of batches ahead would wait for one another."""
-    smallest = session.ranks.least(-1 if number is None else number)
+    smallest = session.ranks.min_over_ranks(-1 if number is None else number)
     return None if smallest < 0 else smallest
 
 

@@ -179,7 +179,7 @@ class Session:
         if not self.ranks:
             self._to_pull = self._pulls.window
         elif self._used % _AGREED_EVERY == 0:
-            self._to_pull = self.ranks.least(self._pulls.window)
+            self._to_pull = self.ranks.min_over_ranks(self._pulls.window)
 
     def wait_prepared(self, planned: Planned) -> None:
         if planned in self._announced:
@@ -295,7 +295,7 @@ class Session:
             else:
                 self._prepare(planned)
         except BaseException:
-            planned.give_up()  # the forward call may be there before it is told why
+            planned.cancel()  # the forward call may wait before it learns the error
             raise
         finally:
             planned.prepared.open()
@@ -395,6 +395,6 @@ class Session:
             self._to_plan.clear()
             self._to_prepare.clear()
         for planned in waiting:
-            planned.give_up()
+            planned.cancel()
         for group in self.groups:
             group.forget_window()

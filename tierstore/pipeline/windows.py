@@ -43,9 +43,9 @@ class Window:
         planned.behind, planned.fills = self.behind, is_full
         self._bytes -= self._sizes.popleft()
         for group in self._groups if self.length is None else ():
-            told = group.stats.prefetched
+            depth_and_window = group.stats.prefetched
             # A window that has shrunk without being full is at the end of its pass.
-            if told is None or is_full or planned.behind > told[1]:
+            if depth_and_window is None or is_full or planned.behind > depth_and_window[1]:
                 group.stats.prefetched = depth, planned.behind
 
     def is_full(self) -> bool:

@@ -157,7 +157,7 @@ def allocate(problem: Problem, placed: Sequence[Placed], for_ssd: bool = False) 
     left = topology.ssd_per_host - topology.ranks_per_host * STORE_SLACK
     own = result.ssd_need()
     need = np.bincount(host, own, topology.hosts)
-    most = np.maximum(own, result.field("ssd_most") * result.stored)
+    most = np.maximum(own, result.field("max_ssd_bytes") * result.stored)
     result.ssd_bytes = _whole_bytes(np.clip(own * (left / np.maximum(need, 1.0))[host], own, most))
     return result
 

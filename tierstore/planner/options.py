@@ -36,7 +36,7 @@ class ShardCost:
     - ``slot_bytes``, ``host_slot_bytes``, ``stored_bytes``: of a row in device and host memory, in the store.
     - ``index_bytes`` (host memory) and ``ssd_bytes`` are due unless all rows stay in memory; ``read_ahead``
       is the part of ``index_bytes`` for rows read ahead. ``fixed_hbm`` and ``fixed_host`` are buffers.
-      ``ssd_most``: bytes that a store has a use for, if training uses all rows of the table after all.
+      ``max_ssd_bytes``: bytes that a store has a use for, if training uses all rows of the table after all.
 
     A replica has no slots (``slot_bytes`` is 0): its rows are part of ``fixed_hbm``.
     """
@@ -56,7 +56,7 @@ class ShardCost:
     index_bytes: int = 0
     read_ahead: int = 0
     ssd_bytes: int = 0
-    ssd_most: int = 0
+    max_ssd_bytes: int = 0
     link_s: float = 0.0
     policy_s: float = 0.0
     ssd_s: float = 0.0
@@ -194,7 +194,7 @@ def _shard_cost(problem: Problem, number: int, cuts: tuple[int, int], exchange: 
         index_bytes=index_bytes(rows) + ahead,
         read_ahead=ahead,
         ssd_bytes=int(rows * record * DISK_SLACK),
-        ssd_most=int(table.num_embeddings / row_cuts * record * MOST_STORE_BYTES),
+        max_ssd_bytes=int(table.num_embeddings / row_cuts * record * MOST_STORE_BYTES),
         link_s=2 * host / topology.host_link_bw + topology.row_seconds["link"],
         policy_s=unique * topology.row_seconds["policy"],
         ssd_s=read + WRITE_AMPLIFICATION * record / topology.ssd_write_bw,

@@ -88,7 +88,7 @@ class EmbeddingShardingPlanner:
         self, module: Any, sharders: Sequence[Any] | None = None, pg: Any = None
     ) -> ShardingPlan:
         """Plan on rank 0 of the process group and give every rank the same plan, or raise the same error."""
-        return plan_together(lambda: self.plan(module, sharders), self.topology.world_size, pg)
+        return plan_on_rank_0(lambda: self.plan(module, sharders), self.topology.world_size, pg)
 
     def problem(self, tables: Sequence[TableSpec]) -> Problem:
         """Return what this planner would have to solve for ``tables``.
@@ -128,7 +128,7 @@ class EmbeddingShardingPlanner:
         )
 
 
-def plan_together(plan: Callable[[], ShardingPlan], world_size: int, pg: Any = None) -> ShardingPlan:
+def plan_on_rank_0(plan: Callable[[], ShardingPlan], world_size: int, pg: Any = None) -> ShardingPlan:
     """Call ``plan`` on rank 0 of a process group of ``world_size`` ranks, and return its plan on every rank,
     or raise the same error. Without torch.distributed, call it here."""
     import torch.distributed as dist
@@ -192,8 +192,8 @@ def plan_of(solution: Solution) -> ShardingPlan:
         placed = tuple(_shard(spec, item, j, next(each)) for j in range(len(item.ranks)))
         rest = spec.module, spec.num_embeddings, spec.embedding_dim
         demand = solution.problem.demands[item.table]
-        told = demand.stochastic_rounding, demand.bounds_check
-        result.append(TablePlacement(spec.name, item.option.kind, placed, round(rate, 6), *rest, *told))
+        rules = demand.stochastic_rounding, demand.bounds_check
+        result.append(TablePlacement(spec.name, item.option.kind, placed, round(rate, 6), *rest, *rules))
     return ShardingPlan(tuple(result), topology.world_size, topology.ranks_per_host, topology.device)
 
 

@@ -175,8 +175,8 @@ class Topology:
         Stages of equal means, but not of equal seconds in every batch, wait for one another, since few
         batches are in flight.
         """
-        own = _together(stages, self.overlap_loss)
-        return float(_together(np.column_stack([own, ssd]), self.ssd_overlap_loss).max())
+        own = _overlapped(stages, self.overlap_loss)
+        return float(_overlapped(np.column_stack([own, ssd]), self.ssd_overlap_loss).max())
 
     def host_of(self, rank: int) -> int:
         return rank // self.ranks_per_host
@@ -220,7 +220,7 @@ class Topology:
         return cls(**{key: value for key, value in given.items() if key not in notes})
 
 
-def _together(stages: NDArray, loss: float) -> NDArray:
+def _overlapped(stages: NDArray, loss: float) -> NDArray:
     """Return the seconds of ``stages``, (n, stages), of which two that take equally long take 1 + ``loss``
     times as long as one: from the longest (no loss) to the sum of all (a loss of 1)."""
     longest = stages.max(axis=1, initial=1e-12)

@@ -43,21 +43,21 @@ def check_touched(touched: object, collections: Mapping[str, Collection]) -> Non
 
 
 def planned(
-    make: Callable[[TouchedRows], ShardingPlan], told: TouchedRows | None, held: Callable[[], TouchedRows]
+    make: Callable[[TouchedRows], ShardingPlan], given: TouchedRows | None, held: Callable[[], TouchedRows]
 ) -> ShardingPlan:
-    """Return the plan that ``make`` makes for the rows of ``told``.
+    """Return the plan that ``make`` makes for the rows of ``given``.
 
     If the tables do not fit, ``held`` says how many rows of the other tables there are, and the plan is for
     twice as many. All ranks call it. Raises InfeasiblePlanError if that does not fit, too.
     """
-    told = told or {}
+    given = given or {}
     try:
-        return make(told)
+        return make(given)
     except InfeasiblePlanError:
-        more = {name: rows for name, rows in held().items() if name not in told}
+        more = {name: rows for name, rows in held().items() if name not in given}
         if not more:
             raise
-    return make({**more, **told})
+    return make({**more, **given})
 
 
 def twice_held(

@@ -125,16 +125,18 @@ def _with_demands(
 ) -> ShardingPlan:
     """Return a given plan with what sharders say of tables and the plan does not: places and bytes are its
     own."""
-    told: dict[str, dict[str, Any]] = {}
+    demanded: dict[str, dict[str, Any]] = {}
     for child in collections:
         sharder = sharder_of(child, sharders)
         demands = {} if sharder is None else sharder.settings.demands
         own = {name: demands[name] for name in ("stochastic_rounding", "bounds_check") if name in demands}
-        told |= dict.fromkeys(child.table_names(), own)
+        demanded |= dict.fromkeys(child.table_names(), own)
     tables = []
     for table in plan.tables:
         new = {
-            name: value for name, value in told.get(table.name, {}).items() if getattr(table, name) is None
+            name: value
+            for name, value in demanded.get(table.name, {}).items()
+            if getattr(table, name) is None
         }
         tables.append(replace(table, **new))
     return replace(plan, tables=tuple(tables))

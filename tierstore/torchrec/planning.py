@@ -19,7 +19,7 @@ from tierstore.modules.collection import Collection
 from tierstore.optim.specs import NotGiven
 from tierstore.placement import Job, ShardingPlan
 from tierstore.planner.constraints import constraints_of
-from tierstore.planner.planner import machines_of, plan_together, tables_of_module, workload_of
+from tierstore.planner.planner import machines_of, plan_on_rank_0, tables_of_module, workload_of
 from tierstore.sharding.planning import job_of, within, without_bytes
 from tierstore.sharding.table_sharding import configs_of
 from tierstore.torchrec.machines import Reservation, Topology
@@ -120,7 +120,7 @@ class EmbeddingShardingPlanner(ShardingPlanner):
         """Plan on rank 0 of ``pg`` (the default group if None), and return its plan on every rank."""
         world = (self.topology or _topology_of_job(pg)).world_size
         settle_optimizers(collections_of(module), sharders_of(sharders))
-        return plan_together(lambda: self.plan(module, sharders), world, pg)
+        return plan_on_rank_0(lambda: self.plan(module, sharders), world, pg)
 
     def _job(self, topology: Topology, collections: Sequence[Collection]) -> Job:
         """Return the job that the topology, the budgets and what is reserved describe."""

@@ -224,10 +224,10 @@ class MemoryTier(Tier):
     def find(self, keys: Keys) -> FoundRows:
         return self._find(keys, self._copies)
 
-    def lift(self, keys: Keys) -> FoundRows:
+    def promote(self, keys: Keys) -> FoundRows:
         if self._staging is None and self.codec is None:
             self._staging = self.plan.device.staging(self.capacity, self.row_bytes)
-        return self._find(keys, self._copies if self._staging is None else self._lifted)
+        return self._find(keys, self._copies if self._staging is None else self._promoted)
 
     def _find(self, keys: Keys, copies: Callable[[Slots], RowBytes | RowsAt]) -> FoundRows:
         slots = self.slots_of(keys)
@@ -238,7 +238,7 @@ class MemoryTier(Tier):
         slots = slots[positions]
         rows, dirty = copies(slots), self.native.dirty_of(slots)
         if isinstance(rows, RowsAt):
-            return FoundRows(here, [], dirty, slots, lifted=rows)
+            return FoundRows(here, [], dirty, slots, promoted=rows)
         return FoundRows(here, [(positions, rows, None)], dirty, slots, codec=self.codec)
 
     def _copies(self, slots: Slots) -> RowBytes:
@@ -246,7 +246,7 @@ class MemoryTier(Tier):
         self.copy_out(slots, rows)
         return rows
 
-    def _lifted(self, slots: Slots) -> RowsAt:
+    def _promoted(self, slots: Slots) -> RowsAt:
         """Copy rows to where the first tier takes them from; their slots may be written again at once."""
         assert self._staging is not None
         at = np.arange(len(slots), dtype=np.int32)

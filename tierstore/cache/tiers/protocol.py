@@ -5,7 +5,7 @@ down the list. There are two kinds:
 
 - An *exclusive* tier owns its rows: a row is in one exclusive tier at most, and leaves it when it moves.
 - A *lasting* tier keeps what it was given: a row that moves up leaves a copy there, which is valid unless a
-tier above has the row. Lasting tiers come after all exclusive tiers; the first lasting tier gets the dirty
+  tier above has the row. Lasting tiers come after all exclusive tiers; the first lasting tier gets the dirty
   rows.
 
 A row is *dirty* when it was updated and no lasting tier has this version.
@@ -59,8 +59,8 @@ class FoundRows:
 
     ``here``: (n,), which of the keys it has. ``dirty``: uint8, a flag per row found (None: all are clean).
     ``slots``: the rows' slots, if the tier needs them in ``take``. ``read_ahead``: how many rows were read
-    ahead. ``codec``: the rows' form. ``lifted``: the rows found, in the place of pieces, on the device of the
-    first tier.
+    ahead. ``codec``: the rows' form. ``promoted``: the rows found, in the place of pieces, on the device of
+    the first tier.
     """
 
     here: Flags
@@ -69,7 +69,7 @@ class FoundRows:
     slots: Slots | None = None
     read_ahead: int = 0
     codec: Codec | None = None
-    lifted: RowsAt | None = None
+    promoted: RowsAt | None = None
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ class Tier(Protocol):
         """Return which of ``keys`` are here. Nothing changes."""
         ...
 
-    def lift(self, keys: Keys) -> FoundRows:
-        """Return what :meth:`find` does, for rows that move to the first tier: perhaps ``lifted``, where they
-        need not pass through memory of the host."""
+    def promote(self, keys: Keys) -> FoundRows:
+        """Return what :meth:`find` does, for rows that move to the first tier: perhaps ``promoted``, where
+        the rows need not pass through memory of the host."""
         return self.find(keys)
 
     def takes(self, rows: DeviceRows) -> bool:

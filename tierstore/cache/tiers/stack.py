@@ -72,7 +72,7 @@ class TierStack:
         tiers."""
         every = []
         for tier in self.lower:
-            every.append(tier.lift(missing))
+            every.append(tier.promote(missing))
             missing = missing[~every[-1].here]
         for tier, found in zip(self.lower, every, strict=True):
             tier.take(found)  # take comes last, since nothing can fail any more
@@ -83,7 +83,7 @@ class TierStack:
         for level, found in enumerate(every, start=1):
             if self.tiers[level].exclusive and found.here.any():
                 assert found.dirty is not None
-                rows = found.pieces[0][1] if found.lifted is None else found.lifted.copied()
+                rows = found.pieces[0][1] if found.promoted is None else found.promoted.copied()
                 never = np.full(len(rows), NEVER)
                 moving = MovingRows(missing[found.here], rows, found.dirty, never, found.codec)
                 self.demote(level, seq, moving)
