@@ -13,7 +13,7 @@ from tierstore import _core
 from ._gpu_sizes import Figures, Sizes, fitting
 
 REPEAT = 10
-_HOTNESS = 20
+_IDS_PER_BAG = 20
 _STEP = {"kind": 1, "lr": 0.01, "eps": 1e-8}  # row-wise Adagrad
 _AHEAD_CYCLES = 100_000_000
 
@@ -168,8 +168,8 @@ def kernels(sizes: Sizes, seconds: Callable[..., float] = kernel_seconds) -> Fig
         slots, inverse = arena.slots(n), arena.random.permutation(n).astype(np.int32)
         out = torch.empty(n, dim, device="cuda")
         gather = _core.LookupArgs(dim=dim, slots=slots, inverse=inverse)
-        bags, pooled = _bags(n // _HOTNESS, dim), torch.empty(n // _HOTNESS, dim, device="cuda")
-        whole = _core.LookupArgs(dim=dim, slots=slots, inverse=inverse[: n // _HOTNESS * _HOTNESS])
+        bags, pooled = _bags(n // _IDS_PER_BAG, dim), torch.empty(n // _IDS_PER_BAG, dim, device="cuda")
+        whole = _core.LookupArgs(dim=dim, slots=slots, inverse=inverse[: n // _IDS_PER_BAG * _IDS_PER_BAG])
         start, positions = _core.build_csr(inverse, n)
         update = _core.UpdateArgs(
             dim=dim, slots=slots, csr_start=start, csr_positions=positions, step=_core.OptimizerStep(**_STEP)
@@ -178,7 +178,7 @@ def kernels(sizes: Sizes, seconds: Callable[..., float] = kernel_seconds) -> Fig
         at, pooled_at = out.data_ptr(), pooled.data_ptr()
         calls: dict[str, tuple[int, Callable[[], object]]] = {
             "gather": (2 * size, lambda: rows.lookup_rows(gather, at, dim)),
-            "pooled": (size + size // _HOTNESS, lambda: rows.lookup_pooled(whole, bags, pooled_at)),
+            "pooled": (size + size // _IDS_PER_BAG, lambda: rows.lookup_pooled(whole, bags, pooled_at)),
             "update": (size + 2 * n * arena.row_bytes, lambda: rows.update_rows(update, at, dim)),
         }
         for name, (moved, call) in calls.items():
@@ -188,7 +188,7 @@ def kernels(sizes: Sizes, seconds: Callable[..., float] = kernel_seconds) -> Fig
 
 def _bags(count: int, dim: int) -> _core.Bags:
     return _core.Bags(
-        offsets=np.arange(count + 1, dtype=np.int64) * _HOTNESS, bag_start=np.array([0, count]),
+        offsets=np.arange(count + 1, dtype=np.int64) * _IDS_PER_BAG, bag_start=np.array([0, count]),
         out_offset=np.zeros(1, np.int64), out_stride=np.full(1, dim), modes=np.zeros(1, np.uint8),
     )  # fmt: skip
 

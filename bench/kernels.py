@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=100_000, help="rows per table (default: 100000)")
     parser.add_argument("--dim", type=int, default=64, help="(default: 64)")
     parser.add_argument("--batch-size", type=int, default=2048, help="(default: 2048)")
-    parser.add_argument("--pooling", type=int, default=4, help="ids per bag (default: 4)")
+    parser.add_argument("--pooling-factor", type=int, default=4, help="ids per bag (default: 4)")
     parser.add_argument(
         "--dtype", default="fp32", choices=TABLE_DTYPES, help="measure tables of this dtype, too"
     )
@@ -46,7 +46,10 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
     _core.set_num_threads(args.threads)
     rng = np.random.default_rng(0)
-    ids = [rng.integers(0, args.rows, (args.tables, args.batch_size * args.pooling)) for _ in range(_BATCHES)]
+    ids = [
+        rng.integers(0, args.rows, (args.tables, args.batch_size * args.pooling_factor))
+        for _ in range(_BATCHES)
+    ]
     grad = torch.randn(args.batch_size, args.tables * args.dim)
     contenders: list[Any] = [Ours(args, ids, grad, rng)]
     if args.dtype != "fp32":
@@ -104,13 +107,13 @@ class Ours:
         bags = args.tables * args.batch_size
         per_table = np.arange(args.tables, dtype=np.int64)
         self.bags = _core.Bags(
-            offsets=np.arange(bags + 1, dtype=np.int64) * args.pooling,
+            offsets=np.arange(bags + 1, dtype=np.int64) * args.pooling_factor,
             bag_start=np.arange(args.tables + 1, dtype=np.int64) * args.batch_size,
             out_offset=per_table * args.dim,
             out_stride=np.full(args.tables, args.tables * args.dim, np.int64),
             modes=np.zeros(args.tables, np.uint8),
         )
-        self.copy = np.ones((bags * args.pooling, self.row_bytes), np.uint8)
+        self.copy = np.ones((bags * args.pooling_factor, self.row_bytes), np.uint8)
 
     def _rows(self, keys: np.ndarray) -> np.ndarray:
         return (keys >> np.uint64(48)) * np.uint64(self.args.rows) + (keys & np.uint64((1 << 48) - 1))
@@ -174,7 +177,7 @@ class Fbgemm:
         )
         self.tables.init_embedding_weights_uniform(-0.1, 0.1)
         self.ids = [torch.from_numpy(batch.reshape(-1)) for batch in ids]
-        self.offsets = torch.arange(args.tables * args.batch_size + 1) * args.pooling
+        self.offsets = torch.arange(args.tables * args.batch_size + 1) * args.pooling_factor
         self.grad = grad
 
     def step(self, index: int) -> dict[str, float]:

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dim", type=int, default=64, metavar="D", help="(default: 64)")
     parser.add_argument("--batch-size", type=int, default=1024, metavar="N", help="per rank (default: 1024)")
-    parser.add_argument("--pooling", type=int, default=4, metavar="N", help="ids per bag (default: 4)")
+    parser.add_argument("--pooling-factor", type=int, default=4, metavar="N", help="ids per bag (default: 4)")
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="steps (default: 30)")
     parser.add_argument(
         "--precision", default="fp32", metavar="P", help="precision of sent vectors: fp32, bf16, fp16"
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             args.rows,
             args.dim,
             args.batch_size,
-            args.pooling,
+            args.pooling_factor,
             args.steps,
             not args.no_torchrec,
             CommsConfig(args.precision, args.precision, args.dedup),

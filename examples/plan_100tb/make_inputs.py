@@ -19,7 +19,7 @@ ROWS = (
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10),
     *(2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
 )
-HOTNESS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+POOLING_FACTORS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 
 
 def tables() -> list[dict]:
@@ -33,11 +33,11 @@ def tables() -> list[dict]:
             "num_embeddings": scaled if rows == 40_000_000 else rows,
             "embedding_dim": DIM,
             "feature_names": [f"cat_{i}"],
-            "pooling_factor": hotness,
+            "pooling_factor": pooling_factor,
             "optimizer": "rowwise_adagrad",
             "popularity": {"s": 1.1, "q": 100.0},
         }
-        for i, (rows, hotness) in enumerate(zip(ROWS, HOTNESS, strict=True))
+        for i, (rows, pooling_factor) in enumerate(zip(ROWS, POOLING_FACTORS, strict=True))
     ]
 
 

@@ -12,11 +12,11 @@ import bench.sharding
 def test_a_step_is_measured(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     bench.sharding.add_arguments(parser)
-    arguments = (
-        "--ranks 2 --cuts table_wise --tables 3 --rows 100 --dim 4 --batch-size 8 --pooling 2 --steps 3"
-    )
+    arguments = "--ranks 2 --cuts table_wise --tables 3 --rows 100 --dim 4 --pooling-factor 2 --steps 3"
     result = tmp_path / "result.json"
-    args = parser.parse_args([*arguments.split(), "--no-torchrec", "--json", str(result)])
+    args = parser.parse_args(
+        [*arguments.split(), "--batch-size", "8", "--no-torchrec", "--json", str(result)]
+    )
     assert bench.sharding.run(args) == 0
     figures = json.loads(result.read_text())["cuts"]["table_wise"]
     assert len(figures["tierstore"]["seconds"]) == 3

@@ -19,7 +19,7 @@ def test_a_batch_is_a_pytree():
 
 
 def test_moving_a_batch():
-    batch = next(load("synthetic:zipf:1", tables=2, rows=50, hotness=3).train(8))
+    batch = next(load("synthetic:zipf:1", tables=2, rows=50, pooling_factor=3).train(8))
     moved = batch.to("meta")
     assert {part.device.type for part in (moved.dense, moved.sparse.values(), moved.labels)} == {"meta"}
     assert len(batch) == 8

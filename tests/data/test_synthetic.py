@@ -109,13 +109,16 @@ def test_criteo_has_the_cardinalities_and_the_unique_ratio():
 
 
 def test_batches_are_a_function_of_seed_and_number():
-    data = load("synthetic:zipf:0.95", tables=3, rows=10**12, hotness=4.5)
+    data = load("synthetic:zipf:0.95", tables=3, rows=10**12, pooling_factor=4.5)
     batches = list(islice(data.train(256), 5))
     assert same(next(data.train(256, start_batch=4)), batches[4])
-    assert same(next(load("synthetic:zipf:0.95", tables=3, rows=10**12, hotness=4.5).train(256)), batches[0])
+    assert same(
+        next(load("synthetic:zipf:0.95", tables=3, rows=10**12, pooling_factor=4.5).train(256)), batches[0]
+    )
     assert not same(batches[0], batches[1])
     assert not same(
-        next(load("synthetic:zipf:0.95", tables=3, rows=10**12, hotness=4.5, seed=1).train(256)), batches[0]
+        next(load("synthetic:zipf:0.95", tables=3, rows=10**12, pooling_factor=4.5, seed=1).train(256)),
+        batches[0],
     )
     assert not same(next(data.test(256)), batches[0])
     assert not torch.equal(batches[0].sparse["t0"].values()[:200], batches[0].sparse["t1"].values()[:200])
@@ -173,7 +176,7 @@ def test_mixed_tables_differ():
     [
         ("synthetic:zipf:0.95", {"rows": 0}, "rows must be"),
         ("synthetic:zipf:0.95", {"tables": 0}, "at least one table"),
-        ("synthetic:zipf:0.95", {"hotness": 101}, "hotness must be"),
+        ("synthetic:zipf:0.95", {"pooling_factor": 101}, "pooling_factor must be"),
         ("synthetic:zipf:-1", {}, "popularity needs"),
         ("synthetic:zipf:nan", {}, "popularity needs"),
         ("synthetic:zipf:much", {}, "takes numbers"),

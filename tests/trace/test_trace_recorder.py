@@ -49,7 +49,7 @@ def test_chunks(tmp_path, monkeypatch):
 
 
 def test_watching_a_loader_changes_nothing(tmp_path):
-    dataset = data.load("synthetic:zipf:1.1", tables=3, rows=400, hotness=2.0)
+    dataset = data.load("synthetic:zipf:1.1", tables=3, rows=400, pooling_factor=2.0)
     names = {table.name: table.num_embeddings for table in dataset.tables}
     loader = [batch for batch, _ in zip(dataset.train(50), range(5), strict=False)]
     with TraceRecorder(tmp_path / "t.npz", names) as recorder:

@@ -23,7 +23,7 @@ def zipf(
     seed: int = 0,
     tables: int = 8,
     rows: int = 1_000_000,
-    hotness: float = 1.0,
+    pooling_factor: float = 1.0,
     drift: float = 0.0,
     examples: int | None = None,
 ) -> SyntheticDataset:
@@ -34,7 +34,7 @@ def zipf(
         raise ConfigError(
             f"synthetic:zipf takes numbers, as in synthetic:zipf:0.95, not {s!r}, {q!r}"
         ) from None
-    specs = [SyntheticTable(f"t{t}", rows, exponent, shift, hotness) for t in range(tables)]
+    specs = [SyntheticTable(f"t{t}", rows, exponent, shift, pooling_factor) for t in range(tables)]
     return SyntheticDataset(f"synthetic:zipf:{exponent:g}", tuple(specs), seed, drift, examples)
 
 
@@ -48,13 +48,13 @@ def mixed(
 ) -> SyntheticDataset:
     """Make tables that differ: rows log-uniform in 10 .. ``max_rows``, s in .6 .. 1.2, q in 0 .. 100.
 
-    Hotness is log-uniform in 1 .. 100; its mean is 21.
+    The pooling factor is log-uniform in 1 .. 100; its mean is 21.
     """
     specs = []
     for t in range(tables):
         u = [uniform(stream_seed(seed, t), stream_seed(i)) for i in range(4)]
         rows = max(10, round(10 * (max_rows / 10) ** u[0]))
-        table = SyntheticTable(f"t{t}", rows, s=0.6 + 0.6 * u[1], q=100 * u[2], hotness=100.0 ** u[3])
+        table = SyntheticTable(f"t{t}", rows, s=0.6 + 0.6 * u[1], q=100 * u[2], pooling_factor=100.0 ** u[3])
         specs.append(table)
     return SyntheticDataset("synthetic:mixed", tuple(specs), seed, drift, examples)
 
@@ -75,7 +75,7 @@ def meta2021(
     seed: int = 0,
     tables: int = 8,
     rows: int = 1_000_000,
-    hotness: float = 8.3,
+    pooling_factor: float = 8.3,
     drift: float = 0.001,
     examples: int | None = None,
 ) -> SyntheticDataset:
@@ -85,9 +85,9 @@ def meta2021(
     distinct ids. The shares of ids and of lookups used once, twice, 3-4 times, ... are within .03 of the
     published shares. The ids in play, and so the drift, are a guess: one published batch tells nothing of the
     rest of the table. One kind of table does not give these statistics; two kinds, half of the tables each,
-    do. ``hotness`` is the mean of both kinds.
+    do. ``pooling_factor`` is the mean of both kinds.
     """
-    kinds = ((1.03, 8.24, 1.41 * hotness, 34_260), (0.991, 898.0, 0.59 * hotness, 223_900))
+    kinds = ((1.03, 8.24, 1.41 * pooling_factor, 34_260), (0.991, 898.0, 0.59 * pooling_factor, 223_900))
     specs = []
     for t in range(tables):
         s, q, mean, in_play = kinds[t % 2]
@@ -104,12 +104,15 @@ def meta2022(
     examples: int | None = None,
 ) -> SyntheticDataset:
     """Make the data set of the year 2022: 788 tables, batches of 131,072 examples, unique ratio .078."""
-    kinds = ({"q": 0.0, "hotness": 12.1, "in_play": 331_000}, {"q": 71.0, "hotness": 15.1, "in_play": 70_600})
+    kinds = (
+        {"q": 0.0, "pooling_factor": 12.1, "in_play": 331_000},
+        {"q": 71.0, "pooling_factor": 15.1, "in_play": 70_600},
+    )
     specs = []
     for t in range(tables):
         kind = kinds[t % 2]
         in_play = min(int(kind["in_play"]), rows)
-        specs.append(SyntheticTable(f"t{t}", rows, 0.968, kind["q"], kind["hotness"], in_play))
+        specs.append(SyntheticTable(f"t{t}", rows, 0.968, kind["q"], kind["pooling_factor"], in_play))
     return SyntheticDataset("synthetic:meta2022", tuple(specs), seed, drift, examples)
 
 

@@ -20,7 +20,7 @@ from tierstore.errors import ConfigError
 from tierstore.sparse import KeyedJaggedTensor
 
 MAX_ROWS = 1 << 48
-MAX_HOTNESS = 100.0
+MAX_POOLING_FACTOR = 100.0
 TEST_EXAMPLES = 1 << 16
 
 _TRAIN, _TEST, _TABLES, _HIDDEN = range(4)  # separate the streams of random numbers
@@ -32,15 +32,16 @@ _EFFECT_STD, _DENSE_STD, _BIAS = 1.5, 0.5, -1.0  # of the logit
 class SyntheticTable:
     """A table and how its ids are drawn.
 
-    rows: rows of the table. in_play: how many of them are drawn at one time (default all).
-    P(k-th most popular id) ~ (k + q)^-s. hotness: mean ids per bag; bags have 1 to 2 hotness - 1 ids.
+    ``rows``: rows of the table; ``in_play``: how many of them are drawn at one time (None: all). The k-th
+    most popular id is drawn with a probability in proportion to (k + q)^-s. ``pooling_factor``: mean ids per
+    bag; a bag has from 1 id up to 1 less than twice that.
     """
 
     name: str
     rows: int
     s: float
     q: float = 0.0
-    hotness: float = 1.0
+    pooling_factor: float = 1.0
     in_play: int | None = None
 
     def __post_init__(self) -> None:
@@ -52,8 +53,11 @@ class SyntheticTable:
             raise ConfigError(
                 f"{self.name}: popularity needs 0 <= s <= 10 and q >= 0, not {self.s} and {self.q}"
             )
-        if not 1 <= self.hotness <= MAX_HOTNESS:
-            raise ConfigError(f"{self.name}: hotness must be in 1 .. {MAX_HOTNESS:g}, not {self.hotness}")
+        if not 1 <= self.pooling_factor <= MAX_POOLING_FACTOR:
+            raise ConfigError(
+                f"{self.name}: pooling_factor must be in 1 .. {MAX_POOLING_FACTOR:g}, "
+                f"not {self.pooling_factor}"
+            )
 
     @property
     def ranks(self) -> int:
@@ -118,7 +122,7 @@ class SyntheticDataset:
         lengths = np.empty((len(self.specs), size), dtype=np.int64)
         for t, spec in enumerate(self.specs):
             popularity.draw_lengths(
-                lengths[t], float(spec.hotness), stream_seed(self.seed, split, number, t, _LENGTHS)
+                lengths[t], float(spec.pooling_factor), stream_seed(self.seed, split, number, t, _LENGTHS)
             )
         counts = lengths.sum(axis=1)
         ends = np.cumsum(counts)
@@ -141,7 +145,7 @@ class SyntheticDataset:
                 stream_seed(self.seed, split, number, t),
             )
             scale = _EFFECT_STD * math.sqrt(
-                3.0 / (len(self.specs) * spec.hotness)
+                3.0 / (len(self.specs) * spec.pooling_factor)
             )  # of a uniform effect: 1/3
             popularity.add_effects(logits, ids, lengths[t], scale, table_seed)
         labels = np.empty(size, dtype=np.float32)

@@ -24,7 +24,10 @@ _OTHER_FIELDS = (
 
 
 def specs_of_yaml(items: Any) -> list[TableSpec]:
-    """Tables of a tables.yaml: a list of mappings. Raises ConfigError that names the table and field."""
+    """Return the tables of a tables.yaml, a list of mappings.
+
+    Raises ConfigError that names the table and field.
+    """
     require(isinstance(items, list) and items, "tables: expected a list of mappings, one for each table")
     return [_spec_of_mapping(item, i) for i, item in enumerate(items)]
 
@@ -63,7 +66,7 @@ def _popularity(where: str, values: Any) -> Popularity:
 
 
 def constraints_of_yaml(items: Any) -> dict[str, ParameterConstraints]:
-    """Constraints by table name, of a mapping of mappings."""
+    """Return the constraints by table name, of a mapping of mappings."""
     require(isinstance(items, Mapping), "constraints: expected a mapping of table names to mappings")
     known, result = [item.name for item in fields(ParameterConstraints)], {}
     for name, values in items.items():

@@ -26,7 +26,7 @@ class _Member:
     name: str
     dtype: np.dtype
     examples: int
-    hotness: int
+    ids_per_example: int
 
     @property
     def table(self) -> str:
@@ -109,7 +109,7 @@ def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _read(path: Path, stream: IO[bytes], member: _Member, examples: int) -> np.ndarray:
-    data = _bytes(path, member.table, stream, examples * member.hotness * member.dtype.itemsize)
+    data = _bytes(path, member.table, stream, examples * member.ids_per_example * member.dtype.itemsize)
     return np.frombuffer(data, member.dtype).astype(np.int64)
 
 

@@ -28,7 +28,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--tables", type=int, metavar="N", help="number of tables of generated data")
     data.add_argument("--rows", type=int, metavar="N", help="rows per table of generated data")
     data.add_argument("--max-rows", type=int, metavar="N", help="rows of the largest table")
-    data.add_argument("--hotness", type=float, metavar="X", help="mean ids per example and table")
+    data.add_argument("--pooling-factor", type=float, metavar="X", help="mean ids per example and table")
     data.add_argument("--drift", type=float, metavar="X", help="share of the rows that change per batch")
 
 
@@ -38,7 +38,7 @@ def open_source(args: argparse.Namespace) -> Trace:
 
     options = {
         name: getattr(args, name)
-        for name in ("tables", "rows", "max_rows", "hotness", "drift")
+        for name in ("tables", "rows", "max_rows", "pooling_factor", "drift")
         if getattr(args, name) is not None
     }
 

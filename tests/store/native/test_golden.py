@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.store.native.test_verify_native import crc32c
+from tests.store.native.checksums import crc32c
 from tierstore.errors import StoreCorruptError
 from tierstore.keys import make_keys
 from tierstore.store import StoredTable

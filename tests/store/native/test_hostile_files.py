@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.native.test_golden import TABLES
-from tests.store.native.test_verify_native import GOLDEN, crc32c
+from tests.store.native.checksums import crc32c
+from tests.store.native.test_golden import GOLDEN, TABLES
 from tests.store.store_model import run_child
 from tierstore import _core
 from tierstore.errors import StoreCorruptError, StoreIOError

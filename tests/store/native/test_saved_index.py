@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
+from tests.store.native.checksums import crc32c
 from tests.store.native.test_chosen_ids import crowding
 from tests.store.native.test_limits import holds, open_on, put
-from tests.store.native.test_verify_native import crc32c
 from tests.store.store_model import wait_for_saved_index
 from tierstore import _core
 from tierstore.keys import make_keys

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.store import store_model
+from tests.store.native import test_golden as golden
+from tests.store.native.checksums import crc32c
 from tests.store.native.test_native_faults import open_on, put, rows_of
 from tierstore import _core
 from tierstore.keys import make_keys
 from tierstore.store import open_store, verify
-from tierstore.store.native import NativeConfig
+from tierstore.store.native import NativeConfig, NativeStore
 from tierstore.store.verification import VerifyReport, fill_report
 
 CONFIG = NativeConfig(cap_bytes=1_000_000, segment_bytes=8192, snapshot_min_rows=1, keep=2)
 ROW_BYTES = {0: 16, 1: 272}
 ROWS = 15
-GOLDEN = Path(__file__).parent / "golden" / "v2"
 
 
 def verify_on(disk, row_bytes=ROW_BYTES) -> VerifyReport:
@@ -68,7 +68,7 @@ def test_a_whole_store(disk):
 
 
 def test_the_golden_store():
-    report = _core.verify_store(str(GOLDEN), {0: 16, 1: 272}, None)
+    report = _core.verify_store(str(golden.GOLDEN), {0: 16, 1: 272}, None)
     assert report.findings_total == 0
     assert report.index_entries == 59
 
@@ -154,15 +154,12 @@ def test_rows_of_unknown_tables(disk):
 
 def test_a_saved_index_that_lies(tmp_path):
     """One of an earlier state, brought back: its checksums are right, its entries are not."""
-    from tests.store.native.test_golden import CONFIG, TABLES, put
-    from tierstore.store.native import NativeStore
-
-    with NativeStore(tmp_path, TABLES, config=CONFIG) as store:
-        put(store, 1, range(56), 1)
+    with NativeStore(tmp_path, golden.TABLES, config=golden.CONFIG) as store:
+        golden.put(store, 1, range(56), 1)
         store.commit(b"")
     shutil.copy(tmp_path / "INDEX", tmp_path / "old")
-    with NativeStore(tmp_path, TABLES, config=CONFIG) as store:
-        put(store, 1, range(5), 2)
+    with NativeStore(tmp_path, golden.TABLES, config=golden.CONFIG) as store:
+        golden.put(store, 1, range(5), 2)
         store.commit(b"")
     assert _core.verify_store(str(tmp_path), {}, None).findings == []
     data = bytearray((tmp_path / "old").read_bytes())
@@ -177,15 +174,6 @@ def test_a_saved_index_that_lies(tmp_path):
     (finding,) = _core.verify_store(str(tmp_path), {}, None).findings
     assert "the saved index contradicts" in finding.what
     assert not finding.lost
-
-
-def crc32c(data: bytes) -> int:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-    return crc ^ 0xFFFFFFFF
 
 
 def test_a_device_that_fails_while_it_is_read(disk):
