@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
         help="run a benchmark; without a name, list them",
-        description="Runs a benchmark; without a name, lists them.",
+        description="Run a benchmark. Without a name, list all of them.",
     )
     parser.add_argument("name", nargs="?", metavar="NAME")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...")

@@ -29,10 +29,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         subparsers,
         "commits",
         "list the kept commits of a store",
-        "Lists the commits that a store keeps: the last ones, and each with a tag. A commit can be "
-        "opened (open_store(DIR, at=…)) or exported (tierstore export --at). Changes nothing without "
-        "--drop, so the directory may be read-only, and a native store may be in use. Of the folder of a "
-        "sharded training it prints the last commit of all ranks.",
+        "List the commits that a store keeps: the last ones, and each with a tag. A commit can be opened "
+        "(open_store(DIR, at=…)) or exported (tierstore export --at). Without --drop the command changes "
+        "nothing, so the directory may be read-only, and a native store may be in use. Of the folder of a "
+        "sharded training the command prints the last commit of all ranks.",
         ["tierstore commits runs/42/store", "tierstore commits runs/42/store --drop best"],
     )
     parser.add_argument(

@@ -21,10 +21,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         subparsers,
         "compact",
         "win back the space of superseded rows",
-        "Copies the newest rows out of files that hold few of them, and removes those files. A native "
-        "store does so by itself while it is written to; this goes further. The last commit is "
+        "Copy live rows out of segments that hold few of them, and remove these segments. A native store "
+        "does so by itself while it is written to; this command goes further. The last commit is "
         "replaced by a new one with the same rows, tag and meta; other kept commits stay, with all "
-        "files that they need (tierstore commits DIR --drop). On the way the device needs room for "
+        "files that these commits need (tierstore commits DIR --drop). On the way the device needs room for "
         "the live rows once more. An interrupted run leaves the store as it was. lmdb and memory have "
         "nothing to compact; lmdb reuses its free pages, and export and import shrink its file. In the "
         "folder of a sharded training the stores of all ranks are compacted, one by one.",

@@ -15,7 +15,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         subparsers,
         "export",
         "write a portable copy of a commit: safetensors files and one JSON file",
-        "Writes all rows of a commit (ids, weights, optimizer state, by table) to the new folder "
+        "Write all rows of a commit (ids, weights, optimizer state, by table) to the new folder "
         "TARGET, as safetensors files and EXPORT.json with their checksums; docs/reference/formats.md "
         "describes them. Memory does not grow with the store, and TARGET appears only when it is complete. "
         "The store is not changed, so its directory may be read-only; one that is in use is refused (a "

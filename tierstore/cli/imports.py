@@ -15,7 +15,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         subparsers,
         "import",
         "make a store, of any engine, from an export",
-        "Makes the new store directory DIR from EXPORT, a folder that tierstore export wrote: same "
+        "Make the new store directory DIR from EXPORT, a folder that tierstore export wrote: same "
         "tables, same rows bit for bit, in one commit with the same tag and meta. All checksums are "
         "checked, nothing in EXPORT is trusted, and DIR appears only when it is complete.",
         [

@@ -30,9 +30,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         subparsers,
         "inspect",
         "print what a store directory holds",
-        "Prints what a store directory holds: engine, tables, rows, bytes, commits. Changes nothing, "
-        "so the directory may be read-only. Of a store that is in use it prints the tables only. Of the "
-        "folder of a sharded training it prints whole tables, and how they are cut.",
+        "Print what a store directory holds: engine, tables, rows, bytes, commits. The command changes "
+        "nothing, so the directory may be read-only. Of a store that is in use the command prints the tables "
+        "only. Of the folder of a sharded training it prints whole tables, and how they are cut.",
         ["tierstore inspect runs/42/store", "tierstore inspect runs/42/store --at best --count --json"],
     )
     parser.add_argument(

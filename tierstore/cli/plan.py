@@ -22,8 +22,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         help="plan where tables go: cuts, ranks, bytes of each tier",
-        description="Plans how each table is cut, which ranks hold it, and its bytes in each tier. "
-        "Exit code 1 when the tables do not fit. docs/planner.md explains files, model and report.",
+        description="Plan how each table is cut, which ranks hold it, and its bytes in each tier. "
+        "The exit code is 1 when the tables do not fit. docs/planner.md explains files, model and report.",
     )
     parser.add_argument(
         "--tables",
@@ -36,23 +36,31 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--constraints", type=Path, metavar="YAML", help="demands by table name")
     parser.add_argument("--stats", type=Path, metavar="JSON", help="recorded miss-ratio curves")
     parser.add_argument(
-        "--batch-size", type=int, default=512, help="examples per rank and step (default: 512)"
+        "--batch-size", type=int, default=512, metavar="N", help="examples per rank and step (default: 512)"
     )
     parser.add_argument(
-        "--dense-seconds", type=_seconds, default=0.0, help="compute of the dense part per step (default: 0)"
+        "--dense-seconds",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="seconds of the dense part per step (default: 0)",
     )
     parser.add_argument(
-        "--dense-memory", default="0", help="device memory of the dense part, as bytes or 4GiB"
+        "--dense-memory", default="0", metavar="SIZE", help="device memory of the dense part, such as 4GiB"
     )
-    parser.add_argument("--depth", type=int, default=1, help="batches fetched ahead (default: 1)")
+    parser.add_argument(
+        "--depth", type=int, default=1, metavar="K", help="batches fetched ahead (default: 1)"
+    )
     parser.add_argument(
         "--rows-per-read",
         type=float,
-        help="random reads that one SSD read does for (default: predicted on the CPU, else 1)",
+        metavar="N",
+        help="rows that one read of the SSD brings (default: predicted on the CPU, else 1)",
     )
     parser.add_argument(
         "--search-seconds",
         type=_seconds,
+        metavar="S",
         default=5.0,
         help="most time for the search (default: 5); what would help, or what is missing, "
         "may take as much again",

@@ -16,7 +16,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "trace",
         help="record or describe which rows the batches use",
-        description="Records or describes which rows of the embedding tables the batches use.",
+        description="Record or describe which rows of the embedding tables the batches use.",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     describe = actions.add_parser("describe", help="unique ratio, reuse, popularity, drift of a trace")

@@ -19,7 +19,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "train",
         help="train a DLRM with tables larger than memory",
-        description="Trains a DLRM whose embedding tables live in tiers, and tells how fast and how well.",
+        description="Train a DLRM whose embedding tables live in tiers; report its speed and quality.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -20,10 +20,10 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         subparsers,
         "verify",
         "check every byte of a store and name what is damaged",
-        "Reads everything that the kept commits of a store have on disk: every record against its "
-        "checksum, every footer, the manifest, and the saved index against the records. Names what is "
-        "damaged: file, offset, whose rows, which commits, and what to do. Changes nothing, so the "
-        "directory may be read-only; a store that is in use is refused. Engines other than native are "
+        "Read everything that the kept commits of a store have on disk: every record against its checksum, "
+        "every footer, the manifest, and the saved index against the records. The report names what is "
+        "damaged: file, offset, whose rows, which commits, and what to do. The command changes nothing, so "
+        "the directory may be read-only; a store that is in use is refused. Engines other than native are "
         "checked as far as they can be: rocksdb by the checksums of its blocks, memory by the checksums "
         "of its files, lmdb, which has none, by reading all rows. Of the folder of a sharded training the "
         "stores of all ranks are checked, and that each has the commit of all ranks.",
