@@ -48,6 +48,7 @@ class PreparedTrace:
 
     @property
     def batches(self) -> int:
+        """The number of batches."""
         return self.offsets.size - 1 if self.offsets.size else self.rows.size
 
     @property

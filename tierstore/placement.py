@@ -194,6 +194,7 @@ class ShardingPlan:
         return cls(tables, world_size, ranks_per_host, plan.text("device", "", known=("", "cpu", "cuda")))
 
     def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; :meth:`load` reads it."""
         Path(path).write_text(json.dumps(self.to_dict(), indent=1), encoding="utf-8")
 
     @classmethod

@@ -27,6 +27,7 @@ class Batch:
     labels: Tensor
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """Return the batch on ``device``."""
         return Batch(
             self.dense.to(device, non_blocking=non_blocking),
             self.sparse.to(torch.device(device), non_blocking=non_blocking),
@@ -34,6 +35,7 @@ class Batch:
         )
 
     def pin_memory(self) -> Batch:
+        """Return a copy of the batch in pinned memory."""
         return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
@@ -72,21 +74,32 @@ class TableInfo:
 
 
 class Dataset(Protocol):
-    """A source of batches. Every batch is the same whenever, and however often, it is drawn.
-
-    num_train, num_test: examples per pass; None when unknown (a stream not read yet) or endless.
-    """
+    """A source of batches. Every batch is the same whenever, and however often, it is drawn."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name by which :func:`load` knows the data set."""
+        ...
+
     @property
-    def tables(self) -> tuple[TableInfo, ...]: ...
+    def tables(self) -> tuple[TableInfo, ...]:
+        """The tables, in the order of the keys of ``Batch.sparse``."""
+        ...
+
     @property
-    def dense_dim(self) -> int: ...
+    def dense_dim(self) -> int:
+        """Columns of ``Batch.dense``."""
+        ...
+
     @property
-    def num_train(self) -> int | None: ...
+    def num_train(self) -> int | None:
+        """Examples of a training pass; None: endless, or unknown while the stream was not read to its end."""
+        ...
+
     @property
-    def num_test(self) -> int | None: ...
+    def num_test(self) -> int | None:
+        """Examples that are held out; None as for ``num_train``."""
+        ...
 
     def train(self, batch_size: int, *, epochs: int = 1, start_batch: int = 0) -> Iterator[Batch]:
         """Yield training batches, in order; the last batch of an epoch may be smaller.

@@ -54,6 +54,7 @@ class DenseEmbeddingBags(nn.Module):
         self._dims = [config.embedding_dim for config in self._configs for _ in config.feature_names]
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """Return the tables."""
         return self._configs
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:

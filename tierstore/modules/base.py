@@ -168,6 +168,7 @@ class TieredModule(RowCalls, nn.Module):
         return []
 
     def table_names(self) -> list[str]:
+        """Return the names of the tables, in order."""
         return [self.engine.tables[index].name for index in self.table_numbers]
 
     def keep_for_forward(self, ahead: Ahead) -> None:
@@ -189,6 +190,7 @@ class TieredModule(RowCalls, nn.Module):
         return True
 
     def find_lookup(self, *args: object, **kwargs: object) -> Lookup:
+        """Return the lookup of a forward call, made ahead or now; raises the error that it met ahead."""
         if self.observer is not None:
             self.observer(self, args, kwargs)
         if self._ahead:
@@ -239,6 +241,7 @@ class TieredModule(RowCalls, nn.Module):
         return self.training and torch.is_grad_enabled() and not self.frozen
 
     def pooled_rows(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
+        """Return the output of a pooled lookup; ``weights``: one for each id, or None."""
         parts: Any = lookup.parts
         per_part = [] if weights is None else [part.weights_of(weights) for part in parts]
         updates = self.trains
@@ -252,6 +255,7 @@ class TieredModule(RowCalls, nn.Module):
         return out
 
     def rows_one_by_one(self, lookup: Lookup) -> tuple[Tensor, ...]:
+        """Return the rows of a sequence lookup, a tensor (ids, dim) per row layout."""
         updates = self.trains
         self.pin(lookup, updates)
         if updates:
@@ -282,6 +286,7 @@ class TieredModule(RowCalls, nn.Module):
         self.fused_optimizer.num_updates = self.engine.updates.get(self._key, 0)
 
     def count_update(self) -> list[TableStep]:
+        """Begin an update; return each step with the tables that it is for (None: all)."""
         self.check_update()
         steps = self.fused_optimizer.advance()
         self.engine.updates[self._key] = self.fused_optimizer.num_updates
@@ -350,6 +355,7 @@ class TieredModule(RowCalls, nn.Module):
         return value
 
     def table_name(self, table: int) -> str:
+        """Return the name of a table of the engine."""
         return self.engine.tables[table].name
 
     def report_gradients(self, error: GradientError | None) -> None:

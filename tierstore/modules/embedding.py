@@ -74,6 +74,7 @@ class SingleTable(HasWeight, TieredModule):
 
     @property
     def table(self) -> Table:
+        """The table, as its engine knows it."""
         return self.engine.tables[self.table_numbers[0]]
 
     def rows_version(self) -> str:

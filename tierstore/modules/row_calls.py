@@ -33,6 +33,7 @@ class RowCalls(EngineCalls):
         return self.fused_optimizer.spec_of(self.rules.name_of(table))
 
     def table_number(self, name: str | None) -> int:
+        """Return the engine's number of the table called ``name``; None: of the only table."""
         if name is None and len(self.table_numbers) == 1:
             return self.table_numbers[0]
         return self.engine.table_index(name)

@@ -259,9 +259,11 @@ class HasWeight(nn.Module):
         return super().__getattr__(name)
 
     def save_weight(self, destination: dict[str, Tensor], key: str) -> None:
+        """Put the table's weights, (num_embeddings, dim), into a state dict as ``key``."""
         save_table(self, self.table, destination, key)
 
     def load_weight(self, weight: Tensor, key: str) -> None:
+        """Overwrite all rows with ``weight``, (num_embeddings, dim); ``key`` names it in errors."""
         load_table(self, self.table, weight, key)
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:

@@ -114,6 +114,7 @@ class ParameterConstraints:
 
     @property
     def stays_in_hbm(self) -> bool:
+        """Whether every row of the table is in "hbm"."""
         return self.tiers is not None and set(self.tiers) == {"hbm"}
 
     @property
@@ -124,6 +125,7 @@ class ParameterConstraints:
 
     @property
     def stays_in_memory(self) -> bool:
+        """Whether no row of the table is in the store."""
         return self.tiers is not None and "ssd" not in self.tiers
 
 

@@ -151,6 +151,7 @@ class Topology:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.hosts * self.ranks_per_host
 
     def exchange(self, kind: str) -> float:
@@ -179,6 +180,7 @@ class Topology:
         return float(_overlapped(np.column_stack([own, ssd]), self.ssd_overlap_loss).max())
 
     def host_of(self, rank: int) -> int:
+        """Return the number of a rank's host."""
         return rank // self.ranks_per_host
 
     def read_seconds(self, size: int) -> float:

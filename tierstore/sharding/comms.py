@@ -41,10 +41,12 @@ class CommsConfig:
 
     @property
     def forward_dtype(self) -> torch.dtype:
+        """The dtype of vectors on the wire."""
         return _PRECISIONS[self.forward_precision]
 
     @property
     def backward_dtype(self) -> torch.dtype:
+        """The dtype of gradients on the wire."""
         return _PRECISIONS[self.backward_precision]
 
 

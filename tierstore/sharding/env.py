@@ -196,6 +196,7 @@ class ShardingEnv:
         self.peers.wait(work)
 
     def barrier(self) -> None:
+        """Wait until all ranks call it. Raises RankError if a rank has stopped."""
         with self.peers.reached():
             self.peers.begin(exchange=False)
             work = dist.barrier(group=self.outputs, async_op=True)

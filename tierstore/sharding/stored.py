@@ -196,6 +196,7 @@ class StoredTables:
         return {name: saved.plan for name, saved in self.collections.items()}
 
     def table_names(self) -> list[str]:
+        """Return the names of the tables, in order."""
         return list(self._tables)
 
     def rows(self, ids: Any, table: str | None = None) -> Tensor:
@@ -273,6 +274,7 @@ class StoredTables:
         return export_rows(self, target, self.commit_info(), progress)
 
     def close(self) -> None:
+        """Close the stores of all ranks. A second call does nothing."""
         if self._undo is not None:
             self._undo.close()
             self._undo = None

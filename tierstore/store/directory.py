@@ -147,7 +147,7 @@ def _open_read_only(
     return DirectoryStore(folder, inner, locks, wanted.tables, options.at, temporary=False)
 
 
-class DirectoryStore:
+class DirectoryStore(RowStore):
     """A :class:`RowStore` and its directory, whose lock it holds; ``path`` is the first folder's.
 
     In a forked child every method but ``close``, which does nothing there, raises ``ClosedError``.

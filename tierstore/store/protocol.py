@@ -211,7 +211,9 @@ class RowStore(Protocol):
         """Return ``meta`` of the last commit; ``b""`` before the first."""
         ...
 
-    def stats(self) -> StoreStats: ...
+    def stats(self) -> StoreStats:
+        """Return counts of rows, bytes and requests."""
+        ...
 
     def close(self) -> None:
         """Release all resources, without a commit. A second call does nothing."""

@@ -50,6 +50,7 @@ class Description:
     per_table: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
+        """Return all fields as plain JSON values."""
         return asdict(self)
 
 
