@@ -201,7 +201,7 @@ def simulate_tiers(source: Trace, tables: Training, step: Callable[[int], object
         with ExitStack() as closing:
             closing.callback(engine.close, commit=False)
             module = SimulatedTables(engine, tables.optimizer, lookups, features.names)
-            return [_train(module, _batches(source), step)]
+            return [_train(module, batches_of(source), step)]
     return _simulate_ranks(source, tables, features, step)
 
 
@@ -226,7 +226,7 @@ def _simulate_ranks(
             modules.append(module)
 
         def work(rank: int) -> None:
-            batches = (share_of(batch, rank, plan.world_size) for batch in _batches(source))
+            batches = (share_of(batch, rank, plan.world_size) for batch in batches_of(source))
             told = step if rank == 0 else (lambda done: None)
             stats[rank] = _train(modules[rank], batches, told)
 
@@ -242,7 +242,7 @@ def _train(module: SimulatedTables, batches: Iterator[Any], step: Callable[[int]
     return module.engine.stats()
 
 
-def _batches(source: Trace) -> Iterator[Any]:
+def batches_of(source: Trace) -> Iterator[Any]:
     """Yield the batches as a training gets them; of ids alone where the trace has nothing else."""
     if source.training is not None:
         yield from source.training()

@@ -19,8 +19,8 @@ from tierstore.errors import ConfigError
 from tierstore.planner import EmbeddingShardingPlanner, Popularity, TableSpec, Topology, Workload
 from tierstore.result_file import JsonFile
 
-from .._cluster import Simulation
 from . import Results, main
+from .cluster import Simulation
 from .their_plan import their_plan, with_our_tiers
 
 _BATCH_SIZE, _DEPTH, _BATCHES = 1024, 4, 40

@@ -2,7 +2,7 @@
 
     python examples/plan_100tb/simulate.py topology_8.yaml      (or topology_128.yaml)
 
-The simulation is that of ``bench/_cluster.py``, which says what it knows.
+The simulation is that of ``bench/research/cluster.py``, which says what it knows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from tierstore.cli.plan import read_yaml
 from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload
 from tierstore.planner.files import specs_of_yaml
-from tierstore_bench._cluster import Simulation
+from tierstore_bench.research.cluster import Simulation
 
 HERE = Path(__file__).parent
 

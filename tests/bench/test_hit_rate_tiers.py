@@ -164,9 +164,9 @@ def open_trace_of(ids: dict[str, np.ndarray], batch_size: int) -> Trace:
 
 
 def trained_on_ids(trace: Trace, training: Training) -> Stats:
-    from bench._hit_rate_tiers import _batches
+    from bench._hit_rate_tiers import batches_of
 
-    return trained(replace(trace, training=lambda: (Sparse(batch) for batch in _batches(trace))), training)
+    return trained(replace(trace, training=lambda: (Sparse(batch) for batch in batches_of(trace))), training)
 
 
 class Sparse:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench._cluster import Simulation
+from bench.research.cluster import Simulation
 from tests.planner.machines import random_tables, topology
 from tierstore.cli.plan import read_yaml
 from tierstore.planner import EmbeddingShardingPlanner, Topology, Workload

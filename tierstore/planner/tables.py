@@ -15,22 +15,16 @@ from tierstore.planner.constraints import ParameterConstraints
 from tierstore.planner.curves import MissCurve, Popularity
 from tierstore.row_format import TABLE_DTYPES, RowFormat
 
-# Floats of state as a function of the dimension; equal to tierstore.optim's, which a test checks.
+# Floats of state per column and per row; equal to tierstore.optim's, which a test checks.
 STATE_FLOATS = {
-    "sgd": lambda dim: 0,
-    "momentum_sgd": lambda dim: dim,
-    "lars_sgd": lambda dim: dim,
-    "rowwise_adagrad": lambda dim: 1,
-    "adagrad": lambda dim: dim,
-    "adam": lambda dim: 2 * dim,
-    "adamw": lambda dim: 2 * dim,
-    "partial_rowwise_adam": lambda dim: dim + 1,
-    "lamb": lambda dim: 2 * dim,
-    "partial_rowwise_lamb": lambda dim: dim + 1,
+    **{"sgd": (0, 0), "rowwise_adagrad": (0, 1)},
+    **dict.fromkeys(("momentum_sgd", "lars_sgd", "adagrad"), (1, 0)),
+    **dict.fromkeys(("adam", "adamw", "lamb"), (2, 0)),
+    **dict.fromkeys(("partial_rowwise_adam", "partial_rowwise_lamb"), (1, 1)),
 }
 STATE_FLOATS |= {
-    f"{name}:decoupled_global": (lambda dim, own=floats: own(dim) + 1)  # type: ignore[misc]
-    for name, floats in STATE_FLOATS.items()
+    f"{name}:decoupled_global": (columns, rows + 1)
+    for name, (columns, rows) in STATE_FLOATS.items()
     if name not in ("adamw", "lars_sgd", "lamb", "partial_rowwise_lamb")
 }
 """With weight decay of all rows, the number of a row's last update comes on top."""
@@ -99,7 +93,8 @@ class TableSpec:
         """Return the bytes of a row, or of ``columns`` of it, and its optimizer state in a tier."""
         format = RowFormat(self.dtype) if self.tiers is None else self.tiers.formats(self.dtype)[tier]
         dim = self.embedding_dim if columns is None else columns
-        return format.row_bytes(dim, STATE_FLOATS[self.optimizer](dim))
+        per_column, per_row = STATE_FLOATS[self.optimizer]
+        return format.row_bytes(dim, per_column * dim + per_row)
 
     @property
     def rows(self) -> int:
@@ -111,8 +106,8 @@ class TableSpec:
         return global_batch * len(self.feature_names) * self.pooling_factor
 
     def demand(self, global_batch: int) -> tuple[float, MissCurve]:
-        """(Distinct rows per step, misses of them by rows of memory.) Recorded numbers of another batch size
-        are scaled as the preset popularity scales."""
+        """Return the unique rows per step and their misses by rows of memory. Recorded numbers of another
+        batch size are scaled as the preset popularity scales."""
         accesses = self.accesses(global_batch)
         preset, curve = self.popularity.demand(self.rows, accesses)
         if self.stats is None:
